@@ -204,6 +204,11 @@ def computes_again_once(patch):
   patch.setattr(batch_worker, "_TRIES", 1)
 
 
+def ends_with_a_worker_that_does_not_come_up(patch):
+  """A worker that is stopped while it starts ends the run."""
+  patch.setattr(batch_driver, "_STARTS", 1)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -251,6 +256,7 @@ FOUND = {
     takes_images_of_repeated_commands: 1101,
     keeps_notes_of_before_the_checkpoint: 807,
     computes_again_once: 1811,
+    ends_with_a_worker_that_does_not_come_up: 1804,
     replaces_nobody: 10,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,

@@ -38,6 +38,8 @@ from asgd.sandblaster.settings import COORDINATOR, SHARD
 from asgd.sandblaster.simulation import Counts
 
 _LOOK = 0.05  # seconds between two looks at deadlines
+_MOST = 1.0  # seconds that a look may take, of a driver that is not stopped
+_STARTS = 3  # of a worker that does not come up
 _DEATHS = 5  # of workers, for each place, before another message comes
 
 
@@ -176,15 +178,32 @@ class Driver:
     self._places.go_on()
     for worker in range(len(self._places.all)):
       self._places.fill(worker)
+    if self._options.together:
+      self._await_workers()
+
+  def _await_workers(self):
+    """Waits until all workers are there; ends those that take too long, twice,
+    so that others take their places."""
     seconds = DEAD * self._options.ladder.start
-    end = self._clock() + seconds
-    while self._options.together and self._places.coming:
-      self._listen(_LOOK, self.received)
-      if self._clock() > end:
-        raise ValueError(
-          f"workers {self._places.coming} took more than {seconds:g} seconds to"
-          " start: give them more with config.live.start_seconds"
-        )
+    for left in reversed(range(_STARTS)):
+      waited = 0.0
+      while self._places.coming and waited <= seconds:
+        before = self._clock()
+        self._listen(_LOOK, self.received)
+        # The driver itself may have stood still meanwhile.
+        waited += min(max(self._clock() - before, 0.0), _MOST)
+      late = self._places.coming
+      if not late:
+        return
+      text = (
+        f"workers {late} took more than {seconds:g} seconds to start: give them"
+        " more with config.live.start_seconds"
+      )
+      if not left:
+        raise ValueError(text)
+      self._hosts.say(f"{text}; they are ended")
+      for worker in late:
+        self._hosts.kill(WORKER, worker)
 
   def advance(self, until: int, seconds: float) -> int:
     """Goes on until so many messages are received, the coordinator ends, or

@@ -1,5 +1,6 @@
 """The driver of a live run, in threads: deaths change no iterate."""
 
+import threading
 import time
 
 import jax
@@ -54,6 +55,8 @@ class Run:
     self.notes = None
     self.passed = 0.0  # seconds, beside those of the clock
     self.to_come_back = 0.0  # seconds, for a shard
+    self.may_start = threading.Event()  # workers
+    self.may_start.set()
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
@@ -72,7 +75,12 @@ class Run:
       keep=3,
     )
     mine = [fault for fault in self.faults if fault.worker == index]
-    return worker.make(index, lambda: task, faults=mine)
+
+    def make_task():
+      self.may_start.wait()
+      return task
+
+    return worker.make(index, make_task, faults=mine)
 
   def note(self, notes):
     self.notes = notes
@@ -164,6 +172,27 @@ def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
     assert run.passed == 1000.0
     check(driver)
     assert driver.replaced == {"worker": 0, "shard": 1}
+
+
+def test_a_driver_that_is_stopped_while_workers_start_ends_none(
+  tmp_path, monkeypatch
+):
+  run, looks, listen = Run(tmp_path), [], Driver._listen
+  run.may_start.clear()
+
+  def look(self, *args):
+    listen(self, *args)
+    looks.append(args)
+    if len(looks) == 1:
+      run.passed += 1000.0
+    if len(looks) == 3:
+      run.may_start.set()
+
+  monkeypatch.setattr(Driver, "_listen", look)
+  for driver in run.drive():
+    finish(driver)
+    check(driver)
+    assert driver.replaced == {"worker": 0, "shard": 0}
 
 
 @pytest.mark.parametrize("how", ["memory", "image"])
