@@ -9,11 +9,13 @@ from asgd.live.hosts import Gone
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
+from asgd.live.sandblaster import worker as batch_worker
 from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
 from asgd.sandblaster import Image, VectorShard
 from asgd.sandblaster.portions import Jobs
+from asgd.tables import replay
 from asgd.tables.shard import TableShard
 
 
@@ -116,6 +118,12 @@ def leaves_a_lost_shard_for_later(patch):
   patch.setattr(table_worker.WorkerHost, "_answer", answer)
 
 
+def forgets_the_rows_of_the_one_before(patch):
+  """A replay lacks rows that a dead worker had taken before another took its
+  place at a shard."""
+  patch.setattr(replay, "_hand_over", _nothing)
+
+
 # Sandblaster.
 
 
@@ -181,6 +189,27 @@ def takes_images_of_repeated_commands(patch):
   patch.setattr(batch_shard.LiveShard, "image_at", image_at)
 
 
+def keeps_notes_of_before_the_checkpoint(patch):
+  """The next driver cuts off what the checkpoint counts, which is then of no
+  use."""
+
+  def save(self):
+    images = self._shards.images()
+    return images and batch_driver.SavedRun(self._notes(), images)
+
+  patch.setattr(batch_driver.Driver, "save", save)
+
+
+def computes_again_once(patch):
+  """A gradient that is damaged twice ends the run as one that is not finite."""
+  patch.setattr(batch_worker, "_TRIES", 1)
+
+
+def ends_with_a_worker_that_does_not_come_up(patch):
+  """A worker that is stopped while it starts ends the run."""
+  patch.setattr(batch_driver, "_STARTS", 1)
+
+
 def replaces_nobody(patch):
   """A worker that died is not replaced, and its job not given away."""
   patch.setattr(batch_driver.Driver, "_bury", _nothing)
@@ -215,6 +244,7 @@ FOUND = {
     forgets_the_dead: 1,
     wakes_nobody: 2,
     leaves_a_lost_shard_for_later: 1355,
+    forgets_the_rows_of_the_one_before: 2851,
   },
   "sandblaster": {
     obeys_a_command_twice: 18,
@@ -225,7 +255,10 @@ FOUND = {
     follows_a_clock_that_goes_back: 13,
     begins_an_evaluation_anew: 0,
     takes_images_of_repeated_commands: 1101,
-    replaces_nobody: 9,
+    keeps_notes_of_before_the_checkpoint: 807,
+    computes_again_once: 1811,
+    ends_with_a_worker_that_does_not_come_up: 1804,
+    replaces_nobody: 10,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,
   },

@@ -12,6 +12,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 """
 
 import collections
+from collections.abc import Iterable
 
 
 class Jobs:
@@ -42,14 +43,15 @@ class Jobs:
     self._running: dict[int, list[int]] = {}
     self._done: set[int] = set()
 
-  def begin(self, first: int = 0) -> None:
+  def begin(self, first: int = 0, done: Iterable[int] = ()) -> None:
     """Starts the next evaluation: every job is to be done, or those from
-    `first` on."""
+    `first` on but for some that are `done`."""
     self._waiting = collections.defaultdict(collections.deque)
     self._running.clear()
-    self._done = set(range(first))
+    self._done = {*range(first), *done}
     for job in range(first, self._count):
-      self._waiting[self.owners.get(job)].append(job)
+      if job not in self._done:
+        self._waiting[self.owners.get(job)].append(job)
 
   def _source(self, worker: int) -> tuple[int | None, bool] | None:
     """Whose job it would get, and whether that is the owner's last one."""

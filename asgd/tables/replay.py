@@ -117,7 +117,7 @@ class _Holder:
   def advance(self, shards: Sequence[TableShard]) -> bool:
     """Does what can be done; whether it did something."""
     worker = self.worker
-    self._hear(shards)
+    self.hear(shards)
     if self._steps is not None:
       if self.asks or any(map(worker.mail.lacks, range(len(shards)))):
         return False
@@ -146,7 +146,8 @@ class _Holder:
     self._go_on()
     return True
 
-  def _hear(self, shards):
+  def hear(self, shards: Sequence[TableShard]) -> None:
+    """Keeps the rows that shards have for it."""
     worker = self.worker
     for number, shard in enumerate(shards):
       if shard.life(worker.worker) == worker.mail.life:
@@ -160,7 +161,7 @@ class _Holder:
 
   def divide(self, shards: Sequence[TableShard], cuts: Cuts) -> None:
     """Goes on with other ranges, which shards have."""
-    self._hear(shards)
+    self.hear(shards)
     self.worker.divide(cuts)
 
   def _record(self, record):
@@ -174,9 +175,19 @@ class _Holder:
     return not self._ends
 
 
-def _obey(shard, number, event, holders) -> bool:
+def _hand_over(shards, number, event, holders) -> None:
+  """A shard is about to forget the holder of a place, which may have taken all
+  rows that the shard had sent by then: jobs that it had begun may need them."""
+  life = shards[number].life(event.worker)
+  if holder := holders.get((event.worker, life)):
+    holder.hear(shards)
+
+
+def _obey(shards, number, event, holders) -> bool:
   """Obeys a shard's next row; False if its request is not there yet."""
+  shard = shards[number]
   if event.action == base.LEAVE:
+    _hand_over(shards, number, event, holders)
     shard.leave(event.worker)
     return True
   if event.action == base.MOVE:  # which all shards do together
@@ -194,6 +205,8 @@ def _obey(shard, number, event, holders) -> bool:
       f"{event.format()} answers worker {event.worker} before its consistency"
       " model allows it"
     )
+  if joins:
+    _hand_over(shards, number, event, holders)
   shard.obey(request)
   del holder.asks[number]
   holder.worker.mail.hear(number, shard.reply(request))
@@ -273,9 +286,8 @@ def replay(
   moved = True
   while moved:
     moved = False
-    for s, shard in enumerate(shards):
-      events = orders.shards[s]
-      while at[s] < len(events) and _obey(shard, s, events[at[s]], holders):
+    for s, events in enumerate(orders.shards):
+      while at[s] < len(events) and _obey(shards, s, events[at[s]], holders):
         at[s] += 1
         moved = True
     for holder in holders.values():

@@ -38,6 +38,8 @@ from asgd.sandblaster.settings import COORDINATOR, SHARD
 from asgd.sandblaster.simulation import Counts
 
 _LOOK = 0.05  # seconds between two looks at deadlines
+_MOST = 1.0  # seconds that a look may take, of a driver that is not stopped
+_STARTS = 3  # of a worker that does not come up
 _DEATHS = 5  # of workers, for each place, before another message comes
 
 
@@ -106,8 +108,11 @@ class Driver:
     self._jobs = Jobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
+    # Images of shards lack the messages that the coordinator did not ask for.
+    if saved is not None and saved.images is None:
+      self._losses = dict(notes.get("losses", ()))
     if isinstance(self.request, Await):  # in the middle of an evaluation
-      self._jobs.begin(self.request.job)
+      self._jobs.begin(self.request.job, self._losses)
     elif self.request is None:
       self._jobs.begin(settings.jobs)
     self._shards = LiveShards(
@@ -173,15 +178,32 @@ class Driver:
     self._places.go_on()
     for worker in range(len(self._places.all)):
       self._places.fill(worker)
+    if self._options.together:
+      self._await_workers()
+
+  def _await_workers(self):
+    """Waits until all workers are there; ends those that take too long, twice,
+    so that others take their places."""
     seconds = DEAD * self._options.ladder.start
-    end = self._clock() + seconds
-    while self._options.together and self._places.coming:
-      self._listen(_LOOK, self.received)
-      if self._clock() > end:
-        raise ValueError(
-          f"workers {self._places.coming} took more than {seconds:g} seconds to"
-          " start: give them more with config.live.start_seconds"
-        )
+    for left in reversed(range(_STARTS)):
+      waited = 0.0
+      while self._places.coming and waited <= seconds:
+        before = self._clock()
+        self._listen(_LOOK, self.received)
+        # The driver itself may have stood still meanwhile.
+        waited += min(max(self._clock() - before, 0.0), _MOST)
+      late = self._places.coming
+      if not late:
+        return
+      text = (
+        f"workers {late} took more than {seconds:g} seconds to start: give them"
+        " more with config.live.start_seconds"
+      )
+      if not left:
+        raise ValueError(text)
+      self._hosts.say(f"{text}; they are ended")
+      for worker in late:
+        self._hosts.kill(WORKER, worker)
 
   def advance(self, until: int, seconds: float) -> int:
     """Goes on until so many messages are received, the coordinator ends, or
@@ -390,12 +412,17 @@ class Driver:
   def _notes(self) -> dict[str, Any]:
     """What the next driver needs, as JSON."""
     coordinator, lengths = self._coordinator, self.book.lengths
+    losses: dict[int, float] = {}  # of messages that are not added up yet
+    if isinstance(self.request, Await):
+      first = self.request.job
+      losses = {job: x for job, x in self._losses.items() if job >= first}
     counts = self.counts._replace(recoveries=self.recoveries)
     return {
       "number": self._shards.number,
       "state": coordinator.state._asdict(),
       "answers": list(coordinator.answers),
       "evaluation": self._current,
+      "losses": list(losses.items()),
       "owners": list(self._jobs.owners.items()),
       "counts": list(counts),
       "iterates": [list(each) for each in self.book.iterates],
@@ -407,4 +434,10 @@ class Driver:
     """Returns the run as it is now; None while it repeats what shards did for
     the driver before this one."""
     images = self._shards.images()
-    return None if images is None else SavedRun(self._notes(), images)
+    if images is None:
+      return None
+    # The next driver cuts the trace and the records back to what the notes
+    # count. A checkpoint that counts more would then be of no use.
+    notes = self._notes()
+    self._note_down(notes)
+    return SavedRun(notes, images)

@@ -7,6 +7,7 @@ and pushes to each shard its rows of it. The caller gets the loss.
 
 import collections
 import functools
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
 from asgd.sandblaster import Settings, Work, make_sums, message_norm
 
+_TRIES = 3  # to compute a gradient again that is not finite but whose loss is
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
@@ -158,8 +160,13 @@ class LiveWorker:
     self._tell_span("fetch", self._free, began, seq, evaluation, job)
     loss, message = self._sums(self._params, portions)
     message = self._faults.message(self._index, seq, message)
-    if not _is_finite(message):  # unless it is damaged, it is so again
+    tries = 0
+    while not _is_finite(message):
+      # It was damaged, or it is the same again; of a finite loss the former.
+      if tries == (_TRIES if math.isfinite(loss) else 1):
+        break
       loss, message = self._sums(self._params, portions)
+      tries += 1
     factor = (self._task.slowdown[self._index : self._index + 1] or (1.0,))[0]
     if factor > 1:
       self._inside.wait((factor - 1) * (clock() - began))

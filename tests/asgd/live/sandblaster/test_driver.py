@@ -1,5 +1,6 @@
 """The driver of a live run, in threads: deaths change no iterate."""
 
+import threading
 import time
 
 import jax
@@ -54,6 +55,8 @@ class Run:
     self.notes = None
     self.passed = 0.0  # seconds, beside those of the clock
     self.to_come_back = 0.0  # seconds, for a shard
+    self.may_start = threading.Event()  # workers
+    self.may_start.set()
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
@@ -72,7 +75,12 @@ class Run:
       keep=3,
     )
     mine = [fault for fault in self.faults if fault.worker == index]
-    return worker.make(index, lambda: task, faults=mine)
+
+    def make_task():
+      self.may_start.wait()
+      return task
+
+    return worker.make(index, make_task, faults=mine)
 
   def note(self, notes):
     self.notes = notes
@@ -166,6 +174,27 @@ def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
     assert driver.replaced == {"worker": 0, "shard": 1}
 
 
+def test_a_driver_that_is_stopped_while_workers_start_ends_none(
+  tmp_path, monkeypatch
+):
+  run, looks, listen = Run(tmp_path), [], Driver._listen
+  run.may_start.clear()
+
+  def look(self, *args):
+    listen(self, *args)
+    looks.append(args)
+    if len(looks) == 1:
+      run.passed += 1000.0
+    if len(looks) == 3:
+      run.may_start.set()
+
+  monkeypatch.setattr(Driver, "_listen", look)
+  for driver in run.drive():
+    finish(driver)
+    check(driver)
+    assert driver.replaced == {"worker": 0, "shard": 0}
+
+
 @pytest.mark.parametrize("how", ["memory", "image"])
 def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
   run, saved, rows = Run(tmp_path), None, 0
@@ -200,6 +229,25 @@ def test_a_driver_that_repeats_what_shards_did_has_no_checkpoint(tmp_path):
       finish(driver, driver.received + 1)
     finish(driver)
     check(driver, deaths=3)
+
+
+def test_a_checkpoint_is_of_use_after_a_driver_that_resumed_from_memory(
+  tmp_path,
+):
+  """That driver cut the files back, but for what the checkpoint counts."""
+  run = Run(tmp_path)
+  for driver in run.drive():
+    finish(driver, 8)
+    saved = driver.save()
+  for driver in run.drive(SavedRun(run.notes, None)):
+    finish(driver, 10)
+    check(driver, deaths=3)
+  for driver in run.drive(saved):
+    assert driver.received == 8
+    finish(driver)
+    jobs = set(driver.book.records().job.tolist())
+    assert recompute(SETTINGS, PARAMS, work, jobs).state == driver.state
+    assert orders.check(from_events(driver.book.rows)) == 3
 
 
 def test_without_anybody_left_it_says_so(tmp_path):
