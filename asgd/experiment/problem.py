@@ -17,7 +17,7 @@ from asgd.models import encoder, own
 from asgd.problems import own as own_problem
 
 
-class Given(NamedTuple):
+class ProblemSource(NamedTuple):
   """What is known of the data of a problem of one's own."""
 
   name: str  # MODULE:FUNCTION
@@ -25,7 +25,7 @@ class Given(NamedTuple):
   probe: base.Batch  # by which it is recognised
 
 
-Dataset = data.Dataset | text.Text | sentences.Sentences | Given
+Dataset = data.Dataset | text.Text | sentences.Sentences | ProblemSource
 
 TEXTS = ("pydoc", "file")
 _WINDOWS = 64  # of a text, on which it is evaluated
@@ -203,7 +203,7 @@ def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
     problem = make(config["batch_size"])
     _check_problem(problem)
   _check_size(jax.eval_shape(problem.init, jax.random.key(0)))
-  return Given(name, name, problem.probe), problem
+  return ProblemSource(name, name, problem.probe), problem
 
 
 def _evaluating(evaluate: Callable, name: str) -> Callable:

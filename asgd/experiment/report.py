@@ -176,20 +176,32 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def flat(points: Rows) -> list[dict[str, Any]]:
-  """Returns rows of a CSV file: of lists, their values with spaces between."""
-  return [
-    {
-      key: " ".join(map(str, value)) if isinstance(value, list) else value
-      for key, value in point.items()
-    }
-    for point in points
-  ]
+def write_tables(
+  out: Path,
+  heading: str,
+  text: str,
+  csv_rows: list[dict],
+  results: Rows,
+  curves: Rows,
+) -> str:
+  """Writes the text table, results.csv, the figure and its numbers.
 
+  Args:
+    out: the folder.
+    heading: of the figure.
+    text: of table.txt.
+    csv_rows: of results.csv.
+    results: of the cells.
+    curves: the rows of their evaluations.
 
-def draw(points: Rows, results: Rows, stem: Path, heading: str) -> str:
-  """Draws a figure, and returns where it is, or why it was not drawn."""
+  Returns:
+    Where the figure is, or why it was not drawn.
+  """
+  stem, points = out / "figure", figure.numbers(results, curves)
   numbers = stem.with_suffix(".csv")
+  safe_files.write(out / "table.txt", text)
+  storage.write_csv(out / "results.csv", csv_rows)
+  storage.write_csv(numbers, points)
   try:
     figure.draw(points, results, stem, heading)
   except ImportError:
@@ -316,7 +328,6 @@ def write(
   done = len(cells & {row["cell"] for row in results})
   so_far = f"{done} of {len(cells)} cells" if done < len(cells) else ""
   title = f"{what}{so_far and ', ' + so_far}\ndata: {dataset.source}"
-  points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
   if so_far:
     said = f"so far {so_far}: means are over the seeds that are finished"
@@ -327,10 +338,7 @@ def write(
       f" {workdir}/report.html\n"
     )
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
-  storage.write_csv(workdir / "results.csv", csv_rows)
-  safe_files.write(workdir / "table.txt", text)
-  storage.write_csv(workdir / "figure.csv", flat(points))
-  drawn = draw(points, results, workdir / "figure", title)
+  drawn = write_tables(workdir, title, text, csv_rows, results, rows)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what, "lead": lead, "notes": notes}
   made = write_page(
