@@ -25,7 +25,13 @@ class ProblemSource(NamedTuple):
   probe: base.Batch  # by which it is recognised
 
 
-Dataset = data.Dataset | text.Text | sentences.Sentences | ProblemSource
+Dataset = (
+  data.Dataset
+  | text.Text
+  | sentences.Sentences
+  | ProblemSource
+  | own_problem.Objects
+)
 
 TEXTS = ("pydoc", "file")
 _WINDOWS = 64  # of a text, on which it is evaluated
@@ -41,6 +47,8 @@ def load(
   """Loads the data and builds the model of a resolved config, checking that
   they fit; arguments are those of `cells.build`. What the data are decides what
   is learnt of them, not their name."""
+  if isinstance(dataset, own_problem.Objects):
+    return dataset, dataset.problem()
   if config["problem"]["name"] is not None:
     return _given(config, data_dir)
   section, model = config["data"], dict(config["model"])
@@ -74,6 +82,23 @@ def load(
     problem = make(dataset, layers, batch_size=config["batch_size"], **options)
   _check_fit(config, problem)
   return dataset, problem
+
+
+def identity(dataset: Dataset) -> dict[str, Any]:
+  """Returns the dataset's name, and a checksum of its arrays; of objects of a
+  caller what else is known of them."""
+  if isinstance(dataset, own_problem.Objects):
+    return dataset.identity
+  return {"name": dataset.name, "sha256": storage.digest(dataset[2:])}
+
+
+def title(config: Mapping[str, Any], dataset: Dataset) -> str:
+  """Returns what is trained, in a few words."""
+  if isinstance(dataset, own_problem.Objects):
+    return "a caller's data and model"
+  if isinstance(dataset, ProblemSource):
+    return dataset.name
+  return f"{dataset.name}, {config['model']['name']}"
 
 
 def _outputs(dataset) -> int:

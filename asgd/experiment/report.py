@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from asgd import safe_files, text_table
-from asgd.experiment import boards, figure, folder, page, schema, storage
+from asgd.experiment import (
+  boards,
+  figure,
+  folder,
+  page,
+  problem,
+  schema,
+  storage,
+)
 from asgd.experiment.cells import Experiment
 from asgd.experiment.engines import (
   Column,
@@ -23,7 +31,6 @@ from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
 from asgd.parallel import processes
-from asgd.problems import own
 
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
@@ -318,11 +325,7 @@ def write(
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  what = f"{dataset.name}, {config['model']['name']}"
-  if config["problem"]["name"] is not None:
-    what = dataset.name
-  elif isinstance(dataset, own.Objects):
-    what = "a caller's data and model"
+  what = problem.title(config, dataset)
   what += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
   cells = {cell.name for cell in experiment.cells}
   done = len(cells & {row["cell"] for row in results})
