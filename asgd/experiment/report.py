@@ -50,6 +50,15 @@ _COMMON = (
   Column("staleness", "staleness_mean"),
   Column("gap", "gap_mean"),
 )
+# Of runs that have a key in their results.
+_OF_KEYS = (
+  ("evaluations_of_batch", coordinated.COLUMNS),
+  ("differential_mean", tables.COLUMNS),
+  ("codec", traffic.COLUMNS),
+  ("codec_down", traffic.COLUMNS),
+  ("link_utilisation", networks.COLUMNS),
+  ("consensus", peers.COLUMNS),
+)
 
 
 def quality(accuracy: Any, measure: Any, loss: Any) -> str:
@@ -154,16 +163,9 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   # What no run here has says nothing.
   shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
-  if any("evaluations_of_batch" in row for row in results):
-    shown += coordinated.COLUMNS
-  if any("differential_mean" in row for row in results):
-    shown += tables.COLUMNS
-  if any("codec" in row or "codec_down" in row for row in results):
-    shown += traffic.COLUMNS
-  if any("link_utilisation" in row for row in results):
-    shown += networks.COLUMNS
-  if any("consensus" in row for row in results):
-    shown += peers.COLUMNS
+  for key, columns in _OF_KEYS:
+    if any(key in row for row in results):
+      shown += columns
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return list({column.key: column for column in shown}.values())
