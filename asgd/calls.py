@@ -61,14 +61,10 @@ def check_travels(given: own.Objects) -> None:
     "the recipe": state["recipe"],
   }
   for what, part in parts.items():
-    try:
+    remedy = ": make what it holds (locks, files, generators) inside of the"
+    remedy += " function, or use runtime='threads'"
+    with checks.user_code(f"{what} cannot be sent to other processes", remedy):
       cloudpickle.dumps(part)
-    except Exception as error:  # whatever somebody's object raises
-      raise ValueError(
-        f"{what} cannot be sent to other processes"
-        f" ({checks.line_of(error, 200)}): make what it holds (locks, files,"
-        " generators) inside of the function, or use runtime='threads'"
-      ) from error
 
 
 @contextlib.contextmanager

@@ -37,6 +37,34 @@ def line_of(error: BaseException, most: int = 300) -> str:
 
 
 @contextlib.contextmanager
+def user_code(
+  failure: str,
+  remedy: str = "",
+  *,
+  passes: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+  """Turns whatever a user's code raises into a ValueError of one line.
+
+  Args:
+    failure: what fails, as in "the loss fails on the first batch".
+    remedy: what follows the user's error.
+    passes: errors that pass as they are, because they name the remedy already.
+
+  Example:
+    >>> with user_code("data[3] fails", "; drop it"):
+    ...   [][3]
+    Traceback (most recent call last):
+    ValueError: data[3] fails (IndexError: list index out of range); drop it
+  """
+  try:
+    yield
+  except passes:
+    raise
+  except Exception as error:
+    raise ValueError(f"{failure} ({line_of(error, 250)}){remedy}") from error
+
+
+@contextlib.contextmanager
 def below(key: str, keys: Collection[str]) -> Iterator[None]:
   """Puts the name of a dict before that of one of its keys with which an error
   begins: "density must be ..." becomes "codec.density must be ..."; and before

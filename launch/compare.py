@@ -78,7 +78,7 @@ def _compare_cell(place, out):
     trust=_F["trust"].value,
   )
   stem, rows = out / "compare", comparison.quantities(both)
-  with storage.naming_what_cannot_be_written(out):
+  with storage.naming_folder(out):
     safe_files.make_folder(out.resolve())
     storage.write_csv(out / "compare.csv", comparison.points(both))
     storage.write_csv(out / "compare-table.csv", rows)
@@ -102,7 +102,7 @@ def _compare_all(workdir, out):
     return
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
   rows = comparison.race(cells, loss)
-  with storage.naming_what_cannot_be_written(stem.parent):
+  with storage.naming_folder(stem.parent):
     storage.write_csv(stem.with_suffix(".csv"), rows)
     print(f"\n{comparison.race_table(rows, loss)}")
     _draw(comparison.draw_race, cells, loss, stem)

@@ -197,7 +197,7 @@ def _train(resolved) -> None:
     bar = ProgressBar(
       total, describe=lambda name, row: flags.ENGINES[name].describe(row)
     )
-    naming = storage.naming_full_disks(workdir)
+    naming = storage.naming_folder(workdir, trains=True)
   with naming, report.at_the_end(workdir, experiment, bar):
     try:
       jobs.train_all(

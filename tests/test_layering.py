@@ -54,46 +54,6 @@ RANKS = {
   "train_state": 0,
   "__init__": 7,
 }
-# Inside asgd/experiment: the same, by module.
-EXPERIMENT_RANKS = {
-  "checks": 0,
-  "storage": 0,
-  "code": 1,
-  "event_file": 0,
-  "shipped": 0,
-  "page": 0,
-  "provenance": 0,
-  "trackers": 0,
-  "signals": 0,
-  "ray_runtime": 0,
-  "schema": 1,
-  "overrides": 2,
-  "checkpoint": 1,
-  "figure": 1,
-  "live_figures": 1,
-  "machine": 1,
-  "live_memory": 1,
-  "problem": 2,
-  "identities": 2,
-  "cells": 3,
-  "cell_files": 1,
-  "cell_log": 4,
-  "folder": 4,
-  "boards": 5,
-  "live_files": 5,
-  "engines": 6,
-  "loop": 7,
-  "report": 7,
-  "progress": 8,
-  "jobs": 8,
-  "replay": 8,
-  "predict": 9,
-  "audit": 9,
-  "chaos": 10,
-  "comparison": 10,
-  "overlay": 8,
-  "__init__": 11,
-}
 # asgd.experiment is the only room of asgd with files, clocks and configs; live
 # runs look at clocks, as time is what they are about, and so does the
 # supervisor of processes.
@@ -111,10 +71,9 @@ def tree_of(path):
   return ast.parse(path.read_text())
 
 
-def imports(path, *, top_level=False):
-  """Yields dotted names of what a file imports."""
-  tree = tree_of(path)
-  for node in tree.body if top_level else ast.walk(tree):
+def imports(path):
+  """Yields dotted names of what a file imports, also inside of functions."""
+  for node in ast.walk(tree_of(path)):
     if isinstance(node, ast.Import):
       yield from (alias.name for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
@@ -130,8 +89,8 @@ def files(package):
   return sorted((ROOT / package).rglob("*.py"))
 
 
-def room(path, folder="asgd"):
-  return path.relative_to(ROOT / folder).parts[0].removesuffix(".py")
+def room(path):
+  return path.relative_to(ROOT / "asgd").parts[0].removesuffix(".py")
 
 
 def test_packages_import_only_what_is_below_them():
@@ -158,8 +117,6 @@ def test_private_modules_of_libraries_are_looked_up_in_one_place():
 
 def test_every_room_has_a_rank():
   assert {room(path) for path in files("asgd")} == set(RANKS)
-  rooms = {room(path, "asgd/experiment") for path in files("asgd/experiment")}
-  assert rooms == set(EXPERIMENT_RANKS)
 
 
 def test_rooms_of_asgd_import_only_what_ranks_below_them():
@@ -172,25 +129,12 @@ def test_rooms_of_asgd_import_only_what_ranks_below_them():
       assert RANKS[parts[1]] < rank, f"{path} imports {name}"
 
 
-def test_modules_of_the_experiment_import_only_what_ranks_below_them():
-  # What is imported inside a function runs in another process.
-  for path in files("asgd/experiment"):
-    here = room(path, "asgd/experiment")
-    for name in imports(path, top_level=True):
-      parts = name.split(".")
-      if parts[:2] != ["asgd", "experiment"] or parts[2] == here:
-        continue
-      below = EXPERIMENT_RANKS.get(parts[2], 0) < EXPERIMENT_RANKS[here]
-      assert below, f"{path} imports {name}"
-
-
 def module_of(path):
   parts = path.relative_to(ROOT).with_suffix("").parts
   return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def test_no_modules_import_one_another_in_a_circle():
-  # Also not by what is imported inside of functions.
   paths = {module_of(p): p for package in ALLOWED for p in files(package)}
 
   def imported(path):

@@ -1,7 +1,6 @@
 """What a codec of one's own must return, and errors that name it."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -17,16 +16,13 @@ _CONTRACT = {
 }
 
 
-@contextlib.contextmanager
-def _naming(what: str, function: str) -> Iterator[None]:
-  """Puts a codec's name and what its function must do before an error."""
-  try:
-    yield
-  except Exception as error:  # whatever a user's function raises
-    raise ValueError(
-      f"codec {what}: {function} fails ({checks.line_of(error, 200)});"
-      f" {function} {_CONTRACT[function]}"
-    ) from error
+def _naming(
+  what: str, function: str
+) -> contextlib.AbstractContextManager[None]:
+  """Names a codec in an error, and says what its function must do."""
+  return checks.user_code(
+    f"codec {what}: {function} fails", f"; {function} {_CONTRACT[function]}"
+  )
 
 
 def _text(struct):

@@ -8,7 +8,7 @@ import numpy as np
 
 from asgd import safe_files
 from asgd.experiment import cells as cells_lib
-from asgd.experiment import event_file, storage, trackers
+from asgd.experiment import event_file, folder, storage, trackers
 
 _NO_CURVES = ("workers", "seed", "message", "diverged")  # which, and where
 _GROUPS = ("test", "train", "staleness", "gap")  # of curves
@@ -50,6 +50,26 @@ def settings_of(
   named["data"] = experiment.dataset.name
   plain = (bool, int, float, str)
   return {k: v for k, v in named.items() if isinstance(v, plain)}
+
+
+def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
+  """Returns the evaluations of a cell that is to go on; a last one that was cut
+  short is dropped, and folder.FolderError names another line that is none."""
+  path, rows = place / "metrics.jsonl", []
+  if not path.exists():
+    return rows
+  *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
+  for number, line in enumerate(lines, 1):
+    try:
+      rows.append(storage.read_line(line))
+    except ValueError as error:
+      raise folder.FolderError(
+        f"{path}, line {number} is no evaluation that a run wrote:"
+        f" {line[:60].strip()!r}. Put the file back as it was, or remove it;"
+        " evaluations that were made are then made again, with the parameters"
+        " of now"
+      ) from error
+  return rows
 
 
 class CellLog:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import diagnosis, problems, tables
-from asgd.experiment import checks, problem, schema, storage
+from asgd.experiment import checks, problem, schema
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
 from asgd.problems import own
@@ -43,7 +43,7 @@ class Experiment:
     config: Mapping[str, Any],
     engines: Engines,
     runs: Mapping[str, Run],
-    dataset: problem.Dataset | own.Objects,
+    dataset: problem.Dataset,
     shared_problem: problems.Problem,  # with the config's own batch size
     measurements: dict[str, Any] | None = None,
   ):
@@ -64,12 +64,9 @@ class Experiment:
     self._sharpness: dict[int, Callable[[Any], float]] = {}
 
   @functools.cached_property
-  def dataset_identity(self) -> dict[str, str]:
-    """The dataset's name, and a checksum of its arrays."""
-    if isinstance(self.dataset, own.Objects):
-      return self.dataset.identity
-    arrays = self.dataset[2:]
-    return {"name": self.dataset.name, "sha256": storage.digest(arrays)}
+  def dataset_identity(self) -> dict[str, Any]:
+    """What tells the data from others; see `problem.identity`."""
+    return problem.identity(self.dataset)
 
   def kind(self, cell: Cell) -> Any:
     """Returns the engine kind of a cell."""
@@ -118,7 +115,7 @@ def build(
   *,
   engines: Engines,
   data_dir: str | None = None,
-  dataset: problem.Dataset | own.Objects | None = None,
+  dataset: problem.Dataset | None = None,
   measurements: dict[str, Any] | None = None,
 ) -> Experiment:
   """Builds an experiment from a config, checking all of it.
@@ -151,12 +148,7 @@ def build(
     with contextlib.suppress(RuntimeError):
       jax.config.update("jax_num_cpu_devices", devices)
   meshes.find_devices()
-  if isinstance(dataset, own.Objects):
-    shared = dataset.problem()
-  else:
-    dataset, shared = problem.load(
-      resolved, data_dir=data_dir, dataset=dataset
-    )
+  dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
   for run in runs.values():
     _check_updates(run, shared)
   experiment = Experiment(

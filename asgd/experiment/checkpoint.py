@@ -29,7 +29,7 @@ from asgd.experiment import storage
 _KEPT = 2  # checkpoints of a cell
 
 
-class Saved(NamedTuple):
+class Restored(NamedTuple):
   """What a checkpoint gives back."""
 
   arrays: dict[str, np.ndarray]  # by their places in the tree
@@ -156,7 +156,7 @@ class Checkpoints:
         " make room and run the same command again to go on"
       ) from error
 
-  def restore(self, rebuild: Callable[[Saved], Any]) -> Any:
+  def restore(self, rebuild: Callable[[Restored], Any]) -> Any:
     """Returns rebuild(saved) of the newest checkpoint that is whole and makes
     no error, or None; says on stderr which ones were moved aside."""
     for step in sorted(self._manager.all_steps(), reverse=True):
@@ -177,7 +177,7 @@ class Checkpoints:
         )
     return None
 
-  def _read(self, step) -> Saved:
+  def _read(self, step) -> Restored:
     args = self._ocp.args
     content = args.Composite(
       arrays=args.StandardRestore(), meta=args.JsonRestore()
@@ -194,7 +194,7 @@ class Checkpoints:
         arrays[name] = np.asarray(saved["arrays"][f"{i:05d}"])
     if _digest(arrays.values(), text) != saved["meta"]["digest"]:
       raise ValueError("the checksum does not match")
-    return Saved(arrays, meta["notes"])
+    return Restored(arrays, meta["notes"])
 
   def close(self) -> None:
     """Releases the folder."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asgd import names
-from asgd.checks import line_of, shown, text_of
+from asgd.checks import shown, text_of, user_code
 
 Check = Callable[[Any, str], Any]
 
@@ -123,20 +123,14 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     raise ValueError(f"config.{key}{mark}{message}") from error
 
 
-@contextlib.contextmanager
-def batch_of(whose: str) -> Iterator[None]:
-  """Says whose batch it is in errors of what makes it, which may be anybody's
-  function and raise anything: they become ValueErrors, and those that are pass
-  as they are."""
-  try:
-    yield
-  except ValueError:
-    raise
-  except Exception as error:
-    raise ValueError(
-      f"the batch of {whose} cannot be made ({line_of(error, 250)}): mend the"
-      " data, or the function that makes batches"
-    ) from error
+def batch_of(whose: str) -> contextlib.AbstractContextManager[None]:
+  """Returns a context that says whose batch it is in errors of what makes it,
+  which may be a user's function; a ValueError passes as it is."""
+  return user_code(
+    f"the batch of {whose} cannot be made",
+    ": mend the data, or the function that makes batches",
+    passes=(ValueError,),
+  )
 
 
 def few_messages(config: Mapping[str, Any], messages: int) -> None:

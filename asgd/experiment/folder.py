@@ -430,14 +430,10 @@ def finished_result(
   return result
 
 
-def _row(line):
-  return storage.unsealed(json.loads(line))
-
-
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
   content = read_file(place, "metrics.jsonl").decode()
-  return list(map(_row, content.splitlines()))
+  return [storage.read_line(line) for line in content.splitlines()]
 
 
 def _places(workdir):
@@ -482,23 +478,3 @@ def read_results(workdir: Path) -> list[dict[str, Any]]:
     return *sweep, result["seed"]
 
   return sorted(results, key=rank)
-
-
-def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
-  """Returns the evaluations of a cell that is to go on; a last one that was cut
-  short is dropped, and FolderError names another line that is none."""
-  path, rows = place / "metrics.jsonl", []
-  if not path.exists():
-    return rows
-  *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
-  for number, line in enumerate(lines, 1):
-    try:
-      rows.append(_row(line))
-    except ValueError as error:
-      raise FolderError(
-        f"{path}, line {number} is no evaluation that a run wrote:"
-        f" {line[:60].strip()!r}. Put the file back as it was, or remove it;"
-        " evaluations that were made are then made again, with the parameters"
-        " of now"
-      ) from error
-  return rows

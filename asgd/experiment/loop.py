@@ -301,7 +301,7 @@ class _Attempt(contextlib.ExitStack):
       self._checkpoints = checkpoint.Checkpoints(self._place / "checkpoints")
       self.push(_closing(self._checkpoints.close))
       if self._kind.journaled:
-        rows = folder.read_rows_so_far(self._place)
+        rows = cell_log.read_rows_so_far(self._place)
         _compile_evaluation(self._experiment, self._cell)
     engine = self._kind.start(
       Context(

@@ -8,7 +8,7 @@ from typing import Any
 
 from asgd import safe_files
 from asgd.checks import shortened
-from asgd.experiment import figure, folder, page, report, schema, storage
+from asgd.experiment import folder, page, report, schema, storage
 from asgd.experiment.schema import Engines
 from asgd.names import is_import
 
@@ -166,7 +166,6 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   for name, mine, own in zip(names, results, rows, strict=True):
     together += _named_apart(mine, name, shared)
     curves += _named_apart(own, name, shared)
-  points = figure.numbers(together, curves)
   csv_rows, table = report.tabulate(together, engines)
   title = " and ".join(names)
   notes = report.warnings(together)
@@ -176,14 +175,12 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   data = {identity["dataset"]["sha256"] for identity in identities}
   if len(data) > 1:
     notes.insert(0, "the folders are of different data")
-  with storage.naming_what_cannot_be_written(out):
+  with storage.naming_folder(out):
     safe_files.make_folder(whole)
     made = storage.sealed({"folders": [str(place) for place in places]})
     storage.write_json(out / _MADE, made)
-    storage.write_csv(out / "results.csv", csv_rows)
-    safe_files.write(out / "table.txt", f"{title}\n\n{table}")
-    storage.write_csv(out / "figure.csv", report.flat(points))
-    drawn = report.draw(points, together, out / "figure", title)
+    text = f"{title}\n\n{table}"
+    drawn = report.write_tables(out, title, text, csv_rows, together, curves)
     content = page.render(
       title,
       f"{len(together)} cells of {len(places)} experiments",

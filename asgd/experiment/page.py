@@ -76,7 +76,7 @@ class Heading(NamedTuple):
   name: str
 
 
-class Cell(NamedTuple):
+class ResultCell(NamedTuple):
   """A cell of the table of results."""
 
   kind: str  # class
@@ -90,7 +90,7 @@ class Results(NamedTuple):
   """The table of results, which is sorted by a click on a column."""
 
   columns: list[Heading]
-  rows: list[list[Cell]]
+  rows: list[list[ResultCell]]
 
 
 def _is_number(value: Any) -> bool:
@@ -132,22 +132,22 @@ def results(
   return Results(headings, cells)
 
 
-def _cell(row, heading, column) -> Cell:
+def _cell(row, heading, column) -> ResultCell:
   """A value with its deviation."""
   kind, key, _ = heading
   value, std = row.get(key), row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
   if _is_missing(value):
-    return Cell(kind, "", "-")
+    return ResultCell(kind, "", "-")
   if not _is_number(value):
-    return Cell(kind, str(value), str(value))
+    return ResultCell(kind, str(value), str(value))
   whole = isinstance(value, int) and scale == 1
   shown = str(value) if whole else form.format(scale * value)
   spread = None
   if not _is_missing(std) and std > _ROUNDING * abs(value):
     few = form if scale != 1 else "{:.2g}"
     spread = std, few.format(scale * std)
-  return Cell(kind, str(value), shown, value, spread)
+  return ResultCell(kind, str(value), shown, value, spread)
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:

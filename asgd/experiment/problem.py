@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from asgd import base, data, models, names, problems
-from asgd.checks import line_of, shown
+from asgd import base, data, losses, models, names, problems
+from asgd.checks import line_of, shown, user_code
 from asgd.data import sentences, text
 from asgd.experiment import schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
+from asgd.problems import own as own_problem
 
 
-class Given(NamedTuple):
+class ProblemSource(NamedTuple):
   """What is known of the data of a problem of one's own."""
 
   name: str  # MODULE:FUNCTION
@@ -25,7 +25,13 @@ class Given(NamedTuple):
   probe: base.Batch  # by which it is recognised
 
 
-Dataset = data.Dataset | text.Text | sentences.Sentences | Given
+Dataset = (
+  data.Dataset
+  | text.Text
+  | sentences.Sentences
+  | ProblemSource
+  | own_problem.Objects
+)
 
 TEXTS = ("pydoc", "file")
 _WINDOWS = 64  # of a text, on which it is evaluated
@@ -41,6 +47,8 @@ def load(
   """Loads the data and builds the model of a resolved config, checking that
   they fit; arguments are those of `cells.build`. What the data are decides what
   is learnt of them, not their name."""
+  if isinstance(dataset, own_problem.Objects):
+    return dataset, dataset.problem()
   if config["problem"]["name"] is not None:
     return _given(config, data_dir)
   section, model = config["data"], dict(config["model"])
@@ -74,6 +82,23 @@ def load(
     problem = make(dataset, layers, batch_size=config["batch_size"], **options)
   _check_fit(config, problem)
   return dataset, problem
+
+
+def identity(dataset: Dataset) -> dict[str, Any]:
+  """Returns the dataset's name, and a checksum of its arrays; of objects of a
+  caller what else is known of them."""
+  if isinstance(dataset, own_problem.Objects):
+    return dataset.identity
+  return {"name": dataset.name, "sha256": storage.digest(dataset[2:])}
+
+
+def title(config: Mapping[str, Any], dataset: Dataset) -> str:
+  """Returns what is trained, in a few words."""
+  if isinstance(dataset, own_problem.Objects):
+    return "a caller's data and model"
+  if isinstance(dataset, ProblemSource):
+    return dataset.name
+  return f"{dataset.name}, {config['model']['name']}"
 
 
 def _outputs(dataset) -> int:
@@ -184,7 +209,11 @@ def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
       raise ValueError(
         f"{name!r} returned {shown(problem)}; return an asgd.problems.Problem"
       )
-    problem = problem._replace(evaluate=_evaluating(problem.evaluate, name))
+    loss = problem.loss  # called with a key, whatever its signature says
+    problem = problem._replace(
+      loss=losses.as_loss(lambda params, batch, key: loss(params, batch, key)),
+      evaluate=_evaluating(problem.evaluate, name),
+    )
     if problem.rebatch is not None:
       return problem
     return problem._replace(rebatch=make)
@@ -199,63 +228,32 @@ def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
     problem = make(config["batch_size"])
     _check_problem(problem)
   _check_size(jax.eval_shape(problem.init, jax.random.key(0)))
-  return Given(name, name, problem.probe), problem
+  return ProblemSource(name, name, problem.probe), problem
 
 
 def _evaluating(evaluate: Callable, name: str) -> Callable:
   """A function of one's own may return a loss alone."""
 
   def whole(params):
-    value = evaluate(params)
-    if isinstance(value, problems.Evaluation):
-      return value
-    if np.ndim(value) == 0 and np.isreal(value):
-      return problems.Evaluation(float(value))
-    raise ValueError(
-      f"config.problem: evaluate of {name!r} returned {shown(value)}; return an"
-      " asgd.problems.Evaluation, or the loss"
-    )
+    said = evaluate(params)
+    with blame("problem"), _naming(f"evaluate of {name!r}"):
+      return own_problem.as_evaluation(said, "loss")
 
   return whole
 
 
 def _check_problem(problem) -> None:
   """Raises ValueError for a problem whose parts do not fit."""
-  key = jax.random.key(0)
-  try:
+  with user_code("batches(seed, workers)(worker, job) fails"):
     batches = problem.batches(0, 1)
     batch, again = batches(0, 0), batches(0, 0)
-  except Exception as error:
-    raise ValueError(
-      f"batches(seed, workers)(worker, job) raised {line_of(error)}"
-    ) from error
   if storage.digest(batch) != storage.digest(again):
     raise ValueError(
       "batches(seed, workers)(worker, job) gave two batches for one job; make"
       " it a function of seed, worker and job alone, as"
       " numpy.random.default_rng((seed, worker, job)) draws"
     )
-  try:
-    params = jax.eval_shape(problem.init, key)
-    out = jax.eval_shape(problem.loss, params, batch, key)
-  except Exception as error:
-    raise ValueError(
-      f"init(key), loss(params, batch, key): {line_of(error)}"
-    ) from error
-  with_aux = isinstance(out, tuple) and len(out) == 2
-  if not with_aux or not hasattr(out[1], "stats"):
-    raise ValueError(
-      f"loss(params, batch, key) returned {shown(out)}; return (loss,"
-      " asgd.worker.Aux(()))"
-    )
-  if getattr(out[0], "shape", None) != ():
-    raise ValueError(f"the loss must be one number, not {shown(out[0])}")
-  stats = params.stats if isinstance(params, base.Variables) else ()
-  if jax.tree.map(np.shape, out[1].stats) != jax.tree.map(np.shape, stats):
-    raise ValueError(
-      "Aux.stats of the loss must be like the stats of the parameters: () but"
-      " for base.Variables"
-    )
+  params = own_problem.check_loss(problem.init, problem.loss, batch)
   if problem.updates is not None:
     _check_updates(problem, params, batch)
 
@@ -263,11 +261,8 @@ def _check_problem(problem) -> None:
 def _check_updates(problem, params, batch):
   """Raises ValueError for updates that are not like the parameters."""
   key = jax.random.key(0)
-  try:
+  with user_code("updates(params, batch, key) fails"):
     (loss, _), values = jax.eval_shape(problem.updates, params, batch, key)
-  except Exception as error:
-    said = f"updates(params, batch, key): {line_of(error)}"
-    raise ValueError(said) from error
   wanted, given = (
     jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     for tree in (params, values)

@@ -9,7 +9,15 @@ from typing import Any
 import numpy as np
 
 from asgd import safe_files, text_table
-from asgd.experiment import boards, figure, folder, page, schema, storage
+from asgd.experiment import (
+  boards,
+  figure,
+  folder,
+  page,
+  problem,
+  schema,
+  storage,
+)
 from asgd.experiment.cells import Experiment
 from asgd.experiment.engines import (
   Column,
@@ -23,7 +31,6 @@ from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
 from asgd.parallel import processes
-from asgd.problems import own
 
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
@@ -42,6 +49,15 @@ _COMMON = (
   Column("seconds", "seconds", 1, "{:.1f}"),
   Column("staleness", "staleness_mean"),
   Column("gap", "gap_mean"),
+)
+# Of runs that have a key in their results.
+_OF_KEYS = (
+  ("evaluations_of_batch", coordinated.COLUMNS),
+  ("differential_mean", tables.COLUMNS),
+  ("codec", traffic.COLUMNS),
+  ("codec_down", traffic.COLUMNS),
+  ("link_utilisation", networks.COLUMNS),
+  ("consensus", peers.COLUMNS),
 )
 
 
@@ -147,16 +163,9 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   # What no run here has says nothing.
   shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
-  if any("evaluations_of_batch" in row for row in results):
-    shown += coordinated.COLUMNS
-  if any("differential_mean" in row for row in results):
-    shown += tables.COLUMNS
-  if any("codec" in row or "codec_down" in row for row in results):
-    shown += traffic.COLUMNS
-  if any("link_utilisation" in row for row in results):
-    shown += networks.COLUMNS
-  if any("consensus" in row for row in results):
-    shown += peers.COLUMNS
+  for key, columns in _OF_KEYS:
+    if any(key in row for row in results):
+      shown += columns
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return list({column.key: column for column in shown}.values())
@@ -176,20 +185,32 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   return csv_rows, text_table.format_table(header, text_rows)
 
 
-def flat(points: Rows) -> list[dict[str, Any]]:
-  """Returns rows of a CSV file: of lists, their values with spaces between."""
-  return [
-    {
-      key: " ".join(map(str, value)) if isinstance(value, list) else value
-      for key, value in point.items()
-    }
-    for point in points
-  ]
+def write_tables(
+  out: Path,
+  heading: str,
+  text: str,
+  csv_rows: list[dict],
+  results: Rows,
+  curves: Rows,
+) -> str:
+  """Writes the text table, results.csv, the figure and its numbers.
 
+  Args:
+    out: the folder.
+    heading: of the figure.
+    text: of table.txt.
+    csv_rows: of results.csv.
+    results: of the cells.
+    curves: the rows of their evaluations.
 
-def draw(points: Rows, results: Rows, stem: Path, heading: str) -> str:
-  """Draws a figure, and returns where it is, or why it was not drawn."""
+  Returns:
+    Where the figure is, or why it was not drawn.
+  """
+  stem, points = out / "figure", figure.numbers(results, curves)
   numbers = stem.with_suffix(".csv")
+  safe_files.write(out / "table.txt", text)
+  storage.write_csv(out / "results.csv", csv_rows)
+  storage.write_csv(numbers, points)
   try:
     figure.draw(points, results, stem, heading)
   except ImportError:
@@ -306,17 +327,12 @@ def write(
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  what = f"{dataset.name}, {config['model']['name']}"
-  if config["problem"]["name"] is not None:
-    what = dataset.name
-  elif isinstance(dataset, own.Objects):
-    what = "a caller's data and model"
+  what = problem.title(config, dataset)
   what += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
   cells = {cell.name for cell in experiment.cells}
   done = len(cells & {row["cell"] for row in results})
   so_far = f"{done} of {len(cells)} cells" if done < len(cells) else ""
   title = f"{what}{so_far and ', ' + so_far}\ndata: {dataset.source}"
-  points = figure.numbers(results, rows)
   text = f"{title}\n\n{table}"
   if so_far:
     said = f"so far {so_far}: means are over the seeds that are finished"
@@ -327,10 +343,7 @@ def write(
       f" {workdir}/report.html\n"
     )
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
-  storage.write_csv(workdir / "results.csv", csv_rows)
-  safe_files.write(workdir / "table.txt", text)
-  storage.write_csv(workdir / "figure.csv", flat(points))
-  drawn = draw(points, results, workdir / "figure", title)
+  drawn = write_tables(workdir, title, text, csv_rows, results, rows)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what, "lead": lead, "notes": notes}
   made = write_page(

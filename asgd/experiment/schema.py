@@ -152,7 +152,7 @@ SHARED: dict[str, Any] = {
       "decay_examples": Setting((), checks.several(checks.whole(0, 10**12))),
       "decay_factor": Setting(0.1, checks.positive),
     },
-    lambda section: _of_schedule(section),
+    _of_schedule,
   ),
   "clip_norm": Setting(None, checks.optional(checks.positive)),
   "evaluations": Setting(10, checks.whole(1, 10**6)),  # evenly spaced
@@ -173,9 +173,7 @@ FREE = ("on_nan", "checkpoint_seconds")
 # Without a `base.Server`; an engine says which of them it runs.
 SERVED = {**sandblaster.RECIPES, **tables.RECIPES}
 RECIPES = {**algorithms.ALL, **SERVED}
-_NEEDS_RECIPE = (
-  f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
-)
+_NEEDS_RECIPE = f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
 
@@ -334,11 +332,8 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
   for inner in value:
     if inner not in keys and inner not in others:
       raise unknown(f"{above}{inner}", [*keys, *others])
-  own = {
-    k: plain(value[k], above + k)
-    for k in others
-    if k in value and k not in keys
-  }
+  given = [k for k in others if k in value and k not in keys]
+  own = {k: plain(value[k], above + k) for k in given}
   return own | {
     inner: _section(value.get(inner, default_of(below)), below, above + inner)
     for inner, below in keys.items()
@@ -369,7 +364,6 @@ def resolve(config: Config, engines: Engines) -> Resolved:
   whole = _section(as_dict(config), sections(engines), "")
   for label in whole["only"]:
     names.lookup("label in config.only", label, whole["runs"])
-  list(entries(whole, engines))
   return Resolved(whole, _runs(whole, engines))
 
 
@@ -426,8 +420,8 @@ def keys_of_engine(kind: Any, entry: Mapping[str, Any]) -> list[str]:
 
 def _runs(config, engines) -> dict[str, Run]:
   """Returns the runs of a config that are chosen, by their labels."""
-  keys, chosen = sections(engines), {}
-  for label, entry, kind in entries(config, engines):
+  keys, known_runs = sections(engines), {}
+  for label, entry, kind in list(entries(config, engines)):
     recipe = entry.get("recipe", kind.default_recipe)
     if recipe is None:
       raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
@@ -459,11 +453,9 @@ def _runs(config, engines) -> dict[str, Run]:
         if key in node:
           value = _section(value, node[key], where)
         merged[section] = {**merged[section], key: plain(value, where)}
-    if not config["only"] or label in config["only"]:
-      title = str(entry.get("title", label))
-      chosen[label] = Run(label, title, engine, recipe, own, merged)
-  order = dict.fromkeys(config["only"] or chosen)
-  return {label: chosen[label] for label in order}
+    title = str(entry.get("title", label))
+    known_runs[label] = Run(label, title, engine, recipe, own, merged)
+  return {label: known_runs[label] for label in config["only"] or known_runs}
 
 
 def options_of(recipe: str) -> dict[str, Any]:

@@ -83,6 +83,12 @@ def read_sealed(path: Path) -> dict | None:
     return None
 
 
+def read_line(line: str) -> dict[str, Any]:
+  """Returns the `sealed` object that a line of JSON holds; ValueError if it is
+  none, or was changed."""
+  return unsealed(json.loads(line))
+
+
 def to_lines(rows: Iterable[Mapping]) -> str:
   """JSON lines: each row's JSON, ended by a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
@@ -211,12 +217,19 @@ def _before_comment(file) -> bytes:
 
 
 def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
-  """Writes rows as CSV; what is missing or not finite is left empty."""
+  """Writes rows as CSV; what is missing or not finite is left empty, and a list
+  is its values with spaces between."""
   keys = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
   writer = csv.DictWriter(content, keys, lineterminator="\n")
   writer.writeheader()
-  writer.writerows(_finite(row) for row in rows)
+  for row in rows:
+    writer.writerow(
+      {
+        key: " ".join(map(str, value)) if isinstance(value, list) else value
+        for key, value in _finite(row).items()
+      }
+    )
   safe_files.write(path, content.getvalue())
 
 
@@ -225,30 +238,20 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
-def naming_full_disks(folder: Path) -> Iterator[None]:
-  """Adds the folder and the remedy to a full disk's error without a file."""
-  try:
-    yield
-  except OSError as error:
-    if error.filename is not None or error.errno not in DISK_FULL:
-      raise
-    raise ValueError(
-      f"cannot write to {folder} ({error.strerror}); make room and run the same"
-      " command again to go on"
-    ) from error
-
-
-@contextlib.contextmanager
-def naming_what_cannot_be_written(folder: Path) -> Iterator[None]:
+def naming_folder(folder: Path, *, trains: bool = False) -> Iterator[None]:
   """Adds the folder and the remedy to the error of a full disk, or of a folder
-  that may not be written to, for a command with --out."""
+  that may not be written to, for a command with --out. For one that `trains`,
+  only a full disk's error without a file is changed."""
   try:
     yield
   except OSError as error:
-    if error.errno not in (*DISK_FULL, *_NOT_OURS):
+    full = error.errno in DISK_FULL
+    passes = error.filename is not None or not full
+    if passes if trains else not full and error.errno not in _NOT_OURS:
       raise
-    remedy = "make room" if error.errno in DISK_FULL else "make it writable"
+    remedy = "make room" if full else "make it writable"
+    then = " to go on" if trains else ", or choose another folder with --out"
     raise ValueError(
       f"cannot write to {folder} ({error.strerror}); {remedy} and run the same"
-      " command again, or choose another folder with --out"
+      f" command again{then}"
     ) from error

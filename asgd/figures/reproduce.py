@@ -240,7 +240,7 @@ def train(
 
 def judge(
   task: Reproduction, experiment: cells.Experiment, workdir: Path
-) -> tuple[list[verdicts.Verdict], list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[verdicts.ClaimVerdict], list[dict[str, Any]], dict[str, Any]]:
   """Returns the verdicts on a trained experiment, the points of the figure, and
   all that NAME.json says."""
   figure, machine = task.figure, provenance.machine()

@@ -39,7 +39,7 @@ class Decided(NamedTuple):
   why: str
 
 
-class Verdict(NamedTuple):
+class ClaimVerdict(NamedTuple):
   """A claim, and what came of it."""
 
   claim: Claim
@@ -176,7 +176,7 @@ def decide(part: Effect, statistic: str) -> Decided:
 
 def judge(
   claims: Sequence[Claim], table: CellTable, counts: Counts
-) -> list[Verdict]:
+) -> list[ClaimVerdict]:
   """Returns the verdict of each claim, from finished cells; `counts` are the
   numbers of workers of each run of the experiment at this size."""
   out = []
@@ -184,7 +184,7 @@ def judge(
     parts = _PARTS[claim.kind](claim, _Cells(claim, table, counts))
     decided = [decide(part, claim.statistic) for part in parts]
     said = statistics.conclude([each.verdict for each in decided])
-    out.append(Verdict(claim, said, decided))
+    out.append(ClaimVerdict(claim, said, decided))
   return out
 
 
@@ -204,7 +204,7 @@ def bounds_text(part: Effect) -> str:
   return f"{number(part.above)} to {number(part.below)}"
 
 
-def text(verdicts: Sequence[Verdict]) -> str:
+def text(verdicts: Sequence[ClaimVerdict]) -> str:
   """Returns each claim with its parts: effect, interval and verdict."""
   lines = []
   for verdict in verdicts:
@@ -238,7 +238,7 @@ def plain(value: float) -> float | str | None:
   return value if math.isfinite(value) else str(value)
 
 
-def as_data(verdict: Verdict) -> dict[str, Any]:
+def as_data(verdict: ClaimVerdict) -> dict[str, Any]:
   """Returns a verdict as JSON has it."""
   claim, parts = verdict.claim, []
   for part, interval, said, why in verdict.parts:

@@ -298,37 +298,14 @@ class Objects:
       return Evaluation(_NAN, _NAN)
     # Copied: the caller may keep them, and a runtime gives up its own.
     said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
-    values = numbers_of(said)
-    more = {
-      f"test_{key}": value
-      for key, value in values.items()
-      if key not in ("loss", "accuracy")
-    }
-    of_all = (values.get(key, _NAN) for key in ("loss", "accuracy"))
-    return Evaluation(*of_all, more=more)
+    return as_evaluation(said)
 
   def _check(self):
     """Traces a job and its update, so that nothing of it fails later."""
-    key = jax.random.key(0)
     first, recipe = self._stream.first, self.recipe
-    try:
-      shapes = jax.eval_shape(self._init, key)
-    except ValueError:
-      raise
-    except Exception as error:  # whatever somebody's function raises
-      line = checks.line_of(error, 250)
-      raise ValueError(f"params cannot be made ({line})") from error
+    shapes = check_loss(self._init, self._loss, first)
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
-    try:
-      jax.eval_shape(self._loss, shapes, first, key)
-    except (losses_lib.LossError, models.ModelError):
-      raise
-    except Exception as error:  # whatever somebody's loss raises
-      raise ValueError(
-        f"the loss fails on the first batch, {streams.described(first)}"
-        f" ({checks.line_of(error, 250)})"
-      ) from error
     worker = recipe.make_worker(self._loss)
 
     def job(params, batch, key):
@@ -339,13 +316,9 @@ class Objects:
         _, message, _ = worker.work(start, ticket, batch, key)
       return server.receive(state, ticket, message)
 
-    try:
-      jax.eval_shape(job, shapes, first, key)
-    except Exception as error:
-      raise ValueError(
-        f"{describe_recipe(recipe)} cannot train these parameters"
-        f" ({checks.line_of(error, 250)})"
-      ) from error
+    failure = f"{describe_recipe(recipe)} cannot train these parameters"
+    with checks.user_code(failure):
+      jax.eval_shape(job, shapes, first, jax.random.key(0))
 
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
     """What a results folder says of it, as JSON has it."""
@@ -375,18 +348,50 @@ class Objects:
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
-def numbers_of(said: Any) -> dict[str, float]:
-  """Returns what an evaluation said, as numbers by name."""
-  if said is None:
-    return {}
-  values = said if isinstance(said, Mapping) else {"value": said}
+def check_loss(
+  init: Callable[[jax.Array], Any], loss: losses_lib.Loss, batch: base.Batch
+) -> Any:
+  """Traces parameters and their loss on a batch; returns the shapes of the
+  parameters. Raises ValueError if one of the two functions fails."""
+  key = jax.random.key(0)
+  with checks.user_code("params cannot be made", passes=(ValueError,)):
+    shapes = jax.eval_shape(init, key)
+  failure = f"the loss fails on the first batch, {streams.described(batch)}"
+  plain = losses_lib.LossError, models.ModelError
+  with checks.user_code(failure, passes=plain):
+    jax.eval_shape(loss, shapes, batch, key)
+  return shapes
+
+
+def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
+  """Returns what a user's evaluation said as an Evaluation.
+
+  Args:
+    said: an Evaluation, a number, a dict of numbers by name, of which "loss"
+      and "accuracy" are those of a test, or None.
+    alone: the name of a number without one.
+
+  Raises:
+    ValueError: for anything else.
+
+  Example:
+    >>> as_evaluation({"loss": 0.5, "norm": 2})
+    Evaluation(loss=0.5, accuracy=nan, measure=nan, more={'test_norm': 2.0})
+  """
+  if isinstance(said, Evaluation):
+    return said
+  values = {} if said is None else {alone: said}
+  values = dict(said) if isinstance(said, Mapping) else values
   try:
-    return {str(key): np.asarray(v).item() + 0.0 for key, v in values.items()}
+    values = {str(k): np.asarray(v).item() + 0.0 for k, v in values.items()}
   except (TypeError, ValueError) as error:
     raise ValueError(
       "evaluate must return a number, or a dict of numbers, not"
       f" {checks.shown(said)}"
     ) from error
+  of_all = [values.pop(key, _NAN) for key in ("loss", "accuracy")]
+  more = {f"test_{key}": value for key, value in values.items()}
+  return Evaluation(*of_all, more=more)
 
 
 # Names and descriptions, in which no address in memory may be.

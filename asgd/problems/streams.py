@@ -174,12 +174,8 @@ def _of_indexed(given, size):
     raise ValueError("data is empty: len(data) is 0")
 
   def element(index):
-    try:
+    with checks.user_code(f"data[{index}] fails", f"; {_REMEDY}"):
       value = given[index]
-    except Exception as error:  # whatever somebody's dataset raises
-      raise ValueError(
-        f"data[{index}] fails ({checks.line_of(error, 250)}); {_REMEDY}"
-      ) from error
     return as_batch(value, f"data[{index}]")
 
   endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
@@ -222,13 +218,8 @@ def _of_function(given, size):
   def batch(worker, job):
     return as_batch(given(int(worker), int(job)), "data(worker, job)")
 
-  try:
+  with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     first, again = batch(0, 0), batch(0, 0)
-  except ValueError:
-    raise
-  except Exception as error:  # whatever somebody's function raises
-    line = checks.line_of(error, 250)
-    raise ValueError(f"data(0, 0) fails ({line})") from error
   form = jax.tree.structure(first)
 
   def later(worker, job):

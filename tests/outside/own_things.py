@@ -194,6 +194,10 @@ def scalar(batch_size):
   return problem._replace(loss=lambda *args: problem.loss(*args)[0])
 
 
+def failing(batch_size):
+  return fit(batch_size)._replace(loss=lambda params, *_: params["v"])
+
+
 def moving(batch_size):
   rng = np.random.default_rng(0)
 

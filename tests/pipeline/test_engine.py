@@ -234,7 +234,7 @@ class Store:
     _, tree, notes = training.save()
     names, _ = checkpoint._names(jax.device_get(tree))
     arrays = {name: np.array(leaf) for name, leaf in names.items()}
-    self.saved = checkpoint.Saved(arrays, json.loads(json.dumps(notes)))
+    self.saved = checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
 
   def restore(self, rebuild):
     return rebuild(self.saved)

@@ -258,7 +258,9 @@ class CoordinatedEngine(engines.Engine):
 
 
 def _unpack(
-  found: checkpoint.Saved, params: base.Params, settings: sandblaster.Settings
+  found: checkpoint.Restored,
+  params: base.Params,
+  settings: sandblaster.Settings,
 ) -> sandblaster.Saved:
   """Returns what a checkpoint holds."""
   wanted = sandblaster.template(found.notes, params, settings)

@@ -24,7 +24,15 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from asgd import base, experiment, text_table
-from asgd.experiment import cell_files, folder, jobs, replay, report, storage
+from asgd.experiment import (
+  cell_files,
+  cell_log,
+  folder,
+  jobs,
+  replay,
+  report,
+  storage,
+)
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
@@ -181,7 +189,7 @@ def written_so_far(cell):
   """Returns (evaluations, journal) of a live run, before it goes on."""
   try:
     events = read_journal(journal_path(cell, 0))
-    rows = folder.read_rows_so_far(cell)
+    rows = cell_log.read_rows_so_far(cell)
   except ValueError:
     return [], []  # it will be refused
   received = sum(event.action == base.RECEIVE for event in events)

@@ -318,14 +318,14 @@ SEALED = storage.sealed(ROW)
 
 
 def test_rows_so_far_are_without_one_that_was_cut_short(tmp_path):
-  assert folder.read_rows_so_far(tmp_path) == []
+  assert cell_log.read_rows_so_far(tmp_path) == []
   path, line = tmp_path / "metrics.jsonl", storage.to_lines([SEALED])
   path.write_text(2 * line)
-  assert folder.read_rows_so_far(tmp_path) == [ROW, ROW]
+  assert cell_log.read_rows_so_far(tmp_path) == [ROW, ROW]
   path.write_text(2 * line[:-5])
-  assert folder.read_rows_so_far(tmp_path) == []
+  assert cell_log.read_rows_so_far(tmp_path) == []
   path.write_text((2 * line)[:-5])
-  assert folder.read_rows_so_far(tmp_path) == [ROW]
+  assert cell_log.read_rows_so_far(tmp_path) == [ROW]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +340,7 @@ def test_rows_so_far_that_no_run_wrote_are_refused(tmp_path, line):
   lines = 2 * storage.to_lines([SEALED])
   (tmp_path / "metrics.jsonl").write_text(f"{lines}{line}\n{lines}")
   with pytest.raises(FolderError, match=r"metrics.jsonl, line 3 is no eval"):
-    folder.read_rows_so_far(tmp_path)
+    cell_log.read_rows_so_far(tmp_path)
 
 
 def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):

@@ -111,7 +111,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
   _, tree, notes = half.save()
   names, _ = experiment.checkpoint._names(tree)
   arrays = {name: np.array(leaf) for name, leaf in names.items()}
-  saved = experiment.checkpoint.Saved(arrays, json.loads(json.dumps(notes)))
+  saved = experiment.checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
   again = engine_of(build(**config), lambda rebuild: rebuild(saved))
   while again.done < again.total:
     again.advance(again.total)

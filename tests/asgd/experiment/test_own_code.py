@@ -281,6 +281,17 @@ def data_of(function, **others):
   return {"data": {"name": f"own_things:{function}"}, **others}
 
 
+def test_a_loss_of_ones_own_may_be_a_number_alone():
+  losses = []
+  for function in ("fit", "scalar"):
+    exp = build(**problem_of(function))
+    problem = exp.problem_of(exp.runs["a"])
+    params = problem.init(jax.random.key(0))
+    batch = problem.batches(0, 1)(0, 0)
+    losses.append(problem.loss(params, batch, jax.random.key(1)))
+  assert losses[0] == losses[1]
+
+
 def model_of(function):
   return {"model": {"name": f"own_things:{function}"}}
 
@@ -364,9 +375,9 @@ MISTAKES = {
     {"problem": {"name": "quadratic"}},
     "^config.problem.name must be MODULE:FUNCTION, not 'quadratic'",
   ),
-  "scalar loss": (
-    problem_of("scalar"),
-    r"^config.problem: loss.* returned .*; return \(loss, asgd.worker.Aux",
+  "a loss that fails": (
+    problem_of("failing"),
+    "^config.problem: the loss fails on the first batch, .*KeyError: 'v'",
   ),
   "batches that move": (
     problem_of("moving"),

@@ -139,7 +139,7 @@ def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
   half.advance(half.total)
   assert half.done == 11
   _, tree, notes = half.save()
-  saved = experiment.checkpoint.Saved
+  saved = experiment.checkpoint.Restored
   names, _ = experiment.checkpoint._names(tree)
   arrays = {name: np.array(leaf) for name, leaf in names.items()}
   there = saved(arrays, json.loads(json.dumps(notes)))
