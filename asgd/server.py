@@ -132,7 +132,7 @@ def pushed(gate: Gate = accept_all) -> Gate:
   return carries
 
 
-class Inbox(NamedTuple):
+class PendingUpdate(NamedTuple):
   """Messages that wait for an update."""
 
   count: jax.Array  # type: ignore[assignment]  # int32[], below `every`
@@ -314,7 +314,7 @@ def make_server(
       total = jax.tree.map(jnp.zeros_like, params)
       oldest = base.Ticket(version, version, params, jnp.bool_(True))
     message_state = scale.init(base.weights_of(params))
-    inbox = Inbox(version, total, oldest, message_state)
+    inbox = PendingUpdate(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
 
   def send(state: base.ServerState, worker: jax.Array) -> base.Ticket:

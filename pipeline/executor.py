@@ -142,7 +142,7 @@ class Executor:
     self.places = program.places
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = _compile_parts(self.parts, extra, here)
-    self._memories, self._before = {}, residence.Traffic()
+    self._memories, self._before = {}, residence.DeviceTraffic()
     if room is not None:
       self._memories = _memories(program, self.parts, self.devices, room)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
@@ -215,17 +215,17 @@ class Executor:
     # A copy, as they are donated.
     return jax.tree.map(jnp.copy, jax.device_put(server, home))
 
-  def traffic(self) -> residence.Traffic:
+  def traffic(self) -> residence.DeviceTraffic:
     """Returns what all lanes have moved between their devices and the host,
     and the most that one held; 0 where devices hold all."""
     all_lanes = [memory.traffic for memory in self._memories.values()]
     return residence.add_up([self._before, *all_lanes])
 
-  def count_anew(self, before: residence.Traffic) -> None:
+  def count_anew(self, before: residence.DeviceTraffic) -> None:
     """Has `traffic` begin with what was moved before."""
     self._before = before
     for memory in self._memories.values():
-      memory.traffic = residence.Traffic()
+      memory.traffic = residence.DeviceTraffic()
 
   def _with_first_tickets(self, microbatch, servers, messages):
     """A state with what is read of the weights as they are now. Tickets for

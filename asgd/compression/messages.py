@@ -235,6 +235,6 @@ def layout(codec: Codec | None, params: base.Params) -> Any:
     params: as of `shapes`.
 
   Returns:
-    A `packing.Layout`; the parameters themselves without a codec.
+    A `packing.CodeLayout`; the parameters themselves without a codec.
   """
   return params if codec is None else packing.layout(shapes(codec, params))

@@ -90,7 +90,7 @@ def check(network: Network) -> Network:
   return network
 
 
-PartOf = Callable[[Any], Any]  # its key, as JSON has it -> Part
+PartOf = Callable[[Any], Any]  # its key, as JSON has it -> MessagePart
 
 
 class Line:
@@ -184,7 +184,7 @@ class Hop(NamedTuple):
   own: bool = False  # of a worker: parts wait for each other, and nobody else
 
 
-class Part:
+class MessagePart:
   """The share of one shard in a message or a ticket, on its way.
 
   Attributes:
@@ -218,7 +218,7 @@ class Part:
 
 # When it happens, to a part (None: somebody on that shared line is through,
 # unless another came since).
-Happening = tuple[float, Part | None, Any]
+Happening = tuple[float, MessagePart | None, Any]
 
 
 class LinkUse(NamedTuple):
@@ -265,7 +265,9 @@ class Links:
     self._service = [Line() for _ in shards]
     self._waited, self._messages = 0.0, 0
 
-  def up(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+  def up(
+    self, key: Any, worker: int, shard: int, nbytes: float
+  ) -> MessagePart:
     """Returns the part of a message for a shard, of so many bytes."""
     net = self.network
     hops = (
@@ -273,19 +275,21 @@ class Links:
       Hop(self._in[shard], nbytes / net.port),
       Hop(self._service[shard], net.service, whole=True),
     )
-    return Part(key, hops)
+    return MessagePart(key, hops)
 
-  def down(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+  def down(
+    self, key: Any, worker: int, shard: int, nbytes: float
+  ) -> MessagePart:
     """Returns the part of a ticket from a shard, of so many bytes."""
     net = self.network
     hops = (
       Hop(self._out[shard], nbytes / net.port, net.latency),
       Hop(self._down[worker], nbytes / net.down, own=True),
     )
-    return Part(key, hops)
+    return MessagePart(key, hops)
 
   def advance(
-    self, now: float, part: Part | None, line: Any = None
+    self, now: float, part: MessagePart | None, line: Any = None
   ) -> list[Happening]:
     """Moves a part that has come to its next line, or one that is through on a
     shared line; returns what is to happen next, to be told here at its time. A
