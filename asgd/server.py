@@ -99,8 +99,19 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
     False
   """
   del delay
-  leaves = jax.tree.leaves(message)
-  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+  return all_finite(message)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Returns whether a tree holds no NaN and no infinity, bool[].
+
+  Args:
+    tree: of arrays, whole numbers among them.
+  """
+  leaves = jax.tree.leaves(tree)
+  real = (x for x in leaves if jnp.result_type(x).kind not in "iub")
+  each = [jnp.isfinite(x).all() for x in real]
+  return jnp.stack(each).all() if each else jnp.array(True)
 
 
 def pushed(gate: Gate = accept_all) -> Gate:

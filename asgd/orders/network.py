@@ -20,12 +20,10 @@ Nothing here looks at a clock: `Links.advance` is told the time, drawn
 
 import heapq
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import checks
-from asgd.checks import shown
 
 INCAST = "queue", "share"
 
@@ -78,13 +76,12 @@ def check(network: Network) -> Network:
   for name in ("latency", "service"):
     checks.nonnegative(name, getattr(network, name))
   for name in ("up", "down", "port"):
-    value = getattr(network, name)
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not value > 0:
-      raise ValueError(
-        f"{name} must be a bandwidth above 0, in bytes a unit of time, not"
-        f" {shown(value)}; leave it out where it is no limit"
-      )
+    checks.real(
+      *(name, getattr(network, name), lambda value: value > 0),
+      "a bandwidth above 0, in bytes a unit of time",
+      "; leave it out where it is no limit",
+      finite=False,
+    )
   checks.whole("shards", network.shards)
   checks.one_of("incast", network.incast, INCAST)
   return network

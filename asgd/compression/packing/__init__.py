@@ -5,7 +5,7 @@ levels), so a message tells its numbers alone: a header with a checksum, then
 each leaf in the smallest of its forms.
 """
 
-from asgd.compression.packing.errors import BadCode as BadCode
+from asgd.compression.packing.bits import BadCode as BadCode
 from asgd.compression.packing.layouts import CodeLayout as CodeLayout
 from asgd.compression.packing.layouts import layout as layout
 from asgd.compression.packing.messages import first_length as first_length

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd.compression.packing import bits
-from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.bits import BadCode
 
 MOST_BITS = 40  # k at most; leaves have fewer than 2**40 elements
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from asgd import checks, wire
 from asgd.compression.packing import streams
-from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.bits import BadCode
 from asgd.compression.packing.layouts import HEADER_NBYTES, CodeLayout
 
 _FORMAT = struct.Struct("=4sHHIQ")

@@ -16,7 +16,7 @@ are words of 4 bytes instead, after how many there are.
 import numpy as np
 
 from asgd.compression.packing import bits, gaps
-from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.bits import BadCode
 from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
