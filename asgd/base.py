@@ -116,7 +116,7 @@ class ServerState(NamedTuple):
   params: Params
   opt_state: optax.OptState
   version: jax.Array  # int32[]
-  inbox: Any  # messages waiting for an update (`server.Inbox`)
+  inbox: Any  # messages waiting for an update (`server.PendingUpdate`)
 
 
 class Report(NamedTuple):

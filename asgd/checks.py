@@ -138,21 +138,23 @@ def flag(name: str, value: bool | None, *, none: str | None = None) -> None:
   raise ValueError(f"{name} must be {kinds}, not {shown(value)}")
 
 
-def _require(
-  holds: Callable[[Any], bool],
+def real(
   name: str,
   value: Any,
+  holds: Callable[[Any], bool],
   kind: str,
   remedy: str = "",
+  *,
+  finite: bool = True,
 ) -> None:
-  """Raises ValueError unless a value is a finite number, as is asked; a traced
-  value passes."""
+  """Raises ValueError unless a value is a number of which `holds` is true, in
+  words a `kind`; `finite`: and no infinity. A traced value passes."""
   if isinstance(value, jax.core.Tracer):
     return
   try:
     number = np.asarray(value).dtype.kind not in "bc"  # no truth value
     valid = number and bool(holds(value))
-    valid = valid and math.isfinite(float(value))
+    valid = valid and (not finite or math.isfinite(float(value)))
   except (TypeError, ValueError, OverflowError):  # no number, or too large
     valid = False
   if not valid:
@@ -161,22 +163,22 @@ def _require(
 
 def fraction(name: str, value: float) -> None:
   """Raises ValueError unless `value` is in [0, 1)."""
-  _require(lambda x: 0 <= x < 1, name, value, "in [0, 1)")
+  real(name, value, lambda x: 0 <= x < 1, "in [0, 1)")
 
 
 def positive(name: str, value: float) -> None:
   """Raises ValueError unless `value` is positive and finite."""
-  _require(lambda x: x > 0, name, value, "a positive finite number")
+  real(name, value, lambda x: x > 0, "a positive finite number")
 
 
 def nonnegative(name: str, value: float) -> None:
   """Raises ValueError unless `value` is 0 or more, and finite."""
-  _require(lambda x: x >= 0, name, value, "0 or more")
+  real(name, value, lambda x: x >= 0, "0 or more")
 
 
 def portion(name: str, value: float, remedy: str = "") -> None:
   """Raises ValueError unless `value` is in (0, 1]."""
-  _require(lambda x: 0 < x <= 1, name, value, "in (0, 1]", remedy)
+  real(name, value, lambda x: 0 < x <= 1, "in (0, 1]", remedy)
 
 
 def is_zero(value: float) -> bool:

@@ -99,8 +99,19 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
     False
   """
   del delay
-  leaves = jax.tree.leaves(message)
-  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
+  return all_finite(message)
+
+
+def all_finite(tree: Any) -> jax.Array:
+  """Returns whether a tree holds no NaN and no infinity, bool[].
+
+  Args:
+    tree: of arrays, whole numbers among them.
+  """
+  leaves = jax.tree.leaves(tree)
+  real = (x for x in leaves if jnp.result_type(x).kind not in "iub")
+  each = [jnp.isfinite(x).all() for x in real]
+  return jnp.stack(each).all() if each else jnp.array(True)
 
 
 def pushed(gate: Gate = accept_all) -> Gate:
@@ -132,7 +143,7 @@ def pushed(gate: Gate = accept_all) -> Gate:
   return carries
 
 
-class Inbox(NamedTuple):
+class PendingUpdate(NamedTuple):
   """Messages that wait for an update."""
 
   count: jax.Array  # type: ignore[assignment]  # int32[], below `every`
@@ -314,7 +325,7 @@ def make_server(
       total = jax.tree.map(jnp.zeros_like, params)
       oldest = base.Ticket(version, version, params, jnp.bool_(True))
     message_state = scale.init(base.weights_of(params))
-    inbox = Inbox(version, total, oldest, message_state)
+    inbox = PendingUpdate(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
 
   def send(state: base.ServerState, worker: jax.Array) -> base.Ticket:

@@ -56,7 +56,6 @@ def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
   return jax.random.fold_in(jax.random.fold_in(root, worker), job)
 
 
-
 def gradient_worker(
   loss: Loss, at_worker: optax.GradientTransformation | None = None
 ) -> base.Worker:
@@ -200,33 +199,6 @@ _Step = Callable[
 _UNROLLED = 32
 
 
-def _make_step(
-  loss: Loss, tx: base.Transform, *, sum_gradients: bool
-) -> _Step:
-  """Returns one step of a job; the gradient is kept if it is to be summed."""
-  gradient = jax.value_and_grad(as_loss(loss), has_aux=True)
-
-  def step(
-    weights: base.Params,
-    opt_state: optax.OptState,
-    ticket: base.Ticket,
-    batch: base.Batch,
-    key: jax.Array,
-  ) -> _Stepped:
-    params = base.with_weights(ticket.params, weights)
-    (value, aux), grads = gradient(params, batch, key)
-    grads = base.weights_of(grads)
-    sent = base.weights_of(ticket.params)
-    updates, opt_state = tx.update(
-      grads, opt_state, weights, version=ticket.version, sent_params=sent
-    )
-    weights = optax.apply_updates(weights, updates)
-    gradient_sum = grads if sum_gradients else None
-    return _Stepped(weights, opt_state, _Sums(value, aux.stats, gradient_sum))
-
-  return step
-
-
 def _all_steps(
   step: _Step,
   begun: _Stepped,
@@ -264,7 +236,25 @@ def _make_local_steps(
 ) -> _Step:
   """Returns the steps of a job: loss and statistics are means over them, the
   gradient is a sum."""
-  step = _make_step(loss, tx, sum_gradients=sum_gradients)
+  gradient = jax.value_and_grad(as_loss(loss), has_aux=True)
+
+  def step(
+    weights: base.Params,
+    opt_state: optax.OptState,
+    ticket: base.Ticket,
+    batch: base.Batch,
+    key: jax.Array,
+  ) -> _Stepped:
+    params = base.with_weights(ticket.params, weights)
+    (value, aux), grads = gradient(params, batch, key)
+    grads = base.weights_of(grads)
+    sent = base.weights_of(ticket.params)
+    updates, opt_state = tx.update(
+      grads, opt_state, weights, version=ticket.version, sent_params=sent
+    )
+    weights = optax.apply_updates(weights, updates)
+    gradient_sum = grads if sum_gradients else None
+    return _Stepped(weights, opt_state, _Sums(value, aux.stats, gradient_sum))
 
   def local_steps(
     weights: base.Params,

@@ -82,7 +82,7 @@ def reschedule(
   return schedule
 
 
-class VelocityState(NamedTuple):
+class WeightVelocityState(NamedTuple):
   """State of `follow`."""
 
   inner: optax.OptState  # of the algorithm
@@ -111,7 +111,8 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
   gamma = cure.decay ** (1 / cure.delay)
 
   def init(params):
-    return VelocityState(algorithm.init(params), optax.tree.zeros_like(params))
+    zeros = optax.tree.zeros_like(params)
+    return WeightVelocityState(algorithm.init(params), zeros)
 
   def update(updates, state, params=None, **extra_args):
     before = state.weight_velocity
@@ -119,7 +120,7 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
       updates, state.inner, params, **extra_args
     )
     velocity = optax.tree.update_moment(updates, before, gamma, 1)
-    return updates, VelocityState(inner, velocity)
+    return updates, WeightVelocityState(inner, velocity)
 
   def send(opt_state, params, *, worker):
     return algorithm.send(opt_state.inner, params, worker=worker)

@@ -186,7 +186,7 @@ class PipelineEngine(engines.Engine):
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
-    self._seconds, self._moved = 0.0, residence.Traffic()
+    self._seconds, self._moved = 0.0, residence.DeviceTraffic()
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -393,7 +393,7 @@ class PipelineEngine(engines.Engine):
       state = PipelineState(
         *notes["at"], servers, messages, *state_lib.with_keys(rest)
       )
-      moved = residence.Traffic(*notes["moved"])
+      moved = residence.DeviceTraffic(*notes["moved"])
       return state, tree["loss"], tree["records"], notes["seconds"], moved
 
     restored = context.restore(unpack)

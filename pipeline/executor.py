@@ -15,8 +15,9 @@ A process may have some of the lanes only; `pipeline.processes` has the others.
 
 import functools
 import queue
-from collections.abc import Callable, Sequence
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +78,27 @@ def _compile_parts(parts, extra, here):
   return tuple(out)
 
 
+class ExecutorOptions(NamedTuple):
+  """How a table is run: the options of an Executor."""
+
+  weights: str | None = None  # as in `analyze.analyze`
+  # Keep a stage's input instead of what its backward needs, and run its forward
+  # again; with "latest" weights, those of now. A bool for all stages, or one
+  # for each.
+  recompute: bool | Sequence[bool] = False
+  # Make the updates of a synchronous schedule at the end of each batch, with
+  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
+  # with its own norm.
+  together: bool = False
+  # The user's actions: device -> anything.
+  own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
+  clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
+  # Bytes of weights, optimizer states and sums of gradients that a device holds
+  # at once; the rest is in the host's memory (`pipeline.residence`). None is
+  # that all are on the devices.
+  room: int | None = None
+
+
 class Executor:
   """Runs a table on devices."""
 
@@ -87,13 +109,8 @@ class Executor:
     extra: Callable[[int, int], Any],
     *,
     devices: Sequence[jax.Device] | None = None,
-    weights: str | None = None,
-    recompute: bool | Sequence[bool] = False,
-    together: bool = False,
-    own: dict[str, Callable[[int], Any]] | None = None,
-    clock: Callable[[], float] | None = None,
     elsewhere: dict[int, Any] | None = None,
-    room: int | None = None,
+    **options: Any,
   ):
     """Compiles the stages.
 
@@ -104,49 +121,38 @@ class Executor:
         the stage before's output: examples at the first, labels at the last,
         keys. Called by many threads.
       devices: D, or as many as lanes that are here; None is the first ones.
-      weights: as in `analyze.analyze`.
-      recompute: keep a stage's input instead of what its backward needs, and
-        run its forward again; with "latest" weights, those of now. A bool for
-        all stages, or one for each.
-      together: make the updates of a synchronous schedule at the end of each
-        batch, with norms (`sharding.total`) of all stages. Otherwise each stage
-        makes its own, with its own norm.
-      own: the user's actions: device -> anything.
-      clock: seconds, for spans; without it there are none.
       elsewhere: lanes that another process has -> their queues: `put` takes
         (key, value). What these lanes make for a lane that is here is to be
         put into its queue in `inboxes`. None is that all are here.
-      room: bytes of weights, optimizer states and sums of gradients that a
-        device holds at once; the rest is in the host's memory
-        (`pipeline.residence`). None is that all are on the devices.
+      **options: those of `ExecutorOptions`.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    own = own or {}
-    _check_parts(schedule, self.parts, own)
+    how = ExecutorOptions(**options)
+    _check_parts(schedule, self.parts, how.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
     self.inboxes = queues = None
     if elsewhere is not None:
       self.inboxes = {lane: queue.SimpleQueue() for lane in lanes}
       queues = {**elsewhere, **self.inboxes}
-    weights = weights or ("latest" if schedule.flush else "stash")
+    weights = how.weights or ("latest" if schedule.flush else "stash")
     self.streams = _streams(schedule, self.parts, weights)
     program = instructions.write(
       *(schedule, analyze.versions(schedule, weights)),
       streams=self.streams,
-      together=together,
+      together=how.together,
     )
     self.places = program.places
     here = [any(d in self.devices for d in each) for each in self.places]
     self.compiled = _compile_parts(self.parts, extra, here)
-    self._memories, self._before = {}, residence.Traffic()
-    if room is not None:
-      self._memories = _memories(program, self.parts, self.devices, room)
+    self._memories, self._before = {}, residence.DeviceTraffic()
+    if how.room is not None:
+      self._memories = _memories(program, self.parts, self.devices, how.room)
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
-    waits = clock is not None or on_cpu
+    waits, recompute = how.clock is not None or on_cpu, how.recompute
     if isinstance(recompute, bool):
       recompute = [recompute] * len(self.parts)
     if len(recompute) != len(self.parts):
@@ -154,9 +160,9 @@ class Executor:
         f"recompute must be a bool, or one for each of {len(parts)} stages,"
         f" not {recompute!r}"
       )
-    placed = program, self.compiled, self.devices, queues
+    placed = program, self.compiled, self.devices, queues, extra
     self._compiled = lanes_lib.CompiledProgram(
-      *placed, extra, own, tuple(recompute), clock, waits, self._memories
+      *placed, how.own, tuple(recompute), how.clock, waits, self._memories
     )
 
   def start(self) -> PipelineState:
@@ -215,17 +221,17 @@ class Executor:
     # A copy, as they are donated.
     return jax.tree.map(jnp.copy, jax.device_put(server, home))
 
-  def traffic(self) -> residence.Traffic:
+  def traffic(self) -> residence.DeviceTraffic:
     """Returns what all lanes have moved between their devices and the host,
     and the most that one held; 0 where devices hold all."""
     all_lanes = [memory.traffic for memory in self._memories.values()]
     return residence.add_up([self._before, *all_lanes])
 
-  def count_anew(self, before: residence.Traffic) -> None:
+  def count_anew(self, before: residence.DeviceTraffic) -> None:
     """Has `traffic` begin with what was moved before."""
     self._before = before
     for memory in self._memories.values():
-      memory.traffic = residence.Traffic()
+      memory.traffic = residence.DeviceTraffic()
 
   def _with_first_tickets(self, microbatch, servers, messages):
     """A state with what is read of the weights as they are now. Tickets for

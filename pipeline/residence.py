@@ -31,7 +31,7 @@ HOST = "pinned_host"  # the memory kind behind a device's own
 Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
 
 
-class Traffic(NamedTuple):
+class DeviceTraffic(NamedTuple):
   """Of a device."""
 
   fetched: int = 0  # bytes from the host
@@ -40,15 +40,16 @@ class Traffic(NamedTuple):
   peak: int = 0  # bytes held at once
 
 
-def add_up(parts: Sequence[Traffic]) -> Traffic:
+def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
   """Returns the traffic of several devices, and the largest of their peaks.
 
   Example:
-    >>> add_up([Traffic(fetched=2, peak=3), Traffic(fetched=1, peak=1)])
-    Traffic(fetched=3, written=0, used=0, peak=3)
+    >>> parts = (2, 0, 0, 3), (1, 0, 0, 1)
+    >>> add_up([DeviceTraffic(*part) for part in parts])
+    DeviceTraffic(fetched=3, written=0, used=0, peak=3)
   """
   sums = map(sum, zip(*(each[:3] for each in parts), strict=True))
-  return Traffic(*sums, max(each.peak for each in parts))
+  return DeviceTraffic(*sums, max(each.peak for each in parts))
 
 
 def needs(op: Instruction, every: int) -> tuple[Block, ...]:
@@ -238,7 +239,7 @@ class DeviceMemory:
     self._device: dict[Block, Any] = {}
     self._sizes: dict[Block, int] = {}
     self._at = 0
-    self.traffic = Traffic()
+    self.traffic = DeviceTraffic()
 
   def to_host(self, tree: Any) -> Any:
     """Returns a copy of arrays in the host's memory."""

@@ -52,7 +52,7 @@ from asgd.algorithms.lookahead import (
   multi_asgd,
   nag_asgd,
 )
-from asgd.algorithms.recipe import Made, Recipe
+from asgd.algorithms.recipe import Recipe, RecipeBuild
 from asgd.algorithms.sgd import asgd, ssgd
 from asgd.algorithms.staleness import (
   dc_asgd_a,
@@ -152,7 +152,8 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
       f" {checks.shown(recipe)}"
     )
   recipe = recipe._replace(workers=workers)
-  made = Made(name, maker, learning_rate, dict(options), tuple(recipe[:-1]))
+  parts = tuple(recipe[:-1])
+  made = RecipeBuild(name, maker, learning_rate, dict(options), parts)
   return recipe._replace(made=made)
 
 

@@ -109,14 +109,11 @@ def d2(
   where D-PSGD stays as far from it as the data differ.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, momentum, weight_decay: as in `d_psgd`.
     topology: undirected, and constant.
     lazy: has (W + I) / 2 in the place of W, which is stable on every graph.
       Without it the smallest eigenvalue of W must be above -1/3, which it is
       not on a ring of an even number of peers.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more.
     optimizer: of a peer, instead of SGD; g stands for what it makes of a
       gradient.
 
@@ -173,12 +170,8 @@ def ad_psgd(
   A gradient's staleness is how often its peer averaged with others meanwhile.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, momentum, weight_decay, optimizer: as in `d_psgd`.
     topology: undirected; whom a peer may meet, all as likely.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more.
-    optimizer: of a peer, instead of SGD.
 
   Returns:
     A Recipe of peers, in pairs.
@@ -224,14 +217,11 @@ def sgp(
   ..., before it puts the next one; message m has matrix m of the topology.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, momentum, optimizer: as in `d_psgd`.
     topology: who tells whom.
     overlap: tau, 0 or more: the jobs that a peer does while a message is on its
       way. With 0 it puts after its job, and waits.
-    momentum: gamma, in [0, 1).
     weight_decay: 0 or more, of z.
-    optimizer: of a peer, instead of SGD.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -279,8 +269,7 @@ def choco_sgd(
   With the identity codec and gamma = 1 it is `d_psgd` with adapt_first.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, weight_decay, optimizer: as in `d_psgd`.
     codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
       a Codec; it needs no error feedback, which by its name it has not. None
       sends all.
@@ -291,8 +280,6 @@ def choco_sgd(
     topology: whose parameters a peer averages, the same in all rounds; rows and
       columns of W sum to 1.
     momentum: of the peer, in [0, 1).
-    weight_decay: 0 or more.
-    optimizer: of a peer, instead of SGD.
 
   Returns:
     A Recipe of peers, in rounds. A peer keeps a copy of the parameters of each
@@ -367,13 +354,11 @@ def threshold_sharing(
   to the next one (error feedback), as it is in Strom's with its threshold.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, weight_decay: as in `d_psgd`.
     codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
       a Codec; by its name it has error feedback where it needs it. None sends
       all.
     momentum: of the peer, before its update is encoded, in [0, 1).
-    weight_decay: 0 or more.
     optimizer: of a peer, instead of SGD; its updates are encoded, as by DL4J.
 
   Returns:

@@ -63,10 +63,7 @@ def nag_asgd(
   while N are to come.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N; the algorithm is the same for any.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g.
+    learning_rate, workers, momentum, weight_decay: as in `asgd`.
     optimizer: instead of SGD; its look-ahead is an update on a zero gradient.
 
   Returns:
@@ -121,10 +118,8 @@ def multi_asgd(
   Each worker is sent the look-ahead of its own velocity.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
+    learning_rate, momentum, weight_decay: as in `asgd`.
     workers: N, velocities that the server keeps.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g^i.
     look_ahead: False sends the parameters as they are.
     optimizer: instead of SGD, with a state for each worker; its look-ahead is
       an update on a zero gradient.
@@ -200,10 +195,8 @@ def dana_zero(
   every worker has sent once more.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
+    learning_rate, momentum, weight_decay: as in `asgd`.
     workers: N, velocities that the server keeps.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g^i.
     optimizer: instead of SGD, with a state for each worker; what is sent is
       the parameters after an update of each on a zero gradient, N updates a
       ticket.
@@ -255,9 +248,7 @@ def dana_slim(
   that of DANA-Zero on the same path.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N; the algorithm is the same for any.
-    momentum: gamma, in [0, 1).
+    learning_rate, workers, momentum: as in `asgd`.
     weight_decay: 0 or more; a worker adds weight_decay * params to g^i, with
       the parameters that it was sent.
     optimizer: instead of SGD, kept by each worker (`asgd.transforms.slim`); its

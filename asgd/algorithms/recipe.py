@@ -14,7 +14,7 @@ from asgd import worker as worker_lib
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # so that a Recipe has a hash
-class Made:
+class RecipeBuild:
   """What a recipe was built of (`algorithms.build`)."""
 
   name: str
@@ -61,7 +61,7 @@ class Recipe(NamedTuple):
   mixes: bool = False
   # Peers talk to each other; None: to a server.
   gossip: gossip_lib.Gossip | None = None
-  made: Made | None = None  # None: by hand
+  made: RecipeBuild | None = None  # None: by hand
 
   def in_rounds(self, workers: int) -> "Recipe":
     """Makes each update one on the mean of a message from every worker.

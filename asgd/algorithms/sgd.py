@@ -203,11 +203,8 @@ def ssgd(
     v <- gamma v + (1 / N) sum_i g^i;   params <- params - eta v
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
+    learning_rate, momentum, weight_decay, optimizer: as in `asgd`.
     workers: N, the messages of an update.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to the mean.
-    optimizer: instead of SGD.
 
   Returns:
     A Recipe for the bulk synchronous order.

@@ -25,12 +25,9 @@ def staleness_aware(
   not how far it moves.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
+    learning_rate, momentum, weight_decay, optimizer: as in `asgd`.
     workers: N.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to the mean.
     splits: n of n-softsync, 1 to N: c = floor(N / n). None is c = 1 (n = N).
-    optimizer: instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -91,14 +88,10 @@ def gap_aware(
   momentum is of what is left.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N; the algorithm is the same for any.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g.
+    learning_rate, workers, momentum, weight_decay, optimizer: as in `asgd`.
     average: what C is an average of: "gradients" as they arrive, or "updates"
       as they were made, penalties included. None is the published rule:
       "gradients" for SGD without momentum, "updates" for all others.
-    optimizer: instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -155,13 +148,10 @@ def dc_asgd_c(
   It is done for each message, before weight decay and momentum.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N; the algorithm is the same for any.
+    learning_rate, workers, weight_decay, optimizer: as in `asgd`.
     momentum: gamma, in [0, 1); the paper has none.
-    weight_decay: 0 or more; weight_decay * params is added to g.
     strength: lambda, 0 or more, per unit of loss; it has to fit the size of
       gradients.
-    optimizer: instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -216,15 +206,13 @@ def dc_asgd_a(
   It is done for each message, before weight decay and momentum.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
+    learning_rate, weight_decay, optimizer: as in `asgd`.
     workers: N.
     momentum: gamma, in [0, 1); the paper has none.
-    weight_decay: 0 or more; weight_decay * params is added to g.
     strength: lambda_0, 0 or more.
     decay: m, in [0, 1).
     scope: "server" keeps one mean square, as the paper's text; "worker" one
       for each worker, as its authors' code.
-    optimizer: instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order.

@@ -76,9 +76,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
   """
   checks.whole("k", k)
   checks.whole("chunk", chunk)
-  number = isinstance(decay, int | float) and not isinstance(decay, bool)
-  if not (number and 0 <= decay <= 1):
-    raise ValueError(f"decay must be in [0, 1], not {checks.shown(decay)}")
+  checks.real("decay", decay, lambda x: 0 <= x <= 1, "in [0, 1]")
 
   def encode(
     state: DeMoState, tree: optax.Updates, key: jax.Array

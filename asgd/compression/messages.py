@@ -19,7 +19,7 @@ import optax
 from asgd import base, sharding
 from asgd.compression import packing
 from asgd.compression.codec import Code, Codec
-from asgd.server import rms
+from asgd.server import all_finite, rms
 
 _CODEC = 0x636F6465  # folded into the key of a job: the codec's own stream
 
@@ -115,16 +115,6 @@ def compressed(
     return CompressedState(inner, codecs), out, metrics
 
   return base.Worker(init, work, worker.kept)
-
-
-def all_finite(tree: Any) -> jax.Array:
-  """Returns whether all real numbers of a tree are finite, bool[].
-
-  Args:
-    tree: of arrays, one of them of real numbers.
-  """
-  leaves = [x for x in jax.tree.leaves(tree) if x.dtype.kind not in "iub"]
-  return jnp.stack([jnp.isfinite(x).all() for x in leaves]).all()
 
 
 def residual_norm(state: Any) -> jax.Array:
@@ -235,6 +225,6 @@ def layout(codec: Codec | None, params: base.Params) -> Any:
     params: as of `shapes`.
 
   Returns:
-    A `packing.Layout`; the parameters themselves without a codec.
+    A `packing.CodeLayout`; the parameters themselves without a codec.
   """
   return params if codec is None else packing.layout(shapes(codec, params))

@@ -13,7 +13,8 @@ import optax
 
 from asgd import base
 from asgd.compression.codec import Codec, zeros
-from asgd.compression.messages import Coded, all_finite, residual_norm, shapes
+from asgd.compression.messages import Coded, residual_norm, shapes
+from asgd.server import all_finite
 
 _SEED = 0x646F776E  # of what codecs draw at a server
 

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import checks, names
-from asgd.data import text
+from asgd import checks
+from asgd.data import sources, text
 from asgd.data.download import DataError
 
 _EVERY = 10  # one document of so many is of the test part
@@ -124,20 +124,13 @@ def load(
       word, and a vocabulary of no words.
     DataError: for what cannot be read, or is not there.
   """
-  loader = names.lookup("documents", name, _LOADERS)
-  if name == "generated":
-    if data_dir is not None:
-      raise ValueError(
-        f"documents {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
-      )
-    return names.call("documents", name, generated, options)
-  if options:
-    key = next(iter(options))
-    raise ValueError(f"{key} is an option of documents 'generated'; drop it")
+  made = sources.drawn("documents", name, _LOADERS, data_dir, options)
+  if made is not None:
+    return made
   checks.whole("least", least)
   checks.whole("most", most)
   checks.whole("longest", longest, 2)
-  source, texts = loader(data_dir)
+  source, texts = _LOADERS[name](data_dir)
   return from_texts(
     texts, name, source, least=least, most=most, longest=longest
   )
@@ -229,8 +222,7 @@ def _parted(name, source, documents, vocabulary) -> Documents:
     for row, each in zip(words, rows, strict=True):
       row[: len(each)] = each
     arrays += [words, np.array([len(each) for each in rows], np.int32)]
-  for array in arrays:
-    array.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(arrays)
   return Documents(name, source, *arrays, vocabulary)
 
 

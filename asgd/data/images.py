@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import names
-from asgd.data import formats
+from asgd.data import formats, sources
 from asgd.data.download import fetch
 
 
@@ -164,8 +164,7 @@ def _expand(folder: str | os.PathLike, name: str) -> Path:
 def _dataset(
   name: str, source: str, arrays: formats.Arrays, classes: int = 10
 ) -> Dataset:
-  for array in arrays:
-    array.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(arrays)
   return Dataset(name, source, *arrays, classes, *statistics(arrays[0]))
 
 
@@ -208,21 +207,8 @@ def _stratified_split(
   )
 
 
-def _embedded(name, data_dir):
-  """Refuses a folder for data that is in scikit-learn, which it returns."""
-  if data_dir is not None:
-    raise ValueError(
-      f"{name} is embedded in scikit-learn and takes no data_dir, got "
-      f"{str(data_dir)!r}; leave it out"
-    )
-  from sklearn import datasets
-
-  return datasets
-
-
 def _load_digits(data_dir, *_) -> Dataset:
-  datasets = _embedded("digits", data_dir)
-  digits = datasets.load_digits()
+  digits = sources.embedded("digits", data_dir).load_digits()
   images = digits.images.astype(np.uint8)[..., None]
   labels = digits.target.astype(np.int32)
   arrays = _stratified_split(images, labels, test_size=360)
@@ -230,13 +216,14 @@ def _load_digits(data_dir, *_) -> Dataset:
 
 
 def _load_diabetes(data_dir, *_) -> Dataset:
-  x, y = _embedded("diabetes", data_dir).load_diabetes(return_X_y=True)
+  x, y = sources.embedded("diabetes", data_dir).load_diabetes(
+    return_X_y=True
+  )
   order, cut = np.random.default_rng(0).permutation(len(y)), len(y) - 100
   x, y = x[order].astype(np.float32), y[order].astype(np.float32)
   y = (y - y[:cut].mean()) / y[:cut].std()
   arrays = x[:cut], y[:cut], x[cut:], y[cut:]
-  for array in arrays:
-    array.setflags(write=False)
+  sources.freeze(arrays)
   mean, std = x[:cut].mean(0), x[:cut].std(0)
   return Dataset(
     "diabetes", "scikit-learn (embedded)", *arrays, None, mean, std

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from asgd import checks
+from asgd.data import sources
 from asgd.data.images import Dataset, statistics
 from asgd.data.sentences import Sentences
 from asgd.data.text import Text
@@ -119,8 +120,7 @@ def from_arrays(
     std = np.asarray(1.0 if std is None else std, np.float32)
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and std.all()):
       raise ValueError("mean and std must be finite, and no std 0")
-  for array in arrays.values():
-    array.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(arrays.values())
   return Dataset(str(name), str(source), *arrays.values(), classes, mean, std)
 
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks, names
-from asgd.data import formats
+from asgd.data import formats, sources
 from asgd.data.download import DataError, damaged
 
 PADDING = 0  # the word of a position that holds none
@@ -95,8 +95,7 @@ def load(
   arrays = []
   for part in (train, test):
     arrays += [encode(part, context), part.labels]
-  for array in arrays:
-    array.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(arrays)
   measure = _FORMS[name].measure if name in _FORMS else None
   return Sentences(name, source, *arrays, classes, vocabulary, measure)
 
@@ -148,16 +147,9 @@ def _words(train: Examples):
 def _pieces(folder: Path):
   """The tokenizer of a pretrained model."""
   path = folder / "tokenizer.json"
-  try:
-    import tokenizers
-  except ImportError:
-    raise DataError(
-      f"{path} is read by the package tokenizers; pip install tokenizers"
-    ) from None
   if not path.is_file():
     raise DataError(f"{folder} lacks tokenizer.json; give the model's folder")
-  with formats.reading(path, Exception):  # it raises no narrower type
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+  tokenizer = sources.read_tokenizer(path)
 
   def encode(examples, context):
     tokenizer.enable_truncation(context, strategy="longest_first")

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import checks, names
-from asgd.data import sentences
+from asgd import checks
+from asgd.data import sentences, sources
 from asgd.data.download import DataError
 
 _EVERY = 5  # one example of so many is of the test part
@@ -114,17 +114,8 @@ def load(
       `from_rows` refuses.
     DataError: for a file that cannot be read.
   """
-  loader = names.lookup("sparse examples", name, _LOADERS)
-  if name == "generated":
-    if data_dir is not None:
-      raise ValueError(
-        f"examples {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
-      )
-    return names.call("sparse examples", name, generated, options)
-  if options:
-    key = next(iter(options))
-    raise ValueError(f"{key} is an option of data 'generated'; drop it")
-  return loader(data_dir)
+  made = sources.drawn("sparse examples", name, _LOADERS, data_dir, options)
+  return _LOADERS[name](data_dir) if made is None else made
 
 
 def from_rows(
@@ -190,8 +181,7 @@ def from_rows(
   for part in (~test, test):
     arrays += [both[0][part], both[1][part].astype(np.float32)]
     arrays.append(labels[part].astype(np.int32))
-  for array in arrays:
-    array.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(arrays)
   return Sparse(name, source, *arrays, features)
 
 
@@ -216,13 +206,7 @@ def _wrong(keys, values, label, features) -> str | None:
 
 
 def _load_breast_cancer(data_dir):
-  if data_dir is not None:
-    raise ValueError(
-      "breast_cancer is embedded in scikit-learn and takes no data_dir, got"
-      f" {str(data_dir)!r}"
-    )
-  from sklearn import datasets
-
+  datasets = sources.embedded("breast_cancer", data_dir)
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
   train = np.arange(len(labels)) % _EVERY != _EVERY - 1
   inner = np.arange(1, _BINS) / _BINS
@@ -256,13 +240,11 @@ def _load_sst2(data_dir):
 
 
 def _load_file(data_dir):
-  if data_dir is None:
-    raise ValueError("the data 'file' need data_dir, the path of a file")
+  path = sources.file_of("data", data_dir)
   from sklearn import datasets
 
-  path = os.path.expanduser(data_dir)
   try:
-    matrix, labels = datasets.load_svmlight_file(path, zero_based=False)
+    matrix, labels = datasets.load_svmlight_file(str(path), zero_based=False)
   except OSError as error:
     raise DataError(f"{path} cannot be read: {error.strerror}") from None
   except (ValueError, OverflowError) as error:
@@ -277,7 +259,7 @@ def _load_file(data_dir):
     (matrix.indices[start:stop].astype(np.int64) + 1, matrix.data[start:stop])
     for start, stop in zip(ends[:-1], ends[1:], strict=True)
   ]
-  return from_rows(rows, labels == classes[1], os.path.basename(path), path)
+  return from_rows(rows, labels == classes[1], path.name, str(path))
 
 
 _LOADERS: dict[str, Callable] = {

@@ -3,7 +3,6 @@
 Instead of characters, numbers may be bytes, or what a tokenizer makes of it.
 """
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks, names
-from asgd.data import formats
+from asgd.data import sources
 from asgd.data.batches import Batches
 from asgd.data.download import DataError
 
@@ -126,16 +125,9 @@ def _by_character(characters):
 
 
 def _by_file(path, characters):
-  try:
-    import tokenizers
-  except ImportError:
-    raise DataError(
-      f"{path} is read by the package tokenizers; pip install tokenizers"
-    ) from None
   if not Path(path).is_file():
     raise ValueError(f"tokenizer {path} is no file")
-  with formats.reading(Path(path), Exception):  # it raises no narrower type
-    tokenizer = tokenizers.Tokenizer.from_file(path)
+  tokenizer = sources.read_tokenizer(Path(path))
   tokens = tokenizer.encode(characters, add_special_tokens=False).ids
   return np.array(tokens, np.int32), tokenizer.get_vocab_size()
 
@@ -168,9 +160,7 @@ def _load_pydoc(data_dir):
 
 
 def _load_file(data_dir):
-  if data_dir is None:
-    raise ValueError("the text 'file' needs data_dir, the path of a file")
-  path = Path(os.path.expanduser(data_dir))
+  path = sources.file_of("text", data_dir)
   try:
     return str(path), path.read_text(encoding="utf-8")
   except UnicodeDecodeError as error:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks
-from asgd.data import text
+from asgd.data import sources, text
 
 _TEST = 0.1  # the last part of a text, held out
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
@@ -86,7 +86,6 @@ def from_string(
     np.array([number[w] for w in part if w in number], np.int32)
     for part in (words[:cut], words[cut:])
   ]
-  for part in parts:
-    part.setflags(write=False)  # every worker reads the same memory
+  sources.freeze(parts)
   counts = np.bincount(parts[0], minlength=len(common))
   return Words(name, source, *parts, tuple(common), counts)

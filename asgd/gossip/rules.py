@@ -220,10 +220,6 @@ def choco(codec: Any, gamma: float) -> Rule:
       own=own._replace(copies=copies)
     )
 
-  def lend(state: PeerState, slot: Any) -> tuple[PeerState, Any]:
-    del slot
-    return state, state.own.public
-
   def adopt(
     state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
   ) -> PeerState:
@@ -243,7 +239,7 @@ def choco(codec: Any, gamma: float) -> Rule:
 
   return Rule(
     *(init, put, mix),
-    lend=lend,
+    lend=lambda state, slot: (state, state.own.public),
     adopt=adopt,
     residual=residual,
     introduces=True,

@@ -36,7 +36,7 @@ class Dense(NamedTuple):
 class Packed(NamedTuple):
   """A code, packed: each takes what it needs, `nbytes` at most."""
 
-  layout: packing.Layout
+  layout: packing.CodeLayout
 
   @property
   def nbytes(self) -> int:
@@ -92,8 +92,8 @@ Format = Dense | Packed | Raw
 def slot_format(like: Any, *, compress: str | None = None) -> Format:
   """Returns what slots hold: trees like one of shapes and dtypes, whose
   numbers are stored as `wire.layout` has `compress`; packed codes, if that is a
-  `packing.Layout`; or bytes, if it is how many they are at most."""
-  if isinstance(like, packing.Layout):
+  `packing.CodeLayout`; or bytes, if it is how many they are at most."""
+  if isinstance(like, packing.CodeLayout):
     return Packed(like)
   if isinstance(like, int):
     return Raw(like)

@@ -143,10 +143,10 @@ class SharedMemory:
     """Opens the files, making those that are not there, in a folder that is
     best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
     what lies in slots of params and of messages (shapes and dtypes, or of these
-    a `packing.Layout`), how many bytes updates are at most, if they are sent,
-    and, the last, what a snapshot is; None: it is a worker's. `compress` is of
-    the first two, as in `wire.layout`. Raises ValueError if there is no room,
-    or the files hold something else."""
+    a `packing.CodeLayout`), how many bytes updates are at most, if they are
+    sent, and, the last, what a snapshot is; None: it is a worker's. `compress`
+    is of the first two, as in `wire.layout`. Raises ValueError if there is no
+    room, or the files hold something else."""
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.

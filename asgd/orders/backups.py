@@ -10,12 +10,11 @@ own, which is dropped when it comes, and is missed in the rounds until then:
 others do two jobs.
 """
 
-import heapq
-
 from asgd import base, checks
 from asgd.orders import protocol
 from asgd.orders.durations import Durations
-from asgd.orders.trace import ENDS, STARTS, Event, events, from_events
+from asgd.orders.play import played
+from asgd.orders.trace import ENDS, STARTS, events
 
 
 def backup_tasks(
@@ -66,26 +65,7 @@ def backup_tasks(
   checks.whole("messages", messages)
   checks.multiple(messages, "messages", workers, "rounds of {} workers")
   rules = protocol.Rules(round=workers, late=late)
-  streams = [durations.stream(worker) for worker in range(workers)]
-  running: list[tuple[float, int, int, int]] = []  # (end, job, worker, seq)
-  rows: list[Event] = []
-  dispatcher = protocol.Dispatcher(rules, log=rows.append)
-  for worker in range(workers):
-    dispatcher.join(worker, 0.0)
-  rows.clear()  # workers present at time 0 get no JOIN row
-  now = 0.0
-  while dispatcher.received < messages:
-    for worker, seq, job, _ in dispatcher.grants(now):
-      end = now + next(streams[worker])
-      heapq.heappush(running, (end, job, worker, seq))
-    due = dispatcher.next_late()
-    if due < running[0][0]:
-      now = due
-      continue
-    now, _, worker, seq = heapq.heappop(running)
-    dispatcher.arrive(worker, seq, now)
-    dispatcher.deliver(now)
-  return from_events(rows)
+  return played(rules, durations, workers, messages)
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:

@@ -16,24 +16,8 @@ from asgd.orders import protocol
 from asgd.orders.backups import backup_tasks
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
-from asgd.orders.play import Play, Sizes
+from asgd.orders.play import Play, Sizes, begin, played
 from asgd.orders.trace import Event, from_events
-
-
-def _play(
-  rules: protocol.Rules, durations: Durations, workers: int, messages: int
-) -> base.Trace:
-  """Drives a protocol with durations, until so many messages are received."""
-  checks.whole("messages", messages)
-  play = _begin(rules, durations, workers)
-  play.until(messages)
-  return play.trace()
-
-
-def _begin(rules, durations, workers, **options) -> Play:
-  workers = checks.whole("workers", workers)
-  streams = [durations.stream(worker) for worker in range(workers)]
-  return Play(rules, streams, **options)
 
 
 def stale_synchronous(
@@ -111,7 +95,7 @@ def stale_synchronous(
     fetch_every=fetch_every,
     warm_start=warm_start,
   )
-  return _play(rules, durations, workers, messages)
+  return played(rules, durations, workers, messages)
 
 
 def asynchronous(
@@ -166,7 +150,7 @@ def asynchronous(
   rules = protocol.Rules(
     depth=depth, fetch_every=fetch_every, warm_start=warm_start
   )
-  return _play(rules, durations, workers, messages)
+  return played(rules, durations, workers, messages)
 
 
 def backup_workers(
@@ -214,7 +198,7 @@ def backup_workers(
     4.0 1
   """
   rules = _backup_rules(workers, backup)
-  return _play(rules, durations, workers, messages)
+  return played(rules, durations, workers, messages)
 
 
 def _backup_rules(workers, backup) -> protocol.Rules:
@@ -459,4 +443,4 @@ def start(
   maker = names.lookup("order", name, _RULES)
   checks.whole("workers", workers)
   rules = names.call("order", name, maker, {"workers": workers, **kwargs})
-  return _begin(rules, durations, workers, network=network, sizes=sizes)
+  return begin(rules, durations, workers, network=network, sizes=sizes)

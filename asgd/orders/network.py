@@ -20,12 +20,10 @@ Nothing here looks at a clock: `Links.advance` is told the time, drawn
 
 import heapq
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import checks
-from asgd.checks import shown
 
 INCAST = "queue", "share"
 
@@ -78,19 +76,18 @@ def check(network: Network) -> Network:
   for name in ("latency", "service"):
     checks.nonnegative(name, getattr(network, name))
   for name in ("up", "down", "port"):
-    value = getattr(network, name)
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not value > 0:
-      raise ValueError(
-        f"{name} must be a bandwidth above 0, in bytes a unit of time, not"
-        f" {shown(value)}; leave it out where it is no limit"
-      )
+    checks.real(
+      *(name, getattr(network, name), lambda value: value > 0),
+      "a bandwidth above 0, in bytes a unit of time",
+      "; leave it out where it is no limit",
+      finite=False,
+    )
   checks.whole("shards", network.shards)
   checks.one_of("incast", network.incast, INCAST)
   return network
 
 
-PartOf = Callable[[Any], Any]  # its key, as JSON has it -> Part
+PartOf = Callable[[Any], Any]  # its key, as JSON has it -> MessagePart
 
 
 class Line:
@@ -184,7 +181,7 @@ class Hop(NamedTuple):
   own: bool = False  # of a worker: parts wait for each other, and nobody else
 
 
-class Part:
+class MessagePart:
   """The share of one shard in a message or a ticket, on its way.
 
   Attributes:
@@ -218,7 +215,7 @@ class Part:
 
 # When it happens, to a part (None: somebody on that shared line is through,
 # unless another came since).
-Happening = tuple[float, Part | None, Any]
+Happening = tuple[float, MessagePart | None, Any]
 
 
 class LinkUse(NamedTuple):
@@ -265,7 +262,9 @@ class Links:
     self._service = [Line() for _ in shards]
     self._waited, self._messages = 0.0, 0
 
-  def up(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+  def up(
+    self, key: Any, worker: int, shard: int, nbytes: float
+  ) -> MessagePart:
     """Returns the part of a message for a shard, of so many bytes."""
     net = self.network
     hops = (
@@ -273,19 +272,21 @@ class Links:
       Hop(self._in[shard], nbytes / net.port),
       Hop(self._service[shard], net.service, whole=True),
     )
-    return Part(key, hops)
+    return MessagePart(key, hops)
 
-  def down(self, key: Any, worker: int, shard: int, nbytes: float) -> Part:
+  def down(
+    self, key: Any, worker: int, shard: int, nbytes: float
+  ) -> MessagePart:
     """Returns the part of a ticket from a shard, of so many bytes."""
     net = self.network
     hops = (
       Hop(self._out[shard], nbytes / net.port, net.latency),
       Hop(self._down[worker], nbytes / net.down, own=True),
     )
-    return Part(key, hops)
+    return MessagePart(key, hops)
 
   def advance(
-    self, now: float, part: Part | None, line: Any = None
+    self, now: float, part: MessagePart | None, line: Any = None
   ) -> list[Happening]:
     """Moves a part that has come to its next line, or one that is through on a
     shared line; returns what is to happen next, to be told here at its time. A

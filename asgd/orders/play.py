@@ -14,9 +14,10 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asgd import base
+from asgd import base, checks
 from asgd.orders import protocol
-from asgd.orders.network import Links, Network, Part
+from asgd.orders.durations import Durations
+from asgd.orders.network import Links, MessagePart, Network
 from asgd.orders.trace import Event, from_events
 
 
@@ -52,8 +53,9 @@ class _Job:
 
   def __init__(self, grant: protocol.Grant, length: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
+    self.order = grant.job, grant.worker  # of what happens at the same time
     self.length = length  # time that it takes to compute
-    self.parts: list[Part] = []  # of its ticket, then of its message, too
+    self.parts: list[MessagePart] = []  # of ticket, then message
     self.left = 0  # of those that are on their way
     self.computed = False
 
@@ -101,23 +103,23 @@ class Play:
   ):
     workers = len(streams)
     self.rows: list[Event] = []
+    self._dispatcher = protocol.Dispatcher(
+      rules, jobs=jobs, log=self.rows.append
+    )
     self.now = 0.0
     self.links = Links(network or Network(), workers)
     nothing = [0.0] * self.links.network.shards
     self._sizes = sizes or fixed(nothing, nothing)
     self._nothing, self._instant = nothing, self.links.network.is_instant
     self._streams, self._late = streams, rules.late < math.inf
-    self._dispatcher = protocol.Dispatcher(
-      rules, jobs=jobs, log=self.rows.append
-    )
     self._free = list(comes or [0.0] * workers)  # has done all it was given
     # Granted to each worker and not begun: jobs begin in their order.
     self._granted: list[collections.deque[_Job]] = [
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
-    self._heap: list[tuple[float, int, int, Callable, Any]] = []
-    self._count = 0  # of what was put there: ties of one job go by it
+    self._heap: list[tuple[float, tuple[int, int], int, Callable, Any]] = []
+    self._count = 0  # of what was put there: ties of one order go by it
     self._may_send = not comes  # what has happened may start something
     if comes is None:
       for worker in range(workers):
@@ -126,7 +128,7 @@ class Play:
     else:
       # Before all jobs of that time, of which 0 is the first.
       for worker, time in enumerate(comes):
-        self._put(time, worker - workers, self._join, worker)
+        self._put(time, (worker - workers, worker), self._join, worker)
 
   @property
   def received(self) -> int:
@@ -157,16 +159,15 @@ class Play:
     self.now, _, _, call, what = heapq.heappop(self._heap)
     call(what)
 
-  def _put(self, time, number, call, what):
+  def _put(self, time, order, call, what):
     self._count += 1
-    heapq.heappush(self._heap, (time, number, self._count, call, what))
+    heapq.heappush(self._heap, (time, order, self._count, call, what))
 
   def _join(self, worker):
     self._dispatcher.join(worker, self.now)
-    following = self._heap[0] if self._heap else None
-    together = following and following[0] == self.now and following[1] < 0
+    following = self._heap[0][:2] if self._heap else (math.inf, ())
     # Workers that join together get tickets together.
-    self._may_send = not together
+    self._may_send = following[0] != self.now or following[1][0] >= 0
 
   def _send(self):
     """Starts what may start now."""
@@ -196,7 +197,7 @@ class Play:
       self._arrive(part.key)
       return
     for time, following, on in self.links.advance(self.now, part, line):
-      self._put(time, following.key.number, self._move, (following, on))
+      self._put(time, following.key.order, self._move, (following, on))
 
   def _arrive(self, job):
     """A part of a job has come to its worker, or to its shard."""
@@ -221,7 +222,7 @@ class Play:
   def _begin(self, job):
     worker = job.worker
     self._free[worker] = max(self.now, self._free[worker]) + job.length
-    self._put(self._free[worker], job.number, self._compute, job)
+    self._put(self._free[worker], job.order, self._compute, job)
 
   def _compute(self, job):
     """A job's message is computed."""
@@ -232,3 +233,42 @@ class Play:
     sizes = self._sizes.up(job.worker, job.seq)
     # The lead's part is the last to leave.
     self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)
+
+
+def begin(
+  rules: protocol.Rules, durations: Durations, workers: int, **options: Any
+) -> Play:
+  """Returns a Play of so many workers, with their times.
+
+  Args:
+    rules: the protocol.
+    durations: how long each job takes.
+    workers: N.
+    **options: of a Play.
+
+  Raises:
+    ValueError: for a count, rules or a network out of range.
+  """
+  workers = checks.whole("workers", workers)
+  streams = [durations.stream(worker) for worker in range(workers)]
+  return Play(rules, streams, **options)
+
+
+def played(
+  rules: protocol.Rules, durations: Durations, workers: int, messages: int
+) -> base.Trace:
+  """Returns the order of a protocol, until so many messages are received.
+
+  Args:
+    rules: the protocol.
+    durations: how long each job takes.
+    workers: N.
+    messages: RECEIVE rows; those that are received with the last come on top.
+
+  Raises:
+    ValueError: for a count or rules out of range.
+  """
+  checks.whole("messages", messages)
+  play = begin(rules, durations, workers)
+  play.until(messages)
+  return play.trace()

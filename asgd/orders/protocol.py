@@ -22,14 +22,15 @@ made by driving it with drawn durations, live runs by driving it with real ones.
 """
 
 import collections
+import functools
 import heapq
 import math
-import numbers
+import operator
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from asgd import base
-from asgd.checks import flag, shown, whole
+from asgd.checks import flag, real, whole
 from asgd.orders.copies import Copies
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
@@ -69,11 +70,9 @@ def check_rules(rules: Rules) -> Rules:
     ValueError: if they cannot be obeyed.
   """
   for name, least in (("bound", 0), ("late", 1)):
-    value = getattr(rules, name)
-    real = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not real or not value >= least:
-      wanted = f"a number, {least} or more"
-      raise ValueError(f"{name} must be {wanted}, not {shown(value)}")
+    kind = f"a number, {least} or more"
+    holds = functools.partial(operator.le, least)
+    real(name, getattr(rules, name), holds, kind, finite=False)
   whole("round", rules.round, 0)
   whole("backup", rules.backup, 0)
   whole("fetch_every", rules.fetch_every)

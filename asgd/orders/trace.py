@@ -292,7 +292,7 @@ class Ledger(Generic[T]):
     self.present: set[int] = set()  # workers that joined, or were sent to
     self.ended: set[int] = set()  # workers that lost a ticket or left
     self.received: list[int] = []  # rows of the messages in the state
-    self.rollbacks = self.undone = 0  # ROLLBACK rows, messages they undid
+    self._undone: list[int] = []  # messages, of each ROLLBACK row
     self.puts: dict[int, int] = {}  # peer -> messages it put or lent
     # (receiver, sender) -> the last message that was taken
     self.taken: dict[tuple[int, int], int] = {}
@@ -362,8 +362,17 @@ class Ledger(Generic[T]):
       self.refuse(event, "that row is still to come")
     before = len(self.received)
     self.received = [row for row in self.received if row < event.job]
-    self.undone += before - len(self.received)
-    self.rollbacks += 1
+    self._undone.append(before - len(self.received))
+
+  @property
+  def rollbacks(self) -> int:
+    """ROLLBACK rows."""
+    return len(self._undone)
+
+  @property
+  def undone(self) -> int:
+    """Messages that rollbacks undid."""
+    return sum(self._undone)
 
   def refuse(self, event: Event, why: str) -> NoReturn:
     """Raises TraceError for the next row."""

@@ -39,9 +39,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asgd import base, checks, compression, names, transforms
+from asgd import base, checks, compression, names, server, transforms
 from asgd import losses as losses_lib
-from asgd.parallel import meshes, precision, searching, step_checks
+from asgd.parallel import meshes, precision, step_checks
 from asgd.parallel import zero as zero_lib
 
 # A loop over pieces is written out up to here: XLA's CPU backend runs
@@ -78,21 +78,38 @@ class Step(NamedTuple):
   place: Callable[[base.Batch], base.Batch]  # -> global arrays
 
 
+class StepOptions(NamedTuple):
+  """How a step is made: the options of `make_step`."""
+
+  accumulate: int = 1  # a, pieces that a device computes one after the other
+  # Largest norm of the (whole) gradient; None is any.
+  clip_norm: float | None = None
+  zero: int = 0  # 0 to 3, see above
+  # Dtypes, a Policy or a name of `precision.POLICIES`.
+  policy: str | precision.Policy = "unchanged"
+  # Scale the loss, and skip steps with a gradient that is not finite; None does
+  # neither.
+  loss_scale: precision.Dynamic | None = None
+  form: str = "shard_map"  # or "pmap": one process, one axis, zero 0
+  statistics_decay: float = 0.9  # what a step keeps of the statistics
+  # How the devices' gradients, each the mean over its pieces, are averaged, as
+  # by `compression.named_reducer`; None: exactly. Not with ZeRO, other axes or
+  # the form "pmap". If one gradient is not finite nothing is sent, and the step
+  # is told a NaN. What is clipped is the mean.
+  reducer: compression.Reducer | None = None
+  # The transform searches along a line (`optimizers.lbfgs`): its update is told
+  # `value`, the loss of the batch, and `value_fn`, that as a function of the
+  # weights. For the form "shard_map" with zero 0, no other axis, no clip_norm.
+  searches: bool = False
+
+
 def make_step(
   loss: losses_lib.Loss,
   tx: optax.GradientTransformation | base.Algorithm,
   mesh: Mesh,
   *,
-  accumulate: int = 1,
-  clip_norm: float | None = None,
-  zero: int = 0,
-  policy: str | precision.Policy = "unchanged",
-  loss_scale: precision.Dynamic | None = None,
-  form: str = "shard_map",
   specs: zero_lib.Specs = zero_lib.replicated,
-  statistics_decay: float = 0.9,
-  reducer: compression.Reducer | None = None,
-  searches: bool = False,
+  **options: Any,
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
@@ -117,23 +134,8 @@ def make_step(
       is then taken at what it sends to worker 0. The update is told a Delay of
       staleness 0.
     mesh: with the axis "data", over which examples are divided.
-    accumulate: a, pieces that a device computes one after the other.
-    clip_norm: largest norm of the (whole) gradient; None is any.
-    zero: 0 to 3, see above.
-    policy: dtypes, a Policy or a name of `precision.POLICIES`.
-    loss_scale: scale the loss, and skip steps with a gradient that is not
-      finite; None does neither.
-    form: "shard_map"; or "pmap": one process, one axis, zero 0.
     specs: how other axes of the mesh divide the parameters.
-    statistics_decay: what a step keeps of the statistics.
-    reducer: how the devices' gradients, each the mean over its pieces, are
-      averaged, as by `compression.named_reducer`; None: exactly. Not with ZeRO,
-      other axes or the form "pmap". If one gradient is not finite nothing is
-      sent, and the step is told a NaN. What is clipped here is the mean.
-    searches: the transform searches along a line (`optimizers.lbfgs`): its
-      update is told `value`, the loss of the batch, and `value_fn`, that as a
-      function of the weights. For the form "shard_map" with zero 0, no other
-      axis and no clip_norm.
+    **options: those of `StepOptions`.
 
   Raises:
     ValueError: for arguments out of range or that exclude one another; and when
@@ -150,33 +152,29 @@ def make_step(
     (1.25, [0.75, 0.0])
   """
   meshes.size(mesh, _AXIS)
-  policy = precision.policy(policy)
-  checks.whole("accumulate", accumulate)
+  how = StepOptions(**options)
+  how = how._replace(policy=precision.policy(how.policy))
+  checks.whole("accumulate", how.accumulate)
   clip = optax.identity()
-  if clip_norm is not None:
-    checks.positive("clip_norm", clip_norm)
-    clip = optax.clip_by_global_norm(clip_norm)
-  if isinstance(zero, bool) or zero not in range(4):
-    raise ValueError(f"zero must be 0, 1, 2 or 3, not {zero!r}")
-  make = names.lookup("form", form, FORMS)
-  if loss_scale is not None:
-    precision.check_dynamic(loss_scale)
-  if form == "pmap":
-    step_checks.check_pmap(mesh, zero, specs)
-  if reducer is not None:
-    step_checks.check_reducer(mesh, zero, form)
-  if searches:
-    searching.check(
-      mesh, form=form, zero=zero, clip_norm=clip_norm, reducer=reducer
+  if how.clip_norm is not None:
+    checks.positive("clip_norm", how.clip_norm)
+    clip = optax.clip_by_global_norm(how.clip_norm)
+  if isinstance(how.zero, bool) or how.zero not in range(4):
+    raise ValueError(f"zero must be 0, 1, 2 or 3, not {how.zero!r}")
+  make = names.lookup("form", how.form, FORMS)
+  if how.loss_scale is not None:
+    precision.check_dynamic(how.loss_scale)
+  if how.form == "pmap":
+    step_checks.check_pmap(mesh, how.zero, specs)
+  if how.reducer is not None:
+    step_checks.check_reducer(mesh, how.zero, how.form)
+  if how.searches:
+    step_checks.check_search(
+      mesh, **{key: getattr(how, key) for key in step_checks.OF_A_SEARCH}
     )
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
-  algorithm = transforms.own_statistics(algorithm, statistics_decay)
-  program = _Program(
-    *(loss, algorithm, mesh, accumulate, clip, zero, policy, loss_scale, specs),
-    reducer=reducer,
-    searches=searches,
-  )
-  return make(program)
+  algorithm = transforms.own_statistics(algorithm, how.statistics_decay)
+  return make(_Program(loss, algorithm, mesh, clip, specs, how))
 
 
 class _Program(NamedTuple):
@@ -185,39 +183,35 @@ class _Program(NamedTuple):
   loss: losses_lib.Loss
   algorithm: base.Algorithm
   mesh: Mesh
-  accumulate: int  # a
   clip: optax.GradientTransformation
-  zero: int
-  policy: precision.Policy
-  loss_scale: precision.Dynamic | None
   specs: zero_lib.Specs
-  reducer: compression.Reducer | None = None
-  searches: bool = False
+  how: StepOptions
 
   @property
   def pieces(self):
-    return self.mesh.shape[_AXIS] * self.accumulate
+    return self.mesh.shape[_AXIS] * self.how.accumulate
 
   def begin(self, params):
     """The first state, of whole parameters."""
-    params = precision.cast(params, self.policy.param)
+    params = precision.cast(params, self.how.policy.param)
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
-    scale = () if self.loss_scale is None else precision.start(self.loss_scale)
+    rule = self.how.loss_scale
+    scale = () if rule is None else precision.start(rule)
     opt_state = self.algorithm.init(params)
     state = StepState(jnp.int32(0), params, opt_state, scale)
-    if self.reducer is None:
+    if self.how.reducer is None:
       return state
-    grads = precision.cast(base.weights_of(params), self.policy.reduce)
+    grads = precision.cast(base.weights_of(params), self.how.policy.reduce)
     devices = self.mesh.shape[_AXIS]
     each = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (devices, *x.shape)),
-      self.reducer.init(grads),
+      self.how.reducer.init(grads),
     )
     return state._replace(reducer=each)
 
   def scale_of(self, state):
-    return jnp.float32(1) if self.loss_scale is None else state.scale.scale
+    return jnp.float32(1) if self.how.loss_scale is None else state.scale.scale
 
   def sent(self, state):
     """The parameters that the gradient is taken at."""
@@ -226,14 +220,14 @@ class _Program(NamedTuple):
 
   def _objective(self, params, key, scale, dims):
     """(weights, piece, its number) -> the scaled loss, (loss, statistics)."""
-    policy = self.policy
+    policy = self.how.policy
 
     def gather(leaf, dim):
       leaf = precision.cast(leaf, policy.compute)
       return zero_lib.gather(leaf, dim, policy.reduce)
 
     def objective(weights, piece, number):
-      if self.zero == 3:
+      if self.how.zero == 3:
         weights = jax.tree.map(gather, weights, dims)
       value, aux = self.loss(
         precision.cast(base.with_weights(params, weights), policy.compute),
@@ -246,7 +240,7 @@ class _Program(NamedTuple):
       )
       return value * scale.astype(value.dtype), (value, stats)
 
-    if self.zero == 3:  # all that the backward needs is kept but whole weights
+    if self.how.zero == 3:  # all is kept that the backward needs, but weights
       return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
     return objective
 
@@ -256,7 +250,7 @@ class _Program(NamedTuple):
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
-    accumulate = self.accumulate
+    accumulate = self.how.accumulate
     weights = meshes.vary(base.weights_of(params), _AXIS)
     first = jax.lax.axis_index(_AXIS) * accumulate
     gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
@@ -269,8 +263,8 @@ class _Program(NamedTuple):
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
       grads, (value, stats) = gradient(weights, piece, first + i)
-      grads = precision.cast(grads, self.policy.reduce)
-      return value, scatter(grads) if self.zero == 2 else grads, stats
+      grads = precision.cast(grads, self.how.policy.reduce)
+      return value, scatter(grads) if self.how.zero == 2 else grads, stats
 
     total = one(0)
     if accumulate > 1:
@@ -281,7 +275,7 @@ class _Program(NamedTuple):
         unroll=accumulate <= _UNROLLED or 1,
       )
     value, grads, stats = total
-    if self.zero == 1:
+    if self.how.zero == 1:
       grads = scatter(grads)
 
     def add_whole(g, dim):
@@ -293,7 +287,7 @@ class _Program(NamedTuple):
     pieces = self.pieces
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
-    if self.reducer is None:
+    if self.how.reducer is None:
       grads = divide(jax.tree.map(add_whole, grads, dims), pieces)
       return value, grads, stats, kept
     grads, kept = self.reduce(divide(grads, accumulate), kept, key)
@@ -302,9 +296,9 @@ class _Program(NamedTuple):
   def reduce(self, grads, kept, key):
     """The mean of what devices send of their gradients, and what they keep:
     NaNs, and what they kept, if one gradient is not finite."""
-    finite = jax.lax.pmin(jnp.int32(precision.all_finite(grads)), _AXIS) > 0
+    finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
     before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
-    mean, after = self.reducer.reduce(
+    mean, after = self.how.reducer.reduce(
       before,
       optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
       jax.random.fold_in(key, _REDUCER),
@@ -320,7 +314,7 @@ class _Program(NamedTuple):
     search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
-    finite = precision.all_finite(grads)
+    finite = server.all_finite(grads)
     grads, _ = self.clip.update(grads, optax.EmptyState())
     if isinstance(state.params, base.Variables):
       grads = base.Variables(grads, stats)
@@ -331,9 +325,9 @@ class _Program(NamedTuple):
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
-    if self.loss_scale is not None:
+    if self.how.loss_scale is not None:
       new = optax.tree.where(finite, new, (state.params, state.opt_state))
-      scale = precision.adjust(self.loss_scale, state.scale, finite)
+      scale = precision.adjust(self.how.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
     return StepState(state.count + 1, *new, scale, kept), metrics
 
@@ -342,7 +336,7 @@ class _Program(NamedTuple):
     weights = base.weights_of(params)
     specs = self.specs(weights)
     parts = jax.tree.map(self.divided, weights, specs)
-    between = parts if self.zero == 3 else specs
+    between = parts if self.how.zero == 3 else specs
     if isinstance(params, base.Variables):
       stats = zero_lib.replicated(params.stats)
       return base.Variables(between, stats), base.Variables(parts, stats)
@@ -350,7 +344,7 @@ class _Program(NamedTuple):
 
   def divided(self, leaf, spec):
     """The spec of an array of which ZeRO divides what it may."""
-    if not self.zero:
+    if not self.how.zero:
       return spec
     return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
@@ -370,6 +364,26 @@ class _Program(NamedTuple):
     scale = zero_lib.replicated(state.scale)
     each = jax.tree.map(lambda _: P(_AXIS), state.reducer)
     return self.constrain(state, StepState(P(), kept, opt_specs, scale, each))
+
+
+def _function_of(
+  value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+) -> Callable[[Any], jax.Array]:
+  """Returns the value as a function that JAX may differentiate.
+
+  Args:
+    value_and_grad: weights -> (float[], gradient, like the weights).
+  """
+
+  @jax.custom_vjp
+  def value_fn(weights):
+    return value_and_grad(weights)[0]
+
+  def backward(grads, cotangent):
+    return (jax.tree.map(lambda g: cotangent.astype(g.dtype) * g, grads),)
+
+  value_fn.defvjp(value_and_grad, backward)
+  return value_fn
 
 
 def _shard_map_step(program):
@@ -399,8 +413,8 @@ def _shard_map_step(program):
     rest = batch, key, program.scale_of(state), state.reducer
     value, grads, stats, each = gradient(sent, *rest)
     value_fn = None
-    if program.searches:
-      value_fn = searching.function_of(
+    if program.how.searches:
+      value_fn = _function_of(
         lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
       )
     # Each device updates its part; `settle` gathers those of the others.

@@ -139,7 +139,7 @@ def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
   return bytes_of(jax.eval_shape(tx.init, params))
 
 
-class Cure(NamedTuple):
+class RecipeBytes(NamedTuple):
   """What a recipe against staleness holds, in bytes a parameter."""
 
   server: float  # state of the algorithm, beside the parameters
@@ -155,7 +155,7 @@ class Cure(NamedTuple):
 _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 
 
-def cure(recipe: str, workers: int, **options) -> Cure:
+def cure(recipe: str, workers: int, **options) -> RecipeBytes:
   """Counts what a recipe of `asgd.algorithms` keeps in float32.
 
   Tickets are counted where its update reads what was sent (compensation, the
@@ -164,7 +164,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
 
   Example:
     >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
-    Cure(server=40.0, tickets=0.0, worker=0.0)
+    RecipeBytes(server=40.0, tickets=0.0, worker=0.0)
     >>> cure("dc_asgd_c", 8).tickets
     32.0
   """
@@ -185,7 +185,7 @@ def cure(recipe: str, workers: int, **options) -> Cure:
     worker = rule.make_worker(lambda params, batch, key: None)
     own = optimizer_bytes(worker, params)
   # Whole bytes a parameter: counters are none.
-  return Cure(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
+  return RecipeBytes(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
 
 
 class Gpt(NamedTuple):

@@ -106,35 +106,31 @@ def _hold(shape: tuple[int, ...], machines: int) -> _Held:
   return _Held(counts, shape, rows, columns)
 
 
-def _dense(held: _Held, outputs: int) -> _Stage:
-  """All inputs go to every machine that has outputs."""
-  machines = len(held.counts)
-  after = _hold((outputs,), machines)
-  sends: Sends = [
+def _all_to_all(held: _Held, after: _Held, *, inputs: bool) -> Sends:
+  """Every machine that has numbers sends those, or else as many as they get, to
+  all others that have numbers afterwards."""
+  return [
     {
-      to: count
-      for to in range(machines)
-      if to != own and count and after.counts[to]
+      to: count if inputs else wanted
+      for to, wanted in enumerate(after.counts)
+      if to != own and count and wanted
     }
     for own, count in enumerate(held.counts)
   ]
-  inputs = math.prod(held.shape)
-  return _Stage([inputs * count for count in after.counts], sends, after)
+
+
+def _dense(held: _Held, outputs: int) -> _Stage:
+  """All inputs go to every machine that has outputs."""
+  after = _hold((outputs,), len(held.counts))
+  products = [math.prod(held.shape) * count for count in after.counts]
+  return _Stage(products, _all_to_all(held, after, inputs=True), after)
 
 
 def _mean(held: _Held) -> _Stage:
   """Sums of tiles go to the machines that have the features."""
   machines = len(held.counts)
   after = _hold(held.shape[2:], machines)
-  sends: Sends = [
-    {
-      to: features
-      for to, features in enumerate(after.counts)
-      if to != own and count and features
-    }
-    for own, count in enumerate(held.counts)
-  ]
-  return _Stage([0] * machines, sends, after)
+  return _Stage([0] * machines, _all_to_all(held, after, inputs=False), after)
 
 
 def _local(held: _Held, layer: halo.Local, shape: tuple[int, ...]) -> _Stage:

@@ -112,7 +112,7 @@ class RoundMetrics(NamedTuple):
   codes: Any  # [n, ...], what was put, if it is compressed; else ()
 
 
-class Rounds(NamedTuple):
+class RoundProgram(NamedTuple):
   """The program and what goes with it."""
 
   init: Callable[[base.Params], RoundState]
@@ -227,7 +227,7 @@ def make_rounds(
   mesh: Mesh,
   *,
   axis: str = meshes.DATA,
-) -> Rounds:
+) -> RoundProgram:
   """Makes the program of a round.
 
   It comes to what the simulator comes to by `Gossip.trace`, but for the order
@@ -276,7 +276,7 @@ def make_rounds(
     phases = phase, k % how.every == 0, (k + 1) % how.every == 0
     return program(phases, state, batch, root, jnp.int32(k))
 
-  return Rounds(
+  return RoundProgram(
     jax.jit(first, out_shardings=rows),
     run_round,
     lambda batch: jax.tree.map(lambda x: jax.device_put(x, rows), batch),

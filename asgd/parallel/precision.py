@@ -10,13 +10,12 @@ Reference:
   Micikevicius et al., "Mixed precision training", ICLR 2018, sections 3.1, 3.2.
 """
 
-import numbers
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from asgd import names
+from asgd import checks, names
 
 
 class Policy(NamedTuple):
@@ -65,12 +64,6 @@ def cast(tree: Any, dtype: Any) -> Any:
   return tree if dtype is None else jax.tree.map(one, tree)
 
 
-def all_finite(tree: Any) -> jax.Array:
-  """Tells whether no leaf holds a NaN or an infinity, bool[]."""
-  each = [jnp.isfinite(x).all() for x in jax.tree.leaves(tree)]
-  return jnp.stack(each).all() if each else jnp.array(True)
-
-
 class LossScale(NamedTuple):
   """The loss scale now."""
 
@@ -95,14 +88,13 @@ def check_dynamic(rule: Dynamic) -> None:
   float32 = jnp.finfo(jnp.float32)
   smallest, largest = float(float32.smallest_normal), float(float32.max)
   for field in ("initial", "factor", "least", "most"):
-    value = getattr(rule, field)
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     # They are kept in float32, where others are 0 or infinite.
-    if not number or not smallest <= value <= largest:
-      raise ValueError(
-        f"{field} of a loss scale must be a positive number of float32, from"
-        f" {smallest:.2g} to {largest:.2g}, not {value!r}"
-      )
+    checks.real(
+      *(f"{field} of a loss scale", getattr(rule, field)),
+      lambda value: smallest <= value <= largest,
+      "a positive number of float32, from"
+      f" {smallest:.2g} to {largest:.2g}",
+    )
   if rule.factor <= 1:
     raise ValueError(
       f"factor of a loss scale must be more than 1, not {rule.factor!r}"

@@ -1,4 +1,6 @@
-"""What data parallel steps refuse: forms, reducers and batches."""
+"""What data parallel steps refuse: forms, reducers, searches and batches."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +9,14 @@ from jax.sharding import Mesh
 from asgd import base
 from asgd.parallel import meshes
 from asgd.parallel import zero as zero_lib
+
+# Options of a step whose optimizer searches along a line.
+OF_A_SEARCH = {
+  "form": "shard_map",
+  "zero": 0,
+  "clip_norm": None,
+  "reducer": None,
+}
 
 
 def check_pmap(mesh: Mesh, zero: int, specs: zero_lib.Specs) -> None:
@@ -36,6 +46,29 @@ def check_reducer(mesh: Mesh, zero: int, form: str) -> None:
       f" zero=0 and the form 'shard_map', not for {tuple(mesh.axis_names)},"
       f" zero={zero!r} and {form!r}"
     )
+
+
+def check_search(mesh: Mesh, **options: Any) -> None:
+  """Raises ValueError for a step that cannot be made with a search, which
+  decides by numbers that each device computes from the whole parameters."""
+  for name, value in options.items():
+    if value != OF_A_SEARCH[name]:
+      raise ValueError(
+        "an optimizer that searches along a line (lbfgs) needs"
+        f" {name}={OF_A_SEARCH[name]!r}, not {_shown(value)}"
+      )
+  if tuple(mesh.axis_names) != (meshes.DATA,):
+    raise ValueError(
+      "an optimizer that searches along a line (lbfgs) needs a mesh of the axis"
+      f" {meshes.DATA!r} alone, not of {tuple(mesh.axis_names)}"
+    )
+
+
+def _shown(value):
+  """A value of plain data; of anything else, what it is."""
+  if isinstance(value, str | int | float):
+    return repr(value)
+  return f"a {type(value).__name__}"
 
 
 def check_batch(batch: base.Batch, pieces: int) -> None:

@@ -3,6 +3,8 @@
   config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -126,10 +128,8 @@ def _total(params, examples):
 
 def _distance(params, examples) -> float:
   """The mean squared distance to the nearest centre."""
-  total = 0.0
-  for start in range(0, len(examples), _AT_ONCE):
-    total += float(_total(params, examples[start : start + _AT_ONCE]))
-  return total / len(examples)
+  total = lib.totals(functools.partial(_total, params), [examples], _AT_ONCE)
+  return float(total) / len(examples)
 
 
 def _loss(params, batch: base.Batch, key):

@@ -20,31 +20,21 @@ from asgd.problems.problem import Evaluation, Keyed, Problem
 
 _SIDES = "users", "items"
 _AT_ONCE = 100_000  # ratings evaluated
-_NAMED = {
-  "generated": ratings_lib.generated,
-  "movielens": ratings_lib.movielens,
-}
 
 
 @functools.lru_cache(maxsize=4)
 def _load(name, test, options):
-  if name in _NAMED:
-    if test is not None:
-      raise ValueError(
-        f"ratings {name!r} have a test part: drop test_ratings"
-      )
-    if name != "generated" and options:
-      raise _of_generated(options)
-    return names.call("ratings", name, _NAMED[name], dict(options))
+  if name in ("generated", "movielens") and test is not None:
+    raise ValueError(f"ratings {name!r} have a test part: drop test_ratings")
+  if name == "generated":
+    return names.call("ratings", name, ratings_lib.generated, dict(options))
   if options:
-    raise _of_generated(options)
+    raise ValueError(
+      f"{options[0][0]} is an option of ratings='generated' only; drop it"
+    )
+  if name == "movielens":
+    return ratings_lib.movielens()
   return ratings_lib.read(name, test)
-
-
-def _of_generated(options):
-  return ValueError(
-    f"{options[0][0]} is an option of ratings='generated' only; drop it"
-  )
 
 
 def matrix_factorisation(
@@ -138,11 +128,9 @@ def matrix_factorisation(
   spread = float(np.square(data.test_values - middle, dtype=float).sum())
 
   def evaluate(params):
-    total = 0.0
-    for start in range(0, len(data.test_values), _AT_ONCE):
-      part = slice(start, start + _AT_ONCE)
-      batch = data.test_pairs[part], data.test_values[part]
-      total += float(square_errors(params, *batch))
+    arrays = data.test_pairs, data.test_values
+    errors = functools.partial(square_errors, params)
+    total = float(lib.totals(errors, arrays, _AT_ONCE))
     measure = 1 - total / spread if spread else float("nan")
     return Evaluation(total / len(data.test_values), measure=measure)
 

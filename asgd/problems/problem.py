@@ -1,6 +1,6 @@
 """What a problem is: a model, its data and its loss, as functions."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,6 +135,23 @@ def check_output(output: Any, wanted: tuple[int, ...], why: str) -> None:
 def spread(count: int, limit: int) -> np.ndarray:
   """Returns indices of `limit` of `count` things, or all: evenly spaced."""
   return np.linspace(0, count - 1, min(limit, count)).astype(int)
+
+
+def totals(
+  score: Callable, arrays: Sequence[np.ndarray], at_once: int
+) -> np.ndarray:
+  """Returns the sums of what `score` gives of rows of arrays, so many at once.
+
+  Args:
+    score: rows of each of the arrays -> sums over them.
+    arrays: each [m, ...].
+    at_once: rows of a call.
+  """
+  total: Any = 0
+  for start in range(0, len(arrays[0]), at_once):
+    sums = score(*(array[start : start + at_once] for array in arrays))
+    total = total + np.array(jax.device_get(sums), float)
+  return total
 
 
 def join(

@@ -1,8 +1,8 @@
 """The problems: images, numbers, sentences and text, and a quadratic."""
 
 import functools
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,14 +65,9 @@ def classification(
   def conclude(sums, labels):
     return Evaluation(*(sums / labels.size).tolist())
 
-  return _of_examples(
-    *(dataset, layers, criterion, score, conclude),
-    guess=float(np.log(classes)),
-    batch_size=batch_size,
-    augment=augment,
-    partition=partition,
-    evaluation_examples=evaluation_examples,
-  )
+  task = _Task(criterion, score, conclude, float(np.log(classes)))
+  how = batch_size, augment, partition, evaluation_examples
+  return _of_examples(dataset, layers, task, *how)
 
 
 def regression(
@@ -80,9 +75,7 @@ def regression(
   layers: models.Layers | models.Model,
   *,
   batch_size: int,
-  augment: bool = False,
-  partition: str = "shared",
-  evaluation_examples: int = 0,
+  **options: Any,
 ) -> Problem:
   """Regression with the mean squared error, over examples and outputs.
 
@@ -112,28 +105,28 @@ def regression(
     measure = 1 - sums[0] / spread if spread else np.nan
     return Evaluation(float(sums[0] / labels.size), measure=float(measure))
 
-  return _of_examples(
-    *(dataset, layers, criterion, score, conclude),
-    guess=float(dataset.train_labels.var(0).mean()),
-    batch_size=batch_size,
-    augment=augment,
-    partition=partition,
-    evaluation_examples=evaluation_examples,
-  )
+  guess = float(dataset.train_labels.var(0).mean())
+  task = _Task(criterion, score, conclude, guess)
+  return _of_examples(dataset, layers, task, batch_size, **options)
+
+
+class _Task(NamedTuple):
+  """What is learned of examples with labels each."""
+
+  criterion: Callable  # (output, batch) -> float[]
+  score: Callable  # (output, labels) -> sums
+  conclude: Callable  # (sums over the test part, its labels) -> Evaluation
+  guess: float  # as of a Problem
 
 
 def _of_examples(
   dataset,
   layers,
-  criterion,  # (output, batch) -> float[]
-  score,  # (output, labels) -> sums
-  conclude,  # (sums over the test part, its labels) -> Evaluation
-  *,
-  guess,
+  task,
   batch_size,
-  augment,
-  partition,
-  evaluation_examples,
+  augment=False,
+  partition="shared",
+  evaluation_examples=0,
 ) -> Problem:
   """A problem on examples with labels each."""
   checks.nonnegative("evaluation_examples", evaluation_examples)
@@ -165,27 +158,25 @@ def _of_examples(
   def evaluate_batch(params, images, labels):
     images = normalise(images, lib.dtype_of(params))
     output, _ = models.apply(layers, params, images)
-    return score(output, labels)
+    return task.score(output, labels)
 
   count = evaluation_examples or None
   test_images = dataset.test_images[:count]
   test_labels = dataset.test_labels[:count]
 
   def evaluate(params):
-    total: Any = 0
-    for start in range(0, len(test_labels), _IMAGES):
-      rows = slice(start, start + _IMAGES)
-      sums = evaluate_batch(params, test_images[rows], test_labels[rows])
-      total = total + np.array(jax.device_get(sums), float)
-    return conclude(total, test_labels)
+    score_of = functools.partial(evaluate_batch, params)
+    sums = lib.totals(score_of, (test_images, test_labels), _IMAGES)
+    return task.conclude(sums, test_labels)
 
   data_of = lib.examples_of(
     dataset.train_images, dataset.train_labels, partition
   )
   return lib.join(
-    *(Pieces(layers, prepare, criterion), init, evaluate, data_of, batch_size),
+    *(Pieces(layers, prepare, task.criterion), init, evaluate),
+    *(data_of, batch_size),
     example=example,
-    guess=guess,
+    guess=task.guess,
   )
 
 

@@ -19,7 +19,13 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import documents as documents_lib
-from asgd.problems.problem import Evaluation, Keyed, Problem, spread
+from asgd.problems.problem import (
+  Evaluation,
+  Keyed,
+  Problem,
+  spread,
+  totals,
+)
 
 _PROBE = 64  # documents
 _AT_ONCE = 500  # documents evaluated
@@ -259,11 +265,9 @@ class _Model:
 def _evaluate(model, data, params) -> Evaluation:
   """The loss of test documents, and the topics that were found."""
   phi = model.shares(params["words"], params["totals"][0])
-  total = count = 0.0
-  for start in range(0, len(data.test_lengths), _AT_ONCE):
-    part = slice(start, start + _AT_ONCE)
-    sums = model.completion(phi, data.test_words[part], data.test_lengths[part])
-    total, count = total + float(sums[0]), count + float(sums[1])
+  arrays = data.test_words, data.test_lengths
+  score = functools.partial(model.completion, phi)
+  total, count = totals(score, arrays, _AT_ONCE).tolist()
   loss = total / count
   measure = float("nan")
   if data.topics is not None:

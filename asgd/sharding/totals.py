@@ -6,7 +6,6 @@ that a host can carry them between shards.
 """
 
 import functools
-import numbers
 import threading
 import types
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import internals
+from asgd import checks, internals
 
 # This shard's summands -> the sums over shards; part of the key of compiled
 # functions, so that none that was traced without shards is used with them.
@@ -156,12 +155,8 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
   Raises:
     ValueError: if `max_norm` is no positive number, or infinite.
   """
-  number = isinstance(max_norm, numbers.Real) and max_norm is not True
-  if not number or not 0 < max_norm <= _MOST_NORM:
-    raise ValueError(
-      f"max_norm must be a positive number, at most {_MOST_NORM:g}, not"
-      f" {max_norm!r}"
-    )
+  kind = f"a positive number, at most {_MOST_NORM:g}"
+  checks.real("max_norm", max_norm, lambda x: 0 < x <= _MOST_NORM, kind)
   max_norm = float(max_norm)
 
   def update_fn(updates, state, params=None):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd.orders.network import Links, Network, Part
+from asgd.orders.network import Links, MessagePart, Network
 
 UP, DOWN = "up", "down"  # to the shards, and from them
 MESSAGE, _PART = "message", "part"
@@ -41,7 +41,7 @@ class Message:
     are the sender's."""
     self.kind, self.way, self.worker = kind, way, worker
     self.sizes, self.data, self.number = dict(sizes), data or [], number
-    self.parts: dict[int, Part] = {}  # by shard
+    self.parts: dict[int, MessagePart] = {}  # by shard
     self.left = len(self.sizes)  # parts that are on their way
 
   @property

@@ -140,7 +140,7 @@ class ValueCodec:
       lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]
     )
     self._decode = jax.jit(self._codec.decode)
-    self._layouts: dict[Any, packing.Layout] = {}
+    self._layouts: dict[Any, packing.CodeLayout] = {}
 
   def _layout(self, shape, dtype):
     if (shape, dtype) not in self._layouts:

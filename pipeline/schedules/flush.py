@@ -68,9 +68,7 @@ def one_f_one_b(
     activations = min(p - s, m) microbatches at stage s
 
   Args:
-    stages: p, one on each device.
-    microbatches: m, of a batch.
-    batches: how many follow each other, with a flush between them.
+    stages, microbatches, batches: as in `gpipe`.
 
   Returns:
     A valid Schedule with one update for each batch.

@@ -193,10 +193,7 @@ def zb_h2(
   wait for all stages; the paper checks them afterwards.
 
   Args:
-    stages: p, one on each device.
-    microbatches: m, of a batch.
-    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
-    batches: how many follow each other, with a flush between them.
+    stages, microbatches, costs, batches: as in `zb_h1`.
 
   Returns:
     A valid Schedule with one update for each batch.
@@ -367,10 +364,7 @@ def v_half(
   to its last. The order is the shortest that `zero_bubble` finds.
 
   Args:
-    devices: p, each with two stages.
-    microbatches: m, of a batch.
-    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
-    batches: how many follow each other, with a flush between them.
+    devices, microbatches, costs, batches: as in `zb_v`.
 
   Returns:
     A valid Schedule with one update for each batch.
@@ -409,10 +403,7 @@ def v_min(
   finds.
 
   Args:
-    devices: p, each with two stages.
-    microbatches: m, of a batch.
-    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
-    batches: how many follow each other, with a flush between them.
+    devices, microbatches, costs, batches: as in `zb_v`.
 
   Returns:
     A valid Schedule with one update for each batch.

@@ -9,7 +9,9 @@ at once.
 
 import numpy as np
 
-from asgd.compression.packing.errors import BadCode
+
+class BadCode(ValueError):
+  """Bytes that are no packed code of a layout."""
 
 
 def _parts(width: int) -> list[int]:

@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd.compression.packing import bits
-from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.bits import BadCode
 
 MOST_BITS = 40  # k at most; leaves have fewer than 2**40 elements
 
 
-class Gaps(NamedTuple):
+class CodedGaps(NamedTuple):
   """Gaps, and how they are coded in the fewest bytes."""
 
   positions: np.ndarray  # int64[N]
@@ -33,12 +33,12 @@ class Gaps(NamedTuple):
     return self.unary + bits.nbytes(self.gaps.size, self.k)
 
 
-def measure(positions: np.ndarray) -> Gaps:
+def measure(positions: np.ndarray) -> CodedGaps:
   """Returns the gaps of int64[N] positions, which ascend from 0 or more, with
   the k that makes them the fewest bytes."""
   count = positions.size
   if not count:
-    return Gaps(positions, positions, 0, 0)
+    return CodedGaps(positions, positions, 0, 0)
   gaps = np.empty_like(positions)
   gaps[0] = positions[0]
   np.subtract(positions[1:], positions[:-1], out=gaps[1:])
@@ -46,7 +46,7 @@ def measure(positions: np.ndarray) -> Gaps:
 
   def coded(k):
     unary = int((gaps >> k).sum()) + count
-    return Gaps(positions, gaps, k, -(-unary // 8))
+    return CodedGaps(positions, gaps, k, -(-unary // 8))
 
   # Among numbers of geometric distribution the best 2**k is near ln 2 of the
   # mean (Golomb 1966); others are looked for from there.
@@ -74,7 +74,7 @@ def least_nbytes(count: int, last: int) -> int:
   return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
 
 
-def encode(coded: Gaps) -> list[np.ndarray]:
+def encode(coded: CodedGaps) -> list[np.ndarray]:
   """Returns the unary stream and the planes of the low bits, uint8 each."""
   positions, gaps, k, unary = coded
   if k:

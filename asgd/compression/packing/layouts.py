@@ -20,7 +20,7 @@ HEADER_NBYTES = 24
 LARGE = 2**16
 
 
-class Field(NamedTuple):
+class CodeField(NamedTuple):
   """An array of a code."""
 
   path: str  # like ['w'].symbols, for messages
@@ -36,7 +36,7 @@ class Field(NamedTuple):
     return math.prod(self.shape)
 
 
-class Stream(NamedTuple):
+class PackedStream(NamedTuple):
   """Arrays of one kind that are packed as one: a large one, or the small ones
   of a dtype and so many levels."""
 
@@ -62,17 +62,17 @@ class Stream(NamedTuple):
     return bits.nbytes(self.count, self.width)
 
 
-class Layout(NamedTuple):
+class CodeLayout(NamedTuple):
   """The structure of a code; equal for equal codes."""
 
   structure: jax.tree_util.PyTreeDef
-  fields: tuple[Field, ...]  # in jax.tree.leaves order
-  streams: tuple[Stream, ...]  # in the order in which they are packed
+  fields: tuple[CodeField, ...]  # in jax.tree.leaves order
+  streams: tuple[PackedStream, ...]  # in the order in which they are packed
   checksum: int  # of the fields: by it a message says what it is of
   most: int  # bytes that a packed code takes at most
 
 
-def layout(code: Any) -> Layout:
+def layout(code: Any) -> CodeLayout:
   """Returns the layout of a code, a function of its structure, shapes, dtypes
   and levels alone.
 
@@ -113,7 +113,7 @@ def layout(code: Any) -> Layout:
     (each.kind != RAW) + each.dense_nbytes for each in streams
   )
   structure = jax.tree.structure(code)
-  return Layout(structure, tuple(fields), streams, checksum, most)
+  return CodeLayout(structure, tuple(fields), streams, checksum, most)
 
 
 def _is_leaf(x):
@@ -137,7 +137,7 @@ def _field(path, x, kind, levels=0, coded=True):
       f"{path} must be floats of 16, 32 or 64 bits, not {dtype}; left out of"
       " Values, they are sent as they are"
     )
-  return Field(path, shape, dtype, kind, int(levels), bool(coded))
+  return CodeField(path, shape, dtype, kind, int(levels), bool(coded))
 
 
 def _streams(fields):
@@ -148,6 +148,6 @@ def _streams(fields):
     key = *how, i if alone else None
     groups.setdefault(key, []).append(i)
   return tuple(
-    Stream(*key[:4], tuple(numbers), sum(fields[i].count for i in numbers))
-    for key, numbers in groups.items()
+    PackedStream(*key[:4], tuple(ids), sum(fields[i].count for i in ids))
+    for key, ids in groups.items()
   )

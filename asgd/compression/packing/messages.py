@@ -18,15 +18,15 @@ import numpy as np
 
 from asgd import checks, wire
 from asgd.compression.packing import streams
-from asgd.compression.packing.errors import BadCode
-from asgd.compression.packing.layouts import HEADER_NBYTES, Layout
+from asgd.compression.packing.bits import BadCode
+from asgd.compression.packing.layouts import HEADER_NBYTES, CodeLayout
 
 _FORMAT = struct.Struct("=4sHHIQ")
 _CRC = struct.Struct("=I")
 _MAGIC, _VERSION = b"asgc", 1
 
 
-def pack(layout: Layout, code: Any, buffer: Any = None) -> bytes | int:
+def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   """Returns a code as bytes, the smallest of its forms; or writes them.
 
   Args:
@@ -111,7 +111,7 @@ def _names(layout, stream):
   return f"the {len(paths)} leaves from {paths[0]} to {paths[-1]}"
 
 
-def unpack(layout: Layout, data: Any) -> Any:
+def unpack(layout: CodeLayout, data: Any) -> Any:
   """Returns the code that was packed, the same bits, in NumPy arrays that hold
   their own memory.
 

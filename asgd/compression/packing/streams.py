@@ -16,8 +16,8 @@ are words of 4 bytes instead, after how many there are.
 import numpy as np
 
 from asgd.compression.packing import bits, gaps
-from asgd.compression.packing.errors import BadCode
-from asgd.compression.packing.layouts import RAW, VALUES, Stream
+from asgd.compression.packing.bits import BadCode
+from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
 _MOST_WORDS = 2**32  # elements of a stream whose positions are words
@@ -26,7 +26,7 @@ _THIRDS = np.uint8([1, 3, 9, 27, 81])  # of 5 ternary digits
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 
-def pack(stream: Stream, numbers: np.ndarray) -> list[np.ndarray]:
+def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
   """Returns the arrays, in one piece each, whose bytes are a stream, of
   dtype[count]. Raises ValueError for symbols beyond their levels."""
   if stream.kind == RAW:
@@ -199,7 +199,7 @@ class Reader:
     raise BadCode("a count takes more than 6 bytes")
 
 
-def unpack(stream: Stream, reader: Reader) -> np.ndarray:
+def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
   """Returns what was packed, dtype[count]. Raises BadCode if it is none."""
   count, dtype = stream.count, stream.dtype
   form = _DENSE if stream.kind == RAW else int(reader.take(1)[0])

@@ -80,9 +80,9 @@ class _FarMemory:
   as they are packed."""
 
   def __init__(self, messages: Any):
-    """Starts with nothing; messages are of a `packing.Layout`, or as they
+    """Starts with nothing; messages are of a `packing.CodeLayout`, or as they
     are."""
-    packs = isinstance(messages, packing.Layout)
+    packs = isinstance(messages, packing.CodeLayout)
     self._packing = messages if packs else None
     self._slots: dict[tuple[int, int], tuple[Any, int]] = {}
 

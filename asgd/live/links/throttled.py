@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from asgd.orders.network import Links, Network, Part
+from asgd.orders.network import Links, MessagePart, Network
 
 
 class _Parcel:
@@ -40,7 +40,7 @@ class Throttle:
     """The clock tells seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
     self.time = 0.0  # at which what is being delivered has come
-    self._heap: list[tuple[float, int, Part | None, Any]] = []
+    self._heap: list[tuple[float, int, MessagePart | None, Any]] = []
     self._count = 0
     self._orders: dict[Any, collections.deque[_Parcel]] = (
       collections.defaultdict(collections.deque)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from asgd.compression import Symbols, Values, packing
 from asgd.compression.packing import bits, gaps, layouts
-from asgd.compression.packing.errors import BadCode
+from asgd.compression.packing.bits import BadCode
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = [np.dtype(x) for x in (np.float16, BFLOAT16, np.float32, np.float64)]

@@ -1,5 +1,0 @@
-"""What unpacking raises."""
-
-
-class BadCode(ValueError):
-  """Bytes that are no packed code of a layout."""

@@ -1,0 +1,84 @@
+"""What the sources of data share: names, files, tokenizers, shared memory."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from asgd import names
+from asgd.data import formats
+from asgd.data.download import DataError
+
+
+def freeze(arrays: Iterable[np.ndarray]) -> None:
+  """Makes arrays read-only: every worker reads the same memory."""
+  for array in arrays:
+    array.setflags(write=False)
+
+
+def drawn(
+  kind: str,
+  name: str,
+  loaders: Mapping[str, Callable[..., Any]],
+  data_dir: str | os.PathLike | None,
+  options: Mapping[str, Any],
+) -> Any:
+  """Returns the data "generated", of its options; None for another name, of
+  which the caller loads the files.
+
+  Args:
+    kind: of the data, for errors.
+    name: of `loaders`, one of which is "generated".
+    loaders: the functions by their names.
+    data_dir: of files; None for data that are drawn.
+    options: of the loader "generated" alone.
+
+  Raises:
+    ValueError: for an unknown name, and for a folder or options that the data
+      do not take.
+  """
+  maker = names.lookup(kind, name, loaders)
+  if name != "generated":
+    for key in options:
+      raise ValueError(f"{key} is an option of {kind} 'generated'; drop it")
+    return None
+  if data_dir is not None:
+    raise ValueError(
+      f"{kind} {name!r} are drawn: leave data_dir {str(data_dir)!r} out"
+    )
+  return names.call(kind, name, maker, options)
+
+
+def embedded(name: str, data_dir: str | os.PathLike | None) -> ModuleType:
+  """Returns `sklearn.datasets`, for data that are in scikit-learn; ValueError
+  for a folder beside them."""
+  if data_dir is not None:
+    raise ValueError(
+      f"{name} is embedded in scikit-learn and takes no data_dir, got"
+      f" {str(data_dir)!r}; leave it out"
+    )
+  from sklearn import datasets
+
+  return datasets
+
+
+def file_of(kind: str, data_dir: str | os.PathLike | None) -> Path:
+  """Returns the path of a user's own file; ValueError if there is none."""
+  if data_dir is None:
+    raise ValueError(f"the {kind} 'file' needs data_dir, the path of a file")
+  return Path(os.path.expanduser(data_dir))
+
+
+def read_tokenizer(path: Path) -> Any:
+  """Returns the tokenizer of a file; DataError if it cannot be read."""
+  try:
+    import tokenizers
+  except ImportError:
+    raise DataError(
+      f"{path} is read by the package tokenizers; pip install tokenizers"
+    ) from None
+  with formats.reading(path, Exception):  # it raises no narrower type
+    return tokenizers.Tokenizer.from_file(str(path))
