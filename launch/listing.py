@@ -73,7 +73,7 @@ def text(engines: Mapping[str, Any]) -> str:
     of_engines.append(_entry(name, "", known))
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
-    "recipes (recipe of a run)": _entries(schema.RECIPES, schema.options_of),
+    "recipes (recipe of a run)": _entries(schema.recipes(), schema.options_of),
     "consistency (of a run of tables)": [
       _entry(", ".join(model.value for model in Consistency), "")
     ],

@@ -9,16 +9,17 @@ from typing import Any
 import numpy as np
 
 from asgd import safe_files, text_table
-from asgd.experiment import boards, figure, folder, page, schema, storage
-from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import (
-  Column,
-  coordinated,
-  networks,
-  peers,
-  tables,
-  traffic,
+from asgd.experiment import (
+  boards,
+  figure,
+  folder,
+  page,
+  protocol,
+  schema,
+  storage,
 )
+from asgd.experiment.cells import Experiment
+from asgd.experiment.engines import Column, networks, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
@@ -147,16 +148,13 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   # What no run here has says nothing.
   shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
-  if any("evaluations_of_batch" in row for row in results):
-    shown += coordinated.COLUMNS
-  if any("differential_mean" in row for row in results):
-    shown += tables.COLUMNS
+  for each in protocol.PROTOCOLS.values():
+    if each.column and any(each.column in row for row in results):
+      shown += each.columns
   if any("codec" in row or "codec_down" in row for row in results):
     shown += traffic.COLUMNS
   if any("link_utilisation" in row for row in results):
     shown += networks.COLUMNS
-  if any("consensus" in row for row in results):
-    shown += peers.COLUMNS
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return list({column.key: column for column in shown}.values())

@@ -22,9 +22,7 @@ from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   learning_rates,
-  networks,
   outcomes,
-  unused,
 )
 from asgd.experiment.schema import Run
 from asgd.orders import trace
@@ -69,24 +67,9 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     return work
 
 
-_REFUSED = {
-  "optimizer": "L-BFGS is the optimizer",
-  "clip_norm": "a clipped gradient is not that of the loss",
-  "compress": "a coded gradient is not that of the loss",
-  "compress_down": "its loss is that of the parameters as they are",
-}
-_NEVER_STALE = (
-  "its workers take what comes next and its gradients are never stale"
-)
-
-
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  unused.refuse(run, _REFUSED)
-  unused.refuse_gates(run, _NEVER_STALE)
-  networks.refuse(run, "the operations of its coordinator take no time")
-  unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
       f"config.runs.{run.label}.learning_rate {config['learning_rate']!r} is"

@@ -13,9 +13,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import algorithms, base, gossip, names, problems, simulator
+from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, server_orders
+from asgd.experiment.engines import parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
 from asgd.gossip import topologies
@@ -25,27 +25,6 @@ from asgd.orders import protocol
 _SECONDS = 0.25  # between two looks at clocks and signals
 _FIRST = 16  # messages of the first call of `advance`
 _MOST_PEERS = 16  # that are evaluated by themselves
-
-
-def of_peers(run: Run) -> bool:
-  """Whether the recipe of a run is one of peers."""
-  if run.given is not None:
-    return run.given.gossip is not None
-  if not names.is_import(run.recipe):
-    return run.recipe in algorithms.PEER_RECIPES
-  workers, rate = max(run.config["workers"]), run.config["learning_rate"]
-  return run.make_recipe(rate, workers).gossip is not None
-
-
-def check_server(run: Run) -> None:
-  """Raises ValueError for settings of a server, which peers do not have."""
-  default = server_orders.SECTIONS["server"]
-  for key, value in run.config["server"].items():
-    if value != default[key].default:
-      raise ValueError(
-        f"config.server.{key} {value!r} is not for the recipe {run.recipe!r}"
-        f" (config.runs.{run.label}), whose peers have no server: leave it out"
-      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -83,9 +62,15 @@ class PeerPlan(ServerPlan):
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
 
-  def check_codec(self) -> None:
+  @classmethod
+  def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
+    """Returns the batches of which all peers make an update of their own."""
+    return workers * recipe.steps
+
+  def check(self) -> None:
     """Raises ValueError, naming the key, if the parameters cannot be encoded
     by the recipe's codec."""
+    super().check()
     if self.gossip.compressed:
       params = jax.eval_shape(self.problem.init, jax.random.key(0))
       with checks.blame(f"runs.{self.run.label}.codec"):
@@ -271,6 +256,11 @@ def links_table(traffic: simulator.LinkTraffic) -> str:
   return "\n".join([*lines, ""])
 
 
+def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
+  """Builds what the cells of a run of peers share, checking it."""
+  return parameter_server.plan(experiment, run, workers, PeerPlan)
+
+
 def describe(result: Mapping[str, Any]) -> str:
   """Returns how far apart peers are, and what it cost, in a few words."""
   words = (
@@ -298,8 +288,3 @@ COLUMNS = (
   engines.Column("worst peer %", "peer_accuracy_worst", 100, "{:.1f}"),
   engines.Column("MB/link", "bytes_per_link", 1e-6),
 )
-
-
-def has_peers(result: Mapping[str, Any]) -> bool:
-  """Whether a result is of peers."""
-  return "consensus" in result

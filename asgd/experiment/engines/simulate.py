@@ -4,26 +4,22 @@ What a cell computes is a function of its config and its seed. Clocks decide
 when it looks up and when a checkpoint is written, never what happens next.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sandblaster, simulator
-from asgd import tables as tables_lib
+from asgd import base, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
-  coordinated,
+  by_protocol,
   live_clusters,
   networks,
   parameter_server,
-  peers,
   server_orders,
   simulated_orders,
   simulated_shards,
-  tables,
   traffic,
 )
 from asgd.experiment.schema import Run
@@ -169,72 +165,30 @@ def _unpack(saved, template):
   return simulation, records, saved.notes.get("sizes")
 
 
-class _Driver(NamedTuple):
-  """What drives the workers of a cell, by the recipe of its run."""
-
-  plan: Callable[[Any, Run, int], Any]  # experiment, run, workers
-  start: Callable[[engines.Context], engines.Engine]
-  describe: Callable[[Mapping[str, Any]], str]
-
-
-def _plan(experiment: Any, run: Run, workers: int) -> Any:
-  plan = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
-  if plan.recipe.gossip is not None:
-    peers.check_server(run)
-  if plan.recipe.gossip is None and server_orders.out_of_step(run):
-    live_clusters.needs_totals(plan)  # or it is refused
-  return plan
+def plan(experiment: Any, run: Run, workers: int) -> Any:
+  """Builds what the cells of a run with a server share, checking it."""
+  result = parameter_server.plan(experiment, run, workers)
+  if server_orders.out_of_step(run):
+    live_clusters.needs_totals(result)  # or it is refused
+  return result
 
 
-def _check(run: Run) -> None:
+def check(run: Run) -> None:
+  """Checks a run with a server, before there are data."""
   parameter_server.check(run)
   server_orders.check_delays(run)
 
 
-def _start(context: engines.Context) -> engines.Engine:
-  if context.plan.recipe.gossip is not None:
-    return peers.PeerEngine(context)
+def start(context: engines.Context) -> engines.Engine:
+  """Starts a cell with a server, in shards that may be out of step."""
   if server_orders.out_of_step(context.plan.run):
     return simulated_shards.ShardedEngine(context)
   return SimulationEngine(context)
 
 
-def _describe(result: Mapping[str, Any]) -> str:
-  if peers.has_peers(result):
-    return peers.describe(result)
-  return parameter_server.describe(result)
-
-
-_COORDINATOR = _Driver(
-  coordinated.plan, coordinated.CoordinatedEngine, coordinated.describe
-)
-_TABLES = _Driver(tables.plan, tables.TableEngine, tables.describe)
-_ORDER = _Driver(  # of messages to a server, or between peers
-  _plan,
-  _start,
-  _describe,
-)
-_DRIVERS = {
-  **dict.fromkeys(sandblaster.RECIPES, _COORDINATOR),
-  **dict.fromkeys(tables_lib.RECIPES, _TABLES),
-}
-
-
-def _driver(recipe: str) -> _Driver:
-  return _DRIVERS.get(recipe, _ORDER)
-
-
-SIMULATE = engines.EngineKind(
+SIMULATE = by_protocol.engine_kind(
+  "simulate",
   sections=parameter_server.SECTIONS,
   settings=None,
-  workers=lambda run: run.config["workers"],
-  check=_check,
-  devices=lambda run: 1,
-  plan=lambda experiment, run, workers: _driver(run.recipe).plan(
-    experiment, run, workers
-  ),
-  start=lambda context: _driver(context.plan.run.recipe).start(context),
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
-  describe=lambda result: _driver(result["recipe"]).describe(result),
-  served=tuple(_DRIVERS),
 )

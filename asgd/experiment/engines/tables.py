@@ -24,7 +24,6 @@ from asgd.experiment.engines import (
   outcomes,
   parameter_server,
   traffic,
-  unused,
 )
 from asgd.experiment.schema import Run
 from asgd.orders import trace
@@ -158,12 +157,6 @@ class TablePlan(outcomes.OutcomePlan):
     )
 
 
-_REFUSED = {
-  "clip_norm": "a worker knows the rows of its batch alone",
-  "compress_down": "rows are sent as they are",
-}
-
-
 def _add_function(run, problem, options):
   """Adds the function at the server that a problem needs, with its options."""
   name, needed = problem.function
@@ -217,11 +210,6 @@ def _check_codec(run, settings, like):
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  unused.refuse(run, _REFUSED)
-  unused.refuse_gates(run, "its consistency says who waits")
-  if run.engine != "simulate":
-    networks.refuse(run, f"messages of engine {run.engine!r} take what they do")
-  unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
     raise ValueError(
