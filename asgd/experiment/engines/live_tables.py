@@ -225,7 +225,7 @@ class LiveTableEngine(watched.WatchedEngine):
     del summary["train_loss"]  # that of the last evaluation stands
     back, dropped = self.cluster.held()
     return {
-      "order": rules.consistency.value,
+      "order": rules.consistency.name,
       "bound": rules.bound,
       "messages": len(records.loss),
       "updates": min(slowest for _, slowest in self._counts_seen),

@@ -355,7 +355,7 @@ class TableEngine(engines.Engine):
     if isinstance(simulation, tables.OverNetwork) and time > 0:
       summary |= networks.columns(simulation.use(), self.done, time)
     return {
-      "order": rules.consistency.value,
+      "order": rules.consistency.name,
       "bound": rules.bound,
       "messages": self.done,
       "updates": simulation.server.slowest,
