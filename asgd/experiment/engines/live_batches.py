@@ -229,7 +229,7 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     figures = self._counter.figures()
     if figures.messages:
       self._board.write(now, self.done, figures)
-    return self._progress(first)._replace(figures=figures)
+    return self._progress(new)._replace(figures=figures)
 
   def _check_files(self):
     for path in (journal_path(self._folder, 0), records_path(self._folder, 0)):

@@ -161,7 +161,9 @@ class PeerMeshEngine(engines.Engine):
       loss=part.loss,
       staleness=float(part.staleness.mean()),
       gap=float(part.gap.mean()),
-      broken=peers.broken(self._plan, part, self.done, self._name),
+      broken=parameter_server.broken(
+        self._plan, part, self.done, self._name, "of peer {worker}"
+      ),
     )
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:

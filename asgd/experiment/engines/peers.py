@@ -17,13 +17,12 @@ from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.gossip import topologies
 from asgd.live.gossip import frames
 from asgd.orders import protocol
 
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
 _MOST_PEERS = 16  # that are evaluated by themselves
 
 
@@ -93,15 +92,16 @@ class PeerPlan(ServerPlan):
     )
 
 
-class PeerEngine(engines.Engine):
+class PeerEngine(SimulatedEngine):
   """A cell of peers, in simulated time."""
 
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan.of_seed(seed)
-    self._name = context.cell.name
-    self._peers, records = context.restore(
+  _which = "of peer {worker}"
+  _join = staticmethod(simulator.join_records)
+
+  def _begin(self, seed, params, root, restore):
+    del params, root  # `PeerPlan.peers` makes them
+    plan = self._plan
+    self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
@@ -109,23 +109,13 @@ class PeerEngine(engines.Engine):
     ends = simulator.end_of_message(trace)[1:] - 1
     self._ends = np.append(ends, len(trace.time))
     self._parts = [records]
-    self.total, self.done = plan.messages, len(records.loss)
     self.quantum = plan.quantum
-    self._pace = engines.Pace(_SECONDS, max(_FIRST, plan.workers))
+    return len(records.loss)
 
-  def advance(self, until: int) -> engines.Progress:
-    """Obeys the trace, not past message `until`."""
-    end = min(self.done + self._pace.begin(), until)
+  def _run(self, end):
     part = self._peers.run(int(self._ends[end - 1]))
-    self._pace.end()
     self._parts.append(part)
-    self.done = end
-    return engines.Progress(
-      loss=part.loss,
-      staleness=float(part.staleness.mean()),
-      gap=float(part.gap.mean()),
-      broken=broken(self._plan, part, self.done, self._name),
-    )
+    return part
 
   def _present(self):
     """States of the peers that are there, and what each counts."""
@@ -140,15 +130,10 @@ class PeerEngine(engines.Engine):
     updates = np.mean([int(state.server.version) for state in states])
     return engines.Snapshot(params, self.done, round(updates), clock)
 
-  def records(self) -> simulator.PeerRecords:
-    """Returns a row for each message."""
-    self._parts = [simulator.join_records(self._parts)]
-    return self._parts[0]
-
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages; and how far apart
     peers are, and how good single ones, now."""
-    part = _some(self.records(), start, end)
+    part = some(self.records(), start, end)
     row = summary(part, *self._present())
     return row | peer_quality(
       self._plan.problem, [s.server.params for s in self._present()[0]]
@@ -181,18 +166,6 @@ def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
   records = tree.pop("records")
   peers.restore(tree, saved.notes)
   return peers, records
-
-
-def _some(records, start: int, end: int) -> simulator.PeerRecords:
-  return simulator.PeerRecords(*(column[start:end] for column in records))
-
-
-def broken(
-  plan: PeerPlan, part: simulator.PeerRecords, done: int, cell: str
-) -> str | None:
-  """Says what is not finite in the latest records of a cell, if anything."""
-  which = "of peer {worker}"
-  return parameter_server.broken(plan, part, done, cell, which)
 
 
 # What all engines of peers say of them.
