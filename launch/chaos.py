@@ -43,7 +43,7 @@ import sys
 from collections.abc import Sequence
 
 from asgd import names
-from asgd.experiment import audit, build, chaos
+from asgd.experiment import audit, build, chaos, protocol
 from asgd.live.world import explore, run
 
 from . import flags
@@ -203,9 +203,11 @@ def main() -> None:
     engines=flags.ENGINES,
     data_dir=_TRAINING["data_dir"].value,
   )
-  chaos.check(exp.runs)
   out, command = flags.training_command("chaos")
-  victim = chaos.Victim(out, command)
+  protocols = {
+    cell.name: protocol.of(exp.runs[cell.label]) for cell in exp.cells
+  }
+  victim = chaos.Victim(out, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
     chaos.inject(victim, kinds, random.Random(_F["seed"].value), **times)

@@ -18,7 +18,7 @@ from asgd.problems import (
   sparse_logistic,
   topics,
 )
-from asgd.tables import FILTERS, Consistency
+from asgd.tables import CONSISTENCIES, FILTERS
 from pipeline import schedules
 
 _OF_TABLES = (  # problems that pull rows
@@ -73,9 +73,9 @@ def text(engines: Mapping[str, Any]) -> str:
     of_engines.append(_entry(name, "", known))
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
-    "recipes (recipe of a run)": _entries(schema.RECIPES, schema.options_of),
+    "recipes (recipe of a run)": _entries(schema.recipes(), schema.options_of),
     "consistency (of a run of tables)": [
-      _entry(", ".join(model.value for model in Consistency), "")
+      _entry(", ".join(CONSISTENCIES), "")
     ],
     "filters (of a run of tables)": _entries(
       FILTERS, lambda name: inspect.signature(FILTERS[name]).parameters

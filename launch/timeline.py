@@ -126,7 +126,7 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   if out and (path.is_dir() or not path.parent.is_dir()):
     what = "is a folder" if path.is_dir() else "is in no folder that is there"
     raise ValueError(f"--out={path} {what}: name a file in one that is")
-  cell = live_files.read_to_draw(place)
+  cell = live_files.read(place)
   safe_files.make_folder(path.parent.resolve())
   timeline = events(cell)
   document = tracks_lib.document(timeline)

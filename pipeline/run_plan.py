@@ -314,11 +314,6 @@ def _parts(
 def _keeps_workers(run, rate, shapes) -> bool:
   """Whether a recipe keeps something for each worker, at the worker or at the
   server. Each update in flight at a stage is one: that is DANA's N."""
-  if run.recipe in algorithms.PEER_RECIPES:
-    raise ValueError(
-      f"the recipe {run.recipe!r} is of peers, and stages have servers: use"
-      " another, or engine simulate or mesh"
-    )
   one = run.make_recipe(rate, 1)
   try:
     two = run.make_recipe(rate, 2)

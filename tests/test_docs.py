@@ -253,6 +253,23 @@ def test_the_table_of_engines_has_every_setting(tables):
         assert f"`{key}=" in row
 
 
+def test_the_table_of_refusals_has_every_one_with_its_reason(tables):
+  page = tables.refusal_table()
+  for protocol in experiment.PROTOCOLS.values():
+    for refusal in protocol.refusals:
+      key = f"`{refusal.key.removeprefix('recipe.')}"
+      rows = [row for row in page.splitlines() if key in row]
+      assert any(f"| {protocol.what} " in row for row in rows), key
+      assert any(refusal.why.rstrip("=") in row for row in rows), key
+
+
+def test_the_table_of_protocols_says_which_engines_run_them(tables):
+  rows = tables.protocol_table().splitlines()[2:]
+  served = {row.split("|")[1].strip(): row.split("|")[3:-1] for row in rows}
+  assert [x.strip() for x in served["tables"]] == ["yes"] * 3 + ["no"] * 2
+  assert [x.strip() for x in served["a server"]] == ["yes"] * 5
+
+
 def test_the_page_of_keys_names_every_key():
   page = PAGES["reference/config.md"]
   for key in schema.sections(ENGINES):

@@ -63,6 +63,11 @@ class Recipe(NamedTuple):
   gossip: gossip_lib.Gossip | None = None
   made: RecipeBuild | None = None  # None: by hand
 
+  @property
+  def protocol(self) -> str:
+    """Name of the protocol that trains it: "server" or "peers"."""
+    return "peers" if self.gossip else "server"
+
   def in_rounds(self, workers: int) -> "Recipe":
     """Makes each update one on the mean of a message from every worker.
 
@@ -132,7 +137,7 @@ class Recipe(NamedTuple):
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
     if self.push_every > 1:
       gate = server_lib.pushed(gate)
-    if self.gossip is not None:
+    if self.gossip:
       algorithm = self.gossip.rule.wrap(algorithm)
     return server_lib.make_server(
       algorithm,
@@ -157,7 +162,7 @@ class Recipe(NamedTuple):
     Raises:
       ValueError: for a recipe with a server, and as `server`.
     """
-    if self.gossip is None:
+    if not self.gossip:
       raise ValueError(
         "the recipe has a server, and no peers: use d_psgd or another recipe of"
         " asgd.PEER_RECIPES"

@@ -12,6 +12,16 @@ from asgd.experiment.engines.live import RAY, THREADS
 from asgd.experiment.engines.mesh import MESH
 from asgd.experiment.engines.simulate import SIMULATE
 from asgd.experiment.loop import train
+from asgd.experiment.protocol import PROTOCOLS, Protocol
+from asgd.experiment.protocols import peers, sandblaster, server, tables
+
+# What a run is, by its recipe; a new protocol is a line here.
+PROTOCOLS |= {
+  "server": server.PROTOCOL,
+  "peers": peers.PROTOCOL,
+  "tables": tables.PROTOCOL,
+  "sandblaster": sandblaster.PROTOCOL,
+}
 
 ENGINES: dict[str, EngineKind] = {
   "simulate": SIMULATE,
@@ -22,10 +32,12 @@ ENGINES: dict[str, EngineKind] = {
 
 __all__ = [
   "ENGINES",
+  "PROTOCOLS",
   "Cell",
   "Engine",
   "EngineKind",
   "Experiment",
+  "Protocol",
   "build",
   "train",
 ]

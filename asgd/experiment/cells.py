@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from asgd import diagnosis, problems, tables
-from asgd.experiment import checks, problem, schema
+from asgd import diagnosis, problems
+from asgd.experiment import checks, problem, protocol, schema
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
 from asgd.problems import own
@@ -140,6 +140,7 @@ def build(
     given = {"given": dataset.recipe, "codecs": dataset.codecs}
     runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
+    protocol.check_engine(run, engines[run.engine].protocols())
     _check_codec(run, resolved, engines)
     engines[run.engine].check(run)
   devices = max(engines[run.engine].devices(run) for run in runs.values())
@@ -182,7 +183,7 @@ def _check_codec(run, config, engines):
 
 def _check_updates(run, shared):
   """Raises ValueError for a recipe of gradients where there are none."""
-  if shared.updates is not None and run.recipe not in tables.RECIPES:
+  if shared.updates is not None and not protocol.of(run).updates:
     raise ValueError(
       f"config.problem: its workers compute no gradient, for the recipe"
       f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"

@@ -13,12 +13,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from asgd import algorithms, base
+from asgd import base
 from asgd.experiment import audit, live_memory
-from asgd.experiment.schema import Run
+from asgd.experiment.protocol import Protocol
 from asgd.live import processes
-from asgd.live.journal import journal_path, read_journal
-from asgd.live.tables import files as table_files
 from asgd.orders.trace import Event, follow
 
 KINDS = ("worker", "shard", "hang", "driver", "term")
@@ -29,17 +27,6 @@ _ENDING = 20.0  # seconds for processes to end
 
 class Hung(Exception):
   """Nothing happens any more."""
-
-
-def check(runs: Mapping[str, Run]) -> None:
-  """Raises ValueError for runs that cannot be audited afterwards."""
-  for run in runs.values():
-    if run.recipe in algorithms.PEER_RECIPES:
-      raise ValueError(
-        f"config.runs.{run.label}: the recipe {run.recipe} is of peers, whose"
-        " runs chaos cannot audit; name others with --config.only, and kill a"
-        " peer with asgd train --fault=kill:PEER:MESSAGES"
-      )
 
 
 def _leave(*_):
@@ -70,9 +57,12 @@ def alive(running: Iterable[tuple[int, str]]) -> list[int]:
 class Victim:
   """A run of `asgd train`, and what is done to it."""
 
-  def __init__(self, out: Path, command: list[str]):
-    """Starts it, with the folder of its results and the command."""
-    self._out, self._command = out, command
+  def __init__(
+    self, out: Path, command: list[str], protocols: Mapping[str, Protocol]
+  ):
+    """Starts it, with the folder of its results, the command, and the protocol
+    of each cell, by its name."""
+    self._out, self._command, self._protocols = out, command, protocols
     self.failures: list[audit.Failure] = []
     self.memories: set[Path] = set()
     self.processes: set[tuple[int, str]] = set()  # (number, when started)
@@ -106,10 +96,7 @@ class Victim:
     return pids
 
   def _events(self, cell: str) -> list[Event]:
-    folder = self._out / "cells" / cell
-    if table_files.order_path(folder, 0).exists():
-      return table_files.read_rows_of_workers(folder)
-    return read_journal(journal_path(folder, 0))
+    return self._protocols[cell].live.rows(self._out / "cells" / cell)
 
   def working(self) -> bool:
     """Whether messages have come since this driver began with this cell."""

@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import sandblaster, text_table
+from asgd import text_table
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
-from asgd.experiment import live_files, predict, replay, storage
+from asgd.experiment import live_files, predict, protocol, replay, storage
 from asgd.experiment.engines import networks
+from asgd.experiment.protocols import server
 from asgd.orders import durations
 
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
@@ -85,6 +86,15 @@ def _over(files):
   return {"network": network, "sizes": sizes}
 
 
+def _read(folder):
+  """Reads a live cell, if its protocol can be played with other durations."""
+  files = live_files.read(folder)
+  live = protocol.of_cell(live_files.only_cell(folder), files.description).live
+  if live.comparison:
+    raise ValueError(f"{folder} {live.comparison}")
+  return files
+
+
 def compare(
   folder: Path,
   *,
@@ -97,16 +107,11 @@ def compare(
   was changed since it ended, or it names code of another user, unless `trust`
   says that it may run."""
   folders.finished_result(live_files.only_cell(folder), repeatable=False)
-  read = live_files.read(folder)
-  other = live_files.read(durations_of) if durations_of else read
+  read = _read(folder)
+  other = _read(durations_of) if durations_of else read
   experiment, cell = replay.load(folder, data_dir=data_dir, trust=trust)
-  if experiment.runs[cell.label].recipe in sandblaster.RECIPES:
-    raise ValueError(
-      f"{folder} is of Sandblaster, whose coordinator hands out jobs as workers"
-      " come: its iterates do not depend on that. See its iterates.csv, draw it"
-      " with asgd timeline, or compute it again with asgd replay"
-    )
-  plan = replay.plan_of(experiment, cell, live_files.only_cell(folder))
+  place = live_files.only_cell(folder)
+  plan = server.plan_of(experiment.plan(cell), place, cell.seed)
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)
   there = predict.all_there(records.worker, cell.workers)
@@ -122,7 +127,7 @@ def compare(
   streams_of = _streams(cell, read, other, durations_of or folder)
   for kind, streams in streams_of.items():
     trace = predict.play(plan.rules(), streams, comes, messages, **_over(read))
-    params, simulated = replay.obey(plan, cell.seed, [trace])
+    params, simulated = server.obey(plan, cell.seed, [trace])
     accuracy = plan.problem.evaluate(params).accuracy
     began = float(trace.time[0])
     runs[kind] = predict.Outcome(began, simulated, accuracy)

@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import base, simulator, tables
-from asgd.experiment import checks, storage
+from asgd import base
+from asgd.experiment import checks, protocol, storage
 from asgd.experiment.folder import check_own, only_cell, read_cell
 from asgd.live.journal import check_journal, journal_path, read_journal
 from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
-from asgd.live.tables import files
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
 CHANGED = "cell.json is not what a run wrote: put it back as it was"
@@ -58,27 +57,6 @@ def read_description(folder: Path) -> dict[str, Any]:
   return description
 
 
-def has_peers(folder: Path, description: Mapping[str, Any]) -> bool:
-  """Whether a live cell is of peers, without a server: each of them has a
-  journal, where otherwise each shard has one."""
-  if description["config"]["server"]["shards"] > 1:
-    return False
-  first = journal_path(folder, 0)
-  return any(path != first for path in folder.glob("trace-*.csv"))
-
-
-def has_tables(description: Mapping[str, Any]) -> bool:
-  """Whether a live cell is of tables of keyed rows, whose shards have orders of
-  their own (`asgd.live.tables`)."""
-  runs = description["config"].get("runs", {})
-  return any(run.get("recipe") in tables.RECIPES for run in runs.values())
-
-
-def table_shards(folder: Path) -> int:
-  """Returns the number of shards of a cell of tables, by its files."""
-  return len([*folder.glob("shard-*.csv")])
-
-
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> Iterator[tuple[Path, list[Event]]]:
@@ -95,17 +73,11 @@ def read(folder: Path) -> LiveFiles:
   """Reads what a live cell wrote so far; ValueError if some of it is gone."""
   folder = only_cell(folder)
   description = read_description(folder)
-  if has_tables(description):
-    raise ValueError(
-      f"{folder} is of tables, whose shards have orders of their own: see its"
-      " staleness.csv and report, draw it with asgd timeline, or compute it"
-      " again with asgd replay"
-    )
-  if has_peers(folder, description):
-    raise ValueError(
-      f"{folder} is of peers, which have no server: see its links.csv and"
-      " report, or compute it again with asgd replay"
-    )
+  return protocol.of_cell(folder, description).live.read(folder, description)
+
+
+def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
+  """Reads a cell whose journals and records are those of its shards."""
   journals = []
   for path, events in read_traces(folder, description):
     check_journal(path, events)
@@ -122,25 +94,14 @@ def read(folder: Path) -> LiveFiles:
         f"{path} has {count} records, result.json {result.get('messages')}"
         " messages: one of the two was changed; put it back as the run wrote it"
       )
-  paths = {e.worker: spans_path(folder, e.worker) for e in journals[0]}
-  spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
-  return LiveFiles(description, journals, spans, records, journals[0])
+  spans = spans_of(folder, {e.worker: None for e in journals[0]})
+  return LiveFiles(dict(description), journals, spans, records, journals[0])
 
 
-def read_to_draw(folder: Path) -> LiveFiles:
-  """Reads a live cell as `read` does, or one of tables, whose workers write
-  down their jobs and whose shards have no records."""
-  folder = only_cell(folder)
-  description = read_description(folder)
-  if not has_tables(description):
-    return read(folder)
-  shards, workers = table_shards(folder), description["cell"]["workers"]
-  orders = files.read_orders(folder, shards, workers)
-  jobs = files.read_rows_of_workers(folder)
-  paths = {worker: spans_path(folder, worker) for worker in range(workers)}
-  spans = {w: read_spans(path) for w, path in paths.items() if path.exists()}
-  none = [simulator.concatenate([])] * shards
-  return LiveFiles(description, list(orders.shards), spans, none, jobs)
+def spans_of(folder: Path, workers: Iterable[int]) -> Spans:
+  """Returns the spans of the workers that wrote them."""
+  paths = {worker: spans_path(folder, worker) for worker in workers}
+  return {w: read_spans(path) for w, path in paths.items() if path.exists()}
 
 
 def read_journals(folder: Path, shards: int) -> list[list[Event]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_collections
 
-from asgd import algorithms, names
+from asgd import names
 from asgd.checks import shown
 from asgd.experiment import checks, schema
 
@@ -102,7 +102,7 @@ def _forget(place, above, key, value, engines, config):
 def _options(recipe) -> set[str]:
   """The options of a recipe, none of an unknown one."""
   try:
-    return set(algorithms.options(recipe))
+    return set(schema.options_of(recipe))
   except ValueError:
     return set()
 

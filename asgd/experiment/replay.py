@@ -11,44 +11,28 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from asgd import (
-  base,
-  orders,
-  problems,
-  sandblaster,
-  sharding,
-  simulator,
-  tables,
-)
+from asgd import base, problems
 from asgd.checks import shown
 from asgd.experiment import (
   cell_files,
   cells,
   code,
   live_files,
+  protocol,
   report,
   schema,
   storage,
 )
-from asgd.experiment.engines import (
-  allocations,
-  live,
-  live_clusters,
-  live_peers,
-  live_tables,
-  simulate,
-  table_clusters,
-)
-from asgd.experiment.engines.coordinated import CoordinatedPlan
-from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.live.gossip import files
-from asgd.live.records import read_records, records_path
-from asgd.live.tables import files as table_files
-from asgd.orders.trace import from_events
+from asgd.experiment.engines import live, simulate
 from asgd.problems import own
+
+ENGINES = {
+  "threads": live.THREADS,
+  "ray": live.RAY,
+  "simulate": simulate.SIMULATE,
+}
 
 
 class Replay(NamedTuple):
@@ -86,12 +70,8 @@ def trained(folder: str | Path) -> dict[str, Any]:
 def trace_of(folder: Path) -> base.Trace:
   """Returns the order of a live cell, as its lead has it."""
   description = live_files.read_description(folder)
-  if live_files.has_tables(description):
-    return table_files.read_trace(folder, description["cell"]["workers"])
-  if live_files.has_peers(folder, description):
-    return files.read_trace(folder, description["cell"]["workers"])
-  ((_, events), *_) = live_files.read_traces(folder, description)
-  return from_events(events)
+  live = protocol.of_cell(folder, description).live
+  return live.trace(folder, description)
 
 
 def load(
@@ -107,11 +87,6 @@ def load(
   named = description["config"], description["modules"]
   code.check_trusted(folder, *named, trust=trust)
   code.make_importable(description["modules"])
-  engines = {
-    "threads": live.THREADS,
-    "ray": live.RAY,
-    "simulate": simulate.SIMULATE,
-  }
   was = description.get("dataset")
   for key in given.codecs if given is not None else ():
     section = description["config"].get(key)
@@ -128,7 +103,7 @@ def load(
     )
   experiment = cells.build(
     description["config"],
-    engines=engines,
+    engines=ENGINES,
     data_dir=data_dir,
     dataset=given,
   )
@@ -155,45 +130,6 @@ def load(
   return experiment, cell
 
 
-def plan_of(
-  experiment: cells.Experiment, cell: cells.Cell, folder: Path
-) -> ServerPlan:
-  """Returns the plan of a live cell, with what its workers got."""
-  return allocations.read(experiment.plan(cell), folder, begun=True)
-
-
-def obey(
-  plan: ServerPlan,
-  seed: int,
-  traces: Sequence[base.Trace],
-  totals: Any = None,
-  **options: Any,
-) -> tuple[Any, base.Records]:
-  """Returns (final parameters, the lead's records) of a cell, trained in the
-  order of its shards' traces; options are those of `simulator.run_sharded`."""
-  init_key, root = jax.random.split(jax.random.key(seed))
-  params = jax.device_get(plan.problem.init(init_key))
-  options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
-  data = {"batch": plan.job_batches(seed), "root": root}
-  if len(traces) == 1:
-    host = simulator.make_host(
-      plan.server, plan.coded_worker(), keeps_messages=True, **options
-    )
-    simulation, records = simulator.run_whole(
-      host, params, plan.workers, traces[0], **data
-    )
-    return jax.device_get(simulation.server.params), records
-  data |= {"workers": plan.workers, "totals": totals}
-  split = sharding.make_plan(params, len(traces))
-  worker = plan.coded_worker(split)
-  sharded = simulator.run_sharded(
-    plan.server, worker, params, traces, plan=split, **options, **data
-  )
-  parts = [jax.device_get(state.params) for state in sharded.states]
-  whole = sharding.join(split, parts)
-  return whole, sharded.records[0]
-
-
 def replay(
   folder: str | Path,
   *,
@@ -213,118 +149,32 @@ def replay(
     ValueError: if there is nothing to replay, it cannot be obeyed, or as of
       `code.check_trusted`.
   """
-  how = {"data_dir": data_dir, "given": given, "trust": trust}
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
-  ended = (folder / "result.json").exists()
-  if live_files.has_tables(description):
-    if ended:
-      live_tables.check_files(folder, description)
-    return _replay_tables(folder, description, how)
-  if live_files.has_peers(folder, description):
-    if ended:
-      live_peers.check_files(folder)
-    return _replay_peers(folder, description, how)
-  traces, totals = [], []
-  for path, events in live_files.read_traces(folder, description):
-    orders.check(events, depth=len(events), path=path)
-    traces.append(from_events(events))
-    totals.append([event.totals for event in events])
-    if base.RECEIVE not in traces[-1].action:
+  live = protocol.of_cell(folder, description).live
+  live.check_replayable(folder, description)
+  experiment, cell = load(
+    folder, data_dir=data_dir, given=given, trust=trust
+  )
+  plan = experiment.plan(cell)
+  computed = live.replay(plan, cell, folder, description)
+  result, digest = _read_result(folder), storage.digest(computed.params)
+  recorded = result.get("params_sha256")
+  for key, value in computed.digests.items():
+    if result.get(key) not in (None, value) and recorded in (None, digest):
       raise ValueError(
-        f"{path} holds no message that was received: there is nothing to be"
-        " computed (yet)"
+        f"{folder}: the replay has the same parameters as the run, and another"
+        f" {key}: what it evaluates is the same, and its parts are not"
       )
-  experiment, cell = load(folder, **how)
-  if isinstance(experiment.plan(cell), CoordinatedPlan):
-    parts = _recompute(folder, experiment.plan(cell), cell, traces[0])
-    return _replayed(folder, description, cell, experiment.plan(cell), parts)
-  if "live" in experiment.runs[cell.label].config:
-    plan = plan_of(experiment, cell, folder)
-    group = live_clusters.group(plan)
-  else:
-    plan = experiment.plan(cell).of_seed(cell.seed)
-    group = simulator.WorkerDevices()
-  totals = totals if any(map(any, totals)) else None
-  final, records = obey(plan, cell.seed, traces, totals, group=group)
-  parts = traces[0], records, final
-  return _replayed(folder, description, cell, plan, parts)
-
-
-def _recompute(folder, plan, cell, trace):
-  """Runs of a coordinator: which jobs were received says it all, and who did
-  them changes nothing."""
-  init_key, root = jax.random.split(jax.random.key(cell.seed))
-  params = jax.device_get(plan.problem.init(init_key))
-  work = plan.work(cell.seed, root)
-  jobs = set(trace.job[trace.action == base.RECEIVE].tolist())
-  final = sandblaster.recompute(plan.settings, params, work, jobs).params
-  return trace, read_records(records_path(folder, 0)), final
-
-
-def _replayed(folder, description, cell, plan, parts) -> Replay:
-  *_, final = parts
-  result = _read_result(folder)
   return Replay(
-    *(cell.name, *parts),
-    plan.problem.evaluate(final),
-    storage.digest(final),
-    result.get("params_sha256"),
+    *(cell.name, computed.trace, computed.records, computed.params),
+    plan.problem.evaluate(computed.params),
+    digest,
+    recorded,
     result.get("messages"),
     description.get("cpus"),
     code.changed(description["modules"], description["config"]),
   )
-
-
-def _replay_peers(folder, description, how) -> Replay:
-  """A replay of peers, whose parameters are the mean over those that are there
-  at the end; ValueError if one of these differs from what it was."""
-  trace = files.read_trace(folder, description["cell"]["workers"])
-  experiment, cell = load(folder, **how)
-  plan = experiment.plan(cell)
-  peers = plan.peers(cell.seed, trace)
-  records = peers.run(len(trace.time))
-  states = [peers.states[i] for i in peers.present]
-  final = simulator.mean_params(states, [*map(plan.peer.weight, states)])
-  replayed = _replayed(
-    folder, description, cell, plan, (trace, records, final)
-  )
-  was = _read_result(folder).get("peers_sha256")
-  now = storage.digest([state.server.params for state in states])
-  if was not in (None, now) and replayed.same:
-    raise ValueError(
-      f"{folder}: the replay has the same mean over peers as the run, and other"
-      " parameters of single ones"
-    )
-  return replayed
-
-
-def _replay_tables(folder, description, how) -> Replay:
-  """A replay of tables, in the orders of shards and of workers."""
-  workers = description["cell"]["workers"]
-  trace = table_files.read_trace(folder, workers)
-  experiment, cell = load(folder, **how)
-  plan = experiment.plan(cell)
-  _, root = jax.random.split(jax.random.key(cell.seed))
-  try:
-    replayed = tables.replay.replay(
-      plan.settings,
-      table_clusters.first_tables(plan, cell.seed),
-      table_clusters.division_of(plan),
-      plan.work(cell.seed, root),
-      table_files.read_orders(folder, plan.settings.shards, workers),
-      jobs=plan.messages // workers,
-      seed=cell.seed,
-    )
-  except tables.replay.OrdersError as error:
-    raise ValueError(
-      f"{folder}: {error}. One of shard-*.csv and trace-*.csv was changed: put"
-      " it back as the run wrote it"
-    ) from error
-  parts = [table_files.columns(rows) for rows in replayed.records]
-  records = table_files.by_time(parts).plain
-  final = plan.join(replayed.tables)
-  return _replayed(folder, description, cell, plan, (trace, records, final))
 
 
 def _read_result(folder):

@@ -15,18 +15,12 @@ from asgd.experiment import (
   folder,
   page,
   problem,
+  protocol,
   schema,
   storage,
 )
 from asgd.experiment.cells import Experiment
-from asgd.experiment.engines import (
-  Column,
-  coordinated,
-  networks,
-  peers,
-  tables,
-  traffic,
-)
+from asgd.experiment.engines import Column, networks, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
@@ -52,12 +46,9 @@ _COMMON = (
 )
 # Of runs that have a key in their results.
 _OF_KEYS = (
-  ("evaluations_of_batch", coordinated.COLUMNS),
-  ("differential_mean", tables.COLUMNS),
   ("codec", traffic.COLUMNS),
   ("codec_down", traffic.COLUMNS),
   ("link_utilisation", networks.COLUMNS),
-  ("consensus", peers.COLUMNS),
 )
 
 
@@ -163,6 +154,9 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
   # What no run here has says nothing.
   shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
+  for each in protocol.PROTOCOLS.values():
+    if each.column and any(each.column in row for row in results):
+      shown += each.columns
   for key, columns in _OF_KEYS:
     if any(key in row for row in results):
       shown += columns

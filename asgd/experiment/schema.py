@@ -25,13 +25,11 @@ from asgd import (
   names,
   optimizers,
   rates,
-  sandblaster,
   sharding,
-  tables,
   transforms,
 )
 from asgd.checks import shown
-from asgd.experiment import checks
+from asgd.experiment import checks, protocol
 
 
 class Setting(NamedTuple):
@@ -170,10 +168,6 @@ GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
 # These may change when an experiment goes on.
 FREE = ("on_nan", "checkpoint_seconds")
-# Without a `base.Server`; an engine says which of them it runs.
-SERVED = {**sandblaster.RECIPES, **tables.RECIPES}
-RECIPES = {**algorithms.ALL, **SERVED}
-_NEEDS_RECIPE = f"must be a dict with a recipe, one of {', '.join(RECIPES)}"
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
 
@@ -386,7 +380,7 @@ def entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
       )
     if not isinstance(entry, Mapping):
       raise ValueError(
-        f"config.runs.{label} {_NEEDS_RECIPE}, not {shown(entry)}"
+        f"config.runs.{label} {_needs_recipe()}, not {shown(entry)}"
       )
     title = str(entry.get("title", label))
     if len(title) > _LONGEST_TITLE:
@@ -423,13 +417,12 @@ def _runs(config, engines) -> dict[str, Run]:
   keys, known_runs = sections(engines), {}
   for label, entry, kind in list(entries(config, engines)):
     recipe = entry.get("recipe", kind.default_recipe)
+    engine = entry.get("engine", config["engine"])
     if recipe is None:
-      raise ValueError(f"config.runs.{label} {_NEEDS_RECIPE}")
+      raise ValueError(f"config.runs.{label} {_needs_recipe()}")
     with checks.blame(f"runs.{label}"):
       options = {} if recipe == GIVEN else options_of(recipe)
-      _check_engine(recipe, kind)
       of_engine = keys_of_engine(kind, entry)
-    engine = entry.get("engine", config["engine"])
     shared = (*OF_A_RUN, *kind.sections, "workers")
     known = (*RESERVED, *shared, *of_engine, *options)
     whole = {*SHARED, *kind.sections} - {"runs", "only"}
@@ -444,8 +437,8 @@ def _runs(config, engines) -> dict[str, Run]:
         merged[key] = _section(value, keys[key], where)
       elif key in options:
         own[key] = plain(value, where)
-        # What is served by itself says which whole numbers it takes.
-        if recipe not in SERVED or type(options[key]) is not int:
+        # Settings of other protocols say which whole numbers they take.
+        if not makes_settings(recipe) or type(options[key]) is not int:
           own[key] = _option(own[key], options[key], where)
       elif key in of_engine:
         section = kind.settings
@@ -458,24 +451,33 @@ def _runs(config, engines) -> dict[str, Run]:
   return {label: known_runs[label] for label in config["only"] or known_runs}
 
 
+def recipes() -> dict[str, Any]:
+  """Returns the makers of all recipes, of all protocols, by their names."""
+  return {
+    name: maker
+    for each in protocol.PROTOCOLS.values()
+    for name, maker in each.recipes.items()
+  }
+
+
+def _needs_recipe() -> str:
+  return f"must be a dict with a recipe, one of {', '.join(recipes())}"
+
+
+def makes_settings(recipe: Any) -> bool:
+  """Whether the maker of a recipe makes the settings of a protocol of its own,
+  and no `algorithms.Recipe`."""
+  return recipe in recipes() and recipe not in algorithms.ALL
+
+
 def options_of(recipe: str) -> dict[str, Any]:
   """Returns the options that a recipe takes, with their defaults; ValueError
   for one that is unknown."""
-  maker = names.resolve("algorithm", recipe, RECIPES)
-  if recipe not in SERVED:
+  maker = names.resolve("algorithm", recipe, recipes())
+  if not makes_settings(recipe):
     return algorithms.options(recipe)
   parameters = inspect.signature(maker).parameters.values()
   return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def _check_engine(recipe, kind):
-  if recipe in SERVED and recipe not in kind.served:
-    what = "a coordinator" if recipe in sandblaster.RECIPES else "tables"
-    raise ValueError(
-      f"the recipe {recipe!r} has {what} in the place of a server's update,"
-      " which this engine does not run: use engine='simulate', 'threads' or"
-      " 'ray'"
-    )
 
 
 def _merge(node, below, value):

@@ -17,6 +17,7 @@ from asgd.live.frames import Frame
 
 KINDS = ("kill", "hang", "slow", "nan", "lose", "double", "reorder")
 MOST_SECONDS = 1e6  # that a slow job may be given: twelve days
+OF_LINKS = "lose", "double", "reorder"  # of messages to and from a server
 
 
 class Fault(NamedTuple):

@@ -12,6 +12,7 @@ from asgd.tables import replay as replay
 from asgd.tables import tasks as tasks
 from asgd.tables.client import Client as Client
 from asgd.tables.client import TableSpec as TableSpec
+from asgd.tables.consistency import CONSISTENCIES as CONSISTENCIES
 from asgd.tables.consistency import Consistency as Consistency
 from asgd.tables.consistency import Rules as Rules
 from asgd.tables.consistency import rules as rules

@@ -1,4 +1,4 @@
-"""Consistency: what a worker may read, as one enumeration.
+"""Consistency: what a worker may read, as one table of models.
 
 The number of a worker's clocks is c. A row's clock is the least of all workers'
 clocks when the row was read from the server: it has all their updates of the
@@ -6,42 +6,60 @@ clocks before that, and perhaps some later ones. The clock differential of a
 read is (row's clock) - 1 - c.
 """
 
-import enum
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 from asgd import checks, names
 
 
-class Consistency(enum.Enum):
-  """What a worker may read; from most to least."""
+def _within_bound(rules: "Rules", clock: int) -> int:
+  return max(0, clock - rules.bound)
 
+
+def _any_clock(rules: "Rules", clock: int) -> int:
+  del rules, clock
+  return 0
+
+
+class Consistency(NamedTuple):
+  """A consistency model: a row of `CONSISTENCIES`."""
+
+  name: str
+  # (rules, clock) -> the clock below which a row is too old to be read
+  need: Callable[["Rules", int], int] = _within_bound
+  numbers: tuple[str, ...] = ()  # that it needs: "bound", "threshold", "budget"
+  bound: int | None = None  # where a recipe gives none; None: it is needed
+  anew: bool = False  # each job reads all its rows from the server
+  deferred: bool = False  # updates of a clock are applied together
+  by_clock: bool = False  # the server sends rows when all finish a clock
+  by_value: bool = False  # it sends rows by what a worker's copy lacks
+
+
+_MODELS = (
   # Exactly the updates of all clocks before c, and its own.
-  BULK_SYNCHRONOUS = "bulk_synchronous"
+  Consistency("bulk_synchronous", deferred=True),
   # All updates of the clocks before c - s, and its own: cached copies, read
   # anew when one is older (Ho et al., NIPS 2013).
-  SSP = "ssp"
+  Consistency("ssp", numbers=("bound",), bound=3),
   # The same; the server sends what changed when the slowest clock advances
   # (Dai et al., AAAI 2015).
-  ESSP = "essp"
+  Consistency("essp", numbers=("bound",), bound=3, by_clock=True),
   # The same, but only the rows that changed most, as far as a budget goes (Wei
   # et al., SoCC 2015).
-  MANAGED = "managed"
+  Consistency("managed", numbers=("bound", "budget"), bound=3, by_clock=True),
   # Rows that lack updates of others which sum up to v0 / sqrt(c + 1) or less in
   # each element, those that filters and codecs hold back among them (Dai et
   # al., AAAI 2015).
-  VALUE_BOUNDED = "value_bounded"
+  Consistency("value_bounded", _any_clock, ("threshold",), by_value=True),
   # What the server has, once all have finished the clocks before c - tau (Li et
   # al., OSDI 2014).
-  DELAY_BOUNDED = "delay_bounded"
+  Consistency("delay_bounded", numbers=("bound",), anew=True),
   # What the server has.
-  ASYNCHRONOUS = "asynchronous"
-
-
-_BOUNDED = (
-  *(Consistency.SSP, Consistency.ESSP, Consistency.MANAGED),
-  Consistency.DELAY_BOUNDED,
+  Consistency("asynchronous", _any_clock, anew=True),
 )
+# By name; a new model is a row here.
+CONSISTENCIES: dict[str, Consistency] = {model.name: model for model in _MODELS}
 
 
 class Rules(NamedTuple):
@@ -66,23 +84,27 @@ class Rules(NamedTuple):
   @property
   def anew(self) -> bool:
     """Whether each job reads all its rows from the server."""
-    which = Consistency.DELAY_BOUNDED, Consistency.ASYNCHRONOUS
-    return self.consistency in which
+    return self.consistency.anew
 
   @property
   def deferred(self) -> bool:
     """Whether updates of a clock are applied together, when all have come."""
-    return self.consistency is Consistency.BULK_SYNCHRONOUS
+    return self.consistency.deferred
 
   @property
   def by_clock(self) -> bool:
     """Whether the server sends rows when the slowest clock advances."""
-    return self.consistency in (Consistency.ESSP, Consistency.MANAGED)
+    return self.consistency.by_clock
 
   @property
   def by_value(self) -> bool:
     """Whether the server sends rows by what a worker's copy lacks."""
-    return self.consistency is Consistency.VALUE_BOUNDED
+    return self.consistency.by_value
+
+  @property
+  def budgeted(self) -> bool:
+    """Whether the server sends no more rows a clock than `budget`."""
+    return "budget" in self.consistency.numbers
 
   @property
   def registers(self) -> bool:
@@ -91,9 +113,7 @@ class Rules(NamedTuple):
 
   def need(self, clock: int) -> int:
     """Returns the clock below which a row is too old to be read at a clock."""
-    if self.by_value or self.consistency is Consistency.ASYNCHRONOUS:
-      return 0
-    return max(0, clock - self.bound)
+    return self.consistency.need(self, clock)
 
   def limit(self, clock: int) -> float:
     """Returns what an element may lack at a clock of what the server has: v0 /
@@ -124,7 +144,7 @@ def rules(
   """Returns the rules of a consistency model.
 
   Args:
-    consistency: one of Consistency, or its value.
+    consistency: a name of CONSISTENCIES, or a Consistency.
     bound: s of ssp, essp and managed, tau of delay_bounded: clocks, 0 or more.
     threshold: v0 of value_bounded, positive.
     budget: rows a clock and worker of managed, 0 or more.
@@ -134,21 +154,15 @@ def rules(
       its range or of another model.
   """
   if not isinstance(consistency, Consistency):
-    known = [each.value for each in Consistency]
-    names.check("consistency", consistency, known)
-    consistency = Consistency(consistency)
-  wanted = {
-    "bound": consistency in _BOUNDED,
-    "threshold": consistency is Consistency.VALUE_BOUNDED,
-    "budget": consistency is Consistency.MANAGED,
-  }
+    consistency = names.lookup("consistency", consistency, CONSISTENCIES)
   given = {"bound": bound, "threshold": threshold, "budget": budget}
   for key, value in given.items():
-    if wanted[key] and value is None:
-      raise ValueError(f"consistency {consistency.value!r} needs {key}")
-    if not wanted[key] and value is not None:
+    wanted = key in consistency.numbers
+    if wanted and value is None:
+      raise ValueError(f"consistency {consistency.name!r} needs {key}")
+    if not wanted and value is not None:
       raise ValueError(
-        f"consistency {consistency.value!r} has no {key}, which is"
+        f"consistency {consistency.name!r} has no {key}, which is"
         f" {checks.shown(value)}; drop it"
       )
   if threshold is not None:

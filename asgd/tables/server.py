@@ -12,7 +12,7 @@ import numpy as np
 
 from asgd.tables import keys as keys_lib
 from asgd.tables.client import TableSpec
-from asgd.tables.consistency import Consistency, Rules
+from asgd.tables.consistency import Rules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
@@ -288,7 +288,7 @@ class Server:
     tables, late = {}, {}
     for name, copies in self._copies[worker].items():
       keys = copies.keys[copies.columns["changed"]]
-      if self.rules.consistency is Consistency.MANAGED:
+      if self.rules.budgeted:
         keys, rest = self._largest(name, copies, keys)
         if rest.size:
           late[name] = rest

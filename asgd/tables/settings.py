@@ -126,7 +126,7 @@ def table(
     learning_rate: a, or a schedule of it, in clocks; of an optimizer, in
       updates of a row.
     workers: N.
-    consistency: of `tables.Consistency`.
+    consistency: of `tables.CONSISTENCIES`.
     bound: s or tau, in clocks; 3 of ssp, essp and managed if left out.
     threshold: v0 of value_bounded; of this, filters and a codec hold back half
       of the least bound of the run at most.
@@ -172,11 +172,13 @@ def table(
   if isinstance(filters, str | Mapping):
     filters = (filters,)
   filters = filters_lib.check(filters)
-  with_bound = consistency in ("ssp", "essp", "managed")
-  if bound is None and with_bound:
-    bound = 3
+  model = names.lookup(
+    "consistency", consistency, consistency_lib.CONSISTENCIES
+  )
+  if bound is None:
+    bound = model.bound
   rules = consistency_lib.rules(
-    consistency, bound=bound, threshold=threshold, budget=budget
+    model, bound=bound, threshold=threshold, budget=budget
   )
   given = {"ftrl": ftrl, "proximal": proximal, "the optimizer": optimizer}
   given = [name for name, value in given.items() if value is not None]

@@ -12,8 +12,9 @@ from typing import Any
 
 from asgd import algorithms, compression, data, experiment, models, transforms
 from asgd.data import sentences
-from asgd.experiment import problem
+from asgd.experiment import problem, protocol
 from asgd.gossip import topologies
+from asgd.live import faults
 from asgd.orders import durations, makers
 from asgd.text_table import format_markdown
 from launch import __main__ as commands
@@ -118,6 +119,50 @@ def engine_table() -> str:
   )
 
 
+def protocol_table() -> str:
+  """All protocols: their recipes, and the engines that run them."""
+  header = ("what a run has", "recipes", *(f"`{name}`" for name in ENGINES))
+  rows = (
+    (
+      each.what,
+      _code(each.recipes),
+      *(
+        "yes" if each.name in kind.protocols() else "no"
+        for kind in ENGINES.values()
+      ),
+    )
+    for each in experiment.PROTOCOLS.values()
+  )
+  return format_markdown(header, rows)
+
+
+def refusal_table() -> str:
+  """The keys that runs of a protocol may not set, and the reasons."""
+  whats: dict[tuple[str, ...], list[str]] = {}
+  for each in experiment.PROTOCOLS.values():
+    for refusal in each.refusals:
+      engines = refusal.engines or tuple(each.runners)
+      row = each.what, _code(engines), refusal.why.rstrip("=")
+      values = "".join(f" {value!r}" for value in refusal.values)
+      keys = whats.setdefault(row, [])
+      keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
+    if each.live.link_faults:
+      row = each.what, _code(protocol.LIVE), each.live.link_faults
+      flags = [f"`--fault={kind}`" for kind in faults.OF_LINKS]
+      whats.setdefault(row, []).extend(flags)
+    if each.live.comparison:
+      why = each.live.comparison.partition(":")[0]
+      row = each.what, _code(protocol.LIVE), why
+      whats.setdefault(row, []).append("`asgd compare`")
+  return format_markdown(
+    ("runs with", "may not set", "on engines", "as"),
+    (
+      (what, ", ".join(keys), engines, why)
+      for (what, engines, why), keys in whats.items()
+    ),
+  )
+
+
 def _made(
   header: str, functions: Mapping[str, Callable], derived: Iterable[str]
 ) -> str:
@@ -196,6 +241,8 @@ TABLES: dict[str, Callable[[], str]] = {
   "transforms": transform_table,
   "schedules": schedule_table,
   "engines": engine_table,
+  "protocols": protocol_table,
+  "refusals": refusal_table,
   "recipe_sources": lambda: sources(algorithms.RECIPES),
   "peer_recipes": lambda: recipes(algorithms.PEER_RECIPES, "api/gossip.md"),
   "peer_sources": lambda: sources(algorithms.PEER_RECIPES),

@@ -177,7 +177,8 @@ class EngineKind(NamedTuple):
   elsewhere: bool = False  # its work is done in processes of its own
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
-  served: Sequence[str] = ()  # recipes of schema.SERVED that it runs
+  # () -> names of the protocols that it runs, of `asgd.experiment.protocol`
+  protocols: Callable[[], Sequence[str]] = lambda: ("server",)
 
 
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:

@@ -22,15 +22,12 @@ from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   learning_rates,
-  networks,
   outcomes,
-  unused,
 )
+from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.orders import trace
 
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
 _job_key = jax.jit(worker_lib.job_key)
 
 
@@ -69,24 +66,9 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     return work
 
 
-_REFUSED = {
-  "optimizer": "L-BFGS is the optimizer",
-  "clip_norm": "a clipped gradient is not that of the loss",
-  "compress": "a coded gradient is not that of the loss",
-  "compress_down": "its loss is that of the parameters as they are",
-}
-_NEVER_STALE = (
-  "its workers take what comes next and its gradients are never stale"
-)
-
-
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  unused.refuse(run, _REFUSED)
-  unused.refuse_gates(run, _NEVER_STALE)
-  networks.refuse(run, "the operations of its coordinator take no time")
-  unused.check_order(run, "its portions")
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
       f"config.runs.{run.label}.learning_rate {config['learning_rate']!r} is"
@@ -139,57 +121,42 @@ def _check_budget(run, problem, settings, workers, messages):
   )
 
 
-class CoordinatedEngine(engines.Engine):
+class CoordinatedEngine(SimulatedEngine):
   """A cell of Sandblaster L-BFGS in simulated time."""
 
   _clock = "time"  # of evaluations
   _end = "simulated_time"  # of the result
 
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan
-    self._name = context.cell.name
-    init_key, root = jax.random.split(jax.random.key(seed))
-    params = jax.device_get(plan.problem.init(init_key))
-    saved = context.restore(
-      lambda found: _unpack(found, params, plan.settings)
-    )
+  def _begin(self, seed, params, root, restore):
+    plan, params = self._plan, jax.device_get(params)
+    saved = restore(lambda found: _unpack(found, params, plan.settings))
     self._simulation = sandblaster.Simulation(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
       workers=plan.workers,
       saved=saved,
     )
-    self.total, self.done = plan.messages, self._simulation.received
-    self._pace = engines.Pace(_SECONDS, _FIRST)
+    return self._simulation.received
 
   @property
   def ended(self) -> bool:
     """Whether the coordinator has come to an end before the last message."""
     return self._simulation.ended
 
-  def advance(self, until: int) -> engines.Progress:
-    """Goes on, not past message `until`."""
-    first = self.done
-    self.done = self._simulation.advance(min(first + self._pace.begin(), until))
-    self._pace.end()
-    return self._progress(first)
+  def _run(self, end):
+    self._simulation.advance(end)
+    return self._simulation.book.records(self.done)
 
-  def _progress(self, first):
-    """What happened since so many messages were received."""
-    simulation = self._simulation
-    part = simulation.book.records(first)
-    news, simulation.book.news = simulation.book.news, []
-    broken, reason = None, simulation.state.reason
-    if reason.startswith("not finite"):
-      broken = f"{self._name}: {reason}"
-    return engines.Progress(
-      loss=part.loss,
-      staleness=engines.mean(part.staleness),
-      gap=0.0,
-      news=[] if broken else news,
-      broken=broken,
-    )
+  def _broken(self, part):
+    del part
+    reason = self._simulation.state.reason
+    broken = reason.startswith("not finite")
+    return f"{self._name}: {reason}" if broken else None
+
+  def _progress(self, part):
+    book = self._simulation.book
+    news, book.news = book.news, []
+    progress = super()._progress(part)
+    return progress._replace(gap=0.0, news=[] if progress.broken else news)
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the last iterate, and the time."""
@@ -210,7 +177,7 @@ class CoordinatedEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns what was computed so far, and which messages came late."""
-    part = base.Records(*(column[start:end] for column in self.records()))
+    part = some(self.records(), start, end)
     state = self._simulation.state
     loss = state.loss if state.iteration >= 0 else engines.mean(part.loss)
     return {

@@ -20,15 +20,8 @@ import jax
 from asgd import base, sharding
 from asgd.experiment import engines, live_figures, storage
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import (
-  coordinated,
-  live_clusters,
-  parameter_server,
-  unused,
-  watched,
-)
+from asgd.experiment.engines import coordinated, live_clusters
 from asgd.experiment.engines.coordinated import CoordinatedPlan
-from asgd.experiment.schema import Run
 from asgd.live import faults as faults_lib
 from asgd.live.append_only import FileGone
 from asgd.live.hosts import Hosts
@@ -46,40 +39,6 @@ from asgd.sandblaster.book import Lengths
 
 _SECONDS = 0.1  # between two looks at signals
 _NOTES = "driver.json"  # in the memory of a cell
-_ONLY = {  # section, key -> the one value that these runs have, and why
-  ("server", "shards"): (1, "give its shards in config.runs.{label}.shards"),
-  ("server", "consistent"): (False, "its shards always are"),
-  ("server", "wire"): ("float32", "it would change what is computed"),
-  ("live", "devices"): (1, "a worker has one"),
-}
-_SIMULATED = ("loading", "restart")  # options that are simulated time
-
-
-def check(run: Run) -> None:
-  """Checks what needs neither data nor a model."""
-  parameter_server.check(run)
-  for (section, key), (only, why) in _ONLY.items():
-    given = run.config[section][key]
-    if given != only:
-      raise ValueError(
-        f"config.{section}.{key} {given!r} is not for {unused.recipe_of(run)}:"
-        f" {why.format(label=run.label)}; leave it {only!r}"
-      )
-  for key in _SIMULATED:
-    if key in run.options:
-      raise ValueError(
-        f"config.runs.{run.label}.{key} {run.options[key]!r} is simulated time:"
-        f" engine {run.engine!r} takes the time it takes; drop it, or use"
-        " engine='simulate'"
-      )
-
-
-def check_faults(plan: CoordinatedPlan, machine: Any) -> None:
-  """Refuses faults that cannot happen to its workers."""
-  recipe = unused.recipe_of(plan.run)
-  watched.check_faults(
-    machine, f"a worker of {recipe} is called, and loses no message"
-  )
 
 
 class LiveBatches(NamedTuple):
@@ -270,7 +229,7 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     figures = self._counter.figures()
     if figures.messages:
       self._board.write(now, self.done, figures)
-    return self._progress(first)._replace(figures=figures)
+    return self._progress(new)._replace(figures=figures)
 
   def _check_files(self):
     for path in (journal_path(self._folder, 0), records_path(self._folder, 0)):

@@ -8,23 +8,21 @@ left who has seen it.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from asgd import gossip, safe_files, simulator
-from asgd.experiment import engines, live_files, storage
+from asgd.experiment import engines, storage
 from asgd.experiment.engines import (
-  allocations,
   parameter_server,
   peer_clusters,
   peers,
   watched,
 )
 from asgd.experiment.engines.peer_clusters import LivePeers
-from asgd.experiment.schema import Run
 from asgd.live.append_only import check_rows
 from asgd.live.gossip import files
 from asgd.live.gossip.peer_rows import View
@@ -33,32 +31,10 @@ from asgd.live.records import check_count, records_path
 from asgd.orders.trace import TAKES
 
 
-def check(run: Run) -> None:
-  """Checks what needs neither data nor a model."""
-  watched.check(run, "whose peers have no server")
-
-
-def check_plan(plan: peers.PeerPlan) -> None:
-  """Refuses work by measured speeds, which only workers of a server get."""
-  if allocations.unknown(plan):
-    raise ValueError(
-      f"config.allocation follows from speeds, and the live peers of"
-      f" config.runs.{plan.run.label} are not timed: give numbers, one for each"
-      " peer"
-    )
-
-
-def check_faults(plan: Any, machine: Any) -> None:
-  """Refuses faults that cannot happen between peers."""
-  if peers.of_peers(plan.run):
-    why = "a message of peers is told once, over a link that loses none"
-    watched.check_faults(machine, why)
-
-
-def check_files(folder: Path) -> None:
+def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   """Raises ValueError if a journal or records of a finished cell were changed
   since; a message that its peer did not outlive may have no record."""
-  workers = live_files.read_description(folder)["cell"]["workers"]
+  workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
   for peer in range(workers):
     events = read_journal(journal_path(folder, peer))
@@ -284,3 +260,13 @@ class LivePeerEngine(watched.WatchedEngine):
     if self._plan.gossip.order != gossip.PAIRS:
       self.done = self.cluster.rounds * self.quantum
     return told
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns what a cell came to in a few words."""
+  words = peers.describe(result)
+  if missed := result["missed"]:
+    words += f", {missed} messages missed while peers were gone"
+  if lost := result.get("residual_lost"):
+    words += f", RMS {lost:.2g} that codecs had kept back lost with peers"
+  return words

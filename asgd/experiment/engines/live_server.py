@@ -7,6 +7,7 @@ down what it sees. Training does not wait for it.
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,12 @@ from asgd.experiment.engines import (
   live_clusters,
   live_news,
   parameter_server,
+  server_orders,
   traffic,
   watched,
 )
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.schema import Run
 from asgd.live import records
 from asgd.live.append_only import FileGone
 from asgd.live.clusters import base as clusters
@@ -36,6 +40,58 @@ from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events
 
 _LOOK = 0.1  # seconds between two looks at the cluster
+
+
+def check(run: Run) -> None:
+  """Checks what needs neither data nor a model."""
+  parameter_server.check(run)
+  config = run.config
+  server, live = config["server"], config["live"]
+  if config["compress_down"] is not None and server["wire"] != "float32":
+    raise ValueError(
+      f"config.compress_down: with config.server.wire {server['wire']!r}"
+      " workers get rounded parameters, and those that they rebuild of updates"
+      " would not be the server's; leave one of the two out"
+    )
+  if server["consistent"] and server["shards"] > 1 and not server["log"]:
+    raise ValueError(
+      "config.server.consistent needs a log, or shards that come back would"
+      " differ from the others; set config.server.log=16"
+    )
+  devices, batch = live["devices"], config["batch_size"]
+  if live["parallel"] == "data" and batch % devices:
+    raise ValueError(
+      f"config.live.devices {devices} must divide config.batch_size {batch}, or"
+      " each device would do the whole batch; use"
+      f" {math.gcd(devices, batch)}, or another batch size"
+    )
+
+
+def _check_kept(plan):
+  """A worker that rebuilds parameters of updates needs each of them."""
+  if plan.codec_down is not None and server_orders.keeps(plan.order):
+    key = "cache" if plan.order.get("cache") else "fetch_every"
+    raise ValueError(
+      f"config.compress_down is not for live workers that keep tickets ({key}"
+      f" of config.runs.{plan.run.label}): they would be sent all parameters"
+      " after each message; leave one of the two out, or use engine 'simulate'"
+    )
+
+
+def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
+  """As `parameter_server.plan`; refuses an order that only a simulation can
+  keep, and what cannot be split into shards."""
+  result = parameter_server.plan(experiment, run, workers)
+  _check_kept(result)
+  depth = result.rules().depth
+  if run.config["live"]["overlap"] and depth < 2:
+    raise ValueError(
+      f"config.live.overlap needs config.order.depth=2 or more, not {depth}:"
+      " tickets that workers hold while they compute"
+    )
+  if run.config["server"]["shards"] > 1:
+    live_clusters.needs_totals(result)
+  return result
 
 
 class LiveEngine(engines.Engine):

@@ -16,12 +16,7 @@ import jax
 import numpy as np
 
 from asgd import base
-from asgd.experiment import (
-  checkpoint,
-  checks,
-  engines,
-  live_files,
-)
+from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   parameter_server,
   table_clusters,
@@ -44,19 +39,6 @@ from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 
 
-def check(run: Run) -> None:
-  """Checks what needs neither data nor a model."""
-  instead = f"write config.runs.{run.label}.shards={{given}}"
-  watched.check(run, "whose tables have shards of their own", instead)
-
-
-def check_faults(plan: tables.TablePlan, machine: Any) -> None:
-  """Refuses faults that cannot happen to workers of tables."""
-  del plan
-  why = "what a worker of tables asks is asked again until it is answered"
-  watched.check_faults(machine, why)
-
-
 def plan(experiment: Any, run: Run, workers: int) -> tables.TablePlan:
   """As `tables.plan`; refuses more shards than there can be live."""
   result = tables.plan(experiment, run, workers)
@@ -65,10 +47,15 @@ def plan(experiment: Any, run: Run, workers: int) -> tables.TablePlan:
   return result
 
 
+def table_shards(folder: Path) -> int:
+  """Returns the number of shards of a cell of tables, by its files."""
+  return len([*folder.glob("shard-*.csv")])
+
+
 def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   """Raises ValueError if orders or records of a finished cell were changed
   since; what a worker did not outlive may have no record."""
-  shards = live_files.table_shards(folder)
+  shards = table_shards(folder)
   workers = description["cell"]["workers"]
   orders = files.read_orders(folder, shards, workers)
   files.read_trace(folder, workers)
@@ -238,7 +225,7 @@ class LiveTableEngine(watched.WatchedEngine):
     del summary["train_loss"]  # that of the last evaluation stands
     back, dropped = self.cluster.held()
     return {
-      "order": rules.consistency.value,
+      "order": rules.consistency.name,
       "bound": rules.bound,
       "messages": len(records.loss),
       "updates": min(slowest for _, slowest in self._counts_seen),

@@ -19,7 +19,7 @@ import numpy as np
 
 from asgd import base
 from asgd.experiment import engines
-from asgd.experiment.engines import Column, mesh_plan, peer_mesh, peers
+from asgd.experiment.engines import Column, by_protocol, mesh_plan
 from asgd.experiment.schema import Run
 from asgd.parallel import meshes, processes
 
@@ -174,9 +174,8 @@ class MeshEngine(engines.Engine):
     return self.done, tree, {"update": self.done, "seconds": self._seconds}
 
 
-def _describe(result: Mapping[str, Any]) -> str:
-  if peers.has_peers(result):
-    return f"{peers.describe(result)}, {result['seconds']:.1f} s"
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns losses, speed and memory of a cell in a few words."""
   words = (
     f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s,"
     f" {result['examples_per_second']:.4g} examples a second, state"
@@ -191,39 +190,16 @@ def _describe(result: Mapping[str, Any]) -> str:
   return words
 
 
-# With a recipe of peers each device has a model of its own.
-
-
-def _check(run: Run) -> None:
-  (peer_mesh if peers.of_peers(run) else mesh_plan).check(run)
-
-
-def _devices(run: Run) -> int:
-  if peers.of_peers(run):
-    return peer_mesh.devices(run)
+def devices(run: Run) -> int:
+  """Returns how many devices a run needs."""
   return mesh_plan.devices_of(run) or 1
 
 
-def _plan(experiment: Any, run: Run, workers: int) -> Any:
-  plan = peer_mesh.plan if peers.of_peers(run) else mesh_plan.plan
-  return plan(experiment, run, workers)
-
-
-def _start(context: engines.Context) -> engines.Engine:
-  if peers.of_peers(context.plan.run):
-    return peer_mesh.PeerMeshEngine(context)
-  return MeshEngine(context)
-
-
-MESH = engines.EngineKind(
+MESH = by_protocol.engine_kind(
+  "mesh",
   sections=mesh_plan.SECTIONS,
   settings="mesh",
   default_recipe="asgd",
-  workers=lambda run: run.config["workers"] if peers.of_peers(run) else (1,),
-  check=_check,
-  devices=_devices,
-  plan=_plan,
-  start=_start,
   columns=(
     Column("mesh", "mesh"),
     Column("optimizer", "optimizer"),
@@ -233,6 +209,5 @@ MESH = engines.EngineKind(
     Column("examples/s", "examples_per_second", 1, "{:.4g}"),
     Column("MiB/device", "state_bytes", 2**-20, "{:.3g}"),
   ),
-  describe=_describe,
   timed=True,
 )

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 
 from asgd import sharding, wire
-from asgd.checks import shown
-from asgd.experiment import checks, schema
-from asgd.experiment.engines import Column, unused
+from asgd.experiment import checks
+from asgd.experiment.engines import Column
 from asgd.experiment.schema import Run, Setting
 from asgd.orders.network import INCAST, LinkUse, Network
 from asgd.orders.play import Sizes, fixed
@@ -47,25 +46,8 @@ def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
   return None if network.is_instant else network
 
 
-def set_in(config: Mapping[str, Any]) -> list[str]:
-  """Returns the keys of a config's section `network` that are set, which are
-  none where messages take no time."""
-  return schema.set_in(config.get("network"), SECTIONS["network"])
-
-
-def refuse(run: Run, what: str) -> None:
-  """Raises ValueError if a config has a network that a run has no use for."""
-  for key in set_in(run.config):
-    raise ValueError(
-      f"config.network.{key} {shown(run.config['network'][key])} is not for"
-      f" {unused.recipe_of(run)}: {what}; leave it out{unused.others(run)}"
-    )
-
-
 def check(run: Run) -> None:
   """Raises ValueError for a network that a run cannot have."""
-  if run.engine == "ray":
-    refuse(run, f"messages of engine {run.engine!r} take the time they take")
   server = run.config["server"]
   several = server["shards"] > 1 and not server["consistent"]
   if several and network_of(run) is not None:

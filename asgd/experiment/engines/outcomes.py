@@ -30,6 +30,11 @@ class OutcomePlan:
     loss = losses.as_loss(self.problem.loss)
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
+  def of_seed(self, seed: int) -> Any:
+    """Returns the plan of a cell: that of all seeds."""
+    del seed
+    return self
+
   def durations(self, seed: int) -> durations.Durations:
     """Returns how long jobs take."""
     section = self.run.config["durations"]

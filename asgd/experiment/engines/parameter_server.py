@@ -18,6 +18,7 @@ from asgd import (
   base,
   compression,
   diagnosis,
+  names,
   optimizers,
   orders,
   own_writes,
@@ -81,6 +82,16 @@ class ServerPlan:
   def batches(self) -> int:
     """Batches in one message."""
     return self.recipe.steps
+
+  @classmethod
+  def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
+    """Returns the batches, over all workers, of which an update is made."""
+    del workers
+    return recipe.every * recipe.push_every * recipe.steps
+
+  def check(self) -> None:
+    """Raises ValueError for an order that does not fit the rest of the plan."""
+    server_orders.check(self)
 
   @functools.cached_property
   def host(self) -> simulator.Host:
@@ -225,6 +236,8 @@ class ServerPlan:
 
 def check(run: Run) -> None:
   """Checks what is read before a plan is made."""
+  with checks.blame("order", ("name",)):
+    names.check("order", run.config["order"]["name"], orders.makers.NAMES)
   backup = run.config["order"].get("backup", 0)
   if type(backup) is not int or backup < 0:
     raise ValueError(
@@ -273,39 +286,18 @@ def _worker(run, recipe, loss) -> base.Worker:
   return _weighted(worker, run.config["batch_size"])
 
 
-def _check_peers(run, of_peers):
-  """Refuses what a recipe without a server has not."""
-  if of_peers is None:
-    raise ValueError(
-      f"config.runs.{run.label}.recipe {run.recipe!r} is of peers, without a"
-      f" server, which engine {run.engine!r} does not train: use simulate or"
-      " mesh"
-    )
-  networks.refuse(run, "peers have links to each other, not to a server")
-  traffic.refuse(
-    run,
-    "of the recipes of peers, choco_sgd and threshold_sharing alone have a"
-    " codec, as their own option codec=",
-  )
-
-
 def plan(
   experiment: Any,
   run: Run,
   workers: int,
-  of_peers: type[ServerPlan] | None = None,
-) -> ServerPlan:
+  make: type[ServerPlan] = ServerPlan,
+) -> Any:
   """Builds what the cells of a run with so many workers share, checking it;
-  `of_peers` is the plan of a recipe without a server, None refuses it."""
+  `make` is the class of the plan."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
   first = run.given or build_recipe(run, workers, peak)
-  if first.gossip is not None:
-    _check_peers(run, of_peers)
-  # All peers make an update of their own from so many batches.
-  every = first.every * first.push_every
-  every = workers if first.gossip is not None else every
-  batches, start = every * first.steps, peak / workers
+  batches, start = make.batches_of_update(first, workers), peak / workers
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
@@ -324,7 +316,6 @@ def plan(
   count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
   checks.few_messages(run.config, messages)
-  make = ServerPlan if first.gossip is None else of_peers or ServerPlan
   result = make(
     run=run,
     workers=workers,
@@ -347,9 +338,7 @@ def plan(
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
       result.of_seed(seed).trace(seed, messages=workers)
-  server_orders.check(result)
-  if first.gossip is not None and of_peers is not None:
-    result.check_codec()
+  result.check()
   return result
 
 

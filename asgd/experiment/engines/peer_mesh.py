@@ -4,6 +4,7 @@ The engine `mesh` trains recipes of peers by this module. A round is n messages,
 and a batch is of `batch_size` examples on each device.
 """
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -19,21 +20,15 @@ from asgd.parallel import meshes
 from asgd.parallel import peers as program_lib
 
 _SECONDS = 1.0  # of training, between two looks at clocks and signals
-_FREE = "axes", "devices"  # settings that peers have, too
+# Settings of one model on all devices.
+OF_ONE_MODEL = [
+  key for key in mesh_plan.SECTIONS["mesh"] if key not in ("axes", "devices")
+]
 
 
 def check(run: Run) -> None:
   """Checks what can be known before there are devices."""
-  section, of_mesh = run.config["mesh"], mesh_plan.SECTIONS["mesh"]
-  for key, node in of_mesh.items():
-    default = schema.default_of(node)
-    if key not in _FREE and section[key] != default:
-      raise ValueError(
-        f"config.mesh.{key} {section[key]!r} is of one model on all devices,"
-        f" and with config.runs.{run.label}.recipe {run.recipe!r} each device"
-        f" is a peer with a model of its own: drop it"
-      )
-  axes = section["axes"]
+  axes = run.config["mesh"]["axes"]
   if not axes:
     return
   for workers in run.config["workers"]:
@@ -166,7 +161,9 @@ class PeerMeshEngine(engines.Engine):
       loss=part.loss,
       staleness=float(part.staleness.mean()),
       gap=float(part.gap.mean()),
-      broken=peers.broken(self._plan, part, self.done, self._name),
+      broken=parameter_server.broken(
+        self._plan, part, self.done, self._name, "of peer {worker}"
+      ),
     )
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:
@@ -272,3 +269,8 @@ class PeerMeshEngine(engines.Engine):
     tree |= {"links": self._links, "sent": self._sent}
     tree["records"] = self.records()
     return self.done, tree, {"seconds": self._seconds}
+
+
+def describe(result: Mapping[str, Any]) -> str:
+  """Returns what a cell came to in a few words."""
+  return f"{peers.describe(result)}, {result['seconds']:.1f} s"

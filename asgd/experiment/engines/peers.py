@@ -13,39 +13,17 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import algorithms, base, gossip, names, problems, simulator
+from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server, server_orders
+from asgd.experiment.engines import parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.gossip import topologies
 from asgd.live.gossip import frames
 from asgd.orders import protocol
 
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
 _MOST_PEERS = 16  # that are evaluated by themselves
-
-
-def of_peers(run: Run) -> bool:
-  """Whether the recipe of a run is one of peers."""
-  if run.given is not None:
-    return run.given.gossip is not None
-  if not names.is_import(run.recipe):
-    return run.recipe in algorithms.PEER_RECIPES
-  workers, rate = max(run.config["workers"]), run.config["learning_rate"]
-  return run.make_recipe(rate, workers).gossip is not None
-
-
-def check_server(run: Run) -> None:
-  """Raises ValueError for settings of a server, which peers do not have."""
-  default = server_orders.SECTIONS["server"]
-  for key, value in run.config["server"].items():
-    if value != default[key].default:
-      raise ValueError(
-        f"config.server.{key} {value!r} is not for the recipe {run.recipe!r}"
-        f" (config.runs.{run.label}), whose peers have no server: leave it out"
-      )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -83,9 +61,15 @@ class PeerPlan(ServerPlan):
       f"config.runs.{self.run.label}.recipe {self.run.recipe!r} has no server"
     )
 
-  def check_codec(self) -> None:
+  @classmethod
+  def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
+    """Returns the batches of which all peers make an update of their own."""
+    return workers * recipe.steps
+
+  def check(self) -> None:
     """Raises ValueError, naming the key, if the parameters cannot be encoded
     by the recipe's codec."""
+    super().check()
     if self.gossip.compressed:
       params = jax.eval_shape(self.problem.init, jax.random.key(0))
       with checks.blame(f"runs.{self.run.label}.codec"):
@@ -108,15 +92,16 @@ class PeerPlan(ServerPlan):
     )
 
 
-class PeerEngine(engines.Engine):
+class PeerEngine(SimulatedEngine):
   """A cell of peers, in simulated time."""
 
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan.of_seed(seed)
-    self._name = context.cell.name
-    self._peers, records = context.restore(
+  _which = "of peer {worker}"
+  _join = staticmethod(simulator.join_records)
+
+  def _begin(self, seed, params, root, restore):
+    del params, root  # `PeerPlan.peers` makes them
+    plan = self._plan
+    self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
@@ -124,23 +109,13 @@ class PeerEngine(engines.Engine):
     ends = simulator.end_of_message(trace)[1:] - 1
     self._ends = np.append(ends, len(trace.time))
     self._parts = [records]
-    self.total, self.done = plan.messages, len(records.loss)
     self.quantum = plan.quantum
-    self._pace = engines.Pace(_SECONDS, max(_FIRST, plan.workers))
+    return len(records.loss)
 
-  def advance(self, until: int) -> engines.Progress:
-    """Obeys the trace, not past message `until`."""
-    end = min(self.done + self._pace.begin(), until)
+  def _run(self, end):
     part = self._peers.run(int(self._ends[end - 1]))
-    self._pace.end()
     self._parts.append(part)
-    self.done = end
-    return engines.Progress(
-      loss=part.loss,
-      staleness=float(part.staleness.mean()),
-      gap=float(part.gap.mean()),
-      broken=broken(self._plan, part, self.done, self._name),
-    )
+    return part
 
   def _present(self):
     """States of the peers that are there, and what each counts."""
@@ -155,15 +130,10 @@ class PeerEngine(engines.Engine):
     updates = np.mean([int(state.server.version) for state in states])
     return engines.Snapshot(params, self.done, round(updates), clock)
 
-  def records(self) -> simulator.PeerRecords:
-    """Returns a row for each message."""
-    self._parts = [simulator.join_records(self._parts)]
-    return self._parts[0]
-
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages; and how far apart
     peers are, and how good single ones, now."""
-    part = _some(self.records(), start, end)
+    part = some(self.records(), start, end)
     row = summary(part, *self._present())
     return row | peer_quality(
       self._plan.problem, [s.server.params for s in self._present()[0]]
@@ -196,18 +166,6 @@ def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
   records = tree.pop("records")
   peers.restore(tree, saved.notes)
   return peers, records
-
-
-def _some(records, start: int, end: int) -> simulator.PeerRecords:
-  return simulator.PeerRecords(*(column[start:end] for column in records))
-
-
-def broken(
-  plan: PeerPlan, part: simulator.PeerRecords, done: int, cell: str
-) -> str | None:
-  """Says what is not finite in the latest records of a cell, if anything."""
-  which = "of peer {worker}"
-  return parameter_server.broken(plan, part, done, cell, which)
 
 
 # What all engines of peers say of them.
@@ -271,6 +229,11 @@ def links_table(traffic: simulator.LinkTraffic) -> str:
   return "\n".join([*lines, ""])
 
 
+def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
+  """Builds what the cells of a run of peers share, checking it."""
+  return parameter_server.plan(experiment, run, workers, PeerPlan)
+
+
 def describe(result: Mapping[str, Any]) -> str:
   """Returns how far apart peers are, and what it cost, in a few words."""
   words = (
@@ -298,8 +261,3 @@ COLUMNS = (
   engines.Column("worst peer %", "peer_accuracy_worst", 100, "{:.1f}"),
   engines.Column("MB/link", "bytes_per_link", 1e-6),
 )
-
-
-def has_peers(result: Mapping[str, Any]) -> bool:
-  """Whether a result is of peers."""
-  return "consensus" in result

@@ -12,8 +12,7 @@ import jax
 
 from asgd import algorithms, problems
 from asgd.checks import shown
-from asgd.experiment import checks
-from asgd.experiment.engines import unused
+from asgd.experiment import checks, refusals
 from asgd.experiment.schema import Run, Setting
 from asgd.orders import durations, protocol
 
@@ -97,7 +96,7 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
   """A recipe made for a protocol of its own keeps it, and so does one with
   workers that do several jobs on a ticket."""
   if recipe.order != "asynchronous":
-    unused.check_order(run, recipe.order)
+    _check_own(run, recipe.order)
     return {"name": recipe.order}
   order, made = run.config["order"], recipe.made
   given = made is not None and made.options.get("fetch_every") is not None
@@ -110,6 +109,20 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
         f" {recipe.fetch_every} jobs on a ticket; drop one of the two"
       )
   return {**order, "fetch_every": recipe.fetch_every}
+
+
+def _check_own(run, own):
+  """Raises ValueError if a config asks for another order than the recipe's."""
+  order = run.config["order"]
+  given = {key: value for key, value in order.items() if key != "name"}
+  if not given and order["name"] in ("asynchronous", own):
+    return
+  key, value = next(iter(given.items()), ("name", order["name"]))
+  raise ValueError(
+    f"config.order.{key} {shown(value)} is not for {refusals.recipe_of(run)},"
+    f" which has an order of its own ({own}): leave it"
+    f" out{refusals.others(run)}"
+  )
 
 
 def keeps(order: Mapping[str, Any]) -> bool:

@@ -1,76 +1,50 @@
 """The engine `simulate`: workers in simulated time, on a drawn order.
 
-What a cell computes is a function of its config and its seed. Clocks decide
-when it looks up and when a checkpoint is written, never what happens next.
+`SIMULATE` runs cells of all protocols; this module has those with a server.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, sandblaster, simulator
-from asgd import tables as tables_lib
+from asgd import base, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
-  coordinated,
+  by_protocol,
   live_clusters,
   networks,
   parameter_server,
-  peers,
   server_orders,
   simulated_orders,
   simulated_shards,
-  tables,
   traffic,
 )
+from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
 from asgd.experiment.schema import Run
 
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
 
+class SimulationEngine(SimulatedEngine):
+  """A cell with a server, in simulated time."""
 
-class SimulationEngine(engines.Engine):
-  """A cell in simulated time."""
-
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan.of_seed(seed)
-    self._name = context.cell.name
+  def _begin(self, seed, params, root, restore):
+    plan = self._plan
     batch = plan.job_batches(seed)
-    init_key, root = jax.random.split(jax.random.key(seed))
-    simulation = plan.host.init(plan.problem.init(init_key), plan.workers)
-    restored = context.restore(lambda saved: _unpack(saved, simulation))
+    simulation = plan.host.init(params, plan.workers)
+    restored = restore(lambda saved: _unpack(saved, simulation))
     new = simulation, simulator.concatenate([]), None
     self._simulation, records, sizes = restored or new
     self._order = simulated_orders.order_of(
       *(plan, seed, batch, root), saved=sizes, rows=self._simulation.event
     )
     self._parts = [records]
-    self.total, self.done = plan.messages, len(records.loss)
-    self._pace = engines.Pace(_SECONDS, _FIRST)
+    return len(records.loss)
 
-  def advance(self, until: int) -> engines.Progress:
-    """Obeys the trace, not past message `until`."""
-    end = min(self.done + self._pace.begin(), until)
+  def _run(self, end):
     self._simulation, part = self._order.obey(self._simulation, self.done, end)
-    self._pace.end()
     self._parts.append(part)
-    self.done = end
-    return engines.Progress(
-      loss=part.loss,
-      staleness=float(part.staleness.mean()),
-      gap=float(part.gap.mean()),
-      broken=self._broken(part),
-    )
-
-  def _broken(self, part):
-    return parameter_server.broken(
-      self._plan, part, self.done, self._name, "staleness {staleness}"
-    )
+    return part
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
@@ -83,16 +57,6 @@ class SimulationEngine(engines.Engine):
       server.params, self.done, int(server.version), clock
     )
 
-  def records(self) -> base.Records:
-    """Returns a row for each message."""
-    self._parts = [simulator.concatenate(self._parts)]
-    return self._parts[0]
-
-  def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages."""
-    part = base.Records(*(column[start:end] for column in self.records()))
-    return parameter_server.summary(part)
-
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     state, records, plan = self._simulation.server, self.records(), self._plan
@@ -102,10 +66,7 @@ class SimulationEngine(engines.Engine):
     use = self._order.use()
     if use is not None:
       row |= networks.columns(use, len(records.loss), time)
-    if not plan.server.sends_current and plan.run.given is None:
-      sent = plan.server.send(state, jnp.int32(0)).params
-      row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
-    return row
+    return row | sent_accuracy(plan, [state], lambda parts: parts[0])
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
@@ -169,72 +130,30 @@ def _unpack(saved, template):
   return simulation, records, saved.notes.get("sizes")
 
 
-class _Driver(NamedTuple):
-  """What drives the workers of a cell, by the recipe of its run."""
-
-  plan: Callable[[Any, Run, int], Any]  # experiment, run, workers
-  start: Callable[[engines.Context], engines.Engine]
-  describe: Callable[[Mapping[str, Any]], str]
-
-
-def _plan(experiment: Any, run: Run, workers: int) -> Any:
-  plan = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
-  if plan.recipe.gossip is not None:
-    peers.check_server(run)
-  if plan.recipe.gossip is None and server_orders.out_of_step(run):
-    live_clusters.needs_totals(plan)  # or it is refused
-  return plan
+def plan(experiment: Any, run: Run, workers: int) -> Any:
+  """Builds what the cells of a run with a server share, checking it."""
+  result = parameter_server.plan(experiment, run, workers)
+  if server_orders.out_of_step(run):
+    live_clusters.needs_totals(result)  # or it is refused
+  return result
 
 
-def _check(run: Run) -> None:
+def check(run: Run) -> None:
+  """Checks a run with a server, before there are data."""
   parameter_server.check(run)
   server_orders.check_delays(run)
 
 
-def _start(context: engines.Context) -> engines.Engine:
-  if context.plan.recipe.gossip is not None:
-    return peers.PeerEngine(context)
+def start(context: engines.Context) -> engines.Engine:
+  """Starts a cell with a server, in shards that may be out of step."""
   if server_orders.out_of_step(context.plan.run):
     return simulated_shards.ShardedEngine(context)
   return SimulationEngine(context)
 
 
-def _describe(result: Mapping[str, Any]) -> str:
-  if peers.has_peers(result):
-    return peers.describe(result)
-  return parameter_server.describe(result)
-
-
-_COORDINATOR = _Driver(
-  coordinated.plan, coordinated.CoordinatedEngine, coordinated.describe
-)
-_TABLES = _Driver(tables.plan, tables.TableEngine, tables.describe)
-_ORDER = _Driver(  # of messages to a server, or between peers
-  _plan,
-  _start,
-  _describe,
-)
-_DRIVERS = {
-  **dict.fromkeys(sandblaster.RECIPES, _COORDINATOR),
-  **dict.fromkeys(tables_lib.RECIPES, _TABLES),
-}
-
-
-def _driver(recipe: str) -> _Driver:
-  return _DRIVERS.get(recipe, _ORDER)
-
-
-SIMULATE = engines.EngineKind(
+SIMULATE = by_protocol.engine_kind(
+  "simulate",
   sections=parameter_server.SECTIONS,
   settings=None,
-  workers=lambda run: run.config["workers"],
-  check=_check,
-  devices=lambda run: 1,
-  plan=lambda experiment, run, workers: _driver(run.recipe).plan(
-    experiment, run, workers
-  ),
-  start=lambda context: _driver(context.plan.run.recipe).start(context),
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
-  describe=lambda result: _driver(result["recipe"]).describe(result),
-  served=tuple(_DRIVERS),
 )

@@ -13,24 +13,18 @@ import jax.numpy as jnp
 from asgd import base, orders, sharding, simulator
 from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import live_clusters, parameter_server, traffic
-
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
+from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
 
 
-class ShardedEngine(engines.Engine):
+class ShardedEngine(SimulatedEngine):
   """A cell in simulated time, with a server in shards."""
 
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan.of_seed(seed)
-    self._name = context.cell.name
+  def _begin(self, seed, params, root, restore):
+    plan = self._plan
     self._traces = plan.traces(seed)
-    init_key, root = jax.random.split(jax.random.key(seed))
-    self._params = jax.device_get(plan.problem.init(init_key))
+    self._params = jax.device_get(params)
     split = sharding.make_plan(self._params, len(self._traces))
-    self._run = simulator.Sharded(
+    self._sharded = simulator.Sharded(
       *(plan.server, plan.coded_worker(split), self._params, self._traces),
       workers=plan.workers,
       batch=plan.job_batches(seed),
@@ -40,31 +34,19 @@ class ShardedEngine(engines.Engine):
     )
     empty = [simulator.concatenate([]) for _ in self._traces]
     # Of each shard: those before the last checkpoint.
-    self._before: list[base.Records] = context.restore(self._unpack) or empty
-    self.total, self.done = plan.messages, len(self._before[0].loss)
-    self._since = self.done  # messages of the lead in `_before`
-    self._pace = engines.Pace(_SECONDS, _FIRST)
+    self._before: list[base.Records] = restore(self._unpack) or empty
+    self._since = len(self._before[0].loss)  # messages of the lead in `_before`
+    return self._since
 
-  def advance(self, until: int) -> engines.Progress:
-    """Obeys the traces, not past message `until` of the lead; with its last one
+  def _run(self, end):
+    """Obeys the traces, not past message `end` of the lead; with its last one
     the other shards receive what is left."""
-    end = min(self.done + self._pace.begin(), until)
-    self._run.until(None if end == self.total else end)
-    self._pace.end()
-    part = self._run.records(self.done - self._since)[0]
-    self.done = end
-    return engines.Progress(
-      loss=part.loss,
-      staleness=float(part.staleness.mean()),
-      gap=float(part.gap.mean()),
-      broken=parameter_server.broken(
-        self._plan, part, end, self._name, "staleness {staleness}"
-      ),
-    )
+    self._sharded.until(None if end == self.total else end)
+    return self._sharded.records(self.done - self._since)[0]
 
   def _records(self):
     """Of each shard."""
-    pairs = zip(self._before, self._run.records(), strict=True)
+    pairs = zip(self._before, self._sharded.records(), strict=True)
     return [simulator.concatenate(list(pair)) for pair in pairs]
 
   def snapshot(self) -> engines.Snapshot:
@@ -74,49 +56,43 @@ class ShardedEngine(engines.Engine):
       "time": float(records[0].time[-1]),
       "megabytes": traffic.megabytes(records),
     }
-    version = int(self._run.states[0].version)
-    return engines.Snapshot(self._run.params, self.done, version, clock)
+    version = int(self._sharded.states[0].version)
+    return engines.Snapshot(self._sharded.params, self.done, version, clock)
 
   def records(self) -> base.Records:
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
-    plan = self._run.plan
+    plan = self._sharded.plan
     return live_clusters.combine(self._records(), plan, self._params)
-
-  def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages."""
-    part = base.Records(*(column[start:end] for column in self.records()))
-    return parameter_server.summary(part)
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
-    plan, records, states = self._plan, self.records(), self._run.states
+    plan, records, states = self._plan, self.records(), self._sharded.states
     row = parameter_server.columns(plan, records, int(states[0].version))
     row["simulated_time"] = float(records.time[-1])
     row["shards"] = len(states)
     row["spread_mean"] = float(orders.shards.spreads(self._traces).mean())
-    if not plan.server.sends_current and plan.run.given is None:
-      parts = [plan.server.send(s, jnp.int32(0)).params for s in states]
-      sent = sharding.join(self._run.plan, jax.device_get(parts))
-      row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
-    return row
+    split = self._sharded.plan
+    return row | sent_accuracy(
+      plan, states, lambda parts: sharding.join(split, jax.device_get(parts))
+    )
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns shards, workers, tickets and messages on their way, records."""
-    tree, notes = self._run.pack()
+    tree, notes = self._sharded.pack()
     rows = sum(row for row, *_ in notes["shards"])
     return rows, {**tree, "records": self._records()}, notes
 
   def _unpack(self, saved):
     """Goes to where a checkpoint is; returns the records until then."""
-    like = self._run.like(saved.notes)
+    like = self._sharded.like(saved.notes)
     empty = checkpoint.any_shapes(simulator.concatenate([]))
     tree = saved.tree({**like, "records": [empty for _ in self._traces]})
     records = tree.pop("records")
     losses = tree.pop("losses")
     # Copied: the simulation donates buffers, and these are NumPy's.
     tree = jax.tree.map(jnp.array, tree)
-    self._run.unpack({**tree, "losses": losses}, saved.notes)
+    self._sharded.unpack({**tree, "losses": losses}, saved.notes)
     return records
 
   def extras(self) -> dict[str, str]:

@@ -24,14 +24,11 @@ from asgd.experiment.engines import (
   outcomes,
   parameter_server,
   traffic,
-  unused,
 )
+from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.orders import trace
 from asgd.tables import functions
-
-_SECONDS = 0.25  # between two looks at clocks and signals
-_FIRST = 16  # messages of the first call of `advance`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
@@ -158,12 +155,6 @@ class TablePlan(outcomes.OutcomePlan):
     )
 
 
-_REFUSED = {
-  "clip_norm": "a worker knows the rows of its batch alone",
-  "compress_down": "rows are sent as they are",
-}
-
-
 def _add_function(run, problem, options):
   """Adds the function at the server that a problem needs, with its options."""
   name, needed = problem.function
@@ -217,11 +208,6 @@ def _check_codec(run, settings, like):
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """Builds what the cells of a run with so many workers share, checking it."""
   problem, config = experiment.problem_of(run), run.config
-  unused.refuse(run, _REFUSED)
-  unused.refuse_gates(run, "its consistency says who waits")
-  if run.engine != "simulate":
-    networks.refuse(run, f"messages of engine {run.engine!r} take what they do")
-  unused.check_order(run, "its consistency")
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
     raise ValueError(
@@ -274,16 +260,13 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   )
 
 
-class TableEngine(engines.Engine):
+class TableEngine(SimulatedEngine):
   """A cell of tables in simulated time."""
 
-  def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    seed = context.cell.seed
-    self._plan = plan = context.plan
-    self._name = context.cell.name
-    init_key, root = jax.random.split(jax.random.key(seed))
-    params = jax.device_get(plan.problem.init(init_key))
+  _not_finite: str | None = None
+
+  def _begin(self, seed, params, root, restore):
+    plan, params = self._plan, jax.device_get(params)
 
     def unpack(saved):
       simulation = plan.simulation(seed, params, root)
@@ -292,38 +275,29 @@ class TableEngine(engines.Engine):
       simulation.unpack(tree, saved.notes)
       return simulation
 
-    restored = context.restore(unpack)
-    self._simulation = restored or plan.simulation(seed, params, root)
-    self._broken: str | None = None
-    self.total, self.done = plan.messages, self._simulation.received
-    self._pace = engines.Pace(_SECONDS, _FIRST)
+    self._simulation = restore(unpack) or plan.simulation(seed, params, root)
+    return self._simulation.received
 
   @property
   def ended(self) -> bool:
     """Whether nothing can follow: an update was not finite."""
-    return self._broken is not None
+    return self._not_finite is not None
 
-  def advance(self, until: int) -> engines.Progress:
-    """Goes on, not past message `until`."""
-    simulation, first = self._simulation, self.done
-    end = min(first + self._pace.begin(), until)
+  def _run(self, end):
+    simulation = self._simulation
     try:
       simulation.advance(end)
     except ValueError as error:
       if "is not finite" not in str(error):
         raise
-      self._broken = parameter_server.not_finite(
+      self._not_finite = parameter_server.not_finite(
         self._plan, f"{error}, at message {simulation.received + 1}", self._name
       )
-    self._pace.end()
-    self.done = simulation.received
-    part = simulation.records(first)
-    return engines.Progress(
-      loss=part.loss,
-      staleness=engines.mean(part.staleness),
-      gap=engines.mean(part.gap),
-      broken=self._broken,
-    )
+    return simulation.records(self.done)
+
+  def _broken(self, part):
+    del part
+    return self._not_finite
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the server's rows, at the simulated time."""
@@ -343,8 +317,7 @@ class TableEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages."""
-    part = base.Records(*(column[start:end] for column in self.records()))
-    return self._summary(part)
+    return self._summary(some(self.records(), start, end))
 
   def _summary(self, part):
     """What some messages say; there may be none, if the next one was not
@@ -367,7 +340,7 @@ class TableEngine(engines.Engine):
     if isinstance(simulation, tables.OverNetwork) and time > 0:
       summary |= networks.columns(simulation.use(), self.done, time)
     return {
-      "order": rules.consistency.value,
+      "order": rules.consistency.name,
       "bound": rules.bound,
       "messages": self.done,
       "updates": simulation.server.slowest,

@@ -12,7 +12,7 @@ from asgd import algorithms, base, compression, problems, wire
 from asgd.checks import shown
 from asgd.compression import own
 from asgd.experiment import checks
-from asgd.experiment.engines import Column, unused
+from asgd.experiment.engines import Column
 from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders.trace import Event
 
@@ -111,16 +111,6 @@ def codecs_of(
   up = size_of(dataset, problem, workers, workers * message)
   down = size_of(dataset, problem, 1, recipe.every * message)
   return _codec_of(run, "compress", up), _codec_of(run, "compress_down", down)
-
-
-def refuse(run: Run, what: str) -> None:
-  """Raises ValueError if a config names a codec that a run has no use for."""
-  for key in SECTIONS:
-    if run.config[key] is not None:
-      raise ValueError(
-        f"config.{key} is not for {unused.recipe_of(run)}: {what}; leave it"
-        f" out{unused.others(run)}"
-      )
 
 
 def compressed(

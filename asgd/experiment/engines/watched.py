@@ -17,7 +17,6 @@ from typing import Any
 from asgd.experiment import engines, live_figures
 from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import parameter_server
-from asgd.experiment.schema import Run
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
 from asgd.live.journal import cut_journal, journal_path, read_journal
@@ -25,46 +24,6 @@ from asgd.live.records import records_path
 from asgd.orders.trace import STARTS
 
 LOOK = 0.1  # seconds between two looks at the cluster
-_ONLY = {  # section, key -> the one value that is left to them
-  ("server", "shards"): 1,
-  ("server", "consistent"): False,
-  ("server", "wire"): "float32",
-  ("live", "devices"): 1,
-}
-_OF_LINKS = ("lose", "double", "reorder")  # faults between worker and server
-
-
-def check(run: Run, whose: str, shards: str = "") -> None:
-  """Checks the settings of a server that these runs have not.
-
-  Args:
-    run: of a config.
-    whose: words for what these settings are of.
-    shards: where else shards are given, if they are. It may hold {given}.
-  """
-  parameter_server.check(run)
-  for (section, key), value in _ONLY.items():
-    given = run.config[section][key]
-    if given != value:
-      instead = f"leave it {value!r}"
-      if shards and key == "shards":
-        instead = shards.format(given=given)
-      raise ValueError(
-        f"config.{section}.{key} {given!r} is not for the recipe {run.recipe!r}"
-        f" (config.runs.{run.label}), {whose}: {instead}"
-      )
-
-
-def check_faults(machine: Any, why: str) -> None:
-  """Refuses faults that cannot happen to what is asked or told in calls."""
-  for fault in machine.faults:
-    if fault.kind in _OF_LINKS:
-      raise ValueError(
-        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
-        " hang, slow or nan"
-      )
-
-
 @contextlib.contextmanager
 def engine_errors(context: engines.Context) -> Iterator[None]:
   """What a cluster raises, as the run loop knows it."""

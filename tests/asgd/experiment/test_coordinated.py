@@ -205,6 +205,6 @@ def test_statistics_of_batches_are_refused():
 
 
 def test_all_recipes_are_known():
-  assert set(sandblaster.RECIPES) <= set(experiment.schema.RECIPES)
+  assert set(sandblaster.RECIPES) <= set(experiment.schema.recipes())
   with pytest.raises(ValueError, match="did you mean 'sandblaster'"):
     build({"recipe": "sandblastr"})

@@ -139,11 +139,11 @@ def test_files_that_were_cut_are_refused(tmp_path):
 @pytest.mark.parametrize(
   ("run", "config", "why"),
   [
-    ({}, {"server": {"shards": 2}}, "shards in config.runs.run.shards; leave"),
+    ({}, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
     ({}, {"server": {"wire": "bfloat16"}}, "it would change what is computed"),
     ({}, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
-    ({"loading": 1.0}, {}, "config.runs.run.loading 1.0 is simulated time"),
-    ({"restart": 2.0}, {}, "config.runs.run.restart 2.0 is simulated time"),
+    ({"loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
+    ({"restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
   ],
 )
 def test_one_line_for_what_it_cannot_do(run, config, why):
@@ -155,5 +155,5 @@ def test_one_line_for_what_it_cannot_do(run, config, why):
 
 def test_faults_of_links_are_refused():
   exp = build()
-  with pytest.raises(ValueError, match="--fault=lose:0:3: a worker of the rec"):
+  with pytest.raises(ValueError, match="--fault=lose:0:3: a worker of a coord"):
     exp.check_machine(Machine(faults=[Fault(0, 3, "lose")]))

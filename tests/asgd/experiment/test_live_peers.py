@@ -115,7 +115,7 @@ def test_a_cell_replays_with_a_peer_that_died(tmp_path):
     ({"server": {"shards": 2}}, "config.server.shards 2 is not for the recipe"),
     ({"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' is not"),
     ({"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
-    ({"allocation": {"batch_size": "speed"}}, "config.allocation follows"),
+    ({"allocation": {"batch_size": "speed"}}, "'speed' is not for the recipe"),
   ],
 )
 def test_what_peers_do_not_have_is_refused(config, match):

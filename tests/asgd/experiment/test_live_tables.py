@@ -10,7 +10,14 @@ import pytest
 
 from asgd import base, experiment
 from asgd.data import documents
-from asgd.experiment import audit, live_files, live_memory, loop, replay
+from asgd.experiment import (
+  audit,
+  comparison,
+  live_files,
+  live_memory,
+  loop,
+  replay,
+)
 from asgd.experiment.engines import live_tables, table_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
@@ -89,8 +96,8 @@ def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):
   again, _ = train(tmp_path)
   assert again["params_sha256"] == result["params_sha256"]
   with pytest.raises(ValueError, match="is of tables, whose shards"):
-    live_files.read(place)
-  drawn = live_files.read_to_draw(place)
+    comparison.compare(place)
+  drawn = live_files.read(place)
   jobs = [end.job for _, end in live_files.ended_jobs(drawn.jobs)]
   assert len(jobs) == 40
   assert len(drawn.journals) == 2

@@ -168,7 +168,7 @@ PEERS = {"a": {"recipe": "d_psgd"}}
     ),
     (
       {"network": NETWORK, "engine": "ray"},
-      "config.network.latency .* messages of engine 'ray' take the time",
+      "config.network.latency .* on engine 'ray': messages take the time",
     ),
     (
       {"network": NETWORK, "engine": "threads", "server": {"shards": 2}},

@@ -172,7 +172,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"compress": "top_k"},
-      "config.compress is not for the recipe 'd_psgd' (config.runs.ring): of",
+      "is not for the recipe 'd_psgd' (config.runs.ring): of the recipes of",
     ),
     ("ring", {"order": {"name": "nosuch"}}, "config.order: unknown order"),
     (
@@ -198,7 +198,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"engine": "pipeline", "stages": 2},
-      "the recipe 'd_psgd' is of peers, and stages have servers",
+      "the recipe 'd_psgd' has peers in the place of a server's update",
     ),
     ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
     (
@@ -206,7 +206,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
       {"axes": {"data": 2}},
       "config.mesh.axes data 2 does not fit config.workers 4, as each device",
     ),
-    ("mesh", {"zero": 1}, "config.mesh.zero 1 is of one model on all devices"),
+    ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),
     ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh are as"),
     (
       "ring",

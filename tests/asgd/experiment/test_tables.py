@@ -164,7 +164,7 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"consistency": "sspp"}, "unknown consistency 'sspp'; did you mean 'ssp'"),
     ({"clock_every": 0}, "runs.run.clock_every must be a positive .*not 0"),
     ({"bound": -1}, "runs.run.bound must be .*, 0 or more, not -1"),
-    ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe table"),
+    ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe 'table'"),
     ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
     ({"compress": "dgc"}, "keeps what it does not send itself"),
     ({"compress": "sign", "codec": "int8"}, "codec 'int8' and config.compress"),

@@ -59,7 +59,7 @@ def build(**config):
     ),
     (
       {"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
-      "config.compress is not for the recipe .*: of the recipes of peers",
+      "config.compress .* is not for the recipe .*: of the recipes of peers",
     ),
     (
       {"compress": {"name": "onebit_adam", "warm_up": 3}},

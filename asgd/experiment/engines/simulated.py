@@ -1,0 +1,107 @@
+"""What engines of simulated time share: one cell, a stretch of it at a time.
+
+What a cell computes is a function of its config and its seed. Clocks decide
+when it looks up and when a checkpoint is written, never what happens next.
+"""
+
+import abc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asgd import base, simulator
+from asgd.experiment import engines
+from asgd.experiment.engines import parameter_server
+
+_SECONDS = 0.25  # between two looks at clocks and signals
+_FIRST = 16  # messages of the first call of `advance`
+
+Restore = Callable[[Callable[[Any], Any]], Any]  # see Context.restore
+
+
+def some(records: Any, start: int, end: int) -> Any:
+  """Returns the rows start to end of records."""
+  return type(records)(*(column[start:end] for column in records))
+
+
+class SimulatedEngine(engines.Engine):
+  """A cell in simulated time, whatever its protocol."""
+
+  _which = "staleness {staleness}"  # of a message that is not finite
+  _join = staticmethod(simulator.concatenate)  # consecutive records
+  _parts: list[Any]  # records so far, if the simulation does not keep them
+
+  def __init__(self, context: engines.Context):
+    """Starts the cell, or goes on from its last checkpoint."""
+    seed = context.cell.seed
+    self._plan: Any = context.plan.of_seed(seed)
+    self._name = context.cell.name
+    init_key, root = jax.random.split(jax.random.key(seed))
+    params = self._plan.problem.init(init_key)
+    self.total = self._plan.messages
+    self.done = self._begin(seed, params, root, context.restore)
+    first = max(_FIRST, getattr(self._plan, "quantum", 1))
+    self._pace = engines.Pace(_SECONDS, first)
+
+  @abc.abstractmethod
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Makes the simulation, new or as a checkpoint has it; returns how many
+    messages it has received."""
+
+  @abc.abstractmethod
+  def _run(self, end: int) -> Any:
+    """Simulates on, not past message `end`; returns the records that are
+    new."""
+
+  def _broken(self, part: Any) -> str | None:
+    """Says what is not finite in the latest records, if anything."""
+    words = self._plan, part, self.done, self._name, self._which
+    return parameter_server.broken(*words)
+
+  def advance(self, until: int) -> engines.Progress:
+    """Simulates on for a moment, not past message `until`."""
+    part = self._run(min(self.done + self._pace.begin(), until))
+    self._pace.end()
+    self.done += len(part.loss)
+    return self._progress(part)
+
+  def _progress(self, part: Any) -> engines.Progress:
+    return engines.Progress(
+      loss=part.loss,
+      staleness=engines.mean(part.staleness),
+      gap=engines.mean(part.gap),
+      broken=self._broken(part),
+    )
+
+  def records(self) -> Any:
+    """Returns a row for each message."""
+    if len(self._parts) > 1:
+      self._parts = [self._join(self._parts)]
+    return self._parts[0]
+
+  def summary(self, start: int, end: int) -> dict[str, Any]:
+    """Returns staleness, gap and losses of some messages."""
+    return parameter_server.summary(some(self.records(), start, end))
+
+
+def sent_accuracy(
+  plan: Any,
+  states: Sequence[base.ServerState],
+  join: Callable[[list[Any]], base.Params],
+) -> dict[str, float]:
+  """Returns a column with the accuracy of what a worker would be sent now;
+  none of an algorithm that sends the parameters as they are.
+
+  Args:
+    plan: of the cell.
+    states: of the server, one for each shard.
+    join: makes whole parameters of those of the shards.
+  """
+  if plan.server.sends_current or plan.run.given is not None:
+    return {}
+  sent = join([plan.server.send(x, jnp.int32(0)).params for x in states])
+  return {"sent_accuracy": plan.problem.evaluate(sent).accuracy}

@@ -1,0 +1,148 @@
+"""Protocols: who exchanges what with whom in a run, as one value for each.
+
+A recipe belongs to a protocol: a server of dense parameters, peers, tables of
+keyed rows, a coordinator. What engines, replays, audits and commands need to
+know of the protocol of a run they look up in its value; none of them asks which
+protocol it is. The values are in `asgd.experiment.protocols`;
+`asgd.experiment` registers them, one line each.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LIVE = "threads", "ray"  # the engines of live cells
+DEFAULT = "server"  # the protocol of recipes and cells that say nothing else
+
+
+class Refusal(NamedTuple):
+  """A key of a config that the runs of a protocol may not set, and why."""
+
+  key: str  # dotted; a section stands for all its keys, `recipe.K` for options
+  why: str  # ends the sentence: KEY VALUE is not for the recipe R: ...
+  remedy: str = "leave it out"  # may hold {value} and {label}
+  engines: tuple[str, ...] = ()  # on which it is refused; () is all
+  values: tuple[Any, ...] = ()  # that are refused; () is all but the default
+
+
+def _nothing(*_: Any) -> None:
+  """The check of an engine that has nothing to check."""
+
+
+class Runner(NamedTuple):
+  """How one engine runs a protocol; errors are as of `EngineKind`."""
+
+  plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
+  start: Callable[[Any], Any]  # Context -> Engine
+  describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
+  check: Callable[[Any], None] = _nothing  # of a Run, as EngineKind.check
+  workers: Callable[[Any], Sequence[int]] = lambda run: run.config["workers"]
+  devices: Callable[[Any], int] = lambda run: 1  # CPU devices of a Run
+
+
+class Recomputed(NamedTuple):
+  """What the replay of a cell computed."""
+
+  trace: Any  # base.Trace
+  records: Any  # a NamedTuple of columns
+  params: Any
+  # Columns of result.json, beside params_sha256, that must be the same.
+  digests: Mapping[str, str] = {}
+
+
+class LiveCells(NamedTuple):
+  """How the folders of live cells of a protocol are read; errors are
+  ValueErrors. `description` is what cell.json says."""
+
+  # (folder, description): whether a cell whose recipe has no name is of it.
+  wrote: Callable[[Path, Mapping[str, Any]], bool]
+  trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
+  read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
+  # Refuses files that were changed since the cell ended.
+  check: Callable[[Path, Mapping[str, Any]], Any]
+  # Refuses a cell that has nothing to replay, or cannot be replayed.
+  check_replayable: Callable[[Path, Mapping[str, Any]], None]
+  rows: Callable[[Path], Sequence[Any]]  # events so far, of all workers
+  # (plan, cell, folder, description) -> Recomputed
+  replay: Callable[[Any, Any, Path, Mapping[str, Any]], Recomputed]
+  # (plan, folder, result, failures): yields Findings; returns the records that
+  # a replay must repeat, or None.
+  audit: Callable[..., Iterator[Any]]
+  link_faults: str = ""  # why --fault has none of lost messages; "": it has
+  comparison: str = ""  # why asgd compare refuses them; "": it does not
+
+
+class Protocol(NamedTuple):
+  """A protocol, as the rest of the experiment knows it."""
+
+  name: str
+  what: str  # ... in the place of a server's update
+  recipes: Mapping[str, Callable[..., Any]]  # makers, by name
+  runners: Mapping[str, Runner]  # by engine
+  live: LiveCells
+  refusals: Sequence[Refusal] = ()
+  columns: Sequence[Any] = ()  # engines.Column of its results
+  column: str = ""  # a key that its results alone have; "": none
+  updates: bool = False  # it runs problems whose workers compute no gradient
+
+
+PROTOCOLS: dict[str, Protocol] = {}  # by name; see `asgd.experiment`
+
+
+def named(recipe: Any) -> Protocol | None:
+  """Returns the protocol whose recipe has a name, None for other names."""
+  for protocol in PROTOCOLS.values():
+    if recipe in protocol.recipes:
+      return protocol
+  return None
+
+
+def of(run: Any) -> Protocol:
+  """Returns the protocol of a Run: that of its recipe's name, or of what its
+  MODULE:FUNCTION or its caller made."""
+  protocol, recipe = named(run.recipe), run.given
+  if protocol is not None:
+    return protocol
+  if recipe is None:
+    rate, workers = run.config["learning_rate"], max(run.config["workers"])
+    recipe = run.make_recipe(rate, workers)
+  return PROTOCOLS[recipe.protocol]
+
+
+def check_engine(run: Any, known: Sequence[str]) -> None:
+  """Raises ValueError if the engine of a Run, which runs the protocols that are
+  `known`, does not run that of its recipe."""
+  protocol = of(run)
+  if protocol.name in known:
+    return
+  *others, last = map(repr, protocol.runners)
+  names = f"{', '.join(others)} or {last}" if others else last
+  raise ValueError(
+    f"config.runs.{run.label}: the recipe {run.recipe!r} has {protocol.what} in"
+    f" the place of a server's update, which engine {run.engine!r} does not"
+    f" run: use engine={names}"
+  )
+
+
+def of_result(result: Mapping[str, Any]) -> Protocol:
+  """Returns the protocol of a row of results."""
+  protocol = named(result["recipe"])
+  if protocol is not None:
+    return protocol
+  for each in PROTOCOLS.values():
+    if each.column and each.column in result:
+      return each
+  return PROTOCOLS[DEFAULT]
+
+
+def of_cell(folder: Path, description: Mapping[str, Any]) -> Protocol:
+  """Returns the protocol of a live cell, by what its cell.json says and the
+  files in its folder."""
+  for entry in description["config"].get("runs", {}).values():
+    protocol = named(entry.get("recipe"))
+    if protocol is not None:
+      return protocol
+  for protocol in PROTOCOLS.values():
+    if protocol.live.wrote(folder, description):
+      return protocol
+  return PROTOCOLS[DEFAULT]

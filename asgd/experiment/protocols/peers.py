@@ -1,0 +1,188 @@
+"""Peers without a server: in simulated time, live, and on a mesh."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from asgd import algorithms, base, simulator
+from asgd.experiment import live_files, storage
+from asgd.experiment.engines import (
+  live_peers,
+  parameter_server,
+  peer_clusters,
+  peer_mesh,
+  peers,
+)
+from asgd.experiment.engines.live import rebuild
+from asgd.experiment.engines.peers import PeerPlan
+from asgd.experiment.findings import Failure, Finding, deaths, jobs
+from asgd.experiment.protocol import (
+  LIVE,
+  LiveCells,
+  Protocol,
+  Recomputed,
+  Refusal,
+  Runner,
+)
+from asgd.live.deadlines import DEAD
+from asgd.live.gossip import files
+from asgd.live.journal import journal_path, read_begun, read_journal
+from asgd.orders import trace
+
+Description = Mapping[str, Any]
+_NO_SERVER = "its peers have no server"
+_CODEC = (
+  "of the recipes of peers, choco_sgd and threshold_sharing alone have a codec,"
+  " as their own option codec="
+)
+
+
+def _live(make_cluster: Any) -> Runner:
+  return Runner(
+    plan=peers.plan,
+    start=lambda context: live_peers.LivePeerEngine(context, make_cluster),
+    describe=live_peers.describe,
+    check=parameter_server.check,
+  )
+
+
+def _wrote(folder: Path, description: Description) -> bool:
+  """Whether each peer has a journal, where otherwise each shard has one."""
+  if description["config"]["server"]["shards"] > 1:
+    return False
+  first = journal_path(folder, 0)
+  return any(path != first for path in folder.glob("trace-*.csv"))
+
+
+def _trace(folder: Path, description: Description) -> base.Trace:
+  return files.read_trace(folder, description["cell"]["workers"])
+
+
+_OF_JOBS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
+
+
+def _rows(folder: Path) -> list[trace.Event]:
+  """The rows so far of the jobs of all peers, by their times."""
+  paths = sorted(folder.glob("trace-*.csv"))
+  rows = [event for path in paths for event in read_journal(path)]
+  rows = [event for event in rows if event.action in _OF_JOBS]
+  return sorted(rows, key=lambda event: event.time)
+
+
+def _read(folder: Path, description: Description) -> live_files.LiveFiles:
+  """Reads the journals of all peers, each of which records its own jobs; there
+  are none of shards."""
+  workers = range(description["cell"]["workers"])
+  for peer in workers:
+    read_begun(folder, journal_path(folder, peer))
+  spans = live_files.spans_of(folder, workers)
+  return live_files.LiveFiles(dict(description), [], spans, [], _rows(folder))
+
+
+def _check_replayable(folder: Path, description: Description) -> None:
+  if (folder / "result.json").exists():
+    live_peers.check_files(folder, description)
+  _trace(folder, description)
+
+
+def _replay(
+  plan: PeerPlan, cell: Any, folder: Path, description: Description
+) -> Recomputed:
+  """Replays peers; parameters are the mean over those present at the end."""
+  order = _trace(folder, description)
+  replayed = plan.peers(cell.seed, order)
+  records = replayed.run(len(order.time))
+  states = [replayed.states[i] for i in replayed.present]
+  params = simulator.mean_params(states, [*map(plan.peer.weight, states)])
+  each = storage.digest([state.server.params for state in states])
+  return Recomputed(order, records, params, {"peers_sha256": each})
+
+
+def _audit(
+  plan: PeerPlan, folder: Path, result: Any, failures: Sequence[Failure]
+) -> Iterator[Finding]:
+  """Yields what there is to say of a finished cell. A peer that died may have
+  left its last job to nobody, as `missed` of the result says."""
+  events = [*trace.events(files.read_trace(folder, plan.workers))]
+  records = files.by_time(
+    [files.read_peer_records(folder, peer) for peer in range(plan.workers)]
+  )
+  received = [e for e in events if e.action == base.RECEIVE]
+  yield from jobs([events], plan.messages, False, result["missed"])
+  lives = sum(event.action == base.LEAVE for event in events)
+  text = f"{len(received)} received, {len(records.loss)} records"
+  well = len(received) - lives <= len(records.loss) <= len(received)
+  yield Finding("updates", text, well)
+  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
+  last = drivers[-1] + 1 if drivers else 0
+  yield from deaths(events, failures[last:], 1, slow, failures[:last])
+  return None
+
+
+PROTOCOL = Protocol(
+  name="peers",
+  what="peers",
+  recipes=algorithms.PEER_RECIPES,
+  runners={
+    "simulate": Runner(
+      plan=peers.plan,
+      start=peers.PeerEngine,
+      describe=peers.describe,
+      check=parameter_server.check,
+    ),
+    "threads": _live(peer_clusters.thread_peers),
+    "ray": _live(partial(peer_clusters.ray_peers, rebuild)),
+    "mesh": Runner(
+      plan=peer_mesh.plan,
+      start=peer_mesh.PeerMeshEngine,
+      describe=peer_mesh.describe,
+      check=peer_mesh.check,
+      devices=peer_mesh.devices,
+    ),
+  },
+  live=LiveCells(
+    wrote=_wrote,
+    trace=_trace,
+    read=_read,
+    check=live_peers.check_files,
+    check_replayable=_check_replayable,
+    rows=_rows,
+    replay=_replay,
+    audit=_audit,
+    link_faults="a message of peers is told once, over a link that loses none",
+    comparison=(
+      "is of peers, which have no server: see its links.csv and report, or"
+      " compute it again with asgd replay"
+    ),
+  ),
+  refusals=(
+    Refusal("network", "peers have links to each other, not to a server"),
+    Refusal("compress", _CODEC),
+    Refusal("compress_down", _CODEC),
+    *(
+      Refusal(f"server.{key}", _NO_SERVER)
+      for key in ("shards", "consistent", "wire")
+    ),
+    Refusal("server.delays", _NO_SERVER, engines=("simulate",)),
+    Refusal("server.log", _NO_SERVER, engines=("simulate",)),
+    Refusal("live.devices", "a peer has one", engines=LIVE),
+    *(
+      Refusal(
+        f"allocation.{key}",
+        "its live peers are not timed",
+        "give numbers, one for each peer",
+        engines=LIVE,
+        values=("speed",),
+      )
+      for key in ("batch_size", "steps")
+    ),
+    *(
+      Refusal(f"mesh.{key}", "each device is a peer with a model of its own")
+      for key in peer_mesh.OF_ONE_MODEL
+    ),
+  ),
+  columns=peers.COLUMNS,
+  column="consensus",
+)

@@ -1,0 +1,144 @@
+"""A coordinator of batch training (Sandblaster): simulated and live."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd import base, orders, sandblaster
+from asgd.experiment import live_files
+from asgd.experiment.engines import (
+  coordinated,
+  live_batches,
+  parameter_server,
+)
+from asgd.experiment.engines.coordinated import CoordinatedPlan
+from asgd.experiment.engines.live import rebuild
+from asgd.experiment.findings import Failure, Finding
+from asgd.experiment.protocol import (
+  LIVE,
+  LiveCells,
+  Protocol,
+  Recomputed,
+  Refusal,
+  Runner,
+)
+from asgd.experiment.protocols import server
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.records import read_records, records_path
+
+Description = Mapping[str, Any]
+_NEVER_STALE = (
+  "its workers take what comes next and its gradients are never stale"
+)
+_SIMULATED = "it is simulated time, and live workers take the time they take"
+
+
+def _live(make_hosts: Any) -> Runner:
+  return Runner(
+    plan=coordinated.plan,
+    start=lambda context: live_batches.LiveBatchEngine(context, make_hosts),
+    describe=live_batches.describe,
+    check=parameter_server.check,
+  )
+
+
+def _replay(
+  plan: CoordinatedPlan, cell: Any, folder: Path, description: Description
+) -> Recomputed:
+  """Replays what a coordinator did: which jobs were received says it all, and
+  which worker did them changes nothing."""
+  trace = server.PROTOCOL.live.trace(folder, description)
+  init_key, root = jax.random.split(jax.random.key(cell.seed))
+  params = jax.device_get(plan.problem.init(init_key))
+  jobs = set(trace.job[trace.action == base.RECEIVE].tolist())
+  work = plan.work(cell.seed, root)
+  computed = sandblaster.recompute(plan.settings, params, work, jobs)
+  records = read_records(records_path(folder, 0))
+  return Recomputed(trace, records, computed.params)
+
+
+def _audit(
+  plan: CoordinatedPlan, folder: Path, result: Any, failures: Sequence[Failure]
+) -> Iterator[Finding]:
+  """Yields what there is to say of a finished cell: each job counts once,
+  whichever workers did copies of it. The driver that resumes drops rows, so
+  deaths cannot be counted."""
+  del plan, result, failures
+  events = read_journal(journal_path(folder, 0))
+  records = read_records(records_path(folder, 0))
+  received = sum(event.action == base.RECEIVE for event in events)
+  counted = records.job[records.accepted]
+  twice = len(counted) - len(np.unique(counted))
+  text = f"{received} received, {len(counted)} counted, {twice} twice"
+  yield Finding("jobs", text, not twice and received == len(records.loss))
+  try:
+    orders.check(events)
+  except ValueError as error:
+    yield Finding("order", str(error), False)
+  else:
+    yield Finding("order", "obeys the protocol", True)
+  return None
+
+
+PROTOCOL = Protocol(
+  name="sandblaster",
+  what="a coordinator",
+  recipes=sandblaster.RECIPES,
+  runners={
+    "simulate": Runner(
+      plan=coordinated.plan,
+      start=coordinated.CoordinatedEngine,
+      describe=coordinated.describe,
+      check=parameter_server.check,
+    ),
+    "threads": _live(live_batches.thread_hosts),
+    "ray": _live(partial(live_batches.ray_hosts, rebuild)),
+  },
+  live=LiveCells(
+    wrote=lambda folder, description: False,
+    trace=server.PROTOCOL.live.trace,
+    read=live_files.read_shards,
+    check=live_files.read_shards,
+    check_replayable=server.check_replayable,
+    rows=server.PROTOCOL.live.rows,
+    replay=_replay,
+    audit=_audit,
+    link_faults="a worker of a coordinator is called, and loses no message",
+    comparison=(
+      "is of Sandblaster, whose coordinator hands out jobs as workers come: its"
+      " iterates do not depend on that. See its iterates.csv, draw it with asgd"
+      " timeline, or compute it again with asgd replay"
+    ),
+  ),
+  refusals=(
+    Refusal("optimizer", "L-BFGS is the optimizer"),
+    Refusal("clip_norm", "a clipped gradient is not that of the loss"),
+    Refusal("compress", "a coded gradient is not that of the loss"),
+    Refusal(
+      "compress_down", "its loss is that of the parameters as they are"
+    ),
+    Refusal("gate", _NEVER_STALE),
+    Refusal("allocation", _NEVER_STALE),
+    Refusal("order", "it has an order of its own (its portions)"),
+    Refusal("network", "the operations of its coordinator take no time"),
+    Refusal(
+      "server.shards",
+      "its shards are an option of its recipe",
+      "write config.runs.{label}.shards={value}",
+      engines=LIVE,
+    ),
+    Refusal("server.consistent", "its shards always are", engines=LIVE),
+    Refusal(
+      "server.wire", "it would change what is computed", engines=LIVE
+    ),
+    Refusal("live.devices", "a worker has one", engines=LIVE),
+    Refusal("recipe.loading", _SIMULATED, engines=LIVE),
+    Refusal("recipe.restart", _SIMULATED, engines=LIVE),
+  ),
+  columns=coordinated.COLUMNS,
+  column="evaluations_of_batch",
+)

@@ -1,0 +1,206 @@
+"""A server of dense parameters: in simulated time, live, and on a mesh."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from asgd import algorithms, base, orders, sharding, simulator
+from asgd.experiment import live_files
+from asgd.experiment.engines import (
+  allocations,
+  live_clusters,
+  live_server,
+  mesh,
+  mesh_plan,
+  parameter_server,
+  simulate,
+)
+from asgd.experiment.engines.live import rebuild
+from asgd.experiment.engines.parameter_server import ServerPlan
+from asgd.experiment.findings import Failure, Finding, deaths, jobs, updates
+from asgd.experiment.protocol import (
+  LIVE,
+  LiveCells,
+  Protocol,
+  Recomputed,
+  Refusal,
+  Runner,
+)
+from asgd.live.deadlines import DEAD
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.records import read_records, records_path
+from asgd.orders.trace import Event, from_events
+
+Description = Mapping[str, Any]
+
+
+def _live(make_cluster: Any) -> Runner:
+  return Runner(
+    plan=live_server.plan,
+    start=lambda context: live_server.LiveEngine(context, make_cluster),
+    describe=parameter_server.describe,
+    check=live_server.check,
+    devices=lambda run: run.config["live"]["devices"],
+  )
+
+
+# Folders of live cells, and of simulated shards.
+
+
+def traces_of(
+  folder: Path, description: Description
+) -> list[tuple[Path, list[Event]]]:
+  """Returns the path and the rows of each shard's journal."""
+  return list(live_files.read_traces(folder, description))
+
+
+def _trace(folder: Path, description: Description) -> base.Trace:
+  ((_, events), *_) = traces_of(folder, description)
+  return from_events(events)
+
+
+def check_replayable(folder: Path, description: Description) -> None:
+  """Raises ValueError for journals that cannot be obeyed, or say nothing."""
+  for path, events in traces_of(folder, description):
+    orders.check(events, depth=len(events), path=path)
+    if not any(event.action == base.RECEIVE for event in events):
+      raise ValueError(
+        f"{path} holds no message that was received: there is nothing to be"
+        " computed (yet)"
+      )
+
+
+def obey(
+  plan: ServerPlan,
+  seed: int,
+  traces: Sequence[base.Trace],
+  totals: Any = None,
+  **options: Any,
+) -> tuple[Any, base.Records]:
+  """Returns (final parameters, the lead's records) of a cell, trained in the
+  order of its shards' traces; options are those of `simulator.run_sharded`."""
+  init_key, root = jax.random.split(jax.random.key(seed))
+  params = jax.device_get(plan.problem.init(init_key))
+  options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
+  data = {"batch": plan.job_batches(seed), "root": root}
+  if len(traces) == 1:
+    host = simulator.make_host(
+      plan.server, plan.coded_worker(), keeps_messages=True, **options
+    )
+    simulation, records = simulator.run_whole(
+      host, params, plan.workers, traces[0], **data
+    )
+    return jax.device_get(simulation.server.params), records
+  data |= {"workers": plan.workers, "totals": totals}
+  split = sharding.make_plan(params, len(traces))
+  worker = plan.coded_worker(split)
+  sharded = simulator.run_sharded(
+    plan.server, worker, params, traces, plan=split, **options, **data
+  )
+  parts = [jax.device_get(state.params) for state in sharded.states]
+  whole = sharding.join(split, parts)
+  return whole, sharded.records[0]
+
+
+def plan_of(plan: ServerPlan, folder: Path, seed: int) -> ServerPlan:
+  """Returns the plan of a cell, with what its workers got."""
+  if "live" in plan.run.config:
+    return allocations.read(plan, folder, begun=True)
+  return plan.of_seed(seed)
+
+
+def _replay(
+  plan: ServerPlan, cell: Any, folder: Path, description: Description
+) -> Recomputed:
+  journals = [events for _, events in traces_of(folder, description)]
+  plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
+  if "live" in plan.run.config:
+    group = live_clusters.group(plan)
+  totals = [[event.totals for event in events] for events in journals]
+  params, records = obey(
+    plan,
+    cell.seed,
+    traces := [from_events(events) for events in journals],
+    totals if any(map(any, totals)) else None,
+    group=group,
+  )
+  return Recomputed(traces[0], records, params)
+
+
+def _audit(
+  plan: ServerPlan, folder: Path, result: Any, failures: Sequence[Failure]
+) -> Iterator[Finding]:
+  """Yields what there is to say of a finished cell; returns the records that a
+  replay has to repeat, None if it cannot."""
+  config, rules = plan.run.config, plan.rules()
+  server = config["server"]
+  shards = range(server["shards"])
+  journals = [read_journal(journal_path(folder, i)) for i in shards]
+  sinks = [read_records(records_path(folder, i)) for i in shards]
+  consistent = server["consistent"] and server["shards"] > 1
+  yield from jobs(journals, plan.messages, consistent)
+  every, log = plan.recipe.every, server["log"]
+  yield from updates(journals, sinks, result, every, log)
+  # No ladder is shorter, see `asgd.live.deadlines`.
+  slow = DEAD * config["live"]["late_seconds"]
+  yield from deaths(journals[0], failures, rules.depth, slow)
+  wrong = []
+  for index, events in enumerate(journals):
+    # In rounds a worker may start one more before the first is received; other
+    # shards may still hold what the lead has closed.
+    depth = len(events) if index or rules.round else rules.depth
+    try:
+      orders.check(events, depth=depth)
+    except ValueError as error:
+      wrong.append(f"shard {index}: {error}")
+  yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
+  rollbacks = any(e.action == base.ROLLBACK for e in itertools.chain(*journals))
+  return None if rollbacks else sinks[0]
+
+
+PROTOCOL = Protocol(
+  name="server",
+  what="a server",
+  recipes=algorithms.RECIPES,
+  runners={
+    "simulate": Runner(
+      plan=simulate.plan,
+      start=simulate.start,
+      describe=parameter_server.describe,
+      check=simulate.check,
+    ),
+    "threads": _live(live_clusters.thread_cluster),
+    "ray": _live(partial(live_clusters.ray_cluster, rebuild)),
+    "mesh": Runner(
+      plan=mesh_plan.plan,
+      start=mesh.MeshEngine,
+      describe=mesh.describe,
+      check=mesh_plan.check,
+      workers=lambda run: (1,),
+      devices=mesh.devices,
+    ),
+  },
+  live=LiveCells(
+    wrote=lambda folder, description: False,  # it is the default
+    trace=_trace,
+    read=live_files.read_shards,
+    check=live_files.read_shards,
+    check_replayable=check_replayable,
+    rows=lambda folder: read_journal(journal_path(folder, 0)),
+    replay=_replay,
+    audit=_audit,
+  ),
+  refusals=(
+    Refusal("network", "messages take the time they take", engines=("ray",)),
+    Refusal(
+      "server.delays",
+      "its shards hear of a message when it comes",
+      "leave it out, or use engine 'simulate'",
+      engines=LIVE,
+    ),
+  ),
+)

@@ -1,0 +1,176 @@
+"""Tables of keyed rows: in simulated time and live."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from asgd import base, simulator, tables
+from asgd.experiment import live_files
+from asgd.experiment.engines import (
+  live_tables,
+  parameter_server,
+  table_clusters,
+)
+from asgd.experiment.engines import tables as simulated
+from asgd.experiment.engines.live import rebuild
+from asgd.experiment.engines.tables import TablePlan
+from asgd.experiment.findings import Failure, Finding, deaths, jobs
+from asgd.experiment.protocol import (
+  LIVE,
+  LiveCells,
+  Protocol,
+  Recomputed,
+  Refusal,
+  Runner,
+)
+from asgd.live.deadlines import DEAD
+from asgd.live.tables import files
+from asgd.orders import trace
+
+Description = Mapping[str, Any]
+_OWN_SHARDS = "its tables have shards of their own"
+_WAITS = "its consistency says who waits"
+
+
+def _live(make_cluster: Any) -> Runner:
+  return Runner(
+    plan=live_tables.plan,
+    start=lambda context: live_tables.LiveTableEngine(context, make_cluster),
+    describe=live_tables.describe,
+    check=parameter_server.check,
+  )
+
+
+def _trace(folder: Path, description: Description) -> base.Trace:
+  return files.read_trace(folder, description["cell"]["workers"])
+
+
+def _read(folder: Path, description: Description) -> live_files.LiveFiles:
+  """Reads a cell whose workers record their jobs, and whose shards have orders
+  and no records."""
+  shards = live_tables.table_shards(folder)
+  workers = description["cell"]["workers"]
+  orders = files.read_orders(folder, shards, workers)
+  return live_files.LiveFiles(
+    dict(description),
+    list(orders.shards),
+    live_files.spans_of(folder, range(workers)),
+    [simulator.concatenate([])] * shards,
+    files.read_rows_of_workers(folder),
+  )
+
+
+def _check_replayable(folder: Path, description: Description) -> None:
+  if (folder / "result.json").exists():
+    live_tables.check_files(folder, description)
+  _trace(folder, description)
+
+
+def _replay(
+  plan: TablePlan, cell: Any, folder: Path, description: Description
+) -> Recomputed:
+  """Replays tables, in the orders of shards and of workers."""
+  workers = description["cell"]["workers"]
+  _, root = jax.random.split(jax.random.key(cell.seed))
+  try:
+    replayed = tables.replay.replay(
+      plan.settings,
+      table_clusters.first_tables(plan, cell.seed),
+      table_clusters.division_of(plan),
+      plan.work(cell.seed, root),
+      files.read_orders(folder, plan.settings.shards, workers),
+      jobs=plan.messages // workers,
+      seed=cell.seed,
+    )
+  except tables.replay.OrdersError as error:
+    raise ValueError(
+      f"{folder}: {error}. One of shard-*.csv and trace-*.csv was changed: put"
+      " it back as the run wrote it"
+    ) from error
+  parts = [files.columns(rows) for rows in replayed.records]
+  records = files.by_time(parts).plain
+  params = plan.join(replayed.tables)
+  return Recomputed(_trace(folder, description), records, params)
+
+
+def _audit(
+  plan: TablePlan, folder: Path, result: Any, failures: Sequence[Failure]
+) -> Iterator[Finding]:
+  """Yields what there is to say of a finished cell, whose shards have orders of
+  their own; returns the records that a replay has to repeat."""
+  del result
+  events = [*trace.events(files.read_trace(folder, plan.workers))]
+  parts = [files.read_table_records(folder, w) for w in range(plan.workers)]
+  yield from jobs([events], plan.messages, False)
+  received = sum(event.action == base.RECEIVE for event in events)
+  records = files.by_time(parts).plain
+  lives = sum(event.action == base.LEAVE for event in events)
+  text = f"{received} received, {len(records.loss)} records"
+  # A worker may die between a row and its record.
+  well = received - lives <= len(records.loss) <= received
+  yield Finding("updates", text, well)
+  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  # The next driver goes back to a checkpoint, and drops the rows after it.
+  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
+  last = drivers[-1] + 1 if drivers else 0
+  depth = plan.settings.clock_every
+  yield from deaths(events, failures[last:], depth, slow, failures[:last])
+  return records if len(records.loss) == received else None
+
+
+PROTOCOL = Protocol(
+  name="tables",
+  what="tables",
+  recipes=tables.RECIPES,
+  runners={
+    "simulate": Runner(
+      plan=simulated.plan,
+      start=simulated.TableEngine,
+      describe=simulated.describe,
+      check=parameter_server.check,
+    ),
+    "threads": _live(table_clusters.thread_tables),
+    "ray": _live(partial(table_clusters.ray_tables, rebuild)),
+  },
+  live=LiveCells(
+    wrote=lambda folder, description: bool([*folder.glob("shard-*.csv")]),
+    trace=_trace,
+    read=_read,
+    check=live_tables.check_files,
+    check_replayable=_check_replayable,
+    rows=files.read_rows_of_workers,
+    replay=_replay,
+    audit=_audit,
+    link_faults=(
+      "what a worker of tables asks is asked again until it is answered"
+    ),
+    comparison=(
+      "is of tables, whose shards have orders of their own: see its"
+      " staleness.csv and report, draw it with asgd timeline, or compute it"
+      " again with asgd replay"
+    ),
+  ),
+  refusals=(
+    Refusal("clip_norm", "a worker knows the rows of its batch alone"),
+    Refusal("compress_down", "rows are sent as they are"),
+    Refusal("gate", _WAITS),
+    Refusal("allocation", _WAITS),
+    Refusal("order", "it has an order of its own (its consistency)"),
+    Refusal("network", "messages take the time they take", engines=LIVE),
+    Refusal(
+      "server.shards",
+      _OWN_SHARDS,
+      "write config.runs.{label}.shards={value}",
+      engines=LIVE,
+    ),
+    Refusal("server.consistent", _OWN_SHARDS, engines=LIVE),
+    Refusal("server.wire", _OWN_SHARDS, engines=LIVE),
+    Refusal("live.devices", "a worker has one", engines=LIVE),
+  ),
+  columns=simulated.COLUMNS,
+  column="differential_mean",
+  updates=True,
+)
