@@ -1,16 +1,18 @@
 """The files of a run of peers: of each a journal and records."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import base, gossip, simulator
+from asgd.live.append_only import check_rows
 from asgd.live.journal import (
   FileJournal,
   check_together,
+  cut_journal,
   journal_path,
   read_begun,
   read_journal,
@@ -145,6 +147,40 @@ def leave(
   return Left(begun, [event.job for event in lost.values()])
 
 
-def cut_records(path: Path, records: int) -> None:
-  """Drops what a peer wrote after so many records."""
-  FileSink(path, dtype=RECORD).truncate(records)
+def length_of(run: Path, index: int) -> tuple[int, int]:
+  """Returns how many rows and records a peer has written."""
+  rows = len(read_journal(journal_path(run, index)))
+  return rows, len(read_peer_records(run, index).loss)
+
+
+def lengths(
+  run: Path, peers: int, images: Mapping[int, Any]
+) -> list[tuple[int, int]]:
+  """Returns how many rows and records of each peer belong to a checkpoint:
+  those that its image counts, and of a peer without an image all."""
+  out = [length_of(run, index) for index in range(peers)]
+  for index, (_, notes) in images.items():
+    out[index] = notes["rows"], notes["records"]
+  return out
+
+
+def cut_back(run: Path, kept: Sequence[tuple[int, int]]) -> int:
+  """Drops what was written since a checkpoint; returns how many rows that was.
+
+  Args:
+    run: the folder of the run.
+    kept: (rows, records) of each peer that are kept.
+
+  Raises:
+    ValueError: for a file that has fewer of them.
+  """
+  dropped = 0
+  for index, (rows, records) in enumerate(kept):
+    there = length_of(run, index)
+    check_rows(journal_path(run, index), there[0], rows)
+    check_rows(records_path(run, index), there[1], records)
+    dropped += there[0] - rows
+  for index, (rows, records) in enumerate(kept):
+    cut_journal(journal_path(run, index), rows)
+    FileSink(records_path(run, index), dtype=RECORD).truncate(records)
+  return dropped
