@@ -18,7 +18,7 @@ from asgd.live.journal import (
   read_journal,
 )
 from asgd.live.records import FileSink, read_rows, records_path
-from asgd.orders.trace import NO_SEQ, STARTS, Event
+from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event
 
 RECORD = np.dtype(
   [
@@ -108,7 +108,7 @@ class Left(NamedTuple):
   """An incarnation of a peer that has exited."""
 
   begun: int  # jobs that it began
-  lost: list[int]  # numbers of the jobs that it began and did not end
+  lost: list[int]  # numbers of the jobs that it began and did not receive
 
 
 def numbers_of(events: Sequence[Event]) -> list[int]:
@@ -130,21 +130,21 @@ def leave(
   not write so itself."""
   journal = FileJournal(journal_path(run, index), disk=disk)
   lives, begun, joined = 0, 0, not life
-  lost: dict[int, Event] = {}  # by seq
+  last, end = None, None  # the row that began its last job, and what ended it
   for event in journal.events():
     if lives == life and event.action in STARTS:
-      lost, begun = {event.seq: event}, begun + 1
-    elif lives == life and event.action == base.RECEIVE:
-      lost.pop(event.seq, None)
+      last, end, begun = event, None, begun + 1
+    elif lives == life and event.action in ENDS:
+      end = event.action
     elif lives == life and event.action == base.JOIN:
       joined = True
     lives += event.action == base.LEAVE
   if joined and lives == life:
     now = max([now, *(event.time for event in journal.events()[-1:])])
-    rows = [Event(now, index, e.seq, e.job, base.LOST) for e in lost.values()]
-    for row in [*rows, Event(now, index, NO_SEQ, life, base.LEAVE)]:
-      journal.append(row)
-  return Left(begun, [event.job for event in lost.values()])
+    if last and end is None:
+      journal.append(Event(now, index, last.seq, last.job, base.LOST))
+    journal.append(Event(now, index, NO_SEQ, life, base.LEAVE))
+  return Left(begun, [last.job] if last and end != base.RECEIVE else [])
 
 
 def length_of(run: Path, index: int) -> tuple[int, int]:
