@@ -199,6 +199,9 @@ def read(lines: Iterable[str]) -> list[Event]:
   rows: list[Event] = []
   for number, line in enumerate(lines, 1):
     if not line.endswith("\n"):
+      if _is_row(line[:-1]):
+        end = f"{line[-1]!r}, not in a newline"
+        raise ValueError(f"line {number} ends in {end}")
       break
     if number == 1:
       if line.endswith("\r\n"):
@@ -214,6 +217,13 @@ def read(lines: Iterable[str]) -> list[Event]:
       what = f"line {number} is no event: {line!r}"
       raise ValueError(f"{what}: {error}") from None
   return rows
+
+
+def _is_row(text: str) -> bool:
+  """Whether a text is a whole row of a journal, as its checksum says."""
+  values = text.split(",")
+  whole = text.rpartition(",")[0]
+  return len(values) == len(JOURNAL_COLUMNS) and values[-1] == checksum(whole)
 
 
 def load(lines: Iterable[str]) -> base.Trace:

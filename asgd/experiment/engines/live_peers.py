@@ -23,7 +23,6 @@ from asgd.experiment.engines import (
   watched,
 )
 from asgd.experiment.engines.peer_clusters import LivePeers
-from asgd.live.append_only import check_rows
 from asgd.live.gossip import files
 from asgd.live.gossip.peer_rows import View
 from asgd.live.journal import journal_path, read_journal
@@ -74,7 +73,6 @@ class LivePeerEngine(watched.WatchedEngine):
       self._folder,
       self._memory.memory,
       began,
-      self.records().job.tolist(),
       engines.due(evaluations, self.total, self.quantum),
     )
     return make_cluster(live, self._context.machine)
@@ -99,15 +97,8 @@ class LivePeerEngine(watched.WatchedEngine):
   def _go_back(self, images):
     # Peers themselves are not needed to read what they were.
     aside = "" if images else self._keep_aside()
-    cuts = self._cuts if images else [[0, 0]] * len(self._places)
-    for peer, (rows, records) in enumerate(cuts):
-      there = self._length_of(peer)
-      check_rows(journal_path(self._folder, peer), there[0], rows)
-      check_rows(records_path(self._folder, peer), there[1], records)
-    dropped = 0
-    for peer, (rows, records) in enumerate(cuts):
-      dropped += self._cut(journal_path(self._folder, peer), rows)
-      files.cut_records(records_path(self._folder, peer), records)
+    cuts = self._cuts if images else [(0, 0)] * len(self._places)
+    dropped = files.cut_back(self._folder, cuts)
     self._say_going_on(images, dropped, aside)
 
   def _keep_aside(self):
@@ -135,7 +126,7 @@ class LivePeerEngine(watched.WatchedEngine):
       if self.cluster.finished:
         views = self.cluster.views()
     elif self._plan.gossip.order == gossip.PAIRS:
-      if self._received >= until:
+      if self._received >= until or self.cluster.finished:
         views = self.cluster.views()
     elif self.cluster.rounds * self.quantum >= until:
       rounds = until // self.quantum
@@ -238,7 +229,7 @@ class LivePeerEngine(watched.WatchedEngine):
       if not self._stopped:
         self.cluster.pause()
       images = self.cluster.images()
-      cuts = [self._written(peer, images.get(peer)) for peer in self._places]
+      cuts = files.lengths(self._folder, len(self._places), images)
       if not self._stopped:
         self.cluster.go_on()
     step = sum(rows for rows, _ in cuts)
@@ -247,12 +238,6 @@ class LivePeerEngine(watched.WatchedEngine):
     tree = {str(peer): tree for peer, (tree, _) in images.items()}
     notes = {str(peer): notes for peer, (_, notes) in images.items()}
     return step, tree, {"peers": notes, "files": cuts}
-
-  def _written(self, peer, image):
-    """Rows and records of a peer; those of a dead one are all there are."""
-    if image is not None:
-      return [image[1]["rows"], image[1]["records"]]
-    return self._length_of(peer)
 
   def stop(self) -> str:
     """See the base."""

@@ -29,7 +29,6 @@ class LivePeers(NamedTuple):
   folder: Path  # of the cell
   memory: Path  # where its processes say who they are
   began: float  # time.monotonic() when it began, or would have
-  received: Sequence[int]  # jobs that are done already
   due: Sequence[int]  # messages after which it is evaluated
 
   @property
@@ -84,7 +83,6 @@ def _cluster(live: LivePeers, machine: Any, hosts, maker) -> PeerCluster:
     messages=plan.messages,
     ladder=live.setup.ladder,
     refill=settings["refill"],
-    received=live.received,
   )
 
 

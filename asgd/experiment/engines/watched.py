@@ -19,7 +19,7 @@ from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import parameter_server
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
-from asgd.live.journal import cut_journal, journal_path, read_journal
+from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
 from asgd.orders.trace import STARTS
 
@@ -158,13 +158,6 @@ class WatchedEngine(engines.Engine):
     if len(self._parts) > 1:
       self._parts = [self._by_time(self._parts)]
     return self._parts[0]
-
-  def _cut(self, path: Path, rows: int) -> int:
-    """Drops what comes after so many rows of a journal; returns how many rows
-    those were."""
-    there = len(read_journal(path))
-    cut_journal(path, rows)
-    return there - rows
 
   def _say_going_on(self, images, dropped, more=""):
     where = "the checkpoint" if images else "the beginning: no checkpoint"

@@ -23,7 +23,7 @@ from asgd.live.gossip import files
 from asgd.live.gossip.counter import JobCounter
 from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.pairs import Pairs
-from asgd.live.gossip.peer import REJECTED, LivePeer, Status
+from asgd.live.gossip.peer import REJECTED, LivePeer
 from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts import Host, Hosts, Inside, Make
@@ -89,7 +89,7 @@ class PeerCluster:
     messages: int,
     ladder: Ladder,
     refill: bool,
-    received: Sequence[int] = (),
+    patience: float = _PATIENCE,
   ):
     """Prepares.
 
@@ -100,13 +100,13 @@ class PeerCluster:
       messages: jobs of all peers together.
       ladder: when a job takes too long.
       refill: replace a peer that exits.
-      received: numbers of the jobs that are done already.
+      patience: seconds until a peer that is silent is ended, at least.
     """
     self.gossip, self._maker, self._refill = how, maker, refill
-    self._messages, self._taken = messages, list(received)
+    self._messages = messages
     peers = how.topology.workers
     counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
-    self._supervisor = Supervisor(hosts, counts, ladder, patience=_PATIENCE)
+    self._supervisor = Supervisor(hosts, counts, ladder, patience=patience)
     self._limit = sys.maxsize if self._pairs else messages // peers
     self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
     self._coming: dict[int, int] = {}  # of those that are being made
@@ -127,7 +127,7 @@ class PeerCluster:
   def start(self, images: dict[int, Image] | None = None) -> None:
     """Starts all peers, or those of images, and the others as newcomers."""
     if self._pairs:
-      self._start_counter(self._taken)
+      self._start_counter([])
     places = range(self.gossip.topology.workers)
     first = sorted(images) if images else list(places)
     parties = [
@@ -143,7 +143,13 @@ class PeerCluster:
       self._make(peer)
 
   def _start_counter(self, taken):
-    make = functools.partial(_make_counter, self._messages, tuple(taken))
+    """Starts a counter, with numbers that are taken beside those of the
+    journals: a message that its peer did not outlive may have no record."""
+    taken = set(taken)
+    for peer in range(self.gossip.topology.workers):
+      path = journal_path(self._maker.run, peer)
+      taken.update(files.numbers_of(read_journal(path)))
+    make = functools.partial(_make_counter, self._messages, sorted(taken))
     party = self._supervisor.start(COUNTER, 0, make)
     self._supervisor.await_made([party])
 
@@ -179,31 +185,38 @@ class PeerCluster:
     lines for the user. Raises AllDied, NotFinite and WorkersDie, and what would
     end newcomers, too."""
     self._supervisor.progressed(messages)
-    self._bury()
-    statuses = self._look()
-    rounds = [status.rounds for status in statuses.values()]
-    self.rounds = max(self.rounds, min(rounds, default=0))
-    done = all(status.quiet for status in statuses.values())
-    if self._pairs:
-      done = done and messages >= self._messages
-    else:
-      done = done and all(count >= self._limit for count in rounds)
-    self.finished = done and self.lives.keys() == statuses.keys()
+    rest = self._at_rest()
+    # In pairs a peer that may go on is quiet when no number is left.
+    self.finished = rest and (self._pairs or self.rounds >= self._limit)
     if not self.finished:
       parties = self._supervisor.parties[PEER]
       for peer in [peer for peer in self._coming if parties[peer].ready]:
         self._admit(peer)
     return self._supervisor.take_news()
 
-  def _look(self) -> dict[int, Status]:
-    """Asks how all are, and ends those that are at a job for too long."""
+  def _at_rest(self) -> bool:
+    """Buries who has exited; returns whether all others are quiet.
+
+    A peer of pairs that was quiet may have been asked for an exchange since, by
+    one that has ended its job and was quiet when it was looked at: so the
+    driver looks twice."""
+    self._bury()
+    return self._look() and (not self._pairs or self._look())
+
+  def _look(self) -> bool:
+    """Asks how all are, and ends those that are at a job for too long; returns
+    whether all are alive and quiet."""
     statuses = self._ask("status")
+    rounds = [status.rounds for status in statuses.values()]
+    self.rounds = max(self.rounds, min(rounds, default=0))
     for peer, status in statuses.items():
       party = self._supervisor.parties[PEER].get(peer)
       if party is not None:  # what the peer says: the driver may have waited
         busy = status.busy or 0.0
         self._supervisor.watch(party, status.rounds, busy=busy)
-    return statuses
+    return self.lives.keys() == statuses.keys() and all(
+      status.quiet for status in statuses.values()
+    )
 
   def _bury(self):
     """Handles the parties that have exited."""
@@ -234,10 +247,10 @@ class PeerCluster:
       self._pass_on(peer)
       self._ask("gone", peer)
     self._supervisor.count_exit(PEER, peer, how)
-    if self.finished:
-      return
     if how == REJECTED:
       self._supervisor.count_refusal(PEER, peer)
+    if self.finished and self.lives:
+      return
     news = f"peer {peer} {how}; the others go on"
     if self._refill:
       news += ", another takes its place"
@@ -260,12 +273,8 @@ class PeerCluster:
     supervisor.count_exit(COUNTER, 0, "died")
     self.replaced[COUNTER] += 1
     supervisor.news.append("the counter of jobs died; it is started again")
-    taken = self._ask("count_by", None)  # what it still answers is ignored
-    numbers = set(self._taken).union(*taken.values())
-    for peer in set(range(self.gossip.topology.workers)) - taken.keys():
-      path = journal_path(self._maker.run, peer)
-      numbers.update(files.numbers_of(read_journal(path)))
-    self._start_counter(sorted(numbers))
+    next_ones = self._ask("count_by", None)  # what it answers is ignored
+    self._start_counter(n for n in next_ones.values() if n is not None)
     self._ask("count_by", supervisor.parties[COUNTER][0].host)
 
   def _pass_on(self, lost):
@@ -298,43 +307,54 @@ class PeerCluster:
       self._ask("allow", max(limits.values()))
     return self._supervisor.rest(self._at_rest, seconds)
 
-  def _at_rest(self):
-    self._bury()
-    statuses = self._look()
-    if self.lives.keys() != statuses.keys() or not all(
-      status.quiet for status in statuses.values()
-    ):
-      return False
-    self.rounds = min(status.rounds for status in statuses.values())
-    return True
-
   def go_on(self) -> None:
     """Ends a pause."""
     self._ask("allow", self._limit)
 
+  def _lenders(self, peer):
+    """The peers alive that lend to a newcomer."""
+    union = self.gossip.topology.union
+    hears = [j for j in self.lives if union[peer, j]]
+    return [j for j in hears if union[j, peer]] or hears
+
   def _admit(self, peer):
-    """Makes a newcomer join."""
-    self.pause()
-    if peer not in self._coming:  # it has exited meanwhile
+    """Makes a newcomer join, once a neighbour is alive: what it begins with is
+    what that lends."""
+    if not self._lenders(peer):
       return
-    topology, party = self.gossip.topology, self._supervisor.parties[PEER][peer]
-    hears = [j for j in self.lives if topology.union[peer, j]]
-    lenders = [j for j in hears if topology.union[j, peer]] or hears
+    self.pause()
+    if peer in self._coming and self._lenders(peer):  # they may have exited
+      self._introduce(peer)
+      self._supervisor.news.append(f"peer {peer} joins again")
+    self.go_on()
+
+  def _introduce(self, peer):
+    parties, lenders = self._supervisor.parties, self._lenders(peer)
+    party = parties[PEER][peer]
     others, among = self._neighbours(), list(self.lives)
     life = self.lives[peer] = self._coming.pop(peer)
     party.run = party.host.call("run")
+    if self._pairs:  # which may be another than when the peer was made
+      self._ask("count_by", parties[COUNTER][0].host, among=[peer])
     self._ask("join", others, self.rounds, lenders, among=[peer])
     newcomer = Neighbour(life, party.host)
     lending = [other for other in among if other in lenders]
     self._ask("present", peer, newcomer, True, among=lending)
     rest = [other for other in among if other not in lenders]
     self._ask("present", peer, newcomer, False, among=rest)
-    self.go_on()
-    self._supervisor.news.append(f"peer {peer} joins again")
 
   def images(self) -> dict[int, Image]:
-    """Returns an image of each peer, at a pause."""
-    return self._ask("image")
+    """Returns an image of each peer, at a pause. Raises as `check`."""
+    images: dict[int, Image] = {}
+
+    def take():
+      images.clear()
+      images.update(self._ask("image"))
+      self._bury()  # the journal of one without an image says that it left
+      return images.keys() == self.lives.keys()
+
+    self._supervisor.rest(take)
+    return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
     """Returns the parameters of all peers, as they are, or of those that have

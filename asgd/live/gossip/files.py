@@ -1,22 +1,24 @@
 """The files of a run of peers: of each a journal and records."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import base, gossip, simulator
+from asgd.live.append_only import check_rows
 from asgd.live.journal import (
   FileJournal,
   check_together,
+  cut_journal,
   journal_path,
   read_begun,
   read_journal,
 )
 from asgd.live.records import FileSink, read_rows, records_path
-from asgd.orders.trace import NO_SEQ, STARTS, Event
+from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event
 
 RECORD = np.dtype(
   [
@@ -106,7 +108,7 @@ class Left(NamedTuple):
   """An incarnation of a peer that has exited."""
 
   begun: int  # jobs that it began
-  lost: list[int]  # numbers of the jobs that it began and did not end
+  lost: list[int]  # numbers of the jobs that it began and did not receive
 
 
 def numbers_of(events: Sequence[Event]) -> list[int]:
@@ -128,23 +130,57 @@ def leave(
   not write so itself."""
   journal = FileJournal(journal_path(run, index), disk=disk)
   lives, begun, joined = 0, 0, not life
-  lost: dict[int, Event] = {}  # by seq
+  last, end = None, None  # the row that began its last job, and what ended it
   for event in journal.events():
     if lives == life and event.action in STARTS:
-      lost, begun = {event.seq: event}, begun + 1
-    elif lives == life and event.action == base.RECEIVE:
-      lost.pop(event.seq, None)
+      last, end, begun = event, None, begun + 1
+    elif lives == life and event.action in ENDS:
+      end = event.action
     elif lives == life and event.action == base.JOIN:
       joined = True
     lives += event.action == base.LEAVE
   if joined and lives == life:
     now = max([now, *(event.time for event in journal.events()[-1:])])
-    rows = [Event(now, index, e.seq, e.job, base.LOST) for e in lost.values()]
-    for row in [*rows, Event(now, index, NO_SEQ, life, base.LEAVE)]:
-      journal.append(row)
-  return Left(begun, [event.job for event in lost.values()])
+    if last and end is None:
+      journal.append(Event(now, index, last.seq, last.job, base.LOST))
+    journal.append(Event(now, index, NO_SEQ, life, base.LEAVE))
+  return Left(begun, [last.job] if last and end != base.RECEIVE else [])
 
 
-def cut_records(path: Path, records: int) -> None:
-  """Drops what a peer wrote after so many records."""
-  FileSink(path, dtype=RECORD).truncate(records)
+def length_of(run: Path, index: int) -> tuple[int, int]:
+  """Returns how many rows and records a peer has written."""
+  rows = len(read_journal(journal_path(run, index)))
+  return rows, len(read_peer_records(run, index).loss)
+
+
+def lengths(
+  run: Path, peers: int, images: Mapping[int, Any]
+) -> list[tuple[int, int]]:
+  """Returns how many rows and records of each peer belong to a checkpoint:
+  those that its image counts, and of a peer without an image all."""
+  out = [length_of(run, index) for index in range(peers)]
+  for index, (_, notes) in images.items():
+    out[index] = notes["rows"], notes["records"]
+  return out
+
+
+def cut_back(run: Path, kept: Sequence[tuple[int, int]]) -> int:
+  """Drops what was written since a checkpoint; returns how many rows that was.
+
+  Args:
+    run: the folder of the run.
+    kept: (rows, records) of each peer that are kept.
+
+  Raises:
+    ValueError: for a file that has fewer of them.
+  """
+  dropped = 0
+  for index, (rows, records) in enumerate(kept):
+    there = length_of(run, index)
+    check_rows(journal_path(run, index), there[0], rows)
+    check_rows(records_path(run, index), there[1], records)
+    dropped += there[0] - rows
+  for index, (rows, records) in enumerate(kept):
+    cut_journal(journal_path(run, index), rows)
+    FileSink(records_path(run, index), dtype=RECORD).truncate(records)
+  return dropped

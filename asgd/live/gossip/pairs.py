@@ -51,13 +51,11 @@ class Pairs(LivePeer):
     self._queue: collections.deque[int] = collections.deque()
     self._over = False  # no job is left
 
-  def count_by(self, counter: Host | None) -> list[int]:
+  def count_by(self, counter: Host | None) -> int | None:
     """Asks this counter from now on, None nobody, and ignores what another one
-    still answers; returns the numbers of the jobs that this index has begun or
-    is about to begin."""
+    still answers; returns the number of the job that it is about to begin."""
     self._counter = counter
-    number = [] if self._number is None else [self._number]
-    return self.rows.numbers() + number
+    return self._number
 
   def numbered(self, counter: Host, call: Future[int | None]) -> None:
     """A call of a counter has ended, which may have lost its connection."""

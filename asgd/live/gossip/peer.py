@@ -20,7 +20,9 @@ from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
 AGAIN = 0.05  # seconds until a call is made again whose connection broke
-REJECTED = "rejected"  # how a peer ends by itself
+# How a peer ends by itself.
+REJECTED = "rejected"
+ALONE = "found no lender"
 
 
 class Status(NamedTuple):
@@ -90,8 +92,9 @@ class LivePeer:
   # What the host calls.
 
   def run(self) -> Future[str]:
-    """Returns how the peer ends: REJECTED after a message that was not finite;
-    or raises what went wrong in it."""
+    """Returns how the peer ends: REJECTED after a message that was not finite,
+    ALONE if all have exited who were to lend to a newcomer; or raises what went
+    wrong in it."""
     return self._ended
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
@@ -240,9 +243,11 @@ class LivePeer:
     self._inside.later(send, "delivered", outbox)
 
   def _hear(self, frame):
+    if self.lives.get(frame.sender) != frame.life:  # it has exited
+      return
     if frame.kind == frames.LOAN:
       self._loans.frames[frame.sender] = frame
-    elif self.lives.get(frame.sender) == frame.life:  # not of a lost one
+    else:
       self._heard(frame)
 
   def _heard(self, frame: Frame) -> None:
@@ -266,6 +271,8 @@ class LivePeer:
     lenders = [j for j in loans.lenders if j in lives or j in loans.frames]
     if any(j not in loans.frames for j in lenders):
       return
+    if loans.is_new and not lenders:
+      self._ended.set_result(ALONE)
     for k, j in enumerate(lenders):
       first = loans.is_new and not k
       self.rows.adopt(loans.frames.pop(j), first=first)

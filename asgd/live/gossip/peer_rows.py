@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from asgd import base, gossip, simulator
-from asgd.live.gossip import files, frames
+from asgd.live.gossip import frames
 from asgd.live.gossip.frames import Frame, Wire
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
@@ -137,11 +137,6 @@ class PeerRows:
     self._journal.append(event)
     self._note(event)
     return event
-
-  def numbers(self) -> list[int]:
-    """Returns the numbers of the jobs that this index has begun, but for those
-    that were lost."""
-    return files.numbers_of(self._journal.events())
 
   # Jobs.
 

@@ -36,17 +36,21 @@ class Rounds(LivePeer):
   def join(self, others, rounds, lenders):
     """See the base; what was put before its first round is not for it."""
     super().join(others, rounds, lenders)
-    self._first = dict.fromkeys(others, self._next_put)
+    peers = range(self.duty.gossip.topology.workers)
+    self._first = dict.fromkeys(peers, self._next_put)
 
   def present(self, peer, newcomer, lend):
-    """See the base; what its predecessor put for rounds to come is dropped, as
-    the newcomer puts messages of these numbers."""
+    """See the base; what lost peers put for rounds to come is dropped, as
+    nobody has mixed it and the newcomer lacks it. Of its predecessor all is, if
+    the newcomer lends what these messages would be added to."""
     super().present(peer, newcomer, lend)
     self._first[peer] = first = self._next_put
+    old = 0 if lend and self._introduces else first
     self._messages = {
       (sender, number): frame
       for (sender, number), frame in self._messages.items()
-      if sender != peer or number < first
+      if number < (old if sender == peer else first)
+      or sender in self.lives.keys() - {peer}
     }
 
   def halt(self) -> int:
@@ -169,7 +173,8 @@ class Rounds(LivePeer):
 
   def take_over(self, frame: Frame) -> None:
     """Takes a message, which has come to another."""
-    self._messages.setdefault((frame.sender, frame.round), frame)
+    if frame.round >= self._first.get(frame.sender, 0):
+      self._messages.setdefault((frame.sender, frame.round), frame)
 
   def image(self):
     """See the base; with what has come and is not mixed."""

@@ -11,8 +11,15 @@ from typing import NamedTuple
 
 import jax
 
-from asgd.live.world import batch_run, invariants, scenario, table_run
+from asgd.live.world import (
+  batch_run,
+  invariants,
+  peer_run,
+  scenario,
+  table_run,
+)
 from asgd.live.world.batch_run import BatchRun
+from asgd.live.world.peer_run import PeersRun
 from asgd.live.world.run import Menu, Run, Scenario, SeedResult, describe, draw
 from asgd.live.world.server_run import ServerRun
 from asgd.live.world.table_run import TablesRun
@@ -37,6 +44,7 @@ ROOMS = {
   "server": Room(ServerRun, scenario.menu, invariants.NAMES),
   "tables": Room(TablesRun, table_run.menu, table_run.INVARIANTS),
   "sandblaster": Room(BatchRun, batch_run.menu, batch_run.INVARIANTS),
+  "gossip": Room(PeersRun, peer_run.menu, peer_run.INVARIANTS),
 }
 
 

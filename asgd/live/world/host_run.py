@@ -31,7 +31,7 @@ class HostRun(Run):
 
   def _double(self, fault: Injection):
     del fault
-    self.hosts.doubles.append(None)
+    self.hosts.doubles.append(0.0)
     return True
 
   def _flip(self, fault: Injection):

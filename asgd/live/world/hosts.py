@@ -2,18 +2,33 @@
 
 A fault may come at every call, at every write of an object, and wherever an
 object or the driver waits. An answer may be lost, as through a connection that
-breaks, and a call of a shard may be made twice, as callers retry it.
+breaks, and a call that callers retry may be made twice.
 """
 
 import os
+import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import SHARD, Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import (
+  COUNTER,
+  LOCAL,
+  PEER,
+  SHARD,
+  Call,
+  Gone,
+  Host,
+  Hosts,
+  Inside,
+  Make,
+)
 from asgd.live.world.scheduler import Process, Scheduler
 from asgd.live.world.storage import Disk
+
+# Methods that are called again when a connection broke; of a shard all are.
+_RETRIED = {(PEER, "deliver"), (COUNTER, "take")}
 
 
 class _Inline(Executor):
@@ -56,6 +71,13 @@ class WorldCall(Call):
     self.answer: Future[Any] = Future()
     self.cut = False  # the connection broke: the answer is lost
 
+  def take(self, future: Future[Any]) -> None:
+    """Takes the outcome of a future for the answer."""
+    if error := future.exception():
+      self.answer.set_exception(error)
+    else:
+      self.answer.set_result(future.result())
+
   def done(self) -> bool:
     """See the base."""
     return self.answer.done() or self.cut or not self._host.alive
@@ -81,12 +103,15 @@ class WorldHost(Host):
     self.made = self._new_call()
     disk = _Fenced(self, scheduler, hosts.disk)
     self._inside = Inside(
-      *(self._die, self._wait, hosts.clock, disk, _Inline)
+      *(self._die, self._wait, hosts.clock, disk, _Inline, self._later)
     )
     self._held: Any = None
     self.process: Process = scheduler.start(
       f"{kind} {index}", lambda: self._run(make)
     )
+    self.helpers: list[Process] = []  # calls beside the object (`Inside.later`)
+    if hosts.kills:  # a thread that has ended leaves its calls
+      self.process.at_end.append(self._end_helpers)
 
   @property
   def alive(self) -> bool:
@@ -95,13 +120,48 @@ class WorldHost(Host):
 
   def call(self, method: str, *args: Any) -> WorldCall:
     """See the base."""
-    call = self._new_call()
-    self._hosts.scheduler.touch()
-    if self.kind == SHARD and self._hosts.doubles:
-      self._hosts.doubles.pop()
-      self._box.append((WorldCall(self._hosts.scheduler, self), method, args))
+    call, scheduler = self._new_call(), self._hosts.scheduler
+    scheduler.touch()
+    retried = self.kind == SHARD or (self.kind, method) in _RETRIED
+    if retried and self._hosts.doubles:
+      late = self._hosts.doubles.pop()
+      if late:
+        again = self._after(late, lambda: self._post(method, args))
+        scheduler.start(f"late call of {self.kind} {self.index}", again)
+      else:
+        self._post(method, args)
     self._box.append((call, method, args))
     return call
+
+  def _after(self, seconds, do):
+    def wait():
+      self._hosts.scheduler.sleep(seconds)
+      do()
+
+    return wait
+
+  def _post(self, method, args):
+    """Makes a call whose answer nobody waits for."""
+    self._box.append((WorldCall(self._hosts.scheduler, self), method, args))
+
+  def _later(self, do, method, *args):
+    """Runs a call in a process of its own; see `Inside.later`."""
+    future: Future[Any] = Future()
+
+    def run():
+      try:
+        future.set_result(do())
+      except Exception as error:
+        future.set_exception(error)
+      self._post(method, (*args, future))
+
+    self.helpers = [each for each in self.helpers if each.alive]
+    name = f"call beside {self.kind} {self.index}"
+    self.helpers.append(self._hosts.scheduler.start(name, run))
+
+  def _end_helpers(self):
+    for helper in self.helpers:
+      self._hosts.scheduler.kill(helper)
 
   def _new_call(self):
     call = WorldCall(self._hosts.scheduler, self)
@@ -111,7 +171,8 @@ class WorldHost(Host):
 
   def _die(self):
     scheduler = self._hosts.scheduler
-    scheduler.kill(scheduler.current)
+    scheduler.kill(self.process)
+    scheduler.kill(scheduler.current)  # which may be a helper
     scheduler.point()
 
   def _wait(self, seconds):
@@ -125,11 +186,16 @@ class WorldHost(Host):
       self._hosts.scheduler.wait(lambda: self.ended or bool(self._box), None)
       if self.ended:
         return
-      call, method, args = self._box.pop(0)
+      call, method, args = self._box.pop(self._next())
       if error := self.made.answer.exception():
         call.answer.set_exception(error)
         continue
       self._do(call, lambda: getattr(self._held, method)(*args))  # noqa: B023
+
+  def _next(self):
+    """Which call is made next: those that wait are made in any order."""
+    order = self._hosts.order
+    return order.randrange(len(self._box)) if order else 0
 
   def _do(self, call, do, keeps=False):
     """Answers a call with what is done, or what that raises but Killed."""
@@ -141,7 +207,7 @@ class WorldHost(Host):
     if keeps:
       self._held, value = value, None
     if isinstance(value, Future):
-      value.add_done_callback(lambda f: call.answer.set_result(f.result()))
+      value.add_done_callback(call.take)
     else:
       call.answer.set_result(value)
 
@@ -156,14 +222,17 @@ class WorldHosts(Hosts):
     skew: Sequence[float],
     *,
     kills: bool = True,
+    order: random.Random | None = None,
   ):
     """`skew` has the seconds by which the clock has jumped. `kills`: what the
     driver kills ends at once, as a process; otherwise, as a thread, when it
-    waits or has ended its call."""
-    self._kills = kills
+    waits or has ended its call. `order` draws which of the calls that wait for
+    a host is made next; None: the first."""
+    self.kills, self.order = kills, order
     self.scheduler, self.disk, self._skew = scheduler, disk, skew
     self.hosts: dict[tuple[str, int], WorldHost] = {}
-    self.doubles: list[None] = []  # calls of shards to come, made twice
+    # Calls to come that are made twice: how many seconds later.
+    self.doubles: list[float] = []
 
   def clock(self) -> float:
     """See the base."""
@@ -177,7 +246,7 @@ class WorldHosts(Hosts):
     """See the base."""
     if before := self.hosts.get((kind, index)):
       self._end(before)
-      if kind == SHARD and not self._kills:  # its files are the next one's
+      if kind in LOCAL and not self.kills:  # its files are the next one's
         self.scheduler.wait(lambda: not before.process.alive, None)
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host
@@ -201,7 +270,7 @@ class WorldHosts(Hosts):
 
   def _end(self, host):
     host.ended = True
-    if self._kills:
+    if self.kills:
       self.scheduler.kill(host.process)
 
   def close(self) -> None:

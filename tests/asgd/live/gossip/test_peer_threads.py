@@ -24,8 +24,6 @@ from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts.base import PEER, Gone
 from asgd.live.hosts.threads import ThreadHost, ThreadHosts
-from asgd.live.journal import cut_journal, journal_path
-from asgd.live.records import records_path
 from asgd.orders.trace import Event
 
 PEERS = 4
@@ -203,9 +201,7 @@ def test_a_paused_run_goes_on_from_images(tmp_path):
   while len(run.records().loss) < 60:  # what is lost with the driver
     cluster.check(0)
   cluster.close()
-  for i, (_, notes) in images.items():
-    cut_journal(journal_path(tmp_path, i), notes["rows"])
-    files.cut_records(records_path(tmp_path, i), notes["records"])
+  files.cut_back(tmp_path, files.lengths(tmp_path, PEERS, images))
   again = run.cluster(before=float(run.records().time[-1]))
   again.start(images)
   run.watch(again)

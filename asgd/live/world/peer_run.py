@@ -1,0 +1,308 @@
+"""Runs of live peers in a world: scenarios, the driver, and what must hold.
+
+What each peer has done is in its journal, so most of what must hold is read
+from the journals of a run that has ended; `peer_checks` does that.
+"""
+
+import functools
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import algorithms, losses
+from asgd.live.deadlines import Ladder
+from asgd.live.failures import AllDied, NotFinite
+from asgd.live.gossip import files
+from asgd.live.gossip.cluster import Image, PeerCluster, PeerMaker
+from asgd.live.gossip.frames import array_wire, packed_wire
+from asgd.live.gossip.peer_rows import PeerDuty, View
+from asgd.live.journal import journal_path
+from asgd.live.records import records_path
+from asgd.live.world import host_run, peer_checks
+from asgd.live.world.hosts import WorldHosts
+from asgd.live.world.peer_checks import NAMES as INVARIANTS  # noqa: F401
+from asgd.live.world.run import COMMON, Injection, Menu, Scenario, WorldScript
+from asgd.live.world.storage import Broken, flip
+
+PEERS, ROUNDS = 3, 6
+_LOOK = 0.1  # seconds between two looks of the driver
+_SAVES = 4  # looks between two checkpoints
+_JOB = 0.03  # seconds that a job takes, on average
+_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
+_PATIENCE = 1.0  # seconds until a silent peer is ended
+_ROOT = jax.random.key(0)
+KINDS = (
+  *("kill peer", "kill counter", "kill all"),
+  *("stop peer", "stop counter", "stop driver"),
+  *("cut", "double"),  # a connection; frames, or the question for a number
+  *("tear", "fill", "jump", "flip", "nan"),
+)
+
+
+class Case(NamedTuple):
+  """A run without its faults."""
+
+  recipe: str
+  peers: int = PEERS
+  every: int = 1
+  refill: bool = True
+  options: tuple[tuple[str, Any], ...] = ()
+  kills: bool = True  # as processes; False: as threads
+
+  @property
+  def messages(self) -> int:
+    """Jobs of all peers together."""
+    return ROUNDS * self.peers
+
+
+_QSGD = (("codec", "qsgd"), ("gamma", 0.5))
+CASES = (
+  Case("d_psgd"),
+  Case("d_psgd", peers=4, kills=False),  # not all are neighbours
+  Case("d_psgd", refill=False),
+  Case("sgp", peers=4, options=(("overlap", 2),)),
+  Case("sgp", kills=False),
+  Case("choco_sgd", options=_QSGD),
+  Case("choco_sgd", every=2, options=_QSGD, kills=False),
+  Case("choco_sgd", peers=4, every=2, options=_QSGD),
+  Case("threshold_sharing", options=(("codec", "top_k"),)),
+  Case("threshold_sharing", options=(("codec", "top_k"),), kills=False),
+  Case("ad_psgd"),
+  Case("ad_psgd", kills=False),
+  Case("ad_psgd", peers=4, options=(("topology", "star"),)),
+  Case("ad_psgd", refill=False),
+)
+
+
+def menu() -> Menu:
+  """Returns from what scenarios are drawn."""
+  return Menu(CASES, KINDS, PEERS, PEERS * ROUNDS)
+
+
+def _loss(params, batch, key):
+  del key
+  error = batch @ params["w"] - params["b"]
+  return jnp.mean(error**2), losses.Aux(())
+
+
+def batch(peer: int, job: int) -> np.ndarray:
+  """Returns float32[4, 3]: what a job is done on."""
+  rng = np.random.Generator(np.random.PCG64((peer, job)))
+  return rng.standard_normal((4, 3), np.float32)
+
+
+@functools.cache
+def _duty(case: Case) -> PeerDuty:
+  """What the peers of a case do, compiled once for all scenarios."""
+  options = dict(case.options)
+  recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
+  recipe = recipe._replace(gossip=recipe.gossip._replace(every=case.every))
+  params = {"w": np.arange(3, dtype=np.float32), "b": np.float32(0.5)}
+  peer, wire = recipe.peer(), array_wire(copies=case.kills)
+  if recipe.gossip.compressed:
+    wire = packed_wire(peer, params)
+  worker = recipe.make_worker(_loss)
+  return PeerDuty(recipe.gossip, peer, worker, params, batch, _ROOT, wire)
+
+
+class _Saved(NamedTuple):
+  """A checkpoint."""
+
+  images: Mapping[int, Image]
+  files: Sequence[tuple[int, int]]  # (rows, records) of each peer
+
+
+class _Flip(NamedTuple):
+  """A byte of a file that was changed."""
+
+  path: Path
+  before: bytes  # the file, up to and with the byte
+
+  def mend(self) -> None:
+    """Puts the byte back, if it is where it was."""
+    data = self.path.read_bytes() if self.path.exists() else b""
+    at, flipped = len(self.before) - 1, self.before[-1] ^ 0x01
+    if data[: at + 1] == self.before[:at] + bytes([flipped]):
+      self.path.write_bytes(self.before + data[at + 1 :])
+
+
+class PeersRun(host_run.HostRun):
+  """One scenario of live peers."""
+
+  def __init__(self, drawn: Scenario, folder: Path):
+    super().__init__(drawn, folder)
+    self._case: Case = drawn.case
+    self._duty = _duty(self._case)
+    self._rng = random.Random(drawn.seed + 1)
+    self._saved: _Saved | None = None
+    self._cluster: PeerCluster | None = None
+    self._views: dict[int, View] = {}  # of the peers alive at the end
+    self._flips: list[_Flip] = []
+    self._rows: dict[Path, bytes] = {}  # of journals, as they were last
+    self._before = 0  # faults that commands before this one have met
+
+  def make_hosts(self) -> WorldHosts:
+    """See the base; a host makes calls that wait in any order."""
+    hosts = super().make_hosts()
+    if self._case.kills:
+      hosts.order = self._rng
+    return hosts
+
+  # A command.
+
+  def command(self, resumed: bool) -> Callable[[], None]:
+    """See the base."""
+    case = self._case
+    self._before = self.outcome.injected.total()
+    self._jumps = self.outcome.injected["jump"]
+    maker = PeerMaker(
+      lambda: self._duty._replace(batch=self._batch),
+      *(self.folder, self.scenario.seed),
+      make_script=lambda *args, **options: WorldScript(self.world),
+    )
+    self._cluster = PeerCluster(
+      *(self._duty.gossip, self.make_hosts(), maker),
+      messages=case.messages,
+      ladder=_LADDER,
+      refill=case.refill,
+      patience=_PATIENCE,
+    )
+    return functools.partial(self._drive, resumed)
+
+  def _batch(self, peer, job):
+    self.job_begins(job)
+    self.scheduler.sleep(self._rng.expovariate(1 / _JOB))
+    return batch(peer, job)
+
+  def _drive(self, resumed):
+    """The main function of the driver."""
+    if resumed:
+      self._cut_back()
+    try:
+      self._train()
+    except (AllDied, NotFinite) as error:  # the next command resumes
+      self._check_died(error)
+
+  def _train(self):
+    cluster, looks = self._cluster, 0
+    cluster.start(self._saved and dict(self._saved.images))
+    while True:
+      cluster.check(self._received())
+      self._look_at_rows()
+      if cluster.finished and (views := cluster.views()):
+        break
+      looks += 1
+      if looks % _SAVES == 0:
+        self._save()
+      self.scheduler.sleep(_LOOK)
+    self._views, self.finished = views, True
+
+  def _received(self):
+    peers = range(self._case.peers)
+    return sum(
+      len(files.read_peer_records(self.folder, peer).loss) for peer in peers
+    )
+
+  def _save(self):
+    cluster, peers = self._cluster, self._case.peers
+    cluster.pause()
+    images = {
+      peer: (tree, json.loads(json.dumps(notes)))
+      for peer, (tree, notes) in cluster.images().items()
+    }
+    self._saved = _Saved(images, files.lengths(self.folder, peers, images))
+    cluster.go_on()
+
+  def _cut_back(self):
+    """Puts changed files back that were refused, and drops what was written
+    since the checkpoint, or all."""
+    for each in self._flips:
+      if self.outcome.refused and each.path.name in self.outcome.refused[-1]:
+        each.mend()
+    cuts = self._saved.files if self._saved else [(0, 0)] * self._case.peers
+    files.cut_back(self.folder, cuts)
+    self._rows = {}
+
+  # What must hold on the way.
+
+  def _look_at_rows(self):
+    """Raises Broken if a journal has lost or changed a row."""
+    for peer in range(self._case.peers):
+      path = journal_path(self.folder, peer)
+      data = path.read_bytes() if path.exists() else b""
+      for each in self._flips:
+        if each.path == path and data[: len(each.before) - 1] == (
+          each.before[:-1]
+        ):
+          data = each.before + data[len(each.before) :]
+      data = data[: data.rfind(b"\n") + 1]
+      if not data.startswith(self._rows.get(path, b"")):
+        raise Broken(f"{peer_checks.ROWS}: {path.name} of {self.scheduler.now}")
+      self._rows[path] = data
+
+  def _check_died(self, error):
+    """Raises Broken if peers died to which nothing happened."""
+    counts = self.outcome.injected
+    if counts["jump"] == self._jumps and (
+      counts.total() - self._before < self._case.peers
+    ):
+      raise Broken(f"{peer_checks.NO_ERROR}: {error}") from error
+
+  # What must hold at the end.
+
+  def check(self) -> None:
+    """See the base."""
+    for each in self._flips:
+      each.mend()
+    peer_checks.check(
+      self.folder, self._duty, self._case.messages, self._views
+    )
+
+  # Faults.
+
+  def _flip(self, fault: Injection):
+    """Changes a byte of what a peer wrote, and kills it."""
+    peer = int(fault.which * self._case.peers)
+    at = fault.which * self._case.peers - peer
+    path_of = journal_path if at < 0.5 else records_path
+    path = path_of(self.folder, peer)
+    data = path.read_bytes() if path.exists() else b""
+    if not data:
+      return False
+    flip(path, fault.seconds / 8)
+    at = int(fault.seconds / 8 * (len(data) - 1))
+    self._flips.append(_Flip(path, data[: at + 1]))
+    for process in self.processes(f"peer {peer}"):
+      self.scheduler.kill(process)
+    return True
+
+  def _double(self, fault: Injection):
+    self.hosts.doubles.append(fault.seconds / 10)
+    return True
+
+  def _stop_peer(self, fault: Injection):
+    """Has a process stand still with all its threads."""
+    process = self.stop("peer", fault)
+    for host in self.hosts.hosts.values():
+      if host.process is process and self._case.kills:
+        for helper in host.helpers:
+          helper.sleeps_until = process.sleeps_until
+    return process
+
+  INJECT = {  # noqa: RUF012
+    **{kind: COMMON[kind] for kind in KINDS if kind in COMMON},
+    "kill peer": lambda run, fault: run.kill("peer", fault),
+    "kill counter": lambda run, fault: run.kill("counter", fault),
+    "stop peer": _stop_peer,
+    "stop counter": lambda run, fault: run.stop("counter", fault),
+    "stop driver": lambda run, fault: run.stop("driver", fault),
+    "cut": lambda run, fault: run.hosts.cut(fault.which),
+    "double": _double,
+    "flip": _flip,
+  }
