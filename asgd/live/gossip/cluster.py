@@ -250,7 +250,6 @@ class PeerCluster:
         raise NotFinite(f"what all peers computed was not finite, {last}")
       raise AllDied(f"all peers died, {last}")
     if self._refill:
-      self.replaced[PEER] += 1
       self._make(peer)
 
   def _replace_counter(self, party):
@@ -258,7 +257,6 @@ class PeerCluster:
     supervisor = self._supervisor
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
-    self.replaced[COUNTER] += 1
     supervisor.news.append("the counter of jobs died; it is started again")
     taken = self._ask("count_by", None)  # what it still answers is ignored
     numbers = set(self._taken).union(*taken.values())
