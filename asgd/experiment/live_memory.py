@@ -162,7 +162,8 @@ class LiveMemory:
     running = read(cell_folder) if resume else None
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
     self.memory = Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{number}"
-    self.replaced, self._begun = {}, False
+    self.replaced: dict[str, int] = {}
+    self._noted: dict[str, int] | None = None  # None: the cell has not begun
     if running is not None:
       self.replaced = dict(running.replaced)
       if running.memory.is_dir() and _is_of(running.memory, running, cell):
@@ -195,9 +196,12 @@ class LiveMemory:
     }
 
   def note(self, replaced: Mapping[str, int]) -> None:
-    """Writes running.json, with so many processes that were replaced."""
-    self._begun = True
-    fields = os.getpid(), str(self.memory), self._token, dict(replaced)
+    """Writes running.json, with so many processes that were replaced, unless
+    as many were noted before."""
+    if replaced == self._noted:
+      return
+    self._noted = dict(replaced)
+    fields = os.getpid(), str(self.memory), self._token, self._noted
     running = Running(*fields)._asdict()
     storage.write_json(self._folder / RUNNING, storage.sealed(running))
 
@@ -210,7 +214,7 @@ class LiveMemory:
 
   def close(self) -> None:
     """Lets go of it, and leaves nothing of a run that was refused."""
-    if self._held is not None and not self.kept and not self._begun:
+    if self._held is not None and not self.kept and self._noted is None:
       _remove(self._held, self.memory)
     self._held = None
     self._open.close()

@@ -71,6 +71,7 @@ class Supervisor:
     self._patience = patience
     self.parties: dict[str, dict[int, Party]] = {kind: {} for kind in counts}
     self.replaced = dict.fromkeys(counts, 0)
+    self._started: set[tuple[str, int]] = set()
     self._received = self._refused = 0
     self._deaths = dict.fromkeys(counts, 0)
     self.news: list[str] = []  # lines for the user
@@ -79,6 +80,8 @@ class Supervisor:
 
   def start(self, kind: str, index: int, make: Make) -> Party:
     """Begins to make a party, which takes the index of the one before."""
+    self.replaced[kind] += (kind, index) in self._started
+    self._started.add((kind, index))
     host = self.hosts.start(kind, index, make)
     made = self.hosts.made(kind, index)
     party = Party(kind, index, host, made)
@@ -133,11 +136,44 @@ class Supervisor:
     calls = {
       (kind, index): mine[index].host.call(method, *args) for index in indices
     }
-    self._await(calls, max(self.deadlines.dead, self._patience))
+    limit = self._patience
+    if kind not in LOCAL:  # it may be at a job
+      limit = max(limit, self.deadlines.dead)
+    self._await(calls, limit)
     found = {index: answer_of(call) for (_, index), call in calls.items()}
     for index in [index for index, answer in found.items() if answer is None]:
       self.end(mine[index])
     return {index: value[0] for index, value in found.items() if value}
+
+  def ask_until_answered(
+    self,
+    kind: str,
+    method: str,
+    *args: Any,
+    among: Iterable[int] | None = None,
+    restart: Callable[[int], None],
+  ) -> list[Any]:
+    """Calls a method of several parties of a kind, all at once. A party that
+    does not answer is replaced, and the next one is called.
+
+    Args:
+      kind: of the parties.
+      method: of their objects; it may be called twice.
+      *args: of the method.
+      among: indices; None asks all of the kind.
+      restart: starts the party of an index again, or raises.
+
+    Returns:
+      What each of them answers, in the order of the indices.
+    """
+    indices = list(self.parties[kind] if among is None else among)
+    found: dict[int, Any] = {}
+    while left := [index for index in indices if index not in found]:
+      found.update(self.ask(kind, method, *args, among=left))
+      for index in left:
+        if index not in found:
+          restart(index)
+    return [found[index] for index in indices]
 
   def tell(self, party: Party, method: str, *args: Any) -> bool:
     """Calls a method of one party; returns whether it has answered."""
@@ -208,7 +244,7 @@ class Supervisor:
 
     Args:
       party: which is watched.
-      done: jobs that it has done; None: it is idle.
+      done: jobs or clocks that it has done; None: it is idle.
       busy: seconds that it says it is at its job; None: since the supervisor
         saw that it had done another.
     """
@@ -219,9 +255,15 @@ class Supervisor:
     if party.since is None:
       party.done, party.since = done, now
     elif done > party.done:
-      self.job_ended(party, (now - party.since) / (done - party.done))
+      self.job_ended(party, now - party.since)
       party.done, party.since = done, now
     self.end_overdue(party, now - party.since if busy is None else busy)
+
+  def excuse(self, kind: str) -> None:
+    """Counts no time of the parties of a kind until they are watched again:
+    they have waited for a lost party."""
+    for party in self.parties[kind].values():
+      party.since = None
 
   def end_overdue(self, party: Party, seconds: float) -> bool:
     """Ends a party that is at a job for longer than jobs take; returns whether

@@ -218,11 +218,10 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
 
   def advance(self, until: int) -> engines.Progress:
     """Goes on for a moment, not past message `until`."""
-    first, before = self.done, self._replaced()
+    first = self.done
     self._check_files()
     self.done = self._simulation.advance(until, _SECONDS)
-    if self._replaced() != before:
-      self._memory.note(self._replaced())
+    self._memory.note(self._replaced())
     new = self._simulation.book.records(first)
     now = time.monotonic()
     self._counter.add(now, new)

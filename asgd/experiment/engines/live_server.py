@@ -169,10 +169,8 @@ class LiveEngine(engines.Engine):
     """Looks at the cluster once, a moment after the last time."""
     time.sleep(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + _LOOK
-    before = self._replaced()
     news = self.cluster.check()
-    if self._replaced() != before:
-      self._memory.note(self._replaced())
+    self._memory.note(self._replaced())
     status = self._status()
     if status is None:
       return engines.Progress(loss=np.empty(0), news=news)

@@ -7,7 +7,6 @@ killed goes on from its last checkpoint; what was written after that is dropped.
 
 import functools
 import itertools
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,6 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.table_clusters import LiveTables
 from asgd.experiment.schema import Run
 from asgd.live.append_only import PUT_BACK, check_rows
-from asgd.live.hosts import Gone
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import (
   check_count,
@@ -173,8 +171,8 @@ class LiveTableEngine(watched.WatchedEngine):
 
   def _take(self, message):
     """Fetches the rows as they are, for an evaluation of a message."""
-    parts = self._ask(self.cluster.rows)
-    self._counts_seen = self._ask(self.cluster.counts)
+    parts = self.cluster.rows()
+    self._counts_seen = self.cluster.counts()
     division = table_clusters.division_of(self._plan)
     params = self._plan.join(division.join(parts))
     records = self.records()
@@ -186,15 +184,6 @@ class LiveTableEngine(watched.WatchedEngine):
     updates = min(slowest for _, slowest in self._counts_seen)
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
-
-  def _ask(self, question):
-    """Asks all shards something, again if one has to be replaced first."""
-    while True:
-      try:
-        return question()
-      except Gone:
-        self._look()
-        time.sleep(watched.LOOK)
 
   # What came of it.
 
@@ -271,14 +260,9 @@ class LiveTableEngine(watched.WatchedEngine):
     if self._stopped is False:
       return None
     with self._watched():
-      while True:
-        if not self._stopped:
-          self.cluster.pause()
-        try:
-          images = self.cluster.images()
-          break
-        except Gone:
-          self._stopped = None
+      if not self._stopped:
+        self.cluster.pause()
+      images = self.cluster.images()
       written = [self._rows(w, images.workers.get(w)) for w in self._places]
       if not self._stopped:
         self.cluster.go_on()

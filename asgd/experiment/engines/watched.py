@@ -182,11 +182,9 @@ class WatchedEngine(engines.Engine):
 
   def _look(self):
     """Looks after the cluster."""
-    before = self._replaced()
     with self._watched():
       self._news += self.cluster.check(self._received)
-    if self._replaced() != before:
-      self._memory.note(self._replaced())
+    self._memory.note(self._replaced())
 
   def _wait(self, seconds):
     """Waits before the next look, no longer than so many seconds."""

@@ -263,7 +263,6 @@ class PeerCluster:
         raise NotFinite(f"what all peers computed was not finite, {last}")
       raise AllDied(f"all peers died, {last}")
     if self._refill:
-      self.replaced[PEER] += 1
       self._make(peer)
 
   def _replace_counter(self, party):
@@ -271,7 +270,6 @@ class PeerCluster:
     supervisor = self._supervisor
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
-    self.replaced[COUNTER] += 1
     supervisor.news.append("the counter of jobs died; it is started again")
     next_ones = self._ask("count_by", None)  # what it answers is ignored
     self._start_counter(n for n in next_ones.values() if n is not None)

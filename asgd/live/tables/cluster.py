@@ -1,22 +1,22 @@
-"""The driver's part: watches, replaces the dead, and has all rest at once.
+"""The driver of a run of tables: it moves ranges, and makes workers rest.
 
-It sees no message, but rows that go to another shard. Shards and workers are in
-hosts (`asgd.live.hosts`), threads or actors of Ray, of which it is told when
-they die.
+The driver sees no message, but rows that go to another shard. Its supervisor
+starts, watches and ends shards and workers, which are in hosts
+(`asgd.live.hosts`): threads or actors of Ray.
 """
 
-import contextlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd.live.deadlines import DEAD, Deadlines, Ladder
-from asgd.live.failures import AllDied, NotFinite, ShardsDie, WorkersDie
-from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.deadlines import Ladder
+from asgd.live.failures import AllDied
+from asgd.live.hosts import Host, Hosts, Make
 from asgd.live.hosts.base import SHARD, WORKER
+from asgd.live.supervisor import Party, Supervisor, answer_of
 from asgd.live.tables import files
 from asgd.live.tables.worker import (
   ENDED,
@@ -29,10 +29,7 @@ from asgd.live.tables.worker import (
 )
 from asgd.tables import division, requests
 
-_LOOK = 0.01  # seconds between two looks whether all are at rest
-_TRIES = 3  # for each place: updates that may be refused before a run ends
-_DEATHS = 5  # for each place: those that may die before another job ends
-_PATIENCE = 60.0  # seconds after which a shard that is silent is killed
+_WORKS = "works"  # beside how `WorkerHost.run` ends
 
 
 class Images(NamedTuple):
@@ -50,16 +47,16 @@ class Places(NamedTuple):
   worker: Callable[[int, Mapping[int, Host], bytes | None], Make]
 
 
-class _Worker:
-  """A worker, as the driver knows it."""
+class _Standing(NamedTuple):
+  """What a worker does, or how its last call of `run` ended."""
 
-  def __init__(self, host: Host):
-    self.host = host
-    self.run: Call | None = None
-    self.lost: int | None = None  # a shard that it waits for
-    self.halted = self.rests = self.ended = False
-    self.proven = False  # it has done a job, for which it had to compile
-    self.hung = False  # it was killed, as it took too long
+  how: str = _WORKS
+  shard: int = 0  # that a LOST one waits for
+
+  @property
+  def idle(self) -> bool:
+    """Whether it does nothing until it is called."""
+    return self.how in (ENDED, HALTED, RESTS)
 
 
 class TableCluster:
@@ -79,314 +76,228 @@ class TableCluster:
   ):
     """`refill`: put a new worker in the place of one that died; without it
     nobody waits for the place any more."""
-    self._hosts, self._places, self._run = hosts, places, run
-    self._count, self._refill = workers, refill
-    self._deadlines, self._start_seconds = Deadlines(ladder), ladder.start
-    self._shards: list[Host] = []
-    self._count_of_shards = shards
-    self._workers: dict[int, _Worker] = {}
-    self._seen: dict[int, tuple[int, float]] = {}  # jobs done, since when
+    self._places, self._run, self._refill = places, run, refill
+    self._counts = {SHARD: shards, WORKER: workers}
+    self._supervisor = Supervisor(hosts, self._counts, ladder)
+    self._standing: dict[int, _Standing] = {}  # of each worker alive
     self._limit: int | None = None
-    self.replaced = {"worker": 0, "shard": 0}
-    self._refused = self._deaths = self._ends = self._received = 0
-    self._news: list[str] = []
+
+  @property
+  def replaced(self) -> dict[str, int]:
+    """How many parties of each kind were replaced."""
+    return self._supervisor.replaced
 
   # A run.
 
   def start(self, images: Images | None = None) -> None:
     """Starts all shards and workers, or those of images."""
-    for index in range(self._count_of_shards):
+    shards = []
+    for index in range(self._counts[SHARD]):
       image = images.shards[index][1] if images else None
       make = self._places.shard(index, image)
-      self._shards.append(self._hosts.start(SHARD, index, make))
-    for index in range(len(self._shards)):
-      with contextlib.suppress(Gone):  # `check` finds it
-        self._made(index)
-    for worker in range(self._count):
+      shards.append(self._supervisor.start(SHARD, index, make))
+    self._supervisor.await_made(shards)
+    for worker in range(self._counts[WORKER]):
       packed = images.workers.get(worker) if images else None
       if images and packed is None and not self._refill:
         continue  # it had left
       self._add(worker, packed and packed[2])
 
   def _add(self, worker, image=None):
-    shards = dict(enumerate(self._shards))
-    make = self._places.worker(worker, shards, image)
-    host = self._hosts.start(WORKER, worker, make)
-    self._workers[worker] = _Worker(host)
-    self._seen.pop(worker, None)
-    self._call_run(worker)
+    shards = self._supervisor.parties[SHARD].items()
+    hosts = {index: party.host for index, party in shards}
+    make = self._places.worker(worker, hosts, image)
+    self._call_run(self._supervisor.start(WORKER, worker, make))
 
-  def _call_run(self, worker, found=(), ranges=None):
-    """Has a worker work, which is told where some shards are now, and of other
-    ranges if it rests."""
-    mine = self._workers[worker]
-    mine.run = mine.host.call("run", self._limit, dict(found), ranges)
-    mine.lost, mine.halted, mine.rests = None, False, False
+  def _call_run(self, party, found=(), ranges=None):
+    """Makes a worker work: `found` has the hosts of shards that were started
+    again, and `ranges` those of a worker that rests."""
+    party.run = party.host.call("run", self._limit, dict(found), ranges)
+    self._standing[party.index] = _Standing()
 
   @property
   def finished(self) -> bool:
-    """Whether all jobs of those who are there are done."""
-    workers = self._workers.values()
-    return bool(self._workers) and all(each.ended for each in workers)
+    """Whether all jobs of the workers alive are done."""
+    return self._all_are(ENDED)
+
+  def _all_are(self, how):
+    each = self._standing.values()
+    return bool(each) and all(standing.how == how for standing in each)
 
   def check(self, received: int) -> list[str]:
-    """Looks at the cluster, of which so many jobs were received; returns what
-    to tell. Raises AllDied, NotFinite, WorkersDie and ShardsDie, and what would
-    end those that follow, too."""
-    if received > self._received:
-      self._received, self._refused = received, 0
-      self._deaths = self._ends = 0
-    for kind, index in self._hosts.gone():
-      if kind == SHARD:
-        self._restart(index)
-      elif (mine := self._workers.get(index)) and (mine.halted or mine.ended):
-        self._bury(index, "died")  # no call says so
-    for worker in [*self._workers]:
-      self._look_at(worker)
+    """Looks at the cluster, of which so many jobs were received; returns lines
+    for the user. Raises AllDied, NotFinite, WorkersDie and ShardsDie, and what
+    would end those that follow, too."""
+    self._supervisor.progressed(received)
+    self._look()
+    return self._supervisor.take_news()
+
+  def _look(self):
+    supervisor = self._supervisor
+    for party in supervisor.lost(SHARD):
+      self._restart(party.index)
+    lost = supervisor.lost(WORKER)
+    for party in [*supervisor.parties[WORKER].values()]:
+      if party.run is not None and party.run.done():
+        answer, party.run = answer_of(party.run), None
+        self._ended(party, answer)
+      elif party in lost:
+        self._bury(party, "died")
+      elif self._standing[party.index].how == LOST:
+        self._call_again(party)
     self._end_hanging()
-    if self._limit is None and self._waits_for_ranges():
+    if self._limit is None and self._all_are(RESTS):
       self._divide()
-    news, self._news = self._news, []
-    return news
 
   def _restart(self, index):
-    """Has a shard come back from its image and what it did since."""
-    self._ends += 1
-    if self._ends > _DEATHS * len(self._shards):
-      raise ShardsDie(
-        f"shards ended {self._ends} times before a job was received, the last"
-        f" was shard {index}: look for what ends them in the memory of the"
-        " machine"
-      )
-    make = self._places.shard(index, None)
-    self._shards[index] = self._hosts.start(SHARD, index, make)
-    self._seen.clear()  # workers have waited for it
-    self.replaced["shard"] += 1
-    self._news.append(f"shard {index} died; it comes back")
-    with contextlib.suppress(Gone):  # once more, as the next look finds
-      self._made(index)
+    """Starts a shard again, from its image and the requests since."""
+    supervisor = self._supervisor
+    supervisor.count_exit(SHARD, index, "died")
+    supervisor.excuse(WORKER)
+    supervisor.news.append(f"shard {index} died; it comes back")
+    party = supervisor.start(SHARD, index, self._places.shard(index, None))
+    supervisor.await_made([party])
     if self._limit is not None and not index:
-      self._tell(0, "allow", self._limit)
+      self._ask("allow", self._limit, among=[0])
 
-  def _look_at(self, worker):
-    mine = self._workers[worker]
-    if mine.lost is not None:
-      shard = mine.lost
-      # Only the connection broke if the shard is there: the worker retries.
-      if (SHARD, shard) not in self._hosts.gone():
-        self._call_run(worker, {shard: self._shards[shard]})
-    elif mine.run is not None and mine.run.done():
-      try:
-        how, shard = mine.run.result()
-      except Gone:
-        self._bury(worker, "hung" if mine.hung else "died")
-        return
-      mine.run = None
-      if how == LOST:
-        mine.lost = shard
-        self._look_at(worker)
-      elif how in (ENDED, HALTED, RESTS):
-        mine.halted, mine.ended = how == HALTED, how == ENDED
-        mine.rests = how == RESTS
-        if self._limit is None and mine.halted:  # a pause is over since
-          self._call_run(worker)
-      else:
-        self._bury(worker, how)
+  def _ended(self, party, answer: tuple[tuple[str, int]] | None):
+    """Handles the end of a worker's call of `run`, without an answer if the
+    worker has exited."""
+    standing = _Standing(*answer[0]) if answer else _Standing("died")
+    if standing.how == LOST:
+      self._standing[party.index] = standing
+      self._call_again(party)
+    elif standing.idle:
+      self._standing[party.index] = standing
+      if self._limit is None and standing.how == HALTED:
+        self._call_run(party)  # a pause is over since
+    else:
+      self._bury(party, standing.how)
 
-  def _bury(self, worker, how):
-    """Deals with a worker that has ended before its jobs."""
-    del self._workers[worker]
-    self._hosts.kill(WORKER, worker)
-    files.leave(self._run, worker, self._hosts.clock(), self._hosts.disk)
-    self._refused += how == REJECTED
-    self._deaths += 1
-    if how == EXPELLED:  # another has its place: it hung
+  def _call_again(self, party):
+    """Makes a worker work that has lost a shard, unless that is lost still: the
+    worker may have lost the connection alone."""
+    shard = self._standing[party.index].shard
+    if any(lost.index == shard for lost in self._supervisor.lost(SHARD)):
+      return
+    host = self._supervisor.parties[SHARD][shard].host
+    self._call_run(party, {shard: host})
+
+  def _bury(self, party: Party, how: str):
+    """Handles a worker that has ended before its jobs."""
+    supervisor, worker = self._supervisor, party.index
+    hosts = supervisor.hosts
+    supervisor.drop(party)
+    del self._standing[worker]
+    files.leave(self._run, worker, hosts.clock(), hosts.disk)
+    if how == REJECTED:
+      supervisor.count_refusal(WORKER, worker)
+    if party.hung or how == EXPELLED:  # another has its place
       how = "hung"
-    if self._refused > _TRIES * self._count:
-      raise NotFinite(
-        f"{self._refused} updates in a row were not finite, the last of worker"
-        f" {worker}"
-      )
-    if self._deaths > _DEATHS * self._count:
-      raise WorkersDie(
-        f"{self._deaths} workers ended, one after the other, before a job was"
-        f" received (the last: worker {worker} {how}): look for what ends them"
-        " in the data, in the loss, and in the memory of the machine"
-      )
+    supervisor.count_exit(WORKER, worker, how)
     if self._refill:
-      self.replaced["worker"] += 1
-      self._news.append(f"worker {worker} {how}; another takes its place")
+      supervisor.news.append(f"worker {worker} {how}; another takes its place")
       self._add(worker)
       return
-    self._news.append(f"worker {worker} {how}; nobody waits for it any more")
-    if not self._workers:
-      raise AllDied(f"all workers died, the last was worker {worker}")
-    for shard in range(len(self._shards)):
-      while not self._tell(shard, "leave", worker):
-        self._look_for_shards()
-
-  def _tell(self, shard, method, *args) -> bool:
-    """Calls a shard; False if it has died."""
-    with contextlib.suppress(Gone):
-      self._answer(shard, self._shards[shard].call(method, *args))
-      return True
-    return False
-
-  def _answer(self, shard, call, limit=None):
-    """Returns what a shard answers; one that is silent for too long is killed.
-    Raises Gone if it has died."""
-    self._hosts.wait_for_all(SHARD, {shard: call}, limit or _PATIENCE)
-    return call.result()
-
-  def _made(self, shard):
-    """Waits until a shard is made. Raises Gone if it has died."""
-    limit = max(DEAD * self._start_seconds, _PATIENCE)
-    self._answer(shard, self._hosts.made(SHARD, shard), limit)
-
-  def _look_for_shards(self):
-    self._hosts.sleep(_LOOK)
-    for kind, index in self._hosts.gone():
-      if kind == SHARD:
-        self._restart(index)
-
-  def _ask_all(self, method, *args) -> list[Any]:
-    """Returns what all shards answer. Raises Gone if one has died."""
-    calls = dict(
-      enumerate(shard.call(method, *args) for shard in self._shards)
+    supervisor.news.append(
+      f"worker {worker} {how}; nobody waits for it any more"
     )
-    self._hosts.wait_for_all(SHARD, calls, _PATIENCE)
-    return [call.result() for call in calls.values()]
+    if not self._standing:
+      raise AllDied(f"all workers died, the last was worker {worker}")
+    self._ask("leave", worker)
 
-  def _statuses(self):
-    """Returns what all shards say, None if one has died."""
-    with contextlib.suppress(Gone):
-      return self._ask_all("status")
-    return None
+  def _ask(
+    self, method: str, *args: Any, among: Iterable[int] | None = None
+  ) -> list[Any]:
+    """Returns what shards answer; those that have exited are started again."""
+    return self._supervisor.ask_until_answered(
+      SHARD, method, *args, among=among, restart=self._restart
+    )
 
   def _end_hanging(self):
-    """Kills who has been at a job for too long, or has not done one since it
-    was started; `check` then replaces it."""
-    statuses, now = self._statuses(), self._hosts.clock()
-    if statuses is None:
-      self._seen.clear()
-      return
-    idle = set().union(*(status.waiting for status in statuses))
-    for worker, mine in self._workers.items():
-      done = statuses[0].done[worker]
-      if mine.run is None or worker in idle:
-        self._seen.pop(worker, None)
-        continue
-      before, since = self._seen.setdefault(worker, (done, now))
-      limit = self._deadlines.dead
-      if not mine.proven:  # it has to start, and to compile
-        limit = max(limit, self._start_seconds)
-      if done > before:
-        self._deadlines.ended(now - since)
-        self._seen[worker] = done, now
-        mine.proven = True
-      elif now - since > limit:
-        mine.hung = True
-        self._hosts.kill(WORKER, worker)
-        self._seen.pop(worker)
+    """Ends workers that are at a clock for too long; `check` then replaces
+    them."""
+    statuses = self._ask("status")
+    waiting = set().union(*(status.waiting for status in statuses))
+    for worker, party in self._supervisor.parties[WORKER].items():
+      idle = party.run is None or worker in waiting
+      done = None if idle else statuses[0].done[worker]
+      self._supervisor.watch(party, done)
 
   # Moving ranges.
 
   def wait(self, seconds: float) -> None:
     """Waits until a worker has ended or rests, so many seconds at most."""
-    workers = self._workers.values()
-    runs = [mine.run for mine in workers if mine.run is not None]
+    parties = self._supervisor.parties[WORKER].values()
+    runs = [party.run for party in parties if party.run is not None]
     if runs:
-      self._hosts.wait(runs, seconds)
+      self._supervisor.hosts.wait(runs, seconds)
     else:
-      self._hosts.sleep(seconds)
-
-  def _waits_for_ranges(self):
-    workers = self._workers.values()
-    return bool(self._workers) and all(mine.rests for mine in workers)
+      self._supervisor.hosts.sleep(seconds)
 
   def _divide(self):
     """Divides tables anew, by what was pulled and pushed of each row since the
-    last time, and lets workers go on. All of them rest, so nothing changes
-    until then, and a shard that dies comes back as it was: asked again, it
-    says the same."""
-    loads = self._ask_until_all("load")
+    last time, and makes workers work again. All of them rest, so nothing
+    changes until then: a shard that is started again answers the same."""
+    loads = self._ask("load")
     cuts = division.by_load([load for _, load in loads])
-    given = self._ask_until_all("give", cuts)
+    given = self._ask("give", cuts)
     version = loads[0][0] + 1
-    for shard in range(len(self._shards)):
+    for shard in range(self._counts[SHARD]):
       parts = [mine.parts[shard] for mine in given if shard in mine.parts]
       data = requests.dump_move(version, cuts, parts)
-      while not self._tell(shard, "move", data):
-        self._look_for_shards()
-    for worker in self._workers:
+      self._ask("move", data, among=[shard])
+    for worker, party in self._supervisor.parties[WORKER].items():
       rows = [each.rows[worker] for each in given]
-      self._call_run(worker, ranges=Moved(cuts, rows))
-
-  def _ask_until_all(self, method, *args):
-    """Returns what all shards answer, at rest."""
-    while True:
-      with contextlib.suppress(Gone):
-        return self._ask_all(method, *args)
-      self._look_for_shards()
+      self._call_run(party, ranges=Moved(cuts, rows))
 
   # All at once.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Has all workers end the same clock, and waits for it, so many seconds at
-    most; whether they have. Raises as `check`."""
-    end = self._hosts.clock() + seconds
-    while self._limit is None:
-      with contextlib.suppress(Gone):
-        self._limit = self._answer(0, self._shards[0].call("halt"))
-        break
-      self._look_for_shards()
-    while True:
-      news = self.check(self._received)  # also at rest a shard may have died
-      self._news = news + self._news
-      if self._rests():
-        return True
-      if self._hosts.clock() > end:
-        return False
-      self._hosts.sleep(_LOOK)
+    """Makes all workers end the same clock, and waits for it, so many seconds
+    at most; returns whether they have. Raises as `check`."""
+    if self._limit is None:
+      (self._limit,) = self._ask("halt", among=[0])
+    return self._supervisor.rest(self._at_rest, seconds)
 
-  def _rests(self):
-    workers = self._workers.values()
-    return all(each.ended or each.halted or each.rests for each in workers)
+  def _at_rest(self):
+    self._look()  # also at rest a shard may exit
+    return all(standing.idle for standing in self._standing.values())
 
   def go_on(self) -> None:
     """Ends a pause."""
     self._limit = None
-    self._tell(0, "allow", None)  # one that died comes back without a limit
-    for worker, mine in self._workers.items():
-      if mine.halted:
-        self._call_run(worker)
+    self._ask("allow", None, among=[0])
+    for worker, standing in self._standing.items():
+      if standing.how == HALTED:
+        self._call_run(self._supervisor.parties[WORKER][worker])
 
   def images(self) -> Images:
-    """Returns all there is, at a pause. Raises Gone if one has died."""
-    calls = {w: each.host.call("image") for w, each in self._workers.items()}
-    shards = self._ask_all("image")
-    return Images(shards, {w: call.result() for w, call in calls.items()})
+    """Returns all there is, at a pause. Of a worker that has exited, the next
+    one has to rest first. Raises as `check`."""
+    while True:
+      shards = self._ask("image")
+      workers = self._supervisor.ask(WORKER, "image")
+      if workers.keys() == self._standing.keys():
+        return Images(shards, workers)
+      self.pause()
 
   def rows(self) -> list[dict[str, np.ndarray]]:
-    """Returns the rows of each shard, as they are. Raises Gone if one has
-    died."""
-    return self._ask_all("rows")
+    """Returns the rows of each shard, as they are."""
+    return self._ask("rows")
 
   def held(self) -> tuple[int, int]:
     """(rows that filters held back for later, rows that they dropped), of the
-    workers that are there and have ended."""
-    ended = [each.host for each in self._workers.values() if each.ended]
-    both = []
-    for host in ended:
-      with contextlib.suppress(Gone):
-        both.append(host.call("held").result())
-    return sum(a for a, _ in both), sum(b for _, b in both)
+    workers that are alive and have ended."""
+    standings = self._standing.items()
+    ended = [worker for worker, each in standings if each.how == ENDED]
+    both = self._supervisor.ask(WORKER, "held", among=ended).values()
+    return sum(back for back, _ in both), sum(dropped for _, dropped in both)
 
   def counts(self) -> list[tuple[int, int]]:
-    """Returns (messages applied, the slowest clock) of each shard. Raises Gone
-    if one has died."""
-    return self._ask_all("counts")
+    """Returns (messages applied, the slowest clock) of each shard."""
+    return self._ask("counts")
 
   def close(self) -> None:
     """Ends all; what they wrote stays."""
-    self._hosts.close()
+    self._supervisor.close()

@@ -4,7 +4,6 @@ Job j adds 2^j to the rows that it is done on, so the sum of a row says which
 jobs it has, and that it has each of them once.
 """
 
-import contextlib
 import functools
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +14,6 @@ import numpy as np
 
 from asgd import base, safe_files, tables
 from asgd.live.deadlines import Ladder
-from asgd.live.hosts import Gone
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 from asgd.live.tables.cluster import Images, Places, TableCluster
@@ -210,12 +208,7 @@ class TablesRun(host_run.HostRun):
       if looks % _SAVES == 0:
         self._save()
       cluster.wait(_LOOK)
-    while not self._rows:
-      with contextlib.suppress(Gone):
-        self._rows = cluster.rows()
-        break
-      cluster.check(0)
-      self.scheduler.sleep(_LOOK)
+    self._rows = cluster.rows()
     self.finished = True
 
   def _records(self):
@@ -224,14 +217,13 @@ class TablesRun(host_run.HostRun):
   def _save(self):
     cluster = self._cluster
     cluster.pause()
-    with contextlib.suppress(Gone):
-      images = cluster.images()
-      lengths = []
-      for worker in range(WORKERS):
-        rows = len(read_journal(journal_path(self.folder, worker)))
-        there = rows, len(files.read_table_records(self.folder, worker).loss)
-        lengths.append(images.workers.get(worker, there)[:2])
-      self._saved = _Saved(images, lengths)
+    images = cluster.images()
+    lengths = []
+    for worker in range(WORKERS):
+      rows = len(read_journal(journal_path(self.folder, worker)))
+      there = rows, len(files.read_table_records(self.folder, worker).loss)
+      lengths.append(images.workers.get(worker, there)[:2])
+    self._saved = _Saved(images, lengths)
     cluster.go_on()
 
   def _cut_files(self):

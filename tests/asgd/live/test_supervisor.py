@@ -1,0 +1,134 @@
+"""The supervisor of a run's parties, with threads and a clock by hand."""
+
+import time
+
+import pytest
+
+from asgd.live import answers
+from asgd.live.deadlines import DEAD, Ladder
+from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
+from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.supervisor import Supervisor
+
+LADDER = Ladder(floor=1.0, start=10.0)
+
+
+class Counter:
+  """Counts its calls; one that is made with an odd number exits when it is
+  called."""
+
+  def __init__(self, inside, start):
+    self.inside, self.count = inside, start
+
+  def add(self, number):
+    if self.count % 2:
+      self.inside.kill()
+    self.count += number
+    return self.count
+
+
+def counter(start):
+  return lambda inside: Counter(inside, start)
+
+
+@pytest.fixture
+def supervisor():
+  made = Supervisor(
+    ThreadHosts(began=time.monotonic()), {"shard": 2, "worker": 2}, LADDER
+  )
+  yield made
+  made.close()
+
+
+@pytest.fixture
+def clock(supervisor):
+  """Seconds that the supervisor reads, to be set."""
+  seconds = [0.0]
+  supervisor.hosts.clock = lambda: seconds[0]
+  return seconds
+
+
+def test_a_party_that_does_not_answer_is_left_out_and_ended(supervisor):
+  supervisor.await_made(
+    [supervisor.start("shard", i, counter(2 + i)) for i in range(2)]
+  )
+  assert supervisor.ask("shard", "add", 5) == {0: 7}
+  (lost,) = supervisor.lost("shard")
+  assert lost is supervisor.parties["shard"][1]
+  assert not supervisor.tell(lost, "add", 5)
+  supervisor.drop(lost)
+  assert supervisor.lost("shard") == []
+
+
+def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
+  starts = {0: [4], 1: [1, 3, 6]}
+
+  def start(index):
+    supervisor.start("shard", index, counter(starts[index].pop(0)))
+
+  for index in starts:
+    start(index)
+  answer = supervisor.ask_until_answered("shard", "add", 2, restart=start)
+  assert answer == [6, 8]  # the one that answered was called once
+  assert supervisor.replaced == {"shard": 2, "worker": 0}
+
+
+def test_a_silent_party_is_named_and_ended(monkeypatch):
+  monkeypatch.setattr(answers, "_LOOK", 0.01)
+  monkeypatch.setattr(answers, "_SOON", 0.0)
+  hosts, lines = ThreadHosts(began=time.monotonic()), []
+  hosts.say = lines.append
+  supervisor = Supervisor(hosts, {"shard": 2}, LADDER, patience=0.0)
+  for index in range(2):
+    supervisor.start("shard", index, lambda inside: inside)
+  supervisor.await_made(supervisor.parties["shard"].values())
+  silent = supervisor.parties["shard"][1]
+  assert not supervisor.tell(silent, "wait", 600.0)
+  assert lines == ["waiting for shard 1, which has not answered for 0 s"]
+  assert hosts.gone() == [("shard", 1)]
+  hosts.close()
+
+
+def test_a_job_that_takes_too_long_ends_its_party(supervisor, clock):
+  workers = [supervisor.start("worker", i, counter(0)) for i in range(2)]
+
+  def watch(seconds, *done):
+    clock[0] = seconds
+    for worker, jobs in zip(workers, done, strict=True):
+      supervisor.watch(worker, jobs)
+    return [worker.index for worker in workers if worker.hung]
+
+  for second in range(7):  # worker 0 does a job a second, worker 1 is idle
+    assert not watch(second, second, None)
+  assert supervisor.deadlines.dead == 3 * DEAD  # the median is 1
+  assert workers[0].proven and not workers[1].proven
+  assert not watch(15.0, 6, 0)
+  assert watch(15.1, 6, 0) == [0]
+  assert not watch(25.0, None, 0)[1:]  # it has time to start
+  supervisor.excuse("worker")
+  assert not watch(35.0, None, 0)[1:]
+  assert not watch(45.0, None, 0)[1:]
+  assert watch(45.1, None, 0)[1:] == [1]
+  assert len(supervisor.lost("worker")) == 2
+
+
+def test_exits_count_until_a_message_is_received(supervisor):
+  for _ in range(10):
+    supervisor.count_exit("shard", 1, "died")
+    supervisor.count_exit("worker", 1, "died")
+  supervisor.progressed(0)
+  with pytest.raises(ShardsDie, match="shards ended 11 times before a message"):
+    supervisor.count_exit("shard", 1, "died")
+  with pytest.raises(WorkersDie, match=r"11 workers ended.*worker 1 hung"):
+    supervisor.count_exit("worker", 1, "hung")
+  supervisor.progressed(1)
+  supervisor.count_exit("shard", 1, "died")
+
+
+def test_refusals_count_until_a_message_is_received(supervisor):
+  for _ in range(6):
+    supervisor.count_refusal("worker", 0)
+  with pytest.raises(NotFinite, match="7 messages in a row.*of worker 1"):
+    supervisor.count_refusal("worker", 1)
+  supervisor.progressed(1)
+  supervisor.count_refusal("worker", 1)
