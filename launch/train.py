@@ -9,7 +9,8 @@ The same command with the same folder goes on where it stopped: after Ctrl-C, a
 kill or a requeued job. Runs, numbers of workers and seeds may be added to an
 experiment that has begun; another experiment's folder is refused. The exit
 status is 3 if a cell that was asked for has no valid result at the end, as one
-that another command is training; the last line names it.
+that another command is training, or if messages of a live cell are missing
+because workers or peers exited; the last line names the cell.
 
 Simulated cells are independent: --jobs=N trains so many at once (default: one
 for each core), --jobs=ray as tasks of a Ray cluster, and --cells=I/N is a share

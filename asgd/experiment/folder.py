@@ -60,7 +60,8 @@ class FolderError(ValueError):
 
 
 class Incomplete(Exception):
-  """Training has ended, and cells that were asked for have no valid result."""
+  """Training has ended, and cells that were asked for have no valid result, or
+  fewer messages than were asked for."""
 
 
 def _refused(why):
@@ -459,6 +460,23 @@ def missing(workdir: Path, names: Sequence[str]) -> str:
     f"only {len(names) - len(absent)} of the {len(names)} cells that were asked"
     f" for are finished, without {', '.join(listed)}"
     f" ({fault(absent[0]) or 'it has no result'})"
+  )
+
+
+def short_of(workdir: Path, names: Sequence[str]) -> str:
+  """Says which of these cells have ended with fewer messages than they were
+  asked for, because workers or peers exited; "" if none has."""
+  short = []
+  for name in names:
+    result = finished_result(workdir / "cells" / name) or {}
+    if missed := result.get("missed"):
+      short.append(f"{name} ({missed} of {result['messages'] + missed})")
+  if not short:
+    return ""
+  listed = ", ".join(short[:_NAMED]) + ", ..." * (len(short) > _NAMED)
+  return (
+    "workers or peers exited, and their messages are missing in"
+    f" {listed}; to train a cell again, remove its folder"
   )
 
 

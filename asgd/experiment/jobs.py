@@ -83,7 +83,7 @@ def train_all(
   Raises:
     Stopped: once all is saved.
     folder.Incomplete: at the end, if the folder has no valid result of a cell,
-      as while another command trains it.
+      as while another command trains it, or if messages of one are missing.
     ValueError: if a cell fails.
   """
   cells = experiment.cells if cells is None else cells
@@ -123,6 +123,8 @@ def train_all(
   missing = processes.share(workdir and folder.missing(workdir, names))
   if missing:
     raise folder.Incomplete(f"{missing}; {GO_ON}")
+  if short := processes.share(workdir and folder.short_of(workdir, names)):
+    raise folder.Incomplete(short)
 
 
 def _train_unless_in_use(experiment, cell, workdir, *, bar, **surroundings):

@@ -50,6 +50,7 @@ _OF_KEYS = (
   ("codec_down", traffic.COLUMNS),
   ("link_utilisation", networks.COLUMNS),
 )
+_MISSED = Column("missed", "missed", form="{:.0f}")
 
 
 def quality(accuracy: Any, measure: Any, loss: Any) -> str:
@@ -160,6 +161,8 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   for key, columns in _OF_KEYS:
     if any(key in row for row in results):
       shown += columns
+  if any(row.get("missed") for row in results):
+    shown.append(_MISSED)
   if any((row.get("accepted") or 1) < 1 for row in results):
     shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
   return list({column.key: column for column in shown}.values())

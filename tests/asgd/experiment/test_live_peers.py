@@ -7,7 +7,7 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment
-from asgd.experiment import loop, replay
+from asgd.experiment import folder, loop, replay
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -101,7 +101,13 @@ def test_a_cell_replays_with_a_peer_that_died(tmp_path):
   machine = Machine(faults=[Fault(1, 3, "kill")])
   result, place = train(tmp_path, CODED, machine)
   assert result["replaced"] == {"peer": 1}
-  assert result["missed"] > 0  # rounds in which it was not there
+  missed = result["missed"]
+  assert missed > 0  # rounds in which it was not there
+  workdir = place.parent.parent
+  assert folder.short_of(workdir, [place.name]) == (
+    "workers or peers exited, and their messages are missing in"
+    f" {place.name} ({missed} of 40); to train a cell again, remove its folder"
+  )
   one = files.read_peer_records(place, 1)
   lost = one.residual_norm[one.job.tolist().index(5)]  # the last before it died
   assert result["residual_lost"] == pytest.approx(lost) and lost > 0
