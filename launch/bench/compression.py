@@ -38,9 +38,10 @@ def _stages(like, rounds):
   once = message_speed.copy(like)
   size = sum(x.nbytes for x in like.values())
   header = ["codec", "bytes", "times less", "encode", "pack", "unpack"]
-  table = turns.Table([*header, "decode", "MB/s up", "MB/s down"], first=16)
+  header += ["decode", "MB/s up", "MB/s down"]
+  table = turns.TimingTable(header, first=16)
   for label, options in _CODECS.items():
-    stages = message_speed.Stages(options, like)
+    stages = message_speed.MessageStages(options, like)
     both = {"copy": once, **stages.contestants()}
     copy, *parts = turns.take_turns(both, rounds, 3, time.process_time).values()
     shares = [f"{np.median(copy / part):.2f}" for part in parts]
@@ -53,7 +54,7 @@ def _stages(like, rounds):
 
 def _coder(rounds):
   """Positions per second, and what one takes."""
-  table = turns.Table(
+  table = turns.TimingTable(
     ["density", "bits", "entropy", "M/s encoded", "M/s decoded"], first=8
   )
   for p in _DENSITIES:
@@ -74,7 +75,7 @@ def _way(like, seconds):
       rate = message_speed.rate(like, options, seconds / _TURNS)
       rates[label].append((rate.per_second, 1e3 * rate.cpu))
   header = ["sent", "messages/s", "of dense", "range", "CPU ms", "of dense"]
-  table = turns.Table(header, first=16)
+  table = turns.TimingTable(header, first=16)
   dense = np.transpose(rates["dense"])
   for label, each in rates.items():
     mine = np.transpose(each)

@@ -45,7 +45,7 @@ def message(megabytes: float, leaves: int = 4) -> dict[str, np.ndarray]:
   }
 
 
-class Stages:
+class MessageStages:
   """What is done to a message on its way, each stage over and over."""
 
   def __init__(self, options: Options, like: Any):
@@ -143,7 +143,7 @@ class _Server:
     self._layout, decode = None, lambda tree: tree
     if options is not None:
       decode = compression.named(**options).decode
-      self._layout = Stages(options, like).layout
+      self._layout = MessageStages(options, like).layout
 
     def update(params, code):
       change = jax.tree.map(lambda x: -_RATE * x, decode(code))
@@ -174,7 +174,7 @@ class _Worker:
 
     take_core(0)
     dense = jax.tree.map(jnp.asarray, like)
-    stages = None if options is None else Stages(options, like)
+    stages = None if options is None else MessageStages(options, like)
 
     def once():
       if stages is None:

@@ -49,7 +49,7 @@ def _check() -> None:
     )
 
 
-class Wire:
+class VirtualWire:
   """Two namespaces, that of this process and another, and what is between."""
 
   def __init__(self, far: int):
@@ -84,7 +84,7 @@ class Wire:
 
 
 @contextlib.contextmanager
-def wire() -> Iterator[Wire]:
+def wire() -> Iterator[VirtualWire]:
   """Lays a wire to another namespace, which is gone at the end.
 
   Raises:
@@ -100,7 +100,7 @@ def wire() -> Iterator[Wire]:
   try:
     if not other.stdout.readline():
       raise ValueError(f"unshare --net is not permitted: {_HINT}")
-    yield Wire(other.pid)
+    yield VirtualWire(other.pid)
   finally:
     _end(other)
 
@@ -116,7 +116,7 @@ def _end(process):
 
 
 @contextlib.contextmanager
-def far_node(wire: Wire, resource: str, memory: int) -> Iterator[None]:
+def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   """Adds a node at the other end of a wire to this process's cluster of Ray,
   which alone has a resource, 1 of it, and so many bytes of object store."""
   code = (

@@ -16,7 +16,7 @@ def run(links: str = "threads", seconds: float = 8.0, rounds: int = 3) -> None:
       flush=True,
     )
     header = ["workers", "shards", "at most/s", "live/s", "simulated/s"]
-    table = turns.Table([*header, "of live", "range", "late %"], first=7)
+    table = turns.TimingTable([*header, "of live", "range", "late %"], first=7)
     for workers, shards in runtime.runs:
       taken = [
         network_speed.turn(runtime, workers, shards, seed)

@@ -51,7 +51,7 @@ _T = TypeVar("_T")
 _LEAST = 12  # of one that does; first ones do not count
 
 
-class Links(NamedTuple):
+class LinkSpeeds(NamedTuple):
   """What workers are to meet, in seconds and bytes."""
 
   job: float = 0.1  # mean time of a job
@@ -65,7 +65,7 @@ class Links(NamedTuple):
     keys = "latency", "port", "incast"
     return {key: getattr(self, key) for key in keys}
 
-  def slower(self, factor: float) -> "Links":
+  def slower(self, factor: float) -> "LinkSpeeds":
     """Returns links over which all takes so many times as long."""
     job, latency = factor * self.job, factor * self.latency
     return self._replace(job=job, latency=latency, port=self.port / factor)
@@ -76,8 +76,8 @@ class Links(NamedTuple):
     a mean time, and those that the ports of S shards let through.
 
     Example:
-      >>> from .network_speed import Links
-      >>> links = Links(job=1.0, latency=0.5, port=4.0, nbytes=8)
+      >>> from .network_speed import LinkSpeeds
+      >>> links = LinkSpeeds(job=1.0, latency=0.5, port=4.0, nbytes=8)
       >>> links.bound(2, 1), links.bound(2, 2), links.bound(16, 2)
       (0.3333333333333333, 0.5, 1.0)
     """
@@ -127,7 +127,7 @@ def waiting(
 
 
 def _train(
-  links: Links,
+  links: LinkSpeeds,
   engine: str,
   workers: int,
   shards: int,
@@ -204,7 +204,7 @@ def _rate(records: base.Records, workers: int) -> float:
 
 
 def simulated(
-  links: Links,
+  links: LinkSpeeds,
   workers: int,
   shards: int,
   messages: int,
@@ -238,7 +238,7 @@ class Threads:
   delayed as over the network (`asgd.live.links.throttled`)."""
 
   runs = tuple((n, s) for s in (1, 2) for n in (1, 2, 4, 8))  # workers, shards
-  _links, _engine = Links(), "threads"
+  _links, _engine = LinkSpeeds(), "threads"
 
   def __init__(self, seconds: float):
     """A live run takes about so many seconds, `_JOBS` jobs of a worker that
@@ -285,10 +285,12 @@ class Machines(Threads):
   own. All shards are on one machine, and so at one port: there is one."""
 
   runs = tuple((n, 1) for n in (1, 2, 4, 8))
-  _links = Links(latency=0.0, nbytes=2**20, port=20 * 2**20, incast="share")
+  _links = LinkSpeeds(
+    latency=0.0, nbytes=2**20, port=20 * 2**20, incast="share"
+  )
   _engine = "ray"
 
-  def __init__(self, seconds: float, wire: namespaces.Wire):
+  def __init__(self, seconds: float, wire: namespaces.VirtualWire):
     """Ray has been started, with workers' resource FAR beyond the wire."""
     super().__init__(seconds)
     self._wire = wire

@@ -258,7 +258,7 @@ def _measure_collectives(rounds, keeps_memory):
         f" {1e6 * link.latency:.0f} us a message",
         flush=True,
       )
-    table = turns.Table(header, first=18)
+    table = turns.TimingTable(header, first=18)
     for size, name in itertools.product(sizes, shapes(devices)):
       known = name == "ring" and size in rings
       times = rings[size] if known else measure(name, devices, size, rounds)
@@ -280,7 +280,7 @@ def run(rounds: int = 5) -> None:
     print(title, flush=True)
     (base, once), *others = make().items()
     contestants = {name: lambda other=other: other for name, other in others}
-    table = turns.Table([f"against {base}", "ms", "of ideal", "range"])
+    table = turns.TimingTable([f"against {base}", "ms", "of ideal", "range"])
     for name, theirs, mine in turns.against(once, contestants, rounds, calls=3):
       ms = f"{1e3 * np.median(mine):.1f}"
       table.row(name, ms, *turns.ratio_cells(theirs / mine))

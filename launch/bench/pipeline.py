@@ -148,7 +148,7 @@ def _speed(rounds, peer):
     f" {_ASYNCHRONOUS}, with its fill and drain)\n"
   )
   header = ["schedule, stages", "one core ms", "bound ms", "ms", "of bound"]
-  printed = turns.Table([*header, "range"])
+  printed = turns.TimingTable([*header, "range"])
   spawn = multiprocessing.get_context("spawn")
   with contextlib.ExitStack() as stack:
     one = stack.enter_context(
@@ -244,7 +244,7 @@ def _overhead(rounds):
 def _memory():
   """Prints the memory of activations, counted and as the table says."""
   print("\nmost activations held, between slots, and as the table says")
-  printed = turns.Table(["schedule, device", "table MB", "MB"])
+  printed = turns.TimingTable(["schedule, device", "table MB", "MB"])
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))

@@ -32,7 +32,7 @@ def run(sizes: Sequence[str], seconds: float = 3.0) -> None:
   try:
     header = ["MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"]
     header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
-    table = turns.Table([*header, "of Ray loop"], first=6)
+    table = turns.TimingTable([*header, "of Ray loop"], first=6)
     for size in megabytes:
       table.row(*_cells(message_speed.message(size), seconds / _TURNS))
   finally:

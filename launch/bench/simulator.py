@@ -74,7 +74,7 @@ def run(block: int, batch_size: int, rounds: int = 9) -> None:
     for name in _RECIPES
     for workers in _WORKERS
   }
-  table = turns.Table(
+  table = turns.TimingTable(
     ["algorithm", "updates/s", "plain/s", "of plain", "range"]
   )
   plain = _plain_sgd(problem, block)

@@ -13,12 +13,12 @@ def run(rounds: int = 5) -> None:
   with table_speed.running():
     with table_speed.contestants(_ROWS) as contestants:
       taken = turns.take_turns(contestants, rounds)
-    table = turns.Table(["", "ms", "of sparse", "range"])
+    table = turns.TimingTable(["", "ms", "of sparse", "range"])
     for name, seconds in taken.items():
       ratio = turns.ratio_cells(seconds / taken["sparse"])
       table.row(name, f"{100 * np.median(seconds):.2f}", *ratio)
     print("\nmatrix factorisation by SSP, on two shards\n", flush=True)
-    table = turns.Table(["workers", "ratings/s", "of one", "range"])
+    table = turns.TimingTable(["workers", "ratings/s", "of one", "range"])
     rates = [[table_speed.ratings_per_second(w) for w in (1, 4)] for _ in "123"]
   one, four = np.transpose(rates)
   table.row("1", f"{np.median(one):,.0f}", "", "")

@@ -79,7 +79,7 @@ def ratio_cells(ratio: np.ndarray) -> list[str]:
   return [f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"]
 
 
-class Table:
+class TimingTable:
   """A table whose rows are printed as soon as they are known."""
 
   def __init__(self, header: Sequence[str], first: int = 24, least: int = 9):

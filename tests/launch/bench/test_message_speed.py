@@ -12,7 +12,7 @@ from launch.bench import message_speed, turns
 @pytest.mark.parametrize("label", ["threshold, 0.1 %", "top_k, 1 %", "int8"])
 def test_every_code_is_like_the_first(label):
   like = message_speed.message(0.2)
-  stages = message_speed.Stages(bench._CODECS[label], like)
+  stages = message_speed.MessageStages(bench._CODECS[label], like)
   first = packing.unpack(stages.layout, stages.pack().copy())
   for _ in range(3):
     stages.encode()
@@ -26,7 +26,7 @@ def test_every_code_is_like_the_first(label):
 
 def test_all_stages_are_contestants():
   like = message_speed.message(0.01)
-  stages = message_speed.Stages({"name": "sign"}, like)
+  stages = message_speed.MessageStages({"name": "sign"}, like)
   both = {"copy": message_speed.copy(like), **stages.contestants()}
   seconds = turns.take_turns(both, 1, clock=lambda: 0.0)
   assert list(seconds) == ["copy", "encode", "pack", "unpack", "decode"]
@@ -45,7 +45,7 @@ def test_a_server_makes_an_update_of_what_it_is_told(monkeypatch):
     server = message_speed._Server(like, options)
     sent = like
     if options is not None:
-      sent = message_speed.Stages(options, like).pack()
+      sent = message_speed.MessageStages(options, like).pack()
     server.tell(sent)
     for x, y in zip(
       jax.tree.leaves(server._params), jax.tree.leaves(like), strict=True

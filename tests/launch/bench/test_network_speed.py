@@ -5,11 +5,11 @@ import pytest
 
 from asgd.experiment import predict
 from launch.bench import namespaces, network_speed
-from launch.bench.network_speed import Links
+from launch.bench.network_speed import LinkSpeeds
 
 # A job of 1, half a unit each way, and a port that a message of 1,024 float32
 # keeps for a quarter of one.
-LINKS = Links(job=1.0, latency=0.5, port=16_384.0, nbytes=4096)
+LINKS = LinkSpeeds(job=1.0, latency=0.5, port=16_384.0, nbytes=4096)
 EXACT = {"rel": 1e-6}  # of a file, whose times have so many digits
 
 
@@ -90,7 +90,7 @@ def told(monkeypatch):
 
 def test_both_ends_of_a_wire_let_a_bandwidth_through(told):
   commands, answers = told
-  wire = namespaces.Wire(7)
+  wire = namespaces.VirtualWire(7)
   beyond = "nsenter --net=/proc/7/ns/net"
   assert commands[1] == "ip link add near type veth peer name far netns 7"
   assert f"{beyond} ip address add 10.211.0.2/24 dev far" in commands

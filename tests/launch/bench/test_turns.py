@@ -33,7 +33,7 @@ def test_each_takes_turns_with_the_baseline_and_is_told_at_once():
 
 
 def test_a_table_is_aligned(capsys):
-  table = turns.Table(["name", "updates/s", "of it"], first=8, least=7)
+  table = turns.TimingTable(["name", "updates/s", "of it"], first=8, least=7)
   assert capsys.readouterr().out.splitlines() == [
     "name      updates/s    of it",
     "-" * 28,
