@@ -70,12 +70,10 @@ def nag_asgd(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, NAG-ASGD.
+    Hakimi et al. 2019, NAG-ASGD.
 
   Example:
     >>> import jax.numpy as jnp
@@ -128,12 +126,10 @@ def multi_asgd(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, Multi-ASGD.
+    Hakimi et al. 2019, Multi-ASGD.
 
   Example:
     >>> import jax.numpy as jnp
@@ -205,12 +201,10 @@ def dana_zero(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, DANA-Zero.
+    Hakimi et al. 2019, DANA-Zero.
 
   Example:
     Worker 0 sends a gradient of 4, then worker 1 one of 8.
@@ -258,12 +252,10 @@ def dana_slim(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, DANA-Slim.
+    Hakimi et al. 2019, DANA-Slim.
 
   Example:
     The gradients of `dana_zero`'s example: the server holds what that one
@@ -327,12 +319,10 @@ def dana_dc(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, DANA-DC.
+    Hakimi et al. 2019, DANA-DC.
 
   Example:
     A worker's gradient of 4 leaves v = 4 and the parameter 6, of which it is

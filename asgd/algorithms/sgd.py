@@ -210,8 +210,7 @@ def ssgd(
     A Recipe for the bulk synchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
     none of its own: it is SGD on batches that are N times as large. Chen et

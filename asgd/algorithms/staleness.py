@@ -33,8 +33,7 @@ def staleness_aware(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
     Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
@@ -157,8 +156,7 @@ def dc_asgd_c(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay
@@ -218,8 +216,7 @@ def dc_asgd_a(
     A Recipe for the asynchronous order.
 
   Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
+    ValueError: as `asgd`.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay

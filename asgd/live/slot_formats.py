@@ -8,7 +8,7 @@ from asgd import compression, wire
 from asgd.compression import packing
 
 
-class Dense(NamedTuple):
+class DenseFormat(NamedTuple):
   """A tree of arrays, as `asgd.wire` lays it out: always as many bytes."""
 
   layout: wire.Layout
@@ -86,7 +86,7 @@ class Raw(NamedTuple):
     return data.copy()
 
 
-Format = Dense | Packed | Raw
+Format = DenseFormat | Packed | Raw
 
 
 def slot_format(like: Any, *, compress: str | None = None) -> Format:
@@ -97,7 +97,7 @@ def slot_format(like: Any, *, compress: str | None = None) -> Format:
     return Packed(like)
   if isinstance(like, int):
     return Raw(like)
-  return Dense(wire.layout(like, compress=compress))
+  return DenseFormat(wire.layout(like, compress=compress))
 
 
 def contents(

@@ -1,7 +1,7 @@
 """Mixing of models: the server moves part of the way to a worker's model.
 
 FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019,
-algorithm 1) averages models, not gradients:
+arXiv:1903.03934, algorithm 1) averages models, not gradients:
 
   x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
 
@@ -32,8 +32,7 @@ def constant_discount(staleness: jax.Array) -> jax.Array:
     1, as float[].
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934.
+    Xie et al. 2019.
 
   Example:
     >>> import jax.numpy as jnp
@@ -59,8 +58,7 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
     ValueError: for a decay that is not positive.
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934.
+    Xie et al. 2019.
 
   Example:
     >>> import jax.numpy as jnp
@@ -88,8 +86,7 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
     ValueError: for a value out of its range.
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934.
+    Xie et al. 2019.
 
   Example:
     >>> import jax.numpy as jnp
@@ -125,8 +122,7 @@ def make_discount(
       of its range.
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934.
+    Xie et al. 2019.
 
   Example:
     >>> import jax.numpy as jnp
@@ -166,8 +162,7 @@ def mix_models(
     ValueError: for an alpha out of its range.
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934, algorithm 1.
+    Xie et al. 2019, algorithm 1.
 
   Example:
     >>> import jax.numpy as jnp

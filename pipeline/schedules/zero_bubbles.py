@@ -1,8 +1,9 @@
 """Zero bubble: backwards of inputs at once, of weights where there is time.
 
 References:
-  Qi et al., "Zero bubble pipeline parallelism", ICLR 2024. Qi et al., "Pipeline
-  parallelism with controllable memory", NeurIPS 2024.
+  Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
+  Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
+  arXiv:2405.15362.
 
 The makers take p stages, one on each device, or p devices with two stages on
 each, the microbatches of a batch, and `costs` of stages.
@@ -161,8 +162,7 @@ def zb_h1(
       stages.
 
   Source:
-    Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241,
-    figure 2.
+    Qi et al., ICLR 2024, figure 2.
 
   Example:
     >>> from pipeline import analyze, schedules, table
@@ -247,8 +247,7 @@ def zb_v(
       stages.
 
   Source:
-    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
-    arXiv:2405.15362.
+    Qi et al., NeurIPS 2024.
 
   Example:
     >>> from pipeline import analyze, schedules, table
@@ -374,8 +373,7 @@ def v_half(
       stages.
 
   Source:
-    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
-    arXiv:2405.15362.
+    Qi et al., NeurIPS 2024.
 
   Example:
     >>> from pipeline import analyze, schedules
@@ -413,8 +411,7 @@ def v_min(
       stages.
 
   Source:
-    Qi et al., "Pipeline parallelism with controllable memory", NeurIPS 2024,
-    arXiv:2405.15362.
+    Qi et al., NeurIPS 2024.
 
   Example:
     >>> from pipeline import analyze, schedules

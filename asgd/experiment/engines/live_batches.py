@@ -63,7 +63,7 @@ class Made(NamedTuple):
   """Hosts, and what makes the task of workers in them."""
 
   hosts: Hosts
-  make_task: Callable[[], worker.Task]
+  make_task: Callable[[], worker.PortionTask]
 
 
 def _start_of(plan, seed) -> tuple[base.Params, jax.Array]:
@@ -72,13 +72,13 @@ def _start_of(plan, seed) -> tuple[base.Params, jax.Array]:
   return jax.device_get(plan.problem.init(key)), root
 
 
-def make_task(plan: CoordinatedPlan, seed: int) -> worker.Task:
+def make_task(plan: CoordinatedPlan, seed: int) -> worker.PortionTask:
   """Returns what the workers of a cell compute."""
   params, root = _start_of(plan, seed)
   settings = plan.settings
   # With a job of each evaluation, it keeps its share of the batch and more.
   share = -(-settings.portions // plan.workers)
-  return worker.Task(
+  return worker.PortionTask(
     settings,
     params,
     plan.problem.batches(seed, 1),
@@ -95,7 +95,7 @@ def thread_hosts(live: LiveBatches, machine: Any) -> Made:
   return Made(ThreadHosts(began=live.began), make)
 
 
-def _remote_task(make, seed) -> worker.Task:
+def _remote_task(make, seed) -> worker.PortionTask:
   return make_task(make(), seed)
 
 

@@ -29,7 +29,7 @@ _MOST_UNREAD = 2**20  # bytes that a peer may leave unread
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
-class Network(Protocol):
+class SocketNetwork(Protocol):
   """What sockets are made of; a simulation has its own."""
 
   def listen(self, path: Path) -> Any:
@@ -49,14 +49,14 @@ class Network(Protocol):
 
 
 class UnixNetwork:
-  """The kernel's sockets; see `Network`."""
+  """The kernel's sockets; see `SocketNetwork`."""
 
   pair = staticmethod(socket.socketpair)
   selector = selectors.DefaultSelector
   sleep = staticmethod(time.sleep)
 
   def listen(self, path: Path) -> socket.socket:
-    """See `Network`."""
+    """See `SocketNetwork`."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     path.unlink(missing_ok=True)
     try:
@@ -68,7 +68,7 @@ class UnixNetwork:
     return listener
 
   def connect(self, path: Path) -> socket.socket:
-    """See `Network`."""
+    """See `SocketNetwork`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_PATIENCE)
     try:
@@ -112,7 +112,7 @@ class _Connection:
 class _Waker:
   """Ends a `select` that is waiting; may be called from a signal handler."""
 
-  def __init__(self, network: Network, selector: Any):
+  def __init__(self, network: SocketNetwork, selector: Any):
     self._read, self._write = network.pair()
     self._read.setblocking(False)
     self._write.setblocking(False)
@@ -134,7 +134,7 @@ class _Waker:
 class SocketLink:
   """A worker's way to the shards; see `base.WorkerLink`."""
 
-  def __init__(self, paths: list[Path], network: Network = UNIX):
+  def __init__(self, paths: list[Path], network: SocketNetwork = UNIX):
     """Connects to no shard yet: `connect` does."""
     self._paths, self._network = paths, network
     self._ways: list[_Connection | None] = [None] * len(paths)
@@ -245,7 +245,7 @@ class ShardServer:
     *,
     clock: Callable[[], float],
     lead: Path | None = None,
-    network: Network = UNIX,
+    network: SocketNetwork = UNIX,
   ):
     """Listens at a path, in a folder that its owner alone can read, or raises
     ValueError; a follower in a consistent run also connects to the lead's

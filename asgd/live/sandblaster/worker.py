@@ -26,7 +26,7 @@ _TRIES = 3  # to compute a gradient again that is not finite but whose loss is
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
-class Task(NamedTuple):
+class PortionTask(NamedTuple):
   """What the workers of a run compute."""
 
   settings: Settings
@@ -37,7 +37,7 @@ class Task(NamedTuple):
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
 
-class Result(NamedTuple):
+class PortionResult(NamedTuple):
   """What came of a job."""
 
   loss: float  # sum over its portions
@@ -88,7 +88,7 @@ class LiveWorker:
     self,
     inside: Inside,
     index: int,
-    make_task: Callable[[], Task],
+    make_task: Callable[[], PortionTask],
     *,
     faults: Sequence[Fault],
     tell: Callable[[Fault], None],
@@ -105,7 +105,7 @@ class LiveWorker:
     self._sums = make_sums(task.work(self._loader))
     self._fetched = -1  # the evaluation whose parameters it has
     self._params = jax.tree.map(jnp.asarray, task.params)
-    self._ready: tuple[tuple[int, int], Any, Result] | None = None
+    self._ready: tuple[tuple[int, int], Any, PortionResult] | None = None
     self._free = inside.clock()
     self._sums(self._params, (0, 0))
 
@@ -116,14 +116,14 @@ class LiveWorker:
     seq: int,
     shards: Sequence[Host],
     coming: int | None,
-  ) -> Result:
+  ) -> PortionResult:
     """Does a job, the seq-th of its place, and loads the data of one that may
     come. Raises Gone of a shard that has died; asked again, it only pushes what
     it has computed."""
     if self._ready is None or self._ready[0] != (evaluation, job):
       done = self._compute(evaluation, job, seq, shards, coming)
       if done is None:
-        return Result(float("nan"), float("nan"), late=True)
+        return PortionResult(float("nan"), float("nan"), late=True)
       self._ready = (evaluation, job), *done
     _, message, result = self._ready
     began = self._inside.clock()
@@ -171,7 +171,7 @@ class LiveWorker:
     if factor > 1:
       self._inside.wait((factor - 1) * (clock() - began))
     self._tell_span("compute", began, clock(), seq, evaluation, job)
-    return message, Result(loss, message_norm(message, len(portions)))
+    return message, PortionResult(loss, message_norm(message, len(portions)))
 
   def _tell_span(self, name, start, end, seq, evaluation, job):
     number = evaluation * self._task.settings.jobs + job
@@ -188,7 +188,7 @@ def _is_finite(tree) -> bool:
 
 def make(
   index: int,
-  make_task: Callable[[], Task],
+  make_task: Callable[[], PortionTask],
   *,
   faults: Sequence[Fault] = (),
   tell: Callable[[Fault], None] = lambda fault: None,

@@ -125,7 +125,7 @@ class BatchRun(host_run.HostRun):
         gradient = jax.tree.map(lambda x: x * float("nan"), gradient)
       return loss, gradient
 
-    task = worker.Task(
+    task = worker.PortionTask(
       *(self._settings, PARAMS, lambda worker, portion: DATA[portion]),
       lambda batches: work,
       keep=3,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live.shard import Shard
-from asgd.live.slot_formats import Dense
+from asgd.live.slot_formats import DenseFormat
 from asgd.live.slots import SharedMemory, message_stamp
 from asgd.live.world.scheduler import Scheduler
 
@@ -82,7 +82,7 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
-    packed = not isinstance(self._formats[kind], Dense)
+    packed = not isinstance(self._formats[kind], DenseFormat)
     if packed and length and self._disk.spoils:
       at = self._disk.spoils.pop() * (length - 1)
       self._slots[kind][slot][int(at)] ^= 0x10

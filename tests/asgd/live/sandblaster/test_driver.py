@@ -69,7 +69,7 @@ class Run:
     return make if anew else come_back
 
   def make_worker(self, index):
-    task = worker.Task(
+    task = worker.PortionTask(
       *(self.settings, PARAMS, batch),
       lambda batches: lambda params, p: gradient(params, batches(0, p)),
       keep=3,
