@@ -29,16 +29,11 @@ from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context, mesh, mesh_plan
 from asgd.experiment.progress import ProgressBar
 
+pytestmark = pytest.mark.usefixtures("float64")  # exact enough for equalities
+
 ENGINES = experiment.ENGINES
 CELL = "gpt-n1-s0"
 UPDATES = 4
-
-
-@pytest.fixture(autouse=True)
-def double():
-  """Exact enough for equalities."""
-  with jax.enable_x64(True):
-    yield
 
 
 @functools.cache
