@@ -388,20 +388,6 @@ def test_float64_is_of_all_runs_or_of_none(tmp_path):
 # Configs, and mistakes.
 
 
-@pytest.mark.parametrize("name", ["mesh_gpt", "mesh_resnet"])
-def test_the_configs_build_and_give_their_command(name):
-  config = config_of(name)
-  assert config.is_locked
-  source = (kit.ROOT / "configs" / f"{name}.py").read_text()
-  assert f"--config=configs/{name}.py" in source
-  for run in schema.runs(schema.resolve(config, ENGINES), ENGINES).values():
-    mesh_plan.check(run)
-  exp = build(config=config_of(name, "tiny"))
-  assert exp.plan(exp.cells[0]).mesh.size == 8
-  with pytest.raises(ValueError, match="known: tiny"):
-    config_of(name, "tine")
-
-
 def resolve(axes):
   config = {"runs": {"x": {}}, "engine": "mesh", "mesh": {"axes": axes}}
   return schema.resolve(config, ENGINES)
