@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from asgd import base, checks
@@ -369,8 +370,9 @@ def _reads_sent(
   algorithm: base.Algorithm, scale: base.Transform, params: base.Params
 ) -> bool:
   """Whether anything in an update depends on the parameters that were sent."""
-  leaves, structure = jax.tree.flatten(jax.eval_shape(lambda x: x, params))
-  return _update_reads_sent(algorithm, scale, structure, tuple(leaves))
+  leaves, structure = jax.tree.flatten(params)
+  shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
+  return _update_reads_sent(algorithm, scale, structure, shapes)
 
 
 @functools.lru_cache(maxsize=64)  # each start of a worker asks again
@@ -378,7 +380,7 @@ def _update_reads_sent(
   algorithm: base.Algorithm,
   scale: base.Transform,
   structure: jax.tree_util.PyTreeDef,
-  leaves: tuple[jax.ShapeDtypeStruct, ...],
+  shapes: tuple[tuple[tuple[int, ...], Any], ...],
 ) -> bool:
   """Returns the same, of parameters of these shapes."""
 
@@ -393,7 +395,8 @@ def _update_reads_sent(
     state = algorithm.init(params)
     algorithm.update(message, state, params, **delay._asdict())
 
-  params = jax.tree.unflatten(structure, leaves)
+  zeros = [np.zeros(shape, dtype) for shape, dtype in shapes]
+  params = jax.tree.unflatten(structure, zeros)
   made = jax.make_jaxpr(update)(params, params).jaxpr
   sent = made.invars[len(made.invars) // 2 :]
   return any(x is y for eqn in made.eqns for x in eqn.invars for y in sent)

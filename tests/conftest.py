@@ -124,3 +124,11 @@ def commands_as_here():
 def no_pictures(monkeypatch):
   """An experiment's report draws nothing in this test; its fixtures may."""
   monkeypatch.setattr("asgd.experiment.figure.draw", lambda *args: [])
+
+
+@pytest.fixture
+def blank_pictures(monkeypatch):
+  """Pictures are drawn, but not rendered: their files are empty."""
+  monkeypatch.setattr(
+    "asgd.safe_files.save_figure", lambda figure, path, **options: path.touch()
+  )

@@ -145,6 +145,20 @@ def rows(trace):
   ]
 
 
+def same_bits(actual, expected):
+  """Asserts that two trees are equal to the bit, signs of zeros included."""
+  assert bits(actual) == bits(expected)
+
+
+def random_like(tree, count):
+  """Returns so many trees of standard normal numbers, of a tree's shapes."""
+  rng = np.random.default_rng(1)
+  return [
+    jax.tree.map(lambda x: rng.normal(size=np.shape(x)), tree)
+    for _ in range(count)
+  ]
+
+
 def bits(tree):
   """Returns all bits of a tree, and how it is made."""
   leaves, structure = jax.tree.flatten(tree)
@@ -156,6 +170,33 @@ def bits(tree):
 def double(tree):
   """Returns a tree as NumPy arrays in float64."""
   return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def flip(path):
+  """Changes one bit in the middle of a file, of the same length."""
+  content = bytearray(path.read_bytes())
+  content[len(content) // 2] ^= 1
+  path.write_bytes(bytes(content))
+
+
+def until(condition, what, also=lambda: None):
+  """Waits until a condition holds and returns its value; calls `also`
+  meanwhile."""
+  end = time.monotonic() + DEADLINE
+  while not (value := condition()):
+    assert time.monotonic() < end, f"{what} did not happen"
+    also()
+    time.sleep(0.005)
+  return value
+
+
+def track_names(events):
+  """Returns (process, thread) -> name of the tracks of Perfetto's events."""
+  return {
+    (event["pid"], event["tid"]): event["args"]["name"]
+    for event in events
+    if event["name"] == "thread_name"
+  }
 
 
 def pixels(*shape, seed=0):
@@ -292,6 +333,34 @@ class StopAfter:
 
   def finish(self, cell, result):
     """Counts nothing."""
+
+
+class AfterLooks:
+  """A signal that arrives after the run loop has looked for it some times."""
+
+  def __init__(self, looks, number=signal.SIGTERM):
+    self._left, self._number = looks, number
+
+  @property
+  def received(self):
+    """The signal, once it has arrived."""
+    self._left -= 1
+    return self._number if self._left < 0 else 0
+
+
+def simulation_of(experiment, restore=lambda rebuild: None):
+  """Returns the engine of an experiment of one simulated cell."""
+  from asgd.experiment import engines
+  from asgd.experiment.engines import simulate
+  from asgd.experiment.machine import Machine
+
+  (cell,) = experiment.cells
+  plan = experiment.plan(cell)
+  return simulate.SimulationEngine(
+    engines.Context(
+      *(experiment, cell, plan, None, None, restore, (), Machine())
+    )
+  )
 
 
 def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):

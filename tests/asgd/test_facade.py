@@ -25,6 +25,8 @@ from asgd.experiment.engines import live_clusters
 from asgd.orders import durations
 from asgd.problems import own
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 X = np.float32(kit.normal(48, 3))
 DATA = X, X.sum(1) + np.float32(0.1 * kit.normal(48, seed=1))
 PARAMS = {"w": np.zeros(3, np.float32), "b": np.zeros((), np.float32)}

@@ -15,6 +15,8 @@ from asgd import own_writes as own_lib
 from asgd.experiment.engines import server_orders
 from asgd.orders import durations, protocol
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 ROOT = jax.random.key(0)
 PARAMS = jnp.array([4.0, -2.0, 1.0])
 

@@ -3,6 +3,7 @@
 
 import jax
 import jax.numpy as jnp
+import kit
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,13 +24,6 @@ def buffer_of(layout):
   return np.zeros(layout.nbytes, np.uint8)
 
 
-def same(left, right):
-  assert jax.tree.structure(left) == jax.tree.structure(right)
-  for x, y in zip(*map(jax.tree.leaves, (left, right)), strict=True):
-    assert x.dtype == y.dtype and x.shape == y.shape
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 def test_leaves_lie_one_after_the_other_at_multiples_of_64_bytes():
   layout = wire.layout(TREE)
   places = {f.path: (f.offset, f.stop) for f in layout.fields}
@@ -47,7 +41,7 @@ def test_what_is_written_is_read():
   layout = wire.layout(TREE)
   buffer = buffer_of(layout)
   wire.write(layout, TREE, buffer)
-  same(wire.read(layout, buffer), jax.tree.map(np.asarray, TREE))
+  kit.same_bits(wire.read(layout, buffer), jax.tree.map(np.asarray, TREE))
 
 
 DTYPES = ("float32", "float16", "bfloat16", "int32", "uint8", "bool", "int4")
@@ -78,7 +72,7 @@ def test_round_trips_of_any_tree(tree, more):
   layout = wire.layout(tree)
   buffer = np.full(layout.nbytes + more, 7, np.uint8)
   wire.write(layout, tree, buffer)
-  same(wire.read(layout, buffer), jax.tree.map(np.asarray, tree))
+  kit.same_bits(wire.read(layout, buffer), jax.tree.map(np.asarray, tree))
   used = np.zeros(buffer.shape, bool)
   for field in layout.fields:
     assert not used[field.offset : field.stop].any()
@@ -130,7 +124,8 @@ def test_anything_with_a_buffer_will_do(kind):
   layout = wire.layout(TREE)
   buffer = kind(bytearray(layout.nbytes))
   wire.write(layout, TREE, buffer)
-  same(wire.read(layout, bytes(buffer)), jax.tree.map(np.asarray, TREE))
+  found = wire.read(layout, bytes(buffer))
+  kit.same_bits(found, jax.tree.map(np.asarray, TREE))
 
 
 def test_a_tree_without_elements_needs_no_bytes():
@@ -138,7 +133,7 @@ def test_a_tree_without_elements_needs_no_bytes():
     layout = wire.layout(tree)
     assert layout.nbytes == 0
     wire.write(layout, tree, b"" if tree is None else bytearray())
-    same(wire.read(layout, b""), tree)
+    kit.same_bits(wire.read(layout, b""), tree)
 
 
 # Compression.
@@ -158,7 +153,7 @@ def test_only_wide_floats_are_compressed():
   stored = {field.path[2:-2]: field.stored.name for field in layout.fields}
   narrow = {"float32": "bfloat16", "float64": "bfloat16"}
   assert stored == {kind: narrow.get(kind, kind) for kind in kinds}
-  same(compressed(tree), tree)
+  kit.same_bits(compressed(tree), tree)
 
 
 def test_rounding_is_to_the_nearest_and_ties_go_to_even():

@@ -16,6 +16,8 @@ from asgd.experiment import audit, code, folder, overlay, replay, storage
 from asgd.problems import own
 from launch import timeline
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 NOBODY = 65534  # a user without rights
 MODULE = """
 import optax

@@ -28,18 +28,9 @@ def cell(journal=kit.JOURNAL, spans=kit.SPANS, seen=RECORDS):
   return live_files.LiveFiles({}, [journal], spans, [seen], journal)
 
 
-def names(events):
-  """Tracks and groups by their numbers."""
-  return {
-    (event["pid"], event["tid"]): event["args"]["name"]
-    for event in events
-    if event["name"] == "thread_name"
-  }
-
-
 def track(events, name):
   """(name, start, end) of the pieces of a track."""
-  where = {held: key for key, held in names(events).items()}[name]
+  where = {held: key for key, held in kit.track_names(events).items()}[name]
   return [
     (event["name"], event["ts"], event["ts"] + event["dur"])
     for event in events
@@ -97,7 +88,7 @@ def test_a_shard_serves_until_it_is_heard_of_or_until_the_next_message():
 
 def test_every_row_is_a_moment():
   events = timeline.events(cell())
-  tracks = names(events)
+  tracks = kit.track_names(events)
   found = [
     (event["name"], event["ts"] / 1e6, tracks[event["pid"], event["tid"]])
     for event in events
@@ -143,7 +134,7 @@ def test_a_rejection_and_a_rollback_are_moments():
   moments = {e["name"]: e for e in events if e["ph"] == "i"}
   assert moments["rollback"]["s"] == "g"  # a line through all tracks
   assert moments["rollback"]["args"] == {"row": 1}
-  assert names(events)[1, moments["reject"]["tid"]] == "worker 0"
+  assert kit.track_names(events)[1, moments["reject"]["tid"]] == "worker 0"
   assert track(events, "worker 0") == [("job, rejected", 1000000, 2000000)]
 
 
@@ -181,7 +172,7 @@ def test_two_shards_have_a_track_and_counters_each():
     {}, [kit.JOURNAL, follower], kit.SPANS, [RECORDS] * 2, kit.JOURNAL
   )
   events = timeline.events(both)
-  assert {"shard 0", "shard 1"} <= set(names(events).values())
+  assert {"shard 0", "shard 1"} <= set(kit.track_names(events).values())
   counters = {event["name"] for event in events if event["ph"] == "C"}
   assert counters == {
     *("version (shard 0)", "staleness (shard 0)"),
@@ -200,7 +191,8 @@ def test_jobs_of_tables_are_those_that_workers_wrote_down():
     ("job", 1000000, 2000000),
     ("job", 2000000, 3000000),
   ]
-  assert set(names(events).values()) == {"worker 0", "worker 1", "shard 0"}
+  names = set(kit.track_names(events).values())
+  assert names == {"worker 0", "worker 1", "shard 0"}
   clock = [("compute", 0), ("compute", 1), ("push", 0), ("push", 1)]
   spans = [Span(x, i, i + 1, seq, seq) for i, (x, seq) in enumerate(clock)]
   events = timeline.events(of_tables._replace(spans={0: spans}))
@@ -225,7 +217,7 @@ def test_every_event_is_one_that_viewers_know():
     assert (event["ph"] == "X") == ("dur" in event)
     assert (event["ph"] == "i") == ("s" in event)
   assert times == sorted(times)
-  tracks = names(events)
+  tracks = kit.track_names(events)
   assert len({tid for _, tid in tracks}) == len(tracks)
   used = {(e["pid"], e["tid"]) for e in events if e["ph"] != "M"}
   assert used == set(tracks)

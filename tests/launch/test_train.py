@@ -363,18 +363,11 @@ def array_files(step):
   return [p for p in (step / "arrays").rglob("d/*") if p.stat().st_size]
 
 
-def flip(path):
-  """Changes one bit in the middle of a file, of the same length."""
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(bytes(content))
-
-
 @pytest.mark.parametrize(
   "damage",
   [
     lambda step: [truncate(path) for path in array_files(step)],
-    lambda step: [flip(path) for path in array_files(step)],
+    lambda step: [kit.flip(path) for path in array_files(step)],
     lambda step: truncate(next((step / "meta").glob("metadata*"))),
   ],
   ids=["truncated", "flipped", "meta"],

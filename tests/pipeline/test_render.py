@@ -4,6 +4,7 @@ pixels and words."""
 import builtins
 import json
 
+import kit
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -100,23 +101,15 @@ def test_arguments_of_text_are_checked():
 # Tracks.
 
 
-def track_names(events):
-  return {
-    (e["pid"], e["tid"]): e["args"]["name"]
-    for e in events
-    if e["name"] == "thread_name"
-  }
-
-
 def test_perfetto_has_a_track_for_each_device():
   events = render.perfetto(TABLE, TIMING)["traceEvents"]
   assert json.loads(json.dumps(events)) == events
-  assert list(track_names(events).values()) == [
+  assert list(kit.track_names(events).values()) == [
     f"device {device}" for device in range(3)
   ]
   found = [e for e in events if e["ph"] == "X"]
   assert len(found) == len(TABLE.time)
-  names = track_names(events)
+  names = kit.track_names(events)
   task = next(e for e in found if e["args"]["stage"] == 2)
   assert names[task["pid"], task["tid"]] == "device 2"
   assert task["name"] == "F0"
@@ -130,7 +123,7 @@ def test_plan_and_run_have_tracks_of_the_same_names():
   events = render.perfetto(TABLE, TIMING, run)["traceEvents"]
   groups = [e["args"]["name"] for e in events if e["name"] == "process_name"]
   assert groups == ["planned", "measured"]
-  names = track_names(events)
+  names = kit.track_names(events)
   assert len(set(names)) == 6
   for pid in (1, 2):
     mine = [name for (group, _), name in names.items() if group == pid]
@@ -146,7 +139,7 @@ def test_plan_and_run_have_tracks_of_the_same_names():
 
 def test_pieces_of_a_track_do_not_overlap():
   events = render.perfetto(BLOCKS, BLOCK_TIMING)["traceEvents"]
-  names = track_names(events)
+  names = kit.track_names(events)
   assert sorted(names.values()) == [
     "device 0",
     "device 0, beside 1",

@@ -20,7 +20,6 @@ from pipeline_experiments import (
   train_pipelines,
 )
 
-from asgd import data
 from asgd.experiment import folder, schema
 from pipeline import run_plan, schedules
 from pipeline import table as table_lib
@@ -312,39 +311,6 @@ def test_runs_of_one_algorithm_share_its_servers():
   }
   assert servers["gpipe"] == servers["zb_h1"]
   assert servers["pipedream"][0] != servers["gpipe"][0]
-
-
-def random_cifar10():
-  """As CIFAR-10 is, but random."""
-  rng = np.random.default_rng(0)
-  pixels = rng.integers(0, 256, (64, 32, 32, 3), np.uint8)
-  labels = rng.integers(0, 10, 64, np.int32)
-  return data.Dataset(
-    *("cifar10", "drawn here", pixels, labels, pixels[:8], labels[:8], 10),
-    *(np.full(3, 128, np.float32), np.full(3, 74, np.float32)),
-  )
-
-
-@pytest.mark.parametrize(
-  "name", ["pipeline_digits", "pipeline_gpt", "pipeline_cifar10"]
-)
-def test_the_configs_build_and_give_their_command(name):
-  names = {}
-  source = (ROOT / "configs" / f"{name}.py").read_text()
-  exec(source, names)
-  config = names["get_config"]()
-  assert config.is_locked
-  assert f"--config=configs/{name}.py" in source
-  given = {}
-  if config.data.name == "cifar10":
-    seconds = [[1.0, 2.0]] * 11
-    given = {
-      "dataset": random_cifar10(),
-      "measurements": {"layer_seconds": seconds},
-    }
-  exp = build_pipelines(config=config, **given)
-  assert list(exp.runs) == list(config.runs)
-  assert max(exp.plan(cell).table.devices for cell in exp.cells) == 4
 
 
 # Mistakes.

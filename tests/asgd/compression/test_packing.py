@@ -7,6 +7,7 @@ import zlib
 
 import jax
 import jax.numpy as jnp
+import kit
 import ml_dtypes
 import numpy as np
 import pytest
@@ -23,13 +24,6 @@ HEADER = 24
 ONE = np.ones(1, np.float32)
 
 
-def same(left, right):
-  assert jax.tree.structure(left) == jax.tree.structure(right)
-  for x, y in zip(*map(jax.tree.leaves, (left, right)), strict=True):
-    assert x.dtype == y.dtype and x.shape == y.shape
-    assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
-
-
 def packed(code):
   return packing.pack(packing.layout(code), code)
 
@@ -44,7 +38,7 @@ def check_round_trip(code):
   layout = packing.layout(code)
   data = packing.pack(layout, code)
   assert HEADER <= len(data) <= layout.most
-  same(packing.unpack(layout, data), code)
+  kit.same_bits(packing.unpack(layout, data), code)
   return data
 
 
@@ -125,7 +119,7 @@ def test_arrays_of_jax_are_packed_as_those_of_numpy():
   assert layout == packing.layout(of_numpy)
   assert layout == packing.layout(jax.eval_shape(lambda: code))
   assert packing.pack(layout, code) == packing.pack(layout, of_numpy)
-  same(packing.unpack(layout, packing.pack(layout, code)), of_numpy)
+  kit.same_bits(packing.unpack(layout, packing.pack(layout, code)), of_numpy)
 
 
 def test_arrays_that_are_not_in_one_piece_are_packed():
@@ -141,7 +135,7 @@ def test_what_is_unpacked_has_memory_of_its_own():
   data = bytearray(packing.pack(layout, code))
   found = packing.unpack(layout, data)
   data[:] = bytes(len(data))
-  same(found, code)
+  kit.same_bits(found, code)
   found["raw"][:] = 2  # can be written to
 
 

@@ -122,18 +122,12 @@ def test_all_damaged_is_none_and_says_so_for_each(
     assert (tmp_path / f"damaged-{step}").is_dir()
 
 
-def flip(path):
-  """Changes one bit in the middle of a file, of the same length."""
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(bytes(content))
-
-
 def test_a_bit_that_changed_on_disk_is_seen(checkpoints, tmp_path, capsys):
   for step in (7, 9):
     checkpoints.save(step, {"x": kit.normal(10_000, seed=step)}, {"step": step})
   files = (tmp_path / "checkpoints" / "9" / "arrays").rglob("*")
-  flip(max((p for p in files if p.is_file()), key=lambda p: p.stat().st_size))
+  files = [path for path in files if path.is_file()]
+  kit.flip(max(files, key=lambda path: path.stat().st_size))
   assert checkpoints.restore(lambda saved: saved.notes) == {"step": 7}
   assert "checkpoints/9 is damaged" in capsys.readouterr().err
 

@@ -3,6 +3,7 @@
 import csv
 
 import jax
+import kit
 import numpy as np
 import pytest
 from kit import TINY_RUN
@@ -32,18 +33,6 @@ def train(exp, workdir, **arguments):
 
 def iterates_of(place):
   return list(csv.DictReader((place / "iterates.csv").read_text().split()))
-
-
-class AfterLooks:
-  """A signal that comes after the run loop has asked for it some times."""
-
-  def __init__(self, looks):
-    self._left = looks
-
-  @property
-  def received(self):
-    self._left -= 1
-    return 15 if self._left < 0 else 0
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +69,7 @@ def test_a_cell_that_was_stopped_goes_on_to_the_same_bits(
 ):
   exp, expected, before = undisturbed
   with pytest.raises(Stopped):
-    train(exp, tmp_path, signals=AfterLooks(looks))
+    train(exp, tmp_path, signals=kit.AfterLooks(looks))
   result, place = train(exp, tmp_path)
   ignored = {"wall_seconds": 0}
   assert str({**result, **ignored}) == str({**expected, **ignored})  # NaN, too

@@ -13,6 +13,7 @@ import multiprocessing
 import signal
 
 import jax
+import kit
 import numpy as np
 import pytest
 from kit import TINY_RUN
@@ -107,18 +108,6 @@ def undisturbed(tmp_path_factory, machine):
   return get
 
 
-class AfterLooks:
-  """A signal that comes after the run loop has asked for it some times."""
-
-  def __init__(self, looks, number=signal.SIGTERM):
-    self._left, self._number = looks, number
-
-  @property
-  def received(self):
-    self._left -= 1
-    return self._number if self._left < 0 else 0
-
-
 # Columns that say how long something took.
 _TIMES = (
   *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),
@@ -186,7 +175,7 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
     engine: ENGINES[engine]._replace(start=in_small_steps),
   }
   with pytest.raises(Stopped) as caught:
-    train(exp, tmp_path, machine, AfterLooks(looks))
+    train(exp, tmp_path, machine, kit.AfterLooks(looks))
   assert caught.value.signal_number == signal.SIGTERM
   line = str(caught.value)
   assert line.startswith("stopped in run-n")

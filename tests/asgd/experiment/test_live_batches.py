@@ -4,6 +4,7 @@ import csv
 import json
 import shutil
 
+import kit
 import pytest
 from kit import TINY_RUN
 
@@ -51,18 +52,6 @@ def iterates(place):
   return rows
 
 
-class Stop:
-  """A signal that comes at a look."""
-
-  def __init__(self, look):
-    self._left = look
-
-  @property
-  def received(self):
-    self._left -= 1
-    return 15 if self._left == 0 else 0
-
-
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory):
   _, place = train(tmp_path_factory.mktemp("simulated"), "simulate")
@@ -107,7 +96,7 @@ def test_killed_processes_change_no_iterate(simulated, tmp_path):
 @pytest.mark.parametrize("left", ["memory", "checkpoint", "nothing"])
 def test_a_cell_that_was_stopped_goes_on(simulated, tmp_path, left):
   with pytest.raises(Stopped, match="stopped in"):
-    train(tmp_path, signals=Stop(2))
+    train(tmp_path, signals=kit.AfterLooks(1))
   place = tmp_path / "cells" / "run-n2-s0"
   before = journal_path(place, 0).read_text()
   running = live_memory.read(place)
@@ -128,7 +117,7 @@ def test_a_cell_that_was_stopped_goes_on(simulated, tmp_path, left):
 
 def test_files_that_were_cut_are_refused(tmp_path):
   with pytest.raises(Stopped):
-    train(tmp_path, signals=Stop(2))
+    train(tmp_path, signals=kit.AfterLooks(1))
   journal = journal_path(tmp_path / "cells" / "run-n2-s0", 0)
   journal.write_text("".join(journal.read_text().splitlines(True)[:2]))
   with pytest.raises(ValueError, match="rows where the run goes on from"):

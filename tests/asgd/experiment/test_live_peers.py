@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import kit
 import pytest
 from kit import TINY_RUN
 
@@ -45,22 +46,10 @@ def rows(place):
   return [json.loads(line) for line in lines]
 
 
-class Stop:
-  """A signal that comes at a look."""
-
-  def __init__(self, look):
-    self._left = look
-
-  @property
-  def received(self):
-    self._left -= 1
-    return 15 if self._left == 0 else 0
-
-
 def stop(workdir, run):
   """A cell that was stopped after its first look; returns its folder."""
   with pytest.raises(Stopped, match="stopped in"):
-    train(workdir, run, signals=Stop(1))
+    train(workdir, run, signals=kit.AfterLooks(0))
   return workdir / "cells" / "run-n2-s0"
 
 

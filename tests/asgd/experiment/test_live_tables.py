@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 
+import kit
 import numpy as np
 import pytest
 
@@ -62,21 +63,9 @@ def train(workdir, machine=None, signals=None, **config):
   return result, workdir / "cells" / cell.name
 
 
-class Stop:
-  """A signal that comes at the first look."""
-
-  def __init__(self):
-    self._left = 1
-
-  @property
-  def received(self):
-    self._left -= 1
-    return 15 if self._left == 0 else 0
-
-
 def stop(workdir):
   with pytest.raises(Stopped, match="stopped in"):
-    train(workdir, signals=Stop())
+    train(workdir, signals=kit.AfterLooks(0))
   return workdir / "cells" / "run-n2-s0"
 
 
@@ -135,7 +124,7 @@ def test_ranges_move_and_a_cell_that_was_stopped_goes_on_with_them(tmp_path):
   run = dict(recipe="table", clock_every=2, shards=2, rebalance_every=2)
   moving = {"runs": {"run": {**run, "consistency": "bulk_synchronous"}}}
   with pytest.raises(Stopped, match="stopped in"):
-    train(tmp_path, signals=Stop(), **moving)
+    train(tmp_path, signals=kit.AfterLooks(0), **moving)
   result, place = train(tmp_path, **moving)
   assert (result["messages"], result["missed"]) == (40, 0)
   rows = read_journal(files.order_path(place, 1))

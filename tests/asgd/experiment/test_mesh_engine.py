@@ -29,16 +29,11 @@ from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context, mesh, mesh_plan
 from asgd.experiment.progress import ProgressBar
 
+pytestmark = pytest.mark.usefixtures("float64")  # exact enough for equalities
+
 ENGINES = experiment.ENGINES
 CELL = "gpt-n1-s0"
 UPDATES = 4
-
-
-@pytest.fixture(autouse=True)
-def double():
-  """Exact enough for equalities."""
-  with jax.enable_x64(True):
-    yield
 
 
 @functools.cache
@@ -391,20 +386,6 @@ def test_float64_is_of_all_runs_or_of_none(tmp_path):
 
 
 # Configs, and mistakes.
-
-
-@pytest.mark.parametrize("name", ["mesh_gpt", "mesh_resnet"])
-def test_the_configs_build_and_give_their_command(name):
-  config = config_of(name)
-  assert config.is_locked
-  source = (kit.ROOT / "configs" / f"{name}.py").read_text()
-  assert f"--config=configs/{name}.py" in source
-  for run in schema.resolve(config, ENGINES).runs.values():
-    mesh_plan.check(run)
-  exp = build(config=config_of(name, "tiny"))
-  assert exp.plan(exp.cells[0]).mesh.size == 8
-  with pytest.raises(ValueError, match="known: tiny"):
-    config_of(name, "tine")
 
 
 def resolve(axes):

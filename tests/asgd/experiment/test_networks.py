@@ -9,8 +9,7 @@ import pytest
 
 from asgd import base, experiment
 from asgd.experiment import cells, engines, predict, report
-from asgd.experiment.engines import clocks, networks, simulate
-from asgd.experiment.machine import Machine
+from asgd.experiment.engines import clocks, networks
 from asgd.live.spans import Span
 from asgd.orders import trace as trace_lib
 from asgd.orders.network import Network
@@ -27,17 +26,8 @@ def build(**config):
   return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
 
 
-def engine_of(exp, restore=lambda rebuild: None):
-  (cell,) = exp.cells
-  return simulate.SimulationEngine(
-    engines.Context(
-      *(exp, cell, exp.plan(cell), None, None, restore, (), Machine())
-    )
-  )
-
-
 def trained(**config):
-  engine = engine_of(build(**config))
+  engine = kit.simulation_of(build(**config))
   while engine.done < engine.total:
     engine.advance(engine.total)
   return engine
@@ -104,7 +94,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
     "order": {"name": "asynchronous", "depth": 2},
   }
   whole = trained(**config)
-  half = engine_of(build(**config))
+  half = kit.simulation_of(build(**config))
   half._pace = engines.Pace(1e9, 11)
   half.advance(half.total)
   assert half.done == 11
@@ -112,7 +102,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
   names, _ = experiment.checkpoint._names(tree)
   arrays = {name: np.array(leaf) for name, leaf in names.items()}
   saved = experiment.checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
-  again = engine_of(build(**config), lambda rebuild: rebuild(saved))
+  again = kit.simulation_of(build(**config), lambda rebuild: rebuild(saved))
   while again.done < again.total:
     again.advance(again.total)
   kit.same(again.records(), whole.records())

@@ -12,6 +12,8 @@ from asgd import experiment
 from asgd.experiment import folder, overlay
 from asgd.experiment.progress import Silent
 
+pytestmark = pytest.mark.usefixtures("blank_pictures")
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

@@ -1,7 +1,6 @@
 """Runs of peers from a config: simulated, on a mesh, stopped and gone on."""
 
 import csv
-import signal
 
 import kit
 import numpy as np
@@ -59,18 +58,6 @@ def test_the_mesh_comes_to_what_is_simulated():
         assert mine[key] == pytest.approx(theirs[key], rel=1e-3)
 
 
-class AfterLooks:
-  """A signal that comes after the run loop has asked for it some times."""
-
-  def __init__(self, looks):
-    self._left = looks
-
-  @property
-  def received(self):
-    self._left -= 1
-    return signal.SIGTERM if self._left < 0 else 0
-
-
 @pytest.mark.parametrize("label", ["pairs", "late", "late-mesh"])
 def test_a_cell_that_was_stopped_comes_to_the_same_bits(label, tmp_path):
   exp = build(label)
@@ -79,7 +66,7 @@ def test_a_cell_that_was_stopped_comes_to_the_same_bits(label, tmp_path):
     folder.open_folder(str(workdir), "test", exp)
   train(exp, whole)
   with pytest.raises(Stopped):
-    train(exp, halves, AfterLooks(1))
+    train(exp, halves, kit.AfterLooks(1))
   assert not (halves / "cells" / exp.cells[0].name / "result.json").exists()
   train(exp, halves)
   one, two = (place / "cells" / exp.cells[0].name for place in (whole, halves))

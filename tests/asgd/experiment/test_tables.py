@@ -1,7 +1,6 @@
 """Runs of tables from a config: the reference, stopped and gone on, refused."""
 
 import csv
-import signal
 
 import kit
 import numpy as np
@@ -81,23 +80,11 @@ def test_all_models_end_where_one_worker_ends():
   assert max(ends) - min(ends) < 0.05
 
 
-class _StopAfter:
-  """Signals that arrive at the so manieth look."""
-
-  def __init__(self, looks):
-    self._left = looks
-
-  @property
-  def received(self):
-    self._left -= 1
-    return signal.SIGTERM if self._left < 0 else 0
-
-
 def test_a_stopped_cell_goes_on_to_the_same_and_leaves_its_profile(tmp_path):
   exp = build(run={"consistency": "essp", "bound": 2, "clock_every": 2})
   straight = train(exp)
   with pytest.raises(Stopped):
-    train(exp, tmp_path, signals=_StopAfter(1))
+    train(exp, tmp_path, signals=kit.AfterLooks(1))
   on = train(exp, tmp_path)
   for a, b in zip(on[0], straight[0], strict=True):
     assert a.tobytes() == b.tobytes()
@@ -126,7 +113,7 @@ def test_a_cell_over_a_network_goes_on_to_the_same(tmp_path):
   exp = build({"network": NETWORK, "epochs": 4.0}, run=run)
   straight = train(exp)
   with pytest.raises(Stopped):
-    train(exp, tmp_path, signals=_StopAfter(1))
+    train(exp, tmp_path, signals=kit.AfterLooks(1))
   on = train(exp, tmp_path)
   for a, b in zip(on[0], straight[0], strict=True):
     assert a.tobytes() == b.tobytes()

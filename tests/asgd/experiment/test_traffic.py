@@ -11,8 +11,7 @@ import pytest
 import asgd
 from asgd import base, compression, experiment
 from asgd.experiment import cell_files, cells, engines, folder, replay
-from asgd.experiment.engines import simulate, traffic
-from asgd.experiment.machine import Machine
+from asgd.experiment.engines import traffic
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
@@ -117,24 +116,15 @@ def test_a_run_may_have_a_codec_of_its_own():
   assert names == [THRESHOLD, {"name": "onebit"}, None]
 
 
-def engine_of(exp, restore=lambda rebuild: None):
-  (cell,) = exp.cells
-  return simulate.SimulationEngine(
-    engines.Context(
-      *(exp, cell, exp.plan(cell), None, None, restore, (), Machine())
-    )
-  )
-
-
 def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
   exp = build(
     compress={"name": "qsgd", "levels": 3, "error_feedback": True},
     compress_down={"name": "top_k", "density": 0.1},
   )
-  whole = engine_of(exp)
+  whole = kit.simulation_of(exp)
   while whole.done < whole.total:
     whole.advance(whole.total)
-  half = engine_of(exp)
+  half = kit.simulation_of(exp)
   half._pace = engines.Pace(1e9, 11)
   half.advance(half.total)
   assert half.done == 11
@@ -143,7 +133,7 @@ def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
   names, _ = experiment.checkpoint._names(tree)
   arrays = {name: np.array(leaf) for name, leaf in names.items()}
   there = saved(arrays, json.loads(json.dumps(notes)))
-  again = engine_of(exp, lambda rebuild: rebuild(there))
+  again = kit.simulation_of(exp, lambda rebuild: rebuild(there))
   while again.done < again.total:
     again.advance(again.total)
   kit.same(again.records(), whole.records())

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import pytest
 
@@ -49,16 +50,6 @@ LONG = 300.0  # seconds; nothing here takes as long, on a busy machine too
 WORKERS = 2
 PATIENT = Ladder(floor=LONG)  # for those who are held up on purpose
 ROOT = jax.random.key(0)
-
-
-def until(condition, what, also=lambda: None):
-  """Waits for something that is bound to happen."""
-  end = time.monotonic() + LONG
-  while not (found := condition()):
-    assert time.monotonic() < end, f"{what} did not happen"
-    also()
-    time.sleep(0.02)
-  return found
 
 
 # What runs in the processes, which import this module.
@@ -185,7 +176,7 @@ def session():
   yield
   mine = children() - before
   ray_runtime.stop()
-  until(lambda: not mine & children(), f"the end of {mine & children()}")
+  kit.until(lambda: not mine & children(), f"the end of {mine & children()}")
   assert not list(Path("/dev/shm").glob(f"asgd-test-{os.getpid()}-*"))
 
 
@@ -228,11 +219,11 @@ class Live:
     self.news += self.cluster.check()
 
   def status(self):
-    return until(self.cluster.status, "an answer", self.look)
+    return kit.until(self.cluster.status, "an answer", self.look)
 
   def wait_for(self, condition, what):
     """Waits for a condition on the lead's status."""
-    until(lambda: condition(self.status()[0]), what, self.look)
+    kit.until(lambda: condition(self.status()[0]), what, self.look)
 
   def wait_for_gate(self):
     """Until all before the gate is received, and everybody stands there. Who
@@ -250,7 +241,7 @@ class Live:
 
   def finish(self):
     self.open()
-    until(
+    kit.until(
       lambda: finished(self.cluster.status()), "the end", self.look
     )
 
@@ -345,7 +336,7 @@ def test_a_worker_and_all_shards_are_killed(
   for pid in (before["worker"][last], *before["shard"].values()):
     os.kill(pid, signal.SIGKILL)
   dead = {"worker": 1, "shard": shards}
-  until(lambda: run.cluster.replaced == dead, "their replacement", run.look)
+  kit.until(lambda: run.cluster.replaced == dead, "their replacement", run.look)
   run.wait_for(lambda lead: len(lead["workers"]) == workers, "all workers")
   run.finish()
   run.check()
@@ -415,7 +406,7 @@ def test_who_is_asked_to_leave_finishes_what_it_has(at_the_gate):
   run = at_the_gate
   os.kill(run.pids()["worker"][1], signal.SIGTERM)
   # Its replacement is not to come too late.
-  until(lambda: (run.open(), len(run.rows(base.LEAVE)))[1], "its leaving")
+  kit.until(lambda: (run.open(), len(run.rows(base.LEAVE)))[1], "its leaving")
   run.finish()
   run.check()
   assert [event.worker for event in run.rows(base.LEAVE)][:1] == [1]
@@ -462,7 +453,7 @@ def test_what_cannot_start_is_one_error_that_names_it(live, broken, says):
   run = live("asgd", Rules(), 10, workers=1, **{broken: maker})
   run.cluster.start()
   with pytest.raises(ValueError, match=rf"^{says}$"):
-    until(lambda: False, "an error", run.look)
+    kit.until(lambda: False, "an error", run.look)
 
 
 def fail_from_now_on(shard):
@@ -478,11 +469,11 @@ def test_nobody_waits_for_a_shard_that_failed_as_it_served(live):
   run.wait_for_gate()
   run.cluster._ask(fail_from_now_on)
   with pytest.raises(Disconnected):
-    until(lambda: run.cluster.images() and None, "an end of the answers")
+    kit.until(lambda: run.cluster.images() and None, "an end of the answers")
   with pytest.raises(Disconnected):
     run.cluster.params()
   with pytest.raises(ValueError, match="^shard [01] failed: no space left$"):
-    until(lambda: False, "an error", run.look)
+    kit.until(lambda: False, "an error", run.look)
 
 
 def test_what_ray_cannot_give_is_refused(live):

@@ -13,7 +13,7 @@ import live_stores
 import numpy as np
 import optax
 import pytest
-from kit import bits, close
+from kit import bits, close, until
 
 from asgd import (
   algorithms,
@@ -127,14 +127,6 @@ class Net(Kit):
 @functools.cache
 def net(name):
   return Net(name)
-
-
-def until(condition, what):
-  """Waits for something that is bound to happen."""
-  end = time.monotonic() + LONG
-  while not condition():
-    assert time.monotonic() < end, f"{what} did not happen"
-    time.sleep(0.002)
 
 
 def drive(cluster):

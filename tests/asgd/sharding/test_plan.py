@@ -223,21 +223,13 @@ def test_other_trees_are_refused():
 # Servers on parts.
 
 
-def messages(count):
-  rng = np.random.default_rng(1)
-  return [
-    jax.tree.map(lambda x: rng.normal(size=np.shape(x)), TREE)
-    for _ in range(count)
-  ]
-
-
 def train(made, states, split, rounds=6):
   """Two workers in turn on a server in parts. Returns states and reports."""
   send, receive = jax.jit(made.send), jax.jit(made.receive)
   numbers = [np.int32(w) for w in range(2)]
   tickets = [[send(s, n) for s in states] for n in numbers]
   reports = []
-  for event, message in enumerate(messages(rounds)):
+  for event, message in enumerate(kit.random_like(TREE, rounds)):
     worker = event % 2
     outs = [
       receive(state, ticket, part)

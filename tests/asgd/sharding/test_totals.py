@@ -20,14 +20,6 @@ TREE = kit.VARIABLES
 PLAN = sharding.make_plan(TREE, 3)
 
 
-def messages(count):
-  rng = np.random.default_rng(1)
-  return [
-    jax.tree.map(lambda x: rng.normal(size=np.shape(x)), TREE)
-    for _ in range(count)
-  ]
-
-
 def share(x):
   return x / sharding.total(jnp.sum(x))
 
@@ -148,7 +140,7 @@ def test_shards_must_ask_for_the_same_totals():
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_clipping_without_shards_is_optaxs(max_norm):
-  message = jax.tree.map(jnp.asarray, messages(1)[0].weights)
+  message = jax.tree.map(jnp.asarray, kit.random_like(TREE, 1)[0].weights)
   ours = sharding.clip_by_global_norm(max_norm)
   theirs = optax.clip_by_global_norm(max_norm)
   for cast in (np.float64, jnp.bfloat16):
@@ -168,7 +160,7 @@ def test_clipping_on_shards_is_clipping():
   step = jax.jit(sharding.staged(made.receive))
   split = functools.partial(sharding.split, PLAN)
   state, states = whole.init(TREE), list(map(made.init, split(TREE)))
-  for message in messages(4):
+  for message in kit.random_like(TREE, 4):
     ticket = whole.send(state, np.int32(0))
     tickets = [made.send(s, np.int32(0)) for s in states]
     state, _ = whole.receive(state, ticket, message)
