@@ -325,6 +325,9 @@ class Driver:
         self._places.join(worker)
       else:
         self._receive(worker, place.job.call.result())
+    except ValueError:
+      self._shards.check()  # a worker may have told why a shard cannot be made
+      raise
     except Gone as gone:
       if gone.kind == WORKER:
         self._bury(worker)
