@@ -183,17 +183,6 @@ def takes_images_of_repeated_commands(patch):
   patch.setattr(batch_shard.LiveShard, "image_at", image_at)
 
 
-def keeps_notes_of_before_the_checkpoint(patch):
-  """The next driver cuts off what the checkpoint counts, which is then of no
-  use."""
-
-  def save(self):
-    images = self._shards.images()
-    return images and batch_driver.SavedRun(self._notes(), images)
-
-  patch.setattr(batch_driver.Driver, "save", save)
-
-
 def computes_again_once(patch):
   """A gradient that is damaged twice ends the run as one that is not finite."""
   patch.setattr(batch_worker, "_TRIES", 1)
@@ -202,6 +191,21 @@ def computes_again_once(patch):
 def ends_with_a_worker_that_does_not_come_up(patch):
   """A worker that is stopped while it starts ends the run."""
   patch.setattr(batch_driver, "_STARTS", 1)
+
+
+def asks_no_shard_why_a_job_failed(patch):
+  """A worker reports that the files of a shard are unfit, and the next driver
+  resumes from them."""
+  original = batch_driver.Driver._hear
+
+  def hear(self, worker):
+    self._shards.check, check = _nothing, self._shards.check
+    try:
+      original(self, worker)
+    finally:
+      self._shards.check = check
+
+  patch.setattr(batch_driver.Driver, "_hear", hear)
 
 
 def replaces_nobody(patch):
@@ -249,8 +253,8 @@ FOUND = {
     follows_a_clock_that_goes_back: 13,
     begins_an_evaluation_anew: 0,
     takes_images_of_repeated_commands: 1101,
-    keeps_notes_of_before_the_checkpoint: 807,
     computes_again_once: 1811,
+    asks_no_shard_why_a_job_failed: 2,
     ends_with_a_worker_that_does_not_come_up: 1804,
     replaces_nobody: 10,
     restarts_a_shard_anew: 1,

@@ -178,32 +178,8 @@ class Driver:
     self._places.go_on()
     for worker in range(len(self._places.all)):
       self._places.fill(worker)
-    if self._options.together:
-      self._await_workers()
-
-  def _await_workers(self):
-    """Waits until all workers are there; ends those that take too long, twice,
-    so that others take their places."""
-    seconds = DEAD * self._options.ladder.start
-    for left in reversed(range(_STARTS)):
-      waited = 0.0
-      while self._places.coming and waited <= seconds:
-        before = self._clock()
-        self._listen(_LOOK, self.received)
-        # The driver itself may have stood still meanwhile.
-        waited += min(max(self._clock() - before, 0.0), _MOST)
-      late = self._places.coming
-      if not late:
-        return
-      text = (
-        f"workers {late} took more than {seconds:g} seconds to start: give them"
-        " more with config.live.start_seconds"
-      )
-      if not left:
-        raise ValueError(text)
-      self._hosts.say(f"{text}; they are ended")
-      for worker in late:
-        self._hosts.kill(WORKER, worker)
+    while self._options.together and self._places.coming:
+      self._listen(_LOOK, self.received)
 
   def advance(self, until: int, seconds: float) -> int:
     """Goes on until so many messages are received, the coordinator ends, or
@@ -299,13 +275,17 @@ class Driver:
         "all workers died, and none takes their place: set"
         " config.live.refill=True"
       )
+    began = self._clock()
     ended = self._hosts.wait(list(waiting.values()), seconds)
+    # The driver itself may have stood still meanwhile.
+    passed = min(max(self._clock() - began, 0.0), _MOST)
     for worker, call in waiting.items():
       if call not in ended:
         continue
       if self._places[worker].made or self.received < until:
         self._hear(worker)
     self._bury_idle()
+    self._end_late(passed)
     self._end_hanging()
 
   def _fail(self, failure):
@@ -325,6 +305,9 @@ class Driver:
         self._places.join(worker)
       else:
         self._receive(worker, place.job.call.result())
+    except ValueError:
+      self._shards.check()  # a worker may have told why a shard cannot be made
+      raise
     except Gone as gone:
       if gone.kind == WORKER:
         self._bury(worker)
@@ -391,6 +374,26 @@ class Driver:
     self.book.news.append(words)
     if self._current >= 0:
       self._start_idle()  # somebody who was idle may do what it did
+
+  def _end_late(self, passed):
+    """Kills who has been starting for too long, after so many more seconds;
+    another starts then. Raises ValueError if that is late again and again."""
+    seconds = DEAD * self._options.ladder.start
+    for worker in self._places.coming:
+      place = self._places[worker]
+      place.waited += passed
+      if place.waited <= seconds:
+        continue
+      place.late += 1
+      text = (
+        f"worker {worker} took more than {seconds:g} seconds to start: give it"
+        " more with config.live.start_seconds"
+      )
+      if place.late == _STARTS:
+        raise ValueError(text)
+      self._hosts.say(text)
+      self._hosts.kill(WORKER, worker)
+      place.waited = 0.0  # until its end is known
 
   def _end_hanging(self):
     """Kills who has been at a job for too long; its call then ends."""

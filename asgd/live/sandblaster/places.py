@@ -31,6 +31,8 @@ class LivePlace:
   def __init__(self):
     self.handle: Host | None = None  # None: nobody holds it
     self.made: Call | None = None  # while the holder is being made
+    self.waited = 0.0  # seconds for that
+    self.late = 0  # holders in a row that took too long
     self.present = True  # as the trace has it
     self.fetched = -1  # the evaluation whose parameters it has
     self.seq = 0  # of the next job
@@ -114,7 +116,7 @@ class LivePlaces:
   def fill(self, worker: int) -> None:
     """Begins to make the next holder of a place."""
     place = self.all[worker]
-    place.proven = False
+    place.proven, place.waited = False, 0.0
     place.handle = self._hosts.start(WORKER, worker, self._make(worker))
     place.made = self._hosts.made(WORKER, worker)
 
@@ -123,7 +125,7 @@ class LivePlaces:
     place = self.all[worker]
     assert place.made is not None
     place.made.result()
-    place.made = None
+    place.made, place.late = None, 0
     if not place.present:
       place.present = True
       self.write(worker, base.JOIN)

@@ -50,14 +50,19 @@ class LiveShards:
     for shard, image in enumerate(images):
       make = self._make(shard, image, anew)
       self.handles.append(self._hosts.start(SHARD, shard, make))
-    for shard in range(self.plan.shards):
-      self._of_shard(shard, None)
+    self.check()
     # Their files have it from now on; shapes and dtypes are needed again.
     self._anew = False
     self._images = [
       Image(image.number, {"point": image.vectors["point"]})
       for image in images
     ]
+
+  def check(self) -> None:
+    """Waits until all shards are made. Raises ValueError for what keeps one
+    from it."""
+    for shard in range(self.plan.shards):
+      self._of_shard(shard, None)
 
   # Asking.
 

@@ -150,6 +150,7 @@ class Run(abc.ABC):
     network, disk = SimulatedNetwork(scheduler), Disk(scheduler)
     self.world = World(scheduler, network, disk, folder, [0.0], [])
     self.finished = False
+    self._refused = "", 0  # the last command: by what, after how many faults
     # Faults that come after a job has begun.
     self._of_jobs: dict[int, list[Injection]] = collections.defaultdict(list)
 
@@ -232,6 +233,10 @@ class Run(abc.ABC):
       if not isinstance(driver.error, ValueError):
         raise driver.error
       text = self._shown(driver.error)
+      count = self.outcome.injected.total()
+      if (text, count) == self._refused:
+        raise Broken(f"refused again, and nothing happened: {text}")
+      self._refused = text, count
       self.outcome.refused.append(text)
       if not self.outcome.injected.keys() & _REASONS:
         raise Broken(f"refused without a reason: {text}")

@@ -55,8 +55,7 @@ class Run:
     self.notes = None
     self.passed = 0.0  # seconds, beside those of the clock
     self.to_come_back = 0.0  # seconds, for a shard
-    self.may_start = threading.Event()  # workers
-    self.may_start.set()
+    self.before_start = lambda index: None  # of a worker
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
@@ -77,7 +76,7 @@ class Run:
     mine = [fault for fault in self.faults if fault.worker == index]
 
     def make_task():
-      self.may_start.wait()
+      self.before_start(index)
       return task
 
     return worker.make(index, make_task, faults=mine)
@@ -178,7 +177,8 @@ def test_a_driver_that_is_stopped_while_workers_start_ends_none(
   tmp_path, monkeypatch
 ):
   run, looks, listen = Run(tmp_path), [], Driver._listen
-  run.may_start.clear()
+  may_start = threading.Event()
+  run.before_start = lambda index: may_start.wait()
 
   def look(self, *args):
     listen(self, *args)
@@ -186,13 +186,41 @@ def test_a_driver_that_is_stopped_while_workers_start_ends_none(
     if len(looks) == 1:
       run.passed += 1000.0
     if len(looks) == 3:
-      run.may_start.set()
+      may_start.set()
 
   monkeypatch.setattr(Driver, "_listen", look)
   for driver in run.drive():
     finish(driver)
     check(driver)
     assert driver.replaced == {"worker": 0, "shard": 0}
+
+
+def test_a_worker_that_does_not_come_up_is_replaced(tmp_path, monkeypatch):
+  """Also long after the run has begun."""
+  run = Run(tmp_path, [Fault(0, 1, "kill")])
+  hangs, ended = threading.Event(), threading.Event()
+  starts, end_late = [], Driver._end_late
+
+  def before_start(index):
+    if index == 0:
+      starts.append(index)
+      if len(starts) == 2:
+        hangs.set()
+        ended.wait()
+
+  def end(self, passed):
+    if hangs.is_set():
+      end_late(self, 1000.0)
+      hangs.clear()
+      ended.set()
+
+  run.before_start = before_start
+  monkeypatch.setattr(Driver, "_end_late", end)
+  for driver in run.drive():
+    finish(driver)
+    while driver.replaced["worker"] < 2:
+      driver._listen(0.05, driver.received)
+    check(driver, deaths=1)  # who did not come up never joined
 
 
 @pytest.mark.parametrize("how", ["memory", "image"])
