@@ -146,7 +146,8 @@ class Victim:
     if kind == "driver":
       self._kill_driver(cell, before, pids)
       return True
-    victims = "shard" if kind == "shard" else "worker"
+    parties = self._protocols[cell].live.parties
+    victims = parties["shard" if kind == "shard" else "worker"]
     if victims == "worker" and "peer" in pids:
       victims = "peer"
     running = {
