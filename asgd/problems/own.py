@@ -310,7 +310,7 @@ class Objects:
 
   def _check_job(self, shapes):
     """Traces a job and its update of a recipe of gradients or models."""
-    key, first, recipe = jax.random.key(0), self._stream.first, self.recipe
+    first, recipe = self._stream.first, self.recipe
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     worker = recipe.make_worker(self._loss)
