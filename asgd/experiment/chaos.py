@@ -224,8 +224,9 @@ def inject(
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-      if victim.fail(waiting[-1], rng):
-        waiting.pop()
+      waiting.insert(0, waiting.pop())  # if no such process runs, others first
+      if victim.fail(waiting[0], rng):
+        waiting.pop(0)
         due = worked + rng.expovariate(rate)
         last = time.monotonic()  # what that took does not count
   if victim.process.returncode == 0 and worked < seconds:
