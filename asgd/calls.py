@@ -8,15 +8,25 @@ from typing import Any
 import optax
 
 from asgd import algorithms, base, checks, compression
-from asgd.experiment import schema
+from asgd.experiment import protocol, schema
 from asgd.problems import own
 
 
-def read_recipe(recipe: Any, workers: int | None = None) -> algorithms.Recipe:
-  """Returns a recipe for so many workers, from what a caller gave as one."""
+def read_recipe(recipe: Any, workers: int | None = None) -> Any:
+  """Returns a recipe for so many workers, from what a caller gave as one; or
+  the settings of tables or of Sandblaster, as they are."""
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
+  of_settings = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
+  if of_settings and not isinstance(recipe, algorithms.Recipe):
+    if workers is None:
+      raise ValueError(
+        f"the settings of {recipe.protocol} do not say how many workers: give"
+        " workers="
+      )
+    checks.whole("workers", workers)
+    return recipe
   if not isinstance(recipe, algorithms.Recipe):
     asked = "such as asgd.dana_zero(0.01, workers=8)"
     raise ValueError(

@@ -112,7 +112,8 @@ def simulate(
       of batches), of batches, or with `batch_size` of examples; or a function
       (worker, job) -> batch, which is pure. Jobs are numbered over all workers.
     recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
-      `asgd.Recipe`; or an optax transform, which may read a Delay.
+      `asgd.Recipe`; an optax transform, which may read a Delay; or the settings
+      of `asgd.tables.table` or `asgd.sandblaster.sandblaster`, with `workers`.
     messages: how many the server receives, a multiple of the workers.
     workers: needed where the recipe does not say how many.
     batch_size: examples in a batch, where data are not batches already.
@@ -253,6 +254,8 @@ def replay(
       f"{folder} is of {count} workers, and the recipe is for {asked}: build it"
       f" with workers={count}"
     )
+  if count is None:
+    count = replay_lib.workers_of(folder)
   recipe = calls.read_recipe(recipe, count)
   codecs = {"compress": compress, "compress_down": compress_down}
   with calls.in_words_of_calls():
@@ -288,7 +291,8 @@ def _label(made) -> str:
 
 def _config(given, name, options) -> dict[str, Any]:
   """The config of an experiment whose one run was given objects."""
-  made, messages = given.recipe.made, options.messages
+  recipe, messages = given.recipe, options.messages
+  made = getattr(recipe, "made", None)
   rate = made.learning_rate if made else 1.0
   if callable(rate):  # its peak
     at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
@@ -298,10 +302,10 @@ def _config(given, name, options) -> dict[str, Any]:
     "model": {"name": given.name},
     "runs": {_label(made): {"recipe": schema.GIVEN}},
     "engine": name,
-    "workers": [options.workers or given.recipe.workers],
+    "workers": [options.workers or recipe.workers],
     "seeds": [options.seed],
     "batch_size": given.size,
-    "examples": messages * given.recipe.steps * given.size,
+    "examples": messages * recipe.steps * given.size,
     "learning_rate": float(rate),
     "evaluations": messages // options.every,
     "curvature_checks": 0,
@@ -333,7 +337,7 @@ def train(
   messages, place = options.messages, options.folder
   checks.whole("messages", messages)
   checks.whole("seed", options.seed, 0, 2**32 - 1)
-  rounds = given.recipe.workers, "rounds of {} workers"
+  rounds = options.workers or given.recipe.workers, "rounds of {} workers"
   checks.multiple(messages, "messages", *(quantum or rounds))
   every = messages if options.every is None else options.every
   checks.whole("every", every)

@@ -146,7 +146,8 @@ class Victim:
     if kind == "driver":
       self._kill_driver(cell, before, pids)
       return True
-    victims = "shard" if kind == "shard" else "worker"
+    parties = self._protocols[cell].live.parties
+    victims = parties["shard" if kind == "shard" else "worker"]
     if victims == "worker" and "peer" in pids:
       victims = "peer"
     running = {
@@ -223,8 +224,9 @@ def inject(
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-      if victim.fail(waiting[-1], rng):
-        waiting.pop()
+      waiting.insert(0, waiting.pop())  # if no such process runs, others first
+      if victim.fail(waiting[0], rng):
+        waiting.pop(0)
         due = worked + rng.expovariate(rate)
         last = time.monotonic()  # what that took does not count
   if victim.process.returncode == 0 and worked < seconds:

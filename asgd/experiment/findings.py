@@ -48,6 +48,8 @@ def jobs(journals, jobs, consistent, missed=0) -> Iterator[Finding]:
     missing, strange = len(expected - unique), len(unique - expected)
     doubled = len(received) - len(unique)
     text = f"{len(unique)} of {jobs} received, {doubled} twice"
+    if missed:
+      text += f", {missed} missed by its result"
     well = missing == missed and doubled == strange == 0
     if index and consistent:
       same = _decisions(journals[0]) == _decisions(events)

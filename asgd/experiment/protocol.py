@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asgd import names
+
 LIVE = "threads", "ray"  # the engines of live cells
 DEFAULT = "server"  # the protocol of recipes and cells that say nothing else
 
@@ -68,6 +70,8 @@ class LiveCells(NamedTuple):
   # (plan, folder, result, failures): yields Findings; returns the records that
   # a replay must repeat, or None.
   audit: Callable[..., Iterator[Any]]
+  # How its processes name the workers, and the shards, that chaos may kill.
+  parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
   link_faults: str = ""  # why --fault has none of lost messages; "": it has
   comparison: str = ""  # why asgd compare refuses them; "": it does not
 
@@ -79,7 +83,7 @@ class Protocol(NamedTuple):
   what: str  # ... in the place of a server's update
   recipes: Mapping[str, Callable[..., Any]]  # makers, by name
   runners: Mapping[str, Runner]  # by engine
-  live: LiveCells
+  live: Any = None  # its LiveCells; None: it is simulated only
   refusals: Sequence[Refusal] = ()
   columns: Sequence[Any] = ()  # engines.Column of its results
   column: str = ""  # a key that its results alone have; "": none
@@ -104,6 +108,8 @@ def of(run: Any) -> Protocol:
   if protocol is not None:
     return protocol
   if recipe is None:
+    if not names.is_import(run.recipe):
+      return PROTOCOLS[DEFAULT]
     rate, workers = run.config["learning_rate"], max(run.config["workers"])
     recipe = run.make_recipe(rate, workers)
   return PROTOCOLS[recipe.protocol]
@@ -116,11 +122,11 @@ def check_engine(run: Any, known: Sequence[str]) -> None:
   if protocol.name in known:
     return
   *others, last = map(repr, protocol.runners)
-  names = f"{', '.join(others)} or {last}" if others else last
+  engines = f"{', '.join(others)} or {last}" if others else last
   raise ValueError(
     f"config.runs.{run.label}: the recipe {run.recipe!r} has {protocol.what} in"
     f" the place of a server's update, which engine {run.engine!r} does not"
-    f" run: use engine={names}"
+    f" run: use engine={engines}"
   )
 
 
@@ -142,7 +148,10 @@ def of_cell(folder: Path, description: Mapping[str, Any]) -> Protocol:
     protocol = named(entry.get("recipe"))
     if protocol is not None:
       return protocol
+  given = (description.get("dataset") or {}).get("protocol")
+  if given in PROTOCOLS:
+    return PROTOCOLS[given]
   for protocol in PROTOCOLS.values():
-    if protocol.live.wrote(folder, description):
+    if protocol.live and protocol.live.wrote(folder, description):
       return protocol
   return PROTOCOLS[DEFAULT]

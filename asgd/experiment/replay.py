@@ -67,6 +67,12 @@ def trained(folder: str | Path) -> dict[str, Any]:
   return live_files.read_description(place).get("dataset") or {}
 
 
+def workers_of(folder: str | Path) -> int:
+  """Returns how many workers a live cell has."""
+  place = live_files.only_cell(Path(folder))
+  return live_files.read_description(place)["cell"]["workers"]
+
+
 def trace_of(folder: Path) -> base.Trace:
   """Returns the order of a live cell, as its lead has it."""
   description = live_files.read_description(folder)

@@ -215,7 +215,7 @@ class Objects:
     loss: Any,
     params: Any,
     dataset: Any,
-    recipe: algorithms.Recipe,
+    recipe: Any,
     *,
     batch_size: int | None = None,
     evaluate: Callable[[Any], Any] | None = None,
@@ -223,7 +223,8 @@ class Objects:
     codecs: Mapping[str, Any] | None = None,
   ):
     """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
-    are those of a loss that can be cut, `codecs` by their arguments."""
+    are those of a loss that can be cut, `codecs` by their arguments, `recipe`
+    is an `algorithms.Recipe` or the settings of another protocol."""
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
     self.codecs = dict(codecs or {})
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
@@ -304,6 +305,12 @@ class Objects:
     """Traces a job and its update, so that nothing of it fails later."""
     first, recipe = self._stream.first, self.recipe
     shapes = check_loss(self._init, self._loss, first)
+    if isinstance(recipe, algorithms.Recipe):  # others are checked by plans
+      self._check_job(shapes)
+
+  def _check_job(self, shapes):
+    """Traces a job and its update of a recipe of gradients or models."""
+    first, recipe = self._stream.first, self.recipe
     server = recipe.server(statistics_decay=self._decay)
     jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
     worker = recipe.make_worker(self._loss)
@@ -328,7 +335,11 @@ class Objects:
     total = hashlib.sha256()
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
       total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
+    of_settings = {}
+    if not isinstance(self.recipe, algorithms.Recipe):
+      of_settings = {"protocol": self.recipe.protocol}
     return {
+      **of_settings,
       "name": self.name,
       "sha256": total.hexdigest(),
       "loss": name_of(loss),
@@ -342,7 +353,7 @@ class Objects:
 
   def _digest_of_code(self, *given) -> str:
     """A checksum of the source of what was given as functions."""
-    made = self.recipe.made
+    made = _made(self.recipe)
     options = made.options.values() if made else ()
     texts = [text for x in (*given, *options) for text in _code_of(x)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
@@ -464,9 +475,25 @@ def _rate(rate) -> str:
   return repr(float(rate))
 
 
-def describe_recipe(recipe: algorithms.Recipe) -> str:
-  """Returns how a recipe was built."""
-  made = recipe.made
+def _made(recipe) -> Any:
+  """What a recipe was built of, None of one made by hand and of settings."""
+  return getattr(recipe, "made", None)
+
+
+def _described(value) -> str:
+  """Returns settings field by field; of functions the names."""
+  if hasattr(value, "_asdict"):
+    fields = value._asdict().items()
+    text = ", ".join(f"{key}={_described(each)}" for key, each in fields)
+    return f"{type(value).__name__}({text})"
+  return repr(value) if _is_plain(value) else name_of(value)
+
+
+def describe_recipe(recipe: Any) -> str:
+  """Returns how a recipe was built, or settings of another protocol are."""
+  made = _made(recipe)
+  if made is None and not isinstance(recipe, algorithms.Recipe):
+    return _described(recipe)
   if made is None:
     return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
   options = {"workers": recipe.workers, **made.options}
@@ -487,7 +514,7 @@ def _is_plain(value) -> bool:
 
 def _plain(recipe) -> dict[str, Any] | None:
   """Arguments of `algorithms.build`, if a name and plain data say it all."""
-  made = recipe.made
+  made = _made(recipe)
   if made is None or not _is_plain([made.learning_rate, made.options]):
     return None
   return {

@@ -36,6 +36,16 @@ class Settings(NamedTuple):
   failures: tuple[Failure, ...] = ()
 
   @property
+  def protocol(self) -> str:
+    """Name of the protocol that trains it."""
+    return "sandblaster"
+
+  @property
+  def steps(self) -> int:
+    """Batches in one message."""
+    return self.push_every
+
+  @property
   def jobs(self) -> int:
     """What the portions of an evaluation are handed out in."""
     return -(-self.portions // self.push_every)

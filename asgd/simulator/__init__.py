@@ -14,7 +14,7 @@ from asgd.simulator.peers import (
   peer_records,
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
-from asgd.simulator.sharded import Sharded, run_sharded
+from asgd.simulator.sharded import Sharded, ShardOptions, run_sharded
 from asgd.simulator.steps import (
   Steps,
   WorkerDevices,

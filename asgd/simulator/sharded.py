@@ -134,23 +134,34 @@ class _Run:
         table.pop(key, None)
 
 
+class ShardOptions(NamedTuple):
+  """How shards and workers of a run compute."""
+
+  # As in `compile_steps`.
+  wire: str | None = None
+  group: steps_lib.WorkerDevices = steps_lib.ALONE
+  # Of each row of each trace, those that its message needed; None where the
+  # algorithm needs none.
+  totals: Sequence[Sequence[tuple[float, ...]]] | None = None
+  # What each shard holds; None is `sharding.make_plan`. With the stages of a
+  # pipeline as shards and their traces (`pipeline.analyze.traces`), the delays
+  # are those of the pipeline.
+  plan: sharding.ShardPlan | None = None
+
+
 class Sharded:
   """A run whose server is in shards, obeyed as far as is asked for.
 
   Args:
     server: the pure server that each shard runs on its part.
-    worker: as in `compile_steps`; so are `wire` and `group`.
+    worker: as in `compile_steps`.
     params: before the first message.
     traces: of each shard; S of them, at least two. (worker, seq) names the same
       message in all of them; ValueError is raised if they do not fit.
     workers: N.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
-    totals: of each row of each trace, those that its message needed; None where
-      the algorithm needs none.
-    plan: what each shard holds; None is `sharding.make_plan`. With the stages
-      of a pipeline as shards and their traces (`pipeline.analyze.traces`), the
-      delays are those of the pipeline.
+    options: how they compute.
 
   Attributes:
     plan: what each shard holds.
@@ -166,11 +177,9 @@ class Sharded:
     workers: int,
     batch: Callable[[int, int], base.Batch],
     root: jax.Array,
-    wire: str | None = None,
-    totals: Sequence[Sequence[tuple[float, ...]]] | None = None,
-    group: steps_lib.WorkerDevices = steps_lib.ALONE,
-    plan: sharding.ShardPlan | None = None,
+    options: ShardOptions = ShardOptions(),  # noqa: B008  it is a constant
   ):
+    wire, group, totals, plan = options
     plan = sharding.make_plan(params, len(traces)) if plan is None else plan
     if any(needs_of(trace)["keeps"] for trace in traces):
       worker = own_writes.own_writes(worker, server, plan)
@@ -303,7 +312,9 @@ class Sharded:
 
 def run_sharded(*args: Any, **options: Any) -> ShardedRun:
   """Replays a whole run whose server was in shards; arguments and errors are
-  those of `Sharded`."""
-  run = Sharded(*args, **options)
+  those of `Sharded`, with the fields of `ShardOptions` by their names."""
+  names = ShardOptions._fields
+  how = {key: options.pop(key) for key in names if key in options}
+  run = Sharded(*args, **options, options=ShardOptions(**how))
   run.until()
   return ShardedRun(run.states, run.records())

@@ -28,6 +28,16 @@ class Settings(NamedTuple):
   # Workers compute what is pushed (`Problem.updates`), and not a gradient.
   direct: bool = False
 
+  @property
+  def protocol(self) -> str:
+    """Name of the protocol that trains it."""
+    return "tables"
+
+  @property
+  def steps(self) -> int:
+    """Batches in one message."""
+    return 1
+
   def of_run(self, workers: int, jobs: int) -> "Settings":
     """Returns the settings for a run: value_bounded counts what its filters and
     its codec hold back.

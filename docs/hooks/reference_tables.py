@@ -146,11 +146,11 @@ def refusal_table() -> str:
       values = "".join(f" {value!r}" for value in refusal.values)
       keys = whats.setdefault(row, [])
       keys.append(f"`{refusal.key.removeprefix('recipe.')}{values}`")
-    if each.live.link_faults:
+    if each.live and each.live.link_faults:
       row = each.what, _code(protocol.LIVE), each.live.link_faults
       flags = [f"`--fault={kind}`" for kind in faults.OF_LINKS]
       whats.setdefault(row, []).extend(flags)
-    if each.live.comparison:
+    if each.live and each.live.comparison:
       why = each.live.comparison.partition(":")[0]
       row = each.what, _code(protocol.LIVE), why
       whats.setdefault(row, []).append("`asgd compare`")

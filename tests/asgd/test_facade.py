@@ -19,7 +19,7 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-from asgd import orders, simulator
+from asgd import orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_clusters
 from asgd.orders import durations
@@ -716,3 +716,36 @@ def test_a_train_state_passes_what_is_no_field():
   after = state.apply_gradients(grads=jnp.ones(2), staleness=4, apply_fn=abs)
   np.testing.assert_allclose(after.params, 0.75)
   assert (after.step, after.apply_fn) == (1, abs)
+
+
+SETTINGS = {
+  "tables": tables.table(0.05, 2, consistency="ssp", bound=1),
+  "sandblaster": sandblaster.sandblaster(1.0, 2, portions=8),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_other_protocols_train_and_are_replayed(name, tmp_path):
+  x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+  parts = plane, jnp.zeros(3), (x, x.sum(1)), SETTINGS[name]
+  sizes = {"workers": 2, "messages": 80, "batch_size": 8, "progress": False}
+  simulated = asgd.simulate(*parts, **sizes)
+  np.testing.assert_allclose(simulated.params, np.ones(3), atol=0.05)
+  live = asgd.train_live(*parts, **sizes, folder=tmp_path)
+  np.testing.assert_allclose(live.params, np.ones(3), atol=0.05)
+  assert asgd.replay(tmp_path, *parts).same
+  # It is finished: the same call trains nothing.
+  again = asgd.train_live(*parts, **sizes, folder=tmp_path)
+  np.testing.assert_array_equal(again.params, live.params)
+
+
+def plane(w, batch):
+  inputs, wanted = batch
+  return ((inputs @ w - wanted) ** 2).mean()
+
+
+def test_settings_need_the_number_of_workers():
+  with pytest.raises(ValueError, match="settings of tables do not say how man"):
+    asgd.simulate(
+      plane, jnp.zeros(3), None, SETTINGS["tables"], messages=8, batch_size=8
+    )

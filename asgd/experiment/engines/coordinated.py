@@ -75,10 +75,9 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
       f" not for the recipe {run.recipe}: the line search finds the steps; drop"
       " it"
     )
-  maker = sandblaster.RECIPES[run.recipe]
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    settings = names.call(
-      *("recipe", run.recipe, maker),
+    settings = run.given or names.call(
+      *("recipe", run.recipe, sandblaster.RECIPES.get(run.recipe)),
       {"learning_rate": 1.0, "workers": workers, **run.options},
     )
     like = jax.eval_shape(problem.init, jax.random.key(0))
@@ -195,7 +194,7 @@ class CoordinatedEngine(SimulatedEngine):
     simulation, settings = self._simulation, self._plan.settings
     state, records = simulation.state, self.records()
     return {
-      "order": self._plan.run.recipe,
+      "order": settings.protocol,
       "messages": self.done,
       "updates": max(state.iteration, 0),
       "portions": settings.portions,

@@ -29,8 +29,9 @@ class ShardedEngine(SimulatedEngine):
       workers=plan.workers,
       batch=plan.job_batches(seed),
       root=root,
-      wire=live_clusters.dtype_on_wire(plan.run.config),
-      plan=split,
+      options=simulator.ShardOptions(
+        wire=live_clusters.dtype_on_wire(plan.run.config), plan=split
+      ),
     )
     empty = [simulator.concatenate([]) for _ in self._traces]
     # Of each shard: those before the last checkpoint.

@@ -205,19 +205,11 @@ def _check_codec(run, settings, like):
     )
 
 
-def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
-  """Builds what the cells of a run with so many workers share, checking it."""
-  problem, config = experiment.problem_of(run), run.config
-  like = jax.eval_shape(problem.init, jax.random.key(0))
-  if isinstance(like, base.Variables):
-    raise ValueError(
-      f"config.runs.{run.label}: the recipe {run.recipe} has no place for"
-      " statistics of batches (BatchNorm): use a model without them, or another"
-      " recipe"
-    )
-  options, peak = dict(run.options), float(config["learning_rate"])
-  if config["optimizer"] is not None:
-    options["optimizer"] = optimizers.named(config["optimizer"])
+def _settings(run, problem, workers) -> tables.Settings:
+  """Builds the settings of a run with its schedule, which counts clocks."""
+  options, peak = dict(run.options), float(run.config["learning_rate"])
+  if run.config["optimizer"] is not None:
+    options["optimizer"] = optimizers.named(run.config["optimizer"])
   _add_function(run, problem, options)
 
   def settings_of(rate):
@@ -233,7 +225,25 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     batches=workers * settings_of(peak).clock_every,
     start=peak / workers,
   )
-  settings = _check_updates(run, problem, settings_of(rate))
+  return settings_of(rate)
+
+
+def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
+  """Builds what the cells of a run with so many workers share, checking it."""
+  problem, config = experiment.problem_of(run), run.config
+  like = jax.eval_shape(problem.init, jax.random.key(0))
+  if isinstance(like, base.Variables):
+    raise ValueError(
+      f"config.runs.{run.label}: the recipe {run.recipe} has no place for"
+      " statistics of batches (BatchNorm): use a model without them, or another"
+      " recipe"
+    )
+  settings = run.given or _settings(run, problem, workers)
+  settings = _check_updates(run, problem, settings)
+  rate = settings.learning_rate
+  peak = float(config["learning_rate"])
+  if run.given is not None:
+    peak = math.nan if callable(rate) else float(rate)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     sharding.make_plan(like, settings.shards)
   if config["compress"] is not None:

@@ -27,6 +27,7 @@ from asgd.experiment.protocol import (
 )
 from asgd.live.deadlines import DEAD
 from asgd.live.gossip import files
+from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_begun, read_journal
 from asgd.orders import trace
 
@@ -151,6 +152,7 @@ PROTOCOL = Protocol(
     rows=_rows,
     replay=_replay,
     audit=_audit,
+    parties={"worker": PEER, "shard": COUNTER},
     link_faults="a message of peers is told once, over a link that loses none",
     comparison=(
       "is of peers, which have no server: see its links.csv and report, or"

@@ -28,7 +28,8 @@ def stopped(cell, memory_dir):
   claimed.note({"worker": 2, "shard": 1})
   (claimed.memory / "shard-0").mkdir()
   (claimed.memory / "shard-0" / "messages").write_text("log")
-  (claimed.memory / "worker-0.pid").write_text("0 0")
+  for party in ("worker-0", "peer-0", "counter-0"):
+    (claimed.memory / f"{party}.pid").write_text("0 0")
   claimed.close()
   return claimed.memory
 
