@@ -11,7 +11,7 @@ the same faults as the parties do.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from asgd.live import answers
@@ -88,13 +88,13 @@ class Supervisor:
     self.parties[kind][index] = party
     return party
 
-  def await_made(self, parties: Iterable[Party]) -> None:
+  def await_made(self, parties: Sequence[Party]) -> list[Party]:
     """Waits until the objects of some parties are made; ends those that take
-    too long. Raises what kept one from being made, but not Gone."""
+    too long. Returns those that have exited. Raises what kept one from being
+    made."""
     calls = {(party.kind, party.index): party.made for party in parties}
     self._await(calls, max(DEAD * self._start_seconds, self._patience))
-    for call in calls.values():
-      answer_of(call)
+    return [party for party in parties if answer_of(party.made) is None]
 
   def end(self, party: Party) -> None:
     """Ends a party, whatever it does; `lost` then reports it."""
@@ -257,7 +257,7 @@ class Supervisor:
     elif done > party.done:
       self.job_ended(party, now - party.since)
       party.done, party.since = done, now
-    self.end_overdue(party, now - party.since if busy is None else busy)
+    self.end_overdue(party, busy)
 
   def excuse(self, kind: str) -> None:
     """Counts no time of the parties of a kind until they are watched again:
@@ -265,17 +265,26 @@ class Supervisor:
     for party in self.parties[kind].values():
       party.since = None
 
-  def end_overdue(self, party: Party, seconds: float) -> bool:
-    """Ends a party that is at a job for longer than jobs take; returns whether
-    it was. A party that has not done one has to start and to compile."""
+  def end_overdue(self, party: Party, seconds: float | None = None) -> None:
+    """Ends a party that is at a job for longer than jobs take. A party that has
+    not done one has to start and to compile.
+
+    Args:
+      party: which is at a job.
+      seconds: that it has taken; None: since `party.since`, or from now on if
+        that is None, too.
+    """
+    now = self.hosts.clock()
+    if party.since is None:
+      party.since = now
+    if seconds is None:
+      seconds = now - party.since
     limit = self.deadlines.dead
     if not party.proven:
       limit = max(limit, self._start_seconds)
-    if seconds <= limit:
-      return False
-    party.hung, party.since = True, None
-    self.end(party)
-    return True
+    if seconds > limit:
+      party.hung, party.since = True, None
+      self.end(party)
 
   # Rest.
 

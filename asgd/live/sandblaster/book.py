@@ -46,11 +46,16 @@ class LiveBook(Book):
     self.rows = self._journal.events()
     columns = (c.tolist() for c in read_records(path))
     self.messages = list(zip(*columns, strict=True))
+    # When the first job was begun; NaN before that.
+    jobs = (row.time for row in self.rows if row.action == base.SEND)
+    self.began = next(jobs, np.nan)
 
   def write(self, row: Event) -> None:
     """Adds a row of the trace."""
     super().write(row)
     self._journal.append(row)
+    if row.action == base.SEND and np.isnan(self.began):
+      self.began = row.time
 
   def receive(self, *message: float) -> None:
     """Adds a message, in the order of base.Records."""
@@ -61,8 +66,3 @@ class LiveBook(Book):
 def last_time(events: list[Event]) -> float:
   """Returns when the last row was written."""
   return events[-1].time if events else 0.0
-
-
-def first_ticket(events: list[Event]) -> float:
-  """Returns when the first job was begun; NaN before that."""
-  return next((e.time for e in events if e.action == base.SEND), np.nan)

@@ -16,13 +16,14 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
-from asgd.live.deadlines import DEAD, Deadlines, Ladder
+from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
-from asgd.live.sandblaster.book import LiveBook, first_ticket
+from asgd.live.sandblaster.book import LiveBook
 from asgd.live.sandblaster.places import LiveJob, LivePlaces
 from asgd.live.sandblaster.shards import LiveShards
+from asgd.live.supervisor import Supervisor
 from asgd.sandblaster import (
   Await,
   Begin,
@@ -40,7 +41,6 @@ from asgd.sandblaster.simulation import Counts
 _LOOK = 0.05  # seconds between two looks at deadlines
 _MOST = 1.0  # seconds that a look may take, of a driver that is not stopped
 _STARTS = 3  # of a worker that does not come up
-_DEATHS = 5  # of workers, for each place, before another message comes
 
 
 class SavedRun(NamedTuple):
@@ -56,6 +56,13 @@ class Options(NamedTuple):
   ladder: Ladder = Ladder()
   refill: bool = True  # put another in the place of a worker that died
   together: bool = True  # the first job waits until all workers are there
+
+
+def _first_images(plan, params):
+  return [
+    Image(0, {"point": jax.tree.map(np.array, part)})
+    for part in sharding.split(plan, params)
+  ]
 
 
 class Driver:
@@ -80,22 +87,22 @@ class Driver:
     whether it begins anew. `note_down` is called when an evaluation begins,
     with what the next driver needs to resume it, and with None if the files of
     a shard cannot be used: the next driver then needs a checkpoint."""
-    self._settings, self._like, self._hosts = settings, params, hosts
-    self._clock = hosts.clock
+    self._settings, self._like = settings, params
     self._options = options = options or Options()
     self._note_down = note_down
     self.book = book
     self.counts = Counts()
-    self.replaced = {"worker": 0, "shard": 0}
-    self._deadlines = Deadlines(options.ladder)
-    self._whole_since = 0.0  # when all shards were there again
-    self._deaths = 0  # of workers, since a message came
+    self._supervisor = Supervisor(
+      hosts,
+      {SHARD: settings.shards, WORKER: workers},
+      options.ladder,
+      patience=DEAD * options.ladder.start,
+    )
     self._places = LivePlaces(
-      *(workers, settings.jobs, hosts, make_worker, book)
+      workers, settings.jobs, self._supervisor, make_worker, book
     )
     self._failures = sorted(settings.failures)
     self._current, self._losses = -1, {}  # the evaluation; job -> its loss
-    self._first = first_ticket(book.rows)
     notes: dict[str, Any] = {"state": State()._asdict(), "answers": []}
     if saved is not None:
       notes = saved.notes
@@ -115,22 +122,17 @@ class Driver:
       self._jobs.begin(self.request.job, self._losses)
     elif self.request is None:
       self._jobs.begin(settings.jobs)
+    plan = sharding.make_plan(params, settings.shards)
+    images = saved and saved.images
     self._shards = LiveShards(
-      sharding.make_plan(params, settings.shards),
-      *(hosts, functools.partial(make_shard, self._current)),
-      patience=DEAD * options.ladder.start,
+      plan,
+      self._supervisor,
+      functools.partial(make_shard, self._current),
+      images or _first_images(plan, params),
+      anew=saved is None or images is not None,
       number=notes.get("number", 0),
       unfit=lambda: note_down(None),
     )
-    self._images, self._anew = self._start_images(saved)
-
-  def _start_images(self, saved):
-    """Returns images for the shards to start with, and whether they do."""
-    if saved is not None and saved.images is not None:
-      return saved.images, True
-    parts = sharding.split(self._shards.plan, self._like)
-    images = [Image(0, {"point": jax.tree.map(np.array, x)}) for x in parts]
-    return images, saved is None
 
   # Reading.
 
@@ -147,7 +149,16 @@ class Driver:
   @property
   def now(self) -> float:
     """Seconds since the first job began."""
-    return 0.0 if math.isnan(self._first) else self._clock() - self._first
+    began = self.book.began
+    return 0.0 if math.isnan(began) else self._clock() - began
+
+  def _clock(self):
+    return self._supervisor.hosts.clock()
+
+  @property
+  def replaced(self) -> dict[str, int]:
+    """How many parties of each kind were replaced."""
+    return self._supervisor.replaced
 
   @property
   def state(self) -> State:
@@ -162,7 +173,7 @@ class Driver:
   @property
   def recoveries(self) -> int:
     """How often a shard came back."""
-    return self.counts.recoveries + self._shards.replaced
+    return self.counts.recoveries + self.replaced[SHARD]
 
   def params(self) -> base.Params:
     """Returns the last iterate."""
@@ -173,8 +184,7 @@ class Driver:
   def start(self) -> None:
     """Starts all shards and workers. Raises ValueError for what keeps them from
     it."""
-    self._shards.start(self._images, anew=self._anew)
-    self._images = []
+    self._shards.start()
     self._places.go_on()
     for worker in range(len(self._places.all)):
       self._places.fill(worker)
@@ -199,9 +209,7 @@ class Driver:
       else:
         left = max(end - self._clock(), 0.0)
         self._listen(min(_LOOK, left), until)
-    self.book.news += self._shards.news
-    self._shards.news.clear()
-    self.replaced["shard"] = self._shards.replaced
+    self.book.news += self._supervisor.take_news()
     return self.received
 
   def _answer(self, value):
@@ -249,16 +257,14 @@ class Driver:
     place.fetched = self._current
     place.job = self._call(worker, self._current, job, place.seq, fresh)
     place.seq += 1
-    row = self._places.write(worker, base.SEND if fresh else base.KEEP)
-    if math.isnan(self._first):
-      self._first = row.time
+    self._places.write(worker, base.SEND if fresh else base.KEEP)
 
   def _call(self, worker, evaluation, job, seq, fresh):
-    shards = list(self._shards.handles)
-    call = self._places[worker].handle.call(
+    party, shards = self._places[worker].party, self._shards.hosts
+    call = party.host.call(
       "work", evaluation, job, seq, shards, self._jobs.peek(worker)
     )
-    began = self._clock()
+    party.since = began = self._clock()
     return LiveJob(evaluation, job, seq, fresh, began, call, shards)
 
   # What happens.
@@ -266,23 +272,24 @@ class Driver:
   def _listen(self, seconds, until=math.inf):
     """Waits for the next things to happen, so long at most; not for more
     messages than are to be received."""
-    if not math.isnan(self._first):
+    if not math.isnan(self.book.began):
       while self._failures and self._failures[0].time <= self.now:
         self._fail(self._failures.pop(0))
     waiting = self._places.calls()
-    if not waiting and not any(place.handle for place in self._places.all):
+    if not waiting and not self._supervisor.parties[WORKER]:
       raise WorkersDie(
         "all workers died, and none takes their place: set"
         " config.live.refill=True"
       )
+    hosts = self._supervisor.hosts
     began = self._clock()
-    ended = self._hosts.wait(list(waiting.values()), seconds)
+    ended = hosts.wait(list(waiting.values()), seconds)
     # The driver itself may have stood still meanwhile.
     passed = min(max(self._clock() - began, 0.0), _MOST)
     for worker, call in waiting.items():
       if call not in ended:
         continue
-      if self._places[worker].made or self.received < until:
+      if not self._places[worker].joined or self.received < until:
         self._hear(worker)
     self._bury_idle()
     self._end_late(passed)
@@ -290,18 +297,16 @@ class Driver:
 
   def _fail(self, failure):
     """Kills what is to be killed."""
-    if failure.what == SHARD:
-      self._shards.lose(failure.index)
-    elif failure.what == COORDINATOR:
+    if failure.what == COORDINATOR:
       self._coordinator = coordinator_from(self._settings, self._begun)
-    elif self._places[failure.index].handle is not None:
-      self._hosts.kill(WORKER, failure.index)
+    elif party := self._supervisor.parties[failure.what].get(failure.index):
+      self._supervisor.end(party)
 
   def _hear(self, worker):
     """A call of a worker has ended."""
     place = self._places[worker]
     try:
-      if place.made is not None:
+      if not place.joined:
         self._places.join(worker)
       else:
         self._receive(worker, place.job.call.result())
@@ -334,11 +339,8 @@ class Driver:
       for other in others:  # a copy of it comes to the same loss
         copy = self._places[other].job
         self._places[other].job = copy._replace(loss=loss)
-    self._deadlines.ended(self._clock() - job.began)
-    self._deaths = 0
-    self._shards.message_came()
+    self._supervisor.job_ended(place.party, self._clock() - job.began)
     row, place.job = self._places.write(worker, base.RECEIVE), None
-    place.proven = True
     count = len(self._settings.portions_of(job.job))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
     self.book.receive(
@@ -346,38 +348,34 @@ class Driver:
       *(late, 0.0, loss / count, accepted, norm, 0.0),
       *(nbytes, nbytes * job.fresh, 0.0),
     )
+    self._supervisor.progressed(self.received)
 
-  # Deaths.
+  # Exits.
 
   def _bury_idle(self):
-    for kind, index in self._hosts.gone():
-      if kind == WORKER and self._places[index].idle:
-        self._bury(index)
+    for party in self._supervisor.lost(WORKER):
+      if self._places[party.index].idle:
+        self._bury(party.index)
 
   def _bury(self, worker):
-    """A worker has died: another gets its job, and another takes its place."""
+    """Gives the job of a worker that has exited to another, and replaces it."""
+    how = "hung" if self._places[worker].party.hung else "died"
     job = self._places.empty(worker)
     if job is not None and job.evaluation == self._current:
       self._jobs.lose(worker, job.job)
-    self._deaths += 1
-    if self._deaths > _DEATHS * len(self._places.all):
-      raise WorkersDie(
-        f"{self._deaths} workers ended, one after the other, before a message"
-        f" came (the last: worker {worker}): look for what ends them in the"
-        " data, in the loss, and in the memory of the machine"
-      )
-    words = f"worker {worker} died"
+    self._supervisor.count_exit(WORKER, worker, how)
+    news = f"worker {worker} {how}"
     if self._options.refill:
-      self.replaced["worker"] += 1
       self._places.fill(worker)
-      words += "; another takes its place"
-    self.book.news.append(words)
+      news += "; another takes its place"
+    self._supervisor.news.append(news)
     if self._current >= 0:
       self._start_idle()  # somebody who was idle may do what it did
 
   def _end_late(self, passed):
-    """Kills who has been starting for too long, after so many more seconds;
-    another starts then. Raises ValueError if that is late again and again."""
+    """Ends workers that have been starting for too long, after so many more
+    seconds; others start then. Raises ValueError if that is late again and
+    again."""
     seconds = DEAD * self._options.ladder.start
     for worker in self._places.coming:
       place = self._places[worker]
@@ -391,24 +389,18 @@ class Driver:
       )
       if place.late == _STARTS:
         raise ValueError(text)
-      self._hosts.say(text)
-      self._hosts.kill(WORKER, worker)
+      self._supervisor.hosts.say(text)
+      self._supervisor.end(place.party)
       place.waited = 0.0  # until its end is known
 
   def _end_hanging(self):
-    """Kills who has been at a job for too long; its call then ends."""
-    now = self._clock()
-    if self._shards.made_anew():
-      self._whole_since = now
-    for worker, place in enumerate(self._places.all):
-      job, limit = place.job, self._deadlines.dead
-      if not place.proven:  # it has to compile
-        limit = max(limit, self._options.ladder.start)
-      if job is None or now - max(job.began, self._whole_since) <= limit:
-        continue
-      if not job.call.done():  # or it was not listened to
-        self._hosts.kill(WORKER, worker)
-        self.book.news.append(f"worker {worker} hung")
+    """Ends workers that are at a job for too long; their calls then end."""
+    if not self._shards.are_made():
+      self._supervisor.excuse(WORKER)
+    for place in self._places.all:
+      # A call may have ended that was not received yet.
+      if place.job is not None and not place.job.call.done():
+        self._supervisor.end_overdue(place.party)
 
   # Going on.
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from asgd import base
-from asgd.live.hosts import Call, Host, Hosts, Make
+from asgd.live.hosts import Call, Host, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveBook, last_time
+from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 
 
@@ -29,26 +30,27 @@ class LivePlace:
   """The place of a worker."""
 
   def __init__(self):
-    self.handle: Host | None = None  # None: nobody holds it
-    self.made: Call | None = None  # while the holder is being made
+    self.party: Party | None = None  # None: no worker has this index
+    self.joined = False  # the worker is made
     self.waited = 0.0  # seconds for that
-    self.late = 0  # holders in a row that took too long
+    self.late = 0  # incarnations in a row that took too long
     self.present = True  # as the trace has it
     self.fetched = -1  # the evaluation whose parameters it has
     self.seq = 0  # of the next job
     self.holder = 0  # how many came before it in this place
     self.job: LiveJob | None = None
-    self.proven = False  # the holder has done a job: it has compiled
 
   @property
   def idle(self) -> bool:
     """Whether it waits for a job."""
-    return self.handle is not None and self.made is None and self.job is None
+    return self.joined and self.job is None
 
   @property
   def call(self) -> Call | None:
     """What is waited for."""
-    return self.made or (self.job and self.job.call)
+    if self.party is not None and not self.joined:
+      return self.party.made
+    return self.job and self.job.call
 
 
 class LivePlaces:
@@ -58,13 +60,13 @@ class LivePlaces:
     self,
     count: int,
     jobs: int,
-    hosts: Hosts,
+    supervisor: Supervisor,
     make: Callable[[int], Make],
     book: LiveBook,
   ):
     """`jobs` are those of an evaluation; `make` returns what makes a worker."""
     self.all = [LivePlace() for _ in range(count)]
-    self._jobs, self._hosts, self._make = jobs, hosts, make
+    self._jobs, self._supervisor, self._make = jobs, supervisor, make
     self._book = book
 
   def __getitem__(self, worker: int) -> LivePlace:
@@ -78,7 +80,11 @@ class LivePlaces:
   @property
   def coming(self) -> list[int]:
     """The workers that are being made."""
-    return [worker for worker, place in enumerate(self.all) if place.made]
+    return [
+      worker
+      for worker, place in enumerate(self.all)
+      if place.party is not None and not place.joined
+    ]
 
   def calls(self) -> dict[int, Call]:
     """Returns what is waited for, by worker."""
@@ -92,7 +98,7 @@ class LivePlaces:
     if place.job is not None:
       evaluation, job, seq, *_ = place.job
       job += evaluation * self._jobs
-    now = max(self._hosts.clock(), last_time(self._book.rows))
+    now = max(self._supervisor.hosts.clock(), last_time(self._book.rows))
     row = Event(now, worker, seq, job, action)
     self._book.write(row)
     return row
@@ -115,25 +121,25 @@ class LivePlaces:
 
   def fill(self, worker: int) -> None:
     """Begins to make the next holder of a place."""
-    place = self.all[worker]
-    place.proven, place.waited = False, 0.0
-    place.handle = self._hosts.start(WORKER, worker, self._make(worker))
-    place.made = self._hosts.made(WORKER, worker)
+    party = self._supervisor.start(WORKER, worker, self._make(worker))
+    self.all[worker].party, self.all[worker].waited = party, 0.0
 
   def join(self, worker: int) -> None:
     """The holder is made. Raises Gone, or what kept it from it."""
     place = self.all[worker]
-    assert place.made is not None
-    place.made.result()
-    place.made, place.late = None, 0
+    assert place.party is not None
+    place.party.made.result()
+    place.joined, place.late = True, 0
     if not place.present:
       place.present = True
       self.write(worker, base.JOIN)
 
   def empty(self, worker: int) -> LiveJob | None:
-    """The holder has died; returns the job that it was at."""
+    """Drops a worker that has exited; returns the job that it was at."""
     place = self.all[worker]
-    job, place.handle, place.made = place.job, None, None
+    assert place.party is not None
+    self._supervisor.drop(place.party)
+    job, place.party, place.joined = place.job, None, False
     if job is not None:
       self.write(worker, base.LOST)
     place.job, place.fetched = None, -1

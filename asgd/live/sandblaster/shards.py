@@ -1,68 +1,74 @@
 """All shards of a run, as its driver sees them: none of them dies for it."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from asgd import base, sharding
 from asgd.live.failures import ShardsDie
-from asgd.live.hosts import Gone, Host, Hosts, Make
-from asgd.live.hosts.base import SHARD
+from asgd.live.hosts import Host, Make
+from asgd.live.hosts.base import SHARD, WORKER
+from asgd.live.supervisor import Party, Supervisor
 from asgd.sandblaster import Command, Image
 
-_DEATHS = 5  # of a shard, before the next message comes
 # (shard, its image, whether it begins anew) -> what makes it
 MakeShard = Callable[[int, Image, bool], Make]
 
 
 class LiveShards:
-  """Shards in hosts. One that dies is started again, from its files, and is
+  """Shards in hosts. One that exits is started again, from its files, and is
   asked again: commands are obeyed once."""
 
   def __init__(
     self,
     plan: sharding.ShardPlan,
-    hosts: Hosts,
+    supervisor: Supervisor,
     make: MakeShard,
+    images: Sequence[Image],
     *,
-    patience: float,
+    anew: bool,
     number: int = 0,
     unfit: Callable[[], None] = lambda: None,
   ):
-    """`number` is that of the next command; a shard that says nothing for
-    `patience` seconds is killed. `unfit` is called before an error about the
-    files of a shard: nothing can resume from them."""
-    self._unfit = unfit
-    self.plan, self._hosts, self._make = plan, hosts, make
-    self._patience = patience
-    self.number = number
+    """Shards that begin `anew` start with the images, others from their files.
+    `number` is that of the next command. `unfit` is called before an error
+    about the files of a shard: nothing can resume from them."""
+    self.plan, self._supervisor, self._make = plan, supervisor, make
+    self.number, self._unfit = number, unfit
     self._pending: list[Command] = []  # that nobody needs the answers to
-    self.handles: list[Host] = []
-    self._images: list[Image] = []
-    self._anew = True  # until all are made
-    self._deaths = 0
-    self._coming: set[int] = set()  # those that were replaced, until made
-    self.replaced = 0
-    self.news: list[str] = []  # what the user should be told
+    self._images = list(images)
+    self._anew = anew  # until all are made
+    self._coming: list[Party] = []  # that replace others, until made
 
-  def start(self, images: Sequence[Image], *, anew: bool) -> None:
-    """Starts them with images if they begin anew, else from their files."""
-    self._images, self._anew = list(images), anew
-    for shard, image in enumerate(images):
-      make = self._make(shard, image, anew)
-      self.handles.append(self._hosts.start(SHARD, shard, make))
+  def start(self) -> None:
+    """Starts them."""
+    for shard in range(self.plan.shards):
+      self._start(shard)
     self.check()
     # Their files have it from now on; shapes and dtypes are needed again.
     self._anew = False
     self._images = [
       Image(image.number, {"point": image.vectors["point"]})
-      for image in images
+      for image in self._images
     ]
 
   def check(self) -> None:
     """Waits until all shards are made. Raises ValueError for what keeps one
     from it."""
-    for shard in range(self.plan.shards):
-      self._of_shard(shard, None)
+    parties = list(self._supervisor.parties[SHARD].values())
+    while parties:
+      with self._fit():
+        exited = self._supervisor.await_made(parties)
+      parties = [self._restart(party.index) for party in exited]
+
+  def _start(self, shard):
+    make = self._make(shard, self._images[shard], self._anew)
+    return self._supervisor.start(SHARD, shard, make)
+
+  @property
+  def hosts(self) -> list[Host]:
+    """Those of all shards, as they are now."""
+    return [party.host for party in self._supervisor.parties[SHARD].values()]
 
   # Asking.
 
@@ -98,63 +104,40 @@ class LiveShards:
     return None if any(image is None for image in images) else images
 
   def _of_all(self, method: str, *args: Any) -> list[Any]:
-    calls = [handle.call(method, *args) for handle in self.handles]
-    self._hosts.wait_for_all(SHARD, dict(enumerate(calls)), self._patience)
-    return [
-      self._of_shard(shard, call, method, *args)
-      for shard, call in enumerate(calls)
-    ]
-
-  def _of_shard(self, shard, call, *question):
-    """Returns the answer to a call that has ended, or to another one of the
-    same question; None: to that of making the shard."""
-    while True:
-      handle = self.handles[shard]
-      if call is None:
-        call = self._hosts.made(SHARD, shard)
-        if question:
-          call = handle.call(*question)
-        self._hosts.wait_for_all(SHARD, {shard: call}, self._patience)
-      try:
-        return call.result()
-      except ValueError:
-        self._unfit()
-        raise
-      except Gone:
-        self.replace(shard, handle)
-        call = None
-
-  # Deaths.
-
-  def replace(self, shard: int, handle: Host) -> None:
-    """Starts a shard again, unless another has the place by now. Raises
-    ShardsDie if that happens over and over."""
-    if self.handles[shard] is not handle:
-      return
-    self.replaced += 1
-    self._deaths += 1
-    if self._deaths > _DEATHS:
-      raise ShardsDie(
-        f"shards ended {self._deaths} times before a message came, the last was"
-        f" shard {shard}: look for what ends them in the memory of the machine"
+    with self._fit():
+      return self._supervisor.ask_until_answered(
+        SHARD, method, *args, restart=self._restart
       )
-    make = self._make(shard, self._images[shard], self._anew)
-    self.handles[shard] = self._hosts.start(SHARD, shard, make)
-    self._coming.add(shard)
-    self.news.append(f"shard {shard} died; another takes over")
 
-  def made_anew(self) -> bool:
-    """Whether a shard that took another's place is being made, for which all
-    who call it wait, or was since this was asked last."""
-    waited = bool(self._coming)
-    made = [s for s in self._coming if self._hosts.made(SHARD, s).done()]
-    self._coming.difference_update(made)
-    return waited
+  @contextlib.contextmanager
+  def _fit(self):
+    """Calls `unfit` for an error about the files of a shard."""
+    try:
+      yield
+    except ShardsDie:
+      raise
+    except ValueError:
+      self._unfit()
+      raise
 
-  def lose(self, shard: int) -> None:
-    """Kills one."""
-    self._hosts.kill(SHARD, shard)
+  # Exits.
 
-  def message_came(self) -> None:
-    """Deaths before this one do not count together with those after it."""
-    self._deaths = 0
+  def _restart(self, shard) -> Party:
+    supervisor = self._supervisor
+    supervisor.count_exit(SHARD, shard, "died")
+    supervisor.excuse(WORKER)
+    supervisor.news.append(f"shard {shard} died; another takes over")
+    party = self._start(shard)
+    self._coming.append(party)
+    return party
+
+  def replace(self, shard: int, host: Host) -> None:
+    """Starts a shard again that a worker has lost, unless that was done since.
+    Raises ShardsDie if that happens over and over."""
+    if self._supervisor.parties[SHARD][shard].host is host:
+      self._restart(shard)
+
+  def are_made(self) -> bool:
+    """Returns whether no worker has to wait for a shard to be made again."""
+    self._coming = [p for p in self._coming if not p.made.done()]
+    return not self._coming

@@ -246,7 +246,7 @@ class WorldHosts(Hosts):
     """See the base."""
     if before := self.hosts.get((kind, index)):
       self._end(before)
-      if kind in LOCAL and not self.kills:  # its files are the next one's
+      if kind in LOCAL and before.process.alive:  # it may write its files
         self.scheduler.wait(lambda: not before.process.alive, None)
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host

@@ -49,9 +49,8 @@ def clock(supervisor):
 
 
 def test_a_party_that_does_not_answer_is_left_out_and_ended(supervisor):
-  supervisor.await_made(
-    [supervisor.start("shard", i, counter(2 + i)) for i in range(2)]
-  )
+  parties = [supervisor.start("shard", i, counter(2 + i)) for i in range(2)]
+  assert supervisor.await_made(parties) == []
   assert supervisor.ask("shard", "add", 5) == {0: 7}
   (lost,) = supervisor.lost("shard")
   assert lost is supervisor.parties["shard"][1]
@@ -81,7 +80,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   supervisor = Supervisor(hosts, {"shard": 2}, LADDER, patience=0.0)
   for index in range(2):
     supervisor.start("shard", index, lambda inside: inside)
-  supervisor.await_made(supervisor.parties["shard"].values())
+  supervisor.await_made([*supervisor.parties["shard"].values()])
   silent = supervisor.parties["shard"][1]
   assert not supervisor.tell(silent, "wait", 600.0)
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
