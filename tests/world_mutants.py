@@ -241,8 +241,8 @@ FOUND = {
     waits_for_a_restart: 14,
     forgets_the_dead: 1,
     wakes_nobody: 2,
-    leaves_a_lost_shard_for_later: 1355,
-    forgets_the_rows_of_the_one_before: 2851,
+    leaves_a_lost_shard_for_later: 9049,
+    forgets_the_rows_of_the_one_before: 4698,
   },
   "sandblaster": {
     obeys_a_command_twice: 18,
