@@ -77,3 +77,10 @@ def test_an_engine():
 def test_the_tables_that_it_names_are_there():
   for name, path in re.findall(r"`(\w+)`[^`]*?of\s+`([\w/]+\.py)`", TEXT):
     assert re.search(rf"^{name}\b", (ROOT / path).read_text(), re.M), path
+
+
+def test_the_files_that_it_names_are_there():
+  names = set(re.findall(r"`((?:asgd|pipeline|launch|tests)/[\w/.]*)`", TEXT))
+  assert len(names) > 30
+  missing = sorted(name for name in names if not (ROOT / name).exists())
+  assert not missing
