@@ -4,10 +4,25 @@ Each way of merging stops at `length` blocks, if it comes so far.
 """
 
 import collections
+from collections.abc import Sequence
 
 import numpy as np
 
 from pipeline.partition.blocks import Blocks
+
+
+def merge_scopes(blocks: Blocks, scopes: Sequence[str]) -> None:
+  """Merges the nodes of each scope, such as "encoder/block3", along edges."""
+  for scope in scopes:
+    names = enumerate(f"{node.name}/" for node in blocks.graph.nodes)
+    inside = {i for i, name in names if name.startswith(f"{scope}/")}
+    if not inside:
+      raise ValueError(f"no node is in scope {scope!r}; leave it out")
+
+    def within(a, b, inside=inside):
+      return inside.issuperset(blocks.members[a] + blocks.members[b])
+
+    blocks.merge_neighbours(within)
 
 
 def merge_weightless(blocks: Blocks, length: int) -> None:
@@ -114,10 +129,12 @@ def coarsen(
   units: Blocks,
   length: int,
   bandwidth: float | None = None,
+  scopes: Sequence[str] = (),
   seed: int = 0,
 ) -> Blocks:
   """Returns about `length` blocks; more, if the graph is in pieces."""
   blocks = units.copy()
+  merge_scopes(blocks, scopes)
   merge_weightless(blocks, length)
   blocks = merge_bounded(blocks, length, bandwidth)
   merge_around_centers(blocks, length, seed)

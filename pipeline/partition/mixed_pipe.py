@@ -25,7 +25,7 @@ until the last stage is what it was assumed to be.
 
 Where this is not the released code:
   1. Largest blocks are assigned first. That code sorts by size and then takes
-     from the wrong end.
+     from the wrong end; `order="smallest_first"` does as it does.
   2. Equal objectives are told apart by the bytes sent. That code means to, and
      compares with 0.
   3. A tensor that several nodes of a stage need is sent once, and nothing is
@@ -59,6 +59,7 @@ from pipeline.partition.placement import Partition
 from pipeline.partition.refine import Refinement, cost, refine
 from pipeline.table import check_positive
 
+ORDERS = ("largest_first", "smallest_first")
 RECOMPUTE = ("none", "all", "but_last")
 _RUNS = 10  # before the search for a last stage becomes exhaustive
 
@@ -79,23 +80,25 @@ def assign(
   devices: int,
   sizes: Sequence[float] | None = None,
   memory: float | None = None,
+  order: str = "largest_first",
 ) -> tuple[int, ...]:
-  """Puts each item on the device with the least load that has room for it, the
-  largest first; returns the device of each.
+  """Puts each item on the device with the least load that has room for it;
+  returns the device of each.
 
-  It is within 4/3 of the best largest load (Graham 1969). If the order of
-  weights does not work out, that of sizes, in bytes, is tried.
+  "largest_first" is within 4/3 of the best largest load (Graham 1969). If the
+  order of weights does not work out, that of sizes, in bytes, is tried.
 
   Raises:
     ValueError: naming the number of the item for which there is no room.
   """
-  count = len(weights)
+  checks.one_of("order", order, ORDERS)
+  count, largest = len(weights), order == "largest_first"
   sizes = [0.0] * count if sizes is None else sizes
   room = math.inf if memory is None else memory
   failed = None
   for keys in (weights, sizes):
     load, used, out = [0.0] * devices, [0.0] * devices, [0] * count
-    for i in sorted(range(count), key=keys.__getitem__, reverse=True):
+    for i in sorted(range(count), key=keys.__getitem__, reverse=largest):
       fitting = [d for d in range(devices) if used[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
@@ -130,7 +133,9 @@ class MixedPipeOptions(NamedTuple):
   # together, and otherwise for each.
   memory: float | None = None
   copies: float = 3  # weights, gradients and one moment
+  order: str = "largest_first"  # in which blocks are assigned, as in `assign`
   tied: str = "allow"  # as in `pipedream`
+  scopes: Sequence[str] = ()  # of which the nodes are blocks to begin with
   recompute: str = "none"  # stages that run forwards again; see `RECOMPUTE`
   seed: int = 0  # of the centres drawn at random
 
@@ -147,6 +152,7 @@ def mixed_pipe(graph: Graph, devices: int, **options) -> Mixed:
   placement.check_limit("bandwidth", options.bandwidth, "bytes a second")
   placement.check_limit("memory", options.memory, "bytes")
   checks.one_of("tied", options.tied, placement.TIED)
+  checks.one_of("order", options.order, ORDERS)
   checks.one_of("recompute", options.recompute, RECOMPUTE)
   if options.lengths is None:
     most = len(graph.nodes)
@@ -229,7 +235,7 @@ def _sweep(graph, devices, options, spared):
 def _attempt(units, length, sizes, devices, options):
   """Returns the refined stages of about `length` blocks."""
   bandwidth, memory = options.bandwidth, options.memory
-  blocks = coarsen(units, length, bandwidth, options.seed)
+  blocks = coarsen(units, length, bandwidth, options.scopes, options.seed)
   items = blocks.order()
   bytes_ = [
     sum(sizes[u] for u in {units.block_of[i] for i in blocks.members[b]})
@@ -237,7 +243,7 @@ def _attempt(units, length, sizes, devices, options):
   ]
   weights = [blocks.weight(b) for b in items]
   try:
-    placed = assign(weights, devices, bytes_, memory)
+    placed = assign(weights, devices, bytes_, memory, options.order)
   except ValueError as error:
     largest = units.graph.nodes[items[int(np.argmax(bytes_))]].name
     why = f"{error} (the largest block begins with node {largest!r})"

@@ -15,13 +15,29 @@ Machines come in levels, such as devices in a server and servers in a room. The
 machines of level k are whole pipelines of level k - 1: the sum of T_l becomes
 the A of level k - 1, and B that of level k.
 
+The released code computes something else (`formula="code"`):
+  1. T adds communication to compute, and sends twice as much:
+     (1 / m) (sum of T_l + 4 (m - 1) sum of |w_l| / (B m)).
+  2. Transfers between stages take no time unless activations are compressed;
+     then 2 a / (B m'), before and after the last stage, over the ratio.
+  3. A DAG may be cut along antichains, not only along the nodes' order: along
+     those that are reached from the first source by one successor at a time.
+     Another source comes with the first node that needs it.
+  4. Memory: ceil((M - m) / m') (outputs + parameters), where m machines end
+     with this stage, must fit; on one level, M its machines. What the stage
+     itself works on is not counted, nor other levels.
+  5. At an outer level the communication of the first stage, and of no other,
+     is divided by the machines of the level within.
+
 References:
   Narayanan et al., "PipeDream: generalized pipeline parallelism for DNN
     training", SOSP 2019.
+  github.com/msr-fiddle/pipedream, optimizer/optimizer_graph_hierarchical.py.
 """
 
 import functools
 import math
+import operator
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -34,6 +50,9 @@ from pipeline.partition import placement
 from pipeline.partition.graph import Graph
 from pipeline.partition.placement import Partition
 from pipeline.table import check_positive
+
+CUTS = ("order", "antichains", "released")
+MOST_STATES = 2000  # sets of nodes before a cut
 
 
 class PipeDreamPlan(NamedTuple):
@@ -49,6 +68,7 @@ class PipeDreamPlan(NamedTuple):
 class _Level(NamedTuple):
   machines: int
   bandwidth: float
+  within: int  # machines of the level below; 1 for the first
   size: int  # devices of a machine
 
 
@@ -57,38 +77,59 @@ def pipedream(
   machines: int | Sequence[int],
   bandwidth: float | Sequence[float],
   *,
+  formula: str = "paper",
   straight: bool = False,
   fewer: bool = False,
   memory: float | None = None,
   tied: str = "allow",
+  cuts: str | None = None,
+  compression: float | None = None,
 ) -> PipeDreamPlan:
   """Returns the partition of least time for a microbatch.
 
   Takes O(S^2 M^2) on one level, for S places to cut and M machines; more levels
-  solve that for all S^2 ranges. A stage of m replicas that `later` devices
-  follow has 1 + ceil(later / m) microbatches' stashes and versions of its
-  parameters in memory. A graph is cut between two nodes, in their order.
+  solve that for all S^2 ranges. With the paper's formula a stage of m replicas
+  that `later` devices follow has 1 + ceil(later / m) microbatches' stashes and
+  versions of its parameters in memory.
 
   Args:
     graph: the profile.
     machines: of each level from the innermost, (8, 2) for two servers of eight
       devices; all are used, unless `fewer`.
     bandwidth: of each level, in bytes a second.
+    formula: "paper" or "code".
     straight: no stage has replicas.
     fewer: machines may be left idle where more do not help.
     memory: bytes of a device; None: without end.
     tied: "together" keeps nodes with common parameters in one stage; "allow"
       does not, and the partition says which stages have to synchronise them.
+    cuts: "order" cuts between two nodes, in their order; "antichains" along
+      any antichain; "released" along those that the released code enumerates
+      (3. above). None is "order" for the paper, "released" for the code.
+    compression: of activations between stages; for the code only.
 
   Raises:
-    ValueError: for unknown options, and if nothing fits.
+    ValueError: for unknown options, if nothing fits, and for more than 2,000
+      sets of nodes that may lie before a cut.
   """
   levels = _levels(machines, bandwidth)
+  formulas = {"paper": _Paper, "code": _Code}
+  checks.one_of("formula", formula, formulas)
+  if cuts is None:
+    cuts = "order" if formula == "paper" else "released"
+  checks.one_of("cuts", cuts, CUTS)
   checks.one_of("tied", tied, placement.TIED)
   placement.check_limit("memory", memory, "bytes")
-  ends = _ends(graph, placement.must_stay(graph, tied))
-  search = _Search(graph, ends, levels, straight, fewer, memory)
-  k, end, none = len(levels), len(ends) - 1, Fraction(0)
+  if compression is not None and (formula == "paper" or not compression > 0):
+    raise ValueError(
+      f"compression must be positive, and is for formula 'code' only; it is"
+      f" {compression!r} with formula {formula!r}"
+    )
+  states = _states(graph, cuts, placement.must_stay(graph, tied))
+  search = formulas[formula](
+    graph, states, levels, straight, fewer, memory, compression
+  )
+  k, end, none = len(levels), len(states) - 1, Fraction(0)
   total = math.prod(level.machines for level in levels)
   time, count = search.whole(k, 0, end, none)
   if math.isinf(time):
@@ -116,14 +157,14 @@ def _levels(machines, bandwidth):
       f"each level of machines needs its bandwidth: there are {len(counts)} and"
       f" {len(speeds)}"
     )
-  out, size = [], 1
+  out, size, within = [], 1, 1
   for count, speed in zip(counts, speeds, strict=True):
     check_positive(**{"machines of a level": count})
     if speed is None:
       raise ValueError("a level's bandwidth must be a number, not None")
     placement.check_limit("bandwidth", speed, "bytes a second")
-    out.append(_Level(count, speed, size))
-    size *= count
+    out.append(_Level(count, speed, within, size))
+    size, within = size * count, count
   return out
 
 
@@ -142,47 +183,100 @@ def _why_not(graph, total, places, straight, memory):
   )
 
 
-def _ends(graph, groups):
-  """Returns how many nodes may lie before a cut, which parts no group."""
-  return [
-    i
-    for i in range(len(graph.nodes) + 1)
-    if not any(min(group) < i <= max(group) for group in groups)
-  ]
+def _states(graph, cuts, groups):
+  """Returns the sets of nodes that may lie before a cut, as bit masks."""
+  count = len(graph.nodes)
+  if cuts == "order":
+    sets = ((1 << i) - 1 for i in range(count + 1))
+    masks = [sum(1 << i for i in group) for group in groups]
+    return [s for s in sets if all(s & mask in (0, mask) for mask in masks)]
+  after, before = graph_lib.neighbours(graph)
+  follow = [sum(1 << j for j in nodes) for nodes in after]
+  whole, needs = (1 << count) - 1, _closures(before, groups)
+  reached, new = {0}, [0]
+  while new:
+    state = new.pop()
+    others = whole & ~state
+    if cuts == "released":
+      near = functools.reduce(operator.or_, (follow[i] for i in _in(state)), 0)
+      # Where nothing follows, the first of the other nodes is the next source.
+      others = near & others or others & -others
+    larger = {state | needs[i] for i in _in(others)} - reached
+    reached |= larger
+    new += larger
+    if len(reached) > MOST_STATES:
+      raise ValueError(
+        f"the graph of {count} nodes has more than {MOST_STATES} antichains;"
+        " use cuts='released' or cuts='order', or merge nodes that are alike"
+      )
+  return sorted(reached, key=lambda s: (s.bit_count(), s))
+
+
+def _in(mask):
+  """Yields the numbers of the nodes in a bit mask."""
+  return (i for i in range(mask.bit_length()) if mask >> i & 1)
+
+
+def _closures(before, groups):
+  """Returns for each node, as a bit mask, the nodes that lie before every cut
+  behind it: the node, all predecessors of these, and whole groups."""
+  direct = [set(nodes) for nodes in before]
+  for group in groups:
+    for i in group:
+      direct[i] |= set(group)
+  out, changed = [1 << i for i in range(len(direct))], True
+  while changed:
+    last = list(out)
+    for i, nodes in enumerate(direct):
+      out[i] |= functools.reduce(operator.or_, (out[j] for j in nodes), 0)
+    changed = out != last
+  return out
 
 
 class _Search:
-  """The recursion; cuts are numbered, and a stage is between two of them.
+  """The recursion; states are numbered, and a stage is between two of them.
 
   `down` is the number of devices that work on what this pipeline sends on, for
   each copy of the pipeline: how much is in flight depends on it. It is 0
-  throughout where that does not matter.
+  throughout where that does not matter. The formulas, below, are `stage`, the
+  time of a stage on m machines where `end` end with it, and `send`, that of
+  what a last stage on m machines gets and sends.
   """
 
-  def __init__(self, graph, ends, levels, straight, fewer, memory):
-    self.graph, self.ends, self.levels = graph, ends, levels
-    self.straight, self.fewer, self.memory = straight, fewer, memory
+  counts_down = True
+
+  def __init__(
+    self, graph, states, levels, straight, fewer, memory, compression
+  ):
+    self.graph, self.states, self.levels = graph, states, levels
+    self.straight, self.fewer = straight, fewer
+    self.memory, self.compression = memory, compression
     self.sums = functools.cache(self.sums)
     self.best = functools.cache(self.best)
     self.border = [
       graph_lib.bytes_of(
         (edge.source, edge.bytes)
         for edge in graph.edges
-        if edge.source < end <= edge.target
+        if state >> edge.source & 1 and not state >> edge.target & 1
       )
-      for end in ends
+      for state in states
+    ]
+    self.inside = [
+      [i for i in range(j) if states[i] & states[j] == states[i]]
+      for j in range(len(states))
     ]
 
   def nodes(self, i, j):
-    return tuple(range(self.ends[i], self.ends[j]))
+    return tuple(_in(self.states[j] & ~self.states[i]))
 
   def sums(self, i, j):
-    """Returns time, parameters and stash of the nodes between."""
+    """Returns time, parameters, stash and outputs of the nodes between."""
     numbers = self.nodes(i, j)
     nodes = [self.graph.nodes[n] for n in numbers]
     parameters = graph_lib.parameters(self.graph, numbers)
     work = sum(node.work() for node in nodes)
-    return work, parameters, sum(node.stash for node in nodes)
+    stash = sum(node.stash for node in nodes)
+    return work, parameters, stash, sum(node.activation for node in nodes)
 
   def whole(self, k, i, j, down):
     """Returns the least time on a whole level, and the machines used."""
@@ -193,15 +287,18 @@ class _Search:
     return min((self.best(k, i, j, m, down)[0], m) for m in counts)
 
   def best(self, k, i, j, m, down):
-    """Returns A: its time, and cut and machines of its last stage."""
+    """Returns A: its time, and state and machines of its last stage's cut."""
     alone = m == 1 or not self.straight
-    least = self.stage(k, i, j, m, down) if alone else math.inf, None, m
-    for s in range(i + 1, j) if m > 1 else ():
-      border = 2 * self.border[s] / self.levels[k - 1].bandwidth
-      if border >= least[0]:
+    time = self.stage(k, i, j, m, m, down) if alone else math.inf
+    least = time, None, m
+    for s in self.inside[j] if m > 1 else ():
+      if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
       for last in range(1, 2 if self.straight else m):
-        time = max(border, self.stage(k, s, j, last, down))
+        border = self.send(k, s, j, last)
+        if border >= least[0]:
+          continue
+        time = max(border, self.stage(k, s, j, last, m, down))
         if time >= least[0]:
           continue
         left = self.best(k, i, s, m - last, self.after(k, last, down))[0]
@@ -209,20 +306,9 @@ class _Search:
           least = max(time, left), s, last
     return least
 
-  def stage(self, k, i, j, m, down):
-    """Returns T: the time of a stage on m machines."""
-    level, down = self.levels[k - 1], down / m
-    _, parameters, stash = self.sums(i, j)
-    if k == 1 and self.memory is not None:
-      flying = 1 + math.ceil(down)
-      if flying * (stash + parameters) > self.memory:
-        return math.inf
-    work, _ = self.whole(k - 1, i, j, down)
-    return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
-
   def after(self, k, last, down):
     """Returns `down` of the stages before one that has `last` machines."""
-    if self.memory is None:
+    if self.memory is None or not self.counts_down:
       return down
     return down + last * self.levels[k - 1].size
 
@@ -241,3 +327,46 @@ class _Search:
     down /= last
     used = self.whole(k - 1, i, j, down)[1]
     return out + self.stages(k - 1, i, j, used, down, copies)
+
+
+class _Paper(_Search):
+  """The formula of the paper."""
+
+  def stage(self, k, i, j, m, end, down):
+    del end
+    level, down = self.levels[k - 1], down / m
+    _, parameters, stash, _ = self.sums(i, j)
+    if k == 1 and self.memory is not None:
+      flying = 1 + math.ceil(down)
+      if flying * (stash + parameters) > self.memory:
+        return math.inf
+    work, _ = self.whole(k - 1, i, j, down)
+    return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
+
+  def send(self, k, s, j, m):
+    del j, m
+    return 2 * self.border[s] / self.levels[k - 1].bandwidth
+
+
+class _Code(_Search):
+  """The formula of the released code."""
+
+  counts_down = False
+
+  def stage(self, k, i, j, m, end, down):
+    level = self.levels[k - 1]
+    _, parameters, _, outputs = self.sums(i, j)
+    if self.memory is not None:
+      copies = -(-(level.machines - end) // m)
+      if copies * (outputs + parameters) > self.memory:
+        return math.inf
+    work, _ = self.whole(k - 1, i, j, down)
+    within = level.within if end == m else 1  # of the first stage only
+    sync = 4 * (m - 1) * parameters / (level.bandwidth * m) / within
+    return (work + sync) / m
+
+  def send(self, k, s, j, m):
+    if self.compression is None:
+      return 0.0
+    sent = max(self.border[s], self.border[j])  # after the last: nothing
+    return 2 * sent / (self.levels[k - 1].bandwidth * m * self.compression)

@@ -302,7 +302,7 @@ def compositions(total, parts):
     yield [b - a for a, b in itertools.pairwise((0, *cuts, total))]
 
 
-def brute(g, levels, *, straight=False, memory=None):
+def brute(g, levels, formula, *, straight=False, memory=None, compression=None):
   """The least time over all splits and replications of a chain, by trying.
 
   `levels` are (machines, bandwidth), the innermost first. With `memory` there
@@ -314,16 +314,25 @@ def brute(g, levels, *, straight=False, memory=None):
   def weights(a, b):
     return sum(n.parameters for n in g.nodes[a:b])
 
-  def stage(level, a, b, m, later):
+  def stage(level, a, b, m, first, later):
     if straight and m > 1:
       return math.inf
     machines, bandwidth = levels[level]
     work = sum(times[a:b]) if level == 0 else pipeline(level - 1, a, b)
-    if memory is not None:
+    if memory is not None and formula == "paper":
       stash = sum(n.stash for n in g.nodes[a:b])
       if (1 + math.ceil(later / m)) * (stash + weights(a, b)) > memory:
         return math.inf
-    return max(work, 2 * (m - 1) * weights(a, b) / bandwidth) / m
+    if memory is not None and formula == "code":
+      copies = math.ceil(later / m)
+      if copies * (sum(out[a:b]) + weights(a, b)) > memory:
+        return math.inf
+    if formula == "paper":
+      return max(work, 2 * (m - 1) * weights(a, b) / bandwidth) / m
+    sync = 4 * (m - 1) * weights(a, b) / (bandwidth * m)
+    if first and level:
+      sync /= levels[level - 1][0]
+    return (work + sync) / m
 
   def pipeline(level, a, b):
     machines, bandwidth = levels[level]
@@ -336,20 +345,25 @@ def brute(g, levels, *, straight=False, memory=None):
           for s, m in enumerate(counts):
             i, j = ends[s], ends[s + 1]
             later = sum(counts[s + 1 :])
-            slowest = max(slowest, stage(level, i, j, m, later))
-            if s:
+            slowest = max(slowest, stage(level, i, j, m, s == 0, later))
+            if s and formula == "paper":
               slowest = max(slowest, 2 * out[i - 1] / bandwidth)
+            elif s and compression is not None:
+              speed = bandwidth * m * compression
+              slowest = max(slowest, 2 * out[i - 1] / speed)
+              if j < len(out):
+                slowest = max(slowest, 2 * out[j - 1] / speed)
           best = min(best, slowest)
     return best
 
   return pipeline(len(levels) - 1, 0, len(times))
 
 
-def found_time(g, levels, **options):
+def found_time(g, levels, formula, **options):
   """The time that the recursion finds; infinite where it refuses."""
   machines, bandwidths = zip(*levels, strict=True)
   try:
-    plan = pipedream(g, machines, bandwidths, **options)
+    plan = pipedream(g, machines, bandwidths, formula=formula, **options)
   except ValueError as error:
     assert "fits" in str(error) or "cannot all be used" in str(error)
     return math.inf
@@ -358,7 +372,7 @@ def found_time(g, levels, **options):
   assert used == list(range(math.prod(machines)))
   assert plan.replicas == tuple(map(len, plan.partition.devices))
   assert plan.noam == math.ceil(len(used) / plan.replicas[0])
-  if options.get("memory"):
+  if options.get("memory") and formula == "paper":
     assert (plan.memory <= options["memory"]).all()
   return plan.time
 
@@ -368,16 +382,17 @@ def found_time(g, levels, **options):
   chains(),
   st.integers(1, 5),
   st.integers(1, 4),
+  st.sampled_from(("paper", "code")),
   st.booleans(),
   st.sampled_from((None, 5, 15, 40)),
 )
 def test_pipedream_is_the_best_of_all_plans(
-  g, machines, bandwidth, straight, memory
+  g, machines, bandwidth, formula, straight, memory
 ):
   levels = [(machines, float(bandwidth))]
   options = {"straight": straight, "memory": memory}
-  best = brute(g, levels, **options)
-  assert found_time(g, levels, **options) == best
+  best = brute(g, levels, formula, **options)
+  assert found_time(g, levels, formula, **options) == best
 
 
 @quick
@@ -388,16 +403,25 @@ def test_pipedream_is_the_best_of_all_plans(
     min_size=2,
     max_size=3,
   ),
+  st.sampled_from(("paper", "code")),
 )
-def test_pipedream_is_the_best_of_all_plans_on_levels(g, levels):
-  assert found_time(g, levels) == brute(g, levels)
+def test_pipedream_is_the_best_of_all_plans_on_levels(g, levels, formula):
+  assert found_time(g, levels, formula) == brute(g, levels, formula)
+
+
+@quick
+@given(chains(), st.integers(1, 4), st.sampled_from((0.5, 2.0)))
+def test_compressed_activations_count_in_the_code(g, machines, ratio):
+  levels, options = [(machines, 1.0)], {"compression": ratio}
+  best = brute(g, levels, "code", **options)
+  assert found_time(g, levels, "code", **options) == best
 
 
 @quick
 @given(chains(), st.integers(1, 5))
 def test_fewer_machines_are_the_best_number_of_them(g, machines):
   plan = pipedream(g, machines, 1.0, fewer=True)
-  best = min(brute(g, [(m, 1.0)]) for m in range(1, machines + 1))
+  best = min(brute(g, [(m, 1.0)], "paper") for m in range(1, machines + 1))
   assert plan.time == best
   assert len(plan.partition.load) == machines
 
@@ -406,7 +430,7 @@ def test_fewer_machines_are_the_best_number_of_them(g, machines):
 TWO = chain(nodes([4, 2], activation=1, parameters=2))
 
 
-def test_two_layers_by_hand():
+def test_two_layers_by_hand_with_the_paper():
   # Bandwidth 2, two machines. One stage twice: max(6, 2 x 4 / 2) / 2 = 3. Two
   # stages: max(4, 2 x 1 / 2, 2) = 4.
   plan = pipedream(TWO, 2, 2.0)
@@ -423,6 +447,23 @@ def test_two_layers_by_hand():
   assert (plan.time, plan.replicas) == (16, (1, 1))
 
 
+def test_two_layers_by_hand_with_the_code():
+  # One stage twice: (6 + 4 x 4 / (2 x 2)) / 2 = 5. Two stages: max(4, 2) = 4.
+  plan = pipedream(TWO, 2, 2.0, formula="code")
+  assert (plan.time, plan.replicas, plan.noam) == (4, (1, 1), 2)
+  # Transfers are for nothing, whatever they carry, unless compressed: then
+  # 2 x 100 / 2 / 2 = 50.
+  large = chain(nodes([4, 2], activation=100, parameters=2))
+  assert pipedream(large, 2, 2.0, formula="code").time == 4
+  plan = pipedream(large, 2, 2.0, formula="code", compression=2.0)
+  assert (plan.time, plan.replicas) == (5, (2,))
+  # Memory: the first of two stages stashes ceil(1 / 1) x (1 + 2) = 3 bytes,
+  # a stage on all machines nothing.
+  for memory, time in ((3, 4), (2, 5)):
+    plan = pipedream(TWO, 2, 2.0, formula="code", memory=memory)
+    assert plan.time == time
+
+
 def test_two_levels_by_hand():
   g = chain(nodes([4, 4], activation=1, parameters=4))
   # In a server of 2, bandwidth 8: a layer takes max(4, 2 x 4 / 8) / 2 = 2, both
@@ -431,6 +472,10 @@ def test_two_levels_by_hand():
   plan = pipedream(g, (2, 2), (8.0, 1.0))
   assert (plan.time, plan.replicas, plan.noam) == (2, (2, 2), 2)
   assert plan.partition.devices == ((0, 1), (2, 3))
+  # One layer, code: (4 + 4 x 4 / (8 x 2)) / 2 = 2.5 in a server, and
+  # (2.5 + 4 x 4 / (1 x 2) / 2) / 2 = 3.25 between two, the 2 within dividing.
+  one = chain(nodes([4], parameters=4))
+  assert pipedream(one, (2, 2), (8.0, 1.0), formula="code").time == 3.25
 
 
 def test_devices_of_replicated_servers_are_interleaved():
@@ -494,7 +539,7 @@ def test_memory_on_levels_is_that_of_the_stages_laid_out_flat(
       held = sum(n.stash + n.parameters for n in g.nodes[a:b])
       fits &= (1 + math.ceil(later / r)) * held <= memory
     best = min(best, time) if fits else best
-  assert found_time(g, levels, memory=memory) == best
+  assert found_time(g, levels, "paper", memory=memory) == best
 
 
 def test_memory_forces_stages_and_is_refused_by_name():
@@ -536,6 +581,46 @@ def test_the_time_predicted_is_the_pace_of_one_forward_one_backward():
   assert makespan(60) - makespan(40) == pytest.approx(20 * plan.time)
 
 
+def test_antichains_cut_where_the_order_cannot():
+  # a -> (b, c) -> d with times 1, 1, 4, 2. In the order: a b | c d is 6. Along
+  # antichains: a c | b d is 5.
+  g = make(nodes([1, 1, 4, 2]), [(0, 1), (0, 2), (1, 3), (2, 3)])
+  assert pipedream(g, 2, 1.0, straight=True).time == 6
+  plan = pipedream(g, 2, 1.0, straight=True, cuts="antichains")
+  assert plan.time == 5 and plan.partition.stages == ((0, 2), (1, 3))
+  assert pipedream(g, 2, 1.0, straight=True, formula="code").time == 5
+  wide = make([Node(f"n{i}") for i in range(12)])  # 2 ** 12 sets
+  with pytest.raises(ValueError, match="more than 2000 antichains"):
+    pipedream(wide, 2, 1.0, cuts="antichains")
+
+
+def test_the_released_code_takes_a_source_with_the_first_node_that_needs_it():
+  # antichain_dag of msr-fiddle/pipedream starts at the first source only: from
+  # a it goes to c, which brings b. So b is not cut off with a: 1 | 3 + 4.
+  g = make(nodes([1, 3, 4]), [(0, 2), (1, 2)])
+  options = {"straight": True, "formula": "code"}
+  assert pipedream(g, 2, 1.0, **options).time == 7
+  assert pipedream(g, 2, 1.0, cuts="antichains", **options).time == 4
+
+
+def test_antichains_are_limited_by_those_that_are_enumerated():
+  # As in GNMT, each layer reads what one more source made: 2 ** 12 and more
+  # closed sets, of which the released code enumerates 13.
+  made = [Node(f"n{i}", forward=1.0) for i in range(24)]
+  edges = [(i, i + 12) for i in range(12)]
+  edges += [(i, i + 1) for i in range(12, 23)]
+  g = make(made, edges)
+  with pytest.raises(ValueError, match="more than 2000 antichains.*'released'"):
+    pipedream(g, 2, 1.0, formula="code", cuts="antichains")
+  plan = pipedream(g, 2, 1.0, formula="code", straight=True)
+  assert plan.time == 12
+  is_placed(plan.partition, g)
+  # Nodes that stay together are enumerated together: 4 sets, not 2 ** 13.
+  wide = make([Node(f"n{i}") for i in range(13)], (), [(range(12), 0)])
+  plan = pipedream(wide, 1, 1.0, cuts="antichains", tied="together")
+  assert plan.replicas == (1,)
+
+
 def test_skips_count_at_every_border():
   made = nodes([3, 3, 3], activation=1)
   # Straight over three machines, bandwidth 1: borders carry 1 and 1 + 4 bytes.
@@ -565,8 +650,11 @@ def test_pipedream_refuses():
     (((2, 2), 1.0), {}, "there are 2 and 1"),
     ((2, 0.0), {}, "bandwidth must be positive"),
     ((2, None), {}, "not None"),
+    ((2, 1.0), {"formula": "book"}, "paper, code, not 'book'"),
+    ((2, 1.0), {"cuts": "edges"}, "antichains, released, not 'edges'"),
     ((2, 1.0), {"tied": "no"}, "allow, together, not 'no'"),
     ((2, 1.0), {"memory": 0}, "memory must be positive"),
+    ((2, 1.0), {"compression": 2.0}, "for formula 'code' only"),
     ((3, 1.0), {"straight": True}, "set fewer=True"),
   ):
     with pytest.raises(ValueError, match=message):
@@ -577,13 +665,14 @@ def test_pipedream_refuses():
 @given(
   dags(most=7),
   st.integers(1, 4),
+  st.sampled_from(("order", "antichains", "released")),
   st.sampled_from(placement.TIED),
   st.sampled_from((None, 30, 100)),
 )
-def test_pipedream_of_dags_is_a_partition(g, machines, tied, memory):
+def test_pipedream_of_dags_is_a_partition(g, machines, cuts, tied, memory):
   try:
     plan = pipedream(
-      *(g, machines, 1.0), tied=tied, memory=memory, fewer=True
+      *(g, machines, 1.0), cuts=cuts, tied=tied, memory=memory, fewer=True
     )
   except ValueError as error:
     assert memory is not None and "nothing fits" in str(error)
@@ -617,6 +706,17 @@ def test_merges_that_close_a_cycle_are_refused():
   assert blocks.try_merge(0, 1) == 0
   assert blocks.try_merge(0, 2) == 0
   assert groups(blocks) == [(0, 1, 2)] and blocks.order() == [0]
+
+
+def test_scopes_become_blocks():
+  made = [Node(name) for name in ("in", "x/a", "x/b", "xy", "x/c", "out")]
+  g = chain(made)
+  blocks = blocks_of(g)
+  coarsen.merge_scopes(blocks, ["x"])
+  # xy is not in scope x, and parts it.
+  assert groups(blocks) == [(0,), (1, 2), (3,), (4,), (5,)]
+  with pytest.raises(ValueError, match="no node is in scope 'z'"):
+    coarsen.merge_scopes(blocks, ["z"])
 
 
 def test_weightless_nodes_go_to_a_predecessor_or_else_a_successor():
@@ -674,11 +774,16 @@ def test_smallest_blocks_are_merged_with_smallest_successors():
   assert groups(blocks) == [(0, 2), (1,), (3,)]
 
 
-def test_the_largest_is_assigned_first():
-  # Largest first: 4 | 1 1 1 1.
+def test_assignment_is_better_with_the_largest_first():
+  # Largest first: 4 | 1 1 1 1. Smallest first: 1 1 | 1 1, then 4 on top of two.
   weights = [1, 1, 1, 1, 4]
-  placed = mixed_pipe.assign(weights, 2)
-  assert sorted(np.bincount(placed, weights).tolist()) == [4, 4]
+
+  def loads(order):
+    placed = mixed_pipe.assign(weights, 2, order=order)
+    return sorted(np.bincount(placed, weights).tolist())
+
+  assert loads("largest_first") == [4, 4]
+  assert loads("smallest_first") == [2, 6]
 
 
 def test_assignment_keeps_to_memory():
@@ -689,6 +794,8 @@ def test_assignment_keeps_to_memory():
   assert np.bincount(placed, sizes).max() <= 8
   with pytest.raises(ValueError, match="item 2 of 6 bytes among 16"):
     mixed_pipe.assign(weights, 2, sizes=sizes, memory=7)
+  with pytest.raises(ValueError, match="order must be one of"):
+    mixed_pipe.assign(weights, 2, order="random")
 
 
 def test_stages_are_neighbours_on_a_device():
@@ -813,6 +920,7 @@ def test_mixed_pipe_refuses():
   for args, options, message in (
     ((0,), {}, "devices must be a positive"),
     ((2,), {"bandwidth": 0}, "bandwidth must be positive"),
+    ((2,), {"order": "any"}, "order must be one of"),
     ((2,), {"tied": "any"}, "tied must be one of"),
     ((2,), {"recompute": "some"}, "recompute must be one of"),
     ((2,), {"lengths": []}, "one L or more"),
@@ -834,17 +942,22 @@ def test_mixed_pipe_refuses():
   st.sampled_from((None, 0.5, 4.0)),
   st.sampled_from(placement.TIED),
   st.sampled_from((None, 60, 150)),
+  st.sampled_from(mixed_pipe.ORDERS),
   st.sampled_from(mixed_pipe.RECOMPUTE),
+  st.booleans(),
 )
 def test_mixed_pipe_of_dags_is_a_partition(
-  g, devices, bandwidth, tied, memory, recompute
+  g, devices, bandwidth, tied, memory, order, recompute, scoped
 ):
+  scopes = sorted({n.name.split("/")[0] for n in g.nodes}) if scoped else ()
   try:
     found = mixed_pipe.mixed_pipe(
       *(g, devices),
       bandwidth=bandwidth,
       tied=tied,
       memory=memory,
+      order=order,
+      scopes=scopes,
       recompute=recompute,
     )
   except ValueError as error:
