@@ -38,9 +38,15 @@ class Stored(NamedTuple):
 class ShardStore:
   """The files of one shard."""
 
-  def __init__(self, folder: Path, like: Rows, disk: Any = os):
-    """Opens them; the folder is there. `like` has shapes and dtypes of rows;
-    `disk` writes as `os` does."""
+  def __init__(
+    self, folder: Path, like: Rows, disk: Any = os, *, anew: bool = False
+  ):
+    """Opens the files in an existing folder; `anew` removes what it has first.
+    `like` has shapes and dtypes of rows; `disk` writes as `os` does. Raises
+    store.Changed."""
+    if anew:  # before they are read: they may be damaged
+      for path in Path(folder).iterdir():
+        path.unlink()
     self._disk = disk
     self._folder, self._layout = Path(folder), wire.layout(like)
     self._known: list[tuple[Rows, int]] = []  # vectors in files, of the image
@@ -140,13 +146,6 @@ class ShardStore:
       list(map(_entry, self._commands.bodies)),
       dict(self._read_messages(image["evaluation"])),
     )
-
-  def clear(self) -> None:
-    """Removes all that is there."""
-    for path in self._folder.iterdir():
-      if path.name != "commands":
-        path.unlink()
-    self._commands.replace()
 
   def _read(self, name):
     body = store.read_body(self._folder / name)

@@ -103,6 +103,7 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
   live = open_shard(tmp_path)
   live.obey(Command(0, "scale", "point", factor=3.0))
   live.close()
+  (tmp_path / "commands").write_bytes(b"damaged" * 8)  # read by nobody
   vectors = {"point": LIKE, "trial": MESSAGES[0]}
   again = shard.make(str(tmp_path), Image(7, vectors), 4, anew=True)(INSIDE)
   assert again.number == 7
