@@ -3,11 +3,9 @@
 import abc
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
-
-from asgd.live import answers
 
 # Kinds of hosts.
 SHARD, WORKER, PEER, COUNTER = "shard", "worker", "peer", "counter"
@@ -119,22 +117,6 @@ class Hosts(abc.ABC):
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """Returns those of some calls that have ended, once there is one or the
     time is over."""
-
-  def wait_for_all(
-    self, kind: str, calls: Mapping[int, Call], limit: float
-  ) -> None:
-    """Waits until calls of hosts of a kind have ended, by index; kills those
-    that are silent for so many seconds, whose calls then raise Gone."""
-    silent = answers.await_all(
-      calls,
-      wait=self.wait,
-      clock=self.clock,
-      limit=limit,
-      name=f"{kind} {{}}".format,
-      say=self.say,
-    )
-    for index in silent:
-      self.kill(kind, index)
 
   @abc.abstractmethod
   def gone(self) -> list[tuple[str, int]]:
