@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from asgd import base, compression, sharding
-from asgd.live import slot_formats
+from asgd.live import pace, slot_formats
 from asgd.live.held import HeldParams
 
 _MEASURED = 1.0  # seconds that jobs take, to be timed
@@ -107,10 +107,11 @@ class Duty(NamedTuple):
     while len(times) < jobs or math.fsum(times) < _MEASURED:
       began = time.perf_counter()
       self._try(worker, first, self.batch(worker, len(times)))
-      wait((self.factor(worker) - 1) * (time.perf_counter() - began))
+      factor, clock = self.factor(worker), time.perf_counter
+      pace.slow_down(factor, began, clock=clock, wait=wait)
       times.append(time.perf_counter() - began)
     return statistics.median(times)
 
   def factor(self, worker: int) -> float:
     """On the time of a worker that is to be slow; 1 of others."""
-    return (self.slowdown[worker : worker + 1] or (1.0,))[0]
+    return pace.factor_of(self.slowdown, worker)

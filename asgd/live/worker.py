@@ -18,7 +18,7 @@ import numpy as np
 
 from asgd import base, compression, sharding, simulator
 from asgd.compression.packing import BadCode
-from asgd.live import frames
+from asgd.live import frames, pace
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
@@ -362,9 +362,9 @@ class WorkerLoop:
 
   def _slow_down(self, job):
     """Makes a job take as long as a slow worker's does, from its start."""
-    if self._slowdown > 1:
-      self._wait((self._slowdown - 1) * (self._clock() - job.started))
-    job.computed = self._clock()
+    clock, wait = self._clock, self._wait
+    pace.slow_down(self._slowdown, job.started, clock=clock, wait=wait)
+    job.computed = clock()
 
   def _finish(self):
     """Hands in the message of the job that is next."""

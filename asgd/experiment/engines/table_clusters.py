@@ -10,6 +10,7 @@ import numpy as np
 
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.engines.tables import TablePlan
+from asgd.live import pace
 from asgd.live.faults import Fault, Script, append_fault
 from asgd.live.hosts import Host, Inside
 from asgd.live.hosts.threads import ThreadHosts
@@ -105,7 +106,7 @@ def _worker(
     shards=shards,
     script=script,
     listens=plan.settings.rules.by_clock,
-    slowdown=(*settings["slowdown"][index : index + 1], 1.0)[0],
+    slowdown=pace.factor_of(settings["slowdown"], index),
     span=SpanWriter(folder) if settings["spans"] else None,
     memory=memory,
     image=image,

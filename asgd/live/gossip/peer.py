@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from asgd.live import pace
 from asgd.live.faults import Script
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import Frame
@@ -303,9 +304,8 @@ class LivePeer:
       message = faults.message(peer, seq, work.message)
       if message is not work.message:
         work = work._replace(message=message, finite=False)
-      factor = (self.duty.slowdown[peer : peer + 1] or (1.0,))[0]
-      if factor > 1:
-        inside.wait((factor - 1) * (inside.clock() - began))
+      factor = pace.factor_of(self.duty.slowdown, peer)
+      pace.slow_down(factor, began, clock=inside.clock, wait=inside.wait)
       self._free = inside.clock()
       self._span(Span("compute", began, self._free, seq, number))
       return work

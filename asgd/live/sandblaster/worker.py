@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, sharding
+from asgd.live import pace
 from asgd.live.faults import Fault, Script
 from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
@@ -167,9 +168,8 @@ class LiveWorker:
         break
       loss, message = self._sums(self._params, portions)
       tries += 1
-    factor = (self._task.slowdown[self._index : self._index + 1] or (1.0,))[0]
-    if factor > 1:
-      self._inside.wait((factor - 1) * (clock() - began))
+    factor = pace.factor_of(self._task.slowdown, self._index)
+    pace.slow_down(factor, began, clock=clock, wait=self._inside.wait)
     self._tell_span("compute", began, clock(), seq, evaluation, job)
     return message, PortionResult(loss, message_norm(message, len(portions)))
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd import base
+from asgd.live import pace
 from asgd.live.faults import Script
 from asgd.live.hosts import Call, Gone, Host, Inside
 from asgd.live.spans import Span
@@ -235,10 +236,10 @@ class WorkerHost:
     began = self._inside.clock()
     self._span(worker, Span("fetch", self._free, began, seq, job))
     out = self._work.gradient(rows, batch, keys, worker, job)
-    now = self._inside.clock()
-    # Who was killed meanwhile sends nothing.
-    self._inside.wait(max(self._slowdown - 1, 0) * (now - began))
-    self._free = self._inside.clock()
+    clock, wait = self._inside.clock, self._inside.wait
+    pace.slow_down(self._slowdown, began, clock=clock, wait=wait)
+    wait(0.0)  # a worker that was killed meanwhile sends nothing
+    self._free = clock()
     self._span(worker, Span("compute", began, self._free, seq, job))
     return out
 
