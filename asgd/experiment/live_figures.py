@@ -211,11 +211,11 @@ def lead_share(params: Any, shards: int) -> float:
 
 
 class Watch:
-  """Watches a `live_clusters.LiveRun`."""
+  """The figures of a live run, and their curves for TensorBoard."""
 
-  def __init__(self, live: Any, board: Path):
-    self._share = lead_share(live.params, live.setup.shards)
-    self._counter = Counter(live.setup.workers, time.monotonic())
+  def __init__(self, workers: int, board: Path, share: float = 1.0):
+    """Begins now; the bytes that are counted are such a `share` of all."""
+    self._share, self._counter = share, Counter(workers, time.monotonic())
     # Below that of the evaluations: readers follow one file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close

@@ -5,7 +5,6 @@ trace (`asgd.gossip.peer` says what its rows mean). JAX arrays are immutable, so
 a message is a reference until it is mixed.
 """
 
-import collections
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -20,12 +19,11 @@ from asgd import base, gossip
 from asgd import server as server_lib
 from asgd.compression import packing
 from asgd.orders import trace as trace_lib
-from asgd.orders.trace import Event, Ledger
+from asgd.orders.trace import Ledger
 from asgd.simulator import records as records_lib
+from asgd.simulator.peer_links import Key, LinkTraffic, PeerLinks, read_key
 from asgd.simulator.steps import Observation, compile_work
 from asgd.simulator.traffic import Received
-
-Key = tuple[int, int]  # (sender, seq), which names a message
 
 
 class PeerSteps(NamedTuple):
@@ -124,13 +122,6 @@ def join_records(parts: Sequence[PeerRecords]) -> PeerRecords:
   return peer_records([], [], [])
 
 
-class LinkTraffic(NamedTuple):
-  """What went over each link, as far as it was taken."""
-
-  messages: npt.NDArray[np.int64]  # [n, n], by receiver and sender
-  nbytes: npt.NDArray[np.int64]  # [n, n]
-
-
 def array_bytes(code: Any) -> int:
   """Returns the bytes of the arrays of a code."""
   return sum(np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code))
@@ -142,13 +133,20 @@ def packed_bytes(code: Any) -> int:
   return len(packing.pack(layout, records_lib.fetch(code)))
 
 
+class _Rows(NamedTuple):
+  """Messages received since the last call of `Peers.run`."""
+
+  messages: list[Received]
+  observations: list[Observation]
+  norms: list[list[Any]]  # of mixes
+
+
 class Peers:
   """All peers of a run, and how far they are in its trace.
 
   Args:
     how: whom they talk to, and how.
-    steps: of `compile_peer`.
-    peer: which `steps` were compiled of.
+    peer: which the steps are compiled of.
     worker: likewise.
     params: all begin with.
     trace: which they obey.
@@ -168,7 +166,6 @@ class Peers:
     root: jax.Array,
   ):
     self.gossip, self._steps = how, compile_peer(peer, worker)
-    self._peer, self._worker, self._params = peer, worker, params
     self.trace, self._batch, self._root = trace, batch, root
     n = how.topology.workers
     most = int(trace.worker.max(initial=-1))
@@ -176,35 +173,16 @@ class Peers:
       raise ValueError(
         f"the trace has a peer {most}, the topology only {n}, counted from 0"
       )
-    first = peer.init(params)
-    self.states = [first] * n
-    self.workers = [worker.init(first.server.params)] * n
+    state = peer.init(params)
+    self.states = [state] * n
+    self.workers = [worker.init(state.server.params)] * n
+    self._joined = lambda: (peer.init(params), worker.init(params))
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
     self._restored: dict[Key, gossip.Job] | None = None
-    self._numbers = [np.int32(i) for i in range(n)]
-    self.codes: dict[Key, Any] = {}  # that somebody will take
-    self._rounds: dict[Key, int] = {}  # in which they were put
-    self._sizes: dict[Key, int] = {}  # in bytes, on a link
-    self._inboxes: list[list[Key]] = [[] for _ in range(n)]
+    self._links = PeerLinks(n, trace)
+    self._mixed: list[list[Any]] = [[] for _ in range(n)]  # norms, as `since`
     self._newcomers: set[int] = set()  # that have adopted nothing yet
-    taken = np.isin(trace.action, trace_lib.TAKES)
-    keys = zip(
-      trace.job[taken].tolist(), trace.seq[taken].tolist(), strict=True
-    )
-    self._takes = collections.Counter(keys)  # still to come, of each message
-    zeros = np.zeros((n, n), np.int64)
-    self.traffic = LinkTraffic(zeros, zeros.copy())
-    # Bytes up and down, and norms of mixes, since a peer's last message.
-    self._since: list[tuple[int, int, list[Any]]] = [(0, 0, [])] * n
-    self._obey = {
-      base.RECEIVE: self._receive,
-      base.JOIN: self._join,
-      base.PUT: self._put,
-      base.LEND: self._put,
-      base.TAKE: self._take,
-      base.ADOPT: self._adopt,
-      base.MIX: self._mix,
-    }
+    self._new = _Rows([], [], [])
 
   @property
   def event(self) -> int:
@@ -217,24 +195,43 @@ class Peers:
     gone = self.ledger.ended
     return [i for i in range(len(self.states)) if i not in gone]
 
+  @property
+  def traffic(self) -> LinkTraffic:
+    """What went over each link, as far as it was taken."""
+    return self._links.traffic
+
+  @property
+  def codes(self) -> dict[Key, Any]:
+    """Messages that some peer has still to take."""
+    messages = self._links.messages.items()
+    return {key: message.code for key, message in messages}
+
   def run(self, end: int) -> PeerRecords:
     """Obeys the rows up to, not including, row `end`; returns the records of
     the messages received. Raises TraceError for a row that cannot be obeyed."""
-    self._messages: list[Received] = []
-    self._observations: list[Observation] = []
-    self._norms: list[list[Any]] = []
+    self._new = _Rows([], [], [])
     for event in trace_lib.events(self.trace, self.event, end):
       job = self.ledger.obey(event)
-      if event.action in self._obey:
-        self._obey[event.action](event, job)
-    return peer_records(self._messages, self._observations, self._norms)
+      if event.action == base.RECEIVE:
+        self._receive(event, job)
+      elif event.action == base.JOIN:
+        self._join(event.worker)
+      elif event.action in (base.PUT, base.LEND):
+        self._put(event)
+      elif event.action == base.TAKE:
+        self._links.take(event)
+      elif event.action == base.ADOPT:
+        self._adopt(event)
+      elif event.action == base.MIX:
+        self._mix(event.worker)
+    return peer_records(*self._new)
 
   def _send(self, event, kept):
     del kept
     if self._restored is not None:  # which jobs are open; others have ended
       return self._restored.get(event.key, ())
     i = event.worker
-    return self._steps.send(self.states[i], self._numbers[i])
+    return self._steps.send(self.states[i], np.int32(i))
 
   def _receive(self, event, job):
     i = event.worker
@@ -251,23 +248,20 @@ class Peers:
     self.states[i], observation = self._steps.receive(
       self.states[i], job, message, metrics.loss
     )
-    up, down, norms = self._since[i]
-    self._since[i] = 0, 0, []
-    self._messages.append(Received(event.time, i, event.job, up, down, kept))
-    self._observations.append(observation)
-    self._norms.append(norms)
+    up, down = self._links.since(i)
+    norms, self._mixed[i] = self._mixed[i], []
+    received = Received(event.time, i, event.job, up, down, kept)
+    self._new.messages.append(received)
+    self._new.observations.append(observation)
+    self._new.norms.append(norms)
 
-  def _join(self, event, job):
-    del job
-    i = event.worker
-    self.states[i] = self._peer.init(self._params)
-    self.workers[i] = self._worker.init(self._params)
-    self._inboxes[i].clear()
-    self._since[i] = 0, 0, []
+  def _join(self, i):
+    self.states[i], self.workers[i] = self._joined()
+    self._links.join(i)
+    self._mixed[i] = []
     self._newcomers.add(i)
 
-  def _put(self, event, job):
-    del job
+  def _put(self, event):
     i = event.worker
     if event.action == base.LEND:
       topology = self.gossip.topology
@@ -278,64 +272,30 @@ class Peers:
       keep = np.float64(self.gossip.keep(event.job, i))
       self.states[i], code = self._steps.put(
         *(self.states[i], keep, self._root),
-        *(self._numbers[i], np.int32(event.seq)),
+        *(np.int32(i), np.int32(event.seq)),
       )
     whole = event.action == base.LEND or not self.gossip.compressed
-    size = (array_bytes if whole else packed_bytes)(code)
-    up, down, norms = self._since[i]
-    self._since[i] = up + size, down, norms
-    if self._takes[event.key]:
-      self.codes[event.key], self._rounds[event.key] = code, event.job
-      self._sizes[event.key] = size
+    self._links.put(event, code, (array_bytes if whole else packed_bytes)(code))
 
-  def _carry(self, event):
-    """Counts a message on its link; returns its key."""
-    key, i = (event.job, event.seq), event.worker
-    size = self._sizes[key]
-    self.traffic.messages[i, event.job] += 1
-    self.traffic.nbytes[i, event.job] += size
-    up, down, norms = self._since[i]
-    self._since[i] = up, down + size, norms
-    return key
-
-  def _take(self, event, job):
-    del job
-    self._inboxes[event.worker].append(self._carry(event))
-
-  def _adopt(self, event, job):
-    del job
-    i, key = event.worker, self._carry(event)
+  def _adopt(self, event):
+    i, code = event.worker, self._links.adopt(event)
     slot = np.int32(self.gossip.topology.slot(i, event.job))
     first = np.bool_(i in self._newcomers)
-    self.states[i] = self._steps.adopt(
-      self.states[i], self.codes[key], slot, first
-    )
+    self.states[i] = self._steps.adopt(self.states[i], code, slot, first)
     self._newcomers.discard(i)
-    self._done(key)
 
-  def _done(self, key):
-    self._takes[key] -= 1
-    if not self._takes[key]:
-      for table in (self.codes, self._rounds, self._sizes):
-        del table[key]
-
-  def _mix(self, event, job):
-    del job
-    i = event.worker
-    keys, self._inboxes[i] = self._inboxes[i], []
+  def _mix(self, i):
+    taken = self._links.mix(i)
     weights = [
-      self.gossip.weight(self._rounds[key], i, key[0]) for key in keys
+      self.gossip.weight(message.round, i, key[0]) for key, message in taken
     ]
-    slots = [self.gossip.topology.slot(i, key[0]) for key in keys]
-    codes = tuple(self.codes[key] for key in keys)
+    slots = [self.gossip.topology.slot(i, key[0]) for key, _ in taken]
+    codes = tuple(message.code for _, message in taken)
     self.states[i], norm = self._steps.mix(
       *(self.states[i], codes),
       *(np.array(weights, np.float64), np.array(slots, np.int32)),
     )
-    up, down, norms = self._since[i]
-    self._since[i] = up, down, [*norms, norm]
-    for key in keys:
-      self._done(key)
+    self._mixed[i].append(norm)
 
   # Checkpoints, at a row of the trace.
 
@@ -346,25 +306,11 @@ class Peers:
       for worker, tickets in self.ledger.open.items()
       for seq, job in tickets.items()
     }
-    codes = {f"{sender},{seq}": code for (sender, seq), code in
-      self.codes.items()}
-    since = [
-      [up, down, list(map(float, norms))] for up, down, norms in self._since
-    ]
-    tree = {
-      "states": self.states,
-      "workers": self.workers,
-      "jobs": jobs,
-      "codes": codes,
-      "traffic": self.traffic,
-    }
-    notes = {
-      "event": self.event,
-      "jobs": list(jobs),
-      "codes": list(codes),
-      "sizes": [self._sizes[_key(name)] for name in codes],
-      "since": since,
-    }
+    tree, notes = self._links.save()
+    tree |= {"states": self.states, "workers": self.workers, "jobs": jobs}
+    notes |= {"event": self.event, "jobs": list(jobs)}
+    pairs = zip(notes["since"], self._mixed, strict=True)
+    notes["since"] = [[*each, list(map(float, norms))] for each, norms in pairs]
     return tree, notes
 
   def template(self, notes: dict[str, Any]) -> dict[str, Any]:
@@ -391,45 +337,23 @@ class Peers:
 
   def restore(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
     """Goes on from what `save` returned, as arrays of any kind."""
-    traffic = LinkTraffic(*(np.array(x) for x in tree["traffic"]))
     parts = {k: v for k, v in tree.items() if k != "traffic"}
-    tree = jax.tree.map(jnp.array, parts)
-    self._restored = {_key(name): job for name, job in tree["jobs"].items()}
-    self.codes = {_key(name): code for name, code in tree["codes"].items()}
-    sizes = zip(notes["codes"], notes["sizes"], strict=True)
-    self._sizes = {_key(name): size for name, size in sizes}
+    arrays = jax.tree.map(jnp.array, parts)
+    jobs = arrays["jobs"].items()
+    self._restored = {read_key(name): job for name, job in jobs}
+    self._links.restore(arrays["codes"], tree["traffic"], notes)
     for event in trace_lib.events(self.trace, 0, notes["event"]):
       self.ledger.obey(event)
-      self._note(event)
+      self._links.note(event)
+      if event.action == base.JOIN:
+        self._newcomers.add(event.worker)
+      elif event.action == base.ADOPT:
+        self._newcomers.discard(event.worker)
     self._restored = None
-    self.states, self.workers = list(tree["states"]), list(tree["workers"])
-    self.traffic = traffic
-    self._since = [
-      (up, down, [np.float32(x) for x in norms])
-      for up, down, norms in notes["since"]
+    self.states, self.workers = list(arrays["states"]), list(arrays["workers"])
+    self._mixed = [
+      [np.float32(x) for x in norms] for *_, norms in notes["since"]
     ]
-
-  def _note(self, event: Event):
-    """What a row that was obeyed before leaves open."""
-    i, key = event.worker, (event.job, event.seq)
-    if event.action in trace_lib.PUTS and event.key in self.codes:
-      self._rounds[event.key] = event.job
-    elif event.action == base.TAKE:
-      self._inboxes[i].append(key)
-    elif event.action == base.ADOPT:
-      self._takes[key] -= 1
-      self._newcomers.discard(i)
-    elif event.action == base.MIX:
-      self._takes.subtract(self._inboxes[i])
-      self._inboxes[i] = []
-    elif event.action == base.JOIN:
-      self._inboxes[i].clear()
-      self._newcomers.add(i)
-
-
-def _key(name: str) -> Key:
-  sender, _, seq = name.partition(",")
-  return int(sender), int(seq)
 
 
 # What all peers together are.

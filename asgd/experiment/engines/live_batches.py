@@ -166,9 +166,8 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     )
     self.done = driver.received
     self._memory.note(self._replaced())
-    self._counter = live_figures.Counter(plan.workers, time.monotonic())
-    self._board = live_figures.Board(context.board / "live")
-    stack.callback(self._board.close)
+    self._figures = live_figures.Watch(plan.workers, context.board)
+    stack.callback(self._figures.close)
     driver.start()
 
   def _saved(self, params):
@@ -223,11 +222,7 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     self.done = self._simulation.advance(until, _SECONDS)
     self._memory.note(self._replaced())
     new = self._simulation.book.records(first)
-    now = time.monotonic()
-    self._counter.add(now, new)
-    figures = self._counter.figures()
-    if figures.messages:
-      self._board.write(now, self.done, figures)
+    figures = self._figures.look(time.monotonic(), new, self.done)
     return self._progress(new)._replace(figures=figures)
 
   def _check_files(self):
@@ -275,7 +270,7 @@ def describe(result: Mapping[str, Any]) -> str:
   words += f", after {result['seconds']:.3g} s"
   died = [
     f"{count} {kind}{'s' * (count > 1)}"
-    for kind, count in result["replaced"].items()
+    for kind, count in sorted(result["replaced"].items(), reverse=True)
     if count
   ]
   return f"{words}; {' and '.join(died)} replaced" if died else words

@@ -154,7 +154,9 @@ class LiveEngine(engines.Engine):
     plan = allocations.read(plan, context.folder)  # may be known by now
     self._live = self._live._replace(plan=plan)
     self._memory.note(self._replaced())
-    self._watch = live_figures.Watch(self._live, context.board)
+    share = live_figures.lead_share(live.params, live.setup.shards)
+    workers = live.setup.workers
+    self._watch = live_figures.Watch(workers, context.board, share)
     stack.callback(self._watch.close)
     self._next_look = 0.0
     self.cluster.start()

@@ -53,10 +53,7 @@ class WatchedEngine(engines.Engine):
   ):
     """Starts the cell, or goes on from its last checkpoint if it has `begun`;
     `make_cluster` is handed on to `_make`."""
-    self._context, self._folder = context, context.folder
-    self._plan = context.plan
-    self.total = self._plan.messages
-    self._places = range(self._plan.workers)
+    self._context, self.total = context, context.plan.messages
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
@@ -71,6 +68,21 @@ class WatchedEngine(engines.Engine):
       stack.callback(self._release)
       self._start(make_cluster, begun, stack)
       self._open = stack.pop_all()
+
+  @property
+  def _plan(self) -> Any:
+    """The plan of the cell."""
+    return self._context.plan
+
+  @property
+  def _folder(self) -> Path:
+    """The folder of the cell."""
+    return self._context.folder
+
+  @property
+  def _places(self) -> range:
+    """The indices of the workers."""
+    return range(self._plan.workers)
 
   def _release(self):
     if not self._memory.kept and not self._received:
@@ -92,9 +104,8 @@ class WatchedEngine(engines.Engine):
     self.cluster = self._make(make_cluster, began, images)
     stack.callback(self.cluster.close)
     self._memory.note(self._replaced())
-    self._counter = live_figures.Counter(len(self._places), time.monotonic())
-    self._board = live_figures.Board(context.board / "live")
-    stack.callback(self._board.close)
+    self._figures = live_figures.Watch(len(self._places), context.board)
+    stack.callback(self._figures.close)
     self._next_look = 0.0
     with self._watched():
       self.cluster.start(images)
@@ -199,11 +210,7 @@ class WatchedEngine(engines.Engine):
     self._check_files()
     new = self._read()
     self._received += len(new.loss)
-    now = time.monotonic()
-    self._counter.add(now, new)
-    figures = self._counter.figures()
-    if figures.messages:
-      self._board.write(now, self._received, figures)
+    figures = self._figures.look(time.monotonic(), new, self._received)
     with self._watched():
       self._look_for(until)
     return engines.Progress(

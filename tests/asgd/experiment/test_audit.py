@@ -8,6 +8,7 @@ import pytest
 
 from asgd import base
 from asgd.experiment import audit, replay, storage
+from asgd.experiment import findings as findings_lib
 from asgd.live import journal, records
 
 pytestmark = pytest.mark.slow
@@ -203,7 +204,7 @@ def test_it_finds_who_worked_on_after_it_was_killed(cell):
 def left_by(entries, failures):
   """What the audit says of deaths, of rows (worker, job, action)."""
   rows = [kit.row(float(i), *row) for i, row in enumerate(entries)]
-  (finding,) = audit._deaths(rows, failures, 1, 1e9)
+  (finding,) = findings_lib.deaths(rows, failures, 1, 1e9)
   return finding
 
 

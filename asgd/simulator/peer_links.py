@@ -1,0 +1,142 @@
+"""Messages on their way between simulated peers, and the traffic of links."""
+
+import collections
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import base
+from asgd.orders import trace as trace_lib
+from asgd.orders.trace import Event
+
+Key = tuple[int, int]  # (sender, seq), which names a message
+
+
+def read_key(name: str) -> Key:
+  """Returns the key that a checkpoint names."""
+  sender, _, seq = name.partition(",")
+  return int(sender), int(seq)
+
+
+class LinkTraffic(NamedTuple):
+  """What went over each link, as far as it was taken."""
+
+  messages: npt.NDArray[np.int64]  # [n, n], by receiver and sender
+  nbytes: npt.NDArray[np.int64]  # [n, n]
+
+
+class SentCode(NamedTuple):
+  """A message that some peer has still to take."""
+
+  code: Any
+  round: int  # in which it was put
+  nbytes: int  # on a link
+
+
+class PeerLinks:
+  """Messages on their way between peers, and what went over each link."""
+
+  def __init__(self, peers: int, trace: base.Trace):
+    """Begins with nothing sent; `trace` says who will take what."""
+    self.messages: dict[Key, SentCode] = {}
+    self._inboxes: list[list[Key]] = [[] for _ in range(peers)]
+    taken = np.isin(trace.action, trace_lib.TAKES)
+    keys = zip(
+      trace.job[taken].tolist(), trace.seq[taken].tolist(), strict=True
+    )
+    self._takes = collections.Counter(keys)  # still to come, of each message
+    zeros = np.zeros((peers, peers), np.int64)
+    self.traffic = LinkTraffic(zeros, zeros.copy())
+    # Bytes up and down since the last message of a peer to itself.
+    self._since = [(0, 0)] * peers
+
+  def put(self, event: Event, code: Any, nbytes: int) -> None:
+    """A peer sends a message, which is kept if any peer will take it."""
+    up, down = self._since[event.worker]
+    self._since[event.worker] = up + nbytes, down
+    if self._takes[event.key]:
+      self.messages[event.key] = SentCode(code, event.job, nbytes)
+
+  def _carry(self, event):
+    key, i = (event.job, event.seq), event.worker
+    nbytes = self.messages[key].nbytes
+    self.traffic.messages[i, event.job] += 1
+    self.traffic.nbytes[i, event.job] += nbytes
+    up, down = self._since[i]
+    self._since[i] = up, down + nbytes
+    return key
+
+  def take(self, event: Event) -> None:
+    """A peer takes a message, which it will mix."""
+    self._inboxes[event.worker].append(self._carry(event))
+
+  def adopt(self, event: Event) -> Any:
+    """A peer takes a message and uses it at once; returns the code."""
+    key = self._carry(event)
+    code = self.messages[key].code
+    self._done(key)
+    return code
+
+  def mix(self, peer: int) -> list[tuple[Key, SentCode]]:
+    """Returns the messages that a peer has taken since the last time."""
+    keys, self._inboxes[peer] = self._inboxes[peer], []
+    found = [(key, self.messages[key]) for key in keys]
+    for key in keys:
+      self._done(key)
+    return found
+
+  def _done(self, key):
+    self._takes[key] -= 1
+    if not self._takes[key]:
+      del self.messages[key]
+
+  def join(self, peer: int) -> None:
+    """Another takes the place of a peer: it has taken nothing."""
+    self._inboxes[peer].clear()
+    self._since[peer] = 0, 0
+
+  def since(self, peer: int) -> tuple[int, int]:
+    """Returns the bytes up and down of a peer, which count anew."""
+    nbytes, self._since[peer] = self._since[peer], (0, 0)
+    return nbytes
+
+  def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a tree of arrays and JSON, for `restore`."""
+    names = {f"{sender},{seq}": m for (sender, seq), m in self.messages.items()}
+    tree = {"codes": {name: message.code for name, message in names.items()}}
+    notes = {
+      "codes": list(names),
+      "sizes": [message.nbytes for message in names.values()],
+      "since": [list(nbytes) for nbytes in self._since],
+    }
+    return {**tree, "traffic": self.traffic}, notes
+
+  def restore(
+    self, codes: Mapping[str, Any], traffic: Any, notes: Mapping[str, Any]
+  ) -> None:
+    """Goes to where `save` was called; `note` says the rest, row by row."""
+    sizes = dict(zip(notes["codes"], notes["sizes"], strict=True))
+    self.messages = {
+      read_key(name): SentCode(code, 0, sizes[name])
+      for name, code in codes.items()
+    }
+    self.traffic = LinkTraffic(*(np.array(x) for x in traffic))
+    self._since = [(up, down) for up, down, *_ in notes["since"]]
+
+  def note(self, event: Event) -> None:
+    """What a row that was obeyed before leaves open."""
+    i, key = event.worker, (event.job, event.seq)
+    if event.action in trace_lib.PUTS and event.key in self.messages:
+      message = self.messages[event.key]
+      self.messages[event.key] = message._replace(round=event.job)
+    elif event.action == base.TAKE:
+      self._inboxes[i].append(key)
+    elif event.action == base.ADOPT:
+      self._takes[key] -= 1
+    elif event.action == base.MIX:
+      self._takes.subtract(self._inboxes[i])
+      self._inboxes[i] = []
+    elif event.action == base.JOIN:
+      self._inboxes[i].clear()
