@@ -192,8 +192,9 @@ class PeerCluster:
     self.finished = rest and ended
     if not self.finished:
       parties = self._supervisor.parties[PEER]
-      for peer in [peer for peer in self._coming if parties[peer].ready]:
-        self._admit(peer)
+      for peer in [*self._coming]:
+        if peer in self._coming and parties[peer].ready:
+          self._admit(peer)
     return self._supervisor.take_news()
 
   def _at_rest(self) -> bool:
