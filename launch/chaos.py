@@ -28,7 +28,7 @@ the same to the bit, and no process and no memory left behind.
 runs small live runs in a simulated world instead, one for each seed, with the
 clock, the network, the disk and the order of all steps drawn from it, checks
 them in the same way, and prints for a seed that fails the command that repeats
-it with as few faults as possible. --protocol=tables and --protocol=sandblaster
+it with as few faults as possible. --protocol=tables, =sandblaster and =gossip
 run these instead of the parameter server. Ctrl-C ends with the count so far.
 
 The exit status is 1 if anything fails, if nothing was done to it, or if the run

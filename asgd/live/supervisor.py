@@ -39,11 +39,9 @@ class Party:
 
   @property
   def ready(self) -> bool:
-    """Whether its object is made. Raises what kept it from that, or Gone."""
-    if not self.made.done():
-      return False
-    self.made.result()
-    return True
+    """Whether its object is made, and it has not exited. Raises what kept it
+    from that."""
+    return self.made.done() and answer_of(self.made) is not None
 
 
 class Supervisor:

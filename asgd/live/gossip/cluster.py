@@ -110,6 +110,7 @@ class PeerCluster:
     self._limit = sys.maxsize if self._pairs else messages // peers
     self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
     self._coming: dict[int, int] = {}  # of those that are being made
+    self._paused = True  # until `start`
     self.finished = False  # whether all is done, as `check` saw
     self.rounds = 0  # that all have ended, as `check` saw
 
@@ -127,7 +128,7 @@ class PeerCluster:
   def start(self, images: dict[int, Image] | None = None) -> None:
     """Starts all peers, or those of images, and the others as newcomers."""
     if self._pairs:
-      self._start_counter([])
+      self._start_counter()
     places = range(self.gossip.topology.workers)
     first = sorted(images) if images else list(places)
     parties = [
@@ -142,10 +143,10 @@ class PeerCluster:
     for peer in set(places) - set(first):
       self._make(peer)
 
-  def _start_counter(self, taken):
-    """Starts a counter, with numbers that are taken beside those of the
-    journals: a message that its peer did not outlive may have no record."""
-    taken = set(taken)
+  def _start_counter(self):
+    """Starts a counter. The journals have the numbers that are taken: records
+    may lack a message that its peer did not outlive."""
+    taken: set[int] = set()
     for peer in range(self.gossip.topology.workers):
       path = journal_path(self._maker.run, peer)
       taken.update(files.numbers_of(read_journal(path)))
@@ -186,12 +187,14 @@ class PeerCluster:
     end newcomers, too."""
     self._supervisor.progressed(messages)
     rest = self._at_rest()
-    # In pairs a peer that may go on is quiet when no number is left.
-    self.finished = rest and (self._pairs or self.rounds >= self._limit)
+    # In pairs a peer that is not paused is quiet when no number is left.
+    ended = not self._paused if self._pairs else self.rounds >= self._limit
+    self.finished = rest and ended
     if not self.finished:
       parties = self._supervisor.parties[PEER]
-      for peer in [peer for peer in self._coming if parties[peer].ready]:
-        self._admit(peer)
+      for peer in [*self._coming]:
+        if peer in self._coming and parties[peer].ready:
+          self._admit(peer)
     return self._supervisor.take_news()
 
   def _at_rest(self) -> bool:
@@ -271,8 +274,8 @@ class PeerCluster:
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
     supervisor.news.append("the counter of jobs died; it is started again")
-    next_ones = self._ask("count_by", None)  # what it answers is ignored
-    self._start_counter(n for n in next_ones.values() if n is not None)
+    self._ask("count_by", None)
+    self._start_counter()
     self._ask("count_by", supervisor.parties[COUNTER][0].host)
 
   def _pass_on(self, lost):
@@ -300,6 +303,7 @@ class PeerCluster:
   def pause(self, seconds: float = math.inf) -> bool:
     """Makes all end the same round, or the jobs they are at, and waits for it,
     so many seconds at most; returns whether they have. Raises as `check`."""
+    self._paused = True
     limits = self._ask("halt")
     if not self._pairs and limits:
       self._ask("allow", max(limits.values()))
@@ -307,6 +311,7 @@ class PeerCluster:
 
   def go_on(self) -> None:
     """Ends a pause."""
+    self._paused = False
     self._ask("allow", self._limit)
 
   def _lenders(self, peer):

@@ -7,8 +7,8 @@ from collections.abc import Collection
 class JobCounter:
   """Gives out the numbers of jobs, in a host (`asgd.live.hosts`).
 
-  It keeps no file. The next counter asks all peers and their journals which
-  numbers they have.
+  It keeps no file. The next counter reads in the journals of the peers which
+  numbers are taken.
 
   Example:
     >>> counter = JobCounter(3)

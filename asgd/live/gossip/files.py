@@ -112,22 +112,28 @@ class Left(NamedTuple):
 
 
 def numbers_of(events: Sequence[Event]) -> list[int]:
-  """Returns the numbers of the jobs that a peer's journal begins, but for
-  those that were lost or refused: others do them."""
+  """Returns the numbers of the jobs that a peer's journal begins, but for those
+  that others are to do: of peers that left, and were at them or refused."""
   numbers: dict[int, None] = {}
+  refused: list[int] = []
   for event in events:
     if event.action in STARTS:
       numbers[event.job] = None
-    elif event.action in (base.LOST, base.REJECT):
+    elif event.action == base.REJECT:
+      refused.append(event.job)
+    elif event.action == base.LOST:
       numbers.pop(event.job, None)
+    elif event.action == base.LEAVE:
+      for number in refused:
+        numbers.pop(number, None)
+      refused = []
   return list(numbers)
 
 
 def leave(
   run: Path, index: int, life: int, now: float, disk: Any = os
 ) -> Left:
-  """Writes that an incarnation of a peer has exited, if it has joined and did
-  not write so itself."""
+  """Writes that an incarnation of a peer has exited, if it has joined."""
   journal = FileJournal(journal_path(run, index), disk=disk)
   lives, begun, joined = 0, 0, not life
   last, end = None, None  # the row that began its last job, and what ended it

@@ -51,11 +51,10 @@ class Pairs(LivePeer):
     self._queue: collections.deque[int] = collections.deque()
     self._over = False  # no job is left
 
-  def count_by(self, counter: Host | None) -> int | None:
-    """Asks this counter from now on, None nobody, and ignores what another one
-    still answers; returns the number of the job that it is about to begin."""
-    self._counter = counter
-    return self._number
+  def count_by(self, counter: Host | None) -> None:
+    """Asks this counter from now on, None nobody. What another one has answered
+    or still answers is not begun: this one gives it out again."""
+    self._counter, self._number = counter, None
 
   def numbered(self, counter: Host, call: Future[int | None]) -> None:
     """A call of a counter has ended, which may have lost its connection."""

@@ -183,11 +183,10 @@ class PeerRows:
     self.job = None
 
   def reject(self) -> None:
-    """Refuses what was made of the open job, and leaves."""
+    """Refuses what was made of the open job; the peer then leaves."""
     assert self.job is not None
     seq, number, _ = self.job
     self._write(seq, number, base.REJECT)
-    self._write(NO_SEQ, self.life, base.LEAVE)
 
   # What others are told, and tell.
 

@@ -11,8 +11,9 @@ which of the processes goes on at each moment. All of it follows from a seed
   hosts       hosts (`asgd.live.hosts`) as processes of the world
   run         a run: commands, the faults that come, and the checks
   host_run    what runs in hosts share
-  server_run, table_run, batch_run
+  server_run, table_run, batch_run, peer_run
               the runs of a protocol: scenarios, driver, and what must hold
+  peer_checks what must hold of peers, read from their files
   cluster, scenario, invariants, reference
               parts of the server's: processes, cases, checks, what a trace
               must say, computed in another way

@@ -67,7 +67,7 @@ class WorldCall(Call):
   """A call of a method of an object in another process."""
 
   def __init__(self, scheduler: Scheduler, host: "WorldHost"):
-    self._scheduler, self._host = scheduler, host
+    self._scheduler, self.host = scheduler, host
     self.answer: Future[Any] = Future()
     self.cut = False  # the connection broke: the answer is lost
 
@@ -80,14 +80,14 @@ class WorldCall(Call):
 
   def done(self) -> bool:
     """See the base."""
-    return self.answer.done() or self.cut or not self._host.alive
+    return self.answer.done() or self.cut or not self.host.alive
 
   def result(self) -> Any:
     """See the base."""
     if not self.done():
       self._scheduler.wait(self.done, None)
     if self.cut or not self.answer.done():
-      raise Gone(self._host.kind, self._host.index)
+      raise Gone(self.host.kind, self.host.index)
     return self.answer.result()
 
 
@@ -139,6 +139,10 @@ class WorldHost(Host):
       do()
 
     return wait
+
+  def lose(self, call: WorldCall) -> None:
+    """Forgets a call that it has not begun to make."""
+    self._box = [each for each in self._box if each[0] is not call]
 
   def _post(self, method, args):
     """Makes a call whose answer nobody waits for."""
@@ -278,8 +282,9 @@ class WorldHosts(Hosts):
     for host in self.hosts.values():
       self.scheduler.kill(host.process)
 
-  def cut(self, which: float) -> bool:
-    """Breaks the connection of an open call; False if there is none."""
+  def cut(self, which: float, *, arrives: bool = True) -> bool:
+    """Breaks the connection of an open call, before it arrives or later; False
+    if there is none."""
     calls = [
       call
       for host in self.hosts.values()
@@ -287,6 +292,9 @@ class WorldHosts(Hosts):
       if not call.done() and call is not host.made
     ]
     if calls:
-      calls[int(which * len(calls))].cut = True
+      call = calls[int(which * len(calls))]
+      call.cut = True
+      if not arrives:
+        call.host.lose(call)
     return bool(calls)
 

@@ -1,10 +1,11 @@
 """What must hold of a run of live peers that has ended, read from its files."""
 
-import collections
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
 import numpy as np
 
 from asgd import base, gossip, simulator
@@ -37,17 +38,17 @@ _CLOSE = 1e-5  # between peers that share all, whose sums have other orders
 
 
 class Incarnation(NamedTuple):
-  """Rows of one incarnation of a peer, from its JOIN to its LEAVE."""
+  """What one incarnation of a peer did."""
 
   peer: int
-  life: int
-  rows: list[Event]
+  life: int  # incarnations before it
+  rows: list[Event]  # from its JOIN, if it has one, to its LEAVE
   left: bool  # it exited before the end of the run
+  received: list[int]  # numbers of jobs
 
-  @property
-  def received(self) -> list[int]:
-    """Numbers of the jobs that it received."""
-    return [row.job for row in self.rows if row.action == base.RECEIVE]
+  def of(self, action: int) -> list[Event]:
+    """Returns its rows of an action."""
+    return [row for row in self.rows if row.action == action]
 
 
 def incarnations(peer: int, rows: Sequence[Event]) -> list[Incarnation]:
@@ -57,37 +58,36 @@ def incarnations(peer: int, rows: Sequence[Event]) -> list[Incarnation]:
     parts[-1].append(row)
     if row.action == base.LEAVE:
       parts.append([])
-  last = len(parts) - 1
-  return [
-    Incarnation(peer, life, part, life < last)
-    for life, part in enumerate(parts)
-    if part
-  ]
+  out = []
+  for life, part in enumerate(parts):
+    received = [row.job for row in part if row.action == base.RECEIVE]
+    left = life < len(parts) - 1
+    out.append(Incarnation(peer, life, part, left, received))
+  return [each for each in out if each.rows]
 
 
 class _Checks:
-  """The checks, in turn; each raises Broken."""
+  """The checks of one run; each raises Broken."""
 
   def __init__(
     self, run: Path, duty: PeerDuty, messages: int, views: Mapping[int, View]
   ):
     self._run, self._duty, self._views = run, duty, views
     self._messages, self._how = messages, duty.gossip
-    self._peers = range(duty.gossip.topology.workers)
-    self._journals = [read_journal(journal_path(run, p)) for p in self._peers]
-    self._lives = [
+    self._journals = [
+      read_journal(journal_path(run, peer))
+      for peer in range(duty.gossip.topology.workers)
+    ]
+    self._incarnations = [
       each
       for peer, rows in enumerate(self._journals)
       for each in incarnations(peer, rows)
     ]
 
-  @property
-  def _pairs(self):
-    return self._how.order == gossip.PAIRS
-
-  def replay(self):
+  def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
+    """Returns what the trace says that peers and records are."""
     try:
-      trace = files.read_trace(self._run, len(self._peers))
+      trace = files.read_trace(self._run, len(self._journals))
     except ValueError as error:
       raise Broken(f"{JOURNALS}: {error}") from error
     peers = simulator.Peers(
@@ -100,189 +100,162 @@ class _Checks:
       records = peers.run(len(trace.time))
     except ValueError as error:
       raise Broken(f"{REPLAY}: {error}") from error
-    if not self._views.keys() <= set(peers.present):
-      raise Broken(f"{REPLAY}: {list(self._views)}, not {peers.present}")
     for peer, view in self._views.items():
-      there = peers.states[peer].server
-      for name, value in view.params.items():
-        if np.asarray(value).tobytes() != np.asarray(
-          there.params[name]
-        ).tobytes():
-          raise Broken(
-            f"{REPLAY}: {name} of peer {peer} is {value}, not"
-            f" {there.params[name]}"
-          )
-      if view.version != int(there.version):
-        raise Broken(f"{REPLAY}: peer {peer} {view.version}, {there.version}")
+      state = peers.states[peer]
+      weight = float(self._duty.peer.weight(state))
+      again = View(state.server.params, weight, int(state.server.version))
+      if peer not in peers.present or not _same(view, again):
+        raise Broken(f"{REPLAY}: peer {peer} is {view}, not {again}")
     return peers, records
 
-  def records(self, replayed: simulator.PeerRecords):
+  def records(self, replayed: simulator.PeerRecords) -> None:
     """A record that a peer did not live to write may be missing."""
-    for peer in self._peers:
-      events = self._journals[peer]
+    for peer, events in enumerate(self._journals):
       there = files.read_peer_records(self._run, peer)
-      rows = [row for row in events if row.action == base.RECEIVE]
+      path, lives = records_path(self._run, peer), files.lives_of(events)
       try:
-        lives = files.lives_of(events)
-        path = records_path(self._run, peer)
         check_count(path, len(there.loss), events, lives)
       except ValueError as error:
         raise Broken(f"{RECORDS}: {error}") from error
-      which = np.flatnonzero(replayed.worker == peer)
-      # A job may be done twice, before and after its peer has died.
-      at, found = 0, []
-      for job, time in zip(there.job, there.time, strict=True):
-        while (rows[at].job, rows[at].time) != (job, time):
-          at += 1
-          if at == len(rows):
-            raise Broken(f"{RECORDS}: peer {peer} has one of job {job}")
-        found.append(which[at])
-      for name in set(there._fields) - {"time"}:
-        mine, again = getattr(there, name), getattr(replayed, name)[found]
-        if mine.tobytes() != again.tobytes():
-          raise Broken(f"{RECORDS}: peer {peer} {name} {mine}, not {again}")
+      # A job may be done twice, before and after its peer has exited.
+      ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]
+      mine = [
+        ends.index(key)
+        for key in zip(there.job.tolist(), there.time.tolist(), strict=True)
+        if key in ends
+      ]
+      which = np.flatnonzero(replayed.worker == peer)[mine]
+      for name in set(there._fields) - {"time"}:  # which merging may change
+        column, again = getattr(there, name), getattr(replayed, name)[which]
+        if column.tobytes() != again.tobytes():
+          raise Broken(f"{RECORDS}: peer {peer} {name} {column}, not {again}")
 
-  def jobs(self):
-    received = [job for each in self._lives for job in each.received]
-    if self._pairs:
-      if sorted(received) != list(range(self._messages)):
-        raise Broken(f"{ONCE}: {sorted(received)}")
+  def jobs(self) -> None:
+    """Which jobs were received."""
+    if self._how.order == gossip.PAIRS:
+      jobs = sorted(job for each in self._incarnations for job in each.received)
+      if jobs != list(range(self._messages)):
+        raise Broken(f"{ONCE}: {jobs}")
       return
-    n = len(self._peers)
-    for each in self._lives:
-      mine = each.received
-      begin = mine[0] if mine and each.life else each.peer
+    n = len(self._journals)
+    for peer, life, _, left, mine in self._incarnations:
+      begin = mine[0] if mine and life else peer
       end = mine[-1] if mine else begin - n
-      if each.peer in self._views and not each.left and (mine or not each.life):
-        end = self._messages - n + each.peer  # one that joined last has none
-      if mine != list(range(begin, end + 1, n)) or begin % n != each.peer:
-        raise Broken(f"{ROUNDS}: peer {each.peer} received {mine}")
+      if peer in self._views and not left and (mine or not life):
+        end = self._messages - n + peer  # one that joined last has none
+      if mine != list(range(begin, end + 1, n)) or begin % n != peer:
+        raise Broken(f"{ROUNDS}: peer {peer} received {mine}")
 
-  def newcomers(self):
-    for each in self._lives:
+  def newcomers(self) -> None:
+    """What incarnations but the first begin with."""
+    for each in self._incarnations:
       actions = [row.action for row in each.rows]
-      if each.life and (
-        actions[0] != base.JOIN
-        or (base.SEND in actions)
-        and actions[1] != base.ADOPT
-      ):
-        raise Broken(
-          f"{ADOPTS}: peer {each.peer} {[base.ACTIONS[a] for a in actions]}"
-        )
-
-  def messages(self):
-    """In rounds: whoever is alive at the end takes the same of a message."""
-    alive = [each for each in self._lives if not each.left]
-    every, links = self._how.every, self._how.topology
-    for sender in self._lives:
-      for put in sender.rows:
-        if put.action != base.PUT:
-          continue
-        taken = {}
-        for each in alive:
-          first = self._first(each)
-          mixes = any(
-            row.action == base.MIX and row.job == put.job for row in each.rows
-          )
-          hears = each.peer in np.flatnonzero(
-            links.links[put.job % links.period][:, sender.peer]
-          )
-          if hears and mixes and put.job >= first and each.peer != sender.peer:
-            taken[each.peer] = any(
-              (row.action, row.job, row.seq)
-              == (base.TAKE, sender.peer, put.seq)
-              for row in each.rows
-            )
-        if len(set(taken.values())) > 1 or (
-          not sender.left and not all(taken.values())
-        ):
-          raise Broken(
-            f"{ALL}: message {put.seq} of peer {sender.peer}, of round"
-            f" {put.job * every}: {taken}"
-          )
-
-  def _first(self, each):
-    """The first message that an incarnation puts or takes."""
-    if not each.life or not each.received:
-      return 0
-    joined = each.received[0] // len(self._peers)
-    return -(-joined // self._how.every)
-
-  def exchanges(self):
-    """In pairs: a peer that put takes and mixes, unless the other exited."""
-    exits = sum(each.left for each in self._lives)
-    alone = 0
-    for each in self._lives:
-      for row, (at, event) in zip(
-        each.rows, enumerate(each.rows), strict=True
-      ):
-        if row.action != base.PUT:
-          continue
-        rest = [e.action for e in each.rows[at + 1 : at + 3]]
-        if rest == [base.TAKE, base.MIX]:
-          continue
-        alone += not each.left
-        others = {e.action for e in each.rows[at + 1 :]}
-        if rest[:1] == [base.TAKE] and not each.left:
-          raise Broken(f"{TWO}: peer {each.peer}, {event}, {others}")
-    if alone > exits:
-      raise Broken(f"{TWO}: {alone} were left by {exits}")
-    alive = {each.peer: each for each in self._lives if not each.left}
-    for peer, each in alive.items():
-      if each.life:
-        continue
-      took = collections.Counter(
-        row.job for row in each.rows if row.action == base.TAKE
+      begins = actions[0] == base.JOIN and (
+        base.SEND not in actions or actions[1] == base.ADOPT
       )
-      for other, count in took.items():
-        mine = alive.get(other)
-        if mine is None or mine.life:
-          continue
-        back = sum(
-          (row.action, row.job) == (base.TAKE, peer) for row in mine.rows
-        )
-        if back != count:
+      if each.life and not begins:
+        names = [base.ACTIONS[action] for action in actions]
+        raise Broken(f"{ADOPTS}: peer {each.peer} {names}")
+
+  def messages(self) -> None:
+    """In rounds: who is alive at the end takes the same messages of a peer that
+    exited, and all of one that did not."""
+    for sender in self._incarnations:
+      for put in sender.of(base.PUT):
+        taken = {
+          each.peer: any(
+            (take.job, take.seq) == put.key for take in each.of(base.TAKE)
+          )
+          for each in self._incarnations
+          if self._is_for(put, each)
+        }
+        answers = set(taken.values())
+        if len(answers) > 1 or answers == {False} and not sender.left:
+          raise Broken(f"{ALL}: {put.format()}: {taken}")
+
+  def _is_for(self, put: Event, each: Incarnation) -> bool:
+    """Whether an incarnation that is alive at the end mixes what was put."""
+    links, number = self._how.topology.links, put.job
+    first = 0
+    if each.life and each.received:  # the first message that it puts
+      first = -(-(each.received[0] // len(self._journals)) // self._how.every)
+    return (
+      not each.left
+      and each.peer != put.worker
+      and bool(links[number % len(links), each.peer, put.worker])
+      and number >= first
+      and any(mix.job == number for mix in each.of(base.MIX))
+    )
+
+  def exchanges(self) -> None:
+    """In pairs: who puts takes and mixes at once, unless the other exited."""
+    alive = [each for each in self._incarnations if not each.left]
+    exits = len(self._incarnations) - len(alive)
+    for each in alive:
+      alone = sum(
+        put.action == base.PUT
+        and [row.action for row in each.rows[at + 1 : at + 3]]
+        != [base.TAKE, base.MIX]
+        for at, put in enumerate(each.rows)
+      )
+      if alone > exits:
+        raise Broken(f"{TWO}: peer {each.peer} put {alone} times for nobody")
+    first = [each for each in alive if not each.life]
+    for one, two in itertools.combinations(first, 2):
+      takes = [
+        sum(take.job == other.peer for take in each.of(base.TAKE))
+        for each, other in ((one, two), (two, one))
+      ]
+      if takes[0] != takes[1]:
+        raise Broken(f"{TWO}: peers {one.peer} and {two.peer} took {takes}")
+
+  def copies(self, peers: simulator.Peers) -> None:
+    """With `choco`, what neighbours have of each other."""
+    topology, states = self._how.topology, peers.states
+    for peer, other in itertools.permutations(self._views, 2):
+      own, told = states[peer].own, states[other].own
+      if isinstance(own, Choco) and topology.union[peer, other]:
+        slot = topology.slot(peer, other)
+        copy = {name: copies[slot] for name, copies in own.copies.items()}
+        if not _close(copy, told.public):
           raise Broken(
-            f"{TWO}: peer {peer} took {count} of {other}, which took {back}"
+            f"{COPIES}: peer {peer} has {copy} of peer {other}, which told"
+            f" {told.public}"
           )
 
-  def copies(self, peers: simulator.Peers):
-    topology = self._how.topology
-    for peer in self._views:
-      own = peers.states[peer].own
-      if not isinstance(own, Choco):
-        return
-      for other in np.flatnonzero(topology.union[peer]).tolist():
-        if other not in self._views:
-          continue
-        slot, told = topology.slot(peer, other), peers.states[other].own
-        for name, copy in own.copies.items():
-          if not np.allclose(copy[slot], told.public[name], atol=_CLOSE):
-            raise Broken(
-              f"{COPIES}: peer {peer} has {copy[slot]} of peer {other}, which"
-              f" told {told.public[name]}"
-            )
+  def shared(self, peers: simulator.Peers) -> None:
+    """With `share`, the parameters of all."""
+    states = [peers.states[peer] for peer in self._views]
+    params = [s.server.params for s in states if isinstance(s.own, Share)]
+    if any(not _close(each, params[0]) for each in params):
+      raise Broken(f"{SAME}: {params}")
 
-  def shared(self, peers: simulator.Peers):
-    some = [peers.states[peer] for peer in self._views]
-    if not isinstance(some[0].own, Share):
-      return
-    for state in some[1:]:
-      for name, value in state.server.params.items():
-        if not np.allclose(value, some[0].server.params[name], atol=_CLOSE):
-          raise Broken(f"{SAME}: {[s.server.params for s in some]}")
+
+def _same(one: View, two: View) -> bool:
+  """Whether two views have the same bits."""
+  return jax.tree.map(lambda x: np.asarray(x).tobytes(), one) == jax.tree.map(
+    lambda x: np.asarray(x).tobytes(), two
+  )
+
+
+def _close(one: base.Params, two: base.Params) -> bool:
+  close = jax.tree.map(lambda x, y: np.allclose(x, y, atol=_CLOSE), one, two)
+  return all(jax.tree.leaves(close))
 
 
 def check(
   run: Path, duty: PeerDuty, messages: int, views: Mapping[int, View]
 ) -> None:
-  """Raises Broken for the first thing that does not hold.
+  """Checks the files of a run.
 
   Args:
     run: the folder of the run.
     duty: what the peers did.
     messages: jobs of all peers together.
     views: of the peers that were alive at the end.
+
+  Raises:
+    Broken: for the first thing that does not hold.
   """
   checks = _Checks(run, duty, messages, views)
   peers, records = checks.replay()

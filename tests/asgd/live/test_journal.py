@@ -111,6 +111,18 @@ def test_a_file_that_is_changed_meanwhile_is_noticed(tmp_path):
     seen.append(records(1))
 
 
+def test_a_last_row_whose_newline_was_changed_is_no_row_that_was_cut(tmp_path):
+  journal(tmp_path)
+  path = tmp_path / "trace-0.csv"
+  whole = path.read_bytes()
+  for cut in range(1, 9):
+    path.write_bytes(whole[:-cut])
+    assert read_journal(path) == EVENTS[:-1]
+  path.write_bytes(whole[:-1] + b"\x0b")
+  with pytest.raises(ValueError, match=r"line 9 ends in '\\x0b', not in a new"):
+    read_journal(path)
+
+
 def test_a_sink_counts_and_is_cut(tmp_path):
   seen = sink(tmp_path, 5)
   seen.truncate(9)

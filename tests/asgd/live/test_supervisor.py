@@ -131,3 +131,13 @@ def test_refusals_count_until_a_message_is_received(supervisor):
     supervisor.count_refusal("worker", 1)
   supervisor.progressed(1)
   supervisor.count_refusal("worker", 1)
+
+
+def test_who_exits_while_it_is_made_is_not_ready(supervisor):
+  """The driver may look at it before it sees that it has exited."""
+  parties = [
+    supervisor.start("worker", index, make)
+    for index, make in enumerate((counter(0), lambda inside: inside.kill()))
+  ]
+  assert supervisor.await_made(parties) == parties[1:]
+  assert [party.ready for party in parties] == [True, False]

@@ -2,11 +2,12 @@
 
 import pytest
 
-from asgd import gossip, orders
+from asgd import base, gossip, orders
 from asgd.gossip import topologies
 from asgd.live.gossip import files
-from asgd.live.journal import FileJournal, journal_path
+from asgd.live.journal import FileJournal, journal_path, read_journal
 from asgd.orders import trace as trace_lib
+from asgd.orders.trace import Event
 
 
 @pytest.fixture
@@ -51,3 +52,36 @@ def test_a_journal_that_was_cut_is_found_by_the_message_that_lacks(run):
   assert text.startswith(f"{run}: the traces of peers do not belong together")
   assert "of peer 2, which that one did not put" in text
   assert "trace-K.csv of one of these two peers was cut" in text
+
+
+def journal(folder, *rows):
+  out = FileJournal(journal_path(folder, 0))
+  for time, (action, seq, job) in enumerate(rows):
+    out.append(Event(float(time), 0, seq, job, action))
+  return out
+
+
+def test_a_refused_job_is_for_others_once_its_peer_has_left(tmp_path):
+  """Or a counter that is started in between gives its number twice: once from
+  the journal, and once more when the driver takes it back."""
+  out = journal(
+    tmp_path,
+    *((base.SEND, 0, 4), (base.RECEIVE, 0, 4)),
+    *((base.SEND, 1, 7), (base.REJECT, 1, 7)),
+  )
+  assert files.numbers_of(out.events()) == [4, 7]
+  assert files.leave(tmp_path, 0, 0, now=9.0) == (2, [7])
+  events = read_journal(journal_path(tmp_path, 0))
+  assert events[-1].action == base.LEAVE  # it was not lost as well
+  assert len(events) == 5
+  assert files.numbers_of(events) == [4]
+
+
+def test_files_are_cut_back_to_a_checkpoint_or_refused(tmp_path):
+  out = journal(tmp_path, (base.SEND, 0, 4), (base.RECEIVE, 0, 4))
+  images = {0: (None, {"rows": 1, "records": 0})}
+  assert files.lengths(tmp_path, 2, images) == [(1, 0), (0, 0)]
+  assert files.cut_back(tmp_path, [(1, 0), (0, 0)]) == 1
+  assert read_journal(journal_path(tmp_path, 0)) == out.events()[:1]
+  with pytest.raises(ValueError, match="has 1 rows where the run goes on from"):
+    files.cut_back(tmp_path, [(2, 0)])

@@ -275,6 +275,28 @@ def test_a_newcomer_puts_what_its_predecessor_put_for_rounds_to_come(every):
   assert loop.message_of(1, 2) is new[1]
 
 
+def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
+  """What it is lent has those of before; those of rounds to come would be with
+  its neighbours alone."""
+  how = asgd.threshold_sharing(0.05, PEERS, codec="top_k").gossip
+  rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
+  rows.join = lambda: None
+  inside = SimpleNamespace(clock=time.monotonic)
+  old, newcomer = (Rounds(inside, rows, faults=None) for _ in range(2))
+  old.rounds = 2
+  old.meet({3: Neighbour(0, None)})
+  for sender in (2, 3):  # peer 2 has exited
+    old.take_over(frames.Frame(frames.MESSAGE, sender, 0, round=2))
+  old.present(1, Neighbour(1, None), False)
+  assert old.message_of(2, 2) is None
+  assert old.message_of(3, 2) is not None
+  newcomer.join({3: Neighbour(0, None)}, 2, [3])
+  for round in (1, 2):
+    newcomer.take_over(frames.Frame(frames.MESSAGE, 2, 0, round=round))
+  assert newcomer.message_of(2, 1) is None
+  assert newcomer.message_of(2, 2) is not None
+
+
 def test_a_pair_is_atomic_and_keeps_the_mean(tmp_path):
   run = Run(tmp_path, "ad_psgd", rounds=10)
   run.run()
