@@ -40,9 +40,7 @@ class LiveShard(VectorShard):
     folder = Path(folder)
     safe_files.make_private(folder)
     like = image.vectors["point"]
-    self._store = ShardStore(folder, like, inside.disk)
-    if anew:
-      self._store.clear()
+    self._store = ShardStore(folder, like, inside.disk, anew=anew)
     stored = self._store.load()
     self._evaluation = evaluation
     self._sent = image.vectors.get("trial")  # what workers fetch

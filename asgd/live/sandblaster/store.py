@@ -38,11 +38,17 @@ class Stored(NamedTuple):
 class ShardStore:
   """The files of one shard."""
 
-  def __init__(self, folder: Path, like: Rows, disk: Any = os):
+  def __init__(
+    self, folder: Path, like: Rows, disk: Any = os, *, anew: bool = False
+  ):
     """Opens them; the folder is there. `like` has shapes and dtypes of rows;
-    `disk` writes as `os` does."""
+    `disk` writes as `os` does. `anew`: removes what is there, unread: it may be
+    damaged."""
     self._disk = disk
     self._folder, self._layout = Path(folder), wire.layout(like)
+    if anew:
+      for path in self._folder.iterdir():
+        path.unlink()
     self._known: list[tuple[Rows, int]] = []  # vectors in files, of the image
     self._next = 0  # vector file
     self._commands = store.Log(self._folder / "commands", disk)
@@ -140,13 +146,6 @@ class ShardStore:
       list(map(_entry, self._commands.bodies)),
       dict(self._read_messages(image["evaluation"])),
     )
-
-  def clear(self) -> None:
-    """Removes all that is there."""
-    for path in self._folder.iterdir():
-      if path.name != "commands":
-        path.unlink()
-    self._commands.replace()
 
   def _read(self, name):
     body = store.read_body(self._folder / name)
