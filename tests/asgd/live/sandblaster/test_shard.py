@@ -129,6 +129,12 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
     open_shard(tmp_path)
   assert "\n" not in str(e.value)
   assert len(str(e.value)) < 600
+  # Nothing of them keeps it from beginning anew.
+  image = Image(0, {"point": LIKE})
+  again = shard.make(str(tmp_path), image, anew=True)(INSIDE)
+  assert again.number == 0
+  kit.same(again.read("point"), LIKE)
+  again.close()
 
 
 def test_a_line_that_a_kill_cut_short_was_not_answered(tmp_path):
