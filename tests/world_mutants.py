@@ -5,6 +5,10 @@ test imports it with `import world_mutants`; see `pythonpath` in pyproject.toml.
 """
 
 from asgd.live import store as live_store
+from asgd.live.gossip import counter as job_counter
+from asgd.live.gossip import files as peer_files
+from asgd.live.gossip import outbox, pairs, peer, rounds
+from asgd.live.gossip.cluster import PeerCluster
 from asgd.live.hosts import Gone
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import places, shards, store
@@ -228,6 +232,97 @@ def forgets_the_evaluation(patch):
   patch.setattr(batch_driver.Driver, "_notes", notes)
 
 
+# Gossip.
+
+
+def takes_a_frame_twice(patch):
+  """A call that is made again brings its frames again."""
+  patch.setattr(
+    outbox.Inbox, "new", lambda self, sender, life, first, frames: frames
+  )
+
+
+def sends_no_frame_again(patch):
+  """Frames of a call whose connection broke are taken for confirmed."""
+
+  def batch(self):
+    first, frames = whole(self)
+    self._frames, self._first = [], first + len(frames)
+    return first, frames
+
+  whole = outbox.Outbox.batch
+  patch.setattr(outbox.Outbox, "batch", batch)
+
+
+def passes_nothing_on(patch):
+  """A lost peer's last message has come to some of its neighbours."""
+  patch.setattr(PeerCluster, "_pass_on", _nothing)
+
+
+def keeps_what_a_predecessor_put(patch):
+  """Codes of a lost peer are mixed for those of its successor."""
+
+  def present(self, peer, newcomer, lend):
+    peer_class.present(self, peer, newcomer, lend)
+    self._first[peer] = self._next_put
+
+  peer_class = peer.LivePeer
+  patch.setattr(rounds.Rounds, "present", present)
+
+
+def knows_what_was_received_from_records(patch):
+  """A job whose record was not written is given again."""
+  patch.setattr(peer_files, "numbers_of", lambda events: [])
+
+
+def loses_the_number_of_the_dead(patch):
+  """A job that a lost peer had is given to nobody."""
+  patch.setattr(job_counter.JobCounter, "left", _nothing)
+
+
+def gives_two_numbers_for_one_question(patch):
+  """A question that is asked again is answered with another number."""
+  patch.setattr(
+    job_counter.JobCounter, "take", lambda self, peer, life, ask: self._new()
+  )
+
+
+def waits_for_the_dead_partner(patch):
+  """A peer that granted an exchange to one that exited stays locked."""
+  patch.setattr(pairs.Pairs, "gone", peer.LivePeer.gone)
+
+
+def forgets_the_dead_peer(patch):
+  """A peer that exited has no row that says so, and its successor joins."""
+  left = peer_files.Left(0, [])
+  patch.setattr(peer_files, "leave", lambda *args: left)
+  patch.setattr(peer_files, "last_residual_lost", lambda *args: 0.0)
+
+
+def admits_without_a_pause(patch):
+  """A newcomer joins while its neighbours are in different rounds."""
+
+  def admit(self, newcomer):
+    self._introduce(newcomer)
+    self.go_on()
+
+  patch.setattr(PeerCluster, "_admit", admit)
+
+
+def resumes_without_images(patch):
+  """Peers of a run that resumes have the first parameters."""
+
+  def restore(self, tree, notes):
+    self.rounds = notes["rounds"]
+
+  patch.setattr(peer.LivePeer, "restore", restore)
+
+
+def cuts_nothing_back(patch):
+  """A run resumes from a checkpoint with the rows of after it."""
+  patch.setattr(peer_files, "cut_back", _nothing)
+
+
 # Protocol -> mutant -> a seed whose run fails with it.
 FOUND = {
   "tables": {
@@ -259,5 +354,19 @@ FOUND = {
     replaces_nobody: 10,
     restarts_a_shard_anew: 1,
     forgets_the_evaluation: 17,
+  },
+  "gossip": {
+    passes_nothing_on: 302,
+    takes_a_frame_twice: 1,
+    sends_no_frame_again: 2,
+    keeps_what_a_predecessor_put: 602,
+    admits_without_a_pause: 29,
+    forgets_the_dead_peer: 10,
+    knows_what_was_received_from_records: 20,
+    loses_the_number_of_the_dead: 42,
+    gives_two_numbers_for_one_question: 179,
+    waits_for_the_dead_partner: 42,
+    cuts_nothing_back: 0,
+    resumes_without_images: 5,
   },
 }

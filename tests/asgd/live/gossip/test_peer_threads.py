@@ -19,7 +19,7 @@ from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.outbox import Neighbour
-from asgd.live.gossip.peer import Status
+from asgd.live.gossip.peer import ALONE, Status
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts.base import PEER, Gone
@@ -295,6 +295,20 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
     newcomer.take_over(frames.Frame(frames.MESSAGE, 2, 0, round=round))
   assert newcomer.message_of(2, 1) is None
   assert newcomer.message_of(2, 2) is not None
+
+
+def test_a_newcomer_whose_lenders_have_exited_does_no_job():
+  """It would train from the first parameters."""
+  how = asgd.d_psgd(0.05, PEERS).gossip
+  rows = SimpleNamespace(index=1, duty=SimpleNamespace(gossip=how))
+  rows.join = lambda: None
+  newcomer = Rounds(SimpleNamespace(clock=time.monotonic), rows, faults=None)
+  others = {peer: Neighbour(0, None) for peer in (0, 2)}
+  newcomer.ask("join", others, 2, [0, 2])
+  newcomer.ask("gone", 0)
+  assert not newcomer.run().done()
+  newcomer.ask("gone", 2)
+  assert newcomer.run().result() == ALONE
 
 
 def test_a_pair_is_atomic_and_keeps_the_mean(tmp_path):
