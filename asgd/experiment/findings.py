@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from asgd import base
+from asgd.live.deadlines import DEAD
 from asgd.orders import trace
 
 
@@ -81,6 +82,31 @@ def updates(journals, sinks, result, every, log) -> Iterator[Finding]:
       well = well and updates == accepted // every
       well = well and (index > 0 or updates == result["updates"])
     yield Finding(_of_shard("updates", index, journals), text, well)
+
+
+def of_workers(events, records, plan, depth, failures, missed=0):
+  """Yields Findings of a cell whose workers write records of their own jobs.
+
+  Args:
+    events: rows of all workers, by their times.
+    records: columns of all workers.
+    plan: of the cell.
+    depth: jobs that a worker may have begun at once.
+    failures: what was done to its processes, in this order.
+    missed: jobs that its result says were not done.
+  """
+  yield from jobs([events], plan.messages, False, missed)
+  received = sum(event.action == base.RECEIVE for event in events)
+  exits = sum(event.action == base.LEAVE for event in events)
+  text = f"{received} received, {len(records.loss)} records"
+  # A worker may exit between a row and its record.
+  well = received - exits <= len(records.loss) <= received
+  yield Finding("updates", text, well)
+  slow = DEAD * plan.run.config["live"]["late_seconds"]
+  # The next driver goes back to a checkpoint, and drops the rows after it.
+  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
+  last = drivers[-1] + 1 if drivers else 0
+  yield from deaths(events, failures[last:], depth, slow, failures[:last])
 
 
 def _not_seen(failures, counted, killed) -> str:

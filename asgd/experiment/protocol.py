@@ -62,8 +62,6 @@ class LiveCells(NamedTuple):
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
   # Refuses files that were changed since the cell ended.
   check: Callable[[Path, Mapping[str, Any]], Any]
-  # Refuses a cell that has nothing to replay, or cannot be replayed.
-  check_replayable: Callable[[Path, Mapping[str, Any]], None]
   rows: Callable[[Path], Sequence[Any]]  # events so far, of all workers
   # (plan, cell, folder, description) -> Recomputed
   replay: Callable[[Any, Any, Path, Mapping[str, Any]], Recomputed]
@@ -72,6 +70,9 @@ class LiveCells(NamedTuple):
   audit: Callable[..., Iterator[Any]]
   # How its processes name the workers, and the shards, that chaos may kill.
   parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
+  # Refuses a cell that has nothing to replay, or cannot be replayed; None: as
+  # `check`, if it has ended, and `trace` do.
+  check_replayable: Callable[[Path, Mapping[str, Any]], None] | None = None
   link_faults: str = ""  # why --fault has none of lost messages; "": it has
   comparison: str = ""  # why asgd compare refuses them; "": it does not
 

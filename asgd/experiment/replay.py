@@ -158,7 +158,12 @@ def replay(
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
   live = protocol.of_cell(folder, description).live
-  live.check_replayable(folder, description)
+  if live.check_replayable is not None:
+    live.check_replayable(folder, description)
+  else:
+    if (folder / "result.json").exists():
+      live.check(folder, description)
+    live.trace(folder, description)
   experiment, cell = load(
     folder, data_dir=data_dir, given=given, trust=trust
   )

@@ -98,7 +98,6 @@ _OF_MODULES = {"shutil": {"copy", "move"}, "os": {"truncate"}}
 _OWN_FOLDERS = {
   "asgd/experiment/ray_runtime.py": {"copytree", "copy"},
   "asgd/live/processes.py": {"write_text"},
-  "asgd/live/sandblaster/store.py": {"truncate"},
   "asgd/live/slots.py": {"open"},
   "asgd/live/world/storage.py": {"write_bytes"},
   "launch/train.py": {"makedirs"},

@@ -16,7 +16,7 @@ from asgd.experiment.engines import (
 )
 from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.peers import PeerPlan
-from asgd.experiment.findings import Failure, Finding, deaths, jobs
+from asgd.experiment.findings import Failure, Finding, of_workers
 from asgd.experiment.protocol import (
   LIVE,
   LiveCells,
@@ -25,7 +25,6 @@ from asgd.experiment.protocol import (
   Refusal,
   Runner,
 )
-from asgd.live.deadlines import DEAD
 from asgd.live.gossip import files
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_begun, read_journal
@@ -81,12 +80,6 @@ def _read(folder: Path, description: Description) -> live_files.LiveFiles:
   return live_files.LiveFiles(dict(description), [], spans, [], _rows(folder))
 
 
-def _check_replayable(folder: Path, description: Description) -> None:
-  if (folder / "result.json").exists():
-    live_peers.check_files(folder, description)
-  _trace(folder, description)
-
-
 def _replay(
   plan: PeerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
@@ -109,16 +102,8 @@ def _audit(
   records = files.by_time(
     [files.read_peer_records(folder, peer) for peer in range(plan.workers)]
   )
-  received = [e for e in events if e.action == base.RECEIVE]
-  yield from jobs([events], plan.messages, False, result["missed"])
-  lives = sum(event.action == base.LEAVE for event in events)
-  text = f"{len(received)} received, {len(records.loss)} records"
-  well = len(received) - lives <= len(records.loss) <= len(received)
-  yield Finding("updates", text, well)
-  slow = DEAD * plan.run.config["live"]["late_seconds"]
-  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
-  last = drivers[-1] + 1 if drivers else 0
-  yield from deaths(events, failures[last:], 1, slow, failures[:last])
+  missed = result["missed"]
+  yield from of_workers(events, records, plan, 1, failures, missed)
   return None
 
 
@@ -148,7 +133,6 @@ PROTOCOL = Protocol(
     trace=_trace,
     read=_read,
     check=live_peers.check_files,
-    check_replayable=_check_replayable,
     rows=_rows,
     replay=_replay,
     audit=_audit,

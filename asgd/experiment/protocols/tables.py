@@ -17,7 +17,7 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines import tables as simulated
 from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.tables import TablePlan
-from asgd.experiment.findings import Failure, Finding, deaths, jobs
+from asgd.experiment.findings import Failure, Finding, of_workers
 from asgd.experiment.protocol import (
   LIVE,
   LiveCells,
@@ -26,7 +26,6 @@ from asgd.experiment.protocol import (
   Refusal,
   Runner,
 )
-from asgd.live.deadlines import DEAD
 from asgd.live.tables import files
 from asgd.orders import trace
 
@@ -61,12 +60,6 @@ def _read(folder: Path, description: Description) -> live_files.LiveFiles:
     [simulator.concatenate([])] * shards,
     files.read_rows_of_workers(folder),
   )
-
-
-def _check_replayable(folder: Path, description: Description) -> None:
-  if (folder / "result.json").exists():
-    live_tables.check_files(folder, description)
-  _trace(folder, description)
 
 
 def _replay(
@@ -104,20 +97,10 @@ def _audit(
   del result
   events = [*trace.events(files.read_trace(folder, plan.workers))]
   parts = [files.read_table_records(folder, w) for w in range(plan.workers)]
-  yield from jobs([events], plan.messages, False)
-  received = sum(event.action == base.RECEIVE for event in events)
   records = files.by_time(parts).plain
-  lives = sum(event.action == base.LEAVE for event in events)
-  text = f"{received} received, {len(records.loss)} records"
-  # A worker may die between a row and its record.
-  well = received - lives <= len(records.loss) <= received
-  yield Finding("updates", text, well)
-  slow = DEAD * plan.run.config["live"]["late_seconds"]
-  # The next driver goes back to a checkpoint, and drops the rows after it.
-  drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
-  last = drivers[-1] + 1 if drivers else 0
   depth = plan.settings.clock_every
-  yield from deaths(events, failures[last:], depth, slow, failures[:last])
+  yield from of_workers(events, records, plan, depth, failures)
+  received = sum(event.action == base.RECEIVE for event in events)
   return records if len(records.loss) == received else None
 
 
@@ -140,7 +123,6 @@ PROTOCOL = Protocol(
     trace=_trace,
     read=_read,
     check=live_tables.check_files,
-    check_replayable=_check_replayable,
     rows=files.read_rows_of_workers,
     replay=_replay,
     audit=_audit,

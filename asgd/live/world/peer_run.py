@@ -28,7 +28,7 @@ from asgd.live.world import host_run, peer_checks
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.peer_checks import NAMES as INVARIANTS  # noqa: F401
 from asgd.live.world.run import COMMON, Injection, Menu, Scenario, WorldScript
-from asgd.live.world.storage import Broken, flip
+from asgd.live.world.storage import Broken, Flip, flip
 
 PEERS, ROUNDS = 3, 8
 _LOOK = 0.05  # seconds between two looks of the driver
@@ -119,20 +119,6 @@ class _Saved(NamedTuple):
   files: Sequence[tuple[int, int]]  # (rows, records) of each peer
 
 
-class _Flip(NamedTuple):
-  """A byte of a file that was changed."""
-
-  path: Path
-  before: bytes  # the file, up to and with the byte
-
-  def mend(self) -> None:
-    """Puts the byte back, if it is where it was."""
-    data = self.path.read_bytes() if self.path.exists() else b""
-    at, flipped = len(self.before) - 1, self.before[-1] ^ 0x01
-    if data[: at + 1] == self.before[:at] + bytes([flipped]):
-      self.path.write_bytes(self.before + data[at + 1 :])
-
-
 class PeersRun(host_run.HostRun):
   """One scenario of live peers."""
 
@@ -144,7 +130,7 @@ class PeersRun(host_run.HostRun):
     self._saved: _Saved | None = None
     self._cluster: PeerCluster | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
-    self._flips: list[_Flip] = []
+    self._flips: list[Flip] = []
     self._stops: list[float] = []  # seconds of grace
     self._rows: dict[Path, bytes] = {}  # of journals, as they were last
 
@@ -280,7 +266,7 @@ class PeersRun(host_run.HostRun):
       return False
     flip(path, fault.seconds / 8)
     at = int(fault.seconds / 8 * (len(data) - 1))
-    self._flips.append(_Flip(path, data[: at + 1]))
+    self._flips.append(Flip(path, data[: at + 1]))
     for process in self.processes(f"peer {peer}"):
       self.scheduler.kill(process)
     return True

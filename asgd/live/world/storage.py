@@ -5,7 +5,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asgd.live.shard import Shard
 from asgd.live.slot_formats import DenseFormat
@@ -124,6 +124,20 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: None)
     super()._save_meta(meta)
     self._scheduler.touch()
+
+
+class Flip(NamedTuple):
+  """A byte of a file that was changed."""
+
+  path: Path
+  before: bytes  # the file, up to and with the byte
+
+  def mend(self) -> None:
+    """Puts the byte back, if it is where it was."""
+    data = self.path.read_bytes() if self.path.exists() else b""
+    at, flipped = len(self.before) - 1, self.before[-1] ^ 0x01
+    if data[: at + 1] == self.before[:at] + bytes([flipped]):
+      self.path.write_bytes(self.before + data[at + 1 :])
 
 
 def flip(path: Path, position: float) -> None:
