@@ -194,7 +194,7 @@ def computes_again_once(patch):
 
 def ends_with_a_worker_that_does_not_come_up(patch):
   """A worker that is stopped while it starts ends the run."""
-  patch.setattr(batch_driver, "_STARTS", 1)
+  patch.setattr(places, "_STARTS", 1)
 
 
 def asks_no_shard_why_a_job_failed(patch):

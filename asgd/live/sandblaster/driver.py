@@ -40,7 +40,6 @@ from asgd.sandblaster.simulation import Counts
 
 _LOOK = 0.05  # seconds between two looks at deadlines
 _MOST = 1.0  # seconds that a look may take, of a driver that is not stopped
-_STARTS = 3  # of a worker that does not come up
 
 
 class SavedRun(NamedTuple):
@@ -292,7 +291,7 @@ class Driver:
       if not self._places[worker].joined or self.received < until:
         self._hear(worker)
     self._bury_idle()
-    self._end_late(passed)
+    self._places.end_late(passed, DEAD * self._options.ladder.start)
     self._end_hanging()
 
   def _fail(self, failure):
@@ -371,27 +370,6 @@ class Driver:
     self._supervisor.news.append(news)
     if self._current >= 0:
       self._start_idle()  # somebody who was idle may do what it did
-
-  def _end_late(self, passed):
-    """Ends workers that have been starting for too long, after so many more
-    seconds; others start then. Raises ValueError if that is late again and
-    again."""
-    seconds = DEAD * self._options.ladder.start
-    for worker in self._places.coming:
-      place = self._places[worker]
-      place.waited += passed
-      if place.waited <= seconds:
-        continue
-      place.late += 1
-      text = (
-        f"worker {worker} took more than {seconds:g} seconds to start: give it"
-        " more with config.live.start_seconds"
-      )
-      if place.late == _STARTS:
-        raise ValueError(text)
-      self._supervisor.hosts.say(text)
-      self._supervisor.end(place.party)
-      place.waited = 0.0  # until its end is known
 
   def _end_hanging(self):
     """Ends workers that are at a job for too long; their calls then end."""

@@ -12,6 +12,8 @@ from asgd.live.sandblaster.book import LiveBook, last_time
 from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 
+_STARTS = 3  # of a worker that does not come up
+
 
 class LiveJob(NamedTuple):
   """What a worker is at."""
@@ -133,6 +135,30 @@ class LivePlaces:
     if not place.present:
       place.present = True
       self.write(worker, base.JOIN)
+
+  def end_late(self, passed: float, limit: float) -> None:
+    """Ends workers that have been starting for too long; others are started
+    then. Raises ValueError if those are late again and again.
+
+    Args:
+      passed: seconds since the last time.
+      limit: seconds that a start may take.
+    """
+    for worker in self.coming:
+      place = self.all[worker]
+      place.waited += passed
+      if place.party is None or place.waited <= limit:
+        continue
+      place.late += 1
+      text = (
+        f"worker {worker} took more than {limit:g} seconds to start: give it"
+        " more with config.live.start_seconds"
+      )
+      if place.late == _STARTS:
+        raise ValueError(text)
+      self._supervisor.hosts.say(text)
+      self._supervisor.end(place.party)
+      place.waited = 0.0  # until its end is known
 
   def empty(self, worker: int) -> LiveJob | None:
     """Drops a worker that has exited; returns the job that it was at."""
