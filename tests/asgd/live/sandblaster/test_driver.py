@@ -16,6 +16,7 @@ from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveBook, last_time
 from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.live.sandblaster.places import LivePlaces
 from asgd.orders.trace import from_events
 from asgd.sandblaster import Failure, Settings, recompute
 from asgd.sandblaster.book import Lengths
@@ -199,7 +200,7 @@ def test_a_worker_that_does_not_come_up_is_replaced(tmp_path, monkeypatch):
   """Also long after the run has begun."""
   run = Run(tmp_path, [Fault(0, 1, "kill")])
   hangs, ended = threading.Event(), threading.Event()
-  starts, end_late = [], Driver._end_late
+  starts, end_late = [], LivePlaces.end_late
 
   def before_start(index):
     if index == 0:
@@ -208,14 +209,14 @@ def test_a_worker_that_does_not_come_up_is_replaced(tmp_path, monkeypatch):
         hangs.set()
         ended.wait()
 
-  def end(self, passed):
+  def end(self, passed, limit):
     if hangs.is_set():
-      end_late(self, 1000.0)
+      end_late(self, 1000.0, limit)
       hangs.clear()
       ended.set()
 
   run.before_start = before_start
-  monkeypatch.setattr(Driver, "_end_late", end)
+  monkeypatch.setattr(LivePlaces, "end_late", end)
   for driver in run.drive():
     finish(driver)
     while driver.replaced["worker"] < 2:
