@@ -217,6 +217,7 @@ class PeersRun(host_run.HostRun):
         each.mend()
     cuts = self._saved.files if self._saved else [(0, 0)] * self._case.peers
     files.cut_back(self.folder, cuts)
+    self._flips = [each for each in self._flips if each.is_there]
     self._rows = {}
 
   # What must hold on the way.

@@ -132,6 +132,13 @@ class Flip(NamedTuple):
   path: Path
   before: bytes  # the file, up to and with the byte
 
+  @property
+  def is_there(self) -> bool:
+    """Whether the file still is so long, and has not been put back."""
+    data = self.path.read_bytes() if self.path.exists() else b""
+    size = len(self.before)
+    return len(data) >= size and data[:size] != self.before
+
   def mend(self) -> None:
     """Puts the byte back, if it is where it was."""
     data = self.path.read_bytes() if self.path.exists() else b""
