@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from asgd import base, simulator, wire
-from asgd.live.clusters.threads import Stores
+from asgd.live.server.threads import Stores
 from asgd.live.slots import WrongSlot
 
 

@@ -15,3 +15,13 @@ class WorkersDie(ValueError):
 
 class ShardsDie(ValueError):
   """Shards die one after the other, and no message comes."""
+
+
+def process_failure(what: str, error: Exception) -> Exception:
+  """What to raise where a process has failed: one line if it is the user's to
+  mend, all that is known if it is ours."""
+  last = str(error).strip().splitlines()[-1]
+  kind, _, text = last.partition(": ")
+  if kind in ("ValueError", "OSError", "FileNotFoundError"):
+    return ValueError(f"{what}: {text}")
+  return RuntimeError(f"{what}: {error}")

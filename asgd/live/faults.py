@@ -4,6 +4,7 @@ A script is data. What happens at a place is the same in threads and in
 processes, but for `kill`, which ends a thread's loop and a process with -9.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -112,6 +113,15 @@ class Script:
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
     self._lock = threading.Lock()
     self.injected: list[Fault] = []
+
+  def within(
+    self, kill: Callable[[], None], wait: Callable[[float], None]
+  ) -> "Script":
+    """Returns the same faults for the loop of another host: what one of them
+    injects, the others do not."""
+    other = copy.copy(self)
+    other._kill, other._wait = kill, wait
+    return other
 
   def _take(self, worker, seq, kind):
     with self._lock:

@@ -11,7 +11,7 @@ the same faults as the parties do.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asgd.live import answers
@@ -21,7 +21,7 @@ from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
-_TRIES = 3  # refused messages, for each party, before a run ends
+TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
 
@@ -110,6 +110,21 @@ class Supervisor:
     mine = self.parties[kind]
     gone = [index for kind_, index in self.hosts.gone() if kind_ == kind]
     return [mine[index] for index in gone if index in mine]
+
+  def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
+    """Drops the parties of a kind that have exited or ended what they run, and
+    yields each with how: "died", "hung", or what its object returned. Raises
+    what kept one from being made, or from running."""
+    ended = {party.index: party for party in self.lost(kind)}
+    for index, party in self.parties[kind].items():
+      if party.run is not None and party.run.done():
+        ended[index] = party
+    for _, party in sorted(ended.items()):
+      answer_of(party.made)
+      over = party.run is not None and party.run.done()
+      how = answer_of(party.run) if over else None
+      self.drop(party)
+      yield party, "hung" if party.hung else how[0] if how else "died"
 
   # Asking.
 
@@ -222,7 +237,7 @@ class Supervisor:
     """Counts a message that was not finite. Raises NotFinite when there are too
     many in a row."""
     self._refused += 1
-    if self._refused > _TRIES * self._counts[kind]:
+    if self._refused > TRIES * self._counts[kind]:
       raise NotFinite(
         f"{self._refused} messages in a row were not finite, the last of"
         f" {kind} {index}"

@@ -138,6 +138,10 @@ class WorkerLoop:
   def drain(self) -> None:
     """Asks the loop to end after what it has begun."""
     self.draining = True
+    self.wake()
+
+  def wake(self) -> None:
+    """Makes the loop look around, if it waits for a shard."""
     self._link.wake()
 
   def revoke(self) -> None:

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import algorithms, base, orders, simulator
-from asgd.live.clusters.actors import RayCluster
-from asgd.live.clusters.ray_processes import Site
 from asgd.live.duty import Duty
+from asgd.live.hosts.actors import ActorHosts
+from asgd.live.hosts.site import Site
+from asgd.live.server.cluster import ServerCluster
+from asgd.live.server.processes import ProcessMakers
 from asgd.live.setup import Setup
 
 from . import turns
@@ -51,7 +53,9 @@ def ours(params: Any, seconds: float, log: int) -> float:
   run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
   site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
   make_duty = functools.partial(_make_duty, params)
-  cluster = RayCluster(site, _make_server, params, make_duty)
+  hosts = ActorHosts(site)
+  makers = ProcessMakers(hosts.site, _make_server, [params])
+  cluster = ServerCluster(setup, None, hosts, makers, make_duty)
   try:
     cluster.start()
     first = None
@@ -66,7 +70,7 @@ def ours(params: Any, seconds: float, log: int) -> float:
       time.sleep(0.05 if first is None else seconds / 4)
   finally:
     cluster.close()
-    cluster.remove_memory()
+    shutil.rmtree(site.memory, ignore_errors=True)
     shutil.rmtree(run)
 
 

@@ -21,11 +21,11 @@ from asgd.experiment import cells, loop, ray_runtime
 from asgd.experiment.engines import live
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
-from asgd.live.clusters.ray_processes import Site
 from asgd.live.faults import Script
 from asgd.live.hosts import Inside
 from asgd.live.hosts.actors import ActorHosts
 from asgd.live.hosts.base import SHARD
+from asgd.live.hosts.site import Site
 from asgd.live.setup import Setup
 from asgd.live.tables import files
 from asgd.live.tables.shard import ShardHost

@@ -17,15 +17,18 @@ from asgd.experiment import cells
 from asgd.experiment.checks import blame
 from asgd.experiment.engines import allocations
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
-from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
+from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.journal import FileJournal, journal_path
 from asgd.live.records import FileSink, records_path
+from asgd.live.server.cluster import ServerCluster
+from asgd.live.server.threads import Stores, ThreadMakers
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 
+_CALLS = 8  # of the driver that a shard may have to answer at once
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
 
@@ -236,7 +239,7 @@ def _warm_up(live, duty, steps, states):
 def _allot(live: LiveRun, cluster: Any, duty_of: Callable) -> Any:
   """Returns the cluster of a cell. If its work is to follow from the speed of
   its workers and nothing is known of that, they are timed, what they get is
-  written down, and they get it: `duty_of` makes their duty of that."""
+  written down, and they get it: `duty_of` returns what makes their duty."""
   if not allocations.unknown(live.plan):
     return cluster
   with contextlib.ExitStack() as stack:
@@ -244,14 +247,14 @@ def _allot(live: LiveRun, cluster: Any, duty_of: Callable) -> Any:
     jobs = live.plan.run.config["allocation"]["jobs"]
     plan = allocations.by_seconds(live.plan, cluster.measure(jobs))
     allocations.write(live.folder, plan.allocation)
-    cluster.assign(functools.partial(duty_of, plan.allocation))
+    cluster.assign(duty_of(plan.allocation))
     stack.pop_all()
   return cluster
 
 
 def thread_cluster(
   live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
-) -> ThreadCluster:
+) -> ServerCluster:
   """Builds a cluster of threads, with memory that outlives the process."""
   duty = make_duty(live)._replace(devices=local_devices(live))
   wire = dtype_on_wire(live.plan.run.config)
@@ -275,23 +278,26 @@ def thread_cluster(
     [FileSink(records_path(live.folder, i)) for i in shards],
     images or [None for _ in shards],
   )
-  cluster = ThreadCluster(
-    live.setup,
-    steps,
-    states,
-    duty,
-    stores,
+  makers = ThreadMakers(
+    *(live.setup, steps, states, stores),
     faults=machine.faults,
-    refill=settings["refill"],
-    resumed=resumed,
-    began=began,
     span=SpanWriter(live.folder) if settings["spans"] else None,
     network=live.plan.network,
+  )
+  hosts = ThreadHosts(began=began)
+  hosts.say = machine.tell
+  cluster = ServerCluster(
+    *(live.setup, live.split, hosts, makers, lambda: duty),
+    refill=settings["refill"],
+    resumed=resumed,
   )
 
   def duty_of(allocation):
     plan = dataclasses.replace(live.plan, allocation=allocation)
-    return make_duty(live._replace(plan=plan))._replace(devices=duty.devices)
+    allotted = make_duty(live._replace(plan=plan))
+    allotted = allotted._replace(devices=duty.devices)
+    allotted.warm_up_all(live.setup.workers)
+    return lambda: allotted
 
   return _allot(live, cluster, duty_of)
 
@@ -360,7 +366,7 @@ def resources(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def site(live: Any, began: float, machine: Any) -> Any:
   """Returns the `Site` of a live cell: plan, setup, folder and memory."""
-  from asgd.live.clusters.ray_processes import Site
+  from asgd.live.hosts.site import Site
 
   settings = live.plan.run.config["live"]
   # What was not reserved is left to others: JAX would take most of the memory
@@ -376,6 +382,7 @@ def site(live: Any, began: float, machine: Any) -> Any:
     devices=settings["devices"],
     platform=None if accelerated else "cpu",
     gpus=settings["worker_gpus"],
+    cluster_seconds=settings["cluster_seconds"],
     profile=machine.profile and str(Path(machine.profile).absolute()),
   )
 
@@ -387,27 +394,43 @@ def ray_cluster(
   images: Any,
   resumed: bool,
   began: float,
-) -> Any:
+) -> ServerCluster:
   """Builds a cluster of Ray actors; see `remote_plan`."""
-  from asgd.live.clusters.actors import RayCluster
-
   config = live.plan.run.config
   settings = config["live"]
+  # Which starts Ray.
   make = remote_plan(rebuild, live, live.plan.dataset, machine)
-  duty_of = functools.partial(
-    _remote_duty, make, live.cell, live.setup, live.params
-  )
+  from asgd.live.hosts.actors import ActorHosts
+  from asgd.live.server.processes import ProcessMakers
+
   where = site(live, began, machine)
-  cluster = RayCluster(
+  hosts = ActorHosts(
     where._replace(compress=dtype_on_wire(config)),
-    functools.partial(_remote_server, make),
-    live.params,
-    functools.partial(duty_of, live.plan.allocation),
-    faults=machine.faults,
-    refill=settings["refill"],
     resources=resources(settings),
-    patience=settings["cluster_seconds"],
+    calls=_CALLS + 2 * live.setup.workers,
+  )
+  hosts.say = machine.tell
+  make_server = functools.partial(_remote_server, make)
+  makers = ProcessMakers(
+    *(hosts.site, make_server, parts(live)),
+    faults=machine.faults,
     images=images,
+  )
+  duty_of = functools.partial(
+    *(functools.partial, _remote_duty, make),
+    *(live.cell, live.setup, live.params),
+  )
+  cluster = ServerCluster(
+    *(live.setup, live.split, hosts, makers, duty_of(live.plan.allocation)),
+    refill=settings["refill"],
     resumed=resumed,
+    leave_seconds=_leave_seconds(where),
   )
   return _allot(live, cluster, duty_of)
+
+
+def _leave_seconds(where):
+  """Seconds that processes get to write what they did, once all is done."""
+  if where.profile:
+    return 60.0
+  return 10.0 if where.spans else 2.0

@@ -30,10 +30,10 @@ from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
 from asgd.live import records
 from asgd.live.append_only import FileGone
-from asgd.live.clusters import base as clusters
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.resume import agree
+from asgd.live.server.cluster import finished
 from asgd.live.setup import slot_counts
 from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
@@ -201,7 +201,7 @@ class LiveEngine(engines.Engine):
     everywhere = all(shard["received"] >= until for shard in status)
     # Shards with an order of their own may receive a job twice or, in the end,
     # not at all.
-    if not clusters.finished(status) and (last or not everywhere):
+    if not finished(status) and (last or not everywhere):
       self.done = min(self._received, until - 1)
       return
     if not self._received:

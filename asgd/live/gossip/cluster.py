@@ -30,7 +30,7 @@ from asgd.live.hosts import Host, Hosts, Inside, Make
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.spans import Span
-from asgd.live.supervisor import Party, Supervisor, answer_of
+from asgd.live.supervisor import Party, Supervisor
 
 _PATIENCE = 30.0  # seconds until a peer that is silent is ended, at least
 Image = tuple[Any, dict[str, Any]]  # of a peer: a tree of arrays, JSON
@@ -226,16 +226,8 @@ class PeerCluster:
     supervisor = self._supervisor
     for party in supervisor.lost(COUNTER) if self._pairs else ():
       self._replace_counter(party)
-    lost = {party.index: (party, "died") for party in supervisor.lost(PEER)}
-    for peer in self.lives:
-      party = supervisor.parties[PEER][peer]
-      if party.run is not None and party.run.done():
-        how = answer_of(party.run)
-        lost[peer] = party, how[0] if how else "died"
-    for peer, (party, how) in sorted(lost.items()):
-      answer_of(party.made)  # or raises what kept it from being made
-      supervisor.drop(party)
-      self._bury_peer(peer, "hung" if party.hung else how)
+    for party, how in supervisor.take_ended(PEER):
+      self._bury_peer(party.index, how)
 
   def _bury_peer(self, peer, how):
     residual, clock = 0.0, self._supervisor.hosts.clock

@@ -5,20 +5,22 @@ that come so are views of its memory, which cannot be written to. Hosts of one
 machine call each other by sockets.
 """
 
+import collections
 import contextlib
 import os
 import signal
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asgd import safe_files
 from asgd.live import processes, ray_waits
-from asgd.live.clusters.actors import process_failure
-from asgd.live.clusters.ray_processes import Site, node_id, prepare_process
+from asgd.live.failures import process_failure
 from asgd.live.hosts.base import LOCAL, Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.site import Site, node_id, prepare_process
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
 
@@ -26,6 +28,7 @@ _SECONDS = 60.0  # to fetch what is there
 _LOCK_SECONDS = 30.0  # for the process before to end
 _LEAVE_SECONDS = 5.0  # to close objects at the end
 _CALLS = 16  # that an object may be at, or has put off
+_LOOK = 1.0  # seconds between two looks at a cluster that grows
 
 
 class HostActor:
@@ -44,6 +47,18 @@ class HostActor:
     else:
       self._clock = lambda: time.time() - began
     self._there, self._over = threading.Event(), threading.Event()
+    if kind not in LOCAL:
+      with contextlib.suppress(ValueError):  # not the main thread
+        self._before = signal.signal(signal.SIGTERM, self._drain)
+
+  def _drain(self, number, stack):
+    """Handles SIGTERM: what cannot drain ends as it would without this."""
+    if self._there.is_set() and self._host.drain():
+      return
+    if callable(self._before):
+      self._before(number, stack)
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
   def make(self, make: Make) -> None:
     """Makes the object."""
@@ -148,14 +163,25 @@ class ActorHosts(Hosts):
     resources: Mapping[str, Any] | None = None,
     calls: int = _CALLS,
   ):
-    """`ray.init` has been called. `resources` are what Ray is asked for each
-    worker or peer; so many calls may be with an object, or be put off by it,
-    before others have to wait."""
+    """Waits until Ray has what the run needs; `ray.init` has been called.
+
+    Args:
+      site: of the run; a token and the machine are put in.
+      resources: what Ray is asked for each worker or peer, by default a process
+        alone.
+      calls: how many may be with an object, or be put off by it, before others
+        have to wait.
+
+    Raises:
+      ValueError: if Ray has too little, and does not get it in time.
+    """
     import ray
 
     self._ray, self._calls, self._started = ray, calls, 0
-    self._site = site._replace(machine=node_id())
+    self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}
+    self._check_resources()
+    self._generations = collections.Counter[tuple[str, int]]()
     self._hosts: dict[tuple[str, int], ActorHost] = {}
     self._made: dict[tuple[str, int], ActorCall] = {}
     self._serves: dict[tuple[str, int], Any] = {}  # refs, that end as they do
@@ -163,9 +189,40 @@ class ActorHosts(Hosts):
     safe_files.make_private(memory)
     processes.end_all(memory)
 
+  def _check_resources(self):
+    """Refuses what Ray would wait for without a word, unless the cluster grows
+    until it is there."""
+    workers, asked = self.site.setup.workers, self._resources
+    each = dict(asked.get("resources") or {})
+    each |= {name: asked.get(f"num_{name.lower()}s") for name in ("CPU", "GPU")}
+    if asked.get("accelerator_type"):
+      each[f"accelerator_type:{asked['accelerator_type']}"] = 0.001
+    each = {name: amount for name, amount in each.items() if amount}
+    end = time.monotonic() + self.site.cluster_seconds
+    while lacking := self._lacking(each):
+      if time.monotonic() > end:
+        name, there = lacking
+        raise ValueError(
+          f"{workers} workers ask Ray for {workers * each[name]:g} {name}, and"
+          f" it has {there:g}: ask for less for each, use fewer, or wait for a"
+          " cluster that grows with config.live.cluster_seconds"
+        )
+      from ray.autoscaler import sdk
+
+      sdk.request_resources(bundles=[each] * workers)
+      time.sleep(_LOOK)
+
+  def _lacking(self, each):
+    """Returns (resource, how much there is) of one that is too small."""
+    there = self._ray.cluster_resources()
+    for name, amount in each.items():
+      if self.site.setup.workers * amount > there.get(name, 0):
+        return name, there.get(name, 0)
+    return None
+
   def clock(self) -> float:
     """See the base."""
-    return self._site.clock()
+    return self.site.clock()
 
   def sleep(self, seconds: float) -> None:
     """See the base."""
@@ -179,11 +236,15 @@ class ActorHosts(Hosts):
     actor_class = self._ray.remote(HostActor)
     # One serves, one makes, one ends.
     options = {"max_concurrency": self._calls + 3, **self._place(kind)}
-    began = time.time() - self._site.clock()
+    if kind in LOCAL:  # others may look for it
+      generation = self._generations[kind, index]
+      options["name"] = self.site.actor_name(kind, index, generation)
+      self._generations[kind, index] += 1
+    began = time.time() - self.site.clock()
     self._started += 1  # an old handle calls no successor
-    path = Path(self._site.memory) / f"{kind}-{self._started}.sock"
+    path = Path(self.site.memory) / f"{kind}-{self._started}.sock"
     actor = actor_class.options(**options).remote(
-      kind, index, self._site, began, path
+      kind, index, self.site, began, path
     )
     self._serves[kind, index] = actor.serve.remote()
     self._made[kind, index] = ActorCall(
@@ -197,7 +258,7 @@ class ActorHosts(Hosts):
       return self._resources
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(self._site.machine, soft=False)
+    here = NodeAffinitySchedulingStrategy(self.site.machine, soft=False)
     return {"scheduling_strategy": here, "num_cpus": 0}
 
   def made(self, kind: str, index: int) -> ActorCall:
@@ -228,7 +289,7 @@ class ActorHosts(Hosts):
     try:
       ray_waits.check()
     except ray_waits.RayDied:
-      processes.end_all(Path(self._site.memory))
+      processes.end_all(Path(self.site.memory))
       return
     refs = [host.actor.end.remote() for host in hosts.values()]
     with contextlib.suppress(ray_waits.RayDied):

@@ -40,8 +40,11 @@ class Inside(NamedTuple):
   later: Callable[..., None] = lambda call, method, *args: None
 
 
-# Makes the object, in its host. Its `close`, if it has one, is called when the
-# host ends, unless its process is killed.
+# Makes the object, in its host. Two methods of it, if it has them, are called
+# when the host ends, unless its process is killed: `interrupt` at once, by
+# another thread, so that a method that waits returns; and `close` when no
+# method runs any more. `drain` is called, by another thread as well, when the
+# process of a worker or a peer receives SIGTERM.
 Make = Callable[[Inside], Any]
 
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
-from asgd.live.clusters.actors import process_failure
+from asgd.live.failures import process_failure
 from asgd.live.faults import Killed
 from asgd.live.hosts.base import Call, Gone, Host
 from asgd.live.hosts.threads import ThreadHost

@@ -2,6 +2,7 @@
 
 A thread cannot be killed. One that is to be is not heard any more: its calls
 raise Gone at once, and it ends when the method that it is in waits or returns.
+An object that waits elsewhere has a method `interrupt`.
 """
 
 import concurrent.futures
@@ -102,13 +103,22 @@ class ThreadHost(Host):
     return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
-    """Has the thread end; whoever waits for it hears that it is gone."""
+    """Makes the thread end; each open call raises Gone."""
     with self._fence, self._lock:
       self._end.set()
       waiting, self._open = self._open, set()
     for call in waiting:
       call.set_exception(Gone(self.kind, self.index))
     self._box.put(None)
+    if hasattr(self._held, "interrupt"):
+      self._held.interrupt()
+
+  def drain(self) -> bool:
+    """Calls `drain` of the object, in the caller's thread; returns whether it
+    has such a method."""
+    if drains := hasattr(self._held, "drain"):
+      self._held.drain()
+    return drains
 
   def _new_call(self):
     call: Future[Any] = Future()
@@ -212,9 +222,10 @@ class ThreadHosts(Hosts):
     """See the base. The next host of a local kind starts when the method ends
     that the killed one is in, which may write to the same files."""
     before = self._hosts.get((kind, index))
-    if kind in LOCAL and before is not None:
+    if before is not None:
       before.end()
-      before.thread.join()
+      if kind in LOCAL:
+        before.thread.join()
     host = ThreadHost(kind, index, make, self.clock)
     self._hosts[kind, index] = host
     self._threads.append(host.thread)

@@ -2,91 +2,108 @@
 
 import contextlib
 import queue
-import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 
-from asgd.live.faults import Killed
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 
 _TICK = 0.1  # seconds between two looks at the deadlines
+_PAUSE = 0.01  # seconds between two tries to connect
 
 
-class ShardThread:
-  """One shard and the thread that feeds it."""
+class ShardQueue:
+  """Feeds a Shard from a queue. All of it runs in `serve`'s thread; the other
+  methods may be called by any."""
 
-  def __init__(
-    self, index: int, make: Callable[[], Shard], clock: Callable[[], float]
-  ):
-    """`make` is called in the thread; `clock` tells seconds of the run."""
-    self.index = index
-    self._make, self._clock = make, clock
-    self._box: queue.SimpleQueue = queue.SimpleQueue()
-    self.shard: Shard | None = None
-    self.failure: BaseException | None = None
-    self.alive = True
-    name = f"shard-{index}"
-    self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-    self.start = self._thread.start
+  def __init__(self, index: int, queues: Sequence["ShardQueue | None"]):
+    """Holds calls for a shard until it is made and served; `queues` has that of
+    each shard as it is now, where one that exits is replaced."""
+    self._index, self._queues = index, queues
+    self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    self._lead: ShardQueue | None = None  # that this follower follows
+    self._over = False  # `serve` was to return
+    self.shard: Shard | None = None  # once it is made
+    self.alive = True  # it is served, or will be
+
+  def open(self, shard: Shard, clock: Callable[[], float]) -> None:
+    """Takes the shard, before `serve`; the clock tells seconds since the run
+    began."""
+    self.shard, self._clock = shard, clock
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:
-    """Has the thread call something with its shard and the time."""
-    self._box.put(call)
+    """Calls something with the shard and the time, in the serving thread."""
+    self._calls.put((call, None))
 
-  def ask(self, call: Callable[[Shard], Any]) -> Any:
-    """Returns what a call in the thread answers; raises Disconnected if it has
-    ended."""
-    answer: queue.SimpleQueue = queue.SimpleQueue()
-    self.put(lambda shard, now: answer.put(call(shard)))
-    while True:
-      try:
-        return answer.get(timeout=_TICK)
-      except queue.Empty:
-        if not self.alive:
-          raise Disconnected(self.index) from None
+  def submit(self, call: Callable[[Shard], Any]) -> futures.Future:
+    """Calls something with the shard, in the serving thread. The future raises
+    Disconnected if `serve` has ended, or ends before."""
+    answer: futures.Future = futures.Future()
+    self._calls.put((lambda shard, now: call(shard), answer))
+    if not self.alive:
+      self._refuse_calls()
+    return answer
 
-  def stop(self) -> None:
-    """Ends the thread as a kill would: nothing is said or saved."""
+  def end(self) -> None:
+    """Makes `serve` return."""
+    self._over, self.alive = True, False
+    self.put(lambda shard, now: None)
 
-    def kill(shard, now):
-      raise Killed
-
-    self.put(kill)
-    self._thread.join()
-
-  def _run(self):
+  def serve(self) -> None:
+    """Serves until `end`."""
+    ticked = self._clock()
     try:
-      self.shard = shard = self._make()
-      ticked = self._clock()
-      while True:
+      while not self._over:
+        self._follow_lead()
         with contextlib.suppress(queue.Empty):
-          self._box.get(timeout=_TICK)(shard, self._clock())
+          self._take(*self._calls.get(timeout=_TICK))
         if self._clock() - ticked >= _TICK:
           ticked = self._clock()
-          shard.tick(ticked)
-    except Killed:
-      pass
-    except BaseException as error:  # raised again by the cluster's `check`
-      self.failure = error
+          self.shard.tick(ticked)
     finally:
       self.alive = False
+      self._refuse_calls()
 
+  def _take(self, call, answer):
+    if self._over:
+      self._refuse(answer)
+    elif answer is None:
+      call(self.shard, self._clock())
+    else:
+      try:
+        answer.set_result(call(self.shard, self._clock()))
+      except Exception as error:
+        answer.set_exception(error)
 
-def connect_follower(
-  shard: Shard, follower: ShardThread, lead: ShardThread
-) -> None:
-  """Lets a follower and the lead talk; called in the follower's thread."""
+  def _refuse(self, answer):
+    if answer is not None:
+      answer.set_exception(Disconnected(self._index))
 
-  def to_follower(frame):
-    follower.put(lambda shard, now: shard.handle(frame, to_lead, now))
+  def _refuse_calls(self):
+    with contextlib.suppress(queue.Empty):
+      while True:
+        _, answer = self._calls.get_nowait()
+        self._refuse(answer)
 
-  def to_lead(frame):
-    lead.put(lambda shard, now: shard.handle(frame, to_follower, now))
+  def _follow_lead(self):
+    lead, shard = self._queues[0], self.shard
+    if not shard.index or not shard.setup.consistent or lead is self._lead:
+      return
+    if lead is not None and lead.alive:
+      self._lead = lead
+      shard.role.follow(self._way_to(lead))
 
-  shard.role.follow(to_lead)
+  def _way_to(self, lead):
+    def to_follower(frame):
+      self.put(lambda shard, now: shard.handle(frame, to_lead, now))
+
+    def to_lead(frame):
+      lead.put(lambda shard, now: shard.handle(frame, to_follower, now))
+
+    return to_lead
 
 
 # (worker, shard, frame, deliver): calls `deliver` when the frame has come
@@ -107,21 +124,26 @@ class ThreadLink:
   def __init__(
     self,
     worker: int,
-    shards: Sequence[ShardThread],
-    over: Callable[[], bool] = lambda: False,
+    queues: Sequence[ShardQueue | None],
     *,
     up: Carry = at_once,
     down: Carry = at_once,
   ):
-    """Connects to all shards, of the list in which the cluster replaces those
-    that died; `over`: the run has ended, and none will be replaced; `up` and
-    `down` carry what is said to a shard and by one."""
-    self._worker, self._shards, self._over = worker, shards, over
+    """Connects to no shard yet.
+
+    Args:
+      worker: index.
+      queues: that of each shard as it is now; the cluster replaces those of
+        shards that exit.
+      up: carries what is sent to a shard.
+      down: carries what a shard sends.
+    """
+    self._worker, self._queues = worker, queues
     self._up, self._down = up, down
     self._box: queue.SimpleQueue = queue.SimpleQueue()
-    self._threads = list(shards)
+    self._open: list[ShardQueue | None] = [None] * len(queues)
     # One object a connection: shards tell holders of a place by it.
-    self._ways = [self._way(shard) for shard in range(len(shards))]
+    self._ways = [self._way(shard) for shard in range(len(queues))]
 
   def _way(self, shard):
     def way(frame):
@@ -132,21 +154,20 @@ class ThreadLink:
 
   def say(self, shard: int, frame: Frame) -> None:
     """Sends a frame. Raises Disconnected."""
-    thread = self._threads[shard]
-    if not thread.alive:
+    there, way = self._open[shard], self._ways[shard]
+    if there is None or not there.alive:
       raise Disconnected(shard)
-    way = self._ways[shard]
 
     def deliver():
-      thread.put(lambda shard, now: shard.handle(frame, way, now))
+      there.put(lambda shard, now: shard.handle(frame, way, now))
 
     self._up(self._worker, shard, frame, deliver)
 
   def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
     """Returns the next (shard, frame). Raises Disconnected."""
     while True:
-      for shard, thread in enumerate(self._threads):
-        if not thread.alive:
+      for shard, there in enumerate(self._open):
+        if there is None or not there.alive:
           raise Disconnected(shard)
       try:
         heard = self._box.get(block=seconds != 0, timeout=seconds or None)
@@ -159,14 +180,12 @@ class ThreadLink:
         return shard, frame
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew. Raises Killed if the run has ended."""
-    if self._over():
-      raise Killed
-    self._threads[shard] = self._shards[shard]
-    if self._threads[shard].alive:
+    """Opens the way to a shard anew; waits a moment if it is not there."""
+    self._open[shard] = there = self._queues[shard]
+    if there is not None and there.alive:
       self._ways[shard] = self._way(shard)
       return True
-    time.sleep(_TICK)
+    time.sleep(_PAUSE)
     return False
 
   def wake(self) -> None:
@@ -175,5 +194,9 @@ class ThreadLink:
 
   def close(self) -> None:
     """Tells all shards that the worker has left, as a broken socket would."""
-    for way, thread in zip(self._ways, self._threads, strict=True):
-      thread.put(lambda shard, now, way=way: shard.gone(self._worker, now, way))
+    for way, there in zip(self._ways, self._open, strict=True):
+      if there is not None:
+        there.put(lambda shard, now, way=way: self._leave(shard, now, way))
+
+  def _leave(self, shard, now, way):
+    shard.gone(self._worker, now, way)

@@ -112,7 +112,7 @@ class FarNotes:
     """Returns (answer,) of the lead, None if it cannot be had now."""
     if self._actor() is None:
       return None
-    return self._answer(getattr(self._lead, name).remote(*args), seconds)
+    return self._answer(self._lead.call.remote(name, args), seconds)
 
   def _answer(self, ref, seconds=_SECONDS):
     try:
@@ -134,5 +134,5 @@ class FarNotes:
         self._untold = spans + self._untold
     if self._untold and self._actor() is not None:
       spans, self._untold = self._untold, []
-      ref = self._lead.write_spans.remote(self._worker, spans)
+      ref = self._lead.call.remote("write_spans", (self._worker, spans))
       self._told = ref, spans

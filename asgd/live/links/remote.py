@@ -9,20 +9,22 @@ millisecond a frame; all else is as on one machine.
 """
 
 import contextlib
-import queue
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
 import numpy as np
 
 from asgd.compression import packing
+from asgd.compression.packing import BadCode
 from asgd.live import deadlines, frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
+from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
@@ -31,19 +33,22 @@ from asgd.live.slots import (
   message_stamp,
 )
 
-_LISTEN = 1.0  # seconds that a shard lets a listener wait
+_LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
 _SECONDS = 60.0  # to fetch what is there
 
 
 class Session:
-  """A shard's end: what is to be said to one worker."""
+  """A shard's end: what is to be sent to one worker. The thread that serves the
+  shard makes all calls."""
 
-  def __init__(self, memory: Any):
+  def __init__(self, memory: Any, defer: Callable[[Callable], Any]):
+    """`defer` calls something after what is being done now."""
     self.worker = -1  # not known yet
     self._speaker: tuple[str, int] | None = None
-    self._memory = memory
-    self._out: queue.SimpleQueue = queue.SimpleQueue()
+    self._memory, self._defer = memory, defer
+    self._out: list[tuple[bytes, Any]] = []
+    self._listener: Future[list] | None = None  # takes what is sent next
 
   def hear(self, frame: Frame) -> None:
     """Takes note of what the worker says; raises BadFrame if it is no worker,
@@ -54,8 +59,8 @@ class Session:
     self.worker = frame.worker
 
   def say(self, frame: Frame) -> None:
-    """Has a frame, and the parameters or updates it tells of, fetched by the
-    worker."""
+    """Sends a frame, and the parameters or updates it tells of, when the worker
+    listens: an answer is often two of them."""
     memory, params = self._memory, None
     if frame.kind == frames.TICKET:
       if frame.flag == frames.UPDATES:
@@ -63,16 +68,102 @@ class Session:
         params = memory.read(UPDATES, frame.message, stamp)
       elif frame.flag == frames.WHOLE or not memory.sends_updates:
         params = memory.read_copy(PARAMS, frame.params)
-    self._out.put((frames.pack(frame), params))
+    self._out.append((frames.pack(frame), params))
+    if self._listener is not None and len(self._out) == 1:
+      self._defer(lambda shard: self._flush())
 
-  def listen(self) -> list[tuple[bytes, Any]]:
-    """Waits for something to be said, a moment at most; returns all of it."""
-    out = []
-    with contextlib.suppress(queue.Empty):
-      out.append(self._out.get(timeout=_LISTEN))
-      while True:
-        out.append(self._out.get_nowait())
-    return out
+  def listen(self, answer: Future[list]) -> None:
+    """Answers with what is sent, once something is; a listener before this one
+    is released."""
+    self.release()
+    self._listener = answer
+    if self._out:
+      self._flush()
+
+  def release(self) -> None:
+    """Answers who listens, with what there is."""
+    if self._listener is not None:
+      self._flush()
+
+  def _flush(self):
+    listener, self._listener = self._listener, None
+    if listener is not None:
+      out, self._out = self._out, []
+      listener.set_result(out)
+
+
+class Sessions:
+  """The sessions of a shard with workers on other machines."""
+
+  def __init__(self, server: ShardServer, clock: Callable[[], float]):
+    """The clock tells seconds since the run began."""
+    self._server, self._clock = server, clock
+    self._sessions: dict[str, Session] = {}  # by token
+
+  def open(self, token: str) -> Future[None]:
+    """Opens a session for a worker, which listens to none before any more;
+    tokens of one worker begin alike."""
+    owner, _, _ = token.rpartition("-")
+
+    def make(shard):
+      for each, session in self._sessions.items():
+        if each.startswith(f"{owner}-"):
+          session.release()
+      memory = shard.state.slots.memory
+      self._sessions[token] = Session(memory, self._server.submit)
+
+    return self._server.submit(make)
+
+  def tell(self, token: str, data: bytes, message: Any) -> Future[None]:
+    """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
+    the session, as it would a connection."""
+    frame = frames.unpack(data)
+
+    def take(shard):
+      session = self._sessions[token]
+      try:
+        session.hear(frame)
+        holds = shard.role.peers.get(frame.worker) == session.say
+        if message is not None and holds and shard.state.accepts(frame):
+          memory = shard.state.slots.memory
+          stamp = message_stamp(frame.worker, frame.seq)
+          memory.write(MESSAGES, frame.message, message, stamp)
+        shard.handle(frame, session.say, self._clock())
+      except (BadCode, frames.BadFrame):
+        self._end(shard, token)
+        raise
+
+    return self._server.submit(take)
+
+  def listen(self, token: str) -> Future[list[tuple[bytes, Any]]]:
+    """Returns what is sent to a session, when something is. Raises KeyError if
+    the session has ended."""
+    answer: Future[list] = Future()
+
+    def fail(call):
+      if (error := call.exception()) is not None:
+        answer.set_exception(error)
+
+    listen = self._server.submit(
+      lambda shard: self._sessions[token].listen(answer)
+    )
+    listen.add_done_callback(fail)
+    return answer
+
+  def end(self, owner: str) -> None:
+    """Ends the sessions whose tokens begin so: their worker has exited; a
+    socket would have told."""
+
+    def drop(shard):
+      for token in [t for t in self._sessions if t.startswith(owner)]:
+        self._end(shard, token)
+
+    self._server.submit(drop)
+
+  def _end(self, shard, token):
+    if session := self._sessions.pop(token, None):
+      session.release()
+      shard.gone(session.worker, self._clock(), session.say)
 
 
 class _FarMemory:
@@ -104,14 +195,14 @@ class _FarMemory:
 class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
-  def __init__(self, site: Any, messages: Sequence[Any] = ()):
-    """Connects to no shard of a `Site` yet; what messages are at each of them
+  def __init__(self, site: Any, owner: str, messages: Sequence[Any] = ()):
+    """Connects to no shard of a `Site` yet. `owner`, which ends with "-", is
+    what the tokens of its sessions begin with; what messages are at each shard
     is as in `slots.SharedMemory`, dense if it is left out."""
     import ray
 
     shards = site.setup.shards
-    self._ray, self._site = ray, site
-    self._owner = ray.get_runtime_context().get_actor_id()
+    self._ray, self._site, self._owner = ray, site, owner
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # of the actor that replaces one it is 1
     self._tokens = [""] * shards
@@ -132,7 +223,8 @@ class RayLink:
     if actor is None:
       raise Disconnected(shard)
     data = frames.pack(frame)
-    told = actor.tell.remote(self._tokens[shard], data, message)
+    args = self._tokens[shard], data, message
+    told = actor.call.remote("tell", args)
     patience = deadlines.DEAD * self._site.setup.ladder.start
     end = time.monotonic() + patience
     while not self._ray.wait([told], timeout=_LISTEN)[0]:
@@ -178,10 +270,12 @@ class RayLink:
 
   def _listen(self, shard):
     actor = self._actors[shard]
-    self._heard[shard] = actor.listen.remote(self._tokens[shard])
+    args = (self._tokens[shard],)
+    self._heard[shard] = actor.call.remote("listen", args)
 
   def _find(self, shard, generation):
-    return self._ray.get_actor(self._site.actor_name(shard, generation))
+    name = self._site.actor_name("shard", shard, generation)
+    return self._ray.get_actor(name)
 
   def find_lead(self) -> Any:
     """Returns the lead's actor, or that which has taken its place, whether or
@@ -199,11 +293,12 @@ class RayLink:
 
   def connect(self, shard: int) -> bool:
     """Opens a session with a shard; waits a moment if it is not there."""
-    token = f"{self._owner}-{uuid.uuid4().hex}"
+    token = f"{self._owner}{uuid.uuid4().hex}"
     try:
       actor = self._find(shard, self._generations[shard])
       # It may be starting, which takes longer than a worker may be silent.
-      self._ray.get(actor.open.remote(token), timeout=_LISTEN)
+      opened = actor.call.remote("open", (token,))
+      self._ray.get(opened, timeout=_LISTEN)
     except (ValueError, self._ray.exceptions.RayError):
       self._generations[shard] += self._successor(shard)
       time.sleep(_PAUSE)

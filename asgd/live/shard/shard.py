@@ -71,6 +71,7 @@ class Shard:
     roles = Lead, Follower if setup.consistent else Independent
     self.role = roles[min(index, 1)](index, self.state, journal, now)
     self._saved = now  # when the last snapshot was due
+    self._paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to tell
     self.rollback = recovery.recover(self.role, image, resumed=resumed)
@@ -134,6 +135,8 @@ class Shard:
     role.peers[worker] = say
     if not present:
       role.join(worker, number)
+      if self._paused:
+        role.pause(worker)
     number, attempt = role.holders[worker], frame.version
     say(Frame(frames.WELCOME, worker, job=number, version=attempt))
     for key in self.state.tickets:
@@ -196,7 +199,9 @@ class Shard:
       self._leave(worker)
 
   def pause(self) -> None:
-    """Starts nothing new, at any worker."""
+    """Starts nothing new, at any worker: also at those that join from now
+    on."""
+    self._paused = not self.index  # the lead alone starts jobs
     for worker in () if self.index else self.role.dispatcher.workers:
       self.role.pause(worker)
 

@@ -14,8 +14,8 @@ which of the processes goes on at each moment. All of it follows from a seed
   server_run, table_run, batch_run, peer_run
               the runs of a protocol: scenarios, driver, and what must hold
   peer_checks what must hold of peers, read from their files
-  cluster, scenario, invariants, reference
-              parts of the server's: processes, cases, checks, what a trace
+  server_makers, scenario, invariants, reference
+              parts of the server's: parties, cases, checks, what a trace
               must say, computed in another way
   explore     many seeds; the shortest list of faults of one that fails
 """

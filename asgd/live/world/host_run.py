@@ -18,12 +18,13 @@ class HostRun(Run):
   OPEN = ".csv", ".bin", "/messages", "/commands"
   # Files in the memory of the run of which a byte may be changed.
   FLIPPED: tuple[str, ...] = ("shard-*/*",)
+  HOSTS: type[WorldHosts] = WorldHosts
 
   def make_hosts(self) -> WorldHosts:
     """Returns the hosts of a command."""
     world = self.world
     parts = world.scheduler, world.disk, world.skew
-    self.hosts = WorldHosts(*parts, kills=self.scenario.case.kills)
+    self.hosts = self.HOSTS(*parts, kills=self.scenario.case.kills)
     return self.hosts
 
   def _cut(self, fault: Injection):

@@ -110,7 +110,10 @@ class WorldHost(Host):
       f"{kind} {index}", lambda: self._run(make)
     )
     self.helpers: list[Process] = []  # calls beside the object (`Inside.later`)
-    if hosts.kills:  # a thread that has ended leaves its calls
+    # A thread that has ended leaves its calls, unless its files are the next
+    # one's.
+    self._ends_whole = hosts.kills or kind in LOCAL
+    if self._ends_whole:
       self.process.at_end.append(self._end_helpers)
 
   @property
@@ -161,11 +164,31 @@ class WorldHost(Host):
 
     self.helpers = [each for each in self.helpers if each.alive]
     name = f"call beside {self.kind} {self.index}"
-    self.helpers.append(self._hosts.scheduler.start(name, run))
+    scheduler = self._hosts.scheduler
+    helper = scheduler.start(name, run)
+    self.helpers.append(helper)
+
+    def end_all():
+      if helper.doomed:  # or it has only ended
+        scheduler.kill(self.process)
+
+    if self._ends_whole:
+      helper.at_end.append(end_all)
 
   def _end_helpers(self):
     for helper in self.helpers:
       self._hosts.scheduler.kill(helper)
+
+  def drain(self) -> bool:
+    """Calls `drain` of the object; returns whether it has such a method."""
+    if drains := hasattr(self._held, "drain"):
+      self._held.drain()
+    return drains
+
+  def interrupt(self) -> None:
+    """Calls `interrupt` of the object, if it has such a method."""
+    if hasattr(self._held, "interrupt"):
+      self._held.interrupt()
 
   def _new_call(self):
     call = WorldCall(self._hosts.scheduler, self)
@@ -235,6 +258,7 @@ class WorldHosts(Hosts):
     self.kills, self.order = kills, order
     self.scheduler, self.disk, self._skew = scheduler, disk, skew
     self.hosts: dict[tuple[str, int], WorldHost] = {}
+    self.cuts = 0  # answers that were lost
     # Calls to come that are made twice: how many seconds later.
     self.doubles: list[float] = []
 
@@ -276,6 +300,8 @@ class WorldHosts(Hosts):
     host.ended = True
     if self.kills:
       self.scheduler.kill(host.process)
+    else:
+      host.interrupt()
 
   def close(self) -> None:
     """See the base."""
@@ -292,6 +318,7 @@ class WorldHosts(Hosts):
       if not call.done() and call is not host.made
     ]
     if calls:
+      self.cuts += 1
       call = calls[int(which * len(calls))]
       call.cut = True
       if not arrives:

@@ -12,10 +12,10 @@ from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
 from asgd.live.world import reference
-from asgd.live.world.cluster import Training
 from asgd.live.world.reference import Received
 from asgd.live.world.run import World
 from asgd.live.world.scenario import WORKERS, Case
+from asgd.live.world.server_makers import Training
 from asgd.live.world.storage import Broken
 from asgd.orders import trace
 from asgd.orders.trace import Event

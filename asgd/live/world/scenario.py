@@ -22,8 +22,8 @@ from asgd import losses as losses_lib
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.setup import Setup
-from asgd.live.world.cluster import Training
 from asgd.live.world.run import Menu
+from asgd.live.world.server_makers import Training
 from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness
 
@@ -33,7 +33,9 @@ KINDS = (
   "kill all",  # workers, shards and driver; the same command goes on
   "stop worker",  # it stands still for a while
   "stop shard",
+  "stop driver",
   "cut",  # a connection
+  "cut call",  # of the driver: its answer is lost
   "lose",  # a message, or the answer to it
   "double",
   "reorder",
@@ -61,7 +63,10 @@ class Case(NamedTuple):
   consistent: bool = False
   clip: bool = False  # the norm of all shards: needs totals
   log: int = 8
-  slowdown: tuple[float, ...] = ()
+  slowdown: tuple[float, ...] = ()  # factors on the time of workers' jobs
+  # The same, of workers that compute for so long: where one that only waits
+  # ends with its host, they go on.
+  computing: tuple[float, ...] = ()
   kills: bool = True  # as processes; False: as threads
   owned: bool = False  # jobs belong to places
   wire: str | None = None  # dtype of what travels
@@ -77,7 +82,7 @@ CASES = (
   Case("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
   Case("ssgd", Rules(round=2, backup=1), kills=False),
   # The third is given up, wakes, and finds that another has its place.
-  Case("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 60.0), kills=False),
+  Case("ssgd", Rules(round=3), computing=(1.0, 1.0, 60.0), kills=False),
   Case("asgd", Rules(bound=1), shards=2),
   Case("asgd", Rules(depth=2), shards=2, kills=False),
   Case("dana_zero", shards=2, consistent=True),
@@ -187,7 +192,8 @@ def recipe(
 
 
 def training(case: Case, pause) -> Training:
-  """Returns what a case trains; `pause(job)` lets the time of a job go by."""
+  """Returns what a case trains; `pause(job, factor)` lets the time of a job, of
+  a worker that takes so many times as long, go by."""
   of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
   # Without a codec, work is the same for all numbers of shards.
   shards = case.shards if case.tau is not None else 1
@@ -209,7 +215,7 @@ def training(case: Case, pause) -> Training:
   )
 
   def after_a_while(worker, job):
-    pause(job)
+    pause(job, (case.computing[worker : worker + 1] or (1.0,))[0])
     return batches(worker, job)
 
   duty = Duty(

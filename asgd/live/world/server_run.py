@@ -7,12 +7,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from asgd.live.clusters.base import finished
+from asgd.live.hosts.base import SHARD
 from asgd.live.links.base import Disconnected
+from asgd.live.resume import agree
+from asgd.live.server.cluster import ServerCluster, finished
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
-from asgd.live.world.cluster import Training, WorldCluster
-from asgd.live.world.run import COMMON, Injection, Run, Scenario
+from asgd.live.world.host_run import HostRun
+from asgd.live.world.hosts import WorldHosts
+from asgd.live.world.run import Injection, Run, Scenario
+from asgd.live.world.scheduler import Process, Stuck
+from asgd.live.world.server_makers import Training, WorldMakers
 from asgd.live.world.storage import flip
 
 _LOOK = 0.1  # seconds between two looks of the driver
@@ -20,35 +25,55 @@ _SAVES = 3  # looks between two checkpoints
 _JOB = 0.03  # seconds that a job takes, on average
 
 
-class ServerRun(Run):
+class ServerHosts(WorldHosts):
+  """Hosts whose driver has no reason to end a shard that is alive: none stands
+  still for as long as it waits."""
+
+  def kill(self, kind: str, index: int) -> None:
+    """See the base."""
+    host = self.hosts[kind, index]
+    if kind == SHARD and host.alive and not self.cuts:
+      raise Stuck(f"{kind} {index} does not answer")
+    super().kill(kind, index)
+
+
+class ServerRun(HostRun):
   """One scenario of a parameter server."""
+
+  OPEN, HOSTS = Run.OPEN, ServerHosts
 
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
     rng = random.Random(drawn.seed + 1)
 
-    def pause(job):
+    def pause(job, factor):
       self.job_begins(job)
-      self.scheduler.sleep(rng.expovariate(1 / _JOB))
+      self.scheduler.sleep(factor * rng.expovariate(1 / _JOB))
 
     self._training: Training = scenario.training(drawn.case, pause)
-    self._cluster: WorldCluster | None = None
     self._shards: list[Shard] = []
     self._images: list[Any] | None = None  # the last checkpoint
 
   def command(self, resumed: bool) -> Callable[[], None]:
     """See the base."""
-    self._cluster = WorldCluster(
-      self.world,
-      self._training,
-      kills=self.scenario.case.kills,
+    training, hosts = self._training, self.make_hosts()
+    makers = WorldMakers(self.world, hosts, training, self._images)
+    cluster = ServerCluster(
+      *(training.setup, training.plan, hosts, makers, lambda: training.duty),
       resumed=resumed,
-      images=self._images,
     )
-    return self._drive
 
-  def _drive(self):
-    cluster, looks = self._cluster, 0
+    def drive():
+      if resumed:
+        agree(training.setup, self.folder, self.folder / "memory")
+      self._drive(cluster)
+      self._shards = list(makers.shards)
+      self.finished = True
+
+    return drive
+
+  def _drive(self, cluster):
+    looks = 0
     cluster.start()
     while True:
       cluster.check()
@@ -57,10 +82,8 @@ class ServerRun(Run):
         with contextlib.suppress(Disconnected):
           self._images = cluster.images() or self._images
       if finished(cluster.status()):
-        break
+        return
       self.scheduler.sleep(_LOOK)
-    self._shards = list(cluster.opened)
-    self.finished = True
 
   def check(self) -> None:
     """See the base."""
@@ -69,6 +92,18 @@ class ServerRun(Run):
     )
 
   # Faults.
+
+  def stop(self, kind: str, fault: Injection) -> Process | None:
+    """See the base: all that a process does stands still."""
+    process = super().stop(kind, fault)
+    if host := self._host_of(process):
+      for helper in host.helpers:
+        helper.sleeps_until = process.sleeps_until
+    return process
+
+  def _host_of(self, process):
+    hosts = self.hosts.hosts.values()
+    return next((host for host in hosts if host.process is process), None)
 
   def _cut(self, fault: Injection):
     there = self.world.network.connections()
@@ -86,12 +121,8 @@ class ServerRun(Run):
     return True
 
   def _drain(self, fault):
-    process = self.pick("worker", fault)
-    for there, loops, _ in self._cluster.workers.values():
-      for loop in loops if there is process else ():
-        loop.drain()
-        return True
-    return False
+    host = self._host_of(self.pick("worker", fault))
+    return host is not None and host.drain()
 
   def _spoil_message(self, fault):
     case = self.scenario.case
@@ -112,8 +143,9 @@ class ServerRun(Run):
     return True
 
   INJECT = {  # noqa: RUF012
-    **COMMON,
+    **HostRun.INJECT,
     "cut": _cut,
+    "cut call": HostRun.INJECT["cut"],
     "lose": _spoil,
     "double": _spoil,
     "reorder": _spoil,

@@ -100,17 +100,23 @@ class Memory(SharedMemory):
     ]
     free = slot in slots.free_messages or slot in slots.logged
     if others or free:
-      raise Broken(
+      raise self._broken(
         f"no slot is leaked, or used twice: slot {slot} of shard {shard.index}"
         f" is {'free' if free else others}, and is written for {stamp:x}"
       )
+
+  def _broken(self, text):
+    """Returns the error, and notes it: nobody hears a worker that was ended."""
+    error = Broken(text)
+    self._scheduler.errors.append(error)
+    return error
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
     """See the base; raises Broken for what it should have refused."""
     tree = super().read(kind, slot, stamp)
     there = self.stamp(kind, slot)
     if there != stamp:
-      raise Broken(
+      raise self._broken(
         f"no slot is read without its stamp: slot {slot} of kind {kind} has"
         f" {there}, not {stamp}"
       )

@@ -9,7 +9,8 @@ import pytest
 from asgd import experiment
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
-from asgd.live.clusters import actors, ray_processes
+from asgd.live.hosts import actors
+from asgd.live.hosts.site import Site
 
 
 def prepared(folder, engine, **settings):
@@ -62,14 +63,17 @@ def test_workers_use_the_accelerators_that_they_reserve(
 ):
   pytest.importorskip("ray")
   made = []
-  monkeypatch.setattr(
-    actors, "RayCluster", lambda site, *args, **options: made.append(site)
-  )
+
+  def hosts(site, **options):
+    made.append(site)
+    return types.SimpleNamespace(site=site)
+
+  monkeypatch.setattr(actors, "ActorHosts", hosts)
   machine = Machine(profile="trace")
   monkeypatch.setattr(machine, "share", lambda value: value)
   live = prepared(tmp_path, "ray", **settings)
   live_clusters.ray_cluster(None, live, machine, None, False, 0.0)
   (given,) = made
-  assert isinstance(given, ray_processes.Site)
+  assert isinstance(given, Site)
   assert (given.platform, given.gpus) == site
   assert given.profile == f"{os.getcwd()}/trace"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import jax
@@ -28,15 +27,14 @@ from asgd import (
 )
 from asgd import worker as worker_lib
 from asgd.live import processes
-from asgd.live.clusters.actors import RayCluster
-from asgd.live.clusters.base import finished
-from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
+from asgd.live.hosts.site import Site
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.records import read_records, records_path
+from asgd.live.server.cluster import ServerCluster, finished
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -204,13 +202,28 @@ class Live:
     self.batch = functools.partial(batch, str(folder), self.held)
     duty = functools.partial(make_duty, name, self.setup, self.batch)
     self.news = []
-    self.cluster = RayCluster(
-      self.site,
+    # These import Ray.
+    from asgd.live.hosts.actors import ActorHosts
+    from asgd.live.server.processes import ProcessMakers
+
+    parts, plan = [first_params()], None
+    if self.setup.shards > 1:
+      plan = sharding.make_plan(first_params(), self.setup.shards)
+      parts = sharding.split(plan, first_params())
+    hosts = ActorHosts(self.site, resources=given.pop("resources", None))
+    makers = ProcessMakers(
+      hosts.site,
       given.pop("make_server", functools.partial(make_server, name)),
-      first_params(),
-      given.pop("make_duty", duty),
-      **given,
+      parts,
+      faults=given.pop("faults", ()),
     )
+    duty = given.pop("make_duty", duty)
+    self.cluster = ServerCluster(
+      *(self.setup, plan, hosts, makers, duty), **given
+    )
+
+  def remove_memory(self):
+    shutil.rmtree(self.site.memory, ignore_errors=True)
 
   def pids(self):
     return processes.pids(self.site.memory)
@@ -303,7 +316,7 @@ def live(session, tmp_path):
 
     def make(*args, **kwargs):
       run = Live(tmp_path, *args, **kwargs)
-      stack.callback(run.cluster.remove_memory)
+      stack.callback(run.remove_memory)
       stack.callback(run.cluster.close)
       return run
 
@@ -388,7 +401,7 @@ def at_the_gate(session, tmp_path_factory):
     yield run
   finally:
     run.cluster.close()
-    run.cluster.remove_memory()
+    run.remove_memory()
 
 
 def test_nobody_listens_beyond_this_machine(at_the_gate):
@@ -477,9 +490,8 @@ def test_nobody_waits_for_a_shard_that_failed_as_it_served(live):
 
 
 def test_what_ray_cannot_give_is_refused(live):
-  run = live("asgd", Rules(), 10, resources={"num_gpus": 1000})
   with pytest.raises(ValueError, match="2000 GPU, and it has"):
-    run.cluster.start()
+    live("asgd", Rules(), 10, resources={"num_gpus": 1000})
 
 
 # Without Ray.
@@ -509,13 +521,3 @@ def test_what_a_killed_driver_left_is_ended(tmp_path):
   assert processes.pids(tmp_path) == {}
   shutil.rmtree(tmp_path)
   assert processes.pids(tmp_path) == {}
-
-
-def test_who_came_for_a_dead_worker_is_not_killed_for_its_death():
-  cluster, killed = RayCluster.__new__(RayCluster), []
-  cluster.setup = Setup(Rules(), 2, 10, ladder=PATIENT)
-  cluster._ray = types.SimpleNamespace(kill=killed.append)
-  cluster._workers, cluster._absent = {0: "new", 1: "old"}, {}
-  cluster._refilled = {0}  # `check` was quicker than the lead
-  cluster._end_lost_workers({"expelled": [0, 1], "workers": [0, 1]})
-  assert killed == ["old"]

@@ -13,14 +13,14 @@ from kit import bits
 
 import asgd
 from asgd import base, compression, sharding, simulator, wire
-from asgd.live.clusters import base as clusters
-from asgd.live.clusters.threads import Stores, ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
+from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.journal import FileJournal, journal_path
-from asgd.live.links.local import connect_follower
 from asgd.live.records import FileSink, read_records, records_path
+from asgd.live.server import cluster as clusters
+from asgd.live.server.threads import Stores, ThreadMakers
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
 from asgd.orders.protocol import Rules
@@ -83,11 +83,12 @@ class Run:
     )
     self.news, self.before = [], {}  # job -> what happens before it
     duty.warm_up_all(WORKERS)
-    self.cluster = ThreadCluster(
-      *(self.setup, steps, states, duty, stores),
-      began=time.monotonic(),
-      faults=faults,
-      patience=0.2,
+    self.makers = ThreadMakers(
+      self.setup, steps, states, stores, faults=faults, patience=0.2
+    )
+    self.hosts = ThreadHosts(began=time.monotonic())
+    self.cluster = clusters.ServerCluster(
+      self.setup, plan, self.hosts, self.makers, lambda: duty
     )
 
   def batch(self, worker, job):
@@ -109,26 +110,26 @@ class Run:
 
   @property
   def events(self):
-    return self.cluster.stores.journals[0].events()
+    return self.makers.stores.journals[0].events()
 
   def kill_shard(self, index):
-    shards = self.cluster.shards
-    shards[index].stop()
-    shards[index] = self.cluster.shard_thread(index)
-    shards[index].start()
-    lead, *followers = shards
-    for thread in () if index else followers:
+    self.hosts.kill("shard", index)
+    told = f"shard {index} died; another takes over"
+    assert told in self.cluster.check()
 
-      def connect(shard, now, thread=thread):
-        connect_follower(shard, thread, lead)
+  def shard(self, index):
+    queue = self.makers.queues[index]
+    return queue and queue.shard
 
-      thread.put(connect)
+  def flush(self, index):
+    queue = self.makers.queues[index]
+    queue.submit(lambda shard: shard.state.flush()).result()
 
   def check(self):
     """Every job was received once, and the replay has the same bits."""
-    journals = [journal.events() for journal in self.cluster.stores.journals]
+    journals = [journal.events() for journal in self.makers.stores.journals]
     traces = [from_events(events) for events in journals]
-    live = [thread.shard.state.server for thread in self.cluster.shards]
+    live = [queue.shard.state.server for queue in self.makers.queues]
     data = dict(batch=coding.batch, root=coding.ROOT)
     if self.plan is None:
       host = simulator.make_host(
@@ -147,8 +148,7 @@ class Run:
     assert sorted(jobs.tolist()) == list(range(JOBS))
     assert list(map(bits, live)) == list(map(bits, states))
     for index, expected in enumerate(records):
-      thread = self.cluster.shards[index]
-      thread.ask(lambda shard: shard.state.flush())
+      self.flush(index)
       there = read_records(records_path(self.folder, index))
       for column, other in zip(there, expected, strict=True):
         np.testing.assert_array_equal(column, other)
@@ -214,7 +214,7 @@ def test_a_shard_comes_back_from_its_journal_and_slots(tmp_path, index):
     kills = []
 
     def look():
-      lead = run.cluster.shards[0].shard
+      lead = run.shard(0)
       if lead and lead.state.received > 10 and not kills:
         kills.append(run.kill_shard(index))
 
@@ -247,7 +247,7 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
     memory.write = damage
     run.drive()
     if not consistent and shards > 1:
-      jobs = [e.action for e in run.cluster.stores.journals[1].events()]
+      jobs = [e.action for e in run.makers.stores.journals[1].events()]
       assert jobs.count(base.REJECT) == 1
     else:
       run.check()
@@ -306,18 +306,18 @@ def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
   with live(tmp_path, shards=2, snapshot_seconds=LONG, **options) as run:
 
     def look():
-      shard = run.cluster.shards[1].shard
+      shard = run.shard(1)
       if shard and shard.state.received > 10 and not gate.is_set():
         run.kill_shard(1)
         gate.set()
 
     run.before[13] = functools.partial(gate.wait, LONG)
     run.drive(look)
-    for shard in run.cluster.shards:
-      shard.ask(lambda shard: shard.state.flush())
+    for index in range(2):
+      run.flush(index)
     if log:
       run.check()
-    rows = [e.action for e in run.cluster.stores.journals[1].events()]
+    rows = [e.action for e in run.makers.stores.journals[1].events()]
   assert (base.ROLLBACK in rows) == (not log)
 
 

@@ -1,15 +1,15 @@
 """What a worker on another machine did, as its lead writes it down."""
 
 import sys
-import threading
 import types
 
 import pytest
 
-from asgd.live.clusters.ray_processes import ShardActor
 from asgd.live.faults import Fault
+from asgd.live.hosts import Inside
 from asgd.live.links import notes
-from asgd.live.spans import Span, SpanWriter, read_spans, spans_path
+from asgd.live.server.processes import ReachableShard
+from asgd.live.spans import Span, read_spans, spans_path
 
 AHEAD = 1000.0  # of the lead's clock, that of the worker
 
@@ -38,10 +38,10 @@ class World:
     self.calls = []
 
   def lead(self):
-    actor = ShardActor.__new__(ShardActor)
-    actor._site = types.SimpleNamespace(run=self.run, clock=lambda: self.now)
-    actor._writes, actor._write_span = threading.Lock(), SpanWriter(self.run)
-    return actor
+    inside = Inside(
+      lambda: None, lambda seconds: None, lambda: self.now
+    )
+    return ReachableShard(inside, None, self.run)
 
   def find(self):
     if not self.leads:
@@ -49,24 +49,20 @@ class World:
     return self.handle(self.leads[-1])
 
   def handle(self, actor):
-    def method(name):
-      def remote(*args):
-        self.calls.append(name)
+    def remote(name, args):
+      self.calls.append(name)
 
-        def call():
-          if actor not in self.leads:
-            raise RayError("it died")
-          try:
-            return getattr(actor, name)(*args)
-          except OSError as error:
-            raise RayTaskError from error
+      def call():
+        if actor not in self.leads:
+          raise RayError("it died")
+        try:
+          return getattr(actor, name)(*args)
+        except OSError as error:
+          raise RayTaskError from error
 
-        return call
+      return call
 
-      return types.SimpleNamespace(remote=remote)
-
-    names = "clock", "write_spans", "write_fault"
-    return types.SimpleNamespace(**{name: method(name) for name in names})
+    return types.SimpleNamespace(call=types.SimpleNamespace(remote=remote))
 
   def get(self, call, timeout):
     assert timeout
@@ -169,6 +165,6 @@ def test_a_fault_is_written_before_it_happens(world):
 
 def test_a_disk_that_takes_nothing_ends_the_worker(world, tmp_path):
   told = made_notes(world)
-  world.leads[0]._site.run = tmp_path / "gone"
+  world.leads[0]._run = tmp_path / "gone"
   with pytest.raises(RayTaskError):
     told.fault(Fault(2, 7, "kill"))

@@ -3,13 +3,13 @@ whose worker says what cannot be."""
 
 import sys
 import types
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
 from shard_bench import PARAMS_AT_FIRST, Bench, one
 
 from asgd.live import deadlines, frames
-from asgd.live.clusters.ray_processes import ShardActor
 from asgd.live.frames import Frame
 from asgd.live.links import remote
 from asgd.live.links.base import Disconnected
@@ -25,12 +25,12 @@ class Calls:
   def __init__(self):
     self.calls = []
 
-  def __getattr__(self, name):
-    def call(*args):
-      self.calls.append(name)
-      return len(self.calls)
+    self.call = types.SimpleNamespace(remote=self._call)
 
-    return types.SimpleNamespace(remote=call)
+  def _call(self, name, args):
+    assert isinstance(args, tuple)
+    self.calls.append(name)
+    return len(self.calls)
 
 
 class FakeRay:
@@ -40,9 +40,6 @@ class FakeRay:
 
   def __init__(self):
     self.actors = {"shard-0-0": Calls()}
-
-  def get_runtime_context(self):
-    return types.SimpleNamespace(get_actor_id=lambda: "worker")
 
   def get_actor(self, name):
     if name not in self.actors:
@@ -67,9 +64,9 @@ def ray(monkeypatch):
 def connected(ladder):
   site = types.SimpleNamespace(
     setup=types.SimpleNamespace(shards=1, ladder=ladder),
-    actor_name=lambda index, generation: f"shard-{index}-{generation}",
+    actor_name=lambda kind, index, generation: f"{kind}-{index}-{generation}",
   )
-  link = remote.RayLink(site)
+  link = remote.RayLink(site, "0.0-")
   assert link.connect(0)
   return link
 
@@ -91,17 +88,41 @@ def test_a_shard_that_says_nothing_is_not_waited_for_without_end(ray):
     link.say(0, Frame(frames.HELLO, 0))
 
 
-def shard_actor(shard):
-  """An actor's sessions with a shard, without Ray."""
-  actor = ShardActor.__new__(ShardActor)
-  actor._sessions = {}
-  actor._site = types.SimpleNamespace(clock=lambda: 0.0)
-  actor._server = types.SimpleNamespace(ask=lambda call: call(shard))
-  return actor
+class Server:
+  """Calls a shard at once, in the place of its serving thread."""
+
+  def __init__(self, shard):
+    self._shard, self._calls = shard, []
+    self._serves = False
+
+  def submit(self, call):
+    answer = Future()
+    self._calls.append((call, answer))
+    if self._serves:  # by one of the calls: after that
+      return answer
+    self._serves = True
+    while self._calls:
+      call, each = self._calls.pop(0)
+      try:
+        each.set_result(call(self._shard))
+      except Exception as error:
+        each.set_exception(error)
+    self._serves = False
+    return answer
 
 
-def heard(actor, token):
-  return [frames.unpack(data) for data, _ in actor.listen(token)]
+def sessions_of(shard):
+  """A shard's sessions, without Ray."""
+  return remote.Sessions(Server(shard), lambda: 0.0)
+
+
+def heard(sessions, token):
+  said = sessions.listen(token).result(timeout=0)
+  return [frames.unpack(data) for data, _ in said]
+
+
+def tell(sessions, token, frame, message=None):
+  sessions.tell(token, frames.pack(frame), message).result(timeout=0)
 
 
 @pytest.mark.parametrize(
@@ -115,31 +136,62 @@ def heard(actor, token):
 )
 def test_a_session_ends_with_what_cannot_be(frame):
   bench = Bench(one())
-  actor = shard_actor(bench.lead)
+  sessions = sessions_of(bench.lead)
   for token in ("first", "other"):
-    actor.open(token)
-  actor.tell("first", frames.pack(Frame(frames.HELLO, 0, job=-1)), None)
-  actor.tell("other", frames.pack(Frame(frames.HELLO, 2, job=-1)), None)
+    sessions.open(token).result(timeout=0)
+  tell(sessions, "first", Frame(frames.HELLO, 0, job=-1))
+  tell(sessions, "other", Frame(frames.HELLO, 2, job=-1))
   with pytest.raises(frames.BadFrame):
-    actor.tell("first", frames.pack(frame), None)
+    tell(sessions, "first", frame)
   assert bench.lead.workers == [2]
   with pytest.raises(KeyError):
-    actor.listen("first")
-  kinds = [said.kind for said in heard(actor, "other")]
+    heard(sessions, "first")
+  kinds = [said.kind for said in heard(sessions, "other")]
   assert kinds[:2] == [frames.WELCOME, frames.TICKET]
 
 
 def test_a_message_is_that_of_the_session_that_holds_the_place():
   bench = Bench(one())
-  actor = shard_actor(bench.lead)
+  sessions = sessions_of(bench.lead)
   for token in ("holder", "stranger"):
-    actor.open(token)
-  actor.tell("holder", frames.pack(Frame(frames.HELLO, 0, job=-1)), None)
-  _, ticket = heard(actor, "holder")
+    sessions.open(token).result(timeout=0)
+  tell(sessions, "holder", Frame(frames.HELLO, 0, job=-1))
+  _, ticket = heard(sessions, "holder")
   push = Frame(frames.PUSH, 0, 0, flag=1, message=ticket.message)
   message = np.ones_like(PARAMS_AT_FIRST)
-  actor.tell("stranger", frames.pack(push), np.full_like(message, 9.0))
-  assert [said.kind for said in heard(actor, "stranger")] == [frames.EXPEL]
+  tell(sessions, "stranger", push, np.full_like(message, 9.0))
+  assert [said.kind for said in heard(sessions, "stranger")] == [frames.EXPEL]
   with pytest.raises(frames.BadFrame, match="does not lie in slot"):
-    actor.tell("holder", frames.pack(push), None)
+    tell(sessions, "holder", push)
   assert bench.lead.state.received == 0
+
+
+def test_frames_that_are_sent_together_are_one_answer():
+  sessions = sessions_of(Bench(one()).lead)
+  sessions.open("0.0-a").result(timeout=0)
+  listens = sessions.listen("0.0-a")
+  tell(sessions, "0.0-a", Frame(frames.HELLO, 0, job=-1))
+  said = [frames.unpack(data).kind for data, _ in listens.result(timeout=0)]
+  assert said[:2] == [frames.WELCOME, frames.TICKET]
+
+
+def test_who_opens_another_session_listens_to_the_former_no_more():
+  sessions = sessions_of(Bench(one()).lead)
+  for token in ("1.1-a", "1.11-a"):
+    sessions.open(token)
+  mine, others = sessions.listen("1.1-a"), sessions.listen("1.11-a")
+  sessions.open("1.1-b")
+  assert mine.result(timeout=0) == []
+  assert not others.done()
+
+
+def test_the_sessions_of_a_worker_end_with_it():
+  bench = Bench(one())
+  sessions = sessions_of(bench.lead)
+  for token, worker in (("0.0-a", 0), ("2.0-a", 2)):
+    sessions.open(token)
+    tell(sessions, token, Frame(frames.HELLO, worker, job=-1))
+  sessions.end("0.0-")
+  assert bench.lead.workers == [2]
+  with pytest.raises(KeyError):
+    heard(sessions, "0.0-a")

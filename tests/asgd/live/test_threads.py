@@ -28,14 +28,16 @@ from asgd import (
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.live import failures, frames
-from asgd.live.clusters import base as clusters
-from asgd.live.clusters.threads import ThreadCluster
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
+from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.links.base import Disconnected
-from asgd.live.links.local import ThreadLink, connect_follower
+from asgd.live.links.local import ThreadLink
+from asgd.live.server import cluster as clusters
+from asgd.live.server.cluster import ServerCluster
+from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -171,6 +173,8 @@ class Live:
     batch,
     stores=None,
     overlap=False,
+    refill=True,
+    resumed=False,
     **options,
   ):
     if rules.cache or rules.fetch_every > 1:
@@ -181,37 +185,61 @@ class Live:
     if self.setup.shards > 1:
       self.plan = sharding.make_plan(kit.params, self.setup.shards)
       parts = sharding.split(self.plan, kit.params)
-    duty = Duty(
+    self.duty = Duty(
       *(kit.steps.work, kit.worker.init, batch, ROOT, kit.params, self.plan),
       **dict(consistent=self.setup.consistent, depth=rules.depth),
       overlap=overlap,
     )
     self.spans = []  # (worker, Span)
-    self.cluster = ThreadCluster(
+    self.makers = ThreadMakers(
       *(self.setup, kit.steps),
       [simulator.start(kit.server, part) for part in parts],
-      *(duty, live_stores.make_stores(len(parts), **(stores or {}))),
+      live_stores.make_stores(len(parts), **(stores or {})),
       **{
         "patience": 0.2,
-        "began": time.monotonic(),
         "span": lambda worker, span: self.spans.append((worker, span)),
         **options,
       },
     )
+    self.hosts = ThreadHosts(began=time.monotonic())
+    self.cluster = ServerCluster(
+      *(self.setup, self.plan, self.hosts, self.makers, lambda: self.duty),
+      refill=refill,
+      resumed=resumed,
+    )
+
+  def start_shards(self, resumed=False):
+    for index in range(self.setup.shards):
+      self.cluster._start_shard(index, resumed)
+    self.wait_for_shards()
+
+  def wait_for_shards(self):
+    queues = self.makers.queues
+    until(lambda: all(queue.shard for queue in queues), "a start of all shards")
+
+  def worker(self, index):
+    return self.cluster._supervisor.parties["worker"][index]
+
+  def kill_shard(self, index):
+    """Kills a shard, and puts another in its place."""
+    self.hosts.kill("shard", index)
+    told = f"shard {index} died; another takes over"
+    assert told in self.cluster.check()
 
   @property
   def lead(self):
-    return self.cluster.shards[0].shard
+    queue = self.makers.queues[0]
+    return queue and queue.shard
 
   @property
   def server_state(self):
     return self.lead.state.server
 
   def states(self):
-    return [thread.shard.state.server for thread in self.cluster.shards]
+    return [queue.shard.state.server for queue in self.makers.queues]
 
   def events(self, index=0):
-    return self.cluster.stores.journals[index].events()
+    return self.makers.stores.journals[index].events()
 
   def trace(self, index=0):
     return from_events(self.events(index))
@@ -256,7 +284,7 @@ class Live:
     states, records = self.replay()
     for live, state in zip(self.states(), states, strict=True):
       assert bits(live) == bits(state)
-    for sink, expected in zip(self.cluster.stores.sinks, records, strict=True):
+    for sink, expected in zip(self.makers.stores.sinks, records, strict=True):
       held = sink.records()
       if some:  # without a log, records are lost as updates are
         kept = np.isin(expected.job, held.job)
@@ -286,6 +314,7 @@ def live(
   try:
     if start:
       run.cluster.start()
+      run.wait_for_shards()
     yield run
   finally:
     if gate:
@@ -337,7 +366,16 @@ def test_a_live_run_replays_to_the_same_bits(name, options, rules):
 
 
 def test_a_live_warm_start_is_one_worker_alone():
-  with live(kit("dana_zero"), Rules(warm_start=4, bound=2)) as run:
+  rules, held = Rules(warm_start=4, bound=2), lambda worker, job: job >= 1
+  with live(kit("dana_zero"), rules, start=False, held=held) as run:
+    run.start_shards()
+    run.cluster.add_worker(0)
+    run.gate.wait_for(1)
+    # Of those who are there when it is free, the first goes on.
+    for worker in (1, 2):
+      run.cluster.add_worker(worker)
+    until(lambda: run.lead.workers == [0, 1, 2], "that all join")
+    run.gate.open()
     drive(run.cluster)
   (records,) = run.check()
   assert records.staleness[:4].tolist() == [0] * 4
@@ -419,8 +457,8 @@ def test_workers_take_turns_on_the_devices_of_their_process():
     return state, message, metrics
 
   with live(made, jobs=9, start=False) as run:
-    run.cluster._duty = run.cluster._duty._replace(work=work, devices=devices)
-    run.cluster._duty.warm_up_all(WORKERS)
+    run.duty = run.duty._replace(work=work, devices=devices)
+    run.duty.warm_up_all(WORKERS)
     assert places == {(0, devices[0]), (1, devices[1])}  # compiled for each
     run.cluster.start()
     drive(run.cluster)
@@ -430,8 +468,7 @@ def test_workers_take_turns_on_the_devices_of_their_process():
 
 def test_one_worker_is_plain_optax():
   with live(kit("asgd", momentum=0.9), jobs=12, start=False) as run:
-    for thread in run.cluster.shards:
-      thread.start()
+    run.start_shards()
     run.cluster.add_worker(0)
     drive(run.cluster)
   (records,) = run.check()
@@ -488,7 +525,7 @@ def test_rounds_are_plain_optax_whoever_is_slow(float64):
   found = []
   for faults in ((), SLOW, [Fault(1, 3, "slow", 0.1)]):
     run = finished(kit, Rules(round=3), faults=faults)
-    assert len(run.cluster.script.injected) == len(faults)
+    assert len(run.makers.script.injected) == len(faults)
     run.check()
     trace = run.trace()
     jobs = trace.job[trace.action == base.RECEIVE]
@@ -504,7 +541,7 @@ def test_rounds_are_plain_optax_whoever_dies(float64):
   kit.batch = any_worker
   faults = [Fault(0, 2, "kill"), Fault(1, 4, "nan"), Fault(2, 6, "kill")]
   run = finished(kit, Rules(round=3), faults=faults)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   # A round has the jobs of its numbers, as a lost one is done again at once.
   expected = mean_gradient_descent(np.arange(JOBS).reshape(-1, 3).tolist())
@@ -562,7 +599,7 @@ def test_a_run_with_faults_comes_to_its_end(name, rules):
     *(Fault(2, 7, "nan"), Fault(1, 7, "lose")),
   ]
   run = finished(kit(name), rules, faults=faults)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   assert run.count(base.REJECT) == 2
   assert run.count(base.LOST) >= 1  # of the one that was killed
@@ -575,7 +612,7 @@ def test_a_run_with_faults_comes_to_its_end(name, rules):
 def test_messages_that_overtake_each_other_are_put_in_order(rules):
   faults = [Fault(w, s, "reorder") for w in range(WORKERS) for s in (2, 5)]
   run = finished(kit("dana_slim"), rules, faults=faults)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   assert run.count(base.LOST) == 0
 
@@ -584,7 +621,7 @@ def test_messages_that_overtake_each_other_are_put_in_order(rules):
 def test_a_lost_message_is_said_again_however_busy_its_worker_is(rules):
   faults = [Fault(w, 2, "lose") for w in range(WORKERS)]
   run = finished(kit("dana_zero"), rules, 300, setup=dict(log=2), faults=faults)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   assert run.count(base.LOST) == 0
 
@@ -595,7 +632,7 @@ def test_a_worker_that_hangs_is_given_up_and_replaced(rules):
   finished(kits, rules)  # compiled, so that only one hangs
   fault = Fault(1, 3, "hang")
   run = finished(kits, rules, setup=dict(ladder=QUICK), faults=[fault])
-  assert run.cluster.script.injected == [fault]
+  assert run.makers.script.injected == [fault]
   run.check()
   assert run.cluster.replaced["worker"] >= 1
   (lost,) = [
@@ -686,7 +723,7 @@ def test_a_message_of_the_dead_is_not_taken_for_another():
         return len(run.lead.state.pushed)
 
       until(lambda: zombie.asleep and waiting(), "a message that waits")
-      lead = run.cluster.shards[0]
+      lead = run.makers.queues[0]
       lead.put(lambda shard, now: shard.expel(0, now))
       # Worker 1 does the job as well; worker 2 is busy.
       until(lambda: waiting() == 2, "another message for the job")
@@ -732,9 +769,10 @@ def test_what_a_shard_raises_is_raised():
 
 
 def test_a_worker_that_drains_finishes_and_leaves():
-  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
+  late = dict(held=lambda worker, job: job >= 9, refill=False)
+  with live(kit("dana_slim"), **late) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.workers[1].loop.drain()
+    run.worker(1).host.drain()
     run.gate.open()
     drive(run.cluster)
   run.check()
@@ -754,8 +792,7 @@ def test_a_worker_that_drains_finishes_and_leaves():
 def test_a_worker_joins_a_run_that_goes_on():
   kits = kit("dana_slim")
   with live(kits, held=lambda worker, job: job >= 9, start=False) as run:
-    for thread in run.cluster.shards:
-      thread.start()
+    run.start_shards()
     for worker in (0, 1):
       run.cluster.add_worker(worker)
     run.gate.wait_for(2)
@@ -771,9 +808,10 @@ def test_a_worker_joins_a_run_that_goes_on():
 
 
 def test_a_place_may_be_left_and_taken_again():
-  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
+  late = dict(held=lambda worker, job: job >= 9, refill=False)
+  with live(kit("dana_slim"), **late) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.workers[1].loop.drain()
+    run.worker(1).host.drain()
     run.gate.open()
     until(lambda: 1 not in run.lead.workers, "leaving")
     if not run.lead.stopped:
@@ -782,34 +820,30 @@ def test_a_place_may_be_left_and_taken_again():
   run.check()
 
 
-def test_a_drained_worker_is_not_replaced():
-  with live(kit("asgd"), Rules(bound=0), jobs=300) as run:
-    run.cluster.workers[2].loop.drain()
+@pytest.mark.parametrize("refill", [False, True])
+def test_a_worker_that_drained_may_be_replaced(refill):
+  options = dict(jobs=300, refill=refill, start=False)
+  with live(kit("asgd"), Rules(bound=0), **options) as run:
+    run.start_shards()
+    for worker in range(WORKERS):
+      run.cluster.add_worker(worker)
+    party = run.worker(2)
+    assert party.ready or party.made.result() is None
+    assert party.host.drain()
+    assert party.run.result() == "left"
+    told = "; another takes its place" if refill else ""
+    assert run.cluster.check() == [f"worker 2 left{told}"]
     drive(run.cluster)
   run.check()
-  assert run.cluster.replaced["worker"] == 0
+  assert run.cluster.replaced["worker"] == refill
 
 
 def test_those_who_end_with_the_run_are_not_replaced():
-  with live(kit("dana_slim"), held=lambda worker, job: job >= 9) as run:
-    run.gate.wait_for(WORKERS)
-    lead, cluster = run.lead, run.cluster
-
-    class Ending:
-      """The lead, of a run that ends as the driver looks at it."""
-
-      @property
-      def stopped(self):
-        before = lead.stopped
-        run.gate.open()
-        for holder in cluster.workers.values():
-          holder.thread.join(LONG)
-        return before
-
-    cluster.shards[0].shard = Ending()
-    assert cluster.check() == []
-    cluster.shards[0].shard = lead
-    drive(cluster)
+  with live(kit("dana_slim"), jobs=9) as run:
+    calls = [run.worker(worker).run for worker in range(WORKERS)]
+    assert [call.result() for call in calls] == ["stopped"] * WORKERS
+    assert run.cluster.check() == []
+    drive(run.cluster)
   run.check()
   assert run.cluster.replaced["worker"] == 0
 
@@ -819,9 +853,10 @@ def test_who_died_and_was_taken_for_dead_is_counted_once():
   batches = dict(held=lambda worker, job: job >= 12, faults=[fault])
   with live(kit("dana_slim"), **batches) as run:
     cluster = run.cluster
-    until(lambda: not cluster.workers[1].thread.is_alive(), "its death")
+    until(lambda: run.hosts.gone() == [("worker", 1)], "its exit")
     # As if its connection had broken only after that.
-    cluster.shards[0].ask(lambda shard: shard._expelled.append(1))
+    lead = run.makers.queues[0]
+    lead.submit(lambda shard: shard._expelled.append(1)).result()
     assert cluster.check() == ["worker 1 died; another takes its place"]
     cluster.status()
     run.gate.open()
@@ -833,30 +868,14 @@ def test_who_died_and_was_taken_for_dead_is_counted_once():
 # Shards.
 
 
-def kill_shard(cluster, index):
-  """Kills a shard, and puts another in its place."""
-  cluster.replaced["shard"] += 1
-  cluster.shards[index].stop()
-  cluster.shards[index] = cluster.shard_thread(index)
-  cluster.shards[index].start()
-  if index == 0 and cluster.setup.consistent:
-    lead, *followers = cluster.shards
-    for thread in followers:
-
-      def connect(shard, now, thread=thread):
-        connect_follower(shard, thread, lead)
-
-      thread.put(connect)
-
-
 def killed(run, index, first):
   """Kills a shard while workers are busy, and another time."""
   until(lambda: len(run.busy()) == WORKERS, "work for everybody")
   until(lambda: run.lead.state.received >= first - WORKERS, "progress")
-  kill_shard(run.cluster, index)
+  run.kill_shard(index)
   run.gate.open()
   until(lambda: run.lead and run.lead.state.received > first, "progress")
-  kill_shard(run.cluster, index)
+  run.kill_shard(index)
   drive(run.cluster)
   assert run.cluster.replaced["shard"] == 2
 
@@ -931,7 +950,7 @@ def test_a_server_in_shards_with_faults_comes_to_its_end(consistent):
   ]
   setup = dict(shards=3, consistent=consistent)
   run = finished(net("dana_slim"), Rules(bound=2), setup=setup, faults=faults)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   if consistent:
     check_whole(run)
@@ -943,7 +962,7 @@ def test_a_worker_that_hangs_holds_no_shard_back(consistent):
   fault = Fault(1, 2, "hang")
   setup = dict(shards=2, consistent=consistent, ladder=QUICK)
   run = finished(net("dana_zero"), Rules(bound=2), setup=setup, faults=[fault])
-  assert run.cluster.script.injected == [fault]
+  assert run.makers.script.injected == [fault]
   run.check()
   assert run.count(base.LOST) >= 1
 
@@ -981,10 +1000,10 @@ def test_shards_may_be_killed_while_workers_die():
   ) as run:
     run.gate.wait_for(1)
     for index in (1, 0):
-      kill_shard(run.cluster, index)
+      run.kill_shard(index)
     run.gate.open()
     drive(run.cluster)
-  assert sorted(run.cluster.script.injected) == sorted(faults)
+  assert sorted(run.makers.script.injected) == sorted(faults)
   run.check()
   check_whole(run)
 
@@ -992,14 +1011,14 @@ def test_shards_may_be_killed_while_workers_die():
 def test_tickets_come_in_their_order_when_a_shard_was_replaced():
   """What the dead one had said is not heard after what the new one says."""
   with live(kit("asgd"), Rules(depth=2), start=False) as run:
-    cluster = run.cluster
-    cluster.shards[0].start()
-    link = ThreadLink(0, cluster.shards)
+    run.start_shards()
+    link = ThreadLink(0, run.makers.queues)
+    assert link.connect(0)
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     _, frame = link.hear(LONG)
     assert frame == Frame(frames.WELCOME, 0, job=0)
     until(lambda: len(run.events()) == 3, "two tickets")
-    kill_shard(cluster, 0)
+    run.kill_shard(0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
@@ -1014,18 +1033,17 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
 def test_what_other_shards_say_is_heard_though_one_is_dead():
   setup = dict(shards=2, consistent=True)
   with live(net("dana_slim"), setup=setup, start=False) as run:
-    cluster = run.cluster
-    for thread in cluster.shards:
-      thread.start()
-    link = ThreadLink(0, cluster.shards)
+    run.start_shards()
+    link = ThreadLink(0, run.makers.queues)
+    assert all(link.connect(shard) for shard in range(2))
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     for kind in (frames.WELCOME, frames.TICKET):
       shard, frame = link.hear(LONG)
       assert (shard, frame.kind) == (0, kind)
     link.say(1, Frame(frames.HELLO, 0, job=0))
-    follower = cluster.shards[1]
-    until(lambda: follower.shard and follower.shard.role.peers, "a welcome")
-    kill_shard(cluster, 0)
+    follower = run.makers.queues[1].shard
+    until(lambda: follower.role.peers, "a welcome")
+    run.kill_shard(0)
     with pytest.raises(Disconnected):
       link.hear(LONG)
     until(lambda: link.connect(0), "a connection")
@@ -1065,7 +1083,7 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
-    stores = run.cluster.stores._replace(images=images)._asdict()
+    stores = run.makers.stores._replace(images=images)._asdict()
     before = bits(run.server_state)
   stores["memories"] = [live_stores.Memory()]
   stores["memories"][0].fresh = True
@@ -1073,8 +1091,7 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     kit("dana_slim"),
     **dict(stores=stores, resumed=True, start=False),
   ) as again:
-    again.cluster.shards[0].start()
-    until(lambda: again.lead is not None, "a start")
+    again.start_shards(resumed=True)
     assert bits(again.server_state) == before
     for worker in range(WORKERS):
       again.cluster.add_worker(worker)

@@ -13,13 +13,13 @@ from kit import bits
 
 import asgd
 from asgd import base, problems, simulator
-from asgd.live.clusters.ray_processes import Site
 from asgd.live.deadlines import Ladder
 from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.hosts.actors import ActorHosts
+from asgd.live.hosts.site import Site
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 

@@ -146,3 +146,50 @@ def test_a_thread_that_was_ended_writes_nothing_when_it_wakes(tmp_path):
   assert (tmp_path / "file").read_bytes() == b"before"
   with pytest.raises(Gone):
     call.result()
+
+
+class Waiter:
+  """Waits for something that its host does not know of."""
+
+  def __init__(self, inside):
+    self.over, self.drained = threading.Event(), False
+
+  def run(self):
+    assert self.over.wait(300.0)
+    return self.drained
+
+  def interrupt(self):
+    self.over.set()
+
+  def drain(self):
+    self.drained = True
+    self.over.set()
+
+
+def test_an_object_that_waits_elsewhere_is_interrupted(hosts):
+  host = hosts.start("worker", 0, Waiter)
+  call = host.call("run")
+  host.made.result()
+  hosts.kill("worker", 0)
+  host.thread.join()
+  with pytest.raises(Gone):
+    call.result()
+
+
+def test_an_object_drains_if_it_can(hosts):
+  host = hosts.start("worker", 0, Waiter)
+  call = host.call("run")
+  host.made.result()
+  assert host.drain()
+  assert call.result()
+  other = hosts.start("worker", 1, Counter)
+  other.made.result()
+  assert not other.drain()
+
+
+def test_who_takes_an_index_ends_the_one_before(hosts):
+  before = hosts.start("worker", 0, Counter)
+  hosts.start("worker", 0, Counter)
+  before.thread.join()
+  with pytest.raises(Gone):
+    before.call("add").result()

@@ -10,6 +10,7 @@ from shard_bench import (
   one,
 )
 
+from asgd import base
 from asgd.live import frames
 from asgd.live.deadlines import Ladder
 from asgd.live.frames import Frame
@@ -444,3 +445,15 @@ def test_a_message_that_is_written_too_late_spoils_no_other():
   bench.memories[0].write(MESSAGES, slot, late, message_stamp(0, 0))
   bench.start_shard(0)
   assert bits(bench.server_state) == state
+
+
+def test_after_a_pause_nothing_is_started_at_those_who_join_later_either():
+  bench = Bench(one())
+  hand = bench.join(0)
+  bench.lead.pause()
+  hand.push()
+  bench.join(1)
+  assert bench.lead.workers == [0, 1]
+  assert not bench.lead.status()["busy"]
+  starts = [e for e in bench.journals[0].events() if e.action == base.SEND]
+  assert [event.worker for event in starts] == [0]

@@ -13,18 +13,15 @@ from shard_bench import (
   describe,
   one,
   play,
-  team,
 )
 
 from asgd import (
   base,
 )
 from asgd.live import frames
-from asgd.live.clusters.base import LiveCluster, finished
 from asgd.live.deadlines import Ladder
-from asgd.live.failures import WorkersDie
 from asgd.live.frames import Frame
-from asgd.live.shard import Shard, images
+from asgd.live.shard import images
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import follow
 
@@ -449,56 +446,3 @@ def test_a_kill_between_the_end_of_tickets_and_their_leave_forgets_nobody():
   hello = Frame(frames.HELLO, 0, job=0)
   bench.shards[1].handle(hello, said.append, bench.now)
   assert [frame.kind for frame in said] == [frames.EXPEL]
-
-
-class OfBench(LiveCluster):
-  """The shards of a bench, of which the lead says that all is received."""
-
-  def __init__(self, bench):
-    super().__init__(bench.setup, None, refill=True)
-    self._shards = bench.shards
-
-  def _ask(self, call):
-    return [call(shard) for shard in self._shards]
-
-  def _ask_status(self):
-    lead, *others = self._ask(Shard.status)
-    return [{**lead, "stopped": True, "busy": False}, *others]
-
-  def _end_lost_workers(self, status):
-    assert status["stopped"]
-
-  def add_worker(self, worker):
-    pass
-
-  check = None
-
-
-@pytest.mark.parametrize("make", [crew, team])
-def test_what_is_open_when_the_lead_has_all_was_lost(make):
-  # A worker was given up before it came back to a shard that was restarted.
-  bench = Bench(make(rules=Rules(depth=2)))
-  bench.join(0)
-  assert bench.shards[1].status()["busy"]
-  cluster = OfBench(bench)
-  cluster.status()
-  own = bench.setup.consistent is False  # an order of its own, or the lead's
-  assert finished(cluster.status()) == own
-  rows = [e.action for e in bench.journals[1].events()[-3:]]
-  ends = [base.LOST, base.LOST, base.LEAVE]
-  assert (rows == ends) == own
-  assert base.LOST not in [e.action for e in bench.journals[0].events()]
-
-
-def test_workers_that_die_over_and_over_end_the_run():
-  bench = Bench(one())
-  cluster, hand = OfBench(bench), bench.join(0)
-  deaths = 5 * bench.setup.workers
-  for _ in range(2):
-    for _ in range(deaths):
-      assert cluster._replace_worker(1, "died")
-    hand.push()
-    cluster.status()  # a message has come
-  with pytest.raises(WorkersDie, match=f"{deaths + 1} workers ended"):
-    for _ in range(deaths + 1):
-      cluster._replace_worker(1, "died")

@@ -1,13 +1,13 @@
-"""Where JAX computes in the processes of a Ray cluster, without Ray."""
+"""Where JAX computes in the processes of a run, without Ray."""
 
 import types
 
 import jax
 import pytest
 
-from asgd.live.clusters import ray_processes
+from asgd.live.hosts import site
 
-NEW, OLD = ray_processes._FRACTIONS
+NEW, OLD = site._FRACTIONS
 GPU = {"platform": None, "gpus": 1.0}
 PART = {"platform": None, "gpus": 0.25}  # of a GPU
 NONE = {"platform": "cpu", "gpus": 0.0}
@@ -35,6 +35,6 @@ def test_where_shards_and_workers_compute(
   updates = {}
   config = types.SimpleNamespace(update=updates.__setitem__)
   monkeypatch.setattr(jax, "config", config)
-  ray_processes._choose_devices(types.SimpleNamespace(**asked), worker)
+  site._choose_devices(types.SimpleNamespace(**asked), worker)
   assert updates == ({"jax_platforms": platforms} if platforms else {})
-  assert ray_processes.os.environ[NEW] == (fraction or "")
+  assert site.os.environ[NEW] == (fraction or "")

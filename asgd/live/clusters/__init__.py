@@ -1,1 +1,0 @@
-"""Clusters: start, watch over and replace shards and workers."""

@@ -1,0 +1,105 @@
+"""Where a run is, and what a process of it sets up before it uses JAX."""
+
+import contextlib
+import ctypes
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from asgd.live import slots
+from asgd.live.setup import Setup, slot_counts
+
+# Of a GPU's memory; the second is its former name. XLA reads them when JAX is
+# used first.
+_FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+
+
+class Site(NamedTuple):
+  """Where a run is; the same for all of its processes."""
+
+  setup: Setup
+  run: str  # folder: journals and records, kept
+  memory: str  # folder: sockets and shared memory, removed at the end
+  began: float  # time.monotonic() of the driver's machine
+  compress: str | None = None  # of parameters and messages, as `wire.layout`
+  spans: bool = False  # write what workers do when
+  devices: int = 1  # of a worker's own, on the CPU
+  # That JAX is to use in workers; None: what it finds. Shards are on the CPU.
+  platform: str | None = None
+  gpus: float = 0.0  # that Ray reserves for each worker
+  profile: str | None = None  # folder for a trace of worker 0
+  token: str = ""  # by which its actors are found
+  machine: str = ""  # the driver's node in Ray's cluster
+  sockets: bool = True  # use them where both are on one machine
+  cluster_seconds: float = 0.0  # that a cluster may take to grow
+  jax: str = jax.__version__  # the driver's
+
+  def clock(self) -> float:
+    """Seconds since the run began; on the driver's machine only, as a
+    monotonic clock of another counts from another moment."""
+    return time.monotonic() - self.began
+
+  def actor_name(self, kind: str, index: int, generation: int) -> str:
+    """The name of a party's actor, of which so many were started before. An
+    actor that has exited may keep its name for a while."""
+    return f"{self.token}-{kind}-{index}-{generation}"
+
+  def socket(self, index: int) -> Path:
+    """The path of a shard's socket."""
+    return Path(self.memory) / f"{index}.sock"
+
+  def open_memory(self, index: int, *like: Any) -> slots.SharedMemory:
+    """Opens a shard's memory; `like` is as in `SharedMemory`."""
+    folder = Path(self.memory) / f"shard-{index}"
+    counts = slot_counts(self.setup)
+    return slots.SharedMemory(folder, counts, like, compress=self.compress)
+
+
+def prepare_process(site: Site, worker: bool) -> None:
+  """Sets malloc, and a JAX that was not used yet, in the process of a worker or
+  a peer, or in that of a local kind."""
+  if site.jax != jax.__version__:
+    raise ValueError(
+      f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
+      " install the same, or a replay could not come to the same bits"
+    )
+  # Each new version of the parameters is a new array. By default glibc gets a
+  # large one from the kernel, page by page and zeroed, and gives it back: that
+  # takes twice the time of an update itself.
+  trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+  with contextlib.suppress(OSError, AttributeError):
+    malloc_option = ctypes.CDLL(None).mallopt
+    malloc_option(mmap_max, 0)
+    malloc_option(trim_threshold, 2**31 - 1)
+    malloc_option(top_pad, 2**26)
+  if not worker or site.setup.rules.depth == 1:
+    # Nothing is done while a result is waited for, and a second thread costs
+    # two switches.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
+  if worker and site.devices > 1:
+    jax.config.update("jax_num_cpu_devices", site.devices)
+  _choose_devices(site, worker)
+
+
+def _choose_devices(site: Any, worker: bool) -> None:
+  """Shards are on the CPU, whatever is there: an update reads and writes each
+  number once, and messages and tickets lie in the machine's memory. So are
+  workers without an accelerator of theirs, unless JAX_PLATFORMS says more. Of a
+  GPU that several share each takes its part, and leaves a tenth to CUDA."""
+  if not worker:
+    jax.config.update("jax_platforms", "cpu")
+  elif site.platform and not os.environ.get("JAX_PLATFORMS"):
+    jax.config.update("jax_platforms", site.platform)
+  elif 0 < site.gpus < 1 and not any(map(os.environ.get, _FRACTIONS)):
+    os.environ[_FRACTIONS[0]] = f"{0.9 * site.gpus:g}"
+
+
+def node_id() -> str:
+  """Returns this machine's node in Ray's cluster."""
+  import ray
+
+  return ray.get_runtime_context().get_node_id()
