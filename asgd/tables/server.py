@@ -12,7 +12,7 @@ import numpy as np
 
 from asgd.tables import keys as keys_lib
 from asgd.tables.client import TableSpec
-from asgd.tables.consistency import Rules
+from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
@@ -45,7 +45,7 @@ class Server:
   def __init__(
     self,
     tables: Mapping[str, Table],
-    rules: Rules,
+    rules: ConsistencyRules,
     workers: Sequence[int],
     *,
     codec: ValueCodec | None = None,

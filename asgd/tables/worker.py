@@ -24,7 +24,7 @@ from asgd.tables.job_records import BINS, ClockMessage, JobRecord
 from asgd.tables.mail import Mail
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.work import Work
 
 _NOT_KNOWN = float("nan")
@@ -45,7 +45,7 @@ class TableWorker:
     self,
     worker: int,
     life: int,
-    settings: Settings,
+    settings: TableSettings,
     division: Division,
     work: Work,
     *,

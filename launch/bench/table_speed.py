@@ -45,7 +45,7 @@ _JOBS = 10  # that a contestant does in a turn
 _MANY = 10**6
 
 
-def _settings() -> tables.Settings:
+def _settings() -> tables.TableSettings:
   return tables.table(_RATE, 1, consistency="asynchronous")
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from asgd import base, gossip, simulator
 from asgd.live.gossip import frames
-from asgd.live.gossip.frames import Frame, Wire
+from asgd.live.gossip.frames import PeerFrame, Wire
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
 from asgd.live.worker import is_finite
@@ -74,7 +74,7 @@ class PeerDuty(NamedTuple):
       )
 
 
-class Work(NamedTuple):
+class ComputedJob(NamedTuple):
   """What a peer made of a job."""
 
   state: Any  # of its worker, after it
@@ -147,7 +147,7 @@ class PeerRows:
     ticket = self._steps.send(self.state, self._number)
     self.job = seq, number, ticket
 
-  def work(self) -> Work:
+  def work(self) -> ComputedJob:
     """Does the open job; changes nothing. For another thread, too."""
     assert self.job is not None
     _, number, job = self.job
@@ -159,9 +159,9 @@ class PeerRows:
       np.int32(number),
     )
     fetched = simulator.fetch((message, metrics.loss))
-    return Work(state, message, metrics.loss, is_finite(*fetched))
+    return ComputedJob(state, message, metrics.loss, is_finite(*fetched))
 
-  def receive(self, work: Work) -> None:
+  def receive(self, work: ComputedJob) -> None:
     """Ends the open job with what was made of it."""
     assert self.job is not None
     seq, number, job = self.job
@@ -174,7 +174,7 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    row = simulator.Received(
+    row = simulator.ReceivedMessage(
       event.time, self.index, number, self._bytes_up, self._bytes, kept
     )
     records = simulator.peer_records([row], [observation], [self._norms])
@@ -194,10 +194,10 @@ class PeerRows:
     content = self.duty.wire.pack(content)
     size = self.duty.wire.measure(content)
     # Leaves of the place before are part of its number of lives.
-    return Frame(kind, self.index, self.life, event.seq, event.job, content,
+    return PeerFrame(kind, self.index, self.life, event.seq, event.job, content,
       size)
 
-  def put(self, round: int, kind: str = frames.MESSAGE) -> Frame:
+  def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
     """Puts a message of a round; returns it as it is told."""
     seq = self._puts
     event = self._write(seq, round, base.PUT)
@@ -209,7 +209,7 @@ class PeerRows:
     self._bytes_up += frame.nbytes
     return frame
 
-  def mix(self, round: int, heard: Sequence[Frame]) -> None:
+  def mix(self, round: int, heard: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in this order."""
     how, codes, weights, slots = self.duty.gossip, [], [], []
     for frame in heard:
@@ -231,7 +231,7 @@ class PeerRows:
     """Takes the place of one that left."""
     self._write(NO_SEQ, self.life, base.JOIN)
 
-  def lend(self, other: int) -> Frame:
+  def lend(self, other: int) -> PeerFrame:
     """Returns what a newcomer is lent, or lends."""
     event = self._write(self._puts, other, base.LEND)
     topology = self.duty.gossip.topology
@@ -241,11 +241,11 @@ class PeerRows:
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
     self._bytes_up += size
-    return Frame(
+    return PeerFrame(
       frames.LOAN, self.index, self.life, event.seq, 0, loan, size
     )
 
-  def adopt(self, loan: Frame, *, first: bool) -> None:
+  def adopt(self, loan: PeerFrame, *, first: bool) -> None:
     """Takes what another lends; `first` of a newcomer."""
     self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)

@@ -20,7 +20,7 @@ from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
-from asgd.live.sandblaster.book import LiveBook
+from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.places import LiveJob, LivePlaces
 from asgd.live.sandblaster.shards import LiveShards
 from asgd.live.supervisor import Supervisor
@@ -34,7 +34,7 @@ from asgd.sandblaster import (
   State,
   coordinator_from,
 )
-from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.portions import PortionJobs
 from asgd.sandblaster.settings import COORDINATOR, SHARD
 from asgd.sandblaster.simulation import Counts
 
@@ -65,7 +65,8 @@ def _first_images(plan, params):
 
 
 class Driver:
-  """A live run of Sandblaster; it has what `sandblaster.Simulation` has."""
+  """A live run of Sandblaster, with the methods and the state of
+  `sandblaster.SandblasterSimulation`."""
 
   def __init__(
     self,
@@ -74,7 +75,7 @@ class Driver:
     hosts: Hosts,
     make_shard: Callable[[int, int, Image, bool], Make],
     make_worker: Callable[[int], Make],
-    book: LiveBook,
+    book: LiveRunLog,
     *,
     workers: int,
     options: Options | None = None,
@@ -111,7 +112,7 @@ class Driver:
       self._failures = self._failures[notes["failed"] :]
     self._begun = notes
     self._coordinator = coordinator_from(settings, notes)
-    self._jobs = Jobs(
+    self._jobs = PortionJobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
     # Images of shards lack the messages that the coordinator did not ask for.

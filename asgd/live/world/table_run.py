@@ -56,7 +56,7 @@ class Case(NamedTuple):
   kills: bool = True  # as processes; False: as threads
 
   @property
-  def settings(self) -> tables.Settings:
+  def settings(self) -> tables.TableSettings:
     """Of the run."""
     return tables.table(
       *(1.0, WORKERS),

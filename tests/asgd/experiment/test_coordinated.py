@@ -10,7 +10,7 @@ from kit import TINY_RUN
 
 from asgd import experiment, orders, sandblaster
 from asgd.experiment import cell_files, loop
-from asgd.experiment.engines import NotFinite
+from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
   )
   monkeypatch.setitem(vars(plan), "gradient", nan)
   if on_nan == "stop":
-    with pytest.raises(NotFinite, match="not finite: the loss is nan"):
+    with pytest.raises(NonFiniteResult, match="not finite: the loss is nan"):
       train(exp, tmp_path)
     return
   result, _ = train(exp, tmp_path)
