@@ -9,7 +9,7 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment, orders, sandblaster
-from asgd.experiment import cell_files, loop
+from asgd.experiment import cell_files, loop, protocol
 from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -194,6 +194,6 @@ def test_statistics_of_batches_are_refused():
 
 
 def test_all_recipes_are_known():
-  assert set(sandblaster.RECIPES) <= set(experiment.schema.recipes())
+  assert set(sandblaster.RECIPES) <= set(protocol.recipes())
   with pytest.raises(ValueError, match="did you mean 'sandblaster'"):
     build({"recipe": "sandblastr"})
