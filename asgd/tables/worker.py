@@ -89,6 +89,11 @@ class TableWorker:
     self._clocks = [0 for _ in shards]  # the slowest worker's, as it knows
     self._records: list[JobRecord] = []  # of jobs that no shard has
 
+  @property
+  def listens(self) -> bool:
+    """Whether shards send rows that the worker did not ask for."""
+    return self._settings.rules.by_clock
+
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
     """Takes the rows of a shard before a number; they must be there. Those that
     are `behind` were sent before the shard had its last message."""
