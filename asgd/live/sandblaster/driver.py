@@ -65,8 +65,7 @@ def _first_images(plan, params):
 
 
 class Driver:
-  """A live run of Sandblaster, with the methods and the state of
-  `sandblaster.SandblasterSimulation`."""
+  """A live run of Sandblaster, with the interface of SandblasterSimulation."""
 
   def __init__(
     self,
