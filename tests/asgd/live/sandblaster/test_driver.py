@@ -15,7 +15,12 @@ from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog, last_time
-from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.live.sandblaster.driver import (
+  Driver,
+  HostMakers,
+  Options,
+  SavedRun,
+)
 from asgd.live.sandblaster.places import LivePlaces
 from asgd.orders.trace import from_events
 from asgd.sandblaster import PlannedKill, Settings, recompute
@@ -93,7 +98,9 @@ class Run:
     clock = hosts.clock
     hosts.clock = lambda: clock() + self.passed
     driver = Driver(
-      *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
+      *(self.settings, PARAMS),
+      HostMakers(hosts, self.make_shard, self.make_worker),
+      book,
       workers=3,
       options=Options(Ladder(floor=late, start=start), **options),
       saved=saved,
