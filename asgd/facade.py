@@ -34,7 +34,7 @@ from asgd.experiment.engines.live import RAY, THREADS
 from asgd.experiment.engines.simulate import SIMULATE
 from asgd.experiment.folder import only_cell
 from asgd.experiment.machine import Machine
-from asgd.problems import own
+from asgd.problems import descriptions, own
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
 _FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
@@ -270,7 +270,9 @@ def replay(
 
 def _imported(folder, was):
   """What was given to a run, by the names that its folder has."""
-  parts = {key: own.importable(was[key]) for key in ("loss", "params", "data")}
+  parts = {
+    key: descriptions.importable(was[key]) for key in ("loss", "params", "data")
+  }
   missing = [key for key, value in parts.items() if value is None]
   missing += [] if was["build"] else ["recipe"]
   if missing:

@@ -9,7 +9,7 @@ from typing import Any
 
 from asgd import compression, data, models
 from asgd.data import sentences
-from asgd.experiment import problem, schema
+from asgd.experiment import problem, protocol, schema
 from asgd.gossip.topologies import TOPOLOGIES
 from asgd.problems import (
   clustering,
@@ -73,7 +73,9 @@ def text(engines: Mapping[str, Any]) -> str:
     of_engines.append(_entry(name, "", known))
   sections = {
     "engines (--engine, or engine of a run)": of_engines,
-    "recipes (recipe of a run)": _entries(schema.recipes(), schema.options_of),
+    "recipes (recipe of a run)": _entries(
+      protocol.recipes(), schema.options_of
+    ),
     "consistency (of a run of tables)": [
       _entry(", ".join(CONSISTENCIES), "")
     ],

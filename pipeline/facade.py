@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen as nn
 
 from asgd import calls, checks, facade, models, problems
-from asgd.problems import own, streams
+from asgd.problems import descriptions, own, streams
 from pipeline.engine import PIPELINE
 
 
@@ -100,10 +100,10 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
       out.append(layer if "train" in takes else _Plain(layer))
     elif _has_state(layer):
       raise ValueError(
-        f"layer {number} ({own.name_of(layer)}) has a state of its own, such as"
-        " weights, which would not be trained: write it as a module of"
-        " flax.linen, or train the model as one piece with asgd.simulate or"
-        " asgd.train_live"
+        f"layer {number} ({descriptions.name_of(layer)}) has a state of its"
+        " own, such as weights, which would not be trained: write it as a"
+        " module of flax.linen, or train the model as one piece with"
+        " asgd.simulate or asgd.train_live"
       )
     elif callable(layer):
       out.append(_Function(layer))

@@ -233,7 +233,8 @@ class LaneRun:
     state = self._state._replace(slot=self._until, servers=servers, **rest)
     records = tuple(
       simulator.records(
-        [simulator.Received(*row[:3]) for row in rows], [row[3] for row in rows]
+        [simulator.ReceivedMessage(*row[:3]) for row in rows],
+        [row[3] for row in rows],
       )
       for rows in self._rows
     )

@@ -18,7 +18,7 @@ from asgd.live.tables import cluster, files
 from asgd.live.tables import shard as table_shard
 from asgd.live.tables import worker as table_worker
 from asgd.sandblaster import Image, VectorShard
-from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.portions import PortionJobs
 from asgd.tables import replay
 from asgd.tables.shard import TableShard
 
@@ -70,7 +70,7 @@ def waits_for_a_restart(patch):
 
 
 def forgets_the_dead(patch):
-  """Jobs that a dead worker had begun stay open in its journal."""
+  """PortionJobs that a dead worker had begun stay open in its journal."""
   patch.setattr(files, "leave", _nothing)
 
 
@@ -146,7 +146,7 @@ def keeps_no_message_of_a_job(patch):
 
 def loses_the_job_of_the_dead(patch):
   """Nobody does what a dead worker was at."""
-  patch.setattr(Jobs, "lose", _nothing)
+  patch.setattr(PortionJobs, "lose", _nothing)
 
 
 def resumes_from_unfit_files(patch):

@@ -17,7 +17,7 @@ import numpy as np
 from asgd import safe_files
 from asgd.experiment import cell_files, cell_log, checkpoint, folder, storage
 from asgd.experiment.cells import Cell, Experiment
-from asgd.experiment.engines import Context, Died, NotFinite, due
+from asgd.experiment.engines import Context, Died, NonFiniteResult, due
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
@@ -200,7 +200,7 @@ def train(
 
   Raises:
     Stopped: once all is saved.
-    NotFinite: for a loss that is not finite, unless that is to be recorded.
+    NonFiniteResult: for a loss that is not finite, unless `on_nan` records it.
     cell_files.CellInUse: if another process trains the cell.
     ValueError: if an engine cannot go on.
   """
@@ -347,7 +347,7 @@ class _Attempt(contextlib.ExitStack):
       if progress.broken:
         book.diverged = True
         if config["on_nan"] == "stop":
-          raise NotFinite(
+          raise NonFiniteResult(
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
             " as diverged and go on"
           )

@@ -102,6 +102,15 @@ def named(recipe: Any) -> Protocol | None:
   return None
 
 
+def recipes() -> dict[str, Any]:
+  """Returns the makers of all recipes, of all protocols, by their names."""
+  return {
+    name: maker
+    for each in PROTOCOLS.values()
+    for name, maker in each.recipes.items()
+  }
+
+
 def of(run: Any) -> Protocol:
   """Returns the protocol of a Run: that of its recipe's name, or of what its
   MODULE:FUNCTION or its caller made."""

@@ -451,29 +451,20 @@ def _runs(config, engines) -> dict[str, Run]:
   return {label: known_runs[label] for label in config["only"] or known_runs}
 
 
-def recipes() -> dict[str, Any]:
-  """Returns the makers of all recipes, of all protocols, by their names."""
-  return {
-    name: maker
-    for each in protocol.PROTOCOLS.values()
-    for name, maker in each.recipes.items()
-  }
-
-
 def _needs_recipe() -> str:
-  return f"must be a dict with a recipe, one of {', '.join(recipes())}"
+  return f"must be a dict with a recipe, one of {', '.join(protocol.recipes())}"
 
 
 def makes_settings(recipe: Any) -> bool:
   """Whether the maker of a recipe makes the settings of a protocol of its own,
   and no `algorithms.Recipe`."""
-  return recipe in recipes() and recipe not in algorithms.ALL
+  return recipe in protocol.recipes() and recipe not in algorithms.ALL
 
 
 def options_of(recipe: str) -> dict[str, Any]:
   """Returns the options that a recipe takes, with their defaults; ValueError
   for one that is unknown."""
-  maker = names.resolve("algorithm", recipe, recipes())
+  maker = names.resolve("algorithm", recipe, protocol.recipes())
   if not makes_settings(recipe):
     return algorithms.options(recipe)
   parameters = inspect.signature(maker).parameters.values()

@@ -8,7 +8,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
-from asgd.sandblaster.again import Recomputed, recompute
+from asgd.sandblaster.again import RecomputedState, recompute
 from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (
@@ -18,11 +18,11 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
-from asgd.sandblaster.settings import Failure, Settings, sandblaster
+from asgd.sandblaster.settings import PlannedKill, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
 from asgd.sandblaster.simulation import (
+  SandblasterSimulation,
   Saved,
-  Simulation,
   coordinator_from,
   template,
 )

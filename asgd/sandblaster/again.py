@@ -20,7 +20,7 @@ from asgd.sandblaster.shard import Shards
 from asgd.sandblaster.sums import Work, make_sums
 
 
-class Recomputed(NamedTuple):
+class RecomputedState(NamedTuple):
   """What it came to."""
 
   state: State  # of the coordinator
@@ -29,7 +29,7 @@ class Recomputed(NamedTuple):
 
 def recompute(
   settings: Settings, params: base.Params, work: Work, jobs: Collection[int]
-) -> Recomputed:
+) -> RecomputedState:
   """Runs L-BFGS as far as it comes with some jobs, in one place.
 
   Args:
@@ -66,4 +66,4 @@ def recompute(
       answer, message = sums(sent, settings.portions_of(request.job))
       shards.put(message_name(*request), message)
     coordinator.answer(answer)
-  return Recomputed(coordinator.state, shards.read("point"))
+  return RecomputedState(coordinator.state, shards.read("point"))

@@ -36,7 +36,7 @@ _DTYPES = (
 )  # of base.Records
 
 
-class Book:
+class RunLog:
   """The outcome of a run, row by row."""
 
   def __init__(self):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 
-class Ticket(NamedTuple):
+class PortionTicket(NamedTuple):
   """A job that a worker has started."""
 
   evaluation: int
@@ -17,7 +17,7 @@ class Ticket(NamedTuple):
   loss: float = math.nan  # what a copy of it came to
 
 
-class Place:
+class SimulatedBatchWorker:
   """A worker."""
 
   def __init__(self, stream: Iterator[float]):
@@ -27,7 +27,7 @@ class Place:
     self.seq = 0  # of the next job
     self.holder = 0  # how many came before it in this place
     self.alive = True
-    self.ticket: Ticket | None = None
+    self.ticket: PortionTicket | None = None
     self.ready: dict[int, float] = {}  # job -> when its data are here
     self.loader = 0.0  # when all that it loads is here
 
@@ -56,7 +56,7 @@ class Place:
     drawn, *who, ticket, ready, self.loader = packed
     self.fetched, self.seq, self.holder, self.alive = who
     self.draw(drawn)
-    self.ticket = Ticket(*ticket) if ticket else None
+    self.ticket = PortionTicket(*ticket) if ticket else None
     self.ready = dict(ready)
 
   def kill(self) -> None:

@@ -15,15 +15,15 @@ import collections
 from collections.abc import Iterable
 
 
-class Jobs:
+class PortionJobs:
   """The jobs of one evaluation after the other.
 
   Example:
     Worker 1 gets two of three jobs, and is then given a copy of that of worker
     0, which is slow. Its result counts; that of worker 0 comes late.
 
-    >>> from asgd.sandblaster.portions import Jobs
-    >>> jobs = Jobs(3, backup=1)
+    >>> from asgd.sandblaster.portions import PortionJobs
+    >>> jobs = PortionJobs(3, backup=1)
     >>> jobs.begin()
     >>> jobs.take(0), jobs.take(1), jobs.finish(1, 1), jobs.take(1)
     (0, 1, True, 2)

@@ -11,7 +11,7 @@ FAILURES = WORKER, SHARD, COORDINATOR
 _MOST_PORTIONS = 10**7
 
 
-class Failure(NamedTuple):
+class PlannedKill(NamedTuple):
   """A process that is killed on purpose."""
 
   time: float  # when, in the unit of the durations; live, in seconds
@@ -33,7 +33,7 @@ class Settings(NamedTuple):
   prefetch: bool = True
   restart: float = 1.0
   search: tuple[tuple[str, Any], ...] = line_search.options_of({})
-  failures: tuple[Failure, ...] = ()
+  failures: tuple[PlannedKill, ...] = ()
 
   @property
   def protocol(self) -> str:
@@ -151,7 +151,7 @@ def sandblaster(
 _search_options = line_search.options_of
 
 
-def _failure(given: Sequence[Any], workers: int, shards: int) -> Failure:
+def _failure(given: Sequence[Any], workers: int, shards: int) -> PlannedKill:
   try:
     time, what, index = given
   except (TypeError, ValueError):
@@ -162,6 +162,6 @@ def _failure(given: Sequence[Any], workers: int, shards: int) -> Failure:
   checks.nonnegative("the time of failures", time)
   checks.one_of("failures", what, FAILURES)
   most = {WORKER: workers, SHARD: shards, COORDINATOR: 1}[what] - 1
-  return Failure(
+  return PlannedKill(
     float(time), what, checks.whole(f"failures: {what}", index, 0, most)
   )

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from asgd import base, sharding
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.sandblaster.book import Book, Iterate, Lengths
+from asgd.sandblaster.book import Iterate, Lengths, RunLog
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
   Begin,
@@ -29,8 +29,8 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
-from asgd.sandblaster.places import Place, Ticket
-from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.places import PortionTicket, SimulatedBatchWorker
+from asgd.sandblaster.portions import PortionJobs
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards
 from asgd.sandblaster.sums import Work, make_sums, message_norm
@@ -89,7 +89,7 @@ class Saved(NamedTuple):
   notes: dict[str, Any]  # JSON
 
 
-class Simulation:
+class SandblasterSimulation:
   """A run of Sandblaster L-BFGS.
 
   Example:
@@ -98,10 +98,10 @@ class Simulation:
     >>> import jax
     >>> import numpy as np
     >>> from asgd import orders
-    >>> from asgd.sandblaster import Settings, Simulation
+    >>> from asgd.sandblaster import Settings, SandblasterSimulation
     >>> work = jax.value_and_grad(lambda x, p: (p + 1) * (x**2).sum())
     >>> clock = orders.durations.constant(slowdown=[1, 3])
-    >>> run = Simulation(
+    >>> run = SandblasterSimulation(
     ...   Settings(portions=6), np.float32([3.0, 4.0]), work, clock, workers=2
     ... )
     >>> run.advance(until=14)
@@ -126,15 +126,17 @@ class Simulation:
     saved. `work` is the loss and the gradient of a portion, a mean."""
     self._settings, self._add_up = settings, make_sums(work)
     self._like = params
-    self._places = [Place(durations.stream(i)) for i in range(workers)]
-    self.book = Book()
+    self._places = [
+      SimulatedBatchWorker(durations.stream(i)) for i in range(workers)
+    ]
+    self.book = RunLog()
     self.counts = Counts()
     self._agenda = _Agenda()
     self._current = _Evaluation()
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
       self._coordinator = Coordinator(settings)
-      self._jobs = Jobs(settings.jobs, settings.backup)
+      self._jobs = PortionJobs(settings.jobs, settings.backup)
       for failure in settings.failures:
         self._agenda.push(failure.time, failure.what, failure.index)
     else:
@@ -234,7 +236,9 @@ class Simulation:
     if settings.prefetch and (coming := jobs.peek(worker)) is not None:
       self._load(place, coming)
     finish = begin + place.draw(len(settings.portions_of(job)))
-    place.ticket = Ticket(self._current.number, job, place.seq, finish, fresh)
+    place.ticket = PortionTicket(
+      self._current.number, job, place.seq, finish, fresh
+    )
     self._write(worker, base.SEND if fresh else base.KEEP)
     place.seq += 1
     self._agenda.push(finish, _FINISH, worker)
@@ -348,7 +352,8 @@ class Simulation:
     images = [Image(notes["number"], dict(each)) for each in vectors]
     self._shards = Shards(self._like, settings.shards, images)
     self._coordinator = coordinator_from(settings, notes)
-    self._jobs = Jobs(settings.jobs, settings.backup, dict(notes["owners"]))
+    owners = dict(notes["owners"])
+    self._jobs = PortionJobs(settings.jobs, settings.backup, owners)
     self._agenda.unpack(notes["agenda"])
     self._current = _Evaluation(notes["evaluation"])
     for place, packed in zip(self._places, notes["places"], strict=True):
@@ -365,7 +370,7 @@ def template(
   parts = sharding.split(sharding.make_plan(params, settings.shards), params)
   return {
     "vectors": [dict.fromkeys(notes["vectors"], part) for part in parts],
-    **Book().arrays(Lengths(0, 0, 0)),
+    **RunLog().arrays(Lengths(0, 0, 0)),
   }
 
 

@@ -24,10 +24,10 @@ from asgd.simulator.steps import (
   start,
 )
 from asgd.simulator.stepwise import (
-  Host,
-  HostRun,
-  Simulation,
+  SimulationState,
+  StepwiseEngine,
+  StepwiseRun,
   make_host,
   run_whole,
 )
-from asgd.simulator.traffic import Received, Sent, Traffic
+from asgd.simulator.traffic import ReceivedMessage, Sent, Traffic

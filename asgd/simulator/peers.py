@@ -23,7 +23,7 @@ from asgd.orders.trace import Ledger
 from asgd.simulator import records as records_lib
 from asgd.simulator.peer_links import Key, LinkTraffic, PeerLinks, read_key
 from asgd.simulator.steps import Observation, compile_work
-from asgd.simulator.traffic import Received
+from asgd.simulator.traffic import ReceivedMessage
 
 
 class PeerSteps(NamedTuple):
@@ -96,7 +96,7 @@ class PeerRecords(NamedTuple):
 
 
 def peer_records(
-  messages: Sequence[Received],
+  messages: Sequence[ReceivedMessage],
   observations: Sequence[Observation],
   mixes: Sequence[Sequence[Any]],
 ) -> PeerRecords:
@@ -136,7 +136,7 @@ def packed_bytes(code: Any) -> int:
 class _Rows(NamedTuple):
   """Messages received since the last call of `Peers.run`."""
 
-  messages: list[Received]
+  messages: list[ReceivedMessage]
   observations: list[Observation]
   norms: list[list[Any]]  # of mixes
 
@@ -250,7 +250,7 @@ class Peers:
     )
     up, down = self._links.since(i)
     norms, self._mixed[i] = self._mixed[i], []
-    received = Received(event.time, i, event.job, up, down, kept)
+    received = ReceivedMessage(event.time, i, event.job, up, down, kept)
     self._new.messages.append(received)
     self._new.observations.append(observation)
     self._new.norms.append(norms)

@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from asgd import base
 from asgd.simulator.steps import Observation
-from asgd.simulator.traffic import Received
+from asgd.simulator.traffic import ReceivedMessage
 
 
 def fetch(tree: Any) -> Any:
@@ -24,7 +24,7 @@ def fetch(tree: Any) -> Any:
 
 
 def records(
-  messages: list[Received], observations: list[Observation]
+  messages: list[ReceivedMessage], observations: list[Observation]
 ) -> base.Records:
   """Fetches, once for all, what `Steps.receive` returned of each message."""
   time, worker, job, bytes_up, bytes_down, residual_norm = (

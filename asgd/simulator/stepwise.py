@@ -18,12 +18,12 @@ from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import concatenate, fetch, records
 from asgd.simulator.steps import Steps
-from asgd.simulator.traffic import NOTHING_SENT, Received, Sent, Traffic
+from asgd.simulator.traffic import NOTHING_SENT, ReceivedMessage, Sent, Traffic
 
 _CHUNK = 2000  # rows obeyed in one call
 
 
-class Simulation(NamedTuple):
+class SimulationState(NamedTuple):
   """Everything there is at an event boundary; a checkpoint is this."""
 
   event: int  # the next row of the trace
@@ -35,12 +35,12 @@ class Simulation(NamedTuple):
   sent: Sent = NOTHING_SENT  # if updates are codes
 
 
-class Host(NamedTuple):
+class StepwiseEngine(NamedTuple):
   """The engine."""
 
-  init: Callable[[Any, int], Simulation]  # (params, workers)
-  run: Callable[..., tuple[Simulation, base.Records]]
-  begin: Callable[..., "HostRun"]  # as `run`, but row by row
+  init: Callable[[Any, int], SimulationState]  # (params, workers)
+  run: Callable[..., tuple[SimulationState, base.Records]]
+  begin: Callable[..., "StepwiseRun"]  # as `run`, but row by row
 
 
 def make_host(
@@ -49,7 +49,7 @@ def make_host(
   *,
   group: steps_lib.WorkerDevices = steps_lib.ALONE,
   **options: Any,
-) -> Host:
+) -> StepwiseEngine:
   """Builds the engine for a server and its workers; arguments and options are
   those of `compile_steps`.
 
@@ -61,7 +61,7 @@ def make_host(
   simulation it is given: buffers that no ticket may refer to are donated. It
   raises TraceError for a row that cannot be obeyed. Where jobs share a ticket,
   the workers are those of `own_writes`; ValueError is raised if they cannot be.
-  `begin(simulation, *, batch, root)` starts a HostRun, for an order that is
+  `begin(simulation, *, batch, root)` starts a StepwiseRun, for an order that is
   made while it is obeyed.
   """
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
@@ -75,10 +75,10 @@ def make_host(
     state = steps_lib.start(server, params)
     states = tuple(worker.init(state.params) for _ in range(workers))
     tickets = tuple({} for _ in range(workers))
-    return Simulation(0, state, states, tickets, (None,) * workers, {})
+    return SimulationState(0, state, states, tickets, (None,) * workers, {})
 
   def begin(simulation, *, batch, root, keeps=True, returns=()):
-    return HostRun(
+    return StepwiseRun(
       (worker, steps, group),
       simulation,
       batch=batch,
@@ -109,10 +109,10 @@ def make_host(
       going.obey(event)
     return going.pause()
 
-  return Host(init, run, begin)
+  return StepwiseEngine(init, run, begin)
 
 
-class HostRun:
+class StepwiseRun:
   """A simulation that obeys rows one by one, as they are made.
 
   A message may be asked for before its RECEIVE row: an order over a network
@@ -122,7 +122,7 @@ class HostRun:
   def __init__(
     self, parts, simulation, *, batch, root, keeps=True, returns=()
   ):
-    """Goes on with a Simulation, which is consumed; `parts` are worker, steps
+    """Continues a SimulationState, which is consumed; `parts` are worker, steps
     and group, `keeps` and `returns` as of `needs_of`."""
     self._worker, self._steps, self._group = parts
     self._batch, self._root = batch, root
@@ -185,11 +185,11 @@ class HostRun:
     """Returns the bytes of a ticket that was sent, and is open."""
     return self._replay.traffic.sent_bytes(worker, seq)
 
-  def pause(self) -> tuple[Simulation, base.Records]:
+  def pause(self) -> tuple[SimulationState, base.Records]:
     """Returns the simulation, and the records since the last pause. What was
     asked for ahead is no part of it, and is computed again by another."""
     replay, workers = self._replay, range(len(self._states))
-    after = Simulation(
+    after = SimulationState(
       replay.ledger.rows,
       replay.state,
       tuple(self._states),
@@ -204,8 +204,12 @@ class HostRun:
 
 
 def run_whole(
-  host: Host, params: Any, workers: int, trace: base.Trace, **data: Any
-) -> tuple[Simulation, base.Records]:
+  host: StepwiseEngine,
+  params: Any,
+  workers: int,
+  trace: base.Trace,
+  **data: Any,
+) -> tuple[SimulationState, base.Records]:
   """Obeys a whole trace of N `workers`; `data` are `batch` and `root`."""
   simulation, parts = host.init(params, workers), []
   while simulation.event < len(trace.time):
@@ -244,7 +248,7 @@ class ServerReplay:
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
     self.traffic = Traffic(steps, state, sent)
-    self._messages: list[Received] = []
+    self._messages: list[ReceivedMessage] = []
     self._observations: list[steps_lib.Observation] = []
 
   def _send(self, event, kept):
@@ -283,7 +287,7 @@ class ServerReplay:
     self.traffic.update(self.state)
     name = event.time, event.worker, event.job
     down = self.traffic.end(*event.key, ticket)
-    self._messages.append(Received(*name, up, down, residual_norm))
+    self._messages.append(ReceivedMessage(*name, up, down, residual_norm))
     self._observations.append(observation)
 
   def records(self, start: int = 0) -> base.Records:

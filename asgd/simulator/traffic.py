@@ -16,7 +16,7 @@ from asgd.compression import packing
 from asgd.simulator.steps import Steps
 
 
-class Received(NamedTuple):
+class ReceivedMessage(NamedTuple):
   """What a trace and the packets tell of a message; the rest is computed."""
 
   time: float

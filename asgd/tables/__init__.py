@@ -14,7 +14,7 @@ from asgd.tables.client import Client as Client
 from asgd.tables.client import TableSpec as TableSpec
 from asgd.tables.consistency import CONSISTENCIES as CONSISTENCIES
 from asgd.tables.consistency import Consistency as Consistency
-from asgd.tables.consistency import Rules as Rules
+from asgd.tables.consistency import ConsistencyRules as ConsistencyRules
 from asgd.tables.consistency import rules as rules
 from asgd.tables.filters import FILTERS as FILTERS
 from asgd.tables.functions import RowFunction as RowFunction
@@ -35,7 +35,7 @@ from asgd.tables.ranges import by_load as by_load
 from asgd.tables.ranges import moves as moves
 from asgd.tables.rows import KeyedRows as KeyedRows
 from asgd.tables.server import Server as Server
-from asgd.tables.settings import Settings as Settings
+from asgd.tables.settings import TableSettings as TableSettings
 from asgd.tables.settings import table as table
 from asgd.tables.simulation import Simulation as Simulation
 from asgd.tables.table import Table as Table

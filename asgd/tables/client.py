@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from asgd.tables import filters as filters_lib
-from asgd.tables.consistency import Rules
+from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, RowValues, ValueCodec
 from asgd.tables.rows import KeyedRows
@@ -66,7 +66,7 @@ class Client:
     self,
     worker: int,
     specs: Mapping[str, TableSpec],
-    rules: Rules,
+    rules: ConsistencyRules,
     *,
     filters: Sequence[filters_lib.Filter] = (),
     codec: ValueCodec | None = None,

@@ -13,11 +13,11 @@ from typing import NamedTuple
 from asgd import checks, names
 
 
-def _within_bound(rules: "Rules", clock: int) -> int:
+def _within_bound(rules: "ConsistencyRules", clock: int) -> int:
   return max(0, clock - rules.bound)
 
 
-def _any_clock(rules: "Rules", clock: int) -> int:
+def _any_clock(rules: "ConsistencyRules", clock: int) -> int:
   del rules, clock
   return 0
 
@@ -27,7 +27,7 @@ class Consistency(NamedTuple):
 
   name: str
   # (rules, clock) -> the clock below which a row is too old to be read
-  need: Callable[["Rules", int], int] = _within_bound
+  need: Callable[["ConsistencyRules", int], int] = _within_bound
   numbers: tuple[str, ...] = ()  # that it needs: "bound", "threshold", "budget"
   bound: int | None = None  # where a recipe gives none; None: it is needed
   anew: bool = False  # each job reads all its rows from the server
@@ -62,7 +62,7 @@ _MODELS = (
 CONSISTENCIES: dict[str, Consistency] = {model.name: model for model in _MODELS}
 
 
-class Rules(NamedTuple):
+class ConsistencyRules(NamedTuple):
   """A consistency model and its numbers.
 
   Example:
@@ -120,7 +120,7 @@ class Rules(NamedTuple):
     sqrt(c + 1), without what it may lack that other workers hold back."""
     return self.threshold / math.sqrt(clock + 1) - self.held
 
-  def holding(self, workers: int, clocks: int) -> "Rules":
+  def holding(self, workers: int, clocks: int) -> "ConsistencyRules":
     """Returns the rules of value_bounded for N workers that hold back updates.
 
     Half of the least bound, v0 / sqrt(C + 1), is for what they hold back: the
@@ -140,7 +140,7 @@ def rules(
   bound: int | None = None,
   threshold: float | None = None,
   budget: int | None = None,
-) -> Rules:
+) -> ConsistencyRules:
   """Returns the rules of a consistency model.
 
   Args:
@@ -167,7 +167,7 @@ def rules(
       )
   if threshold is not None:
     checks.positive("threshold", threshold)
-  return Rules(
+  return ConsistencyRules(
     consistency,
     0 if bound is None else checks.whole("bound", bound, 0),
     math.inf if threshold is None else float(threshold),

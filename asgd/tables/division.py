@@ -14,7 +14,7 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables.client import TableSpec
 from asgd.tables.keys import Keys
 from asgd.tables.server import Server
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.table import Table
 
 Parts = dict[str, tuple[np.ndarray, Keys]]  # name -> (where they are, keys)
@@ -62,7 +62,7 @@ class Division(NamedTuple):
     self,
     shard: int,
     tables: Mapping[str, Any],
-    settings: Settings,
+    settings: TableSettings,
     workers: int,
   ) -> Server:
     """Returns the server of a shard, of whole tables [K, ...]. A budget is

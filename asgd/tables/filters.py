@@ -2,8 +2,8 @@
 
 What a filter holds back stays with the worker, is added to what comes later,
 and is sent at the end of the run; value_bounded has them hold back little
-(`Rules.hold`). Only `kkt` drops, what can make no difference. At the end of a
-run nothing is held back.
+(`ConsistencyRules.hold`). Only `kkt` drops, what can make no difference. At the
+end of a run nothing is held back.
 """
 
 from collections.abc import Callable, Mapping, Sequence

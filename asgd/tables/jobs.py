@@ -18,9 +18,9 @@ from asgd.tables.book import Book
 from asgd.tables.client import Client
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Push, Rows
-from asgd.tables.places import Outcome, Place, Ticket
+from asgd.tables.places import JobResult, SimulatedTableWorker, TableTicket
 from asgd.tables.server import Server
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.table import Table
 from asgd.tables.work import Values, Work
 
@@ -45,7 +45,7 @@ class Jobs:
 
   def __init__(
     self,
-    settings: Settings,
+    settings: TableSettings,
     tables: Mapping[str, Any],
     work: Work,
     durations: Durations,
@@ -89,7 +89,9 @@ class Jobs:
       )
       for worker in range(workers)
     ]
-    self._places = [Place(durations.stream(i)) for i in range(workers)]
+    self._places = [
+      SimulatedTableWorker(durations.stream(i)) for i in range(workers)
+    ]
     self.now = 0.0
     self._book = Book()
     self.moved = 0  # ranges that went to another shard
@@ -192,7 +194,7 @@ class Jobs:
       self._observe(Read(row, worker, clock, keys, values, clocks))
     oldest = clock - int(every.min(initial=clock))
     job, version = self._next(worker), self.server.version
-    place.ticket = Ticket(job, keys, values, oldest, version)
+    place.ticket = TableTicket(job, keys, values, oldest, version)
     place.started += 1
 
   def _write(self, worker, job, action):
@@ -218,7 +220,7 @@ class Jobs:
     every = [values for _, values in written.values()]
     size = sum(x.size for x in every)
     square = sum(float(np.square(x, dtype=float).sum()) for x in every)
-    place.outcome = Outcome(loss, np.sqrt(square / max(size, 1)))
+    place.outcome = JobResult(loss, np.sqrt(square / max(size, 1)))
     after = place.done // settings.clock_every
     last = place.done == self._jobs
     if not (after > clock or last or settings.rules.by_value):

@@ -33,9 +33,9 @@ from asgd.tables.carrier import DOWN, MESSAGE, UP, Carrier, Message
 from asgd.tables.jobs import Jobs, request_bytes
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Rows
-from asgd.tables.places import Outcome
+from asgd.tables.places import JobResult
 from asgd.tables.requests import PULL, PUSH, Request
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.work import Work
 
 REPLY, ACK, ROWS = "reply", "ack", "rows"
@@ -83,7 +83,7 @@ class OverNetwork(Jobs):
 
   def __init__(
     self,
-    settings: Settings,
+    settings: TableSettings,
     tables: Mapping[str, Any],
     work: Work,
     durations: Durations,
@@ -323,5 +323,5 @@ class OverNetwork(Jobs):
     )
     for side, place, client, numbers, outcome, flight in every:
       vars(side).update(numbers)
-      place.outcome = outcome and Outcome(*outcome)
+      place.outcome = outcome and JobResult(*outcome)
       client.flight = {name: (k, x) for name, (k, x) in flight.items()}

@@ -11,7 +11,7 @@ from asgd.tables.keys import Keys
 from asgd.tables.work import Values
 
 
-class Ticket(NamedTuple):
+class TableTicket(NamedTuple):
   """A job that a worker has started."""
 
   job: int
@@ -21,21 +21,21 @@ class Ticket(NamedTuple):
   version: int  # of the server
 
 
-class Outcome(NamedTuple):
+class JobResult(NamedTuple):
   """What a worker has computed."""
 
   loss: float
   norm: float  # RMS of what it writes
 
 
-class Place:
+class SimulatedTableWorker:
   """A worker."""
 
   def __init__(self, stream):
     self.stream = stream  # of the times of its jobs
     self.drawn = self.started = self.done = 0
-    self.ticket: Ticket | None = None
-    self.outcome: Outcome | None = None  # until the job has ended
+    self.ticket: TableTicket | None = None
+    self.outcome: JobResult | None = None  # until the job has ended
     self.waits = False
     self.up = self.down = 0  # bytes since its last record
 
@@ -67,4 +67,4 @@ class Place:
         for part in ("keys", "values")
       )
       job, oldest, version = of_ticket
-      self.ticket = Ticket(job, keys, values, oldest, version)
+      self.ticket = TableTicket(job, keys, values, oldest, version)

@@ -18,7 +18,7 @@ from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts, Division
 from asgd.tables.job_records import ClockMessage, JobRecord
 from asgd.tables.requests import Request
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.shard import ACTIONS, TableShard
 from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
@@ -242,7 +242,7 @@ def _move(shards, rows, holders, division) -> bool:
 
 
 def replay(
-  settings: Settings,
+  settings: TableSettings,
   tables: Mapping[str, Any],
   division: Division,
   work: Work,

@@ -12,11 +12,11 @@ import numpy as np
 
 from asgd.tables import keys as keys_lib
 from asgd.tables.client import TableSpec
-from asgd.tables.consistency import Rules
+from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.rows import KeyedRows
+from asgd.tables.row_copies import RowCopies, rows_of, tree_of
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
@@ -45,7 +45,7 @@ class Server:
   def __init__(
     self,
     tables: Mapping[str, Table],
-    rules: Rules,
+    rules: ConsistencyRules,
     workers: Sequence[int],
     *,
     codec: ValueCodec | None = None,
@@ -63,24 +63,11 @@ class Server:
     }
     self._receivers = {worker: KeyCache() for worker in workers}
     self._deferred: list[tuple[int, int, _Values]] = []
-    self._copies = {worker: self._no_copies() for worker in workers}
+    self._copies = RowCopies(self.tables, workers)
     # Of value_bounded: workers that were answered and may not have read yet,
     # and their clocks.
     self._reading: dict[int, int] = {}
     self.version = 0  # messages applied
-
-  def _no_copies(self):
-    """What a worker has, of which tables know: nothing."""
-    return {
-      name: KeyedRows(
-        np.zeros(0, np.int64),
-        {
-          "lacks": np.zeros((0, *table.shape), np.float64),
-          "changed": np.zeros(0, bool),
-        },
-      )
-      for name, table in self.tables.items()
-    }
 
   @property
   def specs(self) -> dict[str, TableSpec]:
@@ -104,19 +91,8 @@ class Server:
     for name, wanted in keys.items():
       out[name] = wanted, np.asarray(self.tables[name].pull(wanted))
       if self.rules.registers:
-        self._register(worker, name, wanted)
+        self._copies.register(worker, name, wanted)
     return Rows(self.slowest, out)
-
-  def _register(self, worker, name, keys):
-    copies, shape = self._copies[worker][name], self.tables[name].shape
-
-    def make(new):
-      lacks = np.zeros((len(new), *shape))
-      return {"lacks": lacks, "changed": np.zeros(len(new), bool)}
-
-    copies.insert(keys, make)
-    copies.write(keys, "lacks", 0)
-    copies.write(keys, "changed", False)
 
   # Writing.
 
@@ -164,7 +140,7 @@ class Server:
     for name, keys in self.keys_of(push).items() if others else ():
       change = self._change(name, keys, push.tables[name].values)
       for worker in others:
-        copies = self._copies[worker][name]
+        copies = self._copies.of(worker)[name]
         has, limit = copies.has(keys), self.rules.limit(self._reading[worker])
         lacks = copies.read(keys[has], "lacks") + change[has]
         if not (np.abs(lacks) <= limit).all():
@@ -239,26 +215,15 @@ class Server:
         continue
       old = np.array(table.peek(keys))
       table.push(keys, more)
-      self._note(worker, name, keys, np.asarray(table.peek(keys)) - old)
-
-  def _note(self, sender, name, keys, change):
-    """Writes down what copies of workers lack now. The sender's has what it
-    sent, if the table adds."""
-    exact = self.tables[name].function.additive
-    for worker, copies in self._copies.items():
-      if worker == sender and exact:
-        continue
-      has = copies[name].has(keys)
-      if has.any():
-        copies[name].add(keys[has], "lacks", change[has])
-        copies[name].write(keys[has], "changed", True)
+      change = np.asarray(table.peek(keys)) - old
+      self._copies.change(worker, name, keys, change)
 
   # Workers that come and go.
 
   def join(self, worker: int) -> None:
     """Another takes a worker's place: it has no rows, and knows no keys. The
     clocks of the place stay."""
-    self._copies[worker] = self._no_copies()
+    self._copies.join(worker)
     self._receivers[worker] = KeyCache()
     self._reading.pop(worker, None)
 
@@ -267,8 +232,8 @@ class Server:
     by how much the slowest clock has advanced."""
     before = self.slowest
     self.workers.remove(worker)
-    for table in (self._copies, self._receivers):
-      del table[worker]
+    self._copies.leave(worker)
+    del self._receivers[worker]
     self._reading.pop(worker, None)
     for clocks in self.clocks.values():
       clocks.leave(worker)
@@ -286,7 +251,7 @@ class Server:
 
   def _changed(self, worker):
     tables, late = {}, {}
-    for name, copies in self._copies[worker].items():
+    for name, copies in self._copies.of(worker).items():
       keys = copies.keys[copies.columns["changed"]]
       if self.rules.budgeted:
         keys, rest = self._largest(name, copies, keys)
@@ -312,9 +277,7 @@ class Server:
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
   def _sent(self, worker, name, keys):
-    copies = self._copies[worker][name]
-    copies.write(keys, "lacks", 0)
-    copies.write(keys, "changed", False)
+    self._copies.sent(worker, name, keys)
     return keys, np.asarray(self.tables[name].pull(keys))
 
   def by_value(self, worker: int, clock: int) -> Rows | None:
@@ -322,7 +285,7 @@ class Server:
     there are any. It is about to read (`has_read`)."""
     limit, tables = self.rules.limit(clock), {}
     self._reading[worker] = clock
-    for name, copies in self._copies[worker].items():
+    for name, copies in self._copies.of(worker).items():
       if not len(copies):
         continue
       lacks = np.abs(copies.columns["lacks"]).reshape(len(copies), -1)
@@ -337,11 +300,10 @@ class Server:
     """Returns what it knows of the rows start <= key < stop of a table, as a
     tree of arrays: with their states, and what copies of them lack."""
     (rows,) = self.tables[name].shard_rows
-    copies = [
-      [worker, _tree(each[name].between(start, stop))]
-      for worker, each in self._copies.items()
-    ]
-    return {"rows": _tree(rows.between(start, stop)), "copies": copies}
+    return {
+      "rows": tree_of(rows.between(start, stop)),
+      "copies": self._copies.part(name, start, stop),
+    }
 
   def set_range(
     self, name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]]
@@ -349,22 +311,14 @@ class Server:
     """Has the rows start <= key < stop of a table from now on: those that it
     had before, and `parts` of other shards. All have the same clocks then, and
     no message is deferred."""
-    rows = [_keyed(part["rows"]) for part in parts]
+    rows = [rows_of(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
-    for each in self._copies.values():
-      keys = each[name].keys
-      each[name].keep((keys >= start) & (keys < stop))
-    for worker, tree in (pair for part in parts for pair in part["copies"]):
-      self._copies[worker][name].join(_keyed(tree))
+    self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
 
   # Checkpoints.
 
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns its arrays, and the rest as JSON."""
-    copies = [
-      {name: {"keys": x.keys, **x.columns} for name, x in each.items()}
-      for each in self._copies.values()
-    ]
     cached = [
       {
         f"{i:02d}{digest.hex()}": keys
@@ -378,7 +332,7 @@ class Server:
     ]
     arrays = {
       "tables": {name: table.pack() for name, table in self.tables.items()},
-      "copies": copies,
+      "copies": self._copies.pack(),
       "cached": cached,
       "deferred": deferred,
     }
@@ -401,10 +355,7 @@ class Server:
       table.unpack(arrays["tables"][name])
     for worker in set(self.workers) - set(notes["workers"]):
       self.leave(worker)
-    for worker, each in zip(self.workers, arrays["copies"], strict=True):
-      for name, packed in each.items():
-        columns = {k: np.array(x) for k, x in packed.items()}
-        self._copies[worker][name] = KeyedRows(columns.pop("keys"), columns)
+    self._copies.unpack(self.workers, arrays["copies"])
     for worker, names, lists in zip(
       self.workers, notes["cached"], arrays["cached"], strict=True
     ):
@@ -422,18 +373,6 @@ class Server:
     }
     self._reading = dict(notes["reading"])
     self.version = notes["version"]
-
-
-def _tree(rows: KeyedRows) -> dict[str, np.ndarray]:
-  """Returns rows as a tree of arrays."""
-  columns = {name: np.asarray(x) for name, x in rows.columns.items()}
-  return {"keys": rows.keys, **columns}
-
-
-def _keyed(tree: Mapping[str, np.ndarray]) -> KeyedRows:
-  """Returns the rows that a tree is of."""
-  columns = dict(tree)
-  return KeyedRows(columns.pop("keys"), columns)
 
 
 def _summed(messages: list[_Values]) -> _Values:

@@ -14,10 +14,10 @@ from asgd.tables.keys import Keys
 from asgd.tables.messages import ValueCodec
 
 
-class Settings(NamedTuple):
+class TableSettings(NamedTuple):
   """How tables are served; see `table`."""
 
-  rules: consistency_lib.Rules
+  rules: consistency_lib.ConsistencyRules
   function: functions.RowFunction
   learning_rate: optax.ScalarOrSchedule
   clock_every: int = 1
@@ -38,7 +38,7 @@ class Settings(NamedTuple):
     """Batches in one message."""
     return 1
 
-  def of_run(self, workers: int, jobs: int) -> "Settings":
+  def of_run(self, workers: int, jobs: int) -> "TableSettings":
     """Returns the settings for a run: value_bounded counts what its filters and
     its codec hold back.
 
@@ -123,7 +123,7 @@ def table(
   ftrl: Mapping[str, float] | None = None,
   proximal: Mapping[str, float] | None = None,
   optimizer: Any = None,
-) -> Settings:
+) -> TableSettings:
   """A parameter server of keyed rows, under a consistency model.
 
     row <- row + sum of the increments pushed,   an increment is -a g
@@ -157,7 +157,7 @@ def table(
     optimizer: an `optimizers.Optimizer` by row at the server; None adds.
 
   Returns:
-    Settings.
+    TableSettings.
 
   Raises:
     ValueError: for a value out of its range, or of another model, and for what
@@ -209,7 +209,7 @@ def table(
         f" is, not {checks.shown(optimizer)}"
       )
     function = functions.by_row(optimizer(learning_rate))
-  settings = Settings(
+  settings = TableSettings(
     rules,
     function,
     learning_rate,

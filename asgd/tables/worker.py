@@ -24,7 +24,7 @@ from asgd.tables.job_records import BINS, ClockMessage, JobRecord
 from asgd.tables.mail import Mail
 from asgd.tables.messages import Push
 from asgd.tables.requests import JOIN, PULL, PUSH
-from asgd.tables.settings import Settings
+from asgd.tables.settings import TableSettings
 from asgd.tables.work import Work
 
 _NOT_KNOWN = float("nan")
@@ -45,7 +45,7 @@ class TableWorker:
     self,
     worker: int,
     life: int,
-    settings: Settings,
+    settings: TableSettings,
     division: Division,
     work: Work,
     *,
@@ -88,6 +88,11 @@ class TableWorker:
     self.done = 0  # jobs
     self._clocks = [0 for _ in shards]  # the slowest worker's, as it knows
     self._records: list[JobRecord] = []  # of jobs that no shard has
+
+  @property
+  def listens(self) -> bool:
+    """Whether shards send rows that the worker did not ask for."""
+    return self._settings.rules.by_clock
 
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
     """Takes the rows of a shard before a number; they must be there. Those that

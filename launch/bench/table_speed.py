@@ -28,6 +28,7 @@ from asgd.live.hosts.base import SHARD
 from asgd.live.hosts.site import Site
 from asgd.live.setup import Setup
 from asgd.live.tables import files
+from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
 from asgd.orders import protocol
@@ -45,7 +46,7 @@ _JOBS = 10  # that a contestant does in a turn
 _MANY = 10**6
 
 
-def _settings() -> tables.Settings:
+def _settings() -> tables.TableSettings:
   return tables.table(_RATE, 1, consistency="asynchronous")
 
 
@@ -80,15 +81,14 @@ def _worker(rows, folder, host, keys, clock) -> WorkerHost:
   def ignore(*_: Any) -> None:
     pass
 
+  inside = Inside(ignore, ignore, clock)
   return WorkerHost(
-    Inside(ignore, ignore, clock),
+    inside,
     make,
     work,
-    folder,
-    0,
+    JobJournal(inside, folder, 0),
     shards={0: host},
     script=Script([], kill=ignore, wait=ignore),
-    listens=False,
   )
 
 

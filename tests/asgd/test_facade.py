@@ -23,7 +23,7 @@ from asgd import orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_clusters
 from asgd.orders import durations
-from asgd.problems import own
+from asgd.problems import descriptions, own
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -704,10 +704,10 @@ def test_a_recipe_that_needs_more_than_gradients_is_refused_before_it_runs():
 
 def test_descriptions_hold_no_address():
   recipe = dana(optimizer=functools.partial(optax.adamw, b2=0.95))
-  assert own.describe_recipe(recipe) == (
+  assert descriptions.describe_recipe(recipe) == (
     "dana_zero(0.02, workers=4, optimizer=optax._src.alias:adamw(b2=0.95))"
   )
-  assert "0x" not in own.name_of((Net(), lambda y, b: 0.0))
+  assert "0x" not in descriptions.name_of((Net(), lambda y, b: 0.0))
 
 
 def test_a_train_state_passes_what_is_no_field():

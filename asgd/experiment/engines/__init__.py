@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 
-class NotFinite(ValueError):
+class NonFiniteResult(ValueError):
   """A loss or an update is NaN or infinite."""
 
 

@@ -129,7 +129,7 @@ class CoordinatedEngine(SimulatedEngine):
   def _begin(self, seed, params, root, restore):
     plan, params = self._plan, jax.device_get(params)
     saved = restore(lambda found: _unpack(found, params, plan.settings))
-    self._simulation = sandblaster.Simulation(
+    self._simulation = sandblaster.SandblasterSimulation(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
       workers=plan.workers,
       saved=saved,

@@ -29,8 +29,13 @@ from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.journal import journal_path
 from asgd.live.records import records_path
 from asgd.live.sandblaster import shard, worker
-from asgd.live.sandblaster.book import LiveBook, last_time
-from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.live.sandblaster.book import LiveRunLog, last_time
+from asgd.live.sandblaster.driver import (
+  Driver,
+  HostMakers,
+  Options,
+  SavedRun,
+)
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.orders import protocol
@@ -142,7 +147,7 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     params, _ = _start_of(plan, context.cell.seed)
     saved, where = self._saved(params) if begun else (None, "")
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    book = LiveBook(self._folder, lengths)
+    book = LiveRunLog(self._folder, lengths)
     if begun:
       book.news.append(f"going on from {where}")
     live = LiveBatches(
@@ -155,8 +160,11 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
     hosts.say = context.machine.tell
     stack.callback(hosts.close)
     self._simulation = driver = Driver(
-      *(plan.settings, params, hosts),
-      *(self._make_shard, functools.partial(self._make_worker, task), book),
+      *(plan.settings, params),
+      HostMakers(
+        hosts, self._make_shard, functools.partial(self._make_worker, task)
+      ),
+      book,
       workers=plan.workers,
       options=Options(
         live_clusters.ladder(settings), settings["refill"], settings["together"]

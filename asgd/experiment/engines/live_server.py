@@ -191,7 +191,7 @@ class LiveEngine(engines.Engine):
     )
 
   def _status(self):
-    """The shards' status; NotFinite if nothing finite comes any more."""
+    """The shards' status; raises NonFiniteResult if no result is finite."""
     with watched.engine_errors(self._context):
       return self.cluster.status()
 

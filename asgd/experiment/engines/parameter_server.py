@@ -94,7 +94,7 @@ class ServerPlan:
     server_orders.check(self)
 
   @functools.cached_property
-  def host(self) -> simulator.Host:
+  def host(self) -> simulator.StepwiseEngine:
     """The engine that simulates the cells, compiled once for all seeds."""
     return simulator.make_host(self.server, self.coded_worker())
 

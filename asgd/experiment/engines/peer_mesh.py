@@ -70,6 +70,52 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
   return result
 
 
+class _LinkMeter:
+  """Counts messages and bytes over the links of a mesh of N peers."""
+
+  def __init__(self, how: gossip.Gossip, nbytes: int):
+    """`nbytes` are those of a message that is not compressed."""
+    n = how.topology.workers
+    self._gossip, self._bytes = how, nbytes
+    self.links = np.zeros((2, n, n), np.int64)  # messages, bytes
+    self._sent = np.zeros(n, np.int64)  # bytes of the last message of each
+    # Of the round before: bytes put and taken, RMS of the change by mixing.
+    zeros = np.zeros(n, np.int64)
+    self._before = zeros, zeros, np.zeros(n, np.float32)
+
+  def count(
+    self, k: int, codes: Any, mix_norm: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Counts the messages of round k. Returns bytes put, bytes taken, and the
+    RMS of changes by mixing, since the record before of each peer."""
+    how, n = self._gossip, len(self._sent)
+    message, rest = divmod(k, how.every)
+    put = np.zeros(n, np.int64)
+    if not rest:
+      put += self._bytes
+      if how.compressed:
+        each = (jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n))
+        put = np.array([simulator.packed_bytes(code) for code in each])
+      self._sent = put
+    heard = np.zeros((n, n), np.int64)
+    if rest == how.every - 1:
+      links = how.topology.links[message % how.topology.period]
+      heard = links * self._sent
+      self.links += np.stack([links, heard])
+    up, down, mixed = self._before
+    self._before = put, heard.sum(1), mix_norm
+    return put if how.put_first else up, down, mixed
+
+  def pack(self) -> dict[str, Any]:
+    """Returns the counts as a tree of arrays."""
+    return {"before": self._before, "links": self.links, "sent": self._sent}
+
+  def unpack(self, tree: Mapping[str, Any]) -> None:
+    """Takes over packed counts."""
+    self._before = tuple(tree["before"])
+    self.links, self._sent = tree["links"].copy(), tree["sent"]
+
+
 class PeerMeshEngine(engines.Engine):
   """A cell of peers on a mesh."""
 
@@ -78,7 +124,7 @@ class PeerMeshEngine(engines.Engine):
     self._plan = plan = context.plan
     self._name, seed = context.cell.name, context.cell.seed
     init_key, self._root = jax.random.split(jax.random.key(seed))
-    self._params = plan.problem.init(init_key)
+    params = plan.problem.init(init_key)
     self._batch = plan.job_batches(seed)
     self.quantum = n = plan.workers
     mesh = meshes.make({meshes.DATA: n}, jax.devices()[:n])
@@ -88,17 +134,13 @@ class PeerMeshEngine(engines.Engine):
     self._where = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
-    self._bytes = program_lib.message_bytes(
-      plan.gossip, plan.server, self._params
+    self._meter = _LinkMeter(
+      plan.gossip,
+      program_lib.message_bytes(plan.gossip, plan.server, params),
     )
-    self._links = np.zeros((2, n, n), np.int64)  # messages, bytes
-    self._sent = np.zeros(n, np.int64)  # bytes of the last message of each
-    self._state = self._rounds.init(self._params)
+    self._state = self._rounds.init(params)
     self.total, self.done, self._seconds = plan.messages, 0, 0.0
     self._parts = [simulator.join_records([])]
-    # Of the round before: bytes put and taken, RMS of the change by mixing.
-    zeros = np.zeros(n, np.int64)
-    self._before = zeros, zeros, np.zeros(n, np.float32)
     self._restore(context)
     self._pace = engines.Pace(_SECONDS)
     self._kept: tuple[int, Any] | None = None  # states, and when they were so
@@ -108,8 +150,7 @@ class PeerMeshEngine(engines.Engine):
     def unpack(saved):
       records = checkpoint.any_shapes(self._parts[0])
       tree = {"state": self._state, "records": records}
-      tree |= {"before": self._before, "links": self._links}
-      tree = saved.tree({**tree, "sent": self._sent})
+      tree = saved.tree({**tree, **self._meter.pack()})
       return tree, saved.notes["seconds"]
 
     restored = context.restore(unpack)
@@ -118,8 +159,7 @@ class PeerMeshEngine(engines.Engine):
     tree, self._seconds = restored
     self._put(tree["state"])
     self._parts = [simulator.PeerRecords(*tree["records"])]
-    self._before = tuple(tree["before"])
-    self._links, self._sent = tree["links"].copy(), tree["sent"]
+    self._meter.unpack(tree)
     self.done = len(self._parts[0].loss)
 
   def _put(self, arrays):
@@ -167,27 +207,10 @@ class PeerMeshEngine(engines.Engine):
     )
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:
-    n, how = self.quantum, self._plan.gossip
-    message, rest = divmod(k, how.every)
-    put = np.zeros(n, np.int64)
-    if not rest:
-      put += self._bytes
-      if how.compressed:
-        codes = (
-          jax.tree.map(lambda x, i=i: x[i], metrics.codes) for i in range(n)
-        )
-        put = np.array([simulator.packed_bytes(code) for code in codes])
-      self._sent = put
-    heard = np.zeros((n, n), np.int64)
-    if rest == how.every - 1:
-      links = how.topology.links[message % how.topology.period]
-      heard = links * self._sent
-      self._links += np.stack([links, heard])
+    n = self.quantum
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm, kept = metrics.real.T
-    up, down, mixed = self._before
-    self._before = put, heard.sum(1), mix_norm
-    up = put if how.put_first else up
+    up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
@@ -257,7 +280,7 @@ class PeerMeshEngine(engines.Engine):
     }
 
   def _traffic(self) -> simulator.LinkTraffic:
-    return simulator.LinkTraffic(*self._links)
+    return simulator.LinkTraffic(*self._meter.links)
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
@@ -265,8 +288,7 @@ class PeerMeshEngine(engines.Engine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns all peers, and records."""
-    tree = {"state": jax.device_get(self._state), "before": self._before}
-    tree |= {"links": self._links, "sent": self._sent}
+    tree = {"state": jax.device_get(self._state), **self._meter.pack()}
     tree["records"] = self.records()
     return self.done, tree, {"seconds": self._seconds}
 

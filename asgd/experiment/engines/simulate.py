@@ -124,7 +124,7 @@ def _unpack(saved, template):
   total, version, seen, open_tickets = saved.notes["sent"]
   numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
   sent = simulator.Sent(total, version, dict(seen), numbers)
-  simulation = simulator.Simulation(
+  simulation = simulator.SimulationState(
     event, server, workers, tickets, tuple(kept), {}, sent
   )
   return simulation, records, saved.notes.get("sizes")

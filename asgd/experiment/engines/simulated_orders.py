@@ -34,8 +34,8 @@ class MadeOrder:
     self._ends = simulator.end_of_message(self.trace)
 
   def obey(
-    self, simulation: simulator.Simulation, done: int, end: int
-  ) -> tuple[simulator.Simulation, base.Records]:
+    self, simulation: simulator.SimulationState, done: int, end: int
+  ) -> tuple[simulator.SimulationState, base.Records]:
     """Goes on from message `done` to message `end`."""
     del done
     row = int(self._ends[end - 1])
@@ -70,7 +70,7 @@ class GrownOrder:
       way: {(w, seq): size for w, seq, size in (saved or {}).get(way, ())}
       for way in ("up", "down")
     }
-    self._going: simulator.HostRun | None = None
+    self._going: simulator.StepwiseRun | None = None
     self._next = 0  # row that is to be obeyed
     sizes = play.Sizes(self._up, self._down)
     self._order = plan.over_network(seed, sizes)
@@ -84,8 +84,8 @@ class GrownOrder:
     return from_events(self._order.rows[: self._next])
 
   def obey(
-    self, simulation: simulator.Simulation, done: int, end: int
-  ) -> tuple[simulator.Simulation, base.Records]:
+    self, simulation: simulator.SimulationState, done: int, end: int
+  ) -> tuple[simulator.SimulationState, base.Records]:
     """Goes on from message `done` to message `end`."""
     if self._going is None:
       self._going = self._plan.host.begin(simulation, **self._data)

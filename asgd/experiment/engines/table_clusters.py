@@ -17,6 +17,7 @@ from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.live.tables.cluster import Places, TableCluster
+from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
 from asgd.orders import protocol
@@ -101,14 +102,17 @@ def _worker(
     inside,
     make,
     plan.work(seed, root),
-    folder,
-    index,
+    JobJournal(
+      inside,
+      folder,
+      index,
+      resumes=image is not None,
+      span=SpanWriter(folder) if settings["spans"] else None,
+      memory=memory,
+    ),
     shards=shards,
     script=script,
-    listens=plan.settings.rules.by_clock,
     slowdown=pace.factor_of(settings["slowdown"], index),
-    span=SpanWriter(folder) if settings["spans"] else None,
-    memory=memory,
     image=image,
   )
 

@@ -38,7 +38,7 @@ class TablePlan(outcomes.OutcomePlan):
   run: Run
   workers: int
   problem: problems.Problem
-  settings: tables.Settings
+  settings: tables.TableSettings
   like: Any  # shapes of the parameters
   messages: int  # received in one cell
   learning_rate: float  # the peak
@@ -205,7 +205,7 @@ def _check_codec(run, settings, like):
     )
 
 
-def _settings(run, problem, workers) -> tables.Settings:
+def _settings(run, problem, workers) -> tables.TableSettings:
   """Builds the settings of a run with its schedule, which counts clocks."""
   options, peak = dict(run.options), float(run.config["learning_rate"])
   if run.config["optimizer"] is not None:

@@ -32,7 +32,7 @@ def engine_errors(context: engines.Context) -> Iterator[None]:
   except failures.AllDied as error:
     raise engines.Died(str(error)) from error
   except failures.NotFinite as error:
-    raise engines.NotFinite(
+    raise engines.NonFiniteResult(
       parameter_server.not_finite(context.plan, str(error), context.cell.name)
     ) from error
 

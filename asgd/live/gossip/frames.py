@@ -24,7 +24,7 @@ MESSAGE, ASK, GRANT, ANSWER, LOAN = "message", "ask", "grant", "answer", "loan"
 CODES = MESSAGE, GRANT, ANSWER  # frames that bring a code
 
 
-class Frame(NamedTuple):
+class PeerFrame(NamedTuple):
   """What one peer tells another."""
 
   kind: str

@@ -15,7 +15,7 @@ the peer sends it again, and the neighbour skips the numbers that it knows.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from asgd.live.gossip.frames import Frame
+from asgd.live.gossip.frames import PeerFrame
 from asgd.live.hosts import Host
 
 
@@ -33,13 +33,13 @@ class Outbox:
     self.life, self.host = neighbour
     self.busy = False  # a call is open
     self._first = 0  # number of the first frame below
-    self._frames: list[Frame] = []  # that the neighbour has not confirmed
+    self._frames: list[PeerFrame] = []  # that the neighbour has not confirmed
 
-  def put(self, frame: Frame) -> None:
+  def put(self, frame: PeerFrame) -> None:
     """Adds a frame."""
     self._frames.append(frame)
 
-  def batch(self) -> tuple[int, Sequence[Frame]]:
+  def batch(self) -> tuple[int, Sequence[PeerFrame]]:
     """Returns the frames to send, and the number of the first of them."""
     return self._first, tuple(self._frames)
 
@@ -56,8 +56,8 @@ class Inbox:
     self._next: dict[tuple[int, int], int] = {}  # (peer, life) -> number
 
   def new(
-    self, sender: int, life: int, first: int, frames: Sequence[Frame]
-  ) -> Sequence[Frame]:
+    self, sender: int, life: int, first: int, frames: Sequence[PeerFrame]
+  ) -> Sequence[PeerFrame]:
     """Returns the frames of a batch that have not come before."""
     have = self._next.get((sender, life), 0)
     self._next[sender, life] = max(have, first + len(frames))

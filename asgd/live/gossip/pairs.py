@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from asgd.live.gossip import frames
-from asgd.live.gossip.frames import Frame
+from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.peer import AGAIN, LivePeer
 from asgd.live.hosts import Gone, Host
 
@@ -46,7 +46,7 @@ class Pairs(LivePeer):
     self._asked = False  # the counter for a number
     self._number: int | None = None  # that the counter gave, not begun yet
     self._partner: int | None = None  # whom it meets, once a job is done
-    self._granted: Frame | None = None  # what that has put
+    self._granted: PeerFrame | None = None  # what that has put
     self._holder: int | None = None  # of its lock
     self._queue: collections.deque[int] = collections.deque()
     self._over = False  # no job is left
@@ -167,7 +167,7 @@ class Pairs(LivePeer):
 
   def _ask(self):
     life = self.rows.life
-    self._tell(self._partner, Frame(frames.ASK, self.index, life))
+    self._tell(self._partner, PeerFrame(frames.ASK, self.index, life))
 
   def _lock(self, holder):
     self._holder = holder

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from asgd.live import pace
 from asgd.live.faults import Script
 from asgd.live.gossip import frames
-from asgd.live.gossip.frames import Frame
+from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.outbox import Inbox, Neighbour, Outbox
-from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View, Work
+from asgd.live.gossip.peer_rows import ComputedJob, PeerDuty, PeerRows, View
 from asgd.live.hosts import Gone, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
@@ -26,7 +26,7 @@ REJECTED = "rejected"
 ALONE = "found no lender"
 
 
-class Status(NamedTuple):
+class PeerStatus(NamedTuple):
   """What a peer reports of itself."""
 
   quiet: bool  # it has stopped before its limit, and expects nothing
@@ -41,7 +41,7 @@ class Loans:
   def __init__(self):
     self.is_new = False  # a newcomer, which has adopted nothing yet
     self.lenders: list[int] = []  # whose loans it adopts, in this order
-    self.frames: dict[int, Frame] = {}  # loans that came, by lender
+    self.frames: dict[int, PeerFrame] = {}  # loans that came, by lender
 
 
 class LivePeer:
@@ -70,7 +70,7 @@ class LivePeer:
     self._outboxes: dict[int, Outbox] = {}  # of the peers that are alive
     self._inbox = Inbox()
     self._loans = Loans()
-    self._work: Work | None = None  # of the open job, once it is done
+    self._work: ComputedJob | None = None  # of the open job, once it is done
     self._began: float | None = None  # the open job
     self._free = inside.clock()  # since when it has waited
     self._ended: Future[str] = Future()  # how it ended
@@ -103,7 +103,7 @@ class LivePeer:
     return self._happens(lambda: getattr(self, name)(*args, **options))
 
   def deliver(
-    self, sender: int, life: int, first: int, batch: Sequence[Frame]
+    self, sender: int, life: int, first: int, batch: Sequence[PeerFrame]
   ) -> int:
     """Takes frames of an incarnation of another peer, which numbers them from
     `first`; returns the number of the next. Raises Gone."""
@@ -129,7 +129,7 @@ class LivePeer:
 
     self._happens(take)
 
-  def computed(self, work: Future[Work]) -> None:
+  def computed(self, work: Future[ComputedJob]) -> None:
     """The open job is done, or raises what went wrong."""
 
     def take():
@@ -192,12 +192,12 @@ class LivePeer:
     """Sets how many rounds or jobs the peer may end."""
     self.limit = limit
 
-  def status(self) -> Status:
+  def status(self) -> PeerStatus:
     """Returns what it is doing."""
     busy = None
     if self._work is None and self._began is not None:
       busy = self._inside.clock() - self._began
-    return Status(self.quiet, self.rounds, busy)
+    return PeerStatus(self.quiet, self.rounds, busy)
 
   @property
   def quiet(self) -> bool:
@@ -220,7 +220,7 @@ class LivePeer:
 
   # Frames.
 
-  def _tell(self, peer: int, frame: Frame) -> None:
+  def _tell(self, peer: int, frame: PeerFrame) -> None:
     """Sends a frame to a peer, if that is alive."""
     if outbox := self._outboxes.get(peer):
       outbox.put(frame)
@@ -251,7 +251,7 @@ class LivePeer:
     else:
       self._heard(frame)
 
-  def _heard(self, frame: Frame) -> None:
+  def _heard(self, frame: PeerFrame) -> None:
     raise NotImplementedError
 
   def _step(self) -> bool:

@@ -12,11 +12,12 @@ import numpy as np
 
 from asgd import base, gossip, simulator
 from asgd.live.gossip import frames
-from asgd.live.gossip.frames import Frame, Wire
+from asgd.live.gossip.frames import PeerFrame, Wire
+from asgd.live.gossip.peer_journal import PeerJournal
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
 from asgd.live.worker import is_finite
-from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
+from asgd.orders.trace import NO_SEQ
 
 
 class PeerDuty(NamedTuple):
@@ -74,7 +75,7 @@ class PeerDuty(NamedTuple):
       )
 
 
-class Work(NamedTuple):
+class ComputedJob(NamedTuple):
   """What a peer made of a job."""
 
   state: Any  # of its worker, after it
@@ -110,44 +111,32 @@ class PeerRows:
     """Begins as all do, or where an image says (`restore`); the journal has
     what was done at the place before. The clock tells seconds of the run."""
     self.index, self.duty = index, duty
-    self._journal, self._sink, self._clock = journal, sink, clock
+    self._journal = PeerJournal(index, journal, sink, clock)
     self._number, self._steps = np.int32(index), duty.steps
-    self._time, self._seqs, self._puts, self.life = 0.0, 0, 0, 0
-    self.begun = 0  # jobs of this incarnation
-    for event in journal.events():
-      self._note(event)
     self.state = duty.peer.init(duty.params)
     self.worker = duty.worker.init(self.state.server.params)
-    # Since the last record:
-    self._bytes, self._bytes_up, self._norms = 0, 0, []
     self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
 
-  def _note(self, event):
-    self._time = max(self._time, event.time)
-    self._seqs += event.action in STARTS
-    self._puts += event.action in PUTS
-    self.life += event.action == base.LEAVE
-    self.begun += event.action in STARTS
-    if event.action == base.LEAVE:
-      self.begun = 0
+  @property
+  def life(self) -> int:
+    """Incarnations of the peer that have left."""
+    return self._journal.life
 
-  def _write(self, seq, job, action, **more):
-    time = max(self._clock(), self._time)
-    event = Event(time, self.index, seq, job, action, **more)
-    self._journal.append(event)
-    self._note(event)
-    return event
+  @property
+  def begun(self) -> int:
+    """Jobs that this incarnation has started."""
+    return self._journal.begun
 
   # Jobs.
 
   def send(self, number: int) -> None:
     """Starts a job of that number."""
-    seq = self._seqs
-    self._write(seq, number, base.SEND)
+    seq = self._journal.seqs
+    self._journal.write(seq, number, base.SEND)
     ticket = self._steps.send(self.state, self._number)
     self.job = seq, number, ticket
 
-  def work(self) -> Work:
+  def work(self) -> ComputedJob:
     """Does the open job; changes nothing. For another thread, too."""
     assert self.job is not None
     _, number, job = self.job
@@ -159,14 +148,14 @@ class PeerRows:
       np.int32(number),
     )
     fetched = simulator.fetch((message, metrics.loss))
-    return Work(state, message, metrics.loss, is_finite(*fetched))
+    return ComputedJob(state, message, metrics.loss, is_finite(*fetched))
 
-  def receive(self, work: Work) -> None:
+  def receive(self, work: ComputedJob) -> None:
     """Ends the open job with what was made of it."""
     assert self.job is not None
     seq, number, job = self.job
     loss = float(work.loss)
-    event = self._write(seq, number, base.RECEIVE, loss=loss)
+    event = self._journal.write(seq, number, base.RECEIVE, loss=loss)
     self.worker = work.state
     kept = 0.0
     if self.duty.gossip.compressed:
@@ -174,19 +163,14 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    row = simulator.Received(
-      event.time, self.index, number, self._bytes_up, self._bytes, kept
-    )
-    records = simulator.peer_records([row], [observation], [self._norms])
-    self._sink.append(records)
-    self._bytes, self._bytes_up, self._norms = 0, 0, []
+    self._journal.record(event, observation, kept)
     self.job = None
 
   def reject(self) -> None:
     """Refuses what was made of the open job; the peer then leaves."""
     assert self.job is not None
     seq, number, _ = self.job
-    self._write(seq, number, base.REJECT)
+    self._journal.write(seq, number, base.REJECT)
 
   # What others are told, and tell.
 
@@ -194,62 +178,64 @@ class PeerRows:
     content = self.duty.wire.pack(content)
     size = self.duty.wire.measure(content)
     # Leaves of the place before are part of its number of lives.
-    return Frame(kind, self.index, self.life, event.seq, event.job, content,
-      size)
+    return PeerFrame(
+      kind, self.index, self.life, event.seq, event.job, content, size
+    )
 
-  def put(self, round: int, kind: str = frames.MESSAGE) -> Frame:
+  def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
     """Puts a message of a round; returns it as it is told."""
-    seq = self._puts
-    event = self._write(seq, round, base.PUT)
+    seq = self._journal.puts
+    event = self._journal.write(seq, round, base.PUT)
     keep = np.float64(self.duty.gossip.keep(round, self.index))
     self.state, code = self._steps.put(
       self.state, keep, self.duty.root, self._number, np.int32(seq)
     )
     frame = self._frame(kind, event, code)
-    self._bytes_up += frame.nbytes
+    self._journal.bytes_up += frame.nbytes
     return frame
 
-  def mix(self, round: int, heard: Sequence[Frame]) -> None:
+  def mix(self, round: int, heard: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in this order."""
     how, codes, weights, slots = self.duty.gossip, [], [], []
     for frame in heard:
-      self._write(frame.seq, frame.sender, base.TAKE, message=frame.nbytes)
+      size = frame.nbytes
+      self._journal.write(frame.seq, frame.sender, base.TAKE, message=size)
       codes.append(self.duty.wire.unpack(frame.content))
       weights.append(how.weight(frame.round, self.index, frame.sender))
       slots.append(how.topology.slot(self.index, frame.sender))
-      self._bytes += frame.nbytes
-    self._write(NO_SEQ, round, base.MIX)
+      self._journal.bytes_down += size
+    self._journal.write(NO_SEQ, round, base.MIX)
     self.state, norm = self._steps.mix(
       self.state,
       tuple(codes),
       np.array(weights, np.float64),
       np.array(slots, np.int32),
     )
-    self._norms.append(norm)
+    self._journal.norms.append(norm)
 
   def join(self) -> None:
     """Takes the place of one that left."""
-    self._write(NO_SEQ, self.life, base.JOIN)
+    self._journal.write(NO_SEQ, self.life, base.JOIN)
 
-  def lend(self, other: int) -> Frame:
+  def lend(self, other: int) -> PeerFrame:
     """Returns what a newcomer is lent, or lends."""
-    event = self._write(self._puts, other, base.LEND)
+    event = self._journal.write(self._journal.puts, other, base.LEND)
     topology = self.duty.gossip.topology
     hears = topology.union[self.index, other]  # or it knows nothing of it
     slot = np.int32(topology.slot(self.index, other) if hears else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
-    self._bytes_up += size
-    return Frame(
+    self._journal.bytes_up += size
+    return PeerFrame(
       frames.LOAN, self.index, self.life, event.seq, 0, loan, size
     )
 
-  def adopt(self, loan: Frame, *, first: bool) -> None:
+  def adopt(self, loan: PeerFrame, *, first: bool) -> None:
     """Takes what another lends; `first` of a newcomer."""
-    self._write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
+    self._journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)
-    self._bytes += loan.nbytes
+    self._journal.bytes_down += loan.nbytes
     self.state = self._steps.adopt(
       self.state, loan.content, np.int32(slot), np.bool_(first)
     )
@@ -264,17 +250,9 @@ class PeerRows:
 
   def image(self) -> tuple[Any, dict[str, Any]]:
     """Returns a tree of arrays and JSON, to go on from; no job is open."""
-    notes = {
-      "rows": len(self._journal.events()),
-      "records": self._sink.count,
-      "bytes": self._bytes,
-      "bytes_up": self._bytes_up,
-      "norms": list(map(float, simulator.fetch(self._norms))),
-    }
-    return jax.device_get((self.state, self.worker)), notes
+    return jax.device_get((self.state, self.worker)), self._journal.image()
 
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Goes on from an image."""
     self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
-    self._bytes, self._bytes_up = notes["bytes"], notes["bytes_up"]
-    self._norms = [np.float32(x) for x in notes["norms"]]
+    self._journal.restore(notes)

@@ -8,7 +8,7 @@ neighbours, or by none (`Rounds.heard_of`).
 from typing import Any
 
 from asgd.live.gossip import frames
-from asgd.live.gossip.frames import Frame
+from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.peer import LivePeer
 from asgd.live.gossip.peer_rows import View
 
@@ -24,7 +24,8 @@ class Rounds(LivePeer):
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, **options)
     self._phase = _IDLE
-    self._messages: dict[tuple[int, int], Frame] = {}  # by sender and number
+    # By sender and number.
+    self._messages: dict[tuple[int, int], PeerFrame] = {}
     self._first: dict[int, int] = {}  # message of a newcomer; others have 0
     self._dying: set[int] = set()  # of whom nothing more is heard
     self.kept: dict[int, View] = {}  # by rounds ended
@@ -167,11 +168,11 @@ class Rounds(LivePeer):
     self._dying.add(peer)
     return [number for sender, number in self._messages if sender == peer]
 
-  def message_of(self, peer: int, number: int) -> Frame | None:
+  def message_of(self, peer: int, number: int) -> PeerFrame | None:
     """Returns such a message."""
     return self._messages.get((peer, number))
 
-  def take_over(self, frame: Frame) -> None:
+  def take_over(self, frame: PeerFrame) -> None:
     """Takes a message, which has come to another."""
     if frame.round >= self._first.get(frame.sender, 0):
       self._messages.setdefault((frame.sender, frame.round), frame)
@@ -198,6 +199,6 @@ class Rounds(LivePeer):
     for key, (seq, size) in notes["codes"].items():
       sender, number = map(int, key.split(","))
       content = pack(tree["codes"][key])
-      self._messages[sender, number] = Frame(
+      self._messages[sender, number] = PeerFrame(
         frames.MESSAGE, sender, 0, seq, number, content, size
       )

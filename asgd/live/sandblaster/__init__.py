@@ -3,5 +3,5 @@
 The driver (`driver`) has the coordinator, which knows numbers only. It calls
 shards (`shard`, with files `store`) and workers (`worker`), which bring
 parameters and gradients to one another themselves. What is computed is that of
-`asgd.sandblaster.Simulation`, to the same bits.
+`asgd.sandblaster.SandblasterSimulation`, to the same bits.
 """

@@ -21,10 +21,10 @@ from asgd.live.records import (
   records_path,
 )
 from asgd.orders.trace import Event
-from asgd.sandblaster.book import Book, Lengths
+from asgd.sandblaster.book import Lengths, RunLog
 
 
-class LiveBook(Book):
+class LiveRunLog(RunLog):
   """A book whose rows and messages are in files, too."""
 
   def __init__(

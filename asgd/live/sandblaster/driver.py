@@ -20,7 +20,7 @@ from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
-from asgd.live.sandblaster.book import LiveBook
+from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.places import LiveJob, LivePlaces
 from asgd.live.sandblaster.shards import LiveShards
 from asgd.live.supervisor import Supervisor
@@ -34,7 +34,7 @@ from asgd.sandblaster import (
   State,
   coordinator_from,
 )
-from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.portions import PortionJobs
 from asgd.sandblaster.settings import COORDINATOR, SHARD
 from asgd.sandblaster.simulation import Counts
 
@@ -57,6 +57,15 @@ class Options(NamedTuple):
   together: bool = True  # the first job waits until all workers are there
 
 
+class HostMakers(NamedTuple):
+  """Where shards and workers run, and how each is made in its host."""
+
+  hosts: Hosts
+  # (evaluation, shard, its image, whether it begins anew)
+  shard: Callable[[int, int, Image, bool], Make]
+  worker: Callable[[int], Make]  # (worker)
+
+
 def _first_images(plan, params):
   return [
     Image(0, {"point": jax.tree.map(np.array, part)})
@@ -65,40 +74,37 @@ def _first_images(plan, params):
 
 
 class Driver:
-  """A live run of Sandblaster; it has what `sandblaster.Simulation` has."""
+  """A live run of Sandblaster, with the interface of SandblasterSimulation."""
 
   def __init__(
     self,
     settings: Settings,
     params: base.Params,
-    hosts: Hosts,
-    make_shard: Callable[[int, int, Image, bool], Make],
-    make_worker: Callable[[int], Make],
-    book: LiveBook,
+    makers: HostMakers,
+    book: LiveRunLog,
     *,
     workers: int,
     options: Options | None = None,
     saved: SavedRun | None = None,
     note_down: Callable[[dict[str, Any] | None], None] = lambda notes: None,
   ):
-    """Prepares; `start` begins with parameters, NumPy's, or goes on from what
-    was saved. `make_shard` is given an evaluation, the shard, its image, and
-    whether it begins anew. `note_down` is called when an evaluation begins,
-    with what the next driver needs to resume it, and with None if the files of
-    a shard cannot be used: the next driver then needs a checkpoint."""
+    """Prepares; `start` begins with parameters, NumPy's, or continues from what
+    was saved. `note_down` is called when an evaluation begins, with what the
+    next driver needs to resume it, and with None if the files of a shard cannot
+    be used: the next driver then needs a checkpoint."""
     self._settings, self._like = settings, params
     self._options = options = options or Options()
     self._note_down = note_down
     self.book = book
     self.counts = Counts()
     self._supervisor = Supervisor(
-      hosts,
+      makers.hosts,
       {SHARD: settings.shards, WORKER: workers},
       options.ladder,
       patience=DEAD * options.ladder.start,
     )
     self._places = LivePlaces(
-      workers, settings.jobs, self._supervisor, make_worker, book
+      workers, settings.jobs, self._supervisor, makers.worker, book
     )
     self._failures = sorted(settings.failures)
     self._current, self._losses = -1, {}  # the evaluation; job -> its loss
@@ -111,7 +117,7 @@ class Driver:
       self._failures = self._failures[notes["failed"] :]
     self._begun = notes
     self._coordinator = coordinator_from(settings, notes)
-    self._jobs = Jobs(
+    self._jobs = PortionJobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
     # Images of shards lack the messages that the coordinator did not ask for.
@@ -126,7 +132,7 @@ class Driver:
     self._shards = LiveShards(
       plan,
       self._supervisor,
-      functools.partial(make_shard, self._current),
+      functools.partial(makers.shard, self._current),
       images or _first_images(plan, params),
       anew=saved is None or images is not None,
       number=notes.get("number", 0),

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from asgd import base
 from asgd.live.hosts import Call, Host, Make
 from asgd.live.hosts.base import WORKER
-from asgd.live.sandblaster.book import LiveBook, last_time
+from asgd.live.sandblaster.book import LiveRunLog, last_time
 from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
 
@@ -64,7 +64,7 @@ class LivePlaces:
     jobs: int,
     supervisor: Supervisor,
     make: Callable[[int], Make],
-    book: LiveBook,
+    book: LiveRunLog,
   ):
     """`jobs` are those of an evaluation; `make` returns what makes a worker."""
     self.all = [LivePlace() for _ in range(count)]

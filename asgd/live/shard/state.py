@@ -160,7 +160,7 @@ class ShardState:
       self._residuals[event.worker] = norm
     down = self.updates.end(*event.key, open_ticket.ticket)
     name = event.time, event.worker, event.job
-    return simulator.Received(*name, up, down, norm)
+    return simulator.ReceivedMessage(*name, up, down, norm)
 
   def _forget(self, key):
     self.pushed.pop(key, None)

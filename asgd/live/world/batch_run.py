@@ -16,8 +16,13 @@ import numpy as np
 from asgd import orders, safe_files
 from asgd.live.deadlines import Ladder
 from asgd.live.sandblaster import shard, worker
-from asgd.live.sandblaster.book import LiveBook
-from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.live.sandblaster.book import LiveRunLog
+from asgd.live.sandblaster.driver import (
+  Driver,
+  HostMakers,
+  Options,
+  SavedRun,
+)
 from asgd.live.world import host_run
 from asgd.live.world.run import Injection, Menu, Scenario
 from asgd.live.world.storage import Broken
@@ -156,10 +161,11 @@ class BatchRun(host_run.HostRun):
     saved = self._from_where(resumed)
     safe_files.make_private(self._memory)
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    book = LiveBook(self.folder, lengths, disk=self.world.disk)
+    book = LiveRunLog(self.folder, lengths, disk=self.world.disk)
     self._driver = driver = Driver(
-      *(self._settings, PARAMS, self.hosts),
-      *(self._make_shard, self._make_worker, book),
+      *(self._settings, PARAMS),
+      HostMakers(self.hosts, self._make_shard, self._make_worker),
+      book,
       workers=WORKERS,
       options=Options(_LADDER),
       saved=saved,

@@ -17,6 +17,7 @@ from asgd.live.deadlines import Ladder
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 from asgd.live.tables.cluster import Images, Places, TableCluster
+from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
 from asgd.live.world import host_run
@@ -56,7 +57,7 @@ class Case(NamedTuple):
   kills: bool = True  # as processes; False: as threads
 
   @property
-  def settings(self) -> tables.Settings:
+  def settings(self) -> tables.TableSettings:
     """Of the run."""
     return tables.table(
       *(1.0, WORKERS),
@@ -169,11 +170,13 @@ class TablesRun(host_run.HostRun):
 
     return lambda inside: WorkerHost(
       *(inside, make, self._work._replace(gradient=gradient)),
-      *(self.folder, index),
+      JobJournal(
+        *(inside, self.folder, index),
+        resumes=image is not None,
+        memory=self._memory,
+      ),
       shards=shards,
       script=WorldScript(self.world),
-      listens=self._settings.rules.by_clock,
-      memory=self._memory,
       image=image,
     )
 

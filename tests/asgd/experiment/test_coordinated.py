@@ -9,8 +9,8 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment, orders, sandblaster
-from asgd.experiment import cell_files, loop
-from asgd.experiment.engines import NotFinite
+from asgd.experiment import cell_files, loop, protocol
+from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
   )
   monkeypatch.setitem(vars(plan), "gradient", nan)
   if on_nan == "stop":
-    with pytest.raises(NotFinite, match="not finite: the loss is nan"):
+    with pytest.raises(NonFiniteResult, match="not finite: the loss is nan"):
       train(exp, tmp_path)
     return
   result, _ = train(exp, tmp_path)
@@ -194,6 +194,6 @@ def test_statistics_of_batches_are_refused():
 
 
 def test_all_recipes_are_known():
-  assert set(sandblaster.RECIPES) <= set(experiment.schema.recipes())
+  assert set(sandblaster.RECIPES) <= set(protocol.recipes())
   with pytest.raises(ValueError, match="did you mean 'sandblaster'"):
     build({"recipe": "sandblastr"})

@@ -28,7 +28,7 @@ from asgd.experiment import (
   report,
   storage,
 )
-from asgd.experiment.engines import NotFinite
+from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -258,7 +258,7 @@ EXPLODING |= {"learning_rate": 1e30}
 @engines
 def test_what_is_not_finite_stops_with_one_line(engine, tmp_path, machine):
   exp = build(engine, **EXPLODING)
-  with pytest.raises(NotFinite) as caught:
+  with pytest.raises(NonFiniteResult) as caught:
     train(exp, tmp_path, machine)
   line = str(caught.value)
   (cell,) = exp.cells

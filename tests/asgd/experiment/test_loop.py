@@ -8,7 +8,7 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment import folder, jobs, loop, storage
-from asgd.experiment.engines import Died, NotFinite, due
+from asgd.experiment.engines import Died, NonFiniteResult, due
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import GO_ON, Stopped
@@ -98,7 +98,7 @@ def result_of(workdir, cell):
 
 @pytest.mark.slow
 def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
-  with pytest.raises(NotFinite) as caught:
+  with pytest.raises(NonFiniteResult) as caught:
     train_all(exploding(), tmp_path)
   line = str(caught.value)
   assert line.startswith("broken-n2-s0: the loss is ")

@@ -11,14 +11,14 @@ import pytest
 from asgd import base, orders
 from asgd.orders import durations, trace
 from asgd.sandblaster import (
-  Failure,
+  PlannedKill,
+  SandblasterSimulation,
   Saved,
   Settings,
-  Simulation,
   sandblaster,
   template,
 )
-from asgd.sandblaster.portions import Jobs
+from asgd.sandblaster.portions import PortionJobs
 
 PORTIONS = 10
 DATA = kit.normal(PORTIONS, 6, 4)
@@ -43,7 +43,9 @@ GAMMA = durations.gamma(1.0, variation=0.5, seed=3)
 
 def make(workers=4, times=GAMMA, saved=None, **settings):
   options = Settings(**{"portions": PORTIONS, "history": 4, **settings})
-  return Simulation(options, PARAMS, work, times, workers=workers, saved=saved)
+  return SandblasterSimulation(
+    options, PARAMS, work, times, workers=workers, saved=saved
+  )
 
 
 def run(until=150, **options):
@@ -90,7 +92,7 @@ def test_shards_and_sizes_of_jobs_change_round_off_only(whole):
 
 def test_killed_processes_change_no_iterate():
   kills = [
-    Failure(0.7 * i + 0.1, what, index)
+    PlannedKill(0.7 * i + 0.1, what, index)
     for i in range(25)
     for what, index in (("worker", i % 4), ("shard", i % 2), ("coordinator", 0))
   ]
@@ -154,7 +156,7 @@ def test_data_are_loaded_once_and_ahead():
 
 
 def test_jobs_stay_with_the_worker_that_has_their_data():
-  jobs = Jobs(4)
+  jobs = PortionJobs(4)
   for _ in range(3):
     jobs.begin()
     for job, worker in enumerate((0, 1, 0, 1)):
@@ -169,7 +171,7 @@ def test_jobs_stay_with_the_worker_that_has_their_data():
 
 @pytest.mark.parametrize("until", [0, 3, 40, 77])
 def test_a_simulation_goes_on_from_what_was_saved(until):
-  kills = (Failure(2.5, "worker", 1), Failure(9.0, "coordinator", 0))
+  kills = (PlannedKill(2.5, "worker", 1), PlannedKill(9.0, "coordinator", 0))
   with jax.enable_x64(True):
     one, two = (make(push_every=2, failures=kills) for _ in range(2))
     one.advance(100)

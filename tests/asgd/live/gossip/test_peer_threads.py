@@ -19,7 +19,7 @@ from asgd.live.faults import Fault
 from asgd.live.gossip import files, frames
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.outbox import Neighbour
-from asgd.live.gossip.peer import ALONE, Status
+from asgd.live.gossip.peer import ALONE, PeerStatus
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.rounds import Rounds
 from asgd.live.hosts.base import PEER, Gone
@@ -263,7 +263,7 @@ def test_a_newcomer_puts_what_its_predecessor_put_for_rounds_to_come(every):
   loop = Rounds(inside, rows, faults=None)
   loop.rounds = 2 * every
   old, new = (
-    [frames.Frame(frames.MESSAGE, 1, life, round=k) for k in (1, 2)]
+    [frames.PeerFrame(frames.MESSAGE, 1, life, round=k) for k in (1, 2)]
     for life in (0, 1)
   )
   for frame in old:
@@ -286,13 +286,13 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
   old.rounds = 2
   old.meet({3: Neighbour(0, None)})
   for sender in (2, 3):  # peer 2 has exited
-    old.take_over(frames.Frame(frames.MESSAGE, sender, 0, round=2))
+    old.take_over(frames.PeerFrame(frames.MESSAGE, sender, 0, round=2))
   old.present(1, Neighbour(1, None), False)
   assert old.message_of(2, 2) is None
   assert old.message_of(3, 2) is not None
   newcomer.join({3: Neighbour(0, None)}, 2, [3])
   for round in (1, 2):
-    newcomer.take_over(frames.Frame(frames.MESSAGE, 2, 0, round=round))
+    newcomer.take_over(frames.PeerFrame(frames.MESSAGE, 2, 0, round=round))
   assert newcomer.message_of(2, 1) is None
   assert newcomer.message_of(2, 2) is not None
 
@@ -453,7 +453,7 @@ def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
   dead = supervisor.deadlines.dead
   busy = {0: 0.1, 1: None, 2: dead + 1, 3: dead - 1}
   peers._ask = lambda name: {
-    peer: Status(False, 3, seconds) for peer, seconds in busy.items()
+    peer: PeerStatus(False, 3, seconds) for peer, seconds in busy.items()
   }
   peers._look()
   assert hosts.gone() == [(PEER, 2)]

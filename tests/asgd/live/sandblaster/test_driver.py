@@ -14,11 +14,16 @@ from asgd.live.failures import WorkersDie
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import shard, worker
-from asgd.live.sandblaster.book import LiveBook, last_time
-from asgd.live.sandblaster.driver import Driver, Options, SavedRun
+from asgd.live.sandblaster.book import LiveRunLog, last_time
+from asgd.live.sandblaster.driver import (
+  Driver,
+  HostMakers,
+  Options,
+  SavedRun,
+)
 from asgd.live.sandblaster.places import LivePlaces
 from asgd.orders.trace import from_events
-from asgd.sandblaster import Failure, Settings, recompute
+from asgd.sandblaster import PlannedKill, Settings, recompute
 from asgd.sandblaster.book import Lengths
 
 PORTIONS = 6
@@ -87,13 +92,15 @@ class Run:
 
   def drive(self, saved=None, late=60.0, start=60.0, **options):
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    book = LiveBook(self.folder, lengths)
+    book = LiveRunLog(self.folder, lengths)
     began = time.monotonic() - last_time(book.rows)
     hosts = ThreadHosts(began=began)
     clock = hosts.clock
     hosts.clock = lambda: clock() + self.passed
     driver = Driver(
-      *(self.settings, PARAMS, hosts, self.make_shard, self.make_worker, book),
+      *(self.settings, PARAMS),
+      HostMakers(hosts, self.make_shard, self.make_worker),
+      book,
       workers=3,
       options=Options(Ladder(floor=late, start=start), **options),
       saved=saved,
@@ -156,7 +163,7 @@ def test_a_worker_that_hangs_is_replaced(tmp_path):
 
 def test_all_sorts_of_processes_are_killed(tmp_path):
   failures = [(0.0, "shard", 1), (0.0, "worker", 2), (0.0, "coordinator", 0)]
-  run = Run(tmp_path, failures=tuple(Failure(*each) for each in failures))
+  run = Run(tmp_path, failures=tuple(PlannedKill(*each) for each in failures))
   for driver in run.drive():
     finish(driver)
     check(driver, deaths=1)
@@ -165,7 +172,7 @@ def test_all_sorts_of_processes_are_killed(tmp_path):
 
 
 def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
-  run = Run(tmp_path, failures=(Failure(0.0, "shard", 1),))
+  run = Run(tmp_path, failures=(PlannedKill(0.0, "shard", 1),))
   run.to_come_back = 1000.0
   for driver in run.drive():
     finish(driver)
@@ -241,7 +248,8 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
   again = recompute(SETTINGS, PARAMS, work, set(records.job.tolist()))
   assert last[0] == again.state
   kit.same(last[1], again.params)
-  assert orders.check(from_events(LiveBook(tmp_path, Lengths(rows, 0, 0)).rows))
+  log = LiveRunLog(tmp_path, Lengths(rows, 0, 0))
+  assert orders.check(from_events(log.rows))
 
 
 def test_a_driver_that_repeats_what_shards_did_has_no_checkpoint(tmp_path):

@@ -17,6 +17,7 @@ from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.journal import read_journal
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
+from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import ENDED, WorkerHost
 from asgd.orders.trace import Event
@@ -106,11 +107,14 @@ class Run:
     def start(inside):
       mine = [fault for fault in self.faults if fault.worker == index]
       return WorkerHost(
-        *(inside, make, self.work, self.folder, index),
+        *(inside, make, self.work),
+        JobJournal(
+          *(inside, self.folder, index),
+          resumes=image is not None,
+          memory=self.folder,
+        ),
         shards=shards,
         script=Script(mine, kill=inside.kill, wait=inside.wait),
-        listens=self.settings.rules.by_clock,
-        memory=self.folder,
         image=image,
       )
 

@@ -7,6 +7,7 @@ from asgd import tables
 from asgd.live.faults import Script
 from asgd.live.hosts import Gone, Inside
 from asgd.live.hosts.base import SHARD
+from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.worker import LOST, WorkerHost
 from asgd.tables import division as division_lib
 from asgd.tables.worker import TableWorker
@@ -48,10 +49,9 @@ def worker(tmp_path):
     kill=lambda: None, wait=lambda seconds: None, clock=lambda: 0.0
   )
   return WorkerHost(
-    *(inside, make, work, tmp_path, 0),
+    *(inside, make, work, JobJournal(inside, tmp_path, 0)),
     shards={},
     script=Script((), kill=inside.kill, wait=inside.wait),
-    listens=False,
   )
 
 

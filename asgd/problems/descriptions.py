@@ -1,0 +1,145 @@
+"""Names, descriptions and source of the objects that a caller gives for a run.
+
+A results folder holds them as text, to recognise the run: no address in memory
+may be part of it.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import inspect
+import numbers
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from asgd import algorithms, names
+
+
+def name_of(value: Any) -> str:
+  """Returns MODULE:NAME of a function, else what kind of thing it is."""
+  if isinstance(value, functools.partial):
+    options = ", ".join(f"{k}={name_of(v)}" for k, v in value.keywords.items())
+    return f"{name_of(value.func)}({options})"
+  if hasattr(value, "__qualname__"):
+    return f"{value.__module__}:{value.__qualname__}"
+  if value is None or isinstance(value, (str, numbers.Number)):
+    return repr(value)
+  if isinstance(value, (tuple, list)) and any(map(callable, value)):
+    return f"({', '.join(map(name_of, value))})"
+  return type(value).__name__
+
+
+_LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
+
+
+def _code_of(value: Any) -> list[str]:
+  """Returns what there is to read of the source of functions and of modules of
+  layers: without comments, and with the plain values that a function closes
+  over. Of a library's, and of what was typed in, there is none."""
+  if isinstance(value, functools.partial):
+    return [*_code_of(value.func), *map(repr, value.args)]
+  if isinstance(value, (tuple, list)):
+    return [text for inner in value for text in _code_of(inner)]
+  own = value if inspect.isroutine(value) else type(value)
+  module = getattr(own, "__module__", None) or ""  # None: made by exec
+  if module.partition(".")[0] in _LIBRARIES or isinstance(value, np.ndarray):
+    return []
+  try:
+    text = textwrap.dedent(inspect.getsource(own))
+    text = ast.dump(ast.parse(text))
+  except (OSError, TypeError):
+    return []
+  except SyntaxError:
+    pass  # a line with a lambda in the middle of a call
+  return [text, *(repr(x) for x in _closed_over(own) if _is_plain(x))]
+
+
+def _closed_over(function: Any) -> Iterator[Any]:
+  """Yields the values of variables that a function closes over."""
+  for cell in getattr(function, "__closure__", None) or ():
+    with contextlib.suppress(ValueError):  # it has none yet
+      yield cell.cell_contents
+
+
+def importable(name: str) -> Any:
+  """Returns the function of MODULE:NAME, None if that cannot be imported."""
+  module, _, path = name.partition(":")
+  if not names.is_import(name) or module == "__main__" or "<" in path:
+    return None
+  try:
+    return names.imported("function", name)
+  except ValueError:
+    return None
+
+
+_UPDATES = 0, 1, 10, 100, 1000, 10_000
+
+
+def _rate(rate) -> str:
+  if callable(rate):
+    samples = ", ".join(f"{float(rate(at)):.6g}" for at in _UPDATES)
+    return f"schedule({samples}, ...)"
+  return repr(float(rate))
+
+
+def _made(recipe) -> Any:
+  """What a recipe was built of, None of one made by hand and of settings."""
+  return getattr(recipe, "made", None)
+
+
+def _described(value) -> str:
+  """Returns settings field by field; of functions the names."""
+  if hasattr(value, "_asdict"):
+    fields = value._asdict().items()
+    text = ", ".join(f"{key}={_described(each)}" for key, each in fields)
+    return f"{type(value).__name__}({text})"
+  return repr(value) if _is_plain(value) else name_of(value)
+
+
+def describe_recipe(recipe: Any) -> str:
+  """Returns how a recipe was built, or settings of another protocol are."""
+  made = _made(recipe)
+  if made is None and not isinstance(recipe, algorithms.Recipe):
+    return _described(recipe)
+  if made is None:
+    return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
+  options = {"workers": recipe.workers, **made.options}
+  text = ", ".join(
+    f"{key}={value if _is_plain(value) else name_of(value)!s}"
+    for key, value in options.items()
+  )
+  return f"{made.name}({_rate(made.learning_rate)}, {text})"
+
+
+def _is_plain(value) -> bool:
+  if isinstance(value, Mapping):
+    return all(map(_is_plain, value.values()))
+  if isinstance(value, Sequence) and not isinstance(value, str):
+    return all(map(_is_plain, value))
+  return value is None or isinstance(value, (bool, int, float, str))
+
+
+def plain_arguments(recipe: Any) -> dict[str, Any] | None:
+  """Arguments of `algorithms.build`, if a name and plain data say it all."""
+  made = _made(recipe)
+  if made is None or not _is_plain([made.learning_rate, made.options]):
+    return None
+  return {
+    "name": made.name,
+    "learning_rate": float(made.learning_rate),
+    "workers": recipe.workers,
+    "options": dict(made.options),
+  }
+
+
+def digest_of_code(recipe: Any, *given: Any) -> str:
+  """Returns a checksum of the source of functions: those `given`, and those
+  among the options of a recipe."""
+  made = _made(recipe)
+  options = made.options.values() if made else ()
+  texts = [text for x in (*given, *options) for text in _code_of(x)]
+  return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
