@@ -4,6 +4,7 @@ A test imports it with `import kit`; see `pythonpath` in pyproject.toml.
 """
 
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -75,11 +76,18 @@ def parameters(layers, example):
 
   float64 of standard deviation 1/3; the seed of a leaf is its number.
   """
-  key = jax.random.key(0)
-  shapes = jax.eval_shape(lambda: models.init(layers, key, example))
+  shapes = shapes_of_parameters(layers, example.shape, example.dtype)
   leaves, structure = jax.tree.flatten(shapes)
   values = [normal(*leaf.shape, seed=i) / 3 for i, leaf in enumerate(leaves)]
   return jax.tree.unflatten(structure, values)
+
+
+@functools.cache
+def shapes_of_parameters(layers, shape, dtype):
+  """Returns shapes and dtypes of a model's parameters, traced once."""
+  example = jax.ShapeDtypeStruct(shape, dtype)
+  key = jax.random.key(0)
+  return jax.eval_shape(lambda key: models.init(layers, key, example), key)
 
 
 def equations(jaxpr):

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from asgd import base
+from asgd import base, internals
 from asgd.models.own import Model
 
 Layers = tuple[nn.Module, ...]
@@ -53,13 +53,35 @@ def init(
   if isinstance(layers, Model):
     return layers.init(key, x)
   for i, layer in enumerate(layers):
-    variables = layer.lazy_init(jax.random.fold_in(key, i), x, train=False)
-    x = _output(layer, x, jax.config.jax_enable_x64)
+    variables = _draw(layer, jax.random.fold_in(key, i), x)
+    x = _remembered(_shape_of_output, layer, x, jax.config.jax_enable_x64)
     weights.append(variables.get("params", {}))
     stats.append(variables.get("batch_stats", {}))
   if any(stats):
     return base.Variables(tuple(weights), tuple(stats))
   return tuple(weights)
+
+
+def _draw(layer, key, x):
+  """Returns the variables of a layer, for an input of the shape of `x`."""
+  if isinstance(key, jax.core.Tracer):
+    return layer.lazy_init(key, x, train=False)
+  wide = jax.config.jax_enable_x64
+  return _remembered(_steps_of_init, layer, x, key.aval, wide)(key)
+
+
+def _steps_of_init(layer, x, key, wide):
+  """Returns a function of a key that takes the steps of `lazy_init`, one after
+  the other, without tracing the layer again: most of the time was that."""
+  del wide
+
+  def make(key):
+    return layer.lazy_init(key, x, train=False)
+
+  steps, shapes = jax.make_jaxpr(make, return_shape=True)(key)
+  structure = jax.tree.structure(shapes)
+  run = internals.find("jax.extend.core.jaxpr_as_fun")(steps)
+  return lambda key: jax.tree.unflatten(structure, run(key))
 
 
 def _shape_of_output(layer, x, wide):
@@ -70,15 +92,17 @@ def _shape_of_output(layer, x, wide):
   return jax.eval_shape(make, key, x)[0]
 
 
-_shapes = functools.lru_cache(maxsize=1024)(_shape_of_output)
+@functools.lru_cache(maxsize=2048)
+def _call(fn, *arguments):
+  return fn(*arguments)
 
 
-def _output(layer, x, wide):
-  """Returns the same, from memory where the layer was met before."""
+def _remembered(fn, layer, *arguments):
+  """Calls a function of a layer, or returns its result of an earlier call."""
   try:
-    return _shapes(layer, x, wide)
+    return _call(fn, layer, *arguments)
   except TypeError:  # a layer with fields that have no hash
-    return _shape_of_output(layer, x, wide)
+    return fn(layer, *arguments)
 
 
 def apply(

@@ -46,8 +46,7 @@ def images(batch=3, size=8, channels=3):
 
 
 def shapes_of(layers, size=32, channels=3):
-  example = jax.ShapeDtypeStruct((1, size, size, channels), jnp.float32)
-  return jax.eval_shape(lambda key: models.init(layers, key, example), KEY)
+  return kit.shapes_of_parameters(layers, (1, size, size, channels), np.float32)
 
 
 def trained(layers, x):
@@ -135,6 +134,16 @@ def test_init_draws_by_key_and_layer_index():
   assert (params[0]["conv"]["kernel"] != params[1]["conv"]["kernel"]).all()
   without_norm = models.init((models.Stem(3), *SMALL[1:]), KEY, images())
   equal(without_norm[1:], params[1:])
+
+
+def test_init_is_what_each_layer_draws_with_a_later_key_too():
+  for key in (KEY, jax.random.key(9)):
+    params, x = models.init(SMALL, key, images()), images()
+    for i, layer in enumerate(SMALL):
+      drawing = jax.random.fold_in(key, i)
+      x, drawn = layer.init_with_output(drawing, x, train=False)
+      equal(params.weights[i], drawn.get("params", {}))
+      equal(params.stats[i], drawn.get("batch_stats", {}))
 
 
 def test_init_under_jit():
