@@ -81,8 +81,9 @@ def get_config(arg=None):
   if arg == "tiny":
     config.data.context, config.evaluation_examples = 8, 4
     config.model = dict(name="gpt", depth=2, width=8, heads=2)
+    config.pipeline = dict(stages=2, cuts="parameters", microbatches=4)
     config.runs.interleaved.stages = 4  # of the layers that are left
-    config.batch_size, config.examples, config.evaluations = 2, 32, 1
+    config.batch_size, config.examples, config.evaluations = 2, 16, 1
     config.learning_rate_schedule = dict()
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")

@@ -103,9 +103,9 @@ def get_config(arg=None):
     config.only = ("gpipe", "pipedream", "stale", "predict")
   elif arg == "tiny":
     config.data = dict(name="topics", context=8)
-    config.model = dict(name="bert", depth=2, width=8, heads=2)
-    config.pipeline = dict(stages=4, cuts="parameters", microbatches=4)
-    config.batch_size, config.examples, config.evaluations = 2, 32, 1
+    config.model = dict(name="bert", depth=1, width=8, heads=2)
+    config.pipeline = dict(stages=2, cuts="parameters", microbatches=4)
+    config.batch_size, config.examples, config.evaluations = 2, 16, 1
     config.evaluation_examples = 8
     config.learning_rate_schedule = dict()
   elif arg:

@@ -62,16 +62,20 @@ def build(path, arg=None):
     (path, arg)
     for path in FILES
     for arg in (None, *variants(path))
-    if (arg or path.stem not in VARIANTS_ONLY) and arg != "tiny"
+    if (path.stem in VARIANTS_ONLY) == bool(arg) or arg not in (None, "tiny")
   ],
   ids=lambda value: getattr(value, "stem", value),
 )
 def test_the_config_builds(path, arg):
   exp = build(path, arg)
-  for cell in exp.cells:
-    plan = exp.plan(cell)
+  plans = [exp.plan(cell) for cell in exp.cells]
+  for plan in plans:
     assert plan.messages > 0
     assert plan.learning_rate > 0
+  if path.stem.startswith("pipeline") and arg != "tiny":
+    assert max(plan.table.devices for plan in plans) == 4
+  if path.stem.startswith("mesh"):
+    assert plans[0].mesh.size == 8
   if arg:
     assert len({cell.seed for cell in exp.cells}) == 1
 
