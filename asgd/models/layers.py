@@ -17,12 +17,11 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
 import functools
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
-from asgd import base
+from asgd import base, internals
 from asgd.models.own import Model
 
 Layers = tuple[nn.Module, ...]
@@ -81,7 +80,7 @@ def _steps_of_init(layer, x, key, wide):
 
   steps, shapes = jax.make_jaxpr(make, return_shape=True)(key)
   structure = jax.tree.structure(shapes)
-  run = jax.extend.core.jaxpr_as_fun(steps)
+  run = internals.find("jax.extend.core.jaxpr_as_fun")(steps)
   return lambda key: jax.tree.unflatten(structure, run(key))
 
 
