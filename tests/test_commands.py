@@ -132,6 +132,7 @@ def cases():
   return found
 
 
+INCOMPLETE = 3  # exit status of a command that says what is missing
 CASES = cases()
 
 
@@ -146,7 +147,11 @@ def test_the_commands_of_a_page_run_and_their_cells_count(page, tmp_path):
     if module == "train":
       given = [w for w in words if w.startswith("--workdir=runs/")]
       name = given[0].partition("/")[2] if given else str(number)
-      tiny.train_twice(tmp_path / name, *arguments)
+      # The rounds that a lost peer missed are not made up for.
+      line = " ".join(words)
+      misses = "gossip_live" in line and "--fault=kill" in line
+      status = INCOMPLETE if misses else 0
+      tiny.train_twice(tmp_path / name, *arguments, status=status)
     else:
       kit.call(module, *arguments, status=0)
 

@@ -37,15 +37,15 @@ def written(workdir):
   return {path: path.stat().st_mtime_ns for path in paths}
 
 
-def train_twice(workdir, *arguments):
+def train_twice(workdir, *arguments, status=0):
   """Runs asgd train twice with some arguments: each cell of each run counts,
-  each run is in the table, and the second call trains nothing. Returns what
-  the first call printed."""
+  each run is in the table, both calls end with a status, and the second call
+  trains nothing. Returns what the first call printed."""
   arguments = *arguments, f"--workdir={workdir}", "--jobs=1"
-  said = kit.call("train", *arguments, status=0)
+  said = kit.call("train", *arguments, status=status)
   check(workdir)
   before = written(workdir)
-  kit.call("train", *arguments, status=0)
+  kit.call("train", *arguments, status=status)
   assert written(workdir) == before
   return said
 

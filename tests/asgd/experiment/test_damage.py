@@ -29,13 +29,13 @@ from asgd.experiment import (
   cell_log,
   folder,
   jobs,
-  replay,
   report,
   storage,
 )
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
+from asgd.experiment.protocols import server
 from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
@@ -208,7 +208,7 @@ def check_live(case, rows, events):
   plan = exp.plan(cell)
   options = {"group": live_clusters.group(plan)}
   traces = [from_events(journal)]
-  params, records = replay.obey(plan, cell.seed, traces, **options)
+  params, records = server.obey(plan, cell.seed, traces, **options)
   assert storage.digest(params) == result["params_sha256"]
   if not result["rolled_back"]:
     with np.load(case.cell / "records.npz") as file:
