@@ -188,21 +188,35 @@ class Supervisor:
           restart(index)
     return [found[index] for index in indices]
 
-  def tell(self, party: Party, method: str, *args: Any) -> bool:
-    """Calls a method of one party; returns whether it has answered."""
-    return bool(self.ask(party.kind, method, *args, among=[party.index]))
+  def silent(
+    self,
+    calls: Mapping[tuple[str, int], Call],
+    limit: float,
+    *,
+    say: Callable[[str], None] = lambda text: None,
+  ) -> list[tuple[str, int]]:
+    """Waits for calls, all at once.
 
-  def _await(self, calls, limit):
-    """Waits for calls, by (kind, index), and ends the silent parties."""
-    silent = answers.await_all(
+    Args:
+      calls: (kind, index) of a party -> what was asked of it.
+      limit: seconds to wait, at most.
+      say: is given a line after 2 seconds, which names who is waited for.
+
+    Returns:
+      The keys of the calls that have not ended by then.
+    """
+    return answers.await_all(
       calls,
       wait=self.hosts.wait,
       clock=self.hosts.clock,
       limit=limit,
       name=lambda key: "{} {}".format(*key),
-      say=self.hosts.say,
+      say=say,
     )
-    for kind, index in silent:
+
+  def _await(self, calls, limit):
+    """Waits for calls, by (kind, index), and ends the silent parties."""
+    for kind, index in self.silent(calls, limit, say=self.hosts.say):
       self.hosts.kill(kind, index)
 
   # Exits.

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from asgd import sharding
-from asgd.live import answers
 from asgd.live.deadlines import DEAD
 from asgd.live.duty import Duty
 from asgd.live.failures import NotFinite
@@ -131,19 +130,12 @@ class ServerCluster:
 
   def _of_all_workers(self, method, *args):
     """Returns what all workers answer; raises what one of them raises."""
-    hosts = self._supervisor.hosts
     calls = {
-      worker: party.host.call(method, *args)
+      (WORKER, worker): party.host.call(method, *args)
       for worker, party in sorted(self._supervisor.parties[WORKER].items())
     }
-    silent = answers.await_all(
-      calls,
-      wait=hosts.wait,
-      clock=hosts.clock,
-      limit=self._patience,
-      name="worker {}".format,
-      say=lambda text: None,  # it takes as long as jobs take
-    )
+    # Nobody is named: it takes as long as jobs take.
+    silent = self._supervisor.silent(calls, self._patience)
     if silent:
       raise ValueError(
         f"{len(silent)} workers took more than {self._patience:g} seconds to"
@@ -151,7 +143,7 @@ class ServerCluster:
         " config.live.start_seconds, or fewer with config.allocation.jobs"
       )
     found = []
-    for worker, call in calls.items():
+    for (_, worker), call in calls.items():
       answer = answer_of(call)
       if answer is None:
         raise ValueError(
@@ -329,22 +321,14 @@ class ServerCluster:
     try:
       if self._stopped:  # then workers end by themselves
         workers = supervisor.parties[WORKER].items()
-        self._wait({i: p.run for i, p in workers}, self._leave_seconds)
+        runs = {(WORKER, worker): party.run for worker, party in workers}
+        supervisor.silent(runs, self._leave_seconds)
       shards = supervisor.parties[SHARD]
-      ends = {i: shards[i].host.call("end") for i in self._made_shards()}
-      self._wait(ends, _END_SECONDS)
+      ends = {
+        (SHARD, shard): shards[shard].host.call("end")
+        for shard in self._made_shards()
+      }
+      supervisor.silent(ends, _END_SECONDS)
     finally:
       supervisor.close()
       self._makers.close()
-
-  def _wait(self, calls, seconds):
-    """Waits for calls, whatever they raise, so many seconds at most."""
-    hosts = self._supervisor.hosts
-    answers.await_all(
-      calls,
-      wait=hosts.wait,
-      clock=hosts.clock,
-      limit=seconds,
-      name=str,
-      say=lambda text: None,
-    )

@@ -54,7 +54,7 @@ def test_a_party_that_does_not_answer_is_left_out_and_ended(supervisor):
   assert supervisor.ask("shard", "add", 5) == {0: 7}
   (lost,) = supervisor.lost("shard")
   assert lost is supervisor.parties["shard"][1]
-  assert not supervisor.tell(lost, "add", 5)
+  assert not supervisor.ask(lost.kind, "add", 5, among=[lost.index])
   supervisor.drop(lost)
   assert supervisor.lost("shard") == []
 
@@ -82,7 +82,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
     supervisor.start("shard", index, lambda inside: inside)
   supervisor.await_made([*supervisor.parties["shard"].values()])
   silent = supervisor.parties["shard"][1]
-  assert not supervisor.tell(silent, "wait", 600.0)
+  assert not supervisor.ask(silent.kind, "wait", 600.0, among=[silent.index])
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
   assert hosts.gone() == [("shard", 1)]
   hosts.close()
