@@ -7,6 +7,7 @@ taken back.
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,18 @@ class FileGone(ValueError):
       f"{path} is gone: it was deleted while the run wrote it. Put it back from"
       f" a copy and {GO_ON}, {ANEW}"
     )
+
+
+@contextlib.contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+  """Raises ValueError, with the remedy, if the disk does not take what the
+  block writes to a file."""
+  try:
+    yield
+  except OSError as error:
+    raise ValueError(
+      f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
+    ) from error
 
 
 def check_rows(path: Path, there: int, least: int) -> None:
@@ -60,15 +73,14 @@ class AppendOnlyFile:
         f" {GO_ON}, {ANEW}"
       )
     rest = memoryview(data)
-    try:
-      while rest:
-        rest = rest[self._disk.write(self._file, rest) :]
-    except OSError as error:
-      with contextlib.suppress(OSError):
-        os.ftruncate(self._file, self._size)
-      raise ValueError(
-        f"cannot write {self.name} ({error.strerror}); make room and {GO_ON}"
-      ) from error
+    with writing(self.name):
+      try:
+        while rest:
+          rest = rest[self._disk.write(self._file, rest) :]
+      except OSError:
+        with contextlib.suppress(OSError):
+          os.ftruncate(self._file, self._size)
+        raise
     self._size += len(data)
 
   def _cut(self, size: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from asgd import safe_files
 from asgd.live import slots
-from asgd.live.append_only import GO_ON
+from asgd.live.append_only import writing
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 
@@ -30,10 +30,6 @@ def agree(setup: Setup, run: Path, memory: Path) -> bool:
     slots.disown(folder)
   content = paths[0].read_bytes() if paths[0].exists() else b""
   for path in paths[1:]:
-    try:
+    with writing(path):
       safe_files.write(path, content)
-    except OSError as error:
-      raise ValueError(
-        f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
-      ) from error
   return False

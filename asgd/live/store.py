@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from asgd import safe_files
-from asgd.live.append_only import GO_ON, AppendOnlyFile
+from asgd.live.append_only import GO_ON, AppendOnlyFile, writing
 
 _CRC = struct.Struct("<I")
 _HEAD = struct.Struct("<III")  # length, CRC-32 of the body, of the two before
@@ -62,14 +62,11 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
   """
   data = bytearray(body)
   data += _CRC.pack(zlib.crc32(body))
-  try:
-    safe_files.write(path, data, disk)
-  except FileNotFoundError:
-    raise Changed(path) from None
-  except OSError as error:
-    raise ValueError(
-      f"cannot write {path} ({error.strerror}); make room and {GO_ON}"
-    ) from error
+  with writing(path):
+    try:
+      safe_files.write(path, data, disk)
+    except FileNotFoundError:
+      raise Changed(path) from None
 
 
 def read_body(path: Path) -> bytes:
@@ -121,12 +118,8 @@ class Log(AppendOnlyFile):
     if not data:
       self._cut(0)
       return
-    try:
+    with writing(self.name):
       safe_files.write(Path(self.name), data, self._disk)
-    except OSError as error:
-      raise ValueError(
-        f"cannot write {self.name} ({error.strerror}); make room and {GO_ON}"
-      ) from error
     self.close()
     super().__init__(Path(self.name), self._disk)
 
