@@ -9,6 +9,7 @@ Index letters used in shape comments:
   S  shards of a server
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -194,7 +195,13 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
   Raises:
     ValueError: as the codec does for parameters that it cannot encode.
   """
-  structs = jax.tree.map(sharding.shape_of, params)
+  leaves, tree = jax.tree.flatten(jax.tree.map(sharding.shape_of, params))
+  return _shapes(codec, tree, tuple(leaves))
+
+
+@functools.cache
+def _shapes(codec, tree, leaves):
+  structs = jax.tree.unflatten(tree, leaves)
   key = jax.eval_shape(lambda: jax.random.key(0))
 
   def encode(weights, key):

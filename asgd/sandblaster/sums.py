@@ -13,6 +13,8 @@ from asgd.sandblaster.shard import dot
 # (parameters, portion) -> (float, gradient)
 Work = Callable[[base.Params, int], tuple[Any, base.Params]]
 
+_add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))  # of all sums, once
+
 
 def make_sums(
   work: Work,
@@ -29,14 +31,12 @@ def make_sums(
     >>> loss, gradient.tolist()
     (75.0, [18.0, 24.0])
   """
-  add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
-
   def sums(params, portions):
     loss, gradient = 0.0, None
     for portion in portions:
       value, part = work(params, portion)
       loss += float(value)
-      gradient = part if gradient is None else add(gradient, part)
+      gradient = part if gradient is None else _add(gradient, part)
     return loss, simulator.fetch(gradient)
 
   return sums

@@ -164,9 +164,13 @@ def lengths(
 ) -> list[tuple[int, int]]:
   """Returns how many rows and records of each peer belong to a checkpoint:
   those that its image counts, and of a peer without an image all."""
-  out = [length_of(run, index) for index in range(peers)]
-  for index, (_, notes) in images.items():
-    out[index] = notes["rows"], notes["records"]
+  out = []
+  for index in range(peers):
+    if index in images:
+      _, notes = images[index]
+      out.append((notes["rows"], notes["records"]))
+    else:
+      out.append(length_of(run, index))
   return out
 
 

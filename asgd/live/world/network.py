@@ -151,17 +151,16 @@ class Selector:
     return ready
 
   def _events(self):
-    return [
-      (key, ready)
-      for sock, key in self._keys.items()
-      if (
-        ready := key.events
-        & (
-          selectors.EVENT_READ * sock.readable
-          | selectors.EVENT_WRITE * (sock.peer is not None and sock.writable)
-        )
-      )
-    ]
+    out = []
+    for sock, key in self._keys.items():
+      ready = 0
+      if key.events & selectors.EVENT_READ and sock.readable:
+        ready = selectors.EVENT_READ
+      if key.events & selectors.EVENT_WRITE and sock.peer and sock.writable:
+        ready |= selectors.EVENT_WRITE
+      if ready:
+        out.append((key, ready))
+    return out
 
   def select(self, seconds: float | None = None) -> list[tuple[Any, int]]:
     """Returns the (key, events) of sockets that are ready."""

@@ -62,14 +62,12 @@ class Process:
       self.give_turn_back()
 
   def may_go_on(self, now: float) -> bool:
-    """Whether it would do something if it had its turn."""
-    if not self.alive or now < self.sleeps_until:
-      return self.alive and self.doomed
-    return (
-      self.doomed
-      or (self.wakes is not None and now >= self.wakes)
-      or self.ready()
-    )
+    """Whether it, which is alive, would do something in a turn."""
+    if self.doomed:
+      return True
+    if now < self.sleeps_until:
+      return False
+    return (self.wakes is not None and now >= self.wakes) or self.ready()
 
 
 class Scheduler:

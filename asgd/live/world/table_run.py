@@ -223,9 +223,12 @@ class TablesRun(host_run.HostRun):
     images = cluster.images()
     lengths = []
     for worker in range(WORKERS):
+      if worker in images.workers:
+        lengths.append(images.workers[worker][:2])
+        continue
       rows = len(read_journal(journal_path(self.folder, worker)))
-      there = rows, len(files.read_table_records(self.folder, worker).loss)
-      lengths.append(images.workers.get(worker, there)[:2])
+      count = len(files.read_table_records(self.folder, worker).loss)
+      lengths.append((rows, count))
     self._saved = _Saved(images, lengths)
     cluster.go_on()
 
