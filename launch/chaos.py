@@ -44,7 +44,7 @@ from collections.abc import Sequence
 
 from asgd import names
 from asgd.experiment import audit, build, chaos, protocol
-from asgd.live.world import explore, run
+from asgd.live.world import explore
 
 from . import flags
 
@@ -151,7 +151,7 @@ def _simulate() -> None:
     if given:
       raise ValueError(f"--simulate has runs of its own: drop --{name}")
   room = _F["protocol"].value
-  drawn = explore.ROOMS[room].draw(first)
+  drawn = explore.drawn(first, room)
   if numbers is not None:
     there = len(drawn.faults)
     if count != 1:
@@ -171,7 +171,7 @@ def _simulate() -> None:
         print(explore.explain(outcome, keep, room), flush=True)
       elif count == 1:
         those = range(len(drawn.faults)) if keep is None else keep
-        print(f"{run.describe(drawn, those)}\n")
+        print(f"{drawn.describe(those)}\n")
       if tally.runs % _EVERY == 0 and tally.runs < count:
         failed = len(tally.failed)
         print(f"{tally.runs:,} of {count:,} seeds, {failed} failed", flush=True)

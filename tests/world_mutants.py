@@ -323,6 +323,18 @@ def cuts_nothing_back(patch):
   patch.setattr(peer_files, "cut_back", _nothing)
 
 
+# Kinds of faults from which the scenarios of these seeds are drawn.
+_KILLS = "kill worker", "kill shard", "kill all"
+_COMMON = *_KILLS, "stop worker", "stop shard", "stop driver", "cut", "double"
+_FILES = "tear", "fill", "jump", "flip"
+KINDS = {
+  "tables": (*_COMMON, *_FILES, "nan"),
+  "sandblaster": (*_COMMON, *_FILES, "remove memory", "nan"),
+  "gossip": (
+    *("kill peer", "kill counter", "kill all", "stop peer", "stop driver"),
+    *("cut", "double", *_FILES, "nan", "term"),
+  ),
+}
 # Protocol -> mutant -> a seed whose run fails with it.
 FOUND = {
   "tables": {

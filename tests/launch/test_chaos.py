@@ -207,7 +207,7 @@ def test_seeds_of_a_simulated_world_are_tallied():
 def test_a_seed_says_which_faults_come_to_it():
   result = kit.call("chaos", "--simulate=1", "--seed=1")
   first, second = result.stdout.splitlines()[:2]
-  assert first.startswith("seed 1: Case(recipe=")
+  assert first.startswith("seed 1: ServerCase(recipe=")
   assert second.startswith("  fault 0: ")
 
 

@@ -144,13 +144,16 @@ class ShardHost:
       self._expel(worker)
     if shard.is_done(request):
       return self._reply(request)
+    before = self._waiting.pop(worker, None)  # if it asks again
     if self._must_wait(request):
-      answer: Future[Reply] = Future()
+      answer = before.answer if before else Future()
       self._waiting[worker] = _Waiting(request, data, answer)
       self._wake()  # others need not wait for this worker any more
       return answer
     self._do(request, data)
     reply = self._reply(request)
+    if before:
+      before.answer.set_result(reply)
     self._wake()
     return reply
 

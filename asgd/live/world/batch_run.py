@@ -4,8 +4,6 @@ left alone."""
 
 import copy
 import functools
-import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +12,6 @@ import jax
 import numpy as np
 
 from asgd import orders, safe_files
-from asgd.live.deadlines import Ladder
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import (
@@ -23,19 +20,15 @@ from asgd.live.sandblaster.driver import (
   Options,
   SavedRun,
 )
-from asgd.live.world import host_run
-from asgd.live.world.run import Injection, Menu, Scenario
+from asgd.live.world.injections import Menu, Scenario
+from asgd.live.world.run import COMMON, LADDER, WorldRun
 from asgd.live.world.storage import Broken
 from asgd.orders.trace import from_events
 from asgd.sandblaster import Settings, recompute
 from asgd.sandblaster.book import Lengths
 
 WORKERS, PORTIONS, EVALUATIONS = 3, 6, 5
-_LOOK = 0.1  # seconds of the driver in one advance
-_SAVES = 4  # looks between two checkpoints
-_JOB = 0.03  # seconds that a portion takes, on average
-_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
-KINDS = *host_run.KINDS[:-1], "remove memory", "nan"
+KINDS = *COMMON, "remove memory"
 INVARIANTS = (
   "iterates are those of an undisturbed run",
   "every job of an evaluation counts once",
@@ -45,7 +38,7 @@ INVARIANTS = (
 )
 
 
-class Case(NamedTuple):
+class BatchCase(NamedTuple):
   """A run without its faults."""
 
   shards: int = 2
@@ -67,14 +60,9 @@ class Case(NamedTuple):
 
 
 CASES = (
-  *(Case(), Case(shards=1), Case(shards=3, backup=0), Case(push_every=1)),
-  Case(kills=False),
+  *(BatchCase(), BatchCase(shards=1), BatchCase(shards=3, backup=0)),
+  *(BatchCase(push_every=1), BatchCase(kills=False)),
 )
-
-
-def menu() -> Menu:
-  """Returns from what scenarios are drawn."""
-  return Menu(CASES, KINDS, WORKERS, EVALUATIONS * PORTIONS // 2)
 
 
 _draw = np.random.default_rng(0).standard_normal
@@ -98,14 +86,15 @@ def _work(params, portion):
   return _gradient(params, DATA[portion])
 
 
-class BatchRun(host_run.HostRun):
+class BatchRun(WorldRun):
   """One scenario of Sandblaster."""
+
+  INVARIANTS, SAVES = INVARIANTS, 4
+  INJECT = {**COMMON, "remove memory": WorldRun.remove_memory}  # noqa: RUF012
 
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
     self._settings = drawn.case.settings
-    self._memory = folder / "memory"
-    self._rng = random.Random(drawn.seed + 1)
     self._driver: Driver | None = None
     self._notes: dict[str, Any] | None = None  # of the evaluation under way
     self._saved: SavedRun | None = None  # a checkpoint
@@ -113,22 +102,23 @@ class BatchRun(host_run.HostRun):
     self._went_back = False  # to a checkpoint, or to the beginning
     self._params: Any = None  # at the end
 
+  @staticmethod
+  def menu() -> Menu:
+    """See the base."""
+    return Menu(CASES, KINDS, WORKERS, EVALUATIONS * PORTIONS // 2)
+
   # Objects in hosts.
 
   def _make_shard(self, evaluation, index, image, anew):
-    folder = self._memory / f"shard-{index}"
+    folder = self.memory / f"shard-{index}"
     return shard.make(str(folder), image, evaluation, anew=anew)
 
   def _make_worker(self, index):
     def work(params, portion):
       self._begun += 1
-      self.job_begins(self._begun)
-      self.scheduler.sleep(self._rng.expovariate(1 / _JOB))
+      self.work(self._begun)
       loss, gradient = _work(params, portion)
-      if self.world.nans:
-        self.world.nans.pop()
-        gradient = jax.tree.map(lambda x: x * float("nan"), gradient)
-      return loss, gradient
+      return loss, self.world.spoil(gradient)
 
     task = worker.PortionTask(
       *(self._settings, PARAMS, lambda worker, portion: DATA[portion]),
@@ -146,7 +136,7 @@ class BatchRun(host_run.HostRun):
 
   def _from_where(self, resumed):
     """The notes of the last driver, if its memory is there; a checkpoint."""
-    if resumed and self._notes is not None and self._memory.exists():
+    if resumed and self._notes is not None and self.memory.exists():
       return SavedRun(copy.deepcopy(self._notes), None)
     # Without notes a shard has said that its files are unfit.
     self._went_back = resumed
@@ -159,7 +149,7 @@ class BatchRun(host_run.HostRun):
   def _drive(self, resumed):
     """The main function of the driver."""
     saved = self._from_where(resumed)
-    safe_files.make_private(self._memory)
+    safe_files.make_private(self.memory)
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     book = LiveRunLog(self.folder, lengths, disk=self.world.disk)
     self._driver = driver = Driver(
@@ -167,16 +157,20 @@ class BatchRun(host_run.HostRun):
       HostMakers(self.hosts, self._make_shard, self._make_worker),
       book,
       workers=WORKERS,
-      options=Options(_LADDER),
+      options=Options(LADDER),
       saved=saved,
       note_down=self._note_down,
     )
     driver.start()
-    until, looks = EVALUATIONS * self._settings.jobs, 0
-    while driver.advance(until, _LOOK) < until and not driver.ended:
-      looks += 1
-      if looks % _SAVES == 0:
-        self._saved = copy.deepcopy(driver.save()) or self._saved
+    until = EVALUATIONS * self._settings.jobs
+
+    def look():
+      return driver.advance(until, self.LOOK) >= until or driver.ended
+
+    def save():
+      self._saved = copy.deepcopy(driver.save()) or self._saved
+
+    self.drive(look, save, rest=lambda seconds: None)
     self._params = driver.params()
     self.finished = True
 
@@ -204,13 +198,3 @@ class BatchRun(host_run.HostRun):
       orders.check(from_events(driver.book.rows))
     except ValueError as error:
       raise Broken(f"{INVARIANTS[2]}: {error}") from error
-
-  def _remove_memory(self, fault: Injection):
-    shutil.rmtree(self._memory, ignore_errors=True)
-    self.kill("shard", fault)
-    return True
-
-  INJECT = {  # noqa: RUF012
-    **host_run.HostRun.INJECT,
-    "remove memory": _remove_memory,
-  }

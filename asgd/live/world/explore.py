@@ -2,25 +2,19 @@
 
 import collections
 import functools
+import itertools
 import multiprocessing
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 
-from asgd.live.world import (
-  batch_run,
-  invariants,
-  peer_run,
-  scenario,
-  table_run,
-)
 from asgd.live.world.batch_run import BatchRun
+from asgd.live.world.injections import Scenario, draw
 from asgd.live.world.peer_run import PeersRun
-from asgd.live.world.run import Menu, Run, Scenario, SeedResult, describe, draw
+from asgd.live.world.run import SeedResult, WorldRun
 from asgd.live.world.server_run import ServerRun
 from asgd.live.world.table_run import TablesRun
 
@@ -28,24 +22,17 @@ _AT_ONCE = 10  # seeds that a process takes
 _REASON = re.compile(r"[0-9/][^ ]*")  # what differs between two like errors
 
 
-class Room(NamedTuple):
-  """How the runs of a protocol are drawn, run and checked in a world."""
-
-  run: type[Run]
-  menu: Callable[[], Menu]
-  invariants: Sequence[str]  # what is checked of a finished run
-
-  def draw(self, seed: int) -> Scenario:
-    """Returns the scenario of a seed."""
-    return draw(seed, self.menu())
-
-
-ROOMS = {
-  "server": Room(ServerRun, scenario.menu, invariants.NAMES),
-  "tables": Room(TablesRun, table_run.menu, table_run.INVARIANTS),
-  "sandblaster": Room(BatchRun, batch_run.menu, batch_run.INVARIANTS),
-  "gossip": Room(PeersRun, peer_run.menu, peer_run.INVARIANTS),
+ROOMS: dict[str, type[WorldRun]] = {
+  "server": ServerRun,
+  "tables": TablesRun,
+  "sandblaster": BatchRun,
+  "gossip": PeersRun,
 }
+
+
+def drawn(seed: int, room: str = "server") -> Scenario:
+  """Returns the scenario of a seed."""
+  return draw(seed, ROOMS[room].menu())
 
 
 def run_seed(
@@ -58,21 +45,70 @@ def run_seed(
     keep: numbers of the faults that come; None: all.
     room: one of ROOMS.
   """
-  drawn = ROOMS[room].draw(seed)
+  return _run(seed, keep, room, lambda run: None)[0]
+
+
+def _run(seed, keep, room, read):
+  """Returns the outcome, and what is read of the run that has ended."""
+  script = drawn(seed, room)
   if keep is None:
-    keep = range(len(drawn.faults))
+    keep = range(len(script.faults))
   with tempfile.TemporaryDirectory(prefix="asgd-world-") as folder:
-    return ROOMS[room].run(drawn, Path(folder)).run(keep)
+    run = ROOMS[room](script, Path(folder))
+    return run.run(keep), read(run)
 
 
 def shrink(seed: int, room: str = "server") -> list[int]:
   """Returns the faults of a seed that fails without which it does not fail."""
-  keep = list(range(len(ROOMS[room].draw(seed).faults)))
+  keep = list(range(len(drawn(seed, room).faults)))
   for index in list(keep):
     fewer = [i for i in keep if i != index]
     if run_seed(seed, fewer, room).error:
       keep = fewer
   return keep
+
+
+_TURNS = "turns of processes"
+
+
+def _logs(run) -> dict[str, list[str]]:
+  """Returns the turns of a run's processes, and the rows of its CSV files."""
+  logs = {_TURNS: [f"{time:.6f},{name}" for time, name in run.scheduler.turns]}
+  for path in sorted(run.folder.glob("*.csv")):
+    logs[path.name] = path.read_text(errors="replace").splitlines()
+  return logs
+
+
+def first_difference(seed: int, keep: Sequence[int], room: str) -> str:
+  """Returns where a run that fails differs first from the nearest one that
+  does not, which lacks one of its faults: the first turn, which is the fault's
+  own, and the earliest row, which follows from it."""
+  _, logs = _run(seed, keep, room, _logs)
+  for index in reversed(keep):
+    fewer = [each for each in keep if each != index]
+    outcome, others = _run(seed, fewer, room, _logs)
+    if not outcome.error:
+      break
+  else:
+    return "  it fails as well without any one of these faults"
+  rows = []
+  for name, log in logs.items():
+    pairs = itertools.zip_longest(log, others.get(name, ()), fillvalue="")
+    for number, (mine, other) in enumerate(pairs, 1):
+      if mine != other:
+        text = f"    {name}, line {number}: {mine or 'none'}; {other or 'none'}"
+        rows.append((name != _TURNS, _time_of(mine or other), text))
+        break
+  texts = [text for _, _, text in sorted(rows)]
+  title = f"  without fault {index} it does not fail; first differences:"
+  return "\n".join([title, *texts[:2]])
+
+
+def _time_of(line):
+  try:
+    return float(line.partition(",")[0])
+  except ValueError:  # a header, or a row that was changed
+    return 0.0
 
 
 def _prepare() -> None:
@@ -107,15 +143,17 @@ def run_seeds(
 def explain(
   outcome: SeedResult, keep: Sequence[int] | None = None, room: str = "server"
 ) -> str:
-  """Returns what went wrong at a seed, its shortest list of faults, and the
-  command that repeats it."""
+  """Returns what went wrong at a seed, its shortest list of faults, where
+  it differs first from a run that passes, and the command that repeats it."""
   fewest = shrink(outcome.seed, room) if keep is None else list(keep)
-  text = describe(ROOMS[room].draw(outcome.seed), fewest)
+  text = drawn(outcome.seed, room).describe(fewest)
   faults = f" --faults={','.join(map(str, fewest))}" if fewest else ""
   command = f"asgd chaos --simulate=1 --seed={outcome.seed}{faults}"
   if room != "server":
     command += f" --protocol={room}"
-  return f"{text}\n  {outcome.error.strip()}\n  again: {command}"
+  differs = first_difference(outcome.seed, fewest, room) if fewest else ""
+  lines = text, f"  {outcome.error.strip()}", differs, f"  again: {command}"
+  return "\n".join(filter(None, lines))
 
 
 class Tally:
@@ -142,7 +180,7 @@ class Tally:
 
   def table(self) -> str:
     """Returns a table of faults and invariants."""
-    width = max(map(len, (*self._room.menu().kinds, *self._room.invariants)))
+    width = max(map(len, (*self._room.menu().kinds, *self._room.INVARIANTS)))
     lines = [
       f"{self.runs:,} runs, {self.steps:,} steps, {self.seconds:,.0f} simulated"
       f" seconds, {self.restarts:,} restarts"
@@ -152,7 +190,7 @@ class Tally:
       lines.append(f"{kind:{width}}  {self.injected[kind]:8,}")
     lines += ["", f"{'invariant':{width}}  checked"]
     checked = self.runs - len(self.failed)
-    lines += [f"{name:{width}}  {checked:8,}" for name in self._room.invariants]
+    lines += [f"{name:{width}}  {checked:8,}" for name in self._room.INVARIANTS]
     if self.failed:
       some = ", ".join(map(str, self.failed[:20]))
       lines += ["", f"FAILED: {len(self.failed)} seeds ({some})"]

@@ -9,7 +9,11 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from asgd.live.faults import Killed
 from asgd.live.hosts.base import (
@@ -24,11 +28,40 @@ from asgd.live.hosts.base import (
   Inside,
   Make,
 )
+from asgd.live.world.injections import Faults
+from asgd.live.world.network import SimulatedNetwork
 from asgd.live.world.scheduler import Process, Scheduler
 from asgd.live.world.storage import Disk
 
-# Methods that are called again when a connection broke; of a shard all are.
+# Methods that are called again when a connection broke, perhaps late; of a
+# shard all are, at once.
 _RETRIED = {(PEER, "deliver"), (COUNTER, "take")}
+_LATE = 0.1  # of a fault's seconds: how late a call comes
+
+
+class World(NamedTuple):
+  """What a run stands on."""
+
+  scheduler: Scheduler
+  faults: Faults
+  network: SimulatedNetwork
+  disk: Disk
+  folder: Path  # of its files and its memory
+  skew: list[float]  # seconds by which its clock has jumped
+
+  def clock(self) -> float:
+    """Seconds since the run began."""
+    return self.scheduler.now + self.skew[0]
+
+  def spoil(self, message: Any) -> Any:
+    """Returns a message of a worker, whose real numbers may become NaN."""
+    if not self.faults.take("nan", "worker"):
+      return message
+
+    def nan(x):
+      return x if np.dtype(x.dtype).kind in "iub" else x * float("nan")
+
+    return jax.tree.map(nan, message)
 
 
 class _Inline(Executor):
@@ -96,7 +129,7 @@ class WorldHost(Host):
 
   def __init__(self, hosts: "WorldHosts", kind: str, index: int, make: Make):
     self.kind, self.index, self._hosts = kind, index, hosts
-    scheduler = hosts.scheduler
+    self._scheduler = scheduler = hosts.world.scheduler
     self._box: list[tuple[WorldCall, str, Sequence[Any]]] = []
     self.ended = False  # nobody hears it any more
     self.open: list[WorldCall] = []  # without an answer
@@ -123,33 +156,33 @@ class WorldHost(Host):
 
   def call(self, method: str, *args: Any) -> WorldCall:
     """See the base."""
-    call, scheduler = self._new_call(), self._hosts.scheduler
-    scheduler.touch()
-    retried = self.kind == SHARD or (self.kind, method) in _RETRIED
-    if retried and self._hosts.doubles:
-      late = self._hosts.doubles.pop()
-      if late:
-        again = self._after(late, lambda: self._post(method, args))
-        scheduler.start(f"late call of {self.kind} {self.index}", again)
-      else:
-        self._post(method, args)
-    self._box.append((call, method, args))
+    call, faults = self._new_call(), self._hosts.world.faults
+    self._scheduler.touch()
+    late = (self.kind, method) in _RETRIED
+    retried = late or self.kind == SHARD
+    if retried and (double := faults.take("double", self.kind)):
+      again = WorldCall(self._scheduler, self)  # nobody waits
+      self._post(again, method, args, double.seconds * _LATE * late)
+    delay = faults.take("delay", self.kind)
+    self._post(call, method, args, delay.seconds * _LATE if delay else 0.0)
     return call
 
-  def _after(self, seconds, do):
-    def wait():
-      self._hosts.scheduler.sleep(seconds)
-      do()
+  def _post(self, call, method, args, seconds=0.0):
+    """Makes a call, after some time."""
 
-    return wait
+    def post():
+      if seconds:
+        self._scheduler.sleep(seconds)
+      self._box.append((call, method, args))
+
+    if seconds:
+      self._scheduler.start(f"late call of {self.kind} {self.index}", post)
+    else:
+      post()
 
   def lose(self, call: WorldCall) -> None:
     """Forgets a call that it has not begun to make."""
     self._box = [each for each in self._box if each[0] is not call]
-
-  def _post(self, method, args):
-    """Makes a call whose answer nobody waits for."""
-    self._box.append((WorldCall(self._hosts.scheduler, self), method, args))
 
   def _later(self, do, method, *args):
     """Runs a call in a process of its own; see `Inside.later`."""
@@ -160,24 +193,23 @@ class WorldHost(Host):
         future.set_result(do())
       except Exception as error:
         future.set_exception(error)
-      self._post(method, (*args, future))
+      self._post(WorldCall(self._scheduler, self), method, (*args, future))
 
     self.helpers = [each for each in self.helpers if each.alive]
     name = f"call beside {self.kind} {self.index}"
-    scheduler = self._hosts.scheduler
-    helper = scheduler.start(name, run)
+    helper = self._scheduler.start(name, run)
     self.helpers.append(helper)
 
     def end_all():
       if helper.doomed:  # or it has only ended
-        scheduler.kill(self.process)
+        self._scheduler.kill(self.process)
 
     if self._ends_whole:
       helper.at_end.append(end_all)
 
   def _end_helpers(self):
     for helper in self.helpers:
-      self._hosts.scheduler.kill(helper)
+      self._scheduler.kill(helper)
 
   def drain(self) -> bool:
     """Calls `drain` of the object; returns whether it has such a method."""
@@ -191,26 +223,26 @@ class WorldHost(Host):
       self._held.interrupt()
 
   def _new_call(self):
-    call = WorldCall(self._hosts.scheduler, self)
+    call = WorldCall(self._scheduler, self)
     self.open = [each for each in self.open if not each.done()]
     self.open.append(call)
     return call
 
   def _die(self):
-    scheduler = self._hosts.scheduler
+    scheduler = self._scheduler
     scheduler.kill(self.process)
     scheduler.kill(scheduler.current)  # which may be a helper
     scheduler.point()
 
   def _wait(self, seconds):
-    self._hosts.scheduler.sleep(seconds)
+    self._scheduler.sleep(seconds)
     if self.ended:
       raise Killed
 
   def _run(self, make):
     self._do(self.made, lambda: make(self._inside), keeps=True)
     while True:
-      self._hosts.scheduler.wait(lambda: self.ended or bool(self._box), None)
+      self._scheduler.wait(lambda: self.ended or bool(self._box), None)
       if self.ended:
         return
       call, method, args = self._box.pop(self._next())
@@ -221,8 +253,11 @@ class WorldHost(Host):
 
   def _next(self):
     """Which call is made next: those that wait are made in any order."""
-    order = self._hosts.order
-    return order.randrange(len(self._box)) if order else 0
+    order, waiting = self._hosts.order, len(self._box)
+    if order is not None:
+      return order.randrange(waiting)
+    late = waiting > 1 and self._hosts.world.faults.take("reorder", self.kind)
+    return -1 if late else 0
 
   def _do(self, call, do, keeps=False):
     """Answers a call with what is done, or what that raises but Killed."""
@@ -242,40 +277,35 @@ class WorldHost(Host):
 class WorldHosts(Hosts):
   """Hosts as processes of a world, and their driver's clock and disk."""
 
-  def __init__(
-    self,
-    scheduler: Scheduler,
-    disk: Disk,
-    skew: Sequence[float],
-    *,
-    kills: bool = True,
-    order: random.Random | None = None,
-  ):
-    """`skew` has the seconds by which the clock has jumped. `kills`: what the
-    driver kills ends at once, as a process; otherwise, as a thread, when it
-    waits or has ended its call. `order` draws which of the calls that wait for
-    a host is made next; None: the first."""
-    self.kills, self.order = kills, order
-    self.scheduler, self.disk, self._skew = scheduler, disk, skew
+  def __init__(self, world: World, *, kills: bool):
+    """`kills`: what the driver kills ends at once, as a process; otherwise, as
+    a thread, when it waits or has ended its call."""
+    self.world, self.kills, self.disk = world, kills, world.disk
+    # Draws which of the calls that wait for a host is made next; None: the
+    # first.
+    self.order: random.Random | None = None
     self.hosts: dict[tuple[str, int], WorldHost] = {}
     self.cuts = 0  # answers that were lost
-    # Calls to come that are made twice: how many seconds later.
-    self.doubles: list[float] = []
 
   def clock(self) -> float:
     """See the base."""
-    return self.scheduler.now + self._skew[0]
+    return self.world.clock()
 
   def sleep(self, seconds: float) -> None:
     """See the base."""
-    self.scheduler.sleep(seconds)
+    self.world.scheduler.sleep(seconds)
+
+  def of(self, process: Process) -> WorldHost | None:
+    """Returns the host of a process."""
+    hosts = self.hosts.values()
+    return next((host for host in hosts if host.process is process), None)
 
   def start(self, kind: str, index: int, make: Make) -> WorldHost:
     """See the base."""
     if before := self.hosts.get((kind, index)):
       self._end(before)
       if kind in LOCAL and before.process.alive:  # it may write its files
-        self.scheduler.wait(lambda: not before.process.alive, None)
+        self.world.scheduler.wait(lambda: not before.process.alive, None)
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host
 
@@ -285,7 +315,9 @@ class WorldHosts(Hosts):
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
-    self.scheduler.wait(lambda: any(call.done() for call in calls), seconds)
+    self.world.scheduler.wait(
+      lambda: any(call.done() for call in calls), seconds
+    )
     return [call for call in calls if call.done()]
 
   def gone(self) -> list[tuple[str, int]]:
@@ -299,29 +331,29 @@ class WorldHosts(Hosts):
   def _end(self, host):
     host.ended = True
     if self.kills:
-      self.scheduler.kill(host.process)
+      self.world.scheduler.kill(host.process)
     else:
       host.interrupt()
 
   def close(self) -> None:
     """See the base."""
     for host in self.hosts.values():
-      self.scheduler.kill(host.process)
+      self.world.scheduler.kill(host.process)
 
-  def cut(self, which: float, *, arrives: bool = True) -> bool:
-    """Breaks the connection of an open call, before it arrives or later; False
-    if there is none."""
+  def cut(self, which: float, *, arrives: bool = True) -> Sequence[str]:
+    """Breaks the connection of an open call, before it arrives or later.
+    Returns the name of its host, of no call none."""
     calls = [
       call
       for host in self.hosts.values()
       for call in host.open
       if not call.done() and call is not host.made
     ]
-    if calls:
-      self.cuts += 1
-      call = calls[int(which * len(calls))]
-      call.cut = True
-      if not arrives:
-        call.host.lose(call)
-    return bool(calls)
-
+    if not calls:
+      return ()
+    self.cuts += 1
+    call = calls[int(which * len(calls))]
+    call.cut = True
+    if not arrives:
+      call.host.lose(call)
+    return (call.host.process.name,)

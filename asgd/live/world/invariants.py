@@ -12,9 +12,9 @@ from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
 from asgd.live.world import reference
+from asgd.live.world.hosts import World
 from asgd.live.world.reference import Received
-from asgd.live.world.run import World
-from asgd.live.world.scenario import WORKERS, Case
+from asgd.live.world.scenario import WORKERS, ServerCase
 from asgd.live.world.server_makers import Training
 from asgd.live.world.storage import Broken
 from asgd.orders import trace
@@ -40,7 +40,7 @@ def _require(well, index, text):
 
 
 def check(
-  world: World, training: Training, case: Case, shards: Sequence[Shard]
+  world: World, training: Training, case: ServerCase, shards: Sequence[Shard]
 ) -> None:
   """Raises Broken if a finished run is not what it must be."""
   folder, count = world.folder, training.setup.shards

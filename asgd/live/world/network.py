@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from asgd.live import frames
+from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Process, Scheduler
 
 _ROOM = 2**12  # bytes that a socket holds for its reader
-# Frames that are lost or held back, though a stream loses nothing but its end:
-# they are said again. And those that may be said twice.
-_SPOILED = frames.PUSH, frames.ACK
-_DOUBLED = (
-  *(*_SPOILED, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
-  *(frames.FOLLOW, frames.PREPARED, frames.ASKED),
-)
+# Frames that are lost or held back, though a stream loses nothing but its end,
+# are sent again; more of them may be sent twice.
+_AGAIN = frames.PUSH, frames.ACK
+_SPOILED = {
+  "lose": _AGAIN,
+  "reorder": _AGAIN,
+  "double": (
+    *(*_AGAIN, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
+    *(frames.FOLLOW, frames.PREPARED, frames.ASKED),
+  ),
+}
 
 
 class Socket:
@@ -175,13 +180,11 @@ class Selector:
 class SimulatedNetwork:
   """All sockets of a world."""
 
-  def __init__(self, scheduler: Scheduler):
-    self.scheduler = scheduler
+  def __init__(self, scheduler: Scheduler, faults: Faults):
+    self.scheduler, self._faults = scheduler, faults
     self._listeners: dict[str, Socket] = {}
     self.sockets: list[Socket] = []  # that are connected
-    self._to_spoil: list[str] = []  # what happens to frames to come
     self._late: dict[Socket, bytes] = {}  # frames that are held back
-    self.spoiled = 0
     self.changes = 0  # of what can be read or written, so far
     self.sleep = scheduler.sleep
 
@@ -234,23 +237,23 @@ class SimulatedNetwork:
       end.data.clear()
     self.changes += 1
 
-  def spoil(self, how: str) -> None:
-    """Loses, doubles or holds back ("lose", "double", "reorder") the next
-    message or its answer."""
-    self._to_spoil.append(how)
-
   def tampered(self, sock: Socket, data: bytes) -> bytes:
     """Returns what arrives of what is sent."""
     late = self._late.pop(sock, b"")
-    if not self._to_spoil or len(data) % frames.SIZE:
-      return data + late
+    how = None if len(data) % frames.SIZE else self._fault(data)
     first, rest = data[: frames.SIZE], data[frames.SIZE :]
-    doubles = self._to_spoil[0] == "double"
-    if frames.unpack(first).kind not in (_DOUBLED if doubles else _SPOILED):
-      return data + late
-    how, self.spoiled = self._to_spoil.pop(0), self.spoiled + 1
     if how == "double":
       return first + data + late
     if how == "reorder":
       self._late[sock] = first
-    return rest + late
+    return data + late if how is None else rest + late
+
+  def _fault(self, data):
+    """Returns what happens to the first of some frames, None if nothing."""
+    for how, kinds in _SPOILED.items():
+      if not self._faults.next(how):
+        continue
+      if frames.unpack(data[: frames.SIZE]).kind in kinds:
+        self._faults.take(how, self.scheduler.current.name)
+        return how
+    return None

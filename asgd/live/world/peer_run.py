@@ -6,17 +6,11 @@ from the journals of a run that has ended; `peer_checks` does that.
 
 import functools
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-from asgd import algorithms, losses
-from asgd.live.deadlines import Ladder
+from asgd import algorithms
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
 from asgd.live.gossip.cluster import Image, PeerCluster, PeerMaker
@@ -24,23 +18,18 @@ from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path
 from asgd.live.records import records_path
-from asgd.live.world import host_run, peer_checks
+from asgd.live.world import peer_checks, scenario
 from asgd.live.world.hosts import WorldHosts
-from asgd.live.world.peer_checks import NAMES as INVARIANTS  # noqa: F401
-from asgd.live.world.run import COMMON, Injection, Menu, Scenario, WorldScript
+from asgd.live.world.injections import Injection, Menu, Scenario
+from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
 from asgd.live.world.storage import Broken, Flip, flip
 
 PEERS, ROUNDS = 3, 8
-_LOOK = 0.05  # seconds between two looks of the driver
-_SAVES = 3  # looks between two checkpoints
-_JOB = 0.03  # seconds that a job takes, on average
-_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 _PATIENCE = 1.0  # seconds until a silent peer is ended
-_ROOT = jax.random.key(0)
 KINDS = (
-  *("kill peer", "kill counter", "kill all"),
+  *("kill peer", "kill counter", "kill driver", "kill all"),
   *("stop peer", "stop driver"),
-  *("cut", "double"),  # a connection; frames, or the question for a number
+  *("cut", "drop", "double", "delay"),  # calls, which are made in any order
   *("tear", "fill", "jump", "flip", "nan"),
   "term",  # the driver is told to stop, and has some time to save
 )
@@ -81,35 +70,19 @@ CASES = (
 )
 
 
-def menu() -> Menu:
-  """Returns from what scenarios are drawn."""
-  return Menu(CASES, KINDS, PEERS, PEERS * ROUNDS)
-
-
-def _loss(params, batch, key):
-  del key
-  error = batch @ params["w"] - params["b"]
-  return jnp.mean(error**2), losses.Aux(())
-
-
-def batch(peer: int, job: int) -> np.ndarray:
-  """Returns float32[4, 3]: what a job is done on."""
-  rng = np.random.Generator(np.random.PCG64((peer, job)))
-  return rng.standard_normal((4, 3), np.float32)
-
-
 @functools.cache
 def _duty(case: PeerCase) -> PeerDuty:
   """What the peers of a case do, compiled once for all scenarios."""
   options = dict(case.options)
   recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
   recipe = recipe._replace(gossip=recipe.gossip._replace(every=case.every))
-  params = {"w": np.arange(3, dtype=np.float32), "b": np.float32(0.5)}
+  params, batch = scenario.first_params(), scenario.batch
   peer, wire = recipe.peer(), array_wire(copies=case.kills)
   if recipe.gossip.compressed:
     wire = packed_wire(peer, params)
-  worker = recipe.make_worker(_loss)
-  return PeerDuty(recipe.gossip, peer, worker, params, batch, _ROOT, wire)
+  worker = recipe.make_worker(scenario.loss)
+  root = scenario.ROOT
+  return PeerDuty(recipe.gossip, peer, worker, params, batch, root, wire)
 
 
 class _Saved(NamedTuple):
@@ -119,14 +92,15 @@ class _Saved(NamedTuple):
   files: Sequence[tuple[int, int]]  # (rows, records) of each peer
 
 
-class PeersRun(host_run.HostRun):
+class PeersRun(WorldRun):
   """One scenario of live peers."""
+
+  INVARIANTS, LOOK = peer_checks.NAMES, 0.05
 
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
     self._case: PeerCase = drawn.case
     self._duty = _duty(self._case)
-    self._rng = random.Random(drawn.seed + 1)
     self._saved: _Saved | None = None
     self._cluster: PeerCluster | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
@@ -134,11 +108,16 @@ class PeersRun(host_run.HostRun):
     self._stops: list[float] = []  # seconds of grace
     self._rows: dict[Path, bytes] = {}  # of journals, as they were last
 
+  @staticmethod
+  def menu() -> Menu:
+    """See the base."""
+    return Menu(CASES, KINDS, PEERS, PEERS * ROUNDS)
+
   def make_hosts(self) -> WorldHosts:
     """See the base; a host makes calls that wait in any order."""
     hosts = super().make_hosts()
     if self._case.kills:
-      hosts.order = self._rng
+      hosts.order = self.rng
     return hosts
 
   # A command.
@@ -154,16 +133,15 @@ class PeersRun(host_run.HostRun):
     self._cluster = PeerCluster(
       *(self._duty.gossip, self.make_hosts(), maker),
       messages=case.messages,
-      ladder=_LADDER,
+      ladder=LADDER,
       refill=case.refill,
       patience=_PATIENCE,
     )
     return functools.partial(self._drive, resumed)
 
   def _batch(self, peer, job):
-    self.job_begins(job)
-    self.scheduler.sleep(self._rng.expovariate(1 / _JOB))
-    return batch(peer, job)
+    self.work(job)
+    return scenario.batch(peer, job)
 
   def _drive(self, resumed):
     """The main function of the driver."""
@@ -175,24 +153,27 @@ class PeersRun(host_run.HostRun):
       self._check_died(error)
 
   def _train(self):
-    cluster, looks = self._cluster, 0
+    cluster = self._cluster
     cluster.start(self._saved and dict(self._saved.images))
-    while True:
-      cluster.check(self._received())
-      self._look_at_rows()
-      if cluster.finished and (views := cluster.views()):
-        break
-      if self._stops:
-        if cluster.pause(self._stops.pop()):
-          self._save()
-        return
-      looks += 1
-      if looks % _SAVES == 0:
-        cluster.pause()
+    self.drive(self._look, self._pause_and_save)
+
+  def _look(self):
+    cluster = self._cluster
+    cluster.check(self._received())
+    self._look_at_rows()
+    if cluster.finished and (views := cluster.views()):
+      self._views, self.finished = views, True
+      return True
+    if self._stops:
+      if cluster.pause(self._stops.pop()):
         self._save()
-        cluster.go_on()
-      self.scheduler.sleep(_LOOK)
-    self._views, self.finished = views, True
+      return True
+    return False
+
+  def _pause_and_save(self):
+    self._cluster.pause()
+    self._save()
+    self._cluster.go_on()
 
   def _received(self):
     peers = range(self._case.peers)
@@ -256,7 +237,7 @@ class PeersRun(host_run.HostRun):
 
   # Faults.
 
-  def _flip(self, fault: Injection):
+  def flip(self, fault: Injection) -> Sequence[str]:
     """Changes a byte of what a peer wrote, and kills it."""
     peer = int(fault.which * self._case.peers)
     at = fault.which * self._case.peers - peer
@@ -264,43 +245,28 @@ class PeersRun(host_run.HostRun):
     path = path_of(self.folder, peer)
     data = path.read_bytes() if path.exists() else b""
     if not data:
-      return False
+      return ()
     flip(path, fault.seconds / 8)
     at = int(fault.seconds / 8 * (len(data) - 1))
     self._flips.append(Flip(path, data[: at + 1]))
     for process in self.processes(f"peer {peer}"):
       self.scheduler.kill(process)
-    return True
-
-  def _cut(self, fault: Injection):
-    return self.hosts.cut(fault.which, arrives=fault.seconds > 0.1)
-
-  def _double(self, fault: Injection):
-    self.hosts.doubles.append(fault.seconds / 10)
-    return True
+    return (f"peer {peer}",)
 
   def _term(self, fault: Injection):
     self._stops.append(fault.seconds)
-    return True
+    return ("driver",)
 
   def _stop_peer(self, fault: Injection):
-    """Has a peer stand still with all its threads, or the counter."""
+    """Makes a peer stand still with all its threads, or the counter."""
     some = "counter" if fault.which < 0.2 else "peer"
-    process = self.stop(some, fault) or self.stop("peer", fault)
-    for host in self.hosts.hosts.values():
-      if host.process is process and self._case.kills:
-        for helper in host.helpers:
-          helper.sleeps_until = process.sleeps_until
-    return process
+    return self.stop(some, fault) or self.stop("peer", fault)
 
   INJECT = {  # noqa: RUF012
-    **{kind: COMMON[kind] for kind in KINDS if kind in COMMON},
+    **COMMON,
     "kill peer": lambda run, fault: run.kill("peer", fault),
     "kill counter": lambda run, fault: run.kill("counter", fault),
     "stop peer": _stop_peer,
-    "stop driver": lambda run, fault: run.stop("driver", fault),
-    "cut": _cut,
-    "double": _double,
-    "flip": _flip,
+    "flip": flip,
     "term": _term,
   }

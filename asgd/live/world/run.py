@@ -1,8 +1,9 @@
 """A run in a simulated world: commands, the faults that come, and the checks.
 
 A run is one command after another until one finishes: each starts a driver,
-which starts the other processes. A fault may kill all of them; the next command
-then resumes. After the last fault the run has to finish within bounded time.
+which starts the other processes, in hosts. A fault may kill all of them; the
+next command then resumes. After the last fault the run has to finish within
+bounded time.
 """
 
 import abc
@@ -11,93 +12,26 @@ import contextlib
 import dataclasses
 import os
 import random
+import shutil
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
-
-import jax
+from typing import Any, ClassVar
 
 from asgd.live import faults
+from asgd.live.deadlines import Ladder
+from asgd.live.world.hosts import World, WorldHosts
+from asgd.live.world.injections import Faults, Injection, Menu, Scenario
 from asgd.live.world.network import SimulatedNetwork
 from asgd.live.world.scheduler import Process, Scheduler, Stuck
-from asgd.live.world.storage import Broken, Disk
+from asgd.live.world.storage import Broken, Disk, flip
 
+LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 _SECONDS, _TURNS = 600.0, 200_000  # in which a command ends
 _RESTARTS = 12  # of the same command, at most
 _REASONS = {"fill", "remove memory", "flip"}  # for a command to end early
-_TEARS = 4  # writes, of which one is torn; or the next of a row like these:
-_TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
-
-_MOST_FAULTS = 6
-_STEPS = 4000  # fault points in which faults come, at most
-_FEW_KINDS = 0.5  # probability that only some kinds of faults come
-_LATE = 0.2  # probability of one after one of the last jobs has begun
-_SOON, _NEAR = 0.4, 100  # probability of a next one within so many steps
-
-
-class Injection(NamedTuple):
-  """A fault of a world."""
-
-  job: int  # that has begun; 0: none needs to
-  step: int  # of the scheduler, since then
-  kind: str  # one of a menu's kinds
-  which: float  # of those that there are, a fraction
-  seconds: float  # of a stop or a jump
-
-
-class Menu(NamedTuple):
-  """From what the scenarios of a protocol are drawn."""
-
-  cases: Sequence[Any]  # runs without faults
-  kinds: Sequence[str]  # of faults
-  workers: int
-  jobs: int
-
-
-class Scenario(NamedTuple):
-  """A run with its faults; of a seed."""
-
-  seed: int
-  case: Any
-  faults: tuple[Injection, ...]
-
-
-def draw(seed: int, menu: Menu) -> Scenario:
-  """Returns the scenario of a seed."""
-  rng = random.Random(seed)
-  case, kinds = rng.choice(menu.cases), menu.kinds
-  if rng.random() < _FEW_KINDS:
-    kinds = rng.sample(menu.kinds, rng.randint(1, 4))
-  faults: list[Injection] = []
-  for _ in range(rng.randint(0, _MOST_FAULTS)):
-    job, step = 0, int(_STEPS ** rng.uniform(0.4, 1.0))
-    if rng.random() < _LATE:  # when what is lost may be found out too late
-      job, step = menu.jobs - rng.randint(1, menu.workers), int(
-        _STEPS ** rng.random()
-      )
-    elif faults and rng.random() < _SOON:  # before the last is got over
-      job = faults[-1].job
-      step = faults[-1].step + int(_NEAR ** rng.random())
-    kind, which = rng.choice(kinds), rng.random()
-    seconds = rng.choice((0.05, 0.5, 2.0, 8.0))
-    faults.append(Injection(job, step, kind, which, seconds))
-  return Scenario(seed, case, tuple(sorted(faults)))
-
-
-class World(NamedTuple):
-  """What a run stands on."""
-
-  scheduler: Scheduler
-  network: SimulatedNetwork
-  disk: Disk
-  folder: Path  # of its files and its memory
-  skew: list[float]  # seconds by which its clock has jumped
-  nans: list[None]  # messages to come that are NaN
-
-  def clock(self) -> float:
-    """Seconds since the run began."""
-    return self.scheduler.now + self.skew[0]
+_ORPHANS = 0.1  # of a fault's seconds: parties work on without a driver
+_JOB = 0.03  # seconds that a job takes, on average
 
 
 class WorldScript(faults.Script):
@@ -105,28 +39,20 @@ class WorldScript(faults.Script):
 
   def __init__(self, world: World):
     super().__init__((), kill=lambda: None, wait=world.scheduler.sleep)
-    self._nans = world.nans
+    self._world = world
 
   def message(self, worker: int, seq: int, message: Any) -> Any:
     """See the base."""
-    if not self._nans:
-      return message
-    self._nans.pop()
-
-    def spoil(x):
-      return x if x.dtype.kind in "iub" else x * float("nan")
-
-    return jax.tree.map(spoil, message)
+    return self._world.spoil(message)
 
 
 @dataclasses.dataclass
 class SeedResult:
-  """What became of a scenario."""
+  """The outcome of a scenario."""
 
   seed: int
-  injected: collections.Counter = dataclasses.field(
-    default_factory=collections.Counter
-  )
+  injected: collections.Counter[str]
+  parties: collections.Counter[tuple[str, str]]  # (kind of fault, party)
   refused: list[str] = dataclasses.field(default_factory=list)  # clear errors
   error: str = ""  # what is wrong; nothing if all is well
   restarts: int = 0
@@ -134,25 +60,42 @@ class SeedResult:
   seconds: float = 0.0  # of the world
 
 
-class Run(abc.ABC):
+class WorldRun(abc.ABC):
   """One scenario, from its start to the checks; a protocol has a subclass."""
 
-  # Kind of fault -> what injects it; False if there is nothing it happens to.
-  INJECT: ClassVar[Mapping[str, Callable[[Any, Injection], Any]]]
-
+  INVARIANTS: ClassVar[Sequence[str]]  # what is checked of a finished run
+  # Kind of fault -> what injects it, and returns the names of the processes or
+  # parts of the world that it happened to; one that is armed returns none.
+  INJECT: ClassVar[Mapping[str, Callable[[Any, Injection], Sequence[str]]]]
   # Ends of the paths of files that processes keep open; no mapped ones.
-  OPEN: ClassVar[tuple[str, ...]] = (".csv", ".bin")
+  OPEN: ClassVar[tuple[str, ...]] = (".csv", ".bin", "/messages", "/commands")
+  # Files in the memory of the run of which a byte may be changed.
+  FLIPPED: ClassVar[tuple[str, ...]] = ("shard-*/*",)
+  HOSTS: ClassVar[type[WorldHosts]] = WorldHosts
+  LOOK = 0.1  # seconds between two looks of the driver
+  SAVES = 3  # looks between two checkpoints
 
   def __init__(self, drawn: Scenario, folder: Path):
     self.scenario, self.folder = drawn, folder
-    self.outcome = SeedResult(drawn.seed)
+    self.memory = folder / "memory"
     self.scheduler = scheduler = Scheduler(drawn.seed)
-    network, disk = SimulatedNetwork(scheduler), Disk(scheduler)
-    self.world = World(scheduler, network, disk, folder, [0.0], [])
+    armed = Faults()
+    self.world = World(
+      *(scheduler, armed, SimulatedNetwork(scheduler, armed)),
+      *(Disk(scheduler, armed), folder, [0.0]),
+    )
+    self.outcome = SeedResult(drawn.seed, armed.injected, armed.parties)
+    self.rng = random.Random(drawn.seed + 1)
     self.finished = False
+    self._orphans = 0.0  # seconds for which parties work without a driver
     self._refused = "", 0  # the last command: by what, after how many faults
     # Faults that come after a job has begun.
     self._of_jobs: dict[int, list[Injection]] = collections.defaultdict(list)
+
+  @staticmethod
+  @abc.abstractmethod
+  def menu() -> Menu:
+    """Returns from what scenarios are drawn."""
 
   @abc.abstractmethod
   def command(self, resumed: bool) -> Callable[[], None]:
@@ -163,23 +106,43 @@ class Run(abc.ABC):
   def check(self) -> None:
     """Raises Broken if the finished run is not what it must be."""
 
-  def processes(self, kind: str) -> Sequence[Process]:
-    """Returns the processes that run whose names begin so."""
-    running = self.scheduler.processes
-    return [p for p in running if p.alive and p.name.startswith(kind)]
+  def make_hosts(self) -> WorldHosts:
+    """Returns the hosts of a command."""
+    self.hosts = self.HOSTS(self.world, kills=self.scenario.case.kills)
+    return self.hosts
 
-  def job_begins(self, job: int) -> None:
-    """Plans the faults that come after this job has begun."""
+  def drive(
+    self,
+    look: Callable[[], bool],
+    save: Callable[[], Any],
+    rest: Callable[[float], Any] | None = None,
+  ) -> None:
+    """Looks at a run until it has ended, and saves it now and then; `rest`
+    lets the time between two looks go by."""
+    looks, rest = 0, rest or self.scheduler.sleep
+    while not look():
+      looks += 1
+      if looks % self.SAVES == 0:
+        save()
+      rest(self.LOOK)
+
+  def work(self, job: int, factor: float = 1.0) -> None:
+    """Lets the time of a job go by, and plans the faults that come after it has
+    begun."""
     for fault in self._of_jobs.pop(job, ()):
       self._plan(fault, self.scheduler.steps)
+    self.scheduler.sleep(factor * self.rng.expovariate(1 / _JOB))
 
   def _plan(self, fault, steps):
     calls = self.scheduler.faults.setdefault(steps + fault.step, [])
     calls.append(lambda: self._inject(fault))
 
   def _inject(self, fault):
-    if not self.finished and self.INJECT[fault.kind](self, fault):
-      self.outcome.injected[fault.kind] += 1
+    if self.finished:
+      return
+    parties = self.INJECT[fault.kind](self, fault)
+    if parties:
+      self.world.faults.happened(fault.kind, parties[0])
 
   def run(self, keep: Sequence[int]) -> SeedResult:
     """Runs with some of the faults."""
@@ -225,9 +188,14 @@ class Run(abc.ABC):
 
   def _start(self, resumed):
     """One command, from its start until it ends or is killed."""
-    driver = self.scheduler.start("driver", self.command(resumed))
-    self.scheduler.run(lambda: not driver.alive, _SECONDS, _TURNS)
-    self.scheduler.close()
+    scheduler = self.scheduler
+    driver = scheduler.start("driver", self.command(resumed))
+    self._orphans = 0.0
+    scheduler.run(lambda: not driver.alive, _SECONDS, _TURNS)
+    if self._orphans:
+      with contextlib.suppress(Stuck):  # they wait for a driver
+        scheduler.run(lambda: False, self._orphans, _TURNS)
+    scheduler.close()
     self.world.disk.full = False
     if driver.error is not None:
       if not isinstance(driver.error, ValueError):
@@ -241,80 +209,116 @@ class Run(abc.ABC):
       if not self.outcome.injected.keys() & _REASONS:
         raise Broken(f"refused without a reason: {text}")
 
-  # Faults of all protocols.
+  # Faults.
+
+  def processes(self, kind: str) -> Sequence[Process]:
+    """Returns the processes that run whose names begin so."""
+    running = self.scheduler.processes
+    return [p for p in running if p.alive and p.name.startswith(kind)]
 
   def pick(self, kind: str, fault: Injection) -> Process | None:
     """Returns the process that a fault happens to."""
-    there = self.processes(kind)
-    return there[int(fault.which * len(there))] if there else None
+    running = self.processes(kind)
+    return running[int(fault.which * len(running))] if running else None
 
-  def kill(self, kind: str, fault: Injection) -> Process | None:
+  def kill(self, kind: str, fault: Injection) -> Sequence[str]:
     """Kills one process."""
     process = self.pick(kind, fault)
-    if process:
-      self.scheduler.kill(process)
-    return process
+    if process is None:
+      return ()
+    self.scheduler.kill(process)
+    return (process.name,)
 
-  def kill_all(self, fault: Injection) -> bool:
+  def kill_all(self, fault: Injection) -> Sequence[str]:
     """Kills all processes; the next command resumes."""
     del fault
     for process in self.scheduler.processes:
       self.scheduler.kill(process)
-    return True
+    return ("all",)
 
-  def stop(self, kind: str, fault: Injection) -> Process | None:
-    """Has a process stand still for a while."""
+  def kill_driver(self, fault: Injection) -> Sequence[str]:
+    """Kills the driver; the others work on until they notice."""
+    self._orphans = fault.seconds * _ORPHANS
+    return self.kill("driver", fault)
+
+  def stop(self, kind: str, fault: Injection) -> Sequence[str]:
+    """Makes a process stand still for a while, with its helper threads."""
     process = self.pick(kind, fault)
-    if process:
-      process.sleeps_until = self.scheduler.now + fault.seconds
-    return process
+    if process is None:
+      return ()
+    until = self.scheduler.now + fault.seconds
+    host = self.hosts.of(process)
+    for each in (process, *(host.helpers if host else ())):
+      each.sleeps_until = until
+    return (process.name,)
 
-  def tear(self, fault: Injection) -> bool:
-    """Kills a process in the middle of a write to come."""
-    text = _TORN[fault.seconds]
-    left = 0 if text else int(fault.which * _TEARS)
-    self.world.disk.tears.append((left, text))
-    return True
+  def arm(self, fault: Injection) -> Sequence[str]:
+    """Lets a fault happen to the next write, call or message."""
+    self.world.faults.arm(fault)
+    return ()
 
-  def fill(self, fault: Injection) -> bool:
+  def arm_reorder(self, fault: Injection) -> Sequence[str]:
+    """The same, where calls may be made in another order: in processes."""
+    return self.arm(fault) if self.scenario.case.kills else ()
+
+  def fill(self, fault: Injection) -> Sequence[str]:
     """Fills the disk, until the next command."""
     del fault
     self.world.disk.full = True
-    return True
+    return ("disk",)
 
-  def jump(self, fault: Injection) -> bool:
+  def jump(self, fault: Injection) -> Sequence[str]:
     """Moves the clock, mostly forward."""
     self.world.skew[0] += fault.seconds * (1 if fault.which < 0.8 else -1)
-    return True
+    return ("clock",)
 
-  def nan(self, fault: Injection) -> bool:
-    """Makes a message to come NaN."""
-    del fault
-    self.world.nans.append(None)
-    return True
+  def cut(self, fault: Injection) -> Sequence[str]:
+    """Breaks the connection of a call: its answer is lost ("cut"), or it does
+    not arrive ("drop")."""
+    return self.hosts.cut(fault.which, arrives=fault.kind != "drop")
+
+  def flip(self, fault: Injection) -> Sequence[str]:
+    """Changes a byte of what a party keeps in memory, and kills it."""
+    paths = [
+      path
+      for pattern in self.FLIPPED
+      for path in sorted(self.memory.glob(pattern))
+      if path.is_file()
+    ]
+    if not paths:
+      return ()
+    path = paths[int(fault.which * len(paths))]
+    flip(path, fault.seconds / 8)
+    name = path.name if path.parent == self.memory else path.parent.name
+    name = " ".join(name.split("-")[:2])
+    for process in self.processes(name):
+      self.scheduler.kill(process)
+    return (name,)
+
+  def remove_memory(self, fault: Injection) -> Sequence[str]:
+    """Removes the memory of the run, and kills a shard."""
+    shutil.rmtree(self.memory, ignore_errors=True)
+    self.kill("shard", fault)
+    return ("memory",)
 
 
-COMMON: dict[str, Callable[[Any, Injection], Any]] = {
-  "kill worker": lambda run, fault: run.kill("worker", fault),
-  "kill shard": lambda run, fault: run.kill("shard", fault),
-  "kill all": Run.kill_all,
-  "stop worker": lambda run, fault: run.stop("worker", fault),
-  "stop shard": lambda run, fault: run.stop("shard", fault),
-  "tear": Run.tear,
-  "fill": Run.fill,
-  "jump": Run.jump,
-  "nan": Run.nan,
+def _of(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+  return lambda run, fault: method(run, kind, fault)
+
+
+COMMON: dict[str, Callable[[Any, Injection], Sequence[str]]] = {
+  **{f"kill {kind}": _of(WorldRun.kill, kind) for kind in ("worker", "shard")},
+  "kill driver": WorldRun.kill_driver,
+  "kill all": WorldRun.kill_all,
+  **{
+    f"stop {kind}": _of(WorldRun.stop, kind)
+    for kind in ("worker", "shard", "driver")
+  },
+  "cut": WorldRun.cut,
+  **dict.fromkeys(("double", "delay", "tear", "nan"), WorldRun.arm),
+  "drop": WorldRun.cut,
+  "reorder": WorldRun.arm_reorder,
+  "fill": WorldRun.fill,
+  "jump": WorldRun.jump,
+  "flip": WorldRun.flip,
 }
-
-
-def describe(scenario: Scenario, keep: Sequence[int]) -> str:
-  """Returns some faults of a scenario, a line each."""
-  lines = [f"seed {scenario.seed}: {scenario.case}"]
-  for index in keep:
-    fault = scenario.faults[index]
-    since = f" after job {fault.job} has begun" if fault.job else ""
-    lines.append(
-      f"  fault {index}: {fault.kind} at step {fault.step}{since}"
-      f" (which {fault.which:.2f}, {fault.seconds:g} s)"
-    )
-  return "\n".join(lines)

@@ -19,10 +19,9 @@ from asgd import (
   transforms,
 )
 from asgd import losses as losses_lib
-from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.setup import Setup
-from asgd.live.world.run import Menu
+from asgd.live.world.run import LADDER
 from asgd.live.world.server_makers import Training
 from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness
@@ -30,6 +29,7 @@ from asgd.server import accept_all, max_staleness
 KINDS = (
   "kill worker",  # -9
   "kill shard",
+  "kill driver",  # shards and workers work on until they notice
   "kill all",  # workers, shards and driver; the same command goes on
   "stop worker",  # it stands still for a while
   "stop shard",
@@ -50,11 +50,10 @@ KINDS = (
 )
 WORKERS, JOBS = 3, 18
 _SNAPSHOT = 0.3  # seconds between two, where there is no log
-_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 ROOT = jax.random.key(0)
 
 
-class Case(NamedTuple):
+class ServerCase(NamedTuple):
   """A run without its faults."""
 
   recipe: str
@@ -76,37 +75,39 @@ class Case(NamedTuple):
 
 
 CASES = (
-  Case("asgd"),
-  Case("dana_zero", Rules(depth=2), log=4),
-  Case("dana_zero", kills=False),
-  Case("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
-  Case("ssgd", Rules(round=2, backup=1), kills=False),
+  ServerCase("asgd"),
+  ServerCase("dana_zero", Rules(depth=2), log=4),
+  ServerCase("dana_zero", kills=False),
+  ServerCase("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
+  ServerCase("ssgd", Rules(round=2, backup=1), kills=False),
   # The third is given up, wakes, and finds that another has its place.
-  Case("ssgd", Rules(round=3), computing=(1.0, 1.0, 60.0), kills=False),
-  Case("asgd", Rules(bound=1), shards=2),
-  Case("asgd", Rules(depth=2), shards=2, kills=False),
-  Case("dana_zero", shards=2, consistent=True),
-  Case("asgd", shards=2, consistent=True, clip=True, log=4),
-  Case("ssgd", Rules(round=3), shards=2, consistent=True),
+  ServerCase("ssgd", Rules(round=3), computing=(1.0, 1.0, 60.0), kills=False),
+  ServerCase("asgd", Rules(bound=1), shards=2),
+  ServerCase("asgd", Rules(depth=2), shards=2, kills=False),
+  ServerCase("dana_zero", shards=2, consistent=True),
+  ServerCase("asgd", shards=2, consistent=True, clip=True, log=4),
+  ServerCase("ssgd", Rules(round=3), shards=2, consistent=True),
   # Of these, a worker's state goes from one message to the next.
-  Case("dana_slim", kills=False),
-  Case("dana_slim", Rules(depth=2), shards=2),
-  Case("easgd", shards=2, consistent=True, kills=False),
-  Case("downpour", Rules(fetch_every=2), shards=2, kills=False),
-  Case(
+  ServerCase("dana_slim", kills=False),
+  ServerCase("dana_slim", Rules(depth=2), shards=2),
+  ServerCase("easgd", shards=2, consistent=True, kills=False),
+  ServerCase("downpour", Rules(fetch_every=2), shards=2, kills=False),
+  ServerCase(
     *("asgd", Rules(bound=2, cache=True)),
     slowdown=(1.0, 1.0, 3.0),
     down=0.02,
   ),
-  Case("asgd", Rules(bound=1), owned=True, kills=False),
-  Case("asgd", shards=2, log=0, down=0.02),
-  Case("dana_zero", Rules(depth=2), log=0),
-  Case("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
+  ServerCase("asgd", Rules(bound=1), owned=True, kills=False),
+  ServerCase("asgd", shards=2, log=0, down=0.02),
+  ServerCase("dana_zero", Rules(depth=2), log=0),
+  ServerCase("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
   # Of these, messages are packed, and a worker keeps a residual.
-  Case("dana_zero", Rules(depth=2), log=4, tau=0.05),
-  Case("asgd", shards=2, wire="bfloat16", tau=0.05),
-  Case("easgd", shards=2, consistent=True, kills=False, tau=0.02, down=0.02),
-  Case("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
+  ServerCase("dana_zero", Rules(depth=2), log=4, tau=0.05),
+  ServerCase("asgd", shards=2, wire="bfloat16", tau=0.05),
+  ServerCase(
+    *("easgd", Rules(), 2, True), kills=False, tau=0.02, down=0.02
+  ),
+  ServerCase("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
 )
 # Options of recipes: jobs of two batches.
 _OPTIONS = {
@@ -115,12 +116,10 @@ _OPTIONS = {
 }
 
 
-def menu() -> Menu:
-  """Returns from what scenarios are drawn."""
-  return Menu(CASES, KINDS, WORKERS, JOBS)
-
-
-def _loss(params, batch, key):
+def loss(
+  params: dict[str, jax.Array], batch: jax.Array, key: jax.Array
+) -> tuple[jax.Array, losses_lib.Aux]:
+  """Returns the mean square of a small network's errors."""
   del key
   hidden = jnp.tanh(batch @ params["into"])
   error = hidden @ params["out"] - batch[:, 0]
@@ -131,6 +130,15 @@ def batch(worker: int, job: int) -> np.ndarray:
   """Returns float32[4, 3]: what a job is done on."""
   rng = np.random.Generator(np.random.PCG64((worker, job)))
   return rng.standard_normal((4, 3), np.float32)
+
+
+def first_params() -> dict[str, np.ndarray]:
+  """Returns the parameters before the first message."""
+  rng = np.random.default_rng(0)
+  return {
+    "into": rng.standard_normal((3, 4), np.float32),
+    "out": rng.standard_normal(4, np.float32),
+  }
 
 
 class CompiledRecipe(NamedTuple):
@@ -172,12 +180,8 @@ def recipe(
     made = made._replace(algorithm=algorithm)
   made = made._replace(every=max(rules.round, 1))
   gate = max_staleness(0) if rules.backup else accept_all
-  server, worker = made.server(gate=gate), made.make_worker(_loss)
-  rng = np.random.default_rng(0)
-  params = {
-    "into": rng.standard_normal((3, 4), np.float32),
-    "out": rng.standard_normal(4, np.float32),
-  }
+  server, worker = made.server(gate=gate), made.make_worker(loss)
+  params = first_params()
   plan = sharding.make_plan(params, shards) if shards > 1 else None
   if tau is not None:
     codec = _codec(tau)
@@ -191,7 +195,7 @@ def recipe(
   return CompiledRecipe(server, worker, steps, plan, params, batches)
 
 
-def training(case: Case, pause) -> Training:
+def training(case: ServerCase, pause) -> Training:
   """Returns what a case trains; `pause(job, factor)` lets the time of a job, of
   a worker that takes so many times as long, go by."""
   of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
@@ -210,7 +214,7 @@ def training(case: Case, pause) -> Training:
     log=case.log,
     snapshot_seconds=_SNAPSHOT,
     owned=case.owned,
-    ladder=_LADDER,
+    ladder=LADDER,
     together=True,
   )
 

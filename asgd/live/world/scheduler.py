@@ -81,6 +81,7 @@ class Scheduler:
     self.current: Process | None = None  # whose turn it is
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
     self.errors: list[BaseException] = []  # that have ended processes
+    self.turns: list[tuple[float, str]] = []  # when, and of which process
     self._back = _closed_gate()
     self._spell = 0  # turns that it still lasts
     self._starved: Process | None = None
@@ -180,6 +181,7 @@ class Scheduler:
 
   def _resume(self, process):
     self.current = process
+    self.turns.append((self.now, process.name))
     process.turn.release()
     try:
       self._back.acquire()

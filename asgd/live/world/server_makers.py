@@ -18,8 +18,8 @@ from asgd.live.server.hosted_shard import HostedShard
 from asgd.live.server.hosted_worker import HostedWorker, Reach
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard
-from asgd.live.world.hosts import WorldHosts
-from asgd.live.world.run import World, WorldScript
+from asgd.live.world.hosts import World, WorldHosts
+from asgd.live.world.run import WorldScript
 from asgd.live.world.storage import Memory
 
 _PATIENCE = 0.5  # seconds after which a worker repeats what is not answered

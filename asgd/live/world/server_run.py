@@ -1,8 +1,6 @@
 """Runs of the dense parameter server in a world."""
 
 import contextlib
-import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,16 +11,12 @@ from asgd.live.resume import agree
 from asgd.live.server.cluster import ServerCluster, finished
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
-from asgd.live.world.host_run import HostRun
 from asgd.live.world.hosts import WorldHosts
-from asgd.live.world.run import Injection, Run, Scenario
-from asgd.live.world.scheduler import Process, Stuck
+from asgd.live.world.injections import Injection, Menu, Scenario
+from asgd.live.world.run import COMMON, WorldRun
+from asgd.live.world.scenario import JOBS, WORKERS
+from asgd.live.world.scheduler import Stuck
 from asgd.live.world.server_makers import Training, WorldMakers
-from asgd.live.world.storage import flip
-
-_LOOK = 0.1  # seconds between two looks of the driver
-_SAVES = 3  # looks between two checkpoints
-_JOB = 0.03  # seconds that a job takes, on average
 
 
 class ServerHosts(WorldHosts):
@@ -37,22 +31,23 @@ class ServerHosts(WorldHosts):
     super().kill(kind, index)
 
 
-class ServerRun(HostRun):
+class ServerRun(WorldRun):
   """One scenario of a parameter server."""
 
-  OPEN, HOSTS = Run.OPEN, ServerHosts
+  INVARIANTS, HOSTS = invariants.NAMES, ServerHosts
+  OPEN = ".csv", ".bin"
+  FLIPPED = ("shard-*/snapshot",)
 
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
-    rng = random.Random(drawn.seed + 1)
-
-    def pause(job, factor):
-      self.job_begins(job)
-      self.scheduler.sleep(factor * rng.expovariate(1 / _JOB))
-
-    self._training: Training = scenario.training(drawn.case, pause)
+    self._training: Training = scenario.training(drawn.case, self.work)
     self._shards: list[Shard] = []
     self._images: list[Any] | None = None  # the last checkpoint
+
+  @staticmethod
+  def menu() -> Menu:
+    """See the base."""
+    return Menu(scenario.CASES, scenario.KINDS, WORKERS, JOBS)
 
   def command(self, resumed: bool) -> Callable[[], None]:
     """See the base."""
@@ -63,27 +58,23 @@ class ServerRun(HostRun):
       resumed=resumed,
     )
 
+    def look():
+      cluster.check()
+      return finished(cluster.status())
+
+    def save():
+      with contextlib.suppress(Disconnected):
+        self._images = cluster.images() or self._images
+
     def drive():
       if resumed:
-        agree(training.setup, self.folder, self.folder / "memory")
-      self._drive(cluster)
+        agree(training.setup, self.folder, self.memory)
+      cluster.start()
+      self.drive(look, save)
       self._shards = list(makers.shards)
       self.finished = True
 
     return drive
-
-  def _drive(self, cluster):
-    looks = 0
-    cluster.start()
-    while True:
-      cluster.check()
-      looks += 1
-      if looks % _SAVES == 0:
-        with contextlib.suppress(Disconnected):
-          self._images = cluster.images() or self._images
-      if finished(cluster.status()):
-        return
-      self.scheduler.sleep(_LOOK)
 
   def check(self) -> None:
     """See the base."""
@@ -93,64 +84,31 @@ class ServerRun(HostRun):
 
   # Faults.
 
-  def stop(self, kind: str, fault: Injection) -> Process | None:
-    """See the base: all that a process does stands still."""
-    process = super().stop(kind, fault)
-    if host := self._host_of(process):
-      for helper in host.helpers:
-        helper.sleeps_until = process.sleeps_until
-    return process
-
-  def _host_of(self, process):
-    hosts = self.hosts.hosts.values()
-    return next((host for host in hosts if host.process is process), None)
-
   def _cut(self, fault: Injection):
-    there = self.world.network.connections()
-    if there:
-      self.world.network.cut(there[int(fault.which * len(there))])
-    return there
-
-  def _spoil(self, fault):
-    self.world.network.spoil(fault.kind)
-    return True
-
-  def _remove_memory(self, fault):
-    shutil.rmtree(self.folder / "memory", ignore_errors=True)
-    self.kill("shard", fault)
-    return True
+    connections = self.world.network.connections()
+    if not connections:
+      return ()
+    self.world.network.cut(connections[int(fault.which * len(connections))])
+    return ("connection",)
 
   def _drain(self, fault):
-    host = self._host_of(self.pick("worker", fault))
-    return host is not None and host.drain()
+    process = self.pick("worker", fault)
+    host = process and self.hosts.of(process)
+    return (process.name,) if host and host.drain() else ()
 
-  def _spoil_message(self, fault):
+  def _spoil(self, fault):
     case = self.scenario.case
     if case.tau is None and case.down is None:
-      return False  # nobody could tell
-    self.world.disk.spoils.append(fault.which)
-    return True
-
-  def _flip(self, fault):
-    paths = sorted((self.folder / "memory").glob("shard-*/snapshot"))
-    if not paths:
-      return False
-    path = paths[int(fault.which * len(paths))]
-    name = path.parent.name.replace("-", " ")
-    flip(path, fault.seconds / 8)
-    for process in self.processes(name):
-      self.scheduler.kill(process)
-    return True
+      return ()  # nobody could tell
+    return self.arm(fault)
 
   INJECT = {  # noqa: RUF012
-    **HostRun.INJECT,
+    **COMMON,
     "cut": _cut,
-    "cut call": HostRun.INJECT["cut"],
-    "lose": _spoil,
-    "double": _spoil,
-    "reorder": _spoil,
-    "remove memory": _remove_memory,
-    "flip": _flip,
+    "cut call": WorldRun.cut,
+    "lose": WorldRun.arm,
+    "reorder": WorldRun.arm,
+    "remove memory": WorldRun.remove_memory,
     "drain": _drain,
-    "spoil": _spoil_message,
+    "spoil": _spoil,
   }

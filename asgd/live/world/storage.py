@@ -10,7 +10,11 @@ from typing import Any, NamedTuple
 from asgd.live.shard import Shard
 from asgd.live.slot_formats import DenseFormat
 from asgd.live.slots import SharedMemory, message_stamp
+from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Scheduler
+
+_TEARS = 4  # writes, of which one is torn; or the next of a row like these:
+_TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
 
 
 class Broken(Exception):
@@ -20,15 +24,10 @@ class Broken(Exception):
 class Disk:
   """Writes to real files, as `os` does, or fails to."""
 
-  def __init__(self, scheduler: Scheduler):
-    self._scheduler = scheduler
+  def __init__(self, scheduler: Scheduler, faults: Faults):
+    self._scheduler, self.faults = scheduler, faults
     self.full = False
-    # Writes to come in the middle of which a process is killed: how many are
-    # left alone before, and what a row has in it; nothing is any write.
-    self.tears: list[tuple[int, bytes]] = []
-    # Packed messages or updates to come of which a byte is changed, at that
-    # part of it.
-    self.spoils: list[float] = []
+    self._passed = 0  # writes since a fault was armed that tears a later one
 
   def write(self, file: int, data: Any) -> int:
     """See `os.write`."""
@@ -50,19 +49,22 @@ class Disk:
     os.replace(source, target)
 
   def tear(self, write_part, data: bytes = b"") -> None:
-    """Kills the process in the middle of a write, if that is to be."""
-    process = self._scheduler.current
-    if not self.tears or process is None:
+    """Kills the process in the middle of a write, if that is to be: of the next
+    row of a kind, or of one of the next writes."""
+    process, fault = self._scheduler.current, self.faults.next("tear")
+    if fault is None or process is None:
       return
-    left, text = self.tears[0]
+    text = _TORN[fault.seconds]
     if text not in data:
       return
-    self.tears[0] = left - 1, text
-    if left == 0:
-      self.tears.pop(0)
-      write_part()
-      self._scheduler.kill(process)
-      self._scheduler.point()
+    if not text and self._passed < int(fault.which * _TEARS):
+      self._passed += 1
+      return
+    self._passed = 0
+    self.faults.take("tear", process.name)
+    write_part()
+    self._scheduler.kill(process)
+    self._scheduler.point()
 
 
 class Memory(SharedMemory):
@@ -83,9 +85,10 @@ class Memory(SharedMemory):
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
     packed = not isinstance(self._formats[kind], DenseFormat)
-    if packed and length and self._disk.spoils:
-      at = self._disk.spoils.pop() * (length - 1)
-      self._slots[kind][slot][int(at)] ^= 0x10
+    spoiled = packed and length and self._disk.faults.take("spoil", "message")
+    if spoiled:
+      at = int(spoiled.which * (length - 1))
+      self._slots[kind][slot][at] ^= 0x10
     self._scheduler.point()
 
   def _check_owner(self, shard, slot, stamp):

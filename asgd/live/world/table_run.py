@@ -5,7 +5,6 @@ jobs it has, and that it has each of them once.
 """
 
 import functools
-import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, safe_files, tables
-from asgd.live.deadlines import Ladder
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
 from asgd.live.tables.cluster import Images, Places, TableCluster
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
-from asgd.live.world import host_run
-from asgd.live.world.run import Menu, Scenario, WorldScript
+from asgd.live.world.injections import Menu, Scenario
+from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
 from asgd.live.world.storage import Broken
 from asgd.tables import division as division_lib
 from asgd.tables import replay
@@ -31,10 +29,7 @@ from asgd.tables.worker import TableWorker
 WORKERS, JOBS = 3, 6  # jobs of each worker
 ROWS = 7
 _EVERY = 2  # jobs in a clock
-_LOOK = 0.1  # seconds between two looks of the driver
-_SAVES = 4  # looks between two checkpoints
-_JOB = 0.03  # seconds that a job takes, on average
-_LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
+KINDS = tuple(COMMON)
 INVARIANTS = (
   "every job is applied once",
   "every job is received once",
@@ -46,7 +41,7 @@ INVARIANTS = (
 )
 
 
-class Case(NamedTuple):
+class TableCase(NamedTuple):
   """A run without its faults."""
 
   consistency: str
@@ -71,24 +66,19 @@ class Case(NamedTuple):
 
 
 CASES = (
-  Case("bulk_synchronous"),
-  Case("ssp", 1),
-  Case("ssp", 1, kills=False),
-  Case("ssp", 0, shards=1),
-  Case("ssp", 1, rebalance_every=1),
-  Case("essp", 1),
-  Case("essp", 1, shards=3, kills=False),
-  Case("essp", 2, rebalance_every=1),
-  Case("managed", 1, options=(("budget", 4),)),
-  Case("delay_bounded", 1),
-  Case("value_bounded", options=(("threshold", 1000.0),)),
-  Case("asynchronous", shards=3),
+  TableCase("bulk_synchronous"),
+  TableCase("ssp", 1),
+  TableCase("ssp", 1, kills=False),
+  TableCase("ssp", 0, shards=1),
+  TableCase("ssp", 1, rebalance_every=1),
+  TableCase("essp", 1),
+  TableCase("essp", 1, shards=3, kills=False),
+  TableCase("essp", 2, rebalance_every=1),
+  TableCase("managed", 1, options=(("budget", 4),)),
+  TableCase("delay_bounded", 1),
+  TableCase("value_bounded", options=(("threshold", 1000.0),)),
+  TableCase("asynchronous", shards=3),
 )
-
-
-def menu() -> Menu:
-  """Returns from what scenarios are drawn."""
-  return Menu(CASES, host_run.KINDS, WORKERS, WORKERS * JOBS)
 
 
 def first() -> dict[str, np.ndarray]:
@@ -123,20 +113,24 @@ class _Saved(NamedTuple):
   files: Sequence[tuple[int, int]]  # (rows, records) of each worker
 
 
-class TablesRun(host_run.HostRun):
+class TablesRun(WorldRun):
   """One scenario of live tables."""
 
+  INVARIANTS, INJECT, SAVES = INVARIANTS, COMMON, 4
   FLIPPED = "shard-*/[ms]*s", "*.message"
 
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
     self._settings = drawn.case.settings
     self._division = division_lib.divide(first(), self._settings.shards)
-    self._memory = folder / "memory"
-    self._rng = random.Random(drawn.seed + 1)
     self._saved: _Saved | None = None
     self._cluster: TableCluster | None = None
     self._rows: list[Mapping[str, np.ndarray]] = []  # of each shard, at the end
+
+  @staticmethod
+  def menu() -> Menu:
+    """See the base."""
+    return Menu(CASES, KINDS, WORKERS, WORKERS * JOBS)
 
   @property
   def _work(self):
@@ -150,15 +144,14 @@ class TablesRun(host_run.HostRun):
       return TableShard(index, server)
 
     return lambda inside: ShardHost(
-      *(inside, make, self.folder, self._memory, index),
+      *(inside, make, self.folder, self.memory, index),
       every=_EVERY,
       image=image,
     )
 
   def _worker(self, index, shards, image):
     def gradient(rows, job, *rest):
-      self.job_begins(job)
-      self.scheduler.sleep(self._rng.expovariate(1 / _JOB))
+      self.work(job)
       return _gradient(rows, job, *rest)
 
     def make(life, work):
@@ -173,7 +166,7 @@ class TablesRun(host_run.HostRun):
       JobJournal(
         *(inside, self.folder, index),
         resumes=image is not None,
-        memory=self._memory,
+        memory=self.memory,
       ),
       shards=shards,
       script=WorldScript(self.world),
@@ -191,26 +184,24 @@ class TablesRun(host_run.HostRun):
       self.folder,
       shards=self._settings.shards,
       workers=WORKERS,
-      ladder=_LADDER,
+      ladder=LADDER,
       refill=True,
     )
     return functools.partial(self._drive, resumed)
 
   def _drive(self, resumed):
     """The main function of the driver."""
-    cluster, looks = self._cluster, 0
-    safe_files.make_private(self._memory)
+    cluster = self._cluster
+    safe_files.make_private(self.memory)
     if resumed:
       self._cut_files()
     cluster.start(self._saved and self._saved.images)
-    while True:
+
+    def look():
       cluster.check(sum(len(each.loss) for each in self._records()))
-      if cluster.finished:
-        break
-      looks += 1
-      if looks % _SAVES == 0:
-        self._save()
-      cluster.wait(_LOOK)
+      return cluster.finished
+
+    self.drive(look, self._save, cluster.wait)
     self._rows = cluster.rows()
     self.finished = True
 

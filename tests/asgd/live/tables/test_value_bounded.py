@@ -27,7 +27,11 @@ class Hand:
     head = kind, self._worker, self._life, self._number, 0, clock
     request = Request(*head, **parts)
     self._number += 1
-    return self._host.hear(requests.dump_request(request))
+    self._last = requests.dump_request(request)
+    return self.ask_again()
+
+  def ask_again(self):
+    return self._host.hear(self._last)
 
   def pull(self, clock=0):
     return self.ask(PULL, clock, tables={"w": KEYS})
@@ -119,3 +123,18 @@ def test_an_update_does_not_wait_for_the_dead(host_of, goes):
     goes(one)
   assert of(push)
   assert host.rows()["w"].tolist() == [[4.0]] * 3
+
+
+def test_a_request_that_waits_and_is_asked_again_has_one_answer(host_of):
+  host = host_of()
+  one, two = Hand(host, 0), Hand(host, 1)
+  one.pull()
+  two.pull()
+  two.push(1.5)
+  first = two.push(0.75, clock=2)
+  again = two.ask_again()
+  assert of(first) is of(again) is None
+  one.push(1.0)
+  assert of(first) == of(again)
+  assert of(first) is not None
+  assert host.rows()["w"].tolist() == [[3.25]] * 3

@@ -3,7 +3,9 @@ their traces say; and what was wrong once would be found again."""
 
 import collections
 import functools
+import inspect
 import math
+import re
 
 import pytest
 import world_mutants
@@ -12,33 +14,82 @@ from asgd import server
 from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import SharedMemory
 from asgd.live.worker import Lease, WorkerLoop
-from asgd.live.world import explore, run, scenario
+from asgd.live.world import explore, run, scenario, table_run
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Dispatcher, Rules
 
-SEEDS = 120
-FEWER = 60  # of other protocols
+SEEDS = {"server": 120, "tables": 60, "sandblaster": 60, "gossip": 60}
+
+
+# Kind of fault -> what it reaches, by protocol: processes, or parts of the
+# world. Messages of gossip are lost and arrive in another order as its calls
+# are made; the server's are frames, and calls can be cut.
+OF_CALLS = {"tables": "worker shard", "sandblaster": "worker shard"}
+ALL = ["server", "tables", "sandblaster", "gossip"]
+OF_WORKERS = dict.fromkeys(ALL[:3], "worker")
+OF_SHARDS = dict.fromkeys(ALL[:3], "shard")
+REACHES = {
+  "kill worker": OF_WORKERS,
+  "kill shard": OF_SHARDS,
+  "kill peer": {"gossip": "peer"},
+  "kill counter": {"gossip": "counter"},
+  "kill driver": dict.fromkeys(ALL, "driver"),
+  "kill all": dict.fromkeys(ALL, "all"),
+  "stop worker": OF_WORKERS,
+  "stop shard": OF_SHARDS,
+  "stop peer": {"gossip": "peer"},
+  "stop driver": dict.fromkeys(ALL, "driver"),
+  "cut": {"server": "connection", **OF_CALLS, "gossip": "peer"},
+  "cut call": {"server": "worker"},
+  "lose": {"server": "worker"},
+  "drop": {**OF_CALLS, "gossip": "peer"},
+  "delay": {**OF_CALLS, "gossip": "peer"},
+  "double": {
+    "server": "worker shard", "tables": "shard",
+    "sandblaster": "shard", "gossip": "peer",
+  },
+  "reorder": {"server": "worker shard", **dict.fromkeys(ALL[1:3], "shard")},
+  "tear": {
+    "server": "shard", "tables": "worker shard driver",
+    "sandblaster": "shard driver", "gossip": "peer driver",
+  },
+  "fill": dict.fromkeys(ALL, "disk"),
+  "jump": dict.fromkeys(ALL, "clock"),
+  "flip": {
+    "server": "shard", "tables": "worker shard",
+    "sandblaster": "shard", "gossip": "peer",
+  },
+  "nan": dict.fromkeys(ALL, "worker"),
+  "remove memory": dict.fromkeys(("server", "sandblaster"), "memory"),
+  "drain": {"server": "worker"},
+  "spoil": {"server": "message"},
+  "term": {"gossip": "driver"},
+}
 
 
 @pytest.mark.parametrize("room", explore.ROOMS)
 def test_seeds_come_to_what_their_traces_say(room):
-  injected = collections.Counter()
-  seeds = range(SEEDS if room == "server" else FEWER)
-  for outcome in explore.run_seeds(seeds, room=room):
+  parties = collections.Counter()
+  for outcome in explore.run_seeds(range(SEEDS[room]), room=room):
     assert not outcome.error, explore.explain(outcome, room=room)
-    injected.update(outcome.injected)
-  # Each of them came.
-  assert set(injected) == set(explore.ROOMS[room].menu().kinds)
+    parties.update(outcome.parties)
+  reached = {
+    (kind, party)
+    for kind, rooms in REACHES.items()
+    for party in rooms.get(room, "").split()
+  }
+  assert {kind for kind, _ in reached} == set(explore.ROOMS[room].menu().kinds)
+  assert reached <= set(parties)
 
 
 @pytest.mark.parametrize("room", explore.ROOMS)
 def test_a_seed_is_the_same_run_again(room, tmp_path):
   """To the bytes of all files that it writes."""
-  drawn = explore.ROOMS[room].draw(11)
+  drawn = explore.drawn(11, room)
   runs, folders = [], (tmp_path / "first", tmp_path / "again")
   for folder in folders:
     folder.mkdir()
-    scene = explore.ROOMS[room].run(drawn, folder)
+    scene = explore.ROOMS[room](drawn, folder)
     runs.append(scene.run(range(len(drawn.faults))))
   assert runs[0] == runs[1]
   assert runs[0].steps > 100
@@ -51,6 +102,23 @@ def test_a_seed_is_the_same_run_again(room, tmp_path):
     for folder in folders
   )
   assert first == again
+
+
+def test_a_seed_that_fails_is_explained(monkeypatch):
+  """By as few faults as it fails with, and the first difference to the run
+  without one of them."""
+  monkeypatch.setattr(table_run, "KINDS", world_mutants.KINDS["tables"])
+  world_mutants.keeps_no_message(monkeypatch)
+  outcome = explore.run_seed(1, room="tables")
+  text = explore.explain(outcome, room="tables")
+  first, fault, error, title, turn, row, again = text.splitlines()
+  assert first.startswith("seed 1: TableCase(")
+  assert fault.startswith("  fault ")
+  assert "every job is received once" in error
+  assert title.endswith("it does not fail; first differences:")
+  assert turn.startswith("    turns of processes, line ")
+  assert re.match(r"    (trace|shard)-\d.csv, line \d+: .*; ", row)
+  assert again.startswith("  again: asgd chaos --simulate=1 --seed=1 --faults=")
 
 
 def test_processes_that_wait_for_each_other_are_found():
@@ -77,7 +145,7 @@ def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
 
 def test_a_memory_without_its_slots_is_not_opened_twice(monkeypatch):
   """Or the same command, which is the remedy, is refused again and again."""
-  case = scenario.Case(
+  case = scenario.ServerCase(
     "dana_zero", Rules(bound=2, cache=True), shards=2, consistent=True
   )
   monkeypatch.setattr(scenario, "CASES", (case,) * 3)
@@ -199,7 +267,7 @@ def goes_on_with_the_state_of_another(patch):
 )
 def test_an_old_fault_is_found_again(fault, message, monkeypatch):
   fault(monkeypatch)
-  outcomes = explore.run_seeds(range(2 * SEEDS))
+  outcomes = explore.run_seeds(range(240))
   assert any(message in outcome.error for outcome in outcomes)
 
 
@@ -215,5 +283,7 @@ def test_an_old_fault_is_found_again(fault, message, monkeypatch):
 def test_a_mending_that_is_taken_out_is_found(room, mutant, seed, monkeypatch):
   monkeypatch.setattr(run, "_TURNS", 20_000)  # of a run that has no end
   monkeypatch.setattr(run, "_SECONDS", 60.0)
+  module = inspect.getmodule(explore.ROOMS[room])
+  monkeypatch.setattr(module, "KINDS", world_mutants.KINDS[room])
   mutant(monkeypatch)
   assert explore.run_seed(seed, room=room).error
