@@ -141,9 +141,9 @@ def _simulate() -> None:
   """Runs in a simulated world; see `asgd.live.world`."""
   count, first, numbers = (_F[x].value for x in ("simulate", "seed", "faults"))
   jobs, keep = _F["jobs"].value, None
-  for name, value, least in (("simulate", count, 1), ("jobs", jobs, 1)):
-    if value < least:
-      raise ValueError(f"--{name}={value} must be {least} or more")
+  for name, value in (("simulate", count), ("jobs", jobs)):
+    if value < 1:
+      raise ValueError(f"--{name}={value} must be 1 or more")
   for name, given in (
     ("config", flags.has_config()),
     ("workdir", _TRAINING["workdir"].value is not None),

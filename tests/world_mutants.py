@@ -1,8 +1,10 @@
 """Mutants: what a protocol does to survive a fault, taken out.
 
-Each function takes one mending out; the docstring says what then goes wrong. A
-test imports it with `import world_mutants`; see `pythonpath` in pyproject.toml.
+A test imports it with `import world_mutants`; `pythonpath` is in
+pyproject.toml.
 """
+
+from typing import Any
 
 from asgd.live import store as live_store
 from asgd.live.gossip import counter as job_counter
@@ -23,6 +25,20 @@ from asgd.tables import replay
 from asgd.tables.shard import TableShard
 
 
+class Mutant:
+  """Other functions at one place; the name says what then goes wrong."""
+
+  def __init__(self, name: str, seed: int, owner: Any, **functions: Any):
+    """The run of the seed fails with it."""
+    self.name, self.seed = name, seed
+    self._owner, self._functions = owner, functions
+
+  def __call__(self, patch):
+    """Puts the functions there."""
+    for name, function in self._functions.items():
+      patch.setattr(self._owner, name, function)
+
+
 def _nothing(*args, **options):
   del args, options
 
@@ -30,300 +46,118 @@ def _nothing(*args, **options):
 # Tables.
 
 
-def does_a_request_twice(patch):
-  """A request that is sent again is applied again."""
-  patch.setattr(TableShard, "is_done", lambda self, request: False)
+def _row_before_request(self, request, data):
+  self._write(self._shard.event(request, self._now()))
+  self._log.append(data)
+  self._shard.obey(request)
 
 
-def writes_the_row_before_the_request(patch):
-  """A shard that dies between the two has a row without its request."""
-
-  def do(self, request, data):
-    self._write(self._shard.event(request, self._now()))
-    self._log.append(data)
+def _push_without_log(self, request, data):
+  if request.kind == "push":
     self._shard.obey(request)
-
-  patch.setattr(table_shard.ShardHost, "_do", do)
-
-
-def answers_before_it_logs(patch):
-  """A shard that dies forgets what a worker was told is applied."""
-  original = table_shard.ShardHost._do
-
-  def do(self, request, data):
-    if request.kind == "push":
-      self._shard.obey(request)
-    else:
-      original(self, request, data)
-
-  patch.setattr(table_shard.ShardHost, "_do", do)
+  else:
+    _do(self, request, data)
 
 
-def keeps_no_message(patch):
-  """The message of a dead worker is with one shard and not with the other."""
-  patch.setattr(files.LastMessage, "write", _nothing)
+_do = table_shard.ShardHost._do
 
 
-def waits_for_a_restart(patch):
-  """A worker whose connection broke waits for a shard that is alive."""
-  patch.setattr(cluster.TableCluster, "_call_again", _nothing)
+def _wait_for_all(self):
+  for shard, data in self._asks.items():
+    if shard not in self._asked:
+      self._asked[shard] = self._shards[shard].call("hear", data)
+  gone = None
+  for call in self._asked.values():
+    try:
+      call.result()
+    except Gone as error:
+      gone = error
+  if gone is not None:
+    raise gone
+  return _answer(self)
 
 
-def forgets_the_dead(patch):
-  """PortionJobs that a dead worker had begun stay open in its journal."""
-  patch.setattr(files, "leave", _nothing)
-
-
-def wakes_nobody(patch):
-  """A pull that waits for a clock is not answered when the clock ends."""
-  patch.setattr(table_shard.ShardHost, "_wake", _nothing)
-
-
-def keeps_the_log_beside_the_image(patch):
-  """A shard does again what its image has already."""
-  patch.setattr(live_store.Log, "replace", _nothing)
-
-
-def keeps_the_memory_of_before(patch):
-  """A shard that resumes from a checkpoint has requests of after it."""
-  patch.setattr(table_shard.ShardHost, "_forget_memory", _nothing)
-
-
-def never_resumes(patch):
-  """Workers that were paused for a checkpoint wait for ever."""
-  patch.setattr(cluster.TableCluster, "go_on", _nothing)
-
-
-def leaves_a_lost_shard_for_later(patch):
-  """Two workers that have to ask different shards again wait for each other at
-  the shards that they did ask."""
-  original = table_worker.WorkerHost._answer
-
-  def answer(self):
-    for shard, data in self._asks.items():
-      if shard not in self._asked:
-        self._asked[shard] = self._shards[shard].call("hear", data)
-    gone = None
-    for call in self._asked.values():
-      try:
-        call.result()
-      except Gone as error:
-        gone = error
-    if gone is not None:
-      raise gone
-    return original(self)
-
-  patch.setattr(table_worker.WorkerHost, "_answer", answer)
-
-
-def forgets_the_rows_of_the_one_before(patch):
-  """A replay lacks rows that a dead worker had taken before another took its
-  place at a shard."""
-  patch.setattr(replay, "_hand_over", _nothing)
-
+_answer = table_worker.WorkerHost._answer
 
 # Sandblaster.
 
 
-def obeys_a_command_twice(patch):
-  """A command that is sent again is obeyed again."""
-
-  def again(self, command):
-    return self._apply(self._alive(), command)
-
-  patch.setattr(VectorShard, "_answer_again", again)
+def _resume_from_unfit(self, *args, **options):
+  _init(self, *args, **options)
+  self._unfit = _nothing
 
 
-def answers_before_it_writes(patch):
-  """A shard that dies forgets commands that were answered."""
-  patch.setattr(store.ShardStore, "add", _nothing)
+_init = shards.LiveShards.__init__
 
 
-def keeps_no_message_of_a_job(patch):
-  """A shard that dies forgets what workers pushed."""
-  patch.setattr(store.ShardStore, "put", _nothing)
+def _begin_anew(self, evaluation, number):
+  self._sent = self.read("trial")
+  self._slots = {}
+  self.forget(number)
 
 
-def loses_the_job_of_the_dead(patch):
-  """Nobody does what a dead worker was at."""
-  patch.setattr(PortionJobs, "lose", _nothing)
+def _image_of_any(self, number):
+  if self.number != number:
+    raise ValueError(f"the shard is at command {self.number}, not {number}")
+  return Image(number, dict(self._alive()))
 
 
-def resumes_from_unfit_files(patch):
-  """A run whose shard has changed files is refused again and again."""
-  original = shards.LiveShards.__init__
-
-  def init(self, *args, **options):
-    original(self, *args, **options)
-    self._unfit = _nothing
-
-  patch.setattr(shards.LiveShards, "__init__", init)
+def _hear_worker_alone(self, worker):
+  self._shards.check, check = _nothing, self._shards.check
+  try:
+    _hear(self, worker)
+  finally:
+    self._shards.check = check
 
 
-def follows_a_clock_that_goes_back(patch):
-  """The times of a trace go back with the clock."""
-  patch.setattr(places, "last_time", lambda rows: float("-inf"))
+_hear = batch_driver.Driver._hear
 
 
-def begins_an_evaluation_anew(patch):
-  """The next driver does an evaluation on other parameters."""
-
-  def begin(self, evaluation, number):
-    self._sent = self.read("trial")
-    self._slots = {}
-    self.forget(number)
-
-  patch.setattr(batch_shard.LiveShard, "begin", begin)
+def _first_notes(self):
+  return {**_notes(self), "answers": []}
 
 
-def takes_images_of_repeated_commands(patch):
-  """A checkpoint that comes soon after a driver resumed ends the run."""
-
-  def image_at(self, number):
-    if self.number != number:
-      raise ValueError(f"the shard is at command {self.number}, not {number}")
-    return Image(number, dict(self._alive()))
-
-  patch.setattr(batch_shard.LiveShard, "image_at", image_at)
-
-
-def computes_again_once(patch):
-  """A gradient that is damaged twice ends the run as one that is not finite."""
-  patch.setattr(batch_worker, "_TRIES", 1)
-
-
-def ends_with_a_worker_that_does_not_come_up(patch):
-  """A worker that is stopped while it starts ends the run."""
-  patch.setattr(places, "_STARTS", 1)
-
-
-def asks_no_shard_why_a_job_failed(patch):
-  """A worker reports that the files of a shard are unfit, and the next driver
-  resumes from them."""
-  original = batch_driver.Driver._hear
-
-  def hear(self, worker):
-    self._shards.check, check = _nothing, self._shards.check
-    try:
-      original(self, worker)
-    finally:
-      self._shards.check = check
-
-  patch.setattr(batch_driver.Driver, "_hear", hear)
-
-
-def replaces_nobody(patch):
-  """A worker that died is not replaced, and its job not given away."""
-  patch.setattr(batch_driver.Driver, "_bury", _nothing)
-
-
-def restarts_a_shard_anew(patch):
-  """A shard that died comes back without its files."""
-  patch.setattr(store.ShardStore, "load", lambda self: None)
-
-
-def forgets_the_evaluation(patch):
-  """A driver resumes from the first evaluation's notes."""
-  original = batch_driver.Driver._notes
-
-  def notes(self):
-    return {**original(self), "answers": []}
-
-  patch.setattr(batch_driver.Driver, "_notes", notes)
-
+_notes = batch_driver.Driver._notes
 
 # Gossip.
 
 
-def takes_a_frame_twice(patch):
-  """A call that is made again brings its frames again."""
-  patch.setattr(
-    outbox.Inbox, "new", lambda self, sender, life, first, frames: frames
-  )
+def _confirmed_batch(self):
+  first, frames = _batch(self)
+  self._frames, self._first = [], first + len(frames)
+  return first, frames
 
 
-def sends_no_frame_again(patch):
-  """Frames of a call whose connection broke are taken for confirmed."""
-
-  def batch(self):
-    first, frames = whole(self)
-    self._frames, self._first = [], first + len(frames)
-    return first, frames
-
-  whole = outbox.Outbox.batch
-  patch.setattr(outbox.Outbox, "batch", batch)
+_batch = outbox.Outbox.batch
 
 
-def passes_nothing_on(patch):
-  """A lost peer's last message has come to some of its neighbours."""
-  patch.setattr(PeerCluster, "_pass_on", _nothing)
+def _present_with_old(self, peer_index, newcomer, lend):
+  peer.LivePeer.present(self, peer_index, newcomer, lend)
+  self._first[peer_index] = self._next_put
 
 
-def keeps_what_a_predecessor_put(patch):
-  """Codes of a lost peer are mixed for those of its successor."""
-
-  def present(self, peer, newcomer, lend):
-    peer_class.present(self, peer, newcomer, lend)
-    self._first[peer] = self._next_put
-
-  peer_class = peer.LivePeer
-  patch.setattr(rounds.Rounds, "present", present)
+def _admit_at_once(self, newcomer):
+  self._introduce(newcomer)
+  self.go_on()
 
 
-def knows_what_was_received_from_records(patch):
-  """A job whose record was not written is given again."""
-  patch.setattr(peer_files, "numbers_of", lambda events: [])
+def _restore_rounds(self, tree, notes):
+  self.rounds = notes["rounds"]
 
 
-def loses_the_number_of_the_dead(patch):
-  """A job that a lost peer had is given to nobody."""
-  patch.setattr(job_counter.JobCounter, "left", _nothing)
+def _left(*args):
+  return peer_files.Left(0, [])
 
 
-def gives_two_numbers_for_one_question(patch):
-  """A question that is asked again is answered with another number."""
-  patch.setattr(
-    job_counter.JobCounter, "take", lambda self, peer, life, ask: self._new()
-  )
+def _zero(*args):
+  return 0.0
 
 
-def waits_for_the_dead_partner(patch):
-  """A peer that granted an exchange to one that exited stays locked."""
-  patch.setattr(pairs.Pairs, "gone", peer.LivePeer.gone)
+_SHARD, _TABLES = table_shard.ShardHost, cluster.TableCluster
+_STORE, _LIVE = store.ShardStore, batch_shard.LiveShard
+_COUNTER = job_counter.JobCounter
 
-
-def forgets_the_dead_peer(patch):
-  """A peer that exited has no row that says so, and its successor joins."""
-  left = peer_files.Left(0, [])
-  patch.setattr(peer_files, "leave", lambda *args: left)
-  patch.setattr(peer_files, "last_residual_lost", lambda *args: 0.0)
-
-
-def admits_without_a_pause(patch):
-  """A newcomer joins while its neighbours are in different rounds."""
-
-  def admit(self, newcomer):
-    self._introduce(newcomer)
-    self.go_on()
-
-  patch.setattr(PeerCluster, "_admit", admit)
-
-
-def resumes_without_images(patch):
-  """Peers of a run that resumes have the first parameters."""
-
-  def restore(self, tree, notes):
-    self.rounds = notes["rounds"]
-
-  patch.setattr(peer.LivePeer, "restore", restore)
-
-
-def cuts_nothing_back(patch):
-  """A run resumes from a checkpoint with the rows of after it."""
-  patch.setattr(peer_files, "cut_back", _nothing)
-
-
-# Kinds of faults from which the scenarios of these seeds are drawn.
+# Kinds of faults from which the scenarios of the seeds are drawn.
 _KILLS = "kill worker", "kill shard", "kill all"
 _COMMON = *_KILLS, "stop worker", "stop shard", "stop driver", "cut", "double"
 _FILES = "tear", "fill", "jump", "flip"
@@ -335,50 +169,71 @@ KINDS = {
     *("cut", "double", *_FILES, "nan", "term"),
   ),
 }
-# Protocol -> mutant -> a seed whose run fails with it.
+NO_MESSAGE = Mutant("no last message", 1, files.LastMessage, write=_nothing)
 FOUND = {
-  "tables": {
-    keeps_the_log_beside_the_image: 14,
-    keeps_the_memory_of_before: 35,
-    never_resumes: 9,
-    does_a_request_twice: 10,
-    writes_the_row_before_the_request: 221,
-    answers_before_it_logs: 0,
-    keeps_no_message: 1,
-    waits_for_a_restart: 14,
-    forgets_the_dead: 1,
-    wakes_nobody: 2,
-    leaves_a_lost_shard_for_later: 9049,
-    forgets_the_rows_of_the_one_before: 4698,
-  },
-  "sandblaster": {
-    obeys_a_command_twice: 18,
-    answers_before_it_writes: 15,
-    keeps_no_message_of_a_job: 1,
-    loses_the_job_of_the_dead: 1,
-    resumes_from_unfit_files: 2,
-    follows_a_clock_that_goes_back: 13,
-    begins_an_evaluation_anew: 0,
-    takes_images_of_repeated_commands: 1101,
-    computes_again_once: 1811,
-    asks_no_shard_why_a_job_failed: 2,
-    ends_with_a_worker_that_does_not_come_up: 1804,
-    replaces_nobody: 10,
-    restarts_a_shard_anew: 1,
-    forgets_the_evaluation: 17,
-  },
-  "gossip": {
-    passes_nothing_on: 302,
-    takes_a_frame_twice: 1,
-    sends_no_frame_again: 2,
-    keeps_what_a_predecessor_put: 602,
-    admits_without_a_pause: 29,
-    forgets_the_dead_peer: 10,
-    knows_what_was_received_from_records: 20,
-    loses_the_number_of_the_dead: 42,
-    gives_two_numbers_for_one_question: 179,
-    waits_for_the_dead_partner: 42,
-    cuts_nothing_back: 0,
-    resumes_without_images: 5,
-  },
+  "tables": [
+    Mutant("an image has its log", 14, live_store.Log, replace=_nothing),
+    Mutant("memory of later", 35, _SHARD, _forget_memory=_nothing),
+    Mutant("a pause has no end", 9, _TABLES, go_on=_nothing),
+    Mutant(
+      *("a request is done twice", 10, TableShard),
+      is_done=lambda self, request: False,
+    ),
+    Mutant("row before request", 221, _SHARD, _do=_row_before_request),
+    Mutant("answered, not logged", 0, _SHARD, _do=_push_without_log),
+    NO_MESSAGE,
+    Mutant("waits for a restart", 14, _TABLES, _call_again=_nothing),
+    Mutant("jobs of the dead are open", 1, files, leave=_nothing),
+    Mutant("nobody is woken", 2, _SHARD, _wake=_nothing),
+    Mutant(
+      *("a lost shard is left for later", 9049, table_worker.WorkerHost),
+      _answer=_wait_for_all,
+    ),
+    Mutant("rows of a predecessor", 4698, replay, _hand_over=_nothing),
+  ],
+  "sandblaster": [
+    Mutant(
+      *("a command is obeyed twice", 18, VectorShard),
+      _answer_again=lambda self, command: self._apply(self._alive(), command),
+    ),
+    Mutant("answered, not written", 15, _STORE, add=_nothing),
+    Mutant("pushed, not written", 1, _STORE, put=_nothing),
+    Mutant("jobs of the dead", 1, PortionJobs, lose=_nothing),
+    Mutant("unfit files", 2, shards.LiveShards, __init__=_resume_from_unfit),
+    Mutant("times go back", 13, places, last_time=lambda rows: float("-inf")),
+    Mutant("evaluated anew", 0, _LIVE, begin=_begin_anew),
+    Mutant("checkpoint in a repeat", 1101, _LIVE, image_at=_image_of_any),
+    Mutant("damaged twice", 1811, batch_worker, _TRIES=1),
+    Mutant("does not come up", 1804, places, _STARTS=1),
+    Mutant(
+      *("nobody asks why a job failed", 2, batch_driver.Driver),
+      _hear=_hear_worker_alone,
+    ),
+    Mutant("dead and not replaced", 10, batch_driver.Driver, _bury=_nothing),
+    Mutant("restarted without files", 1, _STORE, load=lambda self: None),
+    Mutant("notes of no answers", 17, batch_driver.Driver, _notes=_first_notes),
+  ],
+  "gossip": [
+    Mutant("nothing passed on", 302, PeerCluster, _pass_on=_nothing),
+    Mutant(
+      *("a frame is taken twice", 1, outbox.Inbox),
+      new=lambda self, sender, life, first, frames: frames,
+    ),
+    Mutant("no frame again", 2, outbox.Outbox, batch=_confirmed_batch),
+    Mutant(
+      *("codes of a predecessor", 602, rounds.Rounds),
+      present=_present_with_old,
+    ),
+    Mutant("no pause to join", 29, PeerCluster, _admit=_admit_at_once),
+    Mutant("no LEAVE", 10, peer_files, leave=_left, last_residual_lost=_zero),
+    Mutant("jobs by records", 20, peer_files, numbers_of=lambda events: []),
+    Mutant("a lost number", 42, _COUNTER, left=_nothing),
+    Mutant(
+      *("two numbers", 179, _COUNTER),
+      take=lambda self, peer, life, ask: self._new(),
+    ),
+    Mutant("a dead partner", 42, pairs.Pairs, gone=peer.LivePeer.gone),
+    Mutant("nothing cut back", 0, peer_files, cut_back=_nothing),
+    Mutant("resumes first params", 5, peer.LivePeer, restore=_restore_rounds),
+  ],
 }

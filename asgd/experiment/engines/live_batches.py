@@ -201,15 +201,22 @@ class LiveBatchEngine(coordinated.CoordinatedEngine):
 
   def _make_shard(self, evaluation, index, image, anew):
     folder = self._memory.memory / f"shard-{index}"
-    return shard.make(str(folder), image, evaluation, anew=anew)
+    return functools.partial(
+      shard.LiveShard,
+      folder=folder,
+      image=image,
+      evaluation=evaluation,
+      anew=anew,
+    )
 
   def _make_worker(self, make_task, index):
     settings, run = self._plan.run.config["live"], self._folder.absolute()
     mine = [f for f in self._context.machine.faults if f.worker == index]
     write = SpanWriter(run)
-    return worker.make(
-      index,
-      make_task,
+    return functools.partial(
+      worker.LiveWorker,
+      index=index,
+      make_task=make_task,
       faults=mine,
       tell=functools.partial(faults_lib.append_fault, run),
       span=functools.partial(write, index) if settings["spans"] else None,

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines import live_clusters, networks
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerDuty
-from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.links import throttled_hosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.orders import protocol
@@ -103,7 +103,13 @@ def thread_peers(live: LivePeers, machine: Any) -> PeerCluster:
   duty = make_duty(live.plan, live.cell, live.due, copies=False)
   duty.warm_up_all()
   maker = _maker(live, machine, lambda: duty, live.folder)
-  return _cluster(live, machine, ThreadHosts(began=live.began), maker)
+  peers = live.plan.workers
+  section = live.plan.run.config["network"]
+  network = networks.from_section(section, peers)
+  if network is not None:  # what a peer receives passes its link down
+    network = network._replace(port=network.down)
+  hosts = throttled_hosts.make_hosts(network, peers, began=live.began)
+  return _cluster(live, machine, hosts, maker)
 
 
 def _remote_duty(make, cell, due) -> PeerDuty:

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines import live_clusters, networks
 from asgd.experiment.engines.tables import TablePlan
 from asgd.live import pace
 from asgd.live.faults import Fault, Script, append_fault
 from asgd.live.hosts import Host, Inside
-from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.links import throttled_hosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.live.tables.cluster import Places, TableCluster
@@ -147,7 +147,9 @@ def thread_tables(live: LiveTables, machine: Any) -> TableCluster:
       *(index, dict(shards), image),
     )
 
-  hosts = ThreadHosts(began=live.began)
+  section, shards = plan.run.config["network"], plan.settings.shards
+  network = networks.from_section(section, shards)
+  hosts = throttled_hosts.make_hosts(network, plan.workers, began=live.began)
   return _cluster(live, machine, hosts, Places(shard, worker))
 
 

@@ -144,7 +144,15 @@ PROTOCOL = Protocol(
     ),
   ),
   refusals=(
-    Refusal("network", "peers have links to each other, not to a server"),
+    Refusal(
+      "network",
+      "peers have links to each other, not to a server",
+      engines=("simulate", "ray", "mesh"),
+    ),
+    *(
+      Refusal(f"network.{key}", _NO_SERVER, engines=("threads",))
+      for key in ("port", "service", "incast")
+    ),
     Refusal("compress", _CODEC),
     Refusal("compress_down", _CODEC),
     *(

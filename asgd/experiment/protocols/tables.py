@@ -141,7 +141,7 @@ PROTOCOL = Protocol(
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
     Refusal("order", "it has an order of its own (its consistency)"),
-    Refusal("network", "messages take the time they take", engines=LIVE),
+    Refusal("network", "messages take the time they take", engines=("ray",)),
     Refusal(
       "server.shards",
       _OWN_SHARDS,

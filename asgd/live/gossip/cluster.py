@@ -69,7 +69,7 @@ class PeerMaker(NamedTuple):
     if counter is None:
       peer: LivePeer = Rounds(inside, rows, **options)
     else:
-      draw = np.random.default_rng((self.seed, index, rows.life))
+      draw = np.random.default_rng((self.seed, index, rows.journal.life))
       peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
     if image is not None:
       peer.restore(*image)

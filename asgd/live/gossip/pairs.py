@@ -75,7 +75,7 @@ class Pairs(LivePeer):
   def _ask_counter(self, wait=0.0):
     self._asked = True
     counter, inside = self._counter, self._inside
-    asker = self.index, self.rows.life, self.rows.begun
+    asker = self.index, self.rows.journal.life, self.rows.journal.begun
 
     def ask():
       if wait:
@@ -166,7 +166,7 @@ class Pairs(LivePeer):
     return True
 
   def _ask(self):
-    life = self.rows.life
+    life = self.rows.journal.life
     self._tell(self._partner, PeerFrame(frames.ASK, self.index, life))
 
   def _lock(self, holder):

@@ -6,6 +6,7 @@ calls of neighbours, run beside it (`Inside.later`), so that a peer takes
 messages while it computes. `Rounds` and `Pairs` say what a peer does next.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from asgd.live.faults import Script
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.outbox import Inbox, Neighbour, Outbox
-from asgd.live.gossip.peer_rows import ComputedJob, PeerDuty, PeerRows, View
+from asgd.live.gossip.peer_rows import ComputedJob, PeerRows, View
 from asgd.live.hosts import Gone, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
@@ -35,13 +36,13 @@ class PeerStatus(NamedTuple):
   busy: float | None
 
 
+@dataclasses.dataclass
 class Loans:
   """What a peer adopts before it does anything else."""
 
-  def __init__(self):
-    self.is_new = False  # a newcomer, which has adopted nothing yet
-    self.lenders: list[int] = []  # whose loans it adopts, in this order
-    self.frames: dict[int, PeerFrame] = {}  # loans that came, by lender
+  is_new: bool  # a newcomer, which has adopted nothing yet
+  lenders: list[int]  # whose loans it adopts, in this order
+  frames: dict[int, PeerFrame]  # loans that came, by lender
 
 
 class LivePeer:
@@ -63,27 +64,18 @@ class LivePeer:
   ):
     """`inside` is of its host. `span` takes stretches of time: fetch lasts
     until a job starts, push until the peer has received its message."""
-    self.rows, self._inside, self._faults = rows, inside, faults
+    self.rows, self.index, self.duty = rows, rows.index, rows.duty
+    self._inside, self._faults = inside, faults
     self._span = span or (lambda span: None)
     self.rounds = 0  # ended
     self.limit = 0  # rounds or jobs that may be ended
     self._outboxes: dict[int, Outbox] = {}  # of the peers that are alive
     self._inbox = Inbox()
-    self._loans = Loans()
+    self._loans = Loans(False, [], {})
     self._work: ComputedJob | None = None  # of the open job, once it is done
     self._began: float | None = None  # the open job
     self._free = inside.clock()  # since when it has waited
     self._ended: Future[str] = Future()  # how it ended
-
-  @property
-  def index(self) -> int:
-    """Which peer it is."""
-    return self.rows.index
-
-  @property
-  def duty(self) -> PeerDuty:
-    """What all peers are and do."""
-    return self.rows.duty
 
   @property
   def lives(self) -> dict[int, int]:
@@ -154,16 +146,14 @@ class LivePeer:
   def meet(self, others: Mapping[int, Neighbour]) -> None:
     """Takes note of the peers that are alive, which all are before the same
     round."""
-    self._outboxes = {
-      peer: Outbox(other) for peer, other in others.items()
-      if peer != self.index
-    }
+    self._outboxes = {peer: self._open(other) for peer, other in others.items()}
+    self._outboxes.pop(self.index, None)
+
+  def _open(self, other):
+    return Outbox(other._replace(host=self._inside.link(other.host)))
 
   def join(
-    self,
-    others: Mapping[int, Neighbour],
-    rounds: int,
-    lenders: Iterable[int],
+    self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
   ) -> None:
     """Begins as a newcomer before a round, with what neighbours lend."""
     self.meet(others)
@@ -174,7 +164,7 @@ class LivePeer:
   def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Takes note of a newcomer before a round, and lends it something; what
     it lends in turn is adopted before anything else."""
-    self._outboxes[peer] = Outbox(newcomer)
+    self._outboxes[peer] = self._open(newcomer)
     if lend:
       self._tell(peer, self.rows.lend(peer))
       if self._introduces:
@@ -233,7 +223,7 @@ class LivePeer:
     if outbox.busy or not batch or not alive:
       return
     outbox.busy = True
-    index, life = self.index, self.rows.life
+    index, life = self.index, self.rows.journal.life
 
     def send():
       if wait:
@@ -261,10 +251,9 @@ class LivePeer:
   def _advance(self):
     if self._loans.lenders:
       self._adopt()
-    while not (
-      self._loans.lenders or self._ended.done()
-    ) and self._step():
-      pass
+    while not (self._loans.lenders or self._ended.done()):
+      if not self._step():
+        return
 
   def _adopt(self):
     """Adopts once all lenders that live have lent, in their order."""

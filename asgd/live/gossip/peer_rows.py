@@ -1,4 +1,5 @@
-"""What a live peer does, row by row: each is journaled, and then done.
+"""What a live peer does, row by row: each is journaled, and then done. Its
+successor continues after the last row.
 
 The functions are those of `simulator.compile_peer`, called as the simulator
 calls them when it obeys the same rows.
@@ -13,11 +14,11 @@ import numpy as np
 from asgd import base, gossip, simulator
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import PeerFrame, Wire
-from asgd.live.gossip.peer_journal import PeerJournal
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
 from asgd.live.worker import is_finite
-from asgd.orders.trace import NO_SEQ
+from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
+from asgd.simulator.steps import Observation
 
 
 class PeerDuty(NamedTuple):
@@ -97,6 +98,79 @@ class View(NamedTuple):
     return self
 
 
+class PeerJournal:
+  """Writes rows and records of a peer, and counts its rows.
+
+  Bytes and norms are those since the last record, of which they become part.
+  """
+
+  def __init__(
+    self,
+    index: int,
+    journal: FileJournal,
+    sink: FileSink,
+    clock: Callable[[], float],
+  ):
+    """Continues after the rows that the journal has, those of earlier
+    incarnations of the peer too. The clock tells seconds of the run."""
+    self.index = index
+    self._journal, self._sink, self._clock = journal, sink, clock
+    self._time = 0.0  # of the last row
+    self.seqs = 0  # jobs that were started
+    self.puts = 0  # messages that were put
+    self.life = 0  # incarnations that have left
+    self.begun = 0  # jobs of this incarnation
+    self.bytes_down, self.bytes_up = 0, 0
+    self.norms: list[Any] = []  # of changes by mixing
+    for event in journal.events():
+      self._note(event)
+
+  def _note(self, event):
+    self._time = max(self._time, event.time)
+    self.seqs += event.action in STARTS
+    self.puts += event.action in PUTS
+    self.life += event.action == base.LEAVE
+    self.begun += event.action in STARTS
+    if event.action == base.LEAVE:
+      self.begun = 0
+
+  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
+    """Appends a row; returns it. No time is less than the one before."""
+    time = max(self._clock(), self._time)
+    event = Event(time, self.index, seq, job, action, **more)
+    self._journal.append(event)
+    self._note(event)
+    return event
+
+  def record(
+    self, event: Event, observation: Observation, kept: float
+  ) -> None:
+    """Appends the record of a job that was received, `event`; `kept` is the
+    norm of the residual of its codec."""
+    row = simulator.ReceivedMessage(
+      event.time, self.index, event.job, self.bytes_up, self.bytes_down, kept
+    )
+    self._sink.append(
+      simulator.peer_records([row], [observation], [self.norms])
+    )
+    self.bytes_down, self.bytes_up, self.norms = 0, 0, []
+
+  def image(self) -> dict[str, Any]:
+    """Returns counts of rows and records, bytes and norms, as JSON."""
+    return {
+      "rows": len(self._journal.events()),
+      "records": self._sink.count,
+      "bytes": self.bytes_down,
+      "bytes_up": self.bytes_up,
+      "norms": list(map(float, simulator.fetch(self.norms))),
+    }
+
+  def restore(self, image: dict[str, Any]) -> None:
+    """Takes bytes and norms from an image."""
+    self.bytes_down, self.bytes_up = image["bytes"], image["bytes_up"]
+    self.norms = [np.float32(x) for x in image["norms"]]
+
+
 class PeerRows:
   """A peer's state, and the rows that change it."""
 
@@ -111,28 +185,18 @@ class PeerRows:
     """Begins as all do, or where an image says (`restore`); the journal has
     what was done at the place before. The clock tells seconds of the run."""
     self.index, self.duty = index, duty
-    self._journal = PeerJournal(index, journal, sink, clock)
+    self.journal = PeerJournal(index, journal, sink, clock)
     self._number, self._steps = np.int32(index), duty.steps
     self.state = duty.peer.init(duty.params)
     self.worker = duty.worker.init(self.state.server.params)
     self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
 
-  @property
-  def life(self) -> int:
-    """Incarnations of the peer that have left."""
-    return self._journal.life
-
-  @property
-  def begun(self) -> int:
-    """Jobs that this incarnation has started."""
-    return self._journal.begun
-
   # Jobs.
 
   def send(self, number: int) -> None:
     """Starts a job of that number."""
-    seq = self._journal.seqs
-    self._journal.write(seq, number, base.SEND)
+    seq = self.journal.seqs
+    self.journal.write(seq, number, base.SEND)
     ticket = self._steps.send(self.state, self._number)
     self.job = seq, number, ticket
 
@@ -155,7 +219,7 @@ class PeerRows:
     assert self.job is not None
     seq, number, job = self.job
     loss = float(work.loss)
-    event = self._journal.write(seq, number, base.RECEIVE, loss=loss)
+    event = self.journal.write(seq, number, base.RECEIVE, loss=loss)
     self.worker = work.state
     kept = 0.0
     if self.duty.gossip.compressed:
@@ -163,14 +227,14 @@ class PeerRows:
     self.state, observation = self._steps.receive(
       self.state, job, work.message, work.loss
     )
-    self._journal.record(event, observation, kept)
+    self.journal.record(event, observation, kept)
     self.job = None
 
   def reject(self) -> None:
     """Refuses what was made of the open job; the peer then leaves."""
     assert self.job is not None
     seq, number, _ = self.job
-    self._journal.write(seq, number, base.REJECT)
+    self.journal.write(seq, number, base.REJECT)
 
   # What others are told, and tell.
 
@@ -178,20 +242,19 @@ class PeerRows:
     content = self.duty.wire.pack(content)
     size = self.duty.wire.measure(content)
     # Leaves of the place before are part of its number of lives.
-    return PeerFrame(
-      kind, self.index, self.life, event.seq, event.job, content, size
-    )
+    sender = self.index, self.journal.life
+    return PeerFrame(kind, *sender, event.seq, event.job, content, size)
 
   def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
     """Puts a message of a round; returns it as it is told."""
-    seq = self._journal.puts
-    event = self._journal.write(seq, round, base.PUT)
+    seq = self.journal.puts
+    event = self.journal.write(seq, round, base.PUT)
     keep = np.float64(self.duty.gossip.keep(round, self.index))
     self.state, code = self._steps.put(
       self.state, keep, self.duty.root, self._number, np.int32(seq)
     )
     frame = self._frame(kind, event, code)
-    self._journal.bytes_up += frame.nbytes
+    self.journal.bytes_up += frame.nbytes
     return frame
 
   def mix(self, round: int, heard: Sequence[PeerFrame]) -> None:
@@ -199,43 +262,42 @@ class PeerRows:
     how, codes, weights, slots = self.duty.gossip, [], [], []
     for frame in heard:
       size = frame.nbytes
-      self._journal.write(frame.seq, frame.sender, base.TAKE, message=size)
+      self.journal.write(frame.seq, frame.sender, base.TAKE, message=size)
       codes.append(self.duty.wire.unpack(frame.content))
       weights.append(how.weight(frame.round, self.index, frame.sender))
       slots.append(how.topology.slot(self.index, frame.sender))
-      self._journal.bytes_down += size
-    self._journal.write(NO_SEQ, round, base.MIX)
+      self.journal.bytes_down += size
+    self.journal.write(NO_SEQ, round, base.MIX)
     self.state, norm = self._steps.mix(
       self.state,
       tuple(codes),
       np.array(weights, np.float64),
       np.array(slots, np.int32),
     )
-    self._journal.norms.append(norm)
+    self.journal.norms.append(norm)
 
   def join(self) -> None:
     """Takes the place of one that left."""
-    self._journal.write(NO_SEQ, self.life, base.JOIN)
+    self.journal.write(NO_SEQ, self.journal.life, base.JOIN)
 
   def lend(self, other: int) -> PeerFrame:
     """Returns what a newcomer is lent, or lends."""
-    event = self._journal.write(self._journal.puts, other, base.LEND)
+    event = self.journal.write(self.journal.puts, other, base.LEND)
     topology = self.duty.gossip.topology
     hears = topology.union[self.index, other]  # or it knows nothing of it
     slot = np.int32(topology.slot(self.index, other) if hears else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     loan = jax.device_get(loan)
     size = simulator.array_bytes(loan)
-    self._journal.bytes_up += size
-    return PeerFrame(
-      frames.LOAN, self.index, self.life, event.seq, 0, loan, size
-    )
+    self.journal.bytes_up += size
+    life = self.journal.life
+    return PeerFrame(frames.LOAN, self.index, life, event.seq, 0, loan, size)
 
   def adopt(self, loan: PeerFrame, *, first: bool) -> None:
     """Takes what another lends; `first` of a newcomer."""
-    self._journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
+    self.journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     slot = self.duty.gossip.topology.slot(self.index, loan.sender)
-    self._journal.bytes_down += loan.nbytes
+    self.journal.bytes_down += loan.nbytes
     self.state = self._steps.adopt(
       self.state, loan.content, np.int32(slot), np.bool_(first)
     )
@@ -250,9 +312,9 @@ class PeerRows:
 
   def image(self) -> tuple[Any, dict[str, Any]]:
     """Returns a tree of arrays and JSON, to go on from; no job is open."""
-    return jax.device_get((self.state, self.worker)), self._journal.image()
+    return jax.device_get((self.state, self.worker)), self.journal.image()
 
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Goes on from an image."""
     self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
-    self._journal.restore(notes)
+    self.journal.restore(notes)

@@ -38,6 +38,8 @@ class Inside(NamedTuple):
   # (call, method, *args): runs a call in another thread, and then calls a
   # method of the object with (*args, a Future of the result of the call).
   later: Callable[..., None] = lambda call, method, *args: None
+  # Returns a handle of another host, whose calls take the time of a network.
+  link: Callable[["Host"], "Host"] = lambda host: host
 
 
 # Makes the object, in its host. Two methods of it, if it has them, are called

@@ -5,7 +5,6 @@ at any time: the next one has the same vectors, to the bit, and gives the same
 answers.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ class LiveShard(VectorShard):
   def __init__(
     self,
     inside: Inside,
-    folder: Path | str,
+    folder: Path,
     image: Image,
     evaluation: int = -1,
     *,
@@ -37,7 +36,6 @@ class LiveShard(VectorShard):
     """Resumes from the files in its folder, or starts from an image, in an
     evaluation, if it begins `anew`. Raises ValueError for files that were
     changed or are gone."""
-    folder = Path(folder)
     safe_files.make_private(folder)
     like = image.vectors["point"]
     self._store = ShardStore(folder, like, inside.disk, anew=anew)
@@ -141,12 +139,3 @@ def _of_message(name: str) -> tuple[int, int]:
   """Returns (evaluation, job) of a `message_name`."""
   _, evaluation, job = name.split("/")
   return int(evaluation), int(job)
-
-
-def make(
-  folder: str, image: Image, evaluation: int = -1, *, anew: bool
-) -> Any:
-  """Returns what makes a shard in a host; see `LiveShard`."""
-  return functools.partial(
-    LiveShard, folder=folder, image=image, evaluation=evaluation, anew=anew
-  )

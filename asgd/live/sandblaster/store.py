@@ -45,10 +45,10 @@ class ShardStore:
     `like` has shapes and dtypes of rows; `disk` writes as `os` does. Raises
     store.Changed."""
     if anew:  # before they are read: they may be damaged
-      for path in Path(folder).iterdir():
+      for path in folder.iterdir():
         path.unlink()
     self._disk = disk
-    self._folder, self._layout = Path(folder), wire.layout(like)
+    self._folder, self._layout = folder, wire.layout(like)
     self._known: list[tuple[Rows, int]] = []  # vectors in files, of the image
     self._next = 0  # vector file
     self._commands = store.Log(self._folder / "commands", disk)

@@ -6,7 +6,6 @@ and pushes to each shard its rows of it. The caller gets the loss.
 """
 
 import collections
-import functools
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
@@ -91,9 +90,9 @@ class LiveWorker:
     index: int,
     make_task: Callable[[], PortionTask],
     *,
-    faults: Sequence[Fault],
-    tell: Callable[[Fault], None],
-    span: Callable[[Span], None] | None,
+    faults: Sequence[Fault] = (),
+    tell: Callable[[Fault], None] = lambda fault: None,
+    span: Callable[[Span], None] | None = None,
   ):
     """Compiles what it computes; `tell` is called with each fault before it
     happens, `span` is told of stretches of time."""
@@ -184,22 +183,3 @@ class LiveWorker:
 
 def _is_finite(tree) -> bool:
   return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))
-
-
-def make(
-  index: int,
-  make_task: Callable[[], PortionTask],
-  *,
-  faults: Sequence[Fault] = (),
-  tell: Callable[[Fault], None] = lambda fault: None,
-  span: Callable[[Span], None] | None = None,
-) -> Any:
-  """Returns what makes a worker in a host; see `LiveWorker`."""
-  return functools.partial(
-    LiveWorker,
-    index=index,
-    make_task=make_task,
-    faults=tuple(faults),
-    tell=tell,
-    span=span,
-  )

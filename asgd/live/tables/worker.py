@@ -62,7 +62,8 @@ class WorkerHost:
         journal `resumes`.
     """
     self._inside, self._journal, self._script = inside, journal, script
-    self._shards, self._slowdown, self._work = dict(shards), slowdown, work
+    self._shards = {shard: inside.link(host) for shard, host in shards.items()}
+    self._slowdown, self._work = slowdown, work
     self._worker = make(journal.life, work._replace(gradient=self._gradient))
     self._steps: Any = None
     self._asks: dict[int, bytes] = {}  # that were not answered
@@ -92,7 +93,7 @@ class WorkerHost:
     made in another order. So do other ranges, for which it has rested."""
     self._limit = limit
     for shard, host in (found or {}).items():
-      self._shards[shard] = host
+      self._shards[shard] = self._inside.link(host)
       self._asked.pop(shard, None)
       self._calls.pop(shard, None)
     if ranges is not None:

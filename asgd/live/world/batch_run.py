@@ -111,7 +111,13 @@ class BatchRun(WorldRun):
 
   def _make_shard(self, evaluation, index, image, anew):
     folder = self.memory / f"shard-{index}"
-    return shard.make(str(folder), image, evaluation, anew=anew)
+    return functools.partial(
+      shard.LiveShard,
+      folder=folder,
+      image=image,
+      evaluation=evaluation,
+      anew=anew,
+    )
 
   def _make_worker(self, index):
     def work(params, portion):
@@ -125,7 +131,9 @@ class BatchRun(WorldRun):
       lambda batches: work,
       keep=3,
     )
-    return worker.make(index, lambda: task)
+    return functools.partial(
+      worker.LiveWorker, index=index, make_task=lambda: task
+    )
 
   # A command.
 

@@ -121,7 +121,7 @@ def _run_many(room: str, seeds: Sequence[int]) -> list[SeedResult]:
 
 
 def run_seeds(
-  seeds: range,
+  seeds: Sequence[int],
   *,
   jobs: int = 1,
   keep: Sequence[int] | None = None,

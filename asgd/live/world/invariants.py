@@ -14,8 +14,7 @@ from asgd.live.shard import Shard
 from asgd.live.world import reference
 from asgd.live.world.hosts import World
 from asgd.live.world.reference import Received
-from asgd.live.world.scenario import WORKERS, ServerCase
-from asgd.live.world.server_makers import Training
+from asgd.live.world.scenario import WORKERS, ServerCase, Training
 from asgd.live.world.storage import Broken
 from asgd.orders import trace
 from asgd.orders.trace import Event

@@ -33,15 +33,15 @@ class Socket:
 
   def __init__(self, network: "SimulatedNetwork", owner: Process | None):
     self.network, self.owner = network, owner
+    if owner:
+      owner.at_end.append(self.close)
     self.peer: Socket | None = None
     self.data = bytearray()  # that has come
     self.backlog: list[Socket] = []  # of a listener
     self.closed = self.broken = False
-    self.blocking = True
 
   def setblocking(self, blocking: bool) -> None:
-    """See `socket.socket`; here nothing ever blocks but `sendall`."""
-    self.blocking = blocking
+    """Does nothing: of all methods only `sendall` ever blocks."""
 
   def fileno(self) -> int:
     """A number of its own; -1 once it is closed."""
@@ -60,25 +60,21 @@ class Socket:
   @property
   def writable(self) -> bool:
     """Whether `send` would take something."""
-    return self.at_end or self._room > 0
-
-  @property
-  def _room(self):
-    return _ROOM - len(self.peer.data)
+    return self.at_end or len(self.peer.data) < _ROOM
 
   def _check(self):
     if self.closed or self.broken:
       raise OSError(errno.ECONNRESET, "cut")
-    if self.peer is None or self.peer.closed:
-      raise OSError(errno.EPIPE, "the other end is closed")
 
   def send(self, data: bytes) -> int:
     """Sends what there is room for."""
     self.network.scheduler.touch()
     self._check()
-    if self._room <= 0:
+    if self.peer is None or self.peer.closed:
+      raise OSError(errno.EPIPE, "the other end is closed")
+    if not self.writable:
       raise BlockingIOError
-    part = bytes(data[: self._room])
+    part = bytes(data[: _ROOM - len(self.peer.data)])
     self.peer.data += self.network.tampered(self, part)
     self.network.changes += 1
     return len(part)
@@ -95,8 +91,7 @@ class Socket:
   def recv(self, size: int) -> bytes:
     """Returns what has come; nothing at the end of the connection."""
     self.network.scheduler.touch()
-    if self.closed or self.broken:
-      raise OSError(errno.ECONNRESET, "cut")
+    self._check()
     if not self.data:
       if self.at_end:
         return b""
@@ -148,12 +143,10 @@ class Selector:
   def _is_ready(self):
     """Whether a socket is. It is asked at each turn, and looks again only when
     something has changed since none was: a third of a run's time."""
-    if self._idle == self._network.changes:
-      return False
-    ready = bool(self._events())
-    if not ready:
-      self._idle = self._network.changes
-    return ready
+    changes = self._network.changes
+    if self._idle != changes and not self._events():
+      self._idle = changes
+    return self._idle != changes
 
   def _events(self):
     out = []
@@ -188,16 +181,9 @@ class SimulatedNetwork:
     self.changes = 0  # of what can be read or written, so far
     self.sleep = scheduler.sleep
 
-  def _socket(self, owner):
-    sock = Socket(self, owner)
-    if owner:
-      owner.at_end.append(sock.close)
-    return sock
-
   def listen(self, path: Path) -> Socket:
     """See `sockets.SocketNetwork`."""
-    sock = self._socket(self.scheduler.current)
-    self._listeners[str(path)] = sock
+    self._listeners[str(path)] = sock = Socket(self, self.scheduler.current)
     return sock
 
   def connect(self, path: Path) -> Socket:
@@ -217,7 +203,7 @@ class SimulatedNetwork:
     return self._pair(self.scheduler.current)
 
   def _pair(self, owner):
-    one, other = self._socket(self.scheduler.current), self._socket(owner)
+    one, other = Socket(self, self.scheduler.current), Socket(self, owner)
     one.peer, other.peer = other, one
     return one, other
 

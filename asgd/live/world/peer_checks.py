@@ -1,7 +1,7 @@
 """What must hold of a run of live peers that has ended, read from its files."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,19 +51,18 @@ class Incarnation(NamedTuple):
     return [row for row in self.rows if row.action == action]
 
 
-def incarnations(peer: int, rows: Sequence[Event]) -> list[Incarnation]:
-  """Splits the rows of a journal."""
+def _incarnations(peer, rows):
+  """Yields those of a journal."""
   parts: list[list[Event]] = [[]]
   for row in rows:
     parts[-1].append(row)
     if row.action == base.LEAVE:
       parts.append([])
-  out = []
   for life, part in enumerate(parts):
     received = [row.job for row in part if row.action == base.RECEIVE]
-    left = life < len(parts) - 1
-    out.append(Incarnation(peer, life, part, left, received))
-  return [each for each in out if each.rows]
+    if part:
+      left = life < len(parts) - 1
+      yield Incarnation(peer, life, part, left, received)
 
 
 class _Checks:
@@ -81,7 +80,7 @@ class _Checks:
     self._incarnations = [
       each
       for peer, rows in enumerate(self._journals)
-      for each in incarnations(peer, rows)
+      for each in _incarnations(peer, rows)
     ]
 
   def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
@@ -104,7 +103,7 @@ class _Checks:
       state = peers.states[peer]
       weight = float(self._duty.peer.weight(state))
       again = View(state.server.params, weight, int(state.server.version))
-      if peer not in peers.present or not _same(view, again):
+      if peer not in peers.present or _bits(view) != _bits(again):
         raise Broken(f"{REPLAY}: peer {peer} is {view}, not {again}")
     return peers, records
 
@@ -231,11 +230,8 @@ class _Checks:
       raise Broken(f"{SAME}: {params}")
 
 
-def _same(one: View, two: View) -> bool:
-  """Whether two views have the same bits."""
-  return jax.tree.map(lambda x: np.asarray(x).tobytes(), one) == jax.tree.map(
-    lambda x: np.asarray(x).tobytes(), two
-  )
+def _bits(view):
+  return [np.asarray(x).tobytes() for x in jax.tree.leaves(view)]
 
 
 def _close(one: base.Params, two: base.Params) -> bool:
@@ -246,17 +242,8 @@ def _close(one: base.Params, two: base.Params) -> bool:
 def check(
   run: Path, duty: PeerDuty, messages: int, views: Mapping[int, View]
 ) -> None:
-  """Checks the files of a run.
-
-  Args:
-    run: the folder of the run.
-    duty: what the peers did.
-    messages: jobs of all peers together.
-    views: of the peers that were alive at the end.
-
-  Raises:
-    Broken: for the first thing that does not hold.
-  """
+  """Checks the files of a run in which peers did so many messages; the views
+  are of those that were alive at the end. Raises Broken."""
   checks = _Checks(run, duty, messages, views)
   peers, records = checks.replay()
   checks.records(records)

@@ -6,7 +6,7 @@ from the journals of a run that has ended; `peer_checks` does that.
 
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,13 +85,6 @@ def _duty(case: PeerCase) -> PeerDuty:
   return PeerDuty(recipe.gossip, peer, worker, params, batch, root, wire)
 
 
-class _Saved(NamedTuple):
-  """A checkpoint."""
-
-  images: Mapping[int, Image]
-  files: Sequence[tuple[int, int]]  # (rows, records) of each peer
-
-
 class PeersRun(WorldRun):
   """One scenario of live peers."""
 
@@ -101,7 +94,8 @@ class PeersRun(WorldRun):
     super().__init__(drawn, folder)
     self._case: PeerCase = drawn.case
     self._duty = _duty(self._case)
-    self._saved: _Saved | None = None
+    # A checkpoint: images, (rows, records) of each peer.
+    self._saved: tuple[dict[int, Image], list[tuple[int, int]]] | None = None
     self._cluster: PeerCluster | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
     self._flips: list[Flip] = []
@@ -154,7 +148,7 @@ class PeersRun(WorldRun):
 
   def _train(self):
     cluster = self._cluster
-    cluster.start(self._saved and dict(self._saved.images))
+    cluster.start(self._saved and self._saved[0])
     self.drive(self._look, self._pause_and_save)
 
   def _look(self):
@@ -188,7 +182,7 @@ class PeersRun(WorldRun):
       peer: (tree, json.loads(json.dumps(notes)))
       for peer, (tree, notes) in cluster.images().items()
     }
-    self._saved = _Saved(images, files.lengths(self.folder, peers, images))
+    self._saved = images, files.lengths(self.folder, peers, images)
 
   def _cut_back(self):
     """Puts changed files back that were refused, and drops what was written
@@ -196,9 +190,9 @@ class PeersRun(WorldRun):
     for each in reversed(self._flips):
       if self.outcome.refused and each.path.name in self.outcome.refused[-1]:
         each.mend()
-    cuts = self._saved.files if self._saved else [(0, 0)] * self._case.peers
+    cuts = self._saved[1] if self._saved else [(0, 0)] * self._case.peers
     files.cut_back(self.folder, cuts)
-    self._flips = [each for each in self._flips if each.is_there]
+    self._flips = [each for each in self._flips if each.original()]
     self._rows = {}
 
   # What must hold on the way.
@@ -209,9 +203,7 @@ class PeersRun(WorldRun):
       path = journal_path(self.folder, peer)
       data = path.read_bytes() if path.exists() else b""
       for each in reversed(self._flips):
-        if each.path == path and data[: len(each.before) - 1] == (
-          each.before[:-1]
-        ):
+        if each.path == path and data.startswith(each.before[:-1]):
           data = each.before + data[len(each.before) :]
       data = data[: data.rfind(b"\n") + 1]
       if not data.startswith(self._rows.get(path, b"")):
@@ -243,12 +235,10 @@ class PeersRun(WorldRun):
     at = fault.which * self._case.peers - peer
     path_of = journal_path if at < 0.5 else records_path
     path = path_of(self.folder, peer)
-    data = path.read_bytes() if path.exists() else b""
-    if not data:
+    flipped = flip(path, fault.seconds / 8) if path.exists() else None
+    if flipped is None:
       return ()
-    flip(path, fault.seconds / 8)
-    at = int(fault.seconds / 8 * (len(data) - 1))
-    self._flips.append(Flip(path, data[: at + 1]))
+    self._flips.append(flipped)
     for process in self.processes(f"peer {peer}"):
       self.scheduler.kill(process)
     return (f"peer {peer}",)

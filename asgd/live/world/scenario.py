@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,6 @@ from asgd import losses as losses_lib
 from asgd.live.duty import Duty
 from asgd.live.setup import Setup
 from asgd.live.world.run import LADDER
-from asgd.live.world.server_makers import Training
 from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness
 
@@ -141,15 +140,18 @@ def first_params() -> dict[str, np.ndarray]:
   }
 
 
-class CompiledRecipe(NamedTuple):
-  """A recipe, compiled once for all scenarios."""
+class Training(NamedTuple):
+  """What is trained: a recipe, compiled once for all scenarios, and a case."""
 
   server: base.Server
   worker: base.Worker
   steps: simulator.Steps
   plan: sharding.ShardPlan | None
-  params: dict[str, np.ndarray]
-  batch: Callable[[int, int], np.ndarray]
+  params: dict[str, np.ndarray]  # before the first message
+  batch: Callable[[int, int], Any]  # that of the duty, but at once
+  wire: str | None  # dtype in which parameters and messages travel
+  setup: Setup | None = None
+  duty: Duty | None = None
 
 
 @functools.cache
@@ -158,20 +160,12 @@ def _codec(tau: float) -> compression.Codec:
 
 
 @functools.cache
-def recipe(
-  name: str,
-  clip: bool,
-  rules: Rules,
-  shards: int,
-  wire: str | None,
-  tau: float | None,
-  down: float | None,
-  keeps: bool,
-) -> CompiledRecipe:
-  """Returns a recipe of `asgd.algorithms` for a small network; a worker
-  `keeps` tickets."""
-  made = algorithms.build(name, 0.05, WORKERS, **_OPTIONS.get(name, {}))
-  for norm in (0.5, 0.3) if clip else ():  # two totals
+def recipe(case: ServerCase) -> Training:
+  """Returns the recipe of a case for a small network."""
+  rules, tau, down = case.rules, case.tau, case.down
+  options = _OPTIONS.get(case.recipe, {})
+  made = algorithms.build(case.recipe, 0.05, WORKERS, **options)
+  for norm in (0.5, 0.3) if case.clip else ():  # two totals
     clipping = sharding.clip_by_global_norm(norm)
     algorithm = transforms.precede(made.algorithm, clipping)
     made = made._replace(algorithm=algorithm)
@@ -182,32 +176,40 @@ def recipe(
   gate = max_staleness(0) if rules.backup else accept_all
   server, worker = made.server(gate=gate), made.make_worker(loss)
   params = first_params()
-  plan = sharding.make_plan(params, shards) if shards > 1 else None
+  plan = sharding.make_plan(params, case.shards) if case.shards > 1 else None
   if tau is not None:
     codec = _codec(tau)
     server = compression.decoding(server, codec)
     worker = compression.compressed(worker, codec, plan)
-  if keeps:
+  if rules.cache:
     worker = own_writes.own_writes(worker, server, plan)
-  options = {"wire": wire, "keeps_messages": True}
+  options = {"wire": case.wire, "keeps_messages": True}
   steps = simulator.compile_steps(server, worker, **options)
   batches = stacking.job_batches(batch, made.steps)
-  return CompiledRecipe(server, worker, steps, plan, params, batches)
+  return Training(server, worker, steps, plan, params, batches, case.wire)
 
 
 def training(case: ServerCase, pause) -> Training:
   """Returns what a case trains; `pause(job, factor)` lets the time of a job, of
   a worker that takes so many times as long, go by."""
-  of_rounds = Rules(round=case.rules.round, backup=case.rules.backup)
+  rules = case.rules
+  keeps = rules.cache or rules.fetch_every > 1
   # Without a codec, work is the same for all numbers of shards.
   shards = case.shards if case.tau is not None else 1
-  keeps = case.rules.cache or case.rules.fetch_every > 1
-  server, worker, steps, plan, params, batches = recipe(
-    *(case.recipe, case.clip, of_rounds, shards, case.wire, case.tau),
-    *(case.down, keeps),
+  compiled = recipe(
+    ServerCase(
+      case.recipe,
+      Rules(round=rules.round, backup=rules.backup, cache=keeps),
+      shards=shards,
+      clip=case.clip,
+      wire=case.wire,
+      tau=case.tau,
+      down=case.down,
+    )
   )
   if case.shards > shards:
-    plan = sharding.make_plan(params, case.shards)
+    plan = sharding.make_plan(compiled.params, case.shards)
+    compiled = compiled._replace(plan=plan)
   setup = Setup(
     *(case.rules, WORKERS, JOBS, case.shards, case.consistent),
     totals=case.clip,
@@ -220,18 +222,15 @@ def training(case: ServerCase, pause) -> Training:
 
   def after_a_while(worker, job):
     pause(job, (case.computing[worker : worker + 1] or (1.0,))[0])
-    return batches(worker, job)
+    return compiled.batch(worker, job)
 
   duty = Duty(
-    *(steps.work, worker.init, after_a_while, ROOT, params, plan),
+    *(compiled.steps.work, compiled.worker.init, after_a_while, ROOT),
+    *(compiled.params, compiled.plan),
     consistent=case.consistent,
     depth=case.rules.depth,
     slowdown=case.slowdown,
-    codec=server.codec,
+    codec=compiled.server.codec,
     codec_down=None if case.down is None else _codec(case.down),
   )
-  return Training(
-    *(setup, server, worker, steps, params, plan, duty),
-    batch=batches,
-    wire=case.wire,
-  )
+  return compiled._replace(setup=setup, duty=duty)

@@ -5,10 +5,10 @@ the sockets, the memory and the disk of the world.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from asgd import base, sharding, simulator
+from asgd import sharding, simulator
 from asgd.live import journal, records
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
@@ -16,34 +16,14 @@ from asgd.live.hosts.base import SHARD
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.server.hosted_shard import HostedShard
 from asgd.live.server.hosted_worker import HostedWorker, Reach
-from asgd.live.setup import Setup, slot_counts
+from asgd.live.setup import slot_counts
 from asgd.live.shard import Shard
 from asgd.live.world.hosts import World, WorldHosts
 from asgd.live.world.run import WorldScript
+from asgd.live.world.scenario import Training
 from asgd.live.world.storage import Memory
 
 _PATIENCE = 0.5  # seconds after which a worker repeats what is not answered
-
-
-class Training(NamedTuple):
-  """What is trained."""
-
-  setup: Setup
-  server: base.Server
-  worker: base.Worker
-  steps: simulator.Steps
-  params: Any  # before the first message
-  plan: sharding.ShardPlan | None
-  duty: Duty
-  batch: Callable[[int, int], Any]  # that of the duty, but at once
-  wire: str | None  # dtype in which parameters and messages travel
-
-  @property
-  def parts(self) -> list[Any]:
-    """The parameters of each shard."""
-    if self.plan is None:
-      return [self.params]
-    return sharding.split(self.plan, self.params)
 
 
 class WorldMakers:
@@ -82,14 +62,16 @@ class WorldMakers:
 
   def _make_shard(self, index, resumed, inside: Inside):
     world, training, disk = self._world, self._training, inside.disk
-    state = simulator.start(training.server, training.parts[index])
-    journal_path = journal.journal_path(world.folder, index)
-    records_path = records.records_path(world.folder, index)
+    params = training.params
+    if training.plan is not None:
+      params = sharding.split(training.plan, params)[index]
+    state = simulator.start(training.server, params)
+    rows = journal.journal_path(world.folder, index)
     shard = Shard(
       *(index, training.setup, training.steps, state),
       self._memory(index, *training.duty.shares()[index], state),
-      journal.FileJournal(journal_path, disk=disk),
-      records.FileSink(records_path, disk=disk),
+      journal.FileJournal(rows, disk=disk),
+      records.FileSink(records.records_path(world.folder, index), disk=disk),
       now=inside.clock(),
       image=self._images[index],
       resumed=resumed,

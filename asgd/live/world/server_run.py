@@ -14,9 +14,9 @@ from asgd.live.world import invariants, scenario
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.injections import Injection, Menu, Scenario
 from asgd.live.world.run import COMMON, WorldRun
-from asgd.live.world.scenario import JOBS, WORKERS
+from asgd.live.world.scenario import JOBS, WORKERS, Training
 from asgd.live.world.scheduler import Stuck
-from asgd.live.world.server_makers import Training, WorldMakers
+from asgd.live.world.server_makers import WorldMakers
 
 
 class ServerHosts(WorldHosts):

@@ -109,15 +109,13 @@ class Memory(SharedMemory):
       )
 
   def _broken(self, text):
-    """Returns the error, and notes it: nobody hears a worker that was ended."""
-    error = Broken(text)
-    self._scheduler.errors.append(error)
-    return error
+    """Returns the error, and notes it: a worker that was ended reports none."""
+    self._scheduler.errors.append(Broken(text))
+    return self._scheduler.errors[-1]
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
     """See the base; raises Broken for what it should have refused."""
-    tree = super().read(kind, slot, stamp)
-    there = self.stamp(kind, slot)
+    tree, there = super().read(kind, slot, stamp), self.stamp(kind, slot)
     if there != stamp:
       raise self._broken(
         f"no slot is read without its stamp: slot {slot} of kind {kind} has"
@@ -141,24 +139,29 @@ class Flip(NamedTuple):
   path: Path
   before: bytes  # the file, up to and with the byte
 
-  @property
-  def is_there(self) -> bool:
-    """Whether the file still is so long, and has not been put back."""
+  def original(self) -> bytes | None:
+    """Returns the file as it would be without the change; None if the byte is
+    not there any more, or was put back."""
     data = self.path.read_bytes() if self.path.exists() else b""
-    size = len(self.before)
-    return len(data) >= size and data[:size] != self.before
+    size, changed = len(self.before), self.before[-1] ^ 0x01
+    if data[:size] != self.before[:-1] + bytes([changed]):
+      return None
+    return self.before + data[size:]
 
   def mend(self) -> None:
     """Puts the byte back, if it is where it was."""
-    data = self.path.read_bytes() if self.path.exists() else b""
-    at, flipped = len(self.before) - 1, self.before[-1] ^ 0x01
-    if data[: at + 1] == self.before[:at] + bytes([flipped]):
-      self.path.write_bytes(self.before + data[at + 1 :])
+    if (data := self.original()) is not None:
+      self.path.write_bytes(data)
 
 
-def flip(path: Path, position: float) -> None:
-  """Changes a byte of a file, at that part of its length."""
+def flip(path: Path, position: float) -> Flip | None:
+  """Changes a byte of a file, at that part of its length; None if it is
+  empty."""
   data = bytearray(path.read_bytes())
-  if data:
-    data[int(position * (len(data) - 1))] ^= 0x01
-    path.write_bytes(data)
+  if not data:
+    return None
+  at = int(position * (len(data) - 1))
+  before = bytes(data[: at + 1])
+  data[at] ^= 0x01
+  path.write_bytes(data)
+  return Flip(path, before)

@@ -5,7 +5,7 @@ jobs it has, and that it has each of them once.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,11 +106,7 @@ def _gradient(rows, job, keys, worker, number):
   return float(job), ones
 
 
-class _Saved(NamedTuple):
-  """A checkpoint."""
-
-  images: Images
-  files: Sequence[tuple[int, int]]  # (rows, records) of each worker
+_WORK = tables.Work(lambda worker, job: job, keys, _gradient)
 
 
 class TablesRun(WorldRun):
@@ -123,7 +119,8 @@ class TablesRun(WorldRun):
     super().__init__(drawn, folder)
     self._settings = drawn.case.settings
     self._division = division_lib.divide(first(), self._settings.shards)
-    self._saved: _Saved | None = None
+    # A checkpoint: images, (rows, records) of each worker.
+    self._saved: tuple[Images, list[tuple[int, int]]] | None = None
     self._cluster: TableCluster | None = None
     self._rows: list[Mapping[str, np.ndarray]] = []  # of each shard, at the end
 
@@ -131,10 +128,6 @@ class TablesRun(WorldRun):
   def menu() -> Menu:
     """See the base."""
     return Menu(CASES, KINDS, WORKERS, WORKERS * JOBS)
-
-  @property
-  def _work(self):
-    return tables.Work(lambda worker, job: job, keys, _gradient)
 
   # Objects in hosts.
 
@@ -162,7 +155,7 @@ class TablesRun(WorldRun):
       )
 
     return lambda inside: WorkerHost(
-      *(inside, make, self._work._replace(gradient=gradient)),
+      *(inside, make, _WORK._replace(gradient=gradient)),
       JobJournal(
         *(inside, self.folder, index),
         resumes=image is not None,
@@ -195,7 +188,7 @@ class TablesRun(WorldRun):
     safe_files.make_private(self.memory)
     if resumed:
       self._cut_files()
-    cluster.start(self._saved and self._saved.images)
+    cluster.start(self._saved and self._saved[0])
 
     def look():
       cluster.check(sum(len(each.loss) for each in self._records()))
@@ -214,21 +207,21 @@ class TablesRun(WorldRun):
     images = cluster.images()
     lengths = []
     for worker in range(WORKERS):
-      if worker in images.workers:
-        lengths.append(images.workers[worker][:2])
+      if image := images.workers.get(worker):
+        lengths.append(image[:2])
         continue
       rows = len(read_journal(journal_path(self.folder, worker)))
       count = len(files.read_table_records(self.folder, worker).loss)
       lengths.append((rows, count))
-    self._saved = _Saved(images, lengths)
+    self._saved = images, lengths
     cluster.go_on()
 
   def _cut_files(self):
     """Drops what was written since the checkpoint, or all."""
     orders, workers = [0] * self._settings.shards, [(0, 0)] * WORKERS
     if self._saved:
-      orders = [rows for rows, _ in self._saved.images.shards]
-      workers = self._saved.files
+      images, workers = self._saved
+      orders = [rows for rows, _ in images.shards]
     files.cut_back(self.folder, orders, workers)
 
   # What must hold.
@@ -247,7 +240,7 @@ class TablesRun(WorldRun):
     orders = files.read_orders(self.folder, self._settings.shards, WORKERS)
     try:
       again = replay.replay(
-        *(self._settings, first(), self._division, self._work, orders),
+        *(self._settings, first(), self._division, _WORK, orders),
         jobs=JOBS,
       )
     except replay.OrdersError as error:

@@ -65,13 +65,13 @@ class Run:
 
   def make_shard(self, evaluation, index, image, anew):
     folder = self.folder / f"shard-{index}"
-    make = shard.make(str(folder), image, evaluation, anew=anew)
 
-    def come_back(inside):
-      self.passed += self.to_come_back
-      return make(inside)
+    def make(inside):
+      if not anew:
+        self.passed += self.to_come_back
+      return shard.LiveShard(inside, folder, image, evaluation, anew=anew)
 
-    return make if anew else come_back
+    return make
 
   def make_worker(self, index):
     task = worker.PortionTask(
@@ -85,7 +85,9 @@ class Run:
       self.before_start(index)
       return task
 
-    return worker.make(index, make_task, faults=mine)
+    return lambda inside: worker.LiveWorker(
+      inside, index, make_task, faults=mine
+    )
 
   def note(self, notes):
     self.notes = notes

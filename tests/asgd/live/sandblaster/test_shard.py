@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from asgd.live.hosts import Inside
-from asgd.live.sandblaster import shard
+from asgd.live.sandblaster.shard import LiveShard
 from asgd.sandblaster import Command, Image, VectorShard, message_name
 
 INSIDE = Inside(kill=lambda: None, wait=lambda seconds: None, clock=lambda: 0.0)
@@ -25,7 +25,7 @@ def open_shard(folder, anew=None, **options):
   if anew is None:
     anew = not (folder / "image").exists()
   image = Image(0, {"point": LIKE})
-  return shard.make(str(folder), image, anew=anew, **options)(INSIDE)
+  return LiveShard(INSIDE, folder, image, anew=anew, **options)
 
 
 def evaluation(number, first):
@@ -105,7 +105,7 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
   live.close()
   (tmp_path / "commands").write_bytes(b"damaged" * 8)  # read by nobody
   vectors = {"point": LIKE, "trial": MESSAGES[0]}
-  again = shard.make(str(tmp_path), Image(7, vectors), 4, anew=True)(INSIDE)
+  again = LiveShard(INSIDE, tmp_path, Image(7, vectors), 4, anew=True)
   assert again.number == 7
   kit.same(again.read("point"), LIKE)
   kit.same(again.fetch(4), MESSAGES[0])
@@ -131,7 +131,7 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
   assert len(str(e.value)) < 600
   # Nothing of them keeps it from beginning anew.
   image = Image(0, {"point": LIKE})
-  again = shard.make(str(tmp_path), image, anew=True)(INSIDE)
+  again = LiveShard(INSIDE, tmp_path, image, anew=True)
   assert again.number == 0
   kit.same(again.read("point"), LIKE)
   again.close()

@@ -18,7 +18,13 @@ from asgd.live.world import explore, run, scenario, table_run
 from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Dispatcher, Rules
 
-SEEDS = {"server": 120, "tables": 60, "sandblaster": 60, "gossip": 60}
+# The last ones have what seldom happens.
+SEEDS = {
+  "server": range(120),
+  "tables": [*range(60), 89, 204],
+  "sandblaster": range(62),
+  "gossip": [*range(60), 63, 204],
+}
 
 
 # Kind of fault -> what it reaches, by protocol: processes, or parts of the
@@ -70,7 +76,7 @@ REACHES = {
 @pytest.mark.parametrize("room", explore.ROOMS)
 def test_seeds_come_to_what_their_traces_say(room):
   parties = collections.Counter()
-  for outcome in explore.run_seeds(range(SEEDS[room]), room=room):
+  for outcome in explore.run_seeds(SEEDS[room], room=room):
     assert not outcome.error, explore.explain(outcome, room=room)
     parties.update(outcome.parties)
   reached = {
@@ -108,7 +114,7 @@ def test_a_seed_that_fails_is_explained(monkeypatch):
   """By as few faults as it fails with, and the first difference to the run
   without one of them."""
   monkeypatch.setattr(table_run, "KINDS", world_mutants.KINDS["tables"])
-  world_mutants.keeps_no_message(monkeypatch)
+  world_mutants.NO_MESSAGE(monkeypatch)
   outcome = explore.run_seed(1, room="tables")
   text = explore.explain(outcome, room="tables")
   first, fault, error, title, turn, row, again = text.splitlines()
@@ -148,6 +154,8 @@ def test_a_memory_without_its_slots_is_not_opened_twice(monkeypatch):
   case = scenario.ServerCase(
     "dana_zero", Rules(bound=2, cache=True), shards=2, consistent=True
   )
+  kinds = tuple(kind for kind in scenario.KINDS if kind != "kill driver")
+  monkeypatch.setattr(scenario, "KINDS", kinds)
   monkeypatch.setattr(scenario, "CASES", (case,) * 3)
   outcome = explore.run_seed(214)
   assert "does not hold what was written there" in outcome.refused[1]
@@ -173,6 +181,7 @@ def forgets_that_it_was_revoked(patch):
 def forgets_calls_when_it_fails(patch):
   """The driver waits for a shard whose serving has failed."""
   patch.setattr(ShardServer, "_refuse_calls", lambda self: None)
+  patch.setattr(scenario, "KINDS", ("fill",) * 4)
 
 
 def reads_whatever_a_slot_holds(patch):
@@ -272,18 +281,18 @@ def test_an_old_fault_is_found_again(fault, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("room", "mutant", "seed"),
+  ("room", "mutant"),
   [
-    (room, mutant, seed)
+    (room, mutant)
     for room, mutants in world_mutants.FOUND.items()
-    for mutant, seed in mutants.items()
+    for mutant in mutants
   ],
-  ids=lambda value: getattr(value, "__name__", None),
+  ids=lambda value: getattr(value, "name", None),
 )
-def test_a_mending_that_is_taken_out_is_found(room, mutant, seed, monkeypatch):
+def test_a_mending_that_is_taken_out_is_found(room, mutant, monkeypatch):
   monkeypatch.setattr(run, "_TURNS", 20_000)  # of a run that has no end
   monkeypatch.setattr(run, "_SECONDS", 60.0)
   module = inspect.getmodule(explore.ROOMS[room])
   monkeypatch.setattr(module, "KINDS", world_mutants.KINDS[room])
   mutant(monkeypatch)
-  assert explore.run_seed(seed, room=room).error
+  assert explore.run_seed(mutant.seed, room=room).error
