@@ -96,6 +96,15 @@ def read_rows(
   return rows
 
 
+def by_time(parts: Sequence[Any]) -> Any:
+  """Joins records of several workers, columns of one type, in the order of
+  their times."""
+  kind = type(parts[0])
+  joined = kind(*map(np.concatenate, zip(*parts, strict=True)))
+  order = np.argsort(joined.time, kind="stable")
+  return kind(*(column[order] for column in joined))
+
+
 def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:

@@ -117,9 +117,6 @@ class LivePeerEngine(watched.WatchedEngine):
   def _records_of(self, place, start=0):
     return files.read_peer_records(self._folder, place, start)
 
-  def _by_time(self, parts):
-    return files.by_time(parts)
-
   def _look_for(self, until):
     rounds, views = None, {}
     if until == self.total:

@@ -155,9 +155,6 @@ class LiveTableEngine(watched.WatchedEngine):
   def _records_of(self, place, start=0):
     return files.read_table_records(self._folder, place, start)
 
-  def _by_time(self, parts):
-    return files.by_time(parts)
-
   def _look_for(self, until):
     if self._received >= until and (
       until < self.total or self.cluster.finished

@@ -10,7 +10,7 @@ import abc
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from asgd.experiment.engines import parameter_server
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import records_path
+from asgd.live.records import by_time, records_path
 from asgd.orders.trace import STARTS
 
 LOOK = 0.1  # seconds between two looks at the cluster
@@ -129,10 +129,6 @@ class WatchedEngine(engines.Engine):
     """Returns the records of a worker, from one on."""
 
   @abc.abstractmethod
-  def _by_time(self, parts: Sequence[Any]) -> Any:
-    """Joins records."""
-
-  @abc.abstractmethod
   def _look_for(self, until: int) -> None:
     """Takes a snapshot at message `until`, if that was received."""
 
@@ -160,14 +156,14 @@ class WatchedEngine(engines.Engine):
     for place in self._places:
       parts.append(self._records_of(place, self._counts[place]))
       self._counts[place] += len(parts[-1].loss)
-    new = self._by_time(parts)
+    new = by_time(parts)
     self._parts.append(new)
     return new
 
   def _all(self) -> Any:
     """Returns all records."""
     if len(self._parts) > 1:
-      self._parts = [self._by_time(self._parts)]
+      self._parts = [by_time(self._parts)]
     return self._parts[0]
 
   def _say_going_on(self, images, dropped, more=""):

@@ -18,6 +18,7 @@ from asgd.live.journal import (
   read_journal,
 )
 from asgd.live.records import FileSink, read_rows, records_path
+from asgd.live.records import by_time as by_time
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event
 
 RECORD = np.dtype(
@@ -47,15 +48,6 @@ def read_peer_records(
   rows = read_rows(records_path(run, index), RECORD, start)
   names = simulator.PeerRecords._fields
   return simulator.PeerRecords(*(rows[name].copy() for name in names))
-
-
-def by_time(
-  parts: Sequence[simulator.PeerRecords],
-) -> simulator.PeerRecords:
-  """Joins records of peers, in the order of their times."""
-  joined = simulator.join_records(parts)
-  order = np.argsort(joined.time, kind="stable")
-  return simulator.PeerRecords(*(column[order] for column in joined))
 
 
 def read_trace(run: Path, peers: int) -> base.Trace:

@@ -22,6 +22,7 @@ from asgd.live.journal import (
   read_journal,
 )
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
+from asgd.live.records import by_time as by_time
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division
 from asgd.tables.job_records import (
@@ -117,15 +118,6 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
       elif event.action in STARTS and done % jobs == 0 and done in ended:
         total += event.time - ended.pop(done)
   return total / workers
-
-
-def by_time(parts: Sequence[TableRecords]) -> TableRecords:
-  """Joins records of workers, in the order of their times."""
-  joined = TableRecords(
-    *(np.concatenate(column) for column in zip(*parts, strict=True))
-  )
-  order = np.argsort(joined.time, kind="stable")
-  return TableRecords(*(column[order] for column in joined))
 
 
 def digest(path: Path, rows: int) -> str:

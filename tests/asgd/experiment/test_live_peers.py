@@ -14,7 +14,7 @@ from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from asgd.live.faults import Fault
 from asgd.live.gossip import files
-from asgd.live.journal import journal_path
+from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import records_path
 
 TINY = {
@@ -51,6 +51,23 @@ def stop(workdir, run):
   with pytest.raises(Stopped, match="stopped in"):
     train(workdir, run, signals=kit.AfterLooks(0))
   return workdir / "cells" / "run-n2-s0"
+
+
+@pytest.mark.parametrize("run", [CODED, PAIRS])
+def test_messages_over_a_network_take_its_time_and_replay(tmp_path, run):
+  network = {"latency": 1e-3, "up": 1e6, "down": 1e6}
+  result, place = train(tmp_path, run, network=network)
+  assert (result["messages"], result["missed"]) == (40, 0)
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
+  # Its last message of 20 is 1 ms on its way, as is each that it waits for.
+  last = read_journal(journal_path(place, 0))[-1].time
+  assert last > (20 * 1e-3 if run is CODED else 1e-3)
+
+
+def test_peers_have_no_port(tmp_path):
+  with pytest.raises(ValueError, match="network.port .* no server"):
+    train(tmp_path, network={"port": 1e6})
 
 
 def test_a_cell_that_was_stopped_goes_on_and_replays(tmp_path):

@@ -156,6 +156,16 @@ def test_a_cell_without_a_checkpoint_begins_again_and_a_worker_dies(tmp_path):
   assert replayed.recorded == replayed.digest
 
 
+def test_calls_over_a_network_take_its_time_and_replay(tmp_path):
+  network = {"latency": 1e-3, "up": 1e6, "port": 1e6}
+  result, place = train(tmp_path, network=network)
+  assert (result["messages"], result["missed"]) == (40, 0)
+  replayed = replay.replay(place)
+  assert replayed.recorded == replayed.digest
+  # Each of ten clocks ends with a push, which is answered 2 ms later.
+  assert read_journal(journal_path(place, 0))[-1].time > 10 * 2e-3
+
+
 @pytest.mark.parametrize(
   ("config", "match"),
   [

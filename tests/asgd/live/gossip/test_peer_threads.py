@@ -37,6 +37,7 @@ def compiled(name, **options):
   recipe = getattr(asgd, name)(0.05, PEERS, **options)
   return recipe, recipe.peer(), recipe.make_worker(PROBLEM.loss)
 
+INSIDE = Inside(lambda: None, lambda seconds: None, time.monotonic)
 
 class Run:
   """A live run of peers, and its replay."""
@@ -259,8 +260,7 @@ def test_a_newcomer_puts_what_its_predecessor_put_for_rounds_to_come(every):
   # added would be that of another peer than the newcomer.
   how = asgd.choco_sgd(0.05, PEERS).gossip._replace(every=every)
   rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
-  inside = SimpleNamespace(clock=time.monotonic)
-  loop = Rounds(inside, rows, faults=None)
+  loop = Rounds(INSIDE, rows, faults=None)
   loop.rounds = 2 * every
   old, new = (
     [frames.PeerFrame(frames.MESSAGE, 1, life, round=k) for k in (1, 2)]
@@ -281,8 +281,7 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
   how = asgd.threshold_sharing(0.05, PEERS, codec="top_k").gossip
   rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
   rows.join = lambda: None
-  inside = SimpleNamespace(clock=time.monotonic)
-  old, newcomer = (Rounds(inside, rows, faults=None) for _ in range(2))
+  old, newcomer = (Rounds(INSIDE, rows, faults=None) for _ in range(2))
   old.rounds = 2
   old.meet({3: Neighbour(0, None)})
   for sender in (2, 3):  # peer 2 has exited
@@ -302,7 +301,7 @@ def test_a_newcomer_whose_lenders_have_exited_does_no_job():
   how = asgd.d_psgd(0.05, PEERS).gossip
   rows = SimpleNamespace(index=1, duty=SimpleNamespace(gossip=how))
   rows.join = lambda: None
-  newcomer = Rounds(SimpleNamespace(clock=time.monotonic), rows, faults=None)
+  newcomer = Rounds(INSIDE, rows, faults=None)
   others = {peer: Neighbour(0, None) for peer in (0, 2)}
   newcomer.ask("join", others, 2, [0, 2])
   newcomer.ask("gone", 0)
