@@ -22,12 +22,13 @@ from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.peer import ALONE, PeerStatus
 from asgd.live.gossip.peer_rows import PeerDuty
 from asgd.live.gossip.rounds import Rounds
-from asgd.live.hosts.base import PEER, Gone
+from asgd.live.hosts.base import PEER, Gone, Inside
 from asgd.live.hosts.threads import ThreadHost, ThreadHosts
 from asgd.orders.trace import Event
 
 PEERS = 4
 ROOT = jax.random.key(0)
+INSIDE = Inside(lambda: None, lambda seconds: None, time.monotonic)
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 
 
@@ -37,7 +38,6 @@ def compiled(name, **options):
   recipe = getattr(asgd, name)(0.05, PEERS, **options)
   return recipe, recipe.peer(), recipe.make_worker(PROBLEM.loss)
 
-INSIDE = Inside(lambda: None, lambda seconds: None, time.monotonic)
 
 class Run:
   """A live run of peers, and its replay."""
