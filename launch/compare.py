@@ -49,15 +49,6 @@ _F = flags.define(
 _MOST = 24  # experiments in one figure
 
 
-def _out() -> Path | None:
-  """Returns the folder to write to, checked."""
-  out = Path(_F["out"].value) if _F["out"].value else None
-  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
-  if not all(path.is_dir() for path in there):
-    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
-  return out
-
-
 def _draw(draw, *what):
   """Draws; says where the picture is, or what is missing."""
   stem = what[-1]
@@ -130,7 +121,9 @@ def main(*places: str) -> None:
       "which run? write asgd compare WORKDIR/cells/NAME, a folder"
       " that asgd train made, or --config=FILE to train one"
     )
-  out = _out()
+  out = Path(_F["out"].value) if _F["out"].value else None
+  if out and any(path.is_file() for path in (out, *out.parents)):
+    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
   if len(places) > 1:
     paths = list(map(Path, places))
     out = out or flags.next_free(Path("runs"), "compare")

@@ -240,6 +240,18 @@ def cached_files(cache):
   return sorted(path.name for path in cache.rglob("*") if path.is_file())
 
 
+def nested(dotted):
+  """Returns a config of dotted keys."""
+  config = {}
+  for key, value in dotted.items():
+    *above, last = key.split(".")
+    place = config
+    for name in above:
+      place = place.setdefault(name, {})
+    place[last] = value
+  return config
+
+
 class Malice:
   """Pickles into a call of Path.touch."""
 
