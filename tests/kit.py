@@ -385,6 +385,29 @@ def simulation_of(experiment, restore=lambda rebuild: None):
   )
 
 
+def to_its_end(engine):
+  """Advances an engine to its last message; returns it."""
+  while engine.done < engine.total:
+    engine.advance(engine.total)
+  return engine
+
+
+def resumed_simulation(build, messages):
+  """Returns the engine of `build()`, an experiment of one simulated cell, that
+  was saved after so many messages and resumed, at its end."""
+  from asgd.experiment import checkpoint, engines
+
+  half = simulation_of(build())
+  half._pace = engines.Pace(1e9, messages)
+  half.advance(half.total)
+  assert half.done == messages
+  _, tree, notes = half.save()
+  names, _ = checkpoint._names(tree)
+  arrays = {name: np.array(leaf) for name, leaf in names.items()}
+  saved = checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
+  return to_its_end(simulation_of(build(), lambda rebuild: rebuild(saved)))
+
+
 def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):
   """Trains one small live cell, by default of three workers in threads.
 

@@ -181,10 +181,8 @@ def test_overriding_leaves_the_file_as_it_was():
   ("path", "message"),
   [
     ("run.asgd.momentum", "'run'; did you mean 'runs'"),
-    (
-      "runs.adsg.momentum",
-      "'runs.adsg' .a new run begins with runs.adsg.recipe.; did you mean",
-    ),
+    ("runs.adsg.momentum",
+     "'runs.adsg' .a new run begins with runs.adsg.recipe.; did you mean"),
     ("runs.asgd.ordr.name", "'runs.asgd.ordr'; did you mean 'order'.*momentum"),
     ("runs.asgd.title.name", "'title' has no keys below it"),
     ("epochs.many", "'epochs' has no keys below it"),

@@ -42,10 +42,8 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
     ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
     ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
     ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
-    (
-      {"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
-      "a works in rounds, of which shards with an order of their own",
-    ),
+    ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
+     "a works in rounds, of which shards with an order of their own"),
   ],
 )
 def test_what_does_not_fit_is_refused(settings, why):

@@ -1,6 +1,5 @@
 """Codecs in configs and calls, and what results say of traffic."""
 
-import json
 
 import coding
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import pytest
 
 import asgd
 from asgd import base, compression, experiment
-from asgd.experiment import cell_files, cells, engines, folder, replay
+from asgd.experiment import cell_files, cells, folder, replay
 from asgd.experiment.engines import traffic
 from pipeline.engine import PIPELINE
 
@@ -36,14 +35,10 @@ def build(**config):
     ({"compress": "threshold"}, r"config.compress.*tau"),
     ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
     ({"compress": "given"}, "stands for a codec that is given to a call"),
-    (
-      {"compress": THRESHOLD, "engine": "pipeline"},
-      "config.compress: engine 'pipeline' of config.runs.run sends nothing",
-    ),
-    (
-      {"compress_down": "onebit", "engine": "mesh"},
-      "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
-    ),
+    ({"compress": THRESHOLD, "engine": "pipeline"},
+     "config.compress: engine 'pipeline' of config.runs.run sends nothing"),
+    ({"compress_down": "onebit", "engine": "mesh"},
+     "config.compress_down: engine 'mesh' of config.runs.run sends nothing"),
     (
       {
         "compress_down": "onebit",
@@ -52,18 +47,12 @@ def build(**config):
       },
       "config.compress_down: with config.server.wire 'bfloat16' workers",
     ),
-    (
-      {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
-      "config.compress_down: an algorithm that looks ahead sends parameters",
-    ),
-    (
-      {"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
-      "config.compress .* is not for the recipe .*: of the recipes of peers",
-    ),
-    (
-      {"compress": {"name": "onebit_adam", "warm_up": 3}},
-      "config.compress.*is for devices that are in step",
-    ),
+    ({"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
+     "config.compress_down: an algorithm that looks ahead sends parameters"),
+    ({"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
+     "config.compress .* is not for the recipe .*: of the recipes of peers"),
+    ({"compress": {"name": "onebit_adam", "warm_up": 3}},
+     "config.compress.*is for devices that are in step"),
     ({"compress": "onebit_adam"}, "config.compress.*devices that are in step"),
     (
       {
@@ -81,18 +70,12 @@ def build(**config):
       },
       "config.compress.*warm_up must be at most 2147483647",
     ),
-    (
-      {"runs": {"a": {"recipe": "threshold_sharing", "codec": "dgc"}}},
-      "config.runs.a.codec: dgc needs epoch=, the messages of a worker in one",
-    ),
-    (
-      {"compress": f"{__name__}:halves"},
-      "config.compress: codec '.*:halves': what decode returns must have the",
-    ),
-    (
-      {"compress_down": f"{__name__}:halves"},
-      "config.compress_down: codec '.*:halves': what decode returns must have",
-    ),
+    ({"runs": {"a": {"recipe": "threshold_sharing", "codec": "dgc"}}},
+     "config.runs.a.codec: dgc needs epoch=, the messages of a worker in one"),
+    ({"compress": f"{__name__}:halves"},
+     "config.compress: codec '.*:halves': what decode returns must have the"),
+    ({"compress_down": f"{__name__}:halves"},
+     "config.compress_down: codec '.*:halves': what decode returns must have"),
   ],
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
@@ -121,21 +104,8 @@ def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
     compress={"name": "qsgd", "levels": 3, "error_feedback": True},
     compress_down={"name": "top_k", "density": 0.1},
   )
-  whole = kit.simulation_of(exp)
-  while whole.done < whole.total:
-    whole.advance(whole.total)
-  half = kit.simulation_of(exp)
-  half._pace = engines.Pace(1e9, 11)
-  half.advance(half.total)
-  assert half.done == 11
-  _, tree, notes = half.save()
-  saved = experiment.checkpoint.Restored
-  names, _ = experiment.checkpoint._names(tree)
-  arrays = {name: np.array(leaf) for name, leaf in names.items()}
-  there = saved(arrays, json.loads(json.dumps(notes)))
-  again = kit.simulation_of(exp, lambda rebuild: rebuild(there))
-  while again.done < again.total:
-    again.advance(again.total)
+  whole = kit.to_its_end(kit.simulation_of(exp))
+  again = kit.resumed_simulation(lambda: exp, 11)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
   row = whole.columns()
