@@ -1,7 +1,6 @@
 """What the command refuses, each in one line, and what it lists."""
 
 import re
-import subprocess
 import sys
 import types
 
@@ -136,23 +135,6 @@ def test_the_list_names_everything_that_a_config_may():
   ):
     assert re.search(rf"\b{re.escape(name)}\b", text), name
   assert max(map(len, text.splitlines())) <= 80
-
-
-@pytest.mark.process
-def test_the_package_lists_its_commands():
-  text = subprocess.run(
-    [sys.executable, "-m", "launch"],
-    cwd=kit.ROOT,
-    capture_output=True,
-    text=True,
-    timeout=kit.DEADLINE,
-    check=True,
-  ).stdout
-  named = re.findall(r"^asgd (\w+) +(\S.*)$", text, re.MULTILINE)
-  files = (kit.ROOT / "launch").glob("*.py")
-  places = {path.stem for path in files if path.stem[0] != "_"}
-  library = {"flags", "listing"}
-  assert {name for name, _ in named} == (places - library) | {"bench"}
 
 
 @pytest.mark.process
