@@ -426,7 +426,7 @@ def finished_result(
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
   content = read_file(place, "metrics.jsonl").decode()
-  return [storage.read_line(line) for line in content.splitlines()]
+  return [storage.unsealed(json.loads(line)) for line in content.splitlines()]
 
 
 def _places(workdir):

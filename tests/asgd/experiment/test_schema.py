@@ -347,6 +347,9 @@ def test_each_setting_takes_its_default_and_names_itself_otherwise(path):
 
 
 MISTAKES = (
+  ({"live.refil": 1}, "did you mean 'refill'"),
+  ({"server.shard": 1}, "did you mean 'shards'"),
+  ({"order.name": "asynchronous", "order.depht": 1}, "did you mean 'depth'"),
   ({"epocs": 3}, "unknown config key 'epocs'; did you mean 'epochs'"),
   ({"learning_rate_schedule.warmup_epoch": 1},
    "'learning_rate_schedule.warmup_epoch'; did you mean 'warmup_epochs'"),
