@@ -20,14 +20,7 @@ from typing import Any, NamedTuple
 import ml_collections
 import optax
 
-from asgd import (
-  algorithms,
-  names,
-  optimizers,
-  rates,
-  sharding,
-  transforms,
-)
+from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
 from asgd.experiment import checks, protocol
 

@@ -14,13 +14,7 @@ from asgd.experiment import checks
 from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import Run, Setting
 from asgd.models import transformer
-from asgd.parallel import (
-  data_parallel,
-  hybrid,
-  meshes,
-  precision,
-  step_checks,
-)
+from asgd.parallel import data_parallel, hybrid, meshes, precision, step_checks
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 # Outermost first.
