@@ -152,9 +152,7 @@ def simulate(
   """
   named = messages, workers, batch_size, folder
   parts = loss, params, data, recipe
-  return _train(
-    ("simulate", SIMULATE), parts, *read_options(named, options)
-  )
+  return _train(("simulate", SIMULATE), parts, *read_options(named, options))
 
 
 def train_live(

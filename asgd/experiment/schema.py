@@ -203,9 +203,7 @@ class Run(NamedTuple):
     if clip_norm is None:
       return recipe
     clip = sharding.clip_by_global_norm(clip_norm)
-    return recipe._replace(
-      algorithm=transforms.precede(recipe.algorithm, clip)
-    )
+    return recipe._replace(algorithm=transforms.precede(recipe.algorithm, clip))
 
 
 class Resolved(NamedTuple):

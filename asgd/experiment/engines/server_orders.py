@@ -130,9 +130,7 @@ def keeps(order: Mapping[str, Any]) -> bool:
   return bool(order.get("cache")) or order.get("fetch_every", 1) > 1
 
 
-def rules(
-  order: Mapping[str, Any], every: int, workers: int
-) -> protocol.Rules:
+def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   """Returns the protocol of a live run with this order, whose updates are of
   `every` messages; refuses others with ValueError."""
   options = dict(order)

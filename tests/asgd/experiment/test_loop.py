@@ -161,9 +161,7 @@ def mortal(exp, deaths):
 
 def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
   whole = exploding(only=("fine",), checkpoint_seconds=0.0)
-  expected = loop.train(
-    whole, whole.cells[0], tmp_path / "whole", bar=Silent()
-  )
+  expected = loop.train(whole, whole.cells[0], tmp_path / "whole", bar=Silent())
   exp = exploding(only=("fine",), checkpoint_seconds=0.0)
   bar = Lines()
   cell = mortal(exp, [3, 3, 9])

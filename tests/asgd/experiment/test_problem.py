@@ -112,14 +112,8 @@ MISTAKES = {
     ({"name": "digits"}, GPT),
     "^config.model 'gpt' does not fit config.data 'digits': ",
   ),
-  "context": (
-    (TEXT, {**GPT, "context": 4}),
-    "do not fit into a context of 4",
-  ),
-  "window": (
-    ({"name": "pydoc", "context": 10**6}, GPT),
-    "^config.data",
-  ),
+  "context": ((TEXT, {**GPT, "context": 4}), "do not fit into a context of 4"),
+  "window": (({"name": "pydoc", "context": 10**6}, GPT), "^config.data"),
   "not bert": (
     ({"name": "topics"}, {"name": "mlp"}),
     "^config.model.name must be 'bert' .*, or MODULE:FUNCTION, not 'mlp'",
