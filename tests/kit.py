@@ -50,6 +50,27 @@ TINY_RUN = {
 }
 
 
+def tiny(**config):
+  """Returns an experiment of TINY_RUN, simulated unless an engine is named."""
+  from asgd import experiment
+  from pipeline.engine import PIPELINE
+
+  engines = {**experiment.ENGINES, "pipeline": PIPELINE}
+  return experiment.build({**TINY_RUN, **config}, engines=engines)
+
+
+def train_tiny(workdir, **config):
+  """Trains all cells of such an experiment in a folder; returns it."""
+  from asgd import experiment
+  from asgd.experiment import folder, progress
+
+  exp = tiny(**config)
+  folder.open_folder(str(workdir), "x", exp)
+  for cell in exp.cells:
+    experiment.train(exp, cell, workdir, bar=progress.Silent())
+  return exp
+
+
 def close(actual, expected, *, rtol=0.0, atol=1e-12):
   """Asserts that two trees agree, leaf by leaf, within a tolerance."""
   chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)

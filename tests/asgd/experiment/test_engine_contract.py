@@ -16,7 +16,6 @@ import jax
 import kit
 import numpy as np
 import pytest
-from kit import TINY_RUN
 
 from asgd import experiment
 from asgd.experiment import (
@@ -67,9 +66,7 @@ def machine():
 
 
 def build(engine, **config):
-  return experiment.build(
-    {**TINY_RUN, "engine": engine, **CONFIGS[engine], **config}, engines=ENGINES
-  )
+  return kit.tiny(**{"engine": engine, **CONFIGS[engine], **config})
 
 
 def train(exp, workdir, machine, signals=None):

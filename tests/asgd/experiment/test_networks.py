@@ -7,26 +7,20 @@ import numpy as np
 import pytest
 
 from asgd import base, experiment
-from asgd.experiment import cells, predict, report
+from asgd.experiment import predict, report
 from asgd.experiment.engines import clocks, networks
 from asgd.live.spans import Span
 from asgd.orders import trace as trace_lib
 from asgd.orders.network import Network
 from asgd.orders.play import Play, fixed
 from asgd.orders.protocol import Rules
-from pipeline.engine import PIPELINE
 
-ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 NETWORK = {"latency": 0.25, "up": 9000.0, "port": 6000.0, "service": 0.125}
 TOP_K = {"name": "top_k", "density": 0.1}
 
 
-def build(**config):
-  return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
-
-
 def trained(**config):
-  return kit.to_its_end(kit.simulation_of(build(**config)))
+  return kit.to_its_end(kit.simulation_of(kit.tiny(**config)))
 
 
 def test_a_network_without_limits_changes_no_bit():
@@ -90,7 +84,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
     "order": {"name": "asynchronous", "depth": 2},
   }
   whole = trained(**config)
-  again = kit.resumed_simulation(lambda: build(**config), 11)
+  again = kit.resumed_simulation(lambda: kit.tiny(**config), 11)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
   assert again.columns() == whole.columns()
@@ -99,12 +93,12 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
 def test_a_table_has_the_columns_of_a_network():
   row = trained(network=NETWORK).columns()
   row |= {"engine": "simulate", "test_accuracy": 0.5, "accepted": 1.0}
-  shown = [c.header for c in report.columns_of([row], ENGINES)]
+  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
   assert shown[-4:] == ["messages/time", "port busy %", "shard busy %"] + [
     "queued"
   ]
   del row["link_utilisation"]
-  shown = [c.header for c in report.columns_of([row], ENGINES)]
+  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
   assert "queued" not in shown
 
 
@@ -142,7 +136,7 @@ PEERS = {"a": {"recipe": "d_psgd"}}
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(**config)
+    kit.tiny(**config)
   assert "\n" not in str(caught.value)
   assert len(str(caught.value)) <= 600
 
@@ -179,7 +173,7 @@ def test_a_file_that_holds_no_times_is_refused(tmp_path, text, message):
   if text is not None:
     path.write_text(text)
   with pytest.raises(ValueError, match=message) as caught:
-    build(durations={"name": "recorded", "path": str(path)})
+    kit.tiny(durations={"name": "recorded", "path": str(path)})
   assert "\n" not in str(caught.value)
 
 
@@ -288,5 +282,5 @@ def test_jobs_take_the_time_of_a_divided_model():
 )
 def test_a_model_that_cannot_be_divided_is_refused(change, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(durations={**DIVIDED, **change})
+    kit.tiny(durations={**DIVIDED, **change})
   assert "\n" not in str(caught.value)

@@ -4,7 +4,7 @@ import kit
 import pytest
 
 import asgd
-from asgd import base, experiment
+from asgd import base
 from asgd.experiment import cell_files, live_files, storage
 
 CONFIG = {
@@ -47,7 +47,6 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
   ],
 )
 def test_what_does_not_fit_is_refused(settings, why):
-  config = {**kit.TINY_RUN, "engine": "simulate", **settings}
   with pytest.raises(ValueError, match=why):
-    exp = experiment.build(config, engines=experiment.ENGINES)
+    exp = kit.tiny(**settings)
     exp.plan(exp.cells[0])

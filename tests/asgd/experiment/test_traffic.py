@@ -8,22 +8,16 @@ import numpy as np
 import pytest
 
 import asgd
-from asgd import base, compression, experiment
-from asgd.experiment import cell_files, cells, folder, replay
+from asgd import base, compression
+from asgd.experiment import cell_files, folder, replay
 from asgd.experiment.engines import traffic
-from pipeline.engine import PIPELINE
 
-ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 THRESHOLD = {"name": "threshold", "tau": 0.01}
 
 
 def halves():
   """A codec of one's own that decodes half of a message."""
   return compression.identity()._replace(decode=lambda code: code[:1])
-
-
-def build(**config):
-  return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +74,7 @@ def build(**config):
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(**config)
+    kit.tiny(**config)
   assert "\n" not in str(caught.value)
   assert len(str(caught.value)) <= 600
 
@@ -91,16 +85,16 @@ def test_a_run_may_have_a_codec_of_its_own():
     "mine": {"recipe": "asgd", "compress": "onebit"},
     "none": {"recipe": "asgd", "compress": None},
   }
-  exp = build(runs=runs)
+  exp = kit.tiny(runs=runs)
   codecs = [exp.plan(cell).server.codec is None for cell in exp.cells]
   assert codecs == [True, False, True]
-  exp = build(runs=runs, compress=THRESHOLD)
+  exp = kit.tiny(runs=runs, compress=THRESHOLD)
   names = [run.config["compress"] for run in exp.runs.values()]
   assert names == [THRESHOLD, {"name": "onebit"}, None]
 
 
 def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
-  exp = build(
+  exp = kit.tiny(
     compress={"name": "qsgd", "levels": 3, "error_feedback": True},
     compress_down={"name": "top_k", "density": 0.1},
   )
@@ -217,7 +211,7 @@ DGC = {"name": "dgc", "density": 0.01, "clip_norm": 0.1, "warm_up": 0.2}
 
 
 def compressed(**codecs):
-  exp = build(**codecs)
+  exp = kit.tiny(**codecs)
   plan = exp.plan(exp.cells[0])
   return plan, plan.server.codec, plan.codec_down
 
