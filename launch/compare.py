@@ -6,10 +6,12 @@ measures how long the jobs of a live cell took, plays the same protocol with
 these times, trains the same cell in simulation, and draws both: how stale
 messages were, how many came in a second, and the loss against time. In one
 simulation the jobs of a worker take what they took, one after the other; in the
-other, times are drawn from those of each worker. The latter takes workers for
-independent; where they share cores, what slows all of them at once is more than
-it knows of. The time of a job holds that of the server and of waiting for it,
-so it is that of a number of workers, and of machines as busy as they were.
+other, times are drawn from those of each worker, as if workers were independent
+(on shared cores they are not). The time of a job includes that of the server
+and of waiting for it: it holds for this number of workers on machines as busy.
+
+A cell of peers, tables or Sandblaster, where no server decides the order, is
+compared with its replay; the first record that differs is named.
 
 With WORKDIR alone, all its live cells are compared, and with each other: when
 each of them reached the same loss. With --durations_of=WORKDIR/cells/OTHER,
