@@ -42,10 +42,10 @@ def opened(workdir, exp):
 
 def refused(workdir, exp, message):
   """Asserts that an experiment may not have a folder, which stays as it was."""
-  before = {path: path.read_bytes() for path in workdir.glob("*.*")}
+  before = {path: path.read_bytes() for path in workdir.glob("[!.]*.*")}
   with pytest.raises(FolderError, match=message):
     opened(workdir, exp)
-  assert {path: path.read_bytes() for path in workdir.glob("*.*")} == before
+  assert {path: path.read_bytes() for path in workdir.glob("[!.]*.*")} == before
 
 
 def read(path):
