@@ -58,6 +58,19 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
   )
 
 
+def refuses(mistakes, run=lambda call: call()):
+  """Returns a test of a table: of each (value, message) `run` raises a
+  ValueError."""
+
+  @pytest.mark.parametrize("name", mistakes)
+  def test(name):
+    value, message = mistakes[name]
+    with pytest.raises(ValueError, match=message):
+      run(value)
+
+  return test
+
+
 def same(actual, expected):
   """Asserts that two trees are equal to the bit, dtypes included."""
   assert jax.tree.structure(actual) == jax.tree.structure(expected)
