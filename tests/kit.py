@@ -76,6 +76,19 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
   chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
+def refuses(mistakes, run=lambda call: call()):
+  """Returns a test of a table: of each (value, message) `run` raises a
+  ValueError."""
+
+  @pytest.mark.parametrize("name", mistakes)
+  def test(name):
+    value, message = mistakes[name]
+    with pytest.raises(ValueError, match=message):
+      run(value)
+
+  return test
+
+
 def same(actual, expected):
   """Asserts that two trees are equal, dtypes and shapes included."""
   trees = jax.tree.map(np.asarray, (actual, expected))
