@@ -1,16 +1,14 @@
 """A live cell beside its simulations with the durations that its jobs had; or,
 of a protocol in which no server decides the order, beside its replay.
 
-There are two simulations. In one, the jobs of a worker take what they took, one
-after the other: that is the run again, and says whether the simulator does what
-the runtime does. In the other, times are drawn from those of each worker: a
-prediction from how they are distributed alone.
+There are two simulations. In the first, the jobs of a worker take their
+measured times in their order: it tests the simulator. In the second, times are
+drawn from those of each worker: a prediction from their distribution alone.
 
-Where the links of a run took time (config.network), jobs take what they took
-without that, and messages and tickets, of the bytes that were counted, pass the
-same network in simulated time.
+If the links of a run took time (config.network), that time is no part of its
+jobs: messages and tickets of the counted bytes pass the same simulated network.
 
-A replay has the same records, whose first difference is named if there is one.
+A replay must have the same records; the first that differs is named.
 """
 
 import itertools
@@ -95,10 +93,9 @@ def compare(
   data_dir: str | None = None,
   trust: bool = False,
 ) -> LiveComparison:
-  """Compares the live run of a cell's folder with simulations, with times from
-  another folder if one is given, or with its replay. ValueError if it is too
-  short, a file of it was changed since it ended, or it names code of another
-  user, unless `trust` says that it may run."""
+  """Compares a live cell with simulations, with times from another folder if
+  one is given, or with its replay. ValueError if it is too short, was changed
+  since it ended, or names code of another user, unless `trust` allows it."""
   place = live_files.only_cell(folder)
   folders.finished_result(place, repeatable=False)
   read = live_files.read(place)
@@ -390,9 +387,8 @@ def _common(cells) -> list[str]:
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
-  """Returns when each cell reached a loss, counted from its first ticket, live
-  and in what all are compared with, and how many times faster that is than the
-  slowest."""
+  """Returns when each cell reached a loss, in seconds since its first ticket,
+  in each kind of run that all have, and how many times faster than the last."""
   rows, kinds = [], _common(cells)
   for both in cells:
     row: dict[str, Any] = {"cell": both.name}

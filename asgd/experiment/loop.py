@@ -1,8 +1,8 @@
 """The run loop: one cell from its start, or its checkpoint, to its result.
 
-Every engine is trained by this loop. It evaluates when that is due, keeps the
-log and the checkpoints, stops at what is not finite, and writes the result.
-Clocks decide when a checkpoint is written, never what happens next.
+This loop trains every engine: it evaluates, writes the log, checkpoints and the
+result, and stops at a loss that is not finite. Clocks decide when a checkpoint
+is written, never what is computed.
 """
 
 import contextlib
