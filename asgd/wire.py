@@ -1,8 +1,8 @@
 """A tree of arrays as bytes, in memory that is shared or in a message.
 
-Both sides know structure, shapes and dtypes, so only elements travel: a `Layout`
-places each leaf at a multiple of 64 bytes, in the machine's byte order. Writing
-is one copy, reading is none.
+Both sides know structure, shapes and dtypes, so only elements travel. A
+`Layout` places each leaf at a multiple of 64 bytes, in the byte order of the
+machine. Writing is one copy, reading is none.
 """
 
 import math
