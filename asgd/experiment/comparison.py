@@ -115,10 +115,7 @@ def compare(
   rules, obey = cells.simulation(plan, cell, place)
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)
-  there = predict.all_there(records.worker, cell.workers)
-  if 2 * there > messages:
-    early = f"{there} of {messages} messages came before all workers did"
-    raise ValueError(f"{cell.name}: {early}: {predict.SHORT}")
+  there = _all_there(place, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, _accuracy(place))}
   comes = predict.joins(journal, cell.workers)
@@ -133,6 +130,16 @@ def compare(
   began = float(records.time[there - 1])
   parts = predict.where_time_goes(journal, read.spans, began)
   return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(read)))
+
+
+def _all_there(place, worker, workers) -> int:
+  """Returns how many messages it took until each worker had sent one;
+  ValueError if these are most."""
+  there, messages = predict.all_there(worker, workers), len(worker)
+  if 2 * there > messages:
+    early = f"{there} of {messages} messages came before all workers did"
+    raise ValueError(f"{place.name}: {early}: {predict.SHORT}")
+  return there
 
 
 def _rows(jobs):
@@ -158,7 +165,7 @@ def _with_replay(place, read, replayed) -> LiveComparison:
   said = f"parameters {digests[0]}, replayed {digests[1]}"
   said += f"; {first_difference(records, again) or 'the same records'}"
   workers = read.description["cell"]["workers"]
-  zero = predict.all_there(records.worker, workers)
+  zero = _all_there(place, records.worker, workers)
   jobs = _rows(predict.jobs(read.jobs, read.spans))
   return LiveComparison(place.name, runs, zero, None, jobs, said)
 
