@@ -24,15 +24,7 @@ from asgd import base, checks
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> base.Transform:
-  """A transform g <- change(g, params - sent_params), elementwise.
-
-  Args:
-    change: (gradient, distance) -> gradient, of arrays of the same shape.
-
-  Returns:
-    A transform without a state, whose update needs `params` and the extra arg
-    `sent_params`.
-  """
+  """The transform g <- change(g, params - sent_params), elementwise."""
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
@@ -57,9 +49,6 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
   Returns:
     A transform without a state, whose update needs `params` and the extra arg
     `sent_params`.
-
-  Raises:
-    ValueError: for a negative number.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay
@@ -106,9 +95,6 @@ def adaptive_delay_compensation(
   Returns:
     A transform whose state is the mean square, like the parameters, and whose
     update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay

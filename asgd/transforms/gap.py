@@ -73,9 +73,6 @@ def gap_aware(
   Returns:
     A transform whose update needs `params` and the extra arg `sent_params`.
 
-  Raises:
-    ValueError: for a value out of its range, or an unknown average.
-
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
     2020, arXiv:1909.10802; the code of FTPipe (Eliad et al., USENIX ATC 2021,

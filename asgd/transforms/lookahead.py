@@ -293,9 +293,6 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     A transform whose update is v^i and needs the extra arg `worker`, int32[];
     `total` of its state is v^0.
 
-  Raises:
-    ValueError: for a value out of its range.
-
   Source:
     Hakimi et al., "Taming momentum in a distributed asynchronous environment",
     2019, arXiv:1907.11612, DANA-Zero.
