@@ -145,12 +145,14 @@ def trace(*rows):
   return trace_lib.load(f"{line}\n" for line in (trace_lib.HEADER, *lines))
 
 
-def rows(trace):
-  """Returns the rows of a Trace as `trace` takes them, without their seqs."""
-  return [
-    f"{event.time!r},{event.worker},{event.job},{base.ACTIONS[event.action]}"
-    for event in trace_lib.events(trace)
-  ]
+def steps(trace):
+  """Returns the rows of a Trace by their times, as "1.0  receive 0:0  send 0:2"
+  with worker:job."""
+  times = {}
+  for event in trace_lib.events(trace):
+    row = f"  {base.ACTIONS[event.action]} {event.worker}:{event.job}"
+    times[event.time] = times.get(event.time, f"{event.time}") + row
+  return list(times.values())
 
 
 def same_bits(actual, expected):

@@ -111,7 +111,7 @@ def options(name: str) -> dict[str, Any]:
 def build(
   name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
 ) -> Recipe:
-  """Builds one of ALL, or a recipe of one's own, by name.
+  """Builds one of ALL, or a user's recipe, by name.
 
   Args:
     name: of ALL, or MODULE:FUNCTION of a function (learning_rate, workers,
@@ -122,7 +122,7 @@ def build(
       may be given as `optimizers.named` takes it.
 
   Returns:
-    The Recipe, which knows what it was built of.
+    The Recipe, which has the record of its arguments.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, and

@@ -97,8 +97,7 @@ def d2(
     lazy: has (W + I) / 2 in the place of W, which is stable on every graph.
       Without it the smallest eigenvalue of W must be above -1/3, which it is
       not on a ring of an even number of peers.
-    optimizer: of a peer, instead of SGD; g stands for what it makes of a
-      gradient.
+    optimizer: of a peer, instead of SGD; g stands for its update.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -149,7 +148,7 @@ def ad_psgd(
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    topology: undirected; whom a peer may meet, all as likely.
+    topology: undirected; a peer meets each neighbour with equal probability.
 
   Returns:
     A Recipe of peers, in pairs.

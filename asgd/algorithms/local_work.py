@@ -1,4 +1,4 @@
-"""Workers that take several steps of their own between two messages.
+"""Workers that take several local steps between two messages.
 
 The learning rate, momentum and weight decay are those of the workers' steps
 (Downpour's are the server's). A schedule counts the server's updates here, too:
@@ -71,7 +71,7 @@ def downpour(
     workers: N.
     weight_decay: at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches; None is n_push, or as the order says. An
-      order with a number or a cache of its own beside it is refused.
+      order with another number or a cache is refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       else a tenth of it, as Adagrad's is too large.
@@ -142,7 +142,7 @@ def model_averaging(
   learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
   keep_state=True, optimizer=None
 ) -> Recipe:
-  """Local SGD: all workers take steps of their own, then models are averaged.
+  """Local SGD: all workers take local steps, then models are averaged.
 
     worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
             x^i <- x^i - eta v^i

@@ -27,8 +27,7 @@ class RecipeBuild:
 class Recipe(NamedTuple):
   """An algorithm, and where each of its parts runs.
 
-  The functions of `asgd.algorithms` make one; an algorithm of one's own is
-  another.
+  The functions of `asgd.algorithms` make one, and a user may.
 
   Example:
     Adam at the server, on messages divided by their staleness.

@@ -129,7 +129,7 @@ def ssgd(
     A Recipe for the bulk synchronous order.
 
   Source:
-    none of its own: it is SGD on batches that are N times as large. Chen et
+    none: it is SGD on batches that are N times as large. Chen et
     al., "Revisiting distributed synchronous SGD", 2016, arXiv:1604.00981,
     compare it with asynchronous SGD.
 

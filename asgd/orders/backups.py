@@ -48,7 +48,7 @@ class Copies:
 
   def end(self, job: int, key: Key, *, counts: bool) -> bool:
     """A ticket is closed, because its message `counts` or for another reason;
-    returns whether the job is done by nobody now, and was not done."""
+    returns whether the job is open at no worker, and was not done."""
     others = self.open[job]
     others.remove(key)
     if not others:
@@ -60,8 +60,8 @@ class Copies:
     return not (counts or others or superseded)
 
   def beaten(self, arrived: dict[Key, int]) -> list[Key]:
-    """Returns those of the messages, by what job they are of, in the order in
-    which they came, that came after another of their job."""
+    """Returns the messages, of message -> job in the order of their arrival,
+    that came after another one of their job."""
     out, jobs = [], set()
     for key, job in arrived.items():
       if key in self._superseded or job in jobs:
@@ -70,7 +70,7 @@ class Copies:
     return out
 
   def awaited(self, arrived: Collection[Key]) -> bool:
-    """Whether there is a job that is not done, of which no message is here."""
+    """Whether a job is not done and has no message among the arrived."""
     return any(
       not any(key in arrived for key in keys)
       and not self._superseded.issuperset(keys)
@@ -78,8 +78,8 @@ class Copies:
     )
 
   def single(self, arrived: Collection[Key]) -> Iterator[Key]:
-    """Yields the tickets of jobs that one worker alone does, and has not ended
-    by the messages that are here."""
+    """Yields the tickets of jobs that one worker alone does, without a message
+    among the arrived."""
     for keys in self.open.values():
       done = keys[0] in arrived or keys[0] in self._superseded
       if len(keys) == 1 and not done:

@@ -180,7 +180,7 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
     Durations in the unit of `mean`.
 
   Source:
-    none of its own: the distribution of Pareto, of the first kind.
+    none: the distribution of Pareto, of the first kind.
 
   Example:
     Of 10,000 batches the slowest takes many times as long as the median.

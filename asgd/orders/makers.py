@@ -46,7 +46,7 @@ def stale_synchronous(
   fetch_every: int = 1,
   warm_start: int = 0,
 ) -> base.Trace:
-  """Stale synchronous parallel: nobody is further ahead than a bound.
+  """Stale synchronous parallel: no worker is further ahead than a bound.
 
     a worker that has finished c jobs may start another
     while the slowest has finished at least c - s
@@ -264,7 +264,7 @@ def bulk_synchronous(
     A Trace.
 
   Source:
-    none of its own: synchronous SGD. The name is of Valiant, "A bridging model
+    none: it is synchronous SGD. The name is of Valiant, "A bridging model
     for parallel computation", 1990.
 
   Example:

@@ -9,7 +9,7 @@ each for its turn; a ticket goes the other way:
 Each arrow is a `Line`: it carries one part after the other, first come, first
 served, and a part of b bytes keeps it for b / bandwidth. Lines are cut-through,
 as switches are: while a part still leaves one line its first bytes enter the
-next, so that a part that meets nobody takes latency + b / (the slower
+next, so that a part alone takes latency + b / (the slower
 bandwidth). What is received while a line is busy waits: that is incast. With
 `incast="share"` the port of a shard gives all parts that are there an equal
 share of its bandwidth instead.

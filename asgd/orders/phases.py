@@ -5,10 +5,10 @@ phase a machine computes its part, and then sends others what they need of it:
 
   compute --> up --> latency --> port of the receiver --> service
 
-It begins the next phase once it has computed this one and has received all that
-it is sent in it; it waits for nobody else. Messages go over the lines of
-`asgd.orders.network`, where each machine has a link to send by, a port to
-receive by, and takes one message after the other.
+It begins the next phase once it has computed this one and has received all of
+its messages. Messages go over the lines of `asgd.orders.network`, where each
+machine has a link to send by, a port to receive by, and takes one message after
+the other.
 
 Index letters:
   K  phases of a step

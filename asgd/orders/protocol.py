@@ -170,7 +170,7 @@ class Dispatcher:
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # jobs
-    self.lost = 0  # tickets that died, rejected ones among them
+    self.lost = 0  # tickets, rejected ones among them
     self._round = self._granted = self._in_round = 0
     self._copies = Copies()
 

@@ -59,8 +59,7 @@ class Event(NamedTuple):
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: of the ticket
   params: int = -1  # SEND: slot of the parameters
-  message: int = -1  # slot in which the message comes to lie; TAKE, ADOPT: its
-  # bytes
+  message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
   loss: float = 0.0  # RECEIVE
   totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
 

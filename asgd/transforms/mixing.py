@@ -1,11 +1,5 @@
-"""Mixing of models: the server moves part of the way to a worker's model.
-
-FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019,
-arXiv:1903.03934, algorithm 1) averages models, not gradients:
-
-  x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
-
-An alpha near 1 overwrites the server.
+"""Mixing of models: the server moves part of the way to a worker's model, as
+FedAsync (Xie et al. 2019) does. An alpha near 1 overwrites the server.
 """
 
 from collections.abc import Callable
@@ -199,8 +193,7 @@ def add_proximal_pull(strength: float) -> base.Transform:
     `sent_params`.
 
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934, algorithm 1, option II.
+    Xie et al. 2019, algorithm 1, option II.
 
   Example:
     >>> import jax.numpy as jnp

@@ -112,8 +112,7 @@ def per_worker(
     more is not detected under jit; runtimes check it (`Server.workers`).
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612: of a momentum, it is that of Multi-ASGD.
+    Hakimi et al. 2019: of a momentum, it is that of Multi-ASGD.
 
   Example:
     >>> import jax.numpy as jnp
