@@ -84,14 +84,9 @@ _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
 
 
 def options(name: str) -> dict[str, Any]:
-  """Returns the options that a recipe takes, with their defaults.
-
-  Args:
-    name: of ALL, or MODULE:FUNCTION.
-
-  Raises:
-    ValueError: for an unknown name, with the nearest known one, or a function
-      without learning_rate and workers.
+  """Returns the options of a recipe, by name or MODULE:FUNCTION, with their
+  defaults; ValueError for an unknown name, with the nearest known one, or a
+  function without learning_rate and workers.
 
   Example:
     >>> options("ssgd")
@@ -116,8 +111,7 @@ def build(
   Args:
     name: of ALL, or MODULE:FUNCTION of a function (learning_rate, workers,
       **options) -> Recipe.
-    learning_rate: positive, or a schedule over the server's updates.
-    workers: how many there are.
+    learning_rate, workers: shared options.
     **kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
       may be given as `optimizers.named` takes it.
 
@@ -141,14 +135,13 @@ def build(
 def _make(name, maker, learning_rate, workers, options) -> Recipe:
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
-  kwargs = dict(options)
-  common = {"learning_rate": learning_rate, "workers": workers}
+  kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
   for key in _OPTIMIZERS & kwargs.keys():
     if isinstance(kwargs[key], str | Mapping):
       kwargs[key] = optimizers.named(kwargs[key])
     elif kwargs[key] is not None:
       optimizers.check(kwargs[key])
-  recipe = names.call("algorithm", name, maker, {**common, **kwargs})
+  recipe = names.call("algorithm", name, maker, kwargs)
   if not isinstance(recipe, Recipe):
     raise ValueError(
       f"algorithm {name!r} must return an asgd.Recipe, not"
@@ -163,18 +156,10 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
 def rebuild(
   recipe: Recipe, learning_rate: optax.ScalarOrSchedule, workers: int
 ) -> Recipe:
-  """Returns a recipe at another learning rate, for another number of workers.
+  """Returns a recipe at another learning rate, for another number of workers:
+  the recipe itself if it fits, else another one of the same options.
 
-  Args:
-    recipe: of `build`, or one made by hand that fits already.
-    learning_rate: positive, or a schedule over the server's updates.
-    workers: how many there are.
-
-  Returns:
-    The recipe itself if it fits, else another one of the same options.
-
-  Raises:
-    ValueError: for one that was made, or changed, by hand and does not fit.
+  Raises ValueError for one that was made, or changed, by hand and does not fit.
 
   Example:
     >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)
@@ -202,9 +187,6 @@ def rebuild(
 
 def called(name: str) -> Callable[..., Recipe]:
   """Returns one of ALL as a function that checks like `build`.
-
-  Args:
-    name: of ALL.
 
   Example:
     >>> called("dana_zero")(0.1, workers=8).workers

@@ -47,14 +47,14 @@ def d_psgd(
     x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
-  The momentum is the peer's own and is not averaged. On the full graph it is,
-  with adapt_first and without momentum, all-reduce SGD; as in the paper, a peer
-  is ahead of the mean by its own last step.
+  Momenta are not averaged. On the full graph, with adapt_first and without
+  momentum, it is all-reduce SGD; as in the paper, a peer is ahead of the mean
+  by its last step.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     topology: whose parameters a peer averages; rows and columns of W sum to 1.
-    adapt_first: a peer puts its parameters after its step, not before its job.
+    adapt_first: a peer sends its parameters after its step, not before its job.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -180,15 +180,15 @@ def sgp(
     x_i <- sum_j W_ij x_j;   w_i <- sum_j W_ij w_j;   z_i = x_i / w_i
 
   Columns of W sum to 1. With overlap tau it is overlap SGP: in rounds 0, tau,
-  2 tau, ... a peer puts (x_i, w_i) before its job, and keeps W_ii of both. It
-  mixes the messages of its neighbours at the end of round tau - 1, 2 tau - 1,
-  ..., before it puts the next one; message m has matrix m of the topology.
+  2 tau, ... a peer sends (x_i, w_i) before its job, and keeps W_ii of both. It
+  mixes its neighbours' messages at the end of round tau - 1, 2 tau - 1, ...,
+  before it sends the next one; message m has matrix m of the topology.
 
   Args:
     learning_rate, workers, momentum, optimizer: shared options.
     topology: which peer sends to which.
     overlap: tau, 0 or more: the jobs that a peer does while a message is on its
-      way. With 0 it puts after its job, and waits.
+      way. With 0 it sends after its job, and waits.
     weight_decay: of z.
 
   Returns:
@@ -196,8 +196,7 @@ def sgp(
 
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
-    ICML 2019, arXiv:1811.10792, algorithms 1 and 2; that no message is put
-    before the last was mixed is as in the authors' code.
+    ICML 2019, arXiv:1811.10792, algorithms 1 and 2, and the authors' code.
 
   Example:
     >>> import asgd

@@ -55,15 +55,14 @@ def downpour(
             if t mod n_push = 0:   send d;   d <- 0
     server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
 
-  t counts the batches of a worker. A fetch discards the worker's own steps, and
-  keeps what it has accrued. With 1 and 1, the default, Downpour is ASGD with
-  Adagrad at the server.
+  t counts the batches of a worker. A fetch discards the worker's local steps
+  and keeps d, which is lost when the worker leaves or the run ends. With 1 and
+  1, the default, Downpour is ASGD with Adagrad at the server.
 
   A job is as many batches as divide both n_fetch and n_push. If that is fewer
   than n_push, the jobs between two pushes hand in zeros, which are neither an
   update nor bytes; the staleness of a push is that of its last ticket. If each
-  job pushes, the worker's own updates since its ticket are not counted. What a
-  worker has accrued when it leaves, or when the run ends, is lost.
+  job pushes, the worker's own updates since its ticket are not counted.
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
@@ -148,8 +147,8 @@ def model_averaging(
             x^i <- x^i - eta v^i
     server: params <- (1 / N) sum_i x^i
 
-  With one step and no momentum it is `ssgd`. The momenta, or what else an
-  optimizer keeps, are not averaged.
+  With one step and no momentum it is `ssgd`. States of optimizers are not
+  averaged.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -179,7 +178,7 @@ def model_averaging(
     ...   own = worker.init(ticket.params)
     ...   own, message, _ = worker.work(own, ticket, jnp.array(job), key)
     ...   state, _ = server.receive(state, ticket, message)
-    ...   print(own.local, state.params)  # (5 + 6) / 2, when both are there
+    ...   print(own.local, state.params)  # (5 + 6) / 2 after both
     5.0 8.0
     6.0 5.5
   """
@@ -256,7 +255,7 @@ def diloco(
     server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
             params <- params - eta_outer (mu v + D)
 
-  Each worker keeps its own state of AdamW. With an outer rate of 1 and an outer
+  Each worker keeps its state of AdamW. With an outer rate of 1 and an outer
   momentum of 0 DiLoCo is parameter averaging.
 
   Args:
@@ -265,9 +264,8 @@ def diloco(
     steps: H, batches in an outer step.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
-    optimizer: of the workers, instead of AdamW.
-    outer_optimizer: of the server, instead of Nesterov's momentum; its learning
-      rate is `outer_rate`.
+    optimizer, outer_optimizer: of the workers, instead of AdamW, and of the
+      server, instead of Nesterov's momentum.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
@@ -338,10 +336,7 @@ def fedasync(
     learning_rate, workers, weight_decay, optimizer: shared options.
     steps: batches of a job.
     mixing: alpha, in (0, 1].
-    discount: s: "constant" is 1, "polynomial" (staleness + 1)^-a, "hinge" 1 up
-      to a staleness of b and 1 / (a (staleness - b) + 1) beyond.
-    decay: a, positive; None is 0.5 for "polynomial" and 10 for "hinge".
-    grace: b of "hinge", 0 or more, in updates.
+    discount, decay, grace: s, a and b, as of `transforms.make_discount`.
     proximal: rho, 0 or more, of rho / 2 ||x - x_sent||^2 added to the local
       loss.
 

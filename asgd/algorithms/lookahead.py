@@ -52,11 +52,11 @@ def nag_asgd(
     v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
 
   There is one velocity v for all workers. The look-ahead is of one update,
-  while N are to come.
+  although N will come.
 
   Args:
     learning_rate, workers, momentum, weight_decay: shared options.
-    optimizer: instead of SGD; its look-ahead is an update on a zero gradient.
+    optimizer: its look-ahead is an update on a zero gradient.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -97,14 +97,12 @@ def multi_asgd(
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma v^i
 
-  Each worker is sent the look-ahead of its own velocity.
-
   Args:
     learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
     look_ahead: False sends the parameters as they are.
-    optimizer: instead of SGD, with a state for each worker; its look-ahead is
-      an update on a zero gradient.
+    optimizer: with a state for each worker; its look-ahead is an update on a
+      zero gradient.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -161,15 +159,14 @@ def dana_zero(
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma sum_j v^j
 
-  What is sent is where the parameters will be, but for new gradients, when
-  every worker has sent once more.
+  The look-ahead is the parameters after one more message of every worker, but
+  for new gradients.
 
   Args:
     learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
-    optimizer: instead of SGD, with a state for each worker; what is sent is
-      the parameters after an update of each on a zero gradient, N updates a
-      ticket.
+    optimizer: with a state for each worker; its look-ahead is an update of each
+      on a zero gradient, N updates a ticket.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -203,9 +200,8 @@ def dana_slim(
     worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
     server: params <- params - eta u^i,   and sends params
 
-  The server is that of plain ASGD. Its parameters are DANA-Zero's look-ahead
-  as long as the learning rate is constant; their recorded gap is about twice
-  that of DANA-Zero on the same path.
+  The server is that of ASGD. Its parameters are DANA-Zero's look-ahead as long
+  as the learning rate is constant; their recorded gap is about twice as large.
 
   Args:
     learning_rate, workers, momentum: shared options.
@@ -260,8 +256,8 @@ def dana_dc(
 
     g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
 
-  It goes before the update of `dana_zero`. What was sent is a look-ahead, so a
-  gradient that is not late at all is compensated, too.
+  It goes before the update of `dana_zero`. As look-aheads are sent, a gradient
+  that is not late is compensated, too.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: as `dana_zero`.

@@ -80,8 +80,7 @@ def asgd(
 
     v <- gamma v + g;   params <- params - eta v
 
-  There is one velocity v for all workers. With one worker it is sequential
-  SGD; with many, momentum makes it unstable.
+  There is one velocity v for all workers. With many, momentum is unstable.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.

@@ -13,11 +13,10 @@ def staleness_aware(
 
     params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
 
-  The sum is over the c messages of an update, of stalenesses tau_l; they come
-  from whichever workers. With momentum, the mean is what its velocity takes in.
-  Weight decay is not divided. An optimizer that divides by the size of
-  gradients, as Adam, takes from this how much a gradient counts beside others,
-  not how far it moves.
+  The sum is over the c messages of an update, of stalenesses tau_l, from any
+  workers. A velocity takes in the mean. Weight decay is not divided. With an
+  optimizer that divides by the size of gradients, as Adam, staleness decides
+  how much a gradient counts beside others, not how far it moves.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -74,9 +73,9 @@ def gap_aware(
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    average: what C is an average of: "gradients" as they arrive, or "updates"
-      as they were made, penalties included. None is the published rule:
-      "gradients" for SGD without momentum, "updates" for all others.
+    average: C is an average of "gradients" as they arrive, or of "updates",
+      penalties included. None is the published rule: "gradients" for SGD
+      without momentum, "updates" for all others.
 
   Returns:
     A Recipe for the asynchronous order.
