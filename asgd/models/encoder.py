@@ -137,18 +137,9 @@ class EncoderHead(nn.Module):
 
 
 def bert(
-  classes: int,
-  *,
-  vocabulary: int,
-  depth: int = 2,
-  width: int = 128,
-  heads: int = 2,
-  hidden: int | None = None,
-  context: int = 128,
-  kinds: int = 2,
-  pooling: str = "mean",
-  epsilon: float = 1e-12,
-  dropout: float = 0.0,
+  classes: int, *, vocabulary: int, depth: int = 2, width: int = 128,
+  heads: int = 2, hidden: int | None = None, context: int = 128, kinds: int = 2,
+  pooling: str = "mean", epsilon: float = 1e-12, dropout: float = 0.0,
 ) -> Layers:
   """A BERT that classifies: EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
 

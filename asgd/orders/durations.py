@@ -211,13 +211,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
 
 
 def bursts(
-  mean: float = 1.0,
-  *,
-  seed: int = 0,
-  variation: float = 0.1,
-  slowdown: float = 5.0,
-  every: float = 100.0,
-  length: float = 10.0,
+  mean: float = 1.0, *, seed: int = 0, variation: float = 0.1,
+  slowdown: float = 5.0, every: float = 100.0, length: float = 10.0,
 ) -> Durations:
   """Transient stragglers: each worker is slow for a few batches now and then.
 

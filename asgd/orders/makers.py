@@ -36,14 +36,8 @@ from asgd.orders.trace import Event, from_events
 
 
 def stale_synchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  bound: float,
-  cache: bool = False,
-  depth: int = 1,
-  fetch_every: int = 1,
+  durations: Durations, *, workers: int, messages: int, bound: float,
+  cache: bool = False, depth: int = 1, fetch_every: int = 1,
   warm_start: int = 0,
 ) -> base.Trace:
   """Stale synchronous parallel: no worker is further ahead than a bound.
@@ -93,24 +87,14 @@ def stale_synchronous(
     >>> orders.staleness(trace).tolist()
     [0, 0, 2, 0]
   """
-  rules = protocol.Rules(
-    bound=bound,
-    cache=cache,
-    depth=depth,
-    fetch_every=fetch_every,
-    warm_start=warm_start,
-  )
+  counts = dict(depth=depth, fetch_every=fetch_every, warm_start=warm_start)
+  rules = protocol.Rules(bound=bound, cache=cache, **counts)
   return played(rules, durations, workers, messages)
 
 
 def asynchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  depth: int = 1,
-  fetch_every: int = 1,
-  warm_start: int = 0,
+  durations: Durations, *, workers: int, messages: int, depth: int = 1,
+  fetch_every: int = 1, warm_start: int = 0,
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received.
 
@@ -376,13 +360,8 @@ def _rules(
 
 
 def start(
-  name: str,
-  durations: Durations,
-  *,
-  workers: int,
-  network: Network | None = None,
-  sizes: Sizes | None = None,
-  **kwargs,
+  name: str, durations: Durations, *, workers: int,
+  network: Network | None = None, sizes: Sizes | None = None, **kwargs
 ) -> Play:
   """Starts the order of a protocol over a network, to be made event by event.
 
