@@ -4,8 +4,8 @@ A `Durations` gives each worker an endless stream of positive times. Streams
 are functions of the seed and the worker alone, so adding a worker leaves the
 times of the others as they were. Two options are shared:
 
-  mean  positive, in any unit of time;
-  seed  0 or more.
+- `mean`: positive, in any unit of time;
+- `seed`: 0 or more.
 
 Each maker raises ValueError for a value out of its range.
 """

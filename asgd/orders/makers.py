@@ -8,17 +8,17 @@ stored, and obeyed by any engine. `asgd.orders.trace` shows one.
 Jobs are numbered in the order of the sends: every arrival consumes the next
 batch, and an epoch is one pass in total over all workers. Shared options:
 
-  durations    how long each job of the N workers takes; times of the trace have
-               their unit;
-  workers      N;
-  messages     RECEIVE rows; the last one ends the trace, with what is received
-               together with it where a round is (`backup_workers`). Up to
-               N depth - 1 tickets are open at the end;
-  depth        tickets that a worker may hold; 2 fetches while it computes. Its
-               message on the way is not in the parameters that it fetches;
-  fetch_every  jobs done on one ticket (Downpour's n_fetch);
-  warm_start   messages of one worker alone, which holds one ticket, before all
-               of them start on the parameters of that moment, at equal clocks.
+- `durations`: how long each job of the N workers takes; times of the trace have
+  their unit;
+- `workers`: N;
+- `messages`: RECEIVE rows; the last one ends the trace, with what is received
+  together with it where a round is (`backup_workers`). Up to N depth - 1
+  tickets are open at the end;
+- `depth`: tickets that a worker may hold; 2 fetches while it computes. Its
+  message on the way is not in the parameters that it fetches;
+- `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
+- `warm_start`: messages of one worker alone, which holds one ticket, before all
+  of them start on the parameters of that moment, at equal clocks.
 
 Each maker raises ValueError for a value out of its range, and for a last round
 that is not whole.
