@@ -240,8 +240,8 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   def fill(number, shapes):
     leaves = traverse_util.flatten_dict(shapes, sep=".")
     filled = {}
-    for path, leaf in leaves.items():
-      module, _, kind = path.rpartition(".")
+    for path in sorted(leaves, reverse=True):  # kernels before biases
+      leaf, (module, _, kind) = leaves[path], path.rpartition(".")
       source = _TENSORS.get(module or path)
       if source is None:  # the classifier
         continue
