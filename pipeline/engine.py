@@ -358,9 +358,10 @@ class PipelineEngine(engines.Engine):
     schedule, leaves = self._plan.table, []
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
-    on_its_way = state_lib.describe(state_lib.to_host(state[4:]), leaves)
+    messages, rest = _split(state.entries)
+    on_its_way = state_lib.describe(state_lib.to_host(rest), leaves)
     records = self._stage_records()
-    tree = self._tree(state.servers, state.messages, leaves, records)
+    tree = self._tree(state.servers, messages, leaves, records)
     passes = state.microbatch // schedule.microbatches
     notes = {
       "at": [state.slot, state.microbatch],
@@ -383,16 +384,16 @@ class PipelineEngine(engines.Engine):
       records = checkpoint.any_shapes(
         [simulator.concatenate([]) for _ in self._plan.parts]
       )
+      messages, _ = _split(template.entries)
       tree = saved.tree(
-        self._tree(template.servers, template.messages, there, records)
+        self._tree(template.servers, messages, there, records)
       )
       servers, messages = (
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
       rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
-      state = PipelineState(
-        *notes["at"], servers, messages, *state_lib.with_keys(rest)
-      )
+      entries = messages | state_lib.with_keys(rest)
+      state = PipelineState(*notes["at"], servers, entries)
       moved = residence.DeviceTraffic(*notes["moved"])
       return state, tree["loss"], tree["records"], notes["seconds"], moved
 
@@ -416,6 +417,12 @@ class PipelineEngine(engines.Engine):
     """Ends the processes."""
     if self._machine.processes:
       self._executor.close()
+
+
+def _split(entries):
+  """The states at workers, for which there is a template, and the rest."""
+  at_worker = {k: v for k, v in entries.items() if k[0] == state_lib.AT_WORKER}
+  return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 
 
 def _delays(records, first=0):

@@ -341,12 +341,9 @@ class Processes:
     """Returns the whole state, in NumPy arrays."""
     self._check(state)
     parts = [state_lib.with_keys(part) for part in self._all("fetch")]
-    fields = {
-      field: {k: v for part in parts for k, v in getattr(part, field).items()}
-      for field in PipelineState._fields[3:]
-    }
+    entries = functools.reduce(operator.or_, (part.entries for part in parts))
     servers = _of_stages(part.servers for part in parts)
-    return PipelineState(state.slot, state.microbatch, servers, **fields)
+    return PipelineState(state.slot, state.microbatch, servers, entries)
 
   def place(self, state: PipelineState) -> RemoteState:
     """Gives each process its part of a state."""

@@ -23,9 +23,10 @@ import jax
 from asgd import base
 from pipeline.instructions import UPDATE, Instruction
 from pipeline.stage import Part
+from pipeline.state import SUM
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
-WEIGHTS, STATE, SUM = "weights", "state", "sum"
+WEIGHTS, STATE = "weights", "state"
 HOST = "pinned_host"  # the memory kind behind a device's own
 
 Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM

@@ -146,9 +146,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   paper's), or "stash".
 
   Args:
-    stages: p.
-    microbatches: of the whole run.
-    every: microbatches of an update.
+    stages, microbatches, every: as in `pipedream`.
 
   Returns:
     A valid Schedule without a flush.

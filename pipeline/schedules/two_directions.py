@@ -3,8 +3,18 @@
 import collections
 
 from asgd import checks
-from pipeline.schedules.layout import check_even, synchronous, traits
+from pipeline.schedules.layout import synchronous, traits
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+
+
+def _check_even(**numbers):
+  for name, value in numbers.items():
+    checks.whole(name, value)
+    if value % 2:
+      raise ValueError(
+        f"{name} must be even, because half of them go each way, not {value};"
+        f" use {value + 1}"
+      )
 
 
 @traits()
@@ -50,7 +60,7 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     >>> facts.bubble_of_total, facts.peak_activations.tolist()  # 2 / (8 + 2)
     (0.2, [3.0, 4.0, 4.0, 3.0])
   """
-  check_even(stages=stages)
+  _check_even(stages=stages)
   checks.whole("microbatches", microbatches)
   down = (microbatches + 1) // 2
   half = stages // 2
@@ -144,7 +154,7 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     >>> facts.idle.tolist(), facts.peak_activations.tolist()  # 2 / 2 - 1 = 0
     ([0.0, 0.0], [3.0, 3.0])
   """
-  check_even(stages=stages, microbatches=microbatches)
+  _check_even(stages=stages, microbatches=microbatches)
   if microbatches < 2 * stages:
     raise ValueError(
       f"dualpipe needs {2 * stages} microbatches for {stages} stages, not"

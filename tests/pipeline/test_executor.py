@@ -571,7 +571,7 @@ def test_what_is_on_its_way_is_plain_arrays():
   table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
   run_ = Executor(table, parts(STAGES), functools.partial(extra, STAGES))
   middle = run_.run(run_.start(), 9).state
-  assert middle.tickets and middle.on_their_way and middle.kept
+  assert {"w", "x", "g", "kept"} <= {kind for kind, *_ in middle.entries}
   there = jax.device_get(middle)
   back = jax.tree.map(lambda x: x, there)
   end = run_.run(run_.place(back)).state
@@ -616,6 +616,13 @@ def test_own_actions_may_be_of_a_stage():
   close(found, descend_whole(1, 1))
 
 
+def without(state, kind):
+  """Returns a state without the entries of a kind, of which it has some."""
+  left = {key: v for key, v in state.entries.items() if key[0] != kind}
+  assert len(left) < len(state.entries)
+  return state._replace(entries=left)
+
+
 def test_a_state_must_be_one_of_the_table():
   """Or its lanes would wait for what never comes."""
   table = schedules.pipedream(2, 4)
@@ -625,11 +632,10 @@ def test_a_state_must_be_one_of_the_table():
   for until in (3, -1, table.slots + 1, 5.0, "5", True):
     with pytest.raises(ValueError, match=r"at slot 5 can stop before slots 5"):
       run_.run(middle, until)
-  for field in ("tickets", "kept", "on_their_way"):
-    assert getattr(there, field)
+  for kind in ("w", "kept", "x"):
     for call in (run_.run, run_.place):
-      with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
-        call(there._replace(**{field: {}}))
+      with pytest.raises(ValueError, match=rf"has .'{kind}', .* not whole"):
+        call(without(there, kind))
   with pytest.raises(ValueError, match="1 stages, and pipedream has 2"):
     run_.run(there._replace(servers=there.servers[:1]))
   table = gpipe(2, 4)
@@ -637,17 +643,17 @@ def test_a_state_must_be_one_of_the_table():
     table, parts(2, "dana_slim"), functools.partial(extra, 2), together=True
   )
   there = jax.device_get(slim.run(slim.start(), table.slots - 1).state)
-  assert ("m", 1, 3) in there.on_their_way
-  for field in ("sums", "messages", "on_their_way"):
-    with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
-      slim.place(there._replace(**{field: {}}))
+  assert ("m", 1, 3) in there.entries
+  for kind in ("sum", "at_worker", "m"):
+    with pytest.raises(ValueError, match=rf"has .'{kind}', .* not whole"):
+      slim.place(without(there, kind))
   slim.run(slim.place(there))
   first = run_.start()
   run_.run(first)
   with pytest.raises(ValueError, match="was consumed by a run"):
     run_.run(first)
   other = Executor(table, parts(2), functools.partial(extra, 2))
-  with pytest.raises(ValueError, match="has no on_their_way .'m', 1, 3., "):
+  with pytest.raises(ValueError, match="has no .'at_worker', 0, 0., "):
     other.run(other.place(there))
 
 
