@@ -314,7 +314,7 @@ class LaneRun:
   def _backward(self, lane, op):
     whole, box = self._compiled, self._boxes[lane]
     stage, number = at = op.stage, op.microbatch
-    compiled, recompute = whole.parts[stage].stage, whole.recompute[stage]
+    compiled = whole.parts[stage].stage
     if stage == len(whole.parts) - 1:
       gy = [np.ones((), compiled.y.dtype)]
     else:
@@ -322,13 +322,11 @@ class LaneRun:
     params = self._params(lane, op, backward=True)
     kept, aux = box.pop((KEPT, *at))
     start = whole.now()
+    if whole.recompute[stage]:
+      kept = compiled.forward(params, *kept)[2]
     if op.kind == INPUT:
-      if recompute:
-        kept = compiled.forward(params, *kept)[2]
       box[KEPT, *at] = kept, aux
       gx, box[HALF, *at] = compiled.input(params, kept, gy)
-    elif recompute:
-      gradient, gx = compiled.recompute(params, *kept, gy)
     else:
       gradient, gx = compiled.backward(params, kept, gy)
     if stage:

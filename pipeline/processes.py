@@ -61,27 +61,19 @@ class RemoteState(NamedTuple):
   serial: int  # only the latest is held
 
 
-class _Away:
+class _Away(NamedTuple):
   """The queue of a lane that another process has."""
 
-  def __init__(self, lane, actor):
-    self._lane, self._actor = lane, actor
-    self._sent = []  # calls
+  lane: int
+  actor: Any
+  sent: list[Any]  # calls
 
   def put(self, item):
-    """Sends (key, value); if the lane is to stop, the driver tells it."""
+    """Sends (key, value). The driver stops the other process's lanes."""
     if item is not Stop:
       key, value = item
       value = state_lib.to_host(value)
-      self._sent.append(self._actor.put.remote(self._lane, key, value))
-
-  def settle(self):
-    """Waits until all that was put has arrived; no lane is at work. Should it
-    never, the driver notices that the other says nothing, and ends this."""
-    import ray
-
-    ray.get(self._sent)
-    self._sent.clear()
+      self.sent.append(self.actor.put.remote(self.lane, key, value))
 
 
 class _StageProcess:
@@ -101,7 +93,7 @@ class _StageProcess:
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
     self._away = {
-      lane: _Away(lane, actor)
+      lane: _Away(lane, actor, [])
       for lane, actor in enumerate(actors)
       if lane not in self._lanes
     }
@@ -128,7 +120,6 @@ class _StageProcess:
     self._executor.inboxes[lane].put((key, value))
 
   def is_alive(self):
-    """Returns True: there is a process, and it answers."""
     return True
 
   def forget(self):
@@ -160,7 +151,8 @@ class _StageProcess:
 
   def fetch(self):
     """Returns its part of the state. All runs have returned."""
-    # What has arrived since is in the inboxes: a run of nothing takes it in.
+    # Entries that have arrived since are in the inboxes: a run of no slot takes
+    # them in.
     slot = self._state.slot
     self._state = self._executor.run(self._state, slot).state
     return state_lib.to_host(self._state)
@@ -173,16 +165,19 @@ class _StageProcess:
     return state_lib.to_host(self._executor.params(self._state))
 
   def _enter(self, state):
-    """Keeps a state, when all that it has put elsewhere has arrived."""
+    """Keeps a state, when all entries that were sent elsewhere have arrived. If
+    one never does, the driver finds the other process silent, and ends this."""
+    import ray
+
     self._state = state
     for queue in self._away.values():
-      queue.settle()
+      ray.get(queue.sent)
+      queue.sent.clear()
 
 
 class Processes:
-  """An executor with its lanes in processes; used like `executor.Executor`.
-
-  It holds one state, the latest that `start`, `run`, `again` or `place` gave.
+  """An executor with its lanes in processes; used like `executor.Executor`. It
+  holds one state, the latest that `start`, `run`, `again` or `place` returned.
   """
 
   def __init__(

@@ -110,7 +110,8 @@ def make(
 
   by_ends = {}
   for edge in edges:
-    source, target = find(edge[0]), find(edge[1])
+    first, second, size, cut = (*edge, *(None, True)[len(edge) - 2 :])
+    source, target = find(first), find(second)
     between = f"{nodes[source].name!r} to {nodes[target].name!r}"
     if source >= target:
       raise ValueError(
@@ -119,11 +120,9 @@ def make(
       )
     if (source, target) in by_ends:
       raise ValueError(f"the edge from {between} is there twice; add them up")
-    size = edge[2] if len(edge) > 2 else None
     size = nodes[source].activation if size is None else size
     checks.nonnegative(f"bytes from {between}", size)
-    cut = bool(edge[3]) if len(edge) > 3 else True
-    by_ends[source, target] = Edge(source, target, size, cut)
+    by_ends[source, target] = Edge(source, target, size, bool(cut))
   ties = []
   for members, size in tied:
     members = tuple(sorted({find(i) for i in members}))
@@ -192,13 +191,14 @@ def measure(
   """Returns the median time of `run`, which starts a computation and returns
   its results, in seconds of `clock`. One run before does not count."""
   checks.whole("repeats", repeats)
-  jax.block_until_ready(run())
-  seconds = []
-  for _ in range(repeats):
+
+  def timed():
     start = clock()
     jax.block_until_ready(run())
-    seconds.append(clock() - start)
-  return statistics.median(seconds)
+    return clock() - start
+
+  jax.block_until_ready(run())
+  return statistics.median(timed() for _ in range(repeats))
 
 
 def profile(
@@ -214,10 +214,10 @@ def profile(
   """Returns the chain of a model's layers, in training; the class of a layer is
   its kind.
 
-  Bytes follow from shapes: those of `params`, and of `example`, a microbatch,
-  will do. A layer's stash is what its backward reads, save the parameters: what
-  JAX would hold for it, of which XLA may recompute some. The first layer's
-  backward is of its weights only. Layers that are alike are looked at once.
+  Bytes follow from shapes, which are enough of `params` and of `example`, a
+  microbatch. A layer's stash are the residuals that JAX keeps for its backward,
+  without parameters; XLA may recompute some. The first layer's backward is of
+  its weights only. Layers that are alike are compiled once.
 
   Args:
     measure: times a computation, such as `partial(graph.measure,

@@ -198,11 +198,10 @@ def _sweep(graph, devices, options, spared):
   ]
   units = Blocks(graph, weights)
   units.merge_all(placement.must_stay(graph, options.tied))
-  sizes = {
-    unit: options.copies * graph_lib.parameters(graph, nodes)
-    + sum(graph.nodes[i].stash for i in nodes)
-    for unit, nodes in units.members.items()
-  }
+  sizes = {}
+  for unit, nodes in units.members.items():
+    stash = sum(graph.nodes[i].stash for i in nodes)
+    sizes[unit] = options.copies * graph_lib.parameters(graph, nodes) + stash
   states, tried, failure = {}, [], None
   for length in options.lengths:
     try:
@@ -224,9 +223,8 @@ def _sweep(graph, devices, options, spared):
     graph, stages, places, count=devices, recompute=again
   )
   where = where.tolist()
-  weights = [
-    n.work(s in again) for n, s in zip(graph.nodes, where, strict=True)
-  ]
+  nodes = zip(graph.nodes, where, strict=True)
+  weights = [node.work(stage in again) for node, stage in nodes]
   value = float(cost(graph, where, places, weights, options.bandwidth)[0])
   settled = recompute != "but_last" or spared == set(stages[-1])
   return Mixed(partition, value, length, tuple(tried), again, settled)

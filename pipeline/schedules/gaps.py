@@ -22,14 +22,11 @@ Score = tuple[float, float]
 
 
 def score(begin: Sequence[float], end: Sequence[float]) -> Score:
-  """Returns the longest time that a device is engaged, then the time of all.
+  """Returns the longest time that a device is engaged, from the begin of its
+  first task to the end of its last, then the time of all.
 
   The first is what a batch costs if devices need not wait for each other
   between batches (the zero bubble papers' cost).
-
-  Args:
-    begin: of each device, when its first task begins.
-    end: of each device, when its last task ends.
   """
   longest = max(last - first for first, last in zip(begin, end, strict=True))
   # Sums of the same numbers in another order are the same time.
@@ -45,13 +42,8 @@ class _Direction(NamedTuple):
 
 
 class Gaps:
-  """The tasks of a batch, whose orders are scored and shortened.
-
-  Args:
-    places: the device of each stage, each in a tuple.
-    microbatches: of the batch.
-    costs: how long F, I, W and transfers take.
-  """
+  """The tasks of a batch, whose orders are scored and shortened. `places` are
+  the device of each stage, each in a tuple."""
 
   def __init__(
     self, places: Sequence, microbatches: int, costs: analyze.Costs
@@ -90,25 +82,16 @@ class Gaps:
     self._after = _Direction(after, held[::-1])
 
   def score(self, orders: Orders) -> Score:
-    """Returns the score of orders that can be run.
-
-    Args:
-      orders: of each device, its steps.
-    """
+    """Returns the score of orders that can be run."""
     numbers = [list(map(self._number, order)) for order in orders]
     return self._score(numbers, self._earliest(numbers, self._before))
 
   def shorten(
     self, orders: Orders, limits: Sequence[int], rounds: int
   ) -> tuple[Score, Orders]:
-    """Returns the best orders that are found, and their score.
-
-    Args:
-      orders: of each device, its steps; they can be run within the limits.
-      limits: the most activations of each device.
-      rounds: of two passes each, at the most. A round that does not shorten the
-        table is the last one.
-    """
+    """Returns the best orders that are found, and their score, from orders that
+    can be run within the limits, the most activations of each device. A round
+    is two passes; one that does not shorten the table is the last."""
     orders = [list(map(self._number, order)) for order in orders]
     start = self._earliest(orders, self._before)
     best = self._score(orders, start), orders

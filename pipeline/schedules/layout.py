@@ -33,7 +33,6 @@ class Traits(NamedTuple):
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device, where `devices` is a number
   partitioner: str | None = None  # module of `pipeline.partition` to place it
-  placed: str | None = None  # the option that follows from the partitioner
 
 
 def traits(**values) -> Callable:
@@ -216,12 +215,8 @@ def stages_of(places: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def costs_of(costs: analyze.Costs | None, stages: int) -> analyze.Costs:
-  """Returns costs, by default those of `analyze.costs`; raises ValueError for
-  costs of another number of stages."""
+  """Returns costs, checked, by default those of `analyze.costs`."""
   if costs is None:
     return analyze.costs(stages)
-  if len(costs.forward) != stages:
-    raise ValueError(
-      f"costs are of {len(costs.forward)} stages, and there are {stages}"
-    )
+  analyze.check_costs(costs, stages)
   return costs

@@ -100,9 +100,8 @@ def best(
 
   A smaller memory can lead to a shorter table, so the search is repeated with
   other limits, for at most 2,000 tasks in sum: first with those of the named
-  schedules, then with smaller ones. So it simulates at most 10 orders, and
-  shortens 6 in 4 rounds each, for each limit. Of a table of more than 20,000
-  tasks it simulates 2, and shortens none.
+  schedules, then with smaller ones. Of a table of more than 20,000 tasks it
+  simulates 2 orders, and shortens none.
 
   Args:
     places: the device of each stage, in a tuple.

@@ -129,9 +129,8 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   batch's microbatches, and on device p - 1 - s for the second.
 
   Args:
-    stages: p, an even number, of devices, too; each holds two stages.
+    stages, batches: as in `chimera`.
     microbatches: m, of a batch, an even number, 2 p at least.
-    batches: how many follow each other, with a flush between them.
 
   Returns:
     A valid Schedule with one update for each batch.
@@ -188,14 +187,13 @@ def dualpipe_v(
   Args:
     devices: p, each with two stages.
     microbatches: m, of a batch, 2 p at least.
-    batches: how many follow each other, with a flush between them.
+    batches: as in `chimera`.
 
   Returns:
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or too few
-      microbatches.
+    ValueError: as `dualpipe`, which takes even counts only.
 
   Source:
     DeepSeek-AI, the README of DualPipe, 2025.

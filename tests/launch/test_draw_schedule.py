@@ -260,10 +260,6 @@ MISTAKES = {
     {"schedule": "gpipe", "options": {"stage": "2"}},
     "schedule 'gpipe' takes no argument 'stage'; did you mean 'stages'",
   ),
-  "missing": (
-    {"schedule": "gpipe", "options": {"stages": "2"}},
-    "schedule 'gpipe' needs the argument 'microbatches'",
-  ),
   "value": (
     {"schedule": "gpipe", "options": {"stages": "x", "microbatches": "2"}},
     "stages must be a positive whole number, not 'x'",
@@ -288,13 +284,6 @@ MISTAKES = {
   "weights": ({**GPIPE, "weights": "old"}, "latest, stash, 2bw, vertical, not"),
   "transfers": ({**GPIPE, "transfers": "slow"}, "buffered, rendezvous, not"),
   "in flight": ({**GPIPE, "max_in_flight": 1}, "makes 2 in flight"),
-  "number for a list": (
-    {
-      "schedule": "pipedream",
-      "options": {"stages": "2", "microbatches": "4", "replicas": "2"},
-    },
-    "replicas must be 2 numbers, one for each stage, not 2",
-  ),
   "too large": (
     {"schedule": "gpipe", "options": {"stages": "9999", "microbatches": "999"}},
     "gpipe of 9,989,001 forwards is too large to be drawn",
@@ -306,8 +295,6 @@ MISTAKES = {
     },
     "gpipe of 1,000,000 forwards is too large to be drawn",
   ),
-  "own F": ({**GPIPE, "own": {"F": "3"}}, "own='F' is no action of the user's"),
-  "too long": ({**GPIPE, "costs": {"input": "1e31"}}, "input must be at most"),
   "no file": ({"table": "nope.txt"}, "No such file or directory: 'nope.txt'"),
   "no run": ({**GPIPE, "measured": "nope.json"}, "No such file or directory"),
 }
