@@ -15,9 +15,8 @@ A process may have some of the lanes only; `pipeline.processes` has the others.
 
 import functools
 import queue
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,27 +77,6 @@ def _compile_parts(parts, extra, here):
   return tuple(out)
 
 
-class ExecutorOptions(NamedTuple):
-  """How a table is run: the options of an Executor."""
-
-  weights: str | None = None  # as in `analyze.analyze`
-  # Keep a stage's input instead of what its backward needs, and run its forward
-  # again; with "latest" weights, those of now. A bool for all stages, or one
-  # for each.
-  recompute: bool | Sequence[bool] = False
-  # Make the updates of a synchronous schedule at the end of each batch, with
-  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
-  # with its own norm.
-  together: bool = False
-  # The user's actions: device -> anything.
-  own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
-  clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
-  # Bytes of weights, optimizer states and sums of gradients that a device holds
-  # at once; the rest is in the host's memory (`pipeline.residence`). None is
-  # that all are on the devices.
-  room: int | None = None
-
-
 class Executor:
   """Runs a table on devices."""
 
@@ -124,13 +102,13 @@ class Executor:
       elsewhere: lanes that another process has -> their queues: `put` takes
         (key, value). What these lanes make for a lane that is here is to be
         put into its queue in `inboxes`. None is that all are here.
-      **options: those of `ExecutorOptions`.
+      **options: those of `lanes.ExecutorOptions`.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    how = ExecutorOptions(**options)
+    how = lanes_lib.ExecutorOptions(**options)
     _check_parts(schedule, self.parts, how.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
@@ -157,13 +135,12 @@ class Executor:
     self._before, memories = residence.DeviceTraffic(), {}
     if how.room is not None:
       memories = _memories(program, self.parts, self.devices, how.room)
-    recompute = how.recompute
-    if isinstance(recompute, bool):
-      recompute = [recompute] * len(self.parts)
-    if len(recompute) != len(self.parts):
+    if isinstance(how.recompute, bool):
+      how = how._replace(recompute=[how.recompute] * len(self.parts))
+    if len(how.recompute) != len(self.parts):
       raise ValueError(
         f"recompute must be a bool, or one for each of {len(parts)} stages,"
-        f" not {recompute!r}"
+        f" not {how.recompute!r}"
       )
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
     self.compiled = lanes_lib.CompiledProgram(
@@ -172,9 +149,7 @@ class Executor:
       devices=self.devices,
       queues=queues,
       extra=extra,
-      own=how.own,
-      recompute=tuple(recompute),
-      clock=how.clock,
+      how=how,
       waits=how.clock is not None or on_cpu,
       memories=memories,
     )

@@ -10,7 +10,7 @@ import functools
 import queue
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,27 @@ class PipelineError(RuntimeError):
   """A task failed; its text names stage and microbatch, its cause says why."""
 
 
+class ExecutorOptions(NamedTuple):
+  """How a table is run: the options of an Executor."""
+
+  weights: str | None = None  # as in `analyze.analyze`
+  # Keep a stage's input instead of what its backward needs, and run its forward
+  # again; with "latest" weights, those of now. A bool for all stages, or one
+  # for each.
+  recompute: bool | Sequence[bool] = False
+  # Make the updates of a synchronous schedule at the end of each batch, with
+  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
+  # with its own norm.
+  together: bool = False
+  # The user's actions: device -> anything.
+  own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
+  clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
+  # Bytes of weights, optimizer states and sums of gradients that a device holds
+  # at once; the rest is in the host's memory (`pipeline.residence`). None is
+  # that all are on the devices.
+  room: int | None = None
+
+
 class CompiledPart(NamedTuple):
   """One stage's programs."""
 
@@ -57,18 +78,16 @@ class CompiledProgram(NamedTuple):
   devices: dict[int, jax.Device]  # of the lanes that are here
   queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
   extra: Callable[[int, int], Any]
-  own: Mapping[str, Callable[[int], Any]]  # the user's actions
-  recompute: tuple[bool, ...]  # S
-  clock: Callable[[], float] | None
+  how: ExecutorOptions
   # Whether a lane waits for what it has started: its own core does the work, or
   # the time of the work is taken.
   waits: bool
   # Of lanes whose device does not hold all weights of its stages.
-  memories: Mapping[int, DeviceMemory] = types.MappingProxyType({})
+  memories: Mapping[int, DeviceMemory]
 
   def now(self, slot: int = 0) -> float:
     """Returns the time; without a clock it is that of the slot."""
-    return self.clock() if self.clock else float(slot)
+    return self.how.clock() if self.how.clock else float(slot)
 
   def settle(self, value: Any) -> None:
     """Waits for a value, if lanes wait."""
@@ -170,10 +189,7 @@ class LaneRun:
       slot=self._until, servers=tuple(self._servers), entries=entries
     )
     records = tuple(
-      simulator.records(
-        [simulator.ReceivedMessage(*row[:3]) for row in rows],
-        [row[3] for row in rows],
-      )
+      simulator.records([got for got, _ in rows], [row for _, row in rows])
       for rows in self._rows
     )
     spans = tuple(sorted(self._spans, key=lambda span: span.start))
@@ -261,7 +277,7 @@ class LaneRun:
           if memory is not None:
             memory.begin(op)
           start = self._does.get(op.kind, self._own)(lane, op)
-          if self._compiled.clock:
+          if self._compiled.how.clock:
             span = lane, op.stage, op.microbatch, op.kind, start
             self._spans.append(TaskSpan(*span, self._compiled.now()))
     except _Stopped:
@@ -282,7 +298,7 @@ class LaneRun:
 
   def _own(self, lane, op):
     start = self._compiled.now()
-    jax.block_until_ready(self._compiled.own[op.kind](lane))
+    jax.block_until_ready(self._compiled.how.own[op.kind](lane))
     return start
 
   def _forward(self, lane, op):
@@ -292,7 +308,7 @@ class LaneRun:
     extra = compiled.extra(stage, self._state.microbatch + number)
     start = compiled.now()
     y, aux, kept = compiled.parts[stage].stage.forward(params, x, extra)
-    if compiled.recompute[stage]:
+    if compiled.how.recompute[stage]:
       kept = x, extra
     self._boxes[lane][KEPT, stage, number] = kept, aux
     if stage == len(compiled.parts) - 1:
@@ -322,7 +338,7 @@ class LaneRun:
     params = self._params(lane, op, backward=True)
     kept, aux = box.pop((KEPT, *at))
     start = whole.now()
-    if whole.recompute[stage]:
+    if whole.how.recompute[stage]:
       kept = compiled.forward(params, *kept)[2]
     if op.kind == INPUT:
       box[KEPT, *at] = kept, aux
@@ -438,12 +454,15 @@ class LaneRun:
     """Keeps a new version, and sends it to the lanes that read it."""
     self._compiled.settle(server.params)
     if lane in self._compiled.memories:
-      memory, params = self._compiled.memories[lane], server.params
+      memory = self._compiled.memories[lane]
+      memory.keep((op.stage, WEIGHTS), server.params)
       server = server._replace(params=())  # they are kept apart
-      memory.keep((op.stage, WEIGHTS), params)
       memory.keep((op.stage, STATE), server)
     self._servers[op.stage] = server
-    time, version = self._compiled.now(op.slot), op.group + 1
-    self._rows[op.stage].append((time, op.worker, op.group, row))
-    for key, lane, ticket in self._compiled.tickets(op.stage, version, server):
+    time = self._compiled.now(op.slot)
+    message = simulator.ReceivedMessage(time, op.worker, op.group)
+    self._rows[op.stage].append((message, row))
+    for key, lane, ticket in self._compiled.tickets(
+      op.stage, op.group + 1, server
+    ):
       self._queues[lane].put((key, ticket))

@@ -107,12 +107,9 @@ class _StageProcess:
   def put(self, lane, key, value):
     """Takes what another process has made for a lane."""
     device = self._executor.devices[lane]
-
-    def move(x):  # a copy: what came is Ray's memory, and may be donated here
-      return jax.device_put(np.array(x), device)
-
     try:
-      value = jax.tree.map(move, value)
+      # A copy: this is Ray's memory, and a lane may donate its entries.
+      value = jax.device_put(jax.tree.map(np.array, value), device)
     except Exception as error:  # a lane waits for it
       self._untaken = f"what came for device {lane} cannot be taken: {error}"
       self.stop()
@@ -140,9 +137,9 @@ class _StageProcess:
     if self._untaken:
       raise PipelineError(self._untaken)
     self._enter(result.state)
-    losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
     pairs = zip(result.state.servers, result.records, strict=True)
-    return losses, [server and rows for server, rows in pairs], result.spans
+    records = [server and rows for server, rows in pairs]
+    return jax.device_get(result.losses), records, result.spans
 
   def stop(self):
     """Ends a run: another process has failed."""
@@ -151,10 +148,8 @@ class _StageProcess:
 
   def fetch(self):
     """Returns its part of the state. All runs have returned."""
-    # Entries that have arrived since are in the inboxes: a run of no slot takes
-    # them in.
-    slot = self._state.slot
-    self._state = self._executor.run(self._state, slot).state
+    # A run of no slot takes in the entries that have arrived since.
+    self._state = self._executor.run(self._state, self._state.slot).state
     return state_lib.to_host(self._state)
 
   def place(self, state):

@@ -421,18 +421,18 @@ def _recomputed(run, section) -> str:
   return {True: "all", False: "none"}.get(again, again)
 
 
-def _profile(problem, params, **measure):
+def _profile(problem, params, measure=None):
   """The graph of the model's layers."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
-  batch = problem.batches(0, 1)(0, 0)
-  if measure:  # it is run
-    x = jax.numpy.asarray(problem.pieces.prepare(batch, key, dtype))
-  else:
-    x = jax.eval_shape(
-      lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
-    )
-  return graph.profile(problem.pieces.layers, params, x, key=key, **measure)
+  x = jax.eval_shape(
+    lambda batch, key: problem.pieces.prepare(batch, key, dtype),
+    problem.batches(0, 1)(0, 0),
+    key,
+  )
+  return graph.profile(
+    problem.pieces.layers, params, x, key=key, measure=measure
+  )
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
@@ -443,7 +443,7 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
   if seconds is None:
     measure = functools.partial(graph.measure, clock=time.perf_counter)
     params = problem.init(jax.random.key(0))
-    profile = _profile(problem, params, measure=measure)
+    profile = _profile(problem, params, measure)
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
   with contextlib.suppress(TypeError, ValueError):

@@ -236,15 +236,16 @@ def profile(
     raise ValueError(
       f"{len(layers)} layers need a dict of parameters each, not {len(weights)}"
     )
-  has_stats = isinstance(params, base.Variables)
+  stats = params.stats if isinstance(params, base.Variables) else None
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
-  x = jax.ShapeDtypeStruct(example.shape, dtype)
-  if measure is not None:
-    params = jax.tree.map(_array, params)
-    weights = base.weights_of(params)
+  if measure is None:
+    x = jax.ShapeDtypeStruct(example.shape, dtype)
+  else:
     x = _array(example).astype(dtype)
 
-  def roofline(program):
+  def seconds_of(program, *args):
+    if measure is not None:
+      return measure(partial(program, *jax.tree.map(_array, args)))
     counts = program.cost_analysis() or {}
     return max(
       max(counts.get("flops", 0.0), 0.0) / flops,
@@ -253,7 +254,9 @@ def profile(
 
   costs, nodes = {}, []
   for i, layer in enumerate(layers):
-    args = weights[i], params.stats[i] if has_stats else None, x
+    args = weights[i], stats and stats[i], x
+    if measure is not None:
+      args = jax.tree.map(_array, args)
     forward, pull, both = _calls(layer, i, key)
     output = jax.eval_shape(forward, *args)
     shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
@@ -261,15 +264,11 @@ def profile(
     if which not in costs:
       forward = jax.jit(forward).lower(*args).compile()
       both = jax.jit(both).lower(*args, output).compile()
-      if measure is None:
-        seconds, of_both = roofline(forward), roofline(both)
-      else:
-        seconds = measure(partial(forward, *args))
-        of_both = measure(partial(both, *args, _array(output)))
+      seconds = seconds_of(forward, *args)
       node = Node(
         "",
         forward=seconds,
-        backward=max(of_both - seconds, 0.0),
+        backward=max(seconds_of(both, *args, output) - seconds, 0.0),
         activation=memory.bytes_of(output),
         parameters=memory.bytes_of(weights[i]),
         stash=_stash(pull, args),

@@ -66,6 +66,33 @@ def test_a_table_without_rows():
 # Laying out.
 
 
+IN_A_BLOCK = [
+  [("F", 0, 0), (("F", 0, 1), ("B", 0, 0)), ("B", 0, 1)],
+  [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)],
+]
+# Orders of devices, and the table that they lead to.
+DRAWN = [
+  (
+    [[(action, stage, 0) for action in "FIW"] for stage in range(2)],
+    "# t; every 1; flush\n0 | F0 .  .  I0 W0\n1 | .  F0 I0 W0 .\n",
+  ),
+  (  # waits for both tasks of the block
+    IN_A_BLOCK,
+    "# t; every 2; flush\n"
+    "0 | F0 .  .  F1&B0 .  .  B1\n"
+    "1 | .  F0 B0 .     F1 B1 .\n",
+  ),
+  (  # own actions wait for nothing
+    [[("F", 0, 0), ("sync", -1, -1), ("B", 0, 0), ("log", 0, 0)]],
+    "# t; every 1; flush\n0 | F0 sync B0 log0\n",
+  ),
+  (  # stages elsewhere
+    [[("F", 0, 0), ("F", 2, 0)], [("F", 1, 0)]],
+    "# t; every 1; flush\n0 | F0@0 .    F0@2\n1 | .    F0@1 .\n",
+  ),
+]
+
+
 def test_1f1b_is_the_picture():
   assert table_lib.to_text(one_f_one_b(3, 4)) == (
     "# 1f1b; every 4; flush\n"
@@ -73,6 +100,16 @@ def test_1f1b_is_the_picture():
     "1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .\n"
     "2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .\n"
   )
+
+
+@pytest.mark.parametrize("orders, picture", DRAWN, ids=range(len(DRAWN)))
+def test_each_task_is_as_soon_as_it_can_be(orders, picture):
+  every = 1 + (orders is IN_A_BLOCK)
+  table = table_lib.lay_out("t", orders, every=every, flush=True)
+  assert table_lib.to_text(table) == picture
+  assert_same(table, table_lib.from_text(picture))
+  blocks = [len(block) for block in pipeline_kit.orders(table)[0]]
+  assert max(blocks) == every
 
 
 def test_a_flush_is_waited_for_at_every_stage():
@@ -95,47 +132,6 @@ def test_a_flush_is_waited_for_at_every_stage():
     table_lib.lay_out("t", ahead, every=1, flush=True)
   free = table_lib.lay_out("t", ahead, every=1, flush=False)
   assert table_lib.to_text(free).splitlines()[1] == "0 | F0 F1 .  B0 .  B1"
-
-
-def test_weights_come_after_inputs_and_free_the_stage_before():
-  orders = [
-    [("F", 0, 0), ("I", 0, 0), ("W", 0, 0)],
-    [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)],
-  ]
-  table = table_lib.lay_out("split", orders, every=1, flush=True)
-  assert table_lib.to_text(table).splitlines()[1:] == [
-    "0 | F0 .  .  I0 W0",
-    "1 | .  F0 I0 W0 .",
-  ]
-
-
-def test_a_block_waits_for_both_of_its_tasks():
-  orders = [
-    [("F", 0, 0), (("F", 0, 1), ("B", 0, 0)), ("B", 0, 1)],
-    [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)],
-  ]
-  table = table_lib.lay_out("block", orders, every=2, flush=True)
-  assert table_lib.to_text(table).splitlines()[1:] == [
-    "0 | F0 .  .  F1&B0 .  .  B1",
-    "1 | .  F0 B0 .     F1 B1 .",
-  ]
-  assert [len(block) for block in pipeline_kit.orders(table)[0]] == [1, 2, 1]
-
-
-def test_own_actions_take_their_place_and_wait_for_nothing():
-  orders = [[("F", 0, 0), ("sync", -1, -1), ("B", 0, 0), ("log", 0, 0)]]
-  table = table_lib.lay_out("own", orders, every=1, flush=True)
-  text = table_lib.to_text(table)
-  assert text == "# own; every 1; flush\n0 | F0 sync B0 log0\n"
-  assert_same(table, table_lib.from_text(text))
-
-
-def test_stages_elsewhere_are_written():
-  orders = [[("F", 0, 0), ("F", 2, 0)], [("F", 1, 0)]]
-  table = table_lib.lay_out("v", orders, every=1, flush=False)
-  text = table_lib.to_text(table)
-  assert text == "# v; every 1\n0 | F0@0 .    F0@2\n1 | .    F0@1 .\n"
-  assert_same(table, table_lib.from_text(text))
 
 
 def test_a_deadlock_shows_who_waits_for_what():
