@@ -62,7 +62,7 @@ def zero_bubble(
 
   The orders come from a bounded search (`search.best`) over greedy orders and
   those of named schedules for the same devices, whose tasks are then moved into
-  idle time (`gaps`). It is a heuristic: no minimum is proved.
+  idle time (`search.Gaps`). It is a heuristic: no minimum is proved.
 
   Args:
     devices: the device of each stage.
