@@ -4,6 +4,7 @@ import types
 from pathlib import Path
 
 import jax
+import kit
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -388,10 +389,9 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize("overrides, message", MISTAKES)
-def test_a_mistake_names_key_value_and_remedy(overrides, message):
-  with pytest.raises(ValueError, match=message):
-    build_pipelines(overrides)
+test_a_mistake_names_key_value_and_remedy = kit.refuses(
+  MISTAKES, build_pipelines
+)
 
 
 def test_every_case_is_known_by_its_schedule():

@@ -32,6 +32,7 @@ class SimulatedEngine(engines.Engine):
   _which = "staleness {staleness}"  # of a message that is not finite
   _join = staticmethod(simulator.concatenate)  # consecutive records
   _parts: list[Any]  # records so far, if the simulation does not keep them
+  _seconds = 0.0  # of all calls of `advance`
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
@@ -65,7 +66,7 @@ class SimulatedEngine(engines.Engine):
   def advance(self, until: int) -> engines.Progress:
     """Simulates on for a moment, not past message `until`."""
     part = self._run(min(self.done + self._pace.begin(), until))
-    self._pace.end()
+    self._seconds += self._pace.end()
     self.done += len(part.loss)
     return self._progress(part)
 
