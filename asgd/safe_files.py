@@ -56,9 +56,7 @@ def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
       raise
 
 
-def write(
-  path: Path, content: str | bytes | bytearray, disk: Any = os
-) -> None:
+def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   """Writes a file that is there whole or not at all, see `replacing`.
 
   Args:

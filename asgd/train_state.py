@@ -32,9 +32,7 @@ class TrainState(train_state.TrainState):
     fields = {field.name for field in dataclasses.fields(self)}
     own = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
     tx = optax.with_extra_args_support(self.tx)
-    updates, opt_state = tx.update(
-      grads, self.opt_state, self.params, **kwargs
-    )
+    updates, opt_state = tx.update(grads, self.opt_state, self.params, **kwargs)
     params = optax.apply_updates(self.params, updates)
     return self.replace(
       step=self.step + 1, params=params, opt_state=opt_state, **own

@@ -7,6 +7,7 @@ in between loses nothing, and seeds that are added later are in the next one.
 """
 
 import contextlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +71,7 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
   *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(storage.read_line(line))
+      rows.append(storage.unsealed(json.loads(line)))
     except ValueError as error:
       raise folder.FolderError(
         f"{path}, line {number} is no evaluation that a run wrote:"

@@ -47,6 +47,7 @@ from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
+from asgd.experiment.signals import GO_ON
 
 VERSION = 3  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
@@ -116,7 +117,11 @@ def open_folder(
       )
     safe_files.make_folder(whole)
   if not safe_files.is_writable(folder):
-    _check_readable(folder, wanted)
+    written = read_identity(folder)
+    if written is None:
+      why = f"--workdir={folder} cannot be written to: make it writable"
+      raise _refused(why)
+    _grown(folder, written, wanted)
     return folder
   with alone(folder):
     written = read_identity(folder)
@@ -129,15 +134,6 @@ def open_folder(
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
-
-
-def _check_readable(folder, wanted):
-  """Raises FolderError for a folder that cannot be written to, unless it is of
-  this experiment."""
-  written = read_identity(folder)
-  if written is None:
-    raise _refused(f"--workdir={folder} cannot be written to: make it writable")
-  _grown(folder, written, wanted)
 
 
 def check_writable(folder: Path, cell: str) -> None:
@@ -269,7 +265,8 @@ def hold_cell(
       "cpus": os.cpu_count(),
     }
     path = place / "cell.json"
-    differing = _differing(storage.read_json(path), description)
+    now = json.loads(storage.to_json(description))
+    differing = _differing(storage.read_json(path), now)
     if differing and not (place / CELL).exists():
       raise _foreign(path, f"is of another experiment ({differing})")
     storage.write_json(path, description)
@@ -283,18 +280,18 @@ def _foreign(path, why):
   )
 
 
-def _differing(before, description):
+def _differing(*descriptions):
   """Says in what a cell that has begun, None if none has, differs from this
   one, "" if in nothing."""
-  now = json.loads(storage.to_json(description))
   sides = []
-  for side in filter(None, (before, now)):
+  for side in filter(None, descriptions):
     config = side.get("config")
     if isinstance(config, dict):
       config = {k: v for k, v in config.items() if k not in schema.FREE}
       sides.append({"config": config, "dataset": side.get("dataset")})
-  lines = identities.differences(*sides) if len(sides) == 2 else []
-  return identities.summary(lines)
+  return identities.summary(
+    identities.differences(*sides) if len(sides) == 2 else []
+  )
 
 
 def read_cell(place: Path) -> dict[str, Any]:
@@ -347,16 +344,6 @@ _CHANGED = "was changed or cut since it was written"
 _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
 
-def _packed_result(path):
-  """Returns (result, what cell.json says); nothing if any of it is wrong."""
-  names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
-  members = storage.read_archive(path, *names) or {}
-  texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
-  result, description = map(storage.json_object, texts)
-  whole = result and description and result.keys() >= _OF_A_RESULT
-  return (result, description) if whole else (None, None)
-
-
 def _read_result(place, written=None):
   """Returns (result, None, ""), or (None, a file, what is wrong with it): it is
   gone, was changed, or is not of the experiment whose config.json has been
@@ -366,7 +353,12 @@ def _read_result(place, written=None):
     return None, path, "is a folder"
   packed = path.exists()
   if packed:
-    result, description = _packed_result(path)
+    names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
+    members = storage.read_archive(path, *names) or {}
+    texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
+    result, description = map(storage.json_object, texts)
+    if not (result and description and result.keys() >= _OF_A_RESULT):
+      result = None
   else:
     path = place / "result.json"
     result = storage.read_sealed(path)
@@ -434,7 +426,7 @@ def finished_result(
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
   content = read_file(place, "metrics.jsonl").decode()
-  return [storage.read_line(line) for line in content.splitlines()]
+  return [storage.unsealed(json.loads(line)) for line in content.splitlines()]
 
 
 def _places(workdir):
@@ -447,37 +439,35 @@ def faults(workdir: Path) -> list[str]:
   return list(filter(None, map(fault, _places(workdir))))
 
 
-def missing(workdir: Path, names: Sequence[str]) -> str:
+def incomplete(workdir: Path, names: Sequence[str]) -> str:
   """Says which of these cells have no valid result in a folder, and why the
-  first one has none; "" if all have one."""
+  first one has none; else which ended with fewer messages than they were asked
+  for, because workers or peers exited; "" if all are whole."""
   places = [workdir / "cells" / name for name in names]
-  absent = [p for p in places if finished_result(p) is None]
-  if not absent:
-    return ""
-  listed = [place.name for place in absent[:_NAMED]]
-  listed += ["..."] * (len(absent) > _NAMED)
-  return (
-    f"only {len(names) - len(absent)} of the {len(names)} cells that were asked"
-    f" for are finished, without {', '.join(listed)}"
-    f" ({fault(absent[0]) or 'it has no result'})"
-  )
-
-
-def short_of(workdir: Path, names: Sequence[str]) -> str:
-  """Says which of these cells have ended with fewer messages than they were
-  asked for, because workers or peers exited; "" if none has."""
-  short = []
-  for name in names:
-    result = finished_result(workdir / "cells" / name) or {}
-    if missed := result.get("missed"):
-      short.append(f"{name} ({missed} of {result['messages'] + missed})")
+  results = {place: finished_result(place) for place in places}
+  absent = [place for place, result in results.items() if result is None]
+  if absent:
+    return (
+      f"only {len(names) - len(absent)} of the {len(names)} cells that were"
+      f" asked for are finished, without {_listed(p.name for p in absent)}"
+      f" ({fault(absent[0]) or 'it has no result'}); {GO_ON}"
+    )
+  short = [
+    f"{place.name} ({missed} of {result['messages'] + missed})"
+    for place, result in results.items()
+    if (missed := result.get("missed"))
+  ]
   if not short:
     return ""
-  listed = ", ".join(short[:_NAMED]) + ", ..." * (len(short) > _NAMED)
   return (
     "workers or peers exited, and their messages are missing in"
-    f" {listed}; to train a cell again, remove its folder"
+    f" {_listed(short)}; to train a cell again, remove its folder"
   )
+
+
+def _listed(texts) -> str:
+  texts = list(texts)
+  return ", ".join(texts[:_NAMED] + ["..."] * (len(texts) > _NAMED))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:

@@ -54,7 +54,8 @@ def _place(config, keys, above, key, engines):
       # A section of a run is laid over that of the config.
       section = not isinstance(below, schema.Setting)
       place[name] = {} if of_runs and section else schema.default_of(below)
-    if place[name] is None and _may_be_dict(below):
+    may_be_dict = isinstance(below, schema.Setting) and below != schema.PLAIN
+    if place[name] is None and may_be_dict:
       place[name] = {}
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
@@ -62,10 +63,6 @@ def _place(config, keys, above, key, engines):
       raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
     place, node = place[name], below
   return place
-
-
-def _may_be_dict(node):
-  return isinstance(node, schema.Setting) and node is not schema.PLAIN
 
 
 def _nodes_of_run(label, entry, config, engines):

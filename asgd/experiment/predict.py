@@ -217,9 +217,7 @@ def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   return rows
 
 
-def shifted(
-  rows: Sequence[Sequence[float]], workers: int
-) -> list[list[float]]:
+def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
   """Returns the times of N workers' jobs, of the fewer that were measured: one
   that has the times of another begins elsewhere in them, or the two would keep
   step.

@@ -164,9 +164,7 @@ def replay(
     if (folder / "result.json").exists():
       live.check(folder, description)
     live.trace(folder, description)
-  experiment, cell = load(
-    folder, data_dir=data_dir, given=given, trust=trust
-  )
+  experiment, cell = load(folder, data_dir=data_dir, given=given, trust=trust)
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
   result, digest = read_result(folder), storage.digest(computed.params)

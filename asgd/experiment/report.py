@@ -57,22 +57,18 @@ def quality(accuracy: Any, measure: Any, loss: Any) -> str:
   """Says how good parameters are: by their accuracy, if the task has one, else
   by a measure of its own, or the loss; with a comma, or "" if nothing is known.
   """
-  if not storage.is_finite(accuracy):
-    if storage.is_finite(measure):
-      return f"measure {100 * measure:.1f} %, "
-    if storage.is_finite(loss):
-      return f"test loss {loss:.4g}, "
-    return ""
-  return f"accuracy {100 * accuracy:.1f} %, "
+  if storage.is_finite(accuracy):
+    return f"accuracy {100 * accuracy:.1f} %, "
+  if storage.is_finite(measure):
+    return f"measure {100 * measure:.1f} %, "
+  return f"test loss {loss:.4g}, " if storage.is_finite(loss) else ""
 
 
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns what is said of a finished cell: a line, and warnings with their
   remedies; `describe` is that of its engine."""
-  cell = result["cell"]
-  score = quality(
-    *(result.get(f"test_{key}") for key in ("accuracy", "measure", "loss"))
-  )
+  cell, keys = result["cell"], ("accuracy", "measure", "loss")
+  score = quality(*(result.get(f"test_{key}") for key in keys))
   said = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
@@ -259,8 +255,7 @@ def write_page(
   }
   pictures = [workdir / "figure.svg", workdir / "compare.svg"]
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
-  shown = columns_of(results, engines)
-  shown.append(Column("diverged", "diverged"))
+  shown = [*columns_of(results, engines), Column("diverged", "diverged")]
 
   def files(folder):
     found = sorted(p for p in folder.iterdir() if p.is_file())
@@ -343,9 +338,7 @@ def write(
   drawn = write_tables(workdir, title, text, csv_rows, results, rows)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what, "lead": lead, "notes": notes}
-  made = write_page(
-    *(workdir, results, csv_rows, experiment.engines), **named
-  )
+  made = write_page(workdir, results, csv_rows, experiment.engines, **named)
   cell_log.join(workdir, experiment, results)
   return (
     f"\n{text}\n"

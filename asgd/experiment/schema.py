@@ -20,14 +20,7 @@ from typing import Any, NamedTuple
 import ml_collections
 import optax
 
-from asgd import (
-  algorithms,
-  names,
-  optimizers,
-  rates,
-  sharding,
-  transforms,
-)
+from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
 from asgd.experiment import checks, protocol
 
@@ -210,9 +203,7 @@ class Run(NamedTuple):
     if clip_norm is None:
       return recipe
     clip = sharding.clip_by_global_norm(clip_norm)
-    return recipe._replace(
-      algorithm=transforms.precede(recipe.algorithm, clip)
-    )
+    return recipe._replace(algorithm=transforms.precede(recipe.algorithm, clip))
 
 
 class Resolved(NamedTuple):

@@ -83,12 +83,6 @@ def read_sealed(path: Path) -> dict | None:
     return None
 
 
-def read_line(line: str) -> dict[str, Any]:
-  """Returns the `sealed` object that a line of JSON holds; ValueError if it is
-  none, or was changed."""
-  return unsealed(json.loads(line))
-
-
 def to_lines(rows: Iterable[Mapping]) -> str:
   """JSON lines: each row's JSON, ended by a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
@@ -210,8 +204,7 @@ def _before_comment(file) -> bytes:
   file.seek(0)
   total = hashlib.sha256()
   while left > 0:
-    piece = file.read(min(left, _PIECE))
-    total.update(piece)
+    total.update(piece := file.read(min(left, _PIECE)))
     left -= len(piece)
   return total.hexdigest().encode()
 

@@ -1,8 +1,7 @@
 """Gap-awareness: a gradient counts less, the further the parameters moved.
 
-Gap-Aware (Barkai, Hakimi, Schuster, "Gap Aware Mitigation of Gradient
-Staleness", ICLR 2020) replaces staleness, which counts updates, by the
-distance they covered, measured per parameter in units of a typical update.
+Staleness counts updates; the gap is the distance that they covered, measured
+for each parameter in units of a typical update.
 """
 
 from typing import NamedTuple
@@ -72,9 +71,6 @@ def gap_aware(
 
   Returns:
     A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a value out of its range, or an unknown average.
 
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR

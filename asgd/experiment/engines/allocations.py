@@ -134,7 +134,8 @@ def given(
       for size in sorted(sizes_tried):
         _try_loss(problem, size)
   result = Allocation(sizes, steps)
-  return None if by_speed or _is_even(result) else result
+  is_even = not result.by_steps and len(set(sizes)) == 1
+  return None if by_speed or is_even else result
 
 
 def _most(run, problem, workers) -> int:
@@ -156,10 +157,6 @@ def _try_loss(problem, size) -> None:
       f"the loss fails on a batch of {size} examples ({line_of(error, 250)}):"
       " it must take batches of any size, or all workers the same"
     ) from error
-
-
-def _is_even(allocation):
-  return not allocation.by_steps and len(set(allocation.batch_sizes)) == 1
 
 
 def unknown(plan: Any) -> bool:

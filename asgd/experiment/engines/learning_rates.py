@@ -58,11 +58,7 @@ def schedule(
           f"decay_epochs and decay_examples are of the schedule"
           f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
         )
-      units = {
-        "epochs": per_epoch,
-        "messages": steps / batches,
-        "updates": 1.0,
-      }
+      units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
       updates = max(round(passes(run, problem) / batches) - warmup, 1)
       made = rates.named(
         *(section["name"], peak),

@@ -267,9 +267,9 @@ def test_bursts_are_slow_for_a_while():
   ("name", "kwargs", "said"),
   [
     ("pareto", {"tail": 1.0}, "tail must be above 1, .* not 1.0"),
-    ("pareto", {"tail": math.nan}, "tail must be a positive .*not nan"),
+    ("pareto", {"tail": math.nan}, "tail must be above 1, .* not nan"),
     ("bursts", {"slowdown": 0.5}, "slowdown must be 1 or more, not 0.5"),
-    ("bursts", {"every": -1}, "every must be a positive finite number, not -1"),
+    ("bursts", {"every": -1}, "every must be 1 or more, not -1"),
     ("bursts", {"length": 0.1}, "length must be 1 or more, not 0.1"),
   ],
 )
