@@ -77,10 +77,11 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
 
 
 def refuses(mistakes, run=lambda call: call()):
-  """Returns a test of a table: of each (value, message) `run` raises a
-  ValueError."""
+  """Returns a test of a table, or of a list: of each (value, message) `run`
+  raises a ValueError."""
+  names = mistakes if isinstance(mistakes, dict) else range(len(mistakes))
 
-  @pytest.mark.parametrize("name", mistakes)
+  @pytest.mark.parametrize("name", names)
   def test(name):
     value, message = mistakes[name]
     with pytest.raises(ValueError, match=message):
