@@ -77,10 +77,11 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
 
 
 def refuses(mistakes, run=lambda call: call()):
-  """Returns a test of a table: of each (value, message) `run` raises a
-  ValueError."""
+  """Returns a test of a table, or of a list: of each (value, message) `run`
+  raises a ValueError."""
+  names = mistakes if isinstance(mistakes, dict) else range(len(mistakes))
 
-  @pytest.mark.parametrize("name", mistakes)
+  @pytest.mark.parametrize("name", names)
   def test(name):
     value, message = mistakes[name]
     with pytest.raises(ValueError, match=message):
@@ -181,12 +182,14 @@ def trace(*rows):
   return trace_lib.load(f"{line}\n" for line in (trace_lib.HEADER, *lines))
 
 
-def rows(trace):
-  """Returns the rows of a Trace as `trace` takes them, without their seqs."""
-  return [
-    f"{event.time!r},{event.worker},{event.job},{base.ACTIONS[event.action]}"
-    for event in trace_lib.events(trace)
-  ]
+def steps(trace):
+  """Returns the rows of a Trace by their times, as "1.0  receive 0:0  send 0:2"
+  with worker:job."""
+  times = {}
+  for event in trace_lib.events(trace):
+    row = f"  {base.ACTIONS[event.action]} {event.worker}:{event.job}"
+    times[event.time] = times.get(event.time, f"{event.time}") + row
+  return list(times.values())
 
 
 def same_bits(actual, expected):
