@@ -10,11 +10,7 @@ import numpy as np
 
 from asgd import base, orders, sandblaster
 from asgd.experiment import live_files
-from asgd.experiment.engines import (
-  coordinated,
-  live_batches,
-  parameter_server,
-)
+from asgd.experiment.engines import coordinated, live_batches, parameter_server
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.live import rebuild
 from asgd.experiment.findings import Failure, Finding
@@ -108,11 +104,6 @@ PROTOCOL = Protocol(
     replay=_replay,
     audit=_audit,
     link_faults="a worker of a coordinator is called, and loses no message",
-    comparison=(
-      "is of Sandblaster, whose coordinator hands out jobs as workers come: its"
-      " iterates do not depend on that. See its iterates.csv, draw it with asgd"
-      " timeline, or compute it again with asgd replay"
-    ),
   ),
   refusals=(
     Refusal("optimizer", "L-BFGS is the optimizer"),
