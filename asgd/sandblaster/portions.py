@@ -122,6 +122,7 @@ class PortionJobs:
       del self._running[job]
       self._waiting[None].appendleft(job)
 
+
 _add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))  # of all sums, once
 
 
