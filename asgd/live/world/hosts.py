@@ -101,25 +101,22 @@ class WorldCall(Call):
 
   def __init__(self, scheduler: Scheduler, host: "WorldHost"):
     self._scheduler, self.host = scheduler, host
-    self.answer: Future[Any] = Future()
+    self.answer: Future[Any] | None = None  # that is there
     self.cut = False  # the connection broke: the answer is lost
 
   def take(self, future: Future[Any]) -> None:
-    """Takes the outcome of a future for the answer."""
-    if error := future.exception():
-      self.answer.set_exception(error)
-    else:
-      self.answer.set_result(future.result())
+    """Takes a future that is done for the answer."""
+    self.answer = future
 
   def done(self) -> bool:
     """See the base."""
-    return self.answer.done() or self.cut or not self.host.alive
+    return self.answer is not None or self.cut or not self.host.alive
 
   def result(self) -> Any:
     """See the base."""
     if not self.done():
       self._scheduler.wait(self.done, None)
-    if self.cut or not self.answer.done():
+    if self.cut or self.answer is None:
       raise Gone(self.host.kind, self.host.index)
     return self.answer.result()
 
@@ -246,8 +243,8 @@ class WorldHost(Host):
       if self.ended:
         return
       call, method, args = self._box.pop(self._next())
-      if error := self.made.answer.exception():
-        call.answer.set_exception(error)
+      if self.made.answer.exception():
+        call.take(self.made.answer)
         continue
       self._do(call, lambda: getattr(self._held, method)(*args))  # noqa: B023
 
@@ -261,17 +258,18 @@ class WorldHost(Host):
 
   def _do(self, call, do, keeps=False):
     """Answers a call with what is done, or what that raises but Killed."""
+    answer: Future[Any] = Future()
     try:
       value = do()
+      if keeps:
+        self._held, value = value, None
+      if isinstance(value, Future):
+        answer = value
+      else:
+        answer.set_result(value)
     except Exception as error:
-      call.answer.set_exception(error)
-      return
-    if keeps:
-      self._held, value = value, None
-    if isinstance(value, Future):
-      value.add_done_callback(call.take)
-    else:
-      call.answer.set_result(value)
+      answer.set_exception(error)
+    answer.add_done_callback(call.take)
 
 
 class WorldHosts(Hosts):

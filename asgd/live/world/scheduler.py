@@ -148,7 +148,6 @@ class Scheduler:
     raise Stuck(f"still running after {turns} turns")
 
   def _turn(self):
-    self.processes = [p for p in self.processes if p.alive]
     ready = [p for p in self.processes if p.may_go_on(self.now)]
     while not ready:
       times = [
@@ -191,6 +190,7 @@ class Scheduler:
     finally:
       self.current = None
     if not process.alive:
+      self.processes.remove(process)
       if process.error:
         self.errors.append(process.error)
       for call in process.at_end:
@@ -198,7 +198,7 @@ class Scheduler:
 
   def close(self) -> None:
     """Ends all processes."""
-    for process in self.processes:
+    for process in [*self.processes]:
       self.kill(process)
       while process.alive:
         self._resume(process)
