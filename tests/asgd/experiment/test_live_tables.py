@@ -12,7 +12,7 @@ import pytest
 from asgd import base, experiment
 from asgd.data import documents
 from asgd.experiment import audit, live_files, live_memory, loop, replay
-from asgd.experiment.engines import live_tables, table_clusters
+from asgd.experiment.engines import live_tables
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -20,6 +20,7 @@ from asgd.live import processes
 from asgd.live.faults import Fault
 from asgd.live.hosts import threads
 from asgd.live.journal import journal_path, read_journal
+from asgd.live.links import throttled_hosts
 from asgd.live.tables import files
 
 RUN = dict(recipe="table", bound=2, clock_every=2, shards=2)
@@ -213,7 +214,7 @@ def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
     hosts.append(threads.ThreadHosts(**options))
     return hosts[0]
 
-  monkeypatch.setattr(table_clusters, "ThreadHosts", make)
+  monkeypatch.setattr(throttled_hosts, "ThreadHosts", make)
   words = {"documents": 60, "side": 3, "length": 20}
   exp = build(
     problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
