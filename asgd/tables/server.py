@@ -16,7 +16,7 @@ from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.rows import KeyedRows, RowCopies
+from asgd.tables.rows import KeyedRows, RowCopies, squares
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
@@ -116,6 +116,17 @@ class TableServer:
     after = self.slowest
     self._apply_deferred(after)
     return after - before
+
+  def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
+    """Receives a message; returns by how much the slowest clock has advanced,
+    and the sum of squares and the number of elements of what it changed."""
+    keys = self.keys_of(push).items()
+
+    def peek():
+      return [np.array(self.tables[k].peek(x), float) for k, x in keys]
+
+    before, advanced = peek(), self.receive(push)
+    return advanced, squares(map(np.subtract, peek(), before))
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message, by table, before it is received."""

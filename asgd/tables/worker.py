@@ -1,14 +1,12 @@
 """A holder of a worker's place, between shards that order by themselves: no
 clock, no files.
 
-It has a client for each shard. What happens to it is decided by which of the
-rows that shards send are there as a job begins: their number, for each shard,
-is what its record has of a job (the column `totals` of SEND and KEEP rows),
-written before anybody is asked for anything. All that follows, which rows it
-asks for among it, is a function of that.
+It has a client for each shard. The rows of shards that are there as a job
+begins decide all that follows, which rows it asks for among it. So its record
+has their number, for each shard (the column `totals` of SEND and KEEP rows),
+written before anybody is asked for anything.
 """
 
-import collections
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -20,16 +18,7 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.messages import Push
-from asgd.tables.requests import (
-  BINS,
-  JOIN,
-  PULL,
-  PUSH,
-  ClockMessage,
-  JobRecord,
-  Mail,
-)
+from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
 from asgd.tables.settings import TableSettings, Work
 
@@ -41,10 +30,10 @@ Steps = Generator[Asks, None, None]
 
 
 class TableWorker:
-  """One holder's clients, and what it does.
+  """One holder's clients, and its jobs.
 
-  Whoever runs it goes through the steps of `join`, and then of one `job` after
-  the other: has each request answered, and tells its `mail` of the replies.
+  Its caller runs the steps of `join`, and then of one `job` after the other,
+  has each request answered, and gives the replies to its `mail`.
   """
 
   def __init__(
@@ -72,21 +61,18 @@ class TableWorker:
       seed: of filters and codecs.
     """
     self.worker, self.jobs = worker, jobs
-    self.mail = Mail(worker, life, division.shards)
+    self.mail = requests.Mail(worker, life, division.shards)
     settings = settings.of_run(workers, jobs)
     self._settings, self._division, self._work = settings, division, work
     self._workers = workers
-    shards = range(division.shards)
-    codec = settings.make_codec()
-    key = None
-    if codec is not None:
-      key = jax.random.fold_in(jax.random.key(seed), worker)
+    shards, codec = range(division.shards), settings.make_codec()
+    key = codec and jax.random.fold_in(jax.random.key(seed), worker)
     self._clients = [
       Client(
         *(worker, division.of_shard(shard), settings.rules),
         filters=settings.filters,
         codec=codec,
-        key=key if key is None else jax.random.fold_in(key, shard),
+        key=codec and jax.random.fold_in(key, shard),
         seed=seed * division.shards + shard,
       )
       for shard in shards
@@ -223,7 +209,10 @@ class TableWorker:
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
     begun(base.SEND if asks else base.KEEP)
-    late = self._late(asks, clock)
+    late = []
+    if settings.rules.by_clock:
+      need = settings.rules.need(clock)
+      late = [shard for shard in asks if self._clocks[shard] < need]
     if late:
       # What they lack was changed before the clock advances: it is sent then.
       yield {shard: self.mail.ask(shard, PULL, clock) for shard in late}
@@ -245,10 +234,13 @@ class TableWorker:
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
-    pushes = self._flush()
+    ends, pushes = settings.clock_of_message(self.done, self.jobs), []
+    if ends is not None:
+      last = self.done == self.jobs
+      pushes = [x.flush(ends, everything=last) for x in self._clients]
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
-    if pushes is None:
+    if not pushes:
       self._records.append(self._with_bytes(record))
       return
     asks = {
@@ -261,7 +253,7 @@ class TableWorker:
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
+    sends(ClockMessage(ends, self.done, shards, records))
     yield asks
     for each in self._answered_push(records, asks):
       done(each)
@@ -295,31 +287,22 @@ class TableWorker:
         asks[shard] = stale
     return asks
 
-  def _late(self, asks, clock):
-    """The shards that will send what was changed, if they are waited for."""
-    rules = self._settings.rules
-    if not rules.by_clock:
-      return []
-    return [s for s in asks if self._clocks[s] < rules.need(clock)]
-
   def _read(self, keys, parts, clock):
     values = {
       name: np.empty((len(each), *spec.shape), spec.dtype)
       for name, each in keys.items()
       for spec in [self._division.specs[name]]
     }
-    oldest, counts = clock, collections.Counter()
+    every = [np.zeros(0, np.int64)]
     for client, part in zip(self._clients, parts, strict=True):
       mine = {name: each for name, (_, each) in part.items()}
       for name, rows in client.read(mine).items():
         values[name][part[name][0]] = rows
-        clocks = client.clocks(name, mine[name])
-        oldest = min(oldest, int(clocks.min()))
-        counts.update(clocks.tolist())
-    reads = np.zeros(BINS, np.int64)
-    for each, count in counts.items():
-      reads[min(max(clock - each, 0), BINS - 1)] += count
-    return values, reads, clock - oldest
+        every.append(clock - client.clocks(name, mine[name]))
+    ages = np.concatenate(every).clip(min=0)
+    bins = ages.clip(max=requests.BINS - 1)
+    reads = np.bincount(bins, minlength=requests.BINS)
+    return values, reads, int(ages.max(initial=0))
 
   def _write(self, keys, gradient, clock):
     """Keeps updates as its own; returns the RMS of the gradient."""
@@ -333,14 +316,6 @@ class TableWorker:
         }
       )
     return rms(gradient.values())
-
-  def _flush(self) -> list[Push] | None:
-    """The message at the end of a clock, or of a job, by shard, if it ends."""
-    clock = self._settings.clock_of_message(self.done, self.jobs)
-    if clock is None:
-      return None
-    last = self.done == self.jobs
-    return [client.flush(clock, everything=last) for client in self._clients]
 
   def held(self) -> tuple[int, int]:
     """(rows that filters held back for later, rows that they dropped)."""
