@@ -49,9 +49,6 @@ def rounds(
     every: rounds to a message. If they do not divide the rounds, the last
       message is not taken.
 
-  Returns:
-    A Trace.
-
   Raises:
     ValueError: for messages that are no whole rounds, or `every` below 1.
 

@@ -202,9 +202,6 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     rule: how parameters of others come in.
     slots: the largest number of neighbours of a peer (`Topology.slots`).
 
-  Returns:
-    A Peer.
-
   Example:
     Two peers take a step each and then the mean of their parameters.
 

@@ -88,14 +88,11 @@ def k_means(
   data_of = lib.examples_of(train, source.train_labels, partition)
   guess = float(np.square(train - train.mean(0), dtype=float).sum(1).mean())
 
-  def rebatch(size):
-    return Problem(
-      *(init, _loss, evaluate, *data_of(size), None, rebatch),
-      guess=guess,
-      updates=_updates,
-    )
-
-  return rebatch(batch_size)
+  return lib.of_data(
+    *(data_of, batch_size, init, _loss, evaluate),
+    guess=guess,
+    updates=_updates,
+  )
 
 
 def _check_finite(part, examples):

@@ -136,14 +136,11 @@ def matrix_factorisation(
 
   data_of = lib.examples_of(data.pairs, data.values, partition)
 
-  def rebatch(size):
-    return Problem(
-      *(init, loss, evaluate, *data_of(size), None, rebatch),
-      guess=float(data.values.var()),
-      keyed=Keyed(_keys, _localise),
-    )
-
-  return rebatch(batch_size)
+  return lib.of_data(
+    *(data_of, batch_size, init, loss, evaluate),
+    guess=float(data.values.var()),
+    keyed=Keyed(_keys, _localise),
+  )
 
 
 def _keys(batch: base.Batch) -> dict[str, np.ndarray]:

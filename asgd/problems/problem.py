@@ -171,11 +171,28 @@ def join(
   if isinstance(pieces.layers, models.Model):
     decay, given = pieces.layers.decay(example), None
 
+  return of_data(
+    *(data_of, batch_size, init, loss, evaluate),
+    pieces=given,
+    guess=guess,
+    statistics_decay=decay,
+  )
+
+
+def of_data(
+  data_of: DataOf,
+  batch_size: int,
+  init: Callable,
+  loss: Callable,
+  evaluate: Callable,
+  **options: Any,
+) -> Problem:
+  """Returns a problem whose data may be cut again into other batches; options
+  are the other fields of a Problem."""
+
   def rebatch(size):
     return Problem(
-      *(init, loss, evaluate, *data_of(size), given, rebatch),
-      guess=guess,
-      statistics_decay=decay,
+      *(init, loss, evaluate, *data_of(size)), rebatch=rebatch, **options
     )
 
   return rebatch(batch_size)

@@ -20,7 +20,13 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import sparse
-from asgd.problems.problem import Evaluation, Keyed, Problem, spread
+from asgd.problems.problem import (
+  Evaluation,
+  Keyed,
+  Problem,
+  of_data,
+  spread,
+)
 
 _PROBE = 256  # examples
 _TABLE = "weights"
@@ -99,18 +105,14 @@ def sparse_logistic_regression(
   positive = float(data.train_labels.mean())
   entropy = -sum(p * np.log(p) for p in (positive, 1 - positive))
 
-  def rebatch(size):
-    return Problem(
-      *(init, _loss, functools.partial(_evaluate, data, l1)),
-      *_batches(data, blocks, size),
-      rebatch=rebatch,
-      guess=float(entropy),
-      keyed=Keyed(_keys, _localise),
-      updates=_updates,
-      function=("proximal", {"l1": l1}),
-    )
-
-  return rebatch(batch_size)
+  return of_data(
+    *(functools.partial(_batches, data, blocks), batch_size, init, _loss),
+    functools.partial(_evaluate, data, l1),
+    guess=float(entropy),
+    keyed=Keyed(_keys, _localise),
+    updates=_updates,
+    function=("proximal", {"l1": l1}),
+  )
 
 
 def _batches(data, blocks, size):

@@ -23,6 +23,7 @@ from asgd.problems.problem import (
   Evaluation,
   Keyed,
   Problem,
+  of_data,
   spread,
   totals,
 )
@@ -105,17 +106,13 @@ def lda(
     counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
     return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
 
-  def rebatch(batch_size):
-    return Problem(
-      *(init, model.loss, functools.partial(_evaluate, model, data)),
-      *_batches(data, batch_size),
-      rebatch=rebatch,
-      guess=float(np.log(size)),
-      keyed=Keyed(_keys, _localise),
-      updates=model.updates,
-    )
-
-  return rebatch(batch_size)
+  return of_data(
+    *(functools.partial(_batches, data), batch_size, init, model.loss),
+    functools.partial(_evaluate, model, data),
+    guess=float(np.log(size)),
+    keyed=Keyed(_keys, _localise),
+    updates=model.updates,
+  )
 
 
 def _batches(data, batch_size):

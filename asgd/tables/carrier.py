@@ -6,6 +6,7 @@ they were sent, as those of a connection are.
 """
 
 import collections
+import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,27 +20,19 @@ MESSAGE, _PART = "message", "part"
 ON_ITS_WAY, NEXT, WAITING, END = range(4)
 
 
+@dataclasses.dataclass(eq=False)
 class Message:
-  """A message between a worker and shards.
+  """A message between a worker and shards."""
 
-  Attributes:
-    waited: time that its parts have spent in queues of shards.
-  """
+  kind: str  # of the sender, as are the data and the number
+  way: str  # UP or DOWN
+  worker: int
+  sizes: dict[int, float]  # bytes of each part, by shard
+  data: list[bytes] = dataclasses.field(default_factory=list)
+  number: int = 0
+  parts: dict[int, MessagePart] = dataclasses.field(default_factory=dict)
 
-  def __init__(
-    self,
-    kind: str,
-    way: str,
-    worker: int,
-    sizes: Mapping[int, float],
-    data: list[bytes] | None = None,
-    number: int = 0,
-  ):
-    """Takes the bytes of each part by shard, what is said, and a number, which
-    are the sender's."""
-    self.kind, self.way, self.worker = kind, way, worker
-    self.sizes, self.data, self.number = dict(sizes), data or [], number
-    self.parts: dict[int, MessagePart] = {}  # by shard
+  def __post_init__(self):
     self.left = len(self.sizes)  # parts that are on their way
 
   @property

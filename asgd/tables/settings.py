@@ -177,9 +177,6 @@ def table(
       `sparse_logistic.sparse_logistic_regression`.
     optimizer: an `optimizers.Optimizer` by row at the server; None adds.
 
-  Returns:
-    TableSettings.
-
   Raises:
     ValueError: for a value out of its range, or of another model, and for what
       value_bounded cannot bound.

@@ -17,7 +17,7 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.tables import requests, wire
+from asgd.tables import wire
 from asgd.tables.division import Cuts
 from asgd.tables.messages import Rows
 from asgd.tables.requests import JOIN, MOVE, PULL, PUSH, Reply, Request
@@ -139,7 +139,7 @@ class TableShard:
   def _put(self, worker, rows: Rows):
     place = self._places[worker]
     if place.life >= 0 and not place.gone:
-      place.rows[place.sent] = requests.dump_rows(rows)
+      place.rows[place.sent] = wire.dump(rows)
       place.sent += 1
 
   def _pull(self, request):

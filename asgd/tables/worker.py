@@ -15,9 +15,10 @@ import numpy as np
 
 from asgd import base
 from asgd.tables import ranges as ranges_lib
-from asgd.tables import requests
+from asgd.tables import requests, wire
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
+from asgd.tables.messages import Rows
 from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
 from asgd.tables.settings import TableSettings, Work
@@ -91,7 +92,7 @@ class TableWorker:
     are `behind` were sent before the shard had its last message."""
     client = self._clients[shard]
     for data in self.mail.open(shard, upto):
-      rows = requests.load_rows(data)
+      rows = Rows(*wire.load(data))
       (client.take_behind if behind else client.take)(rows)
       self._clocks[shard] = rows.clock
 
