@@ -16,7 +16,8 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import words as words_lib
-from asgd.problems.problem import Evaluation, Keyed, Problem, of_data
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
 
 _TESTED = 4000  # pairs of the test part
 _PROBE = 256  # pairs
@@ -112,10 +113,13 @@ def skip_gram(
     probe = pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
     return batches, probe, max(len(data.train) // size, 1)
 
-  return of_data(
+  return lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),
     guess=float((1 + negatives) * np.log(2)),  # of products that are 0
-    keyed=Keyed(_keys, _localise),
+    keyed=lib.keyed(
+      lambda batch: {"inner": (batch[0], True), "outer": (batch[1], True)},
+      lambda batch, inner, outer: (inner, outer),
+    ),
   )
 
 
@@ -147,23 +151,6 @@ def _drawing(data, window, negatives, power):
     return tokens[at], outer.astype(np.int32)
 
   return pairs
-
-
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
-  """The rows of each table that a batch of pairs needs."""
-  return {
-    name: np.unique(words).astype(np.int64)
-    for name, words in zip(("inner", "outer"), batch, strict=True)
-  }
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for tables of those rows alone."""
-  inner, outer = (
-    np.searchsorted(keys[name], words).astype(np.int32)
-    for name, words in zip(("inner", "outer"), batch, strict=True)
-  )
-  return inner, outer
 
 
 def _products(params, batch):

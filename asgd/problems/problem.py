@@ -51,6 +51,39 @@ class Keyed(NamedTuple):
   localise: Callable[[base.Batch, Any], base.Batch]
 
 
+def keyed(
+  rows: Callable[[base.Batch], Mapping[str, tuple[np.ndarray, Any]]],
+  replace: Callable[..., base.Batch],
+) -> Keyed:
+  """Returns which rows of a dict of tables a batch needs.
+
+  Args:
+    rows: batch -> by table, int[...] rows and bool[...] which of them count, or
+      True.
+    replace: (batch, for each table int32[...], places among the rows that are
+      needed, 0 where none counts) -> batch.
+  """
+
+  def parts(batch):
+    for name, (numbers, counts) in rows(batch).items():
+      yield name, numbers, np.broadcast_to(counts, numbers.shape)
+
+  def keys(batch):
+    return {
+      name: np.unique(numbers[counts]).astype(np.int64)
+      for name, numbers, counts in parts(batch)
+    }
+
+  def localise(batch, keys):
+    places = {
+      name: np.where(counts, np.searchsorted(keys[name], numbers), 0)
+      for name, numbers, counts in parts(batch)
+    }
+    return replace(batch, **{k: x.astype(np.int32) for k, x in places.items()})
+
+  return Keyed(keys, localise)
+
+
 class Problem(NamedTuple):
   """Something to train, for one batch size.
 

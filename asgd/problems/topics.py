@@ -19,14 +19,8 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import documents as documents_lib
-from asgd.problems.problem import (
-  Evaluation,
-  Keyed,
-  Problem,
-  of_data,
-  spread,
-  totals,
-)
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
 
 _PROBE = 64  # documents
 _AT_ONCE = 500  # documents evaluated
@@ -106,11 +100,14 @@ def lda(
     counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
     return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
 
-  return of_data(
+  return lib.of_data(
     *(functools.partial(_batches, data), batch_size, init, model.loss),
     functools.partial(_evaluate, model, data),
     guess=float(np.log(size)),
-    keyed=Keyed(_keys, _localise),
+    keyed=lib.keyed(
+      _rows,
+      lambda batch, assignments, words, **_: (assignments, words, batch[2]),
+    ),
     updates=model.updates,
   )
 
@@ -142,29 +139,19 @@ def _batches(data, batch_size):
 
     return batch
 
-  rows = spread(n, _PROBE)
+  rows = lib.spread(n, _PROBE)
   probe = rows.astype(np.int32), data.train_words[rows]
   return batches, (*probe, data.train_lengths[rows]), max(n // batch_size, 1)
 
 
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
   """The rows of each table that a batch of documents needs."""
   docs, words, lengths = batch
-  valid = np.arange(words.shape[1]) < lengths[:, None]
   return {
-    "assignments": np.unique(docs[lengths > 0]).astype(np.int64),
-    "totals": np.zeros(1, np.int64),
-    "words": np.unique(words[valid]).astype(np.int64),
+    "assignments": (docs, lengths > 0),
+    "totals": (np.zeros(1, int), True),
+    "words": (words, np.arange(words.shape[1]) < lengths[:, None]),
   }
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for tables of those rows alone; what is no word is word 0."""
-  docs, words, lengths = batch
-  valid = np.arange(words.shape[1]) < lengths[:, None]
-  docs = np.where(lengths > 0, np.searchsorted(keys["assignments"], docs), 0)
-  words = np.where(valid, np.searchsorted(keys["words"], words), 0)
-  return docs.astype(np.int32), words.astype(np.int32), lengths
 
 
 class _Model:
@@ -264,7 +251,7 @@ def _evaluate(model, data, params) -> Evaluation:
   phi = model.shares(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
   score = functools.partial(model.completion, phi)
-  total, count = totals(score, arrays, _AT_ONCE).tolist()
+  total, count = lib.totals(score, arrays, _AT_ONCE).tolist()
   loss = total / count
   measure = float("nan")
   if data.topics is not None:
