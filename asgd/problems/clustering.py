@@ -71,7 +71,12 @@ def k_means(
   )
   checks.whole("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
-    _check_finite(part, examples)
+    bad = ~np.isfinite(examples).all(1)
+    if bad.any():
+      raise ValueError(
+        f"example {int(np.argmax(bad))} of the {part} part is not finite"
+        f" ({int(bad.sum())} of {len(examples)}): leave it out"
+      )
 
   def init(key):
     first = jax.random.choice(key, len(train), (clusters,), replace=False)
@@ -93,15 +98,6 @@ def k_means(
     guess=guess,
     updates=_updates,
   )
-
-
-def _check_finite(part, examples):
-  bad = ~np.isfinite(examples).all(1)
-  if bad.any():
-    raise ValueError(
-      f"example {int(np.argmax(bad))} of the {part} part is not finite"
-      f" ({int(bad.sum())} of {len(examples)}): leave it out"
-    )
 
 
 def centres(params: jax.Array) -> jax.Array:

@@ -167,26 +167,22 @@ class _Model:
     words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
     return (words + self._beta) / (totals + self._size * self._beta)
 
-  def _nats(self, params, batch):
-    """The mean loss of words, given the topics of their documents."""
+  def loss(self, params, batch: base.Batch, key):
+    """Returns the mean loss of words, given the topics of their documents."""
+    del key
     docs, words, lengths = batch
     of_docs, valid = self._of_docs(params["assignments"][docs], lengths)
     of_docs += self._alpha
     theta = of_docs / of_docs.sum(1, keepdims=True)
     phi = self.shares(params["words"][words], params["totals"][0])
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
-    return losses.sum() / valid.sum()
+    return losses.sum() / valid.sum(), losses_lib.Aux(())
 
   def _of_docs(self, z, lengths):
     """The topics of documents, float[B, T], and which places are words."""
     valid = jnp.arange(z.shape[1]) < lengths[:, None]
     ones = jax.nn.one_hot(z, self._topics) * valid[..., None]
     return ones.sum(1), valid
-
-  def loss(self, params, batch: base.Batch, key):
-    """The loss of a Problem, of topics as they are."""
-    del key
-    return self._nats(params, batch), losses_lib.Aux(())
 
   def updates(self, params, batch: base.Batch, key):
     """Samples the topic of each word once; returns what that changes."""

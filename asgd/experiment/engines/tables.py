@@ -77,12 +77,8 @@ class TablePlan(outcomes.OutcomePlan):
 
   @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
-    return {
-      name: np.arange(len(rows))
-      for name, rows in self.split(
-        jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
-      ).items()
-    }
+    like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
+    return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
   @functools.cached_property
   def _step(self):
