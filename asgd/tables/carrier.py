@@ -1,7 +1,7 @@
 """Messages between workers and shards on their way, and what else is to come.
 
 A message has a part for each shard that it concerns, and has come when all of
-them have; those of one worker, in one direction, are told in the order in which
+them have; those of one worker, in one direction, come in the order in which
 they were sent, as those of a connection are.
 """
 
@@ -15,8 +15,8 @@ from asgd.orders.network import Links, MessagePart, Network
 
 UP, DOWN = "up", "down"  # to the shards, and from them
 MESSAGE, _PART = "message", "part"
-# What happens at the same time happens in this order: what is on its way, who
-# has ended a job, who waits, and the ends of jobs.
+# Events of the same time happen in this order: messages on their way, workers
+# that have ended a job, workers that wait, and ends of jobs.
 ON_ITS_WAY, NEXT, WAITING, END = range(4)
 
 
@@ -66,11 +66,11 @@ class Carrier:
   def __init__(self, network: Network, workers: int):
     """Starts at time 0 with nothing to come."""
     self.links, self.now = Links(network, workers), 0.0
-    # (time, which first, who first, number, what, of whom)
+    # (time, rank, order among those that wait, number, kind, of which)
     self._heap: list[tuple[float, int, int, int, str, Any]] = []
     self._last: Any = None  # which was popped
     self._count = self._sent = 0
-    self._messages: dict[int, Message] = {}  # that nobody was told of
+    self._messages: dict[int, Message] = {}  # that have not been popped
     self._streams: dict[tuple[str, int], collections.deque[int]] = (
       collections.defaultdict(collections.deque)
     )

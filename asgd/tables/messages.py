@@ -1,6 +1,6 @@
 """Messages between clients and the server: plain data.
 
-A list of keys that the receiver has seen is told by its digest (key caching);
+A list of keys that the receiver has seen is sent as its digest (key caching);
 values may be a packet of a codec instead of an array.
 """
 
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class KeyCache:
-  """One side's memory of lists of keys; sender and receiver, told the same
+  """One side's memory of lists of keys; sender and receiver, given the same
   lists in the same order, remember the same.
 
   Example:

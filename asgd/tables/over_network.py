@@ -129,7 +129,7 @@ class OverNetwork(Jobs):
   # The worker.
 
   def _start(self, worker):
-    """A worker goes on to its next job, if it has one and may."""
+    """A worker starts its next job, if it has one and may."""
     place, rules = self._places[worker], self._settings.rules
     place.waits = False
     if place.started == self._jobs:
@@ -148,7 +148,7 @@ class OverNetwork(Jobs):
     request = Request(PULL, worker, 0, 0, 0, clock, tables=stale)
     self._places[worker].up += request_bytes(stale)
     parts = [(name, each, 8 * len(each)) for name, each in stale.items()]
-    # Those that have none of its rows know what it lacks by its values.
+    # Shards without its rows, too, send those that lack too much.
     sizes = self._sizes(
       parts, self._shards if self._settings.rules.by_value else self._of(stale)
     )

@@ -38,7 +38,7 @@ class Orders(NamedTuple):
 
 
 class Replayed(NamedTuple):
-  """What a run came to."""
+  """The result of a run."""
 
   tables: dict[str, np.ndarray]  # whole
   records: list[list[tuple[float, JobRecord]]]  # of each worker: (time, record)
@@ -97,7 +97,7 @@ class _Holder:
         return message._replace(records=mine)
     raise _apart(
       f"holder {self.worker.mail.life} of worker {self.worker.worker} sends a"
-      " message again that nobody made"
+      " message again that no holder made"
     )
 
   def _keep(self, message):

@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-  """What a worker hears of a request."""
+  """A shard's answer to a request."""
 
   number: int  # of the request; -1: another holder has the place
   rows: list[tuple[int, bytes]]  # (number, Rows), perhaps some of them again

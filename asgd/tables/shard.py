@@ -1,7 +1,7 @@
 """A shard of tables that orders requests by itself: no clock, no files.
 
-Its record is the order of what it did: a row for each JOIN (another holder has
-the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
+Its record is the order of its operations: a row for each JOIN (another holder
+has the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
 with the worker, and the number of the request as `seq`; and for each MOVE
 (ranges of keys went to other shards). The same requests in the same order give
 the same bits: so a shard that was killed is built again from an image and the
@@ -26,7 +26,7 @@ from asgd.tables.server import TableServer
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
 }
-EXPELLED = Reply(-1, [])  # told one whose place another holder has
+EXPELLED = Reply(-1, [])  # for a worker whose place another holder has
 
 
 @dataclasses.dataclass
@@ -71,7 +71,7 @@ class TableShard:
   # Deciding.
 
   def is_old(self, request: Request) -> bool:
-    """Whether it is of one who has lost the place."""
+    """Whether its worker has lost the place."""
     place = self._places[request.worker]
     return place.gone or request.life < place.life
 
@@ -130,7 +130,7 @@ class TableShard:
     place.version = self.server.version
 
   def leave(self, worker: int) -> None:
-    """A worker goes for good: nobody waits for it."""
+    """Removes a worker for good: no other waits for it."""
     place = self._places[worker]
     self._places[worker] = _Place(place.life, place.done, gone=True)
     if len(self.server.workers) > 1 and self.server.leave(worker):

@@ -40,7 +40,7 @@ class TableTicket(NamedTuple):
   oldest: int  # clocks that the oldest row lacked
   # What the worker has computed of it:
   loss: float = math.nan
-  norm: float = math.nan  # RMS of what it writes
+  norm: float = math.nan  # RMS of its updates
 
 
 class SimulatedTableWorker:
@@ -75,7 +75,7 @@ class SimulatedTableWorker:
 
 
 class Read(NamedTuple):
-  """A job's read, told to an observer: what tests of a model look at."""
+  """A job's read, for an observer: tests of a model check it."""
 
   row: int  # of the trace
   worker: int
@@ -105,7 +105,7 @@ class Jobs:
     observe: Callable[[Read], None] | None = None,
   ):
     """Starts from tables, arrays [K, ...] by name, for so many jobs, a multiple
-    of the workers; `observe` is told each read."""
+    of the workers; `observe` is called with each read."""
     if messages % workers:
       raise ValueError(
         f"{messages} messages are not the same number for each of {workers}"
@@ -176,7 +176,7 @@ class Jobs:
   # Running.
 
   def advance(self, until: int) -> int:
-    """Goes on until so many jobs have ended; returns how many have. ValueError
+    """Simulates until so many jobs have ended; returns their number. ValueError
     for an update that is not finite: its job has not ended then."""
     if not self._begun:
       self._begun = True
@@ -343,7 +343,7 @@ def request_bytes(keys: Mapping[str, Keys]) -> int:
 class Simulation(Jobs):
   """A run of tables.
 
-  Job j of the run is that of worker j modulo N, whoever comes first.
+  Job j of the run is that of worker j modulo N, in any order.
 
   Example:
     Two workers add their numbers to a row; the bound is 1, and the fast worker

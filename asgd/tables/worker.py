@@ -4,7 +4,7 @@ clock, no files.
 It has a client for each shard. The rows of shards that are there as a job
 begins decide all that follows, which rows it asks for among it. So its record
 has their number, for each shard (the column `totals` of SEND and KEEP rows),
-written before anybody is asked for anything.
+written before the job asks any shard.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -25,7 +25,7 @@ from asgd.tables.settings import TableSettings, Work
 
 _NOT_KNOWN = float("nan")
 
-# What a holder yields: requests that must be answered before it goes on.
+# What a holder yields: requests that must be answered before its next step.
 Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
 
@@ -107,15 +107,15 @@ class TableWorker:
     begun: Callable[[JobRecord], None] = lambda record: None,
     done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
-    """Takes the place, and goes on after the last message that all shards have
+    """Takes the place, and resumes after the last message that all shards have
     of it; or that some have, if it is there to be sent to the others.
 
     Args:
       left: returns the message of a holder before with which so many jobs are
         done, with the records of those jobs that were not received by all, one
         at least; None if there is no such message.
-      begun: is told of each of these jobs before anything is sent.
-      done: is told of the record of each once all shards have its updates.
+      begun: is called with each of these jobs before anything is sent.
+      done: is called with the record of each once all shards have its updates.
     """
     shards = range(self._division.shards)
     yield {shard: self.mail.ask(shard, JOIN) for shard in shards}
@@ -161,9 +161,9 @@ class TableWorker:
     return self.done >= (division.version + 1) * every
 
   def divide(self, cuts: Cuts) -> None:
-    """Goes on with other ranges of keys, all rows that shards sent having come:
-    they are taken, and what it has of rows goes with them to the clients of
-    their shards."""
+    """Takes other ranges of keys. All rows that shards sent must be here: they
+    are taken, and copies and updates of rows move to the clients of their new
+    shards."""
     for shard in range(self._division.shards):
       self.take(shard, self.mail.there(shard))
     before, self._division = self._division, self._division.next(cuts)
@@ -193,10 +193,10 @@ class TableWorker:
     """Does the next job.
 
     Args:
-      begun: is told whether rows have to be asked for: SEND or KEEP.
-      done: is told of the record of each job whose updates all shards have.
+      begun: is called with SEND if rows have to be asked for, else KEEP.
+      done: is called with the record of each job whose updates all shards have.
       change: what becomes of a gradient; faults are there.
-      sends: is told of each message before any shard is.
+      sends: is called with each message before any shard has it.
 
     Raises:
       ValueError: for an update that is not finite; nothing is sent then.
@@ -268,7 +268,7 @@ class TableWorker:
 
   def _answered_push(self, records, shards):
     """Takes what came with the answers of some shards to a push; returns its
-    records, of which the last is told of what it changed."""
+    records, the last with the size of the change."""
     for shard in shards:
       self.take(shard, self.mail.replies[shard].upto, behind=True)
     *before, last = records
