@@ -1,11 +1,11 @@
 """A shard of tables that orders requests by itself: no clock, no files.
 
 Its record is the order of its operations: a row for each JOIN (another holder
-has the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
-with the worker, and the number of the request as `seq`; and for each MOVE
-(ranges of keys went to other shards). The same requests in the same order give
-the same bits: so a shard that was killed is built again from an image and the
-requests since, and the whole run by a replay (`tables.replay`).
+has the place), SEND (it answered a pull), RECEIVE (it applied a push) and
+LEAVE, with the worker, and the number of the request as `seq`; and for each
+MOVE (ranges of keys went to other shards). The same requests in the same order
+give the same bits: so a shard that was killed is built again from an image and
+the requests since, and the whole run by a replay (`tables.replay`).
 """
 
 import dataclasses
