@@ -339,7 +339,7 @@ class LaneRun:
     kept, aux = box.pop((KEPT, *at))
     start = whole.now()
     if whole.how.recompute[stage]:
-      kept = compiled.forward(params, *kept)[2]
+      kept = compiled.kept(params, *kept)
     if op.kind == INPUT:
       box[KEPT, *at] = kept, aux
       gx, box[HALF, *at] = compiled.input(params, kept, gy)

@@ -45,6 +45,7 @@ class Stage(NamedTuple):
   the weights, `gy` and `gx` are gradients of the floating leaves of y and x."""
 
   forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
+  kept: Callable[..., Any]  # params, x, extra -> kept, without y
   backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
   input: Callable[..., Any]  # params, kept, gy -> gx, half
   weight: Callable[..., Any]  # params, kept, half -> gradient
@@ -85,9 +86,12 @@ def _compile(fn, tree, *leaves):
     _check_same("extra", extra, given[1])
     return compute(params, x, extra)
 
-  functions = forward, backward, *_split(backward, params, kept, floating(y))
+  def again(params, x, extra):
+    return compute(params, x, extra)[2]
+
+  halves = _split(backward, params, kept, floating(y))
   size = sum(s.size * s.dtype.itemsize for s in kept)
-  return Stage(*map(jax.jit, functions), size, y)
+  return Stage(*map(jax.jit, (forward, again, backward, *halves)), size, y)
 
 
 def _check_same(name, actual, wanted):
