@@ -7,18 +7,17 @@ averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 Every recipe takes the learning rate and the number of workers, then its
 options. Docstrings refer to these as the shared options:
 
-  learning_rate  eta, positive, or a schedule over the server's updates. Where
-                 workers or peers take steps, it is the rate of these steps,
-                 and the schedule of a peer counts the peer's updates;
-  workers        N, or the number of peers, from 2;
-  momentum       gamma, in [0, 1): v <- gamma v + g; params <- params - eta v,
-                 so that v does not contain the learning rate. It is the
-                 momentum of those steps;
-  weight_decay   0 or more: weight_decay * params is added to a gradient, by the
-                 server with the server's parameters, after any compensation and
-                 before the momentum; by workers and peers with their own;
-  optimizer      any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
-                 has its own momentum and weight decay.
+- `learning_rate`: eta, positive, or a schedule over the server's updates. Where
+  workers or peers take steps, it is the rate of these steps, and the schedule
+  of a peer counts the peer's updates;
+- `workers`: N, or the number of peers, from 2;
+- `momentum`: gamma, in [0, 1): v <- gamma v + g; params <- params - eta v, so
+  that v does not contain the learning rate. It is the momentum of those steps;
+- `weight_decay`: 0 or more: weight_decay * params is added to a gradient, by
+  the server with the server's parameters, after any compensation and before the
+  momentum; by workers and peers with their own;
+- `optimizer`: any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
+  has its own momentum and weight decay.
 
 A value out of its range raises ValueError when the recipe is built, and so does
 a momentum or a weight decay beside an optimizer.

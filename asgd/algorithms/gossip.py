@@ -3,10 +3,10 @@
 Each peer has its own parameters and optimizer. A job is one batch, and an epoch
 is one pass over the data in total over all peers. Two options are shared:
 
-  topology  a name of `asgd.gossip.topologies`, a dict of a name and its
-            options, or a Topology; W are its weights;
-  codec     a name of `asgd.compression.CODECS`, a dict of a name and its
-            options, or a Codec. None sends all.
+- `topology`: a name of `asgd.gossip.topologies`, a dict of a name and its
+  options, or a Topology; W are its weights;
+- `codec`: a name of `asgd.compression.CODECS`, a dict of a name and its
+  options, or a Codec. None sends all.
 """
 
 from collections.abc import Mapping

@@ -336,7 +336,9 @@ def fedasync(
     learning_rate, workers, weight_decay, optimizer: shared options.
     steps: batches of a job.
     mixing: alpha, in (0, 1].
-    discount, decay, grace: s, a and b, as of `transforms.make_discount`.
+    discount: name of s, as of `transforms.make_discount`.
+    decay: a, as there.
+    grace: b, as there.
     proximal: rho, 0 or more, of rho / 2 ||x - x_sent||^2 added to the local
       loss.
 

@@ -137,18 +137,9 @@ class EncoderHead(nn.Module):
 
 
 def bert(
-  classes: int,
-  *,
-  vocabulary: int,
-  depth: int = 2,
-  width: int = 128,
-  heads: int = 2,
-  hidden: int | None = None,
-  context: int = 128,
-  kinds: int = 2,
-  pooling: str = "mean",
-  epsilon: float = 1e-12,
-  dropout: float = 0.0,
+  classes: int, *, vocabulary: int, depth: int = 2, width: int = 128,
+  heads: int = 2, hidden: int | None = None, context: int = 128, kinds: int = 2,
+  pooling: str = "mean", epsilon: float = 1e-12, dropout: float = 0.0,
 ) -> Layers:
   """A BERT that classifies: EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
 
@@ -249,8 +240,8 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   def fill(number, shapes):
     leaves = traverse_util.flatten_dict(shapes, sep=".")
     filled = {}
-    for path, leaf in leaves.items():
-      module, _, kind = path.rpartition(".")
+    for path in sorted(leaves, reverse=True):  # kernels before biases
+      leaf, (module, _, kind) = leaves[path], path.rpartition(".")
       source = _TENSORS.get(module or path)
       if source is None:  # the classifier
         continue

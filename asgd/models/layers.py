@@ -103,13 +103,8 @@ def _remembered(fn, layer, *arguments):
 
 
 def apply(
-  layers: Layers | Model,
-  params: optax.Params,
-  x: jax.Array,
-  *,
-  train: bool = False,
-  key: jax.Array | None = None,
-  first: int = 0,
+  layers: Layers | Model, params: optax.Params, x: jax.Array, *,
+  train: bool = False, key: jax.Array | None = None, first: int = 0,
 ) -> tuple[jax.Array, optax.Params]:
   """Runs the layers, or the slice of them that is one stage.
 

@@ -4,8 +4,8 @@ A `Durations` gives each worker an endless stream of positive times. Streams
 are functions of the seed and the worker alone, so adding a worker leaves the
 times of the others as they were. Two options are shared:
 
-  mean  positive, in any unit of time;
-  seed  0 or more.
+- `mean`: positive, in any unit of time;
+- `seed`: 0 or more.
 
 Each maker raises ValueError for a value out of its range.
 """
@@ -211,13 +211,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
 
 
 def bursts(
-  mean: float = 1.0,
-  *,
-  seed: int = 0,
-  variation: float = 0.1,
-  slowdown: float = 5.0,
-  every: float = 100.0,
-  length: float = 10.0,
+  mean: float = 1.0, *, seed: int = 0, variation: float = 0.1,
+  slowdown: float = 5.0, every: float = 100.0, length: float = 10.0,
 ) -> Durations:
   """Transient stragglers: each worker is slow for a few batches now and then.
 

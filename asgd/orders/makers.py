@@ -8,17 +8,17 @@ stored, and obeyed by any engine. `asgd.orders.trace` shows one.
 Jobs are numbered in the order of the sends: every arrival consumes the next
 batch, and an epoch is one pass in total over all workers. Shared options:
 
-  durations    how long each job of the N workers takes; times of the trace have
-               their unit;
-  workers      N;
-  messages     RECEIVE rows; the last one ends the trace, with what is received
-               together with it where a round is (`backup_workers`). Up to
-               N depth - 1 tickets are open at the end;
-  depth        tickets that a worker may hold; 2 fetches while it computes. Its
-               message on the way is not in the parameters that it fetches;
-  fetch_every  jobs done on one ticket (Downpour's n_fetch);
-  warm_start   messages of one worker alone, which holds one ticket, before all
-               of them start on the parameters of that moment, at equal clocks.
+- `durations`: how long each job of the N workers takes; times of the trace have
+  their unit;
+- `workers`: N;
+- `messages`: RECEIVE rows; the last one ends the trace, with what is received
+  together with it where a round is (`backup_workers`). Up to N depth - 1
+  tickets are open at the end;
+- `depth`: tickets that a worker may hold; 2 fetches while it computes. Its
+  message on the way is not in the parameters that it fetches;
+- `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
+- `warm_start`: messages of one worker alone, which holds one ticket, before all
+  of them start on the parameters of that moment, at equal clocks.
 
 Each maker raises ValueError for a value out of its range, and for a last round
 that is not whole.
@@ -36,14 +36,8 @@ from asgd.orders.trace import Event, from_events
 
 
 def stale_synchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  bound: float,
-  cache: bool = False,
-  depth: int = 1,
-  fetch_every: int = 1,
+  durations: Durations, *, workers: int, messages: int, bound: float,
+  cache: bool = False, depth: int = 1, fetch_every: int = 1,
   warm_start: int = 0,
 ) -> base.Trace:
   """Stale synchronous parallel: no worker is further ahead than a bound.
@@ -93,24 +87,14 @@ def stale_synchronous(
     >>> orders.staleness(trace).tolist()
     [0, 0, 2, 0]
   """
-  rules = protocol.Rules(
-    bound=bound,
-    cache=cache,
-    depth=depth,
-    fetch_every=fetch_every,
-    warm_start=warm_start,
-  )
+  counts = dict(depth=depth, fetch_every=fetch_every, warm_start=warm_start)
+  rules = protocol.Rules(bound=bound, cache=cache, **counts)
   return played(rules, durations, workers, messages)
 
 
 def asynchronous(
-  durations: Durations,
-  *,
-  workers: int,
-  messages: int,
-  depth: int = 1,
-  fetch_every: int = 1,
-  warm_start: int = 0,
+  durations: Durations, *, workers: int, messages: int, depth: int = 1,
+  fetch_every: int = 1, warm_start: int = 0,
 ) -> base.Trace:
   """Every worker starts again as soon as its message is received.
 
@@ -376,13 +360,8 @@ def _rules(
 
 
 def start(
-  name: str,
-  durations: Durations,
-  *,
-  workers: int,
-  network: Network | None = None,
-  sizes: Sizes | None = None,
-  **kwargs,
+  name: str, durations: Durations, *, workers: int,
+  network: Network | None = None, sizes: Sizes | None = None, **kwargs
 ) -> Play:
   """Starts the order of a protocol over a network, to be made event by event.
 

@@ -208,13 +208,8 @@ def most_seconds(
 
 
 def partitioned(
-  phases: Sequence[Phase],
-  network: Network,
-  *,
-  flops: float,
-  mean: float = 1.0,
-  variation: float = 0.1,
-  seed: int = 0,
+  phases: Sequence[Phase], network: Network, *, flops: float, mean: float = 1.0,
+  variation: float = 0.1, seed: int = 0,
 ) -> Durations:
   """A job takes as long as a step of a model that is divided among machines.
 

@@ -82,14 +82,9 @@ class Play:
   """
 
   def __init__(
-    self,
-    rules: protocol.Rules,
-    streams: Sequence[Iterator[float]],
-    comes: Sequence[float] | None = None,
-    *,
-    jobs: int | None = None,
-    network: Network | None = None,
-    sizes: Sizes | None = None,
+    self, rules: protocol.Rules, streams: Sequence[Iterator[float]],
+    comes: Sequence[float] | None = None, *, jobs: int | None = None,
+    network: Network | None = None, sizes: Sizes | None = None,
   ):
     workers = len(streams)
     self.rows: list[Event] = []

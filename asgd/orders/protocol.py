@@ -251,17 +251,15 @@ class Dispatcher:
         kind.append((last, worker, seq))
     missing = self.rules.round - self._in_round
     chosen = sorted(late)  # dropped by the server: their round is over
-    if len(current) >= missing or not self._more_to_come():
-      chosen += sorted(current)[:missing]
-    return [(worker, seq) for _, worker, seq in chosen]
-
-  def _more_to_come(self):
-    return (
+    more_to_come = (
       self.jobs is None
       or self._next_job < self.jobs
       or any(self._again.values())
       or self._copies.awaited(self._arrived)
     )
+    if len(current) >= missing or not more_to_come:
+      chosen += sorted(current)[:missing]
+    return [(worker, seq) for _, worker, seq in chosen]
 
   def grants(self, now: float) -> list[Grant]:
     """Starts all jobs that may start now, in rounds over the workers."""
@@ -380,9 +378,8 @@ class Dispatcher:
   def _take_job(self, worker):
     if lost := self._lost_jobs(worker):
       return lost[0]
-    if self.jobs is not None and self._next_job >= self.jobs:
-      return None
-    return self._next_job
+    all_started = self.jobs is not None and self._next_job >= self.jobs
+    return None if all_started else self._next_job
 
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
@@ -430,8 +427,10 @@ class Dispatcher:
     if counts:
       self._places[event.worker].finished += 1
       self.received += 1
-      if self.received == self.rules.warm_start:
-        self._level()
+      if self.received == self.rules.warm_start:  # all clocks are the worker's
+        most = max(place.finished for place in self._places.values())
+        for place in self._places.values():
+          place.finished, place.on_ticket = most, 0
       self._in_round += current
       if self._in_round == self.rules.round:
         self._round += 1
@@ -442,12 +441,6 @@ class Dispatcher:
       return  # another worker does it, or has done it
     self._granted -= current
     heapq.heappush(self._lost_jobs(event.worker), ticket.job)
-
-  def _level(self):
-    """Ends the warm start: all clocks are that of its worker, and all fetch."""
-    most = max(place.finished for place in self._places.values())
-    for place in self._places.values():
-      place.finished, place.on_ticket = most, 0
 
   @property
   def rows(self) -> int:

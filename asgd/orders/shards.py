@@ -43,13 +43,8 @@ class _Ways:
 
 
 def out_of_step(
-  rules: protocol.Rules,
-  durations: Durations,
-  delays: Durations | None = None,
-  *,
-  workers: int,
-  messages: int,
-  shards: int,
+  rules: protocol.Rules, durations: Durations, delays: Durations | None = None,
+  *, workers: int, messages: int, shards: int,
 ) -> list[base.Trace]:
   """Plays a protocol whose server is in shards, each with its own order.
 

@@ -29,12 +29,8 @@ GRADIENTS, UPDATES = AVERAGES = "gradients", "updates"
 
 def gap_aware(
   optimizer: optax.GradientTransformation,
-  learning_rate: optax.ScalarOrSchedule,
-  *,
-  average: str | None = None,
-  weight_decay: float = 0.0,
-  decay: float = 0.999,
-  eps: float = 1e-8,
+  learning_rate: optax.ScalarOrSchedule, *, average: str | None = None,
+  weight_decay: float = 0.0, decay: float = 0.999, eps: float = 1e-8,
 ) -> base.Transform:
   """Gap-Aware: an optimizer that counts a gradient less, the larger its gap.
 

@@ -621,27 +621,3 @@ def test_a_recipe_that_contradicts_itself_is_refused():
   local = algorithms.build("easgd", 0.1, 2)
   with pytest.raises(ValueError, match="would ignore its `at_worker`"):
     local._replace(at_worker=optax.trace(0.9)).make_worker(quadratic)
-
-
-@pytest.mark.parametrize(
-  ("name", "kwargs", "message"),
-  [
-    ("downpour", dict(push_every=0), "push_every must be"),
-    ("downpour", dict(fetch_every=0), "fetch_every must be"),
-    ("downpour", dict(local_rate=0.0), "local_rate must be a positive"),
-    ("downpour", dict(optimizer="adem"), "'adem'; did you mean 'adam'"),
-    ("model_averaging", dict(steps=0), "steps must be"),
-    ("easgd", dict(steps=1.5), "steps must be"),
-    ("easgd", dict(moving_rate=1.5), "moving_rate must be in"),
-    ("diloco", dict(outer_rate=0.0), "outer_rate must be a positive"),
-    ("diloco", dict(outer_momentum=1.0), "momentum must be in"),
-    ("fedasync", dict(mixing=1.5), "mixing .alpha. must be in"),
-    ("fedasync", dict(discount="hing"), "did you mean 'hinge'"),
-    ("fedasync", dict(decay=-1.0), "decay .a. must be a positive"),
-    ("fedasync", dict(discount="hinge", grace=-1), "grace .b. must be"),
-    ("fedasync", dict(proximal=-1.0), "proximal strength must be"),
-  ],
-)
-def test_values_out_of_range_are_refused(name, kwargs, message):
-  with pytest.raises(ValueError, match=message):
-    algorithms.build(name, 0.1, 2, **kwargs)
