@@ -1,8 +1,7 @@
 """Training from a script: one's own loss, parameters and data, in one call.
 
-Each function here makes an experiment of one cell out of objects, and trains it
-as `asgd.experiment` trains those of configs: the same engines, run loop, folder
-and checkpoints. So it can be stopped and called again, and replayed.
+Each function makes an experiment of one cell from objects, and trains it as
+`asgd.experiment` trains configs, so it can be stopped, resumed and replayed.
 """
 
 import contextlib

@@ -18,15 +18,13 @@ WORKDIR/
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
   report.html            all of it on one page
 
-When a cell is finished that could be trained again to the same bits, its files
-become one, cell.npz: a zip file of columns of records, which `numpy.load` reads
-by their names, and of the other files as they were. A live cell keeps its files
-beside the traces from which it is replayed, which real time made.
+The files of a finished cell become one, cell.npz: a zip file of the columns of
+records, which `numpy.load` reads by their names, and of the other files. A live
+cell, which cannot be trained again to the same bits, keeps its files.
 
-The same command with the same folder goes on where it stopped. Runs, numbers of
-workers and seeds may be added to an experiment that has begun; anything else
-makes it another experiment, which needs another folder. Each cell is locked by
-the process that trains it, so several may work on one experiment.
+The same command with the same folder resumes. Runs, numbers of workers and
+seeds may be added; any other change needs another folder. The process that
+trains a cell locks it, so several processes may train one experiment.
 """
 
 import contextlib
@@ -96,11 +94,10 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment, holding config.json: `workdir`
-  unless it holds something else (FolderError), or without one the newest of
-  runs/NAME-001, -002, ... with this very experiment, or the next. A folder that
-  this user may only read is left as it is: its finished cells can be looked
-  at."""
+  """Finds or makes the folder of an experiment, with config.json: `workdir`
+  unless it holds something else (FolderError), or the newest of runs/NAME-001,
+  -002, ... with this experiment, or the next. A read-only folder is left as it
+  is, and its finished cells can be read."""
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
@@ -248,9 +245,8 @@ def _numbered(root, name, wanted) -> Path:
 def hold_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
-  """Holds the folder of a cell while it is trained, and writes cell.json;
-  raises CellInUse if another process holds it, FolderError if what is there to
-  go on from is of another experiment."""
+  """Locks the folder of a cell and writes cell.json; raises CellInUse if
+  another process holds it, FolderError if it is of another experiment."""
   safe_files.make_folder(place)
   with locked(place / ".lock"):
     run = experiment.runs[cell.label]
@@ -345,9 +341,8 @@ _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
 
 def _read_result(place, written=None):
-  """Returns (result, None, ""), or (None, a file, what is wrong with it): it is
-  gone, was changed, or is not of the experiment whose config.json has been
-  `written`."""
+  """Returns (result, None, ""), or (None, a file, its fault): gone, changed, or
+  not of the experiment whose config.json is `written`."""
   path = place / CELL
   if path.is_dir():
     return None, path, "is a folder"
@@ -394,13 +389,10 @@ def fault(place: Path) -> str | None:
 def finished_result(
   place: Path, *, repeatable: bool = True
 ) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished, and whose files are all what
-  a run of this experiment wrote, else None: it is to be trained.
-
-  Raises FolderError if it ended, a file was changed since or is of another
-  experiment, and the cell is not `repeatable`, as a live run; and if something
-  is in the way of the file that is to be written.
-  """
+  """Returns the result of a finished cell whose files are all as a run of this
+  experiment wrote them, else None. FolderError if a cell that is not
+  `repeatable`, as a live one, ended and was changed or is of another
+  experiment, or if a folder is in the place of its file."""
   result, wrong, why = _read_result(place, _experiment_of(place))
   if wrong and wrong.is_dir():
     raise FolderError(
@@ -440,9 +432,8 @@ def faults(workdir: Path) -> list[str]:
 
 
 def incomplete(workdir: Path, names: Sequence[str]) -> str:
-  """Says which of these cells have no valid result in a folder, and why the
-  first one has none; else which ended with fewer messages than they were asked
-  for, because workers or peers exited; "" if all are whole."""
+  """Says which of these cells have no valid result, and why the first has none;
+  else which lack messages because workers or peers exited; "" if none."""
   places = [workdir / "cells" / name for name in names]
   results = {place: finished_result(place) for place in places}
   absent = [place for place, result in results.items() if result is None]

@@ -1,9 +1,9 @@
 """All cells of an experiment: one after the other, or several at once.
 
-What a cell computes is a function of the config and its seed. So processes of
-this machine, tasks of a Ray cluster, or commands on several machines with one
-results folder may share them, and come to the same bits. Where seconds are a
-result (live runs, pipelines, meshes), cells are trained one by one at the end.
+A cell is a function of the config and its seed. So processes of this machine,
+tasks of a Ray cluster, or commands on several machines with one results folder
+may share cells, with the same bits. Cells whose seconds are a result (live
+runs, pipelines, meshes) are trained one by one at the end.
 """
 
 import collections

@@ -143,8 +143,7 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   A run that several folders have is named with its folder.
 
   Returns:
-    What there is to say: the table, which cells are not in it, and where all
-    of it is.
+    Text: the table, the cells that are not in it, and the paths.
 
   Raises:
     ValueError: for a folder of no experiment, without a finished cell, or given

@@ -14,12 +14,9 @@ from asgd.experiment import checks, schema
 def override(
   config: schema.Config, overrides: Mapping[str, Any], engines: schema.Engines
 ) -> dict[str, Any]:
-  """Applies the dotted keys of a command line, in its order, to a config.
-
-  Another name for a model, an order, durations or an optimizer drops the
-  arguments that the config has for the old one; so does another schedule or
-  recipe of a run.
-  """
+  """Applies the dotted keys of a command line, in its order, to a config. A new
+  name of a model, an order, durations, an optimizer, or of a run's schedule or
+  recipe drops the arguments of the old one."""
   config, keys = schema.as_dict(config), schema.sections(engines)
   # Names first, so that arguments of the new name survive in any order.
   selecting = {"name", "engine", "recipe", "schedule"}

@@ -1,7 +1,5 @@
-"""HTML of a report, by the template page.html: one file that needs no network
-and no other file. What comes from outside (names of runs, paths, configs,
-warnings) is escaped by the template, and stays text whatever it holds.
-"""
+"""HTML of a report, by the template page.html: one file that needs no other and
+no network. The template escapes all text (names, paths, configs, warnings)."""
 
 import base64
 import json

@@ -1,7 +1,6 @@
 """The budget of a cell in batches, and its learning rate in updates.
 
-Epochs and examples of a config become updates here, by what an update of the
-engine is made of.
+Epochs and examples of a config become updates of the engine.
 """
 
 from typing import Any
@@ -29,9 +28,8 @@ def schedule(
   steps: int = 1,
 ) -> Any:
   """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is made of so many `batches`, a message of
-  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
-  key."""
+  to `peak` in the warm-up; an update is of so many `batches`, a message of
+  `steps`. ValueError, naming the key, for drops inside the warm-up."""
   section = run.config["learning_rate_schedule"]
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)

@@ -1,7 +1,7 @@
 """The order of a run with a server: its protocol, and whether it fits.
 
-The protocol is that of `config.order`, unless the recipe was made for another;
-`asgd.orders` draws an order of it, a live run keeps its rules.
+The protocol is that of `config.order`, unless the recipe has its own.
+`asgd.orders` draws an order; a live run keeps the rules.
 """
 
 import math
@@ -74,9 +74,9 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
 def of_run(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
-  """Returns name and options of a run's protocol: that of its config or, of a
-  recipe made for one of its own, of the recipe. A warm start of some epochs is
-  one of as many messages. ValueError names the key that does not fit."""
+  """Returns name and options of a run's protocol: that of its recipe if it has
+  one, else of its config, with a warm start in messages. ValueError names the
+  key that does not fit."""
   order = _of_recipe(run, recipe)
   if _WARM_EPOCHS not in order:
     return order

@@ -1,8 +1,7 @@
-"""The order of a simulated cell: made before it, or while it is obeyed.
+"""The order of a simulated cell: made before it, or while it is simulated.
 
-Over a network an order depends on how many bytes messages and tickets have. If
-a codec makes them, that depends on what is in them, so that the order is made
-as far as messages are known, and no further.
+Over a network an order depends on the bytes of messages and tickets. With a
+codec these depend on the content, so the order is made as messages are.
 """
 
 import functools

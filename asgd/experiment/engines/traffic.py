@@ -143,9 +143,8 @@ compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 
 def columns(plan: Any, records: base.Records) -> dict[str, Any]:
-  """Returns the columns of a result that tell of its traffic: the bytes, and
-  how many times as many they would be without the codec, at a message and the
-  parameters for each job."""
+  """Returns the columns of a result with its bytes up and down, and how many
+  times more there are without codecs (a message and parameters for a job)."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   dense = wire.layout(params).nbytes * len(records.loss)
   row = {}
@@ -162,9 +161,8 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
 def lost(
   plan: Any, journal: Sequence[Event], records: base.Records
 ) -> dict[str, float]:
-  """Returns what codecs had kept to send later, at workers that left while
-  messages were to come: a column with the root of the sum of squares of their
-  RMS; nothing without a codec."""
+  """Returns a column with the residuals that codecs of workers held when they
+  left early, the root of the sum of squares of their RMS; {} without one."""
   if plan.run.config["compress"] is None:
     return {}
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
