@@ -27,11 +27,7 @@ from asgd.experiment.engines.table_clusters import LiveTables
 from asgd.experiment.schema import Run
 from asgd.live.append_only import PUT_BACK, check_rows
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import (
-  check_count,
-  count_records,
-  records_path,
-)
+from asgd.live.records import check_count, count_records, records_path
 from asgd.live.slots import check_room
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
