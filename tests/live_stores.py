@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from asgd import base, simulator, wire
-from asgd.live.server.threads import Stores
+from asgd.live.shard import ShardStore
 from asgd.live.slots import WrongSlot
 
 
@@ -94,10 +94,6 @@ class Sink:
     pass
 
 
-def make_stores(count, **columns):
-  """Stores of so many shards; those that are given are of a run before."""
-  fresh = Stores(
-    *([make() for _ in range(count)] for make in (Memory, Journal, Sink)),
-    images=[None] * count,
-  )
-  return fresh._replace(**columns)
+def make_store(**fields):
+  """An empty store of a shard, but for the given fields."""
+  return ShardStore(Memory(), Journal(), Sink())._replace(**fields)

@@ -10,8 +10,8 @@ loop fetches, and two threads beside it compute and write messages
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -45,6 +45,19 @@ def is_finite(message: Any, loss: float) -> bool:
       for x in jax.tree.leaves(message)
     ]
   return bool(np.isfinite(sums).all() and np.isfinite(loss))
+
+
+class Reach(NamedTuple):
+  """What an incarnation of a worker has of the run around it."""
+
+  link: WorkerLink  # to all shards
+  # Returns each shard's slots; called when all shards are connected.
+  memories: Callable[[], Sequence[Any]]
+  clock: Callable[[], float]  # in seconds
+  wait: Callable[[float], None]  # blocks for some seconds
+  script: Script
+  span: Callable[[Span], None] | None  # takes the spans of jobs
+  close: Callable[[], None]  # writes what is left, and disconnects
 
 
 class _OpenJob:
@@ -108,32 +121,22 @@ class WorkerLoop:
     self,
     worker: int,
     duty: Duty,
-    link: WorkerLink,
-    memories: list[Any],
+    reach: Reach,
     *,
-    clock: Callable[[], float],
-    faults: Script,
     life: int = 0,
     patience: float = 5.0,
-    wait: Callable[[float], None] = lambda seconds: None,
-    span: Callable[[Span], None] | None = None,
   ):
-    """The clock tells seconds since the run began; `life` counts the loops that
-    were started at the place before; what was not answered for `patience`
-    seconds is said again; `wait` lets seconds go by, for a worker that is to be
-    slow; `span` is told of each stretch of time."""
-    self._life = life
-    self._worker, self._duty, self._link = worker, duty, link
-    self._memories, self._clock = memories, clock
-    self._patience, self._wait = patience, wait
-    self._slowdown = duty.factor(worker)
-    self._faults, self._span = faults, span or (lambda span: None)
-    self.draining = False
+    """`life` counts the loops that were started for the worker before; what was
+    not answered for `patience` seconds is sent again."""
+    self._worker, self._duty, self._life = worker, duty, life
+    self._reach, self._patience = reach, patience
+    self._memories = list(reach.memories())
+    self._shards = range(len(self._memories))
     self._lease = Lease()
+    self._tenure = _Tenure(len(self._memories), duty.hold())
+    self._stages: Stages | None = None  # with `Duty.overlap`
+    self.draining = False
     self._drain_said = False
-    self._shards = range(len(memories))
-    self._tenure = _Tenure(len(memories), duty.hold())
-    self._stages: Stages | None = None
 
   def drain(self) -> None:
     """Asks the loop to end after what it has begun."""
@@ -142,7 +145,7 @@ class WorkerLoop:
 
   def wake(self) -> None:
     """Makes the loop look around, if it waits for a shard."""
-    self._link.wake()
+    self._reach.link.wake()
 
   def revoke(self) -> None:
     """Takes the place away: when this returns, the loop writes to no slot any
@@ -155,7 +158,7 @@ class WorkerLoop:
     place."""
     if not self._duty.overlap:
       return self._run()
-    stages = Stages(self._compute, self._write_message, self._link.wake)
+    stages = Stages(self._compute, self._write_message, self.wake)
     with stages as self._stages:
       return self._run()
 
@@ -174,7 +177,7 @@ class WorkerLoop:
       heard = None
       try:
         ready = self._stages.ready if self._stages else bool(running)
-        heard = self._link.hear(0.0 if ready else self._patience)
+        heard = self._reach.link.hear(0.0 if ready else self._patience)
       except Disconnected as error:
         self._reconnect(error.shard)
       if heard:
@@ -194,20 +197,21 @@ class WorkerLoop:
 
   def _say(self, shard, frame):
     if self._lease.revoked:
-      return  # it has no place to speak for
+      return  # another worker speaks for the worker index
     try:
-      self._link.say(shard, frame)
+      self._reach.link.say(shard, frame)
     except Disconnected:
       self._reconnect(shard)
 
   def _reconnect(self, shard):
-    """Waits for a shard that is being replaced, and says everything again."""
-    said = self._clock()
-    while not self._link.connect(shard) and not self._lease.revoked:
-      if shard and self._clock() - said > _SIGN_OF_LIFE:
-        said = self._clock()
+    """Waits for a shard that is being replaced, and repeats everything."""
+    link, clock = self._reach.link, self._reach.clock
+    said = clock()
+    while not link.connect(shard) and not self._lease.revoked:
+      if shard and clock() - said > _SIGN_OF_LIFE:
+        said = clock()
         with contextlib.suppress(Disconnected):  # there is time for that
-          self._link.say(0, self._hello(flag=1))
+          link.say(0, self._hello(flag=1))
     self._repeat((shard,))
 
   def _hello(self, flag=0):
@@ -216,19 +220,19 @@ class WorkerLoop:
     return said._replace(flag=flag)
 
   def _repeat(self, shards):
-    """Says to shards again what they have not answered."""
-    tenure = self._tenure
+    """Sends to shards again what they have not answered."""
+    tenure, link = self._tenure, self._reach.link
     for shard in () if self._lease.revoked else shards:
       if shard and tenure.number < 0:
         continue
       try:
-        self._link.say(shard, self._hello())
+        link.say(shard, self._hello())
         if shard and not self._duty.consistent:
           for job in tenure.jobs.values():
             if shard not in job.tickets and 0 in job.tickets:
-              self._link.say(shard, self._fetch_frame(job))
+              link.say(shard, self._fetch_frame(job))
         for frame in list(tenure.unacked[shard].values()):
-          self._link.say(shard, frame)
+          link.say(shard, frame)
       except Disconnected:
         return  # `hear` will notice
 
@@ -264,7 +268,7 @@ class WorkerLoop:
     it would take what follows for the same holder's."""
     while not self._lease.revoked:
       try:
-        self._link.say(0, bye)
+        self._reach.link.say(0, bye)
         return
       except Disconnected:
         self._reconnect(0)
@@ -286,7 +290,7 @@ class WorkerLoop:
       return
     job = tenure.jobs.get(frame.seq)
     if job is None:
-      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._clock())
+      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._reach.clock())
       if shard == 0 and not self._duty.consistent:
         for other in self._shards[1:]:
           self._say(other, self._fetch_frame(job))
@@ -311,9 +315,9 @@ class WorkerLoop:
 
   def _begin(self, job):
     tenure, duty = self._tenure, self._duty
-    self._faults.before_work(self._worker, job.seq)
-    job.started = self._clock()
-    self._span(Span("fetch", job.began, job.started, job.seq, job.job))
+    self._reach.script.before_work(self._worker, job.seq)
+    job.started = self._reach.clock()
+    self._span("fetch", job.began, job.started, job)
     parts = self._parts(job)
     if parts is None:
       return
@@ -358,7 +362,7 @@ class WorkerLoop:
   def _compute(self, task):
     """The second stage: does a job, in its thread."""
     _, job, _, _ = task
-    job.started = self._clock()
+    job.started = self._reach.clock()
     with self._duty.on_device(self._worker):
       self._work(*task)
     jax.block_until_ready(job.result)
@@ -366,8 +370,9 @@ class WorkerLoop:
 
   def _slow_down(self, job):
     """Makes a job take as long as a slow worker's does, from its start."""
-    clock, wait = self._clock, self._wait
-    pace.slow_down(self._slowdown, job.started, clock=clock, wait=wait)
+    clock, wait = self._reach.clock, self._reach.wait
+    factor = self._duty.factor(self._worker)
+    pace.slow_down(factor, job.started, clock=clock, wait=wait)
     job.computed = clock()
 
   def _finish(self):
@@ -381,16 +386,20 @@ class WorkerLoop:
     else:
       job = tenure.running.popleft()
       said = self._write_message((tenure, job))
-    self._span(Span("compute", job.started, job.computed, job.seq, job.job))
+    self._span("compute", job.started, job.computed, job)
     if said:
       self._hand_in(job, said)
+
+  def _span(self, name, start, end, job):
+    if self._reach.span:
+      self._reach.span(Span(name, start, end, job.seq, job.job))
 
   def _write_message(self, task) -> Frame | None:
     """The third stage: waits for a job's message and writes it to its slots;
     returns what is to be said of it, None if its tickets have died."""
     tenure, job, *_ = task
     message, loss = job.result
-    message = self._faults.message(self._worker, job.seq, message)
+    message = self._reach.script.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if job.computed is None:
       self._slow_down(job)
@@ -416,7 +425,7 @@ class WorkerLoop:
         self._push(shard, frame)
       else:
         self._tenure.for_lead[job.seq] = frame
-    self._span(Span("push", job.computed, self._clock(), job.seq, job.job))
+    self._span("push", job.computed, self._reach.clock(), job)
 
   def _slots_of(self, job):
     return zip(
@@ -439,5 +448,6 @@ class WorkerLoop:
 
   def _push(self, shard, frame):
     self._tenure.unacked[shard][frame.seq] = frame
-    for push in [frame] if shard else self._faults.frames(self._worker, frame):
+    script = self._reach.script
+    for push in [frame] if shard else script.frames(self._worker, frame):
       self._say(shard, push)

@@ -97,4 +97,4 @@ class HostedShard:
 
 
 def _flush(shard):
-  shard.state.flush()
+  shard.state.messages.flush()

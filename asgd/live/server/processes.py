@@ -29,8 +29,9 @@ from asgd.live.links.remote import RayLink, Sessions
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.profile import Profile
 from asgd.live.server.hosted_shard import HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
-from asgd.live.shard import Shard
+from asgd.live.server.hosted_worker import HostedWorker
+from asgd.live.shard import Shard, ShardStore
+from asgd.live.worker import Reach
 
 
 class ReachableShard(HostedShard):
@@ -105,13 +106,15 @@ class ShardMaker(NamedTuple):
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
-    shard = Shard(
-      *(index, setup, steps, state),
+    store = ShardStore(
       site.open_memory(index, *like, state),
       journal.FileJournal(journal.journal_path(site.run, index)),
       records.FileSink(records.records_path(site.run, index)),
+      self.image,
+    )
+    shard = Shard(
+      *(index, setup, steps, state, store),
       now=inside.clock(),
-      image=self.image,
       resumed=self.resumed,
     )
     lead = site.socket(0) if index and setup.consistent else None
@@ -174,6 +177,7 @@ class WorkerMaker(NamedTuple):
       link,
       memories,
       inside.clock,
+      inside.wait,
       self._script(inside, functools.partial(faults_lib.append_fault, run)),
       functools.partial(spans.SpanWriter(run), self.worker),
       link.close,  # shards notice at once that it has left
@@ -189,6 +193,7 @@ class WorkerMaker(NamedTuple):
       link,
       lambda: link.memories,
       clock,
+      inside.wait,
       self._script(inside, notes.fault),
       notes.span,
       notes.close,

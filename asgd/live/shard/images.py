@@ -13,7 +13,7 @@ from asgd.orders.trace import Event, Ledger
 
 def snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory, in place of the log before it."""
-  state.flush()
+  state.messages.flush()
   tickets = *state.tickets.values(), *state.kept.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
   memory, first = state.slots.memory, state.slots.counts.messages
@@ -28,8 +28,8 @@ def describe(state: ShardState) -> dict[str, Any]:
   params, slot = slots.published or (None, -1)
   return {
     "rows": state.rows,
-    "received": state.received,
-    "records": state.sink.count,
+    "received": state.messages.count,
+    "records": state.messages.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
     # Of tickets of a memory that was lost; the lead will call them lost, too.
     "without_params": sorted(
@@ -53,7 +53,7 @@ def _open_tickets(state, ledger, intact, without_params=()):
   """Takes over the tickets that a journal leaves open, and its counts."""
   without_params = set(map(tuple, without_params))
   state.rows = ledger.rows
-  state.received = len(ledger.received) + ledger.undone
+  state.messages.count = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
   state.joined = dict(ledger.holders)
   state.tickets = {
@@ -105,7 +105,7 @@ def reopen(
   """Takes over the tickets that are open where the journal ends, after the rows
   since the image that `restore` took, without the messages that were received
   since: returns whether there are any."""
-  before, tickets = state.received, state.tickets
+  before, tickets = state.messages.count, state.tickets
   _open_tickets(state, ledger, intact)
   for key in tickets.keys() & state.tickets.keys():
     ticket = state.tickets[key]._replace(base=tickets[key].base)
@@ -125,4 +125,4 @@ def reopen(
     [t.params for t in (*state.tickets.values(), *state.kept.values())],
     [t.message for t in state.tickets.values()],
   )
-  return state.received > before
+  return state.messages.count > before

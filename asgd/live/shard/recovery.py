@@ -7,15 +7,46 @@ updates since are lost, though they were acknowledged, and a ROLLBACK row says
 so in the trace.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import base
-from asgd.live.append_only import ANEW, GO_ON
+from asgd import base, safe_files
+from asgd.live import slots
+from asgd.live.append_only import ANEW, GO_ON, writing
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.setup import Setup
 from asgd.live.shard import images
 from asgd.live.shard.role import Role
 from asgd.live.slots import DamagedSnapshot, WrongSlot
 from asgd.orders import trace
 from asgd.orders.trace import NO_SEQ, Event, Ledger
+
+
+def agree(setup: Setup, run: Path, memory: Path) -> bool:
+  """Returns whether the shards of a run resume from their memory, as far as
+  they have to agree on that. To be called before they are opened.
+
+  All shards of a consistent run follow one order. If one has lost its memory,
+  or the snapshot in it, all roll back to the images of one checkpoint, which
+  are of the same row, and the followers take over the lead's journal.
+
+  Raises:
+    ValueError: for a journal that cannot be read, or written.
+  """
+  if not setup.consistent or setup.shards == 1:
+    return True
+  folders = [Path(memory) / f"shard-{i}" for i in range(setup.shards)]
+  paths = [journal_path(run, index) for index in range(setup.shards)]
+  counts = [len(read_journal(path)) for path in paths]
+  if all(map(slots.is_usable, folders, counts)):
+    return True
+  for folder in folders:
+    slots.disown(folder)
+  content = paths[0].read_bytes() if paths[0].exists() else b""
+  for path in paths[1:]:
+    with writing(path):
+      safe_files.write(path, content)
+  return False
 
 
 class Rollback(NamedTuple):
@@ -108,13 +139,14 @@ def _obey(role, events, start):
   if state.setup.log and not start.replaced:
     before = start.image[1]["records"] if start.image else 0
     again = sum(event.action == base.RECEIVE for event in events[rows:])
-    state.sink.truncate(before + again)
-    state.recorded = state.sink.count - before
+    state.messages.sink.truncate(before + again)
+    state.messages.recorded = state.messages.sink.count - before
     for event in events[rows:]:
       state.obey(event)
     return ledger, False
   lost_updates = images.reopen(state, events[rows:], ledger, start.intact)
-  state.sink.truncate(state.received)  # if it is the trace that was cut
+  # If it is the trace that was cut.
+  state.messages.sink.truncate(state.messages.count)
   return ledger, lost_updates
 
 
@@ -179,7 +211,7 @@ def _too_short(name, events, what, rows):
 
 def _check_fit(state, name, ledger, start):
   """Checks that an image is of this journal, and that its records are there."""
-  meta, memory, sink = start.image[1], state.slots.memory, state.sink
+  meta, memory, sink = start.image[1], state.slots.memory, state.messages.sink
   tickets = sorted(
     [*event.key, event.job]
     for tickets in ledger.open.values()

@@ -12,7 +12,7 @@ come from one thread.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,6 +32,16 @@ from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
 
 
+class ShardStore(NamedTuple):
+  """What outlives a shard."""
+
+  memory: SharedMemory
+  journal: FileJournal
+  sink: FileSink
+  # (state, meta) of a checkpoint, for when the memory is lost.
+  image: tuple[Any, Any] | None = None
+
+
 class Shard:
   """One shard. The lead (index 0) also decides which worker starts what."""
 
@@ -41,20 +51,16 @@ class Shard:
     setup: Setup,
     steps: simulator.Steps,
     server: base.ServerState,
-    memory: SharedMemory,
-    journal: FileJournal,
-    sink: FileSink,
+    store: ShardStore,
     *,
     now: float,
-    image: tuple[Any, Any] | None = None,
     resumed: bool = False,
   ):
     """Starts, or comes back to where the journal ends. Raises ValueError if the
-    journal, the memory and the image do not fit together.
+    parts of the store do not fit together.
 
     The server's state is that before the first row, and donated; the memory has
-    slots as `slot_counts` says; `now` is in seconds since the run began. The
-    image, (state, meta) of a checkpoint, is for when the memory is lost. Of a
+    slots as `slot_counts` says; `now` is in seconds since the run began. Of a
     run that is resumed no worker and no other shard is alive.
     """
     self.index, self.setup = index, setup
@@ -66,17 +72,17 @@ class Shard:
       jobs=setup.jobs,
       consistent=setup.consistent,
     )
-    slots = SlotTable(memory, slot_counts(setup))
-    self.state = ShardState(setup, steps, server, slots, sink)
+    slots = SlotTable(store.memory, slot_counts(setup))
+    self.state = ShardState(setup, steps, server, slots, store.sink)
     roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](index, self.state, journal, now)
+    self.role = roles[min(index, 1)](index, self.state, store.journal, now)
     self._saved = now  # when the last snapshot was due
     self._paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to tell
-    self.rollback = recovery.recover(self.role, image, resumed=resumed)
-    self.state.lost.clear()  # it was told
-    memory.adopt()
+    self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
+    self.state.messages.lost.clear()  # it was told
+    store.memory.adopt()
     self.role.committed = self._committed
     # An image that is to be kept at a row: (rows, the image once it is there).
     self._kept: tuple[int, tuple[Any, Any] | None] | None = None
@@ -207,7 +213,7 @@ class Shard:
 
   def tick(self, now: float) -> None:
     """Looks at the deadlines; to be called now and then."""
-    self.state.flush()
+    self.state.messages.flush()
     if not self.setup.log and now - self._saved > self.setup.snapshot_seconds:
       images.snapshot(self.state)
       self._saved = now
@@ -217,9 +223,9 @@ class Shard:
   def image(self) -> tuple[Any, Any]:
     """Returns (state, meta) for a checkpoint, as plain data, when the journal
     and the records that it builds on are safe from a loss of power."""
-    self.state.flush()
+    self.state.messages.flush()
     self.role.journal.sync()
-    self.state.sink.sync()
+    self.state.messages.sink.sync()
     state = jax.tree.map(np.array, self.state.server)
     return state, images.describe(self.state)
 
@@ -238,11 +244,12 @@ class Shard:
 
   def status(self) -> dict[str, Any]:
     """Returns how it goes, as plain data; each expelled worker once."""
-    self.state.flush()
+    messages = self.state.messages
+    messages.flush()
     expelled, self._expelled = self._expelled, []
     news, self._news = [*self._news, *self._losses()], []
     return {
-      "received": self.state.received,
+      "received": messages.count,
       "rows": self.state.rows,
       "stopped": self.stopped,
       "busy": bool(self.state.tickets),
@@ -252,13 +259,14 @@ class Shard:
       "news": news,
       "refused": self.role.refused,
       "rollback": self.rollback,
-      "kept_params": sorted(self.state.kept_params),
+      "kept_params": sorted(messages.kept_params),
     }
 
   def _losses(self):
     """What is to be told of workers that have left; of several shards, that of
     the lead's part."""
-    lost, self.state.lost = self.state.lost, []
+    messages = self.state.messages
+    lost, messages.lost = messages.lost, []
     for worker, norm in () if self.index else lost:
       yield (
         f"worker {worker} has left, and with it what its codec had kept to send"

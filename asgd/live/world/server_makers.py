@@ -15,9 +15,10 @@ from asgd.live.hosts import Inside, Make
 from asgd.live.hosts.base import SHARD
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.server.hosted_shard import HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
+from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import Shard
+from asgd.live.shard import Shard, ShardStore
+from asgd.live.worker import Reach
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.run import World, WorldScript
 from asgd.live.world.storage import Memory
@@ -85,13 +86,15 @@ class WorldMakers:
     state = simulator.start(training.server, training.parts[index])
     journal_path = journal.journal_path(world.folder, index)
     records_path = records.records_path(world.folder, index)
-    shard = Shard(
-      *(index, training.setup, training.steps, state),
+    store = ShardStore(
       self._memory(index, *training.duty.shares()[index], state),
       journal.FileJournal(journal_path, disk=disk),
       records.FileSink(records_path, disk=disk),
+      self._images[index],
+    )
+    shard = Shard(
+      *(index, training.setup, training.steps, state, store),
       now=inside.clock(),
-      image=self._images[index],
       resumed=resumed,
     )
     lead = self._path(0) if index and training.setup.consistent else None
@@ -131,8 +134,10 @@ class WorldMakers:
         memory.shard = functools.partial(self._living, index)
       return opened
 
-    script = WorldScript(world)
-    return Reach(link, memories, inside.clock, script, None, link.close)
+    return Reach(
+      *(link, memories, inside.clock, inside.wait),
+      *(WorldScript(world), None, link.close),
+    )
 
   def close(self) -> None:
     """Nothing is left to be ended."""

@@ -15,7 +15,7 @@ from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS
-from asgd.live.worker import WorkerLoop
+from asgd.live.worker import Reach, WorkerLoop
 
 LONG = 60.0  # seconds until what must happen is taken not to
 
@@ -89,6 +89,16 @@ class Link:
     self._box.put(None)
 
 
+def make_loop(duty, link, memory, span=None):
+  wait = lambda seconds: None  # noqa: E731
+  script = Script((), kill=lambda: None, wait=wait)
+  reach = Reach(
+    *(link, lambda: [memory], lambda: 0.0, wait),
+    *(script, span, lambda: None),
+  )
+  return WorkerLoop(0, duty, reach, patience=LONG)
+
+
 def run(fail=None):
   """Runs a loop in which job 1 is computed while job 0 is pushed and job 2 is
   fetched, or nothing goes on; returns (link, memory, spans)."""
@@ -113,14 +123,7 @@ def run(fail=None):
     depth=3,
     overlap=True,
   )
-  script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  loop = WorkerLoop(
-    *(0, duty, link, [memory]),
-    clock=lambda: 0.0,
-    faults=script,
-    patience=LONG,
-    span=spans.append,
-  )
+  loop = make_loop(duty, link, memory, spans.append)
   assert loop.run() == "stopped"
   return link, memory, spans
 
@@ -139,10 +142,7 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   memory, link = Memory(Events()), Link()
   params = memory[PARAMS, 0][0]
   duty = Duty(None, lambda params: 0, None, None, params, None, overlap=True)
-  script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  loop = WorkerLoop(
-    *(0, duty, link, [memory]), clock=lambda: 0.0, faults=script
-  )
+  loop = make_loop(duty, link, memory)
   job = worker_lib._OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._tenure

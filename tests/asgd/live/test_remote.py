@@ -163,7 +163,7 @@ def test_a_message_is_that_of_the_session_that_holds_the_place():
   assert [said.kind for said in heard(sessions, "stranger")] == [frames.EXPEL]
   with pytest.raises(frames.BadFrame, match="does not lie in slot"):
     tell(sessions, "holder", push)
-  assert bench.lead.state.received == 0
+  assert bench.received[0] == 0
 
 
 def test_frames_that_are_sent_together_are_one_answer():

@@ -12,7 +12,7 @@ from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
-from asgd.live.worker import WorkerLoop
+from asgd.live.worker import Reach, WorkerLoop
 
 ROOT = jax.random.key(0)
 
@@ -59,7 +59,15 @@ class Metrics(NamedTuple):
   loss: np.ndarray
 
 
-def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
+def loop(
+  heard,
+  shards=1,
+  *,
+  consistent=False,
+  loss=0.5,
+  wait=lambda seconds: None,
+  **options,
+):
   """A worker of so many shards, each of which has its parameters in slot 0."""
   params = {str(i): np.ones(2, np.float32) for i in range(shards)}
 
@@ -79,10 +87,11 @@ def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
     memory.write(PARAMS, 0, part, 7)
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  made = WorkerLoop(
-    *(0, duty, link, memories), clock=lambda: 0.0, faults=script, **options
+  reach = Reach(
+    *(link, lambda: memories, lambda: 0.0, wait),
+    *(script, None, lambda: None),
   )
-  return made, link, memories
+  return WorkerLoop(0, duty, reach, **options), link, memories
 
 
 def ticket(shard=0, seq=0):
@@ -159,12 +168,16 @@ def test_the_lead_gets_a_message_when_the_other_shards_have_theirs(
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_message_is_of_the_parameters_of_its_ticket(when):
   """The ticket has died, and its slot holds what others were sent."""
-  made, link, (memory,) = loop([WELCOME, ticket(), None, None, STOP])
+
+  def wait(seconds):
+    if when == "meanwhile":
+      memory.write(PARAMS, 0, params, 8)
+
+  heard = [WELCOME, ticket(), None, None, STOP]
+  made, link, (memory,) = loop(heard, wait=wait)
   params, _ = memory[PARAMS, 0]
   if when == "before":
     memory.write(PARAMS, 0, params, 8)
-  else:
-    made._wait = lambda seconds: memory.write(PARAMS, 0, params, 8)
   assert made.run() == "stopped"
   assert (MESSAGES, 3) not in memory
   assert not link.pushes()

@@ -200,7 +200,7 @@ def test_parameters_are_kept_for_evaluations():
   while hand.ready():
     hand.push()
     states.append(np.array(bench.server_state.params))
-  kept = bench.lead.state.kept_params
+  kept = bench.lead.state.messages.kept_params
   assert sorted(kept) == bench.lead.status()["kept_params"] == [2, 5]
   for received, params in kept.items():
     np.testing.assert_array_equal(params, states[received - 1])
@@ -264,10 +264,10 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
   for step, _ in enumerate(play_on):
     if step == 8:
       image, saved = bench.lead.image(), bits(bench.server_state)
-      row, received = bench.lead.state.rows, bench.lead.state.received
+      row, received = bench.lead.state.rows, bench.received[0]
     if step == 16:
       images.snapshot(bench.lead.state)
-      before = bench.lead.state.received
+      before = bench.received[0]
       bench.memories[0].damaged = True
       if resumed:
         bench.hands.clear()

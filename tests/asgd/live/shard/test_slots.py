@@ -25,7 +25,7 @@ def test_the_dead_of_a_round_do_not_use_up_the_slots():
     bench.tick(bench.setup.ladder.start)  # the others do not come
     for _ in range(7):
       hand.push()
-    assert bench.lead.state.received == 0
+    assert bench.received[0] == 0
     audit(bench.lead)
     hand.vanish()
   bench.finish()
