@@ -14,15 +14,8 @@ _WIDE = 32  # columns from which on rows are added up one after the other
 
 
 def scale_of(x: jax.Array, scale: str) -> jax.Array:
-  """Returns the size that signs of a leaf stand for.
-
-  Args:
-    x: float32[L].
-    scale: "one", 1; "mean", that of |x|; or "rms", ||x||_2 / sqrt(L).
-
-  Returns:
-    float32[].
-  """
+  """Returns float32[], the size that the signs of float32[L] stand for: 1
+  ("one"), the mean of |x| ("mean") or ||x||_2 / sqrt(L) ("rms")."""
   if scale == "one":
     return jnp.float32(1)
   sizes = jnp.abs(x)
@@ -133,9 +126,7 @@ def _columns(leaf: Any) -> int:
   return leaf.shape[-1] if len(leaf.shape) > 1 else 1
 
 
-def _encode_columns(
-  state: Any, x: jax.Array, key: jax.Array
-) -> tuple[Symbols, Any]:
+def _encode_columns(state, x, key):
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
   # Divided by a power of 2 before they are added up, so that no sum overflows.

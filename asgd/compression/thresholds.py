@@ -162,12 +162,7 @@ def _check(tau, residual_clip, clip_every):
   checks.whole("clip_every", clip_every)
 
 
-def _make(
-  first: float,
-  adapt: _Adapt | None,
-  residual_clip: float | None,
-  clip_every: int,
-) -> Codec:
+def _make(first, adapt, residual_clip, clip_every):
   """`adapt` makes the tau of a message of that of the last and its density;
   without it tau stays, and no density is counted."""
 
@@ -177,9 +172,7 @@ def _make(
       jnp.int32(0), jnp.float32(first), jnp.float32(jnp.nan)
     )
 
-  def encode(
-    state: ThresholdState, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, ThresholdState]:
+  def encode(state, tree, key):
     del key
     tau = state.tau
     if adapt is not None:

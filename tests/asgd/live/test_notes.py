@@ -8,7 +8,7 @@ import pytest
 from asgd.live.faults import Fault
 from asgd.live.hosts import Inside
 from asgd.live.links import notes
-from asgd.live.server.processes import ReachableShard
+from asgd.live.server.reachable_shard import ReachableShard
 from asgd.live.spans import Span, read_spans, spans_path
 
 AHEAD = 1000.0  # of the lead's clock, that of the worker
