@@ -21,19 +21,18 @@ def await_all(
   """Waits until all calls have ended, or a limit has passed.
 
   All parties were called before, so the time of each counts from the same
-  moment: one that is silent takes no time from the others.
+  moment: a silent one takes no time from the others.
 
   Args:
-    calls: what was asked, by party.
-    wait: (calls, seconds) -> those that have ended, once there is one or the
-      time is over.
+    calls: by party.
+    wait: (calls, seconds) -> ended calls, once there is one or time is over.
     clock: in seconds.
     limit: seconds after which a party counts as silent.
     name: of a party, for the user.
     say: is called with a line for the user, after 2 seconds.
 
   Returns:
-    The parties that are silent.
+    The silent parties.
 
   Example:
     >>> from asgd.live import answers

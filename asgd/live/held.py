@@ -1,8 +1,8 @@
-"""The parameters that a worker holds, where it is sent updates of them.
+"""The parameters of a worker that is sent updates of them.
 
-A ticket is the whole parameters, for a worker that is new, or the packed
-updates since the ticket before, which are decoded and added one after the
-other, as the shard added them: the same bits.
+A ticket is the whole parameters, for a new worker, or the packed updates since
+the ticket before, which the worker decodes and adds one after the other, as the
+shard added them: the same bits.
 """
 
 import functools
@@ -31,8 +31,8 @@ def compile_rebuild(codec: compression.Codec) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """Where updates are added: where shards add them. None: JAX's default, in a
-  process that was told to do without the CPU."""
+  """The device that adds updates, as at shards; None, JAX's default, in a
+  process without the CPU platform."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -40,7 +40,7 @@ def _cpu() -> jax.Device | None:
 
 
 class HeldParams:
-  """What one holder of a place was sent of each shard."""
+  """The parameters that one holder of a worker index was sent by each shard."""
 
   def __init__(self, codec: compression.Codec, parts: Sequence[Any]):
     """Holds nothing yet; `parts` are shapes and dtypes of each shard's
@@ -51,7 +51,7 @@ class HeldParams:
     self._versions = [-1] * len(parts)  # of them
 
   def warm_up(self) -> None:
-    """Compiles what adds an update, on updates of zeros."""
+    """Compiles the addition of an update, on zeros."""
     with jax.default_device(_cpu()):
       for packets in self._packets:
         jax.block_until_ready(self._rebuild(*packets.blank()))
@@ -59,7 +59,7 @@ class HeldParams:
   def take(self, shard: int, memory: Any, ticket: Frame) -> Any:
     """Returns a shard's part of a ticket, of arrays of its own. Raises
     WrongSlot if the ticket has died, OutOfStep, and BadCode for updates that do
-    not unpack; then nothing is changed."""
+    not unpack; then nothing changes."""
     version = self._versions[shard]
     if ticket.flag == frames.WHOLE:
       self._params[shard] = _copied(memory, ticket)
@@ -84,7 +84,7 @@ class HeldParams:
 
 
 def _copied(memory, ticket):
-  """The whole parameters, which stay as they are when their slot is reused."""
+  """The whole parameters, copied before their slot is reused."""
   stamp = int(ticket.value)
   params = jax.tree.map(np.array, memory.read(PARAMS, ticket.params, stamp))
   if memory.stamp(PARAMS, ticket.params) != stamp:
@@ -93,7 +93,7 @@ def _copied(memory, ticket):
 
 
 class _Packets:
-  """How updates of a shard's parameters are packed."""
+  """The packed form of updates of a shard's parameters."""
 
   def __init__(self, codec, part):
     weights = base.weights_of(part)  # codes are of these alone
@@ -109,8 +109,8 @@ class _Packets:
     return like, self._code().code
 
   def read(self, data):
-    """Returns the codes of a ticket, and the statistics that follow them; None
-    if none do. Raises BadCode."""
+    """Returns the codes of a ticket, and the statistics after them or None.
+    Raises BadCode."""
     codes, stats = [], None
     end = data.size
     if end and self._stats is not None:
