@@ -21,6 +21,7 @@ import warnings
 import zlib
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -51,19 +52,20 @@ TINY_RUN = {
 
 def close(actual, expected, *, rtol=0.0, atol=1e-12):
   """Asserts that two trees agree, leaf by leaf, within a tolerance."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
-    *(actual, expected),
-  )
+  chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
 def same(actual, expected):
-  """Asserts that two trees are equal to the bit, dtypes included."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-    assert np.asarray(a).dtype == np.asarray(b).dtype
-    np.testing.assert_array_equal(a, b)
+  """Asserts that two trees are equal, dtypes and shapes included."""
+  trees = jax.tree.map(np.asarray, (actual, expected))
+  chex.assert_trees_all_equal_dtypes(*trees)  # chex casts bfloat16 below
+  chex.assert_trees_all_equal(*trees, strict=True)
+
+
+def compiled_once(function):
+  """Returns a jitted function that may not be traced a second time."""
+  chex.clear_trace_counter()
+  return jax.jit(chex.assert_max_traces(function, n=1))
 
 
 def normal(*shape, seed=0):

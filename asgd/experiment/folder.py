@@ -12,7 +12,7 @@ WORKDIR/
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
   tensorboard/           the same rows as metrics.jsonl; of several seeds that
-                         are finished, their means (asgd.experiment.boards)
+                         are finished, their means (asgd.experiment.cell_log)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it

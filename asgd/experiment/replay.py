@@ -169,7 +169,7 @@ def replay(
   )
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
-  result, digest = _read_result(folder), storage.digest(computed.params)
+  result, digest = read_result(folder), storage.digest(computed.params)
   recorded = result.get("params_sha256")
   for key, value in computed.digests.items():
     if result.get(key) not in (None, value) and recorded in (None, digest):
@@ -188,8 +188,9 @@ def replay(
   )
 
 
-def _read_result(folder):
-  """Returns what result.json says, nothing if there is none."""
+def read_result(folder: Path) -> dict[str, Any]:
+  """Returns what result.json says, nothing if there is none; ValueError if it
+  was changed."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
   packed = storage.read_archive(folder / cell_files.CELL, path.name)

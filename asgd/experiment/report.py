@@ -10,7 +10,7 @@ import numpy as np
 
 from asgd import safe_files, text_table
 from asgd.experiment import (
-  boards,
+  cell_log,
   figure,
   folder,
   page,
@@ -346,7 +346,7 @@ def write(
   made = write_page(
     *(workdir, results, csv_rows, experiment.engines), **named
   )
-  boards.join(workdir, experiment, results)
+  cell_log.join(workdir, experiment, results)
   return (
     f"\n{text}\n"
     f"report       {made}\n"

@@ -6,7 +6,7 @@ import kit
 import pytest
 
 from asgd import experiment
-from asgd.experiment import event_file, folder, overlay, report
+from asgd.experiment import boards, folder, overlay, report
 from asgd.experiment.progress import Silent
 
 
@@ -132,7 +132,7 @@ def test_a_finished_cell_of_a_link_is_read_and_left_as_it_is(copied, tmp_path):
   assert contents(home) == before
 
 
-@pytest.mark.skipif(not event_file.is_available(), reason="no tensorboardX")
+@pytest.mark.skipif(not boards.is_available(), reason="no tensorboardX")
 def test_no_board_is_joined_through_a_link(copied, tmp_path):
   exp, workdir = copied
   home, cell = tmp_path / "home", exp.cells[0]

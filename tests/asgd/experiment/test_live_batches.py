@@ -9,7 +9,7 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment
-from asgd.experiment import comparison, live_memory, loop, replay
+from asgd.experiment import live_memory, loop, replay
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -72,8 +72,6 @@ def test_threads_come_to_the_bits_of_a_simulation(simulated, tmp_path):
   assert result["replaced"] == {"worker": 0, "shard": 0}
   assert replay.replay(place).recorded is not None
   assert replay.replay(place).same
-  with pytest.raises(ValueError, match="is of Sandblaster, whose"):
-    comparison.compare(place)
   again, _ = train(tmp_path)  # it is finished
   assert again["params_sha256"] == result["params_sha256"]
   assert live_memory.read(place) is None
