@@ -235,6 +235,13 @@ class Bench:
           hand.push()
     raise AssertionError("it does not come to an end")
 
+  def complete(self, *, some=False):
+    """Does all that is left to do, and checks the run; see `check_replay`."""
+    self.finish()
+    audit(self.lead)
+    self.check_once()
+    self.check_replay(some=some)
+
   def trace(self, index=0):
     return from_events(self.journals[index].events())
 

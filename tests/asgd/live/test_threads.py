@@ -670,15 +670,20 @@ def test_others_do_not_wait_for_one_that_hangs():
 
 def test_a_worker_that_was_only_slow_spoils_nothing():
   """Taken for dead, it comes back, and finds its place taken."""
-  finished(kit("dana_slim"), Rules(bound=2))
-  faults = [
-    Fault(1, 3, "slow", 1.2),
-    *(Fault(0, s, "slow", 0.1) for s in range(9)),
-  ]
-  run = finished(
-    *(kit("dana_slim"), Rules(bound=3)),
-    **dict(setup=dict(ladder=QUICK), faults=faults),
-  )
+  slow = dict(held=lambda worker, job: worker == 1)
+  with live(kit("dana_slim"), Rules(bound=3), **slow) as run:
+    run.gate.wait_for(1)
+    lead = run.makers.queues[0]
+    lead.put(lambda shard, now: shard.expel(1, now))
+
+    def replaced():
+      run.cluster.status()
+      run.cluster.check()
+      return run.cluster.replaced["worker"]
+
+    until(replaced, "another worker in its place")
+    run.gate.open()
+    drive(run.cluster)
   run.check()
   assert run.count(base.LOST) >= 1
 

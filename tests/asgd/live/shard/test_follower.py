@@ -213,8 +213,7 @@ def test_a_follower_takes_messages_in_the_order_in_which_they_come():
     ["receive 1:1", "receive 0:0"],
     ["receive 0:0", "receive 1:1"],
   ]
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 @pytest.mark.slow
@@ -263,9 +262,7 @@ def test_a_message_that_only_a_follower_received_is_replayed():
   assert bench.rows(1)[-1] == "receive 0:0"
   first.vanish()
   assert bench.rows(0)[-2:] == ["lost 0:0", "leave 0:0"]
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_what_a_refused_worker_hands_in_is_not_received():

@@ -73,8 +73,7 @@ def test_a_ticket_that_is_kept_says_so():
     *("ack 0", "ticket 1: job 1 kept v1"),
     *("ack 1", "ticket 2: job 2 v2"),
   ]
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 # Exactly once.
@@ -148,8 +147,7 @@ def test_who_comes_back_gets_its_tickets_again():
   assert [frame for _, frame in hand.heard[1:]] == tickets  # the same slots
   assert hand.listen()[0] == "welcome 0"
   assert bench.rows() == ["join 0:0", "send 0:0", "send 0:1"]
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_a_ticket_whose_message_is_there_is_not_sent_again():
@@ -393,9 +391,7 @@ def test_who_does_not_come_back_to_a_new_shard_is_given_up():
   assert bench.lead._expelled == [0]
   assert bench.lead.workers == [1]
   del bench.hands[0]
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_a_lead_that_comes_back_knows_how_long_jobs_take():
@@ -423,9 +419,7 @@ def test_a_lead_that_comes_back_knows_how_long_jobs_take():
   bench.join(0)
   bench.tick(40.0)
   assert bench.lead.role.watch.late == set()
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 # Messages of the dead.
