@@ -8,34 +8,36 @@ from asgd.live.shard import ShardStore
 from asgd.live.slots import WrongSlot
 
 
-class Memory:
-  """Slots that hold references, in place of a `SharedMemory`."""
+class Memory(dict):
+  """Slots that hold references, in place of a `SharedMemory`: (kind, slot) ->
+  (content, stamp)."""
 
   name = "memory"
   sends_updates = False
 
   def __init__(self):
+    super().__init__()
     self.fresh = False  # it is never lost while the journal is in memory
-    self._slots, self._snapshot = {}, None
+    self._snapshot = None
 
   def write(self, kind, slot, tree, stamp):
-    self._slots[kind, slot] = tree, stamp
+    self[kind, slot] = tree, stamp
 
   def read(self, kind, slot, stamp):
-    tree, written = self._slots[kind, slot]
+    tree, written = self[kind, slot]
     if written != stamp:
       raise WrongSlot(self.name, kind, slot)
     return tree
 
   def length(self, kind, slot):
-    tree, _ = self._slots[kind, slot]
+    tree, _ = self[kind, slot]
     return wire.layout(tree).nbytes
 
   def stamp(self, kind, slot):
-    return self._slots.get((kind, slot), (None, 0))[1]
+    return self.get((kind, slot), (None, 0))[1]
 
   def read_copy(self, kind, slot):
-    return self._slots[kind, slot][0]
+    return self[kind, slot][0]
 
   def save(self, tree, meta):
     self._snapshot = jax.tree.map(np.array, tree), meta

@@ -1,10 +1,9 @@
-"""A live worker: gets tickets, does the work, hands in messages.
+"""A live worker: receives tickets, does the work, hands in messages.
 
-The loop is the same in a thread and in a process of its own; a `WorkerLink`
-carries its frames. With more than one ticket (`Rules.depth`) the next job is
-started before the message of the last is handed in. With `Duty.overlap` the
-loop fetches, and two threads beside it compute and write messages
-(`asgd.live.overlap`).
+The loop is the same in a thread and in a process; a `WorkerLink` carries its
+frames. With more than one ticket (`Rules.depth`) the next job is started before
+the message of the last is handed in. With `Duty.overlap` the loop fetches, and
+two threads beside it compute and write messages (`asgd.live.overlap`).
 """
 
 import collections
@@ -32,9 +31,9 @@ _SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
 
 
 def is_finite(message: Any, loss: float) -> bool:
-  """Whether there is no NaN or infinity in a message of NumPy arrays: neither
-  goes away in a sum. One that overflows is taken for infinite, too. Of codes
-  the loss tells: it is NaN of what was not encoded."""
+  """Whether a message of NumPy arrays has no NaN or infinity: neither
+  disappears in a sum. A sum that overflows counts as infinite. For codes the
+  loss is NaN if the message was not encoded."""
   if isinstance(message, compression.Parts):
     return all(is_finite(part, loss) for part in message.parts)
   if isinstance(message, compression.Coded):
@@ -73,7 +72,7 @@ class _OpenJob:
 
 
 class _Tenure:
-  """What one holder of a place knows; the next one starts with another."""
+  """The state of one holder of a worker index; the next holder starts anew."""
 
   def __init__(self, shards: int, held: HeldParams | None, attempt: int = 0):
     self.attempt = attempt  # counts the holders that this loop was
@@ -90,12 +89,12 @@ class _Tenure:
 
   @property
   def unsettled(self) -> bool:
-    """Whether a message is not acknowledged by all shards."""
+    """Whether some shard has not acknowledged a message."""
     return bool(self.for_lead) or any(self.unacked)
 
 
 class Lease:
-  """The right of a place's holder to write to its slots."""
+  """The right of a holder to write to the slots of its worker index."""
 
   def __init__(self):
     self.revoked = False  # another worker has the place
@@ -107,7 +106,7 @@ class Lease:
       self.revoked = True
 
   def use(self, write: Callable[[], None]) -> bool:
-    """Writes; False, and nothing is written, once it was revoked."""
+    """Writes; after `revoke` it writes nothing and returns False."""
     with self._lock:
       if not self.revoked:
         write()
@@ -115,7 +114,7 @@ class Lease:
 
 
 class WorkerLoop:
-  """One holder of a place, and, if it is expelled, the next one as well."""
+  """One holder of a worker index, and, if it is expelled, the next one."""
 
   def __init__(
     self,
@@ -126,8 +125,8 @@ class WorkerLoop:
     life: int = 0,
     patience: float = 5.0,
   ):
-    """`life` counts the loops that were started for the worker before; what was
-    not answered for `patience` seconds is sent again."""
+    """`life` counts the earlier loops of the worker; what was not answered for
+    `patience` seconds is sent again."""
     self._worker, self._duty, self._life = worker, duty, life
     self._reach, self._patience = reach, patience
     self._memories = list(reach.memories())
@@ -139,23 +138,23 @@ class WorkerLoop:
     self._drain_said = False
 
   def drain(self) -> None:
-    """Asks the loop to end after what it has begun."""
+    """Asks the loop to end after the jobs that it has begun."""
     self.draining = True
     self.wake()
 
   def wake(self) -> None:
-    """Makes the loop look around, if it waits for a shard."""
+    """Ends a wait of the loop for a shard."""
     self._reach.link.wake()
 
   def revoke(self) -> None:
-    """Takes the place away: when this returns, the loop writes to no slot any
-    more, whatever it is doing now."""
+    """Gives the worker index to another: when this returns, the loop writes to
+    no slot any more."""
     self._lease.revoke()
 
   def run(self) -> str:
     """Works until there is no more to do. Returns "stopped" when all jobs are
-    received, "left" if it was drained, "replaced" if another worker took its
-    place."""
+    received, "left" if it was drained, "replaced" if another worker has its
+    index."""
     if not self._duty.overlap:
       return self._run()
     stages = Stages(self._compute, self._write_message, self.wake)
@@ -264,8 +263,8 @@ class WorkerLoop:
       self._begin_anew()
 
   def _leave_lead(self, bye):
-    """Says BYE to the lead, once more if the way to it had to be opened anew:
-    it would take what follows for the same holder's."""
+    """Sends BYE to the lead, again after a reconnection: the lead would take
+    later frames for the same holder's."""
     while not self._lease.revoked:
       try:
         self._reach.link.say(0, bye)
@@ -274,7 +273,8 @@ class WorkerLoop:
         self._reconnect(0)
 
   def _begin_anew(self):
-    """Asks for the place as another holder, without what this one knew."""
+    """Asks for the worker index as another holder, without the state of this
+    one."""
     attempt = self._tenure.attempt + 1
     tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
 
@@ -341,7 +341,7 @@ class WorkerLoop:
     job.result = message, metrics.loss
 
   def _parts(self, job):
-    """Returns each shard's part of a ticket, None if it cannot be had."""
+    """Returns each shard's part of a ticket, None if it cannot be read."""
     held, parts = self._tenure.held, []
     for shard, (memory, ticket) in enumerate(self._slots_of(job)):
       try:
@@ -369,14 +369,14 @@ class WorkerLoop:
     self._slow_down(job)
 
   def _slow_down(self, job):
-    """Makes a job take as long as a slow worker's does, from its start."""
+    """Makes a job take as long as a slow worker's."""
     clock, wait = self._reach.clock, self._reach.wait
     factor = self._duty.factor(self._worker)
     pace.slow_down(factor, job.started, clock=clock, wait=wait)
     job.computed = clock()
 
   def _finish(self):
-    """Hands in the message of the job that is next."""
+    """Hands in the message of the next job."""
     tenure = self._tenure
     if self._stages:
       (begun, job, *_), said = self._stages.take()
@@ -396,7 +396,7 @@ class WorkerLoop:
 
   def _write_message(self, task) -> Frame | None:
     """The third stage: waits for a job's message and writes it to its slots;
-    returns what is to be said of it, None if its tickets have died."""
+    returns the PUSH, None if its tickets have died."""
     tenure, job, *_ = task
     message, loss = job.result
     message = self._reach.script.message(self._worker, job.seq, message)
@@ -414,9 +414,9 @@ class WorkerLoop:
     return said if self._write(tenure, job, message) else None
 
   def _hand_in(self, job, said):
-    """Tells of a message, the lead last: what the lead has, all have. In a
-    consistent run the lead asks whether they do; else it gets the message once
-    all others have acknowledged theirs."""
+    """Sends a PUSH, to the lead last: what the lead has, all have. In a
+    consistent run the lead asks for that; else it gets the PUSH once all others
+    have acknowledged theirs."""
     # What is not finite is refused by all shards: nothing is lost of it.
     last = said.flag and not self._duty.consistent and len(self._shards) > 1
     for shard in reversed(self._shards):

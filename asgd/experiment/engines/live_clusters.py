@@ -20,8 +20,6 @@ from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.journal import FileJournal, journal_path
-from asgd.live.records import FileSink, records_path
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
@@ -271,13 +269,9 @@ def thread_cluster(
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
     folder, trees = live.memory / f"shard-{i}", (*like, state)
-    store = ShardStore(
-      SharedMemory(folder, counts, trees, compress=wire),
-      FileJournal(journal_path(live.folder, i)),
-      FileSink(records_path(live.folder, i)),
-      images[i] if images else None,
-    )
-    stores.append(store)
+    memory = SharedMemory(folder, counts, trees, compress=wire)
+    image = images[i] if images else None
+    stores.append(ShardStore.open(live.folder, i, memory, image))
   makers = ThreadMakers(
     *(live.setup, steps, states, stores),
     faults=machine.faults,

@@ -19,7 +19,7 @@ import numpy as np
 
 from asgd import base, compression, safe_files, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import journal, records, slot_formats, spans
+from asgd.live import slot_formats, spans
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
 from asgd.live.hosts.site import Site, node_id
@@ -60,12 +60,8 @@ class ShardMaker(NamedTuple):
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
-    store = ShardStore(
-      site.open_memory(index, *like, state),
-      journal.FileJournal(journal.journal_path(site.run, index)),
-      records.FileSink(records.records_path(site.run, index)),
-      self.image,
-    )
+    memory = site.open_memory(index, *like, state)
+    store = ShardStore.open(Path(site.run), index, memory, self.image)
     shard = Shard(
       *(index, setup, steps, state, store),
       now=inside.clock(),

@@ -23,7 +23,8 @@ def snapshot(state: ShardState) -> None:
 
 
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns what neither the server's state nor the journal tells, as JSON."""
+  """Returns the rest of the state beside the server's and the journal, as
+  JSON."""
   slots = state.slots
   params, slot = slots.published or (None, -1)
   return {
@@ -50,7 +51,7 @@ def _describe_updates(state):
 
 
 def _open_tickets(state, ledger, intact, without_params=()):
-  """Takes over the tickets that a journal leaves open, and its counts."""
+  """Takes over the open tickets of a journal, and its counts."""
   without_params = set(map(tuple, without_params))
   state.rows = ledger.rows
   state.messages.count = len(ledger.received) + ledger.undone
@@ -72,9 +73,9 @@ def _open_tickets(state, ledger, intact, without_params=()):
 def restore(
   state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
 ) -> None:
-  """Takes over a snapshot: (the server's state, what `describe` wrote), with
-  the ledger after the rows of the journal before it. It is intact if the
-  parameters of tickets lie in their slots."""
+  """Takes over a snapshot: (the server's state, the result of `describe`), with
+  the ledger of the journal before it. It is intact if the parameters of tickets
+  lie in their slots."""
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
@@ -102,9 +103,9 @@ def restore(
 def reopen(
   state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
 ) -> bool:
-  """Takes over the tickets that are open where the journal ends, after the rows
-  since the image that `restore` took, without the messages that were received
-  since: returns whether there are any."""
+  """Takes over the open tickets at the end of a journal, after the rows since
+  the image of `restore`, without the messages received since: returns whether
+  there are any."""
   before, tickets = state.messages.count, state.tickets
   _open_tickets(state, ledger, intact)
   for key in tickets.keys() & state.tickets.keys():

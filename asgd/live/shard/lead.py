@@ -1,4 +1,5 @@
-"""The lead (shard 0): decides which worker starts and what is received."""
+"""The lead (shard 0): decides which worker starts and which message is
+received."""
 
 import collections
 import math
@@ -17,7 +18,8 @@ from asgd.orders.trace import ENDS
 
 
 class Lead(Role):
-  """Tells the dispatcher what workers say, and commits what it decides."""
+  """Passes the frames of workers to the dispatcher, and commits its
+  decisions."""
 
   decides = True
 
@@ -44,12 +46,12 @@ class Lead(Role):
     return True
 
   def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place; here it gets its number."""
+    """Gives a new holder its number."""
     self.heard(worker)
     self.holders[worker] = self.dispatcher.join(worker, self.time)
 
   def leave(self, worker: int) -> None:
-    """The holder of a place is gone: its jobs go to others."""
+    """Gives the jobs of a holder to others."""
     super().leave(worker)
     self.dispatcher.leave(worker, self.time)
 
@@ -75,7 +77,7 @@ class Lead(Role):
     self._consider(key)
 
   def _refuse(self, key):
-    """A message counts for nothing, and its worker has to begin anew."""
+    """Drops a message; its worker has to begin anew."""
     worker, seq = key
     self._unfinite += 1
     self._tries[self.dispatcher.open(worker)[seq].job] += 1
@@ -104,7 +106,7 @@ class Lead(Role):
       self._totals.answer(frame)
 
   def _consider(self, key):
-    """Lets a message count as arrived when every shard has its part of it."""
+    """Counts a message as arrived when every shard has its part."""
     others = self.setup.shards - 1 if self.setup.consistent else 0
     prepared = len(self._prepared.get(key, ())) >= others
     if not prepared or key not in self.state.pushed:
@@ -139,7 +141,7 @@ class Lead(Role):
     )
 
   def _decided(self, event):
-    """The dispatcher's log: commits what it has decided."""
+    """Commits a decision of the dispatcher."""
     state, key = self.state, event.key
     if event.action in ENDS:
       totals = self._totals.take(key) if self._totals else ()
@@ -152,7 +154,7 @@ class Lead(Role):
     self.commit(event)
 
   def overdue(self, now: float) -> list[int]:
-    """Returns the workers that are to be taken for dead."""
+    """Returns the workers that count as dead."""
     if self.stopped:
       return []
     if not self.state.seqs or self.setup.rules.late < math.inf:

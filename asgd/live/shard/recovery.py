@@ -1,10 +1,10 @@
-"""How a shard comes back: from its log, its journal or a checkpoint.
+"""Recovery of a shard: from its log, its journal or a checkpoint.
 
 With a log, the messages since the last snapshot still lie in their slots: the
-rows since then are obeyed again, and nothing is lost. Without it, or when
-the memory is lost, the shard goes back to the last snapshot or checkpoint;
-updates since are lost, though they were acknowledged, and a ROLLBACK row says
-so in the trace.
+rows since then are applied again, and nothing is lost. Without it, or when the
+memory is lost, the shard rolls back to the last snapshot or checkpoint; updates
+since are lost, though they were acknowledged, and a ROLLBACK row says so in the
+trace.
 """
 
 from pathlib import Path
@@ -50,7 +50,7 @@ def agree(setup: Setup, run: Path, memory: Path) -> bool:
 
 
 class Rollback(NamedTuple):
-  """Where a shard went back to."""
+  """The position to which a shard rolled back."""
 
   row: int  # of its journal
   message: int  # how many had been received
@@ -59,7 +59,7 @@ class Rollback(NamedTuple):
 
 
 class _Start(NamedTuple):
-  """What a recovery begins with."""
+  """The beginning of a recovery."""
 
   image: tuple[Any, Any] | None  # (state, meta); None: before the first row
   intact: bool  # the memory is that of the journal
@@ -68,13 +68,13 @@ class _Start(NamedTuple):
 
 
 class _Unfit(Exception):
-  """What a shard has written does not fit together."""
+  """The files of a shard do not fit together."""
 
 
 def recover(
   role: Role, image: tuple[Any, Any] | None, *, resumed: bool
 ) -> Rollback | None:
-  """Brings a shard from before the first row to where its journal ends; see
+  """Brings a shard from before the first row to the end of its journal; see
   `Shard`, also for the errors."""
   state, events = role.state, role.journal.events()
   if not events:
@@ -188,8 +188,8 @@ def _choose(state, name, events, image, resumed):
 
 
 def _went_back(state, saved, later):
-  """Whether a shard was killed after it went back, before it saved that. To the
-  beginning it goes back as it did before, where it keeps no log."""
+  """Whether a shard was killed after a rollback, before it saved that. Without
+  a log, it rolls back to the beginning as it did before."""
   rows = [event.job for event in later if event.action == base.ROLLBACK]
   if state.setup.log:
     return bool(rows)
@@ -197,7 +197,7 @@ def _went_back(state, saved, later):
 
 
 def _is_undone(events, rows):
-  """Whether a shard that was at so many rows has since gone back further."""
+  """Whether a shard at so many rows has since rolled back further."""
   later = events[rows:]
   return any(e.action == base.ROLLBACK and e.job < rows for e in later)
 

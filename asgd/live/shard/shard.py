@@ -1,17 +1,18 @@
 """A live server shard: the pure Server on its slice, fed with frames.
 
-Everything that a shard decides becomes a row of its journal before any worker
-or shard hears of it, and everything that it does is done by obeying rows. So a
-shard that was killed comes back by reading its last snapshot and obeying the
-rows since (`recovery`), with messages that still lie in their slots: a log that
-costs no copy, but the slots and one snapshot in so many messages.
+Each decision becomes a row of its journal before any worker or shard receives
+it, and rows alone change the state. So a shard that was killed replays the rows
+since its last snapshot (`recovery`), with messages that still lie in their
+slots: a log that costs no copy, but the slots and one snapshot in so many
+messages.
 
-Nothing here waits or looks at a clock: `now` comes with each call, and calls
-come from one thread.
+Nothing here waits or reads a clock: `now` comes with each call, and calls come
+from one thread.
 """
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -20,8 +21,8 @@ import numpy as np
 from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import FileJournal
-from asgd.live.records import FileSink
+from asgd.live.journal import FileJournal, journal_path
+from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
@@ -41,6 +42,21 @@ class ShardStore(NamedTuple):
   # (state, meta) of a checkpoint, for when the memory is lost.
   image: tuple[Any, Any] | None = None
 
+  @classmethod
+  def open(
+    cls,
+    run: Path,
+    index: int,
+    memory: SharedMemory,
+    image: tuple[Any, Any] | None = None,
+    **options: Any,
+  ) -> "ShardStore":
+    """Opens a shard's files in the folder of a run; options are those of an
+    `AppendOnlyFile`."""
+    journal = FileJournal(journal_path(run, index), **options)
+    sink = FileSink(records_path(run, index), **options)
+    return cls(memory, journal, sink, image)
+
 
 class Shard:
   """One shard. The lead (index 0) also decides which worker starts what."""
@@ -56,12 +72,12 @@ class Shard:
     now: float,
     resumed: bool = False,
   ):
-    """Starts, or comes back to where the journal ends. Raises ValueError if the
+    """Starts, or recovers to the end of the journal. Raises ValueError if the
     parts of the store do not fit together.
 
     The server's state is that before the first row, and donated; the memory has
-    slots as `slot_counts` says; `now` is in seconds since the run began. Of a
-    run that is resumed no worker and no other shard is alive.
+    slots as `slot_counts` says; `now` is in seconds since the run began. In a
+    resumed run no worker and no other shard is alive.
     """
     self.index, self.setup = index, setup
     self._check = functools.partial(
@@ -90,8 +106,8 @@ class Shard:
     self.role.stopped = not index and self.role.dispatcher.finished
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
-    """Takes one frame of a peer; `say` is the way back to it. Raises BadFrame
-    for what no worker and no shard says, and changes nothing then."""
+    """Takes one frame of a peer; `say` answers it. Raises BadFrame for a frame
+    that no worker and no shard sends, and changes nothing then."""
     role, kind, worker = self.role, frame.kind, frame.worker
     self._check(frame)
     role.time = max(now, role.time)
@@ -117,7 +133,7 @@ class Shard:
     role.advance()
 
   def _hello(self, frame, say):
-    """A worker says which holder of its place it is, or (-1) that it is new."""
+    """A worker names its holder number, or (-1) is new."""
     role, worker, number = self.role, frame.worker, frame.job
     if not self.index and self._is_past(frame):
       say(Frame(frames.EXPEL, worker, flag=1))
@@ -152,8 +168,8 @@ class Shard:
       say(Frame(frames.STOP, worker))
 
   def _is_past(self, frame):
-    """Whether a loop says HELLO in whose place another was started. It may say
-    so late; it had its end before that, and the other would lose its slots."""
+    """Whether the HELLO is of a loop that was replaced: a later loop would lose
+    its slots."""
     role, worker = self.role, frame.worker
     latest = role.lives.get(worker, 0)
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
@@ -181,8 +197,8 @@ class Shard:
     self.role.leave(worker)
 
   def gone(self, worker: int, now: float, say: Say | None = None) -> None:
-    """A worker's connection broke: its tickets die; not if it was `say`, and
-    another has taken the place since."""
+    """Ends the tickets of a worker with a broken connection; not if that is
+    `say`, and another holds the worker index since."""
     role = self.role
     if say is None or role.peers.get(worker) == say:
       role.time = max(now, role.time)
@@ -190,7 +206,7 @@ class Shard:
       role.advance()
 
   def expel(self, worker: int, now: float) -> None:
-    """Takes a worker for dead: it took too long."""
+    """Gives up a worker that took too long."""
     say = self.role.peers.get(worker)
     self.gone(worker, now)
     self._expelled.append(worker)
@@ -198,15 +214,14 @@ class Shard:
       say(Frame(frames.EXPEL, worker))
 
   def end_open_tickets(self) -> None:
-    """All jobs are received by the lead: what is open at another shard, with an
-    order of its own, was lost, and its worker may never say so."""
+    """Ends the tickets that are open at a shard with an order of its own when
+    the lead has received all jobs; their workers may never do so."""
     workers = {worker for worker, _ in self.state.tickets}
     for worker in sorted(workers) if self.index and self.role.decides else ():
       self._leave(worker)
 
   def pause(self) -> None:
-    """Starts nothing new, at any worker: also at those that join from now
-    on."""
+    """Starts no job any more, also at workers that join later."""
     self._paused = not self.index  # the lead alone starts jobs
     for worker in () if self.index else self.role.dispatcher.workers:
       self.role.pause(worker)
@@ -222,7 +237,7 @@ class Shard:
 
   def image(self) -> tuple[Any, Any]:
     """Returns (state, meta) for a checkpoint, as plain data, when the journal
-    and the records that it builds on are safe from a loss of power."""
+    and records before it are safe from a loss of power."""
     self.state.messages.flush()
     self.role.journal.sync()
     self.state.messages.sink.sync()
@@ -230,7 +245,7 @@ class Shard:
     return state, images.describe(self.state)
 
   def keep_image(self, rows: int) -> None:
-    """Has the image be kept that is of so many rows."""
+    """Keeps the image after so many rows."""
     self._kept = rows, None
 
   def _committed(self, rows):
@@ -243,7 +258,7 @@ class Shard:
     return self.state.rows, kept
 
   def status(self) -> dict[str, Any]:
-    """Returns how it goes, as plain data; each expelled worker once."""
+    """Returns the progress, as plain data; each expelled worker once."""
     messages = self.state.messages
     messages.flush()
     expelled, self._expelled = self._expelled, []
@@ -263,8 +278,7 @@ class Shard:
     }
 
   def _losses(self):
-    """What is to be told of workers that have left; of several shards, that of
-    the lead's part."""
+    """Lines about the residuals of workers that have left, at the lead."""
     messages = self.state.messages
     lost, messages.lost = messages.lost, []
     for worker, norm in () if self.index else lost:
@@ -280,5 +294,5 @@ class Shard:
 
   @property
   def workers(self) -> Sequence[int]:
-    """The places that have a holder, as far as this shard was told."""
+    """The worker indices with a holder, as far as this shard knows."""
     return sorted(self.role.holders)

@@ -1,4 +1,4 @@
-"""What a shard knows as a function of its journal: it obeys rows."""
+"""The state of a shard as a function of its journal."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ class ShardState:
     self._codes: dict[Key, Any] = {}  # those of them that are unpacked
 
   def obey(self, event: Event) -> None:
-    """Changes the state as a row of the journal says."""
+    """Applies a row of the journal."""
     action, worker = event.action, event.worker
     self.rows += 1
     if action in STARTS:
@@ -146,8 +146,8 @@ class ShardState:
       self.kept[worker] = open_ticket._replace(ticket=ticket)
 
   def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
-    """Returns the ticket of a SEND, with the updates that it is sent as; of an
-    event that is in the journal they lie in their slot."""
+    """Returns the ticket of a SEND, with its updates; for an event of the
+    journal they lie in their slot."""
     memory, params = self.slots.memory, ticket.ticket.params
     after = self.updates.write(
       memory, ticket.message, event.key, params, new=event.message < 0
@@ -201,7 +201,7 @@ class ShardState:
       self.slots.release(kept.params)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
-    """Goes as far with a message as totals allow, and changes nothing."""
+    """Processes a message as far as totals allow, and changes nothing."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))
 
@@ -210,8 +210,8 @@ class ShardState:
     return self.server, ticket, message, np.float32(loss)
 
   def unpack(self, key: Key) -> Any:
-    """Returns the message of an open ticket. Raises BadCode for one that is
-    packed, and does not unpack."""
+    """Returns the message of an open ticket. Raises BadCode for a packed one
+    that does not unpack."""
     if key in self._codes:
       return self._codes[key]
     slot, stamp = self.tickets[key].message, message_stamp(*key)
@@ -221,7 +221,7 @@ class ShardState:
     return message
 
   def complaint(self, key: Key) -> str:
-    """Returns what is wrong with a message of codes, "" if nothing is."""
+    """Returns the fault of a message of codes, "" without one."""
     if self.steps.codec is None:
       return ""
     try:
@@ -232,8 +232,8 @@ class ShardState:
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP, in a recovery. Unless it is
-    intact, its parameters were lost with the memory, and with it the connection
-    to their worker."""
+    intact, its parameters were lost with the memory, and so was the connection
+    to its worker."""
     params = None
     if intact:
       params = self.slots.memory.read_copy(PARAMS, event.params)
@@ -242,7 +242,7 @@ class ShardState:
     return OpenTicket(ticket, event.job, event.params, event.message)
 
   def ticket_frame(self, key: Key) -> Frame:
-    """Returns what tells a worker of an open ticket."""
+    """Returns the TICKET frame of an open ticket."""
     ticket, job, params, message, after = self.tickets[key]
     how, number = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
     if not ticket.fresh:
@@ -261,7 +261,7 @@ class ShardState:
 
   def check_written(self, key: Key) -> None:
     """Raises BadFrame if the message of an open ticket does not lie in its
-    slot, ValueError if that is because other memory has taken its place."""
+    slot, ValueError if other memory has taken its place."""
     slot, memory = self.tickets[key].message, self.slots.memory
     if memory.stamp(MESSAGES, slot) != message_stamp(*key):
       memory.adopt()
@@ -285,5 +285,5 @@ class ShardState:
     )
 
   def dead_slot(self, key: Key) -> int:
-    """Returns a dying ticket's slot if its worker may still write, or -1."""
+    """Returns a lost ticket's slot if its worker may still write, or -1."""
     return -1 if key in self.pushed else self.tickets[key].message

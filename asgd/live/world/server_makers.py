@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, sharding, simulator
-from asgd.live import journal, records
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
 from asgd.live.hosts.base import SHARD
@@ -82,15 +81,11 @@ class WorldMakers:
     return functools.partial(self._make_shard, index, resumed)
 
   def _make_shard(self, index, resumed, inside: Inside):
-    world, training, disk = self._world, self._training, inside.disk
+    world, training = self._world, self._training
     state = simulator.start(training.server, training.parts[index])
-    journal_path = journal.journal_path(world.folder, index)
-    records_path = records.records_path(world.folder, index)
-    store = ShardStore(
-      self._memory(index, *training.duty.shares()[index], state),
-      journal.FileJournal(journal_path, disk=disk),
-      records.FileSink(records_path, disk=disk),
-      self._images[index],
+    memory = self._memory(index, *training.duty.shares()[index], state)
+    store = ShardStore.open(
+      world.folder, index, memory, self._images[index], disk=inside.disk
     )
     shard = Shard(
       *(index, training.setup, training.steps, state, store),

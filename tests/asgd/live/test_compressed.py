@@ -17,8 +17,7 @@ from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.journal import FileJournal, journal_path
-from asgd.live.records import FileSink, read_records, records_path
+from asgd.live.records import read_records, records_path
 from asgd.live.server import cluster as clusters
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
@@ -77,11 +76,7 @@ class Run:
       for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
     ]
     stores = [
-      ShardStore(
-        memory,
-        FileJournal(journal_path(folder, i)),
-        FileSink(records_path(folder, i)),
-      )
+      ShardStore.open(folder, i, memory)
       for i, memory in enumerate(self.memories)
     ]
     self.news, self.before = [], {}  # job -> what happens before it

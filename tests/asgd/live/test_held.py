@@ -1,6 +1,7 @@
 """Parameters that a worker rebuilds from what a shard sends."""
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 from kit import bits
@@ -20,19 +21,6 @@ PARAMS_AND_STATS = base.Variables(
 )
 
 
-class Memory(dict):
-  """Slots by (kind, slot), whatever their stamps."""
-
-  def write(self, kind, slot, tree, stamp):
-    self[kind, slot] = tree
-
-  def read(self, kind, slot, stamp):
-    return self[kind, slot]
-
-  def stamp(self, kind, slot):
-    return 0
-
-
 class Shard:
   """A server whose updates are codes, and what it sends to worker 0."""
 
@@ -42,7 +30,8 @@ class Shard:
     self.server = recipe._replace(algorithm=algorithm).server()
     steps = simulator.compile_steps(self.server, None)
     self.state = simulator.start(self.server, PARAMS_AND_STATS)
-    self.updates, self.memory = Updates(steps, self.state), Memory()
+    self.updates = Updates(steps, self.state)
+    self.memory = live_stores.Memory()
     self.receive, self.seq = jax.jit(self.server.receive), 0
 
   def send(self):
@@ -90,10 +79,10 @@ def test_what_does_not_follow_or_unpack_is_refused_and_changes_nothing():
   frame = shard.send()
   with pytest.raises(OutOfStep):
     new.take(0, shard.memory, frame)
-  there = shard.memory[UPDATES, 0]
+  there, stamp = shard.memory[UPDATES, 0]
   for spoilt in (there[:30], there[:-1], there ^ 1):
-    shard.memory[UPDATES, 0] = spoilt
+    shard.memory[UPDATES, 0] = spoilt, stamp
     with pytest.raises(BadCode):
       held.take(0, shard.memory, frame)
-  shard.memory[UPDATES, 0] = there
+  shard.memory[UPDATES, 0] = there, stamp
   assert bits(held.take(0, shard.memory, frame)) == bits(shard.state.params)

@@ -5,6 +5,7 @@ import threading
 from typing import NamedTuple
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 
@@ -42,24 +43,19 @@ class Events:
     assert self._event(name).wait(LONG), f"{name} did not happen"
 
 
-class Memory(dict):
-  """Slots by (kind, slot); message s lies in slot s."""
+class Memory(live_stores.Memory):
+  """Message s lies in slot s."""
 
   def __init__(self, events):
+    super().__init__()
     self._events = events
     self[PARAMS, 0] = {"w": np.ones(2, np.float32)}, 7
-
-  def read(self, kind, slot, stamp):
-    return self[kind, slot][0]
-
-  def stamp(self, kind, slot):
-    return self[kind, slot][1]
 
   def write(self, kind, slot, tree, stamp):
     if slot == 0:
       self._events.happen("push 0")
       self._events.after("compute 1")
-    self[kind, slot] = tree, stamp
+    super().write(kind, slot, tree, stamp)
 
 
 class Link:

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 
@@ -11,26 +12,10 @@ from asgd.live import frames
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
-from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
+from asgd.live.slots import MESSAGES, PARAMS, message_stamp
 from asgd.live.worker import Reach, WorkerLoop
 
 ROOT = jax.random.key(0)
-
-
-class Memory(dict):
-  """Slots by (kind, slot)."""
-
-  def write(self, kind, slot, tree, stamp):
-    self[kind, slot] = tree, stamp
-
-  def read(self, kind, slot, stamp):
-    tree, written = self[kind, slot]
-    if written != stamp:
-      raise WrongSlot("memory", kind, slot)
-    return tree
-
-  def stamp(self, kind, slot):
-    return self[kind, slot][1]
 
 
 class Link:
@@ -81,7 +66,7 @@ def loop(
     consistent=consistent,
     slowdown=(2.0,),
   )
-  memories = [Memory() for _ in range(shards)]
+  memories = [live_stores.Memory() for _ in range(shards)]
   parts = sharding.split(plan, params) if plan else [params]
   for memory, part in zip(memories, parts, strict=True):
     memory.write(PARAMS, 0, part, 7)
