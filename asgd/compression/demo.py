@@ -134,7 +134,7 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   if not x.size:
     return leaves.as_leaf((), x)
   sides = _sides(x.shape, chunk)
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  wide = leaves.wide(x)
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])

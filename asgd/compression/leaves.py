@@ -178,6 +178,16 @@ def products(leaf: Leaf, size: int) -> jax.Array:
   return numbers.reshape(-1)[: leaf.size]
 
 
+def scaled(leaf: Leaf) -> jax.Array:
+  """Returns float32[L], the Symbols of a leaf times its one scale."""
+  return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """Returns an array as float32, or as its own dtype if that is wider."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """Returns scales, float32[...], whose products with symbols are exact.
 

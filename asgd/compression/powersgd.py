@@ -188,15 +188,12 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
   return factors < size and size >= minimum_rate * factors
 
 
-def _wide(dtype: Any) -> Any:
-  return jnp.promote_types(dtype, jnp.float32)
-
-
 def _first(like: Any, number: int, rank: int) -> jax.Array:
   """Q of the first message, [n, r]: the same at each worker."""
   inputs = math.prod(like.shape[:-1])
   key = jax.random.fold_in(jax.random.key(_KEY), number)
-  return jax.random.normal(key, (inputs, rank), _wide(like.dtype))
+  dtype = jnp.promote_types(like.dtype, jnp.float32)
+  return jax.random.normal(key, (inputs, rank), dtype)
 
 
 def _factors(x, q, axis=None):

@@ -77,11 +77,8 @@ def sign(scale: str = "one") -> Codec:
     symbols = jnp.sign(flat).astype(jnp.int8)
     return Symbols(symbols, scale_of(flat, scale)[None], 1), state
 
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
-
   feedback = OPTIONAL if scale == "one" else NEEDED
-  return leaves.make_codec(encode, decode, feedback=feedback)
+  return leaves.make_codec(encode, leaves.scaled, feedback=feedback)
 
 
 def onebit() -> Codec:

@@ -131,7 +131,7 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
     values = kept(flat, drawn >= selection.border(drawn, k))
     if scaled and k < x.size:
-      wide = values.values.astype(jnp.promote_types(x.dtype, jnp.float32))
+      wide = leaves.wide(values.values)
       most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
       wide = jnp.clip(wide, -most, most) * (x.size / k)
       values = Values(leaves.narrow(wide, x.dtype))

@@ -22,7 +22,7 @@ writes the row; they answer with ASKED, and the lead adds up.
 
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
@@ -59,24 +59,17 @@ class BadFrame(ValueError):
 _MOST = 2**31 - 1  # a journal has numbers of 32 bits
 
 
-def check(
-  frame: Frame,
-  shard: int,
-  *,
-  workers: int,
-  shards: int,
-  jobs: int,
-  consistent: bool,
-) -> None:
-  """Raises BadFrame unless a shard of such a run can use the frame, as far as
-  its kind and its numbers tell."""
+def check(frame: Frame, shard: int, setup: Any) -> None:
+  """Raises BadFrame unless a shard of a run with a `Setup` can use the frame,
+  as far as its kind and its numbers tell."""
   kind, place, seq, job = frame[:4]
+  workers, shards, jobs = setup.workers, setup.shards, setup.jobs
   fits = all(-1 <= number <= _MOST for number in frame[1:8])
   if kind in OF_SHARDS:
     of_follower = FOLLOW, PREPARED, ASKED
-    fits &= consistent and (kind in of_follower) == (shard == 0)
+    fits &= setup.consistent and (kind in of_follower) == (shard == 0)
   else:
-    of_one = DRAIN if shard == 0 else HELLO if consistent else FETCH
+    of_one = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
     fits &= kind in (HELLO, PUSH, BYE, of_one)
   if kind == FOLLOW:
     fits &= 0 < place < shards and frame.version >= 0

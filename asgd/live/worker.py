@@ -215,8 +215,8 @@ class WorkerLoop:
 
   def _hello(self, flag=0):
     number, attempt = self._tenure.number, self._tenure.attempt
-    said = Frame(frames.HELLO, self._worker, self._life, number, attempt)
-    return said._replace(flag=flag)
+    who = self._worker, self._life
+    return Frame(frames.HELLO, *who, number, attempt, flag)
 
   def _repeat(self, shards):
     """Sends to shards again what they have not answered."""
@@ -409,8 +409,8 @@ class WorkerLoop:
     ):
       return None  # and other parameters came into its slot
     finite = is_finite(message, loss)
-    said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
-    said = said._replace(flag=int(finite))
+    said = Frame(frames.PUSH, self._worker, job.seq, job.job)
+    said = said._replace(flag=int(finite), value=float(loss))
     return said if self._write(tenure, job, message) else None
 
   def _hand_in(self, job, said):

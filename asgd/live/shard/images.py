@@ -25,8 +25,11 @@ def snapshot(state: ShardState) -> None:
 def describe(state: ShardState) -> dict[str, Any]:
   """Returns the rest of the state beside the server's and the journal, as
   JSON."""
-  slots = state.slots
+  slots, updates = state.slots, {}
   params, slot = slots.published or (None, -1)
+  if state.updates.are_sent:
+    bases = sorted((*key, t.base) for key, t in state.tickets.items())
+    updates = {"bases": bases, **state.updates.describe()}
   return {
     "rows": state.rows,
     "received": state.messages.count,
@@ -39,15 +42,8 @@ def describe(state: ShardState) -> dict[str, Any]:
     "dead": sorted(slots.dead.items()),
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
-    **_describe_updates(state),
+    **updates,
   }
-
-
-def _describe_updates(state):
-  if not state.updates.are_sent:
-    return {}
-  bases = sorted((*key, t.base) for key, t in state.tickets.items())
-  return {"bases": bases, **state.updates.describe()}
 
 
 def _open_tickets(state, ledger, intact, without_params=()):

@@ -10,7 +10,6 @@ Nothing here waits or reads a clock: `now` comes with each call, and calls come
 from one thread.
 """
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -80,14 +79,6 @@ class Shard:
     resumed run no worker and no other shard is alive.
     """
     self.index, self.setup = index, setup
-    self._check = functools.partial(
-      frames.check,
-      shard=index,
-      workers=setup.workers,
-      shards=setup.shards,
-      jobs=setup.jobs,
-      consistent=setup.consistent,
-    )
     slots = SlotTable(store.memory, slot_counts(setup))
     self.state = ShardState(setup, steps, server, slots, store.sink)
     roles = Lead, Follower if setup.consistent else Independent
@@ -109,7 +100,7 @@ class Shard:
     """Takes one frame of a peer; `say` answers it. Raises BadFrame for a frame
     that no worker and no shard sends, and changes nothing then."""
     role, kind, worker = self.role, frame.kind, frame.worker
-    self._check(frame)
+    frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
       role.hear(frame, say)

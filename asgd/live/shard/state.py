@@ -249,9 +249,8 @@ class ShardState:
       how = frames.KEPT
     elif after != WHOLE:
       how, number = frames.UPDATES, after
-    frame = Frame(frames.TICKET, *key, job, int(ticket.version))
-    frame = frame._replace(flag=how, value=float(number))
-    return frame._replace(params=params, message=message)
+    frame = Frame(frames.TICKET, *key, job, int(ticket.version), how)
+    return frame._replace(params=params, message=message, value=float(number))
 
   def accepts(self, frame: Frame) -> bool:
     """Whether the message of a PUSH may be written: its ticket is open."""

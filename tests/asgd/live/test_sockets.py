@@ -17,6 +17,8 @@ from asgd.live.links.sockets import (
   UnixNetwork,
   _Peer,
 )
+from asgd.live.setup import Setup
+from asgd.orders.protocol import Rules
 
 HELLO = Frame(frames.HELLO, 0, job=-1)
 
@@ -100,10 +102,10 @@ class FakeShard:
 
   def __init__(self, shards=1):
     self.taken, self.left = [], []
-    self._run = dict(workers=3, shards=shards, jobs=9, consistent=shards > 1)
+    self._setup = Setup(Rules(), 3, 9, shards, consistent=shards > 1)
 
   def handle(self, frame, say, now):
-    frames.check(frame, 0, **self._run)
+    frames.check(frame, 0, self._setup)
     self.taken.append(frame)
     for _ in range(frame.version):
       say(Frame(frames.WELCOME, frame.worker))
