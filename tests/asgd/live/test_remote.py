@@ -121,6 +121,16 @@ def reachable(shard):
   return ReachableShard(inside, Server(shard), None)
 
 
+def opened():
+  """A shard by hand, and its sessions FIRST and OTHER; FIRST is worker 0."""
+  bench = Bench(one())
+  sessions = reachable(bench.lead)
+  for token in (FIRST, OTHER):
+    sessions.open(token).result(timeout=0)
+  tell(sessions, FIRST, Frame(frames.HELLO, 0, job=-1))
+  return bench, sessions
+
+
 def heard(sessions, token):
   said = sessions.listen(token).result(timeout=0)
   return [frames.unpack(data) for data, _ in said]
@@ -140,11 +150,7 @@ def tell(sessions, token, frame, message=None):
   ],
 )
 def test_a_session_ends_with_what_cannot_be(frame):
-  bench = Bench(one())
-  sessions = reachable(bench.lead)
-  for token in (FIRST, OTHER):
-    sessions.open(token).result(timeout=0)
-  tell(sessions, FIRST, Frame(frames.HELLO, 0, job=-1))
+  bench, sessions = opened()
   tell(sessions, OTHER, Frame(frames.HELLO, 2, job=-1))
   with pytest.raises(frames.BadFrame):
     tell(sessions, FIRST, frame)
@@ -156,11 +162,7 @@ def test_a_session_ends_with_what_cannot_be(frame):
 
 
 def test_a_message_is_that_of_the_session_that_holds_the_place():
-  bench = Bench(one())
-  sessions = reachable(bench.lead)
-  for token in (FIRST, OTHER):
-    sessions.open(token).result(timeout=0)
-  tell(sessions, FIRST, Frame(frames.HELLO, 0, job=-1))
+  bench, sessions = opened()
   _, ticket = heard(sessions, FIRST)
   push = Frame(frames.PUSH, 0, 0, flag=1, message=ticket.message)
   message = np.ones_like(PARAMS_AT_FIRST)

@@ -276,14 +276,20 @@ def test_a_worker_that_hangs_is_late_and_then_dead():
   assert bench.lead.status()["expelled"] == []  # it is told once
 
 
-def test_the_ladder_is_that_of_the_jobs_that_ended():
+def after_five_jobs():
+  """Worker 1 has done five jobs of one second, and worker 0 none."""
   ladder = Ladder(k=10.0, floor=2.0, start=100.0)
   bench = Bench(one(jobs=20, ladder=ladder))
   first, second = bench.join(0, 1)
   for now in (1.0, 2.0, 3.0, 4.0, 5.0):
     bench.now = now
     second.push()
-  # Five jobs of one second: T = 3 medians, dead after 9.
+  return bench, first, second
+
+
+def test_the_ladder_is_that_of_the_jobs_that_ended():
+  bench, first, _ = after_five_jobs()
+  # T = 3 medians, dead after 9.
   for now, late, expelled in (
     *((3.0, set(), []), (3.1, {0}, []), (8.0, {0}, [])),
     (9.1, {1}, [0]),  # worker 1's ticket is of 5.0
@@ -397,12 +403,7 @@ def test_who_does_not_come_back_to_a_new_shard_is_given_up():
 def test_a_lead_that_comes_back_knows_how_long_jobs_take():
   """Or a worker that hangs as the lead is killed is waited for as at the start,
   if the others wait for it."""
-  ladder = Ladder(k=10.0, floor=2.0, start=100.0)
-  bench = Bench(one(jobs=20, ladder=ladder))
-  first, second = bench.join(0, 1)
-  for now in (1.0, 2.0, 3.0, 4.0, 5.0):
-    bench.now = now
-    second.push()
+  bench, first, second = after_five_jobs()
   bench.start_shard(0)
   for hand in (first, second):
     hand.reconnect(0)
