@@ -4,7 +4,7 @@ import jax
 import numpy as np
 
 from asgd import base, simulator, wire
-from asgd.live.shard import ShardStore
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import WrongSlot
 
 
@@ -98,4 +98,4 @@ class Sink:
 
 def make_store(**fields):
   """An empty store of a shard, but for the given fields."""
-  return ShardStore(Memory(), Journal(), Sink())._replace(**fields)
+  return ShardStorage(Memory(), Journal(), Sink())._replace(**fields)

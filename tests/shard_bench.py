@@ -24,7 +24,7 @@ from asgd import worker as worker_lib
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import Shard, ShardStore
+from asgd.live.shard import Shard, ShardStorage
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
@@ -153,7 +153,7 @@ class Bench:
 
   def start_shard(self, index, image=None, **kwargs):
     state = simulator.start(self.server, self.parts[index])
-    store = ShardStore(
+    store = ShardStorage(
       *(self.memories[index], self.journals[index], self.sinks[index], image)
     )
     self.shards[index] = Shard(

@@ -23,7 +23,7 @@ from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import ShardStore
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 
@@ -271,7 +271,7 @@ def thread_cluster(
     folder, trees = live.memory / f"shard-{i}", (*like, state)
     memory = SharedMemory(folder, counts, trees, compress=wire)
     image = images[i] if images else None
-    stores.append(ShardStore.open(live.folder, i, memory, image))
+    stores.append(ShardStorage.open(live.folder, i, memory, image))
   makers = ThreadMakers(
     *(live.setup, steps, states, stores),
     faults=machine.faults,

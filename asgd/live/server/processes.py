@@ -29,7 +29,7 @@ from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.profile import Profile
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.server.reachable_shard import ReachableShard
-from asgd.live.shard import Shard, ShardStore
+from asgd.live.shard import Shard, ShardStorage
 from asgd.live.worker import Reach
 
 
@@ -61,7 +61,7 @@ class ShardMaker(NamedTuple):
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
     memory = site.open_memory(index, *like, state)
-    store = ShardStore.open(Path(site.run), index, memory, self.image)
+    store = ShardStorage.open(Path(site.run), index, memory, self.image)
     shard = Shard(
       *(index, setup, steps, state, store),
       now=inside.clock(),

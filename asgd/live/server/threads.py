@@ -20,7 +20,7 @@ from asgd.live.links.throttled import Throttle
 from asgd.live.server.hosted_shard import HostedShard
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.setup import Setup
-from asgd.live.shard import Shard, ShardStore
+from asgd.live.shard import Shard, ShardStorage
 from asgd.live.worker import Reach
 from asgd.orders.network import Network
 
@@ -33,7 +33,7 @@ class ThreadMakers:
     setup: Setup,
     steps: simulator.Steps,
     states: Sequence[base.ServerState],
-    stores: Sequence[ShardStore],
+    stores: Sequence[ShardStorage],
     *,
     faults: Sequence[faults_lib.Fault] = (),
     patience: float = 5.0,

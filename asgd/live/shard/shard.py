@@ -32,7 +32,7 @@ from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
 
 
-class ShardStore(NamedTuple):
+class ShardStorage(NamedTuple):
   """What outlives a shard."""
 
   memory: SharedMemory
@@ -49,7 +49,7 @@ class ShardStore(NamedTuple):
     memory: SharedMemory,
     image: tuple[Any, Any] | None = None,
     **options: Any,
-  ) -> "ShardStore":
+  ) -> "ShardStorage":
     """Opens a shard's files in the folder of a run; options are those of an
     `AppendOnlyFile`."""
     journal = FileJournal(journal_path(run, index), **options)
@@ -66,7 +66,7 @@ class Shard:
     setup: Setup,
     steps: simulator.Steps,
     server: base.ServerState,
-    store: ShardStore,
+    store: ShardStorage,
     *,
     now: float,
     resumed: bool = False,

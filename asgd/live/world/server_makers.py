@@ -16,7 +16,7 @@ from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.server.hosted_shard import HostedShard
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import Shard, ShardStore
+from asgd.live.shard import Shard, ShardStorage
 from asgd.live.worker import Reach
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.run import World, WorldScript
@@ -84,7 +84,7 @@ class WorldMakers:
     world, training = self._world, self._training
     state = simulator.start(training.server, training.parts[index])
     memory = self._memory(index, *training.duty.shares()[index], state)
-    store = ShardStore.open(
+    store = ShardStorage.open(
       world.folder, index, memory, self._images[index], disk=inside.disk
     )
     shard = Shard(

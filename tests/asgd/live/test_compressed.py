@@ -21,7 +21,7 @@ from asgd.live.records import read_records, records_path
 from asgd.live.server import cluster as clusters
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import ShardStore
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -76,7 +76,7 @@ class Run:
       for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
     ]
     stores = [
-      ShardStore.open(folder, i, memory)
+      ShardStorage.open(folder, i, memory)
       for i, memory in enumerate(self.memories)
     ]
     self.news, self.before = [], {}  # job -> what happens before it
