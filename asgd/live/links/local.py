@@ -15,20 +15,20 @@ _PAUSE = 0.01  # seconds between two tries to connect
 
 
 class ShardQueue(ShardFeeder):
-  """Feeds a Shard from a queue. All of it runs in the thread of `serve`; the
-  other methods may be called by any."""
+  """Feeds a Shard from a queue. All of it runs in the thread of `serve`; other
+  methods may be called by any thread."""
 
   def __init__(self, index: int, queues: Sequence["ShardQueue | None"]):
-    """Holds calls for a shard until it is made and served; `queues` has that of
-    each shard as it is now, where one that exits is replaced."""
+    """Keeps calls until the shard is made and served; `queues` has the present
+    queue of each shard, where one that exits is replaced."""
     super().__init__(index)
     self._queues = queues
     self._lead: ShardQueue | None = None  # that this follower follows
     self.shard: Shard | None = None  # once it is made
 
   def open(self, shard: Shard, clock: Callable[[], float]) -> None:
-    """Takes the shard, before `serve`; the clock tells seconds since the run
-    began."""
+    """Takes the shard, before `serve`; the clock counts from the start of the
+    run."""
     self.shard, self._clock = shard, clock
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:
@@ -99,10 +99,10 @@ class ThreadLink:
 
     Args:
       worker: index.
-      queues: that of each shard as it is now; the cluster replaces those of
+      queues: the present queue of each shard; the cluster replaces those of
         shards that exit.
-      up: carries what is sent to a shard.
-      down: carries what a shard sends.
+      up: carries frames to a shard.
+      down: carries frames of a shard.
     """
     self._worker, self._queues = worker, queues
     self._up, self._down = up, down
@@ -159,7 +159,7 @@ class ThreadLink:
     self._box.put(None)
 
   def close(self) -> None:
-    """Tells all shards that the worker has left, as a broken socket would."""
+    """Disconnects from all shards, as a broken socket would."""
     for way, there in zip(self._ways, self._open, strict=True):
       if there is not None:
         there.put(lambda shard, now, way=way: self._leave(shard, now, way))

@@ -2,8 +2,9 @@
 
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
-kernel closes its sockets, so the other side knows at once. A peer that says
-what cannot be, or reads nothing, loses its connection, and nobody else does.
+kernel closes its sockets, so the other side notices at once. A peer that sends
+an impossible frame, or reads nothing, loses its connection, and no other peer
+does.
 """
 
 import contextlib
@@ -64,15 +65,15 @@ UNIX = UnixNetwork()
 
 
 class _Connection:
-  """A socket, and what has come of a frame that is not whole yet."""
+  """A socket, and the beginning of a frame that is not whole yet."""
 
   def __init__(self, sock: Any):
     self.sock = sock
     self._rest = b""
 
   def read(self) -> list[Frame]:
-    """Returns the frames that are there. Raises EOFError at the end, ValueError
-    for what is no frame."""
+    """Returns the frames that have come. Raises EOFError at the end, ValueError
+    for other bytes."""
     try:
       data = self.sock.recv(64 * frames.SIZE)
     except BlockingIOError:
@@ -166,7 +167,7 @@ class SocketLink:
     return True
 
   def close(self) -> None:
-    """Closes all ways: to the shards, the worker has left."""
+    """Closes all connections: the worker has left all shards."""
     for shard in range(len(self._ways)):
       self._drop(shard)
     self._waker.close()
@@ -182,7 +183,7 @@ class SocketLink:
 
 
 class _Peer(_Connection):
-  """A shard's connection, and the way back."""
+  """A shard's connection to a worker or another shard."""
 
   def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
@@ -193,17 +194,17 @@ class _Peer(_Connection):
     self.reads = True  # what it is sent
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame with the next `flush`: an answer is often two of them. To a
-    peer that is gone there is nothing to say."""
+    """Sends a frame with the next `flush`: an answer is often two frames.
+    Frames to a closed connection are dropped."""
     if self.sock.fileno() < 0:
       return
     self._out += frames.pack(frame)
     self._waiting[self] = None
 
   def flush(self) -> bool:
-    """Sends what was said; False if the peer must read before there is more. A
-    peer that is gone is noticed elsewhere. Raises EOFError if it reads nothing.
-    """
+    """Sends the frames so far; False if the peer must read before there is
+    room. A closed connection is noticed elsewhere. Raises EOFError if it reads
+    nothing."""
     try:
       sent = self.sock.send(self._out)
     except BlockingIOError:
@@ -280,7 +281,7 @@ class ShardServer(ShardFeeder):
         self._shard.role.follow(self._lead.say)
 
   def _hear(self, seconds):
-    """Waits for something to come, not longer than that, and obeys it."""
+    """Waits for frames, not longer than that, and handles them."""
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()
@@ -322,9 +323,9 @@ class ShardServer(ShardFeeder):
       self._drop(peer)
 
   def _identify(self, peer, frame):
-    """One connection speaks for one worker or follower. For a follower none
-    other does while its own is open: one that was cut off tries again until
-    the end of that was read here."""
+    """One connection speaks for one worker or follower. For a follower no other
+    does while its own is open: one that was cut off tries again until this end
+    has read that."""
     peer.speaker = frames.speaker(frame, peer.speaker)
     if (
       frame.kind == frames.FOLLOW
@@ -333,7 +334,7 @@ class ShardServer(ShardFeeder):
       raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
   def _flush(self):
-    """Sends what was said, and the rest once its peer reads on."""
+    """Sends waiting frames, and the rest once their peer reads."""
     while self._waiting:
       peer, _ = self._waiting.popitem()
       if peer.sock.fileno() < 0:  # it was dropped
