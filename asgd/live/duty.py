@@ -50,12 +50,12 @@ class Duty(NamedTuple):
       for part in self.parts()
     ]
 
-  def hold(self) -> HeldParams | None:
-    """Returns the parameters that a holder will rebuild; None if each ticket
-    brings them."""
+  def hold(self) -> list[HeldParams] | None:
+    """Returns each shard's parameters that a holder will rebuild; None if each
+    ticket brings them."""
     if self.codec_down is None:
       return None
-    return HeldParams(self.codec_down, self.parts())
+    return [HeldParams(self.codec_down, part) for part in self.parts()]
 
   def on_device(self, worker: int) -> contextlib.AbstractContextManager:
     """Makes this thread compute on a worker's device: of n, i mod n."""
@@ -68,7 +68,7 @@ class Duty(NamedTuple):
     drops its result."""
     batch = self.batch(worker, 0) if batch is None else batch
     self._try(worker, self._first(worker), batch)
-    if held := self.hold():
+    for held in self.hold() or ():
       held.warm_up()
 
   def _first(self, worker):

@@ -74,9 +74,10 @@ class _OpenJob:
 class _Tenure:
   """The state of one holder of a worker index; the next holder starts anew."""
 
-  def __init__(self, shards: int, held: HeldParams | None, attempt: int = 0):
+  def __init__(self, shards: int, held: Any, attempt: int = 0):
     self.attempt = attempt  # counts the holders that this loop was
-    self.held = held  # None: it is sent the parameters with each ticket
+    # Of each shard; None: each ticket brings the parameters.
+    self.held: list[HeldParams] | None = held
     self.number = -1  # of the holder; the lead gives it
     self.state = None  # the worker's
     self.jobs: dict[int, _OpenJob] = {}  # by seq, not started yet
@@ -346,7 +347,7 @@ class WorkerLoop:
     for shard, (memory, ticket) in enumerate(self._slots_of(job)):
       try:
         if held is not None:
-          parts.append(held.take(shard, memory, ticket))
+          parts.append(held[shard].take(memory, ticket))
         else:
           stamp = int(ticket.value)
           parts.append(memory.read(PARAMS, ticket.params, stamp))
