@@ -1,4 +1,4 @@
-"""Computes again what a run came to, from the jobs that were received."""
+"""Computes the result of a run again, from the jobs that were received."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -9,19 +9,18 @@ import jax.numpy as jnp
 from asgd import base
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
-  Await,
   Begin,
   Coordinator,
   State,
   message_name,
 )
+from asgd.sandblaster.portions import Work, make_sums
 from asgd.sandblaster.settings import Settings
 from asgd.sandblaster.shard import Shards
-from asgd.sandblaster.sums import Work, make_sums
 
 
 class RecomputedState(NamedTuple):
-  """What it came to."""
+  """The result."""
 
   state: State  # of the coordinator
   params: base.Params  # the last iterate
@@ -60,7 +59,6 @@ def recompute(
       shards.forget(shards.number)
       sent = jax.tree.map(jnp.asarray, shards.read("trial"))
     else:
-      assert isinstance(request, Await)
       if request.evaluation * settings.jobs + request.job not in jobs:
         break
       answer, message = sums(sent, settings.portions_of(request.job))
