@@ -102,6 +102,12 @@ def job(at, seq):
   return [Span(name, at + i, at + i + 1, seq, 10 + seq) for i, name in names]
 
 
+def do(told, at, seq):
+  """Does a job, of which the notes are told."""
+  for span in job(at, seq):
+    told.span(span)
+
+
 def written(world):
   return read_spans(spans_path(world.run, 2))
 
@@ -109,8 +115,7 @@ def written(world):
 def test_spans_are_written_in_the_time_of_the_lead(world):
   told = made_notes(world)
   for seq in range(2):
-    for span in job(AHEAD + 10.0 * seq, seq):
-      told.span(span)
+    do(told, AHEAD + 10.0 * seq, seq)
   told.close()
   assert written(world) == job(0.0, 0) + job(10.0, 1)
   asked = world.calls.count("clock")
@@ -119,25 +124,20 @@ def test_spans_are_written_in_the_time_of_the_lead(world):
 
 def test_the_clock_is_asked_again_as_time_goes_by(world):
   told = made_notes(world)
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.now += 10.0
-  for span in job(AHEAD + 20.0, 1):
-    told.span(span)
+  do(told, AHEAD + 20.0, 1)
   assert world.calls.count("clock") == 6
 
 
 def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
   told = made_notes(world)
   world.slow = True
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.leads = []
-  for span in job(AHEAD + 3.0, 1):
-    told.span(span)
+  do(told, AHEAD + 3.0, 1)
   world.slow = False
-  for span in job(AHEAD + 6.0, 2):
-    told.span(span)  # and sees that there is none
+  do(told, AHEAD + 6.0, 2)  # and sees that there is none
   assert not spans_path(world.run, 2).exists()
   world.leads = [world.lead()]
   told.close()
@@ -147,8 +147,7 @@ def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
 def test_without_a_lead_the_end_is_not_put_off_for_ever(world):
   told = made_notes(world)
   world.slow = True
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.slow, world.leads, before = False, [], world.now
   told.close()
   assert 10.0 < world.now - before < 12.0
