@@ -374,12 +374,11 @@ def test_a_run_of_another_table_is_refused(tmp_path, capsys):
   capsys.readouterr()
 
 
-@pytest.mark.process
 def test_the_exit_status_of_a_mistake_is_2(tmp_path):
-  done = kit.launch(
+  done = kit.call(
     *("draw_schedule", "--schedule=gpipe", "--stages=3"),
     *("--options=stages=2", f"--out={tmp_path / 'out'}"),
-    deadline=DEADLINE,
+    status=2,
   )
   kit.assert_one_line(done, "stages is given twice, in --options, too")
   assert done.stdout == ""
