@@ -1,9 +1,8 @@
 """Facts read off a table: time, bubbles, memory, versions, staleness, bytes.
 
-A table says which task goes before which; `Costs` say how long it takes. From
-both follow the start and the end of every task, when each begins as soon as
-what it needs is there. What is said about weights (`versions`, `staleness`)
-depends on the order alone.
+A table gives the order of tasks, `Costs` their times. From both follow the
+start and the end of every task, if each begins as soon as its inputs are there.
+Facts about weights (`versions`, `staleness`) depend on the order alone.
 """
 
 import collections
@@ -95,13 +94,21 @@ def costs(
   return Costs(*map(column, Costs._fields, values, lengths), overlap, own)
 
 
+def check_costs(cost: Costs, stages: int) -> None:
+  """Raises ValueError for costs of another number of stages."""
+  if len(cost.forward) != stages:
+    raise ValueError(
+      f"costs are of {len(cost.forward)} stages, and there are {stages}: make"
+      f" them with analyze.costs({stages}, ...)"
+    )
+
+
 def measured_costs(
   schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
 ) -> Costs:
-  """Returns the costs of a plan that knows how long its tasks take: of each
-  stage's actions, and of the user's own, the median. Transfers take nothing,
-  and blocks the sum of their tasks; what a run took longer is not its tasks.
-  """
+  """Returns the median times that a run has measured, of each stage's actions
+  and of the user's own. Transfers take nothing, and blocks the sum of their
+  tasks."""
   run = spans_lib.measured(schedule, spans)
   took = run.end - run.start
 
@@ -120,22 +127,6 @@ def measured_costs(
   )
 
 
-def _durations(schedule, cost):
-  """float[T]: how long each task takes by itself."""
-  if len(cost.forward) != schedule.stages:
-    raise ValueError(
-      f"costs are of {len(cost.forward)} stages, and {schedule.name} has"
-      f" {schedule.stages}: make them with costs({schedule.stages}, ...)"
-    )
-  out = np.zeros(len(schedule.time))
-  for action, name in COST_OF.items():
-    mine = schedule.action == action
-    out[mine] = getattr(cost, name)[schedule.stage[mine]]
-  for action, value in cost.own.items():
-    out[schedule.action == action] = value
-  return out
-
-
 def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   """Returns when each task of a valid table runs, as soon as it can.
 
@@ -146,8 +137,15 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   Raises:
     ValueError: for costs of another number of stages.
   """
+  check_costs(cost, schedule.stages)
   count, every = len(schedule.time), schedule.every
-  own = _durations(schedule, cost).tolist()
+  durations = np.zeros(count)  # of tasks by themselves
+  for action, name in COST_OF.items():
+    mine = schedule.action == action
+    durations[mine] = getattr(cost, name)[schedule.stage[mine]]
+  for action, value in cost.own.items():
+    durations[schedule.action == action] = value
+  own = durations.tolist()
   first, second, delay = _needs(schedule, cost)
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
@@ -238,7 +236,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
   Args:
     schedule: the table.
-    weights: "latest" reads what is there, in the forward and in the backward;
+    weights: "latest" reads the newest, in the forward and in the backward;
       "stash" keeps the forward's for the backward (PipeDream); "2bw" reads the
       version before the last, the same for all of a batch (PipeDream-2BW);
       "vertical" reads at all stages the version that the first one had
@@ -279,7 +277,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
-  """Returns how old, in updates, what is read is when it counts."""
+  """Returns the age of weights read, in updates, when the gradient counts."""
   read = versions(schedule, weights)
   return Staleness(read.update - read.forward, read.update - read.backward)
 
@@ -408,10 +406,18 @@ def analyze(
   pairs = np.array(pairs, int).reshape(-1, 2)
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
-  bubbles = use.makespan, use.busy, use.of_total, use.of_ideal, use.idle
-  peaks = _peaks(schedule, timing, activation)
-  held, stale = weight_versions(schedule, weights), staleness(schedule, weights)
-  return Analysis(*bubbles, peaks, held, stale, sent, timing)
+  return Analysis(
+    makespan=use.makespan,
+    busy=use.busy,
+    bubble_of_total=use.of_total,
+    bubble_of_ideal=use.of_ideal,
+    idle=use.idle,
+    peak_activations=_peaks(schedule, timing, activation),
+    weight_versions=weight_versions(schedule, weights),
+    staleness=staleness(schedule, weights),
+    sent=sent,
+    timing=timing,
+  )
 
 
 def _peaks(schedule, timing, activation):
@@ -425,7 +431,7 @@ def _peaks(schedule, timing, activation):
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * begun - freed)
   when = np.where(begun, timing.start, timing.end)
-  # At the same time, what is freed goes first.
+  # At the same time, memory is freed first.
   order = np.lexsort((change, when))
   for d in range(schedule.devices):
     mine = order[schedule.device[order] == d]

@@ -1,14 +1,11 @@
-"""Boards that show curves: TensorBoard, and Weights & Biases where it is asked
-for.
+"""Curves for TensorBoard and, with --wandb, for Weights & Biases.
 
-The writer of tensorboardX hands events to a thread of its own. On a full disk
-that thread ends with a traceback, a caller that adds events after it waits for
-ever, and closing fails once more when Python exits. `EventFile` writes at once,
-and its OSError is the caller's.
+tensorboardX writes events in a thread. On a full disk that thread ends with a
+traceback, and later callers wait for ever. `EventFile` writes at once, and its
+OSError is the caller's.
 
-`--wandb`, or ASGD_WANDB=1 in the environment, which other processes of a
-command have too, asks for Weights & Biases. Runs are written to WORKDIR/wandb
-and sent nowhere, unless WANDB_MODE says so: `wandb sync` sends them later.
+`--wandb` sets ASGD_WANDB=1, which the processes of a command inherit. Runs are
+written to WORKDIR/wandb; `wandb sync` sends them, or WANDB_MODE=online.
 """
 
 import importlib

@@ -1,12 +1,12 @@
 """The evaluations of cells: a file of each, and curves on boards.
 
-While it trains, a cell has a board of its own. Of several finished seeds a
-board of their means takes the place of theirs (`join`), as the table has one
-row for them. It is made of the rows that each cell keeps in its folder: a kill
-in between loses nothing, and seeds that are added later are in the next one.
+Each cell has a board while it trains. One board with the means of all finished
+seeds then replaces theirs (`join`). It is made of the rows in the cells'
+folders, so a kill in between loses nothing, and later seeds are added.
 """
 
 import contextlib
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -70,7 +70,7 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
   *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(storage.read_line(line))
+      rows.append(storage.unsealed(json.loads(line)))
     except ValueError as error:
       raise folder.FolderError(
         f"{path}, line {number} is no evaluation that a run wrote:"
@@ -119,9 +119,8 @@ class CellLog:
 
 
 def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
-  """Makes one board of those of several seeds, in WORKDIR/tensorboard, for the
-  runs of this experiment that have `results`; nothing without tensorboardX.
-  A board that is there stays if no cell has one that is newer."""
+  """Replaces the boards of finished seeds in WORKDIR/tensorboard by one for
+  each run and number of workers, unless none is new; needs tensorboardX."""
   if not boards.is_available():
     return
   with folder.alone(workdir):

@@ -1,16 +1,14 @@
 """A live cell beside its simulations with the durations that its jobs had; or,
 of a protocol in which no server decides the order, beside its replay.
 
-There are two simulations. In one, the jobs of a worker take what they took, one
-after the other: that is the run again, and says whether the simulator does what
-the runtime does. In the other, times are drawn from those of each worker: a
-prediction from how they are distributed alone.
+There are two simulations. In the first, the jobs of a worker take their
+measured times in their order: it tests the simulator. In the second, times are
+drawn from those of each worker: a prediction from their distribution alone.
 
-Where the links of a run took time (config.network), jobs take what they took
-without that, and messages and tickets, of the bytes that were counted, pass the
-same network in simulated time.
+If the links of a run took time (config.network), that time is no part of its
+jobs: messages and tickets of the counted bytes pass the same simulated network.
 
-A replay has the same records, whose first difference is named if there is one.
+A replay must have the same records; the first that differs is named.
 """
 
 import itertools
@@ -95,10 +93,9 @@ def compare(
   data_dir: str | None = None,
   trust: bool = False,
 ) -> LiveComparison:
-  """Compares the live run of a cell's folder with simulations, with times from
-  another folder if one is given, or with its replay. ValueError if it is too
-  short, a file of it was changed since it ended, or it names code of another
-  user, unless `trust` says that it may run."""
+  """Compares a live cell with simulations, with times from another folder if
+  one is given, or with its replay. ValueError if it is too short, was changed
+  since it ended, or names code of another user, unless `trust` allows it."""
   place = live_files.only_cell(folder)
   folders.finished_result(place, repeatable=False)
   read = live_files.read(place)
@@ -118,10 +115,7 @@ def compare(
   rules, obey = cells.simulation(plan, cell, place)
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)
-  there = predict.all_there(records.worker, cell.workers)
-  if 2 * there > messages:
-    early = f"{there} of {messages} messages came before all workers did"
-    raise ValueError(f"{cell.name}: {early}: {predict.SHORT}")
+  there = _all_there(place, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, _accuracy(place))}
   comes = predict.joins(journal, cell.workers)
@@ -136,6 +130,16 @@ def compare(
   began = float(records.time[there - 1])
   parts = predict.where_time_goes(journal, read.spans, began)
   return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(read)))
+
+
+def _all_there(place, worker, workers) -> int:
+  """Returns how many messages it took until each worker had sent one;
+  ValueError if these are most."""
+  there, messages = predict.all_there(worker, workers), len(worker)
+  if 2 * there > messages:
+    early = f"{there} of {messages} messages came before all workers did"
+    raise ValueError(f"{place.name}: {early}: {predict.SHORT}")
+  return there
 
 
 def _rows(jobs):
@@ -161,7 +165,7 @@ def _with_replay(place, read, replayed) -> LiveComparison:
   said = f"parameters {digests[0]}, replayed {digests[1]}"
   said += f"; {first_difference(records, again) or 'the same records'}"
   workers = read.description["cell"]["workers"]
-  zero = predict.all_there(records.worker, workers)
+  zero = _all_there(place, records.worker, workers)
   jobs = _rows(predict.jobs(read.jobs, read.spans))
   return LiveComparison(place.name, runs, zero, None, jobs, said)
 
@@ -390,9 +394,8 @@ def _common(cells) -> list[str]:
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
-  """Returns when each cell reached a loss, counted from its first ticket, live
-  and in what all are compared with, and how many times faster that is than the
-  slowest."""
+  """Returns when each cell reached a loss, in seconds since its first ticket,
+  in each kind of run that all have, and how many times faster than the last."""
   rows, kinds = [], _common(cells)
   for both in cells:
     row: dict[str, Any] = {"cell": both.name}

@@ -1,9 +1,8 @@
 """Computes again what a live run computed, from its traces.
 
-A trace says which worker was sent which parameters when, when which message
-came, which worker died and which took its place. With the same order the same
-functions give the same bits, on the same kind of device with as many cores (XLA
-divides its sums among them).
+A trace holds each ticket that was sent, each message received, and which
+workers left and joined. In the same order the same functions give the same bits
+on the same kind of device with as many cores (XLA divides sums among them).
 """
 
 import os
@@ -164,9 +163,7 @@ def replay(
     if (folder / "result.json").exists():
       live.check(folder, description)
     live.trace(folder, description)
-  experiment, cell = load(
-    folder, data_dir=data_dir, given=given, trust=trust
-  )
+  experiment, cell = load(folder, data_dir=data_dir, given=given, trust=trust)
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
   result, digest = read_result(folder), storage.digest(computed.params)

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,14 +15,8 @@ from hypothesis import strategies as st
 from asgd import models
 from pipeline import analyze
 from pipeline import table as table_lib
-from pipeline.partition import (
-  coarsen,
-  graph,
-  mixed_pipe,
-  placement,
-  refine,
-)
-from pipeline.partition.blocks import Blocks
+from pipeline.partition import coarsen, graph, mixed_pipe, placement
+from pipeline.partition.coarsen import Blocks
 from pipeline.partition.graph import Node, chain, make
 from pipeline.partition.pipedream import pipedream
 
@@ -88,8 +83,7 @@ def is_placed(found, g):
 # Graphs.
 
 
-@pytest.mark.parametrize(
-  "args, message",
+test_graphs_that_are_none_are_refused = kit.refuses(
   [
     (([],), "a node or more"),
     (([Node("a"), Node("a")],), "both called 'a'"),
@@ -103,10 +97,8 @@ def is_placed(found, g):
     (([Node("a"), Node("b")], [], [((0, 0), 1)]), "two nodes or more"),
     (([Node("a"), Node("b")], [], [((0, 1), 1)]), "cannot share 1 bytes"),
   ],
+  lambda args: make(*args),
 )
-def test_graphs_that_are_none_are_refused(args, message):
-  with pytest.raises(ValueError, match=message):
-    make(*args)
 
 
 def test_shared_parameters_count_once():
@@ -282,15 +274,15 @@ def test_balance_is_the_best_of_all_cuts(costs, data):
   assert max(sum(costs[i] for i in stage) for stage in found) == best
 
 
-def test_balance_refuses():
-  for costs, stages, message in (
-    ([1, 2], 3, "2 nodes make 1 to 2"),
-    ([1, 2], 0, "not 0"),
-    ([1, -2], 1, "not negative"),
-    ([[1]], 1, "list of numbers"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      placement.balance(costs, stages)
+test_balance_refuses = kit.refuses(
+  [
+    (([1, 2], 3), "2 nodes make 1 to 2"),
+    (([1, 2], 0), "not 0"),
+    (([1, -2], 1), "not negative"),
+    (([[1]], 1), "list of numbers"),
+  ],
+  lambda args: placement.balance(*args),
+)
 
 
 # PipeDream.
@@ -644,21 +636,21 @@ def test_ties_are_reported_or_kept_together():
   assert found.stages == ((0, 1, 2), (3,)) and found.shared == ()
 
 
-def test_pipedream_refuses():
-  for args, options, message in (
-    ((0, 1.0), {}, "positive whole number"),
-    (((2, 2), 1.0), {}, "there are 2 and 1"),
-    ((2, 0.0), {}, "bandwidth must be positive"),
-    ((2, None), {}, "not None"),
-    ((2, 1.0), {"formula": "book"}, "paper, code, not 'book'"),
-    ((2, 1.0), {"cuts": "edges"}, "antichains, released, not 'edges'"),
-    ((2, 1.0), {"tied": "no"}, "allow, together, not 'no'"),
-    ((2, 1.0), {"memory": 0}, "memory must be positive"),
-    ((2, 1.0), {"compression": 2.0}, "for formula 'code' only"),
-    ((3, 1.0), {"straight": True}, "set fewer=True"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      pipedream(TWO, *args, **options)
+test_pipedream_refuses = kit.refuses(
+  [
+    (((0, 1.0), {}), "positive whole number"),
+    ((((2, 2), 1.0), {}), "there are 2 and 1"),
+    (((2, 0.0), {}), "bandwidth must be positive"),
+    (((2, None), {}), "not None"),
+    (((2, 1.0), {"formula": "book"}), "paper, code, not 'book'"),
+    (((2, 1.0), {"cuts": "edges"}), "antichains, released, not 'edges'"),
+    (((2, 1.0), {"tied": "no"}), "allow, together, not 'no'"),
+    (((2, 1.0), {"memory": 0}), "memory must be positive"),
+    (((2, 1.0), {"compression": 2.0}), "for formula 'code' only"),
+    (((3, 1.0), {"straight": True}), "set fewer=True"),
+  ],
+  lambda case: pipedream(TWO, *case[0], **case[1]),
+)
 
 
 @quick
@@ -826,7 +818,7 @@ def objective(found, g, *, bandwidth=None, recompute=()):
   work = zip(g.nodes, stage, strict=True)
   weights = [node.work(s in recompute) for node, s in work]
   devices = [device for (device,) in found.devices]
-  return refine.cost(g, stage, devices, weights, bandwidth)[0]
+  return mixed_pipe.cost(g, stage, devices, weights, bandwidth)[0]
 
 
 def test_objective_by_hand():
@@ -859,28 +851,28 @@ def test_refinement_moves_borders():
   # Two blocks of 1 and 5, as a bad coarsening would leave them.
   units = blocks_of(g)
   sizes = dict.fromkeys(range(6), 1.0)
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, None
   )
   assert state.now == (5, 1)
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.now == (3, 1) and state.nodes() == [0, 0, 0, 1, 1, 1]
   # With memory for two units on the first device, it takes one more only.
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, 2.0
   )
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.nodes() == [0, 0, 1, 1, 1, 1]
 
 
 def test_equal_objectives_are_told_apart_by_bytes():
   # b takes no time: with a it sends 1 byte over the border, with c it is 9.
   made = [Node("a", 1, 1, 9), Node("b", 0, 0, 1), Node("c", 1, 1)]
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     *(blocks_of(chain(made)), [(0,), (1, 2)], [0, 1]),
     *(None, dict.fromkeys(range(3), 0.0), None),
   )
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.nodes() == [0, 0, 1] and state.now == (2, 1)
 
 

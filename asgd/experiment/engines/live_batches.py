@@ -30,12 +30,7 @@ from asgd.live.journal import journal_path
 from asgd.live.records import records_path
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog, last_time
-from asgd.live.sandblaster.driver import (
-  Driver,
-  HostMakers,
-  Options,
-  SavedRun,
-)
+from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.orders import protocol

@@ -1,7 +1,7 @@
-"""What engines of simulated time share: one cell, a stretch of it at a time.
+"""What engines of simulated time share: they train some messages at a time.
 
-What a cell computes is a function of its config and its seed. Clocks decide
-when it looks up and when a checkpoint is written, never what happens next.
+A cell is a function of its config and its seed. Clocks decide how many messages
+a call trains, and when a checkpoint is written.
 """
 
 import abc

@@ -10,11 +10,7 @@ import numpy as np
 
 from asgd import base, orders, sandblaster
 from asgd.experiment import live_files
-from asgd.experiment.engines import (
-  coordinated,
-  live_batches,
-  parameter_server,
-)
+from asgd.experiment.engines import coordinated, live_batches, parameter_server
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.experiment.engines.live import rebuild
 from asgd.experiment.findings import Failure, Finding

@@ -12,9 +12,7 @@ import event_files
 import kit
 import pytest
 
-from asgd import experiment
 from asgd.experiment import boards, cell_log, folder
-from asgd.experiment.progress import Silent
 
 pytest.importorskip("tensorboardX")
 
@@ -88,14 +86,7 @@ def test_a_full_disk_has_one_line_also_when_python_ends(tmp_path):
 
 def trained(workdir, seeds):
   """Trains so many seeds, as asgd train does before the report."""
-  exp = experiment.build(
-    {**kit.TINY_RUN, "engine": "simulate", "seeds": tuple(range(seeds))},
-    engines=experiment.ENGINES,
-  )
-  folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=Silent())
-  return exp
+  return kit.train_tiny(workdir, seeds=tuple(range(seeds)))
 
 
 def files(workdir):

@@ -14,11 +14,7 @@ from asgd.experiment.progress import Silent
 def trained(tmp_path_factory):
   """A tiny experiment of two seeds, and the folder of its results."""
   workdir = tmp_path_factory.mktemp("links") / "out"
-  config = {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1)}
-  exp = experiment.build(config, engines=experiment.ENGINES)
-  folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=Silent())
+  exp = kit.train_tiny(workdir, seeds=(0, 1))
   report.write(workdir, exp)
   return exp, workdir
 

@@ -93,7 +93,7 @@ def test_a_cell_replays_with_a_peer_that_died(tmp_path):
   missed = result["missed"]
   assert missed > 0  # rounds in which it was not there
   workdir = place.parent.parent
-  assert folder.short_of(workdir, [place.name]) == (
+  assert folder.incomplete(workdir, [place.name]) == (
     "workers or peers exited, and their messages are missing in"
     f" {place.name} ({missed} of 40); to train a cell again, remove its folder"
   )

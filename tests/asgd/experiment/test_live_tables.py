@@ -11,13 +11,7 @@ import pytest
 
 from asgd import base, experiment
 from asgd.data import documents
-from asgd.experiment import (
-  audit,
-  live_files,
-  live_memory,
-  loop,
-  replay,
-)
+from asgd.experiment import audit, live_files, live_memory, loop, replay
 from asgd.experiment.engines import live_tables, table_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
