@@ -8,6 +8,7 @@ Index letters used in shape comments:
   S  shards of a server
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -169,14 +170,24 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
   (shapes and dtypes are enough). Raises the codec's ValueError for parameters
   that it cannot encode."""
   structs = jax.tree.map(sharding.shape_of, params)
-  key = jax.eval_shape(lambda: jax.random.key(0))
-
-  def encode(weights, key):
-    return codec.encode(codec.init(weights), weights, key)[0]
-
-  code = jax.eval_shape(encode, base.weights_of(structs), key)
+  leaves, structure = jax.tree.flatten(base.weights_of(structs))
+  wide = jax.config.jax_enable_x64
+  code = _code_shapes(codec, tuple(leaves), structure, wide)
   stats = structs.stats if isinstance(structs, base.Variables) else None
   return Coded(code, stats, jax.ShapeDtypeStruct((), np.float32))
+
+
+@functools.lru_cache(maxsize=64)
+def _code_shapes(codec, leaves, structure, wide):
+  """Traces a codec once for weights of some shapes; `wide`, whether 64-bit
+  types are on, is read by JAX itself."""
+  del wide
+
+  def encode(weights):
+    key = jax.random.key(0)
+    return codec.encode(codec.init(weights), weights, key)[0]
+
+  return jax.eval_shape(encode, jax.tree.unflatten(structure, leaves))
 
 
 def blank(codec: Codec | None, params: base.Params) -> Any:
