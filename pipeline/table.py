@@ -43,7 +43,7 @@ class ScheduleError(ValueError):
 
 
 def check_positive(**numbers: int) -> None:
-  """Refuses what is not a positive whole number, by its name."""
+  """Raises ValueError, with the name, unless all are positive whole numbers."""
   for name, value in numbers.items():
     checks.whole(name, value)
 
@@ -70,25 +70,10 @@ class Schedule(NamedTuple):
   every: int  # microbatches of one update
   flush: bool  # whether the next batch waits for the update
 
-  @property
-  def devices(self) -> int:
-    """D."""
-    return _count(self.device)
-
-  @property
-  def stages(self) -> int:
-    """S."""
-    return _count(self.stage)
-
-  @property
-  def microbatches(self) -> int:
-    """M."""
-    return _count(self.microbatch)
-
-  @property
-  def slots(self) -> int:
-    """The length of the table."""
-    return _count(self.time)
+  devices = property(lambda self: _count(self.device), doc="D.")
+  stages = property(lambda self: _count(self.stage), doc="S.")
+  microbatches = property(lambda self: _count(self.microbatch), doc="M.")
+  slots = property(lambda self: _count(self.time), doc="Length of the table.")
 
   @property
   def tasks(self) -> list[Task]:
@@ -201,7 +186,7 @@ def lay_out(
   flush: bool,
 ) -> Schedule:
   """Returns the table in which every device does its tasks in their order, each
-  as soon as what it needs is there.
+  as soon as its inputs are there.
 
   Args:
     name: as in `make`, and so are `every` and `flush`.
