@@ -123,6 +123,11 @@ class PortionJobs:
       self._waiting[None].appendleft(job)
 
 
+@jax.jit
+def _add(x, y):
+  return jax.tree.map(jnp.add, x, y)
+
+
 def make_sums(
   work: Work,
 ) -> Callable[[base.Params, Iterable[int]], tuple[float, base.Params]]:
@@ -138,14 +143,13 @@ def make_sums(
     >>> loss, gradient.tolist()
     (75.0, [18.0, 24.0])
   """
-  add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
 
   def sums(params, portions):
     loss, gradient = 0.0, None
     for portion in portions:
       value, part = work(params, portion)
       loss += float(value)
-      gradient = part if gradient is None else add(gradient, part)
+      gradient = part if gradient is None else _add(gradient, part)
     return loss, simulator.fetch(gradient)
 
   return sums
