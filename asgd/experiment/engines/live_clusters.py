@@ -20,11 +20,10 @@ from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.journal import FileJournal, journal_path
-from asgd.live.records import FileSink, records_path
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.threads import Stores, ThreadMakers
+from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import SharedMemory
 from asgd.live.spans import SpanWriter
 
@@ -265,19 +264,14 @@ def thread_cluster(
   states = [simulator.start(live.plan.server, piece) for piece in pieces]
   _warm_up(live, duty, steps, states)
   settings = live.plan.run.config["live"]
-  counts, shards = slot_counts(live.setup), range(len(pieces))
-  memories = []
+  counts, stores = slot_counts(live.setup), []
   for i, (like, state) in enumerate(zip(duty.shares(), states, strict=True)):
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
     folder, trees = live.memory / f"shard-{i}", (*like, state)
-    memories.append(SharedMemory(folder, counts, trees, compress=wire))
-  stores = Stores(
-    memories,
-    [FileJournal(journal_path(live.folder, i)) for i in shards],
-    [FileSink(records_path(live.folder, i)) for i in shards],
-    images or [None for _ in shards],
-  )
+    memory = SharedMemory(folder, counts, trees, compress=wire)
+    image = images[i] if images else None
+    stores.append(ShardStorage.open(live.folder, i, memory, image))
   makers = ThreadMakers(
     *(live.setup, steps, states, stores),
     faults=machine.faults,

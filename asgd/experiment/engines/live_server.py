@@ -32,9 +32,9 @@ from asgd.live import records
 from asgd.live.append_only import FileGone
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.resume import agree
 from asgd.live.server.cluster import finished
 from asgd.live.setup import slot_counts
+from asgd.live.shard.recovery import agree
 from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events

@@ -63,7 +63,7 @@ def _kept_image(row, shard):
 def _take_params(received, shard):  # of a module, to travel by its name
   if received is None:
     return shard.state.server.params
-  return shard.state.kept_params.pop(received, None)
+  return shard.state.messages.kept_params.pop(received, None)
 
 
 class ServerCluster:

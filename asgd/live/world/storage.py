@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd.live.shard import Shard
-from asgd.live.slot_formats import DenseFormat
 from asgd.live.slots import SharedMemory, message_stamp
 from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Scheduler
@@ -84,10 +83,9 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
-    packed = not isinstance(self._formats[kind], DenseFormat)
-    spoiled = packed and length and self._disk.faults.take("spoil", "message")
-    if spoiled:
-      at = int(spoiled.which * (length - 1))
+    packed, faults = not self._formats[kind].fixed, self._disk.faults
+    if packed and length and (fault := faults.take("spoil", "message")):
+      at = int(fault.which * (length - 1))
       self._slots[kind][slot][at] ^= 0x10
     self._scheduler.point()
 
