@@ -20,11 +20,11 @@ from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import (
   allocations,
   live_clusters,
+  live_engine,
   live_news,
   parameter_server,
   server_orders,
   traffic,
-  watched,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
@@ -192,7 +192,7 @@ class LiveEngine(engines.Engine):
 
   def _status(self):
     """The shards' status; raises NonFiniteResult if no result is finite."""
-    with watched.engine_errors(self._context):
+    with live_engine.engine_errors(self._context):
       return self.cluster.status()
 
   def _look_for(self, until, status):

@@ -46,7 +46,8 @@ class PeerMaker(NamedTuple):
   span: Callable[[int, Span], None] | None = None  # takes what peers do when
   # Compile in the host: a process of its own has compiled nothing.
   warm_up: bool = False
-  make_script: Callable[..., faults_lib.Script] = faults_lib.Script
+  # (faults, folder of the run, Inside) -> those of a host
+  make_script: Callable[..., faults_lib.Script] = faults_lib.script_of
 
   def __call__(
     self, index: int, image: Image | None, counter: Host | None, inside: Inside
@@ -58,12 +59,7 @@ class PeerMaker(NamedTuple):
       duty.warm_up(index)
     journal, sink = files.open_files(self.run, index, inside.disk)
     rows = PeerRows(index, duty, journal, sink, inside.clock)
-    script = self.make_script(
-      [fault for fault in self.faults if fault.worker == index],
-      kill=inside.kill,
-      wait=inside.wait,
-      tell=functools.partial(faults_lib.append_fault, self.run),
-    )
+    script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
     if counter is None:
@@ -291,6 +287,10 @@ class PeerCluster:
         self._ask("take_over", frames[0], among=lacking)
 
   # All at once.
+
+  def wait(self, seconds: float) -> None:
+    """Waits before the next `check`."""
+    self._supervisor.hosts.sleep(seconds)
 
   def pause(self, seconds: float = math.inf) -> bool:
     """Makes all end the same round, or the jobs they are at, and waits for it,

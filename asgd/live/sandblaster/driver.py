@@ -420,3 +420,7 @@ class Driver:
     notes = self._notes()
     self._note_down(notes)
     return SavedRun(notes, images)
+
+  def close(self) -> None:
+    """Ends all parties; what they wrote stays."""
+    self._supervisor.close()

@@ -19,7 +19,7 @@ from asgd.experiment import (
   loop,
   replay,
 )
-from asgd.experiment.engines import live_tables, table_clusters
+from asgd.experiment.engines import live_hosts, live_tables
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -212,7 +212,7 @@ def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
     hosts.append(threads.ThreadHosts(**options))
     return hosts[0]
 
-  monkeypatch.setattr(table_clusters, "ThreadHosts", make)
+  monkeypatch.setattr(live_hosts, "ThreadHosts", make)
   words = {"documents": 60, "side": 3, "length": 20}
   exp = build(
     problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
