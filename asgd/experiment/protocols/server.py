@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,15 @@ from asgd import algorithms, base, orders, sharding, simulator
 from asgd.experiment import live_files
 from asgd.experiment.engines import (
   allocations,
+  live,
   live_clusters,
+  live_hosts,
   live_server,
   mesh,
   mesh_plan,
   parameter_server,
   simulate,
 )
-from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.findings import Failure, Finding, deaths, jobs, updates
 from asgd.experiment.protocol import (
@@ -36,16 +36,6 @@ from asgd.live.records import read_records, records_path
 from asgd.orders.trace import Event, from_events
 
 Description = Mapping[str, Any]
-
-
-def _live(make_cluster: Any) -> Runner:
-  return Runner(
-    plan=live_server.plan,
-    start=lambda context: live_server.LiveEngine(context, make_cluster),
-    describe=parameter_server.describe,
-    check=live_server.check,
-    devices=lambda run: run.config["live"]["devices"],
-  )
 
 
 # Folders of live cells, and of simulated shards.
@@ -85,7 +75,7 @@ def obey(
   order of its shards' traces; options are those of `simulator.run_sharded`."""
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
-  options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
+  options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
   if len(traces) == 1:
     host = simulator.make_host(
@@ -173,8 +163,13 @@ PROTOCOL = Protocol(
       describe=parameter_server.describe,
       check=simulate.check,
     ),
-    "threads": _live(live_clusters.thread_cluster),
-    "ray": _live(partial(live_clusters.ray_cluster, rebuild)),
+    **live.runners(
+      live_server.LiveServerEngine,
+      plan=live_server.plan,
+      describe=parameter_server.describe,
+      check=live_server.check,
+      devices=lambda run: run.config["live"]["devices"],
+    ),
     "mesh": Runner(
       plan=mesh_plan.plan,
       start=mesh.MeshEngine,

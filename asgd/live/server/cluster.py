@@ -9,7 +9,8 @@ all is received.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from asgd import sharding
@@ -26,6 +27,7 @@ from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
 Status = dict[str, Any]  # of a shard, see `Shard.status`
 _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
 _END_SECONDS = 5.0  # for shards to write what is left
+_LOOK = 0.1  # seconds between two looks
 _LEAVE_SECONDS = 2.0  # for workers to leave, once all is done
 
 
@@ -43,13 +45,10 @@ class Makers(Protocol):
     """Ends what is neither a shard's nor a worker's."""
 
 
-def finished(status: Sequence[Status] | None) -> bool:
-  """Whether every job was received, by all shards, as their status says."""
-  return (
-    bool(status)
-    and status[0]["stopped"]
-    and not any(shard["busy"] for shard in status)
-  )
+def _finished(status):
+  if not status or not status[0]["stopped"]:
+    return False
+  return not any(shard["busy"] for shard in status)
 
 
 def _keep_image(row, shard):
@@ -68,7 +67,7 @@ def _take_params(received, shard):  # of a module, to travel by its name
 
 class ServerCluster:
   """Shards and workers of a run: `start` begins, and `check` and `status` are
-  to be called again and again until `finished`."""
+  to be called again and again until it is `finished`."""
 
   def __init__(
     self,
@@ -106,11 +105,17 @@ class ServerCluster:
     self._refilled: set[int] = set()
     self._absent: dict[int, float] = {}  # workers that have not joined, since
     self._stopped = False  # all jobs are received, as the lead reported
+    self.statuses: list[Status] | None = None  # that were asked for last
 
   @property
   def replaced(self) -> dict[str, int]:
     """How many parties of each kind were replaced."""
     return self._supervisor.replaced
+
+  @property
+  def finished(self) -> bool:
+    """Whether every job was received, by all shards, as `statuses` say."""
+    return _finished(self.statuses)
 
   @property
   def _patience(self):
@@ -186,9 +191,11 @@ class ServerCluster:
 
   # Watching.
 
-  def check(self) -> list[str]:
+  def check(self, received: int = 0) -> list[str]:
     """Replaces workers and shards that have exited; returns lines for the user.
-    Raises what made one of them exit, if it would end the next one, too."""
+    Raises what made one of them exit, if it would end the next one, too. The
+    lead itself reports how many messages were `received`."""
+    del received
     supervisor = self._supervisor
     for party, how in supervisor.take_ended(SHARD):
       supervisor.count_exit(SHARD, party.index, how)
@@ -231,9 +238,10 @@ class ServerCluster:
       self._replace_lost_workers(lead)
       self._refilled.clear()
       there = [shard for shard in others if shard]
-      if finished([lead]) and any(shard["busy"] for shard in there):
+      if _finished([lead]) and any(shard["busy"] for shard in there):
         self._answers(Shard.end_open_tickets)
-    return statuses if all(statuses) else None
+    self.statuses = statuses if all(statuses) else None
+    return self.statuses
 
   def _replace_lost_workers(self, lead):
     """Replaces workers that the lead has given up, and those that never
@@ -308,10 +316,39 @@ class ServerCluster:
       self._ask(functools.partial(_keep_image, self._image_row))
     return None
 
-  def pause(self) -> None:
-    """Makes workers start nothing new. Raises Disconnected if a shard has
-    exited."""
-    self._ask(Shard.pause)
+  # Waiting.
+
+  def wait(self, seconds: float) -> None:
+    """Waits before the next `check`."""
+    self._supervisor.hosts.sleep(seconds)
+
+  def insist(self, question: Callable[[], Any]) -> Any:
+    """Returns what shards answer to a question, which is asked again if one of
+    them has to be replaced first."""
+    while True:
+      try:
+        return question()
+      except Disconnected:
+        self.check()
+        self.wait(_LOOK)
+
+  def images_now(self) -> list[tuple[Any, Any]]:
+    """Returns `images`, once there are some."""
+    while (images := self.insist(self.images)) is None:
+      self.check()
+      self.wait(_LOOK)
+    return images
+
+  def pause(self, seconds: float = math.inf) -> bool:
+    """Makes workers start nothing new, and waits until they have handed in what
+    they have begun, so many seconds at most; returns whether they have."""
+    self.insist(lambda: self._ask(Shard.pause))
+
+    def at_rest():
+      status = self.status()
+      return bool(status) and not any(shard["busy"] for shard in status)
+
+    return self._supervisor.rest(at_rest, seconds)
 
   # The end.
 

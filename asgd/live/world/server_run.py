@@ -10,7 +10,7 @@ from typing import Any
 from asgd.live.hosts.base import SHARD
 from asgd.live.links.base import Disconnected
 from asgd.live.resume import agree
-from asgd.live.server.cluster import ServerCluster, finished
+from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
 from asgd.live.world import invariants, scenario
 from asgd.live.world.host_run import HostRun
@@ -81,7 +81,7 @@ class ServerRun(HostRun):
       if looks % _SAVES == 0:
         with contextlib.suppress(Disconnected):
           self._images = cluster.images() or self._images
-      if finished(cluster.status()):
+      if cluster.status() and cluster.finished:
         return
       self.scheduler.sleep(_LOOK)
 

@@ -35,7 +35,6 @@ from asgd.live.frames import Frame
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.links.base import Disconnected
 from asgd.live.links.local import ThreadLink
-from asgd.live.server import cluster as clusters
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup
@@ -134,7 +133,7 @@ def net(name):
 def drive(cluster):
   """Watches over a cluster until its run is finished."""
   end = time.monotonic() + LONG
-  while not clusters.finished(cluster.status()):
+  while not (cluster.status() and cluster.finished):
     cluster.check()
     assert time.monotonic() < end, "the run did not finish"
     time.sleep(0.01)
@@ -1079,7 +1078,7 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
   """Its memory is lost, its journal and the image of a checkpoint are not."""
   with live(kit("dana_slim"), held=lambda worker, job: job >= 12) as run:
     run.gate.wait_for(WORKERS)
-    run.cluster.pause()
+    run.cluster.pause(seconds=0.0)
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
