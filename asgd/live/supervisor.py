@@ -24,6 +24,7 @@ _LOOK = 0.01  # seconds between two looks whether all are at rest
 TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
+_POLL = 0.5  # seconds to wait for the answers to a poll
 
 
 class Party:
@@ -36,6 +37,8 @@ class Party:
     self.hung = False  # the supervisor ended it, as it took too long
     self.done = 0  # jobs, as the supervisor saw last
     self.since: float | None = None  # when it saw that; None: it was idle
+    self.poll: Call | None = None  # that is not answered; see `poll`
+    self.polled = 0.0  # when that call was made
 
   @property
   def ready(self) -> bool:
@@ -157,6 +160,33 @@ class Supervisor:
     for index in [index for index, answer in found.items() if answer is None]:
       self.end(mine[index])
     return {index: value[0] for index, value in found.items() if value}
+
+  def poll(
+    self, kind: str, method: str, *args: Any, among: Iterable[int]
+  ) -> dict[int, Any]:
+    """Calls a method of several parties of a kind, and waits half a second. A
+    party that has not answered by then holds nobody up: it is left out, the
+    next poll looks for the same answer, and a party that is silent for as long
+    as the supervisor is patient is ended. Returns what the others answer."""
+    mine, now = self.parties[kind], self.hosts.clock()
+    asked = [mine[index] for index in among]
+    for party in asked:
+      if party.poll is None:
+        party.poll, party.polled = party.host.call(method, *args), now
+    calls = {(kind, party.index): party.poll for party in asked}
+    silent, found = self.silent(calls, _POLL), {}
+    for party in asked:
+      answer = None
+      if (kind, party.index) in silent:
+        if self.hosts.clock() - party.polled <= self._patience:
+          continue
+      else:
+        answer, party.poll = answer_of(party.poll), None
+      if answer is None:
+        self.end(party)
+      else:
+        found[party.index] = answer[0]
+    return found
 
   def ask_until_answered(
     self,

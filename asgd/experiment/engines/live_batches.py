@@ -74,7 +74,6 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _prepare(self):
     self._name = self._context.cell.name
     self._params, _ = _start_of(self._plan, self._context.cell.seed)
-    self._lengths: Lengths | None = None  # of files, to resume with
     return super()._prepare()
 
   def _restore(self):
@@ -99,12 +98,10 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     images = [Image(notes["number"], dict(each)) for each in vectors]
     return SavedRun(notes, images)
 
-  def _go_back(self, saved):
-    if saved is not None:
-      self._lengths = Lengths(*saved.notes["lengths"])
-
-  def _count_received(self):
-    self._book = LiveRunLog(self._folder, self._lengths)
+  def _open_files(self, saved, *, begun):
+    del begun
+    lengths = Lengths(*saved.notes["lengths"]) if saved else None
+    self._book = LiveRunLog(self._folder, lengths)
     return len(self._book.messages)
 
   def _make_cluster(self, live, hosts, saved):

@@ -86,11 +86,9 @@ class LiveEngine(engines.Engine):
   def _start(self, make_hosts, begun, stack):
     context, plan = self._context, self._plan
     saved = self._restore() if begun else None
-    if begun:
-      self._go_back(saved)
     self._counts = [0] * len(self._writers)  # records that were read, of each
     self._parts: list[Any] = []  # records that were read
-    self._received = self._count_received()
+    self._received = self._open_files(saved, begun=begun)
     self.done = min(self._received, self.total)
     last = [read_journal(path)[-1:] for path in self._journals()]
     before = max((e.time for (e, *_) in filter(None, last)), default=0.0)
@@ -134,8 +132,16 @@ class LiveEngine(engines.Engine):
   def _unpack(self, saved: Any) -> Any:
     """Returns what a checkpoint has."""
 
+  def _open_files(self, saved: Any, *, begun: bool) -> int:
+    """Drops what was written after that was saved; returns how many messages
+    were received."""
+    if begun:
+      self._go_back(saved)
+    return len(self._read().loss)
+
   def _go_back(self, saved: Any) -> None:
-    """Drops what was written after that was saved."""
+    """Cuts the files of workers to what was saved."""
+    raise NotImplementedError
 
   @abc.abstractmethod
   def _make_cluster(
@@ -171,10 +177,6 @@ class LiveEngine(engines.Engine):
     for path in sorted(self._there - there):
       raise FileGone(path)
     self._there = there
-
-  def _count_received(self) -> int:
-    """Returns how many messages were received before this process began."""
-    return len(self._read().loss)
 
   def _read(self) -> Any:
     """Returns the records that are new, and keeps them."""

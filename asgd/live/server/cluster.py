@@ -224,7 +224,10 @@ class ServerCluster:
     """Returns each `Shard.status`, None while a shard is being replaced.
     Workers that the lead has given up are replaced. Raises NotFinite for more
     refused messages, in a row or of one job, than three for each worker."""
-    found = self._answers(Shard.status, self._made_shards())
+    found = self._supervisor.poll(
+      SHARD, "ask", Shard.status, among=self._made_shards()
+    )
+    found = {index: value[0] for index, value in found.items() if value}
     statuses = [found.get(index) for index in range(self.setup.shards)]
     lead, *others = statuses
     if lead:
@@ -278,8 +281,11 @@ class ServerCluster:
     return {index: value[0] for index, value in found.items() if value}
 
   def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
-    """Calls something with each shard. Raises Disconnected if one has
-    exited."""
+    """Calls something with each shard. Raises Disconnected if one has exited,
+    or does not answer polls."""
+    for index, party in self._supervisor.parties[SHARD].items():
+      if party.poll is not None:
+        raise Disconnected(index)
     found = self._answers(call)
     for index in range(self.setup.shards):
       if index not in found:
@@ -330,6 +336,7 @@ class ServerCluster:
         return question()
       except Disconnected:
         self.check()
+        self.status()
         self.wait(_LOOK)
 
   def images_now(self) -> list[tuple[Any, Any]]:
