@@ -24,6 +24,7 @@ _LOOK = 0.01  # seconds between two looks whether all are at rest
 TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
+_REASON = 5.0  # seconds for a party that has failed to report why
 _POLL = 0.5  # seconds to wait for the answers to a poll
 
 
@@ -155,10 +156,17 @@ class Supervisor:
     limit = self._patience
     if kind not in LOCAL:  # it may be at a job
       limit = max(limit, self.deadlines.dead)
-    self._await(calls, limit)
+    silent = self._await(calls, limit)
     found = {index: answer_of(call) for (_, index), call in calls.items()}
-    for index in [index for index, answer in found.items() if answer is None]:
-      self.end(mine[index])
+    lost = [mine[index] for index, answer in found.items() if answer is None]
+    # A party that has failed reports why by what it runs, unless it is ended
+    # before.
+    runs = {(kind, party.index): party.run for party in lost if party.run}
+    for key in silent:
+      runs.pop(key, None)
+    self.silent(runs, min(_REASON, self._patience))
+    for party in lost:
+      self.end(party)
     return {index: value[0] for index, value in found.items() if value}
 
   def poll(
@@ -245,9 +253,12 @@ class Supervisor:
     )
 
   def _await(self, calls, limit):
-    """Waits for calls, by (kind, index), and ends the silent parties."""
-    for kind, index in self.silent(calls, limit, say=self.hosts.say):
+    """Waits for calls, by (kind, index), and ends the silent parties; returns
+    their keys."""
+    silent = self.silent(calls, limit, say=self.hosts.say)
+    for kind, index in silent:
       self.hosts.kill(kind, index)
+    return silent
 
   # Exits.
 

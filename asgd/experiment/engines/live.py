@@ -61,16 +61,6 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def _check_link_faults(machine, why):
-  """Refuses faults of links between workers and a server, if there are none."""
-  for fault in machine.faults:
-    if why and fault.kind in faults.OF_LINKS:
-      raise ValueError(
-        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
-        " hang, slow or nan"
-      )
-
-
 def check_machine(
   experiment: Any, plans: Sequence[Any], machine: Any, *, ray: bool
 ) -> None:
@@ -79,7 +69,13 @@ def check_machine(
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
   for plan in plans:
-    _check_link_faults(machine, protocol.of(plan.run).live.link_faults)
+    why = protocol.of(plan.run).live.link_faults
+    for fault in machine.faults:
+      if why and fault.kind in faults.OF_LINKS:
+        raise ValueError(
+          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
+          " hang, slow or nan"
+        )
   grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
     raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")

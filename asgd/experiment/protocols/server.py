@@ -33,7 +33,7 @@ from asgd.experiment.protocol import (
 from asgd.live.deadlines import DEAD
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
-from asgd.orders.trace import Event, from_events
+from asgd.orders.trace import from_events
 
 Description = Mapping[str, Any]
 
@@ -41,21 +41,14 @@ Description = Mapping[str, Any]
 # Folders of live cells, and of simulated shards.
 
 
-def traces_of(
-  folder: Path, description: Description
-) -> list[tuple[Path, list[Event]]]:
-  """Returns the path and the rows of each shard's journal."""
-  return list(live_files.read_traces(folder, description))
-
-
 def _trace(folder: Path, description: Description) -> base.Trace:
-  ((_, events), *_) = traces_of(folder, description)
+  ((_, events), *_) = live_files.read_traces(folder, description)
   return from_events(events)
 
 
 def check_replayable(folder: Path, description: Description) -> None:
   """Raises ValueError for journals that cannot be obeyed, or say nothing."""
-  for path, events in traces_of(folder, description):
+  for path, events in live_files.read_traces(folder, description):
     orders.check(events, depth=len(events), path=path)
     if not any(event.action == base.RECEIVE for event in events):
       raise ValueError(
@@ -106,7 +99,8 @@ def plan_of(plan: ServerPlan, folder: Path, seed: int) -> ServerPlan:
 def _replay(
   plan: ServerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
-  journals = [events for _, events in traces_of(folder, description)]
+  traces = live_files.read_traces(folder, description)
+  journals = [events for _, events in traces]
   plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
   if "live" in plan.run.config:
     group = live_clusters.group(plan)

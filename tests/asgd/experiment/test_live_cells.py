@@ -1,4 +1,4 @@
-"""Cells of peers, tables and a coordinator, live: stopped, resumed, replayed."""
+"""Live cells of peers, tables and a coordinator: stopped, resumed, replayed."""
 
 import csv
 import json

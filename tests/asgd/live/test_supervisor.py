@@ -2,12 +2,14 @@
 
 import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from asgd.live import answers
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
+from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.supervisor import Supervisor
 
@@ -87,6 +89,31 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
   assert hosts.gone() == [("shard", 1)]
   hosts.close()
+
+
+class Full:
+  """Fails when it is called, and reports why a moment later."""
+
+  def __init__(self, inside):
+    self._inside, self._ended = inside, Future()
+
+  def run(self):
+    return self._ended
+
+  def add(self, number):
+    self._inside.later(lambda: None, "report")
+    raise Gone("shard", 0)
+
+  def report(self, call):
+    self._ended.set_exception(ValueError("no space left"))
+
+
+def test_a_party_that_fails_as_it_is_asked_reports_why(supervisor):
+  party = supervisor.start("shard", 0, Full)
+  party.run = party.host.call("run")
+  assert supervisor.ask("shard", "add", 5) == {}
+  with pytest.raises(ValueError, match="no space left"):
+    list(supervisor.take_ended("shard"))
 
 
 class Still:
