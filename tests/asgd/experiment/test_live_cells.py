@@ -20,6 +20,7 @@ from asgd.experiment import (
   live_files,
   live_memory,
   loop,
+  ray_runtime,
   replay,
 )
 from asgd.experiment.engines import live_hosts, live_tables
@@ -139,6 +140,82 @@ def test_faults_of_links_to_a_server_are_refused(run, why):
   exp = build(run)
   with pytest.raises(ValueError, match=f"--fault=lose:0:3: {why}"):
     exp.check_machine(Machine(faults=[Fault(0, 3, "lose")]))
+
+
+# Parties that are killed.
+
+
+@pytest.fixture(scope="module")
+def ray():
+  """Ray, started once for all cells."""
+  pytest.importorskip("ray")
+  ray_runtime.start()
+  yield
+  ray_runtime.stop()
+
+
+class Killer:
+  """Kills a party of a cell once some jobs are received, as a signal that never
+  comes."""
+
+  def __init__(self, workdir, engine, kind, monkeypatch):
+    self._folder = workdir / "cells" / "run-n2-s0"
+    self._party = kind, 0 if kind == "counter" else 1
+    self._hosts, self.killed = [], False
+    if engine == "threads":
+      monkeypatch.setattr(live_hosts, "ThreadHosts", self._make_hosts)
+
+  def _make_hosts(self, **options):
+    self._hosts.append(threads.ThreadHosts(**options))
+    return self._hosts[0]
+
+  @property
+  def received(self):
+    paths = self._folder.glob("trace-*.csv")
+    rows = [row.action for path in paths for row in read_journal(path)]
+    if not self.killed and rows.count(base.RECEIVE) > 8:
+      self.killed, (kind, index) = True, self._party
+      if self._hosts:
+        self._hosts[0].kill(kind, index)
+      else:
+        memory = live_memory.read(self._folder).memory
+        os.kill(processes.pids(memory)[kind][index], signal.SIGKILL)
+    return 0
+
+
+ON_RAY = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("ray")]
+
+
+@pytest.mark.parametrize(
+  "engine", ["threads", pytest.param("ray", marks=ON_RAY)]
+)
+@pytest.mark.parametrize(
+  ("run", "kind"),
+  [
+    (CODED, None),
+    (PAIRS, "counter"),
+    ({**TABLE, "rebalance_every": 2}, "shard"),
+    (BATCHES, "shard"),
+  ],
+  ids=["rounds", "pairs", "tables", "batches"],
+)
+def test_a_party_of_each_kind_is_killed_and_the_cell_replays(
+  tmp_path, monkeypatch, engine, run, kind
+):
+  # One worker is slow, so that there is time to kill another party.
+  seconds = 1.0 if engine == "threads" else 5.0
+  faults = [Fault(1, 2, "kill"), Fault(0, 5, "slow", seconds)]
+  machine = Machine(grace_seconds=60.0, faults=faults)
+  killer = Killer(tmp_path, engine, kind, monkeypatch) if kind else None
+  result, place = train(tmp_path, run, machine, killer, engine=engine)
+  worker = "peer" if run in (CODED, PAIRS) else "worker"
+  assert result["replaced"] == {worker: 1, **({kind: 1} if kind else {})}
+  # Rounds of peers go on while one is missing.
+  missed = result.get("missed", 0)
+  assert (missed > 0) == (run is CODED)
+  assert result["messages"] + missed == (32 if run is BATCHES else 40)
+  replayed = replay.replay(place)
+  assert replayed.recorded is not None and replayed.same
 
 
 # Peers.
@@ -276,43 +353,10 @@ def test_tables_without_a_checkpoint_begin_again_and_a_worker_dies(tmp_path):
   assert replayed.recorded == replayed.digest
 
 
-class KillShard:
-  """Kills shard 1 of a cell once some jobs are received, as a signal that never
-  comes."""
-
-  def __init__(self, folder):
-    self._folder, self.killed = folder, False
-
-  @property
-  def received(self):
-    if not self.killed and self._jobs() > 8:
-      self.kill()
-      self.killed = True
-    return 0
-
-  def kill(self):
-    pids = processes.pids(live_memory.read(self._folder).memory)
-    os.kill(pids["shard"][1], signal.SIGKILL)
-
-  def _jobs(self):
-    paths = self._folder.glob("records-*.bin")
-    places = [int(path.stem.removeprefix("records-")) for path in paths]
-    return sum(
-      len(files.read_table_records(self._folder, w).loss) for w in places
-    )
-
-
 def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
-  hosts, params = [], []
-
-  def make(**options):
-    hosts.append(threads.ThreadHosts(**options))
-    return hosts[0]
-
-  monkeypatch.setattr(live_hosts, "ThreadHosts", make)
+  params = []
   words = {"documents": 60, "side": 3, "length": 20}
-  killer = KillShard(tmp_path / "cells" / "run-n2-s0")
-  killer.kill = lambda: hosts[0].kill("shard", 1)
+  killer = Killer(tmp_path, "threads", "shard", monkeypatch)
   result, _ = train(
     *(tmp_path, TABLE),
     Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")]),
@@ -333,30 +377,6 @@ def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
   np.testing.assert_array_equal(params["words"], counted)
   np.testing.assert_array_equal(params["totals"][0], counted.sum(0))
   assert params["words"].sum() == data.train_lengths.sum()
-
-
-@pytest.mark.process
-@pytest.mark.slow
-def test_a_worker_and_a_shard_of_ray_are_killed_and_nothing_is_lost(tmp_path):
-  pytest.importorskip("ray")
-  killer = KillShard(tmp_path / "cells" / "run-n4-s0")
-  # One is slow, and the others wait for it: there is time to kill a shard.
-  faults = [Fault(1, 5, "kill"), Fault(0, 6, "slow", 5.0)]
-  machine = Machine(grace_seconds=60.0, faults=faults)
-  try:
-    result, place = train(
-      *(tmp_path, {**TABLE, "rebalance_every": 2}, machine, killer),
-      engine="ray",
-      workers=(4,),
-    )
-  finally:
-    machine.close()
-  assert killer.killed
-  assert result["replaced"] == {"worker": 1, "shard": 1}
-  assert result["rest_seconds"] > 0  # after 4 and 8 of 10 jobs
-  assert (result["messages"], result["missed"]) == (40, 0)
-  replayed = replay.replay(place)
-  assert replayed.recorded == replayed.digest
 
 
 def test_what_is_said_of_a_cell_of_tables():
