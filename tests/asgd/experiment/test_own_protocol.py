@@ -66,6 +66,17 @@ class Once:
     return 15 if self.looks == 2 else 0
 
 
+class AtRows:
+  """A signal that comes once a journal has so many rows."""
+
+  def __init__(self, place, rows):
+    self._path, self._rows = journal_path(place, 0), rows
+
+  @property
+  def received(self):
+    return 15 if len(read_journal(self._path)) >= self._rows else 0
+
+
 def test_it_trains_and_learns(tmp_path):
   exp = build()
   result = train(exp, tmp_path)
@@ -104,12 +115,13 @@ def test_in_threads_it_is_killed_stopped_and_goes_on_to_the_same(
   tmp_path, checkpoint
 ):
   whole = train(build(), tmp_path / "whole")
-  machine = Machine(faults=[Fault(1, 2, "kill")], grace_seconds=60.0)
+  faults = [Fault(1, 2, "kill"), Fault(0, 4, "slow", 2.0)]  # jobs 7 and 12
+  machine = Machine(faults=faults, grace_seconds=60.0)
   out = tmp_path / "threads"
+  place = out / "cells" / "run-n3-s0"
   with pytest.raises(Stopped):
     exp = build(engine="threads")
-    train(exp, out, machine=machine, signals=kit.AfterLooks(0))
-  place = out / "cells" / "run-n3-s0"
+    train(exp, out, machine=machine, signals=AtRows(place, 26))
   if not checkpoint:
     shutil.rmtree(place / "checkpoints")
   result = train(build(engine="threads"), out)
