@@ -201,9 +201,6 @@ class WalkCluster:
     for worker in range(self._steps.plan.workers):
       self._supervisor.start(WORKER, worker, self._make(worker))
 
-  def wait(self, seconds):
-    self._at_rest(seconds)
-
   def check(self, received):
     self._supervisor.progressed(received)
     while not self.finished and not (self._paused and self._call is None):

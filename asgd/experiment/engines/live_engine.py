@@ -29,25 +29,11 @@ from asgd.orders.trace import STARTS
 LOOK = 0.1  # seconds between two looks at the cluster
 
 
-@contextlib.contextmanager
-def engine_errors(context: engines.Context) -> Iterator[None]:
-  """Raises what a cluster raises as the run loop knows it."""
-  try:
-    yield
-  except failures.AllDied as error:
-    raise engines.Died(str(error)) from error
-  except failures.NotFinite as error:
-    words = context.plan, str(error), context.cell.name
-    raise engines.NonFiniteResult(
-      parameter_server.not_finite(*words)
-    ) from error
-
-
 class LiveEngine(engines.Engine):
   """A cell that is watched until all its jobs are received."""
 
-  # Has `start`, `check`, `finished`, `replaced`, `wait`, `pause`, `go_on` and
-  # `close`; see `asgd.live.tables.cluster`.
+  # Has `start`, `check`, `finished`, `replaced`, `pause`, `go_on` and `close`,
+  # as `asgd.live.tables.cluster.TableCluster` has them.
   cluster: Any
   _who = "workers"
   _gaps = True  # whether records have them
@@ -207,13 +193,27 @@ class LiveEngine(engines.Engine):
 
   # Training.
 
-  def _errors(self):
-    return engine_errors(self._context)
+  @contextlib.contextmanager
+  def _errors(self) -> Iterator[None]:
+    """Raises what a cluster raises as the run loop knows it."""
+    try:
+      yield
+    except failures.AllDied as error:
+      raise engines.Died(str(error)) from error
+    except failures.NotFinite as error:
+      words = self._plan, str(error), self._context.cell.name
+      raise engines.NonFiniteResult(
+        parameter_server.not_finite(*words)
+      ) from error
+
+  def _wait(self, seconds: float) -> None:
+    """Waits before the next look, so many seconds at most."""
+    time.sleep(seconds)
 
   def _look(self, until: int) -> None:
     """Checks the cluster, a moment after the last time."""
     del until
-    self.cluster.wait(max(self._next_look - time.monotonic(), 0))
+    self._wait(max(self._next_look - time.monotonic(), 0))
     self._next_look = time.monotonic() + LOOK
     self._news += self.cluster.check(self._received)
 

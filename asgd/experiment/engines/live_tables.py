@@ -238,6 +238,9 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   # Training.
 
+  def _wait(self, seconds):
+    self.cluster.wait(seconds)
+
   def _look_for(self, until):
     if self._received >= until and (
       until < self.total or self.cluster.finished

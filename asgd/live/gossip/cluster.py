@@ -26,7 +26,7 @@ from asgd.live.gossip.pairs import Pairs
 from asgd.live.gossip.peer import REJECTED, LivePeer
 from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View
 from asgd.live.gossip.rounds import Rounds
-from asgd.live.hosts import Host, Hosts, Inside, Make
+from asgd.live.hosts import Host, Hosts, Inside
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.spans import Span
@@ -153,14 +153,12 @@ class PeerCluster:
   def _make(self, peer, image=None) -> Party:
     run = self._maker.run
     self._coming[peer] = files.lives_of(read_journal(journal_path(run, peer)))
-    party = self._supervisor.start(PEER, peer, self._make_of(peer, image))
-    party.proven = True  # it has compiled when it is made
-    return party
-
-  def _make_of(self, peer, image) -> Make:
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
-    return functools.partial(self._maker, peer, image, counter)
+    make = functools.partial(self._maker, peer, image, counter)
+    party = self._supervisor.start(PEER, peer, make)
+    party.proven = True  # it has compiled when it is made
+    return party
 
   def _neighbours(self):
     parties = self._supervisor.parties[PEER]
@@ -287,10 +285,6 @@ class PeerCluster:
         self._ask("take_over", frames[0], among=lacking)
 
   # All at once.
-
-  def wait(self, seconds: float) -> None:
-    """Waits before the next `check`."""
-    self._supervisor.hosts.sleep(seconds)
 
   def pause(self, seconds: float = math.inf) -> bool:
     """Makes all end the same round, or the jobs they are at, and waits for it,

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, Protocol
 
 from asgd import sharding
@@ -49,14 +50,6 @@ def _finished(status):
   if not status or not status[0]["stopped"]:
     return False
   return not any(shard["busy"] for shard in status)
-
-
-def _keep_image(row, shard):
-  shard.keep_image(row)
-
-
-def _kept_image(row, shard):
-  return shard.kept_image(row)
 
 
 def _take_params(received, shard):  # of a module, to travel by its name
@@ -308,7 +301,7 @@ class ServerCluster:
     if not self.setup.consistent or self.setup.shards == 1:
       return self._ask(Shard.image)
     row = self._image_row
-    kept = self._ask(functools.partial(_kept_image, row))
+    kept = self._ask(methodcaller("kept_image", row))
     rows, images = zip(*kept, strict=True)
     if None not in images:
       self._image_row = -1
@@ -319,14 +312,10 @@ class ServerCluster:
         return images
     if row < 0 or max(rows) > row + _ROWS_AHEAD:  # or one has lost it
       self._image_row = max(rows) + _ROWS_AHEAD
-      self._ask(functools.partial(_keep_image, self._image_row))
+      self._ask(methodcaller("keep_image", self._image_row))
     return None
 
   # Waiting.
-
-  def wait(self, seconds: float) -> None:
-    """Waits before the next `check`."""
-    self._supervisor.hosts.sleep(seconds)
 
   def insist(self, question: Callable[[], Any]) -> Any:
     """Returns what shards answer to a question, which is asked again if one of
@@ -337,13 +326,13 @@ class ServerCluster:
       except Disconnected:
         self.check()
         self.status()
-        self.wait(_LOOK)
+        self._supervisor.hosts.sleep(_LOOK)
 
   def images_now(self) -> list[tuple[Any, Any]]:
     """Returns `images`, once there are some."""
     while (images := self.insist(self.images)) is None:
       self.check()
-      self.wait(_LOOK)
+      self._supervisor.hosts.sleep(_LOOK)
     return images
 
   def pause(self, seconds: float = math.inf) -> bool:

@@ -1,7 +1,7 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
@@ -26,13 +26,8 @@ class Reach(NamedTuple):
   close: Callable[[], None]  # writes what is left, and disconnects
 
 
-class MakeReach(Protocol):
-  """Makes a Reach, in the host of a worker."""
-
-  def __call__(
-    self, worker: int, life: int, duty: Duty, inside: Inside
-  ) -> Reach:
-    """`life` counts the incarnations of the worker before this one."""
+# (worker, incarnations of it before, duty, that of its host) -> Reach
+MakeReach = Callable[[int, int, Duty, Inside], Reach]
 
 
 class HostedWorker:
