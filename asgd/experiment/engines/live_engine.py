@@ -143,7 +143,9 @@ class LiveEngine(engines.Engine):
     """Takes a snapshot at message `until`, if that was received."""
 
   def _take_last(self) -> None:
-    """Takes a snapshot of the end."""
+    """Takes a snapshot of the end, once the cluster has finished."""
+    while not self.cluster.finished:
+      self._look(self.total)
     self._look_for(self.total)
 
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
@@ -241,8 +243,6 @@ class LiveEngine(engines.Engine):
     """Returns the parameters of the message that `advance` was to reach."""
     with self._errors():
       if self._snapshot is None:  # all was evaluated before this process began
-        while not self.cluster.finished:
-          self._look(self.total)
         self._take_last()
     assert self._snapshot is not None
     return self._snapshot

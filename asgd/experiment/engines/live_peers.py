@@ -183,9 +183,6 @@ class LivePeerEngine(live_engine.LiveEngine):
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  def _take_last(self):
-    self._take(self.total, self.cluster.views())
-
   def _seen(self):
     """The peers that were evaluated last, and what each counts."""
     seen = [self._views[peer] for peer in sorted(self._views)]

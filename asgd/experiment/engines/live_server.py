@@ -1,7 +1,7 @@
 """A live cell of workers and a server: the engines `threads` and `ray`.
 
 Shards keep parameters for evaluations. Training does not wait for the driver,
-and goes on while a checkpoint is made.
+nor for a checkpoint.
 """
 
 import contextlib

@@ -242,15 +242,11 @@ class LiveTableEngine(live_engine.LiveEngine):
     self.cluster.wait(seconds)
 
   def _look_for(self, until):
-    if self._received >= until and (
-      until < self.total or self.cluster.finished
-    ):
+    received = self._received >= until and until < self.total
+    if received or self.cluster.finished:  # some jobs may be missed for good
       self._take(until)
     else:
       self.done = max(self.done, min(self._received, until - 1))
-
-  def _take_last(self):
-    self._take(self.total)
 
   def _take(self, message):
     """Fetches the rows as they are, for an evaluation of a message."""

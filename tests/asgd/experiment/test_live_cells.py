@@ -393,6 +393,14 @@ def test_what_is_said_of_a_cell_of_tables():
   )
 
 
+def test_tables_end_without_a_worker_that_is_not_replaced(tmp_path):
+  machine = Machine(faults=[Fault(1, 5, "kill")])
+  result, place = train(tmp_path, TABLE, machine, live={"refill": False})
+  assert (result["messages"], result["missed"]) == (24, 16)
+  assert rows(place)[-1]["message"] == 40
+  assert replay.replay(place).same
+
+
 # A coordinator.
 
 
