@@ -35,6 +35,7 @@ from asgd.experiment.protocol import (
 )
 from asgd.experiment.protocols import sandblaster, server
 from asgd.live import faults
+from asgd.live.cluster import Cluster
 from asgd.live.hosts.base import WORKER
 from asgd.live.records import read_records, records_path
 from asgd.live.sandblaster.book import LiveRunLog
@@ -179,19 +180,16 @@ class WalkWorker:
     return self._steps.step(params, job)
 
 
-class WalkCluster:
+class WalkCluster(Cluster):
   """The workers of a walk, and the model between two steps."""
 
   def __init__(self, steps, params, book, supervisor, make):
     self.params, self._steps, self._book = params, steps, book
-    self._supervisor, self._make = supervisor, make
+    super().__init__(supervisor)
+    self._make = make
     self._call, self._paused = None, False
     self._clock = supervisor.hosts.clock
     self._seqs = follow(book.rows).next_seq
-
-  @property
-  def replaced(self):
-    return self._supervisor.replaced
 
   @property
   def finished(self):
@@ -262,9 +260,6 @@ class WalkCluster:
   def go_on(self):
     self._paused = False
 
-  def close(self):
-    self._supervisor.close()
-
 
 class LiveWalkEngine(live_engine.LiveEngine):
   """A cell of a walk, in real time; the driver writes its only journal."""
@@ -294,10 +289,8 @@ class LiveWalkEngine(live_engine.LiveEngine):
     counts = {WORKER: self._plan.workers}
     supervisor = Supervisor(hosts.hosts, counts, live.setup.ladder)
     params = saved[0] if saved else self._steps.params
-    return WalkCluster(self._steps, params, self._book, supervisor, make)
-
-  def _start_cluster(self, saved):
-    self.cluster.start()
+    cluster = WalkCluster(self._steps, params, self._book, supervisor, make)
+    return cluster, cluster.start
 
   def _read(self):
     return self._book.records(self._received)

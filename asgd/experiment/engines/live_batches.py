@@ -132,11 +132,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
       saved=saved,
       note_down=self._note_down,
     )
-    return self._simulation
-
-  def _start_cluster(self, saved):
-    del saved  # the driver has it
-    self.cluster.start()
+    return self._simulation, self._simulation.start
 
   def _note_down(self, notes):
     path = self._memory.memory / _NOTES

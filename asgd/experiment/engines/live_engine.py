@@ -32,9 +32,7 @@ LOOK = 0.1  # seconds between two looks at the cluster
 class LiveEngine(engines.Engine):
   """A cell that is watched until all its jobs are received."""
 
-  # Has `start`, `check`, `finished`, `replaced`, `pause`, `go_on` and `close`,
-  # as `asgd.live.tables.cluster.TableCluster` has them.
-  cluster: Any
+  cluster: Any  # a Cluster of the protocol
   _who = "workers"
   _gaps = True  # whether records have them
   _share = 1.0  # of all bytes, those that records count
@@ -86,14 +84,14 @@ class LiveEngine(engines.Engine):
     )
     hosts = make_hosts(live, context.machine)
     stack.callback(hosts.hosts.close)
-    self.cluster = self._make_cluster(live, hosts, saved)
+    self.cluster, start = self._make_cluster(live, hosts, saved)
     stack.callback(self.cluster.close)
     self._memory.note(self._replaced())
     self._figures = live_figures.Watch(plan.workers, context.board, self._share)
     stack.callback(self._figures.close)
     self._next_look = 0.0
     with self._errors():
-      self._start_cluster(saved)
+      start()
 
   # What a protocol has.
 
@@ -132,11 +130,9 @@ class LiveEngine(engines.Engine):
   @abc.abstractmethod
   def _make_cluster(
     self, live: LiveCell, hosts: CellHosts, saved: Any
-  ) -> Any:
-    """Makes the cluster of a cell, from what was saved unless that is None."""
-
-  def _start_cluster(self, saved: Any) -> None:
-    self.cluster.start(saved)
+  ) -> tuple[Any, Callable[[], None]]:
+    """Returns the cluster of a cell, and what starts it, from what was saved
+    unless that is None."""
 
   @abc.abstractmethod
   def _look_for(self, until: int) -> None:

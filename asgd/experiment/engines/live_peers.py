@@ -109,15 +109,13 @@ class LivePeerEngine(live_engine.LiveEngine):
       *(tuple(self._context.machine.faults), live.write_span),
       warm_up=hosts.apart,
     )
-    return PeerCluster(
+    cluster = PeerCluster(
       *(plan.gossip, hosts.hosts, maker),
       messages=plan.messages,
       ladder=live.setup.ladder,
       refill=live.settings["refill"],
     )
-
-  def _start_cluster(self, saved):
-    self.cluster.start(saved and saved[0])
+    return cluster, functools.partial(cluster.start, saved and saved[0])
 
   def _journal(self, peer):
     return read_journal(journal_path(self._folder, peer))

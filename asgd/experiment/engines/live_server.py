@@ -139,11 +139,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     )
     self._plan = allocations.read(self._plan, self._folder)  # known by now
     self._run = self._run._replace(plan=self._plan)
-    return cluster
-
-  def _start_cluster(self, saved):
-    del saved  # makers of shards have it
-    self.cluster.start()
+    return cluster, cluster.start
 
   # Training.
 

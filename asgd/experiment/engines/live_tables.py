@@ -169,21 +169,18 @@ class LiveTableEngine(live_engine.LiveEngine):
     return [*self._orders, *super()._journals()]
 
   def _make_cluster(self, live, hosts, saved):
-    del saved
     makers = TableMakers(
       *(hosts.plan, live.cell.seed, live.folder, live.memory),
       *(tuple(self._context.machine.faults), live.write_span),
     )
-    return cluster_lib.TableCluster(
+    cluster = cluster_lib.TableCluster(
       *(hosts.hosts, makers, live.folder),
       shards=self._plan.settings.shards,
       workers=self._plan.workers,
       ladder=live.setup.ladder,
       refill=live.settings["refill"],
     )
-
-  def _start_cluster(self, saved):
-    self.cluster.start(saved and saved[0])
+    return cluster, functools.partial(cluster.start, saved and saved[0])
 
   # Resuming from a checkpoint.
 

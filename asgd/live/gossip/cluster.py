@@ -17,6 +17,7 @@ import numpy as np
 
 from asgd import gossip
 from asgd.live import faults as faults_lib
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
@@ -72,7 +73,7 @@ class PeerMaker(NamedTuple):
     return peer
 
 
-class PeerCluster:
+class PeerCluster(Cluster):
   """The peers of a run: `start` begins, and `check` is to be called again and
   again until `finished`."""
 
@@ -102,7 +103,7 @@ class PeerCluster:
     self._messages = messages
     peers = how.topology.workers
     counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
-    self._supervisor = Supervisor(hosts, counts, ladder, patience=patience)
+    super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
     self._limit = sys.maxsize if self._pairs else messages // peers
     self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
     self._coming: dict[int, int] = {}  # of those that are being made
@@ -113,11 +114,6 @@ class PeerCluster:
   @property
   def _pairs(self):
     return self.gossip.order == gossip.PAIRS
-
-  @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
 
   # Starting.
 
@@ -352,10 +348,6 @@ class PeerCluster:
       return self._ask("view")
     views = self._ask("take_kept", rounds)
     return {peer: view for peer, view in views.items() if view is not None}
-
-  def close(self) -> None:
-    """Ends all peers; what they wrote stays."""
-    self._supervisor.close()
 
 
 def _make_counter(messages, taken, inside: Inside) -> JobCounter:

@@ -15,6 +15,7 @@ from operator import methodcaller
 from typing import Any, Protocol
 
 from asgd import sharding
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import DEAD
 from asgd.live.duty import Duty
 from asgd.live.failures import NotFinite
@@ -58,7 +59,7 @@ def _take_params(received, shard):  # of a module, to travel by its name
   return shard.state.kept_params.pop(received, None)
 
 
-class ServerCluster:
+class ServerCluster(Cluster):
   """Shards and workers of a run: `start` begins, and `check` and `status` are
   to be called again and again until it is `finished`."""
 
@@ -90,7 +91,7 @@ class ServerCluster:
     self._make_duty, self._resumed = make_duty, resumed
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
-    self._supervisor = Supervisor(hosts, counts, setup.ladder)
+    super().__init__(Supervisor(hosts, counts, setup.ladder))
     self._lives = collections.Counter[int]()  # incarnations of each worker
     self._image_row = -1  # at which shards keep an image
     # Workers that were replaced since the lead last reported whom it has given
@@ -99,11 +100,6 @@ class ServerCluster:
     self._absent: dict[int, float] = {}  # workers that have not joined, since
     self._stopped = False  # all jobs are received, as the lead reported
     self.statuses: list[Status] | None = None  # that were asked for last
-
-  @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
 
   @property
   def finished(self) -> bool:
