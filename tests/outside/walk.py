@@ -214,6 +214,7 @@ class WalkCluster(Cluster):
     if self._call is None:
       row = self._write(worker, job, base.SEND)
       self._call = party.host.call("step", self.params, job, row.seq)
+      party.since = row.time
     if not self._at_rest(live_engine.LOOK):
       self._supervisor.end_overdue(party)
       return False
@@ -221,7 +222,7 @@ class WalkCluster(Cluster):
     row = self._write(worker, job, base.RECEIVE if answer else base.LOST)
     self._seqs[worker] = row.seq + 1
     if answer:
-      self._supervisor.job_ended(party, 0.0)
+      self._supervisor.job_ended(party, row.time - party.since)
       self.params, rest = answer[0]
       self._book.receive(job + 1, row.time, worker, job, 0, 0.0, *rest)
     else:

@@ -263,10 +263,9 @@ class ServerCluster(Cluster):
         made += [index] if party.ready else []
     return made
 
-  def _answers(self, call, among=None) -> dict[int, Any]:
-    """Calls something with shards, all at once; returns the answers of those
-    that serve."""
-    found = self._supervisor.ask(SHARD, "ask", call, among=among)
+  def _answers(self, call) -> dict[int, Any]:
+    """Calls something with all shards; returns what those that serve answer."""
+    found = self._supervisor.ask(SHARD, "ask", call)
     return {index: value[0] for index, value in found.items() if value}
 
   def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
