@@ -338,6 +338,7 @@ def finished(kit, *args, **kwargs):
   ("name", "options", "rules"),
   [
     ("dana_zero", {}, Rules()),
+    ("dana_slim", {}, Rules(depth=3)),  # workers in three threads
     ("dana_zero", {}, Rules(bound=0)),
     ("dana_slim", {}, Rules(bound=1, cache=True, depth=2)),
     ("dc_asgd_a", {}, Rules(depth=3)),
@@ -350,7 +351,8 @@ def finished(kit, *args, **kwargs):
   ],
 )
 def test_a_live_run_replays_to_the_same_bits(name, options, rules):
-  run = finished(kit(name, **options), rules)
+  overlap = name == "dana_slim" and rules.depth == 3
+  run = finished(kit(name, **options), rules, overlap=overlap)
   run.check()
   trace = run.trace()
   if not rules.round:  # where who has handed in may do another
@@ -406,14 +408,6 @@ def test_a_late_job_is_another_workers_too():
   run.check()
   started, first = orders.count_backups(run.trace())
   assert started >= first >= 1
-  assert run.count(base.LOST) == run.count(base.REJECT) == 0
-
-
-def test_workers_in_three_threads_replay_to_the_same_bits():
-  run = finished(kit("dana_slim"), Rules(depth=3), overlap=True)
-  run.check()
-  orders.check(run.trace(), depth=3)
-  assert run.lead.state.received == JOBS
   assert run.count(base.LOST) == run.count(base.REJECT) == 0
 
 
