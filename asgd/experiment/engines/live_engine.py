@@ -45,7 +45,6 @@ class LiveEngine(engines.Engine):
     """Starts the cell in hosts, or resumes it. Raises ValueError if the files
     of the cell are not all there, or do not fit."""
     self._context, self._plan = context, context.plan
-    self._folder: Path = context.folder
     self.total, self.done, self._received = context.plan.messages, 0, 0
     self._news: list[str] = []
     self._there: set[Path] = set()  # files that were there at the last look
@@ -61,6 +60,11 @@ class LiveEngine(engines.Engine):
       stack.callback(self._release)
       self._start(make_hosts, begun, stack)
       self._open = stack.pop_all()
+
+  @property
+  def _folder(self) -> Path:
+    """The folder of the cell."""
+    return self._context.folder
 
   def _release(self):
     if not self._memory.kept and not self._received:
@@ -89,7 +93,6 @@ class LiveEngine(engines.Engine):
     self._memory.note(self._replaced())
     self._figures = live_figures.Watch(plan.workers, context.board, self._share)
     stack.callback(self._figures.close)
-    self._next_look = 0.0
     with self._errors():
       start()
 
@@ -209,10 +212,9 @@ class LiveEngine(engines.Engine):
     time.sleep(seconds)
 
   def _look(self, until: int) -> None:
-    """Checks the cluster, a moment after the last time."""
+    """Checks the cluster after a moment."""
     del until
-    self._wait(max(self._next_look - time.monotonic(), 0))
-    self._next_look = time.monotonic() + LOOK
+    self._wait(LOOK)
     self._news += self.cluster.check(self._received)
 
   def advance(self, until: int) -> engines.Progress:

@@ -183,7 +183,7 @@ class Killer:
     return 0
 
 
-ON_RAY = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("ray")]
+ON_RAY = [pytest.mark.process, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
@@ -200,8 +200,10 @@ ON_RAY = [pytest.mark.process, pytest.mark.slow, pytest.mark.usefixtures("ray")]
   ids=["rounds", "pairs", "tables", "batches"],
 )
 def test_a_party_of_each_kind_is_killed_and_the_cell_replays(
-  tmp_path, monkeypatch, engine, run, kind
+  tmp_path, monkeypatch, request, engine, run, kind
 ):
+  if engine == "ray":
+    request.getfixturevalue("ray")
   # One worker is slow, so that there is time to kill another party.
   seconds = 1.0 if engine == "threads" else 5.0
   faults = [Fault(1, 2, "kill"), Fault(0, 5, "slow", seconds)]
