@@ -16,7 +16,7 @@ Index letters used in shape comments, here and elsewhere:
   U  received messages
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -222,6 +222,13 @@ ACTIONS = (
 )
 
 
+_RECORD = (  # dtypes of Records
+  *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
+  *(np.float32, np.bool_, np.float32, np.float32, np.int64, np.int64),
+  np.float32,
+)
+
+
 class Records(NamedTuple):
   """One row per received message; the same columns from every runtime."""
 
@@ -240,3 +247,13 @@ class Records(NamedTuple):
   # it; 0 on a ticket that was kept
   residual_norm: npt.NDArray[np.float32]  # [U], RMS of what the worker's codec
   # kept of this message and those before; 0 without a codec
+
+  @classmethod
+  def of(cls, rows: Sequence[tuple[Any, ...]]) -> "Records":
+    """Returns the columns of rows, whose values are in the order of fields."""
+    columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD)
+    return cls(*map(np.array, columns, _RECORD))
+
+  def rows(self) -> list[tuple[Any, ...]]:
+    """Returns the rows, of Python's numbers."""
+    return list(zip(*(column.tolist() for column in self), strict=True))

@@ -83,7 +83,10 @@ def in_words_of_calls() -> Iterator[None]:
   try:
     yield
   except ValueError as error:
-    text = _reworded(error)
+    text = str(error)
+    for old, new in _WORDS:
+      text = text.replace(old, new)
+    text = re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
     plain = type(error).__init__ is ValueError.__init__
     if text == str(error) or not plain:
       raise
@@ -100,10 +103,3 @@ _WORDS = (
   ("--config.", ""),
   ("run the same command again", "make the same call again"),
 )
-
-
-def _reworded(error):
-  text = str(error)
-  for old, new in _WORDS:
-    text = text.replace(old, new)
-  return re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)

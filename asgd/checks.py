@@ -1,8 +1,7 @@
 """Checks of arguments; their errors show the name and the value.
 
-A value that JAX traces has no number yet. The checks of numbers let it pass,
-so that `optax.inject_hyperparams` may wrap what calls them; they check it where
-it is concrete.
+Checks of numbers let values pass that JAX traces, so that callers can be
+wrapped by `optax.inject_hyperparams`.
 """
 
 import contextlib
@@ -66,9 +65,9 @@ def user_code(
 
 @contextlib.contextmanager
 def below(key: str, keys: Collection[str]) -> Iterator[None]:
-  """Puts the name of a dict before that of one of its keys with which an error
-  begins: "density must be ..." becomes "codec.density must be ..."; and before
-  that its own name is unknown: "codec: unknown codec 'x'; ..."."""
+  """Prefixes errors with the name of a dict: "density must be ..." becomes
+  "codec.density must be ...", "unknown codec 'x'" "codec: unknown codec 'x'".
+  """
   try:
     yield
   except ValueError as error:

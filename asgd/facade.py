@@ -1,8 +1,7 @@
 """Training from a script: one's own loss, parameters and data, in one call.
 
-Each function here makes an experiment of one cell out of objects, and trains it
-as `asgd.experiment` trains those of configs: the same engines, run loop, folder
-and checkpoints. So it can be stopped and called again, and replayed.
+Each function makes an experiment of one cell from objects, and trains it as
+`asgd.experiment` trains configs, so it can be stopped, resumed and replayed.
 """
 
 import contextlib
@@ -152,9 +151,7 @@ def simulate(
   """
   named = messages, workers, batch_size, folder
   parts = loss, params, data, recipe
-  return _train(
-    ("simulate", SIMULATE), parts, *read_options(named, options)
-  )
+  return _train(("simulate", SIMULATE), parts, *read_options(named, options))
 
 
 def train_live(
@@ -286,15 +283,11 @@ def _imported(folder, was):
   return *parts.values(), algorithms.build(**build, **options)
 
 
-def _label(made) -> str:
-  """What a run is called: a folder and a title."""
-  return made.name if made and made.name.isidentifier() else "run"
-
-
 def _config(given, name, options) -> dict[str, Any]:
   """The config of an experiment whose one run was given objects."""
   recipe, messages = given.recipe, options.messages
   made = getattr(recipe, "made", None)
+  label = made.name if made and made.name.isidentifier() else "run"
   rate = made.learning_rate if made else 1.0
   if callable(rate):  # its peak
     at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
@@ -302,7 +295,7 @@ def _config(given, name, options) -> dict[str, Any]:
   return {
     "data": {"name": given.name},
     "model": {"name": given.name},
-    "runs": {_label(made): {"recipe": schema.GIVEN}},
+    "runs": {label: {"recipe": schema.GIVEN}},
     "engine": name,
     "workers": [options.workers or recipe.workers],
     "seeds": [options.seed],
@@ -395,13 +388,22 @@ def train(
 
 
 def _report(workdir, experiment, bar) -> None:
-  """Writes report.html, and what is with it; a caller gets the result of what
-  was trained also where there is no room for that."""
+  """Writes the report; a full disk is a warning, as the caller gets the
+  result."""
   try:
     report.write(workdir, experiment, bar.notes)
     bar.line(f"report: {workdir / 'report.html'}")
   except OSError as error:
     warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
+
+
+def _trace(plan, cell, workdir):
+  """The order that was kept: drawn, or written down by the lead."""
+  if plan.run.engine in _RUNTIMES:
+    return replay_lib.trace_of(workdir / "cells" / cell.name)
+  if not hasattr(plan, "trace"):
+    return None
+  return plan.of_seed(cell.seed).trace(cell.seed)
 
 
 def _machine() -> Machine:
@@ -437,15 +439,6 @@ def _read(place, experiment, cell):
   content = cell_files.read_file(place, "params.msgpack")
   params = storage.params_of(content, like)
   return records, params, folder.read_rows(place)
-
-
-def _trace(plan, cell, workdir):
-  """The order that was kept: drawn, or written down by the lead."""
-  if plan.run.engine in _RUNTIMES:
-    return replay_lib.trace_of(workdir / "cells" / cell.name)
-  if not hasattr(plan, "trace"):
-    return None
-  return plan.of_seed(cell.seed).trace(cell.seed)
 
 
 __all__ = ["Result", "replay", "simulate", "train_live"]

@@ -1,9 +1,8 @@
 """What JAX and Ray have, but do not promise to keep: found here, or refused.
 
 Nothing else in this repository imports `jax.extend`, `jax._src` or a private
-module of Ray (`asgd.live.ray_internals` does so through this module); a test
-reads the imports. A version that lacks something is refused by one error, which
-names the versions that this package was tried with: those of pyproject.toml.
+module of Ray, but for `asgd.live.ray_internals` through this module. A version
+that lacks one is refused with the versions of pyproject.toml.
 """
 
 import importlib

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-  """Ends the program without a word where nobody reads its output any more, as
-  in `asgd --list | head -1`: with the exit status of a program that SIGPIPE
-  ended. What is still to be printed is printed at the end of the block, and not
-  when Python exits, where a failure has a page of its own.
+  """Ends the program silently, with SIGPIPE's exit status, if its output is
+  closed, as by `asgd --list | head -1`. Flushes the output at the end of the
+  block: a failure when Python exits would print a traceback.
 
   Example:
     >>> @ends_with_its_reader()

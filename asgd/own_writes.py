@@ -136,9 +136,7 @@ def own_writes(
   return base.Worker(init, work, base.OWN)
 
 
-def adopted(
-  worker: base.Worker, state: Any, params: base.Params
-) -> OwnState:
+def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
   """Returns the state of a worker of `own_writes` from that of the worker that
   it was made of, before its first ticket; as it is if it is one already.
 

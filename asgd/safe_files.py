@@ -1,9 +1,8 @@
 """Files and folders that a symbolic link cannot lead elsewhere.
 
-A link in the place of a file that is written would send the write to the link's
-target, and a link in the place of a folder that is emptied would empty the
-target. So a file is replaced by a new one, a file that grows is opened without
-following a link, and a folder is made or opened as a folder itself.
+Writing through a link changes its target, and emptying a linked folder empties
+the target. So a file is replaced by a new one, a growing file is opened without
+following links, and a folder is made or opened as a folder itself.
 """
 
 import contextlib
@@ -36,10 +35,9 @@ def _naming_folders(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
-  """Opens a new file in the folder of `path`, to be written and read, which
-  takes the place of `path` at the end of the block; the file is removed if the
-  block fails, as on a full disk. What was at `path` is replaced; if it was a
-  link, the target stays as it was. `disk` replaces as `os` does."""
+  """Opens a new file that replaces `path` at the end of the block, and is
+  removed if the block fails. The target of a link at `path` stays as it was.
+  `disk` replaces as `os` does."""
   temporary = path.with_name(path.name + ".tmp")
   with _naming_folders(temporary), contextlib.suppress(FileNotFoundError):
     temporary.unlink()  # of a process that was killed
@@ -56,9 +54,7 @@ def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
       raise
 
 
-def write(
-  path: Path, content: str | bytes | bytearray, disk: Any = os
-) -> None:
+def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   """Writes a file that is there whole or not at all, see `replacing`.
 
   Args:

@@ -416,9 +416,7 @@ def _check_weights(weights: base.Params) -> None:
 
 def _make_accept(
   algorithm: base.Algorithm, every: int, scale: base.Transform
-) -> Callable[
-  [base.ServerState, base.Ticket, optax.Updates], _Accepted
-]:
+) -> Callable[[base.ServerState, base.Ticket, optax.Updates], _Accepted]:
   """Returns (state, ticket, message) -> the state after an accepted message and
   the RMS of the parameters' change."""
 

@@ -26,15 +26,12 @@ class TrainState(train_state.TrainState):
   """
 
   def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-    """Returns the state after an update. Of `kwargs`, those that name a field
-    replace it, as in flax; the others (sent_params, staleness, worker) are the
-    transform's extra args."""
+    """Returns the state after an update. `kwargs` that name a field replace it;
+    others (sent_params, staleness, worker) are the transform's extra args."""
     fields = {field.name for field in dataclasses.fields(self)}
     own = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
     tx = optax.with_extra_args_support(self.tx)
-    updates, opt_state = tx.update(
-      grads, self.opt_state, self.params, **kwargs
-    )
+    updates, opt_state = tx.update(grads, self.opt_state, self.params, **kwargs)
     params = optax.apply_updates(self.params, updates)
     return self.replace(
       step=self.step + 1, params=params, opt_state=opt_state, **own

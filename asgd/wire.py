@@ -1,9 +1,8 @@
 """A tree of arrays as bytes, in memory that is shared or in a message.
 
-Both sides know the tree (its structure, shapes and dtypes), so nothing but the
-elements travels: the leaves lie one after the other where a `Layout` says, each
-at a multiple of 64 bytes, in the machine's own byte order. Writing is one copy,
-reading is none.
+Both sides know structure, shapes and dtypes, so only elements travel. A
+`Layout` places each leaf at a multiple of 64 bytes, in the byte order of the
+machine. Writing is one copy, reading is none.
 """
 
 import math
@@ -99,10 +98,9 @@ def fitting(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
 
 def write(layout: Layout, tree: Any, buffer: Any) -> None:
   """Copies the leaves of a tree (NumPy arrays, or jax arrays of any device) to
-  their places in a buffer: uint8[nbytes] at least, or what has a writable
-  buffer of so many bytes. What lies between and after them is left alone.
-  Raises ValueError, and writes nothing, if the tree is not of this layout or
-  there is no room."""
+  their places in a writable buffer of at least nbytes; bytes between and after
+  them stay. ValueError, before anything is written, for a tree of another
+  layout or a buffer that is too small."""
   leaves, structure = jax.tree.flatten(tree)
   if structure != layout.structure:
     raise ValueError(_difference(layout, tree, structure))
@@ -123,10 +121,9 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
 
 
 def read(layout: Layout, buffer: Any) -> Any:
-  """Returns the tree that lies in a buffer, which may be read-only, as NumPy
-  arrays that cannot be written to. They are views and show what is written to
-  the buffer later, except the leaves that are stored in another dtype: these
-  are copies. Raises ValueError if the buffer is too small."""
+  """Returns the tree in a buffer as read-only NumPy arrays: views of it, copies
+  of leaves that are stored in another dtype. ValueError if the buffer is too
+  small."""
   data = _bytes(layout, buffer)
   leaves = []
   for field in layout.fields:

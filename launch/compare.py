@@ -6,10 +6,12 @@ measures how long the jobs of a live cell took, plays the same protocol with
 these times, trains the same cell in simulation, and draws both: how stale
 messages were, how many came in a second, and the loss against time. In one
 simulation the jobs of a worker take what they took, one after the other; in the
-other, times are drawn from those of each worker. The latter takes workers for
-independent; where they share cores, what slows all of them at once is more than
-it knows of. The time of a job holds that of the server and of waiting for it,
-so it is that of a number of workers, and of machines as busy as they were.
+other, times are drawn from those of each worker, as if workers were independent
+(on shared cores they are not). The time of a job includes that of the server
+and of waiting for it: it holds for this number of workers on machines as busy.
+
+A cell of peers, tables or Sandblaster, where no server decides the order, is
+compared with its replay; the first record that differs is named.
 
 With WORKDIR alone, all its live cells are compared, and with each other: when
 each of them reached the same loss. With --durations_of=WORKDIR/cells/OTHER,
@@ -47,15 +49,6 @@ _F = flags.define(
   }
 )
 _MOST = 24  # experiments in one figure
-
-
-def _out() -> Path | None:
-  """Returns the folder to write to, checked."""
-  out = Path(_F["out"].value) if _F["out"].value else None
-  there = (path for path in (out, *out.parents) if path.exists()) if out else ()
-  if not all(path.is_dir() for path in there):
-    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
-  return out
 
 
 def _draw(draw, *what):
@@ -130,7 +123,9 @@ def main(*places: str) -> None:
       "which run? write asgd compare WORKDIR/cells/NAME, a folder"
       " that asgd train made, or --config=FILE to train one"
     )
-  out = _out()
+  out = Path(_F["out"].value) if _F["out"].value else None
+  if out and any(path.is_file() for path in (out, *out.parents)):
+    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
   if len(places) > 1:
     paths = list(map(Path, places))
     out = out or flags.next_free(Path("runs"), "compare")

@@ -58,12 +58,9 @@ def _fail_of_flags(error: flags.Error | str) -> NoReturn:
 
 
 class _ConfigParser(parsers.ConfigFileFlagParser):
-  """Loads a config file, and leaves overrides to `schema.override`.
-
-  ml_collections takes overrides of keys that a file spells out, in the type
-  that they have there. Here every key of the command line is one, as text:
-  which keys there are depends on engines, recipes and models by name.
-  """
+  """Loads a config file, and leaves overrides, as text, to `overrides`:
+  ml_collections would take only keys that the file has, in their types, and
+  here keys depend on engines, recipes and models by name."""
 
   def parse(self, path: str) -> ml_collections.ConfigDict:
     """Returns a config of the keys that are overridden, without values."""
@@ -131,9 +128,8 @@ def config_name() -> str:
 
 
 def load_config(example: str, engine: str | None = None) -> schema.Resolved:
-  """Returns the config that the flags describe, resolved; `engine` is for all
-  its runs, None as it has it. Raises ValueError for anything wrong with its
-  keys; that for no config names an `example`."""
+  """Returns the resolved config of the flags, with all runs on `engine` unless
+  None. ValueError for a wrong key, or without a config, naming an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
   config = flags.FLAGS["config"].parser.config
@@ -150,9 +146,8 @@ def has_config() -> bool:
 
 
 def training_command(suffix: str) -> tuple[Path, list[str]]:
-  """Returns a folder, and the command line of asgd train that does there what
-  the flags of TRAINING say. Without --workdir it is the next of
-  runs/CONFIG-SUFFIX-001, -002, ... that is not there."""
+  """Returns a folder, and the command line of asgd train with the flags of
+  TRAINING for it: --workdir, or the next free runs/CONFIG-SUFFIX-NNN."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
   command = [sys.executable, "-m", f"{__package__}.train"]
   command += [f"--config={filename}"]
@@ -249,12 +244,9 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
 
 @output.ends_with_its_reader()
 def run(main: Callable[..., None], *, words: int = 0) -> None:
-  """Parses flags and runs main with the arguments that are no flags, so many
-  `words` at most; user errors become one line, not a trace.
-
-  A ValueError or OSError is the user's; anything else is ours and keeps its
-  traceback. With ASGD_TRACEBACK set in the environment, so do the user's.
-  """
+  """Parses flags and runs main with the arguments that are no flags, at most
+  `words`. A ValueError or OSError is the user's and becomes one line, unless
+  ASGD_TRACEBACK is set in the environment; others keep their traceback."""
 
   def guarded(argv):
     if argv[words + 1 :]:

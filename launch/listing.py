@@ -76,9 +76,7 @@ def text(engines: Mapping[str, Any]) -> str:
     "recipes (recipe of a run)": _entries(
       protocol.recipes(), schema.options_of
     ),
-    "consistency (of a run of tables)": [
-      _entry(", ".join(CONSISTENCIES), "")
-    ],
+    "consistency (of a run of tables)": [_entry(", ".join(CONSISTENCIES), "")],
     "filters (of a run of tables)": _entries(
       FILTERS, lambda name: inspect.signature(FILTERS[name]).parameters
     ),

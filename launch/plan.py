@@ -166,9 +166,7 @@ def _picture(out: str | None) -> Path | None:
   return path
 
 
-def main(
-  *, config: schema.Resolved | None = None, **given: Any
-) -> None:
+def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   """Prints the plan that the flags ask for; `_FLAGS` says what each is."""
   for name in given:
     names.check("flag", name, _FLAGS)

@@ -37,7 +37,7 @@ import re
 import jax
 import numpy as np
 
-from asgd.experiment import build, code, folder, jobs, report, storage, trackers
+from asgd.experiment import boards, build, code, folder, jobs, report, storage
 from asgd.experiment.engines import mesh_plan
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar, Silent
@@ -227,7 +227,7 @@ def main() -> None:
   runs = resolved.runs
   _check_mesh_only(runs, role)
   _check_used(runs)
-  trackers.ask(_F["wandb"].value)
+  boards.ask(_F["wandb"].value)
   _jobs(), _share()  # refuse what they cannot read, before anything is written
   _start_float64(runs)
   _keep_off_accelerators(runs)

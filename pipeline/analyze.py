@@ -95,13 +95,21 @@ def costs(
   return Costs(*map(column, Costs._fields, values, lengths), overlap, own)
 
 
+def check_costs(cost: Costs, stages: int) -> None:
+  """Raises ValueError for costs of another number of stages."""
+  if len(cost.forward) != stages:
+    raise ValueError(
+      f"costs are of {len(cost.forward)} stages, and there are {stages}: make"
+      f" them with analyze.costs({stages}, ...)"
+    )
+
+
 def measured_costs(
   schedule: Schedule, spans: Iterable[spans_lib.TaskSpan]
 ) -> Costs:
-  """Returns the costs of a plan that knows how long its tasks take: of each
-  stage's actions, and of the user's own, the median. Transfers take nothing,
-  and blocks the sum of their tasks; what a run took longer is not its tasks.
-  """
+  """Returns the median times that a run has measured, of each stage's actions
+  and of the user's own. Transfers take nothing, and blocks the sum of their
+  tasks."""
   run = spans_lib.measured(schedule, spans)
   took = run.end - run.start
 
@@ -122,11 +130,7 @@ def measured_costs(
 
 def _durations(schedule, cost):
   """float[T]: how long each task takes by itself."""
-  if len(cost.forward) != schedule.stages:
-    raise ValueError(
-      f"costs are of {len(cost.forward)} stages, and {schedule.name} has"
-      f" {schedule.stages}: make them with costs({schedule.stages}, ...)"
-    )
+  check_costs(cost, schedule.stages)
   out = np.zeros(len(schedule.time))
   for action, name in COST_OF.items():
     mine = schedule.action == action
@@ -408,10 +412,18 @@ def analyze(
   pairs = np.array(pairs, int).reshape(-1, 2)
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
-  bubbles = use.makespan, use.busy, use.of_total, use.of_ideal, use.idle
-  peaks = _peaks(schedule, timing, activation)
-  held, stale = weight_versions(schedule, weights), staleness(schedule, weights)
-  return Analysis(*bubbles, peaks, held, stale, sent, timing)
+  return Analysis(
+    makespan=use.makespan,
+    busy=use.busy,
+    bubble_of_total=use.of_total,
+    bubble_of_ideal=use.of_ideal,
+    idle=use.idle,
+    peak_activations=_peaks(schedule, timing, activation),
+    weight_versions=weight_versions(schedule, weights),
+    staleness=staleness(schedule, weights),
+    sent=sent,
+    timing=timing,
+  )
 
 
 def _peaks(schedule, timing, activation):

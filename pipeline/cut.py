@@ -80,9 +80,8 @@ def whole(parts: Sequence[Any]) -> Any:
   parts = [jax.tree.map(np.asarray, part) for part in parts]
   if not isinstance(parts[0], base.Variables):
     return tuple(itertools.chain(*parts))
-  weights, stats = zip(*parts, strict=True)
-  chain = itertools.chain
-  return base.Variables(tuple(chain(*weights)), tuple(chain(*stats)))
+  columns = zip(*parts, strict=True)
+  return base.Variables(*(tuple(itertools.chain(*c)) for c in columns))
 
 
 @functools.lru_cache(maxsize=256)
@@ -107,13 +106,11 @@ def _stage_fn(pieces, first, last):
 def extras(
   batch: Callable[[int], base.Batch], root: jax.Array, stages: int
 ) -> Callable[[int, int], Any]:
-  """Returns what stages get beside the stage before's output: the batch, at the
-  first and the last (so `batch` is called once or twice for a microbatch), and
-  the microbatch's key of the run's key `root`, as a worker of `asgd` has it."""
+  """Returns the `extra` of an executor: the batch, at the first stage and the
+  last (so `batch` is called once or twice for a microbatch), and the
+  microbatch's key of the run's key `root`, as a worker of `asgd` has it."""
 
-  @jax.jit
-  def key_of(microbatch):
-    return worker_lib.job_key(root, np.int32(0), microbatch)
+  key_of = jax.jit(lambda job: worker_lib.job_key(root, np.int32(0), job))
 
   def extra(stage, microbatch):
     key = key_of(np.int32(microbatch))

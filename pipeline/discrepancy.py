@@ -63,10 +63,7 @@ def reschedule(
     alpha_k / max(tau, 1)^p_k,   p_k = 1 - min(k / K, 1)
 
   The paper has no maximum: here a delay below one update raises no rate.
-
-  Args:
-    learning_rate: alpha, positive, or a schedule over the server's updates.
-    cure: of the stage.
+  `learning_rate` is alpha, or a schedule over the server's updates.
 
   Example:
     >>> rate = reschedule(0.5, Cure(delay=4.0, updates=2, decay=0.135))
@@ -94,9 +91,7 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
 
     delta <- gamma delta + (1 - gamma) (w_{t+1} - w_t),   gamma = D^(1 / tau)
 
-  Args:
-    algorithm: any; its updates stay as they are.
-    cure: of the stage.
+  The updates of the algorithm stay as they are.
 
   Example:
     >>> cure = Cure(delay=2.0, updates=1, decay=0.25)
@@ -131,19 +126,17 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
 @functools.lru_cache(maxsize=256)
 def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
   """Returns T2 as the `correct` of a `stage.Part`, whose server has an
-  algorithm of `follow`: state -> w_t - tau delta_t.
+  algorithm of `follow`: state -> w_t - tau delta_t."""
 
-  Args:
-    cure: of the stage.
-  """
+  def back(weight, velocity):
+    return (weight - cure.delay * velocity).astype(weight.dtype)
 
   @jax.jit
   def corrected(state):
+    weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "weight_velocity")
-    weights = jax.tree.map(
-      lambda w, v: (w - cure.delay * v).astype(w.dtype),
-      *(base.weights_of(state.params), velocity),
+    return base.with_weights(
+      state.params, jax.tree.map(back, weights, velocity)
     )
-    return base.with_weights(state.params, weights)
 
   return corrected

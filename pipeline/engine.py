@@ -13,7 +13,6 @@ replaced, and the cell goes on from its last checkpoint.
 import contextlib
 import functools
 import itertools
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import simulator
+from asgd import checks, simulator
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
 from asgd.experiment.engines import Column, mean
 from pipeline import (
@@ -127,18 +126,15 @@ def check_machine(
   """Refuses a machine without what pipelines need, before anything is written:
   ValueError, naming the flag and the remedy."""
   del experiment
-  count = machine.processes
-  if count < 0:
-    raise ValueError(f"--processes must be 0 or more, not {count}")
+  count, gpus = machine.processes, machine.gpus_per_process
+  checks.whole("--processes", count, 0)
+  checks.nonnegative("--gpus_per_process", gpus)
   held = [plan for plan in plans if plan.room is not None]
   if count and held:
     raise ValueError(
       f"config.runs.{held[0].run.label}.device_megabytes is for stages in one"
       f" process: drop it, or --processes={count}"
     )
-  gpus = machine.gpus_per_process
-  if not 0 <= gpus < math.inf:
-    raise ValueError(f"--gpus_per_process must be 0 or more, not {gpus:g}")
   if count:
     ray_runtime.check(
       machine.address,
@@ -155,7 +151,7 @@ def check_machine(
       print(plan.describe_partition())
 
 
-def _check_gpus(each: float, count: int, there: float) -> None:
+def _check_gpus(each, count, there):
   """Refuses processes for which Ray would wait forever."""
   if each * count > there:
     raise ValueError(
@@ -182,6 +178,8 @@ class PipelineEngine(engines.Engine):
     """Starts the cell, or goes on from its last checkpoint."""
     self._plan = plan = context.plan
     self._cell, self._machine = context.cell, context.machine
+    # Of a checkpoint; one of another cell may have the same shapes.
+    self._identity = [self._cell.name, plan.table.name, list(plan.cuts)]
     self.total, self.quantum = plan.messages, plan.table.every
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
@@ -335,14 +333,8 @@ class PipelineEngine(engines.Engine):
     """Bytes between devices and the host, where devices do not hold all."""
     if self._plan.room is None:
       return {}
-    moved = self._executor.traffic()
-    return {
-      f"weights_{name}_bytes": value for name, value in moved._asdict().items()
-    }
-
-  def _identity(self):
-    """What a checkpoint is of; another may have the same shapes."""
-    return [self._cell.name, self._plan.table.name, list(self._plan.cuts)]
+    moved = self._executor.traffic()._asdict()
+    return {f"weights_{name}_bytes": value for name, value in moved.items()}
 
   def _tree(self, servers, messages, on_its_way, records):
     return {
@@ -358,13 +350,14 @@ class PipelineEngine(engines.Engine):
     schedule, leaves = self._plan.table, []
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
-    on_its_way = state_lib.describe(state_lib.to_host(state[4:]), leaves)
+    messages, rest = _split(state.entries)
+    on_its_way = state_lib.describe(state_lib.to_host(rest), leaves)
     records = self._stage_records()
-    tree = self._tree(state.servers, state.messages, leaves, records)
+    tree = self._tree(state.servers, messages, leaves, records)
     passes = state.microbatch // schedule.microbatches
     notes = {
       "at": [state.slot, state.microbatch],
-      "of": self._identity(),
+      "of": self._identity,
       "leaves": len(leaves),
       "state": on_its_way,
       "seconds": self._seconds,
@@ -376,31 +369,31 @@ class PipelineEngine(engines.Engine):
     template = self._executor.fetch(first)
 
     def unpack(saved):
-      notes, of = saved.notes, self._identity()
-      if notes["of"] != of:
-        raise ValueError(f"it is of {notes['of']}, not of {of}")
+      notes = saved.notes
+      if notes["of"] != self._identity:
+        raise ValueError(f"it is of {notes['of']}, not of {self._identity}")
       there = [checkpoint.ANY] * notes["leaves"]
       records = checkpoint.any_shapes(
         [simulator.concatenate([]) for _ in self._plan.parts]
       )
+      messages, _ = _split(template.entries)
       tree = saved.tree(
-        self._tree(template.servers, template.messages, there, records)
+        self._tree(template.servers, messages, there, records)
       )
       servers, messages = (
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
       rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
-      state = PipelineState(
-        *notes["at"], servers, messages, *state_lib.with_keys(rest)
-      )
+      entries = messages | state_lib.with_keys(rest)
       moved = residence.DeviceTraffic(*notes["moved"])
-      return state, tree["loss"], tree["records"], notes["seconds"], moved
+      return PipelineState(*notes["at"], servers, entries), tree, notes, moved
 
     restored = context.restore(unpack)
     if restored is None:
       return first
-    state, loss, records, self._seconds, self._moved = restored
-    self._loss, self._pieces = np.array(loss), [[rows] for rows in records]
+    state, tree, notes, self._moved = restored
+    self._seconds, self._loss = notes["seconds"], np.array(tree["loss"])
+    self._pieces = [[rows] for rows in tree["records"]]
     return self._executor.place(state)
 
   def extras(self) -> dict[str, str]:
@@ -416,6 +409,12 @@ class PipelineEngine(engines.Engine):
     """Ends the processes."""
     if self._machine.processes:
       self._executor.close()
+
+
+def _split(entries):
+  """The states at workers, for which there is a template, and the rest."""
+  at_worker = {k: v for k, v in entries.items() if k[0] == state_lib.AT_WORKER}
+  return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 
 
 def _delays(records, first=0):
@@ -442,7 +441,7 @@ def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
 
 
 def _percent(share):
-  """A dash for a cell that ended before it was gone on with."""
+  """A dash for a cell that ended before it was resumed."""
   return f"{100 * share:.0f} %" if storage.is_finite(share) else "-"
 
 

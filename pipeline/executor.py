@@ -15,9 +15,8 @@ A process may have some of the lanes only; `pipeline.processes` has the others.
 
 import functools
 import queue
-import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +28,8 @@ from pipeline import analyze, instructions, residence, validate
 from pipeline import lanes as lanes_lib
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
-from pipeline.instructions import UPDATE
-from pipeline.state import PipelineResult, PipelineState
+from pipeline.instructions import TICKET, UPDATE
+from pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
 from pipeline.table import Schedule
 
 _steps = functools.lru_cache(maxsize=64)(simulator.compile_steps)
@@ -78,27 +77,6 @@ def _compile_parts(parts, extra, here):
   return tuple(out)
 
 
-class ExecutorOptions(NamedTuple):
-  """How a table is run: the options of an Executor."""
-
-  weights: str | None = None  # as in `analyze.analyze`
-  # Keep a stage's input instead of what its backward needs, and run its forward
-  # again; with "latest" weights, those of now. A bool for all stages, or one
-  # for each.
-  recompute: bool | Sequence[bool] = False
-  # Make the updates of a synchronous schedule at the end of each batch, with
-  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
-  # with its own norm.
-  together: bool = False
-  # The user's actions: device -> anything.
-  own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
-  clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
-  # Bytes of weights, optimizer states and sums of gradients that a device holds
-  # at once; the rest is in the host's memory (`pipeline.residence`). None is
-  # that all are on the devices.
-  room: int | None = None
-
-
 class Executor:
   """Runs a table on devices."""
 
@@ -124,13 +102,13 @@ class Executor:
       elsewhere: lanes that another process has -> their queues: `put` takes
         (key, value). What these lanes make for a lane that is here is to be
         put into its queue in `inboxes`. None is that all are here.
-      **options: those of `ExecutorOptions`.
+      **options: those of `lanes.ExecutorOptions`.
 
     Raises:
       ValueError: if these do not fit together, and as `validate.validate`.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    how = ExecutorOptions(**options)
+    how = lanes_lib.ExecutorOptions(**options)
     _check_parts(schedule, self.parts, how.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
@@ -139,45 +117,57 @@ class Executor:
       self.inboxes = {lane: queue.SimpleQueue() for lane in lanes}
       queues = {**elsewhere, **self.inboxes}
     weights = how.weights or ("latest" if schedule.flush else "stash")
-    self.streams = _streams(schedule, self.parts, weights)
+    streams = _streams(schedule, self.parts, weights)
     program = instructions.write(
-      *(schedule, analyze.versions(schedule, weights)),
-      streams=self.streams,
+      schedule,
+      analyze.versions(schedule, weights),
+      streams=streams,
       together=how.together,
     )
-    self.places = program.places
-    here = [any(d in self.devices for d in each) for each in self.places]
-    self.compiled = _compile_parts(self.parts, extra, here)
-    self._memories, self._before = {}, residence.DeviceTraffic()
+    self._at_worker = {  # keys of states
+      (AT_WORKER, stage, worker)
+      for stage, part in enumerate(self.parts)
+      if part.at_worker
+      for worker in range(streams[stage])
+    }
+    here = [any(d in self.devices for d in each) for each in program.places]
+    compiled = _compile_parts(self.parts, extra, here)
+    self._before, memories = residence.DeviceTraffic(), {}
     if how.room is not None:
-      self._memories = _memories(program, self.parts, self.devices, how.room)
-    on_cpu = next(iter(self.devices.values())).platform == "cpu"
-    waits, recompute = how.clock is not None or on_cpu, how.recompute
-    if isinstance(recompute, bool):
-      recompute = [recompute] * len(self.parts)
-    if len(recompute) != len(self.parts):
+      memories = _memories(program, self.parts, self.devices, how.room)
+    if isinstance(how.recompute, bool):
+      how = how._replace(recompute=[how.recompute] * len(self.parts))
+    if len(how.recompute) != len(self.parts):
       raise ValueError(
         f"recompute must be a bool, or one for each of {len(parts)} stages,"
-        f" not {recompute!r}"
+        f" not {how.recompute!r}"
       )
-    placed = program, self.compiled, self.devices, queues, extra
-    self._compiled = lanes_lib.CompiledProgram(
-      *placed, how.own, tuple(recompute), how.clock, waits, self._memories
+    on_cpu = next(iter(self.devices.values())).platform == "cpu"
+    self.compiled = lanes_lib.CompiledProgram(
+      program=program,
+      parts=compiled,
+      devices=self.devices,
+      queues=queues,
+      extra=extra,
+      how=how,
+      waits=how.clock is not None or on_cpu,
+      memories=memories,
     )
 
   def start(self) -> PipelineState:
     """Returns the state before the first slot."""
-    compiled, messages = self._compiled, {}
+    entries, homes = {}, self.compiled.homes()
     servers: list[base.ServerState | None] = [None] * len(self.parts)
-    for stage, home in compiled.homes().items():
+    for stage in homes:
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)
-      servers[stage] = self._put(stage, state, home)
-      transform = compiled.parts[stage].at_worker
-      for worker in range(self.streams[stage] if transform else 0):
-        weights = base.weights_of(state.params)
-        messages[stage, worker] = jax.device_put(transform.init(weights), home)
-    return self._with_first_tickets(0, servers, messages)
+      servers[stage] = self._server(stage, state)
+    for key in sorted(self._at_worker):
+      if (stage := key[1]) in homes:
+        transform = self.compiled.parts[stage].at_worker
+        state = transform.init(base.weights_of(servers[stage].params))
+        entries[key] = jax.device_put(state, homes[stage])
+    return self._with_first_tickets(0, servers, entries)
 
   def again(self, state: PipelineState) -> PipelineState:
     """Returns the state from which the table, which is done (else ValueError),
@@ -188,7 +178,8 @@ class Executor:
         " its end first"
       )
     done = state.microbatch + self.schedule.microbatches
-    return self._with_first_tickets(done, state.servers, state.messages)
+    entries = {k: v for k, v in state.entries.items() if k in self._at_worker}
+    return self._with_first_tickets(done, state.servers, entries)
 
   def fetch(self, state: PipelineState) -> PipelineState:
     """Returns a state as a checkpoint may have it."""
@@ -198,54 +189,51 @@ class Executor:
     """Puts a state that was read from a checkpoint on the devices that it is
     for; of one that is whole, what is for the lanes here. A state that is not
     of this table, or not whole, is a ValueError."""
-    self._check(state)
-    compiled = self._compiled
-    fields = {field: {} for field in PipelineState._fields[3:]}
-    for field, here in fields.items():
-      for key, value in getattr(state, field).items():
-        lane = state_lib.lane_of(compiled.program, field, key)
-        if lane in self._memories and field in ("tickets", "sums"):
-          here[key] = self._memories[lane].to_host(value)
-        elif lane in self.devices:
-          here[key] = jax.device_put(value, self.devices[lane])
-    servers = [None] * len(self.parts)
-    for stage, home in compiled.homes().items():
-      servers[stage] = self._put(stage, state.servers[stage], home)
-    return state._replace(servers=tuple(servers), **fields)
+    state_lib.check(state, self.compiled.program, self._at_worker)
+    entries, memories = {}, self.compiled.memories
+    for key, value in state.entries.items():
+      lane = state_lib.lane_of(self.compiled.program, key)
+      if lane in memories and key[0] in (TICKET, SUM):
+        entries[key] = memories[lane].to_host(value)
+      elif lane in self.devices:
+        entries[key] = jax.device_put(value, self.devices[lane])
+    homes = self.compiled.homes()
+    servers = tuple(
+      self._server(stage, server) if stage in homes else None
+      for stage, server in enumerate(state.servers)
+    )
+    return state._replace(servers=servers, entries=entries)
 
-  def _put(self, stage, server, home):
+  def _server(self, stage, state):
     """A copy of a server's state, where it is kept."""
-    memory = self._memories.get(self.places[stage][0])
-    if memory is not None:
-      return memory.to_host(server)
+    lane = self.compiled.program.places[stage][0]
+    if lane in self.compiled.memories:
+      return self.compiled.memories[lane].to_host(state)
     # A copy, as they are donated.
-    return jax.tree.map(jnp.copy, jax.device_put(server, home))
+    return jax.tree.map(jnp.copy, jax.device_put(state, self.devices[lane]))
 
   def traffic(self) -> residence.DeviceTraffic:
     """Returns what all lanes have moved between their devices and the host,
     and the most that one held; 0 where devices hold all."""
-    all_lanes = [memory.traffic for memory in self._memories.values()]
-    return residence.add_up([self._before, *all_lanes])
+    lanes = [memory.traffic for memory in self.compiled.memories.values()]
+    return residence.add_up([self._before, *lanes])
 
   def count_anew(self, before: residence.DeviceTraffic) -> None:
-    """Has `traffic` begin with what was moved before."""
+    """Counts `traffic` from now on, beginning with `before`."""
     self._before = before
-    for memory in self._memories.values():
+    for memory in self.compiled.memories.values():
       memory.traffic = residence.DeviceTraffic()
 
-  def _with_first_tickets(self, microbatch, servers, messages):
+  def _with_first_tickets(self, microbatch, servers, entries):
     """A state with what is read of the weights as they are now. Tickets for
-    lanes that are elsewhere are on their way."""
-    tickets = {}
-    for stage in self._compiled.homes():
-      for key, lane, ticket in self._compiled.tickets(stage, 0, servers[stage]):
+    lanes that are elsewhere are sent."""
+    for stage in self.compiled.homes():
+      for key, lane, ticket in self.compiled.tickets(stage, 0, servers[stage]):
         if lane in self.devices:
-          tickets[key] = ticket
+          entries[key] = ticket
         else:
-          self._compiled.queues[lane].put((("w", *key), ticket))
-    return PipelineState(
-      0, microbatch, tuple(servers), messages, tickets, {}, {}, {}, {}
-    )
+          self.compiled.queues[lane].put((key, ticket))
+    return PipelineState(0, microbatch, tuple(servers), entries)
 
   def params(self, state: PipelineState) -> list[Any]:
     """Returns the parameters of each stage, as they are: nothing that is on its
@@ -266,21 +254,12 @@ class Executor:
     """
     until = check_until(self.schedule, state.slot, until)
     if self.inboxes is None:  # of one in parts, the rest may not have arrived
-      self._check(state)
-    return lanes_lib.LaneRun(self._compiled, state, until).result()
-
-  def _check(self, state):
-    messages = {
-      (stage, worker)
-      for stage, part in enumerate(self.parts)
-      if part.at_worker
-      for worker in range(self.streams[stage])
-    }
-    state_lib.check(state, self._compiled.program, messages)
+      state_lib.check(state, self.compiled.program, self._at_worker)
+    return lanes_lib.LaneRun(self.compiled, state, until).result()
 
 
 def _memories(program, parts, devices, room):
-  """What lanes hold that do not hold all."""
+  """The memories of lanes whose devices do not hold all weights."""
   schedule = program.schedule
   if len(devices) < schedule.devices:
     raise ValueError(

@@ -1,8 +1,8 @@
-"""A table as instructions: what each lane does, and which weights it reads.
+"""A table as instructions: the tasks of each lane, and the weights they read.
 
-A lane obeys the instructions of one device. Updates are instructions of their
-own, on the first of a stage's devices, where its server is: an update belongs
-to the slot of the backward that it is for, and goes before what comes later.
+A lane obeys the instructions of one device. Updates are instructions, too, on
+the first of a stage's devices, where its server is: an update belongs to the
+slot of the last backward in it, and goes before what comes later.
 """
 
 import bisect
@@ -16,8 +16,9 @@ from pipeline import analyze, validate
 from pipeline.table import Schedule
 
 UPDATE = "update"  # the kind of an instruction that is no row of the table
-
-TicketKey = tuple[int, int, int, int]  # stage, version, replica, worker
+TICKET = "w"
+TicketKey = tuple[str, int, int, int, int]  # TICKET, stage, version, replica,
+# worker
 OF_NOW = -1  # worker of a backward that reads other weights than its forward
 
 
@@ -49,8 +50,13 @@ class Program(NamedTuple):
   last_reads: dict[TicketKey, int]  # slots after which a ticket is not read
   readers: dict[tuple[int, int], list[TicketKey]]  # of (stage, version)
 
+  @property
+  def every(self) -> int:
+    """Microbatches of an update."""
+    return self.schedule.every
+
   def of_lane(self, lane: int, first: int, until: int) -> list[Instruction]:
-    """Returns what a lane does from slot `first` on, before slot `until`."""
+    """Returns a lane's instructions from slot `first` on, before `until`."""
     start, end = (
       bisect.bisect_left(self.lanes[lane], slot, key=lambda op: op.slot)
       for slot in (first, until)
@@ -62,17 +68,9 @@ class Program(NamedTuple):
     microbatch read."""
     at = op.stage, op.microbatch
     return [
-      (op.stage, int(version[at]), op.replica, int(worker[at]))
+      (TICKET, op.stage, int(version[at]), op.replica, int(worker[at]))
       for version, worker in self.reads
     ]
-
-
-def _reads(versions, streams):
-  """Which version each forward and backward reads, and as which worker."""
-  workers = versions.update % np.array(streams)[:, None]
-  same = versions.backward == versions.forward
-  backward = np.where(same, workers, OF_NOW)
-  return (versions.forward, workers), (versions.backward, backward)
 
 
 def write(
@@ -95,39 +93,43 @@ def write(
   before others have ended the one before.
   """
   where, places = validate.rows(schedule), schedule.places()
-  reads = _reads(versions, streams or [1] * schedule.stages)
-  replica = [{d: i for i, d in enumerate(devices)} for devices in places]
+  streams = [1] * schedule.stages if streams is None else streams
+  workers = versions.update % np.array(streams)[:, None]
+  same = versions.backward == versions.forward
+  reads = (
+    (versions.forward, workers),
+    (versions.backward, np.where(same, workers, OF_NOW)),
+  )
+  order, last_reads = analyze.update_order(schedule), {}
   lanes: list[list[Instruction]] = [[] for _ in range(schedule.devices)]
+  readers = collections.defaultdict(list)
+  program = Program(
+    schedule, together, tuple(lanes), places, where, order, reads, last_reads,
+    readers,
+  )
+  replica = [{d: i for i, d in enumerate(devices)} for devices in places]
   for slot, device, stage, microbatch, action in schedule.tasks:
     mine = replica[stage][device] if action in validate.KNOWN else 0
     lanes[device].append(Instruction(slot, action, stage, microbatch, mine))
-  order, workers = analyze.update_order(schedule), reads[0][1]
-  last_reads: dict[TicketKey, int] = {}
   for stage, owners in enumerate(places):
-    rows = where.weight[stage]
-    slots, devices = schedule.time[rows], schedule.device[rows]
     for number, microbatch in enumerate(order[stage].tolist()):
-      slot = int(slots[microbatch])
-      mine = replica[stage][int(devices[microbatch])]
-      worker = int(workers[stage, microbatch])
+      row = where.weight[stage, microbatch]
+      slot, device = int(schedule.time[row]), int(schedule.device[row])
       group, at = divmod(number, schedule.every)
-      last = at + 1 == schedule.every
-      lanes[owners[0]].append(
-        Instruction(slot, UPDATE, stage, microbatch, mine, worker, last, group)
+      op = Instruction(
+        slot, UPDATE, stage, microbatch, replica[stage][device],
+        int(workers[stage, microbatch]), at + 1 == schedule.every, group,
       )
-      cell = stage, microbatch
-      for version, reader in reads:
-        ticket = stage, int(version[cell]), mine, int(reader[cell])
+      lanes[owners[0]].append(op)
+      for ticket in program.tickets_of(op):
         last_reads[ticket] = max(slot, last_reads.get(ticket, slot))
   if together:
     lanes = _with_updates_together(lanes, schedule, where)
   for lane in lanes:
     lane.sort(key=lambda op: (op.slot, op.kind == UPDATE))
-  readers = collections.defaultdict(list)
   for ticket in sorted(last_reads):
-    readers[ticket[:2]].append(ticket)
-  tables = schedule, together, tuple(lanes), places, where, order, reads
-  return Program(*tables, last_reads, readers)
+    readers[ticket[1:3]].append(ticket)
+  return program._replace(lanes=tuple(lanes))
 
 
 def _with_updates_together(lanes, schedule, where):

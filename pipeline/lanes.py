@@ -1,16 +1,16 @@
-"""Lanes: threads that obey a program, and what goes from one to another.
+"""Lanes: threads that obey a program, and the entries that they send.
 
 Every device has a lane, which does the device's instructions in their order and
-waits for nothing else than what a task needs. What one lane makes for another
-is put into the other's queue, moved by `jax.device_put`. A lane's box holds
-what has come and was not needed yet.
+waits for nothing else than what a task needs. A lane has a box with its entries
+of the state (`pipeline.state`), and a queue, where other lanes put entries,
+moved by `jax.device_put`, that it takes into the box when it needs them.
 """
 
 import functools
 import queue
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,16 +21,44 @@ import optax
 from asgd import base, sharding, simulator
 from asgd import server as server_lib
 from pipeline import stage as stage_lib
-from pipeline import state as state_lib
-from pipeline.instructions import OF_NOW, UPDATE, Program, TicketKey
-from pipeline.residence import STATE, SUM, WEIGHTS, DeviceMemory
+from pipeline.instructions import OF_NOW, TICKET, UPDATE, Program, TicketKey
+from pipeline.residence import STATE, WEIGHTS, DeviceMemory
 from pipeline.spans import TaskSpan
-from pipeline.state import PipelineResult, PipelineState
+from pipeline.state import (
+  AT_WORKER,
+  HALF,
+  KEPT,
+  SUM,
+  PipelineResult,
+  PipelineState,
+  lane_of,
+)
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 class PipelineError(RuntimeError):
   """A task failed; its text names stage and microbatch, its cause says why."""
+
+
+class ExecutorOptions(NamedTuple):
+  """How a table is run: the options of an Executor."""
+
+  weights: str | None = None  # as in `analyze.analyze`
+  # Keep a stage's input instead of what its backward needs, and run its forward
+  # again; with "latest" weights, those of now. A bool for all stages, or one
+  # for each.
+  recompute: bool | Sequence[bool] = False
+  # Make the updates of a synchronous schedule at the end of each batch, with
+  # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
+  # with its own norm.
+  together: bool = False
+  # The user's actions: device -> anything.
+  own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
+  clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
+  # Bytes of weights, optimizer states and sums of gradients that a device holds
+  # at once; the rest is in the host's memory (`pipeline.residence`). None is
+  # that all are on the devices.
+  room: int | None = None
 
 
 class CompiledPart(NamedTuple):
@@ -50,18 +78,16 @@ class CompiledProgram(NamedTuple):
   devices: dict[int, jax.Device]  # of the lanes that are here
   queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
   extra: Callable[[int, int], Any]
-  own: Mapping[str, Callable[[int], Any]]  # the user's actions
-  recompute: tuple[bool, ...]  # S
-  clock: Callable[[], float] | None
+  how: ExecutorOptions
   # Whether a lane waits for what it has started: its own core does the work, or
   # the time of the work is taken.
   waits: bool
   # Of lanes whose device does not hold all weights of its stages.
-  memories: Mapping[int, DeviceMemory] = types.MappingProxyType({})
+  memories: Mapping[int, DeviceMemory]
 
   def now(self, slot: int = 0) -> float:
     """Returns the time; without a clock it is that of the slot."""
-    return self.clock() if self.clock else float(slot)
+    return self.how.clock() if self.how.clock else float(slot)
 
   def settle(self, value: Any) -> None:
     """Waits for a value, if lanes wait."""
@@ -93,7 +119,7 @@ class CompiledProgram(NamedTuple):
 
 
 class Stop:
-  """What a lane's queue is told when another lane failed."""
+  """Put into a lane's queue when another lane has failed."""
 
 
 class _Stopped(Exception):
@@ -106,83 +132,6 @@ _mean = functools.partial(jax.jit, donate_argnums=0, static_argnums=1)(
 )
 
 
-class _Mail:
-  """What lanes give each other, tickets among it: of each lane here a queue,
-  and a box for what has come."""
-
-  def __init__(self, compiled, state):
-    self._compiled, self._program = compiled, compiled.program
-    self._queues = compiled.queues  # which hold something already, perhaps
-    if compiled.queues is None:
-      self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
-    self._boxes = {lane: {} for lane in compiled.devices}
-    for key, value in state.on_their_way.items():
-      self._boxes[self._lane_of(key)][key] = value
-    for key, ticket in state.tickets.items():
-      lane = state_lib.lane_of(self._program, "tickets", key)
-      self._boxes[lane]["w", *key] = ticket
-
-  def _lane_of(self, key):
-    return state_lib.lane_of(self._program, "on_their_way", key)
-
-  def _take(self, lane):
-    item = self._queues[lane].get()
-    if item is Stop:
-      raise _Stopped
-    key, value = item
-    self._boxes[lane][key] = value
-
-  def _box_with(self, lane, key):
-    box = self._boxes[lane]
-    while key not in box:
-      self._take(lane)
-    return box
-
-  def wait(self, lane, key):
-    return self._box_with(lane, key).pop(key)
-
-  def ticket(self, lane, op, *, backward=False):
-    """Returns the ticket that a microbatch's forward reads, or its backward."""
-    key = "w", *self._program.tickets_of(op)[backward]
-    return self._box_with(lane, key)[key]
-
-  def release(self, lane, op):
-    """Drops the tickets that no microbatch after this one reads."""
-    for key in self._program.tickets_of(op):
-      if self._program.last_reads[key] == op.slot:
-        self._boxes[lane].pop(("w", *key), None)
-
-  def give(self, lane, key, value):
-    """Moves what a lane has made to the lane that needs it."""
-    target = self._lane_of(key)
-    if target == lane:
-      self._boxes[lane][key] = value
-      return
-    if target in self._compiled.devices:
-      value = jax.device_put(value, self._compiled.devices[target])
-    self.post(target, key, value)
-
-  def post(self, lane, key, value):
-    self._queues[lane].put((key, value))
-
-  def stop(self):
-    for lane in self._compiled.devices:
-      self._queues[lane].put(Stop)
-
-  def rest(self):
-    """Returns the tickets and all else that nothing has waited for."""
-    tickets, others = {}, {}
-    for lane, box in self._boxes.items():
-      while not self._queues[lane].empty():
-        self._take(lane)
-      for key, value in box.items():
-        if key[0] == "w":
-          tickets[key[1:]] = value
-        else:
-          others[key] = value
-    return {"tickets": tickets, "on_their_way": others}
-
-
 class LaneRun:
   """One call of `executor.Executor.run`: from a state to a slot."""
 
@@ -190,22 +139,25 @@ class LaneRun:
     self, compiled: CompiledProgram, state: PipelineState, until: int
   ):
     self._compiled, self._program = compiled, compiled.program
-    # The state that the lanes change, while they have its mail.
-    changed = ("messages", "sums", "kept", "halves")
-    copies = {field: dict(getattr(state, field)) for field in changed}
-    copies |= {"tickets": {}, "on_their_way": {}}
-    self._state = state._replace(servers=list(state.servers), **copies)
-    for lane, memory in compiled.memories.items():
-      self._adopt(lane, memory)
-    self._until, self._losses, self._spans = until, {}, []
+    self._state, self._until = state, until
+    self._servers = list(state.servers)
+    self._queues = compiled.queues  # which hold something already, perhaps
+    if compiled.queues is None:
+      self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
+    self._boxes = {lane: {} for lane in compiled.devices}
+    for key, value in state.entries.items():
+      self._boxes[lane_of(self._program, key)][key] = value
+    for lane in compiled.memories:
+      self._adopt(lane)
+    self._losses, self._spans = {}, []
     self._failures: list[PipelineError] = []
-    self._mail = _Mail(compiled, state)
     self._rows = [[] for _ in compiled.parts]  # of records
     # What does an instruction of a lane, and returns when it began.
     self._does = {
       UPDATE: self._receive,
       FORWARD: self._forward,
-      **dict.fromkeys((BACKWARD, INPUT), self._backward),
+      BACKWARD: self._backward,
+      INPUT: self._backward,
       WEIGHT: self._weight,
     }
 
@@ -218,7 +170,7 @@ class LaneRun:
       threading.Thread(
         target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
       )
-      for lane in self._compiled.devices
+      for lane in self._boxes
     ]
     for lane in lanes:
       lane.start()
@@ -226,55 +178,96 @@ class LaneRun:
       lane.join()
     if self._failures:
       raise self._failures[0]
-    rest = self._mail.rest()
-    for lane, memory in self._compiled.memories.items():
-      self._give_back(lane, memory, rest["tickets"])
-    servers = tuple(self._state.servers)
-    state = self._state._replace(slot=self._until, servers=servers, **rest)
+    entries = {}
+    for lane, box in self._boxes.items():
+      while not self._queues[lane].empty():
+        self._take(lane)
+      if lane in self._compiled.memories:
+        self._give_back(lane)
+      entries |= box
+    state = self._state._replace(
+      slot=self._until, servers=tuple(self._servers), entries=entries
+    )
     records = tuple(
-      simulator.records(
-        [simulator.ReceivedMessage(*row[:3]) for row in rows],
-        [row[3] for row in rows],
-      )
+      simulator.records([got for got, _ in rows], [row for _, row in rows])
       for rows in self._rows
     )
     spans = tuple(sorted(self._spans, key=lambda span: span.start))
     return PipelineResult(state, self._losses, records, spans)
 
-  def _stages_of(self, lane):
-    return [s for s, at in enumerate(self._program.places) if at[0] == lane]
+  # Entries.
 
-  def _adopt(self, lane, memory):
-    """Has a lane's memory begin with what the state has of its stages."""
-    for stage in self._stages_of(lane):
-      server = self._state.servers[stage]
-      memory.adopt((stage, WEIGHTS), server.params)
-      memory.adopt((stage, STATE), server._replace(params=()))
-      memory.drop((stage, SUM))
-      if stage in self._state.sums:
-        total, oldest = self._state.sums[stage]
-        memory.adopt((stage, SUM), total)
-        self._state.sums[stage] = None, oldest
+  def _take(self, lane):
+    item = self._queues[lane].get()
+    if item is Stop:
+      raise _Stopped
+    key, value = item
+    self._boxes[lane][key] = value
 
-  def _give_back(self, lane, memory, tickets):
-    """Puts what is in the host's memory into the state."""
-    for stage in self._stages_of(lane):
-      params = memory.host((stage, WEIGHTS))
-      server = memory.host((stage, STATE))
-      self._state.servers[stage] = server._replace(params=params)
-      if stage in self._state.sums:
-        oldest = self._state.sums[stage][1]
-        self._state.sums[stage] = memory.host((stage, SUM)), oldest
-      for key, ticket in tickets.items():
-        if key[0] == stage:
-          tickets[key] = ticket._replace(params=params)
+  def _box_with(self, lane, key):
+    """Returns a lane's box, as soon as an entry is in it."""
+    while key not in self._boxes[lane]:
+      self._take(lane)
+    return self._boxes[lane]
+
+  def _wait(self, lane, key):
+    return self._box_with(lane, key).pop(key)
+
+  def _give(self, lane, key, value):
+    """Moves an entry that a lane has made to the lane that needs it."""
+    target, devices = lane_of(self._program, key), self._compiled.devices
+    if target == lane:
+      self._boxes[lane][key] = value
+      return
+    if target in devices:
+      value = jax.device_put(value, devices[target])
+    self._queues[target].put((key, value))
+
+  def _ticket(self, lane, op, *, backward=False):
+    """The ticket that a microbatch's forward reads, or its backward."""
+    key = self._program.tickets_of(op)[backward]
+    return self._box_with(lane, key)[key]
 
   def _params(self, lane, op, *, backward=False):
     """The weights that a forward or a backward reads."""
-    ticket = self._mail.ticket(lane, op, backward=backward)
+    ticket = self._ticket(lane, op, backward=backward)
     if lane in self._compiled.memories:
       return self._compiled.memories[lane].get((op.stage, WEIGHTS))
     return ticket.params
+
+  # Weights that are not all on a lane's device.
+
+  def _stages_of(self, lane):
+    return [s for s, at in enumerate(self._program.places) if at[0] == lane]
+
+  def _adopt(self, lane):
+    """Starts a lane's memory with the state of its stages."""
+    memory, box = self._compiled.memories[lane], self._boxes[lane]
+    for stage in self._stages_of(lane):
+      server = self._servers[stage]
+      memory.adopt((stage, WEIGHTS), server.params)
+      memory.adopt((stage, STATE), server._replace(params=()))
+      memory.drop((stage, SUM))
+      if (SUM, stage) in box:
+        total, oldest = box[SUM, stage]
+        memory.adopt((stage, SUM), total)
+        box[SUM, stage] = None, oldest
+
+  def _give_back(self, lane):
+    """Moves the lane's memory on the host into servers and entries."""
+    memory, box = self._compiled.memories[lane], self._boxes[lane]
+    for stage in self._stages_of(lane):
+      params = memory.host((stage, WEIGHTS))
+      server = memory.host((stage, STATE))
+      self._servers[stage] = server._replace(params=params)
+      if (SUM, stage) in box:
+        _, oldest = box[SUM, stage]
+        box[SUM, stage] = memory.host((stage, SUM)), oldest
+      for key, value in box.items():
+        if key[:2] == (TICKET, stage):
+          box[key] = value._replace(params=params)
+
+  # Instructions.
 
   def _obey(self, lane, x64):
     op, memory = None, self._compiled.memories.get(lane)
@@ -284,7 +277,7 @@ class LaneRun:
           if memory is not None:
             memory.begin(op)
           start = self._does.get(op.kind, self._own)(lane, op)
-          if self._compiled.clock:
+          if self._compiled.how.clock:
             span = lane, op.stage, op.microbatch, op.kind, start
             self._spans.append(TaskSpan(*span, self._compiled.now()))
     except _Stopped:
@@ -300,84 +293,83 @@ class LaneRun:
       )
       failure.__cause__ = error
       self._failures.append(failure)
-      self._mail.stop()
+      for other in self._boxes:
+        self._queues[other].put(Stop)
 
   def _own(self, lane, op):
     start = self._compiled.now()
-    jax.block_until_ready(self._compiled.own[op.kind](lane))
+    jax.block_until_ready(self._compiled.how.own[op.kind](lane))
     return start
 
   def _forward(self, lane, op):
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
-    x = self._mail.wait(lane, ("x", stage, number)) if stage else ()
+    x = self._wait(lane, ("x", stage, number)) if stage else ()
     params = self._params(lane, op)
     extra = compiled.extra(stage, self._state.microbatch + number)
-    start = self._compiled.now()
+    start = compiled.now()
     y, aux, kept = compiled.parts[stage].stage.forward(params, x, extra)
-    if compiled.recompute[stage]:
+    if compiled.how.recompute[stage]:
       kept = x, extra
-    self._state.kept[stage, number] = kept, aux
+    self._boxes[lane][KEPT, stage, number] = kept, aux
     if stage == len(compiled.parts) - 1:
       self._losses[self._state.microbatch + number] = y
     else:
-      self._compiled.settle(y)
-      self._mail.give(lane, ("x", stage + 1, number), y)
+      compiled.settle(y)
+      self._give(lane, ("x", stage + 1, number), y)
     return start
 
   def _weight(self, lane, op):
-    at = op.stage, op.microbatch
+    at, box = (op.stage, op.microbatch), self._boxes[lane]
     params = self._params(lane, op, backward=True)
-    (kept, aux), half = self._state.kept.pop(at), self._state.halves.pop(at)
+    (kept, aux), half = box.pop((KEPT, *at)), box.pop((HALF, *at))
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
     self._hand_in(lane, op, stage.weight(params, kept, half), aux)
     return start
 
   def _backward(self, lane, op):
-    whole, at = self._compiled, (op.stage, op.microbatch)
-    stage, number = at
+    whole, box = self._compiled, self._boxes[lane]
+    stage, number = at = op.stage, op.microbatch
     compiled = whole.parts[stage].stage
     if stage == len(whole.parts) - 1:
       gy = [np.ones((), compiled.y.dtype)]
     else:
-      gy = self._mail.wait(lane, ("g", stage, number))
+      gy = self._wait(lane, ("g", stage, number))
     params = self._params(lane, op, backward=True)
-    kept, aux = self._state.kept[at]
-    start = self._compiled.now()
+    kept, aux = box.pop((KEPT, *at))
+    start = whole.now()
+    if whole.how.recompute[stage]:
+      kept = compiled.forward(params, *kept)[2]
     if op.kind == INPUT:
-      if whole.recompute[stage]:
-        kept = compiled.forward(params, *kept)[2]
-        self._state.kept[at] = kept, aux
-      gx, self._state.halves[at] = compiled.input(params, kept, gy)
+      box[KEPT, *at] = kept, aux
+      gx, box[HALF, *at] = compiled.input(params, kept, gy)
     else:
-      del self._state.kept[at]
-      if whole.recompute[stage]:
-        gradient, gx = compiled.recompute(params, *kept, gy)
-      else:
-        gradient, gx = compiled.backward(params, kept, gy)
+      gradient, gx = compiled.backward(params, kept, gy)
     if stage:
-      self._compiled.settle(gx)
-      self._mail.give(lane, ("g", stage - 1, number), gx)
+      whole.settle(gx)
+      self._give(lane, ("g", stage - 1, number), gx)
     if op.kind == BACKWARD:
       self._hand_in(lane, op, gradient, aux)
     return start
 
   def _hand_in(self, lane, op, gradient, aux):
-    """Gives a gradient to the stage's server, with the forward's ticket."""
+    """Gives a gradient to the stage's server, with the forward's ticket, and
+    drops the tickets that no later microbatch reads."""
     self._compiled.settle(gradient)
-    ticket = self._mail.ticket(lane, op)
+    ticket = self._ticket(lane, op)
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
-    key = "m", op.stage, op.microbatch
-    self._mail.give(lane, key, (gradient, ticket))
-    self._mail.release(lane, op)
+    self._give(lane, ("m", op.stage, op.microbatch), (gradient, ticket))
+    for key in self._program.tickets_of(op):
+      if self._program.last_reads[key] == op.slot:
+        self._boxes[lane].pop(key, None)
 
   def _receive(self, lane, op):
     """Receives a message; the last of an update makes a new version."""
-    ops, parts = (op, *op.also), self._compiled.parts
+    ops = op, *op.also
     # Waits for the last that comes before the clock is looked at.
     messages = [
-      self._mail.wait(lane, ("m", each.stage, each.microbatch)) for each in ops
+      self._wait(lane, ("m", each.stage, each.microbatch)) for each in ops
     ]
     start = self._compiled.now(op.slot)
     arguments = [
@@ -386,21 +378,22 @@ class LaneRun:
     ]
     if arguments[0] is None:  # there are more to come
       return start
-    if self._compiled.program.together:
+    if self._program.together:
       results = self._receive_together(lane, ops, arguments)
     else:
-      results = [parts[op.stage].steps.receive(*arguments[0])]
+      steps = self._compiled.parts[op.stage].steps
+      results = [steps.receive(*arguments[0])]
     for each, (server, row) in zip(ops, results, strict=True):
       self._publish(lane, each, server, row)
     return start
 
   def _arguments(self, lane, op, message, ticket):
     """What a server is to receive; None before all of an update are there."""
-    stage, every = op.stage, self._compiled.program.schedule.every
+    stage, every, box = op.stage, self._program.every, self._boxes[lane]
     memory = self._compiled.memories.get(lane)
     if every > 1:
-      if stage in self._state.sums:
-        total, oldest = self._state.sums.pop(stage)
+      if (SUM, stage) in box:
+        total, oldest = box.pop((SUM, stage))
         if memory is not None:
           total = memory.take((stage, SUM))
         message, ticket = server_lib.gather(
@@ -410,22 +403,22 @@ class LaneRun:
         if memory is not None:
           memory.keep((stage, SUM), message)
           message = None
-        self._state.sums[stage] = message, ticket
+        box[SUM, stage] = message, ticket
         return None
       message = _mean(message, every)
     transform = self._compiled.parts[stage].at_worker
     if transform:
-      states, key = self._state.messages, (stage, op.worker)
       params = base.weights_of(ticket.params)
-      weights, states[key] = transform.update(
+      key = AT_WORKER, stage, op.worker
+      weights, box[key] = transform.update(
         base.weights_of(message),
-        states[key],
+        box[key],
         params,
         version=ticket.version,
         sent_params=params,
       )
       message = base.with_weights(message, weights)
-    server = self._state.servers[stage]
+    server = self._servers[stage]
     if memory is not None:
       params = memory.get((stage, WEIGHTS))
       server = memory.take((stage, STATE))._replace(params=params)
@@ -433,10 +426,10 @@ class LaneRun:
     return server, ticket, message, np.float32(0)
 
   def _receive_together(self, lane, ops, arguments):
-    """Receives what stages of several lanes have to add up to know."""
-    program, totals = self._compiled.program, ()
+    """Receives with totals over the stages of all lanes."""
+    totals = ()
     steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
-    others = {lanes[0] for lanes in program.places} - {lane}
+    others = {lanes[0] for lanes in self._program.places} - {lane}
     while True:
       outs = [
         step(totals, *given)
@@ -450,9 +443,9 @@ class LaneRun:
       }
       at = ops[0].group, len(totals)
       for other in others:
-        self._mail.post(other, ("n", lane, *at), operands)
+        self._queues[other].put((("n", lane, *at), operands))
       for other in others:
-        operands |= self._mail.wait(lane, ("n", other, *at))
+        operands |= self._wait(lane, ("n", other, *at))
       # In the order of the stages, so that it is the same bits everywhere.
       ordered = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(ordered),)
@@ -461,12 +454,15 @@ class LaneRun:
     """Keeps a new version, and sends it to the lanes that read it."""
     self._compiled.settle(server.params)
     if lane in self._compiled.memories:
-      memory, params = self._compiled.memories[lane], server.params
+      memory = self._compiled.memories[lane]
+      memory.keep((op.stage, WEIGHTS), server.params)
       server = server._replace(params=())  # they are kept apart
-      memory.keep((op.stage, WEIGHTS), params)
       memory.keep((op.stage, STATE), server)
-    self._state.servers[op.stage] = server
-    time, version = self._compiled.now(op.slot), op.group + 1
-    self._rows[op.stage].append((time, op.worker, op.group, row))
-    for key, lane, ticket in self._compiled.tickets(op.stage, version, server):
-      self._mail.post(lane, ("w", *key), ticket)
+    self._servers[op.stage] = server
+    time = self._compiled.now(op.slot)
+    message = simulator.ReceivedMessage(time, op.worker, op.group)
+    self._rows[op.stage].append((message, row))
+    for key, lane, ticket in self._compiled.tickets(
+      op.stage, op.group + 1, server
+    ):
+      self._queues[lane].put((key, ticket))

@@ -61,27 +61,19 @@ class RemoteState(NamedTuple):
   serial: int  # only the latest is held
 
 
-class _Away:
+class _Away(NamedTuple):
   """The queue of a lane that another process has."""
 
-  def __init__(self, lane, actor):
-    self._lane, self._actor = lane, actor
-    self._sent = []  # calls
+  lane: int
+  actor: Any
+  sent: list[Any]  # calls
 
   def put(self, item):
-    """Sends (key, value); if the lane is to stop, the driver tells it."""
+    """Sends (key, value). The driver stops the other process's lanes."""
     if item is not Stop:
       key, value = item
       value = state_lib.to_host(value)
-      self._sent.append(self._actor.put.remote(self._lane, key, value))
-
-  def settle(self):
-    """Waits until all that was put has arrived; no lane is at work. Should it
-    never, the driver notices that the other says nothing, and ends this."""
-    import ray
-
-    ray.get(self._sent)
-    self._sent.clear()
+      self.sent.append(self.actor.put.remote(self.lane, key, value))
 
 
 class _StageProcess:
@@ -101,7 +93,7 @@ class _StageProcess:
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
     self._away = {
-      lane: _Away(lane, actor)
+      lane: _Away(lane, actor, [])
       for lane, actor in enumerate(actors)
       if lane not in self._lanes
     }
@@ -115,12 +107,9 @@ class _StageProcess:
   def put(self, lane, key, value):
     """Takes what another process has made for a lane."""
     device = self._executor.devices[lane]
-
-    def move(x):  # a copy: what came is Ray's memory, and may be donated here
-      return jax.device_put(np.array(x), device)
-
     try:
-      value = jax.tree.map(move, value)
+      # A copy: this is Ray's memory, and a lane may donate its entries.
+      value = jax.device_put(jax.tree.map(np.array, value), device)
     except Exception as error:  # a lane waits for it
       self._untaken = f"what came for device {lane} cannot be taken: {error}"
       self.stop()
@@ -128,7 +117,6 @@ class _StageProcess:
     self._executor.inboxes[lane].put((key, value))
 
   def is_alive(self):
-    """Returns True: there is a process, and it answers."""
     return True
 
   def forget(self):
@@ -149,9 +137,9 @@ class _StageProcess:
     if self._untaken:
       raise PipelineError(self._untaken)
     self._enter(result.state)
-    losses = {m: np.asarray(loss) for m, loss in result.losses.items()}
     pairs = zip(result.state.servers, result.records, strict=True)
-    return losses, [server and rows for server, rows in pairs], result.spans
+    records = [server and rows for server, rows in pairs]
+    return jax.device_get(result.losses), records, result.spans
 
   def stop(self):
     """Ends a run: another process has failed."""
@@ -160,9 +148,8 @@ class _StageProcess:
 
   def fetch(self):
     """Returns its part of the state. All runs have returned."""
-    # What has arrived since is in the inboxes: a run of nothing takes it in.
-    slot = self._state.slot
-    self._state = self._executor.run(self._state, slot).state
+    # A run of no slot takes in the entries that have arrived since.
+    self._state = self._executor.run(self._state, self._state.slot).state
     return state_lib.to_host(self._state)
 
   def place(self, state):
@@ -173,16 +160,19 @@ class _StageProcess:
     return state_lib.to_host(self._executor.params(self._state))
 
   def _enter(self, state):
-    """Keeps a state, when all that it has put elsewhere has arrived."""
+    """Keeps a state, when all entries that were sent elsewhere have arrived. If
+    one never does, the driver finds the other process silent, and ends this."""
+    import ray
+
     self._state = state
     for queue in self._away.values():
-      queue.settle()
+      ray.get(queue.sent)
+      queue.sent.clear()
 
 
 class Processes:
-  """An executor with its lanes in processes; used like `executor.Executor`.
-
-  It holds one state, the latest that `start`, `run`, `again` or `place` gave.
+  """An executor with its lanes in processes; used like `executor.Executor`. It
+  holds one state, the latest that `start`, `run`, `again` or `place` returned.
   """
 
   def __init__(
@@ -341,12 +331,9 @@ class Processes:
     """Returns the whole state, in NumPy arrays."""
     self._check(state)
     parts = [state_lib.with_keys(part) for part in self._all("fetch")]
-    fields = {
-      field: {k: v for part in parts for k, v in getattr(part, field).items()}
-      for field in PipelineState._fields[3:]
-    }
+    entries = functools.reduce(operator.or_, (part.entries for part in parts))
     servers = _of_stages(part.servers for part in parts)
-    return PipelineState(state.slot, state.microbatch, servers, **fields)
+    return PipelineState(state.slot, state.microbatch, servers, entries)
 
   def place(self, state: PipelineState) -> RemoteState:
     """Gives each process its part of a state."""

@@ -93,8 +93,8 @@ class Drawing(NamedTuple):
 
 def _range(values):
   """`3` or `2-3`."""
-  low, high = int(values.min()), int(values.max())
-  return f"{low}" if low == high else f"{low}-{high}"
+  ends = dict.fromkeys((int(values.min()), int(values.max())))
+  return "-".join(map(str, ends))
 
 
 def describe(drawing: Drawing) -> str:
@@ -184,10 +184,9 @@ def texts(drawing: Drawing) -> dict[str, str]:
 def perfetto(
   schedule: Schedule, timing: Timing, measured: Sequence[TaskSpan] | None = None
 ) -> dict[str, Any]:
-  """Returns the content of a JSON file for Perfetto: a track for each device. A
-  unit of the costs is shown as a second. A run that was measured has tracks of
-  the same names below those of the plan.
-  """
+  """Returns the content of a JSON file for Perfetto: a track for each device,
+  where a unit of the costs is a second. A run that was measured has tracks of
+  the same names below those of the plan."""
   runs = _runs(schedule, timing, measured)
   tracks = tracks_lib.Tracks(dict(enumerate(runs, 1)))
   events = []

@@ -23,9 +23,10 @@ import jax
 from asgd import base
 from pipeline.instructions import UPDATE, Instruction
 from pipeline.stage import Part
+from pipeline.state import SUM
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
-WEIGHTS, STATE, SUM = "weights", "state", "sum"
+WEIGHTS, STATE = "weights", "state"
 HOST = "pinned_host"  # the memory kind behind a device's own
 
 Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
@@ -53,11 +54,7 @@ def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
 
 
 def needs(op: Instruction, every: int) -> tuple[Block, ...]:
-  """Returns the blocks that an instruction needs.
-
-  Args:
-    op: of a synchronous schedule.
-    every: microbatches of an update.
+  """Returns the blocks that an instruction of a synchronous schedule needs.
 
   Example:
     >>> from pipeline.instructions import Instruction
@@ -87,14 +84,8 @@ def sizes_of(part: Part) -> dict[str, int]:
 
 
 def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
-  """Raises ValueError where devices cannot hold a part of their stages' weights
-  only: for a schedule, a stage or a room that is not fit for it.
-
-  Args:
-    schedule: the table.
-    parts: the stages; shapes of parameters are enough.
-    room: bytes of each device.
-  """
+  """Raises ValueError if devices with `room` bytes each cannot hold a part of
+  their stages' weights only. Of `parts` the shapes are enough."""
   if not schedule.flush:
     raise ValueError(
       f"the schedule {schedule.name} keeps several versions of weights; use one"
@@ -123,18 +114,13 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
 
 
 class BlockMemory:
-  """Which blocks a device holds: what is to be moved, and nothing is moved.
+  """Decides which blocks a device with `room` bytes holds, and moves nothing.
 
-  Instructions are obeyed in their order, over and over.
+  `uses` are the blocks that each instruction needs. Instructions are obeyed in
+  their order, over and over.
   """
 
   def __init__(self, uses: Sequence[Sequence[Block]], room: int):
-    """Starts empty.
-
-    Args:
-      uses: blocks that each instruction needs.
-      room: bytes.
-    """
     self.uses, self._room = uses, room
     self._at: dict[Block, list[int]] = {}
     for at, blocks in enumerate(uses):
@@ -153,19 +139,12 @@ class BlockMemory:
     if not places:
       return 2 * len(self.uses)
     found = bisect.bisect_left(places, at)
-    if found < len(places):
-      return places[found]
-    return places[0] + len(self.uses)
+    last = found == len(places)
+    return places[0] + len(self.uses) if last else places[found]
 
   def admit(self, block: Block, size: int, at: int) -> list[Block]:
-    """Makes room for a block that instruction `at` needs, and holds it.
-
-    Returns:
-      The blocks that gave way.
-
-    Raises:
-      ValueError: if the room is too small for what the instruction needs.
-    """
+    """Makes room for a block that instruction `at` needs, holds it, and returns
+    the blocks that gave way. Raises ValueError if the room is too small."""
     gone = []
     kept = {*self.uses[at], block}
     while self.bytes() + size > self._room:
@@ -185,27 +164,22 @@ class BlockMemory:
     """Returns the blocks of the next instruction after `at` that needs others,
     if there is room for them beside what is used before them."""
     count = len(self.uses)
+    stay = set(self.uses[at])
     for step in range(1, count):
       blocks = self.uses[(at + step) % count]
+      stay.update(blocks)
       wanted = [
         block for block in blocks if block not in self.held and sizes(block)
       ]
-      if not wanted:
-        continue
-      stay = {*self.uses[at], *blocks}
-      stay.update(
-        block
-        for between in range(1, step)
-        for block in self.uses[(at + between) % count]
-      )
-      size = sum(sizes(block) for block in wanted)
-      size += sum(self.held.get(block, 0) for block in stay)
-      return wanted if size <= self._room else []
+      if wanted:
+        size = sum(map(sizes, wanted))
+        size += sum(self.held.get(block, 0) for block in stay)
+        return wanted if size <= self._room else []
     return []
 
 
 class DeviceMemory:
-  """A lane's device, and the host's memory behind it."""
+  """A lane's device, and the host's memory behind it; starts empty."""
 
   def __init__(
     self,
@@ -214,17 +188,8 @@ class DeviceMemory:
     room: int,
     device: jax.Device,
   ):
-    """Starts empty.
-
-    Args:
-      ops: the lane's instructions, of one batch.
-      every: microbatches of an update.
-      room: bytes.
-      device: that of the lane.
-
-    Raises:
-      ValueError: if the device has no memory of the host behind it.
-    """
+    """Prepares for a lane's instructions of one batch, with updates of `every`
+    microbatches; raises ValueError if no memory of the host is behind it."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
       raise ValueError(
@@ -261,12 +226,10 @@ class DeviceMemory:
     self._at = self._index[_name(op)]
     for block in self._memory.uses[self._at]:
       if block in self._sizes:  # no sum has been begun otherwise
-        self._fetch(block, self._at)
-        used = self.traffic.used + self._sizes[block]
-        self.traffic = self.traffic._replace(used=used)
-    sizes = lambda block: self._sizes.get(block, 0)  # noqa: E731
-    for block in self._memory.ahead(self._at, sizes):
-      self._fetch(block, self._at)
+        self._fetch(block)
+        self._count(used=self._sizes[block])
+    for block in self._memory.ahead(self._at, lambda b: self._sizes.get(b, 0)):
+      self._fetch(block)
 
   def get(self, block: Block) -> Any:
     """Returns a block that the present instruction needs, on the device."""
@@ -288,9 +251,10 @@ class DeviceMemory:
     self._device[block] = tree
 
   def host(self, block: Block) -> Any:
-    """Returns a block as it is in the host's memory."""
+    """Returns a block in the host's memory, written if it is newer here."""
     if self._host[block] is None:
-      self._write(block)
+      self._host[block] = self.to_host(self._device[block])
+      self._count(written=self._sizes[block])
     return self._host[block]
 
   def drop(self, block: Block) -> None:
@@ -298,29 +262,25 @@ class DeviceMemory:
     for table in (self._host, self._device, self._sizes, self._memory.held):
       table.pop(block, None)
 
-  def _fetch(self, block, at):
+  def _count(self, **more):
+    traffic = {k: getattr(self.traffic, k) + v for k, v in more.items()}
+    self.traffic = self.traffic._replace(**traffic)
+
+  def _fetch(self, block):
     if block in self._memory.held:
       return
     self._admit(block)
     self._device[block] = jax.device_put(
       self._host[block], self._here, may_alias=False
     )
-    fetched = self.traffic.fetched + self._sizes[block]
-    self.traffic = self.traffic._replace(fetched=fetched)
+    self._count(fetched=self._sizes[block])
 
   def _admit(self, block):
     for gone in self._memory.admit(block, self._sizes[block], self._at):
-      self.host(gone)  # written, if it is newer here
+      self.host(gone)
       del self._device[gone]
     peak = max(self.traffic.peak, self._memory.bytes())
     self.traffic = self.traffic._replace(peak=peak)
-
-  def _write(self, block):
-    self._host[block] = jax.device_put(
-      self._device[block], self._host_of, may_alias=False
-    )
-    written = self.traffic.written + self._sizes[block]
-    self.traffic = self.traffic._replace(written=written)
 
 
 def _name(op):

@@ -35,35 +35,34 @@ from pipeline.table import Schedule
 _MOST_STAGES = 256
 _MOST_MICROBATCHES = 10**6
 _START = 0.1  # of the peak, where a warm-up begins
-_LAYERS = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
+_LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
-def _cuts_setting(value: Any, key: str) -> Any:
-  """What the cuts balance, or the layers where they are."""
-  if value in ("parameters", "time"):
+def _list_or(*known: Any, kind: str) -> checks.Check:
+  """Some known values, or a list of whole numbers, which may be a text."""
+
+  def check(value, key):
+    if isinstance(value, str) and _LIST.fullmatch(value):
+      return [int(number) for number in value.split(",")]
+    listed = isinstance(value, list) and {*map(type, value)} <= {int}
+    if not listed and (type(value), value) not in [(type(k), k) for k in known]:
+      raise ValueError(f"config.{key} must be {kind}, not {shown(value)}")
     return value
-  if isinstance(value, str) and _LAYERS.fullmatch(value):
-    return [int(layer) for layer in value.split(",")]
-  if not isinstance(value, list) or {*map(type, value)} - {int}:
-    raise ValueError(
-      f"config.{key} must be 'parameters', 'time', or a list of layers from 0"
-      f" to their number, not {shown(value)}"
-    )
-  return value
+
+  return check
 
 
-def _recompute_setting(value: Any, key: str) -> Any:
-  """True, False, "but_last", or the stages."""
-  if isinstance(value, str) and _LAYERS.fullmatch(value):
-    return [int(stage) for stage in value.split(",")]
-  if isinstance(value, bool) or value == "but_last":
-    return value
-  if not isinstance(value, list) or {*map(type, value)} - {int}:
-    raise ValueError(
-      f"config.{key} must be True or False, 'but_last', or a list of stages"
-      f" from 0, not {shown(value)}"
-    )
-  return value
+_CUTS = _list_or(
+  "parameters",
+  "time",
+  kind="'parameters', 'time', or a list of layers from 0 to their number",
+)
+_RECOMPUTE = _list_or(
+  True,
+  False,
+  "but_last",
+  kind="True or False, 'but_last', or a list of stages from 0",
+)
 
 
 def options(section: Mapping[str, Any]) -> Sequence[str]:
@@ -78,7 +77,7 @@ SECTIONS: dict[str, Any] = {
       "schedule": Setting("pipedream", checks.text),
       "stages": Setting(2, checks.whole(1, _MOST_STAGES)),
       # What is balanced, or "time", or a list of layers.
-      "cuts": Setting("parameters", _cuts_setting),
+      "cuts": Setting("parameters", _CUTS),
       # Of an update of a synchronous schedule.
       "microbatches": Setting(8, checks.whole(1, _MOST_MICROBATCHES)),
       # Of an update; None: `microbatches`, or 1 of an asynchronous schedule.
@@ -92,7 +91,7 @@ SECTIONS: dict[str, Any] = {
       # Forwards read weights rolled forward by the stage's staleness.
       "predict": Setting(False, checks.flag),
       # Stages that keep their inputs only; None: as the schedule has it.
-      "recompute": Setting(None, checks.optional(_recompute_setting)),
+      "recompute": Setting(None, checks.optional(_RECOMPUTE)),
       # MB of weights, optimizer states and sums of gradients that a device
       # holds; the rest is in the host's memory. None: all.
       "device_megabytes": Setting(None, checks.optional(checks.positive)),
@@ -142,7 +141,8 @@ class PipelinePlan(NamedTuple):
   @property
   def room(self) -> int | None:
     """Bytes of weights that a device holds; None: all."""
-    return _room(self.run)
+    megabytes = self.run.config["pipeline"]["device_megabytes"]
+    return None if megabytes is None else int(1e6 * megabytes)
 
   @property
   def updates(self) -> int:
@@ -179,21 +179,16 @@ def check(run: Run) -> None:
       )
 
 
-def _made_by(config):
-  """Names the key of the config by which there is a model."""
-  key = "model" if config["problem"]["name"] is None else "problem"
-  return f"config.{key}.name {config[key]['name']!r}"
-
-
 def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   """Builds table and stages of a run, checking that they fit the model."""
   del workers
-  problem = experiment.problem_of(run)
+  problem, where = experiment.problem_of(run), f"runs.{run.label}"
   if problem.pieces is None:
+    key = "model" if run.config["problem"]["name"] is None else "problem"
     raise ValueError(
-      f"config.runs.{run.label}: {_made_by(run.config)} makes a model that is"
-      " not a tuple of layers, which cannot be cut into stages: use engine"
-      " simulate, threads, ray or mesh, or return layers"
+      f"config.{where}: config.{key}.name {run.config[key]['name']!r} makes a"
+      " model that is not a tuple of layers, which cannot be cut into stages:"
+      " use engine simulate, threads, ray or mesh, or return layers"
     )
   shapes = jax.eval_shape(problem.init, jax.random.key(0))
   total, section = _total(run, problem), dict(run.config["pipeline"])
@@ -204,7 +199,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
   table = _table(run, section, stages, total)
-  with checks.blame(f"runs.{run.label}", tuple(section)):
+  with checks.blame(where, tuple(section)):
     weights = schedules.weights_of(table, section["weights"])
     recompute = schedules.recompute_of(table, section["recompute"])
   peak = float(run.config["learning_rate"]) * table.every
@@ -212,13 +207,8 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     run, problem, peak=peak, batches=table.every, start=_START * peak
   )
   with checks.blame("pipeline.cuts"):
-    at = _cuts(experiment, section, table.stages, problem, shapes)
-  given = section, table, weights, rate, at, shapes, total
-  parts = _parts(experiment, run, *given)
-  together = table.flush and run.config["clip_norm"] is not None
-  if section["device_megabytes"] is not None:
-    _check_room(run, table, parts, together)
-  return PipelinePlan(
+    cuts = _cuts(experiment, section, table.stages, problem, shapes)
+  planned = PipelinePlan(
     run=run,
     dataset=experiment.dataset,
     problem=problem,
@@ -228,26 +218,21 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     learning_rate=peak,
     schedule=rate,
     messages=total,
-    parts=tuple(parts),
-    cuts=tuple(at),
-    together=together,
+    parts=(),
+    cuts=tuple(cuts),
+    together=table.flush and run.config["clip_norm"] is not None,
     measurements=experiment.measurements,
   )
-
-
-def _room(run):
-  megabytes = run.config["pipeline"]["device_megabytes"]
-  return None if megabytes is None else int(1e6 * megabytes)
-
-
-def _check_room(run, table, parts, together):
-  if together:
-    raise ValueError(
-      f"config.runs.{run.label}.device_megabytes: config.clip_norm needs the"
-      " gradients of all stages at once: drop one of them"
-    )
-  with checks.blame(f"runs.{run.label}.device_megabytes"):
-    residence.check(table, parts, _room(run))
+  parts = _parts(experiment, planned, section, shapes)
+  if planned.room is not None:
+    if planned.together:
+      raise ValueError(
+        f"config.{where}.device_megabytes: config.clip_norm needs the gradients"
+        " of all stages at once: drop one of them"
+      )
+    with checks.blame(f"{where}.device_megabytes"):
+      residence.check(table, parts, planned.room)
+  return planned._replace(parts=tuple(parts))
 
 
 def _total(run, problem) -> int:
@@ -282,22 +267,21 @@ def _table(run, section, stages, total) -> Schedule:
       raise
 
 
-def _parts(
-  experiment, run, section, table, weights, rate, at, shapes, total
-):
+def _parts(experiment, planned, section, shapes) -> list[Part]:
   """The stages. Runs of the same algorithm share what is compiled of it."""
-  workers = analyze.in_flight(table, weights).tolist()
+  run, table, rate = planned.run, planned.table, planned.schedule
+  workers = analyze.in_flight(table, planned.weights).tolist()
   if not _keeps_workers(run, rate, shapes):
     workers = [1] * table.stages
-  cures = _cures(section, table, weights, total)
+  cures = _cures(section, planned)
   ahead = [None] * table.stages  # as the recipe has it
   if section["predict"]:
-    stale = analyze.staleness(table, weights).forward
+    stale = analyze.staleness(table, planned.weights).forward
     ahead = np.median(stale, axis=1).astype(int).tolist()
   kinds = list(zip(workers, ahead, cures, strict=True))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipes = [_recipe(run, rate, *kind) for kind in kinds]
-    parts = cut.cut(experiment.problem_of(run), shapes, at, recipes)
+    parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
   given = str([run.options, *(run.config[key] for key in OF_A_RUN)])
   same = "pipeline", run.recipe, given, table.every
   for stage, kind in enumerate(kinds):
@@ -326,12 +310,13 @@ def _keeps_workers(run, rate, shapes) -> bool:
   return two.at_worker is not None or first != second
 
 
-def _cures(section, table, weights, total) -> list[discrepancy.Cure | None]:
+def _cures(section, planned) -> list[discrepancy.Cure | None]:
   """PipeMare's cures of each stage, None of a schedule without them."""
+  table = planned.table
   traits = schedules.SCHEDULES.get(table.name, schedules.custom).traits
-  if not traits.corrected or weights != "latest":
+  if not traits.corrected or planned.weights != "latest":
     return [None] * table.stages
-  updates = section.get("anneal") or max(total // table.every // 4, 1)
+  updates = section.get("anneal") or max(planned.updates // 4, 1)
   given = {"decay": section["decay"]} if "decay" in section else {}
   return discrepancy.cures(table.stages, table.every, updates, **given)
 
@@ -390,8 +375,8 @@ def _ends(problem, shapes) -> list[int]:
 
 
 def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
-  """What the partitioner of a run says: stages, cuts, and which devices have
-  them. The section's `stages` are the devices that there are."""
+  """Returns stages, cuts, and the stages' devices, as the partitioner of a run
+  has them. The section's `stages` are the devices that there are."""
   section = run.config["pipeline"]
   count, speed = section["stages"], float(section["bandwidth"])
   ends = _ends(problem, shapes)
@@ -400,11 +385,14 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
     layers, nodes = _profile(problem, shapes).nodes, []
     for first, last in itertools.pairwise([0, *ends]):
       group = layers[first:last]
-      took = np.sum(seconds[first:last], axis=0).tolist()
-      sums = dict(zip(("forward", "backward"), took, strict=True))
-      for field in ("parameters", "stash"):
-        sums[field] = sum(getattr(node, field) for node in group)
-      nodes.append(group[-1]._replace(**sums))
+      forward, backward = np.sum(seconds[first:last], axis=0).tolist()
+      node = group[-1]._replace(
+        forward=forward,
+        backward=backward,
+        parameters=sum(node.parameters for node in group),
+        stash=sum(node.stash for node in group),
+      )
+      nodes.append(node)
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
       result = pipedream.pipedream(chain, count, speed)
@@ -416,12 +404,12 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
       )
       placed = {"devices": [device for (device,) in result.partition.devices]}
     inner = placement.cuts(result.partition)[1:]
-  at = [0, *(ends[node - 1] for node in inner)]
-  return {**placed, "stages": len(inner), "cuts": at}
+  cuts = [0, *(ends[node - 1] for node in inner)]
+  return {**placed, "stages": len(inner), "cuts": cuts}
 
 
 def _recomputed(run, section) -> str:
-  """Which stages run forwards again, in words of the partitioner."""
+  """Which stages run forwards again, as `mixed_pipe` names them."""
   again = section["recompute"]
   if again is None:
     again = schedules.describe(section["schedule"]).recompute
@@ -433,18 +421,18 @@ def _recomputed(run, section) -> str:
   return {True: "all", False: "none"}.get(again, again)
 
 
-def _profile(problem, params, **measure):
+def _profile(problem, params, measure=None):
   """The graph of the model's layers."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
-  batch = problem.batches(0, 1)(0, 0)
-  if measure:  # it is run
-    x = jax.numpy.asarray(problem.pieces.prepare(batch, key, dtype))
-  else:
-    x = jax.eval_shape(
-      lambda batch, key: problem.pieces.prepare(batch, key, dtype), batch, key
-    )
-  return graph.profile(problem.pieces.layers, params, x, key=key, **measure)
+  x = jax.eval_shape(
+    lambda batch, key: problem.pieces.prepare(batch, key, dtype),
+    problem.batches(0, 1)(0, 0),
+    key,
+  )
+  return graph.profile(
+    problem.pieces.layers, params, x, key=key, measure=measure
+  )
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
@@ -455,7 +443,7 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
   if seconds is None:
     measure = functools.partial(graph.measure, clock=time.perf_counter)
     params = problem.init(jax.random.key(0))
-    profile = _profile(problem, params, measure=measure)
+    profile = _profile(problem, params, measure)
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
   with contextlib.suppress(TypeError, ValueError):

@@ -119,11 +119,10 @@ def idle(run: Timeline, devices: int) -> Idle:
     start, end = run.start[mine], run.end[mine]
     reach = np.maximum.accumulate([0.0, *end])[:-1]
     busy[device] = np.maximum(end - np.maximum(start, reach), 0.0).sum()
-  left = makespan - busy
-  of_total = left.sum() / (makespan * devices) if makespan else 0.0
-  of_ideal = left.sum() / busy.sum() if busy.any() else 0.0
-  bubble = left / (makespan or 1.0)
-  return Idle(makespan, busy, left, bubble, float(of_total), float(of_ideal))
+  left, whole = makespan - busy, makespan or 1.0
+  of_total = float(left.sum() / (whole * devices))
+  of_ideal = float(left.sum() / busy.sum()) if busy.any() else 0.0
+  return Idle(makespan, busy, left, left / whole, of_total, of_ideal)
 
 
 class SpanLog:
@@ -176,7 +175,7 @@ def from_json(text: str) -> list[TaskSpan]:
       ' object like {"spans": [[0, 0, 0, "F", 0.0, 0.5]]}'
     ) from None
   for number, row in enumerate(rows):
-    if not _is_span(row):
+    if not (isinstance(row, list) and len(row) == 6 and _is_span(*row)):
       raise ValueError(
         f"span {number} {json.dumps(row)} must be"
         f" [{', '.join(TaskSpan._fields)}]: three whole numbers, a name, two"
@@ -194,10 +193,8 @@ def read(path: Path) -> list[TaskSpan]:
     raise ValueError(f"{path}: {error}") from None
 
 
-def _is_span(row):
-  if not (isinstance(row, list) and len(row) == 6):
-    return False
-  *whole, action, start, end = row
+def _is_span(device, stage, microbatch, action, start, end):
+  whole = device, stage, microbatch
   return (
     {type(number) for number in whole} == {int}
     and isinstance(action, str)

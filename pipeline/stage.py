@@ -48,7 +48,6 @@ class Stage(NamedTuple):
   backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
   input: Callable[..., Any]  # params, kept, gy -> gx, half
   weight: Callable[..., Any]  # params, kept, half -> gradient
-  recompute: Callable[..., Any]  # params, x, extra, gy -> gradient, gx
   kept_bytes: int  # of one microbatch
   y: Any  # shapes
 
@@ -86,12 +85,9 @@ def _compile(fn, tree, *leaves):
     _check_same("extra", extra, given[1])
     return compute(params, x, extra)
 
-  def recompute(params, x, extra, gy):
-    return backward(params, compute(params, x, extra)[2], gy)
-
   functions = forward, backward, *_split(backward, params, kept, floating(y))
   size = sum(s.size * s.dtype.itemsize for s in kept)
-  return Stage(*map(jax.jit, (*functions, recompute)), size, y)
+  return Stage(*map(jax.jit, functions), size, y)
 
 
 def _check_same(name, actual, wanted):

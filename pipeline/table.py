@@ -21,11 +21,11 @@ Index letters in shape comments, here and elsewhere in the package:
   D  devices
 """
 
-import collections
 import csv
 import json
 import operator
 import re
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -137,9 +137,7 @@ def make(
   rows = [tuple(task) for task in tasks]
   for row in rows:
     if len(row) != 5:
-      raise ScheduleError(
-        f"task {row!r} must be (time, device, stage, microbatch, action)"
-      )
+      raise ScheduleError(f"task {row!r} must be ({', '.join(Task._fields)})")
     if not isinstance(row[4], str) or not _NAME.fullmatch(row[4]):
       raise ScheduleError(
         f"action {row[4]!r} of {row!r} must be a name of letters and _"
@@ -172,16 +170,17 @@ def from_columns(
   lowest = np.isin(action, KNOWN) - 1
   columns = time, device, stage, microbatch
   least = 0, 0, lowest, lowest
+
+  def at(i):
+    return f"'{action[i]}' (slot {time[i]}, device {device[i]})"
+
   for what, column, low in zip(Task._fields[:4], columns, least, strict=True):
     for i in np.flatnonzero(column < low):
-      raise ScheduleError(
-        f"{what} {column[i]} of '{action[i]}' (slot {time[i]}, device"
-        f" {device[i]}) must not be negative"
-      )
+      raise ScheduleError(f"{what} {column[i]} of {at(i)} must not be negative")
   for i in np.flatnonzero((stage < 0) != (microbatch < 0)):
     raise ScheduleError(
-      f"'{action[i]}' (slot {time[i]}, device {device[i]}) has stage {stage[i]}"
-      f" and microbatch {microbatch[i]}: give both, or -1 for both"
+      f"{at(i)} has stage {stage[i]} and microbatch {microbatch[i]}: give both,"
+      " or -1 for both"
     )
   rank = np.full(len(time), len(KNOWN), np.int8)
   for number, kind in enumerate(KNOWN):
@@ -216,29 +215,26 @@ def lay_out(
     [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
     for order in orders
   ]
-  clock = _Clock(blocks, every, flush)
-  free, at = [0] * len(blocks), [0] * len(blocks)
-  rows, moved = [], True
+  clock, queues = _Clock(blocks, every, flush), list(map(deque, blocks))
+  free, rows, moved = [0] * len(blocks), [], True
   while moved:
     moved = False
-    for device, order in enumerate(blocks):
-      while at[device] < len(order):
-        block = order[at[device]]
-        times = [clock.ready(*step) for step in block]
+    for device, queue in enumerate(queues):
+      while queue:
+        times = [clock.ready(*step) for step in queue[0]]
         if None in times:
           break
         start = max(free[device], *times)
-        for action, stage, microbatch in block:
+        for action, stage, microbatch in queue.popleft():
           rows.append((start, device, stage, microbatch, action))
           clock.done(action, stage, microbatch, start + 1)
         free[device] = start + 1
-        at[device] += 1
         moved = True
   table = make(name, rows, every=every, flush=flush)
   waiting = [
-    f"\n  device {device}: {' & '.join(_cell(*s, True) for s in order[n])}"
-    for device, (n, order) in enumerate(zip(at, blocks, strict=True))
-    if n < len(order)
+    f"\n  device {device}: {' & '.join(_cell(*s, True) for s in queue[0])}"
+    for device, queue in enumerate(queues)
+    if queue
   ]
   if waiting:
     raise ScheduleError(
@@ -257,12 +253,12 @@ class _Clock:
     self._last = max((stage for _, stage, _ in steps), default=-1)
     self._ends: dict[Step, int] = {}
     # Of the updates, (stage, batch): gradients to come, and when the last came.
-    self._left = collections.Counter(
+    self._left = Counter(
       (stage, microbatch // every)
       for action, stage, microbatch in steps
       if action in (BACKWARD, WEIGHT)
     )
-    self._updated = collections.Counter()
+    self._updated = Counter()
 
   def ready(self, action, stage, microbatch):
     """When a step may start; None if that is not known yet."""
@@ -320,15 +316,13 @@ def to_text(
   `marks` are (device, slot) -> a character put on either side of that cell.
   """
   own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
-  rows = [[""] * schedule.slots for _ in range(schedule.devices)]
+  rows = [[_IDLE] * schedule.slots for _ in range(schedule.devices)]
   for time, device, stage, microbatch, action in schedule.tasks:
-    cell = _cell(action, stage, microbatch, not own)
-    before = rows[device][time]
-    rows[device][time] = f"{before}&{cell}" if before else cell
-  for device, row in enumerate(rows):
-    for slot, cell in enumerate(row):
-      mark = marks.get((device, slot), "") if marks else ""
-      row[slot] = f"{mark}{cell or _IDLE}{mark}"
+    cell, before = _cell(action, stage, microbatch, not own), rows[device][time]
+    rows[device][time] = cell if before == _IDLE else f"{before}&{cell}"
+  for (device, slot), mark in (marks or {}).items():
+    if 0 <= slot < schedule.slots:
+      rows[device][slot] = f"{mark}{rows[device][slot]}{mark}"
   width = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines, digits = [_title(schedule)], len(str(len(rows) - 1))
   for device, row in enumerate(rows):
@@ -364,8 +358,7 @@ def from_text(text: str) -> Schedule:
       if cell == _IDLE:
         continue
       for part in cell.split("&"):
-        match = _CELL.fullmatch(part)
-        if not match:
+        if not (match := _CELL.fullmatch(part)):
           raise ScheduleError(
             f"line {number}, slot {slot}: {part!r} must be an action and a"
             " microbatch, such as F3 or, with its stage, F3@1"
@@ -379,8 +372,7 @@ def from_text(text: str) -> Schedule:
 
 
 def _head(number, line):
-  match = _HEAD.fullmatch(line.strip())
-  if not match:
+  if not (match := _HEAD.fullmatch(line.strip())):
     raise ScheduleError(
       f"line {number}: {line!r} must be '# NAME; every N', and '; flush' if the"
       " schedule is synchronous"

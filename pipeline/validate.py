@@ -97,10 +97,8 @@ def _fail(schedule, why, *marked):
 
 def _describe(schedule, row):
   slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
-  return (
-    f"{action} of stage {stage}, microbatch {microbatch} (device {device}, slot"
-    f" {slot})"
-  )
+  at = f"(device {device}, slot {slot})"
+  return f"{action} of stage {stage}, microbatch {microbatch} {at}"
 
 
 def _window(schedule, marked):
@@ -190,14 +188,15 @@ def _check_complete(schedule, where):
 
 def _check_order(schedule, where, trains):
   """Nothing before what it needs."""
-  needs = [(where.forward[1:], where.forward[:-1])]
+  forward, backward, weight = where
+  needs = [(forward[1:], forward[:-1])]
   if trains:
+    split = weight != backward
     needs += [
-      (where.backward, where.forward),
-      (where.backward[:-1], where.backward[1:]),
+      (backward, forward),
+      (backward[:-1], backward[1:]),
+      (weight[split], backward[split]),
     ]
-    split = where.weight != where.backward
-    needs.append((where.weight[split], where.backward[split]))
   for later, earlier in needs:
     for at in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
       row, other = later[tuple(at)], earlier[tuple(at)]
@@ -207,11 +206,8 @@ def _check_order(schedule, where, trains):
 def _check_batches(schedule, where):
   count, every = schedule.microbatches, schedule.every
   if count % every:
-    _fail(
-      schedule,
-      f"{count} microbatches are not a multiple of the {every} of one update:"
-      f" the last {count % every} would never count",
-    )
+    why = f"{count} microbatches are not a multiple of the {every} of one"
+    _fail(schedule, f"{why} update: the last {count % every} would never count")
   if not schedule.flush or count == every:
     return
   shape = schedule.stages, count // every, every
@@ -259,13 +255,12 @@ def _check_rendezvous(schedule, where):
     after[pair[0]].append(pair)
     before[pair[1]].append(pair)
   programs = [[] for _ in range(schedule.devices)]
-  device_of, slot_of = schedule.device.tolist(), schedule.time.tolist()
-  for (device, _), block in itertools.groupby(
-    range(len(slot_of)), lambda row: (device_of[row], slot_of[row])
-  ):
-    block = list(block)  # one task, or two that begin and end together
+  slots = zip(schedule.device.tolist(), schedule.time.tolist(), strict=True)
+  blocks = itertools.groupby(enumerate(slots), key=lambda row: row[1])
+  for (device, _), block in blocks:
+    rows_ = [row for row, _ in block]  # one task, or two that begin together
     for pairs in (before, after):
-      programs[device] += [pair for row in block for pair in pairs[row]]
+      programs[device] += [pair for row in rows_ for pair in pairs[row]]
   # Both sides of a transfer are one node, after those before it on either side.
   sorter = graphlib.TopologicalSorter()
   for program in programs:
@@ -282,12 +277,9 @@ def _check_rendezvous(schedule, where):
     stuck = [pairs[0] for pairs in rest if pairs]
     source, target = stuck[0]
     others = {row for pair in stuck for row in pair} - {source, target}
-    _fail(
-      schedule,
+    why = (
       "deadlock, if sends wait for the other side: {} sends to {}, which first"
       " waits for something else. Use buffered transfers, or exchange in both"
-      " directions at once",
-      source,
-      target,
-      *others,
+      " directions at once"
     )
+    _fail(schedule, why, source, target, *others)

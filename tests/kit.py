@@ -21,6 +21,7 @@ import warnings
 import zlib
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -49,21 +50,57 @@ TINY_RUN = {
 }
 
 
+def tiny(**config):
+  """Returns an experiment of TINY_RUN, simulated unless an engine is named."""
+  from asgd import experiment
+  from pipeline.engine import PIPELINE
+
+  engines = {**experiment.ENGINES, "pipeline": PIPELINE}
+  return experiment.build({**TINY_RUN, **config}, engines=engines)
+
+
+def train_tiny(workdir, **config):
+  """Trains all cells of such an experiment in a folder; returns it."""
+  from asgd import experiment
+  from asgd.experiment import folder, progress
+
+  exp = tiny(**config)
+  folder.open_folder(str(workdir), "x", exp)
+  for cell in exp.cells:
+    experiment.train(exp, cell, workdir, bar=progress.Silent())
+  return exp
+
+
 def close(actual, expected, *, rtol=0.0, atol=1e-12):
   """Asserts that two trees agree, leaf by leaf, within a tolerance."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  jax.tree.map(
-    lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=atol),
-    *(actual, expected),
-  )
+  chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
+
+
+def refuses(mistakes, run=lambda call: call()):
+  """Returns a test of a table, or of a list: of each (value, message) `run`
+  raises a ValueError."""
+  names = mistakes if isinstance(mistakes, dict) else range(len(mistakes))
+
+  @pytest.mark.parametrize("name", names)
+  def test(name):
+    value, message = mistakes[name]
+    with pytest.raises(ValueError, match=message):
+      run(value)
+
+  return test
 
 
 def same(actual, expected):
-  """Asserts that two trees are equal to the bit, dtypes included."""
-  assert jax.tree.structure(actual) == jax.tree.structure(expected)
-  for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-    assert np.asarray(a).dtype == np.asarray(b).dtype
-    np.testing.assert_array_equal(a, b)
+  """Asserts that two trees are equal, dtypes and shapes included."""
+  trees = jax.tree.map(np.asarray, (actual, expected))
+  chex.assert_trees_all_equal_dtypes(*trees)  # chex casts bfloat16 below
+  chex.assert_trees_all_equal(*trees, strict=True)
+
+
+def compiled_once(function):
+  """Returns a jitted function that may not be traced a second time."""
+  chex.clear_trace_counter()
+  return jax.jit(chex.assert_max_traces(function, n=1))
 
 
 def normal(*shape, seed=0):
@@ -145,12 +182,14 @@ def trace(*rows):
   return trace_lib.load(f"{line}\n" for line in (trace_lib.HEADER, *lines))
 
 
-def rows(trace):
-  """Returns the rows of a Trace as `trace` takes them, without their seqs."""
-  return [
-    f"{event.time!r},{event.worker},{event.job},{base.ACTIONS[event.action]}"
-    for event in trace_lib.events(trace)
-  ]
+def steps(trace):
+  """Returns the rows of a Trace by their times, as "1.0  receive 0:0  send 0:2"
+  with worker:job."""
+  times = {}
+  for event in trace_lib.events(trace):
+    row = f"  {base.ACTIONS[event.action]} {event.worker}:{event.job}"
+    times[event.time] = times.get(event.time, f"{event.time}") + row
+  return list(times.values())
 
 
 def same_bits(actual, expected):
@@ -236,6 +275,18 @@ def serve(monkeypatch, files):
 def cached_files(cache):
   """Returns the names of all files in a folder."""
   return sorted(path.name for path in cache.rglob("*") if path.is_file())
+
+
+def nested(dotted):
+  """Returns a config of dotted keys."""
+  config = {}
+  for key, value in dotted.items():
+    *above, last = key.split(".")
+    place = config
+    for name in above:
+      place = place.setdefault(name, {})
+    place[last] = value
+  return config
 
 
 class Malice:
@@ -369,6 +420,29 @@ def simulation_of(experiment, restore=lambda rebuild: None):
       *(experiment, cell, plan, None, None, restore, (), Machine())
     )
   )
+
+
+def to_its_end(engine):
+  """Advances an engine to its last message; returns it."""
+  while engine.done < engine.total:
+    engine.advance(engine.total)
+  return engine
+
+
+def resumed_simulation(build, messages):
+  """Returns the engine of `build()`, an experiment of one simulated cell, that
+  was saved after so many messages and resumed, at its end."""
+  from asgd.experiment import checkpoint, engines
+
+  half = simulation_of(build())
+  half._pace = engines.Pace(1e9, messages)
+  half.advance(half.total)
+  assert half.done == messages
+  _, tree, notes = half.save()
+  names, _ = checkpoint._names(tree)
+  arrays = {name: np.array(leaf) for name, leaf in names.items()}
+  saved = checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
+  return to_its_end(simulation_of(build(), lambda rebuild: rebuild(saved)))
 
 
 def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):

@@ -4,21 +4,23 @@ A `Recipe` says which part of an algorithm runs where: at the server, at the
 worker (the momentum of DANA-Slim, the local steps of Downpour, parameter
 averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 
-Every recipe takes the learning rate eta first (a positive number, or a schedule
-over the server's updates; where workers take local steps, it is theirs unless
-the recipe says otherwise), then the number N of workers, then its options. Most
-have these three:
+Every recipe takes the learning rate and the number of workers, then its
+options. Docstrings refer to these as the shared options:
 
-  momentum      gamma, in the form v <- gamma v + g; params <- params - eta v,
-                in which v does not contain the learning rate eta;
-  weight_decay  added to gradients as weight_decay * params, by the server with
-                the server's parameters, after any compensation and before the
-                momentum. Gap-Aware divides it together with the gradient;
-                in DANA-Slim the workers add it, as they keep the momentum;
-  optimizer     any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
-                has its own momentum and weight decay.
+- `learning_rate`: eta, positive, or a schedule over the server's updates. Where
+  workers or peers take steps, it is the rate of these steps, and the schedule
+  of a peer counts the peer's updates;
+- `workers`: N, or the number of peers, from 2;
+- `momentum`: gamma, in [0, 1): v <- gamma v + g; params <- params - eta v, so
+  that v does not contain the learning rate. It is the momentum of those steps;
+- `weight_decay`: 0 or more: weight_decay * params is added to a gradient, by
+  the server with the server's parameters, after any compensation and before the
+  momentum; by workers and peers with their own;
+- `optimizer`: any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
+  has its own momentum and weight decay.
 
-A value out of range raises ValueError when the recipe is built.
+A value out of its range raises ValueError when the recipe is built, and so does
+a momentum or a weight decay beside an optimizer.
 """
 
 import functools
@@ -81,14 +83,9 @@ _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
 
 
 def options(name: str) -> dict[str, Any]:
-  """Returns the options that a recipe takes, with their defaults.
-
-  Args:
-    name: of ALL, or MODULE:FUNCTION.
-
-  Raises:
-    ValueError: for an unknown name, with the nearest known one, or a function
-      without learning_rate and workers.
+  """Returns the options of a recipe, by name or MODULE:FUNCTION, with their
+  defaults; ValueError for an unknown name, with the nearest known one, or a
+  function without learning_rate and workers.
 
   Example:
     >>> options("ssgd")
@@ -108,18 +105,17 @@ def options(name: str) -> dict[str, Any]:
 def build(
   name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
 ) -> Recipe:
-  """Builds one of ALL, or a recipe of one's own, by name.
+  """Builds one of ALL, or a user's recipe, by name.
 
   Args:
     name: of ALL, or MODULE:FUNCTION of a function (learning_rate, workers,
       **options) -> Recipe.
-    learning_rate: positive, or a schedule over the server's updates.
-    workers: how many there are.
+    learning_rate, workers: shared options.
     **kwargs: options of the recipe; one called `optimizer` or `outer_optimizer`
       may be given as `optimizers.named` takes it.
 
   Returns:
-    The Recipe, which knows what it was built of.
+    The Recipe, which has the record of its arguments.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, and
@@ -138,14 +134,13 @@ def build(
 def _make(name, maker, learning_rate, workers, options) -> Recipe:
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
-  kwargs = dict(options)
-  common = {"learning_rate": learning_rate, "workers": workers}
+  kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
   for key in _OPTIMIZERS & kwargs.keys():
     if isinstance(kwargs[key], str | Mapping):
       kwargs[key] = optimizers.named(kwargs[key])
     elif kwargs[key] is not None:
       optimizers.check(kwargs[key])
-  recipe = names.call("algorithm", name, maker, {**common, **kwargs})
+  recipe = names.call("algorithm", name, maker, kwargs)
   if not isinstance(recipe, Recipe):
     raise ValueError(
       f"algorithm {name!r} must return an asgd.Recipe, not"
@@ -160,18 +155,10 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
 def rebuild(
   recipe: Recipe, learning_rate: optax.ScalarOrSchedule, workers: int
 ) -> Recipe:
-  """Returns a recipe at another learning rate, for another number of workers.
+  """Returns a recipe at another learning rate, for another number of workers:
+  the recipe itself if it fits, else another one of the same options.
 
-  Args:
-    recipe: of `build`, or one made by hand that fits already.
-    learning_rate: positive, or a schedule over the server's updates.
-    workers: how many there are.
-
-  Returns:
-    The recipe itself if it fits, else another one of the same options.
-
-  Raises:
-    ValueError: for one that was made, or changed, by hand and does not fit.
+  Raises ValueError for one that was made, or changed, by hand and does not fit.
 
   Example:
     >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)
@@ -199,9 +186,6 @@ def rebuild(
 
 def called(name: str) -> Callable[..., Recipe]:
   """Returns one of ALL as a function that checks like `build`.
-
-  Args:
-    name: of ALL.
 
   Example:
     >>> called("dana_zero")(0.1, workers=8).workers

@@ -1,10 +1,12 @@
 """Recipes without a server: peers that talk to each other.
 
-Each peer has parameters and an optimizer of its own; the learning rate, the
-momentum and the weight decay are those of its steps. A schedule counts a peer's
-own updates. `topology` is a name of `asgd.gossip.topologies`, a dict of a name
-and its options, or a Topology; W are its weights. A job is one batch, and an
-epoch is one pass over the data in total over all peers.
+Each peer has its own parameters and optimizer. A job is one batch, and an epoch
+is one pass over the data in total over all peers. Two options are shared:
+
+- `topology`: a name of `asgd.gossip.topologies`, a dict of a name and its
+  options, or a Topology; W are its weights;
+- `codec`: a name of `asgd.compression.CODECS`, a dict of a name and its
+  options, or a Codec. None sends all.
 """
 
 from collections.abc import Mapping
@@ -12,14 +14,13 @@ from typing import Any
 
 import optax
 
-from asgd import base, checks, compression, gossip, optimizers
+from asgd import base, checks, compression, gossip
 from asgd.algorithms.local_work import displacements, of_worker
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
 from asgd.gossip import rules, topologies
 from asgd.gossip.orders import check_pairs
 
-_Optimizer = optimizers.Optimizer | None
 _Topology = str | Mapping[str, Any] | gossip.Topology
 _Codec = str | Mapping[str, Any] | compression.Codec | None
 _RING = "ring"
@@ -38,32 +39,22 @@ def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
 
 
 def d_psgd(
-  learning_rate,
-  workers,
-  *,
-  topology: _Topology = _RING,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  adapt_first: bool = False,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
+  weight_decay=0.0, adapt_first=False, optimizer=None
 ) -> Recipe:
   """D-PSGD: each peer averages with its neighbours while it computes.
 
     x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
-  The momentum is the peer's own and is not averaged. On the full graph it is,
-  with adapt_first and without momentum, all-reduce SGD; as in the paper, a peer
-  is ahead of the mean by its own last step.
+  Momenta are not averaged. On the full graph, with adapt_first and without
+  momentum, it is all-reduce SGD; as in the paper, a peer is ahead of the mean
+  by its last step.
 
   Args:
-    learning_rate: eta, positive, or a schedule over a peer's updates.
-    workers: N, the peers, from 2.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     topology: whose parameters a peer averages; rows and columns of W sum to 1.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more.
-    adapt_first: a peer puts its parameters after its step, not before its job.
-    optimizer: of a peer, instead of SGD.
+    adapt_first: a peer sends its parameters after its step, not before its job.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -84,22 +75,14 @@ def d_psgd(
   """
   checks.flag("adapt_first", adapt_first)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  return _with_peers(
-    Recipe(algorithm),
-    *(rules.average(), topology, workers),
-    put_first=not adapt_first,
-  )
+  rule, put_first = rules.average(), not adapt_first
+  recipe = Recipe(algorithm)
+  return _with_peers(recipe, rule, topology, workers, put_first=put_first)
 
 
 def d2(
-  learning_rate,
-  workers,
-  *,
-  topology: _Topology = _RING,
-  lazy: bool = True,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, topology: _Topology = _RING, lazy=True,
+  momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """D2: D-PSGD for peers whose data differ, which it corrects for.
 
@@ -109,13 +92,12 @@ def d2(
   where D-PSGD stays as far from it as the data differ.
 
   Args:
-    learning_rate, workers, momentum, weight_decay: as in `d_psgd`.
+    learning_rate, workers, momentum, weight_decay: shared options.
     topology: undirected, and constant.
     lazy: has (W + I) / 2 in the place of W, which is stable on every graph.
       Without it the smallest eigenvalue of W must be above -1/3, which it is
       not on a ring of an even number of peers.
-    optimizer: of a peer, instead of SGD; g stands for what it makes of a
-      gradient.
+    optimizer: of a peer, instead of SGD; g stands for its update.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -154,15 +136,10 @@ def d2(
 
 
 def ad_psgd(
-  learning_rate,
-  workers,
-  *,
-  topology: _Topology = _RING,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
+  weight_decay=0.0, optimizer=None
 ) -> Recipe:
-  """AD-PSGD: nobody waits; who ends a job averages with one neighbour.
+  """AD-PSGD: no peer waits; one that ends a job averages with one neighbour.
 
     x_i, x_j <- (x_i + x_j) / 2,   j a random neighbour, both at once
     x_i <- x_i - eta v_i,   v_i of the gradient at x_i when the job was begun
@@ -170,8 +147,8 @@ def ad_psgd(
   A gradient's staleness is how often its peer averaged with others meanwhile.
 
   Args:
-    learning_rate, workers, momentum, weight_decay, optimizer: as in `d_psgd`.
-    topology: undirected; whom a peer may meet, all as likely.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+    topology: undirected; a peer meets each neighbour with equal probability.
 
   Returns:
     A Recipe of peers, in pairs.
@@ -189,22 +166,13 @@ def ad_psgd(
     'pairs'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  return _with_peers(
-    Recipe(algorithm),
-    *(rules.average(), topology, workers),
-    order=gossip.PAIRS,
-  )
+  recipe, rule = Recipe(algorithm), rules.average()
+  return _with_peers(recipe, rule, topology, workers, order=gossip.PAIRS)
 
 
 def sgp(
-  learning_rate,
-  workers,
-  *,
-  topology: _Topology = "one_peer_exponential",
-  overlap: int = 0,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, topology: _Topology = "one_peer_exponential",
+  overlap=0, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """Stochastic gradient push: SGD with push-sum, on any directed graph.
 
@@ -212,27 +180,23 @@ def sgp(
     x_i <- sum_j W_ij x_j;   w_i <- sum_j W_ij w_j;   z_i = x_i / w_i
 
   Columns of W sum to 1. With overlap tau it is overlap SGP: in rounds 0, tau,
-  2 tau, ... a peer puts (x_i, w_i) before its job, and keeps W_ii of both. It
-  mixes the messages of its neighbours at the end of round tau - 1, 2 tau - 1,
-  ..., before it puts the next one; message m has matrix m of the topology.
+  2 tau, ... a peer sends (x_i, w_i) before its job, and keeps W_ii of both. It
+  mixes its neighbours' messages at the end of round tau - 1, 2 tau - 1, ...,
+  before it sends the next one; message m has matrix m of the topology.
 
   Args:
-    learning_rate, workers, momentum, optimizer: as in `d_psgd`.
-    topology: who tells whom.
+    learning_rate, workers, momentum, optimizer: shared options.
+    topology: which peer sends to which.
     overlap: tau, 0 or more: the jobs that a peer does while a message is on its
-      way. With 0 it puts after its job, and waits.
-    weight_decay: 0 or more, of z.
+      way. With 0 it sends after its job, and waits.
+    weight_decay: of z.
 
   Returns:
     A Recipe of peers, in rounds.
 
-  Raises:
-    ValueError: for a value out of its range.
-
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
-    ICML 2019, arXiv:1811.10792, algorithms 1 and 2; that no message is put
-    before the last was mixed is as in the authors' code.
+    ICML 2019, arXiv:1811.10792, algorithms 1 and 2, and the authors' code.
 
   Example:
     >>> import asgd
@@ -251,15 +215,8 @@ def sgp(
 
 
 def choco_sgd(
-  learning_rate,
-  workers,
-  *,
-  codec: _Codec = None,
-  gamma: float | None = None,
-  topology: _Topology = _RING,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, codec: _Codec = None, gamma: float | None = None,
+  topology: _Topology = _RING, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """CHOCO-SGD: peers send, compressed, what their neighbours lack.
 
@@ -269,17 +226,14 @@ def choco_sgd(
   With the identity codec and gamma = 1 it is `d_psgd` with adapt_first.
 
   Args:
-    learning_rate, workers, weight_decay, optimizer: as in `d_psgd`.
-    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
-      a Codec; it needs no error feedback, which by its name it has not. None
-      sends all.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+    codec: without error feedback, which it needs not.
     gamma: the consensus step, in (0, 1], smaller for coarser codecs. None is 1
       without a codec, and refused with one: what is proved to converge
       (`gossip.rules.proved_gamma`) is far below what is best, and beyond that
       peers diverge.
     topology: whose parameters a peer averages, the same in all rounds; rows and
       columns of W sum to 1.
-    momentum: of the peer, in [0, 1).
 
   Returns:
     A Recipe of peers, in rounds. A peer keeps a copy of the parameters of each
@@ -321,7 +275,7 @@ def choco_sgd(
 
 
 def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
-  """Says why `choco_sgd` needs a gamma, and what is proved of it."""
+  """Returns why `choco_sgd` needs a gamma, and which one is proved."""
   proved = "nothing is proved for this codec and topology"
   if delta is not None and topology.symmetric:
     value = rules.proved_gamma(topology, delta)
@@ -337,35 +291,24 @@ def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
 
 
 def threshold_sharing(
-  learning_rate,
-  workers,
-  *,
-  codec: _Codec = None,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, codec: _Codec = None, momentum=0.0,
+  weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """Decentralised threshold sharing: every peer applies every message.
 
     u_i = -eta v_i;   q_i = codec(u_i);   x <- x + (1 / N) sum_j q_j
 
-  Everybody begins with the same parameters and hears all messages, so that the
-  parameters of all stay the same. What a codec leaves out of an update is added
-  to the next one (error feedback), as it is in Strom's with its threshold.
+  All peers begin with the same parameters and receive all messages, so that
+  their parameters stay the same. What a codec leaves out of an update is added
+  to the next one (error feedback), as in Strom's with its threshold.
 
   Args:
-    learning_rate, workers, weight_decay: as in `d_psgd`.
-    codec: a name of `asgd.compression.CODECS`, a dict of a name and options, or
-      a Codec; by its name it has error feedback where it needs it. None sends
-      all.
-    momentum: of the peer, before its update is encoded, in [0, 1).
-    optimizer: of a peer, instead of SGD; its updates are encoded, as by DL4J.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      their updates are encoded, as by DL4J.
+    codec: with error feedback where it needs it.
 
   Returns:
     A Recipe of peers, in rounds on the full graph.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Strom, "Scalable distributed DNN training using commodity GPU cloud
@@ -385,14 +328,8 @@ def threshold_sharing(
 
 
 def local_d_psgd(
-  learning_rate,
-  workers,
-  *,
-  topology: _Topology = _RING,
-  steps: int = 8,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, topology: _Topology = _RING, steps=8, momentum=0.0,
+  weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """Local SGD on a graph: H steps of a peer's own between two averages.
 
@@ -401,19 +338,14 @@ def local_d_psgd(
   On the full graph it is `model_averaging`, which is local SGD with a server.
 
   Args:
-    learning_rate: eta of the steps, positive, or a schedule over rounds.
-    workers: N, the peers, from 2.
+    learning_rate, workers, weight_decay, optimizer: shared options; a schedule
+      counts rounds.
+    momentum: of the steps, kept across averages.
     topology: whose parameters a peer averages; rows and columns of W sum to 1.
     steps: H, batches between averages.
-    momentum: gamma of the steps, in [0, 1), kept across averages.
-    weight_decay: of the steps, 0 or more.
-    optimizer: of the steps, instead of SGD.
 
   Returns:
     A Recipe of peers, in rounds, whose jobs are H batches.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Koloskova et al., "A unified theory of decentralized SGD with changing
@@ -430,8 +362,7 @@ def local_d_psgd(
 
 
 def _codec(codec: Any, **options: Any) -> compression.Codec:
-  """A codec as a recipe is given it; `options` are those that it has by name if
-  they are not given."""
+  """Returns a recipe's codec; `options` are the defaults of a named one."""
   if codec is None:
     return compression.identity()
   if isinstance(codec, str):

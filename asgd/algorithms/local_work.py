@@ -1,9 +1,9 @@
-"""Workers that take several steps of their own between two messages.
+"""Workers that take several local steps between two messages.
 
 The learning rate, momentum and weight decay are those of the workers' steps
 (Downpour's are the server's). A schedule counts the server's updates here, too:
 a job runs at the rate that was in force when its ticket was sent. `steps` is H,
-the batches in a job.
+the batches in a job. No two jobs of EASGD and of FedAsync may share a ticket.
 """
 
 import math
@@ -17,14 +17,11 @@ from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
 from asgd.transforms import scale_by_sent_rate
 
-_Optimizer = optimizers.Optimizer | None
-
 
 def of_worker(
   optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
 ):
-  """What a worker runs in its steps: SGD behind the transforms `first`, or the
-  optimizer that it was given."""
+  """What a worker runs in its steps: SGD behind `first`, or the optimizer."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -47,14 +44,9 @@ def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
 
 
 def downpour(
-  learning_rate,
-  workers,
-  *,
-  weight_decay: float = 0.0,
-  fetch_every: int | None = None,
-  push_every: int = 1,
-  local_rate: optax.ScalarOrSchedule | None = None,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, weight_decay=0.0, fetch_every: int | None = None,
+  push_every=1, local_rate: optax.ScalarOrSchedule | None = None,
+  optimizer=None
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
@@ -63,23 +55,22 @@ def downpour(
             if t mod n_push = 0:   send d;   d <- 0
     server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
 
-  t counts the batches of a worker. A fetch discards the worker's own steps, and
-  keeps what it has accrued. With 1 and 1, the default, Downpour is ASGD with
-  Adagrad at the server.
+  t counts the batches of a worker. A fetch discards the worker's local steps
+  and keeps d, which is lost when the worker leaves or the run ends. With 1 and
+  1, the default, Downpour is ASGD with Adagrad at the server.
 
   A job is as many batches as divide both n_fetch and n_push. If that is fewer
   than n_push, the jobs between two pushes hand in zeros, which are neither an
   update nor bytes; the staleness of a push is that of its last ticket. If each
-  job pushes, the worker's own updates since its ticket are not counted. What a
-  worker has accrued when it leaves, or when the run ends, is lost.
+  job pushes, the worker's own updates since its ticket are not counted.
 
   Args:
-    learning_rate: eta, the server's, positive, or a schedule over its updates.
-      Adagrad's first update moves each parameter by it, whatever the gradient.
-    workers: N; the algorithm is the same for any.
-    weight_decay: 0 or more, at the server, of each of the gradients in a push.
+    learning_rate: eta, the server's. Adagrad's first update moves each
+      parameter by it, whatever the gradient.
+    workers: N.
+    weight_decay: at the server, of each of the gradients in a push.
     fetch_every: n_fetch, in batches; None is n_push, or as the order says. An
-      order with a number or a cache of its own beside it is refused.
+      order with another number or a cache is refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       else a tenth of it, as Adagrad's is too large.
@@ -89,9 +80,6 @@ def downpour(
   Returns:
     A Recipe for the asynchronous order, whose jobs are gcd(n_fetch, n_push)
     batches.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, the section
@@ -129,17 +117,14 @@ def downpour(
     decay_weights(push_every * weight_decay),
     (optimizer or _adagrad)(learning_rate),
   )
+  jobs = {"steps": steps, "push_every": push_every // steps}
   return Recipe(
     base.as_algorithm(server),
     worker=lambda loss: worker_lib.local_worker(
-      *(loss, tx),
-      steps=steps,
-      message="gradients",
-      push_every=push_every // steps,
+      loss, tx, message="gradients", **jobs
     ),
-    steps=steps,
     fetch_every=fetch_every // steps,
-    push_every=push_every // steps,
+    **jobs,
   )
 
 
@@ -153,41 +138,26 @@ def _adagrad(learning_rate):
 
 
 def model_averaging(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  steps: int = 10,
-  keep_state: bool = True,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
+  keep_state=True, optimizer=None
 ) -> Recipe:
-  """Local SGD: all workers take steps of their own, then models are averaged.
+  """Local SGD: all workers take local steps, then models are averaged.
 
     worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
             x^i <- x^i - eta v^i
     server: params <- (1 / N) sum_i x^i
 
-  With one step and no momentum it is `ssgd`. The momenta, or what else an
-  optimizer keeps, are not averaged.
+  With one step and no momentum it is `ssgd`. States of optimizers are not
+  averaged.
 
   Args:
-    learning_rate: eta of the workers' steps, positive, or a schedule over the
-      server's updates.
-    workers: N, the models of an average.
-    momentum: gamma of the workers, in [0, 1).
-    weight_decay: of the workers, 0 or more; weight_decay * x is added to g.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     steps: H, batches between averages.
     keep_state: a worker keeps its momentum across an average; False starts each
       job with none.
-    optimizer: of the workers, instead of SGD.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
-
-  Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
 
   Source:
     Stich, "Local SGD converges fast and communicates little", ICLR 2019,
@@ -208,7 +178,7 @@ def model_averaging(
     ...   own = worker.init(ticket.params)
     ...   own, message, _ = worker.work(own, ticket, jnp.array(job), key)
     ...   state, _ = server.receive(state, ticket, message)
-    ...   print(own.local, state.params)  # (5 + 6) / 2, when both are there
+    ...   print(own.local, state.params)  # (5 + 6) / 2 after both
     5.0 8.0
     6.0 5.5
   """
@@ -218,41 +188,26 @@ def model_averaging(
 
 
 def easgd(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  steps: int = 10,
-  moving_rate: float = 0.9,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
+  moving_rate=0.9, optimizer=None
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
 
     d = alpha (x^i - x);   x^i <- x^i - d;   x <- x + d,   alpha = beta / N
 
-  Each worker trains parameters x^i of its own. Every `steps` steps, x^i and the
-  server's parameters x, which are evaluated, are drawn to each other. Each
-  exchange needs a ticket of its own: no two jobs may share one.
+  Each worker trains its own parameters x^i. Every `steps` steps, x^i and the
+  server's parameters x, which are evaluated, are drawn to each other.
   `asgd.worker.elastic_worker` lists the differences from the paper.
 
   Args:
-    learning_rate: eta of the workers' steps, positive, or a schedule over the
-      server's updates, which are exchanges.
-    workers: N.
-    momentum: of the workers, in [0, 1), in Nesterov's form.
-    weight_decay: of the workers, 0 or more; weight_decay * x^i is added to g.
+    learning_rate, workers, weight_decay, optimizer: shared options.
+    momentum: of the workers, in Nesterov's form.
     steps: batches between two exchanges of a worker (the paper's tau).
     moving_rate: beta, in (0, 1]: each exchange closes alpha = beta / N of the
       distance from either side.
-    optimizer: of the workers, instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order, whose jobs are `steps` batches.
-
-  Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
 
   Source:
     Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
@@ -278,9 +233,8 @@ def easgd(
   """
   checks.portion("moving_rate", moving_rate)
   checks.whole("steps", steps)
-  tx = of_worker(
-    optimizer, learning_rate, momentum, weight_decay, nesterov=True
-  )
+  common = learning_rate, momentum, weight_decay
+  tx = of_worker(optimizer, *common, nesterov=True)
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -292,15 +246,8 @@ def easgd(
 
 
 def diloco(
-  learning_rate,
-  workers,
-  *,
-  weight_decay: float = 0.1,
-  steps: int = 500,
-  outer_rate: float = 0.7,
-  outer_momentum: float = 0.9,
-  optimizer: _Optimizer = None,
-  outer_optimizer: _Optimizer = None,
+  learning_rate, workers, *, weight_decay=0.1, steps=500, outer_rate=0.7,
+  outer_momentum=0.9, optimizer=None, outer_optimizer=None
 ) -> Recipe:
   """DiLoCo: AdamW inside, Nesterov's momentum outside.
 
@@ -308,26 +255,20 @@ def diloco(
     server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
             params <- params - eta_outer (mu v + D)
 
-  Each worker keeps its own state of AdamW. With an outer rate of 1 and an outer
+  Each worker keeps its state of AdamW. With an outer rate of 1 and an outer
   momentum of 0 DiLoCo is parameter averaging.
 
   Args:
-    learning_rate: AdamW's, positive, or a schedule over the server's updates.
-    workers: N, the messages of an outer step.
+    learning_rate, workers: AdamW's rate, and the messages of an outer step.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
     steps: H, batches in an outer step.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
-    optimizer: of the workers, instead of AdamW.
-    outer_optimizer: of the server, instead of Nesterov's momentum; its learning
-      rate is `outer_rate`.
+    optimizer, outer_optimizer: of the workers, instead of AdamW, and of the
+      server, instead of Nesterov's momentum.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
-
-  Raises:
-    ValueError: for a value out of its range, or for a weight decay or an outer
-      momentum beside the optimizer that has its own.
 
   Source:
     Douillard et al., "DiLoCo: distributed low-communication training of
@@ -380,46 +321,29 @@ def diloco(
 
 
 def fedasync(
-  learning_rate,
-  workers,
-  *,
-  weight_decay: float = 0.0,
-  steps: int = 10,
-  mixing: float = 0.6,
-  discount: str = "polynomial",
-  decay: float | None = None,
-  grace: int = 4,
-  proximal: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, weight_decay=0.0, steps=10, mixing=0.6,
+  discount="polynomial", decay: float | None = None, grace=4, proximal=0.0,
+  optimizer=None
 ) -> Recipe:
   """FedAsync: the server mixes in whole models, less the staler they are.
 
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
-  x_new is where a worker came in `steps` steps of SGD from what it was sent. No
-  two jobs may share a ticket.
+  x_new are a worker's parameters after `steps` steps of SGD from those that it
+  was sent.
 
   Args:
-    learning_rate: of the workers' steps, positive, or a schedule over the
-      server's updates.
-    workers: N; the algorithm is the same for any.
-    weight_decay: of the workers, 0 or more; weight_decay * x is added to g.
+    learning_rate, workers, weight_decay, optimizer: shared options.
     steps: batches of a job.
     mixing: alpha, in (0, 1].
-    discount: s: "constant" is 1, "polynomial" (staleness + 1)^-a, "hinge" 1 up
-      to a staleness of b and 1 / (a (staleness - b) + 1) beyond.
-    decay: a, positive; None is 0.5 for "polynomial" and 10 for "hinge".
-    grace: b of "hinge", 0 or more, in updates.
+    discount: name of s, as of `transforms.make_discount`.
+    decay: a, as there.
+    grace: b, as there.
     proximal: rho, 0 or more, of rho / 2 ||x - x_sent||^2 added to the local
       loss.
-    optimizer: of the workers, instead of SGD.
 
   Returns:
     A Recipe for the asynchronous order, whose jobs are `steps` batches.
-
-  Raises:
-    ValueError: for a value out of its range, an unknown discount, or a weight
-      decay beside an optimizer.
 
   Source:
     Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,

@@ -5,15 +5,12 @@ References:
   asynchronous environment", 2019, arXiv:1907.11612.
 """
 
-import jax.numpy as jnp
 import numpy as np
 import optax
 
 from asgd import optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, velocity
-
-_Optimizer = optimizers.Optimizer | None
 
 
 def _own(optimizer, momentum, weight_decay):
@@ -48,29 +45,21 @@ def _rolled(learning_rate, optimizer, workers, others) -> Recipe:
 
 
 def nag_asgd(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """NAG-ASGD: Nesterov's momentum at the server, asynchronously.
 
     v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
 
   There is one velocity v for all workers. The look-ahead is of one update,
-  while N are to come.
+  although N will come.
 
   Args:
-    learning_rate, workers, momentum, weight_decay: as in `asgd`.
-    optimizer: instead of SGD; its look-ahead is an update on a zero gradient.
+    learning_rate, workers, momentum, weight_decay: shared options.
+    optimizer: its look-ahead is an update on a zero gradient.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Hakimi et al. 2019, NAG-ASGD.
@@ -100,33 +89,23 @@ def nag_asgd(
 
 
 def multi_asgd(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  look_ahead: bool = True,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, look_ahead=True,
+  optimizer=None
 ) -> Recipe:
   """Multi-ASGD: a velocity for each worker at the server.
 
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma v^i
 
-  Each worker is sent the look-ahead of its own velocity.
-
   Args:
-    learning_rate, momentum, weight_decay: as in `asgd`.
+    learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
     look_ahead: False sends the parameters as they are.
-    optimizer: instead of SGD, with a state for each worker; its look-ahead is
-      an update on a zero gradient.
+    optimizer: with a state for each worker; its look-ahead is an update on a
+      zero gradient.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Hakimi et al. 2019, Multi-ASGD.
@@ -145,10 +124,8 @@ def multi_asgd(
   """
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
-    count = 1 if look_ahead else 0
     return _rolled(
-      *(learning_rate, optimizer, workers),
-      lambda worker: jnp.repeat(worker, count),
+      learning_rate, optimizer, workers, lambda i: i[None][: int(look_ahead)]
     )
   factor = momentum if look_ahead else 0.0
   return _looking_ahead(
@@ -175,33 +152,24 @@ def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
 
 
 def dana_zero(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """DANA-Zero: a velocity for each worker, and the look-ahead over all.
 
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma sum_j v^j
 
-  What is sent is where the parameters will be, but for new gradients, when
-  every worker has sent once more.
+  The look-ahead is the parameters after one more message of every worker, but
+  for new gradients.
 
   Args:
-    learning_rate, momentum, weight_decay: as in `asgd`.
+    learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
-    optimizer: instead of SGD, with a state for each worker; what is sent is
-      the parameters after an update of each on a zero gradient, N updates a
-      ticket.
+    optimizer: with a state for each worker; its look-ahead is an update of each
+      on a zero gradient, N updates a ticket.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Hakimi et al. 2019, DANA-Zero.
@@ -225,34 +193,24 @@ def dana_zero(
 
 
 def dana_slim(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
     worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
     server: params <- params - eta u^i,   and sends params
 
-  The server is that of plain ASGD. Its parameters are DANA-Zero's look-ahead
-  as long as the learning rate is constant; their recorded gap is about twice
-  that of DANA-Zero on the same path.
+  The server is that of ASGD. Its parameters are DANA-Zero's look-ahead as long
+  as the learning rate is constant; their recorded gap is about twice as large.
 
   Args:
-    learning_rate, workers, momentum: as in `asgd`.
-    weight_decay: 0 or more; a worker adds weight_decay * params to g^i, with
-      the parameters that it was sent.
-    optimizer: instead of SGD, kept by each worker (`asgd.transforms.slim`); its
-      learning rate is in the message.
+    learning_rate, workers, momentum: shared options.
+    weight_decay: added by a worker, with the parameters that it was sent.
+    optimizer: kept by each worker (`asgd.transforms.slim`); its learning rate
+      is in the message.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Hakimi et al. 2019, DANA-Slim.
@@ -291,35 +249,22 @@ def dana_slim(
 
 
 def dana_dc(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  strength: float = 2.0,
-  optimizer: _Optimizer = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, strength=2.0,
+  optimizer=None
 ) -> Recipe:
   """DANA-DC: DANA-Zero on gradients with delay compensation.
 
     g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
 
-  It goes before the update of `dana_zero`. What was sent is a look-ahead, so a
-  gradient that is not late at all is compensated, too.
+  It goes before the update of `dana_zero`. As look-aheads are sent, a gradient
+  that is not late is compensated, too.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N, velocities that the server keeps.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g,
-      after it is compensated.
+    learning_rate, workers, momentum, weight_decay, optimizer: as `dana_zero`.
     strength: lambda, 0 or more, per unit of loss, as that of `dc_asgd_c`.
-    optimizer: instead of SGD, as that of `dana_zero`.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Hakimi et al. 2019, DANA-DC.

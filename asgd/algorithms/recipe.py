@@ -27,8 +27,7 @@ class RecipeBuild:
 class Recipe(NamedTuple):
   """An algorithm, and where each of its parts runs.
 
-  The functions of `asgd.algorithms` make one; an algorithm of one's own is
-  another.
+  The functions of `asgd.algorithms` make one, and a user may.
 
   Example:
     Adam at the server, on messages divided by their staleness.
@@ -69,31 +68,18 @@ class Recipe(NamedTuple):
     return "peers" if self.gossip else "server"
 
   def in_rounds(self, workers: int) -> "Recipe":
-    """Makes each update one on the mean of a message from every worker.
-
-    Args:
-      workers: N, the messages of an update.
-    """
+    """Makes each update one on the mean of N messages, one of every worker."""
     return self._replace(every=workers, order="bulk_synchronous")
 
   def one_message(self) -> base.Algorithm:
-    """Returns the Algorithm of an update that is made of one message.
-
-    It has before it what the server does to each message.
-    """
+    """Returns the Algorithm of an update on one message, behind `at_server`."""
     if self.at_server is None:
       return self.algorithm
     return transforms.precede(self.algorithm, self.at_server)
 
   def make_worker(self, loss: losses_lib.Loss) -> base.Worker:
-    """Builds the Worker of this recipe.
-
-    Args:
-      loss: of any form that `asgd.losses.as_loss` takes.
-
-    Raises:
-      ValueError: if the parts of the recipe do not fit.
-    """
+    """Builds the Worker of this recipe for a loss of any form that
+    `asgd.losses.as_loss` takes; ValueError if the parts do not fit."""
     if self.worker is None:
       if self.steps != 1:
         raise ValueError(
@@ -117,12 +103,11 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds its server, which also owns the statistics of BatchNorm.
-
-    Of a recipe of peers it is each peer's own, without what others tell it.
+    """Builds the server, which also owns the statistics of BatchNorm; of a
+    recipe of peers it is the part of each peer without its neighbours.
 
     Args:
-      gate: says which messages count.
+      gate: decides which messages count.
       statistics_decay: what is kept of the statistics, in [0, 1).
 
     Raises:
@@ -153,15 +138,8 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> gossip_lib.Peer:
-    """Builds a peer of a recipe without a server.
-
-    Args:
-      gate: says which of its own messages count.
-      statistics_decay: what is kept of the statistics, in [0, 1).
-
-    Raises:
-      ValueError: for a recipe with a server, and as `server`.
-    """
+    """Builds a peer of a recipe without a server, with the arguments of
+    `server`; ValueError for a recipe with a server."""
     if not self.gossip:
       raise ValueError(
         "the recipe has a server, and no peers: use d_psgd or another recipe of"

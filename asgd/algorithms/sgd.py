@@ -7,22 +7,7 @@ from asgd.algorithms.recipe import Recipe
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
-  """Adds weight_decay * params to gradients; nothing for 0.
-
-  Args:
-    weight_decay: 0 or more, per unit of a parameter.
-
-  Returns:
-    A transform whose update needs `params`, unless the decay is 0.
-
-  Raises:
-    ValueError: for a negative number.
-
-  Example:
-    >>> tx = decay_weights(0.25)
-    >>> print(tx.update(1.0, tx.init(8.0), 8.0)[0])  # 1 + 0.25 8
-    3.0
-  """
+  """Adds weight_decay * params, 0 or more, to gradients; nothing for 0."""
   checks.nonnegative("weight_decay", weight_decay)
   if checks.is_zero(weight_decay):
     return optax.identity()
@@ -30,20 +15,10 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
 
 
 def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
-  """Momentum in the form that does not hold the learning rate.
+  """Momentum, in [0, 1), in the form that does not hold the learning rate.
 
     v <- momentum v + g,   and the update is v;
                            momentum v + g, with the new v, for Nesterov's
-
-  Args:
-    momentum: gamma, in [0, 1).
-    nesterov: which of the two.
-
-  Returns:
-    A transform with a state v, like the parameters.
-
-  Raises:
-    ValueError: for a momentum out of its range.
 
   Example:
     >>> tx = velocity(0.5)
@@ -61,20 +36,8 @@ def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
 def sgd_chain(
   scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
 ) -> optax.GradientTransformation:
-  """SGD behind other transforms.
-
-  Args:
-    scale: a transform that multiplies by minus the learning rate.
-    momentum: gamma, in [0, 1); 0 keeps no velocity.
-    weight_decay: added to gradients as weight_decay * params.
-    *first: transforms of the gradient before the weight decay.
-    nesterov: the form of the momentum (`velocity`).
-
-  Returns:
-    The chain of them: `first`, weight decay, momentum, `scale`.
-
-  Raises:
-    ValueError: for a momentum or a weight decay out of its range.
+  """SGD behind other transforms: `first`, weight decay, momentum, `scale`,
+  which multiplies by minus the learning rate.
 
   Example:
     >>> tx = sgd_chain(optax.scale(-0.5), 0.5, 0.25, optax.clip(1.0))
@@ -93,20 +56,7 @@ def sgd_chain(
 def at_server(
   learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> optax.GradientTransformation:
-  """What a server runs: SGD, or the optimizer that it was given.
-
-  Args:
-    learning_rate: eta, or a schedule over the server's updates.
-    momentum: gamma, in [0, 1), of SGD.
-    weight_decay: of SGD, 0 or more.
-    optimizer: instead of SGD.
-
-  Returns:
-    The transform, learning rate included.
-
-  Raises:
-    ValueError: for a momentum or a weight decay out of its range.
-  """
+  """The whole update of a server: SGD, or the optimizer that it was given."""
   if optimizer is not None:
     return optimizer(learning_rate)
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -114,21 +64,8 @@ def at_server(
 
 
 def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
-  """The Algorithm of SGD, or of another optimizer, at the server.
-
-  Args:
-    learning_rate: eta, or a schedule over the server's updates.
-    momentum: gamma, in [0, 1), of SGD.
-    weight_decay: of SGD, 0 or more.
-    optimizer: instead of SGD.
-
-  Returns:
-    An Algorithm that sends its parameters as they are.
-
-  Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
-  """
+  """The Algorithm of SGD, or of another optimizer, that sends its parameters.
+  ValueError for a momentum or a weight decay beside an optimizer."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -137,33 +74,19 @@ def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
 
 
 def asgd(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
     v <- gamma v + g;   params <- params - eta v
 
-  There is one velocity v for all workers. With one worker it is sequential
-  SGD; with many, momentum makes it unstable.
+  There is one velocity v for all workers. With many, momentum is unstable.
 
   Args:
-    learning_rate: eta, positive, or a schedule over the server's updates.
-    workers: N; the algorithm is the same for any.
-    momentum: gamma, in [0, 1).
-    weight_decay: 0 or more; weight_decay * params is added to g.
-    optimizer: instead of SGD.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: for a value out of its range, or for a momentum or a weight
-      decay beside an optimizer.
 
   Source:
     Hakimi et al., "Taming momentum in a distributed asynchronous environment",
@@ -191,29 +114,21 @@ def asgd(
 
 
 def ssgd(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker.
 
     v <- gamma v + (1 / N) sum_i g^i;   params <- params - eta v
 
   Args:
-    learning_rate, momentum, weight_decay, optimizer: as in `asgd`.
+    learning_rate, momentum, weight_decay, optimizer: shared options.
     workers: N, the messages of an update.
 
   Returns:
     A Recipe for the bulk synchronous order.
 
-  Raises:
-    ValueError: as `asgd`.
-
   Source:
-    none of its own: it is SGD on batches that are N times as large. Chen et
+    none: it is SGD on batches that are N times as large. Chen et
     al., "Revisiting distributed synchronous SGD", 2016, arXiv:1604.00981,
     compare it with asynchronous SGD.
 

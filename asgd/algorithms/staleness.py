@@ -6,34 +6,24 @@ from asgd.algorithms.sgd import at_server, sgd
 
 
 def staleness_aware(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  splits: int | None = None,
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0,
+  splits: int | None = None, optimizer=None
 ) -> Recipe:
   """Divides each gradient by its staleness: staleness-aware n-softsync.
 
     params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
 
-  The sum is over the c messages of an update, of stalenesses tau_l; they come
-  from whichever workers. With momentum, the mean is what its velocity takes in.
-  Weight decay is not divided. An optimizer that divides by the size of
-  gradients, as Adam, takes from this how much a gradient counts beside others,
-  not how far it moves.
+  The sum is over the c messages of an update, of stalenesses tau_l, from any
+  workers. A velocity takes in the mean. Weight decay is not divided. With an
+  optimizer that divides by the size of gradients, as Adam, staleness decides
+  how much a gradient counts beside others, not how far it moves.
 
   Args:
-    learning_rate, momentum, weight_decay, optimizer: as in `asgd`.
-    workers: N.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     splits: n of n-softsync, 1 to N: c = floor(N / n). None is c = 1 (n = N).
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
@@ -70,13 +60,8 @@ def staleness_aware(
 
 
 def gap_aware(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.9,
-  weight_decay: float = 0.0,
-  average: str | None = None,
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.9, weight_decay=0.0,
+  average: str | None = None, optimizer=None
 ) -> Recipe:
   """Gap-Aware: divides gradients by the elementwise gap.
 
@@ -87,17 +72,13 @@ def gap_aware(
   momentum is of what is left.
 
   Args:
-    learning_rate, workers, momentum, weight_decay, optimizer: as in `asgd`.
-    average: what C is an average of: "gradients" as they arrive, or "updates"
-      as they were made, penalties included. None is the published rule:
-      "gradients" for SGD without momentum, "updates" for all others.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+    average: C is an average of "gradients" as they arrive, or of "updates",
+      penalties included. None is the published rule: "gradients" for SGD
+      without momentum, "updates" for all others.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: for a value out of its range, an unknown average, or for a
-      momentum or a weight decay beside an optimizer.
 
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR
@@ -132,13 +113,8 @@ def gap_aware(
 
 
 def dc_asgd_c(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  strength: float = 0.04,
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=0.04,
+  optimizer=None
 ) -> Recipe:
   """DC-ASGD-c: delay compensation with a constant lambda.
 
@@ -147,16 +123,13 @@ def dc_asgd_c(
   It is done for each message, before weight decay and momentum.
 
   Args:
-    learning_rate, workers, weight_decay, optimizer: as in `asgd`.
-    momentum: gamma, in [0, 1); the paper has none.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      the paper has no momentum.
     strength: lambda, 0 or more, per unit of loss; it has to fit the size of
       gradients.
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay
@@ -185,15 +158,8 @@ def dc_asgd_c(
 
 
 def dc_asgd_a(
-  learning_rate,
-  workers,
-  *,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  strength: float = 2.0,
-  decay: float = 0.95,
-  scope: str = "server",
-  optimizer: optimizers.Optimizer | None = None,
+  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=2.0,
+  decay=0.95, scope="server", optimizer=None
 ) -> Recipe:
   """DC-ASGD-a: delay compensation with an adaptive lambda.
 
@@ -204,9 +170,8 @@ def dc_asgd_a(
   It is done for each message, before weight decay and momentum.
 
   Args:
-    learning_rate, weight_decay, optimizer: as in `asgd`.
-    workers: N.
-    momentum: gamma, in [0, 1); the paper has none.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
+      the paper has no momentum.
     strength: lambda_0, 0 or more.
     decay: m, in [0, 1).
     scope: "server" keeps one mean square, as the paper's text; "worker" one
@@ -214,9 +179,6 @@ def dc_asgd_a(
 
   Returns:
     A Recipe for the asynchronous order.
-
-  Raises:
-    ValueError: as `asgd`.
 
   Source:
     Zheng et al., "Asynchronous stochastic gradient descent with delay

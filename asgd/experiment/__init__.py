@@ -1,9 +1,8 @@
 """Experiments: one config, cells, one run loop, one folder, one report.
 
 This is the only room of asgd with files and clocks. A config names runs on a
-problem; an engine (`asgd.experiment.engines`) makes a run; everything around it
-is written once. An engine that asgd does not know, such as that of
-`pipeline.engine`, is handed in: `{**ENGINES, "pipeline": PIPELINE}`.
+problem, and an engine (`asgd.experiment.engines`) makes a run. Engines of other
+packages are arguments: `{**ENGINES, "pipeline": PIPELINE}`.
 """
 
 from asgd.experiment.cells import Cell, Experiment, build

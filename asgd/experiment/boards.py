@@ -1,110 +1,153 @@
-"""Curves for TensorBoard of the cells that are finished: one board for a run
-and number of workers, as the table has one row for them.
+"""Curves for TensorBoard and, with --wandb, for Weights & Biases.
 
-While it trains, a cell has a board of its own (`asgd.experiment.cell_log`). Of
-several finished seeds a board of their means takes the place of theirs. It is
-made of the rows that each cell keeps in its folder. So a kill in between loses
-nothing, and seeds that are added later are in the next one.
+tensorboardX writes events in a thread. On a full disk that thread ends with a
+traceback, and later callers wait for ever. `EventFile` writes at once, and its
+OSError is the caller's.
+
+`--wandb` sets ASGD_WANDB=1, which the processes of a command inherit. Runs are
+written to WORKDIR/wandb; `wandb sync` sends them, or WANDB_MODE=online.
 """
 
-import contextlib
-import shutil
+import importlib
+import os
+import re
+import socket
+import struct
+import time
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from asgd import safe_files
-from asgd.experiment import cell_log, event_file, figure, folder
-from asgd.experiment.cells import Cell, Experiment
-from asgd.experiment.figure import Rows
 
-_FILES = "events.out.tfevents.*"  # not below: live runs have more there
-_MAKING = ".tensorboard"  # beside the boards, which TensorBoard watches
+ASKED = "ASGD_WANDB"  # environment variable
+_WORDS = dict.fromkeys(("1", "yes", "true"), True)
+_WORDS |= dict.fromkeys(("", "0", "no", "false"), False)
 
 
-def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
-  """Makes one board of those of several seeds, in WORKDIR/tensorboard, for the
-  runs of this experiment that have `results`; nothing without tensorboardX.
-  A board that is there stays if no cell has one that is newer."""
-  if not event_file.is_available():
-    return
-  with folder.alone(workdir):
-    for group in figure.group_by(results, "label", "workers").values():
-      if len(group) > 1 and group[0]["label"] in experiment.runs:
-        _join_seeds(workdir, experiment, group)
-
-
-def _join_seeds(workdir, experiment, group):
-  first = group[0]
-  cell = Cell(*(first[k] for k in ("label", "algorithm", "workers", "seed")))
-  above = workdir / "tensorboard"
-  place = above / f"{cell.label}-n{cell.workers}"
-  own = [above / row["cell"] for row in group]
-  # Nothing is removed through a link.
-  own = [folder for folder in own if not folder.is_symlink()]
-  safe_files.make_folder(place)
-  before = list(place.glob(_FILES))
-  of_seeds = [path for one in own for path in one.glob(_FILES)]
-  if before and not of_seeds:
-    return
-  settings = cell_log.settings_of(experiment, cell)
-  del settings["seed"]
-  settings["seeds"] = " ".join(str(row["seed"]) for row in group)
-  cells = [folder.read_rows(workdir / "cells" / row["cell"]) for row in group]
-  made = _write(workdir / _MAKING, means(cells), settings)
-  made.replace(place / made.name)
-  (workdir / _MAKING).rmdir()
-  for path in (*before, *of_seeds):
-    if path != place / made.name:
-      path.unlink(missing_ok=True)
-  for one in own:
-    with contextlib.suppress(OSError):  # it is gone, or of a live run
-      one.rmdir()
-
-
-def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
-  """Returns the curves of several seeds' evaluations: (message, values by their
-  tags), of each evaluation that all have made. Of what is finite in all there
-  is the mean, and of tests the sample deviation as NAME_std.
-
-  Example:
-    >>> rows = [{"message": 8, "test_loss": loss} for loss in (0.5, 1.5)]
-    >>> ((message, values),) = means([rows[:1], rows[1:]])
-    >>> print(message, values["test/loss"], round(values["test/loss_std"], 3))
-    8 1.0 0.707
-  """
-  points = []
-  for rows in zip(*cells, strict=False):
-    scalars = [cell_log.scalars_of(row) for row in rows]
-    values: dict[str, float] = {}
-    for tag in scalars[0]:
-      if all(tag in of_seed for of_seed in scalars):
-        each = [of_seed[tag] for of_seed in scalars]
-        values[tag] = float(np.mean(each))
-        if tag.startswith("test/"):
-          values[f"{tag}_std"] = float(np.std(each, ddof=1))
-    # Live cells may be evaluated a few messages apart.
-    points.append((round(np.mean([row["message"] for row in rows])), values))
-  return points
-
-
-def _write(
-  place: Path,
-  points: Sequence[tuple[int, Mapping[str, float]]],
-  settings: Mapping[str, Any],
-) -> Path:
-  """Writes a board in a folder of its own; returns its file."""
-  shutil.rmtree(place, ignore_errors=True)  # what a kill has left
-  # From step 0 on, TensorBoard forgets what it has read of an older board.
-  board = event_file.open_board(place, purge_step=0)
+def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
+  """Returns an `EventFile`; without tensorboardX, one that does nothing.
+  TensorBoard hides what older files of the folder have from `purge_step` on."""
   try:
-    board.add_settings(settings, cell_log.METRICS)
-    for message, values in points:
-      for tag, value in values.items():
-        board.add_scalar(tag, value, message)
-  finally:
-    board.close()
-  (path,) = place.iterdir()
-  return path
+    return EventFile(folder, purge_step)
+  except ImportError:
+    calls = "add_scalar", "add_scalars", "add_settings", "add_histogram_raw"
+    nothing = dict.fromkeys((*calls, "close"), lambda *_, **__: None)
+    return types.SimpleNamespace(**nothing)
+
+
+def is_available() -> bool:
+  """Whether tensorboardX is installed, which knows the format."""
+  try:
+    importlib.import_module("tensorboardX")
+  except ImportError:
+    return False
+  return True
+
+
+class EventFile:
+  """One event file, with the methods of a SummaryWriter that are needed."""
+
+  def __init__(self, folder: Path, purge_step: int | None = None):
+    """Makes a file of its own; raises ImportError without tensorboardX."""
+    from tensorboardX import record_writer, summary
+    from tensorboardX.proto import event_pb2
+
+    self._checksum, self._summary = record_writer.masked_crc32c, summary
+    self._event, self._log = event_pb2.Event, event_pb2.SessionLog
+    safe_files.make_folder(folder)
+    name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
+    path = folder / f"events.out.tfevents.{name}"
+    # Without a buffer, nothing is left to be written when it is closed.
+    self._file = safe_files.appending(path, buffering=0)
+    self.close = self._file.close
+    self._write(file_version="brain.Event:2")
+    if purge_step is not None:
+      log = self._log(status=self._log.START)
+      self._write(step=purge_step, session_log=log)
+
+  def add_scalar(self, tag: str, value: float, step: int) -> None:
+    """Adds a point to a curve."""
+    self._write(step=step, summary=self._summary.scalar(tag, value))
+
+  def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
+    """Adds a point to each of several curves, by their tags."""
+    for tag, value in scalars.items():
+      self.add_scalar(tag, value, step)
+
+  def add_settings(
+    self, settings: Mapping[str, Any], metrics: Sequence[str]
+  ) -> None:
+    """Adds a row to the table of hyperparameters: values by their names, and
+    the tags of the curves whose last points stand beside them."""
+    of_metrics = dict.fromkeys(metrics, 0)
+    for content in self._summary.hparams(dict(settings), of_metrics):
+      self._write(summary=content)
+
+  def add_histogram_raw(self, tag: str, step: int, **histogram: Any) -> None:
+    """Adds a histogram, from the arguments of `summary.histogram_raw`."""
+    content = self._summary.histogram_raw(tag, **histogram)
+    self._write(step=step, summary=content)
+
+  def _write(self, **content):
+    """Adds a record: length, data, and a checksum of each."""
+    event = self._event(wall_time=time.time(), **content)
+    data = event.SerializeToString()
+    length = struct.pack("<Q", len(data))
+    sums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
+    self._file.write(b"".join((length, next(sums), data, next(sums))))
+
+
+def asked() -> bool:
+  """Whether runs are to be written for Weights & Biases; ValueError for a value
+  of the environment variable that is neither yes nor no."""
+  word = os.environ.get(ASKED, "")
+  if word.strip().lower() not in _WORDS:
+    raise ValueError(
+      f"the environment has {ASKED}={word[:40]!r}: write 1, yes or true, or 0,"
+      " no or false"
+    )
+  return _WORDS[word.strip().lower()]
+
+
+def ask(wanted: bool) -> None:
+  """Asks for Weights & Biases if it is wanted; ValueError if it is asked for
+  and not installed, or the environment says neither yes nor no."""
+  if asked() or wanted:
+    _wandb()
+    os.environ[ASKED] = "1"
+
+
+def _wandb() -> Any:
+  try:
+    import wandb
+  except ImportError as error:
+    raise ValueError(
+      f"--wandb or {ASKED} asks for Weights & Biases, which is not installed:"
+      " pip install 'asgd[wandb]', or go without it"
+    ) from error
+  return wandb
+
+
+class WandbRun:
+  """One cell as a run of Weights & Biases."""
+
+  def __init__(self, workdir: Path, cell: str, settings: Mapping[str, Any]):
+    """Starts the run of a cell, or continues it."""
+    os.environ.setdefault("WANDB_MODE", "offline")
+    os.environ.setdefault("WANDB_SILENT", "true")
+    self._run = _wandb().init(
+      project="asgd",
+      dir=str(workdir),
+      group=workdir.name,
+      name=cell,
+      id=re.sub(r"[^\w.-]", "_", f"{workdir.name}-{cell}"),
+      resume="allow",
+      config=dict(settings),
+    )
+    self.close = self._run.finish
+
+  def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
+    """Adds a point to each curve."""
+    self._run.log(dict(scalars), step=step)

@@ -79,11 +79,9 @@ def _remove_packed(place):
 
 
 def tidy(place: Path, *, packs: bool) -> None:
-  """Ends what a kill at the end of a finished cell cut short: makes one file of
-  a cell that `packs`, removes its files where they are also in one, which is
-  whole, and what was written by half. Another process that is about to do that
-  is left to it; a cell that may only be read, or that a link leads to, stays as
-  it is."""
+  """Completes the end of a finished cell after a kill: packs its files if it
+  `packs`, and removes files that are packed or half written. Does nothing if
+  another process holds the cell, or it is read-only or a link."""
   if place.is_symlink() or not safe_files.is_writable(place):
     return
   left = (".lock", f"{CELL}.tmp", "checkpoints", *FILES, "result.json")

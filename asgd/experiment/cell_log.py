@@ -1,5 +1,13 @@
-"""The log of one cell: its evaluations in a file, and as curves on boards."""
+"""The evaluations of cells: a file of each, and curves on boards.
 
+Each cell has a board while it trains. One board with the means of all finished
+seeds then replaces theirs (`join`). It is made of the rows in the cells'
+folders, so a kill in between loses nothing, and later seeds are added.
+"""
+
+import contextlib
+import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from asgd import safe_files
-from asgd.experiment import cells as cells_lib
-from asgd.experiment import event_file, folder, storage, trackers
+from asgd.experiment import boards, figure, folder, storage
+from asgd.experiment.cells import Cell, Experiment
+from asgd.experiment.figure import Rows
 
 _NO_CURVES = ("workers", "seed", "message", "diverged")  # which, and where
 _GROUPS = ("test", "train", "staleness", "gap")  # of curves
-METRICS = ("test/accuracy", "test/loss", "train/loss")
+_METRICS = ("test/accuracy", "test/loss", "train/loss")
+_FILES = "events.out.tfevents.*"  # not below: live runs have more there
+_MAKING = ".tensorboard"  # beside the boards, which TensorBoard watches
 
 
 def tag_of(key: str) -> str:
@@ -26,8 +37,8 @@ def tag_of(key: str) -> str:
   return f"{group}/{rest}" if rest and group in _GROUPS else f"run/{key}"
 
 
-def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """Returns the points that an evaluation adds to curves, by their tags."""
+def _scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
+  """The points that an evaluation adds to curves, by their tags."""
   return {
     tag_of(key): value
     for key, value in row.items()
@@ -37,9 +48,7 @@ def scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
   }
 
 
-def settings_of(
-  experiment: cells_lib.Experiment, cell: cells_lib.Cell
-) -> dict[str, Any]:
+def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
   """Returns the hyperparameters of a cell, for tables of boards."""
   run = experiment.runs[cell.label]
   keys = "batch_size", "epochs", "examples", "learning_rate", "clip_norm"
@@ -61,7 +70,7 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
   *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
   for number, line in enumerate(lines, 1):
     try:
-      rows.append(storage.read_line(line))
+      rows.append(storage.unsealed(json.loads(line)))
     except ValueError as error:
       raise folder.FolderError(
         f"{path}, line {number} is no evaluation that a run wrote:"
@@ -82,34 +91,103 @@ class CellLog:
     rows: Sequence[Mapping],
     settings: Mapping[str, Any] | None = None,
   ):
-    """Starts the log with the rows that a checkpoint kept; later ones, written
-    before a kill, are dropped. Boards are told the `settings` of the cell."""
+    """Starts the log with the `rows` that a checkpoint kept; later ones,
+    written before a kill, are dropped. Boards show the cell's `settings`."""
     path = place / "metrics.jsonl"
-    lines = storage.to_lines(map(storage.sealed, rows))
-    safe_files.write(path, lines)
+    safe_files.write(path, storage.to_lines(map(storage.sealed, rows)))
     self._file = safe_files.appending(path)
     step = rows[-1]["message"] + 1 if rows else 0
-    self._board = event_file.open_board(board, purge_step=step)
+    self._boards = [boards.open_board(board, purge_step=step)]
     if settings:
-      self._board.add_settings(settings, METRICS)
-    self._run = None
-    if trackers.asked():
+      self._boards[0].add_settings(settings, _METRICS)
+    if boards.asked():
       workdir = board.parents[1].absolute()
-      self._run = trackers.WandbRun(workdir, place.name, settings or {})
+      run = boards.WandbRun(workdir, place.name, settings or {})
+      self._boards.append(run)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
     self._file.write(storage.to_lines([storage.sealed(row)]).encode())
     self._file.flush()
-    scalars = scalars_of(row)
-    for tag, value in scalars.items():
-      self._board.add_scalar(tag, value, row["message"])
-    if self._run is not None:
-      self._run.add_scalars(scalars, row["message"])
+    for board in self._boards:
+      board.add_scalars(_scalars_of(row), row["message"])
 
   def close(self) -> None:
     """Closes the files."""
-    self._file.close()
-    self._board.close()
-    if self._run is not None:
-      self._run.close()
+    for each in (self._file, *self._boards):
+      each.close()
+
+
+def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
+  """Replaces the boards of finished seeds in WORKDIR/tensorboard by one for
+  each run and number of workers, unless none is new; needs tensorboardX."""
+  if not boards.is_available():
+    return
+  with folder.alone(workdir):
+    for group in figure.group_by(results, "label", "workers").values():
+      if len(group) > 1 and group[0]["label"] in experiment.runs:
+        _join_seeds(workdir, experiment, group)
+
+
+def _join_seeds(workdir, experiment, group):
+  first = group[0]
+  cell = Cell(*(first[k] for k in ("label", "algorithm", "workers", "seed")))
+  above = workdir / "tensorboard"
+  place = above / f"{cell.label}-n{cell.workers}"
+  own = [above / row["cell"] for row in group]
+  # Nothing is removed through a link.
+  own = [folder for folder in own if not folder.is_symlink()]
+  safe_files.make_folder(place)
+  before = list(place.glob(_FILES))
+  of_seeds = [path for one in own for path in one.glob(_FILES)]
+  if before and not of_seeds:
+    return
+  settings = settings_of(experiment, cell)
+  del settings["seed"]
+  settings["seeds"] = " ".join(str(row["seed"]) for row in group)
+  cells = [folder.read_rows(workdir / "cells" / row["cell"]) for row in group]
+  making = workdir / _MAKING
+  shutil.rmtree(making, ignore_errors=True)  # what a kill has left
+  # From step 0 on, TensorBoard forgets what it has read of an older board.
+  board = boards.open_board(making, purge_step=0)
+  try:
+    board.add_settings(settings, _METRICS)
+    for message, values in means(cells):
+      board.add_scalars(values, message)
+  finally:
+    board.close()
+  (made,) = making.iterdir()
+  made.replace(place / made.name)
+  making.rmdir()
+  for path in (*before, *of_seeds):
+    if path != place / made.name:
+      path.unlink(missing_ok=True)
+  for one in own:
+    with contextlib.suppress(OSError):  # it is gone, or of a live run
+      one.rmdir()
+
+
+def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
+  """Returns the curves of several seeds' evaluations: (message, values by their
+  tags), of each evaluation that all have made. Of what is finite in all there
+  is the mean, and of tests the sample deviation as NAME_std.
+
+  Example:
+    >>> rows = [{"message": 8, "test_loss": loss} for loss in (0.5, 1.5)]
+    >>> ((message, values),) = means([rows[:1], rows[1:]])
+    >>> print(message, values["test/loss"], round(values["test/loss_std"], 3))
+    8 1.0 0.707
+  """
+  points = []
+  for rows in zip(*cells, strict=False):
+    scalars = [_scalars_of(row) for row in rows]
+    values: dict[str, float] = {}
+    for tag in scalars[0]:
+      if all(tag in of_seed for of_seed in scalars):
+        each = [of_seed[tag] for of_seed in scalars]
+        values[tag] = float(np.mean(each))
+        if tag.startswith("test/"):
+          values[f"{tag}_std"] = float(np.std(each, ddof=1))
+    # Live cells may be evaluated a few messages apart.
+    points.append((round(np.mean([row["message"] for row in rows])), values))
+  return points

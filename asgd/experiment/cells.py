@@ -151,7 +151,11 @@ def build(
   meshes.find_devices()
   dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
   for run in runs.values():
-    _check_updates(run, shared)
+    if shared.updates is not None and not protocol.of(run).updates:
+      raise ValueError(
+        f"config.problem: its workers compute no gradient, for the recipe"
+        f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
+      )
   experiment = Experiment(
     resolved, engines, runs, dataset, shared, measurements
   )
@@ -178,15 +182,6 @@ def _check_codec(run, config, engines):
       f"config.network: engine {run.engine!r} of config.runs.{run.label} has no"
       " links whose time could be set: use engine simulate or threads, or set"
       " config.runs.LABEL.network in the entries of other runs alone"
-    )
-
-
-def _check_updates(run, shared):
-  """Raises ValueError for a recipe of gradients where there are none."""
-  if shared.updates is not None and not protocol.of(run).updates:
-    raise ValueError(
-      f"config.problem: its workers compute no gradient, for the recipe"
-      f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
     )
 
 

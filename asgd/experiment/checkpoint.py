@@ -1,12 +1,9 @@
 """Checkpoints of a cell, with orbax: named arrays and JSON.
 
-An engine gives a tree of arrays and JSON: everything that is not a function of
-the config, the seed, the worker and the job. The arrays are stored under the
-names of their places, and come back in a tree of the same structure.
-
-Orbax writes a step under a temporary name and renames it, so a save that is
-killed leaves no step behind. What a disk or a copy cut short later is found by
-a checksum over all arrays and the JSON.
+A checkpoint holds what is no function of config, seed, worker and job: a tree
+of arrays, each under its path, and JSON. Orbax writes a step under a temporary
+name and renames it, so a killed save leaves no step. A checksum over all arrays
+and the JSON finds later damage.
 """
 
 import asyncio
@@ -74,11 +71,8 @@ def _digest(arrays, text):
 
 
 class _PatientLoop(asyncio.SelectorEventLoop):
-  """An event loop that ends when all that runs in it has.
-
-  Orbax closes its own at the first array that cannot be written. What becomes
-  of the others is then told to a closed loop, with a traceback for each.
-  """
+  """An event loop that waits for its tasks before it closes. Orbax closes its
+  loop at the first failed write, and each other write then has a traceback."""
 
   def close(self):
     if not self.is_closed() and (tasks := asyncio.all_tasks(self)):

@@ -1,10 +1,9 @@
 """A user's own code: where it is imported from, and what it was.
 
-A config may name MODULE:FUNCTION. The folder of the config file is on the path
-of the process that read it, and so on that of the processes it starts. What was
-imported is written beside what it was used for; a replay, which has no config
-file, looks in the same folders. To read results imports none of it, and what
-runs it from a folder asks first if another user made that folder.
+A config may name MODULE:FUNCTION. The folder of the config file is on the
+import path, also in child processes. Each cell records the files of its
+modules, where a replay looks for them. Reading results imports none of them,
+and code that a folder of another user names runs only with --trust.
 """
 
 import importlib.util
@@ -61,9 +60,8 @@ def check_trusted(
     trust: whether this user has said that the code may run.
 
   Raises:
-    ValueError: if there is such a name, and this user (the effective user of
-      the process) does not own the folders of the cell and the files that say
-      what it is.
+    ValueError: if code is named, and the effective user of this process does
+      not own the cell's folders, cell.json and config.json.
   """
   named = [*_named(said), *modules]
   others = _owners(place) - {os.geteuid()}

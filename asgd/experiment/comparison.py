@@ -1,13 +1,14 @@
-"""A live cell beside its simulations with the durations that its jobs had.
+"""A live cell beside its simulations with the durations that its jobs had; or,
+of a protocol in which no server decides the order, beside its replay.
 
-There are two simulations. In one, the jobs of a worker take what they took, one
-after the other: that is the run again, and says whether the simulator does what
-the runtime does. In the other, times are drawn from those of each worker: a
-prediction from how they are distributed alone.
+There are two simulations. In the first, the jobs of a worker take their
+measured times in their order: it tests the simulator. In the second, times are
+drawn from those of each worker: a prediction from their distribution alone.
 
-Where the links of a run took time (config.network), jobs take what they took
-without that, and messages and tickets, of the bytes that were counted, pass the
-same network in simulated time.
+If the links of a run took time (config.network), that time is no part of its
+jobs: messages and tickets of the counted bytes pass the same simulated network.
+
+A replay must have the same records; the first that differs is named.
 """
 
 import itertools
@@ -17,33 +18,32 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import text_table
+from asgd import base, text_table
+from asgd.experiment import cell_files, live_files, predict, protocol, replay
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
-from asgd.experiment import live_files, predict, protocol, replay, storage
 from asgd.experiment.engines import networks
-from asgd.experiment.protocols import server
 from asgd.orders import durations
 
 _WAYS = (0.5, 0.9)  # that a live run's loss goes
 _BINS = 40  # of time, in the picture
 _EARLY = 0.05  # of the messages, from where on it is said
 _POINTS = 2000  # most of a curve in the picture
-LIVE, _ORDER, _DRAWN = "live", "in order", "drawn"
-_KINDS = LIVE, _ORDER, _DRAWN
-_HATCHES = dict(zip(_KINDS, ("", "///", "..."), strict=True))
+LIVE, _ORDER, _DRAWN, _REPLAYED = "live", "in order", "drawn", "replayed"
+_HATCHES = {LIVE: "", _ORDER: "///", _DRAWN: "...", _REPLAYED: "///"}
 _LOSS = "training loss, moving average\nover 1/40 of the messages"
 
 
 class LiveComparison(NamedTuple):
-  """A cell, live and simulated."""
+  """A cell, live and simulated, or live and replayed."""
 
   name: str
-  runs: dict[str, predict.Outcome]  # by kind
+  runs: dict[str, predict.Outcome]  # by kind, the live one first
   zero: int  # the message with which clocks start
   parts: dict[str, float] | None  # where the time of a live job goes
   # What its jobs took, as `durations` of a config takes it (durations.csv).
   jobs: Sequence[dict[str, float]] = ()
+  replay: str = ""  # whether a replay had the same parameters and records
 
 
 def _measured(files):
@@ -86,15 +86,6 @@ def _over(files):
   return {"network": network, "sizes": sizes}
 
 
-def _read(folder):
-  """Reads a live cell, if its protocol can be played with other durations."""
-  files = live_files.read(folder)
-  live = protocol.of_cell(live_files.only_cell(folder), files.description).live
-  if live.comparison:
-    raise ValueError(f"{folder} {live.comparison}")
-  return files
-
-
 def compare(
   folder: Path,
   *,
@@ -102,44 +93,107 @@ def compare(
   data_dir: str | None = None,
   trust: bool = False,
 ) -> LiveComparison:
-  """Compares the live run of a cell's folder with simulations, with times from
-  another folder if one is given. ValueError if it is too short, a file of it
-  was changed since it ended, or it names code of another user, unless `trust`
-  says that it may run."""
-  folders.finished_result(live_files.only_cell(folder), repeatable=False)
-  read = _read(folder)
-  other = _read(durations_of) if durations_of else read
-  experiment, cell = replay.load(folder, data_dir=data_dir, trust=trust)
+  """Compares a live cell with simulations, with times from another folder if
+  one is given, or with its replay. ValueError if it is too short, was changed
+  since it ended, or names code of another user, unless `trust` allows it."""
   place = live_files.only_cell(folder)
-  plan = server.plan_of(experiment.plan(cell), place, cell.seed)
+  folders.finished_result(place, repeatable=False)
+  read = live_files.read(place)
+  other = live_files.read(durations_of) if durations_of else read
+  cells = protocol.of_cell(place, read.description).live
+  from_other = protocol.of_cell(place, other.description).live
+  if durations_of and not (cells.simulation and from_other.simulation):
+    raise ValueError(
+      f"{durations_of} says how long jobs take, and of {folder} and it one has"
+      " no server that decides their order: give --durations_of for two that do"
+    )
+  loaded = {"data_dir": data_dir, "trust": trust}
+  if cells.simulation is None:
+    return _with_replay(place, read, replay.replay(place, **loaded))
+  experiment, cell = replay.load(place, **loaded)
+  plan = experiment.plan(cell)
+  rules, obey = cells.simulation(plan, cell, place)
   records, journal = read.records[0], read.journals[0]
   messages = len(records.loss)
-  there = predict.all_there(records.worker, cell.workers)
-  if 2 * there > messages:
-    early = f"{there} of {messages} messages came before all workers did"
-    raise ValueError(f"{cell.name}: {early}: {predict.SHORT}")
-  result = storage.read_json(folder / "result.json") or {}
-  accuracy = result.get("test_accuracy")
-  accuracy = np.nan if accuracy is None else accuracy  # of a task without
+  there = _all_there(place, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
-  runs = {LIVE: predict.Outcome(began, records, accuracy)}
+  runs = {LIVE: predict.Outcome(began, records, _accuracy(place))}
   comes = predict.joins(journal, cell.workers)
   streams_of = _streams(cell, read, other, durations_of or folder)
   for kind, streams in streams_of.items():
-    trace = predict.play(plan.rules(), streams, comes, messages, **_over(read))
-    params, simulated = server.obey(plan, cell.seed, [trace])
+    trace = predict.play(rules, streams, comes, messages, **_over(read))
+    params, simulated = obey(trace)
     accuracy = plan.problem.evaluate(params).accuracy
-    began = float(trace.time[0])
-    runs[kind] = predict.Outcome(began, simulated, accuracy)
+    runs[kind] = predict.Outcome(float(trace.time[0]), simulated, accuracy)
   workers = [run.records.worker for run in runs.values()]
   zero = max(predict.all_there(column, cell.workers) for column in workers)
   began = float(records.time[there - 1])
   parts = predict.where_time_goes(journal, read.spans, began)
-  jobs = [
-    {"worker": job.worker, "seconds": job.end - job.start}
-    for job in _measured(read)
+  return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(read)))
+
+
+def _all_there(place, worker, workers) -> int:
+  """Returns how many messages it took until each worker had sent one;
+  ValueError if these are most."""
+  there, messages = predict.all_there(worker, workers), len(worker)
+  if 2 * there > messages:
+    early = f"{there} of {messages} messages came before all workers did"
+    raise ValueError(f"{place.name}: {early}: {predict.SHORT}")
+  return there
+
+
+def _rows(jobs):
+  return [{"worker": j.worker, "seconds": j.end - j.start} for j in jobs]
+
+
+def _accuracy(place) -> float:
+  """That of the result; NaN of a task without."""
+  accuracy = replay.read_result(place).get("test_accuracy")
+  return np.nan if accuracy is None else accuracy
+
+
+def _with_replay(place, read, replayed) -> LiveComparison:
+  columns = cell_files.read_records(place)
+  records = base.Records(*(columns[name] for name in base.Records._fields))
+  began = live_files.first_ticket(read.jobs)
+  again = replayed.records
+  runs = {
+    LIVE: predict.Outcome(began, records, _accuracy(place)),
+    _REPLAYED: predict.Outcome(began, again, replayed.accuracy),
+  }
+  digests = [str(x)[:16] for x in (replayed.recorded, replayed.digest)]
+  said = f"parameters {digests[0]}, replayed {digests[1]}"
+  said += f"; {first_difference(records, again) or 'the same records'}"
+  workers = read.description["cell"]["workers"]
+  zero = _all_there(place, records.worker, workers)
+  jobs = _rows(predict.jobs(read.jobs, read.spans))
+  return LiveComparison(place.name, runs, zero, None, jobs, said)
+
+
+def first_difference(records: base.Records, again: Any) -> str:
+  """Names the first record, by worker and job, in which a run and its replay
+  differ, its column and both values; "" if none does."""
+  if len(records.loss) != len(again.loss):
+    return f"{len(records.loss)} records, replayed {len(again.loss)}"
+  sides = [
+    {name: getattr(side, name)[np.lexsort((side.job, side.worker))]
+      for name in base.Records._fields}
+    for side in (records, again)
   ]
-  return LiveComparison(cell.name, runs, zero, parts, jobs)
+  firsts = []
+  for name, was in sides[0].items():
+    now = sides[1][name]
+    same = np.equal(was, now) | ((was != was) & (now != now))  # NaN is NaN
+    if not same.all():
+      firsts.append((int(np.argmin(same)), name))
+  if not firsts:
+    return ""
+  row, name = min(firsts)
+  worker, job, was = (sides[0][key][row] for key in ("worker", "job", name))
+  return (
+    f"{name} of worker {worker}, job {job} is {was}, replayed"
+    f" {sides[1][name][row]}"
+  )
 
 
 def _curves(both, zero):
@@ -163,12 +217,15 @@ def quantities(both: LiveComparison) -> list[dict[str, Any]]:
         )
         for share, loss in losses.items()
       },
+      "messages": len(run.records.loss),
+      "MB up": float(run.records.bytes_up.sum()) / 1e6,
+      "MB down": float(run.records.bytes_down.sum()) / 1e6,
       "accuracy %": 100 * run.accuracy,
     }
   rows = []
   for name, live in columns[LIVE].items():
-    row = {kind: columns[kind][name] for kind in _KINDS}
-    for kind in _KINDS[1:]:
+    row = {kind: columns[kind][name] for kind in both.runs}
+    for kind in list(both.runs)[1:]:
       row[f"{kind}, ratio"] = row[kind] / live if live else np.nan
     rows.append({"quantity": name, **row})
   return rows
@@ -180,12 +237,13 @@ def _text(value, form="{:.4g}"):
 
 def table(rows: list[dict[str, Any]]) -> str:
   """Returns `quantities` as text."""
+  kinds = [key for key in rows[0] if f"{key}, ratio" in rows[0]]
   header, lines = ["", LIVE], []
-  for kind in _KINDS[1:]:
+  for kind in kinds:
     header += [kind, "ratio"]
   for row in rows:
     line = [row["quantity"], _text(row[LIVE])]
-    for kind in _KINDS[1:]:
+    for kind in kinds:
       line += [_text(row[kind]), _text(row[f"{kind}, ratio"], "{:.2f}")]
     lines.append(line)
   return text_table.format_table(header, lines)
@@ -209,12 +267,19 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
+def _heading(both) -> str:
+  beside = "simulated with measured durations"
+  return f"{both.name}: live, and {'replayed' if both.replay else beside}"
+
+
 def describe(
   both: LiveComparison,
   rows: list[dict[str, Any]],
   durations_of: str | None = None,
 ) -> str:
   """Says what came of a comparison, with its `quantities`."""
+  if both.replay:
+    return f"\n{_heading(both)}\n\n{table(rows)}\n{both.replay}"
   of = f", with the durations of {durations_of}" if durations_of else ""
   said = (
     f"\n{both.name}: live, and simulated with its durations in order, and drawn"
@@ -278,12 +343,13 @@ def _looks(kinds):
 
 def _draw(both, stem):
   figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 7.2, 2.9)
-  looks = _looks(_KINDS)
+  kinds = list(both.runs)
+  looks = _looks(kinds)
   most = 0  # staleness; drawn up to where a message in a hundred is
   for panel, kind, x, values in _series(both):
     run, look = both.runs[kind], looks[kind]
     if panel == "staleness":
-      left = x + 0.27 * (_KINDS.index(kind) - 1)
+      left = x + 0.27 * (kinds.index(kind) - 1)
       face = {"color": look["color"], "hatch": _HATCHES[kind]}
       bars.bar(left, 100 * values, 0.27, ec="white", lw=0, label=kind, **face)
       most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
@@ -310,8 +376,7 @@ def _draw(both, stem):
     axis.legend(
       loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7
     )
-  heading = f"{both.name}: live, and simulated with measured durations"
-  figure_lib.save(figure, heading, stem)
+  figure_lib.save(figure, _heading(both), stem)
 
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
@@ -322,18 +387,25 @@ def common_loss(cells: Sequence[LiveComparison]) -> float:
   return float(start - 0.9 * (start - worst))
 
 
+def _common(cells) -> list[str]:
+  """The kinds of runs that all cells have."""
+  first, *others = cells
+  return [k for k in first.runs if all(k in both.runs for both in others)]
+
+
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
-  """Returns when each cell reached a loss, counted from its first ticket, live
-  and simulated, and how many times faster that is than the slowest."""
-  rows = []
+  """Returns when each cell reached a loss, in seconds since its first ticket,
+  in each kind of run that all have, and how many times faster than the last."""
+  rows, kinds = [], _common(cells)
   for both in cells:
     row: dict[str, Any] = {"cell": both.name}
-    for kind, run in both.runs.items():
-      row[f"{kind}, messages/s"] = predict.rate(run, both.zero)
-    for kind, curve in _curves(both, 0).items():
+    for kind in kinds:
+      row[f"{kind}, messages/s"] = predict.rate(both.runs[kind], both.zero)
+    for kind in kinds:
+      curve = predict.curve(both.runs[kind], 0)
       row[f"{kind}, seconds"] = curve.reaches(loss)
     rows.append(row)
-  for kind in _KINDS:
+  for kind in kinds:
     times = np.array([row[f"{kind}, seconds"] for row in rows])
     slowest = times.max(initial=0, where=np.isfinite(times))
     for row, time in zip(rows, times, strict=True):
@@ -348,11 +420,12 @@ def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
     f"s to loss {loss:.3g}": ("seconds", "{:.4g}"),
     "times faster": ("faster", "{:.2f}"),
   }
+  kinds = [k.removesuffix(", faster") for k in rows[0] if k.endswith("faster")]
   header, lines = ["cell"], [[row["cell"]] for row in rows]
   for title, (key, form) in columns.items():
-    header += [f"{title}, {LIVE}", *_KINDS[1:]]
+    header += [f"{title}, {LIVE}", *kinds[1:]]
     for row, line in zip(rows, lines, strict=True):
-      line += [_text(row[f"{kind}, {key}"], form) for kind in _KINDS]
+      line += [_text(row[f"{kind}, {key}"], form) for kind in kinds]
   return text_table.format_table(header, lines)
 
 
@@ -365,7 +438,8 @@ def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
 def _draw_race(cells, loss, stem):
   figure, ((axis,),) = figure_lib.new_figure(1, 1, 5, 3.4)
   looks = figure_lib.styles([both.name for both in cells])
-  dashes = {kind: look["ls"] for kind, look in _looks(_KINDS).items()}
+  kinds = dict.fromkeys(kind for both in cells for kind in both.runs)
+  dashes = {kind: look["ls"] for kind, look in _looks(kinds).items()}
   for both in cells:
     look = looks[both.name]
     for kind, curve in _curves(both, 0).items():
@@ -380,4 +454,4 @@ def _draw_race(cells, loss, stem):
   axis.grid()
   place = {"loc": "outside lower center", "ncols": 2, "handlelength": 4}
   figure.legend(frameon=False, **place)
-  figure_lib.save(figure, "live, and simulated with measured durations", stem)
+  figure_lib.save(figure, "live cells, and what each is compared with", stem)

@@ -1,8 +1,7 @@
 """The figure of an experiment: curves of its runs, and sweeps over workers.
 
-It is drawn at the width of a page of a journal, three panels in a row, in eight
-points. Colours are told apart by how dark they are, and with them markers and
-dashes, so that nothing is lost in grey.
+It has the width of a journal's page, three panels in a row, in eight points.
+Lines differ in lightness, markers and dashes, so that they differ in grey too.
 """
 
 import contextlib
@@ -79,9 +78,9 @@ def has(results: Rows, key: str) -> bool:
 
 
 def panels(results: Rows) -> list[Panel]:
-  """Returns what may be drawn: a run with several numbers of workers against
-  them, and its curves at the largest; otherwise curves of accuracy and loss. A
-  task without accuracy has the losses of training and test instead."""
+  """Returns the panels that may be drawn: with several numbers of workers,
+  results against them and curves at the largest; otherwise curves of accuracy
+  and loss. A task without accuracy has training and test loss instead."""
   of_classes = has(results, "test_accuracy")
   name, y, best = "accuracy", "test_accuracy", _ERROR
   if not of_classes:
@@ -120,11 +119,10 @@ def panels(results: Rows) -> list[Panel]:
 
 
 def numbers(results: Rows, curves: Rows) -> list[dict]:
-  """Returns the points of the figure, of the rows of cells and of evaluations:
-  means over seeds, and the value of each seed, with whether it diverged. Curves
-  are of a run's largest number of workers. Beside runs with several numbers, a
-  run with one number that they have not is a level to compare with, and has no
-  curve."""
+  """Returns the points of the figure, from the rows of cells and evaluations:
+  the mean over seeds, each seed's value, and whether it diverged. Curves are of
+  a run's largest number of workers. Beside sweeps, a run with one number of
+  workers that no sweep has is a level without a curve."""
   largest = {title: max(counts) for title, counts in _workers(results).items()}
   swept = _swept(results)
   shown = [
@@ -154,9 +152,8 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
 
 
 def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
-  """Whether a panel tells something that no other one does: not where all has
-  one value, nor where x is another panel's in other units, nor where workers
-  alone decide."""
+  """Whether a panel adds something: its values differ, its x is not that of
+  another panel in other units, and not only the workers decide."""
   known = [p for p in rows if np.isfinite([p["x"], p["mean"]]).all()]
   if len({p["x"] for p in known}) < 2 or len({p["mean"] for p in known}) < 2:
     return False
@@ -258,9 +255,8 @@ def save(figure: Any, heading: str, stem: Path) -> None:
 
 
 def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
-  """Makes the "x" or "y" axis of drawn values logarithmic if they go over a
-  factor of five or more, with labels such as 20, 50 and 1,000, and says so in
-  the axis's name, which is set before."""
+  """Makes an axis ("x" or "y") logarithmic if its values span a factor of five
+  or more, with labels such as 20, 50 and 1,000, and adds that to its name."""
   from matplotlib import ticker
 
   values = np.asarray(values, float)
@@ -384,10 +380,9 @@ def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
 
 def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
   """Draws the points of `numbers` as STEM.png, .svg and .pdf, in the panels of
-  `drawn_panels`: means over seeds, against workers with a dot for each seed, of
-  curves with a band from the lowest to the highest. A run with one number of
-  workers, which no other has, is a horizontal line against workers.
-  ImportError without the extra viz."""
+  `drawn_panels`: means over seeds, with dots for seeds against workers, and a
+  band from the lowest to the highest seed of curves. ImportError without the
+  extra viz."""
   drawn, swept = drawn_panels(results, points), _swept(results)
   count = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
   lines = -(-len(drawn) // count)

@@ -12,21 +12,19 @@ WORKDIR/
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
   tensorboard/           the same rows as metrics.jsonl; of several seeds that
-                         are finished, their means (asgd.experiment.boards)
+                         are finished, their means (asgd.experiment.cell_log)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
   report.html            all of it on one page
 
-When a cell is finished that could be trained again to the same bits, its files
-become one, cell.npz: a zip file of columns of records, which `numpy.load` reads
-by their names, and of the other files as they were. A live cell keeps its files
-beside the traces from which it is replayed, which real time made.
+The files of a finished cell become one, cell.npz: a zip file of the columns of
+records, which `numpy.load` reads by their names, and of the other files. A live
+cell, which cannot be trained again to the same bits, keeps its files.
 
-The same command with the same folder goes on where it stopped. Runs, numbers of
-workers and seeds may be added to an experiment that has begun; anything else
-makes it another experiment, which needs another folder. Each cell is locked by
-the process that trains it, so several may work on one experiment.
+The same command with the same folder resumes. Runs, numbers of workers and
+seeds may be added; any other change needs another folder. The process that
+trains a cell locks it, so several processes may train one experiment.
 """
 
 import contextlib
@@ -47,6 +45,7 @@ from asgd.experiment import cells as cells_lib
 from asgd.experiment import code, identities, provenance, schema, storage
 from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
+from asgd.experiment.signals import GO_ON
 
 VERSION = 3  # of the layout; another is refused
 _REMEDY = "choose another folder with --workdir"
@@ -95,11 +94,10 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment, holding config.json: `workdir`
-  unless it holds something else (FolderError), or without one the newest of
-  runs/NAME-001, -002, ... with this very experiment, or the next. A folder that
-  this user may only read is left as it is: its finished cells can be looked
-  at."""
+  """Finds or makes the folder of an experiment, with config.json: `workdir`
+  unless it holds something else (FolderError), or the newest of runs/NAME-001,
+  -002, ... with this experiment, or the next. A read-only folder is left as it
+  is, and its finished cells can be read."""
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
@@ -116,7 +114,11 @@ def open_folder(
       )
     safe_files.make_folder(whole)
   if not safe_files.is_writable(folder):
-    _check_readable(folder, wanted)
+    written = read_identity(folder)
+    if written is None:
+      why = f"--workdir={folder} cannot be written to: make it writable"
+      raise _refused(why)
+    _grown(folder, written, wanted)
     return folder
   with alone(folder):
     written = read_identity(folder)
@@ -129,15 +131,6 @@ def open_folder(
         raise FolderError(f"{measured} is gone, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
-
-
-def _check_readable(folder, wanted):
-  """Raises FolderError for a folder that cannot be written to, unless it is of
-  this experiment."""
-  written = read_identity(folder)
-  if written is None:
-    raise _refused(f"--workdir={folder} cannot be written to: make it writable")
-  _grown(folder, written, wanted)
 
 
 def check_writable(folder: Path, cell: str) -> None:
@@ -252,9 +245,8 @@ def _numbered(root, name, wanted) -> Path:
 def hold_cell(
   place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
-  """Holds the folder of a cell while it is trained, and writes cell.json;
-  raises CellInUse if another process holds it, FolderError if what is there to
-  go on from is of another experiment."""
+  """Locks the folder of a cell and writes cell.json; raises CellInUse if
+  another process holds it, FolderError if it is of another experiment."""
   safe_files.make_folder(place)
   with locked(place / ".lock"):
     run = experiment.runs[cell.label]
@@ -269,7 +261,8 @@ def hold_cell(
       "cpus": os.cpu_count(),
     }
     path = place / "cell.json"
-    differing = _differing(storage.read_json(path), description)
+    now = json.loads(storage.to_json(description))
+    differing = _differing(storage.read_json(path), now)
     if differing and not (place / CELL).exists():
       raise _foreign(path, f"is of another experiment ({differing})")
     storage.write_json(path, description)
@@ -283,18 +276,18 @@ def _foreign(path, why):
   )
 
 
-def _differing(before, description):
+def _differing(*descriptions):
   """Says in what a cell that has begun, None if none has, differs from this
   one, "" if in nothing."""
-  now = json.loads(storage.to_json(description))
   sides = []
-  for side in filter(None, (before, now)):
+  for side in filter(None, descriptions):
     config = side.get("config")
     if isinstance(config, dict):
       config = {k: v for k, v in config.items() if k not in schema.FREE}
       sides.append({"config": config, "dataset": side.get("dataset")})
-  lines = identities.differences(*sides) if len(sides) == 2 else []
-  return identities.summary(lines)
+  return identities.summary(
+    identities.differences(*sides) if len(sides) == 2 else []
+  )
 
 
 def read_cell(place: Path) -> dict[str, Any]:
@@ -347,26 +340,20 @@ _CHANGED = "was changed or cut since it was written"
 _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
 
-def _packed_result(path):
-  """Returns (result, what cell.json says); nothing if any of it is wrong."""
-  names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
-  members = storage.read_archive(path, *names) or {}
-  texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
-  result, description = map(storage.json_object, texts)
-  whole = result and description and result.keys() >= _OF_A_RESULT
-  return (result, description) if whole else (None, None)
-
-
 def _read_result(place, written=None):
-  """Returns (result, None, ""), or (None, a file, what is wrong with it): it is
-  gone, was changed, or is not of the experiment whose config.json has been
-  `written`."""
+  """Returns (result, None, ""), or (None, a file, its fault): gone, changed, or
+  not of the experiment whose config.json is `written`."""
   path = place / CELL
   if path.is_dir():
     return None, path, "is a folder"
   packed = path.exists()
   if packed:
-    result, description = _packed_result(path)
+    names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
+    members = storage.read_archive(path, *names) or {}
+    texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
+    result, description = map(storage.json_object, texts)
+    if not (result and description and result.keys() >= _OF_A_RESULT):
+      result = None
   else:
     path = place / "result.json"
     result = storage.read_sealed(path)
@@ -402,13 +389,10 @@ def fault(place: Path) -> str | None:
 def finished_result(
   place: Path, *, repeatable: bool = True
 ) -> dict[str, Any] | None:
-  """Returns the result of a cell that is finished, and whose files are all what
-  a run of this experiment wrote, else None: it is to be trained.
-
-  Raises FolderError if it ended, a file was changed since or is of another
-  experiment, and the cell is not `repeatable`, as a live run; and if something
-  is in the way of the file that is to be written.
-  """
+  """Returns the result of a finished cell whose files are all as a run of this
+  experiment wrote them, else None. FolderError if a cell that is not
+  `repeatable`, as a live one, ended and was changed or is of another
+  experiment, or if a folder is in the place of its file."""
   result, wrong, why = _read_result(place, _experiment_of(place))
   if wrong and wrong.is_dir():
     raise FolderError(
@@ -434,7 +418,7 @@ def finished_result(
 def read_rows(place: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
   content = read_file(place, "metrics.jsonl").decode()
-  return [storage.read_line(line) for line in content.splitlines()]
+  return [storage.unsealed(json.loads(line)) for line in content.splitlines()]
 
 
 def _places(workdir):
@@ -447,37 +431,34 @@ def faults(workdir: Path) -> list[str]:
   return list(filter(None, map(fault, _places(workdir))))
 
 
-def missing(workdir: Path, names: Sequence[str]) -> str:
-  """Says which of these cells have no valid result in a folder, and why the
-  first one has none; "" if all have one."""
+def incomplete(workdir: Path, names: Sequence[str]) -> str:
+  """Says which of these cells have no valid result, and why the first has none;
+  else which lack messages because workers or peers exited; "" if none."""
   places = [workdir / "cells" / name for name in names]
-  absent = [p for p in places if finished_result(p) is None]
-  if not absent:
-    return ""
-  listed = [place.name for place in absent[:_NAMED]]
-  listed += ["..."] * (len(absent) > _NAMED)
-  return (
-    f"only {len(names) - len(absent)} of the {len(names)} cells that were asked"
-    f" for are finished, without {', '.join(listed)}"
-    f" ({fault(absent[0]) or 'it has no result'})"
-  )
-
-
-def short_of(workdir: Path, names: Sequence[str]) -> str:
-  """Says which of these cells have ended with fewer messages than they were
-  asked for, because workers or peers exited; "" if none has."""
-  short = []
-  for name in names:
-    result = finished_result(workdir / "cells" / name) or {}
-    if missed := result.get("missed"):
-      short.append(f"{name} ({missed} of {result['messages'] + missed})")
+  results = {place: finished_result(place) for place in places}
+  absent = [place for place, result in results.items() if result is None]
+  if absent:
+    return (
+      f"only {len(names) - len(absent)} of the {len(names)} cells that were"
+      f" asked for are finished, without {_listed(p.name for p in absent)}"
+      f" ({fault(absent[0]) or 'it has no result'}); {GO_ON}"
+    )
+  short = [
+    f"{place.name} ({missed} of {result['messages'] + missed})"
+    for place, result in results.items()
+    if (missed := result.get("missed"))
+  ]
   if not short:
     return ""
-  listed = ", ".join(short[:_NAMED]) + ", ..." * (len(short) > _NAMED)
   return (
     "workers or peers exited, and their messages are missing in"
-    f" {listed}; to train a cell again, remove its folder"
+    f" {_listed(short)}; to train a cell again, remove its folder"
   )
+
+
+def _listed(texts) -> str:
+  texts = list(texts)
+  return ", ".join(texts[:_NAMED] + ["..."] * (len(texts) > _NAMED))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:

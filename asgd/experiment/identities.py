@@ -37,9 +37,8 @@ def foreign(
 ) -> str:
   """Says in what a cell differs from those of an experiment, "" if in nothing.
 
-  No engine is asked and nothing of a user's is imported, so that results can be
-  read where they were not trained. What may change when an experiment goes on
-  is left out, and so are settings of an engine that the run gives itself.
+  It imports no user's code, so that results can be read on other machines. Keys
+  that may change are left out, and settings of an engine that the run sets.
 
   Args:
     description: what cell.json says; None if it cannot be read.

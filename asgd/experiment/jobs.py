@@ -1,9 +1,9 @@
 """All cells of an experiment: one after the other, or several at once.
 
-What a cell computes is a function of the config and its seed. So processes of
-this machine, tasks of a Ray cluster, or commands on several machines with one
-results folder may share them, and come to the same bits. Where seconds are a
-result (live runs, pipelines, meshes), cells are trained one by one at the end.
+A cell is a function of the config and its seed. So processes of this machine,
+tasks of a Ray cluster, or commands on several machines with one results folder
+may share cells, with the same bits. Cells whose seconds are a result (live
+runs, pipelines, meshes) are trained one by one at the end.
 """
 
 import collections
@@ -120,11 +120,9 @@ def train_all(
     if asked and number + 1 < len(waiting):
       raise Stopped(f"stopped after {cell.name}; {GO_ON}", asked)
   names = [cell.name for cell in cells]
-  missing = processes.share(workdir and folder.missing(workdir, names))
-  if missing:
-    raise folder.Incomplete(f"{missing}; {GO_ON}")
-  if short := processes.share(workdir and folder.short_of(workdir, names)):
-    raise folder.Incomplete(short)
+  why = processes.share(workdir and folder.incomplete(workdir, names))
+  if why:
+    raise folder.Incomplete(why)
 
 
 def _train_unless_in_use(experiment, cell, workdir, *, bar, **surroundings):
@@ -291,16 +289,13 @@ def _on_ray(work, groups, dataset, bar, signals):
       try:
         events = ray.get(finished, timeout=_SECONDS)
       except ray.exceptions.RayError as error:
-        events = [("error", _why_no_answer(error))]
+        last = " ".join(str(error).strip().splitlines()[-1:])[:200]
+        why = f"a task of Ray has died ({type(error).__name__}: {last})"
+        events = [("error", f"{why}; {GO_ON}")]
       ends += [event for event in events if _is_end(event, bar)]
   for reference in left:
     ray.cancel(reference, force=True)
   return ends
-
-
-def _why_no_answer(error) -> str:
-  last = " ".join(str(error).strip().splitlines()[-1:])[:200]
-  return f"a task of Ray has died ({type(error).__name__}: {last}); {GO_ON}"
 
 
 def _conclude(ends, signals):

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import base, sharding, wire
-from asgd.experiment import event_file
+from asgd.experiment import boards
 
 _WINDOW = 5.0  # seconds that rates are taken over
 _BOARD = 1.0  # seconds between two points of a curve
@@ -166,7 +166,7 @@ class Board:
 
   def __init__(self, folder: Path):
     self._next = 0.0
-    self._writer = event_file.open_board(folder)
+    self._writer = boards.open_board(folder)
     self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:

@@ -1,8 +1,8 @@
 """The run loop: one cell from its start, or its checkpoint, to its result.
 
-Every engine is trained by this loop. It evaluates when that is due, keeps the
-log and the checkpoints, stops at what is not finite, and writes the result.
-Clocks decide when a checkpoint is written, never what happens next.
+This loop trains every engine: it evaluates, writes the log, checkpoints and the
+result, and stops at a loss that is not finite. Clocks decide when a checkpoint
+is written, never what is computed.
 """
 
 import contextlib
@@ -30,14 +30,12 @@ _GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
 
 
 def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
-  """Returns whether training made it worse, as far as its losses tell.
+  """Returns whether a run diverged, by its losses.
 
-  The beginning is the mean of the first `least` messages, 8 at least; the end
-  is that of the last tenth. A run has diverged if it ends more than a fifth
-  above where it began; or if it was more than a fifth above that on the way (in
-  as many messages in a row) and ends no better than `guess`, the loss of
-  guessing (NaN: not known), as networks with dead units do. One that falls
-  throughout has not.
+  The start is the mean of the first `least` messages (at least 8), the end that
+  of the last tenth. A run diverged if its end is more than a fifth above its
+  start; or if as many messages in a row were, and its end is no better than
+  `guess`, the loss of guessing (NaN: unknown), as of networks with dead units.
   """
   few = max(least, 8)
   if not np.isfinite(loss).all():
@@ -160,10 +158,9 @@ class _Evaluations:
 def finished(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
-  """Returns the result of a cell if it is finished, else None, and removes what
-  a kill right after its end left, unless the cell may only be read. All
-  processes make this call. Raises ValueError if it had ended, was changed, and
-  cannot be trained again."""
+  """Returns the result of a finished cell, else None, and removes files that a
+  kill after its end left. All processes call it. ValueError if it ended, was
+  changed, and cannot be trained again."""
   place = workdir and workdir / "cells" / cell.name
   kind = experiment.kind(cell)
   result = processes.share(
@@ -185,10 +182,8 @@ def train(
   signals: Any = NoSignals,
   ended: Callable[[Any, Any, list], None] | None = None,
 ) -> dict[str, Any]:
-  """Trains one cell to its end and returns its result, or that of before if it
-  is finished.
-
-  With several processes all make the same calls; process 0 has the files.
+  """Trains one cell to its end, unless it is finished, and returns its result.
+  All processes make this call; process 0 has the files.
 
   Args:
     workdir: folder of the experiment; None where another process has it.
@@ -394,9 +389,8 @@ class _Attempt(contextlib.ExitStack):
 
 
 def _compile_evaluation(experiment, cell) -> None:
-  """Evaluates some parameters before a live run begins, once for all cells of a
-  batch size: its workers would share the cores with the compiler of the first
-  evaluation. A caller's own function is not called."""
+  """Compiles the evaluation before a live run, once for a batch size: later its
+  workers would share the cores with the compiler. Not for a user's function."""
   run = experiment.runs[cell.label]
   key = "evaluation", run.config["batch_size"]
   if run.given is not None or key in experiment.compiled:

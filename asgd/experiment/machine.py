@@ -1,8 +1,6 @@
-"""Where a command runs its engines: what changes no result.
-
-Memory for live runs, a Ray cluster that is started when the first engine needs
-it, processes for the stages of a pipeline, faults to be injected on purpose.
-"""
+"""Resources of a command, which change no result: shared memory, a Ray cluster
+that starts with the first engine that needs it, processes for stages of a
+pipeline, and faults to inject."""
 
 import dataclasses
 import sys

@@ -13,8 +13,6 @@ from asgd.experiment.schema import Engines
 from asgd.names import is_import
 
 _SHOWN = 60  # characters of a value of a config
-
-
 _MADE = "compared.json"  # of an earlier comparison: the folders
 _FILES = {
   *("results.csv", "table.txt", "report.html", _MADE),
@@ -145,8 +143,7 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
   A run that several folders have is named with its folder.
 
   Returns:
-    What there is to say: the table, which cells are not in it, and where all
-    of it is.
+    Text: the table, the cells that are not in it, and the paths.
 
   Raises:
     ValueError: for a folder of no experiment, without a finished cell, or given
@@ -161,8 +158,7 @@ def write(places: Sequence[Path], out: Path, engines: Engines) -> str:
     title for mine in results for title in {row["algorithm"] for row in mine}
   )
   shared = {title for title, count in counts.items() if count > 1}
-  together: list[dict[str, Any]] = []
-  curves: list[dict[str, Any]] = []
+  together, curves = [], []
   for name, mine, own in zip(names, results, rows, strict=True):
     together += _named_apart(mine, name, shared)
     curves += _named_apart(own, name, shared)

@@ -14,12 +14,9 @@ from asgd.experiment import checks, schema
 def override(
   config: schema.Config, overrides: Mapping[str, Any], engines: schema.Engines
 ) -> dict[str, Any]:
-  """Applies the dotted keys of a command line, in its order, to a config.
-
-  Another name for a model, an order, durations or an optimizer drops the
-  arguments that the config has for the old one; so does another schedule or
-  recipe of a run.
-  """
+  """Applies the dotted keys of a command line, in its order, to a config. A new
+  name of a model, an order, durations, an optimizer, or of a run's schedule or
+  recipe drops the arguments of the old one."""
   config, keys = schema.as_dict(config), schema.sections(engines)
   # Names first, so that arguments of the new name survive in any order.
   selecting = {"name", "engine", "recipe", "schedule"}
@@ -54,7 +51,8 @@ def _place(config, keys, above, key, engines):
       # A section of a run is laid over that of the config.
       section = not isinstance(below, schema.Setting)
       place[name] = {} if of_runs and section else schema.default_of(below)
-    if place[name] is None and _may_be_dict(below):
+    may_be_dict = isinstance(below, schema.Setting) and below != schema.PLAIN
+    if place[name] is None and may_be_dict:
       place[name] = {}
     if isinstance(place[name], ml_collections.ConfigDict):
       place[name] = place[name].to_dict()
@@ -62,10 +60,6 @@ def _place(config, keys, above, key, engines):
       raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
     place, node = place[name], below
   return place
-
-
-def _may_be_dict(node):
-  return isinstance(node, schema.Setting) and node is not schema.PLAIN
 
 
 def _nodes_of_run(label, entry, config, engines):

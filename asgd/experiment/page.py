@@ -1,7 +1,5 @@
-"""HTML of a report, by the template page.html: one file that needs no network
-and no other file. What comes from outside (names of runs, paths, configs,
-warnings) is escaped by the template, and stays text whatever it holds.
-"""
+"""HTML of a report, by the template page.html: one file that needs no other and
+no network. The template escapes all text (names, paths, configs, warnings)."""
 
 import base64
 import json
@@ -56,16 +54,15 @@ class Picture(NamedTuple):
 
 def pictures(paths: Iterable[Path]) -> list[Picture]:
   """Reads figures, SVG or PNG, of those files that exist."""
-  return [_picture(path) for path in paths if path.exists()]
-
-
-def _picture(path) -> Picture:
-  kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
-  content = path.read_bytes()
-  size = re.search(rb'<svg[^>]* viewBox="0 0 (\d+)', content[:2000])
-  width = round(_PIXELS * int(size[1])) if size else _WIDEST
-  source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
-  return Picture(path.stem, source, width, min(width, _NARROWEST))
+  read = []
+  for path in filter(Path.exists, paths):
+    kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
+    content = path.read_bytes()
+    size = re.search(rb'<svg[^>]* viewBox="0 0 (\d+)', content[:2000])
+    width = round(_PIXELS * int(size[1])) if size else _WIDEST
+    source = f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    read.append(Picture(path.stem, source, width, min(width, _NARROWEST)))
+  return read
 
 
 class Heading(NamedTuple):
@@ -112,14 +109,11 @@ def results(
       once; the others are shown when that is asked for.
   """
   known = {column.key: column for column in columns}
-  keys = list(dict.fromkeys(key for row in rows for key in row))
-  keys = [
-    key
-    for key in keys
-    if not key.endswith("_std") or key.removesuffix("_std") not in keys
-  ]
+  keys = dict.fromkeys(key for row in rows for key in row)
+  spreads = {f"{key}_std" for key in keys}
   first = [key for key in known if key in keys]
-  keys = [*first, *(key for key in keys if key not in known)]
+  others = (key for key in keys if key not in known and key not in spreads)
+  keys = [*first, *others]
   headings = []
   for key in keys:
     numeric = any(_is_number(row.get(key)) for row in rows)

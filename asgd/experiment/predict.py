@@ -1,12 +1,10 @@
 """From a live run to the simulation that predicts it.
 
-What is measured of a job is how long it kept its worker: from the ticket, or
-from the end of the worker's job before if that is later, until its message was
-there. So the time of the server, and of waiting for it, is part of a job. Time
-in which the protocol held a worker back is not: neither that before a ticket,
-nor that of a message which waited for others of its round (known if the run
-wrote its spans). The same protocol is then played with these durations. Clocks
-start with the message by which every worker has handed one in.
+A job lasts from its ticket, or from the end of the worker's job before if that
+is later, until its message arrives, with the time of the server. Time in which
+the protocol holds a worker back is no part of it: before a ticket, or of a
+message that waits for others of its round (known from spans). The protocol is
+then played with these durations. Clocks start when all workers have sent one.
 """
 
 import functools
@@ -110,9 +108,9 @@ def off_network(
   sizes: Sizes,
   workers: int,
 ) -> list[MeasuredJob]:
-  """Returns the same jobs without the time that their tickets and messages were
-  on their way, and in its queues, over a network. What is left is that of the
-  worker, of the shard, and of waking both up. ValueError without spans."""
+  """Returns the same jobs without the time of tickets and messages in a network
+  and its queues, which leaves that of worker and shard. ValueError without
+  spans."""
   kinds = ("fetch", "push")
   fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
   if not pushed:
@@ -217,12 +215,9 @@ def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
   return rows
 
 
-def shifted(
-  rows: Sequence[Sequence[float]], workers: int
-) -> list[list[float]]:
-  """Returns the times of N workers' jobs, of the fewer that were measured: one
-  that has the times of another begins elsewhere in them, or the two would keep
-  step.
+def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
+  """Returns the times of N workers' jobs from those of fewer. Workers that
+  share times begin at different jobs, or they would stay in step.
 
   Example:
     >>> from asgd.experiment import predict

@@ -73,8 +73,11 @@ def load(
     of_classes = dataset.classes is not None
     make = problems.classification if of_classes else problems.regression
     options |= {key: section[key] for key in ("augment", "partition")}
+  outputs = dataset.classes  # of an example, or of a position
+  if outputs is None:
+    outputs = int(dataset.train_labels[0].size)
   with blame("model", tuple(model)), _of_function("model", kind):
-    layers = models.build(kind, _outputs(dataset), **model)
+    layers = models.build(kind, outputs, **model)
   where = contextlib.nullcontext()
   if isinstance(dataset, text.Text) or names.is_import(section["name"]):
     where = blame("data")
@@ -99,13 +102,6 @@ def title(config: Mapping[str, Any], dataset: Dataset) -> str:
   if isinstance(dataset, ProblemSource):
     return dataset.name
   return f"{dataset.name}, {config['model']['name']}"
-
-
-def _outputs(dataset) -> int:
-  """How many numbers a model is to give for an example, or a position."""
-  if dataset.classes is None:
-    return int(dataset.train_labels[0].size)
-  return dataset.classes
 
 
 def _follow(kind, model, sizes):

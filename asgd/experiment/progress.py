@@ -22,9 +22,8 @@ class ProgressBar:
     stream: TextIO | None = None,
     seconds: float = 15.0,
   ):
-    """Starts, with `total` messages to come; `describe(engine, result)` says a
-    cell's result, and without a terminal `seconds` pass between two lines.
-    The stream is the standard error, unless another is given."""
+    """Starts a bar of `total` messages; `describe(engine, result)` describes a
+    result. Without a terminal `seconds` pass between lines. None: stderr."""
     # sys.stderr is None where it was closed.
     stream = stream or sys.stderr or io.StringIO()
     self._stream = stream

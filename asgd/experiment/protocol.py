@@ -74,7 +74,9 @@ class LiveCells(NamedTuple):
   # `check`, if it has ended, and `trace` do.
   check_replayable: Callable[[Path, Mapping[str, Any]], None] | None = None
   link_faults: str = ""  # why --fault has none of lost messages; "": it has
-  comparison: str = ""  # why asgd compare refuses them; "": it does not
+  # (plan, cell, folder) -> (Rules, trace -> (params, records)): its protocol,
+  # and a simulation of any order that it allows; None: no server decides it.
+  simulation: Callable[[Any, Any, Path], tuple[Any, Callable]] | None = None
 
 
 class Protocol(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 from asgd.checks import shown
 from asgd.experiment import schema
-from asgd.experiment.protocol import Protocol, Refusal
+from asgd.experiment.protocol import Protocol
 from asgd.experiment.schema import Run
 
 OPTIONS = "recipe."  # before a key that is an option of the recipe
@@ -69,12 +69,9 @@ def check(
     if not refusal.engines or engine in refusal.engines:
       for key, value in _given(refusal.key, run, sections):
         if not refusal.values or value in refusal.values:
-          raise ValueError(_words(run, refusal, key, value))
-
-
-def _words(run: Run, refusal: Refusal, key: str, value: Any) -> str:
-  remedy = refusal.remedy.format(value=value, label=run.label)
-  whole = f"config.{key} {shown(value)} is not for {recipe_of(run)}"
-  if refusal.engines:
-    whole += f" on engine {run.engine!r}"
-  return f"{whole}: {refusal.why}; {remedy}{others(run)}"
+          remedy = refusal.remedy.format(value=value, label=run.label)
+          where = f" on engine {run.engine!r}" if refusal.engines else ""
+          raise ValueError(
+            f"config.{key} {shown(value)} is not for {recipe_of(run)}{where}:"
+            f" {refusal.why}; {remedy}{others(run)}"
+          )

@@ -1,9 +1,8 @@
 """Computes again what a live run computed, from its traces.
 
-A trace says which worker was sent which parameters when, when which message
-came, which worker died and which took its place. With the same order the same
-functions give the same bits, on the same kind of device with as many cores (XLA
-divides its sums among them).
+A trace holds each ticket that was sent, each message received, and which
+workers left and joined. In the same order the same functions give the same bits
+on the same kind of device with as many cores (XLA divides sums among them).
 """
 
 import os
@@ -164,12 +163,10 @@ def replay(
     if (folder / "result.json").exists():
       live.check(folder, description)
     live.trace(folder, description)
-  experiment, cell = load(
-    folder, data_dir=data_dir, given=given, trust=trust
-  )
+  experiment, cell = load(folder, data_dir=data_dir, given=given, trust=trust)
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
-  result, digest = _read_result(folder), storage.digest(computed.params)
+  result, digest = read_result(folder), storage.digest(computed.params)
   recorded = result.get("params_sha256")
   for key, value in computed.digests.items():
     if result.get(key) not in (None, value) and recorded in (None, digest):
@@ -188,8 +185,9 @@ def replay(
   )
 
 
-def _read_result(folder):
-  """Returns what result.json says, nothing if there is none."""
+def read_result(folder: Path) -> dict[str, Any]:
+  """Returns what result.json says, nothing if there is none; ValueError if it
+  was changed."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
   packed = storage.read_archive(folder / cell_files.CELL, path.name)

@@ -10,7 +10,7 @@ import numpy as np
 
 from asgd import safe_files, text_table
 from asgd.experiment import (
-  boards,
+  cell_log,
   figure,
   folder,
   page,
@@ -54,25 +54,20 @@ _MISSED = Column("missed", "missed", form="{:.0f}")
 
 
 def quality(accuracy: Any, measure: Any, loss: Any) -> str:
-  """Says how good parameters are: by their accuracy, if the task has one, else
-  by a measure of its own, or the loss; with a comma, or "" if nothing is known.
-  """
-  if not storage.is_finite(accuracy):
-    if storage.is_finite(measure):
-      return f"measure {100 * measure:.1f} %, "
-    if storage.is_finite(loss):
-      return f"test loss {loss:.4g}, "
-    return ""
-  return f"accuracy {100 * accuracy:.1f} %, "
+  """Returns the accuracy, else the task's measure, else the loss, as text with
+  a comma; "" if none is known."""
+  if storage.is_finite(accuracy):
+    return f"accuracy {100 * accuracy:.1f} %, "
+  if storage.is_finite(measure):
+    return f"measure {100 * measure:.1f} %, "
+  return f"test loss {loss:.4g}, " if storage.is_finite(loss) else ""
 
 
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   """Returns what is said of a finished cell: a line, and warnings with their
   remedies; `describe` is that of its engine."""
-  cell = result["cell"]
-  score = quality(
-    *(result.get(f"test_{key}") for key in ("accuracy", "measure", "loss"))
-  )
+  cell, keys = result["cell"], ("accuracy", "measure", "loss")
+  score = quality(*(result.get(f"test_{key}") for key in keys))
   said = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
@@ -237,9 +232,8 @@ def write_page(
   lead: str,
   notes: Sequence[str] = (),
 ) -> Path:
-  """Writes report.html of a folder: what its config.json and its files say of
-  these results, which `tabulate` made rows of, and `notes`, which were printed
-  when they were made."""
+  """Writes report.html of a folder: the results, as rows of `tabulate`, its
+  config.json and files, and the `notes` that were printed in training."""
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
   free = dict(identity["free"])
   config = {**identity["config"]}
@@ -259,8 +253,7 @@ def write_page(
   }
   pictures = [workdir / "figure.svg", workdir / "compare.svg"]
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
-  shown = columns_of(results, engines)
-  shown.append(Column("diverged", "diverged"))
+  shown = [*columns_of(results, engines), Column("diverged", "diverged")]
 
   def files(folder):
     found = sorted(p for p in folder.iterdir() if p.is_file())
@@ -288,9 +281,8 @@ def write_page(
 def at_the_end(
   workdir: Path | None, experiment: Experiment, bar: Any
 ) -> Iterator[None]:
-  """Writes and prints a report of the finished cells when a block ends that
-  trains, also where it was stopped or cells have no result. All processes make
-  this call; the others have no folder. The block closes the bar."""
+  """Writes and prints the report when a block that trains ends, is stopped or
+  is incomplete. All processes call it; only process 0 has a folder."""
 
   def end():
     # Together: JAX lets no process wait for long for another at its end.
@@ -309,10 +301,9 @@ def at_the_end(
 def write(
   workdir: Path, experiment: Experiment, notes: Sequence[str] = ()
 ) -> str:
-  """Writes table, figure and page of a folder's finished cells, and returns the
-  table, and where all is, for people; of none nothing. `notes` are what else
-  was said while they were trained. Of a folder that this user may only read,
-  the table is returned and nothing is written."""
+  """Writes table, figure and page of the finished cells, and returns the table
+  and the paths as text; "" without a cell. `notes` were printed in training.
+  For a read-only folder only the text is made."""
   results = folder.read_results(workdir)
   if not results:
     return ""
@@ -343,10 +334,8 @@ def write(
   drawn = write_tables(workdir, title, text, csv_rows, results, rows)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
   named = {"title": what, "lead": lead, "notes": notes}
-  made = write_page(
-    *(workdir, results, csv_rows, experiment.engines), **named
-  )
-  boards.join(workdir, experiment, results)
+  made = write_page(workdir, results, csv_rows, experiment.engines, **named)
+  cell_log.join(workdir, experiment, results)
   return (
     f"\n{text}\n"
     f"report       {made}\n"

@@ -1,12 +1,10 @@
 """The one config: its keys, their defaults and what each may be.
 
-A config says what is trained, for how long, and with what runs. A run names an
-engine and a recipe; every other key of it is a setting of that engine, an
-option of that recipe, or a shared key that is other for this run.
-
-`resolve` gives plain data with every key, and each run with the whole config as
-it holds for that run; `asgd.experiment.overrides` applies the keys of a command
-line.
+A config says what is trained, for how long, and with which runs. A run names an
+engine and a recipe; its other keys are settings of that engine, options of that
+recipe, or its values of shared keys. `resolve` returns plain data with every
+key, and the whole config of each run; `asgd.experiment.overrides` applies the
+keys of a command line.
 """
 
 import copy
@@ -20,14 +18,7 @@ from typing import Any, NamedTuple
 import ml_collections
 import optax
 
-from asgd import (
-  algorithms,
-  names,
-  optimizers,
-  rates,
-  sharding,
-  transforms,
-)
+from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
 from asgd.experiment import checks, protocol
 
@@ -192,9 +183,8 @@ class Run(NamedTuple):
     *,
     searches: bool = False,
   ) -> algorithms.Recipe:
-    """Builds its recipe (`algorithms.build`), with its optimizer and clipping
-    of what an update is made of; ValueError names the key. It `searches` if
-    the optimizer's update is told the loss as a function."""
+    """Builds its recipe with its optimizer and clipping; ValueError names the
+    key. `searches`: the optimizer's update may be given the loss function."""
     options, clip_norm = dict(self.options), self.config["clip_norm"]
     if self.config["optimizer"] is not None:
       if not searches:
@@ -210,9 +200,7 @@ class Run(NamedTuple):
     if clip_norm is None:
       return recipe
     clip = sharding.clip_by_global_norm(clip_norm)
-    return recipe._replace(
-      algorithm=transforms.precede(recipe.algorithm, clip)
-    )
+    return recipe._replace(algorithm=transforms.precede(recipe.algorithm, clip))
 
 
 class Resolved(NamedTuple):
@@ -353,8 +341,7 @@ def shared_of_run(key: str, below: Any, value: Any) -> Any:
 
 def resolve(config: Config, engines: Engines) -> Resolved:
   """Returns the config as plain data, with defaults, and its runs. ValueError
-  names a key of neither SHARED nor these engines, or with a value out of
-  range."""
+  names an unknown key, or one with a value out of range."""
   whole = _section(as_dict(config), sections(engines), "")
   for label in whole["only"]:
     names.lookup("label in config.only", label, whole["runs"])

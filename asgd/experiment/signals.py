@@ -1,8 +1,8 @@
 """Being asked to stop: by a signal, once to save and twice to end at once.
 
-Python calls a handler between two steps of the main thread. Where that waits in
-a library it may never be called, so a second thread counts the signals, too,
-and ends a process that was asked twice and does not.
+Python calls a handler between two steps of the main thread, which may wait in a
+library for ever. So a second thread counts signals too, and ends the process
+that does not end after two.
 """
 
 import contextlib

@@ -83,12 +83,6 @@ def read_sealed(path: Path) -> dict | None:
     return None
 
 
-def read_line(line: str) -> dict[str, Any]:
-  """Returns the `sealed` object that a line of JSON holds; ValueError if it is
-  none, or was changed."""
-  return unsealed(json.loads(line))
-
-
 def to_lines(rows: Iterable[Mapping]) -> str:
   """JSON lines: each row's JSON, ended by a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
@@ -124,9 +118,8 @@ def file_digest(path: Path) -> str | None:
 
 
 def write_params(folder: Path, params: Any) -> Path:
-  """Writes the final parameters of a cell, for flax.serialization: a tree with
-  a class that it does not know, such as a model of Equinox, as a dict of its
-  arrays by their paths."""
+  """Writes the final parameters of a cell with flax.serialization; a tree with
+  unknown classes, as of Equinox, as a dict of its arrays by their paths."""
   params = params if _is_known(params) else _by_path(params)
   path = folder / "params.msgpack"
   safe_files.write(path, flax.serialization.to_bytes(params))
@@ -210,8 +203,7 @@ def _before_comment(file) -> bytes:
   file.seek(0)
   total = hashlib.sha256()
   while left > 0:
-    piece = file.read(min(left, _PIECE))
-    total.update(piece)
+    total.update(piece := file.read(min(left, _PIECE)))
     left -= len(piece)
   return total.hexdigest().encode()
 
@@ -239,9 +231,8 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def naming_folder(folder: Path, *, trains: bool = False) -> Iterator[None]:
-  """Adds the folder and the remedy to the error of a full disk, or of a folder
-  that may not be written to, for a command with --out. For one that `trains`,
-  only a full disk's error without a file is changed."""
+  """Adds folder and remedy to the error of a full disk or a read-only folder,
+  for a command with --out; for one that `trains`, to that of a full disk."""
   try:
     yield
   except OSError as error:

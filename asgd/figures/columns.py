@@ -129,12 +129,6 @@ class CellTable:
     self._values: dict[tuple, float] = {}
     self.seeds = sorted({seed for *_, seed in cells})
 
-  def has(self, label: str, workers: int | None) -> bool:
-    """Whether there are cells of a run, with so many workers."""
-    return any(
-      own == label and workers in (None, count) for own, count, _ in self._cells
-    )
-
   def diverged(self, label: str, workers: int, seed: int) -> bool:
     """Whether a cell diverged."""
     return bool(self._cells[label, workers, seed].result["diverged"])

@@ -262,10 +262,9 @@ def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
   fields.check(f"{where} of kind {kind!r}", data, always | _KINDS[kind])
   _check_whole(where, kind, data)
   own = {key: data[key] for key in _KINDS[kind] if key in data}
-  return Claim(
-    *(data["name"], data["says"], kind, data["column"], statistic, own),
-    data.get("note", ""),
-  )
+  keys = "name", "says", "kind", "column"
+  given = {key: data[key] for key in keys} | {"note": data.get("note", "")}
+  return Claim(**given, statistic=statistic, data=own)
 
 
 def _check_whole(where, kind, data):
@@ -304,7 +303,13 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   names.check(
     f"column of {where}:", panel.column, [*known, *columns_lib.PROFILES]
   )
-  _check_profile(where, panel)
+  if panel.column in columns_lib.PROFILES:
+    for key in ("minus", "xcolumn"):
+      if (value := getattr(panel, key)) is not None:
+        raise ValueError(
+          f"{where}: {key} {shown(value)} is not for the histogram"
+          f" {panel.column!r}; leave it out"
+        )
   if panel.xcolumn is not None:
     names.check(f"xcolumn of {where}:", panel.xcolumn, known)
   if panel.along is not None:
@@ -335,18 +340,6 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
       f"{where}: ylim {shown(panel.ylim)} has no logarithm; begin above 0"
     )
   return panel
-
-
-def _check_profile(where, panel):
-  """Raises ValueError for what the panel of a histogram cannot have."""
-  if panel.column not in columns_lib.PROFILES:
-    return
-  for key, value in (("minus", panel.minus), ("xcolumn", panel.xcolumn)):
-    if value is not None:
-      raise ValueError(
-        f"{where}: {key} {shown(value)} is not for the histogram"
-        f" {panel.column!r}; leave it out"
-      )
 
 
 def check_name(name: str) -> None:
@@ -394,11 +387,9 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
     _panel(panel, i, known) for i, panel in enumerate(given.get("panels", ()))
   ]
   _check_distinct("panels", [panel.title for panel in panels])
-  figure = Figure(
-    *(name, given["title"], given["paper"], given["about"], claims, made),
-    *(panels, given.get("quick", {}), given.get("tuned", "")),
-    given.get("turns", False),
-  )
+  defaults = {"quick": {}, "tuned": "", "turns": False}
+  own = {"name": name, "claims": claims, "columns": made, "panels": panels}
+  figure = Figure(**{**defaults, **given, **own})
   _check_cells(figure, counts)
   return figure
 

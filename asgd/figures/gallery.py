@@ -183,11 +183,7 @@ def _one_line(value: Any) -> Any:
 
 def page(docs: Path) -> str:
   """Returns the page, from the verdicts that are kept."""
-  return _page(read(docs))
-
-
-def _page(kept: Mapping[str, Mapping[str, Any]]) -> str:
-  figures = _one_line(kept)
+  figures = _one_line(read(docs))
   parts = [_HEAD, _summary(figures)]
   parts += [_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
@@ -196,13 +192,13 @@ def _page(kept: Mapping[str, Mapping[str, Any]]) -> str:
 def write(docs: Path) -> Path:
   """Writes the page; returns where it is. ValueError without any verdicts: a
   page that is there stays."""
-  path, kept = docs / _PAGE, read(docs)
-  if not kept:
+  path = docs / _PAGE
+  if not read(docs):
     raise ValueError(
       f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
       " asgd reproduce NAME --docs in a checkout's root"
     )
-  safe_files.write(path, _page(kept))
+  safe_files.write(path, page(docs))
   return path
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from asgd import names
 from asgd.checks import line_of
 from asgd.experiment import (
-  boards,
+  cell_log,
   cells,
   code,
   folder,
@@ -323,7 +323,7 @@ def reproduce(
   if docs is not None:
     gallery.check_place(docs, task.figure.name, size=_size(task))
   experiment, place = train(task, engines, **options)
-  boards.join(place, experiment, folder.read_results(place))
+  cell_log.join(place, experiment, folder.read_results(place))
   said, points, data = judge(task, experiment, place)
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name

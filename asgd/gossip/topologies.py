@@ -12,7 +12,8 @@ Metropolis,
     W_ij = 1 / (1 + max(d_i, d_j)) for neighbours,   W_ii = what is left,
 
 with d_i the neighbours of i; "uniform" weights are 1 / (1 + neighbours of the
-one who tells), which is the same where all have as many.
+one who tells), which is the same where all have as many. Of each topology here
+`workers` is n, from 2, and `weights` one of WEIGHTS.
 
 How fast gossip averages is said by |lambda_2|, the second largest modulus of an
 eigenvalue of W: the distance to the mean falls by that factor a round.
@@ -61,10 +62,6 @@ def ring(workers: int, *, weights: str | None = None) -> Topology:
 
     |lambda_2| = (1 + 2 cos(2 pi / n)) / 3
 
-  Args:
-    workers: n, from 2.
-    weights: one of WEIGHTS, which are the same here.
-
   Example:
     >>> from asgd.gossip import topologies
     >>> f"{topologies.second_eigenvalue(topologies.ring(16)):.4f}"
@@ -79,9 +76,7 @@ def torus(
   """Peers on a grid that is closed in both directions: four neighbours.
 
   Args:
-    workers: n, from 2.
     rows: a divisor of n; None is the largest that is at most sqrt(n).
-    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for rows that do not divide n, or a prime n without rows.
@@ -104,23 +99,14 @@ def torus(
 
 
 def star(workers: int, *, weights: str | None = None) -> Topology:
-  """Peer 0 in the middle, and nobody else with more than one neighbour.
-
-  Args:
-    workers: n, from 2.
-    weights: one of WEIGHTS.
-  """
+  """Peer 0 in the middle, and nobody else with more than one neighbour."""
   links = np.zeros((workers, workers), bool)
   links[0, 1:] = links[1:, 0] = True
   return of_matrices("star", of_links(links, weights))
 
 
 def full(workers: int) -> Topology:
-  """Everybody hears everybody: a round is an all-reduce.
-
-  Args:
-    workers: n, from 2.
-  """
+  """Everybody hears everybody: a round is an all-reduce."""
   return of_matrices("full", np.full((workers, workers), 1 / workers))
 
 
@@ -132,9 +118,6 @@ def exponential(workers: int) -> Topology:
   """Everybody hears those 1, 2, 4, ... before it: directed, log2 n links.
 
     second singular value 1 - 2 / (log2 n + 1),   n a power of 2
-
-  Args:
-    workers: n, from 2.
 
   Source:
     Ying et al., "Exponential graph is provably efficient for decentralized
@@ -154,9 +137,6 @@ def one_peer_exponential(workers: int) -> Topology:
 
   If n is a power of 2, log2 n rounds average exactly.
 
-  Args:
-    workers: n, from 2.
-
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
     ICML 2019, arXiv:1811.10792.
@@ -174,16 +154,6 @@ def one_peer_exponential(workers: int) -> Topology:
   return of_matrices("one_peer_exponential", rounds)
 
 
-def _dimensions(workers: int) -> int:
-  if workers & (workers - 1):
-    below = 2 ** (workers.bit_length() - 1)
-    raise ValueError(
-      f"a hypercube has a power of 2 of peers, not {workers}: use {below} or"
-      f" {2 * below}"
-    )
-  return workers.bit_length() - 1
-
-
 def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
   """Peers at the corners of a cube of log2 n dimensions.
 
@@ -196,7 +166,13 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     ValueError: for an n that is no power of 2.
   """
   checks.flag("one_peer", one_peer)
-  ranks, dimensions = np.arange(workers), _dimensions(workers)
+  if workers & (workers - 1):
+    below = 2 ** (workers.bit_length() - 1)
+    raise ValueError(
+      f"a hypercube has a power of 2 of peers, not {workers}: use {below} or"
+      f" {2 * below}"
+    )
+  ranks, dimensions = np.arange(workers), workers.bit_length() - 1
   rounds = np.zeros((dimensions, workers, workers), bool)
   for k in range(dimensions):
     rounds[k, ranks, ranks ^ (1 << k)] = True
@@ -264,11 +240,9 @@ def erdos_renyi(
   """A connected graph, drawn with each link by itself.
 
   Args:
-    workers: n, from 2.
     probability: of a link, in (0, 1]; None is 2 ln n / n, at most 1, with which
       most graphs are connected.
     seed: of the draw; graphs that are not connected are drawn again.
-    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for a probability out of its range, or so small that none of 100
@@ -276,10 +250,7 @@ def erdos_renyi(
   """
   if probability is None:
     probability = min(1.0, 2 * math.log(workers) / workers)
-  if not 0 < probability <= 1:
-    raise ValueError(
-      f"probability must be in (0, 1], not {checks.shown(probability)}"
-    )
+  checks.portion("probability", probability)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
   for _ in range(100):
     half = np.triu(rng.random((workers, workers)) < probability, 1)
@@ -301,7 +272,6 @@ def hierarchical(
   Args:
     workers: n, a multiple of the group's size.
     group: peers of a group, from 2.
-    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for an n that is no multiple of the group's size.
@@ -326,7 +296,6 @@ def random_digraph(
   averages on it.
 
   Args:
-    workers: n, from 2.
     degree: the largest number that a peer tells, from 1; None is 2, or 1 of
       two peers.
     seed: of the draw.
@@ -355,11 +324,9 @@ def graph(
   """A graph of one's own, by its links.
 
   Args:
-    workers: n, from 2.
     edges: pairs (i, j), or whole numbers [E, 2]; i tells j, and if not
       `directed` also j tells i.
     directed: whether links have one direction.
-    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for an edge that is no pair of two different peers.

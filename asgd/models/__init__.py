@@ -39,8 +39,8 @@ MODELS: dict[str, Callable[..., Layers]] = {
 
 def build(name: str, classes: int, **kwargs) -> Layers | Model:
   """Builds one of MODELS by name, with so many logits and its options; or a
-  model of one's own, by MODULE:FUNCTION of what makes it: layers, or what
-  `asgd.models.own` takes.
+  user's model by MODULE:FUNCTION, which makes layers or a form of
+  `asgd.models.own`.
 
   Raises ValueError for an unknown name or option, with the nearest known one.
 

@@ -15,6 +15,7 @@ References:
 """
 
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
+from flax import traverse_util
 
 from asgd import checks, names
 from asgd.data import DataError, formats
@@ -35,7 +37,7 @@ from asgd.models.layers import MOST_FEATURES, Layers
 
 POOLINGS = ("mean", "first")
 
-_INIT = nn.initializers.normal(0.02)
+_INIT = transformer.INIT
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
@@ -102,14 +104,8 @@ class EncoderBlock(nn.Module):
   def __call__(self, x, train: bool = False):
     dtype, real = x.dtype, _real(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
-    h = nn.MultiHeadDotProductAttention(
-      self.heads,
-      dtype=dtype,
-      kernel_init=_INIT,
-      dropout_rate=self.dropout,
-      deterministic=not train,
-      name="attention",
-    )(x, mask=real[:, None, None, :, 0])
+    attention = transformer.attention(self, dtype, train)
+    h = attention(x, mask=real[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
     h = _dense(self.hidden, dtype, "up")(x)
     h = _dense(x.shape[-1], dtype, "down")(nn.gelu(h, approximate=False))
@@ -141,18 +137,9 @@ class EncoderHead(nn.Module):
 
 
 def bert(
-  classes: int,
-  *,
-  vocabulary: int,
-  depth: int = 2,
-  width: int = 128,
-  heads: int = 2,
-  hidden: int | None = None,
-  context: int = 128,
-  kinds: int = 2,
-  pooling: str = "mean",
-  epsilon: float = 1e-12,
-  dropout: float = 0.0,
+  classes: int, *, vocabulary: int, depth: int = 2, width: int = 128,
+  heads: int = 2, hidden: int | None = None, context: int = 128, kinds: int = 2,
+  pooling: str = "mean", epsilon: float = 1e-12, dropout: float = 0.0,
 ) -> Layers:
   """A BERT that classifies: EncoderEmbed, `depth` EncoderBlocks, EncoderHead.
 
@@ -196,7 +183,7 @@ class Pretrained(NamedTuple):
 def find(place: str | os.PathLike) -> Path:
   """Returns the folder of a checkpoint (config.json, model.safetensors): that
   folder, or one in an installed package of that name; else DataError."""
-  folder = Path(os.path.expanduser(place))
+  folder = Path(place).expanduser()
   if folder.is_dir():
     if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:
       raise DataError(
@@ -226,9 +213,9 @@ def find(place: str | os.PathLike) -> Path:
 def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   """Reads an encoder, as Hugging Face's libraries write it.
 
-  `place` is as `find` takes it; the pooling "first" needs the pooler's weights.
+  `place` is as of `find`; the pooling "first" needs the pooler's weights.
   DataError is raised if there is no such encoder, it is no BERT, or a tensor is
-  missing, of another shape than its config says, or not known.
+  missing, of another shape than its config has, or unknown.
   """
   names.check("pooling", pooling, POOLINGS)
   folder = find(place)
@@ -250,29 +237,33 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
       )
     return value
 
-  def fill(source, leaves):
-    if isinstance(source, Mapping):
-      return {key: fill(source[key], leaves[key]) for key in source}
-    if not isinstance(leaves, Mapping):  # a table
-      return read(f"{source}.weight", leaves.shape).astype(np.float32)
-    outputs = leaves["bias"].size
-    if "scale" in leaves:
-      filled = {"scale": read(f"{source}.weight", (outputs,))}
-    else:
-      shape = outputs, leaves["kernel"].size // outputs
-      filled = {"kernel": read(f"{source}.weight", shape).T}
-    filled["bias"] = read(f"{source}.bias", (outputs,))
-    return {
-      key: np.ascontiguousarray(value.reshape(leaves[key].shape), np.float32)
-      for key, value in filled.items()
-    }
+  def fill(number, shapes):
+    leaves = traverse_util.flatten_dict(shapes, sep=".")
+    filled = {}
+    for path in sorted(leaves, reverse=True):  # kernels before biases
+      leaf, (module, _, kind) = leaves[path], path.rpartition(".")
+      source = _TENSORS.get(module or path)
+      if source is None:  # the classifier
+        continue
+      source = source.format(number - 1)
+      if kind == "kernel":
+        outputs = leaves[f"{module}.bias"].size
+        shape = outputs, leaf.size // outputs
+        value = read(f"{source}.weight", shape).T
+      else:
+        suffix = "bias" if kind == "bias" else "weight"
+        shape = (leaf.size,) if module else leaf.shape  # a table has no module
+        value = read(f"{source}.{suffix}", shape)
+      value = value.reshape(leaf.shape)
+      filled[path] = np.ascontiguousarray(value, np.float32)
+    return traverse_util.unflatten_dict(filled, sep=".")
 
   layers = bert(1, **sizes)
   example = jax.ShapeDtypeStruct((1, 2, 1), np.int32)
   shapes = jax.eval_shape(
     lambda: layers_lib.init(layers, jax.random.key(0), example)
   )
-  weights = tuple(map(fill, _sources(sizes), shapes))
+  weights = tuple(map(fill, itertools.count(), shapes))
   # Position numbers, heads of the training before, the pooler beside a mean.
   unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
   if unknown := sorted(name for name in tensors if not name.startswith(unused)):
@@ -283,6 +274,22 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
   return Pretrained(folder, sizes, weights)
 
 
+# Module of a layer -> its name in a file, with the number of the block.
+_TENSORS = {
+  "words": "embeddings.word_embeddings",
+  "positions": "embeddings.position_embeddings",
+  "kinds": "embeddings.token_type_embeddings",
+  "norm": "embeddings.LayerNorm",
+  "attention.query": "encoder.layer.{}.attention.self.query",
+  "attention.key": "encoder.layer.{}.attention.self.key",
+  "attention.value": "encoder.layer.{}.attention.self.value",
+  "attention.out": "encoder.layer.{}.attention.output.dense",
+  "norm_attention": "encoder.layer.{}.attention.output.LayerNorm",
+  "up": "encoder.layer.{}.intermediate.dense",
+  "down": "encoder.layer.{}.output.dense",
+  "norm_mlp": "encoder.layer.{}.output.LayerNorm",
+  "pooler": "pooler.dense",
+}
 _SIZES = {
   "vocabulary": "vocab_size",
   "depth": "num_hidden_layers",
@@ -324,7 +331,7 @@ def _read_sizes(path):
 
 
 def _read_tensors(path):
-  """name -> array, under the names of a bare BERT of today."""
+  """name -> array, by the names of a bare BERT of today."""
   try:
     import safetensors.numpy
   except ImportError:
@@ -342,26 +349,3 @@ def _read_tensors(path):
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
   return {of_today(name): value for name, value in tensors.items()}
-
-
-def _sources(sizes):
-  """Yields each layer's modules, as the file names them."""
-  yield {
-    "words": "embeddings.word_embeddings",
-    "positions": "embeddings.position_embeddings",
-    "kinds": "embeddings.token_type_embeddings",
-    "norm": "embeddings.LayerNorm",
-  }
-  for i in range(sizes["depth"]):
-    block = f"encoder.layer.{i}"
-    reads = {
-      k: f"{block}.attention.self.{k}" for k in ("query", "key", "value")
-    }
-    yield {
-      "attention": {**reads, "out": f"{block}.attention.output.dense"},
-      "norm_attention": f"{block}.attention.output.LayerNorm",
-      "up": f"{block}.intermediate.dense",
-      "down": f"{block}.output.dense",
-      "norm_mlp": f"{block}.output.LayerNorm",
-    }
-  yield {"pooler": "pooler.dense"} if sizes["pooling"] == "first" else {}

@@ -205,16 +205,9 @@ class WideBlock(nn.Module):
 
 def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
   if isinstance(widths, str) or not isinstance(widths, Sequence):
-    raise ValueError(
-      f"{name} must be a sequence of widths, as (64,), not"
-      f" {checks.shown(widths)}"
-    )
-  if len(widths) < least:
-    raise ValueError(f"{name} needs {least} width or more, not {widths!r}")
-  if len(widths) > MOST_LAYERS:
-    raise ValueError(
-      f"{name} has {len(widths):,} widths; use at most {MOST_LAYERS}"
-    )
+    kind = f"a sequence of widths, as (64,), not {checks.shown(widths)}"
+    raise ValueError(f"{name} must be {kind}")
+  checks.whole(f"the length of {name}", len(widths), least, MOST_LAYERS)
   for width in widths:
     checks.whole(f"each width of {name}", width, most=MOST_FEATURES)
 

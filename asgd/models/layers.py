@@ -1,13 +1,10 @@
 """Models as tuples of layers, so that a pipeline can cut any of them.
 
-A model is not one module but a tuple of them: layers[a:b] with params[a:b] is a
-stage, and a model on one device is the stage a = 0, b = len(layers). What must
-not be cut inside, such as a residual block with its skip connection, is one
-layer. Parameters are a tuple too, one dict per layer, or `base.Variables` of
-two such tuples for models with BatchNorm.
-
-Models of another form, one piece each, are a `Model` of `asgd.models.own`, and
-`init`, `apply` and `count` work on them too.
+A model is a tuple of modules: layers[a:b] with params[a:b] is a stage, and a
+model on one device is the stage a = 0, b = len(layers). A residual block with
+its skip connection is one layer. Parameters are a tuple too, one dict per
+layer, or `base.Variables` of two such tuples for models with BatchNorm. Models
+in one piece are a `Model` of `asgd.models.own`; the functions take both.
 
 A layer is a flax module called as layer(x, train=bool). Index letters:
   B  examples
@@ -106,13 +103,8 @@ def _remembered(fn, layer, *arguments):
 
 
 def apply(
-  layers: Layers | Model,
-  params: optax.Params,
-  x: jax.Array,
-  *,
-  train: bool = False,
-  key: jax.Array | None = None,
-  first: int = 0,
+  layers: Layers | Model, params: optax.Params, x: jax.Array, *,
+  train: bool = False, key: jax.Array | None = None, first: int = 0,
 ) -> tuple[jax.Array, optax.Params]:
   """Runs the layers, or the slice of them that is one stage.
 

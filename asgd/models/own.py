@@ -1,10 +1,10 @@
-"""Models of one's own: a flax module, an nnx module or a pair (init, apply).
+"""Users' models: a flax module, an nnx module or a pair (init, apply).
 
-Such a model is one piece: nothing says where it may be cut. Its statistics of
-BatchNorm follow the rule of this house: a message holds those of its batch, and
-the server averages them in. Flax averages by itself, new = m old + (1 - m) own,
-so that own = (new - m old) / (1 - m), and the server is given the momentum m.
-One worker then keeps the statistics that a loop of flax and optax keeps.
+Such a model is in one piece. Statistics of BatchNorm follow the rule of this
+library: a message holds those of its batch, and the server averages them in.
+Flax averages by itself, new = m old + (1 - m) own, so own = (new - m old) /
+(1 - m), and the server gets the momentum m. One worker then keeps the
+statistics that a loop of flax and optax keeps.
 """
 
 import inspect
@@ -45,45 +45,38 @@ class Model(NamedTuple):
 
 
 def as_model(value: Any) -> Any:
-  """Returns what a function of one's own made: layers as they are, anything
-  else as a Model. ValueError for what is no model."""
+  """Returns the result of a user's function: layers as they are, others as a
+  Model; ValueError for one that is no model."""
   if isinstance(value, Model):
     return value
   if isinstance(value, nn.Module):
     return _linen(value)
   if isinstance(value, list | tuple) and value:
     if all(isinstance(each, nn.Module) for each in value):
-      return _layers(tuple(value))
+      for layer in value:
+        if "train" not in inspect.signature(type(layer).__call__).parameters:
+          raise ValueError(
+            "a model of layers calls each as layer(x, train=...), and"
+            f" {type(layer).__name__} takes no train; add it, or return one"
+            " Module"
+          )
+      return tuple(value)
     if len(value) == 2 and all(map(callable, value)):
       return _pair(*value)
-  shown = " ".join(checks.shown(value).split())
-  raise ValueError(f"it returned {shown}; return {_FORMS}")
-
-
-def _layers(layers):
-  for layer in layers:
-    if "train" not in inspect.signature(type(layer).__call__).parameters:
-      raise ValueError(
-        f"a model of layers calls each as layer(x, train=...), and"
-        f" {type(layer).__name__} takes no train; add it, or return one Module"
-      )
-  return layers
+  raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
 def _arguments(call, given: int, what: str) -> list[str]:
   """Returns the names of a function's arguments after the first `given`;
-  ValueError for one that nothing gives."""
+  ValueError for one without a value."""
   parameters = list(inspect.signature(call).parameters.values())
   several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
   if len(parameters) < given and not several:
     raise ValueError(
       f"{what} takes {len(parameters)} arguments, and is given {given} or more"
     )
-  rest = [
-    p
-    for p in parameters[given:]
-    if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-  ]
+  variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+  rest = [p for p in parameters[given:] if p.kind not in variable]
   for p in rest:
     if p.default is p.empty and p.name not in (*_MODES, *_KEYS):
       raise ValueError(
@@ -99,9 +92,11 @@ def _mode(arguments, train: bool) -> dict[str, bool]:
   }
 
 
-def _own(old, new, momentum):
-  """The batch's own statistic, of those before and after flax averaged."""
-  return (new - momentum * old) / (1 - momentum)
+def _own(before, after, momentum):
+  """The batch's statistics, from those before and after flax averaged."""
+  return jax.tree.map(
+    lambda old, new: (new - momentum * old) / (1 - momentum), before, after
+  )
 
 
 def _one_momentum(momenta: set[float], name: str) -> float:
@@ -179,10 +174,7 @@ def _linen(module: nn.Module) -> Model:
       )
     known.update(momenta)
     momentum = _one_momentum(known, name)
-    stats = jax.tree.map(
-      lambda a, b: _own(a, b, momentum), params.stats, new["batch_stats"]
-    )
-    return y, stats
+    return y, _own(params.stats, new["batch_stats"], momentum)
 
   def decay(example):
     shapes, momenta = _traced(init, example, name)
@@ -200,8 +192,8 @@ def _linen(module: nn.Module) -> Model:
 
 
 def check_layers(init: Callable[[jax.Array], Any]) -> None:
-  """Raises ModelError if layers that `init` initialises, key -> parameters,
-  average statistics themselves: theirs are to be those of the batch."""
+  """Raises ModelError if the layers of `init`, key -> parameters, average
+  statistics themselves: a message needs those of the batch."""
   momenta: set[float] = set()
   with nn.intercept_methods(_listing(momenta)):
     jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
@@ -213,7 +205,7 @@ def check_layers(init: Callable[[jax.Array], Any]) -> None:
 
 
 def _listing(momenta: set[float]):
-  """An interceptor that lists the momenta of what is called."""
+  """An interceptor that adds the momentum of each BatchNorm called."""
 
   def intercept(call, args, kwargs, context):
     if isinstance(context.module, nn.BatchNorm):
@@ -227,8 +219,8 @@ def _listing(momenta: set[float]):
 
 
 def of_nnx(make: Callable[..., Any]) -> Model:
-  """Returns the Model of a function rngs -> nnx.Module. It is called again
-  wherever it is trained, and given the values of parameters and statistics."""
+  """Returns the Model of a function rngs -> nnx.Module, which is called for
+  each batch and filled with the values of parameters and statistics."""
   from flax import nnx
 
   def built(params, dropout):
@@ -246,9 +238,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   def init(key, example):
     del example
     module = built(key, key)
-    weights, stats = (
-      values(module, kind) for kind in (nnx.Param, nnx.BatchStat)
-    )
+    weights = values(module, nnx.Param)
+    stats = values(module, nnx.BatchStat)
     return base.Variables(weights, stats) if stats else weights
 
   def put(module, kind, tree):
@@ -267,9 +258,8 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     y = module(x, **_mode(_arguments(module.__call__, 1, what), train))
     if not train or not keeps:
       return y, params.stats if keeps else ()
-    momentum = momentum_of(module)
     new = values(module, nnx.BatchStat)
-    return y, jax.tree.map(lambda a, b: _own(a, b, momentum), params.stats, new)
+    return y, _own(params.stats, new, momentum_of(module))
 
   def momentum_of(module):
     nodes = (node for _, node in nnx.iter_graph(module))

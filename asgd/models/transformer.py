@@ -17,7 +17,20 @@ from flax import linen as nn
 from asgd import checks
 from asgd.models.layers import MOST_FEATURES, MOST_LAYERS, Layers
 
-_INIT = nn.initializers.normal(0.02)
+INIT = nn.initializers.normal(0.02)
+
+
+def attention(block, dtype, train: bool, **options):
+  """Returns the attention of a block with `heads` and `dropout`."""
+  return nn.MultiHeadDotProductAttention(
+    block.heads,
+    dtype=dtype,
+    kernel_init=INIT,
+    dropout_rate=block.dropout,
+    deterministic=not train,
+    name="attention",
+    **options,
+  )
 
 
 class Embed(nn.Module):
@@ -32,8 +45,8 @@ class Embed(nn.Module):
   def __call__(self, tokens, train: bool = False):
     length = tokens.shape[1]
     check_length(length, self.context)
-    table = self.param("tokens", _INIT, (self.vocabulary, self.width))
-    places = self.param("positions", _INIT, (self.context, self.width))
+    table = self.param("tokens", INIT, (self.vocabulary, self.width))
+    places = self.param("positions", INIT, (self.context, self.width))
     x = jnp.take(table, tokens, axis=0) + places[:length]
     return nn.Dropout(self.dropout, deterministic=not train)(x)
 
@@ -53,18 +66,11 @@ class Block(nn.Module):
     width, dtype = x.shape[-1], x.dtype
     added = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
-    h = nn.MultiHeadDotProductAttention(
-      self.heads,
-      dtype=dtype,
-      kernel_init=_INIT,
-      out_kernel_init=added,
-      dropout_rate=self.dropout,
-      deterministic=not train,
-      name="attention",
-    )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype)))
+    mask = nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype))
+    h = attention(self, dtype, train, out_kernel_init=added)(h, mask=mask)
     x = x + nn.Dropout(self.dropout, deterministic=not train)(h)
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
-    h = nn.Dense(4 * width, dtype=dtype, kernel_init=_INIT, name="up")(h)
+    h = nn.Dense(4 * width, dtype=dtype, kernel_init=INIT, name="up")(h)
     h = nn.Dense(width, dtype=dtype, kernel_init=added, name="down")(nn.gelu(h))
     return x + nn.Dropout(self.dropout, deterministic=not train)(h)
 
@@ -79,7 +85,7 @@ class Unembed(nn.Module):
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
     return nn.Dense(
-      self.vocabulary, use_bias=False, dtype=x.dtype, kernel_init=_INIT
+      self.vocabulary, use_bias=False, dtype=x.dtype, kernel_init=INIT
     )(x)
 
 

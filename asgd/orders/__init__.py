@@ -10,10 +10,11 @@ from asgd.orders import (
   shards,
   trace,
 )
-from asgd.orders.backups import backup_tasks, count_backups
+from asgd.orders.backups import count_backups
 from asgd.orders.checking import check
 from asgd.orders.makers import (
   asynchronous,
+  backup_tasks,
   backup_workers,
   build,
   bulk_synchronous,

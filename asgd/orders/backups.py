@@ -4,91 +4,102 @@
   worker 1   |--job 1--|
   worker 2   |--job 2------------------------------------|  dropped
 
-When the rest of a round is done, a worker that has nothing to do takes a job
-that is late, and the first of the two results counts. The other worker ends its
-own, which is dropped when it comes, and is missed in the rounds until then:
-others do two jobs.
+When the rest of a round is done, an idle worker takes a job that is late, and
+the first of the two results counts. The other worker ends its own, which is
+dropped when it comes, and lacks in the rounds until then: others do two jobs.
 """
 
-from asgd import base, checks
-from asgd.orders import protocol
-from asgd.orders.durations import Durations
-from asgd.orders.play import played
+import statistics
+from collections.abc import Collection, Iterator
+
+from asgd import base
 from asgd.orders.trace import ENDS, STARTS, events
 
+Key = tuple[int, int]  # (worker, seq)
 
-def backup_tasks(
-  durations: Durations, *, workers: int, messages: int, late: float
-) -> base.Trace:
-  """Synchronous rounds in which late jobs are handed to idle workers, too.
 
-    a job is late after f times the median of its worker's peers' last times
-
-  Use it with `make_server(..., every=workers)`. The messages of a round are
-  received together, when one of each of its N jobs is there: in the order of
-  the jobs, but those of one worker in the order in which it did them.
-
-  Args:
-    durations: how long each job of the N workers takes.
-    workers: N.
-    messages: RECEIVE rows, N for each round.
-    late: f, 1 or more; infinite is no backup task, `bulk_synchronous`.
-
-  Returns:
-    A Trace, whose DROP rows are of the results that were second.
-
-  Raises:
-    ValueError: for a number out of its range, or a round that is not whole.
-
-  Source:
-    Dean et al., "Large scale distributed deep networks", NIPS 2012, as to
-    Sandblaster's portions, and Dean, Ghemawat, "MapReduce", OSDI 2004; that
-    the median decides is our own choice.
+class Copies:
+  """The open tickets of each job, of which one counts.
 
   Example:
-    At 2 the jobs of workers 0 and 1 have taken 1, and worker 2's is late.
+    Workers 0 and 1 do job 5. Worker 1 comes first.
 
-    >>> from asgd import orders
-    >>> clock = orders.durations.constant(slowdown=[1, 1, 9])
-    >>> trace = orders.backup_tasks(clock, workers=3, messages=3, late=2)
-    >>> for row in orders.trace.events(trace):
-    ...   if row.time:
-    ...     print(row.format())
-    2.0,0,1,2,send
-    3.0,0,0,0,receive
-    3.0,1,0,1,receive
-    3.0,0,1,2,receive
-    >>> orders.count_backups(trace)
-    (1, 1)
+    >>> from asgd.orders.backups import Copies
+    >>> copies = Copies()
+    >>> copies.start(5, (0, 0)), copies.start(5, (1, 0))
+    (True, False)
+    >>> copies.end(5, (1, 0), counts=True)
+    False
+    >>> copies.beaten({(0, 0): 5})
+    [(0, 0)]
   """
-  checks.whole("workers", workers)
-  checks.whole("messages", messages)
-  checks.multiple(messages, "messages", workers, "rounds of {} workers")
-  rules = protocol.Rules(round=workers, late=late)
-  return played(rules, durations, workers, messages)
+
+  def __init__(self) -> None:
+    self.open: dict[int, list[Key]] = {}  # by job, the first one first
+    # Open ones of jobs of which another message was received.
+    self._superseded: set[Key] = set()
+    self.took: dict[int, float] = {}  # worker -> time of its latest job
+
+  def start(self, job: int, key: Key) -> bool:
+    """A ticket is opened; returns whether it is the only one of its job."""
+    keys = self.open.setdefault(job, [])
+    keys.append(key)
+    return len(keys) == 1
+
+  def end(self, job: int, key: Key, *, counts: bool) -> bool:
+    """A ticket is closed, because its message `counts` or for another reason;
+    returns whether the job is open at no worker, and was not done."""
+    others = self.open[job]
+    others.remove(key)
+    if not others:
+      del self.open[job]
+    superseded = key in self._superseded
+    self._superseded.discard(key)
+    if counts:
+      self._superseded.update(others)
+    return not (counts or others or superseded)
+
+  def beaten(self, arrived: dict[Key, int]) -> list[Key]:
+    """Returns the messages, of message -> job in the order of their arrival,
+    that came after another one of their job."""
+    out, jobs = [], set()
+    for key, job in arrived.items():
+      if key in self._superseded or job in jobs:
+        out.append(key)
+      jobs.add(job)
+    return out
+
+  def awaited(self, arrived: Collection[Key]) -> bool:
+    """Whether a job is not done and has no message among the arrived."""
+    return any(
+      not any(key in arrived for key in keys)
+      and not self._superseded.issuperset(keys)
+      for keys in self.open.values()
+    )
+
+  def single(self, arrived: Collection[Key]) -> Iterator[Key]:
+    """Yields the tickets of jobs that one worker alone does, without a message
+    among the arrived."""
+    for keys in self.open.values():
+      done = keys[0] in arrived or keys[0] in self._superseded
+      if len(keys) == 1 and not done:
+        yield keys[0]
+
+  def usual(self, worker: int) -> float | None:
+    """Returns the median of the latest times of a worker's peers, if any."""
+    peers = [took for peer, took in self.took.items() if peer != worker]
+    return statistics.median(peers) if peers else None
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:
-  """Counts the jobs that two workers did.
-
-  Args:
-    trace: of any order.
-
-  Returns:
-    How many were started as backup tasks, and how many of these came first.
-  """
-  doing: dict[int, list[tuple[int, int]]] = {}  # by job, the first one first
-  started = first = 0
+  """Counts the jobs of a trace that two workers did: how many were started as
+  backup tasks, and how many of these came first."""
+  copies, started, first = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:
-      keys = doing.setdefault(event.job, [])
-      started += bool(keys)
-      keys.append(event.key)
-    elif event.action in ENDS and event.key in doing.get(event.job, ()):
-      keys = doing[event.job]
-      second = event.action == base.RECEIVE and keys[0] != event.key
-      first += second
-      keys.remove(event.key)
-      if second or not keys:
-        del doing[event.job]
+      started += not copies.start(event.job, event.key)
+    elif event.action in ENDS:
+      counts = event.action == base.RECEIVE
+      first += counts and copies.open[event.job][0] != event.key
+      copies.end(event.job, event.key, counts=counts)
   return started, first

@@ -1,5 +1,4 @@
-"""Whether a trace can be obeyed: what a protocol forbids beyond what a row
-means."""
+"""Whether a trace can be replayed: which rows protocols forbid."""
 
 from collections.abc import Iterable
 
@@ -28,19 +27,15 @@ def check(
   *,
   path: object = None,
 ) -> int:
-  """Checks that a trace can be obeyed and returns its number of workers.
+  """Checks that a trace can be replayed and returns its number of workers, N.
 
   Args:
     trace: columns, or rows.
     depth: tickets that a worker may hold at once.
-    path: of the file that the rows are of, for the text of an error.
-
-  Returns:
-    N.
+    path: of the rows' file, for errors.
 
   Raises:
-    TraceError: for the first row that is wrong, naming it (of a file, its
-      line).
+    TraceError: for the first wrong row, naming it (of a file, its line).
 
   Example:
     >>> from asgd import orders
@@ -56,8 +51,7 @@ def check(
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
-    why = _forbidden(ledger, event, depth)
-    if why:
+    if why := _forbidden(ledger, event, depth):
       ledger.refuse(event, why)
     ledger.obey(event)
     workers = max(workers, event.worker + 1)
@@ -67,7 +61,7 @@ def check(
 def _forbidden(
   ledger: Ledger[Event], event: Event, depth: float
 ) -> str | None:
-  """Says what a protocol does not allow although the row has a meaning."""
+  """Returns what a protocol forbids although the row has a meaning."""
   time, worker, seq, job, action, *_ = event
   tickets = ledger.open[worker]
   if not 0 <= time <= LATEST:
@@ -91,19 +85,11 @@ def _forbidden(
       return "the worker's jobs end in their order"
   elif action in (base.JOIN, base.LEAVE) and tickets:
     return "the worker still holds a ticket"
-  elif action in (*PUTS, *TAKES, base.MIX):
-    return _forbidden_of_peers(ledger, event)
-  return None
-
-
-def _forbidden_of_peers(ledger: Ledger[Event], event: Event) -> str | None:
-  """The same, of rows between peers."""
-  worker, other = event.worker, event.job
-  if worker in ledger.ended:
+  elif action in (*PUTS, *TAKES, base.MIX) and worker in ledger.ended:
     return "the peer is gone and did not join again"
-  if event.action in TAKES:
-    if other == worker:
+  elif action in TAKES:
+    if job == worker:  # `job` is the other peer
       return "a peer is not its own neighbour"
-    if event.seq <= ledger.taken.get((worker, other), NO_SEQ):
+    if seq <= ledger.taken.get((worker, job), NO_SEQ):
       return "the peer has taken that message, or a later one, before"
   return None

@@ -2,7 +2,12 @@
 
 A `Durations` gives each worker an endless stream of positive times. Streams
 are functions of the seed and the worker alone, so adding a worker leaves the
-times of the others as they were.
+times of the others as they were. Two options are shared:
+
+- `mean`: positive, in any unit of time;
+- `seed`: 0 or more.
+
+Each maker raises ValueError for a value out of its range.
 """
 
 import itertools
@@ -29,14 +34,11 @@ def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
     time of worker i = mean slowdown[i]
 
   Args:
-    mean: positive, in any unit of time.
+    mean: shared option.
     slowdown: positive factors of the first workers; the others have 1.
 
   Returns:
     Durations in the unit of `mean`.
-
-  Raises:
-    ValueError: for a time or a factor that is not positive.
 
   Source:
     none: nothing is drawn.
@@ -72,16 +74,12 @@ def gamma(
   with V_m = 0.6, too, 27.9 % are.
 
   Args:
-    mean: positive, in any unit of time; the DANA papers' is the batch size.
-    seed: 0 or more; the times of a worker are a function of it and the worker.
+    mean, seed: shared options; the DANA papers' mean is the batch size.
     variation: V, positive.
     machine_variation: V_m, 0 or more.
 
   Returns:
     Durations in the unit of `mean`.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Ali et al., "Task execution time modeling for heterogeneous computing
@@ -103,15 +101,13 @@ def gamma(
   checks.whole("seed", seed, 0)
 
   def stream(worker):
-    rng = np.random.default_rng((seed, worker))
-
-    def draw(mean, variation, count=None):
-      square = variation**2
-      return rng.gamma(1 / square, mean * square, count)
-
-    machine = draw(mean, machine_variation) if machine_variation else mean
+    rng, machine = np.random.default_rng((seed, worker)), mean
+    if machine_variation:
+      square = machine_variation**2
+      machine = rng.gamma(1 / square, mean * square)
+    square = variation**2
     while True:
-      yield from draw(machine, variation, _BLOCK).tolist()
+      yield from rng.gamma(1 / square, machine * square, _BLOCK).tolist()
 
   return Durations(stream)
 
@@ -120,14 +116,10 @@ def homogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
   """The DANA papers' cluster of equal machines: `gamma`, V = 0.1.
 
   Args:
-    mean: positive, in any unit of time.
-    seed: 0 or more.
+    mean, seed: shared options.
 
   Returns:
     Durations in the unit of `mean`.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Hakimi et al., "Taming momentum in a distributed asynchronous environment",
@@ -146,14 +138,10 @@ def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
   """The DANA papers' cluster of unequal machines: `gamma`, V = 0.1, V_m = 0.6.
 
   Args:
-    mean: positive, in any unit of time, over machines.
-    seed: 0 or more.
+    mean, seed: shared options; the mean is over machines.
 
   Returns:
     Durations in the unit of `mean`.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Hakimi et al., "Taming momentum in a distributed asynchronous environment",
@@ -185,18 +173,14 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
   variance is infinite.
 
   Args:
-    mean: positive, in any unit of time.
-    seed: 0 or more; the times of a worker are a function of it and the worker.
+    mean, seed: shared options.
     tail: alpha, above 1.
 
   Returns:
     Durations in the unit of `mean`.
 
-  Raises:
-    ValueError: for a value out of its range.
-
   Source:
-    none of its own: the distribution of Pareto, of the first kind.
+    none: the distribution of Pareto, of the first kind.
 
   Example:
     Of 10,000 batches the slowest takes many times as long as the median.
@@ -214,9 +198,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
   """
   checks.positive("mean", mean)
   checks.whole("seed", seed, 0)
-  checks.positive("tail", tail)
-  if tail <= 1:
-    raise ValueError(f"tail must be above 1, or there is no mean, not {tail!r}")
+  above = "above 1, or there is no mean"
+  checks.real("tail", tail, lambda value: value > 1, above)
 
   def stream(worker):
     rng = np.random.default_rng((seed, worker))
@@ -228,13 +211,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
 
 
 def bursts(
-  mean: float = 1.0,
-  *,
-  seed: int = 0,
-  variation: float = 0.1,
-  slowdown: float = 5.0,
-  every: float = 100.0,
-  length: float = 10.0,
+  mean: float = 1.0, *, seed: int = 0, variation: float = 0.1,
+  slowdown: float = 5.0, every: float = 100.0, length: float = 10.0,
 ) -> Durations:
   """Transient stragglers: each worker is slow for a few batches now and then.
 
@@ -244,8 +222,7 @@ def bursts(
   The mean of all is mean (every + slowdown length) / (every + length).
 
   Args:
-    mean: positive, of a batch that is not slow, in any unit of time.
-    seed: 0 or more; the times of a worker are a function of it and the worker.
+    mean, seed: shared options; the mean is of batches that are not slow.
     variation: V of a batch, positive.
     slowdown: factor on the time of slow batches, 1 or more.
     every: mean number of batches between two bursts, 1 or more.
@@ -253,9 +230,6 @@ def bursts(
 
   Returns:
     Durations in the unit of `mean`.
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Gilbert, "Capacity of a burst-noise channel", Bell System Technical Journal
@@ -273,9 +247,7 @@ def bursts(
   checks.positive("variation", variation)
   factors = {"slowdown": slowdown, "every": every, "length": length}
   for name, value in factors.items():
-    checks.positive(name, value)
-    if value < 1:
-      raise ValueError(f"{name} must be 1 or more, not {value!r}")
+    checks.real(name, value, lambda value: value >= 1, "1 or more")
   quick = gamma(mean, seed=seed, variation=variation)
 
   def stream(worker):
@@ -296,14 +268,10 @@ def measured(
   Args:
     samples: rows of positive times; worker i uses row i, modulo their number.
     resample: draws from the row at random, with replacement.
-    seed: 0 or more, of the draws.
+    seed: shared option, of the draws.
 
   Returns:
     Durations in the unit of `samples`.
-
-  Raises:
-    ValueError: for a row without a time, or times that are not positive and
-      finite.
 
   Source:
     none: times are what was measured.
@@ -342,13 +310,8 @@ def measured(
   return Durations(stream)
 
 
-_MAKERS = {
-  maker.__name__: maker
-  for maker in (
-    *(constant, gamma, homogeneous, heterogeneous, measured),
-    *(pareto, bursts),
-  )
-}
+_KNOWN = constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts
+_MAKERS = {maker.__name__: maker for maker in _KNOWN}
 
 NAMES = tuple(_MAKERS)  # that `build` knows
 
@@ -359,15 +322,14 @@ def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
   Args:
     name: "constant", "gamma", "homogeneous", "heterogeneous", "measured",
       "pareto" or "bursts".
-    seed: 0 or more; it reaches those that draw.
+    seed: shared option, of those that draw.
     **kwargs: options of the maker.
 
   Returns:
     Durations.
 
   Raises:
-    ValueError: for an unknown name or option, with the nearest known one, and
-      for what the maker raises it for.
+    ValueError: for an unknown name or option, with the nearest known one.
 
   Source:
     none: it calls one of the others.

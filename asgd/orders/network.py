@@ -9,13 +9,13 @@ each for its turn; a ticket goes the other way:
 Each arrow is a `Line`: it carries one part after the other, first come, first
 served, and a part of b bytes keeps it for b / bandwidth. Lines are cut-through,
 as switches are: while a part still leaves one line its first bytes enter the
-next, so that a part that meets nobody takes latency + b / (the slower
+next, so that a part alone takes latency + b / (the slower
 bandwidth). What is received while a line is busy waits: that is incast. With
 `incast="share"` the port of a shard gives all parts that are there an equal
 share of its bandwidth instead.
 
-Nothing here looks at a clock: `Links.advance` is told the time, drawn
-(`asgd.orders.play`) or real (`asgd.live.links.throttled`).
+`Links.advance` is given the time, drawn (`asgd.orders.play`) or real
+(`asgd.live.links.throttled`).
 """
 
 import heapq
@@ -56,23 +56,8 @@ class Network(NamedTuple):
 
 
 def check(network: Network) -> Network:
-  """Returns the network.
-
-  Args:
-    network: as a caller made it.
-
-  Raises:
-    ValueError: for a time that is negative or not finite, a bandwidth that is
-      not positive, or an unknown rule of incast.
-
-  Source:
-    none.
-
-  Example:
-    >>> from asgd.orders import network
-    >>> network.check(network.Network(port=8.0)).port
-    8.0
-  """
+  """Returns the network, or raises ValueError for a time negative or not
+  finite, a bandwidth that is not positive, or an unknown rule of incast."""
   for name in ("latency", "service"):
     checks.nonnegative(name, getattr(network, name))
   for name in ("up", "down", "port"):
@@ -98,7 +83,7 @@ class Line:
     self._busy = 0.0  # time taken by all that came
 
   def take(self, now: float, length: float) -> float:
-    """Returns when a part that comes now begins, which takes so long."""
+    """Returns when a part begins that comes now and takes `length`."""
     begin = max(now, self.free)
     self.free = begin + length
     self._busy += length
@@ -109,16 +94,17 @@ class Line:
     return self._busy - max(self.free - end, 0.0)
 
   def pack(self) -> list[Any]:
-    """Returns it as JSON; it knows no parts."""
+    """Returns the line as JSON."""
     return [self.free, self._busy]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
-    """Takes over what was packed."""
+    """Restores what was packed."""
+    del part_of
     self.free, self._busy = packed
 
 
 class SharedLine:
-  """Carries all parts that are there at the same time, each at an equal share.
+  """Carries all parts on it at the same time, each at an equal share.
 
   Of n parts each has 1 / n of the bandwidth, so that "served" grows by time / n
   and a part of length d that came at served V is through at V + d (processor
@@ -131,20 +117,20 @@ class SharedLine:
     self._heap: list[tuple[float, int, Any]] = []  # (served at its end, ...)
 
   def _move(self, now):
-    """Serves those that are there until a time."""
+    """Serves the parts on the line until a time."""
     if self._heap:
       self._served += (now - self._at) / len(self._heap)
       self._busy += now - self._at
     self._at = now
 
   def join(self, now: float, length: float, part: Any) -> None:
-    """A part comes, which would take so long alone."""
+    """Adds a part, which alone would take `length`."""
     self._move(now)
     heapq.heappush(self._heap, (self._served + length, self._number, part))
     self._number += 1
 
   def next_end(self) -> tuple[float, Any] | None:
-    """Returns (time, part) of the first to be through if nobody else comes."""
+    """Returns (time, part) of the first to be through if none comes before."""
     if not self._heap:
       return None
     until, _, part = self._heap[0]
@@ -152,7 +138,7 @@ class SharedLine:
     return self._at + left * len(self._heap), part
 
   def leave(self, now: float) -> None:
-    """The first is through."""
+    """Removes the first part, which is through."""
     self._move(now)
     self._served = max(self._served, heapq.heappop(self._heap)[0])
 
@@ -161,12 +147,12 @@ class SharedLine:
     return self._busy + (end - self._at if self._heap else 0.0)
 
   def pack(self) -> list[Any]:
-    """Returns it as JSON, with the keys of the parts that are on it."""
+    """Returns the line as JSON, with the keys of the parts on it."""
     heap = [[until, number, part.key] for until, number, part in self._heap]
     return [self._served, self._at, self._busy, self._number, heap]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
-    """Takes over what was packed; `part_of` knows parts by their keys."""
+    """Restores what was packed; `part_of` finds parts by their keys."""
     self._served, self._at, self._busy, self._number, heap = packed
     self._heap = [(until, n, part_of(key)) for until, n, key in heap]
 
@@ -178,43 +164,39 @@ class Hop(NamedTuple):
   length: float  # time that it takes there alone
   after: float = 0.0  # latency to the next
   whole: bool = False  # begins when the last byte has come, not the first
-  own: bool = False  # of a worker: parts wait for each other, and nobody else
+  own: bool = False  # of a worker: parts wait for each other only
 
 
 class MessagePart:
-  """The share of one shard in a message or a ticket, on its way.
-
-  Attributes:
-    key: what the caller knows it by.
-    waited: time that it spent in queues of shards so far.
-  """
+  """The share of one shard in a message or a ticket, on its way."""
 
   def __init__(self, key: Any, hops: Sequence[Hop]):
-    self.key, self._hops, self.waited = key, hops, 0.0
+    self.key, self._hops = key, hops  # the caller's key
+    self.waited = 0.0  # time in queues of shards so far
     self._next = 0
     self._ready = 0.0  # when it may begin at the hop that is next
     self._last_byte = 0.0  # when all of it is there
 
   @property
   def arrived(self) -> bool:
-    """Whether it is through."""
+    """Whether it has passed its last line."""
     return self._next == len(self._hops)
 
   def is_on(self, line: Any) -> bool:
-    """Whether a line is the one that it passes, or is to pass next."""
+    """Whether a line is the present or the next one."""
     return not self.arrived and self._hops[self._next].line is line
 
   def pack(self) -> list[Any]:
-    """Returns where it is, as JSON."""
+    """Returns the progress as JSON."""
     return [self.waited, self._next, self._ready, self._last_byte]
 
   def unpack(self, packed: Sequence[Any]) -> None:
-    """Goes to where one like it was."""
+    """Restores the progress of a part with the same hops."""
     self.waited, self._next, self._ready, self._last_byte = packed
 
 
-# When it happens, to a part (None: somebody on that shared line is through,
-# unless another came since).
+# (time, part, line): a part comes to its next line (None), or is through on a
+# shared one unless another came since.
 Happening = tuple[float, MessagePart | None, Any]
 
 
@@ -227,14 +209,7 @@ class LinkUse(NamedTuple):
 
 
 class Links:
-  """All lines between N workers and S shards, and what is on them.
-
-  Args:
-    network: what it is made of.
-    workers: N.
-
-  Raises:
-    ValueError: for a network out of range.
+  """All lines between N workers and S shards, and the parts on them.
 
   Example:
     Two messages of 8 bytes meet at a port that takes 4 bytes a unit.
@@ -289,8 +264,8 @@ class Links:
     self, now: float, part: MessagePart | None, line: Any = None
   ) -> list[Happening]:
     """Moves a part that has come to its next line, or one that is through on a
-    shared line; returns what is to happen next, to be told here at its time. A
-    part whose last line it has passed is returned once more, `arrived`."""
+    shared line. Returns what happens next, for a call of this at its time; a
+    part that has passed its last line is returned once more, `arrived`."""
     if line is None:
       return self._enter(now, part)
     due = line.next_end()
@@ -332,17 +307,13 @@ class Links:
     return max(part._ready, now), part, None
 
   def received(self, waited: float) -> None:
-    """A message has been received whose parts, and its ticket's, have spent so
+    """Counts a received message, whose parts, and its ticket's, have spent so
     long in queues of shards."""
     self._messages += 1
     self._waited += waited
 
   def use(self, end: float) -> LinkUse:
-    """Returns what was borne until a time, that of the last message.
-
-    Args:
-      end: above 0.
-    """
+    """Returns the use until a time above 0, that of the last message."""
     most = max(line.busy(end) for line in (*self._in, *self._out))
     service = max(line.busy(end) for line in self._service)
     parts = max(self._messages, 1) * self.network.shards
@@ -355,8 +326,7 @@ class Links:
     return [*self._up, *self._down, *self._in, *self._out, *self._service]
 
   def number_of(self, line: Any) -> int | None:
-    """Returns the number of a line, by which `line_of` finds it; of None it is
-    None."""
+    """Returns the number of a line for `line_of`; of None it is None."""
     return None if line is None else list(map(id, self._lines)).index(id(line))
 
   def line_of(self, number: int | None) -> Any:
@@ -369,7 +339,7 @@ class Links:
     return [self._waited, self._messages, lines]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
-    """Takes over what links like these have packed."""
+    """Restores what links of the same network have packed."""
     self._waited, self._messages, lines = packed
     for line, each in zip(self._lines, lines, strict=True):
       line.unpack(each, part_of)

@@ -5,10 +5,10 @@ phase a machine computes its part, and then sends others what they need of it:
 
   compute --> up --> latency --> port of the receiver --> service
 
-It begins the next phase once it has computed this one and has received all that
-it is sent in it; it waits for nobody else. Messages go over the lines of
-`asgd.orders.network`, where each machine has a link to send by, a port to
-receive by, and takes one message after the other.
+It begins the next phase once it has computed this one and has received all of
+its messages. Messages go over the lines of `asgd.orders.network`, where each
+machine has a link to send by, a port to receive by, and takes one message after
+the other.
 
 Index letters:
   K  phases of a step
@@ -35,19 +35,11 @@ class Phase(NamedTuple):
 
 
 def check(phases: Sequence[Phase], flops: float) -> int:
-  """Returns the number of machines, P.
+  """Returns P of K phases and of the operations a second of a machine.
 
-  Args:
-    phases: K of them.
-    flops: operations a second of a machine.
-
-  Raises:
-    ValueError: for no phase or machine, phases of different numbers of
-      machines, negative operations or bytes, a receiver that is none of the
-      others, or a speed that is not positive.
-
-  Source:
-    none.
+  Raises ValueError for no phase or machine, phases of different numbers of
+  machines, negative operations or bytes, a receiver that is none of the others,
+  or a speed that is not positive.
 
   Example:
     >>> from asgd.orders import phases
@@ -78,7 +70,7 @@ def check(phases: Sequence[Phase], flops: float) -> int:
 
 
 class _Step:
-  """A step that is played, message by message."""
+  """Plays a step, message by message."""
 
   def __init__(self, phases, lengths, network):
     count = len(phases[0].flops)
@@ -108,7 +100,7 @@ class _Step:
     return self._end
 
   def _begin(self, machine, now):
-    """A machine begins the phase it is in."""
+    """A machine begins its present phase."""
     length = self._lengths[self._at[machine]][machine]
     self._put(now + length, None, machine)
 
@@ -126,7 +118,7 @@ class _Step:
       key = number, receiver
       self._move(now, self._links.up(key, machine, receiver, nbytes), None)
     self._computed[machine] = now
-    self._go_on(machine)
+    self._end_phase(machine)
 
   def _move(self, now, part, line):
     for time, following, on in self._links.advance(now, part, line):
@@ -134,12 +126,12 @@ class _Step:
         number, machine = following.key
         self._missing[number][machine] -= 1
         self._came[number][machine] = max(self._came[number][machine], time)
-        self._go_on(machine)
+        self._end_phase(machine)
       else:
         self._put(time, following, on)
 
-  def _go_on(self, machine):
-    """A machine goes on to the next phase once nothing is missing."""
+  def _end_phase(self, machine):
+    """A machine begins the next phase once no message is missing."""
     number, computed = self._at[machine], self._computed[machine]
     if computed == math.inf or self._missing[number][machine]:
       return
@@ -159,7 +151,7 @@ def step_seconds(
   flops: float,
   factors: np.ndarray | None = None,
 ) -> float:
-  """Returns how long a step takes, until its last machine is through.
+  """Returns the seconds of a step, until its last machine is through.
 
   Computing takes factor x operations / flops.
 
@@ -171,11 +163,8 @@ def step_seconds(
     flops: operations a second of a machine.
     factors: float[K, P], by how much each is slower; None: none is.
 
-  Returns:
-    Seconds.
-
   Raises:
-    ValueError: for phases, a speed or a network that cannot be.
+    ValueError: as `check`, and for a network out of range.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3,
@@ -200,21 +189,8 @@ def step_seconds(
 def most_seconds(
   phases: Sequence[Phase], network: Network, *, flops: float
 ) -> float:
-  """Returns how long a step takes if nothing is done at the same time.
-
-  Args:
-    phases: K phases of P machines.
-    network: in seconds and bytes, as of `step_seconds`.
-    flops: operations a second of a machine.
-
-  Returns:
-    Seconds, which `step_seconds` of the same is never above.
-
-  Raises:
-    ValueError: for phases or a speed that cannot be.
-
-  Source:
-    none: a sum.
+  """Returns the seconds of a step if nothing is done at the same time, which
+  `step_seconds` of the same arguments is never above.
 
   Example:
     >>> from asgd.orders import network, phases
@@ -226,22 +202,14 @@ def most_seconds(
   check(phases, flops)
   sizes = [n for p in phases for sent in p.sends for n in sent.values()]
   each = network.latency + network.service
-  return math.fsum(
-    [
-      math.fsum(sum(phase.flops) for phase in phases) / flops,
-      *(each + n / network.up + n / network.port for n in sizes),
-    ]
-  )
+  sent = [each + n / network.up + n / network.port for n in sizes]
+  computing = math.fsum(sum(phase.flops) for phase in phases) / flops
+  return math.fsum([computing, *sent])
 
 
 def partitioned(
-  phases: Sequence[Phase],
-  network: Network,
-  *,
-  flops: float,
-  mean: float = 1.0,
-  variation: float = 0.1,
-  seed: int = 0,
+  phases: Sequence[Phase], network: Network, *, flops: float, mean: float = 1.0,
+  variation: float = 0.1, seed: int = 0,
 ) -> Durations:
   """A job takes as long as a step of a model that is divided among machines.
 
@@ -251,21 +219,13 @@ def partitioned(
   phase waits for the slowest of those that send to it.
 
   Args:
-    phases: K phases of P machines.
-    network: between the machines, as of `step_seconds`.
-    flops: operations a second of a machine.
+    phases, network, flops: as of `step_seconds`.
     mean: positive, of a step on one machine, in any unit of time.
     variation: V of the time of a machine in a phase, 0 or more (`gamma`).
     seed: 0 or more; the times of a worker are a function of it and the worker.
 
-  Returns:
-    Durations in the unit of `mean`.
-
   Raises:
     ValueError: for a value out of its range, or no operations at all.
-
-  Source:
-    none: `step_seconds` with draws as of `asgd.orders.durations.gamma`.
 
   Example:
     Half of the computing and as much time for messages: no faster than one.

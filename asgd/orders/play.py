@@ -4,8 +4,8 @@
 
 A ticket is of the version at which it was granted, and that is the time of its
 SEND row; the time of a RECEIVE row is that at which the last shard has taken
-its part. A job on a ticket that the worker keeps is granted by a message
-without parameters: it takes the latency. All shards keep one order, the lead's.
+its part. A job on a kept ticket is granted by a message without parameters,
+which takes the latency. All shards keep one order, the lead's.
 """
 
 import collections
@@ -24,9 +24,9 @@ from asgd.orders.trace import Event, from_events
 class Sizes(NamedTuple):
   """Bytes of messages and tickets, for each of S shards.
 
-  Both are asked once for each job: `up` when its message is computed, `down`
-  when its ticket has been sent (the last row), so that they may depend on what
-  is in them. A ticket that is kept has none.
+  Both are called once for each job: `up` when its message is computed, `down`
+  when its ticket has been sent (the last row), so that sizes may depend on the
+  contents. A kept ticket has none.
   """
 
   up: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
@@ -34,17 +34,7 @@ class Sizes(NamedTuple):
 
 
 def fixed(up: Sequence[float], down: Sequence[float]) -> Sizes:
-  """Returns the sizes of messages, and of tickets, that are all the same.
-
-  Args:
-    up: bytes of a message for each of S shards.
-    down: bytes of a ticket from each of them.
-
-  Example:
-    >>> from asgd.orders import play
-    >>> play.fixed([8.0], [4.0]).up(0, 0)
-    [8.0]
-  """
+  """Returns equal bytes of all messages, and of all tickets, of S shards."""
   return Sizes(lambda worker, seq: up, lambda worker, seq: down)
 
 
@@ -61,22 +51,22 @@ class _Job:
 
 
 class Play:
-  """A protocol that goes on event by event.
+  """Plays a protocol event by event.
 
   Args:
     rules: the protocol.
     streams: times of each worker's jobs, N.
-    comes: when each worker joins; those that are there at time 0 get no row.
+    comes: when each worker joins. None: at time 0, without a row.
     jobs: how many there are; None is no end.
     network: what messages pass; None takes no time.
-    sizes: of messages and tickets; None is nothing.
+    sizes: of messages and tickets; None is no bytes.
 
   Attributes:
     rows: of the trace so far.
     now: time of the last event.
 
   Raises:
-    ValueError: for rules or a network that cannot be obeyed.
+    ValueError: for rules or a network out of range.
 
   Example:
     One worker, and a job of 3: 1 for the ticket's way, 1 for the message's.
@@ -92,14 +82,9 @@ class Play:
   """
 
   def __init__(
-    self,
-    rules: protocol.Rules,
-    streams: Sequence[Iterator[float]],
-    comes: Sequence[float] | None = None,
-    *,
-    jobs: int | None = None,
-    network: Network | None = None,
-    sizes: Sizes | None = None,
+    self, rules: protocol.Rules, streams: Sequence[Iterator[float]],
+    comes: Sequence[float] | None = None, *, jobs: int | None = None,
+    network: Network | None = None, sizes: Sizes | None = None,
   ):
     workers = len(streams)
     self.rows: list[Event] = []
@@ -119,8 +104,8 @@ class Play:
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
     self._heap: list[tuple[float, tuple[int, int], int, Callable, Any]] = []
-    self._count = 0  # of what was put there: ties of one order go by it
-    self._may_send = not comes  # what has happened may start something
+    self._count = 0  # of entries so far, for ties of one order
+    self._may_send = not comes  # the last event may start a job
     if comes is None:
       for worker in range(workers):
         self._dispatcher.join(worker, 0.0)
@@ -132,7 +117,7 @@ class Play:
 
   @property
   def received(self) -> int:
-    """Messages that were received."""
+    """Messages received so far."""
     return self._dispatcher.received
 
   def job(self, worker: int, seq: int) -> int:
@@ -140,7 +125,7 @@ class Play:
     return self._jobs[worker, seq].number
 
   def until(self, messages: int) -> None:
-    """Goes on until so many messages are received in all."""
+    """Advances until so many messages are received in all."""
     while self.received < messages:
       self.advance()
 
@@ -149,7 +134,7 @@ class Play:
     return from_events(self.rows)
 
   def advance(self) -> None:
-    """Sends what may be sent, and lets the next thing happen."""
+    """Starts the jobs that may start, and plays the next event."""
     if self._may_send:
       self._send()
     due = self._dispatcher.next_late() if self._late else math.inf
@@ -170,7 +155,6 @@ class Play:
     self._may_send = following[0] != self.now or following[1][0] >= 0
 
   def _send(self):
-    """Starts what may start now."""
     self._may_send = False
     for grant in self._dispatcher.grants(self.now):
       worker, seq, _, keep = grant
@@ -200,7 +184,7 @@ class Play:
       self._put(time, following.key.order, self._move, (following, on))
 
   def _arrive(self, job):
-    """A part of a job has come to its worker, or to its shard."""
+    """A part of a job has arrived at its worker, or at its shard."""
     job.left -= 1
     if not job.left:
       (self._arrived if job.computed else self._fetched)(job)
@@ -214,15 +198,13 @@ class Play:
       self.links.received(sum(part.waited for part in parts))
 
   def _fetched(self, job):
-    """A job's ticket has come; those that it waited for may have, too."""
-    waiting = self._granted[job.worker]
-    while waiting and not waiting[0].left:
-      self._begin(waiting.popleft())
-
-  def _begin(self, job):
+    """A job's ticket has arrived; later jobs of the worker may wait for it."""
     worker = job.worker
-    self._free[worker] = max(self.now, self._free[worker]) + job.length
-    self._put(self._free[worker], job.order, self._compute, job)
+    waiting = self._granted[worker]
+    while waiting and not waiting[0].left:
+      job = waiting.popleft()
+      self._free[worker] = max(self.now, self._free[worker]) + job.length
+      self._put(self._free[worker], job.order, self._compute, job)
 
   def _compute(self, job):
     """A job's message is computed."""
@@ -238,17 +220,7 @@ class Play:
 def begin(
   rules: protocol.Rules, durations: Durations, workers: int, **options: Any
 ) -> Play:
-  """Returns a Play of so many workers, with their times.
-
-  Args:
-    rules: the protocol.
-    durations: how long each job takes.
-    workers: N.
-    **options: of a Play.
-
-  Raises:
-    ValueError: for a count, rules or a network out of range.
-  """
+  """Returns a Play of N workers with drawn times; `options` are of a Play."""
   workers = checks.whole("workers", workers)
   streams = [durations.stream(worker) for worker in range(workers)]
   return Play(rules, streams, **options)
@@ -257,17 +229,8 @@ def begin(
 def played(
   rules: protocol.Rules, durations: Durations, workers: int, messages: int
 ) -> base.Trace:
-  """Returns the order of a protocol, until so many messages are received.
-
-  Args:
-    rules: the protocol.
-    durations: how long each job takes.
-    workers: N.
-    messages: RECEIVE rows; those that are received with the last come on top.
-
-  Raises:
-    ValueError: for a count or rules out of range.
-  """
+  """Returns the order of a protocol, until so many messages are received; those
+  that are received with the last one come on top."""
   checks.whole("messages", messages)
   play = begin(rules, durations, workers)
   play.until(messages)

@@ -1,9 +1,9 @@
 """Which worker may start when, and on which data: protocols without a clock.
 
-A Dispatcher is told what happens (a worker joins, asks for work, hands in a
-message, is gone) and says what may start. It writes down each decision as a row
-of a Trace and knows nothing that the rows do not say, but which workers wait:
-`Dispatcher.obey` gives it back from a recorded trace after a crash. Orders are
+A Dispatcher is called for each event (a worker joins, asks for work, hands in a
+message, leaves) and decides which jobs start. Each decision is a row of a
+Trace, and only the rows and the waiting messages are its state:
+`Dispatcher.obey` restores it from a recorded trace after a crash. Orders are
 made by driving it with drawn durations, live runs by driving it with real ones.
 
   rules                          protocol
@@ -22,6 +22,7 @@ made by driving it with drawn durations, live runs by driving it with real ones.
 """
 
 import collections
+import dataclasses
 import functools
 import heapq
 import math
@@ -31,7 +32,7 @@ from typing import NamedTuple
 
 from asgd import base
 from asgd.checks import flag, real, whole
-from asgd.orders.copies import Copies
+from asgd.orders.backups import Copies
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
 
@@ -61,14 +62,7 @@ MOST_DEPTH = 1000
 
 
 def check_rules(rules: Rules) -> Rules:
-  """Returns the rules.
-
-  Args:
-    rules: a protocol.
-
-  Raises:
-    ValueError: if they cannot be obeyed.
-  """
+  """Returns the rules; raises ValueError for values that do not fit."""
   for name, least in (("bound", 0), ("late", 1)):
     kind = f"a number, {least} or more"
     holds = functools.partial(operator.le, least)
@@ -123,31 +117,31 @@ class StartedJob(NamedTuple):
   time: float  # when
 
 
+@dataclasses.dataclass
 class _Place:
-  """What is known of one worker's place, beside its tickets."""
+  """The state of one worker index, beside its tickets."""
 
-  def __init__(self):
-    self.finished = 0  # the worker's clock
-    self.on_ticket = 0  # jobs started on the latest ticket
-    self.slowest = 0  # the slowest clock when that was sent
-    self.paused = False  # it is about to leave: nothing new for it
+  finished: int = 0  # the worker's clock
+  on_ticket: int = 0  # jobs started on the latest ticket
+  slowest: int = 0  # the slowest clock when that was sent
+  paused: bool = False  # the worker is about to leave: no new jobs
 
 
 class Dispatcher:
-  """Decides which worker starts what; see the module.
+  """Decides which worker starts which job; see the module.
 
   Args:
     rules: the protocol.
     jobs: how many there are, each to be received once; None is no end.
-    owned: jobs belong to workers (sharded data): a job that was lost goes to
-      the next holder of the same place, not to any worker.
+    owned: jobs belong to workers (sharded data): a lost job goes to the next
+      incarnation of the same worker, not to any worker.
     log: called with each row before it takes effect.
 
   Raises:
-    ValueError: for rules that cannot be obeyed.
+    ValueError: for rules that do not fit.
 
   Example:
-    Bulk synchronous: nobody starts again before all have ended.
+    Bulk synchronous: no worker starts again before all have ended.
 
     >>> from asgd.orders import protocol
     >>> dispatcher = protocol.Dispatcher(protocol.Rules(bound=0))
@@ -176,12 +170,12 @@ class Dispatcher:
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # jobs
-    self.lost = 0  # tickets that died, rejected ones among them
+    self.lost = 0  # tickets, rejected ones among them
     self._round = self._granted = self._in_round = 0
     self._copies = Copies()
 
   def join(self, worker: int, now: float) -> int:
-    """A new holder takes a free place; returns how many held it before."""
+    """Adds a worker at a free index; returns how many were there before."""
     if worker in self._ledger.present:
       raise ValueError(f"the place of worker {worker} is taken")
     holder = self._ledger.holders.get(worker, -1) + 1
@@ -189,7 +183,7 @@ class Dispatcher:
     return holder
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """The holder is gone, its open jobs go to others; returns dead seqs."""
+    """Removes a worker, whose open jobs go to others; returns their seqs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -200,7 +194,7 @@ class Dispatcher:
     return list(tickets)
 
   def reject(self, worker: int, seq: int, now: float) -> list[int]:
-    """Refuses a message and, as what else it does may be bad, its sender."""
+    """Refuses a message and removes its sender."""
     job = self._ledger.open[worker][seq].job
     self._write(now, worker, seq, job, base.REJECT)
     return [seq, *self.leave(worker, now)]
@@ -213,7 +207,7 @@ class Dispatcher:
     self, worker: int, seq: int, now: float | None = None
   ) -> bool:
     """Takes a message; False if its ticket is closed (a duplicate, or late).
-    The time tells how long the job took, if that matters (`Rules.late`)."""
+    The time is that of the job for `Rules.late`."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrived:
       return False
@@ -223,11 +217,9 @@ class Dispatcher:
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
-    """Returns the (worker, seq, job) to be given to the server now, in order.
-
-    Those of a round wait for each other and go in the order of the jobs, so
-    that a sum over them does not depend on which came first.
-    """
+    """Returns the (worker, seq, job) for the server now, in order. Messages of
+    a round wait for each other and go in the order of the jobs, so that a sum
+    over them does not depend on which came first."""
     out = []
     arrived = {(w, s): self._ledger.open[w][s].job for w, s in self._arrived}
     for worker, seq in self._copies.beaten(arrived):
@@ -240,8 +232,8 @@ class Dispatcher:
     return out
 
   def _ready(self):
-    """Returns the (worker, seq) that may go now, after those before them of
-    the same worker; those of a round by their largest job so far."""
+    """Returns the (worker, seq) that may go now, each after the worker's
+    earlier ones; those of a round by the worker's largest job so far."""
     if not self.rules.round:  # in the order of their arrival
       return [
         (worker, seq)
@@ -259,21 +251,18 @@ class Dispatcher:
         kind.append((last, worker, seq))
     missing = self.rules.round - self._in_round
     chosen = sorted(late)  # dropped by the server: their round is over
-    if len(current) >= missing or not self._more_to_come():
-      chosen += sorted(current)[:missing]
-    return [(worker, seq) for _, worker, seq in chosen]
-
-  def _more_to_come(self):
-    """Whether any job is left to be done or handed in."""
-    return (
+    more_to_come = (
       self.jobs is None
       or self._next_job < self.jobs
       or any(self._again.values())
       or self._copies.awaited(self._arrived)
     )
+    if len(current) >= missing or not more_to_come:
+      chosen += sorted(current)[:missing]
+    return [(worker, seq) for _, worker, seq in chosen]
 
   def grants(self, now: float) -> list[Grant]:
-    """Returns what may start now, in rounds over the workers; it is started."""
+    """Starts all jobs that may start now, in rounds over the workers."""
     out = []
     while True:
       before = len(out)
@@ -292,8 +281,6 @@ class Dispatcher:
   def _hand_out_late(self, now):
     """Starts late jobs at idle workers, too."""
     out: list[Grant] = []
-    if self.rules.late == math.inf:
-      return out
     for due, worker, job in sorted(self._to_be_late()):
       idle = [other for other in self._idle() if other != worker]
       if due > now or not idle:
@@ -304,8 +291,8 @@ class Dispatcher:
     return out
 
   def next_late(self) -> float:
-    """Returns when `grants` has more to start because a job is late by then;
-    infinite if nothing is to be expected of waiting."""
+    """Returns when `grants` can start another job because one is late by then,
+    or infinity."""
     idle = self._idle()
     return min(
       (due for due, worker, _ in self._to_be_late() if {*idle} - {worker}),
@@ -313,7 +300,7 @@ class Dispatcher:
     )
 
   def _idle(self):
-    """Workers that have done all that they were given, and get nothing."""
+    """Workers that have ended all their jobs, and get no others."""
     if self.rules.late == math.inf or self._granted < self.rules.round:
       return []
     return [
@@ -326,6 +313,8 @@ class Dispatcher:
   def _to_be_late(self):
     """Yields (when it is late, worker, job) of the jobs of this round that one
     worker alone does."""
+    if self.rules.late == math.inf:
+      return
     for worker, seq in self._copies.single(self._arrived):
       ticket, usual = self._ledger.open[worker][seq], self._copies.usual(worker)
       if ticket.round == self._round and usual is not None:
@@ -337,8 +326,8 @@ class Dispatcher:
     return self.received < self.rules.warm_start
 
   def _starters(self):
-    """Workers that may start something: all, or the one of a warm start, which
-    is the one that has begun, or the first."""
+    """Workers that may start a job: all, or the one of a warm start, which is
+    the one that has begun, or the first."""
     if not self._alone:
       return self.workers
     busy = [worker for worker in self.workers if self._ledger.open[worker]]
@@ -346,8 +335,8 @@ class Dispatcher:
     return (busy or free)[:1]
 
   def slowest(self) -> int:
-    """The clock of the slowest worker that is there and has something to do; in
-    a warm start, of the one that works."""
+    """The clock of the slowest worker that has a job to do; in a warm start, of
+    the one that works."""
     if self._alone:
       return max((p.finished for p in self._places.values()), default=0)
     clocks = (
@@ -360,7 +349,7 @@ class Dispatcher:
   def _may_start(self, worker, slowest):
     rules, tickets = self.rules, self._ledger.open[worker]
     busy = len(tickets)
-    if rules.round:  # what has come waits for its round, not its worker
+    if rules.round:  # a message that waits for its round does not count
       busy = sum((worker, seq) not in self._arrived for seq in tickets)
     depth = 1 if self._alone else rules.depth
     if busy >= depth or self._places[worker].paused:
@@ -370,7 +359,7 @@ class Dispatcher:
     return self._clock(worker) - slowest <= rules.bound
 
   def _clock(self, worker):
-    """The worker's clock when it will have ended what it has started."""
+    """The worker's clock when its open jobs will have ended."""
     return self._places[worker].finished + len(self._ledger.open[worker])
 
   def _keeps(self, worker):
@@ -389,9 +378,8 @@ class Dispatcher:
   def _take_job(self, worker):
     if lost := self._lost_jobs(worker):
       return lost[0]
-    if self.jobs is not None and self._next_job >= self.jobs:
-      return None
-    return self._next_job
+    all_started = self.jobs is not None and self._next_job >= self.jobs
+    return None if all_started else self._next_job
 
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
@@ -399,7 +387,7 @@ class Dispatcher:
     self._obey(event)
 
   def obey(self, rows: Iterable[Event]) -> "Dispatcher":
-    """Takes over rows that were logged before; raises TraceError."""
+    """Replays logged rows; raises TraceError."""
     for event in rows:
       self._obey(event)
     return self
@@ -439,8 +427,10 @@ class Dispatcher:
     if counts:
       self._places[event.worker].finished += 1
       self.received += 1
-      if self.received == self.rules.warm_start:
-        self._level()
+      if self.received == self.rules.warm_start:  # all clocks are the worker's
+        most = max(place.finished for place in self._places.values())
+        for place in self._places.values():
+          place.finished, place.on_ticket = most, 0
       self._in_round += current
       if self._in_round == self.rules.round:
         self._round += 1
@@ -451,13 +441,6 @@ class Dispatcher:
       return  # another worker does it, or has done it
     self._granted -= current
     heapq.heappush(self._lost_jobs(event.worker), ticket.job)
-
-  def _level(self):
-    """The warm start is over: all clocks are that of the one that worked, and
-    all fetch."""
-    most = max(place.finished for place in self._places.values())
-    for place in self._places.values():
-      place.finished, place.on_ticket = most, 0
 
   @property
   def rows(self) -> int:
@@ -471,9 +454,9 @@ class Dispatcher:
 
   @property
   def workers(self) -> list[int]:
-    """The places that are held."""
+    """The indices of present workers."""
     return sorted(self._ledger.present)
 
   def open(self, worker: int) -> dict[int, StartedJob]:
-    """The jobs that a worker has started and not ended, by seq."""
+    """A worker's open jobs by seq."""
     return dict(self._ledger.open[worker])

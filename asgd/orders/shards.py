@@ -6,14 +6,15 @@
             grant  its tickets     its message
 
 Shard 0, the lead, decides which job starts. The worker asks each other shard
-for its part of the ticket, computes when it has all of them, and tells every
-shard of its message; each of these takes the delay of its way. So a shard sends
-and receives when it hears of it: a ticket mixes versions, and shards receive
-messages in different orders. What one worker says to one shard comes in order.
+for its part of the ticket, computes when it has all of them, and sends its
+message to every shard; each of these takes the delay of its way. So a ticket
+mixes versions, and shards receive messages in different orders. What one worker
+sends to one shard arrives in order.
 """
 
 import heapq
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -26,40 +27,32 @@ from asgd.orders.trace import STARTS, Event, events, from_events
 
 
 class _Ways:
-  """From workers to shards: when what is said comes."""
+  """From workers to shards: when a message arrives."""
 
   def __init__(self, delays: Durations | None, workers: int, shards: int):
     count, self._shards = workers * shards, shards
-    self._last = [0.0] * count  # when what was said last comes
-    self._delays: list[Iterator[float]] = (
-      [delays.stream(way) for way in range(count)] if delays else []
-    )
+    delays = delays or Durations(lambda way: itertools.repeat(0.0))
+    self._delays = [delays.stream(way) for way in range(count)]
+    self._last = [0.0] * count  # when the last message arrives
 
-  def come(self, now: float, worker: int, shard: int) -> float:
-    """Returns when that comes which is said now."""
+  def arrive(self, now: float, worker: int, shard: int) -> float:
+    """Returns when a message arrives that is sent now."""
     way = worker * self._shards + shard
-    delay = next(self._delays[way]) if self._delays else 0.0
-    self._last[way] = max(self._last[way], now + delay)
+    self._last[way] = max(self._last[way], now + next(self._delays[way]))
     return self._last[way]
 
 
 def out_of_step(
-  rules: protocol.Rules,
-  durations: Durations,
-  delays: Durations | None = None,
-  *,
-  workers: int,
-  messages: int,
-  shards: int,
+  rules: protocol.Rules, durations: Durations, delays: Durations | None = None,
+  *, workers: int, messages: int, shards: int,
 ) -> list[base.Trace]:
-  """Plays a protocol whose server is in shards, each with an order of its own.
+  """Plays a protocol whose server is in shards, each with its own order.
 
   Args:
     rules: the protocol, without rounds.
     durations: how long each job of the N workers takes to compute.
-    delays: how long it takes until a shard hears of a ticket or a message, in
-      the same unit: of worker i and shard s the stream i S + s. None is no
-      time: each trace is that of one server.
+    delays: time of the way to a shard, in the same unit: of worker i and shard
+      s the stream i S + s. None is no time: each trace is that of one server.
     workers: N.
     messages: RECEIVE rows of the lead, and in the end of each other shard.
     shards: S.
@@ -77,13 +70,13 @@ def out_of_step(
     the parameter server run independently of one another.
 
   Example:
-    The lead hears of all after 1, the other shard after 2.
+    The way to the lead takes 1, that to the other shard 2.
 
     >>> from asgd import orders
     >>> from asgd.orders import protocol, shards
     >>> ways = orders.durations.constant(slowdown=[1, 2])
     >>> lead, other = shards.out_of_step(
-    ...   *(protocol.Rules(), orders.durations.constant(), ways),
+    ...   protocol.Rules(), orders.durations.constant(), ways,
     ...   workers=1, messages=2, shards=2,
     ... )
     >>> lead.time.tolist(), other.time.tolist()
@@ -115,14 +108,14 @@ def out_of_step(
     for worker, seq, job, keep in dispatcher.grants(now):
       ready, action = now, base.KEEP if keep else base.SEND
       for shard in range(1, shards):
-        time = ways.come(now, worker, shard)
+        time = ways.arrive(now, worker, shard)
         rows[shard].append(Event(time, worker, seq, job, action))
         ready = max(ready, time)
       free[worker] = max(ready, free[worker]) + next(streams[worker])
       heapq.heappush(running, (free[worker], job, worker, seq, None))
     now, job, worker, seq, times = heapq.heappop(running)
-    if times is None:  # it is computed, and said to all
-      times = [ways.come(now, worker, shard) for shard in range(shards)]
+    if times is None:  # it is computed, and sent to all
+      times = [ways.arrive(now, worker, shard) for shard in range(shards)]
       heapq.heappush(running, (times[0], job, worker, seq, times))
       continue
     for shard in range(1, shards):
@@ -134,16 +127,10 @@ def out_of_step(
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
-  """Counts how far the shards were apart in what they sent for each message.
+  """Counts how far the shards were apart in what they sent for each message:
+  int32[U], of the lead's messages in their order.
 
     spread = most - least messages that a shard had received before it sent
-
-  Args:
-    traces: of S shards, as `out_of_step` makes them.
-
-  Returns:
-    int32[U], of the lead's messages in their order; 0 where the parts of the
-    ticket are of one version.
 
   Example:
     >>> import numpy as np

@@ -9,12 +9,12 @@
   1.5     1       1    3    send
   2       0       1    2    receive    staleness 1 -> version 3
 
-A job is a piece of data; `seq` counts the jobs that were started at a worker's
-place, so (worker, seq) names a message. An `Event` is a row, a `base.Trace` the
-columns. A file is CSV with one line for each row; the journal of a live shard
-is the same file with more columns, the last a checksum of those before it.
-`Ledger` says what the actions mean: every engine, check and figure that follows
-a trace asks it which tickets are open.
+A job is a piece of data; `seq` counts the jobs of a worker index, so (worker,
+seq) names a message. An `Event` is a row, a `base.Trace` the columns. A file is
+CSV with one line for each row; the journal of a live shard is the same file
+with more columns, the last a checksum of those before it. `Ledger` defines what
+the actions mean: every engine, check and figure that follows a trace asks it
+which tickets are open.
 """
 
 import collections
@@ -59,8 +59,7 @@ class Event(NamedTuple):
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: of the ticket
   params: int = -1  # SEND: slot of the parameters
-  message: int = -1  # slot in which the message comes to lie; TAKE, ADOPT: its
-  # bytes
+  message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
   loss: float = 0.0  # RECEIVE
   totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
 
@@ -76,11 +75,9 @@ class Event(NamedTuple):
     line = f"{float(self.time)!r},{self.worker},{self.seq},{self.job},{name}"
     if not journal:
       return line
+    slots = f"{self.version},{self.params},{self.message}"
     totals = ";".join(map(repr, self.totals))
-    line += (
-      f",{self.version},{self.params},{self.message},"
-      f"{float(self.loss)!r},{totals}"
-    )
+    line = f"{line},{slots},{float(self.loss)!r},{totals}"
     return f"{line},{checksum(line)}"
 
   @classmethod
@@ -145,11 +142,7 @@ _READ: dict[str, Callable[[str, str], Any]] = {
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
-  """Returns rows as columns; what journals have beside them is left out.
-
-  Args:
-    events: E rows.
-  """
+  """Returns E rows as columns, without those that only journals have."""
   columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
 
@@ -157,22 +150,13 @@ def from_events(events: Iterable[Event]) -> base.Trace:
 def events(
   trace: base.Trace, start: int = 0, end: int | None = None
 ) -> Iterator[Event]:
-  """Yields rows of a trace.
-
-  Args:
-    trace: E rows.
-    start: the first one's number.
-    end: the number after the last one's; None is E.
-  """
+  """Yields the rows [start, end) of a trace."""
   columns = (column[start:end].tolist() for column in trace)
   return (Event(*row) for row in zip(*columns, strict=True))
 
 
 def dump(trace: base.Trace) -> str:
   """Returns the trace as CSV, one line a row; times keep all their bits.
-
-  Args:
-    trace: E rows.
 
   Example:
     >>> from asgd import orders
@@ -227,17 +211,7 @@ def _is_row(text: str) -> bool:
 
 
 def load(lines: Iterable[str]) -> base.Trace:
-  """Reads a trace: `read`, but as columns, of at least one row.
-
-  Args:
-    lines: a file opened with newline="\\n", or the lines of a text with their
-      ends.
-
-  Returns:
-    The Trace.
-
-  Raises:
-    ValueError: for a line that cannot be read, naming it, or without a row.
+  """Reads a trace as `read` does, but as columns; ValueError without a row.
 
   Example:
     >>> from asgd import orders
@@ -253,7 +227,7 @@ def load(lines: Iterable[str]) -> base.Trace:
 
 
 class TraceError(ValueError):
-  """A row that cannot be obeyed."""
+  """A row cannot be replayed."""
 
   def __init__(
     self, row: int, event: Event, why: str, path: object = None
@@ -263,24 +237,19 @@ class TraceError(ValueError):
     self.row, self.why = row, why
 
 
-def _row_itself(event: Event, kept: Event | None) -> Event:
-  del kept
-  return event
-
-
 class Ledger(Generic[T]):
-  """Follows a trace row by row and knows what it leaves open.
+  """Follows a trace row by row and keeps the open tickets.
 
   A ticket is whatever the caller makes of a SEND: the parameters in a
   simulator, the row itself in an analysis. The ledger keeps it until the row
-  that ends its job. It accepts every row that has a meaning; what a protocol
-  forbids beyond that is found by `orders.check`.
+  that ends its job. It accepts every row that has a meaning; `orders.check`
+  finds the rows that protocols forbid.
 
   Args:
-    start: (SEND or KEEP, the ticket that is kept) -> the ticket of the job;
-      None stands for the row itself. It is called before the ticket is open.
+    start: (SEND or KEEP, the kept ticket) -> the ticket of the job; None stands
+      for the row itself. It is called before the ticket is open.
     keeps: whether the latest ticket of each worker is held for a KEEP.
-    path: of the file that the rows were read from, for errors.
+    path: of the rows' file, for errors.
   """
 
   def __init__(
@@ -290,7 +259,7 @@ class Ledger(Generic[T]):
     keeps: bool = True,
     path: object = None,
   ):
-    self._start: Callable[[Event, Any], Any] = start or _row_itself
+    self._start: Callable[[Event, Any], Any] = start or (lambda row, _: row)
     self._keeps, self._path = keeps, path
     self.rows = 0
     self.time = -math.inf  # of the last row
@@ -308,7 +277,7 @@ class Ledger(Generic[T]):
     self.taken: dict[tuple[int, int], int] = {}
 
   def obey(self, event: Event) -> T | None:
-    """Takes the next row; returns the ticket that it opens or closes, if any.
+    """Applies the next row; returns the ticket that it opens or closes, if any.
     Raises TraceError if the row has no meaning after those before it."""
     _, worker, seq, job, action, *_ = event
     ticket: T | None = None
@@ -332,7 +301,11 @@ class Ledger(Generic[T]):
       self.ended.add(worker)
       self.latest.pop(worker, None)
     elif action == base.ROLLBACK:
-      self._roll_back(event)
+      if job > self.rows:
+        self.refuse(event, "that row is still to come")
+      before = len(self.received)
+      self.received = [row for row in self.received if row < job]
+      self._undone.append(before - len(self.received))
     elif action in PUTS:
       if seq != self.puts.get(worker, 0):
         self.refuse(event, f"its next message is {self.puts.get(worker, 0)}")
@@ -367,13 +340,6 @@ class Ledger(Generic[T]):
     self.next_seq[worker] = max(event.seq + 1, self.next_seq.get(worker, 0))
     return ticket
 
-  def _roll_back(self, event: Event) -> None:
-    if event.job > self.rows:
-      self.refuse(event, "that row is still to come")
-    before = len(self.received)
-    self.received = [row for row in self.received if row < event.job]
-    self._undone.append(before - len(self.received))
-
   @property
   def rollbacks(self) -> int:
     """ROLLBACK rows."""
@@ -392,7 +358,7 @@ class Ledger(Generic[T]):
 def follow(
   rows: Iterable[Event], ledger: Ledger[Any] | None = None
 ) -> Ledger[Any]:
-  """Returns the ledger after rows; `ledger` is where they begin."""
+  """Returns the ledger after rows that follow those of `ledger`."""
   ledger = ledger or Ledger()
   for event in rows:
     ledger.obey(event)

@@ -1,12 +1,11 @@
 """A circular pipeline as one program: shard_map and ppermute.
 
-All devices run the same loop. In each step a device applies its layers to what
-its neighbour sent in the step before; the last sends to the first, so that with
-`rounds` > 1 a microbatch goes around several times and a device holds several
-chunks of layers (looped, as breadth-first schedules are). It is synchronous
-(GPipe's order), every stage has the same shapes, and XLA derives the backward.
-It runs where one program spans all devices, a TPU or a GPU host, and checks the
-executor of `pipeline`, with which it shares no code.
+All devices run the same loop. In each step a device applies its layers to the
+microbatch that its neighbour sent in the step before; the last device sends to
+the first. With `rounds` > 1 a microbatch passes several times and a device
+holds several chunks of layers (looped, as breadth-first schedules are). It is
+synchronous (GPipe's order), all stages have the same shapes, and XLA derives
+the backward. It needs one program over all devices, as on a TPU or a GPU host.
 
 References:
   Huang et al., "GPipe", NeurIPS 2019. Xu et al., "GSPMD", 2021, section 3.3.
@@ -23,7 +22,7 @@ from asgd import checks
 from asgd.parallel import meshes
 
 _AXIS = meshes.PIPE
-_EMPTY = 0.0  # in slots before anything has come; no result depends on it
+_EMPTY = 0.0  # in unused slots; no result depends on it
 
 Apply = Callable[[Any, jax.Array, jax.Array], jax.Array]  # params, x, key -> y
 
@@ -37,17 +36,17 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
   Args:
     layer: (params of one layer, x, key) -> y, of x's shape and dtype. Given
       `jax.checkpoint(layer)`, the backward computes each forward again.
-    rounds: v, how often a microbatch goes around.
+    rounds: v, how often a microbatch passes through the stages.
 
   Returns:
-    (chunks, x, key) -> y: leaves of `chunks` are [v, L / (v S), ...], those
-    that this stage holds (of [v, L / v, ...], divided over the axis "pipe"); x
-    and y [M, B, ...], M microbatches, the same on all stages. The key of layer
-    l on microbatch m is fold_in(fold_in(key, m), l).
+    (chunks, x, key) -> y: leaves of `chunks` are [v, L / (v S), ...], this
+    stage's part of [v, L / v, ...]; x and y [M, B, ...], M microbatches, the
+    same on all stages. The key of layer l on microbatch m is
+    fold_in(fold_in(key, m), l).
 
   Raises:
-    ValueError: for rounds that are not positive and whole; when it is called,
-      if fewer microbatches than stages go around several times.
+    ValueError: for rounds that are not positive and whole; by the function, if
+      fewer microbatches than stages go around several times.
   """
   checks.whole("rounds", rounds)
 
@@ -64,11 +63,10 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
 
     def step(carry, time):
       arriving, waiting, done = carry
-      # What has come from the last stage waits for its next round.
-      back = time - stages  # the number of what the last stage did before
-      waiting = _put(
-        waiting, arriving, back % count, (stage == 0) & (back >= 0)
-      )
+      # At stage 0 outputs of the last stage wait for their next round.
+      back = time - stages  # number of the last stage's previous output
+      begins = (stage == 0) & (back >= 0)
+      waiting = _put(waiting, arriving, back % count, begins)
       number = time - stage
       at_work = (number >= 0) & (number < rounds * count)
       number = jnp.clip(number, 0, rounds * count - 1)
@@ -76,8 +74,8 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       fresh = x[microbatch]
       entering = jnp.where(turn == 0, fresh, waiting[microbatch])
       h = jnp.where(stage == 0, entering, arriving)
-      # A device without work does some that counts for nothing, on real
-      # numbers: zero times what a NaN gives is NaN, in the backward too.
+      # A device without work computes on real numbers and drops the result:
+      # zero times NaN would be NaN, in the backward too.
       h = jnp.where(at_work, h, fresh)
       mine = jax.random.fold_in(key, microbatch)
       chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
@@ -86,21 +84,21 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None
 
     def empty(array):
-      # What will be kept differs from stage to stage, and where x does.
+      # The carry varies over stages, and where x does.
       axes = (_AXIS, *meshes.varying(array))
       return meshes.vary(jnp.full_like(array, _EMPTY), axes)
 
     times = jnp.arange(rounds * count + stages - 1)
     begin = empty(x[0]), empty(x), empty(x)
     (_, _, done), _ = jax.lax.scan(step, begin, times)
-    # All have the answer, as what follows (a loss) is not a matter of stages.
+    # All stages return the result, which the loss needs.
     return jax.lax.psum(jnp.where(last, done, jnp.zeros_like(done)), _AXIS)
 
   return run
 
 
 def _apply_chunk(layer, params, h, number, key):
-  """Applies the layers of the chunk of that number, one after the other."""
+  """Applies the layers of chunk `number` one after the other."""
   (each,) = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
 
   def one(h, item):
@@ -111,6 +109,6 @@ def _apply_chunk(layer, params, h, number, key):
 
 
 def _put(array, value, index, when):
-  """Writes a value to its row of the array, when it is to be written."""
+  """Writes a value to row `index` of the array if `when`."""
   value = jnp.where(when, value, array[index])
   return jax.lax.dynamic_update_index_in_dim(array, value, index, 0)

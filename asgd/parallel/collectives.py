@@ -1,18 +1,18 @@
-"""All-reduce written out: what `jax.lax.psum` may do inside, in messages.
+"""All-reduce algorithms written out in messages, as `jax.lax.psum` may use.
 
-Every collective here is made of `jax.lax.ppermute`, rounds in which a device
-sends at most one message each way and receives at most one, so that what it
-costs can be counted (`asgd.parallel.costs` has the same numbers as formulas).
-They are to teach and to be measured; training uses XLA's own, "psum".
+Every collective consists of rounds of `jax.lax.ppermute`, in which a device
+sends at most one message each way and receives at most one; the module
+`asgd.parallel.costs` has their formulas. They are for teaching and measuring;
+training uses XLA's own, "psum".
 
 All are for use inside `jax.shard_map` and take (x, axis). An axis is a name of
 the mesh's, or a tuple of names, which is one axis of all their devices. The
 array x may have any shape and dtype that can be added (for booleans + is "or",
-where psum counts); it is cut into equal chunks, of zeros at the end. Unless a
+where psum counts); it is cut into equal chunks, padded with zeros. Unless a
 function says otherwise it returns the sum over devices, in the shape and dtype
-of x, the same on all devices to the bit. JAX cannot know that, so the shard_map
-needs check_vma=False, or the axis in its out_specs. Rounds are written out, not
-looped over, so that XLA can overlap them; the program grows with N.
+of x, the same on all devices to the bit. JAX cannot infer that, so shard_map
+needs check_vma=False, or the axis in its out_specs. Rounds are unrolled, so
+that XLA can overlap them; the program grows with N.
 
 Index letters in shape comments:
   N  devices of the axis
@@ -61,15 +61,15 @@ def _ring(devices: int, step: int) -> list[tuple[int, int]]:
 
 
 def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
-  """Adds an array over devices, and leaves each a chunk of the sum.
+  """Returns this device's chunk of the sum, [C] of the flat sum padded to
+  [N, C], as `jax.lax.psum_scatter`.
 
-  N - 1 rounds, in each of which every device sends a chunk to the next, or with
-  a `step` of -1 to the one before. Returns [C], this device's row of the sum,
-  flat and padded to [N, C]: what `jax.lax.psum_scatter` makes of it.
+  In each of N - 1 rounds every device sends a chunk to the next, or with a
+  `step` of -1 to the previous one.
   """
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = _cut(jnp.asarray(x), devices)
-  # A sum starts at its owner's neighbour, and comes around to the owner.
+  # A sum starts at its owner's neighbour and ends at its owner.
   total = chunks[(here - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
@@ -78,40 +78,32 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
 
 
 def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
-  """Gives every device what each has: `jax.lax.all_gather`.
-
-  [...] -> [N, ...], in N - 1 rounds, in each of which every device passes on
-  what came last, to the next device or with a `step` of -1 to the one before.
-  """
+  """Gathers all devices' arrays, [...] -> [N, ...], as `jax.lax.all_gather`: in
+  each of N - 1 rounds every device forwards the last array to the next, or with
+  a `step` of -1 to the previous one."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = [jnp.asarray(x)]
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
-  # Row i came from i devices before.
+  # Row i is of the device i steps before.
   order = (here - jnp.arange(devices)) * step % devices
   return jnp.take(jnp.stack(chunks), order, axis=0)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
-  """Reduce-scatter, then all-gather, around a ring: `jax.lax.psum`.
-
-  2 (N - 1) rounds of an N-th of the array: each device sends about twice the
-  array, however many there are.
-  """
+  """Reduce-scatter, then all-gather, around a ring: 2 (N - 1) rounds of an N-th
+  of the array. Each device sends about twice the array, whatever N is."""
   x = jnp.asarray(x)
   return _paste(ring_all_gather(ring_reduce_scatter(x, axis), axis), x)
 
 
 def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
-  """Two rings at once, each of a half, one each way around.
-
-  As many rounds as a ring, each of two messages of a 2 N-th, to either
-  neighbour: half the time where a device can send to both at once.
-  """
+  """Two rings at once in opposite directions, of half the array each: a ring's
+  rounds, with two messages of a 2 N-th; half the time where a device can send
+  to both neighbours at once."""
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
   chunks = _cut(x, 2 * devices)
-  # The rounds of both side by side, as XLA meets them.
   there = ring_reduce_scatter(chunks[:devices], axis)
   back = ring_reduce_scatter(chunks[devices:], axis, -1)
   halves = ring_all_gather(there, axis), ring_all_gather(back, axis, -1)
@@ -119,12 +111,9 @@ def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def _on_cube(x, axis, inner):
-  """Runs inner(members, x, number of this device) on 2^k of N devices.
-
-  These are the members, by their numbers. Where N is no power of 2, the first
-  2 (N - 2^k) devices pair up: the even one of a pair lends its part to the odd
-  one, and is sent the sum at the end.
-  """
+  """Runs inner(members, x, number of this device) on 2^k of N devices, the
+  members. If N is no power of 2, the first 2 (N - 2^k) devices form pairs: the
+  even one sends its array to the odd one, and receives the sum at the end."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   size = 1 << (devices.bit_length() - 1)
   lent = devices - size
@@ -151,11 +140,9 @@ def _powers(end):
 
 
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
-  """Partners at distance 1, 2, 4, ... exchange all they have, and add it.
-
-  log2 N rounds of the whole array: the fewest rounds, for small arrays. Where N
-  is no power of 2 there are two more, see `_on_cube`.
-  """
+  """Partners at distance 1, 2, 4, ... exchange their sums: log2 N rounds of the
+  whole array, the fewest, for small arrays. If N is no power of 2 there are two
+  more, see `_on_cube`."""
 
   def inner(members, x, number):
     del number
@@ -167,17 +154,15 @@ def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
-  """Rabenseifner's: reduce-scatter by halves, all-gather by doubling.
-
-  2 log2 N rounds, and no more bytes than a ring, if N is a power of 2;
-  otherwise two more rounds of the whole array, see `_on_cube`.
-  """
+  """Rabenseifner's: reduce-scatter by halves, all-gather by doubling; 2 log2 N
+  rounds and the bytes of a ring if N is a power of 2, otherwise two more rounds
+  of the whole array, see `_on_cube`."""
 
   def inner(members, x, number):
     bits = _powers(len(members))
     part = _cut(x, len(members))
     for bit in reversed(bits):
-      # Keeps the half in which its own chunk is, and sends the other one.
+      # Keeps the half with its own chunk, and sends the other one.
       half = part.reshape(2, bit, part.shape[-1])
       mine = (number // bit) % 2
       pairs = _exchange(members, bit)
@@ -193,10 +178,8 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def tree(x: jax.Array, axis: Axis) -> jax.Array:
-  """A binomial tree: reduce to device 0, then broadcast from it.
-
-  2 ceil(log2 N) rounds of the whole array.
-  """
+  """A binomial tree: reduce to device 0, then broadcast from it, in
+  2 ceil(log2 N) rounds of the whole array."""
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
@@ -215,13 +198,10 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
-  """Two levels: a ring inside of each node, and rings between nodes.
-
-  Reduce-scatter inside, so that each device of a node has a chunk; all-reduce
-  of that chunk with its peers in the other nodes; all-gather inside. The slow
-  links between nodes carry an array per node, not one per device. `axis` is two
-  names of the mesh's, inside of a node and between nodes.
-  """
+  """Two levels: reduce-scatter inside of each node, all-reduce of each chunk
+  between nodes, all-gather inside, by rings. The slow links between nodes carry
+  an array per node, not one per device. `axis` is two names of the mesh's,
+  inside of a node and between nodes."""
   x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
     raise ValueError(
@@ -236,12 +216,11 @@ def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
 def parameter_server(
   x: jax.Array, axis: Axis, *, shards: int | None = None
 ) -> jax.Array:
-  """What a sharded parameter server does, in one step of all workers.
+  """A sharded parameter server, in one step of all workers.
 
   Device j < P is a worker and also owns chunk j of P. All send it that chunk,
-  one after the other, as it has one link; it adds them, and sends the sum to
-  each. 2 (N - 1) rounds of a P-th of the array: as a ring if P = N, and N / P
-  times as long otherwise.
+  one after the other, as it has one link; it sends the sum to each. 2 (N - 1)
+  rounds of a P-th of the array: a ring if P = N, else N / P times as long.
   `shards` is P, from 1 to N (None is N).
   """
   x = jnp.asarray(x)
@@ -254,7 +233,7 @@ def parameter_server(
   chunks = _cut(x, shards)
 
   def pairs(turn):
-    """(worker, owner): in each turn an owner hears of one worker."""
+    """(worker, owner): in each turn an owner receives from one worker."""
     return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
   total = chunks[jnp.minimum(here, shards - 1)]
@@ -265,7 +244,7 @@ def parameter_server(
   for turn in range(1, devices):
     back = [(owner, worker) for worker, owner in pairs(turn)]
     sums.append(jax.lax.ppermute(total, axis, back))
-  # In turn i it heard of the owner i devices after.
+  # In turn i it received from the owner i devices after.
   order = (jnp.arange(shards) - here) % devices
   return _paste(jnp.take(jnp.stack(sums), order, axis=0), x)
 
@@ -289,19 +268,15 @@ def lookup(reduce: str | Reduce) -> Reduce:
   return names.lookup("collective", reduce, COLLECTIVES)
 
 
-# Buckets: many small arrays as a few large ones.
-
-
 def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   """Puts the leaves of a tree of gradients into buckets.
 
   A backward ends with the first layer, so leaves are taken from the last to
-  the first. A bucket has one dtype, and is closed when the next leaf would
-  make it larger than `bucket_bytes`; a larger leaf has one of its own.
+  the first. A bucket has one dtype and at most `bucket_bytes`, or one leaf.
 
   Returns:
-    The leaves' indices as jax.tree.leaves has them, for each bucket, sorted by
-    when it is full in a backward.
+    The indices of each bucket's leaves, as jax.tree.leaves has them; buckets in
+    the order in which a backward fills them.
 
   Example:
     >>> params = [jnp.zeros(3), jnp.zeros(2), jnp.zeros(1)]
@@ -330,11 +305,9 @@ def all_reduce_tree(
   bucket_bytes: int = BUCKET_BYTES,
   reduce: str | Reduce = "psum",
 ) -> Any:
-  """Adds every leaf of a tree over devices, in buckets.
-
-  Returns `jax.lax.psum(tree, axis)`, by `reduce`: one of COLLECTIVES, or a
-  function of its kind. The leaves are in the order of the forward.
-  """
+  """Returns `jax.lax.psum(tree, axis)`, in buckets, by `reduce`: one of
+  COLLECTIVES, or a function of its kind. The leaves are in the order of the
+  forward."""
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
   out = list(leaves)

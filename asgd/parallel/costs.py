@@ -2,9 +2,9 @@
 
 The alpha-beta model: a message of n bytes takes alpha + n / B seconds, alpha
 being the link's latency and B its bandwidth. A device has one link, which sends
-one message and receives one at the same time. Collectives go in rounds, so a
-`Cost` is how many, and what the largest messages of all rounds add up to. Those
-of `asgd.parallel.collectives` move exactly these bytes in these rounds.
+one message and receives one at the same time. A `Cost` counts the rounds of a
+collective and the bytes of the largest message of each round, exactly those of
+`asgd.parallel.collectives`.
 
 Index letters:
   N  devices
@@ -26,14 +26,14 @@ from asgd import checks
 
 
 class LinkSpeed(NamedTuple):
-  """The alpha-beta model of what connects devices."""
+  """The alpha-beta model of a link."""
 
   bandwidth: float  # B, bytes a second, each way
   latency: float = 0.0  # alpha, seconds of a message of no bytes
 
 
 class Cost(NamedTuple):
-  """What a collective costs, whatever the link."""
+  """The cost of a collective, for any link."""
 
   steps: int  # rounds, one after the other
   bytes: float  # the sum over rounds of the largest message on a link
@@ -44,7 +44,8 @@ FREE = Cost(0, 0, 0)
 
 
 def link(bandwidth: float, latency: float = 0.0) -> LinkSpeed:
-  """Returns a LinkSpeed; ValueError for numbers that no link has."""
+  """Returns a LinkSpeed; ValueError for a bandwidth that is not positive or a
+  negative latency."""
   checks.positive("bandwidth", bandwidth)
   checks.nonnegative("latency", latency)
   return LinkSpeed(float(bandwidth), float(latency))
@@ -133,11 +134,9 @@ def tree(size: float, devices: int, *, grain: int = 1) -> Cost:
 def hierarchical(
   size: float, inside: int, between: int, *, grain: int = 1
 ) -> tuple[Cost, Cost]:
-  """2 (g - 1) / g S inside of a node, and 2 (n - 1) / n S / g between nodes.
-
-  The arguments `inside`, g, and `between`, n, are devices of a node and nodes.
-  Returns the costs on the links inside, and on those between.
-  """
+  """Returns the costs on the links inside of nodes, 2 (g - 1) / g S, and
+  between them, 2 (n - 1) / n S / g; `inside` is g, the devices of a node,
+  `between` n, the nodes."""
   _check(size, between, grain)
   outer = ring(_chunk(size, inside, grain), between, grain=grain)
   return ring(size, inside, grain=grain), outer
@@ -146,11 +145,9 @@ def hierarchical(
 def parameter_server(
   size: float, devices: int, *, shards: int | None = None, grain: int = 1
 ) -> Cost:
-  """2 (N - 1) / P S: a push to P shards and a pull, of N workers at once.
-
-  The shards (None is N of them) are on the first P workers: N - 1 workers send
-  to each, one after the other. ValueError for more than N.
-  """
+  """2 (N - 1) / P S: a push to P shards and a pull, of N workers at once. The
+  shards (None is N of them) are on the first P workers: N - 1 workers send to
+  each, one after the other. ValueError for more than N."""
   shards = devices if shards is None else shards
   _check(size, devices, grain)
   checks.whole("shards", shards)
@@ -187,9 +184,9 @@ def factors(
 def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
   """Poseidon's rule, algorithm 1: whether factors move no more than gradients.
 
-  2 K (P - 1) (M + N) <= 2 M N (2 P - 2) / P elements of a node that is one of P
-  workers and of P shards, in and out (table 1), with K rows of a worker's
-  batch, M inputs and N outputs. That is K <= 2 M N / (P (M + N)).
+  2 K (P - 1) (M + N) <= 2 M N (2 P - 2) / P elements in and out of a node that
+  is one of P workers and P shards (table 1), with K rows of a worker's batch, M
+  inputs and N outputs. That is K <= 2 M N / (P (M + N)).
 
   Example:
     >>> prefers_factors(32, 4096, 4096, 128)
@@ -209,12 +206,11 @@ def hybrid(
   *,
   grain: int = 4,
 ) -> Cost:
-  """Poseidon's hybrid communication of a model.
+  """Poseidon's hybrid communication: an all-gather of the factors of the layers
+  for which the rule prefers them, and a ring all-reduce of the rest.
 
-  A ring all-reduce of everything that goes dense, and an all-gather of the
-  factors of the layers of which the rule prefers them. `dense` are (inputs,
-  outputs) of each dense layer, `others` the bytes of all other parameters,
-  biases among them, and `rows` those of a device.
+  `dense` are (inputs, outputs) of each dense layer, `others` the bytes of all
+  other parameters, biases among them, and `rows` those of a device.
   """
   size, gathered = float(others), []
   for inputs, outputs in dense:

@@ -1,8 +1,7 @@
 """Data parallel training: many devices, one step, the numbers of one device.
 
 Each of d devices computes gradients on its part of a batch; their mean is the
-gradient of the batch, and every device takes the same step. What each device
-keeps between steps is set by `zero`:
+gradient of the batch. `zero` sets what each device keeps between steps:
 
   0  parameters, gradients and the optimizer's state, all whole
   1  a d-th of the state: gradients are added up by reduce-scatter, each device
@@ -11,10 +10,9 @@ keeps between steps is set by `zero`:
   3  and a d-th of the parameters, which are gathered where the loss needs them,
      and in the backward once more (XLA's CPU backend keeps them instead)
 
-Gradients are computed and reduced in shard_map, by collectives that are written
-here. The optimizer runs outside of it, on global arrays of which only the
-placement is given (`asgd.parallel.zero`): XLA derives what has to be sent. So a
-transform need not be elementwise to be right: Adam sends nothing, LAMB its
+Gradients are computed and reduced in shard_map. The optimizer runs outside of
+it, on global arrays placed by `asgd.parallel.zero`: XLA derives what has to be
+sent, so a transform need not be elementwise. Adam sends nothing, LAMB its
 norms, Adafactor its means.
 
 Index letters:
@@ -52,7 +50,7 @@ _REDUCER = 0x726564  # folded into the key of a step: what a reducer draws
 
 
 class StepState(NamedTuple):
-  """All that is kept from one step to the next; donated to `step`."""
+  """What is kept from one step to the next; `step` donates it."""
 
   count: jax.Array  # int32[], steps taken, skipped ones included
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
@@ -62,7 +60,7 @@ class StepState(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """What a step tells; the same on every device."""
+  """The metrics of a step, the same on every device."""
 
   loss: jax.Array  # float[], mean over the batch, at the parameters before
   norm: jax.Array  # float[], the gradient's, before it is clipped
@@ -70,7 +68,7 @@ class StepMetrics(NamedTuple):
 
 
 class Step(NamedTuple):
-  """A training step and what goes with it. `step` donates the state."""
+  """A training step and the functions that go with it."""
 
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
   step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
@@ -82,22 +80,19 @@ class StepOptions(NamedTuple):
   """How a step is made: the options of `make_step`."""
 
   accumulate: int = 1  # a, pieces that a device computes one after the other
-  # Largest norm of the (whole) gradient; None is any.
-  clip_norm: float | None = None
+  clip_norm: float | None = None  # largest norm of the whole gradient
   zero: int = 0  # 0 to 3, see above
   # Dtypes, a Policy or a name of `precision.POLICIES`.
   policy: str | precision.Policy = "unchanged"
-  # Scale the loss, and skip steps with a gradient that is not finite; None does
-  # neither.
+  # Scales the loss, and skips steps with a gradient that is not finite.
   loss_scale: precision.Dynamic | None = None
   form: str = "shard_map"  # or "pmap": one process, one axis, zero 0
   statistics_decay: float = 0.9  # what a step keeps of the statistics
-  # How the devices' gradients, each the mean over its pieces, are averaged, as
-  # by `compression.named_reducer`; None: exactly. Not with ZeRO, other axes or
-  # the form "pmap". If one gradient is not finite nothing is sent, and the step
-  # is told a NaN. What is clipped is the mean.
+  # Averages the devices' gradients, as `compression.named_reducer` does; None:
+  # exactly. Not with ZeRO, other axes or the form "pmap". If one gradient is
+  # not finite, nothing is sent and the mean is NaN. The mean is clipped.
   reducer: compression.Reducer | None = None
-  # The transform searches along a line (`optimizers.lbfgs`): its update is told
+  # The transform searches along a line (`optimizers.lbfgs`): its update gets
   # `value`, the loss of the batch, and `value_fn`, that as a function of the
   # weights. For the form "shard_map" with zero 0, no other axis, no clip_norm.
   searches: bool = False
@@ -113,33 +108,31 @@ def make_step(
 ) -> Step:
   """Makes a step on a batch that is divided among devices.
 
-  The batch is cut into d a pieces of b examples, in order, and piece i is drawn
-  with fold_in(key, i): dropout, augmentation and BatchNorm know of nothing but
-  their piece. Hence the contract: meshes, forms and stages of ZeRO with the
-  same d a, and one device with accumulate = d a, give the same numbers, but for
-  round-off. For a loss that draws nothing, and normalises by no statistics of
-  the batch, every d a gives the same. Metrics and updates are those of the mean
-  over all examples.
+  The batch is cut into d a pieces of b examples, in order; dropout and
+  augmentation of piece i draw from fold_in(key, i), and BatchNorm normalises
+  within a piece. So meshes, forms and stages of ZeRO with the same d a, and one
+  device with accumulate = d a, give the same numbers but for round-off. A loss
+  without draws and batch statistics gives the same for every d a. Metrics and
+  updates are those of the mean over all examples.
 
-  `base.Variables` (BatchNorm) are trained too: the statistics of the pieces are
-  averaged, and move the kept ones as the server does.
+  Of `base.Variables` (BatchNorm) the statistics of the pieces are averaged, and
+  move the kept ones as the server does.
 
   Args:
     loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
       the form "shard_map" it is called inside of shard_map, with all axes of
       the mesh, and must return the same on all devices along every axis but
-      "data". If there are other axes, types are checked (check_vma): a scan
-      within it needs a carry that varies as what it becomes (`meshes.vary`).
-    tx: any optax transform, elementwise or not; or an Algorithm: the gradient
-      is then taken at what it sends to worker 0. The update is told a Delay of
-      staleness 0.
+      "data". With other axes types are checked (check_vma): the carry of a scan
+      must vary from the start as at the end (`meshes.vary`).
+    tx: any optax transform; or an Algorithm, whose gradient is taken at what it
+      sends to worker 0. The update gets a Delay of staleness 0.
     mesh: with the axis "data", over which examples are divided.
     specs: how other axes of the mesh divide the parameters.
     **options: those of `StepOptions`.
 
   Raises:
-    ValueError: for arguments out of range or that exclude one another; and when
-      it is called, for a batch that d a does not divide.
+    ValueError: for arguments out of range or that exclude one another; by the
+      step, for a batch that d a does not divide.
 
   Example:
     >>> def loss(w, piece, key):  # mean over the examples of a piece
@@ -164,14 +157,15 @@ def make_step(
   make = names.lookup("form", how.form, FORMS)
   if how.loss_scale is not None:
     precision.check_dynamic(how.loss_scale)
-  if how.form == "pmap":
-    step_checks.check_pmap(mesh, how.zero, specs)
-  if how.reducer is not None:
-    step_checks.check_reducer(mesh, how.zero, how.form)
-  if how.searches:
-    step_checks.check_search(
-      mesh, **{key: getattr(how, key) for key in step_checks.OF_A_SEARCH}
-    )
+  given = {**how._asdict(), "specs": specs, "processes": jax.process_count()}
+  alone = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
+  for asked, what, needed in (
+    (how.form == "pmap", "the form 'pmap' (use 'shard_map') needs", alone),
+    (how.reducer is not None, step_checks.REDUCER, step_checks.OF_A_REDUCER),
+    (how.searches, step_checks.SEARCH, step_checks.OF_A_SEARCH),
+  ):
+    if asked:
+      step_checks.check_alone(what, mesh, given, needed)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, how.statistics_decay)
   return make(_Program(loss, algorithm, mesh, clip, specs, how))
@@ -203,12 +197,8 @@ class _Program(NamedTuple):
     if self.how.reducer is None:
       return state
     grads = precision.cast(base.weights_of(params), self.how.policy.reduce)
-    devices = self.mesh.shape[_AXIS]
-    each = jax.tree.map(
-      lambda x: jnp.broadcast_to(x, (devices, *x.shape)),
-      self.how.reducer.init(grads),
-    )
-    return state._replace(reducer=each)
+    kept = self.how.reducer.init(grads)
+    return state._replace(reducer=meshes.repeat(kept, self.mesh.shape[_AXIS]))
 
   def scale_of(self, state):
     return jnp.float32(1) if self.how.loss_scale is None else state.scale.scale
@@ -245,8 +235,8 @@ class _Program(NamedTuple):
     return objective
 
   def gradient(self, params, batch, key, scale, kept, dims):
-    """What one device computes: mean loss, gradient and statistics, and what it
-    keeps of compression, `kept` before.
+    """Returns one device's mean loss, gradient and statistics, and what it
+    keeps of compression (before: `kept`).
 
     `dims` has for each weight its dimension that is divided, or WHOLE.
     """
@@ -294,8 +284,8 @@ class _Program(NamedTuple):
     return value, grads, stats, kept
 
   def reduce(self, grads, kept, key):
-    """The mean of what devices send of their gradients, and what they keep:
-    NaNs, and what they kept, if one gradient is not finite."""
+    """Returns the mean of what devices send of their gradients, and what they
+    keep; NaNs and `kept` if one gradient is not finite."""
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
     before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
     mean, after = self.how.reducer.reduce(
@@ -309,8 +299,8 @@ class _Program(NamedTuple):
     return mean, jax.tree.map(lambda x: x[None], after)
 
   def update(self, state, sent, value, grads, stats, kept, value_fn=None):
-    """The optimizer's part, of a gradient taken at `sent`; of one that
-    searches, with the loss as a function of the weights."""
+    """Applies the optimizer to a gradient taken at `sent`; `value_fn` is the
+    loss as a function of the weights, for an optimizer that searches."""
     search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
@@ -366,14 +356,9 @@ class _Program(NamedTuple):
     return self.constrain(state, StepState(P(), kept, opt_specs, scale, each))
 
 
-def _function_of(
-  value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
-) -> Callable[[Any], jax.Array]:
-  """Returns the value as a function that JAX may differentiate.
-
-  Args:
-    value_and_grad: weights -> (float[], gradient, like the weights).
-  """
+def _function_of(value_and_grad):
+  """Returns the value of weights -> (float[], gradient) as a function that JAX
+  may differentiate."""
 
   @jax.custom_vjp
   def value_fn(weights):
@@ -435,7 +420,7 @@ def _shard_map_step(program):
 
 def _pmap_step(program):
   """The form "pmap": state and batch have a leading axis of devices."""
-  mesh = program.mesh
+  mesh, size = program.mesh, program.mesh.size
 
   def device_step(state, batch, key):
     dims = jax.tree.map(lambda _: zero_lib.WHOLE, base.weights_of(state.params))
@@ -452,19 +437,13 @@ def _pmap_step(program):
     donate_argnums=0,
   )
 
-  @jax.jit
-  def begin(params):
-    return jax.tree.map(
-      lambda x: jnp.broadcast_to(x, (mesh.size, *x.shape)),
-      program.begin(params),
-    )
-
   def init(params):
+    begin = jax.jit(lambda params: meshes.repeat(program.begin(params), size))
     return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))
 
   def place(batch):
     step_checks.check_batch(batch, program.pieces)
-    return jax.tree.map(lambda x: x.reshape(mesh.size, -1, *x.shape[1:]), batch)
+    return jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), batch)
 
   def params(state):
     return jax.tree.map(lambda x: x[0], state.params)

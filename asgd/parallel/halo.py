@@ -1,21 +1,19 @@
-"""Images in tiles: what neighbours need of one another, and no more.
+"""Images in tiles, whose neighbours exchange their boundaries.
 
 Each device of the axes "rows" and "columns", or of one of them, holds a tile of
-every image, from the first layer to the last. A convolution reads a row or two
-beyond its own (the halo), and columns: they come from the neighbours by
-`ppermute`, zeros at the image's border. Columns are sent with their halo of
-rows, and so the corners of the diagonal neighbours come without a message of
-their own. GroupNorm adds up its moments over the axes, the head its mean.
-Everything else of a ResNet is at one pixel.
+every image in all layers. The rows and columns beyond it that a convolution
+reads (the halo) are sent by the neighbours with `ppermute`, zeros at the
+image's border. Columns are sent with their halo of rows, which has the corners
+of the diagonal neighbours. GroupNorm adds up its moments over the axes, the
+head its mean. The rest of a ResNet computes each pixel alone.
 
-Layers are not written again. While `apply` runs, flax hands each call of a
+Layers are not written again. While `apply` runs, flax passes each call of a
 convolution or a norm inside of `asgd.models`' layers to this module
 (`nn.intercept_methods`), which runs the same module on more pixels. So the
-parameters, too, are those of the whole model.
+parameters are those of the whole model.
 
-In DistBelief's models the pixels of an image do not share their weights
-(`locally_connected`): the tile of a device has weights that no other device
-holds, and all that is ever sent, forward and backward, is the boundary.
+In DistBelief's models (`locally_connected`) pixels share no weights: a tile's
+weights are on one device, and only boundaries are sent, forward and backward.
 
 Index letters:
   B  examples
@@ -48,9 +46,9 @@ _DIMS = {meshes.ROWS: 1, meshes.COLUMNS: 2}  # of [B, H, W, C]
 
 
 def _axes() -> tuple[str, ...]:
-  """Those of the axes that the mesh has, inside shard_map."""
-  there = jax.sharding.get_abstract_mesh().axis_names
-  return tuple(axis for axis in AXES if axis in there)
+  """The axes of AXES that the mesh has, inside shard_map."""
+  known = jax.sharding.get_abstract_mesh().axis_names
+  return tuple(axis for axis in AXES if axis in known)
 
 
 def exchange(
@@ -100,11 +98,10 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
-  """Runs a convolution on this device's tile, as if all of them were there.
+  """Computes this device's tile of a convolution of whole images.
 
   ValueError for other than two dimensions, dilation, a padding that is not of
-  zeros, or where the rows or columns that come out are not the same share as
-  those that went in.
+  zeros, or outputs that cannot be divided in tiles as the inputs are.
   """
   kernel = tuple(module.kernel_size)
   stride = tuple(n or 1 for n in _pair(module.strides))
@@ -139,7 +136,7 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
   return _rerun(module, x, padding=tuple(pads))
 
 
-_DONE = "tile"  # the name of modules that see to their halo already
+_DONE = "tile"  # the name of modules that are not intercepted again
 
 
 def _rerun(module, x, **changes):
@@ -166,7 +163,7 @@ def _intercept(method, args, kwargs, context):
 
 
 class Local(nn.Module):
-  """A locally connected layer and ReLU: each pixel has a kernel of its own."""
+  """A locally connected layer, with a kernel for each pixel, and ReLU."""
 
   features: int
   kernel: int = 3
@@ -192,7 +189,7 @@ class Local(nn.Module):
 def locally_connected(
   classes: int, *, features: Sequence[int] = (8, 16), kernel: int = 3
 ) -> models.Layers:
-  """DistBelief's kind of model: locally connected layers, then a head.
+  """Returns DistBelief's kind of model: locally connected layers and a head.
 
   All layers but the first halve the image. ValueError for a number that is not
   positive and whole, or no features.
@@ -235,10 +232,10 @@ def apply(
   train: bool = False,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, optax.Params]:
-  """`models.apply`, on this device's tile, float[B, H / r, W / c, C].
+  """Is `models.apply` on this device's tile, float[B, H / r, W / c, C].
 
   For use inside shard_map. Parameters are those of the whole model, of a Local
-  this device's part (`partition`). What the Head gives is the same on all
+  this device's part (`partition`). The output of a Head is the same on all
   devices. ValueError for a layer that cannot be split, or too small a tile.
   """
   check(layers)
@@ -249,9 +246,8 @@ def apply(
 def partition(
   params: optax.Params, axes: Sequence[str] = (meshes.ROWS,)
 ) -> Any:
-  """Returns the PartitionSpecs of a model's parameters, on a mesh with these
-  axes: those of locally connected layers are split as the images are, and
-  nothing else."""
+  """Returns the PartitionSpecs of a model's parameters on a mesh with these
+  axes: locally connected layers are split as the images are."""
   spec_of_tile = P(*(axis if axis in axes else None for axis in AXES))
 
   def spec(path, _):

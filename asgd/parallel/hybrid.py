@@ -8,18 +8,16 @@ A mesh names its axes, and each name says what its devices share:
   rows    the images of a ResNet: `asgd.parallel.halo`
   columns the same, beside rows or alone
 
-A MeshModel is a model made for a mesh: a loss for use inside shard_map, where
-each parameter lies, and the way from whole parameters and back. Its step gives
-the numbers of one device on any mesh, as far as `data_parallel.make_step`
-promises it: a replica counts as one device there, whatever it is made of. So a
-checkpoint of whole parameters goes from any mesh to any other.
+A MeshModel is a loss for use inside shard_map, the placement of parameters, and
+functions from whole parameters and back. Its step gives the numbers of one
+device on any mesh, as far as `data_parallel.make_step` promises: there a
+replica counts as one device. So any mesh can load the checkpoint of another.
 
 References:
   Narayanan et al., "Efficient large-scale language model training on GPU
   clusters using Megatron-LM", SC 2021, section 3.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,17 +33,14 @@ from asgd.models import transformer
 from asgd.parallel import circular, data_parallel, halo, meshes, tensor, zero
 
 
-def _same(params):
-  return params
-
-
 class MeshModel(NamedTuple):
   """A model made for a mesh; by default each device has all of it."""
 
   loss: losses_lib.Loss  # inside shard_map; the mean over a replica's examples
-  specs: zero.Specs = zero.replicated  # where each trained parameter lies
-  split: Callable[[optax.Params], optax.Params] = _same  # whole -> trained
-  join: Callable[[optax.Params], optax.Params] = _same  # trained -> whole
+  specs: zero.Specs = zero.replicated  # of the trained parameters
+  # From whole to trained parameters, and back.
+  split: Callable[[optax.Params], optax.Params] = lambda params: params
+  join: Callable[[optax.Params], optax.Params] = lambda params: params
 
 
 def language(
@@ -56,23 +51,22 @@ def language(
   microbatches: int = 1,
   rounds: int = 1,
 ) -> MeshModel:
-  """A GPT on the axes "tensor" and "pipe", as far as the mesh has them.
+  """Makes a GPT for the axes "tensor" and "pipe", as far as the mesh has them.
 
-  The loss is that of `problems.language`, of windows int[B, T + 1]. It draws
-  the same dropout as one device, but in a pipeline, where the key of each block
-  is another one.
+  The loss is that of `problems.language`, of windows int[B, T + 1]. Dropout is
+  that of one device, except in a pipeline, where blocks have other keys.
 
   Args:
     layers: of `transformer.gpt`.
     mesh: with any of these axes.
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
     microbatches: into which a pipeline cuts a replica's examples.
-    rounds: how often a microbatch goes around the stages.
+    rounds: how often a microbatch passes through the stages.
 
   Raises:
     ValueError: as `tensor.parallel`, for other layers, blocks that the stages
-      do not divide, and `sequence` without the axis "tensor"; when it is
-      called, for examples that are no multiple of the microbatches.
+      do not divide, and `sequence` without the axis "tensor"; by the loss, for
+      examples that are no multiple of the microbatches.
   """
   vocabulary, depth = _check_gpt(layers)
   splits, pipelined = meshes.TENSOR in mesh.shape, meshes.PIPE in mesh.shape
@@ -97,9 +91,8 @@ def language(
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
     if pipelined:
-      out = _pipelined_logits(
-        layers, params, tokens, key, microbatches=microbatches, rounds=rounds
-      )
+      how = {"microbatches": microbatches, "rounds": rounds}
+      out = _pipelined_logits(layers, params, tokens, key, **how)
     else:
       out, _ = models.apply(layers, params, tokens, train=True, key=key)
     if splits:
@@ -118,8 +111,11 @@ def language(
     return tensor.unpad(params, vocabulary)
 
   def specs(params):
-    place = tensor.partition if splits else zero.replicated
-    return _stage_specs(place(params)) if pipelined else place(params)
+    specs = (tensor.partition if splits else zero.replicated)(params)
+    if not pipelined:
+      return specs
+    first, stages, last = specs  # stacked: the second axis, of blocks
+    return first, jax.tree.map(lambda s: P(None, meshes.PIPE, *s), stages), last
 
   return MeshModel(loss, specs, split, join)
 
@@ -166,13 +162,6 @@ def _stack(params, rounds):
   return first, stages, last
 
 
-def _stage_specs(specs):
-  """Specs of stacked parameters: the second axis, of blocks, over "pipe"."""
-  first, stages, last = specs
-  stages = jax.tree.map(lambda spec: P(None, meshes.PIPE, *spec), stages)
-  return first, stages, last
-
-
 def _unstack(params, count):
   first, stages, last = params
   flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), stages)
@@ -181,13 +170,13 @@ def _unstack(params, count):
 
 
 def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
-  """A ResNet, or a locally connected model, on the axes "rows" and "columns",
-  as far as the mesh has them.
+  """Makes a ResNet, or a locally connected model, for the axes "rows" and
+  "columns", as far as the mesh has them.
 
-  Every device prepares the whole images of its replica (augmentation moves
-  pixels about), and goes on with its own tile. ValueError for layers that
-  `halo.check` refuses; when it is called, for rows or columns that an axis does
-  not divide, down to the smallest image inside the model.
+  Every device prepares the whole images of its replica, as augmentation moves
+  pixels, and computes on its tile. ValueError for layers that `halo.check`
+  refuses; by the loss, for rows or columns that an axis does not divide, down
+  to the smallest image inside the model.
   """
   halo.check(pieces.layers)
 
@@ -198,19 +187,17 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
     logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
     return pieces.criterion(logits, batch), losses_lib.Aux(())
 
-  axes = tuple(mesh.axis_names)
-  return MeshModel(loss, functools.partial(halo.partition, axes=axes))
+  return MeshModel(loss, lambda p: halo.partition(p, tuple(mesh.axis_names)))
 
 
 def mesh_model(
   problem: problems.Problem, mesh: Mesh, **options: Any
 ) -> MeshModel:
-  """Makes a problem ready for a mesh, by the names of its axes.
+  """Makes the model of a problem for a mesh: of images for the axes "rows" and
+  "columns", of a GPT for "tensor" and "pipe", of any for "data" alone.
 
-  A problem of images is for "rows" and "columns", one with a GPT for "tensor"
-  and "pipe", any for "data" alone; options are those of `language`. ValueError
-  for axes that do not go together, a problem that has no pieces, and as
-  `language` and `images`.
+  Options are those of `language`. ValueError for axes that exclude one another,
+  a problem without pieces, and as `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
   if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {*halo.AXES}):

@@ -1,11 +1,9 @@
-"""What training holds in memory: bytes a parameter, and of activations.
+"""Memory of training: bytes of parameters, optimizer and activations.
 
 Training with Adam in mixed precision holds 16 bytes a parameter: 2 of weights
 and 2 of gradients in bfloat16, and 4 each of a float32 copy and two moments. So
-0.32 billion parameters are 5.12 GB, 1.5 are 24, 17.2 are 275.2 and 175 are
-2,800 (GB of 10^9 bytes); what is split over devices is divided. Formulas are
-for what there is before there is a model; `bytes_of` and `optimizer_bytes`
-count what a model and an optimizer really hold.
+1.5 billion parameters are 24 GB of 10^9 bytes. Formulas estimate before there
+is a model; `bytes_of` and `optimizer_bytes` count a given one.
 
 Index letters:
   N  devices that share states (ZeRO)
@@ -68,14 +66,13 @@ PRECISIONS = {
   "mixed": Precision(2, 2, 4, 4),
   # The same, with gradients added up in float32 (Megatron's 18).
   "mixed_main_gradients": Precision(2, 4, 4, 4),
-  # float32 weights and gradients, and a bfloat16 copy to compute with: what
-  # casting parameters inside of a loss comes to in JAX.
+  # float32 weights and gradients, and a bfloat16 copy to compute with, as JAX
+  # has it when a loss casts parameters.
   "cast": Precision(2, 4, 4, 4),
   "bfloat16": Precision(2, 2, 0, 2),
 }
 
-# Moments that are kept of each parameter. Adafactor keeps a row and a column of
-# a matrix, which is nothing beside it.
+# Moments of each parameter; Adafactor's rows and columns are negligible.
 OPTIMIZERS = {"sgd": 0, "momentum": 1, "adagrad": 1, "adam": 2, "adafactor": 0}
 
 ZERO_STAGES = (0, 1, 2, 3)
@@ -95,10 +92,9 @@ def state(
   """Returns the bytes of all but activations on one device; ValueError for an
   unknown name, or a number out of range.
 
-  Parameters are split evenly over tensor x stages. Instead of each holding all
-  of their part, N `data` parallel devices share out what `zero` says: 0
-  nothing, 1 the optimizer's state (and master copy), 2 gradients too, 3 weights
-  too. A pipeline keeps `versions` of the weights.
+  Parameters are split evenly over tensor x stages. N `data` parallel devices
+  share by `zero`: 0 nothing, 1 the optimizer's state (and master copy), 2
+  gradients too, 3 weights too. A pipeline keeps `versions` of the weights.
 
   Example:
     >>> [state(zero=z, data=4).total for z in ZERO_STAGES]
@@ -140,10 +136,10 @@ def optimizer_bytes(tx: optax.GradientTransformation, params: Any) -> int:
 
 
 class RecipeBytes(NamedTuple):
-  """What a recipe against staleness holds, in bytes a parameter."""
+  """Memory of a recipe against staleness, in bytes a parameter."""
 
   server: float  # state of the algorithm, beside the parameters
-  tickets: float  # copies of what each worker was sent
+  tickets: float  # copies of the parameters that each worker was sent
   worker: float  # state of one worker, beside parameters and gradient
 
   @property
@@ -156,11 +152,11 @@ _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 
 
 def cure(recipe: str, workers: int, **options) -> RecipeBytes:
-  """Counts what a recipe of `asgd.algorithms` keeps in float32.
+  """Counts the float32 memory of a recipe of `asgd.algorithms`.
 
-  Tickets are counted where its update reads what was sent (compensation, the
-  gap); a server that also reports gaps keeps them in any case. The arguments
-  are those of `algorithms.build`, and so are the errors.
+  Tickets are counted if its update reads them (compensation, the gap); a server
+  that reports gaps keeps them in any case. Arguments and errors are those of
+  `algorithms.build`.
 
   Example:
     >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
@@ -199,7 +195,7 @@ class Gpt(NamedTuple):
 
 
 def check_gpt(gpt: Gpt) -> Gpt:
-  """Returns the sizes; ValueError for those that no GPT has."""
+  """Returns the sizes; ValueError for impossible ones."""
   for name, value in gpt._asdict().items():
     checks.whole(name, value)
   if gpt.width % gpt.heads:
@@ -237,9 +233,8 @@ def activations(
   tensor: int = 1,
   itemsize: int = 2,
 ) -> float:
-  """Bytes of activations that a block keeps for its backward, on one device.
-
-  In bytes of 16-bit numbers, and masks of dropout of one byte:
+  """Returns the bytes of activations that a block keeps for its backward on one
+  device; of 16-bit numbers, and masks of dropout of one byte:
 
     plain     T B C (34 + 5 A T / C), of one device; of t tensor parallel ones
               T B C (10 + 24 / t + 5 A T / (C t))
@@ -247,7 +242,7 @@ def activations(
     full      2 T B C
 
   `sequences` are B, `itemsize` the bytes of an activation: 4 doubles all but
-  the masks. ValueError for another `kind`, or sizes that no GPT has.
+  the masks. ValueError for another `kind`, or impossible sizes.
 
   Example:
     >>> gpt3 = Gpt(96, 12288, 96, context=2048, vocabulary=51200)
@@ -262,8 +257,8 @@ def activations(
   stream = context * sequences * width
   if kind == "full":
     return float(itemsize * stream)
-  # Of the 34: what each device has whole (norms, inputs, two masks), and what
-  # is split by columns or heads.
+  # Of the 34: whole on each device (norms, inputs, two masks), and split by
+  # columns or heads.
   whole, split = 4 * itemsize + 2, 12 * itemsize
   scores = (2 * itemsize + 1) * heads * context / width
   if kind == "sequence":
@@ -272,12 +267,9 @@ def activations(
 
 
 def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
-  """Counts the bytes that JAX keeps of a forward for its backward.
-
-  An upper bound, before XLA fuses operations and computes again what is cheap.
-  `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes.
-  Parameters are kept in any case and not counted.
-  """
+  """Counts the bytes that JAX keeps of a forward for its backward, without the
+  parameters: an upper bound, as XLA fuses operations and recomputes cheap ones.
+  `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes."""
 
   def run(params, *inputs):
     return jax.vjp(lambda p: forward(p, *inputs), params)

@@ -1,14 +1,13 @@
-"""Meshes of devices, and where arrays lie on them.
+"""Meshes of devices, and the placement of arrays on them.
 
 A mesh is a grid of devices with named axes: "data" for replicas, "tensor" for
 the parts of a layer, "rows" and "columns" for the parts of an image, "pipe" for
-stages. What is placed here may belong to several processes: each of them calls
-the same functions, and gives the devices it has what they need.
+stages. The devices may belong to several processes, which then all call the
+same functions.
 
-Inside shard_map, JAX knows of each value over which axes it varies from device
-to device (with check_vma, the default). Where a value that does not vary meets
-one that does, it is cast, and the derivative of that cast is a sum over the
-axis. `vary` is this cast, written out.
+Inside shard_map with check_vma (the default) JAX tracks over which axes a value
+varies. A value that does not vary is cast where it meets one that does, and the
+derivative of that cast is a sum over the axis. `vary` is this cast.
 """
 
 import functools
@@ -29,7 +28,7 @@ ROWS, COLUMNS = "rows", "columns"
 
 
 def find_devices() -> None:
-  """Starts JAX on what devices there are; ValueError if there are none."""
+  """Starts JAX; ValueError if it finds no device."""
   try:
     jax.devices()
   except (RuntimeError, AssertionError) as error:
@@ -46,10 +45,10 @@ def make(
   """Lays devices out in a grid, with all axes `AxisType.Auto`.
 
   Args:
-    shape: size of each axis, outermost first; one may be -1, for as many as
-      there are devices left.
-    devices: those of all processes if None. If they are more than asked for,
-      the first are taken, which several processes cannot do.
+    shape: size of each axis, outermost first; one may be -1, for all devices
+      that are left.
+    devices: None for those of all processes. One process takes the first of
+      them if there are more than `shape` has.
 
   Raises:
     ValueError: for no axis, a size that is not positive and whole, fewer
@@ -74,20 +73,20 @@ def make(
     if len(devices) % others:
       raise ValueError(
         f"{len(devices)} devices cannot be divided by {others}, the other axes"
-        f" of the mesh {_text(sizes)}"
+        f" of the mesh {text(sizes)}"
       )
     sizes[free[0]] = max(len(devices) // others, 1)
   count = math.prod(sizes.values())
   if count > len(devices):
     raise ValueError(
-      f"the mesh {_text(sizes)} needs {count} devices and there are"
+      f"the mesh {text(sizes)} needs {count} devices and there are"
       f" {len(devices)}; for {count} on this host's CPU, call"
       f" jax.config.update('jax_num_cpu_devices', {count}) before JAX is used"
       f" (and set JAX_PLATFORMS=cpu)"
     )
   if count < len(devices) and jax.process_count() > 1:
     raise ValueError(
-      f"the mesh {_text(sizes)} needs {count} devices and the"
+      f"the mesh {text(sizes)} needs {count} devices and the"
       f" {jax.process_count()} processes have {len(devices)}: use all of them"
     )
   return jax.make_mesh(
@@ -98,12 +97,13 @@ def make(
   )
 
 
-def _text(sizes: Mapping[str, int]) -> str:
+def text(sizes: Mapping[str, int]) -> str:
+  """Returns a mesh for people: "data 2 x tensor 4"."""
   return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
 def size(mesh: Mesh, axis: str) -> int:
-  """Returns how many devices an axis has; ValueError if there is none."""
+  """Returns how many devices an axis has; ValueError for an unknown axis."""
   if axis not in mesh.shape:
     raise ValueError(
       f"the mesh has axes {tuple(mesh.axis_names)} and none named {axis!r}"
@@ -117,12 +117,12 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
   Args:
     tree: of arrays; every process has the same, or they are global already.
     mesh: of any processes.
-    specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None is
-      all of each array on every device. ValueError for one that does not divide
+    specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None
+      puts each array on every device. ValueError for one that does not divide
       its array.
   """
-  if specs is None or isinstance(specs, PartitionSpec):
-    one = specs or PartitionSpec()
+  one = PartitionSpec() if specs is None else specs
+  if isinstance(one, PartitionSpec):
     specs = jax.tree.map(lambda _: one, tree)
 
   def put(path, x, spec):
@@ -133,7 +133,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
       raise ValueError(
         f"the array {jax.tree_util.keystr(path) or '(the only one)'} of shape"
         f" {np.shape(x)} cannot be divided as {spec} over the mesh"
-        f" {_text(mesh.shape)}"
+        f" {text(mesh.shape)}"
       ) from error
     if isinstance(x, jax.core.Tracer):
       return jax.lax.with_sharding_constraint(x, sharding)
@@ -155,32 +155,50 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
   return place(batch, mesh, PartitionSpec(DATA))
 
 
+def repeat(tree: Any, count: int) -> Any:
+  """Repeats each leaf on a new leading axis."""
+  return jax.tree.map(
+    lambda x: jnp.broadcast_to(x, (count, *jnp.shape(x))), tree
+  )
+
+
+def bytes_here(tree: Any) -> int:
+  """Returns the bytes that the first local device holds of global arrays."""
+  return sum(
+    shard.data.nbytes
+    for leaf in jax.tree.leaves(tree)
+    for shard in leaf.addressable_shards
+    if shard.device == jax.local_devices()[0]
+  )
+
+
 def part(x: jax.Array, axis: str, dim: int) -> jax.Array:
-  """In shard_map: returns this device's part, along `dim`, of what all have."""
+  """Returns this device's part of an array along `dim`, inside shard_map."""
   length = x.shape[dim] // jax.lax.axis_size(axis)
   start = jax.lax.axis_index(axis) * length
   return jax.lax.dynamic_slice_in_dim(x, start, length, dim)
 
 
 def whole(tree: Any, mesh: Mesh) -> Any:
-  """Copies global arrays so that every device holds all of each."""
-  everywhere = NamedSharding(mesh, PartitionSpec())
-  copy = functools.partial(jax.tree.map, jnp.copy)
-  return jax.jit(copy, out_shardings=everywhere)(tree)
+  """Copies global arrays, all of each to every device."""
+  return copy(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def copy(tree: Any, shardings: Any) -> Any:
+  """Copies arrays to where the shardings say, for a step that donates them."""
+  copies = functools.partial(jax.tree.map, jnp.copy)
+  return jax.jit(copies, out_shardings=shardings)(tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:
-  """Returns the manual axes over which a traced value may vary; none outside
-  shard_map, and none inside of one with check_vma=False."""
+  """Returns the manual axes over which a traced value may vary: none outside
+  shard_map, or with check_vma=False."""
   return jax.typeof(x).mat.varying
 
 
 def vary(tree: Any, axes: str | Sequence[str]) -> Any:
-  """Casts values to ones that vary over `axes`, too.
-
-  The derivative is summed over these axes. With check_vma=False it is the
-  identity.
-  """
+  """Casts values to ones that vary over `axes`, too; the derivative is summed
+  over them. With check_vma=False it is the identity."""
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
 
   def cast(x):

@@ -2,20 +2,20 @@
 
 A model replica is divided among P machines, layer by layer:
 
-  - of a vector each machine has an equal part. A dense layer's machine computes
-    its part of the outputs, for which all others send it their inputs, and in
-    the backward pass sends each its part of the gradient of these;
-  - of an image each machine has a tile of a grid, the one most like a square. A
+  - of a vector each machine has an equal part. All machines send their inputs
+    of a dense layer to each that computes a part of its outputs; in the
+    backward pass the gradients of these inputs return;
+  - of an image each machine has a tile of a grid, as square as possible. A
     locally connected layer reads pixels beyond the tile (a halo), which their
-    owners send; in the backward pass gradients go back the same way;
-  - a mean over the image is the sum of what the tiles come to: a machine has
-    the sums of its part of the features;
-  - for the softmax each sends the maximum and the sum of its logits.
+    owners send; in the backward pass their gradients return;
+  - a mean over the image adds up the sums of the tiles, each feature at one
+    machine;
+  - for the softmax each machine sends the maximum and the sum of its logits.
 
-Every machine reads what it needs of the input by itself. Weights belong to one
-machine each, so that nothing of them is ever sent. Operations are those of the
-products (2 of a product and a sum); the backward pass has twice as many, once
-for weights and once for inputs, which the first layer does without.
+Every machine reads its part of the input itself, and a weight belongs to one
+machine, so neither is sent. Operations are those of the products (2 for a
+product and a sum); the backward pass has twice as many, once for weights and
+once for inputs, which the first layer does without.
 
 Index letters:
   B  examples of a batch
@@ -27,8 +27,9 @@ Reference:
 """
 
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -41,15 +42,14 @@ from asgd.parallel import halo
 Span = tuple[int, int]  # from the first to behind the last
 Sends = list[dict[int, float]]  # of each machine: receiver -> numbers
 
-
-# All machines may send to all others in each phase, and a step is played
-# message by message: with so many it takes half a minute.
+# A step is simulated message by message, of all machines to all: of so many it
+# takes half a minute.
 MOST_MACHINES = 256
 _LAYERS = models.Flatten, models.Dense, models.Classifier, halo.Local
 
 
 class _Held(NamedTuple):
-  """Which part of an example's activations each machine has."""
+  """The part of an example's activations that each machine has."""
 
   counts: list[int]  # P, numbers
   shape: tuple[int, ...]  # (C,) or (H, W, C)
@@ -80,61 +80,49 @@ def grid(machines: int) -> tuple[int, int]:
 
 
 def _spans(length: int, parts: int) -> list[Span]:
-  """Equal parts, as near as can be; empty ones of fewer than there are."""
+  """Cuts a length into nearly equal parts, some of them empty."""
   cuts = [length * i // parts for i in range(parts + 1)]
-  return list(zip(cuts, cuts[1:], strict=False))
-
-
-def _size(span: Span) -> int:
-  return max(span[1] - span[0], 0)
+  return list(itertools.pairwise(cuts))
 
 
 def _overlap(one: Span, other: Span) -> int:
-  return _size((max(one[0], other[0]), min(one[1], other[1])))
+  return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
 
 
 def _hold(shape: tuple[int, ...], machines: int) -> _Held:
   """Divides activations of an example."""
   if len(shape) == 1:
-    return _Held([_size(s) for s in _spans(shape[0], machines)], shape)
+    return _Held([b - a for a, b in _spans(shape[0], machines)], shape)
   height, width = grid(machines)
   rows = [r for r in _spans(shape[0], height) for _ in range(width)]
   columns = _spans(shape[1], width) * height
   counts = [
-    _size(r) * _size(c) * shape[2] for r, c in zip(rows, columns, strict=True)
+    (bottom - top) * (right - left) * shape[2]
+    for (top, bottom), (left, right) in zip(rows, columns, strict=True)
   ]
   return _Held(counts, shape, rows, columns)
 
 
-def _all_to_all(held: _Held, after: _Held, *, inputs: bool) -> Sends:
-  """Every machine that has numbers sends those, or else as many as they get, to
-  all others that have numbers afterwards."""
-  return [
+def _vector(held: _Held, outputs: int, *, mean: bool = False) -> _Stage:
+  """A dense layer, for which each machine sends all its inputs to every other
+  that has outputs; or a mean over the image, for which it sends as many sums
+  as the other has features."""
+  machines = len(held.counts)
+  after = _hold((outputs,), machines)
+  sends: Sends = [
     {
-      to: count if inputs else wanted
+      to: wanted if mean else count
       for to, wanted in enumerate(after.counts)
       if to != own and count and wanted
     }
     for own, count in enumerate(held.counts)
   ]
-
-
-def _dense(held: _Held, outputs: int) -> _Stage:
-  """All inputs go to every machine that has outputs."""
-  after = _hold((outputs,), len(held.counts))
-  products = [math.prod(held.shape) * count for count in after.counts]
-  return _Stage(products, _all_to_all(held, after, inputs=True), after)
-
-
-def _mean(held: _Held) -> _Stage:
-  """Sums of tiles go to the machines that have the features."""
-  machines = len(held.counts)
-  after = _hold(held.shape[2:], machines)
-  return _Stage([0] * machines, _all_to_all(held, after, inputs=False), after)
+  inputs = 0 if mean else math.prod(held.shape)
+  return _Stage([inputs * count for count in after.counts], sends, after)
 
 
 def _local(held: _Held, layer: halo.Local, shape: tuple[int, ...]) -> _Stage:
-  """Pixels beyond a machine's tile come from those that have them."""
+  """A locally connected layer: pixels beyond a tile come from their owners."""
   machines, after = len(held.counts), _hold(shape, len(held.counts))
   low = (layer.kernel - 1) // 2
 
@@ -154,17 +142,6 @@ def _local(held: _Held, layer: halo.Local, shape: tuple[int, ...]) -> _Stage:
         sends[own][to] = pixels * held.shape[2]
   products = layer.kernel**2 * held.shape[2]
   return _Stage([products * count for count in after.counts], sends, after)
-
-
-def _stages(layer: Any, held: _Held, shape: tuple[int, ...]) -> list[_Stage]:
-  """The stages of a layer whose outputs have a shape, of an example."""
-  match layer:
-    case models.Dense() | models.Classifier():
-      return [_dense(held, shape[0])]
-    case halo.Local():
-      return [_local(held, layer, shape)]
-  mean = _mean(held)  # of a Head
-  return [mean, _dense(mean.held, shape[0])]
 
 
 def _check(layers: Any) -> None:
@@ -193,25 +170,24 @@ def _shape_after(
   return jax.eval_shape(run, x)
 
 
-def _forward(layers, example, machines) -> Iterator[_Stage]:
+def _forward(layers, example, machines) -> list[_Stage]:
   x, held = example, _hold(example.shape[1:], machines)
+  stages: list[_Stage] = []
   for layer in layers:
     x = _shape_after(layer, x)
+    shape = x.shape[1:]
     if isinstance(layer, models.Flatten):
-      held = _Held(held.counts, x.shape[1:])  # whoever had them has them
+      held = _Held(held.counts, shape)
       continue
-    for stage in _stages(layer, held, x.shape[1:]):
-      held = stage.held
-      yield stage
-
-
-def _back(sends: Sends) -> Sends:
-  """Gradients go from where activations went."""
-  back: Sends = [{} for _ in sends]
-  for own, messages in enumerate(sends):
-    for to, numbers in messages.items():
-      back[to][own] = numbers
-  return back
+    if isinstance(layer, halo.Local):
+      stages.append(_local(held, layer, shape))
+    else:
+      if isinstance(layer, models.Head):
+        stages.append(_vector(held, held.shape[2], mean=True))
+        held = stages[-1].held
+      stages.append(_vector(held, shape[0]))
+    held = stages[-1].held
+  return stages
 
 
 def phases(
@@ -257,7 +233,7 @@ def phases(
       f"inputs must be vectors [B, C] or images [B, H, W, C], not of shape"
       f" {tuple(example.shape)}"
     )
-  stages = list(_forward(layers, example, machines))
+  stages = _forward(layers, example, machines)
   if not stages or len(stages[-1].held.shape) != 1:
     raise ValueError("the last layer must give logits [B, C]; add a Head")
   return _phases(stages, example.shape[0], itemsize)
@@ -265,26 +241,28 @@ def phases(
 
 def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
   """Forward, the softmax's message, and backward."""
+  machines = range(len(stages[0].products))
 
-  def flops(stage, times):
-    return [2 * times * batch * products for products in stage.products]
-
-  def nbytes(sends: Sends) -> Sends:
+  def phase(stage: _Stage, times: int, sends: Sends) -> Phase:
+    flops = [2 * times * batch * products for products in stage.products]
     each = batch * itemsize
-    return [{to: n * each for to, n in one.items()} for one in sends]
+    return Phase(flops, [{to: n * each for to, n in s.items()} for s in sends])
 
-  before = [[{} for _ in stages[0].sends], *(s.sends for s in stages[1:])]
+  def back(sends: Sends) -> Sends:
+    """Gradients, sent to the owners of the activations."""
+    return [
+      {to: s[own] for to, s in enumerate(sends) if own in s} for own in machines
+    ]
+
   holders = [i for i, count in enumerate(stages[-1].held.counts) if count]
   softmax: Sends = [
     {to: 2 for to in holders if to != own and own in holders}
-    for own in range(len(stages[0].products))
+    for own in machines
   ]
+  first, *others = stages
+  after = [*(stage.sends for stage in others), softmax]
   forward = [
-    Phase(flops(stage, 1), nbytes(sends))
-    for stage, sends in zip(stages, [*before[1:], softmax], strict=True)
+    phase(stage, 1, sends) for stage, sends in zip(stages, after, strict=True)
   ]
-  backward = [
-    Phase(flops(stage, 2 if number else 1), nbytes(_back(before[number])))
-    for number, stage in enumerate(stages)
-  ]
-  return forward + backward[::-1]
+  backward = [phase(stage, 2, back(stage.sends)) for stage in others[::-1]]
+  return [*forward, *backward, phase(first, 1, [{} for _ in machines])]

@@ -1,8 +1,8 @@
 """Rounds of peers as one program: each device of an axis is a peer.
 
-What a peer does is `asgd.gossip.peer`, the same functions that a simulator
-calls. Inside shard_map each device calls them on its own state, and messages
-travel by `jax.lax.ppermute`, as many times a round as a peer hears others.
+Inside shard_map each device calls the functions of `asgd.gossip.peer` on its
+state, as a simulator does. Messages are sent by `jax.lax.ppermute`, once a
+round for each neighbour of a peer.
 
 Index letters in shape comments:
   n  peers, which are the devices of the axis
@@ -17,34 +17,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from asgd import base, gossip
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.parallel import meshes
+from asgd.parallel import memory, meshes
 
 
 class Turns(NamedTuple):
   """A round of messages, in turns in which each peer sends at most one message
-  and hears at most one."""
+  and receives at most one."""
 
   pairs: list[list[tuple[int, int]]]  # of each turn, (sender, receiver)
-  weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer hears nobody
-  slots: npt.NDArray[np.int32]  # [n, c], `Topology.slots` where it hears nobody
-  keep: npt.NDArray[np.float64]  # [n], what peers give themselves
+  weights: npt.NDArray[np.float64]  # [n, c], 0 where a peer receives nothing
+  slots: npt.NDArray[np.int32]  # [n, c], there `Topology.slots`
+  keep: npt.NDArray[np.float64]  # [n], weights of peers' own parameters
 
 
 def turns(topology: gossip.Topology, round: int) -> Turns:
-  """Returns the messages of a round in turns.
+  """Returns the messages of round number `round` in turns.
 
-  Of a graph in which all hear those some hops before them there are as many
-  turns as hops; of any other at most twice the largest number of neighbours.
-
-  Args:
-    topology: any.
-    round: its number.
+  A graph in which all peers receive from the same hops has a turn for each hop;
+  any other has at most twice the largest number of neighbours.
 
   Example:
     >>> from asgd.gossip import topologies
@@ -53,19 +50,13 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
     [[(0, 1), (1, 2), (2, 0)], [(0, 2), (1, 0), (2, 1)]]
   """
   n = topology.workers
-  links = [
-    (sender, receiver)
-    for sender in range(n)
-    for receiver in np.flatnonzero(
-      topology.links[round % topology.period, :, sender]
-    ).tolist()
-  ]
+  matrix = topology.links[round % topology.period]
+  links = [(int(i), int(j)) for i, j in np.argwhere(matrix.T)]
   by_hop: dict[int, list[tuple[int, int]]] = {}
   for sender, receiver in links:
     by_hop.setdefault((receiver - sender) % n, []).append((sender, receiver))
-  pairs = min(
-    ([by_hop[hop] for hop in sorted(by_hop)], _first_fit(links)), key=len
-  )
+  hops = [by_hop[hop] for hop in sorted(by_hop)]
+  pairs = min(hops, _first_fit(links), key=len)
   weights = np.zeros((n, len(pairs)))
   slots = np.full((n, len(pairs)), topology.slots, np.int32)
   for turn, some in enumerate(pairs):
@@ -79,41 +70,38 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
 def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
   """Puts each link into the first turn where both ends are free."""
   result: list[list[tuple[int, int]]] = []
-  busy: list[set[tuple[str, int]]] = []
   for sender, receiver in links:
-    ends = {("sends", sender), ("hears", receiver)}
-    at = next((i for i, some in enumerate(busy) if not some & ends), None)
-    if at is None:
-      at = len(result)
-      result.append([])
-      busy.append(set())
-    result[at].append((sender, receiver))
-    busy[at] |= ends
+    for turn in result:
+      if all(sender != s and receiver != r for s, r in turn):
+        turn.append((sender, receiver))
+        break
+    else:
+      result.append([(sender, receiver)])
   return result
 
 
 class RoundState(NamedTuple):
-  """All that is kept from one round to the next; each leaf is [n, ...], a row
-  on each device. Donated to `round`."""
+  """What is kept from one round to the next; each leaf is [n, ...], a row on
+  each device. `round` donates it."""
 
   peers: gossip.PeerState
   workers: Any  # states of the workers
-  codes: tuple[Any, ...]  # the message that waits to be mixed; `every` above 1
+  codes: tuple[Any, ...]  # the message to be mixed later; `every` above 1
 
 
 class RoundMetrics(NamedTuple):
-  """What a round tells of each peer."""
+  """The metrics of each peer in a round."""
 
   loss: jax.Array  # float[n]
   whole: jax.Array  # int32[n, 3], version, staleness, accepted
-  # float32[n, 5], gap, message_norm, update_norm, mix_norm, and the RMS of what
-  # the codec had kept back of all before
+  # float32[n, 5], gap, message_norm, update_norm, mix_norm, and the RMS of the
+  # codec's residual before the round
   real: jax.Array
-  codes: Any  # [n, ...], what was put, if it is compressed; else ()
+  codes: Any  # [n, ...], the messages, if they are compressed; else ()
 
 
 class RoundProgram(NamedTuple):
-  """The program and what goes with it."""
+  """The program of a round and the functions that go with it."""
 
   init: Callable[[base.Params], RoundState]
   # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
@@ -121,30 +109,26 @@ class RoundProgram(NamedTuple):
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
 
 
-def _code(peer, state):
-  """A message, for its shapes."""
-  return peer.put(state, jnp.float32(1), jax.random.key(0))[1]
+def _code_shapes(peer, params):
+  """The shapes of a message."""
+
+  def code(params):
+    return peer.put(peer.init(params), jnp.float32(1), jax.random.key(0))[1]
+
+  return jax.eval_shape(code, params)
 
 
 def message_bytes(
   how: gossip.Gossip, server: base.Server, params: base.Params
 ) -> int:
-  """Returns the bytes of a message that is not compressed.
-
-  Args:
-    how: of the peers.
-    server: each peer's own.
-    params: of which shapes are read only.
-  """
+  """Returns the bytes of an uncompressed message of peers that each have this
+  server, of parameters or their shapes."""
   peer = gossip.make_peer(server, how.rule, how.topology.slots)
-  code = jax.eval_shape(lambda x: _code(peer, peer.init(x)), params)
-  return sum(
-    np.dtype(x.dtype).itemsize * x.size for x in jax.tree.leaves(code)
-  )
+  return memory.bytes_of(_code_shapes(peer, params))
 
 
 class _Device(NamedTuple):
-  """What a device does in a round, inside shard_map."""
+  """A round at one device, inside shard_map."""
 
   how: gossip.Gossip
   peer: gossip.Peer
@@ -171,8 +155,8 @@ class _Device(NamedTuple):
     return self.peer.mix(state, codes, weights, slots)
 
   def round(self, phases, state, batch, root, k):
-    """Does round k of the `phases` (phase, puts, mixes): which matrix of the
-    topology is its message's, and whether it puts, or mixes, it."""
+    """Computes round k, whose message has the topology's matrix `phase`;
+    whether the round puts and mixes it are the others of `phases`."""
     (phase, puts, mixes), how, peer = phases, self.how, self.peer
     state, batch = jax.tree.map(lambda x: x[0], (state, batch))
     own, i = state.peers, jax.lax.axis_index(self.axis)
@@ -195,7 +179,7 @@ class _Device(NamedTuple):
     mixed = server_lib.gap(own.server.params, before)
     whole = own.server.version, report.staleness, report.accepted
     real = report.gap, report.message_norm, report.update_norm, mixed, kept
-    told = RoundMetrics(
+    row = RoundMetrics(
       metrics.loss,
       jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
       jnp.stack([x.astype(jnp.float32) for x in real]),
@@ -203,10 +187,31 @@ class _Device(NamedTuple):
     )
     waiting = () if how.every == 1 else (code,)
     after = RoundState(own, workers, waiting)
-    return jax.tree.map(lambda x: x[None], (after, told))
+    return jax.tree.map(lambda x: x[None], (after, row))
 
 
-def _check(how, mesh, axis):
+def make_rounds(
+  how: gossip.Gossip,
+  server: base.Server,
+  worker: base.Worker,
+  mesh: Mesh,
+  *,
+  axis: str = meshes.DATA,
+) -> RoundProgram:
+  """Makes the program of a round, which computes what the simulator computes by
+  `Gossip.trace`, but for the order in which messages are added up.
+
+  Args:
+    how: topology and rule of the peers, in rounds.
+    server: of each peer, of an algorithm that `how.rule.wrap` returned.
+    worker: computes a message; the job of peer i in round k is k n + i.
+    mesh: with an axis of n devices.
+    axis: its name.
+
+  Raises:
+    ValueError: for peers in pairs, which have no rounds, or an axis of another
+      size.
+  """
   n = how.topology.workers
   if how.order != gossip.ROUNDS:
     raise ValueError(
@@ -218,48 +223,17 @@ def _check(how, mesh, axis):
       f"{n} peers need {n} devices on the axis {axis!r}, which has"
       f" {meshes.size(mesh, axis)}"
     )
-
-
-def make_rounds(
-  how: gossip.Gossip,
-  server: base.Server,
-  worker: base.Worker,
-  mesh: Mesh,
-  *,
-  axis: str = meshes.DATA,
-) -> RoundProgram:
-  """Makes the program of a round.
-
-  It comes to what the simulator comes to by `Gossip.trace`, but for the order
-  in which messages are added up.
-
-  Args:
-    how: whom peers talk to, in rounds.
-    server: each peer's own, of an algorithm that went through `how.rule.wrap`.
-    worker: what a peer does with a batch; the job of peer i in round k is
-      k n + i.
-    mesh: with an axis of n devices.
-    axis: its name.
-
-  Raises:
-    ValueError: for pairs, which wait for nobody and so are no program, or an
-      axis of another size.
-  """
-  _check(how, mesh, axis)
-  n = how.topology.workers
-  # A slot more, for turns in which a peer hears nobody.
+  # One more slot, for turns in which a peer receives nothing.
   peer = gossip.make_peer(server, how.rule, how.topology.slots + 1)
   device = _Device(how, peer, worker, axis)
   rows = NamedSharding(mesh, P(axis))
 
   def first(params):
     state = peer.init(params)
-    code = jax.eval_shape(lambda: _code(peer, state))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), code)
-    began = worker.init(state.server.params)
+    zeros = optax.tree.zeros_like(_code_shapes(peer, params))
     waiting = () if how.every == 1 else (zeros,)
-    one = RoundState(state, began, waiting)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (n, *jnp.shape(x))), one)
+    one = RoundState(state, worker.init(state.server.params), waiting)
+    return meshes.repeat(one, n)
 
   @partial(jax.jit, static_argnums=0, donate_argnums=1)
   def program(phases, state, batch, root, k):

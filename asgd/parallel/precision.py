@@ -1,10 +1,9 @@
 """Mixed precision: which dtype for what, and a loss scale that adapts.
 
 float16 has 5 bits of exponent: gradients below 6e-8 become 0. So the loss is
-multiplied by a scale before it is differentiated, and the gradient divided
-after. The scale is as large as can be without overflow: it is halved at each
-gradient that is not finite, for which no step is taken, and doubled after many
-that were. bfloat16 has float32's exponent and needs none.
+multiplied by a scale before it is differentiated, and the gradient divided by
+it. The scale is halved at each gradient that is not finite, for which no step
+is taken, and doubled after many finite ones. bfloat16 needs no scale.
 
 Reference:
   Micikevicius et al., "Mixed precision training", ICLR 2018, sections 3.1, 3.2.
@@ -35,8 +34,8 @@ POLICIES = {
 
 
 def policy(which: str | Policy) -> Policy:
-  """Returns a Policy, given it or its name; ValueError for what is neither, or
-  a dtype that is not of floating point."""
+  """Returns a Policy, given it or its name; ValueError for neither, or a dtype
+  that is not of floating point."""
   if isinstance(which, str):
     return names.lookup("precision", which, POLICIES)
   if not isinstance(which, Policy):
@@ -65,14 +64,14 @@ def cast(tree: Any, dtype: Any) -> Any:
 
 
 class LossScale(NamedTuple):
-  """The loss scale now."""
+  """A loss scale at one step."""
 
   scale: jax.Array  # float32[]
   finite: jax.Array  # int32[], finite gradients since the scale changed
 
 
 class Dynamic(NamedTuple):
-  """How a loss scale moves."""
+  """The rule by which a loss scale changes."""
 
   initial: float = 2.0**15
   factor: float = 2.0  # it is multiplied or divided by this
@@ -82,19 +81,16 @@ class Dynamic(NamedTuple):
 
 
 def check_dynamic(rule: Dynamic) -> None:
-  """Raises ValueError for numbers by which no scale can move."""
+  """Raises ValueError for a rule with numbers out of range."""
   if not isinstance(rule, Dynamic):
     raise ValueError(f"a loss scale must be a Dynamic, not {rule!r}")
   float32 = jnp.finfo(jnp.float32)
   smallest, largest = float(float32.smallest_normal), float(float32.max)
+  kind = f"a positive number of float32, from {smallest:.2g} to {largest:.2g}"
   for field in ("initial", "factor", "least", "most"):
     # They are kept in float32, where others are 0 or infinite.
-    checks.real(
-      *(f"{field} of a loss scale", getattr(rule, field)),
-      lambda value: smallest <= value <= largest,
-      "a positive number of float32, from"
-      f" {smallest:.2g} to {largest:.2g}",
-    )
+    name, value = f"{field} of a loss scale", getattr(rule, field)
+    checks.real(name, value, lambda x: smallest <= x <= largest, kind)
   if rule.factor <= 1:
     raise ValueError(
       f"factor of a loss scale must be more than 1, not {rule.factor!r}"
@@ -117,9 +113,8 @@ def start(rule: Dynamic) -> LossScale:
 
 
 def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
-  """Returns the scale after a gradient that was computed with `state`.
-
-  finite: bool[], whether all of the gradient was.
+  """Returns the scale after a gradient that was computed with `state`; `finite`
+  says whether all of it was, bool[].
 
   Example:
     >>> rule = Dynamic(initial=8.0, interval=1)

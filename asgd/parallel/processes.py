@@ -1,13 +1,13 @@
-"""Several processes that train as one: how they start, agree and end.
+"""Several processes that train together: how they start, agree and end.
 
 On one machine `asgd.parallel.supervisor` starts the same command N times, each
-process with its share of the devices. On several machines each process is
-started with its number and the address of process 0, or by a scheduler that JAX
-knows (AUTO). Any machine that can reach the coordinator's port can take part:
-use it on trusted networks only.
+process with its share of the devices. On several machines the user starts each
+process with its number and the address of process 0, or a scheduler that JAX
+knows does (AUTO). Any machine that can reach the coordinator's port can take
+part: use it on trusted networks only.
 
-Errors name the flags of a command that takes `role`'s arguments:
---num_processes, --process_id, --coordinator and --start_seconds.
+Errors name the flags of a command with `role`'s arguments: --num_processes,
+--process_id, --coordinator and --start_seconds.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _MOST = 300  # bytes of an error that is sent to the other processes
 
 
 class ProcessRole(NamedTuple):
-  """How this process takes part."""
+  """The part of this process in the training."""
 
   count: int | None  # of processes; None: JAX finds out
   process_id: int | None  # None: it is alone, or JAX finds out
@@ -64,8 +64,8 @@ def role(
   coordinator: str | None = None,
   start_seconds: float = 60.0,
 ) -> ProcessRole:
-  """Returns the role that a command's flags ask for: `count` is that of
-  --num_processes. ValueError for values that do not go together."""
+  """Returns the role of a command's flags, `count` of --num_processes;
+  ValueError for values that exclude one another."""
   if count < 1:
     raise ValueError(f"--num_processes must be 1 or more, not {count}")
   if not 0 < start_seconds < 1e6:
@@ -92,12 +92,10 @@ def role(
 
 
 def join(role: ProcessRole, devices: int | None) -> None:
-  """Starts JAX, together with the other processes if there are any.
-
-  If they do not come, this process ends with one line. `devices` are the CPU
-  devices of all processes; None for what there is. ValueError if they cannot be
-  divided, or there are none.
-  """
+  """Starts JAX, together with the other processes if there are any; if they do
+  not connect in time, this process ends with one line. `devices` are the CPU
+  devices of all processes, None for those of the machine. ValueError if they
+  cannot be divided, or there are none."""
   share, supervised = None, False
   if devices is not None and role.count is not None:
     share = devices_of_each(devices, role.count)
@@ -111,8 +109,8 @@ def join(role: ProcessRole, devices: int | None) -> None:
 
 
 def devices_of_each(devices: int, count: int) -> int:
-  """Returns how many devices each process has; ValueError if they are not as
-  many for each, or more than JAX can make."""
+  """Returns how many devices each process has; ValueError if `count` does not
+  divide them, or for more than JAX can make."""
   asked = f"the {devices} devices of config.mesh (or config.devices)"
   if devices % count:
     raise ValueError(
@@ -128,7 +126,7 @@ def devices_of_each(devices: int, count: int) -> int:
 
 
 def _connect(role, share):
-  """Meets the other processes, with `share` devices here; None is all."""
+  """Connects to the other processes, with `share` devices here; None is all."""
   jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM
   name, options = "this process", {}
   if not role.auto:
@@ -174,8 +172,8 @@ def _connect(role, share):
 
 @contextlib.contextmanager
 def _loopback():
-  """Keeps the processes' own connections off the network: JAX has no option
-  for the interface, and takes that of the machine's name."""
+  """Keeps connections of the processes on the loopback interface, for which JAX
+  has no option."""
   library, name = internals.xla_library(), "make_gloo_tcp_collectives"
   make = getattr(library, name, None)
   if make is None:
@@ -189,13 +187,13 @@ def _loopback():
 
 
 def _watch_supervisor() -> bool:
-  """Ends this process if its supervisor does; False if there is none."""
+  """Ends this process if its supervisor ends; False if there is none."""
   pipe = os.environ.pop(LIFELINE, None)
   if pipe is None:
     return False
 
   def watch():
-    os.read(int(pipe), 1)  # nothing is ever written: it returns at the end
+    os.read(int(pipe), 1)  # returns when the supervisor's end is closed
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(_ALONE)
     os._exit(1)
@@ -205,12 +203,12 @@ def _watch_supervisor() -> bool:
 
 
 def leads() -> bool:
-  """Whether this is the process that writes and prints."""
+  """Whether this process writes and prints."""
   return jax.process_index() == 0
 
 
 def gather(numbers: Any) -> np.ndarray:
-  """Returns float[N, k]: the k numbers that each process gives."""
+  """Returns float[N, k]: the k numbers of each process."""
   row = np.asarray(numbers, np.float32)
   if jax.process_count() == 1:
     return row[None]
@@ -271,13 +269,13 @@ def same(what: str, digest: str) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-  """Calls `main`; a process that failed ends without waiting for the others."""
+  """Calls `main`; if it fails, ends without waiting for the others."""
   try:
     main()
   except BaseException as end:
     status = end.code if isinstance(end, SystemExit) else 1
     failed = status in (1, USAGE_ERROR)
-    # Asked twice to stop: the others may be in the middle of a step.
+    # Interrupted twice: the others may be in the middle of a step.
     failed |= isinstance(end.__context__, KeyboardInterrupt)
     if not failed or not jax.distributed.is_initialized():
       raise

@@ -1,24 +1,22 @@
-"""Ways to train a model on some devices, and what each costs.
+"""Strategies to train a model on some devices, and the cost of each.
 
-A Workload is what is trained, Hardware what it is trained on, TrainingOptions
-how, whatever the strategy. `find` makes of the three a Strategy for each way to
-share the work out: bytes of a device, and seconds of a step in computing,
+From a Workload, Hardware and TrainingOptions `find` makes a Strategy for each
+way to divide the work: bytes of a device, and seconds of a step in computing,
 sending and waiting.
 
 Assumptions:
 
-  - times are those of `asgd.parallel.costs`, each device having one link to all
-    others (inside of a node, maybe a faster one). Without `overlap` nothing is
-    sent while computing;
+  - times are those of `asgd.parallel.costs`; each device has one link to all
+    others, and maybe a faster one inside of a node. Without `overlap` nothing
+    is sent while computing;
   - bytes are those of `asgd.parallel.memory`. Layers are alike: a pipeline's
     stages differ by the layers that cannot be divided evenly;
-  - each strategy takes the microbatch that is fastest of those that fit, unless
-    one is given. The batch is of all devices together;
+  - each strategy takes the fastest microbatch that fits, unless one is given.
+    The batch is of all devices together;
   - ZeRO-2 scatters gradients, and ZeRO-3 gathers weights twice, for each
     microbatch;
-  - an asynchronous step is as many messages as there are workers. Parameters
-    and what a recipe keeps against staleness are in float32, on shards at the
-    workers;
+  - an asynchronous step is a message of each worker. Parameters and the
+    recipe's state are in float32, on shards at the workers;
   - batch times vary around their mean: a synchronous step takes the expected
     maximum.
 """
@@ -29,7 +27,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from asgd.parallel import costs, memory, waiting
+from asgd.parallel import costs, memory, meshes, waiting
 from asgd.parallel.workloads import TrainingOptions, Workload
 
 _HYBRIDS = 3  # of which that many are shown
@@ -37,7 +35,7 @@ _BACKWARD = 2 / 3  # of a step's computing
 
 
 class Hardware(NamedTuple):
-  """The devices that a model is trained on, and their links."""
+  """Devices and their links."""
 
   devices: int
   memory: float  # bytes of a device
@@ -53,7 +51,7 @@ class Hardware(NamedTuple):
 
 
 class Strategy(NamedTuple):
-  """A way to train, and what it costs."""
+  """A way to train, and its cost."""
 
   name: str
   fits: bool
@@ -67,12 +65,12 @@ class Strategy(NamedTuple):
 
   @property
   def bytes(self) -> float:
-    """Of a device."""
+    """Bytes of a device."""
     return self.state + self.activations
 
   @property
   def seconds(self) -> float:
-    """Of a step."""
+    """Seconds of a step."""
     return self.compute + self.communication + self.waiting
 
 
@@ -117,32 +115,25 @@ class _Planner(NamedTuple):
     return Strategy(name, fits, state, activations, *others)
 
   def make(self, name: str, **parts: Any) -> Strategy | None:
-    """Any synchronous strategy, and pipelines without a flush.
-
-    `parts` are other fields of _Division; None if they do not divide the batch.
-    """
+    """Returns a synchronous strategy, or a pipeline without a flush, of these
+    fields of _Division; None if they do not divide the batch."""
     division = _Division(name, **parts)
     sizes = self.microbatches(division.data)
     return _smallest_cost(self._cost(division, micro) for micro in sizes)
 
   def _cost(self, division, micro) -> Strategy:
-    """What a division costs with microbatches of `micro` examples."""
+    """The cost of a division with microbatches of `micro` examples."""
     work, options = self.work, self.options
     _, data, tensor, stages, zero, versions, flush, _ = division
     devices, count = data * tensor * stages, options.batch // data // micro
     far = self.hardware.link(devices)
     # The stage with most layers sets the pace, and has the most to hold.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
+    kinds = options.optimizer, options.precision
     shares = dict(zero=zero, data=data, tensor=tensor, stages=stages)
-    whole = memory.state(
-      work.parameters,
-      options.optimizer,
-      options.precision,
-      versions=versions,
-      **shares,
-    )
+    whole = memory.state(work.parameters, *kinds, versions=versions, **shares)
     state = uneven * whole.total
-    if zero == 3:  # the layer that is at work is there as a whole
+    if zero == 3:  # the weights of one layer are whole
       state += work.largest * self.precision.weights / tensor
     in_flight = min(stages, count) if flush else stages
     activations = uneven * in_flight / stages * work.activations(micro, tensor)
@@ -156,7 +147,7 @@ class _Planner(NamedTuple):
       sending = max(sending - _BACKWARD * compute, 0.0)
     if tensor > 1:
       sending += self._inside_layers(division, micro, count)
-    if stages > 1:  # they send activations and their gradients
+    if stages > 1:  # stages send activations and their gradients
       turns = count + stages - 2 if flush else count
       stream = work.border * micro / tensor
       sending += 2 * turns * (far.latency + stream / far.bandwidth)
@@ -166,22 +157,22 @@ class _Planner(NamedTuple):
     )
 
   def _reducing(self, division, part, count, link) -> float:
-    """Seconds in which replicas send the gradients, and weights, of `part`
+    """Seconds in which replicas send gradients and weights of `part`
     parameters."""
     gradients = part * self.precision.gradients
-    if division.zero == 0 and division.reduce is not None:
+    if division.reduce is not None:
       return division.reduce(gradients)
-    if division.zero == 0:
-      return costs.seconds(costs.ring(gradients, division.data), link)
     scatter, gather = (
       costs.seconds(costs.ring_reduce_scatter(size, division.data), link)
       for size in (gradients, part * self.precision.weights)
     )
-    if division.zero == 1:
-      return scatter + gather
-    if division.zero == 2:
-      return count * scatter + gather
-    return count * (scatter + 2 * gather)
+    by_zero = (
+      costs.seconds(costs.ring(gradients, division.data), link),
+      scatter + gather,
+      count * scatter + gather,
+      count * (scatter + 2 * gather),
+    )
+    return by_zero[division.zero]
 
   def _inside_layers(self, division, micro, count) -> float:
     """Seconds in which tensor parallel devices reduce activations."""
@@ -195,7 +186,8 @@ class _Planner(NamedTuple):
 
 
 def _smallest_cost(candidates: Iterable[Strategy | None]) -> Strategy | None:
-  """The fastest that fits, or the smallest; larger microbatches if equal."""
+  """The fastest that fits, or the smallest; of equal ones the largest
+  microbatch."""
 
   def order(one):
     cost = one.seconds if one.fits else one.bytes
@@ -280,17 +272,16 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
       continue
     if hardware.near is not None and tensor > hardware.node:
       continue
-    parts = (("data", data), ("tensor", tensor), ("pipe", stages))
-    name = " x ".join(f"{word} {n}" for word, n in parts if n > 1)
-    axes = dict(data=data, tensor=tensor, stages=stages)
-    kinds = {0: name, 1: f"{name}, ZeRO-1"} if data > 1 else {0: name}
-    stages_of_zero = (
-      plan.make(title, **axes, zero=zero) for zero, title in kinds.items()
-    )
-    hybrids.append(_smallest_cost(stages_of_zero))
-  hybrids = list(filter(None, hybrids))
-  hybrids.sort(key=lambda one: (not one.fits, one.seconds))
-  return hybrids[:_HYBRIDS]
+    axes = {"data": data, "tensor": tensor, "pipe": stages}
+    name = meshes.text({axis: n for axis, n in axes.items() if n > 1})
+    parts = dict(data=data, tensor=tensor, stages=stages)
+    candidates = [plan.make(name, **parts)]
+    if data > 1:
+      candidates.append(plan.make(f"{name}, ZeRO-1", **parts, zero=1))
+    hybrids.append(_smallest_cost(candidates))
+  hybrids = filter(None, hybrids)
+  by_cost = sorted(hybrids, key=lambda one: (not one.fits, one.seconds))
+  return by_cost[:_HYBRIDS]
 
 
 def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
@@ -320,10 +311,8 @@ def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
 def find(
   work: Workload, hardware: Hardware, options: TrainingOptions
 ) -> list[Strategy]:
-  """Returns the strategies, those that do not fit into memory among them.
-
-  Divisions that the batch, the heads or the layers do not allow are left out.
-  """
+  """Returns the strategies that batch, heads and layers allow, those that do
+  not fit into memory among them."""
   plan = _Planner(work, hardware, options)
   candidates = [plan.make("one device")]
   if hardware.devices > 1:
@@ -335,7 +324,8 @@ def find(
 def left_out(
   work: Workload, hardware: Hardware, options: TrainingOptions
 ) -> list[str]:
-  """Returns what `find` leaves out on all devices at once, and why."""
+  """Returns the strategies on all devices that `find` leaves out, with the
+  reasons."""
   count, out = hardware.devices, []
   if options.batch % count:
     batch = f"a batch of {options.batch}"

@@ -10,32 +10,22 @@ from asgd.parallel import strategies as strategies_lib
 from asgd.parallel.strategies import Strategy
 
 
-def _seconds(value: float) -> str:
-  return f"{value:.3g}" if value else "0"
-
-
 def tabulate(strategies: Sequence[Strategy]) -> str:
   """Returns a table with a row for each strategy."""
-  rows = [
-    [
-      one.name,
-      "yes" if one.fits else "no",
-      f"{one.bytes / memory.GB:.3g}",
-      f"{one.state / memory.GB:.3g}",
-      f"{one.activations / memory.GB:.3g}",
-      f"{one.microbatch}",
-      *map(_seconds, (one.compute, one.communication, one.waiting)),
-      _seconds(one.seconds),
-    ]
-    for one in strategies
-  ]
+  rows = []
+  for one in strategies:
+    sizes = one.bytes, one.state, one.activations
+    times = one.compute, one.communication, one.waiting, one.seconds
+    row = [one.name, "yes" if one.fits else "no"]
+    row += [f"{size / memory.GB:.3g}" for size in sizes]
+    rows.append([*row, f"{one.microbatch}", *(f"{t:.3g}" for t in times)])
   head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
   head += ["compute", "send", "wait", "s/step"]
   return text_table.format_table(head, rows)
 
 
 def advice(strategies: Sequence[Strategy]) -> list[str]:
-  """Returns lines that say which strategies are best, or that all of them need
+  """Returns lines with the best strategies, or with the smallest if all need
   too much memory."""
   lines = []
   if not any(one.fits for one in strategies):
@@ -59,11 +49,8 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
 def bars(
   strategies: Sequence[Strategy], limit: float, columns: int = 100
 ) -> str:
-  """Returns the table's numbers as bars, of the same scale for all.
-
-  Memory is a bar up to twice the limit, `|`; time is `#` computing, `=` sending
-  and `.` waiting.
-  """
+  """Returns memory as bars up to twice the limit, `|`, and time as bars of `#`
+  computing, `=` sending and `.` waiting; all have the same scale."""
   name = max(len(one.name) for one in strategies)
   width = max((columns - name - 6) // 2, 10)
   longest = max((one.seconds for one in strategies if one.fits), default=0.0)
@@ -93,15 +80,14 @@ def bars(
 def draw(
   strategies: Sequence[Strategy], limit: float, path: Path, heading: str
 ) -> None:
-  """Draws memory and time of each strategy, if matplotlib is there (`viz`)."""
+  """Draws memory and time of each strategy; needs matplotlib (`viz`)."""
   import matplotlib
   from matplotlib.figure import Figure
 
   with matplotlib.rc_context({"font.size": 8}):
     size = 7.2, 1.3 + 0.2 * len(strategies)
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    _draw(axes, strategies, limit)
+    _draw(figure.subplots(1, 2, sharey=True), strategies, limit)
     figure.suptitle(f"{heading}\npale: does not fit")
     safe_files.save_figure(figure, path, dpi=200)
 

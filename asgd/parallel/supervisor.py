@@ -1,9 +1,9 @@
 """Starts a command as several processes that train together, and ends them.
 
-The processes find one another on the loopback interface. The supervisor passes
-on what the first of them prints, and signals to all. If one dies, the others,
-which would wait for it, are ended within seconds; if the supervisor dies, they
-save and end (`asgd.parallel.processes.join` watches for that).
+The processes connect on the loopback interface. The supervisor prints the
+output of the first of them, and forwards signals to all. If one process exits,
+the supervisor ends the others within seconds; if the supervisor exits, they
+save and end (`asgd.parallel.processes.join` watches it).
 """
 
 import collections
@@ -19,18 +19,17 @@ import time
 
 from asgd.parallel.processes import INCOMPLETE, LIFELINE
 
-_GRACE = 2.0  # seconds for processes to end by themselves, once one died
-_SAVING = 60.0  # seconds to save, once asked to stop
+_GRACE = 2.0  # seconds for processes to end after one has exited
+_SAVING = 60.0  # seconds to save after a signal
 _LOOK = 0.5  # seconds between two looks at signals
-_LOUD = "[Gloo]"  # begins lines of the library that say nothing
+_LOUD = "[Gloo]"  # begins lines of the library that are dropped
 
 
 def supervise(count: int) -> None:
   """Runs this command `count` times, as processes that train together.
 
-  ValueError if one fails, with the last line that it printed; SystemExit if
-  they were stopped by a signal, which was passed on to them, or ended without
-  all cells they were asked for.
+  ValueError if one fails, with its last line; SystemExit if a signal, which was
+  forwarded to them, stopped them, or some cells are missing at the end.
   """
   with socket.socket() as free:
     free.bind(("127.0.0.1", 0))
@@ -39,21 +38,21 @@ def supervise(count: int) -> None:
 
 
 class _Supervisor:
-  """Starts the processes, passes on what they print, and ends them."""
+  """Starts the processes, forwards their output, and ends them."""
 
   def __init__(self, count, place):
     self._count, self._place = count, place
     self._children: list[subprocess.Popen] = []
     self._lines = [collections.deque(maxlen=100) for _ in range(count)]
     self._readers: list[threading.Thread] = []
-    self._deaths = queue.SimpleQueue()  # of (number, status), as they come
+    self._exits = queue.SimpleQueue()  # of (number, status)
     self._signal = 0
 
   def run(self):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, self._pass_on)
     killed: list[str] = []
-    ours, theirs = os.pipe()  # both ends are closed when this process ends
+    ours, theirs = os.pipe()  # both ends are closed when this process exits
     try:
       for number in range(self._count):
         self._start(number, ours)
@@ -93,7 +92,7 @@ class _Supervisor:
       stderr=subprocess.PIPE,
       env={**os.environ, LIFELINE: str(pipe), "PYTHONUNBUFFERED": "1"},
       pass_fds=(pipe,),
-      start_new_session=True,  # the terminal's Ctrl-C is passed on from here
+      start_new_session=True,  # the terminal's Ctrl-C is forwarded from here
       text=True,
       errors="replace",
     )
@@ -106,7 +105,7 @@ class _Supervisor:
       self._readers.append(reader)
 
   def _print(self, number):
-    """Passes on what the first process prints."""
+    """Prints the output of the first process."""
     with self._children[number].stdout as lines:
       for line in lines:
         if number == 0 and not line.startswith(_LOUD):
@@ -128,11 +127,11 @@ class _Supervisor:
           print(line, end="", file=sys.stderr, flush=True)
 
   def _await(self, number):
-    self._deaths.put((number, self._children[number].wait()))
+    self._exits.put((number, self._children[number].wait()))
 
   def _pass_on(self, number, frame):
-    """Tells the processes to end: by SIGTERM, as Python may lose the interrupt
-    of a SIGINT that comes while it starts."""
+    """Ends the processes by SIGTERM, as Python may lose a SIGINT while it
+    starts."""
     del frame
     self._signal = number
     for child in self._children:
@@ -140,13 +139,14 @@ class _Supervisor:
         child.terminate()
 
   def _wait(self):
-    """Returns the first that failed, (number, status), when all are to end."""
+    """Waits for all processes; returns the first that failed, (number,
+    status)."""
     failed, end, left = None, None, self._count
     while left:
       if end is None and self._signal:
         end = time.monotonic() + _SAVING
       try:
-        number, status = self._deaths.get(timeout=_LOOK)
+        number, status = self._exits.get(timeout=_LOOK)
       except queue.Empty:
         if end is not None and time.monotonic() > end:
           break

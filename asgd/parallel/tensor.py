@@ -1,27 +1,25 @@
 """Tensor parallel layers: each device of an axis holds a part of every matrix.
 
-Of two matrices in a row the first is split by columns and the second by rows,
-so that what is between them is never put together: one sum at the end of
-attention and one at the end of the MLP, and the same in the backward. Attention
-is split by heads; the embedding and the logits by the vocabulary, and the
-cross-entropy is computed without the logits ever being in one place.
+Of two consecutive matrices the first is split by columns and the second by
+rows, so that activations between them stay split: attention and MLP end with
+one sum each, in the backward too. Attention is split by heads, embedding and
+logits by the vocabulary; the cross-entropy is computed from split logits.
 
 The layers are flax modules for use inside shard_map, where each sees its part
-of the parameters. They have the names, and put together the shapes, of the
-layers of `asgd.models.transformer`, so a checkpoint of one is one of the other
-(`partition`, `pad`). Parameters are drawn by the whole model, never here.
+of the parameters. They have the names of the layers of
+`asgd.models.transformer` and their shapes, if joined, so a checkpoint fits both
+(`partition`, `pad`). The whole model draws the parameters.
 
 Megatron's operators are f, the identity with an all-reduce as its derivative,
-and g, the reverse. Under shard_map with check_vma they are JAX's own: f casts
-what is the same on all devices to what varies, and g is psum. They are written
-out here (`enter`, `leave`) although JAX would cast by itself, as it is their
-place that makes two all-reduces of a block's backward and not six. With
-check_vma=False psum's derivative is another psum, and gradients taken inside
-shard_map are wrong: `enter` refuses it.
+and g, the reverse. Under shard_map with check_vma f is JAX's cast to a value
+that varies over devices, and g is psum. `enter` and `leave` place them
+explicitly: JAX's own casts would make six all-reduces of a block's backward
+instead of two. With check_vma=False psum's derivative is another psum, and
+gradients taken inside shard_map are wrong: `enter` refuses it.
 
-With `sequence`, what is between the regions (norms, dropout, the stream) is
-split by positions: f gathers positions and g scatters them, in the same bytes,
-and activations there are a t-th as large.
+With `sequence`, norms, dropout and the stream between the regions are split by
+positions: f gathers positions and g scatters them, in the same bytes, and
+activations there are a t-th as large.
 
 Index letters:
   B  sequences
@@ -55,16 +53,16 @@ _POSITIONS = 1  # the dimension that `sequence` splits
 
 
 def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
-  """Megatron's f: what all devices share, into a region where each has a part.
+  """Megatron's f: casts a shared value for a region that is split.
 
-  Given `dim`, each device has a part of x along it, and parts are put together.
-  The derivative is added up over the devices (and given `dim`, each is left
-  with its part). ValueError inside shard_map with check_vma=False.
+  Given `dim`, each device has a part of x along it, and parts are gathered. The
+  derivative is added up over the devices (and with `dim` scattered). ValueError
+  inside shard_map with check_vma=False.
   """
-  if dim is not None:
-    out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
-  else:
+  if dim is None:
     out = meshes.vary(x, _AXIS)
+  else:
+    out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
   if _AXIS not in meshes.varying(out):
     raise ValueError(
       f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
@@ -74,29 +72,29 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
 
 
 def leave(x: jax.Array, dim: int | None = None) -> jax.Array:
-  """Megatron's g: adds up what each device has of a sum.
+  """Megatron's g: adds up the devices' parts of a sum.
 
-  All devices have the sum; given `dim`, a part along it each. Its derivative
-  reaches every summand as it is.
+  All devices return the sum; given `dim`, a part along it each. The derivative
+  of each summand is that of the sum.
   """
-  if dim is not None:
-    return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
-  return jax.lax.psum(x, _AXIS)
+  if dim is None:
+    return jax.lax.psum(x, _AXIS)
+  return jax.lax.psum_scatter(x, _AXIS, scatter_dimension=dim, tiled=True)
 
 
 def _share(what: str, number: int, size: int | None = None) -> int:
-  """Returns a device's part of a number of things."""
+  """Divides a number of things by the devices; ValueError for a rest."""
   size = jax.lax.axis_size(_AXIS) if size is None else size
   if number % size:
     raise ValueError(
       f"{number} {what} cannot be divided among the {size} devices of the axis"
-      f" {_AXIS!r}"
+      f" {_AXIS!r}: use other {what}, or another mesh"
     )
   return number // size
 
 
 def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
-  """A product with its inner dimension split; a bias comes after the sum."""
+  """Returns a product whose inner dimension is split; a bias is added later."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)
@@ -107,11 +105,9 @@ def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
 def column_dense(
   features: int, *, sequence: bool = False, **options: Any
 ) -> nn.Dense:
-  """An affine map split by what comes out, made inside shard_map:
-  float[..., C_in] -> float[..., features / t].
-
-  What goes in is the same everywhere; with `sequence`, a part of the positions.
-  """
+  """Returns an affine map split by outputs, inside shard_map:
+  float[..., C_in] -> float[..., features / t]. Inputs are the same everywhere,
+  or with `sequence` a part of the positions."""
 
   def dot_general(x, *args, **kwargs):
     x = enter(x, _POSITIONS if sequence else None)
@@ -124,19 +120,16 @@ def column_dense(
 def row_dense(
   features: int, *, sequence: bool = False, **options: Any
 ) -> nn.Dense:
-  """An affine map split by what goes in: float[..., C_in / t] ->
-  float[..., features], the same everywhere; with `sequence`, a part of the
+  """Returns an affine map split by inputs: float[..., C_in / t] ->
+  float[..., features], the same everywhere, or with `sequence` a part of the
   positions. The bias is added once, to the sum."""
   dot_general = _sum_out(_POSITIONS if sequence else None)
   return nn.Dense(features, dot_general=dot_general, **options)
 
 
 def _drop(x, rate, sequence, name):
-  """Dropout of the stream in training, with the mask that one device draws.
-
-  With `sequence`, every device draws all of it and takes its positions: numbers
-  are the same on any mesh, for the price of drawing t times as many.
-  """
+  """Dropout of the stream in training, with the mask of one device: with
+  `sequence` every device draws all of it and takes its positions."""
   dropout = nn.Dropout(rate, deterministic=False, name=name)
   if not sequence or not rate:
     return dropout(x)
@@ -238,12 +231,12 @@ class ParallelUnembed(transformer.Unembed):
 def cross_entropy(
   logits: jax.Array, labels: jax.Array, *, vocabulary: int
 ) -> jax.Array:
-  """Softmax cross-entropy of logits that are split by the vocabulary.
+  """Returns the softmax cross-entropy of logits that are split by the
+  vocabulary, float[...], in nats, the same on all devices; at least float32.
 
-  Of float[..., V / t], this device's in the order of the devices, and labels
-  int[...]; logits from `vocabulary` on count for nothing. Three numbers an
-  example are sent: the largest logit, the sum of exponentials and the label's
-  logit. Returns float[...], in nats, the same on all devices; at least float32.
+  Logits are float[..., V / t], this device's part, of which those from
+  `vocabulary` on are ignored; labels int[...]. Three numbers an example are
+  sent: the largest logit, the sum of exponentials and the label's logit.
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
   mine = logits.shape[-1]
@@ -261,12 +254,10 @@ def cross_entropy(
 def parallel(
   layers: models.Layers, mesh: Mesh, *, sequence: bool = False
 ) -> models.Layers:
-  """Makes tensor parallel layers, for `models.apply` inside shard_map.
-
-  `layers` are of `transformer.gpt`, or some of them; with `sequence` the stream
-  between regions is split by positions. ValueError for an axis that the mesh
-  lacks, another layer, or heads that the axis does not divide.
-  """
+  """Returns the tensor parallel forms of layers of `transformer.gpt`, for
+  `models.apply` inside shard_map; with `sequence` the stream is split by
+  positions. ValueError for an axis that the mesh lacks, another layer, or heads
+  that the axis does not divide."""
   size = meshes.size(mesh, _AXIS)
 
   def one(layer):
@@ -286,9 +277,7 @@ def parallel(
   return tuple(map(one, layers))
 
 
-# Parameters: drawn by the whole model, and split here.
-
-# Which dimension of which parameter is split, by the end of its path.
+# The dimension of a parameter that is split, by the end of its path.
 _COLUMNS = ("query", "key", "value", "up")
 _SPLIT = {
   ("tokens",): 0,
@@ -325,22 +314,19 @@ def _map_vocabulary(change, params):
 
 
 def pad(params: optax.Params, size: int) -> optax.Params:
-  """Adds zeros to the vocabulary until `size` divides it.
-
-  No gradient ever reaches them: no token selects the rows of the embedding, and
-  `tensor.cross_entropy` ignores the logits.
-  """
+  """Adds zeros to the vocabulary until `size` divides it. Their gradients are
+  0: no token selects these rows, and `cross_entropy` ignores these logits."""
 
   def widen(x, dim):
     widths = [(0, 0)] * x.ndim
     widths[dim] = (0, -x.shape[dim] % size)
-    return jnp.pad(x, widths) if widths[dim][1] else x
+    return jnp.pad(x, widths)
 
   return _map_vocabulary(widen, params)
 
 
 def unpad(params: optax.Params, vocabulary: int) -> optax.Params:
-  """Cuts off what `pad` added."""
+  """Removes the zeros that `pad` added."""
   return _map_vocabulary(
     lambda x, dim: jax.lax.slice_in_dim(x, 0, vocabulary, axis=dim), params
   )

@@ -1,17 +1,16 @@
 """Wait-free backpropagation: send a layer's gradient while others are computed.
 
-The gradient of a layer is complete as soon as its own backward is, so its
-all-reduce can run under the backward of the layers before it; only that of the
-first layer has nothing to hide behind. Here the backward is made layer by
-layer, and each all-reduce depends on nothing that is computed later, so that
-XLA may overlap the two. (Of small ones XLA makes one again, up to a size that
-depends on the backend: these would wait for their latency.)
+The gradient of a layer is complete after its backward, so its all-reduce can
+overlap the backward of the layers before it. Here the backward is computed
+layer by layer, and each all-reduce depends on nothing that is computed later,
+so that XLA may overlap the two. (XLA combines small all-reduces, up to a size
+that depends on the backend.)
 
 Sufficient factors: the gradient of a dense layer's kernel is x^T dy, of x
 [K, M] and dy [K, N], K rows of a batch. Where K is small, all devices gather
-these two and multiply, in the place of adding up products of M x N; Poseidon's
-rule says for which layers that moves fewer bytes. A kernel that is used for
-anything else, too (a tied embedding that reads it), is reduced as it is.
+these two and multiply, instead of adding up products of M x N; Poseidon's rule
+says for which layers that moves fewer bytes. A kernel with another use, as in a
+tied embedding, is reduced.
 
 Everything here is for use inside `jax.shard_map` with check_vma=False.
 
@@ -51,7 +50,7 @@ Path = tuple[str, ...]  # of a module inside of a layer, as flax has it
 
 
 class DenseGradient(NamedTuple):
-  """A dense layer and how its kernel's gradient travels."""
+  """A dense layer and how its kernel's gradient is sent."""
 
   layer: int  # in the model
   path: Path  # in the layer
@@ -94,7 +93,7 @@ def apply_layer(layer, weights, params, number, x, key):
 
 
 def _read_once(layer, params, number, x, key) -> set[Path]:
-  """The weights of a layer that one operation reads, and no more."""
+  """The weights of a layer that exactly one operation reads."""
   weights = base.weights_of(params)[number]
   program = jax.make_jaxpr(
     lambda own: apply_layer(layer, own, params, number, x, key)
@@ -117,12 +116,12 @@ def choose(
   *,
   factors: str = "rule",
 ) -> tuple[DenseGradient, ...]:
-  """Says of every dense layer how its gradient is to travel, in forward order.
+  """Chooses for every dense layer how its gradient is sent, in forward order.
 
-  A layer that is called twice is left out, and one with a kernel that something
-  else reads: its gradient is not one product. Nothing is computed: params and
-  batch, of one device, may be shapes. `factors` is "rule" for Poseidon's
-  (`costs.prefers_factors`), "always" or "never"; ValueError for another word.
+  Layers that are called twice, or whose kernel something else reads, are left
+  out: their gradient is not one product. Params and batch, of one device, may
+  be shapes. `factors` is "rule" for Poseidon's (`costs.prefers_factors`),
+  "always" or "never"; ValueError for another word.
   """
   checks.one_of("factors", factors, FACTORS)
   chosen: list[DenseGradient] = []
@@ -158,9 +157,9 @@ def choose(
 def _forward(layer, params, number, x, key, sending, first):
   """Runs a layer, of which `sending` are the dense layers that send factors.
 
-  Returns (y, backward, stats): backward(dy) gives the gradient of the weights
-  without those kernels, by path, (x, dy) of each of them, and dx; None if the
-  layer is the `first` with weights, as dx is not needed then.
+  Returns (y, backward, stats): backward(dy) returns the gradient of the weights
+  without those kernels, by path, (x, dy) of each of them, and dx; None for the
+  `first` layer with weights, which needs no dx.
   """
   rest = traverse_util.flatten_dict(base.weights_of(params)[number])
   kernels = {_kernel(d.path): rest.pop(_kernel(d.path)) for d in sending}
@@ -200,14 +199,13 @@ def gradient(
     axis: of the mesh, of D devices that each have a part of the batch.
     reduce: one of `collectives.COLLECTIVES`, or a function of its kind.
     bucket_bytes: send when so many bytes of gradients wait; 0 sends those of
-      each layer by themselves.
+      each layer alone.
     factors: which dense layers send factors, see `choose`.
 
   Returns:
-    (params, batch, key) -> ((loss, aux), gradients), to be called inside of
-    shard_map: what `jax.value_and_grad(problem.loss, has_aux=True)` returns, of
-    the mean over devices of their losses. Batch and key are the device's own.
-    Statistics are averaged, too.
+    (params, batch, key) -> ((loss, aux), gradients), for use inside shard_map,
+    as `jax.value_and_grad(problem.loss, has_aux=True)`, of the devices' mean
+    loss and statistics. Batch and key are the device's own.
 
   Example:
     problem = problems.classification(...)
@@ -256,17 +254,16 @@ def gradient(
     )
     loss, stats = mean(jax.lax.psum((loss, tuple(stats)), axis))
     if isinstance(params, base.Variables):
-      # As jax.grad has it: in training nothing depends on those given.
-      nothing = jax.tree.map(jnp.zeros_like, params.stats)
-      grads = base.Variables(grads, nothing)
+      # As jax.grad has it: in training nothing depends on the given ones.
+      grads = base.Variables(grads, optax.tree.zeros_like(params.stats))
     return (loss, losses_lib.Aux(stats)), grads
 
   return call
 
 
 def _forward_all(pieces, params, batch, key, dense):
-  """Returns (loss, its derivative at the last layer's output, the backward of
-  each layer as `_forward` returns it, statistics)."""
+  """Returns (loss, its derivative at the last layer's output, each layer's
+  backward as of `_forward`, statistics)."""
   weights = base.weights_of(params)
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
@@ -285,11 +282,11 @@ def _forward_all(pieces, params, batch, key, dense):
 
 
 def _backward_all(weights, backwards, dy, send, multiply, bucket_bytes):
-  """The backward from the last layer to the first, sending on the way.
+  """The backward from the last layer to the first, sending gradients on the
+  way; dy is the derivative at the last layer's output.
 
-  `backwards` are as `_forward` returns them, dy is the derivative at the last
-  layer's output; send: {layer: gradient} -> the same, averaged over devices;
-  multiply: (x, dy, dtype) -> a kernel's gradient, averaged over devices.
+  Both average over devices: send, {layer: gradient} -> the same, and multiply,
+  (x, dy, dtype) -> a kernel's gradient.
   """
   # No layer below has weights.
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))

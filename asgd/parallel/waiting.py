@@ -1,7 +1,7 @@
-"""What waiting costs: expected times of synchronous and asynchronous steps.
+"""Expected times of synchronous and asynchronous steps.
 
 A synchronous step takes as long as its slowest worker. Batch times follow the
-gamma model of `asgd.orders.durations`, of which this has the expectations.
+gamma model of `asgd.orders.durations`.
 
 Index letters:
   N  workers
@@ -22,10 +22,9 @@ from asgd.parallel import costs
 
 
 def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
-  """The expected time of a step that waits for all workers.
-
-  E[max] of N gamma batch times, in mean times of a batch: the integral of
-  1 - F(x)^N. `variation` is V, of `asgd.orders.durations.gamma`, from 0 to 3.
+  """Returns the expected time of a step that waits for all workers, in mean
+  times of a batch: E[max] of N gamma batch times, the integral of 1 - F(x)^N.
+  `variation` is V of `asgd.orders.durations.gamma`, from 0 to 3.
 
   Example:
     >>> expected_slowest(1), round(expected_slowest(64), 2)
@@ -36,7 +35,7 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
     raise ValueError(f"variation must be from 0 to 3, not {variation!r}")
   if workers == 1 or not variation:
     return 1.0
-  # Imported where it is needed: it takes a quarter of a command's start.
+  # Imported here: it takes a quarter of a command's start.
   from scipy import integrate, special
 
   shape = 1 / variation**2
@@ -49,14 +48,11 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
   end = 2.0
   while waiting(end) > 1e-15:
     end *= 2
-  # In pieces: the integrand falls from 1 to 0 within a few of them, which one
-  # quadrature over the whole range would miss.
-  edges = np.linspace(0, end, 33)
-  pieces = (
-    integrate.quad(waiting, a, b, epsabs=1e-12, epsrel=1e-10)[0]
-    for a, b in itertools.pairwise(edges)
-  )
-  return float(sum(pieces))
+  # In pieces: one quadrature over the whole range would miss where the
+  # integrand falls from 1 to 0.
+  pieces = itertools.pairwise(np.linspace(0, end, 33))
+  exact = {"epsabs": 1e-12, "epsrel": 1e-10}
+  return float(sum(integrate.quad(waiting, *ab, **exact)[0] for ab in pieces))
 
 
 def asynchronous_throughput(
@@ -67,15 +63,15 @@ def asynchronous_throughput(
   link: costs.LinkSpeed,
   shards: int,
 ) -> float:
-  """Messages a second of N workers that wait for the server only.
+  """Returns the messages a second of N workers that wait for the server only.
 
-  The lesser of two: what workers ask for, each of which computes, pushes S
-  bytes and fetches S; and what the busiest link carries, that of a worker and
-  shard: each way S (N + P - 2) / (P N) a message.
+  The lesser of two: the rate of workers, each of which computes, pushes S bytes
+  and fetches S; and that of the busiest link, of a worker and shard, which
+  carries S (N + P - 2) / (P N) each way for a message.
 
   Args:
     workers: N.
-    compute: mean seconds of a batch; how batches vary changes nothing.
+    compute: mean seconds of a batch.
     size: S; 0 is free.
     link: of the workers.
     shards: P, which are on the first P workers; ValueError for more than N.

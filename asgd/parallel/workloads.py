@@ -1,8 +1,5 @@
-"""What is trained, in numbers: parameters, operations and bytes.
-
-By the formulas of a GPT, or counted on any problem of layers. Strategies
-(`asgd.parallel.strategies`) are made of these numbers.
-"""
+"""Workloads: parameters, operations and bytes of a model, by the formulas of a
+GPT or counted on any problem of layers, for `asgd.parallel.strategies`."""
 
 import contextlib
 import math
@@ -21,7 +18,7 @@ _HEADS = (128, 64, 8)  # features of a head, the first of which fits well
 
 
 class Workload(NamedTuple):
-  """What is trained."""
+  """A model in numbers."""
 
   name: str
   parameters: int
@@ -36,7 +33,7 @@ class Workload(NamedTuple):
 
 
 class TrainingOptions(NamedTuple):
-  """How a model is trained, whatever the strategy."""
+  """Options of training that all strategies share."""
 
   batch: int  # examples of a step, of all devices
   microbatch: int | None = None  # None: the best
@@ -50,9 +47,8 @@ class TrainingOptions(NamedTuple):
 
 
 def count_of(text: str) -> float:
-  """Reads how many parameters there are: 1.5e9, 350M or 1.5B.
-
-  Raises ValueError for what is no number, or less than 1.
+  """Reads a number of parameters: 1.5e9, 350M or 1.5B; ValueError for another
+  text, or less than 1.
 
   Example:
     >>> count_of("1.5B"), count_of("350m")
@@ -71,11 +67,9 @@ def count_of(text: str) -> float:
 
 
 def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
-  """Returns the sizes of a GPT with about that many parameters, in its blocks.
-
-  `sizes` are those of `memory.Gpt` that are given, or None; ValueError if they
-  make another number of parameters.
-  """
+  """Returns the sizes of a GPT with about that many parameters in its blocks;
+  `sizes` are fields of `memory.Gpt`, or None. ValueError if they make another
+  number of parameters."""
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
   vocabulary = given.get("vocabulary", 51200)
@@ -147,7 +141,7 @@ def _find_gpt(layers, tokens) -> memory.Gpt | None:
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem: its model is traced and counted."""
+  """Returns the workload of a problem, whose model is traced and counted."""
   pieces = problem.pieces
   if pieces is None:
     raise ValueError(

@@ -1,9 +1,9 @@
 """Where ZeRO places parameters, gradients and optimizer state.
 
 A leaf is divided over the data axis along its longest dimension that the axis
-divides (and that no other axis divides), and kept whole if there is none. Its
-shape as a global array is the same either way, so a checkpoint does not depend
-on the stage of ZeRO or on the number of devices.
+divides and no other axis has, or kept whole if there is none. Its shape as a
+global array stays, so a checkpoint depends neither on the stage of ZeRO nor on
+the number of devices.
 
 Reference:
   Rajbhandari et al., "ZeRO: memory optimizations toward training trillion
@@ -30,10 +30,8 @@ def replicated(params: optax.Params) -> Any:
 
 
 def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
-  """Adds the data axis, of `parts` devices, to the spec of a whole array.
-
-  It comes to the longest free dimension that it divides, the first of several;
-  if there is none, the spec stays as it is.
+  """Adds the data axis, of `parts` devices, to the spec of a whole array: at
+  the first of the longest free dimensions that it divides, if there is one.
 
   Example:
     >>> tuple(divided((3, 3, 16, 32), P(), 8))
@@ -41,7 +39,7 @@ def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
     >>> tuple(divided((10,), P(), 8))
     ()
   """
-  entries = (*spec, *(None,) * (len(shape) - len(spec)))
+  entries = [*spec, *(None,) * (len(shape) - len(spec))]
   free = [
     i
     for i, length in enumerate(shape)
@@ -49,8 +47,8 @@ def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
   ]
   if not free:
     return spec
-  best = max(free, key=lambda i: shape[i])
-  return P(*entries[:best], _AXIS, *entries[best + 1 :])
+  entries[max(free, key=lambda i: shape[i])] = _AXIS
+  return P(*entries)
 
 
 def dimension(spec: P) -> int:
@@ -64,12 +62,9 @@ def state_specs(
   specs: Any,
   choose: Callable[[jax.Array], P],
 ) -> Any:
-  """Places the optimizer's state.
-
-  A leaf with the path and shape of a weight has the spec of that weight, of
-  `specs`, and any other one that of `choose`. A wrong guess costs time and
-  changes no number.
-  """
+  """Returns specs of the optimizer's state: of a leaf with the path and shape
+  of a weight that weight's, of any other one `choose`'s. A wrong guess costs
+  time and changes no number."""
   leaves = jax.tree_util.tree_leaves_with_path(weights)
   by_path = {
     (path, leaf.shape): spec
@@ -77,27 +72,22 @@ def state_specs(
   }
 
   def place(path, leaf):
-    for start in range(len(path) + 1):
-      spec = by_path.get((path[start:], leaf.shape))
-      if spec is not None:
-        return spec
-    return choose(leaf)
+    ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
+    known = next((by_path[end] for end in ends if end in by_path), None)
+    return choose(leaf) if known is None else known
 
   return jax.tree_util.tree_map_with_path(place, state)
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
-  """A policy of jax.checkpoint: the backward gathers weights again, and repeats
-  whatever else of the loss is a custom_vjp_call, as `gather` is."""
+  """A policy of jax.checkpoint: the backward repeats each custom_vjp_call of
+  the loss, as `gather` is one."""
   return primitive.name != "custom_vjp_call"
 
 
 def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
-  """Puts the parts of a leaf along `dim` (from `dimension`) together.
-
-  The derivative is reduce-scattered; `reduce` is the dtype in which it is added
-  up, None its own.
-  """
+  """Puts the parts of a leaf along `dim` (from `dimension`) together; its
+  derivative is reduce-scattered in the dtype `reduce`, None its own."""
   if dim == WHOLE:
     return leaf
 

@@ -92,11 +92,15 @@ def _made(recipe) -> Any:
 
 
 def _described(value) -> str:
-  """Returns settings field by field; of functions the names."""
+  """Describes settings field by field, by names that configs know: classes and
+  modules of asgd may be renamed, and a folder of the same run is no other."""
   if hasattr(value, "_asdict"):
     fields = value._asdict().items()
-    text = ", ".join(f"{key}={_described(each)}" for key, each in fields)
-    return f"{type(value).__name__}({text})"
+    return f"({', '.join(f'{key}={_described(x)}' for key, x in fields)})"
+  if isinstance(value, tuple):
+    return f"({', '.join(map(_described, value))})"
+  if getattr(value, "__module__", "").startswith("asgd."):
+    return value.__qualname__.partition(".")[0]
   return repr(value) if _is_plain(value) else name_of(value)
 
 
@@ -104,7 +108,7 @@ def describe_recipe(recipe: Any) -> str:
   """Returns how a recipe was built, or settings of another protocol are."""
   made = _made(recipe)
   if made is None and not isinstance(recipe, algorithms.Recipe):
-    return _described(recipe)
+    return f"{recipe.protocol}{_described(recipe)}"
   if made is None:
     return f"a Recipe of one's own ({recipe.order}, every={recipe.every})"
   options = {"workers": recipe.workers, **made.options}

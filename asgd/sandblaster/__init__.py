@@ -18,6 +18,7 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
+from asgd.sandblaster.portions import Work, make_sums, message_norm
 from asgd.sandblaster.settings import PlannedKill, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
 from asgd.sandblaster.simulation import (
@@ -26,6 +27,5 @@ from asgd.sandblaster.simulation import (
   coordinator_from,
   template,
 )
-from asgd.sandblaster.sums import Work, make_sums, message_norm
 
 RECIPES = {"sandblaster": sandblaster}  # that a coordinator drives

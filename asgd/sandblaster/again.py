@@ -9,15 +9,14 @@ import jax.numpy as jnp
 from asgd import base
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
-  Await,
   Begin,
   Coordinator,
   State,
   message_name,
 )
+from asgd.sandblaster.portions import Work, make_sums
 from asgd.sandblaster.settings import Settings
 from asgd.sandblaster.shard import Shards
-from asgd.sandblaster.sums import Work, make_sums
 
 
 class RecomputedState(NamedTuple):
@@ -60,7 +59,6 @@ def recompute(
       shards.forget(shards.number)
       sent = jax.tree.map(jnp.asarray, shards.read("trial"))
     else:
-      assert isinstance(request, Await)
       if request.evaluation * settings.jobs + request.job not in jobs:
         break
       answer, message = sums(sent, settings.portions_of(request.job))

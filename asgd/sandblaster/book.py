@@ -7,6 +7,7 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.trace import Event, events, from_events
+from asgd.sandblaster.coordinator import Coordinator
 
 
 class Iterate(NamedTuple):
@@ -27,13 +28,6 @@ class Lengths(NamedTuple):
   rows: int
   messages: int
   iterates: int
-
-
-_DTYPES = (
-  *(np.int32, np.float64, np.int32, np.int32, np.int32, np.float32),
-  *(np.float32, np.bool_, np.float32, np.float32),
-  *(np.int64, np.int64, np.float32),
-)  # of base.Records
 
 
 class RunLog:
@@ -58,12 +52,25 @@ class RunLog:
     """Adds a message, in the order of base.Records."""
     self.messages.append(message)
 
+  def note(self, coordinator: Coordinator, time: float) -> None:
+    """Adds news of a coordinator, and the iterate that it has come to."""
+    self.news += coordinator.news
+    coordinator.news.clear()
+    state, known = coordinator.state, -1
+    if self.iterates:
+      known = self.iterates[-1].iteration
+    if state.iteration > known:
+      self.iterates.append(
+        Iterate(
+          *(state.iteration, time, state.evaluations, state.loss),
+          *(state.norm, state.step, state.fallbacks),
+        )
+      )
+
   def records(self, start: int = 0, end: int | None = None) -> base.Records:
     """Returns a row for each message, from `start` to `end`; the update is the
     iteration, the staleness is in evaluations."""
-    columns = list(zip(*self.messages[start:end], strict=True))
-    columns = columns or [()] * len(_DTYPES)
-    return base.Records(*map(np.array, columns, _DTYPES))
+    return base.Records.of(self.messages[start:end])
 
   def arrays(self, lengths: Lengths) -> dict[str, Any]:
     """Returns its beginning, as arrays."""
@@ -77,11 +84,9 @@ class RunLog:
   def read(self, arrays: dict[str, Sequence[Any]]) -> None:
     """Becomes what the arrays say."""
     self.rows = list(events(base.Trace(*arrays["trace"])))
-    columns = (column.tolist() for column in arrays["records"])
-    self.messages = list(zip(*columns, strict=True))
+    self.messages = base.Records(*arrays["records"]).rows()
+    rows = np.asarray(arrays["iterates"]).tolist()
     self.iterates = [
       Iterate(int(i), time, int(count), *reals, int(fallbacks))
-      for i, time, count, *reals, fallbacks in np.asarray(
-        arrays["iterates"]
-      ).tolist()
+      for i, time, count, *reals, fallbacks in rows
     ]

@@ -11,7 +11,9 @@ again, bit by bit.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +22,7 @@ import jax.numpy as jnp
 from asgd import base, sharding
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.sandblaster.book import Iterate, Lengths, RunLog
+from asgd.sandblaster.book import Lengths, RunLog
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
   Begin,
@@ -29,48 +31,79 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
-from asgd.sandblaster.places import PortionTicket, SimulatedBatchWorker
-from asgd.sandblaster.portions import PortionJobs
+from asgd.sandblaster.portions import (
+  PortionJobs,
+  Work,
+  make_sums,
+  message_norm,
+)
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards
-from asgd.sandblaster.sums import Work, make_sums, message_norm
 
 _RETURN, _FINISH = "return", "finish"  # of a killed worker, and of a job
 
 
-class _Agenda:
-  """What is to come, in the order of time."""
+class PortionTicket(NamedTuple):
+  """A job that a worker has started."""
 
-  def __init__(self):
-    self.now = 0.0
-    self._heap: list[tuple[float, int, str, int]] = []
-    self._pushed = 0
-
-  def push(self, time: float, what: str, index: int) -> None:
-    heapq.heappush(self._heap, (time, self._pushed, what, index))
-    self._pushed += 1
-
-  def pop(self) -> tuple[float, str, int]:
-    """Goes to the next time; returns it, what happens then, and to whom."""
-    time, _, what, index = heapq.heappop(self._heap)
-    self.now = max(time, self.now)
-    return time, what, index
-
-  def pack(self) -> list[Any]:
-    return [self.now, self._pushed, [list(each) for each in self._heap]]
-
-  def unpack(self, packed: Sequence[Any]) -> None:
-    self.now, self._pushed, heap = packed
-    self._heap = [(time, n, what, index) for time, n, what, index in heap]
+  evaluation: int
+  job: int
+  seq: int
+  finish: float  # when it will be done
+  fresh: bool  # the parameters were fetched for it
+  loss: float = math.nan  # what a copy of it came to
 
 
-class _Evaluation:
-  """What the workers are at."""
+class _BatchWorker:
+  """A worker in simulated time."""
 
-  def __init__(self, number: int = -1, params: Any = None):
-    self.number = number  # of the evaluation
-    self.params = params  # on the device
-    self.losses: dict[int, float] = {}  # job -> its, once it is known
+  def __init__(self, stream):
+    self._stream = stream
+    self._drawn = 0  # durations so far
+    self.seq = 0  # of the next job
+    self.holder = 0  # how many came before it in this place
+    self.empty()
+    self.alive = True
+
+  def empty(self) -> None:
+    """Its worker is killed, with all that it has."""
+    self.alive, self.fetched = False, -1  # evaluation whose parameters it has
+    self.ticket: PortionTicket | None = None
+    self._ready: dict[int, float] = {}  # job -> when its data are here
+    self._loader = 0.0  # when all that it loads is here
+
+  def draw(self, count: int) -> float:
+    """The time of so many portions."""
+    self._drawn += count
+    return sum(itertools.islice(self._stream, count))
+
+  def load(self, job: int, needs: float, now: float) -> float:
+    """Returns when the data of a job are here, which are kept; loading them
+    takes so long, one after the other."""
+    if job not in self._ready:
+      self._loader = max(now, self._loader) + needs
+      self._ready[job] = self._loader
+    return self._ready[job]
+
+  def pack(self) -> dict[str, Any]:
+    """Returns it as JSON."""
+    ready = list(self._ready.items())
+    return {**vars(self), "_stream": None, "_ready": ready}
+
+  def unpack(self, packed: Mapping[str, Any]) -> None:
+    """Becomes what was packed; its stream is at the beginning."""
+    ready, stream = dict(packed["_ready"]), self._stream
+    vars(self).update(packed, _stream=stream, _ready=ready, _drawn=0)
+    self.draw(packed["_drawn"])
+    self.ticket = self.ticket and PortionTicket(*self.ticket)
+
+
+class _Evaluation(NamedTuple):
+  """What workers compute at present."""
+
+  number: int  # of the evaluation
+  params: Any = None  # on the device
+  losses: dict[int, float] = {}  # job -> its, once it is known
 
 
 class Counts(NamedTuple):
@@ -126,19 +159,20 @@ class SandblasterSimulation:
     saved. `work` is the loss and the gradient of a portion, a mean."""
     self._settings, self._add_up = settings, make_sums(work)
     self._like = params
-    self._places = [
-      SimulatedBatchWorker(durations.stream(i)) for i in range(workers)
-    ]
+    self._places = [_BatchWorker(durations.stream(i)) for i in range(workers)]
     self.book = RunLog()
     self.counts = Counts()
-    self._agenda = _Agenda()
-    self._current = _Evaluation()
+    self.now = 0.0  # the simulated time
+    # What is to come: (time, number, what, to whom).
+    self._agenda: list[tuple[float, int, str, int]] = []
+    self._pushed = 0
+    self._current = _Evaluation(-1)
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
       self._coordinator = Coordinator(settings)
       self._jobs = PortionJobs(settings.jobs, settings.backup)
       for failure in settings.failures:
-        self._agenda.push(failure.time, failure.what, failure.index)
+        self._push(failure.time, failure.what, failure.index)
     else:
       self._unpack(saved)
     self._saved = self._pack()
@@ -149,11 +183,6 @@ class SandblasterSimulation:
   def received(self) -> int:
     """Messages."""
     return len(self.book.messages)
-
-  @property
-  def now(self) -> float:
-    """The simulated time."""
-    return self._agenda.now
 
   @property
   def state(self) -> State:
@@ -194,19 +223,8 @@ class SandblasterSimulation:
     return self.received
 
   def _answer(self, value):
-    coordinator = self._coordinator
-    before = coordinator.state.iteration
-    coordinator.answer(value)
-    self.book.news += coordinator.news
-    coordinator.news.clear()
-    state = coordinator.state
-    if state.iteration > before:
-      self.book.iterates.append(
-        Iterate(
-          *(state.iteration, self.now, state.evaluations, state.loss),
-          *(state.norm, state.step, state.fallbacks),
-        )
-      )
+    self._coordinator.answer(value)
+    self.book.note(self._coordinator, self.now)
 
   def _begin(self, evaluation):
     """Workers that are idle start on new parameters; one that asks for an
@@ -215,7 +233,7 @@ class SandblasterSimulation:
       self._saved = self._pack()
       self._shards.forget(self._shards.number)
       trial = jax.tree.map(jnp.asarray, self._shards.read("trial"))
-      self._current = _Evaluation(evaluation, trial)
+      self._current = _Evaluation(evaluation, trial, {})
       self._jobs.begin()
       for worker, place in enumerate(self._places):
         if place.alive and place.ticket is None:
@@ -230,18 +248,16 @@ class SandblasterSimulation:
       return
     copies = self.counts.copies + (len(jobs.workers(job)) > 1)
     self.counts = self.counts._replace(copies=copies)
-    fresh = place.fetched != self._current.number
-    place.fetched = self._current.number
+    current = self._current.number
+    fresh, place.fetched = place.fetched != current, current
     begin = max(self.now, self._load(place, job))
     if settings.prefetch and (coming := jobs.peek(worker)) is not None:
       self._load(place, coming)
     finish = begin + place.draw(len(settings.portions_of(job)))
-    place.ticket = PortionTicket(
-      self._current.number, job, place.seq, finish, fresh
-    )
+    place.ticket = PortionTicket(current, job, place.seq, finish, fresh)
     self._write(worker, base.SEND if fresh else base.KEEP)
     place.seq += 1
-    self._agenda.push(finish, _FINISH, worker)
+    self._push(finish, _FINISH, worker)
 
   def _load(self, place, job):
     """Returns when the data of a job are with a worker."""
@@ -257,16 +273,23 @@ class SandblasterSimulation:
       job += evaluation * self._settings.jobs
     self.book.write(Event(self.now, worker, seq, job, action))
 
+  def _push(self, time, what, index):
+    heapq.heappush(self._agenda, (time, self._pushed, what, index))
+    self._pushed += 1
+
   def _happen(self):
     """The next thing in time happens."""
-    time, what, index = self._agenda.pop()
+    time, _, what, index = heapq.heappop(self._agenda)
+    self.now = max(time, self.now)
     if what == SHARD:
       self._shards.lose(index)
     elif what == COORDINATOR:
       # Its journal is that of the beginning of this evaluation.
       self._coordinator = coordinator_from(self._settings, self._saved[1])
     elif what == _RETURN:
-      self._return(index)
+      self._places[index].alive = True
+      self._write(index, base.JOIN)
+      self._start(index)
     elif what == WORKER:
       self._kill(index)
     elif (ticket := self._places[index].ticket) and ticket.finish == time:
@@ -280,32 +303,26 @@ class SandblasterSimulation:
       self._write(worker, base.LOST)
       if ticket.evaluation == self._current.number:
         self._jobs.lose(worker, ticket.job)
-    place.kill()
+    place.empty()
     self._write(worker, base.LEAVE)
     place.holder += 1
-    self._agenda.push(self.now + self._settings.restart, _RETURN, worker)
+    self._push(self.now + self._settings.restart, _RETURN, worker)
     # Somebody who was idle may do what it did.
     for other, its_place in enumerate(self._places):
       if its_place.alive and its_place.ticket is None:
         self._start(other)
-
-  def _return(self, worker):
-    self._places[worker].alive = True
-    self._write(worker, base.JOIN)
-    self._start(worker)
 
   def _receive(self, worker, ticket):
     place, current = self._places[worker], self._current.number
     late, job, loss = current - ticket.evaluation, ticket.job, ticket.loss
     others = self._jobs.workers(job) if not late else ()
     accepted = not late and self._jobs.finish(worker, job)
-    count, norm = len(self._settings.portions_of(job)), 0.0
+    portions, norm = self._settings.portions_of(job), 0.0
     if accepted:
       first = self.counts.first + (others[0] != worker)
       self.counts = self.counts._replace(first=first)
-      portions = self._settings.portions_of(job)
       loss, message = self._add_up(self._current.params, portions)
-      norm = message_norm(message, count)
+      norm = message_norm(message, len(portions))
       self._current.losses[job] = loss
       self._shards.put(message_name(current, job), message)
       for other in others:  # a copy of it comes to the same loss
@@ -316,7 +333,7 @@ class SandblasterSimulation:
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
     self.book.receive(
       *(max(self.state.iteration, 0), self.now, worker, row.job),
-      *(late, 0.0, loss / count, accepted, norm, 0.0),
+      *(late, 0.0, loss / len(portions), accepted, norm, 0.0),
       *(nbytes, nbytes * ticket.fresh, 0.0),
     )
     self._start(worker)
@@ -338,7 +355,9 @@ class SandblasterSimulation:
       "number": self._shards.number,
       "state": coordinator.state._asdict(),
       "answers": list(coordinator.answers),
-      "agenda": self._agenda.pack(),
+      "now": self.now,
+      "agenda": list(self._agenda),
+      "pushed": self._pushed,
       "evaluation": self._current.number,
       "places": [place.pack() for place in self._places],
       "owners": list(self._jobs.owners.items()),
@@ -354,7 +373,8 @@ class SandblasterSimulation:
     self._coordinator = coordinator_from(settings, notes)
     owners = dict(notes["owners"])
     self._jobs = PortionJobs(settings.jobs, settings.backup, owners)
-    self._agenda.unpack(notes["agenda"])
+    self.now, self._pushed = notes["now"], notes["pushed"]
+    self._agenda = [tuple(each) for each in notes["agenda"]]
     self._current = _Evaluation(notes["evaluation"])
     for place, packed in zip(self._places, notes["places"], strict=True):
       place.unpack(packed)

@@ -1,8 +1,8 @@
 """Tables of keyed rows: a parameter server that workers pull rows from.
 
-`Table` has rows by key on the shards of a server; `Client` and `Server` are the
-two sides of the consistency models (`Consistency`); `Simulation` runs them in
-simulated time. See docs/tables.md.
+`Table` has rows by key on the shards of a server; `Client` and `TableServer`
+are the two sides of the consistency models (`Consistency`); `Simulation` runs
+them in simulated time. See docs/tables.md.
 """
 
 from asgd.tables import filters as filters
@@ -18,9 +18,6 @@ from asgd.tables.consistency import ConsistencyRules as ConsistencyRules
 from asgd.tables.consistency import rules as rules
 from asgd.tables.filters import FILTERS as FILTERS
 from asgd.tables.functions import RowFunction as RowFunction
-from asgd.tables.jobs import Jobs as Jobs
-from asgd.tables.jobs import Read as Read
-from asgd.tables.jobs import template as template
 from asgd.tables.messages import KeyCache as KeyCache
 from asgd.tables.messages import KeyList as KeyList
 from asgd.tables.messages import Push as Push
@@ -34,12 +31,14 @@ from asgd.tables.ranges import Ranges as Ranges
 from asgd.tables.ranges import by_load as by_load
 from asgd.tables.ranges import moves as moves
 from asgd.tables.rows import KeyedRows as KeyedRows
-from asgd.tables.server import Server as Server
+from asgd.tables.server import TableServer as TableServer
 from asgd.tables.settings import TableSettings as TableSettings
+from asgd.tables.settings import Work as Work
 from asgd.tables.settings import table as table
+from asgd.tables.simulation import Jobs as Jobs
+from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
 from asgd.tables.table import Table as Table
 from asgd.tables.tasks import Tasks as Tasks
-from asgd.tables.work import Work as Work
 
 RECIPES = {"table": table}  # that tables serve

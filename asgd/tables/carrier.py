@@ -10,8 +10,6 @@ import heapq
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
-
 from asgd.orders.network import Links, MessagePart, Network
 
 UP, DOWN = "up", "down"  # to the shards, and from them
@@ -50,12 +48,10 @@ class Message:
     return sum(part.waited for part in self.parts.values())
 
   def pack(self) -> list[Any]:
-    """Returns it as a tree of arrays and JSON."""
-    data = [np.frombuffer(each, np.uint8) for each in self.data]
+    """Returns it as a tree of JSON and bytes."""
     parts = [part.pack() for part in self.parts.values()]
-    sizes = list(self.sizes.items())
-    numbers = [self.number, self.left]
-    return [self.kind, self.way, self.worker, sizes, data, parts, *numbers]
+    sizes, numbers = list(self.sizes.items()), [self.number, self.left]
+    return [self.kind, self.way, self.worker, sizes, self.data, parts, *numbers]
 
 
 class Carrier:
@@ -175,8 +171,7 @@ class Carrier:
     for number, kind, way, worker, sizes, data, parts, *rest in tree[
       "messages"
     ]:
-      said = [each.tobytes() for each in data]
-      message = Message(kind, way, worker, dict(sizes), said, rest[0])
+      message = Message(kind, way, worker, dict(sizes), data, rest[0])
       self._add(number, message)
       message.left = rest[1]
       for part, packed in zip(message.parts.values(), parts, strict=True):

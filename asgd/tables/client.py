@@ -16,7 +16,7 @@ from asgd.tables import filters as filters_lib
 from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, RowValues, ValueCodec
-from asgd.tables.rows import KeyedRows
+from asgd.tables.rows import KeyedRows, rms
 
 _NEVER = -1  # the clock of a row that was never read
 
@@ -87,7 +87,7 @@ class Client:
     self.worker, self.rules = worker, rules
     self._specs, self._filters = dict(specs), tuple(filters)
     self._codec, self._key, self._seed = codec, key, seed
-    self._rows = {name: self._empty(s) for name, s in specs.items()}
+    self._rows = {name: KeyedRows([], self._made(name, ())) for name in specs}
     self.factor = 1.0  # what a value that is written does to a read
     self.sender = KeyCache()
     self.held = Held(0, 0)
@@ -95,31 +95,21 @@ class Client:
     # What its last message changed of its copies: table -> (keys, changes).
     self.flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
-  def _empty(self, spec):
-    none = np.zeros((0, *spec.shape), spec.dtype)
-    return KeyedRows(
-      np.zeros(0, np.int64),
-      {
-        "copy": none,
-        "own": none.copy(),  # as it is to be pushed
-        "written": np.zeros(0, bool),
-        "clock": np.zeros(0, np.int64),
-      },
-    )
-
-  def _made(self, name):
+  def _made(self, name, keys):
+    """New rows, which no one has read or written."""
     spec = self._specs[name]
+    shape = len(keys), *spec.shape
+    return {
+      "copy": np.zeros(shape, spec.dtype),
+      "own": np.zeros(shape, spec.dtype),  # as it is to be pushed
+      "written": np.zeros(len(keys), bool),
+      "clock": np.full(len(keys), _NEVER),
+    }
 
-    def make(keys):
-      zeros = np.zeros((len(keys), *spec.shape), spec.dtype)
-      return {
-        "copy": zeros,
-        "own": zeros,
-        "written": np.zeros(len(keys), bool),
-        "clock": np.full(len(keys), _NEVER),
-      }
-
-    return make
+  def _insert(self, name, keys):
+    """Returns the rows of a table, which have some keys."""
+    self._rows[name].insert(keys, lambda new: self._made(name, new))
+    return self._rows[name]
 
   # Reading.
 
@@ -144,8 +134,7 @@ class Client:
   def take(self, message: Rows) -> None:
     """Takes rows of the server; its own updates stay."""
     for name, (keys, values) in message.tables.items():
-      rows = self._rows[name]
-      rows.insert(keys, self._made(name))
+      rows = self._insert(name, keys)
       rows.write(keys, "copy", values)
       rows.write(keys, "clock", message.clock)
     if message.late is None:
@@ -190,8 +179,7 @@ class Client:
           f" ({int(bad.sum())} of {len(keys)} rows)"
         )
     for name, (keys, more) in values.items():
-      rows = self._rows[name]
-      rows.insert(keys, self._made(name))
+      rows = self._insert(name, keys)
       rows.add(keys, "own", np.asarray(more))
       rows.write(keys, "written", True)
 
@@ -277,10 +265,7 @@ class Client:
   def residual(self) -> float:
     """Returns the RMS of its updates that are not sent, over elements of rows
     that it has."""
-    own = [rows.columns["own"] for rows in self._rows.values()]
-    count = sum(x.size for x in own)
-    square = sum(float(np.square(x, dtype=np.float64).sum()) for x in own)
-    return float(np.sqrt(square / max(count, 1)))
+    return rms(rows.columns["own"] for rows in self._rows.values())
 
   # Another division of tables, between two messages.
 
@@ -294,34 +279,20 @@ class Client:
 
   # Checkpoints.
 
-  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns its arrays, and the rest as JSON."""
-    arrays = {
-      name: {"keys": rows.keys, **rows.columns}
-      for name, rows in self._rows.items()
-    }
-    cached = {
-      f"{i:02d}{digest.hex()}": keys
-      for i, (digest, keys) in enumerate(self.sender.lists.items())
-    }
-    notes = {
-      "held": list(self.held),
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    return {
+      "rows": {name: rows.pack() for name, rows in self._rows.items()},
+      "cached": list(self.sender.lists.items()),
+      "held": self.held,
       "flushes": self.flushes,
       "factor": self.factor,
-      "cached": list(cached),
+      "flight": self.flight,
     }
-    return {"rows": arrays, "cached": cached}, notes
 
-  def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+  def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what a client like this one has packed."""
-    for name, packed in arrays["rows"].items():
-      columns = {k: np.array(x) for k, x in packed.items()}
-      self._rows[name] = KeyedRows(columns.pop("keys"), columns)
-    self.held, self.flushes = Held(*notes["held"]), notes["flushes"]
-    self.factor = notes["factor"]
-    self.sender = KeyCache(
-      {
-        bytes.fromhex(name[2:]): np.array(arrays["cached"][name])
-        for name in notes["cached"]
-      }
-    )
+    self._rows = {k: KeyedRows.unpack(x) for k, x in tree["rows"].items()}
+    self.sender, self.held = KeyCache(tree["cached"]), Held(*tree["held"])
+    self.flushes, self.factor = tree["flushes"], tree["factor"]
+    self.flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}

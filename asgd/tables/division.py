@@ -13,7 +13,7 @@ import numpy as np
 from asgd.tables import ranges as ranges_lib
 from asgd.tables.client import TableSpec
 from asgd.tables.keys import Keys
-from asgd.tables.server import Server
+from asgd.tables.server import TableServer
 from asgd.tables.settings import TableSettings
 from asgd.tables.table import Table
 
@@ -64,7 +64,7 @@ class Division(NamedTuple):
     tables: Mapping[str, Any],
     settings: TableSettings,
     workers: int,
-  ) -> Server:
+  ) -> TableServer:
     """Returns the server of a shard, of whole tables [K, ...]. A budget is
     shared by the number of rows."""
     parts, total = {}, 0
@@ -80,7 +80,7 @@ class Division(NamedTuple):
           name=name,
         )
     codec = settings.make_codec()
-    return Server(
+    return TableServer(
       parts, settings.rules, range(workers), codec=codec, total=total
     )
 

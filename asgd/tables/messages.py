@@ -6,7 +6,7 @@ values may be a packet of a codec instead of an array.
 
 import collections
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -42,8 +42,9 @@ class RowValues(NamedTuple):
   @property
   def nbytes(self) -> int:
     """On the wire."""
-    size = self.values if isinstance(self.values, bytes) else None
-    return self.keys.nbytes + (len(size) if size else self.values.nbytes)
+    values = self.values
+    size = len(values) if isinstance(values, bytes) else values.nbytes
+    return self.keys.nbytes + size
 
 
 class Push(NamedTuple):
@@ -94,10 +95,9 @@ class KeyCache:
     (1000, 1000)
   """
 
-  def __init__(self, lists: Mapping[bytes, Keys] | None = None):
-    self.lists: collections.OrderedDict[bytes, Keys] = (
-      collections.OrderedDict(lists or {})
-    )
+  def __init__(self, lists: Iterable[tuple[bytes, Keys]] = ()):
+    """Remembers lists by their digests, the oldest first."""
+    self.lists = collections.OrderedDict(lists)
 
   def _remember(self, digest, keys):
     self.lists[digest] = keys

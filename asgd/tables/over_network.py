@@ -28,29 +28,17 @@ from asgd import base
 from asgd.orders.durations import Durations
 from asgd.orders.network import LinkUse, Network
 from asgd.tables import carrier as carrier_lib
-from asgd.tables import requests, wire
+from asgd.tables import requests
 from asgd.tables.carrier import DOWN, MESSAGE, UP, Carrier, Message
-from asgd.tables.jobs import Jobs, request_bytes
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Rows
-from asgd.tables.places import JobResult
 from asgd.tables.requests import PULL, PUSH, Request
-from asgd.tables.settings import TableSettings
-from asgd.tables.work import Work
+from asgd.tables.settings import TableSettings, Work
+from asgd.tables.simulation import Jobs, request_bytes
 
 REPLY, ACK, ROWS = "reply", "ack", "rows"
 _START, _ANSWER, _COMPUTED = "start", "answer", "computed"
 _HEADER = 16  # bytes of a message beside its keys and rows
-
-
-class _Side:
-  """What is known of a worker, at its place and at the shards."""
-
-  def __init__(self):
-    self.heard = 0  # the slowest clock, as rows that came said
-    self.applied = 0  # of its messages
-    self.row = 0  # of the trace: the start of its job
-    self.waited = 0.0  # time of its messages in queues of shards
 
 
 class OverNetwork(Jobs):
@@ -97,7 +85,6 @@ class OverNetwork(Jobs):
     network = network._replace(shards=settings.shards)
     self._carrier = Carrier(network, len(self._places))
     self._shards = range(settings.shards)
-    self._sides = [_Side() for _ in self._places]
     self._asked: dict[int, Request] = {}  # that wait at the shards, by worker
 
   def use(self) -> LinkUse:
@@ -127,7 +114,7 @@ class OverNetwork(Jobs):
   def _come(self, message):
     """A message has come."""
     worker = message.worker
-    self._sides[worker].waited += message.waited
+    self._places[worker].queued += message.waited
     if message.kind == PULL:
       self._asked[worker] = requests.load_request(message.data[0])
       self._may_answer(worker)
@@ -150,9 +137,9 @@ class OverNetwork(Jobs):
     keys, clock, stale = self._wants(worker)
     if not stale and not rules.by_value:
       self._write(worker, self._next(worker), base.KEEP)
-      self._sides[worker].row = len(self.rows) - 1
+      self._places[worker].row = len(self.rows) - 1
       self._go(worker, keys, clock)
-    elif rules.by_clock and self._sides[worker].heard < rules.need(clock):
+    elif rules.by_clock and self._places[worker].heard < rules.need(clock):
       place.waits = True  # what has changed is sent
     else:
       self._ask(worker, clock, stale)
@@ -170,24 +157,25 @@ class OverNetwork(Jobs):
 
   def _take(self, message):
     """Rows have come to a worker."""
-    worker, side = message.worker, self._sides[message.worker]
+    worker = message.worker
     client, place = self._clients[worker], self._places[worker]
     # Of a message that is on its way the shards did not know yet.
     behind = message.number < client.flushes
     for data in message.data:
       rows = requests.load_rows(data)
-      side.heard = max(side.heard, rows.clock)
+      place.heard = max(place.heard, rows.clock)
       (client.take_behind if behind else client.take)(rows)
     if message.kind == REPLY:
       keys, clock, _ = self._wants(worker)
       self._go(worker, keys, clock)
       self._may_push()
-    elif place.waits:
+    elif place.waits:  # once, though more rows may come at the same time
+      place.waits = False
       self._put(self.now, carrier_lib.WAITING, _START, worker)
 
   def _go(self, worker, keys, clock):
     """A worker has all that its job needs."""
-    self._read(worker, keys, clock, self._sides[worker].row)
+    self._read(worker, keys, clock, self._places[worker].row)
     end = self.now + self._places[worker].draw()
     self._put(end, carrier_lib.END, _COMPUTED, worker)
 
@@ -220,7 +208,7 @@ class OverNetwork(Jobs):
       return
     del self._asked[worker]
     rows = self._answer(worker, request.clock, dict(request.tables))
-    self._sides[worker].row = len(self.rows) - 1
+    self._places[worker].row = len(self.rows) - 1
     self._send_rows(REPLY, worker, rows, self._of(request.tables))
 
   def _must_wait(self, request):
@@ -229,8 +217,8 @@ class OverNetwork(Jobs):
 
   def _count(self, worker):
     """The time that a job's messages were in queues is known."""
-    self._carrier.links.received(self._sides[worker].waited)
-    self._sides[worker].waited = 0.0
+    self._carrier.links.received(self._places[worker].queued)
+    self._places[worker].queued = 0.0
 
   def _may_push(self):
     """Messages are applied, unless a worker whose reply is on its way would
@@ -247,7 +235,7 @@ class OverNetwork(Jobs):
     """A worker's message is applied."""
     worker = push.worker
     sent = self._receive(worker, push)
-    self._sides[worker].applied += 1
+    self._places[worker].applied += 1
     self._count(worker)
     ack = Message(ACK, DOWN, worker, dict.fromkeys(self._shards, 0.0))
     self._carrier.send(ack)
@@ -267,7 +255,7 @@ class OverNetwork(Jobs):
       parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
     sizes = self._sizes(parts, shards or self._shards, len(every))
     data = [requests.dump_rows(rows) for rows in every]
-    applied = self._sides[worker].applied
+    applied = self._places[worker].applied
     self._carrier.send(Message(kind, DOWN, worker, sizes, data, applied))
 
   def _of(self, keys: Mapping[str, Keys]) -> list[int]:
@@ -295,33 +283,17 @@ class OverNetwork(Jobs):
 
   # Checkpoints.
 
-  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns its arrays, and the rest as JSON."""
-    arrays, notes = super().pack()
-    asked = [requests.dump_request(each) for each in self._asked.values()]
-    tree = {
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    return {
+      **super().pack(),
       "carrier": self._carrier.pack(),
-      "asked": [np.frombuffer(each, np.uint8) for each in asked],
-      "sides": [vars(side) for side in self._sides],
-      "outcomes": [place.outcome for place in self._places],
-      "flight": [client.flight for client in self._clients],
+      "asked": list(map(requests.dump_request, self._asked.values())),
     }
-    arrays["network"] = np.frombuffer(wire.dump(tree), np.uint8)
-    return arrays, notes
 
-  def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+  def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what a run like this one, which has not begun, has packed."""
-    super().unpack(arrays, notes)
-    tree = wire.load(np.asarray(arrays["network"]).tobytes())
+    super().unpack(tree)
     self._carrier.unpack(tree["carrier"])
-    asked = [requests.load_request(each.tobytes()) for each in tree["asked"]]
+    asked = map(requests.load_request, tree["asked"])
     self._asked = {request.worker: request for request in asked}
-    every = zip(
-      *(self._sides, self._places, self._clients),
-      *(tree["sides"], tree["outcomes"], tree["flight"]),
-      strict=True,
-    )
-    for side, place, client, numbers, outcome, flight in every:
-      vars(side).update(numbers)
-      place.outcome = outcome and JobResult(*outcome)
-      client.flight = {name: (k, x) for name, (k, x) in flight.items()}

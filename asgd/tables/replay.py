@@ -16,11 +16,9 @@ from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts, Division
-from asgd.tables.job_records import ClockMessage, JobRecord
-from asgd.tables.requests import Request
-from asgd.tables.settings import TableSettings
+from asgd.tables.requests import ClockMessage, JobRecord, Request
+from asgd.tables.settings import TableSettings, Work
 from asgd.tables.shard import ACTIONS, TableShard
-from asgd.tables.work import Work
 from asgd.tables.worker import TableWorker
 
 

@@ -1,10 +1,11 @@
 """Rows by key: columns of equal length, sorted by their keys.
 
-What tables, clients and the server's notes on them are made of. A column is an
-array [K, ...] of NumPy, which is written to in place, or of JAX, which is not.
+Tables, clients and the server's notes on clients are made of them. A column is
+an array [K, ...] of NumPy, which is written to in place, or of JAX, which is
+not.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,18 +17,17 @@ from asgd.tables.keys import Keys
 Column = Any  # [K, ...], of NumPy or JAX
 
 
-def _put(column: Column, at: Any, values: Any) -> Column:
-  """Returns the column with rows replaced; NumPy's is written to."""
-  if isinstance(column, jax.Array):
-    return column.at[at].set(values)
-  column[at] = values
-  return column
+def squares(arrays: Iterable[Any]) -> tuple[float, int]:
+  """Returns the sum of the squares of all elements, and how many they are."""
+  arrays = [np.asarray(x) for x in arrays]
+  total = sum(float(np.square(x, dtype=float).sum()) for x in arrays)
+  return total, sum(x.size for x in arrays)
 
 
-def _insert(column: Column, where: Any, values: Any) -> Column:
-  if isinstance(column, jax.Array):
-    return jnp.insert(column, where, values, axis=0)
-  return np.insert(column, where, values, axis=0)
+def rms(arrays: Iterable[Any]) -> float:
+  """Returns the root mean square of all elements; 0 if there are none."""
+  total, count = squares(arrays)
+  return float(np.sqrt(total / max(count, 1)))
 
 
 class KeyedRows:
@@ -94,10 +94,9 @@ class KeyedRows:
       return
     made, where = make(new), np.searchsorted(self.keys, new)
     self.keys = np.insert(self.keys, where, new)
-    self.columns = {
-      name: _insert(column, where, made[name])
-      for name, column in self.columns.items()
-    }
+    for name, column in self.columns.items():
+      xp = jnp if isinstance(column, jax.Array) else np
+      self.columns[name] = xp.insert(column, where, made[name], axis=0)
     self._index()
 
   def read(self, keys: Any, name: str) -> Any:
@@ -106,8 +105,11 @@ class KeyedRows:
 
   def write(self, keys: Any, name: str, values: Any) -> None:
     """Replaces rows of a column."""
-    at = self.positions(keys)
-    self.columns[name] = _put(self.columns[name], at, values)
+    at, column = self.positions(keys), self.columns[name]
+    if isinstance(column, jax.Array):
+      self.columns[name] = column.at[at].set(values)
+    else:
+      column[at] = values
 
   def add(self, keys: Any, name: str, values: Any) -> None:
     """Adds to rows of a column; the keys differ."""
@@ -126,11 +128,7 @@ class KeyedRows:
   def cut(self, start: int, stop: int) -> "KeyedRows":
     """Takes out the rows with start <= key < stop, and returns them."""
     part = self.between(start, stop)
-    left, right = np.searchsorted(self.keys, [start, stop])
-    rest = np.r_[0:left, right : len(self)]
-    self.keys = self.keys[rest]
-    self.columns = {name: x[rest] for name, x in self.columns.items()}
-    self._index()
+    self.keep((self.keys < start) | (self.keys >= stop))
     return part
 
   def keep(self, which: np.ndarray) -> None:
@@ -143,10 +141,104 @@ class KeyedRows:
     """Takes rows in that `cut` has taken out elsewhere."""
     self.insert(part.keys, lambda keys: part.columns)
 
-  def copy(self) -> "KeyedRows":
-    """Returns another one, which shares no array that is written to."""
-    columns = self.columns.items()
-    return KeyedRows(
-      self.keys,
-      {k: x if isinstance(x, jax.Array) else x.copy() for k, x in columns},
-    )
+  def pack(self) -> dict[str, np.ndarray]:
+    """Returns it as a tree of arrays."""
+    columns = {name: np.asarray(x) for name, x in self.columns.items()}
+    return {"keys": self.keys, **columns}
+
+  @classmethod
+  def unpack(cls, tree: Mapping[str, np.ndarray]) -> "KeyedRows":
+    """Returns the rows that were packed; arrays are shared."""
+    columns = dict(tree)
+    return cls(columns.pop("keys"), columns)
+
+
+class RowCopies:
+  """Which rows each worker has, and what its copies of them lack, as the server
+  of tables knows them.
+
+  A copy lacks the sum of the changes of its row since the row was sent.
+  """
+
+  def __init__(
+    self, shapes: Mapping[str, tuple[int, ...]], workers: Sequence[int]
+  ):
+    """Begins with no copies; `shapes` are those of rows, by table."""
+    self._shapes = dict(shapes)
+    self._copies = {worker: self._none() for worker in workers}
+
+  def _made(self, name, keys):
+    lacks = np.zeros((len(keys), *self._shapes[name]))
+    return {"lacks": lacks, "changed": np.zeros(len(keys), bool)}
+
+  def _none(self):
+    return {name: KeyedRows([], self._made(name, ())) for name in self._shapes}
+
+  def join(self, worker: int) -> None:
+    """Forgets the copies of a worker that begins anew."""
+    self._copies[worker] = self._none()
+
+  def leave(self, worker: int) -> None:
+    """Drops a worker."""
+    del self._copies[worker]
+
+  def of(self, worker: int) -> dict[str, KeyedRows]:
+    """Returns the copies of a worker, by table: columns `lacks`, and `changed`,
+    whether the row was changed since it was sent."""
+    return self._copies[worker]
+
+  def register(self, worker: int, name: str, keys: Keys) -> None:
+    """Notes that rows of a table are sent to a worker, which asks for them."""
+    copies = self._copies[worker][name]
+    copies.insert(keys, lambda new: self._made(name, new))
+    self.sent(worker, name, keys)
+
+  def sent(self, worker: int, name: str, keys: Keys) -> None:
+    """Notes that rows are sent to a worker that has copies of them."""
+    copies = self._copies[worker][name]
+    copies.write(keys, "lacks", 0)
+    copies.write(keys, "changed", False)
+
+  def change(
+    self, sender: int | None, name: str, keys: Keys, change: np.ndarray
+  ) -> None:
+    """Adds a change of rows to what copies lack, but for those of a sender,
+    which has its own increments. None: no worker has it."""
+    for worker, copies in self._copies.items():
+      has = copies[name].has(keys)
+      if worker != sender and has.any():
+        copies[name].add(keys[has], "lacks", change[has])
+        copies[name].write(keys[has], "changed", True)
+
+  def part(self, name: str, start: int, stop: int) -> list[list[Any]]:
+    """Returns (worker, copies) of rows start <= key < stop of a table, as
+    trees of arrays."""
+    return [
+      [worker, each[name].between(start, stop).pack()]
+      for worker, each in self._copies.items()
+    ]
+
+  def set_range(
+    self, name: str, start: int, stop: int, parts: Sequence[list[list[Any]]]
+  ) -> None:
+    """Keeps the copies of rows start <= key < stop of a table, and adds those
+    of `parts` of other shards."""
+    for each in self._copies.values():
+      keys = each[name].keys
+      each[name].keep((keys >= start) & (keys < stop))
+    for worker, tree in (pair for part in parts for pair in part):
+      self._copies[worker][name].join(KeyedRows.unpack(tree))
+
+  def pack(self) -> list[Any]:
+    """Returns (worker, copies by table) as a tree of arrays."""
+    return [
+      [worker, {name: rows.pack() for name, rows in each.items()}]
+      for worker, each in self._copies.items()
+    ]
+
+  def unpack(self, packed: Sequence[Any]) -> None:
+    """Takes over copies that were packed."""
+    self._copies = {
+      worker: {name: KeyedRows.unpack(tree) for name, tree in each.items()}
+      for worker, each in packed
+    }

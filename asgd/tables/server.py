@@ -16,14 +16,14 @@ from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.row_copies import RowCopies, rows_of, tree_of
+from asgd.tables.rows import KeyedRows, RowCopies
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
 _Values = dict[str, tuple[Keys, np.ndarray]]
 
 
-class Server:
+class TableServer:
   """Tables by name, and what workers have of them.
 
   Example:
@@ -33,7 +33,7 @@ class Server:
     >>> from asgd import tables
     >>> rules = tables.rules("essp", bound=2)
     >>> table = tables.Table(np.zeros((4, 1)))
-    >>> server = tables.Server({"w": table}, rules, workers=[0])
+    >>> server = tables.TableServer({"w": table}, rules, workers=[0])
     >>> rows = server.pull(0, {"w": np.array([2])})
     >>> client = tables.Client(0, server.specs, rules)
     >>> client.take(rows)
@@ -63,7 +63,8 @@ class Server:
     }
     self._receivers = {worker: KeyCache() for worker in workers}
     self._deferred: list[tuple[int, int, _Values]] = []
-    self._copies = RowCopies(self.tables, workers)
+    shapes = {name: table.shape for name, table in self.tables.items()}
+    self._copies = RowCopies(shapes, workers)
     # Of value_bounded: workers that were answered and may not have read yet,
     # and their clocks.
     self._reading: dict[int, int] = {}
@@ -152,12 +153,16 @@ class Server:
     latest that is known."""
     self._reading.pop(worker, None)
 
+  def _decoded(self, table, keys, values):
+    if isinstance(values, bytes):
+      return self._codec.unpack(values, len(keys), table.shape, table.dtype)
+    return values
+
   def _change(self, name, keys, values):
     """By how much values change the rows of a table; infinite if that is not
     known before it has them."""
     table = self.tables[name]
-    if isinstance(values, bytes):
-      values = self._codec.unpack(values, len(keys), table.shape, table.dtype)
+    values = self._decoded(table, keys, values)
     if table.function.additive:
       return np.asarray(values, np.float64)
     return np.full(np.shape(values), np.inf)
@@ -192,12 +197,9 @@ class Server:
         if name not in self.tables:
           known = ", ".join(self.tables)
           raise ValueError(f"there is no table {name!r}; there are {known}")
-        table, values = self.tables[name], sent.values
+        table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
-        if isinstance(values, bytes):
-          values = self._codec.unpack(
-            values, len(keys), table.shape, table.dtype
-          )
+        values = self._decoded(table, keys, sent.values)
         out[name] = table.read_keys(keys), values
         table.check_values(keys, values)
     except ValueError as error:
@@ -216,7 +218,9 @@ class Server:
       old = np.array(table.peek(keys))
       table.push(keys, more)
       change = np.asarray(table.peek(keys)) - old
-      self._copies.change(worker, name, keys, change)
+      # Of others than increments, the sender does not know the change.
+      sender = worker if table.function.additive else None
+      self._copies.change(sender, name, keys, change)
 
   # Workers that come and go.
 
@@ -301,7 +305,7 @@ class Server:
     tree of arrays: with their states, and what copies of them lack."""
     (rows,) = self.tables[name].shard_rows
     return {
-      "rows": tree_of(rows.between(start, stop)),
+      "rows": rows.between(start, stop).pack(),
       "copies": self._copies.part(name, start, stop),
     }
 
@@ -311,68 +315,42 @@ class Server:
     """Has the rows start <= key < stop of a table from now on: those that it
     had before, and `parts` of other shards. All have the same clocks then, and
     no message is deferred."""
-    rows = [rows_of(part["rows"]) for part in parts]
+    rows = [KeyedRows.unpack(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
     self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
 
   # Checkpoints.
 
-  def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns its arrays, and the rest as JSON."""
-    cached = [
-      {
-        f"{i:02d}{digest.hex()}": keys
-        for i, (digest, keys) in enumerate(receiver.lists.items())
-      }
-      for receiver in self._receivers.values()
-    ]
-    deferred = [
-      {name: list(each) for name, each in values.items()}
-      for *_, values in self._deferred
-    ]
-    arrays = {
+  def pack(self) -> dict[str, Any]:
+    """Returns it as a tree of arrays and JSON."""
+    return {
       "tables": {name: table.pack() for name, table in self.tables.items()},
       "copies": self._copies.pack(),
-      "cached": cached,
-      "deferred": deferred,
-    }
-    notes = {
+      "cached": [[*x.lists.items()] for x in self._receivers.values()],
+      "deferred": self._deferred,
       "clocks": {name: each.pack() for name, each in self.clocks.items()},
-      "deferred": [
-        [clock, worker, list(values)]
-        for clock, worker, values in self._deferred
-      ],
-      "cached": [list(each) for each in cached],
       "workers": self.workers,
       "reading": list(self._reading.items()),
       "version": self.version,
     }
-    return arrays, notes
 
-  def unpack(self, arrays: Mapping[str, Any], notes: Mapping[str, Any]) -> None:
+  def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what a server like this one has packed."""
     for name, table in self.tables.items():
-      table.unpack(arrays["tables"][name])
-    for worker in set(self.workers) - set(notes["workers"]):
+      table.unpack(tree["tables"][name])
+    for worker in set(self.workers) - set(tree["workers"]):
       self.leave(worker)
-    self._copies.unpack(self.workers, arrays["copies"])
-    for worker, names, lists in zip(
-      self.workers, notes["cached"], arrays["cached"], strict=True
-    ):
-      self._receivers[worker] = KeyCache(
-        {bytes.fromhex(name[2:]): np.array(lists[name]) for name in names}
-      )
+    self._copies.unpack(tree["copies"])
+    for worker, lists in zip(self.workers, tree["cached"], strict=True):
+      self._receivers[worker] = KeyCache(lists)
     self._deferred = [
-      (clock, worker, {k: tuple(map(np.array, each[k])) for k in names})
-      for (clock, worker, names), each in zip(
-        notes["deferred"], arrays["deferred"], strict=True
-      )
+      (clock, worker, {name: (k, x) for name, (k, x) in values.items()})
+      for clock, worker, values in tree["deferred"]
     ]
     self.clocks = {
-      name: RangeClocks.unpack(each) for name, each in notes["clocks"].items()
+      name: RangeClocks.unpack(each) for name, each in tree["clocks"].items()
     }
-    self._reading = dict(notes["reading"])
-    self.version = notes["version"]
+    self._reading, self.version = dict(tree["reading"]), tree["version"]
 
 
 def _summed(messages: list[_Values]) -> _Values:

@@ -1,17 +1,29 @@
-"""What a run of tables may be given."""
+"""What a run of tables may be given, and what its workers compute."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optax
 
-from asgd import checks, names
+from asgd import base, checks, names
 from asgd.tables import consistency as consistency_lib
 from asgd.tables import filters as filters_lib
 from asgd.tables import functions
 from asgd.tables.keys import Keys
 from asgd.tables.messages import ValueCodec
+
+Values = Mapping[str, Any]  # table -> [n, ...]
+
+
+class Work(NamedTuple):
+  """What workers compute, as functions of plain arrays."""
+
+  batch: Callable[[int, int], base.Batch]  # (worker, job)
+  keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows it needs
+  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row, or what
+  # is pushed to it: `TableSettings.direct`)
+  gradient: Callable[..., tuple[float, Values]]
 
 
 class TableSettings(NamedTuple):
@@ -78,7 +90,7 @@ class TableSettings(NamedTuple):
     return 1.0 if self.function.additive else -self.rate(clock)
 
   def written(
-    self, clock: int, keys: Mapping[str, Keys], values: Mapping[str, Any]
+    self, clock: int, keys: Mapping[str, Keys], values: Values
   ) -> dict[str, tuple[Keys, Any]]:
     """Returns what a worker writes of a job, by table.
 
@@ -101,6 +113,15 @@ class TableSettings(NamedTuple):
       rate = self.rate(clock)
       values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
     return {name: (keys[name], each) for name, each in values.items()}
+
+  def clock_of_message(self, done: int, jobs: int) -> int | None:
+    """Returns the clocks that a worker has finished with its message after so
+    many of its jobs; None if it sends none then."""
+    clock, rest = divmod(done, self.clock_every)
+    if rest and done < jobs and not self.rules.by_value:
+      return None
+    # With its last job a worker has no more clocks to wait for.
+    return clock + (done == jobs and rest > 0)
 
   def make_codec(self) -> ValueCodec | None:
     """Returns the codec of messages, if there is one."""
@@ -198,10 +219,19 @@ def table(
     )
   function = functions.add()
   if proximal is not None:
-    function = _proximal(proximal, learning_rate, workers * clock_every)
+    if callable(learning_rate):
+      raise ValueError(
+        "proximal has no schedule of its learning rate: use a constant one"
+      )
+    function = _from_options(
+      *("proximal", functions.proximal, proximal, learning_rate),
+      messages=workers * clock_every,
+    )
     filters = [_of_weights(each, proximal["l1"]) for each in filters]
   elif ftrl is not None:
-    function = _ftrl(ftrl, learning_rate)
+    function = functions.by_row(
+      _from_options("ftrl", functions.ftrl_proximal, ftrl, learning_rate)
+    )
   elif optimizer is not None:
     if not callable(optimizer):
       raise ValueError(
@@ -243,32 +273,16 @@ def _codec_options(codec):
   return tuple(options.items())
 
 
-def _options(name, options):
+def _from_options(name, make, options, learning_rate, **needed):
+  """What `make` returns for options of a config."""
   if not isinstance(options, Mapping):
     raise ValueError(
       f"{name} must be a dict of options, as dict(l1=0.1), not"
       f" {checks.shown(options)}"
     )
-  return checks.below(name, ("learning_rate", *options))
-
-
-def _ftrl(options, learning_rate):
-  """The function at the server for options of a config."""
-  with _options("ftrl", options):
-    options = {"learning_rate": learning_rate, **options}
-    make = functions.ftrl_proximal
-    return functions.by_row(names.call("function", "ftrl", make, options))
-
-
-def _proximal(options, learning_rate, messages):
-  """The function at the server for options of a config."""
-  if callable(learning_rate):
-    raise ValueError(
-      "proximal has no schedule of its learning rate: use a constant one"
-    )
-  with _options("proximal", options):
-    options = {"learning_rate": learning_rate, **options, "messages": messages}
-    return names.call("function", "proximal", functions.proximal, options)
+  with checks.below(name, ("learning_rate", *options)):
+    options = {"learning_rate": learning_rate, **options, **needed}
+    return names.call("function", name, make, options)
 
 
 def _of_weights(value, l1):

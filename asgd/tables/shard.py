@@ -21,7 +21,8 @@ from asgd.tables import requests, wire
 from asgd.tables.division import Cuts
 from asgd.tables.messages import Rows
 from asgd.tables.requests import JOIN, MOVE, PULL, PUSH, Reply, Request
-from asgd.tables.server import Server
+from asgd.tables.rows import squares
+from asgd.tables.server import TableServer
 
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
@@ -44,20 +45,15 @@ class _Place:
     self.gone = False  # for good
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
-    rows = [
-      [number, np.frombuffer(data, np.uint8)]
-      for number, data in self.rows.items()
-    ]
-    return {**vars(self), "rows": rows}
+    """Returns it as a tree of JSON and bytes."""
+    return {**vars(self), "rows": list(self.rows.items())}
 
   @classmethod
   def unpack(cls, tree: Mapping[str, Any]) -> "_Place":
     """Returns what was packed."""
     place = cls()
     vars(place).update(tree)
-    place.rows = {n: data.tobytes() for n, data in tree["rows"]}
-    place.change = tuple(tree["change"])
+    place.rows, place.change = dict(tree["rows"]), tuple(tree["change"])
     return place
 
 
@@ -68,7 +64,7 @@ class TableShard:
   not wait, and sends the `reply`.
   """
 
-  def __init__(self, index: int, server: Server):
+  def __init__(self, index: int, server: TableServer):
     """Takes a server over, of all places."""
     self.index, self.server = index, server
     self._places = {worker: _Place() for worker in server.workers}
@@ -96,7 +92,7 @@ class TableShard:
 
   def defers(self, request: Request, arrived: Collection[int]) -> bool:
     """Whether a push must wait until others that were answered have pushed,
-    too, as they would lack too much (`Server.defers`); `arrived` have."""
+    too, as they would lack too much (`TableServer.defers`); `arrived` have."""
     if request.kind != PUSH or not self.server.rules.by_value:
       return False
     if request.done <= self._places[request.worker].done:
@@ -135,7 +131,7 @@ class TableShard:
       self._places[request.worker] = place
       self.server.join(request.worker)
     place.number = request.number
-    self._forget(request)
+    place.rows = {n: x for n, x in place.rows.items() if n >= request.taken}
     if request.kind == PULL:
       self._pull(request)
     elif request.kind == PUSH:
@@ -149,12 +145,6 @@ class TableShard:
     place.gone = True
     if len(self.server.workers) > 1 and self.server.leave(worker):
       self._tell_changes()
-
-  def _forget(self, request):
-    """What the holder has taken need not be sent again."""
-    rows = self._places[request.worker].rows
-    for number in [n for n in rows if n < request.taken]:
-      del rows[number]
 
   def _put(self, worker, rows: Rows):
     place = self._places[worker]
@@ -183,9 +173,7 @@ class TableShard:
     advanced = self.server.receive(push)
     place.done = request.done
     after = self._peek(known)
-    pairs = zip(before, after, strict=True)
-    squares = sum(float(np.square(b - a).sum()) for a, b in pairs)
-    place.change = squares, sum(x.size for x in after)
+    place.change = squares(map(np.subtract, after, before))
     if advanced:
       self._tell_changes()
 
@@ -226,7 +214,7 @@ class TableShard:
 
   def _move(self, request):
     cuts = request.tables["cuts"]
-    trees = [wire.load(part.tobytes()) for part in request.tables["parts"]]
+    trees = list(map(wire.load, request.tables["parts"]))
     for name in self.server.tables:
       start, stop = cuts[name][self.index : self.index + 2]
       mine = [tree[name] for tree in trees if name in tree]
@@ -269,18 +257,14 @@ class TableShard:
 
   def pack(self) -> dict[str, Any]:
     """Returns it as a tree of arrays and JSON."""
-    arrays, notes = self.server.pack()
-    places = [[w, place.pack()] for w, place in self._places.items()]
     return {
-      "arrays": arrays,
-      "notes": notes,
-      "places": places,
+      "server": self.server.pack(),
+      "places": [[w, place.pack()] for w, place in self._places.items()],
       "division": self._division,
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what one like it has packed."""
-    self.server.unpack(tree["arrays"], tree["notes"])
+    self.server.unpack(tree["server"])
     self._places = {w: _Place.unpack(place) for w, place in tree["places"]}
-    version, cuts = tree["division"]
-    self._division = version, cuts
+    self._division = tuple(tree["division"])

@@ -1,5 +1,6 @@
 """A table: rows by key, on the shards of a server, and what a push does."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ class Table:
   one. A sparse one has any keys from 0 on, and makes a row when its key is
   first pulled or pushed.
 
-  A push is done as a whole or, if anything is wrong with it, not at all.
+  A push is done as a whole or, if anything is wrong with it, not at all. `stop`
+  is the first key beyond those of a dense table, None of a sparse one.
 
   Example:
     >>> import numpy as np
@@ -67,32 +69,33 @@ class Table:
     if not isinstance(values, jax.Array):
       values = np.array(values)
     checks.whole("start", start, 0)
-    self._set(functions.add() if function is None else function, name, None)
-    self._dtype, self._shape = values.dtype, values.shape[1:]
-    count, self._start = len(values), start
-    self._stop = start + count
+    count = len(values)
     load = np.ones(count) if load is None else np.asarray(load, np.float64)
     if np.shape(load) != (count,):
       raise ValueError(
         f"load must be a number for each of {count} keys, not of the shape"
         f" {np.shape(load)}"
       )
+    self._start, self.stop = start, start + count
     self.ranges = ranges_lib.by_load(load, shards, start=start)
-    cuts = self.ranges.cuts
-    self._shards = [
-      self._make(np.arange(low, high), values[low - start : high - start])
-      for low, high in zip(cuts[:-1], cuts[1:], strict=True)
+    parts = [
+      (np.arange(low, high), values[low - start : high - start])
+      for low, high in itertools.pairwise(self.ranges.cuts)
     ]
+    self._set(values.shape[1:], values.dtype, function, name, parts)
 
-  def _set(self, function, name, init):
+  def _set(self, shape, dtype, function, name, parts):
+    """Sets what dense and sparse tables have; parts are (keys, values)."""
+    function = functions.add() if function is None else function
     if not isinstance(function, functions.RowFunction):
       raise ValueError(
         "function must be a RowFunction, as functions.by_row(optax.sgd(0.1))"
         f" is, not {checks.shown(function)}"
       )
-    self.function: functions.RowFunction = function
-    self.name: str = name
-    self._init: Callable[[Keys], Any] | None = init
+    self.function, self.name = function, name
+    self.shape, self.dtype = tuple(shape), dtype  # of a row, of its elements
+    # The rows of each shard, which are not to be changed by others.
+    self.shard_rows = [KeyedRows(k, self._columns(x)) for k, x in parts]
 
   @classmethod
   def sparse(
@@ -116,65 +119,42 @@ class Table:
       name: for errors.
     """
     self = cls.__new__(cls)
-    zeros = lambda keys: np.zeros((len(keys), *shape), dtype)  # noqa: E731
-    self._set(function or functions.add(), name, init or zeros)
-    self._dtype, self._shape, self._stop = np.dtype(dtype), tuple(shape), None
-    self._start = 0
+    self._init = init or (lambda keys: np.zeros((len(keys), *shape), dtype))
+    self._start, self.stop = 0, None
     self.ranges = ranges or ranges_lib.Ranges((0, _LAST))
-    none = np.zeros(0, np.int64)
-    self._shards = [
-      self._make(none, zeros(none)) for _ in range(self.ranges.shards)
-    ]
+    parts = [((), np.zeros((0, *shape), dtype))] * self.ranges.shards
+    self._set(shape, np.dtype(dtype), function, name, parts)
     return self
-
-  def _make(self, keys, values):
-    return KeyedRows(keys, self._columns(values))
 
   def _columns(self, values):
     """The columns of new rows."""
-    self._structure, state = None, self.function.init(values)
-    leaves, self._structure = jax.tree.flatten(state)
+    leaves, self._structure = jax.tree.flatten(self.function.init(values))
     load = np.zeros(len(values))
     named = {f"state{i}": leaf for i, leaf in enumerate(leaves)}
     return {_VALUES: values, _LOAD: load, **named}
 
   def __len__(self) -> int:
-    return sum(map(len, self._shards))
-
-  @property
-  def stop(self) -> int | None:
-    """The first key beyond those of a dense table; None of a sparse one."""
-    return self._stop
-
-  @property
-  def shape(self) -> tuple[int, ...]:
-    """Of a row."""
-    return self._shape
-
-  @property
-  def dtype(self) -> Any:
-    """Of its elements."""
-    return self._dtype
+    return sum(map(len, self.shard_rows))
 
   def read_keys(self, keys: Any) -> Keys:
     """Returns keys of the table, as `tables.keys.read`."""
     try:
-      return keys_lib.read(keys, start=self._start, stop=self._stop)
+      return keys_lib.read(keys, start=self._start, stop=self.stop)
     except ValueError as error:
       raise ValueError(f"{self.name}: {error}") from None
 
   def _routed(self, keys):
     """Yields (rows of a shard, where its keys are in the message)."""
     shards = self.ranges.shard_of(keys)
-    for number, rows in enumerate(self._shards):
+    for number, rows in enumerate(self.shard_rows):
       mine = np.flatnonzero(shards == number)
       if mine.size:
-        if self._stop is None:
-          rows.insert(keys[mine], self._columns_of_keys)
+        if self.stop is None:
+          rows.insert(
+            keys[mine],
+            lambda new: self._columns(np.asarray(self._init(new), self.dtype)),
+          )
         yield rows, mine
-
-  def _columns_of_keys(self, keys):
-    return self._columns(np.asarray(self._init(keys), self._dtype))
 
   def pull(self, keys: Any) -> Any:
     """Returns rows [n, ...], in the order of the keys.
@@ -199,7 +179,7 @@ class Table:
     if len(parts) == 1:
       return parts[0]
     if not parts:
-      return np.zeros((0, *self._shape), self._dtype)
+      return np.zeros((0, *self.shape), self.dtype)
     xp = jnp if isinstance(parts[0], jax.Array) else np
     return xp.concatenate(parts)[np.argsort(np.concatenate(places))]
 
@@ -224,26 +204,26 @@ class Table:
   def _read_values(self, values):
     """Returns values as an array of the table's dtype."""
     array = values if hasattr(values, "dtype") else np.asarray(values)
-    if array.dtype == self._dtype:
+    if array.dtype == self.dtype:
       return array
     cast = None
     if array.dtype.kind not in "cmMOSU":
       with np.errstate(over="ignore", invalid="ignore"):
-        cast = array.astype(self._dtype)  # what overflows is not finite
-    whole = np.dtype(self._dtype).kind in "iu"
+        cast = array.astype(self.dtype)  # what overflows is not finite
+    whole = np.dtype(self.dtype).kind in "iu"
     if cast is None or (whole and not np.array_equal(cast, array)):
       raise ValueError(
         f"{self.name}: values of {array.dtype} do not fit into a table of"
-        f" {self._dtype}"
+        f" {self.dtype}"
       )
     return cast
 
   def check_values(self, keys: Keys, values: Any) -> None:
     """Raises ValueError for values that cannot be pushed."""
-    if np.shape(values) != (len(keys), *self._shape):
+    if np.shape(values) != (len(keys), *self.shape):
       raise ValueError(
         f"{self.name}: values for {len(keys)} keys must have the shape"
-        f" {(len(keys), *self._shape)}, not {np.shape(values)}"
+        f" {(len(keys), *self.shape)}, not {np.shape(values)}"
       )
     finite = np.isfinite(np.asarray(values, np.float64))
     bad = ~finite.all(tuple(range(1, finite.ndim)))
@@ -271,17 +251,16 @@ class Table:
   def rebalance(self) -> list[ranges_lib.Move]:
     """Divides the keys anew by what was pulled and pushed of each since the
     last time; rows go with their states. Returns what has moved."""
-    stop = self._stop
-    if stop is None:
+    if self.stop is None:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
     before = self.ranges
     after = ranges_lib.by_load(self.load, before.shards, start=self._start)
     out = ranges_lib.moves(before, after)
     # Taken out before anything is put in: a range may go through a shard.
-    parts = [self._shards[move.source].cut(*move[:2]) for move in out]
+    parts = [self.shard_rows[move.source].cut(*move[:2]) for move in out]
     for move, part in zip(out, parts, strict=True):
-      self._shards[move.target].join(part)
-    for rows in self._shards:
+      self.shard_rows[move.target].join(part)
+    for rows in self.shard_rows:
       rows.columns[_LOAD][:] = 0
     self.ranges = after
     return out
@@ -290,7 +269,7 @@ class Table:
   def load(self) -> np.ndarray:
     """float[K], how often each row was pulled and pushed since the last
     time."""
-    return np.concatenate([rows.columns[_LOAD] for rows in self._shards])
+    return np.concatenate([rows.columns[_LOAD] for rows in self.shard_rows])
 
   def set_range(
     self, start: int, stop: int, parts: Sequence[KeyedRows]
@@ -298,26 +277,17 @@ class Table:
     """Has the keys start <= key < stop from now on, as one shard's part of a
     dense table: of those it had it keeps these, and takes in the others, which
     are `parts` of the tables of other shards. Begins to count loads anew."""
-    (rows,) = self._shards
+    (rows,) = self.shard_rows
     rows.keep((rows.keys >= start) & (rows.keys < stop))
     for part in parts:
       rows.join(part)
     rows.columns[_LOAD][:] = 0
-    self._start, self._stop = start, stop
+    self._start, self.stop = start, stop
     self.ranges = ranges_lib.Ranges((start, stop))
-
-  def loads(self) -> list[float]:
-    """Returns rows pulled and pushed of each shard since the last time."""
-    return [float(rows.columns[_LOAD].sum()) for rows in self._shards]
-
-  @property
-  def shard_rows(self) -> list[KeyedRows]:
-    """The rows of each shard, which are not to be changed."""
-    return self._shards
 
   def whole(self) -> Any:
     """Returns all rows [K, ...], by their keys; it is no load."""
-    parts = [rows.columns[_VALUES] for rows in self._shards]
+    parts = [rows.columns[_VALUES] for rows in self.shard_rows]
     xp = jnp if isinstance(parts[0], jax.Array) else np
     return xp.concatenate(parts)
 
@@ -325,28 +295,25 @@ class Table:
 
   def pack(self) -> dict[str, np.ndarray]:
     """Returns its columns, of all shards, and its cuts, as NumPy arrays."""
-    names = self._shards[0].columns
-    out = {
-      name: np.concatenate([np.asarray(x.columns[name]) for x in self._shards])
-      for name in names
-    }
+    parts = [rows.pack() for rows in self.shard_rows]
+    out = {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
+    del out["keys"]
     return {**out, "cuts": np.array(self.ranges.cuts)}
 
   def unpack(self, packed: dict[str, np.ndarray]) -> None:
     """Takes over what a table like this one has packed."""
     packed = dict(packed)
     cuts = packed.pop("cuts").tolist()
-    first, self._stop = cuts[0], cuts[-1]
-    self._start = first
-    self.ranges = ranges_lib.Ranges(tuple(cuts))
-    jaxed = isinstance(self._shards[0].columns[_VALUES], jax.Array)
+    first = self._start = cuts[0]
+    self.stop, self.ranges = cuts[-1], ranges_lib.Ranges(tuple(cuts))
+    jaxed = isinstance(self.shard_rows[0].columns[_VALUES], jax.Array)
 
     def column(name, part):
       if jaxed and name != _LOAD:
         return jnp.asarray(part)
       return np.array(part)
 
-    self._shards = [
+    self.shard_rows = [
       KeyedRows(
         np.arange(start, stop),
         {
@@ -354,5 +321,5 @@ class Table:
           for name, x in packed.items()
         },
       )
-      for start, stop in zip(cuts[:-1], cuts[1:], strict=True)
+      for start, stop in itertools.pairwise(cuts)
     ]

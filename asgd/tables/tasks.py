@@ -9,6 +9,7 @@ but the last tau (bounded delay).
 
 import contextlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from typing import Any, Protocol
 
 from asgd import checks
@@ -26,31 +27,17 @@ class Answer(Protocol):
     """Returns what it answers, once it is there, or raises what it raised."""
 
 
-class _Done:
-  """The answer of a call that is made at once."""
-
-  def __init__(self, call: Callable[[], Any]):
-    self._value, self._error = None, None
-    try:
-      self._value = call()
-    except Exception as error:
-      self._error = error
-
-  def done(self) -> bool:
-    return True
-
-  def result(self) -> Any:
-    if self._error is not None:
-      raise self._error
-    return self._value
-
-
 def at_once(target: Any) -> Callable[..., Answer]:
   """Returns (method, *args) -> Answer of an object of this process, whose
   methods are called as tasks start."""
 
   def call(method: str, *args: Any) -> Answer:
-    return _Done(lambda: getattr(target, method)(*args))
+    answer: Future[Any] = Future()
+    try:
+      answer.set_result(getattr(target, method)(*args))
+    except Exception as error:
+      answer.set_exception(error)
+    return answer
 
   return call
 

@@ -20,12 +20,18 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.job_records import BINS, ClockMessage, JobRecord
-from asgd.tables.mail import Mail
 from asgd.tables.messages import Push
-from asgd.tables.requests import JOIN, PULL, PUSH
-from asgd.tables.settings import TableSettings
-from asgd.tables.work import Work
+from asgd.tables.requests import (
+  BINS,
+  JOIN,
+  PULL,
+  PUSH,
+  ClockMessage,
+  JobRecord,
+  Mail,
+)
+from asgd.tables.rows import rms
+from asgd.tables.settings import TableSettings, Work
 
 _NOT_KNOWN = float("nan")
 
@@ -239,8 +245,9 @@ class TableWorker:
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
-    pushes = self._flush(clock)
-    record = record._replace(residual_norm=self._residual())
+    pushes = self._flush()
+    squares = [client.residual() ** 2 for client in self._clients]
+    record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
     if pushes is None:
       self._records.append(self._with_bytes(record))
       return
@@ -316,9 +323,6 @@ class TableWorker:
 
   def _write(self, keys, gradient, clock):
     """Keeps updates as its own; returns the RMS of the gradient."""
-    square = sum(float(np.square(g, dtype=float).sum())
-      for g in gradient.values())
-    size = sum(g.size for g in gradient.values())
     written = self._settings.written(clock, keys, gradient)
     parts = self._division.split({k: mine for k, (mine, _) in written.items()})
     for client, part in zip(self._clients, parts, strict=True):
@@ -328,22 +332,15 @@ class TableWorker:
           for name, (at, mine) in part.items()
         }
       )
-    return float(np.sqrt(square / max(size, 1)))
+    return rms(gradient.values())
 
-  def _flush(self, clock) -> list[Push] | None:
-    """Returns the message at the end of a clock, or of a job, by shard; None if
-    it is not the end."""
-    settings = self._settings
-    after, last = self.done // settings.clock_every, self.done == self.jobs
-    if not (after > clock or last or settings.rules.by_value):
+  def _flush(self) -> list[Push] | None:
+    """The message at the end of a clock, or of a job, by shard, if it ends."""
+    clock = self._settings.clock_of_message(self.done, self.jobs)
+    if clock is None:
       return None
-    # With its last job a worker has no more clocks to wait for.
-    after += last and after == clock
-    return [client.flush(after, everything=last) for client in self._clients]
-
-  def _residual(self):
-    squares = [client.residual() ** 2 for client in self._clients]
-    return float(np.sqrt(np.mean(squares)))
+    last = self.done == self.jobs
+    return [client.flush(clock, everything=last) for client in self._clients]
 
   def held(self) -> tuple[int, int]:
     """(rows that filters held back for later, rows that they dropped)."""
@@ -368,7 +365,7 @@ class TableWorker:
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Takes over what one like it has packed."""
     for client, packed in zip(self._clients, tree["clients"], strict=True):
-      client.unpack(*packed)
+      client.unpack(packed)
     self.mail.unpack(tree["mail"])
     self.done, self._clocks = tree["done"], list(tree["clocks"])
     self._set_division(*tree["division"])

@@ -7,6 +7,13 @@ is arrays, and `optax.inject_hyperparams` makes its numbers part of that state:
 `optax.inject_hyperparams(delay_compensation)(strength=schedule)`. An argument
 that is the size of something, such as `workers`, has to be in its
 `static_args`.
+
+References:
+  Hakimi et al. 2019: "Taming momentum in a distributed asynchronous
+  environment", arXiv:1907.11612.
+  Xie et al. 2019: "Asynchronous federated optimization", arXiv:1903.03934.
+  Zheng et al. 2017: "Asynchronous stochastic gradient descent with delay
+  compensation", ICML 2017, arXiv:1609.08326.
 """
 
 from asgd.rates import scale_by_sent_rate

@@ -1,10 +1,7 @@
-"""Delay compensation: a first-order guess of what the gradient would be now.
+"""Delay compensation: a first-order guess of the gradient at the server.
 
-DC-ASGD (Zheng et al., "Asynchronous Stochastic Gradient Descent with Delay
-Compensation", ICML 2017) expands the gradient around the parameters it was
-computed at, with lambda g*g for the diagonal of the Hessian:
-
-  g(w) ~ g + lambda g * g * (w - w_sent).
+DC-ASGD (Zheng et al. 2017) expands the gradient around the parameters at which
+it was computed, with lambda g*g for the diagonal of the Hessian.
 
 Compensate before weight decay, clipping or momentum see the gradient: the
 term is quadratic in g. `g` is the mean over a batch; with summed losses
@@ -24,15 +21,7 @@ from asgd import base, checks
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> base.Transform:
-  """A transform g <- change(g, params - sent_params), elementwise.
-
-  Args:
-    change: (gradient, distance) -> gradient, of arrays of the same shape.
-
-  Returns:
-    A transform without a state, whose update needs `params` and the extra arg
-    `sent_params`.
-  """
+  """The transform g <- change(g, params - sent_params), elementwise."""
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
@@ -47,8 +36,6 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
 
     g <- g + lambda g * g * (params - sent_params),   elementwise
 
-  A worker that was sent a look-ahead computed on that.
-
   Args:
     strength: lambda, 0 or more, per unit of loss. It is 0.04 in the paper's
       DC-ASGD-c and 2 in the DANA papers; the right one depends on the size of
@@ -58,12 +45,8 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
     A transform without a state, whose update needs `params` and the extra arg
     `sent_params`.
 
-  Raises:
-    ValueError: for a negative number.
-
   Source:
-    Zheng et al., "Asynchronous stochastic gradient descent with delay
-    compensation", ICML 2017, arXiv:1609.08326.
+    Zheng et al. 2017.
 
   Example:
     >>> import jax.numpy as jnp
@@ -107,12 +90,8 @@ def adaptive_delay_compensation(
     A transform whose state is the mean square, like the parameters, and whose
     update needs `params` and the extra arg `sent_params`.
 
-  Raises:
-    ValueError: for a value out of its range.
-
   Source:
-    Zheng et al., "Asynchronous stochastic gradient descent with delay
-    compensation", ICML 2017, arXiv:1609.08326.
+    Zheng et al. 2017.
 
   Example:
     The mean square is 0.75 0 + 0.25 4^2 = 4, so lambda is 1 / 2.

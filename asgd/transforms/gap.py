@@ -1,8 +1,7 @@
 """Gap-awareness: a gradient counts less, the further the parameters moved.
 
-Gap-Aware (Barkai, Hakimi, Schuster, "Gap Aware Mitigation of Gradient
-Staleness", ICLR 2020) replaces staleness, which counts updates, by the
-distance they covered, measured per parameter in units of a typical update.
+Staleness counts updates; the gap is the distance that they covered, measured
+for each parameter in units of a typical update.
 """
 
 from typing import NamedTuple
@@ -30,12 +29,8 @@ GRADIENTS, UPDATES = AVERAGES = "gradients", "updates"
 
 def gap_aware(
   optimizer: optax.GradientTransformation,
-  learning_rate: optax.ScalarOrSchedule,
-  *,
-  average: str | None = None,
-  weight_decay: float = 0.0,
-  decay: float = 0.999,
-  eps: float = 1e-8,
+  learning_rate: optax.ScalarOrSchedule, *, average: str | None = None,
+  weight_decay: float = 0.0, decay: float = 0.999, eps: float = 1e-8,
 ) -> base.Transform:
   """Gap-Aware: an optimizer that counts a gradient less, the larger its gap.
 
@@ -72,9 +67,6 @@ def gap_aware(
 
   Returns:
     A transform whose update needs `params` and the extra arg `sent_params`.
-
-  Raises:
-    ValueError: for a value out of its range, or an unknown average.
 
   Source:
     Barkai, Hakimi, Schuster, "Gap-aware mitigation of gradient staleness", ICLR

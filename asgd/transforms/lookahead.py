@@ -31,9 +31,9 @@ def lookahead(
 
     for j in workers(i): params <- params + tx(0, worker=j);   send params
 
-  The server's parameters and its optimizer stay as they are. With momentum and
-  one worker it is Nesterov's look-ahead; with a velocity for each worker and
-  all of them, DANA's.
+  The server's parameters and optimizer do not change. With momentum and one
+  worker it is Nesterov's look-ahead; with a velocity for each worker and all of
+  them, DANA's.
 
   Args:
     tx: the whole optimizer, learning rate included.
@@ -41,12 +41,10 @@ def lookahead(
       messages are rolled forward, in order. Sending costs K updates.
 
   Returns:
-    An Algorithm, which is `tx` but for what it sends.
+    An Algorithm: `tx` with another send rule.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, for momentum; of any
-    optimizer it is this library's.
+    Hakimi et al. 2019 for momentum; for any optimizer it is this library's.
 
   Example:
     Momentum rolled forward twice: v = 4 becomes 2, then 1.
@@ -110,9 +108,7 @@ def slim(
     A transform for a worker's gradients, such as the `at_worker` of a Recipe.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, for momentum; of any
-    optimizer it is this library's.
+    Hakimi et al. 2019 for momentum; for any optimizer it is this library's.
 
   Example:
     >>> import jax.numpy as jnp
@@ -171,8 +167,7 @@ def velocity_lookahead(
     An Algorithm.
 
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612 (NAG-ASGD, DANA-Zero).
+    Hakimi et al. 2019 (NAG-ASGD, DANA-Zero).
 
   Example:
     >>> import jax.numpy as jnp
@@ -293,12 +288,8 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     A transform whose update is v^i and needs the extra arg `worker`, int32[];
     `total` of its state is v^0.
 
-  Raises:
-    ValueError: for a value out of its range.
-
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, DANA-Zero.
+    Hakimi et al. 2019, DANA-Zero.
 
   Example:
     >>> import jax.numpy as jnp

@@ -1,11 +1,5 @@
-"""Mixing of models: the server moves part of the way to a worker's model.
-
-FedAsync (Xie, Koyejo, Gupta, "Asynchronous Federated Optimization", 2019,
-arXiv:1903.03934, algorithm 1) averages models, not gradients:
-
-  x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness).
-
-An alpha near 1 overwrites the server.
+"""Mixing of models: the server moves part of the way to a worker's model, as
+FedAsync (Xie et al. 2019) does. An alpha near 1 overwrites the server.
 """
 
 from collections.abc import Callable
@@ -21,7 +15,7 @@ Discount = Callable[[jax.Array], jax.Array]  # int32[] -> float[]
 
 
 def constant_discount(staleness: jax.Array) -> jax.Array:
-  """The discount that is none.
+  """Every message counts the same.
 
     s(staleness) = 1
 
@@ -44,7 +38,7 @@ def constant_discount(staleness: jax.Array) -> jax.Array:
 
 
 def polynomial_discount(decay: float = 0.5) -> Discount:
-  """A discount that falls with a power of the staleness.
+  """Messages count less by a power of the staleness.
 
     s(staleness) = (staleness + 1)^-a
 
@@ -53,9 +47,6 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
 
   Returns:
     A function of the staleness, int32[] -> float[].
-
-  Raises:
-    ValueError: for a decay that is not positive.
 
   Source:
     Xie et al. 2019.
@@ -71,7 +62,7 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
 
 
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
-  """A discount that begins at some staleness.
+  """Messages count less beyond some staleness.
 
     s(staleness) = 1 / (a max(staleness - b, 0) + 1)
 
@@ -81,9 +72,6 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
 
   Returns:
     A function of the staleness, int32[] -> float[].
-
-  Raises:
-    ValueError: for a value out of its range.
 
   Source:
     Xie et al. 2019.
@@ -130,13 +118,13 @@ def make_discount(
     >>> print(transforms.make_discount("polynomial", 1.0)(jnp.int32(3)))
     0.25
   """
+  names.check("discount", name, ("constant", "polynomial", "hinge"))
   options = {} if decay is None else {"decay": decay}
-  makers = {
-    "constant": lambda: constant_discount,
-    "polynomial": lambda: polynomial_discount(**options),
-    "hinge": lambda: hinge_discount(grace=grace, **options),
-  }
-  return names.lookup("discount", name, makers)()
+  if name == "polynomial":
+    return polynomial_discount(**options)
+  if name == "hinge":
+    return hinge_discount(grace=grace, **options)
+  return constant_discount
 
 
 def mix_models(
@@ -157,9 +145,6 @@ def mix_models(
   Returns:
     A transform without a state that is the whole of a server's rule; its update
     needs `params` and the extra args `staleness` and `sent_params`.
-
-  Raises:
-    ValueError: for an alpha out of its range.
 
   Source:
     Xie et al. 2019, algorithm 1.
@@ -207,12 +192,8 @@ def add_proximal_pull(strength: float) -> base.Transform:
     A transform without a state, whose update needs `params` and the extra arg
     `sent_params`.
 
-  Raises:
-    ValueError: for a negative number.
-
   Source:
-    Xie, Koyejo, Gupta, "Asynchronous federated optimization", 2019,
-    arXiv:1903.03934, algorithm 1, option II.
+    Xie et al. 2019, algorithm 1, option II.
 
   Example:
     >>> import jax.numpy as jnp

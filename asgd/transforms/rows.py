@@ -28,12 +28,7 @@ class WorkerRows(NamedTuple):
 
 
 def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
-  """Returns the same row for each of N workers.
-
-  Args:
-    row: a tree of arrays.
-    workers: N.
-  """
+  """Returns the same row, a tree of arrays, for each of N workers."""
   stored = jax.tree.map(
     lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
@@ -50,12 +45,7 @@ def settle(rows: WorkerRows) -> optax.OptState:
 def read(
   rows: WorkerRows, worker: jax.Array
 ) -> tuple[optax.OptState, WorkerRows]:
-  """Returns a worker's row, and the rows to `write` to.
-
-  Args:
-    rows: of all workers.
-    worker: int32[], below N.
-  """
+  """Returns the row of a worker, int32[], and the rows to `write` to."""
   stored = settle(rows)
   return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
 
@@ -63,13 +53,8 @@ def read(
 def write(
   rows: WorkerRows, worker: jax.Array, row: optax.OptState
 ) -> WorkerRows:
-  """Returns `rows`, as `read` gave them, with one worker's row replaced.
-
-  Args:
-    rows: what `read` returned last.
-    worker: int32[], the one that it read.
-    row: the new one.
-  """
+  """Returns `rows`, as the last `read` returned them, with the row replaced of
+  the worker that it read."""
   return rows._replace(pending=row, owner=worker)
 
 
@@ -126,12 +111,8 @@ def per_worker(
     A transform whose update needs the extra arg `worker`, int32[]. One of N or
     more is not detected under jit; runtimes check it (`Server.workers`).
 
-  Raises:
-    ValueError: for workers that are no positive whole number.
-
   Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612: of a momentum, it is that of Multi-ASGD.
+    Hakimi et al. 2019: of a momentum, it is that of Multi-ASGD.
 
   Example:
     >>> import jax.numpy as jnp

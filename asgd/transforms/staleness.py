@@ -1,9 +1,4 @@
-"""Scaling by staleness: a gradient counts less, the later it comes.
-
-Staleness-aware ASGD (Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for
-Distributed Deep Learning", IJCAI 2016) divides the learning rate of each
-gradient by its staleness.
-"""
+"""Scaling by staleness: a gradient counts less, the later it comes."""
 
 import jax
 import jax.numpy as jnp

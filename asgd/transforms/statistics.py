@@ -32,9 +32,6 @@ def own_statistics(
   Returns:
     An Algorithm of `Variables`, whose messages are `Variables`, too.
 
-  Raises:
-    ValueError: for a decay out of its range.
-
   Source:
     none: an update of statistics as of BatchNorm's, with the server as their
     owner.

@@ -70,78 +70,63 @@ def knee(shards):
   return cycle(shards) * most(shards)
 
 
-def ratio(name, says, of, to, **bounds):
-  column = bounds.pop("column", "throughput")
+def ratio(name, says, of, to, above, below):
   return dict(
-    name=name, says=says, kind="ratio", column=column, of=of, to=to, **bounds
+    name=name, says=says, kind="ratio", column="throughput",
+    of=of, to=to, above=above, below=below,
   )
 
 
-def claims():
-  out = []
-  for shards, below in ((1, 8), (2, 16), (4, 32)):
-    label, name = SHARDS[shards], TITLES[shards]
-    out += [
-      ratio(
-        f"below the knee, {name}",
-        f"{below} workers have over 0.93 times the throughput of one, each",
-        *(f"{label}@{below}", f"{label}@1"),
-        above=0.93 * below,
-        below=1.02 * below,
-      ),
-      ratio(
-        f"knee, {name}",
-        f"64 workers have the throughput of {knee(shards):.1f} times one, where"
-        " bytes and bandwidth put the knee, less 5 % for a run's beginning",
-        *(f"{label}@64", f"{label}@1"),
-        above=0.95 * knee(shards),
-        below=1.02 * knee(shards),
-      ),
-    ]
+def of_shards(shards, least):
+  """Returns the claims on both sides of the knee, which `least` workers are
+  before."""
+  label, name, bend = SHARDS[shards], TITLES[shards], knee(shards)
+  one = f"{label}@1"
+  flat = (
+    f"{least} workers have over 0.93 times the throughput of one, each"
+  )
+  bends = (
+    f"64 workers have the throughput of {bend:.1f} times one, where bytes and"
+    " bandwidth put the knee, less 5 % for a run's beginning"
+  )
+  bounds = 0.93 * least, 1.02 * least
   return [
-    *out,
-    ratio(
-      "beyond the knee",
-      "with one shard, 64 workers have no more throughput than 32",
-      *("one@64", "one@32"),
-      above=0.98,
-      below=1.02,
-    ),
-    ratio(
-      "two shards",
-      "of 64 workers two shards take 1.9 to 2.1 times as many messages as one",
-      *("two@64", "one@64"),
-      above=1.9,
-      below=2.1,
-    ),
-    ratio(
-      "four shards",
-      "and four 3.6 to 4.1 times as many",
-      *("four@64", "one@64"),
-      above=3.6,
-      below=4.1,
-    ),
-    dict(
-      name="queues",
-      says=(
-        "by Little's law the messages of 64 workers at one shard wait"
-        f" 64 / 10 - {cycle(1):.1f} = {6.4 - cycle(1):.1f}, less 8 % for the"
-        " beginning"
-      ),
-      kind="bound",
-      column="queue_wait",
-      of="one@64",
-      above=0.92 * (6.4 - cycle(1)),
-      below=1.02 * (6.4 - cycle(1)),
-    ),
-    dict(
-      name="the port is busy",
-      says="the port of one shard is busy for over 97 % of the time then",
-      kind="bound",
-      column="link_utilisation",
-      of="one@64",
-      above=0.97,
-    ),
+    ratio(f"below the knee, {name}", flat, f"{label}@{least}", one, *bounds),
+    ratio(f"knee, {name}", bends, f"{label}@64", one, 0.95 * bend, 1.02 * bend),
+  ]
+
+
+def at_one_shard():
+  """Returns the claims about the port of one shard, with 64 workers."""
+  wait = 6.4 - cycle(1)
+  says = (
+    "by Little's law the messages of 64 workers at one shard wait"
+    f" 64 / 10 - {cycle(1):.1f} = {wait:.1f}, less 8 % for the beginning"
+  )
+  busy = "the port of one shard is busy for over 97 % of the time then"
+  of = dict(kind="bound", of="one@64")
+  return [
+    dict(name="queues", says=says, column="queue_wait", **of)
+    | dict(above=0.92 * wait, below=1.02 * wait),
+    dict(name="the port is busy", says=busy, column="link_utilisation", **of)
+    | dict(above=0.97),
+  ]
+
+
+def claims():
+  beyond = "with one shard, 64 workers have no more throughput than 32"
+  two = (
+    "of 64 workers two shards take 1.9 to 2.1 times as many messages as one"
+  )
+  four = "and four 3.6 to 4.1 times as many"
+  return [
+    *of_shards(1, 8),
+    *of_shards(2, 16),
+    *of_shards(4, 32),
+    ratio("beyond the knee", beyond, "one@64", "one@32", 0.98, 1.02),
+    ratio("two shards", two, "two@64", "one@64", 1.9, 2.1),
+    ratio("four shards", four, "four@64", "one@64", 3.6, 4.1),
+    *at_one_shard(),
   ]
 
 

@@ -150,10 +150,6 @@ def refusal_table() -> str:
       row = each.what, _code(protocol.LIVE), each.live.link_faults
       flags = [f"`--fault={kind}`" for kind in faults.OF_LINKS]
       whats.setdefault(row, []).extend(flags)
-    if each.live and each.live.comparison:
-      why = each.live.comparison.partition(":")[0]
-      row = each.what, _code(protocol.LIVE), why
-      whats.setdefault(row, []).append("`asgd compare`")
   return format_markdown(
     ("runs with", "may not set", "on engines", "as"),
     (

@@ -1,15 +1,30 @@
-"""What codecs and the packed wire cost, against memory copies."""
+"""What codecs and the packed wire cost, in turns with a memory copy, and how
+many messages a second come from a worker to a server on another machine.
+"""
 
 import os
 import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
+from asgd import compression
+from asgd.compression import packing
+from asgd.compression.packing import gaps
 from asgd.experiment import ray_runtime
 from asgd.live import ray_internals
 
-from . import message_speed, turns
+from . import turns
+from .turns import Contestant
 
+_RATE = 0.01  # of the update that a message ends in
+_FIRST = 10  # messages that are not counted
+FAR = "far"  # resource of the worker's node
+_NEAR = "node:__internal_head__"  # that Ray gives to the first node
 _CODECS = {  # label -> options; normal numbers, of which 3.29 leaves 0.1 %
   "threshold, 0.1 %": dict(name="threshold", tau=3.29),
   "top_k, 0.1 %": dict(name="top_k", density=0.001),
@@ -31,25 +46,227 @@ _MEGABYTES = 10
 _DENSITIES = 0.0001, 0.001, 0.01, 0.1
 _POSITIONS = 200_000
 _TURNS = 3  # of each contestant on the way
+Options = Mapping[str, Any]  # of `compression.named`, with the name
+
+
+def take_core(number: int) -> set[int]:
+  """Keeps this thread, and those it starts, on one of its cores, where a
+  machine lets it; before JAX starts its own. Returns the cores it had."""
+  if not hasattr(os, "sched_setaffinity"):
+    return set()
+  cores = os.sched_getaffinity(0)
+  os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+  return cores
+
+
+def message(megabytes: float, leaves: int = 4) -> dict[str, np.ndarray]:
+  """Returns matrices of normal numbers, of so many MB together."""
+  rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)
+  rng = np.random.default_rng(0)
+  return {
+    f"layer{i}": rng.standard_normal((rows, 256), np.float32)
+    for i in range(leaves)
+  }
+
+
+class MessageStages:
+  """What is done to a message on its way, each stage over and over."""
+
+  def __init__(self, options: Options, like: Any):
+    """Makes the code of a message, a tree of float32 arrays; compiles."""
+    self._codec = codec = compression.named(**options)
+    like, key = jax.tree.map(jnp.asarray, like), jax.random.key(0)
+    step = jax.jit(
+      lambda state, tree: codec.encode(state, tree, key), donate_argnums=0
+    )
+    # Each array has memory of its own, as it is donated.
+    state = jax.tree.map(jnp.array, codec.init(like))
+    self.code, self._state = jax.block_until_ready(step(state, like))
+    self._decode = jax.jit(codec.decode)
+    # Where a residual is kept, what was sent of it comes again: so all codes
+    # are like the first.
+    keeps = compression.residual_norm(self._state) > 0
+    self._message = self._decode(self.code) if keeps else like
+    self._step = step
+    self.layout = packing.layout(self.code)
+    self._buffer = np.zeros(self.layout.most, np.uint8)
+    self._unpacked = packing.unpack(self.layout, self.pack())
+
+  def begin(self) -> None:
+    """Begins to make a code; what uses it waits for it."""
+    self.code, self._state = self._step(self._state, self._message)
+
+  def encode(self) -> None:
+    """Makes a code, and waits for it."""
+    self.begin()
+    jax.block_until_ready((self.code, self._state))
+
+  def pack(self) -> np.ndarray:
+    """Returns the packed code, uint8[bytes], until the next call."""
+    length = packing.pack(self.layout, self.code, self._buffer)
+    return self._buffer[:length]
+
+  def unpack(self, data: np.ndarray) -> None:
+    """Unpacks a packed code."""
+    self._unpacked = packing.unpack(self.layout, data)
+
+  def decode(self) -> None:
+    """Decodes what was unpacked, and waits for it."""
+    jax.block_until_ready(self._decode(self._unpacked))
+
+  def contestants(self) -> dict[str, Contestant]:
+    """Returns the stages by name."""
+    data = self.pack().copy()
+    return {
+      "encode": self.encode,
+      "pack": self.pack,
+      "unpack": lambda: self.unpack(data),
+      "decode": self.decode,
+    }
+
+
+def copy(like: Any) -> Contestant:
+  """Returns a copy of all elements, from memory to memory."""
+  pairs = [(x.copy(), x) for x in jax.tree.leaves(like)]
+
+  def once():
+    for target, source in pairs:
+      np.copyto(target, source)
+
+  return once
+
+
+def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
+  """Returns the coder of positions, both ways, and the bits of a position, for
+  so many positions drawn with a density."""
+  steps = np.random.default_rng(0).geometric(density, count)
+  positions = np.cumsum(steps) - 1
+  coded = gaps.measure(positions)
+  data = np.concatenate(gaps.encode(coded))
+  length = int(positions[-1]) + 1
+  both = {
+    "encode": lambda: gaps.encode(gaps.measure(positions)),
+    "decode": lambda: gaps.decode(data, count, coded.k, coded.unary, length),
+  }
+  return both, 8 * data.size / count
+
+
+class Rate(NamedTuple):
+  """Of messages from a worker to a server."""
+
+  per_second: float
+  cpu: float  # seconds of both processes for a message
+
+
+class _Server:
+  """A server's end of the way, in a process of its own."""
+
+  def __init__(self, like: Any, options: Options | None):
+    """Starts from parameters of zeros."""
+    take_core(1)
+    self._layout, decode = None, lambda tree: tree
+    if options is not None:
+      decode = compression.named(**options).decode
+      self._layout = MessageStages(options, like).layout
+
+    def update(params, code):
+      change = jax.tree.map(lambda x: -_RATE * x, decode(code))
+      return optax.apply_updates(params, change)
+
+    self._update = jax.jit(update, donate_argnums=0)
+    self._params = jax.tree.map(jnp.zeros_like, like)
+
+  def tell(self, sent: Any) -> None:
+    """Takes a message, and makes an update of it."""
+    if self._layout is not None:
+      sent = packing.unpack(self._layout, sent)
+    self._params = jax.block_until_ready(self._update(self._params, sent))
+
+  def cpu(self) -> float:
+    """Returns the CPU seconds of the process so far."""
+    return time.process_time()
+
+
+class _Worker:
+  """A worker's end of the way, in a process of its own."""
+
+  def rate(
+    self, server: Any, like: Any, options: Options | None, seconds: float
+  ) -> Rate:
+    """Sends messages, each when the last was taken."""
+    import ray
+
+    take_core(0)
+    dense = jax.tree.map(jnp.asarray, like)
+    stages = None if options is None else MessageStages(options, like)
+
+    def once():
+      if stages is None:
+        told = server.tell.remote(jax.tree.map(np.asarray, dense))
+      else:
+        told = server.tell.remote(stages.pack())
+        stages.begin()
+      ray.get(told)
+
+    def cpu():
+      return time.process_time() + ray.get(server.cpu.remote())
+
+    for _ in range(_FIRST):
+      once()
+    count, used, start = 0, cpu(), time.perf_counter()
+    while (took := time.perf_counter() - start) < seconds:
+      once()
+      count += 1
+    return Rate(count / took, (cpu() - used) / count)
+
+
+def rate(like: Any, options: Options | None, seconds: float) -> Rate:
+  """Returns how fast a server takes messages from a worker.
+
+  Each is in a call of Ray between two nodes on this machine, which share no
+  memory: what is sent goes through sockets, as between machines, but as fast
+  as this machine copies. The worker has the message on its device, and the
+  server makes an update of it. Without a codec the elements are sent; with one
+  the worker encodes and packs, and the server unpacks, and decodes in the
+  update. The next code is made while a message is on its way, as by a worker of
+  two tickets.
+
+  Args:
+    like: the message, a tree of float32 arrays of NumPy.
+    options: the codec; None: dense.
+    seconds: how long is measured. Ray has been started, and a node of it has
+      the resource FAR.
+  """
+  import ray
+
+  # Each has a core and a node, as on machines of their own.
+  near, far = {_NEAR: 0.001}, {FAR: 1}
+  server = ray.remote(num_cpus=0, resources=near)(_Server).remote(like, options)
+  worker = ray.remote(num_cpus=0, resources=far)(_Worker).remote()
+  try:
+    return ray.get(worker.rate.remote(server, like, options, seconds))
+  finally:
+    ray.kill(worker)
+    ray.kill(server)
 
 
 def _stages(like, rounds):
   """Speeds of each codec's stages, over that of a copy."""
-  once = message_speed.copy(like)
+  plain = copy(like)
   size = sum(x.nbytes for x in like.values())
   header = ["codec", "bytes", "times less", "encode", "pack", "unpack"]
   header += ["decode", "MB/s up", "MB/s down"]
   table = turns.TimingTable(header, first=16)
   for label, options in _CODECS.items():
-    stages = message_speed.MessageStages(options, like)
-    both = {"copy": once, **stages.contestants()}
-    copy, *parts = turns.take_turns(both, rounds, 3, time.process_time).values()
-    shares = [f"{np.median(copy / part):.2f}" for part in parts]
+    stages = MessageStages(options, like)
+    both = {"copy": plain, **stages.contestants()}
+    once, *parts = turns.take_turns(both, rounds, 3, time.process_time).values()
+    shares = [f"{np.median(once / part):.2f}" for part in parts]
     length = stages.pack().size
     up, down = parts[0] + parts[1], parts[2] + parts[3]
     speeds = [f"{size / 1e6 / np.median(way):.0f}" for way in (up, down)]
     table.row(label, str(length), f"{size / length:.1f}", *shares, *speeds)
-  print(f"\nof a copy, that is {size / 1e6 / np.median(copy):.0f} MB/s\n")
+  print(f"\nof a copy, that is {size / 1e6 / np.median(once):.0f} MB/s\n")
 
 
 def _coder(rounds):
@@ -58,7 +275,7 @@ def _coder(rounds):
     ["density", "bits", "entropy", "M/s encoded", "M/s decoded"], first=8
   )
   for p in _DENSITIES:
-    both, bits = message_speed.coder(p, _POSITIONS)
+    both, bits = coder(p, _POSITIONS)
     entropy = -np.log2(p) - (1 - p) / p * np.log2(1 - p)
     taken = turns.take_turns(both, rounds, 3, time.process_time).values()
     speeds = [f"{_POSITIONS / 1e6 / np.median(way):.0f}" for way in taken]
@@ -72,8 +289,8 @@ def _way(like, seconds):
   rates = {label: [] for label in sent}
   for _ in range(_TURNS):
     for label, options in sent.items():
-      rate = message_speed.rate(like, options, seconds / _TURNS)
-      rates[label].append((rate.per_second, 1e3 * rate.cpu))
+      measured = rate(like, options, seconds / _TURNS)
+      rates[label].append((measured.per_second, 1e3 * measured.cpu))
   header = ["sent", "messages/s", "of dense", "range", "CPU ms", "of dense"]
   table = turns.TimingTable(header, first=16)
   dense = np.transpose(rates["dense"])
@@ -89,9 +306,9 @@ def run(seconds: float = 3.0, rounds: int = 9) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, on one
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""
-  like = message_speed.message(_MEGABYTES)
+  like = message(_MEGABYTES)
   print(f"{_MEGABYTES} MB of float32 in 4 leaves, one core\n", flush=True)
-  cores = message_speed.take_core(0)
+  cores = take_core(0)
   _stages(like, rounds)
   _coder(rounds)
   if cores:
@@ -100,7 +317,7 @@ def run(seconds: float = 3.0, rounds: int = 9) -> None:
   memory = 2**29
   ray_runtime.start(None, memory=memory)
   try:
-    with ray_internals.second_node(message_speed.FAR, memory):
+    with ray_internals.second_node(FAR, memory):
       _way(like, seconds)
   finally:
     ray_runtime.stop()

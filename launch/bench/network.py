@@ -1,14 +1,360 @@
-"""Messages a second over slow links, predicted from one worker, and live."""
+"""Messages a second over slow links: live, and simulated from one worker.
 
+A worker's job is to wait, for a time that is drawn, and to take a gradient that
+costs next to nothing: so any number of them do not want for cores. How long the
+jobs of one live worker take over links that take no time is measured; the same
+protocol is simulated for N workers over a network with these times; and beside
+it is the live run whose links are as slow.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from . import network_speed, turns
+from asgd import base, losses, problems
+from asgd.experiment import (
+  cells,
+  live_files,
+  loop,
+  predict,
+  ray_runtime,
+  storage,
+)
+from asgd.experiment.engines import live, simulate
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+from asgd.live import ray_internals
+
+from . import namespaces, turns
+
+_ENGINES = {
+  "simulate": simulate.SIMULATE,
+  "threads": live.THREADS,
+  "ray": live.RAY,
+}
+_LEAVES, _WIDTH = 4, 256  # of the parameters
+_SPREAD = 0.5  # a job takes 1 - this to 1 + this of the mean
+_RATE = 0.01
+FAR = "far"  # resource of the workers' machine
+_SHARE = {FAR: 0.001}  # that each worker asks for
+_MEMORY = 2**29  # bytes of Ray's object store on each machine
+_JOBS = 40  # of a worker that meets nobody, in a live run
+_MUCH, _TRIES = 0.05, 5  # how late is taken again, and how often
+_T = TypeVar("_T")
+_LEAST = 12  # of one that does; first ones do not count
+
+
+class LinkSpeeds(NamedTuple):
+  """What workers are to meet, in seconds and bytes."""
+
+  job: float = 0.1  # mean time of a job
+  latency: float = 0.005  # one way
+  port: float = 20 * 409_600  # bandwidth of a shard's port, each way
+  nbytes: int = 409_600  # of a message, and of a ticket
+  incast: str = "queue"  # as `asgd.orders.network.Network` has it
+
+  def section(self) -> dict[str, Any]:
+    """Returns the section `network` of a config."""
+    keys = "latency", "port", "incast"
+    return {key: getattr(self, key) for key in keys}
+
+  def slower(self, factor: float) -> "LinkSpeeds":
+    """Returns links over which all takes so many times as long."""
+    job, latency = factor * self.job, factor * self.latency
+    return self._replace(job=job, latency=latency, port=self.port / factor)
+
+  def bound(self, workers: int, shards: int, job: float | None = None) -> float:
+    """Returns the smaller of N / c and S B / b: the messages a second of N
+    workers that never wait for each other, c from ticket to ticket with jobs of
+    a mean time, and those that the ports of S shards let through.
+
+    Example:
+      >>> from .network import LinkSpeeds
+      >>> links = LinkSpeeds(job=1.0, latency=0.5, port=4.0, nbytes=8)
+      >>> links.bound(2, 1), links.bound(2, 2), links.bound(16, 2)
+      (0.3333333333333333, 0.5, 1.0)
+    """
+    job, port = job or self.job, self.nbytes / shards / self.port
+    return min(workers / (job + 2 * (self.latency + port)), 1 / port)
+
+
+def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
+  """Returns how long a job waits, `seconds` in the mean."""
+  rng = np.random.default_rng((seed, worker, job))
+  return seconds * rng.uniform(1 - _SPREAD, 1 + _SPREAD)
+
+
+def waiting(
+  batch_size: int, *, seconds: float = 0.0, nbytes: int = 409_600
+) -> problems.Problem:
+  """Returns a problem whose jobs wait, `seconds` in the mean, for what is drawn
+  uniformly from half to one and a half of it by the worker and the job. The
+  parameters have so many bytes; the loss is half their square."""
+  rows = max(round(nbytes / 4 / _LEAVES / _WIDTH), 1)
+  nothing = np.zeros((batch_size, 1), np.float32)
+
+  def init(key):
+    keys = jax.random.split(key, _LEAVES)
+    return [jax.random.normal(k, (rows, _WIDTH)) for k in keys]
+
+  def loss(params, batch, key):
+    del batch, key
+    return sum(jnp.sum(x**2) for x in params) / 2, losses.Aux(())
+
+  def batches(seed, workers):
+    del workers
+
+    def batch(worker, job):
+      if seconds:
+        time.sleep(_waits(seconds, seed, worker, job))
+      return nothing
+
+    return batch
+
+  def evaluate(params):
+    return problems.Evaluation(
+      float(sum(np.sum(np.square(x)) for x in params) / 2)
+    )
+
+  return problems.Problem(init, loss, evaluate, batches, nothing, 1)
+
+
+def _train(
+  links: LinkSpeeds,
+  engine: str,
+  workers: int,
+  shards: int,
+  messages: int,
+  read: Callable[[Path], Any] = lambda place: None,
+  **config: Any,
+) -> tuple[base.Records, Any]:
+  """Trains a cell; returns its records, and what is read of its folder."""
+  job = 0.0 if engine == "simulate" else links.job
+  experiment = cells.build(
+    {
+      "problem": dict(
+        name=f"{__name__}:waiting",
+        seconds=job,
+        nbytes=links.nbytes,
+      ),
+      "runs": {"run": dict(recipe="asgd")},
+      "server": dict(shards=shards, consistent=True),
+      "engine": engine,
+      "workers": (workers,),
+      "seeds": (0,),
+      "batch_size": 1,
+      "examples": messages,
+      "learning_rate": _RATE,
+      "evaluations": 1,
+      "curvature_checks": 0,
+      **config,
+    },
+    engines=_ENGINES,
+  )
+  (cell,) = experiment.cells
+  kept: list[Any] = []
+  with tempfile.TemporaryDirectory() as folder:
+    machine = Machine()
+    try:
+      loop.train(
+        experiment,
+        cell,
+        Path(folder),
+        bar=Silent(),
+        machine=machine,
+        ended=lambda *what: kept.extend(what),
+      )
+    finally:
+      machine.close()
+    return kept[0], read(Path(folder) / "cells" / cell.name)
+
+
+def _late(files: live_files.LiveFiles, seconds: float) -> float:
+  """Returns by what share of their mean the jobs of a live run took longer than
+  they were to wait: other programs had the cores."""
+  late = [
+    span.end - span.start - _waits(seconds, 0, worker, span.job)
+    for worker, spans in files.spans.items()
+    for span in spans
+    if span.name == "compute"
+  ]
+  return float(np.mean(late)) / seconds
+
+
+def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
+  """Does something again, a few times, as long as other programs disturb it
+  much; returns what came of it, and by how much, where that was least."""
+  tries = []
+  while len(tries) < _TRIES and (not tries or tries[-1][1] > _MUCH):
+    tries.append(call())
+  return min(tries, key=lambda result: result[1])
+
+
+def _rate(records: base.Records, workers: int) -> float:
+  """Messages a second, once each worker has handed one in."""
+  zero = predict.all_there(records.worker, workers)
+  return predict.rate(predict.Outcome(0.0, records, float("nan")), zero)
+
+
+def simulated(
+  links: LinkSpeeds,
+  workers: int,
+  shards: int,
+  messages: int,
+  times: Sequence[float],
+  seed: int = 0,
+) -> float:
+  """Returns the messages a second of N simulated workers over the network.
+
+  Args:
+    links: their latency, bandwidth, and bytes of a message.
+    workers: N.
+    shards: S, which keep one order.
+    messages: of the run; those before each worker has handed one in are not
+      counted.
+    times: seconds that jobs take; of each worker they are drawn from these.
+    seed: of the draws.
+  """
+  rows = [{"worker": 0, "seconds": seconds} for seconds in times]
+  with tempfile.TemporaryDirectory() as folder:
+    path = Path(folder) / "durations.csv"
+    storage.write_csv(path, rows)
+    clock = dict(name="recorded", path=str(path), resample=True)
+    config = {"network": links.section(), "durations": clock, "seeds": (seed,)}
+    size = workers, shards, messages
+    records, _ = _train(links, "simulate", *size, **config)
+  return _rate(records, workers)
+
+
+class Threads:
+  """Live workers and shards in this process, what they hand to each other
+  delayed as over the network (`asgd.live.links.throttled`)."""
+
+  runs = tuple((n, s) for s in (1, 2) for n in (1, 2, 4, 8))  # workers, shards
+  _links, _engine = LinkSpeeds(), "threads"
+
+  def __init__(self, seconds: float):
+    """A live run takes about so many seconds, `_JOBS` jobs of a worker that
+    meets nobody: what disturbs a machine matters less in longer ones."""
+    cycle = 1 / self._links.bound(1, 1)
+    self.links = self._links.slower(seconds / _JOBS / cycle)
+
+  def _slow(self) -> dict[str, Any]:
+    """Makes links slow; returns what of a config does."""
+    return {"network": self.links.section()}
+
+  def _fast(self) -> dict[str, Any]:
+    return {}
+
+  def _live(self, *size: int, **config: Any) -> Any:
+    """Returns records and files of a live run, and how late its jobs were."""
+    live = {"spans": True, **config.pop("live", {})}
+    read, links = live_files.read, self.links
+    records, files = _train(
+      links, self._engine, *size, read, live=live, **config
+    )
+    return records, files, _late(files, links.job)
+
+  def measured(self, messages: int) -> tuple[list[float], float]:
+    """Returns the seconds that the jobs of one worker take, over links that are
+    as fast as they can be, and how late they were."""
+    _, files, late = self._live(1, 1, messages, **self._fast())
+    jobs = predict.jobs(files.journals[0], files.spans)
+    return predict.settled(jobs, 1)[0], late
+
+  def rate(
+    self, workers: int, shards: int, messages: int
+  ) -> tuple[float, float]:
+    """Returns the messages a second of N workers over slow links, and how late
+    their jobs were."""
+    records, _, late = self._live(workers, shards, messages, **self._slow())
+    return _rate(records, workers), late
+
+
+class Machines(Threads):
+  """A live server, and workers beyond a wire: processes of Ray in two network
+  namespaces, between which `tc` lets through no more than the bandwidth of a
+  port. Where messages meet, TCP has them share it, and latency is the wire's
+  own. All shards are on one machine, and so at one port: there is one."""
+
+  runs = tuple((n, 1) for n in (1, 2, 4, 8))
+  _links = LinkSpeeds(
+    latency=0.0, nbytes=2**20, port=20 * 2**20, incast="share"
+  )
+  _engine = "ray"
+
+  def __init__(self, seconds: float, wire: namespaces.VirtualWire):
+    """Ray has been started, with workers' resource FAR beyond the wire."""
+    super().__init__(seconds)
+    self._wire = wire
+
+  def _slow(self):
+    self._wire.limit(self.links.port)
+    return {"live": {"resources": _SHARE}}
+
+  def _fast(self):
+    self._wire.limit(None)
+    return {"live": {"resources": _SHARE}}
+
+
+@contextlib.contextmanager
+def machines(seconds: float) -> Iterator[Machines]:
+  """Yields a server and workers with a wire between them.
+
+  Raises:
+    ValueError: where no network namespace can be made, with the reason.
+  """
+  with namespaces.wire() as wire:
+    # No other machine reaches it: only the other end of the wire does.
+    with ray_internals.without_unused_processes():
+      ray_runtime.start(None, allow_network=True, memory=_MEMORY)
+    try:
+      with namespaces.far_node(wire, FAR, _MEMORY):
+        yield Machines(seconds, wire)
+    finally:
+      ray_runtime.stop()
+
+
+# By the links that are slow: what yields the runtime.
+RUNTIMES: dict[str, Callable[[float], Any]] = {
+  "threads": lambda seconds: contextlib.nullcontext(Threads(seconds)),
+  "tc": machines,
+}
+
+
+class Turn(NamedTuple):
+  """What came of a live run, and what had been predicted."""
+
+  bound: float  # messages a second that workers and ports allow, at most
+  live: float
+  simulated: float
+  late: float  # share by which jobs took longer than they were to
+
+
+def turn(runtime: Threads, workers: int, shards: int, seed: int) -> Turn:
+  """Measures one worker over fast links, simulates N over slow ones, and has N
+  live workers run over these."""
+  links = runtime.links
+  times, before = undisturbed(lambda: runtime.measured(_JOBS))
+  bound = links.bound(workers, shards, float(np.mean(times)))
+  each = links.bound(workers, shards) / links.bound(1, 1) / workers
+  size = workers, shards, workers * max(round(_JOBS * each), _LEAST)
+  predicted = simulated(links, *size, times, seed)
+  live, after = undisturbed(lambda: runtime.rate(*size))
+  return Turn(bound, live, predicted, max(before, after))
 
 
 def run(links: str = "threads", seconds: float = 8.0, rounds: int = 3) -> None:
   """Prints for numbers of workers and shards what their links allow, what live
   runs of so many seconds came to, and what had been simulated, in turns."""
-  with network_speed.RUNTIMES[links](seconds) as runtime:
+  with RUNTIMES[links](seconds) as runtime:
     slow = runtime.links
     print(
       f"jobs of {slow.job:.3g} s, {slow.latency:.3g} s each way, a port takes"
@@ -19,7 +365,7 @@ def run(links: str = "threads", seconds: float = 8.0, rounds: int = 3) -> None:
     table = turns.TimingTable([*header, "of live", "range", "late %"], first=7)
     for workers, shards in runtime.runs:
       taken = [
-        network_speed.turn(runtime, workers, shards, seed)
+        turn(runtime, workers, shards, seed)
         for seed in range(rounds)
       ]
       bound, live, simulated, late = np.transpose(taken)

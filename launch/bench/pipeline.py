@@ -40,6 +40,7 @@ from asgd.experiment import ray_runtime
 from asgd.models import transformer
 from pipeline import analyze, executor, processes, schedules, validate
 from pipeline import stage as stage_lib
+from pipeline.state import KEPT
 
 from . import turns
 
@@ -248,14 +249,16 @@ def _memory():
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))
-    sizes = [part.stage.kept_bytes for part in engine.compiled]
+    sizes = [part.stage.kept_bytes for part in engine.compiled.parts]
+    places = engine.compiled.program.places
     state, most = engine.start(), np.zeros(table.devices)
     for slot in range(1, table.slots + 1):
       state = engine.run(state, slot).state
       now = np.zeros(table.devices)
-      for (stage, _), (kept, _) in state.kept.items():
-        for leaf in jax.tree.leaves(kept):
-          now[engine.places[stage][0]] += leaf.nbytes
+      for (kind, stage, *_), value in state.entries.items():
+        if kind == KEPT:
+          for leaf in jax.tree.leaves(value[0]):
+            now[places[stage][0]] += leaf.nbytes
       most = np.maximum(most, now)
     planned = analyze.analyze(table, activation=sizes).peak_activations
     for device in range(table.devices):

@@ -110,7 +110,8 @@ def make(
 
   by_ends = {}
   for edge in edges:
-    source, target = find(edge[0]), find(edge[1])
+    first, second, size, cut = (*edge, *(None, True)[len(edge) - 2 :])
+    source, target = find(first), find(second)
     between = f"{nodes[source].name!r} to {nodes[target].name!r}"
     if source >= target:
       raise ValueError(
@@ -119,11 +120,9 @@ def make(
       )
     if (source, target) in by_ends:
       raise ValueError(f"the edge from {between} is there twice; add them up")
-    size = edge[2] if len(edge) > 2 else None
     size = nodes[source].activation if size is None else size
     checks.nonnegative(f"bytes from {between}", size)
-    cut = bool(edge[3]) if len(edge) > 3 else True
-    by_ends[source, target] = Edge(source, target, size, cut)
+    by_ends[source, target] = Edge(source, target, size, bool(cut))
   ties = []
   for members, size in tied:
     members = tuple(sorted({find(i) for i in members}))
@@ -192,13 +191,14 @@ def measure(
   """Returns the median time of `run`, which starts a computation and returns
   its results, in seconds of `clock`. One run before does not count."""
   checks.whole("repeats", repeats)
-  jax.block_until_ready(run())
-  seconds = []
-  for _ in range(repeats):
+
+  def timed():
     start = clock()
     jax.block_until_ready(run())
-    seconds.append(clock() - start)
-  return statistics.median(seconds)
+    return clock() - start
+
+  jax.block_until_ready(run())
+  return statistics.median(timed() for _ in range(repeats))
 
 
 def profile(
@@ -214,10 +214,10 @@ def profile(
   """Returns the chain of a model's layers, in training; the class of a layer is
   its kind.
 
-  Bytes follow from shapes: those of `params`, and of `example`, a microbatch,
-  will do. A layer's stash is what its backward reads, save the parameters: what
-  JAX would hold for it, of which XLA may recompute some. The first layer's
-  backward is of its weights only. Layers that are alike are looked at once.
+  Bytes follow from shapes, which are enough of `params` and of `example`, a
+  microbatch. A layer's stash are the residuals that JAX keeps for its backward,
+  without parameters; XLA may recompute some. The first layer's backward is of
+  its weights only. Layers that are alike are compiled once.
 
   Args:
     measure: times a computation, such as `partial(graph.measure,
@@ -236,15 +236,16 @@ def profile(
     raise ValueError(
       f"{len(layers)} layers need a dict of parameters each, not {len(weights)}"
     )
-  has_stats = isinstance(params, base.Variables)
+  stats = params.stats if isinstance(params, base.Variables) else None
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
-  x = jax.ShapeDtypeStruct(example.shape, dtype)
-  if measure is not None:
-    params = jax.tree.map(_array, params)
-    weights = base.weights_of(params)
+  if measure is None:
+    x = jax.ShapeDtypeStruct(example.shape, dtype)
+  else:
     x = _array(example).astype(dtype)
 
-  def roofline(program):
+  def seconds_of(program, *args):
+    if measure is not None:
+      return measure(partial(program, *jax.tree.map(_array, args)))
     counts = program.cost_analysis() or {}
     return max(
       max(counts.get("flops", 0.0), 0.0) / flops,
@@ -253,7 +254,9 @@ def profile(
 
   costs, nodes = {}, []
   for i, layer in enumerate(layers):
-    args = weights[i], params.stats[i] if has_stats else None, x
+    args = weights[i], stats and stats[i], x
+    if measure is not None:
+      args = jax.tree.map(_array, args)
     forward, pull, both = _calls(layer, i, key)
     output = jax.eval_shape(forward, *args)
     shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
@@ -261,15 +264,11 @@ def profile(
     if which not in costs:
       forward = jax.jit(forward).lower(*args).compile()
       both = jax.jit(both).lower(*args, output).compile()
-      if measure is None:
-        seconds, of_both = roofline(forward), roofline(both)
-      else:
-        seconds = measure(partial(forward, *args))
-        of_both = measure(partial(both, *args, _array(output)))
+      seconds = seconds_of(forward, *args)
       node = Node(
         "",
         forward=seconds,
-        backward=max(of_both - seconds, 0.0),
+        backward=max(seconds_of(both, *args, output) - seconds, 0.0),
         activation=memory.bytes_of(output),
         parameters=memory.bytes_of(weights[i]),
         stash=_stash(pull, args),

@@ -40,7 +40,7 @@ import math
 import operator
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,18 +72,28 @@ class _Level(NamedTuple):
   size: int  # devices of a machine
 
 
+class PipeDreamOptions(NamedTuple):
+  """What is minimized, and where: the options of `pipedream`."""
+
+  formula: str = "paper"  # or "code"
+  straight: bool = False  # no stage has replicas
+  fewer: bool = False  # machines may be left idle where more do not help
+  memory: float | None = None  # bytes of a device; None: without end
+  # "together" keeps nodes with common parameters in one stage; "allow" does
+  # not, and the partition says which stages have to synchronise them.
+  tied: str = "allow"
+  # "order" cuts between two nodes, in their order; "antichains" along any
+  # antichain; "released" along those that the released code enumerates (3.
+  # above). None is "order" for the paper, "released" for the code.
+  cuts: str | None = None
+  compression: float | None = None  # of activations between stages, in the code
+
+
 def pipedream(
   graph: Graph,
   machines: int | Sequence[int],
   bandwidth: float | Sequence[float],
-  *,
-  formula: str = "paper",
-  straight: bool = False,
-  fewer: bool = False,
-  memory: float | None = None,
-  tied: str = "allow",
-  cuts: str | None = None,
-  compression: float | None = None,
+  **options: Any,
 ) -> PipeDreamPlan:
   """Returns the partition of least time for a microbatch.
 
@@ -97,43 +107,34 @@ def pipedream(
     machines: of each level from the innermost, (8, 2) for two servers of eight
       devices; all are used, unless `fewer`.
     bandwidth: of each level, in bytes a second.
-    formula: "paper" or "code".
-    straight: no stage has replicas.
-    fewer: machines may be left idle where more do not help.
-    memory: bytes of a device; None: without end.
-    tied: "together" keeps nodes with common parameters in one stage; "allow"
-      does not, and the partition says which stages have to synchronise them.
-    cuts: "order" cuts between two nodes, in their order; "antichains" along
-      any antichain; "released" along those that the released code enumerates
-      (3. above). None is "order" for the paper, "released" for the code.
-    compression: of activations between stages; for the code only.
+    **options: those of `PipeDreamOptions`.
 
   Raises:
     ValueError: for unknown options, if nothing fits, and for more than 2,000
       sets of nodes that may lie before a cut.
   """
-  levels = _levels(machines, bandwidth)
-  formulas = {"paper": _Paper, "code": _Code}
-  checks.one_of("formula", formula, formulas)
+  levels, how = _levels(machines, bandwidth), PipeDreamOptions(**options)
+  searches = {"paper": _Paper, "code": _Code}
+  checks.one_of("formula", how.formula, searches)
+  cuts = how.cuts
   if cuts is None:
-    cuts = "order" if formula == "paper" else "released"
+    cuts = "order" if how.formula == "paper" else "released"
   checks.one_of("cuts", cuts, CUTS)
-  checks.one_of("tied", tied, placement.TIED)
-  placement.check_limit("memory", memory, "bytes")
-  if compression is not None and (formula == "paper" or not compression > 0):
+  checks.one_of("tied", how.tied, placement.TIED)
+  placement.check_limit("memory", how.memory, "bytes")
+  ratio = how.compression
+  if ratio is not None and (how.formula == "paper" or not ratio > 0):
     raise ValueError(
       f"compression must be positive, and is for formula 'code' only; it is"
-      f" {compression!r} with formula {formula!r}"
+      f" {ratio!r} with formula {how.formula!r}"
     )
-  states = _states(graph, cuts, placement.must_stay(graph, tied))
-  search = formulas[formula](
-    graph, states, levels, straight, fewer, memory, compression
-  )
+  states = _states(graph, cuts, placement.must_stay(graph, how.tied))
+  search = searches[how.formula](graph, states, levels, how)
   k, end, none = len(levels), len(states) - 1, Fraction(0)
   total = math.prod(level.machines for level in levels)
   time, count = search.whole(k, 0, end, none)
   if math.isinf(time):
-    raise ValueError(_why_not(graph, total, end, straight, memory))
+    raise ValueError(_why_not(graph, total, end, how))
   stages = search.stages(k, 0, end, count, none, (0,))
   nodes, devices = zip(*stages, strict=True)
   partition = placement.make(graph, nodes, devices, count=total)
@@ -168,18 +169,18 @@ def _levels(machines, bandwidth):
   return out
 
 
-def _why_not(graph, total, places, straight, memory):
-  if memory is None:
+def _why_not(graph, total, places, how):
+  if how.memory is None:
     return (
       f"{total} machines cannot all be used: there are {places} places to end a"
-      f" stage (straight={straight}); set fewer=True or give fewer machines"
+      f" stage (straight={how.straight}); set fewer=True or give fewer machines"
     )
   node = max(graph.nodes, key=lambda n: (n.parameters + n.stash, n.name))
   return (
-    f"nothing fits in {memory} bytes on each of {total} machines; the largest"
-    f" node is {node.name!r} with {node.parameters} bytes of parameters and"
-    f" {node.stash} of stash for each microbatch in flight; give more memory or"
-    " machines"
+    f"nothing fits in {how.memory} bytes on each of {total} machines; the"
+    f" largest node is {node.name!r} with {node.parameters} bytes of parameters"
+    f" and {node.stash} of stash for each microbatch in flight; give more"
+    " memory or machines"
   )
 
 
@@ -245,12 +246,8 @@ class _Search:
 
   counts_down = True
 
-  def __init__(
-    self, graph, states, levels, straight, fewer, memory, compression
-  ):
-    self.graph, self.states, self.levels = graph, states, levels
-    self.straight, self.fewer = straight, fewer
-    self.memory, self.compression = memory, compression
+  def __init__(self, graph, states, levels, how):
+    self.graph, self.states, self.levels, self.how = graph, states, levels, how
     self.sums = functools.cache(self.sums)
     self.best = functools.cache(self.best)
     self.border = [
@@ -283,18 +280,18 @@ class _Search:
     if k == 0:
       return self.sums(i, j)[0], 1
     most = self.levels[k - 1].machines
-    counts = range(1, most + 1) if self.fewer else (most,)
+    counts = range(1, most + 1) if self.how.fewer else (most,)
     return min((self.best(k, i, j, m, down)[0], m) for m in counts)
 
   def best(self, k, i, j, m, down):
     """Returns A: its time, and state and machines of its last stage's cut."""
-    alone = m == 1 or not self.straight
+    alone = m == 1 or not self.how.straight
     time = self.stage(k, i, j, m, m, down) if alone else math.inf
     least = time, None, m
     for s in self.inside[j] if m > 1 else ():
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
-      for last in range(1, 2 if self.straight else m):
+      for last in range(1, 2 if self.how.straight else m):
         border = self.send(k, s, j, last)
         if border >= least[0]:
           continue
@@ -308,7 +305,7 @@ class _Search:
 
   def after(self, k, last, down):
     """Returns `down` of the stages before one that has `last` machines."""
-    if self.memory is None or not self.counts_down:
+    if self.how.memory is None or not self.counts_down:
       return down
     return down + last * self.levels[k - 1].size
 
@@ -336,9 +333,9 @@ class _Paper(_Search):
     del end
     level, down = self.levels[k - 1], down / m
     _, parameters, stash, _ = self.sums(i, j)
-    if k == 1 and self.memory is not None:
+    if k == 1 and self.how.memory is not None:
       flying = 1 + math.ceil(down)
-      if flying * (stash + parameters) > self.memory:
+      if flying * (stash + parameters) > self.how.memory:
         return math.inf
     work, _ = self.whole(k - 1, i, j, down)
     return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
@@ -356,9 +353,9 @@ class _Code(_Search):
   def stage(self, k, i, j, m, end, down):
     level = self.levels[k - 1]
     _, parameters, _, outputs = self.sums(i, j)
-    if self.memory is not None:
+    if self.how.memory is not None:
       copies = -(-(level.machines - end) // m)
-      if copies * (outputs + parameters) > self.memory:
+      if copies * (outputs + parameters) > self.how.memory:
         return math.inf
     work, _ = self.whole(k - 1, i, j, down)
     within = level.within if end == m else 1  # of the first stage only
@@ -366,7 +363,7 @@ class _Code(_Search):
     return (work + sync) / m
 
   def send(self, k, s, j, m):
-    if self.compression is None:
+    if self.how.compression is None:
       return 0.0
     sent = max(self.border[s], self.border[j])  # after the last: nothing
-    return 2 * sent / (self.levels[k - 1].bandwidth * m * self.compression)
+    return 2 * sent / (self.levels[k - 1].bandwidth * m * self.how.compression)

@@ -105,11 +105,8 @@ def build(name: str, **options) -> Schedule:
 
 
 def forwards(options: Mapping[str, object]) -> int:
-  """Returns how many forwards a table of these options has, or fewer.
-
-  Args:
-    options: of the maker of a table. What is no number counts as 1: the maker
-      says what is wrong with it.
+  """Returns how many forwards a table of these options of its maker has, or
+  fewer. A value that is no number counts as 1: the maker refuses it.
 
   Example:
     >>> from pipeline import schedules
@@ -124,14 +121,9 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule assumes, and which options a run of it may set.
-
-  Args:
-    name: of `SCHEDULES`, or the path of a file that holds a table. That has no
-      options: all that there is to know is in it.
-
-  Raises:
-    ValueError: for an unknown name, naming the nearest known one.
+  """Returns what a schedule of `SCHEDULES` assumes, and which options a run of
+  it may set. A file that holds a table has none. Raises ValueError for an
+  unknown name, naming the nearest known one.
 
   Example:
     >>> from pipeline import schedules
@@ -203,7 +195,17 @@ def _of_maker(name, stages, total, batch, every, options):
       why = f"must be a device for each of {stages} stages, not {devices!r}"
       raise OptionError("devices", why)
   else:
-    options["devices"] = _devices(name, stages, traits, takes, options)
+    each = traits.chunks
+    if "chunks" in takes:
+      each = options.setdefault("chunks", each)
+      _check_option("chunks", each)
+    if stages % each:
+      raise OptionError(
+        "stages",
+        f"{stages} are no multiple of the {each} stages on each device of"
+        f" {name}: set stages={stages + each - stages % each}",
+      )
+    options["devices"] = stages // each
   if name == "zero_bubble":
     options.setdefault("max_activations", stages)
   if "rule" in takes:
@@ -231,21 +233,6 @@ def _check_option(key, value):
     raise OptionError(key, str(error).removeprefix(f"{key} ")) from None
 
 
-def _devices(name, stages, traits, takes, options):
-  """How many devices the stages of a schedule have, several on each."""
-  each = traits.chunks
-  if "chunks" in takes:
-    each = options.setdefault("chunks", each)
-    _check_option("chunks", each)
-  if stages % each:
-    raise OptionError(
-      "stages",
-      f"{stages} are no multiple of the {each} stages on each device of {name}:"
-      f" set stages={stages + each - stages % each}",
-    )
-  return stages // each
-
-
 def _function(place):
   """Returns the function MODULE:NAME, or what is a function already."""
   if callable(place):
@@ -271,8 +258,7 @@ def _of_file(path, stages, total, batch, every, options):
   except OSError as error:
     why = f"{path} cannot be read: {error.strerror}"
     raise OptionError("schedule", why) from error
-  own = sorted(set(table.action.tolist()) - set(KNOWN))
-  if own:
+  if own := sorted(set(table.action.tolist()) - set(KNOWN)):
     raise OptionError(
       "schedule",
       f"{path} has actions {own}, for which there are no functions here: use"
@@ -312,9 +298,6 @@ def recompute_of(
     recompute: all (True), none (False), "but_last" (all but the last stage), or
       the stages. None is the default of the schedule of the table's name: none
       if no schedule has it.
-
-  Returns:
-    A bool for each stage.
 
   Raises:
     OptionError: for a stage that the table does not have.

@@ -14,7 +14,7 @@ from pipeline.schedules.play import play
 from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 
-@layout.traits(flush=False, partitioner="pipedream", placed="replicas")
+@layout.traits(flush=False, partitioner="pipedream")
 def pipedream(
   stages: int,
   microbatches: int,
@@ -66,22 +66,21 @@ def pipedream(
   """
   check_positive(stages=stages)
   layout.check_updates(microbatches, every)
-  given = replicas
-  replicas = [1] * stages if given is None else layout.listed(given, stages)
-  if replicas is None:
+  counts = [1] * stages if replicas is None else layout.listed(replicas, stages)
+  if counts is None:
     raise ValueError(
-      f"replicas must be {stages} numbers, one for each stage, not {given!r}"
+      f"replicas must be {stages} numbers, one for each stage, not {replicas!r}"
     )
-  for number in replicas:
+  for number in counts:
     check_positive(replicas=number)
-  if microbatches < max(replicas):
+  if microbatches < max(counts):
     raise ValueError(
-      f"{microbatches} microbatches leave some of {max(replicas)} replicas"
-      f" without work; use {max(replicas)} at least"
+      f"{microbatches} microbatches leave some of {max(counts)} replicas"
+      f" without work; use {max(counts)} at least"
     )
   orders = []
-  for stage, number in enumerate(replicas):
-    depth = -(-sum(replicas[stage:]) // number)
+  for stage, number in enumerate(counts):
+    depth = -(-sum(counts[stage:]) // number)
     for replica in range(number):
       own = range(replica, microbatches, number)
       orders.append(layout.one_f_one_b_order(stage, own, depth))
@@ -146,9 +145,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
   paper's), or "stash".
 
   Args:
-    stages: p.
-    microbatches: of the whole run.
-    every: microbatches of an update.
+    stages, microbatches, every: as in `pipedream`.
 
   Returns:
     A valid Schedule without a flush.
@@ -240,7 +237,6 @@ def pipemare(
   recompute="but_last",
   listed=True,
   partitioner="mixed_pipe",
-  placed="devices",
 )
 def ftpipe(
   devices: Sequence[int],

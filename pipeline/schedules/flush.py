@@ -2,6 +2,7 @@
 
 import itertools
 
+from asgd import checks
 from pipeline.schedules import layout
 from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
@@ -48,7 +49,7 @@ def gpipe(
     [3.0, 3.0]
   """
   check_positive(stages=stages, microbatches=microbatches)
-  layout.check_bool("reverse", reverse)
+  checks.flag("reverse", reverse)
   step = -1 if reverse else 1
   orders = [
     [(FORWARD, stage, i) for i in range(microbatches)]
@@ -187,10 +188,7 @@ def breadth_first(
   and back. (The idle time is that of p microbatches or more.)
 
   Args:
-    devices: p.
-    chunks: v, stages on each device.
-    microbatches: m, of a batch.
-    batches: how many follow each other, with a flush between them.
+    devices, chunks, microbatches, batches: as in `interleaved`.
 
   Returns:
     A valid Schedule with one update for each batch.

@@ -1,5 +1,5 @@
-"""What families of schedules share: traits, checks of sizes, and the table that
-the orders of devices lead to.
+"""Parts that families of schedules share: traits, checks of sizes, orders of
+devices and the table that they lead to.
 """
 
 import inspect
@@ -33,16 +33,12 @@ class Traits(NamedTuple):
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device, where `devices` is a number
   partitioner: str | None = None  # module of `pipeline.partition` to place it
-  placed: str | None = None  # the option that follows from the partitioner
 
 
 def traits(**values) -> Callable:
-  """Declares the traits of the schedule that the decorated function makes.
-
-  Its options are the arguments that do not follow from stages and microbatches.
-
-  Args:
-    **values: fields of `Traits`, without `options`.
+  """Declares the traits (fields of `Traits`) of the schedule that the decorated
+  function makes. Its options are the arguments that do not follow from stages
+  and microbatches.
 
   Example:
     >>> @traits(chunks=2)
@@ -62,26 +58,9 @@ def traits(**values) -> Callable:
   return declare
 
 
-def check_bool(name: str, value: bool) -> None:
-  """Refuses what is not a bool.
-
-  Args:
-    name: of the option.
-    value: of it.
-
-  Raises:
-    ValueError: for what is not one.
-  """
-  if not isinstance(value, (bool, np.bool_)):
-    raise ValueError(f"{name} must be True or False, not {value!r}")
-
-
 def listed(value, length: int | None = None) -> list | None:
-  """Returns a list of the items of an iterable that is no text, else None.
-
-  Args:
-    value: anything.
-    length: None is any; of another length it is None, too.
+  """Returns a list of the items of an iterable that is no text and has that
+  length (None: any), else None.
 
   Example:
     >>> listed((1, 2)), listed((1, 2), 3), listed("12"), listed(12)
@@ -95,34 +74,8 @@ def listed(value, length: int | None = None) -> list | None:
   return items if fits and not isinstance(value, (str, bytes)) else None
 
 
-def check_even(**numbers: int) -> None:
-  """Refuses what is not a positive even number, by its name.
-
-  Args:
-    **numbers: the numbers by their names.
-
-  Raises:
-    ValueError: for the first of them that is not one.
-  """
-  for name, value in numbers.items():
-    check_positive(**{name: value})
-    if value % 2:
-      raise ValueError(
-        f"{name} must be even, because half of them go each way, not {value};"
-        f" use {value + 1}"
-      )
-
-
 def check_updates(microbatches: int, every: int) -> None:
-  """Refuses microbatches that are not a whole number of updates.
-
-  Args:
-    microbatches: in all.
-    every: microbatches of an update.
-
-  Raises:
-    ValueError: for counts that do not fit.
-  """
+  """Raises ValueError unless the microbatches are whole updates."""
   check_positive(microbatches=microbatches, every=every)
   checks.multiple(microbatches, "microbatches", every, "updates of {}")
 
@@ -169,18 +122,8 @@ def synchronous(
 def valid(
   name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
 ) -> Schedule:
-  """Returns the table of orders, checked.
-
-  Args:
-    name: of the schedule.
-    orders: of each device, all of its steps.
-    every: microbatches of an update.
-    flush: whether forwards of a batch wait for the update of the one before.
-    limit: the most forwards in flight on a device; None is any number.
-
-  Raises:
-    ValueError: for orders that cannot be run, with the cell marked.
-  """
+  """Returns the table of all steps of each device, checked. Arguments are those
+  of `synchronous` and `table.lay_out`."""
   table = table_lib.lay_out(name, orders, every=every, flush=flush)
   return validate.validate(table, max_in_flight=limit)
 
@@ -188,12 +131,8 @@ def valid(
 def alternate(
   forwards: Sequence[Step], backwards: Sequence[Step], depth: int
 ) -> list[Step]:
-  """Returns 1F1B: forwards first, then one forward and one backward in turn.
-
-  Args:
-    forwards: steps, in their order.
-    backwards: as many.
-    depth: forwards in flight, at the most.
+  """Returns 1F1B: `depth` - 1 forwards first, then one forward and one backward
+  in turn, so that `depth` forwards are in flight at the most.
 
   Example:
     >>> "".join(alternate("abc", "ABC", depth=2))
@@ -208,22 +147,8 @@ def alternate(
 def one_f_one_b_order(
   stage: int, microbatches: Sequence[int], depth: int, backward: str = BACKWARD
 ) -> list[Step]:
-  """Returns the order of a stage that holds few microbatches.
-
-  Args:
-    stage: its number.
-    microbatches: theirs, in their order.
-    depth: the most that it holds.
-    backward: the action, B or I.
-
-  Example:
-    >>> for step in one_f_one_b_order(0, range(2), depth=1):
-    ...   print(step)
-    ('F', 0, 0)
-    ('B', 0, 0)
-    ('F', 0, 1)
-    ('B', 0, 1)
-  """
+  """Returns the 1F1B order of a stage that holds `depth` microbatches at the
+  most; `backward` is B or I."""
   forwards = [(FORWARD, stage, i) for i in microbatches]
   backwards = [(backward, stage, i) for i in microbatches]
   return alternate(forwards, backwards, depth)
@@ -232,13 +157,7 @@ def one_f_one_b_order(
 def straight(
   depths: Sequence[int], microbatches: int, backward: str = BACKWARD
 ) -> Orders:
-  """Returns the orders of stages, one on each device.
-
-  Args:
-    depths: of each stage, the most microbatches that it holds.
-    microbatches: how many there are.
-    backward: the action, B or I.
-  """
+  """Returns the 1F1B orders of stages of these depths, one on each device."""
   return [
     one_f_one_b_order(stage, range(microbatches), depth, backward)
     for stage, depth in enumerate(depths)
@@ -284,9 +203,6 @@ def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
 def stages_of(places: Sequence[Sequence[int]]) -> list[list[int]]:
   """Returns the stages of each device, the last one first.
 
-  Args:
-    places: the devices of each stage, as of `places_of`.
-
   Example:
     >>> stages_of([(0,), (1, 2), (0,)])
     [[2, 0], [1], [1]]
@@ -299,19 +215,8 @@ def stages_of(places: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def costs_of(costs: analyze.Costs | None, stages: int) -> analyze.Costs:
-  """Returns costs, checked.
-
-  Args:
-    costs: of stages; None is those of `analyze.costs`.
-    stages: how many there are.
-
-  Raises:
-    ValueError: for costs of another number of stages.
-  """
+  """Returns costs, checked, by default those of `analyze.costs`."""
   if costs is None:
     return analyze.costs(stages)
-  if len(costs.forward) != stages:
-    raise ValueError(
-      f"costs are of {len(costs.forward)} stages, and there are {stages}"
-    )
+  analyze.check_costs(costs, stages)
   return costs

@@ -41,14 +41,8 @@ class RuleState:
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:
-    """Returns a step that is ready, or None.
-
-    It is that of the lowest microbatch, and of its steps that of the highest
-    stage.
-
-    Args:
-      action: F, B, I or W.
-    """
+    """Returns a step of the action F, B, I or W that is ready, or None: that of
+    the lowest microbatch, and of its steps that of the highest stage."""
     queues = self.queues(action)
     ready = [(queue[0], -stage) for stage, queue in queues.items() if queue]
     if not ready:
@@ -77,17 +71,8 @@ def play(
 ) -> Orders:
   """Asks the rule of every idle device, whenever something changes.
 
-  Args:
-    rule: (device, RuleState) -> a step that is ready, a block of two, or None.
-    places: the devices of each stage.
-    microbatches: in all.
-    cost: how long things take.
-    every: microbatches of an update.
-    flush: whether forwards of a batch wait for the update of the one before.
-
-  Raises:
-    ScheduleError: if the rule names what is not ready, or all wait forever,
-      with the table so far.
+  Arguments and errors are those of `custom`; `places` are the devices of each
+  stage.
   """
   clock = _Clock(places, microbatches, cost, every, flush)
   for microbatch in range(microbatches):

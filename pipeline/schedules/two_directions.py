@@ -3,8 +3,18 @@
 import collections
 
 from asgd import checks
-from pipeline.schedules.layout import check_even, synchronous, traits
+from pipeline.schedules.layout import synchronous, traits
 from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+
+
+def _check_even(**numbers):
+  for name, value in numbers.items():
+    checks.whole(name, value)
+    if value % 2:
+      raise ValueError(
+        f"{name} must be even, because half of them go each way, not {value};"
+        f" use {value + 1}"
+      )
 
 
 @traits()
@@ -50,7 +60,7 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     >>> facts.bubble_of_total, facts.peak_activations.tolist()  # 2 / (8 + 2)
     (0.2, [3.0, 4.0, 4.0, 3.0])
   """
-  check_even(stages=stages)
+  _check_even(stages=stages)
   checks.whole("microbatches", microbatches)
   down = (microbatches + 1) // 2
   half = stages // 2
@@ -119,9 +129,8 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   batch's microbatches, and on device p - 1 - s for the second.
 
   Args:
-    stages: p, an even number, of devices, too; each holds two stages.
+    stages, batches: as in `chimera`.
     microbatches: m, of a batch, an even number, 2 p at least.
-    batches: how many follow each other, with a flush between them.
 
   Returns:
     A valid Schedule with one update for each batch.
@@ -144,7 +153,7 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     >>> facts.idle.tolist(), facts.peak_activations.tolist()  # 2 / 2 - 1 = 0
     ([0.0, 0.0], [3.0, 3.0])
   """
-  check_even(stages=stages, microbatches=microbatches)
+  _check_even(stages=stages, microbatches=microbatches)
   if microbatches < 2 * stages:
     raise ValueError(
       f"dualpipe needs {2 * stages} microbatches for {stages} stages, not"
@@ -178,14 +187,13 @@ def dualpipe_v(
   Args:
     devices: p, each with two stages.
     microbatches: m, of a batch, 2 p at least.
-    batches: how many follow each other, with a flush between them.
+    batches: as in `chimera`.
 
   Returns:
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or too few
-      microbatches.
+    ValueError: as `dualpipe`, which takes even counts only.
 
   Source:
     DeepSeek-AI, the README of DualPipe, 2025.

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from asgd import checks
 from pipeline import analyze, validate
 from pipeline import table as table_lib
 from pipeline.schedules import layout
@@ -74,7 +75,7 @@ def custom(
   places = layout.places_of(devices)
   every = microbatches if every is None else every
   layout.check_updates(microbatches, every)
-  layout.check_bool("flush", flush)
+  checks.flag("flush", flush)
   if costs is None:
     costs = analyze.costs(len(places))._replace(own=None)
   costs = layout.costs_of(costs, len(places))

@@ -23,31 +23,27 @@ Times = Costs | None  # of F, I, W and transfers; None is 1, 1, 1 and 0
 
 
 def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
-  """The table of the best orders that `search` finds within the limits."""
+  """The table of the best orders that `search` finds within the limits. Those
+  of named schedules for these places are tried, and their memories."""
   costs = layout.costs_of(costs, len(places))
-  ways, named = _known(places, microbatches)
-  orders = search.best(places, microbatches, costs, limits, ways, named)
-  return layout.synchronous(name, orders, microbatches, batches, max(limits))
-
-
-def _known(places, microbatches):
-  """The orders of named schedules on these places, as a function of limits, and
-  the activations that each needs."""
-  devices = 1 + max(map(max, places))
-  if places == _line(devices):
+  p, ways, memories = 1 + max(map(max, places)), lambda limits: [], []
+  if places == _line(p):
+    memories = [p, 2 * p - 1]
 
     def ways(limits):
-      depths = (1, 2) if max(limits) <= devices else (2, 1)
-      return [_straight(microbatches, limits, depth) for depth in depths]
+      for times in (1, 2) if max(limits) <= p else (2, 1):  # as deep as 1F1B
+        deepest = range(1, times * p + 1, times)[::-1]
+        depths = list(map(min, limits, deepest))
+        yield layout.straight(depths, microbatches, INPUT)
 
-    return ways, [devices, 2 * devices - 1]
-  if places == _vee(devices):
+  elif places == _vee(p):
+    memories = [most(p) for most in _OF_VEE.values()]
 
-    def fitting(limits):
-      return _orders_of_vee(devices, microbatches, min(limits))
+    def ways(limits):
+      return _orders_of_vee(p, microbatches, min(limits))
 
-    return fitting, [most(devices) for most in _OF_VEE.values()]
-  return (lambda limits: []), []
+  orders = search.best(places, microbatches, costs, limits, ways, memories)
+  return layout.synchronous(name, orders, microbatches, batches, max(limits))
 
 
 @layout.traits(listed=True)
@@ -64,11 +60,9 @@ def zero_bubble(
     minimize max over devices of (end of its last task - begin of its first)
     forwards - backwards of weights <= max_activations of a device, ever
 
-  The orders come from a bounded search (`search.best`). In those of its greedy
-  rule a device does a backward of inputs as soon as it can, a forward if memory
-  allows, and weights when it would wait or needs the memory. Orders of named
-  schedules for the same devices are tried, too. Then tasks are moved into idle
-  time (`gaps`). So it is a heuristic: no minimum is proved.
+  The orders come from a bounded search (`search.best`) over greedy orders and
+  those of named schedules for the same devices, whose tasks are then moved into
+  idle time (`search.Gaps`). It is a heuristic: no minimum is proved.
 
   Args:
     devices: the device of each stage.
@@ -82,8 +76,7 @@ def zero_bubble(
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for devices that are not named from 0, or a memory that is too
-      small.
+    ValueError: for devices not named from 0, or a memory that is too small.
 
   Source:
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241,
@@ -116,12 +109,6 @@ def zero_bubble(
         f" max_activations={limit}; it needs {len(own)}"
       )
   return _best("zero_bubble", places, microbatches, costs, limits, batches)
-
-
-def _straight(microbatches, limits, times):
-  """1F1B orders of a straight pipeline, so many times as deep as 1F1B."""
-  deepest = range(1, times * len(limits) + 1, times)[::-1]
-  return layout.straight(list(map(min, limits, deepest)), microbatches, INPUT)
 
 
 def _line(devices):
@@ -199,8 +186,7 @@ def zb_h2(
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or costs of other
-      stages.
+    ValueError: as `zb_h1`.
 
   Source:
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
@@ -235,16 +221,13 @@ def zb_v(
 
   Args:
     devices: p, each with two stages.
-    microbatches: m, of a batch.
-    costs: how long F, I, W and transfers take; None is 1, 1, 1 and 0.
-    batches: how many follow each other, with a flush between them.
+    microbatches, costs, batches: as in `zb_h1`.
 
   Returns:
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or costs of other
-      stages.
+    ValueError: as `zb_h1`.
 
   Source:
     Qi et al., NeurIPS 2024.
@@ -369,8 +352,7 @@ def v_half(
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or costs of other
-      stages.
+    ValueError: as `zb_h1`.
 
   Source:
     Qi et al., NeurIPS 2024.
@@ -407,8 +389,7 @@ def v_min(
     A valid Schedule with one update for each batch.
 
   Raises:
-    ValueError: for counts that are no positive whole numbers, or costs of other
-      stages.
+    ValueError: as `zb_h1`.
 
   Source:
     Qi et al., NeurIPS 2024.

@@ -299,9 +299,7 @@ def test_what_a_folder_says_is_checked(tmp_path, wrong, what):
     allocations.read(plan, tmp_path, begun=True)
 
 
-@pytest.mark.parametrize(
-  "data", [lambda worker, job: first(8), [first(8)] * 3]
-)
+@pytest.mark.parametrize("data", [lambda worker, job: first(8), [first(8)] * 3])
 def test_batches_that_are_made_cannot_be_cut(data):
   with pytest.raises(ValueError, match="give examples, and batch_size"):
     asgd.simulate(

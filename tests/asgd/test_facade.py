@@ -47,6 +47,12 @@ def dana(workers=4, **options):
   return asgd.dana_zero(0.02, workers=workers, **options)
 
 
+def simulate(loss=loss, params=PARAMS, data=DATA, recipe=None, **options):
+  """Simulates 16 messages of four workers, unless it is given others."""
+  options = {"messages": 16, **EVERY, **options}
+  return asgd.simulate(loss, params, data, recipe or dana(), **options)
+
+
 def error_of(function, *args, **kwargs):
   with pytest.raises(ValueError) as info:
     function(*args, **kwargs)
@@ -104,9 +110,7 @@ def test_one_worker_is_a_plain_optax_loop(float64):
 
 
 def test_a_simulation_is_that_of_the_simulator():
-  result = asgd.simulate(
-    loss, PARAMS, batch, dana(), messages=40, seed=3, progress=False
-  )
+  result = simulate(data=batch, batch_size=None, messages=40, seed=3)
   recipe = asgd.build("dana_zero", 0.02, workers=4)
   host = simulator.make_host(recipe.server(), asgd.gradient_worker(loss))
   _, root = jax.random.split(jax.random.key(3))
@@ -133,11 +137,7 @@ def test_a_simulation_is_that_of_the_simulator():
   ],
 )
 def test_all_forms_of_a_loss_train_the_same(form):
-  results = [
-    asgd.simulate(each, PARAMS, DATA, dana(), messages=16, **EVERY)
-    for each in (loss, form)
-  ]
-  kit.same(results[0].params, results[1].params)
+  kit.same(simulate(form).params, simulate().params)
 
 
 class Indexed:
@@ -156,25 +156,17 @@ class Indexed:
 def test_all_forms_of_data_train_the_same():
   examples = Indexed(list(zip(*DATA, strict=True)))
   named = {"x": DATA[0], "y": DATA[1]}
-  results = [
-    asgd.simulate(each, PARAMS, data, dana(), messages=16, **EVERY)
-    for each, data in (
-      (loss, DATA),
-      (loss, examples),
-      (lambda p, b: loss(p, (b["x"], b["y"])), named),
-    )
-  ]
-  for result in results[1:]:
-    kit.same(result.params, results[0].params)
+  expected = simulate().params
+  kit.same(simulate(data=examples).params, expected)
+  by_name = simulate(lambda p, b: loss(p, (b["x"], b["y"])), data=named)
+  kit.same(by_name.params, expected)
   batches = [batch(0, job) for job in range(3)]
-  results = [
-    asgd.simulate(
-      loss, PARAMS, data, dana(), messages=16, progress=False
-    )
+  first, *others = (
+    simulate(data=data, batch_size=None).params
     for data in (batches, Indexed(batches), lambda w, job: batches[job % 3])
-  ]
-  for result in results[1:]:
-    kit.same(result.params, results[0].params)
+  )
+  for params in others:
+    kit.same(params, first)
 
 
 class Endless(Indexed):
@@ -190,27 +182,23 @@ class Endless(Indexed):
 
 
 def test_data_may_have_no_end():
-  results = [
-    asgd.simulate(loss, PARAMS, data, dana(), messages=8, progress=False)
+  endless, called = (
+    simulate(data=data, batch_size=None).params
     for data in (Endless([]), lambda worker, job: batch(0, job))
-  ]
-  kit.same(results[0].params, results[1].params)
-  line = error_of(
-    *(asgd.simulate, loss, PARAMS, Endless([]), dana()), messages=8, **EVERY
   )
-  assert "repeat()" in line
+  kit.same(endless, called)
+  assert "repeat()" in error_of(simulate, data=Endless([]))
 
 
 def test_params_may_be_a_function_of_a_key():
   def init(key):
     return {**PARAMS, "w": jax.random.normal(key, (3,))}
 
-  results = [
-    asgd.simulate(loss, init, DATA, dana(), messages=8, seed=seed, **EVERY)
-    for seed in (0, 0, 1)
-  ]
-  kit.same(results[0].params, results[1].params)
-  assert (results[0].params["w"] != results[2].params["w"]).all()
+  one, same, other = (
+    simulate(params=init, seed=seed).params for seed in (0, 0, 1)
+  )
+  kit.same(one, same)
+  assert (one["w"] != other["w"]).all()
 
 
 def test_a_partial_that_holds_arrays_is_a_function_of_a_key():
@@ -240,12 +228,9 @@ def loss_of_model(model, batch):
 def test_a_model_that_is_a_tree_of_arrays_is_trained(made, tmp_path):
   model = Affine(**PARAMS)
   given = (lambda key: model) if made else model
-  call = functools.partial(
-    asgd.simulate, data=DATA, recipe=dana(), messages=16, **EVERY
-  )
-  expected = call(loss, PARAMS).params
+  expected = simulate().params
   for _ in range(2):  # computed, and read
-    result = call(loss_of_model, given, folder=tmp_path)
+    result = simulate(loss_of_model, given, folder=tmp_path)
     assert isinstance(result.params, Affine)
     kit.same(dataclasses.asdict(result.params), {**expected, "rest": ()})
 
@@ -259,11 +244,9 @@ def test_a_module_of_nnx_is_trained():
     out = batch[0] @ params["kernel"] + params["bias"]
     return ((out - batch[1]) ** 2).mean()
 
-  call = functools.partial(
-    asgd.simulate, data=(x, y[:, None]), recipe=dana(), messages=16, **EVERY
-  )
-  found = call(loss_of_model, module).params
-  expected = call(plain, params).params
+  data = x, y[:, None]
+  found = simulate(loss_of_model, module, data).params
+  expected = simulate(plain, params, data).params
   kit.close(found.kernel[...], expected["kernel"], rtol=1e-6)
   kit.close(found.bias[...], expected["bias"], rtol=1e-6)
 
@@ -280,11 +263,8 @@ def test_a_model_that_is_a_tree_of_arrays_is_trained_live(tmp_path):
 
 def test_an_optax_transform_is_a_recipe():
   tx = optax.chain(asgd.delay_compensation(0.04), optax.sgd(0.02))
-  result = asgd.simulate(
-    loss, PARAMS, DATA, tx, messages=16, workers=4, **EVERY
-  )
-  other = asgd.dc_asgd_c(0.02, workers=4, strength=0.04)
-  named = asgd.simulate(loss, PARAMS, DATA, other, messages=16, **EVERY)
+  named = simulate(recipe=asgd.dc_asgd_c(0.02, workers=4, strength=0.04))
+  result = simulate(recipe=tx, workers=4)
   kit.close(result.params, named.params, rtol=1e-6)
 
 
@@ -293,9 +273,9 @@ def test_every_recipe_trains(name):
   options = {"steps": 2} if name == "diloco" else {}
   rate = optax.linear_schedule(0.02, 0.01, 50)
   recipe = getattr(asgd, name)(rate, workers=2, **options)
-  result = asgd.simulate(loss, PARAMS, DATA, recipe, messages=8, **EVERY)
-  assert len(result.records.loss) == 8
-  assert np.isfinite(result.records.loss).all()
+  records = simulate(recipe=recipe, messages=8).records
+  assert len(records.loss) == 8
+  assert np.isfinite(records.loss).all()
 
 
 class Net(nn.Module):
@@ -345,14 +325,10 @@ def test_a_model_may_be_two_functions_or_of_nnx():
   def apply(params, x):
     return x @ params["w"] + params["b"]
 
-  recipe = dana()
   given = (lambda key: PARAMS, apply), criterion
-  results = [
-    asgd.simulate(each, params, DATA, recipe, messages=8, **EVERY)
-    for each, params in ((loss, PARAMS), (given, None), (given, PARAMS))
-  ]
-  for result in results[1:]:
-    kit.close(result.params, results[0].params, rtol=1e-6)
+  for params in (None, PARAMS):
+    found = simulate(given, params).params
+    kit.close(found, simulate().params, rtol=1e-6)
 
   class Line(nnx.Module):
     def __init__(self, rngs):
@@ -362,8 +338,8 @@ def test_a_model_may_be_two_functions_or_of_nnx():
       return self.line(x)[:, 0]
 
   given = (lambda rngs: Line(rngs)), criterion
-  result = asgd.simulate(given, None, DATA, recipe, messages=80, **EVERY)
-  assert result.records.loss[-8:].mean() < result.records.loss[:8].mean() / 2
+  losses = simulate(given, None, messages=80).records.loss
+  assert losses[-8:].mean() < losses[:8].mean() / 2
 
 
 # Evaluations, folders, live runs.
@@ -376,10 +352,7 @@ def test_evaluations_come_when_they_are_due():
     seen.append(params)
     return {"loss": loss(params, DATA), "norm": np.float64(len(seen))}
 
-  result = asgd.simulate(
-    loss, PARAMS, DATA, dana(), messages=40, evaluate=evaluate, every=20,
-    **EVERY,
-  )
+  result = simulate(messages=40, evaluate=evaluate, every=20)
   first, last = result.evaluations
   assert (first["message"], last["message"]) == (20, 40)
   assert (first["norm"], last["norm"]) == (1, 2)
@@ -407,13 +380,8 @@ def interrupted(train, folder):
 
 
 def test_a_simulation_that_goes_on_is_one_that_was_not_stopped(tmp_path):
-  train = functools.partial(
-    *(asgd.simulate, loss, PARAMS, DATA, dana()),
-    messages=60,
-    every=20,
-    checkpoint_seconds=0,
-    **EVERY,
-  )
+  sizes = {"messages": 60, "every": 20, "checkpoint_seconds": 0}
+  train = functools.partial(simulate, **sizes)
   whole = train(evaluate=lambda params: float(loss(params, DATA)))
   result = interrupted(train, tmp_path / "run")
   kit.same(result.params, whole.params)
@@ -435,9 +403,8 @@ def test_a_folder_without_room_for_a_report_has_the_result(
     raise OSError(errno.ENOSPC, "No space left on device")
 
   monkeypatch.setattr(report, "write", full)
-  options = {"messages": 4, "folder": tmp_path / "run", **EVERY}
   with pytest.warns(UserWarning, match="has no report: .*No space left"):
-    result = asgd.simulate(loss, PARAMS, DATA, dana(), **options)
+    result = simulate(messages=4, folder=tmp_path / "run")
   assert len(result.records.loss) == 4
 
 
@@ -460,8 +427,8 @@ def test_a_loss_of_another_source_is_another_training(tmp_path, monkeypatch):
     return importlib.import_module(path.stem).loss
 
   def train(loss, folder):
-    args = loss, PARAMS, batch, dana(2)
-    asgd.simulate(*args, messages=2, progress=False, folder=tmp_path / folder)
+    given = {"data": batch, "batch_size": None, "recipe": dana(2)}
+    simulate(loss, **given, messages=2, folder=tmp_path / folder)
 
   one = "return (batch[0] @ params['w']).mean()"
   train(written(one), "module")
@@ -594,8 +561,6 @@ def late(worker, job):
   return batch(worker, job) if job < 3 else {}["more"]
 
 
-
-
 class Tied(nnx.Module):
   def __init__(self, rngs):
     self.first = self.second = nnx.Linear(3, 3, rngs=rngs)
@@ -606,66 +571,63 @@ class Tied(nnx.Module):
 
 TEXTS = [np.array(["a", "b"])] * 2
 RAGGED = [X[:8], X[:8], X[:5]]
-MISTAKES = {
-  "vector": ({"loss": lambda p, b: b[1] * p["b"]}, "scalar, not an array"),
-  "none": ({"loss": lambda p, b: None}, "must return a scalar"),
-  "whole": ({"loss": lambda p, b: jnp.int32(1)}, "must be a float"),
-  "triple": ({"loss": lambda p, b: (p["b"], 1, 2)}, "(scalar, aux)"),
-  "one argument": ({"loss": lambda p: 0.0}, "it takes (p)"),
-  "four": ({"loss": lambda p, b, k, more: 0.0}, "functools.partial"),
-  "keyword": ({"loss": lambda p, b, *, mode: 0.0}, "functools.partial"),
-  "no function": ({"loss": 3}, "must be a function (params, batch)"),
-  "shapes": ({"params": {"w": np.zeros(4), "b": 0.0}}, "float32[8, 3]"),
-  "integers": ({"params": {"w": np.zeros(3, int), "b": 0.0}}, "['w']"),
-  "text": ({"params": {"w": "zeros", "b": 0.0}}, "params['w'] is 'zeros'"),
-  "no params": ({"params": None}, "params holds no array"),
-  "function": ({"params": Affine(**PARAMS, rest=(abs,))}, "eqx.partition"),
-  "seed": ({"params": Affine(**PARAMS, rest=(np.int32(1),))}, "params.rest[0]"),
-  "rate": ({"params": Affine(**PARAMS, rest=(0.1,))}, "params.rest[0] is 0.1"),
-  "made": ({"params": lambda key: Affine(abs, key)}, "params.w is <built-in"),
-  "layers": ({"params": {"w": abs}}, "eqx.combine(params, rest)"),
-  "statistics": ({"params": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "params.mean"),
-  "tied": ({"params": Tied(nnx.Rngs(0))}, "as tied weights are"),
-  "linen": ({"params": Net()}, "holds no parameters: give its variables"),
-  "model": ({"loss": (Affine(**PARAMS), loss)}, "holds its arrays as params"),
-  "init": ({"params": lambda: PARAMS}, "a function of a key"),
-  "iterator": ({"data": iter([X])}, "cannot be indexed"),
-  "generator": ({"data": (x for x in X)}, "is an iterator"),
-  "path": ({"data": "train.csv"}, "data cannot be 'train.csv'"),
-  "number": ({"data": 7}, "of no form known"),
-  "empty": ({"data": [], "batch_size": None}, "len(data) is 0"),
-  "index": ({"data": Indexed({"a": 1}), "batch_size": None}, "KeyError"),
-  "no size": ({"batch_size": None}, "batch_size=32"),
-  "large": ({"batch_size": 100}, "use at most 48"),
-  "half": ({"batch_size": 2.5}, "batch_size"),
-  "axes": ({"data": (X, X[:5])}, "as many in each"),
-  "arguments": ({"data": lambda job: X, "batch_size": None}, "it takes (job)"),
-  "size": ({"data": batch}, "makes its batches itself"),
-  "impure": ({"data": noisy, "batch_size": None}, "two different batches"),
-  "ragged": ({"data": RAGGED, "batch_size": None}, "drop_remainder"),
-  "words": ({"data": TEXTS, "batch_size": None}, "dtype <U1"),
-  "name": ({"recipe": "dana_zero"}, "asgd.dana_zero(0.01, workers=8)"),
-  "how many": ({"recipe": optax.sgd(0.1)}, "give workers="),
-  "disagree": ({"workers": 3}, "the recipe is for 4"),
-  "rounds": ({"messages": 18}, "use 16 or 20"),
-  "every": ({"every": 7}, "multiple of every=7"),
-  "argument": ({"evry": 8}, "unknown argument 'evry'"),
-  "order": ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
-  "evaluate": ({"evaluate": 3}, "evaluate must be a function"),
-  "evaluation": ({"evaluate": lambda p: "good"}, "not 'good'"),
-  "later": ({"data": drifting, "batch_size": None}, "must be of one form"),
-  "late": ({"data": late, "batch_size": None}, "job 3 cannot be made (KeyErr"),
-  "module": ({"loss": Net()}, "(module, criterion)"),
-  "pair": ({"loss": (Net(), "mse")}, "(output, batch)"),
-}
+MISTAKES = (
+  ({"loss": lambda p, b: b[1] * p["b"]}, "scalar, not an array"),
+  ({"loss": lambda p, b: None}, "must return a scalar"),
+  ({"loss": lambda p, b: jnp.int32(1)}, "must be a float"),
+  ({"loss": lambda p, b: (p["b"], 1, 2)}, "(scalar, aux)"),
+  ({"loss": lambda p: 0.0}, "it takes (p)"),
+  ({"loss": lambda p, b, k, more: 0.0}, "functools.partial"),
+  ({"loss": lambda p, b, *, mode: 0.0}, "functools.partial"),
+  ({"loss": 3}, "must be a function (params, batch)"),
+  ({"params": {"w": np.zeros(4), "b": 0.0}}, "float32[8, 3]"),
+  ({"params": {"w": np.zeros(3, int), "b": 0.0}}, "['w']"),
+  ({"params": {"w": "zeros", "b": 0.0}}, "params['w'] is 'zeros'"),
+  ({"params": None}, "params holds no array"),
+  ({"params": Affine(**PARAMS, rest=(abs,))}, "eqx.partition"),
+  ({"params": Affine(**PARAMS, rest=(np.int32(1),))}, "params.rest[0]"),
+  ({"params": Affine(**PARAMS, rest=(0.1,))}, "params.rest[0] is 0.1"),
+  ({"params": lambda key: Affine(abs, key)}, "params.w is <built-in"),
+  ({"params": {"w": abs}}, "eqx.combine(params, rest)"),
+  ({"params": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "params.mean"),
+  ({"params": Tied(nnx.Rngs(0))}, "as tied weights are"),
+  ({"params": Net()}, "holds no parameters: give its variables"),
+  ({"loss": (Affine(**PARAMS), loss)}, "holds its arrays as params"),
+  ({"params": lambda: PARAMS}, "a function of a key"),
+  ({"data": iter([X])}, "cannot be indexed"),
+  ({"data": (x for x in X)}, "is an iterator"),
+  ({"data": "train.csv"}, "data cannot be 'train.csv'"),
+  ({"data": 7}, "of no form known"),
+  ({"data": [], "batch_size": None}, "len(data) is 0"),
+  ({"data": Indexed({"a": 1}), "batch_size": None}, "KeyError"),
+  ({"batch_size": None}, "batch_size=32"),
+  ({"batch_size": 100}, "use at most 48"),
+  ({"batch_size": 2.5}, "batch_size"),
+  ({"data": (X, X[:5])}, "as many in each"),
+  ({"data": lambda job: X, "batch_size": None}, "it takes (job)"),
+  ({"data": batch}, "makes its batches itself"),
+  ({"data": noisy, "batch_size": None}, "two different batches"),
+  ({"data": RAGGED, "batch_size": None}, "drop_remainder"),
+  ({"data": TEXTS, "batch_size": None}, "dtype <U1"),
+  ({"recipe": "dana_zero"}, "asgd.dana_zero(0.01, workers=8)"),
+  ({"recipe": optax.sgd(0.1)}, "give workers="),
+  ({"workers": 3}, "the recipe is for 4"),
+  ({"messages": 18}, "use 16 or 20"),
+  ({"every": 7}, "multiple of every=7"),
+  ({"evry": 8}, "unknown argument 'evry'"),
+  ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
+  ({"evaluate": 3}, "evaluate must be a function"),
+  ({"evaluate": lambda p: "good"}, "not 'good'"),
+  ({"data": drifting, "batch_size": None}, "must be of one form"),
+  ({"data": late, "batch_size": None}, "job 3 cannot be made (KeyErr"),
+  ({"loss": Net()}, "(module, criterion)"),
+  ({"loss": (Net(), "mse")}, "(output, batch)"),
+)
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_with_the_remedy(mistake):
-  changes, words = MISTAKES[mistake]
-  arguments = {"loss": loss, "params": PARAMS, "data": DATA, "recipe": dana()}
-  arguments |= {"messages": 16, **EVERY, **changes}
-  line = error_of(asgd.simulate, **arguments)
+@pytest.mark.parametrize(("changes", "words"), MISTAKES)
+def test_a_mistake_is_one_line_with_the_remedy(changes, words):
+  line = error_of(simulate, **changes)
   assert words in line, line
 
 
@@ -696,9 +658,7 @@ def test_a_runtime_that_is_none_is_refused():
 
 def test_a_recipe_that_needs_more_than_gradients_is_refused_before_it_runs():
   tx = optax.GradientTransformation(lambda p: (), lambda g, s, p: (g["no"], s))
-  line = error_of(
-    *(asgd.simulate, loss, PARAMS, DATA, tx), messages=8, workers=2, **EVERY
-  )
+  line = error_of(simulate, recipe=tx, workers=2)
   assert "cannot train these parameters" in line
 
 
@@ -742,6 +702,19 @@ def test_settings_of_other_protocols_train_and_are_replayed(name, tmp_path):
 def plane(w, batch):
   inputs, wanted = batch
   return ((inputs @ w - wanted) ** 2).mean()
+
+
+def test_settings_are_described_without_names_of_classes_and_modules():
+  killed = sandblaster.sandblaster(1.0, 2, failures=[(1.0, "worker", 1)])
+  filters = [{"name": "random_skip", "probability": 0.5}]
+  filtered = tables.table(0.05, 2, bound=1, filters=filters)
+  said = [*map(descriptions.describe_recipe, (killed, filtered))]
+  assert said[0].startswith("sandblaster(history=10, portions=")
+  assert said[0].endswith("failures=((time=1.0, what='worker', index=1)))")
+  assert said[1].startswith("tables(rules=(consistency=(name='ssp', need=")
+  assert "filters=(random_skip)" in said[1]
+  assert "Settings" not in str(said)
+  assert "asgd" not in str(said)
 
 
 def test_settings_need_the_number_of_workers():

@@ -194,9 +194,7 @@ def test_a_recipe_that_cannot_keep_a_ticket_is_refused(name):
 
 def test_fedasync_at_alpha_1_leaves_worker_and_server_at_one_model():
   # Twice on one ticket it was a worker at 2 and a server at 6: refused above.
-  recipe = asgd.fedasync(
-    0.5, 1, steps=1, mixing=1.0, discount="constant"
-  )
+  recipe = asgd.fedasync(0.5, 1, steps=1, mixing=1.0, discount="constant")
   host = simulator.make_host(
     recipe.server(), recipe.make_worker(lambda w, batch: 0.5 * w**2)
   )

@@ -108,14 +108,10 @@ def test_is_the_same_under_jit():
     (dict(peak=1, warmup=2, start=1.5), r"the peak 1 \(not at 1.5\)"),
     (dict(peak=1, warmup=2, start=-0.5), r"between 0 .* \(not at -0.5\)"),
     (dict(peak=1, boundaries=(3,), factor=0), "factor .* positive .*not 0"),
-    (
-      dict(peak=1, boundaries=(3,), factor=np.nan),
-      "factor .* positive finite number, not nan",
-    ),
-    (
-      dict(peak=1, warmup=5, boundaries=(4, 8)),
-      r"drops at updates \(4, 8\), inside the warm-up of 5",
-    ),
+    (dict(peak=1, boundaries=(3,), factor=np.nan),
+     "factor .* positive finite number, not nan"),
+    (dict(peak=1, warmup=5, boundaries=(4, 8)),
+     r"drops at updates \(4, 8\), inside the warm-up of 5"),
     (dict(peak=1, boundaries=(-1,)), r"drops at updates \(-1,\), inside"),
   ],
 )

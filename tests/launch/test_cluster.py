@@ -11,9 +11,7 @@ import pytest
 from asgd.base import RECEIVE
 from asgd.experiment import live_files, storage
 
-pytestmark = [
-  *(pytest.mark.slow, pytest.mark.process),
-]
+pytestmark = [*(pytest.mark.slow, pytest.mark.process)]
 
 AHEAD = 1e6  # seconds, of the clock of the second node
 MODULE = f'''

@@ -1,8 +1,10 @@
 """The command `asgd` runs a command of launch with its flags."""
 
+import re
 import runpy
 import sys
 
+import kit
 import pytest
 
 from asgd.experiment import shipped
@@ -48,9 +50,10 @@ def test_words_go_to_the_command(run, words, module, arguments):
 def test_without_a_command_all_are_listed(run):
   module, _, out = run()
   assert module is None
-  for name in ("train", "replay", "bench"):
-    (line,) = (x for x in out.splitlines() if x.startswith(f"asgd {name} "))
-    assert line.endswith(".")
+  named = dict(re.findall(r"^asgd (\w+) +(\S.*)\.$", out, re.MULTILINE))
+  files = (kit.ROOT / "launch").glob("[!_]*.py")
+  commands = {path.stem for path in files} - {"flags", "listing"}
+  assert named.keys() == commands | {"bench"}
   assert run("--help") == (None, [], out)
   assert run("--version")[2].startswith("asgd ")
 

@@ -102,6 +102,7 @@ def test_a_figure_without_all_of_its_cells_is_not_judged(
 def test_several_that_are_missing_are_counted_and_some_are_named(tmp_path):
   names = [f"a-n{count}-s0" for count in range(1, 7)]
   said = "only 0 of the 6 cells that were asked for are finished, without"
-  said += " a-n1-s0, a-n2-s0, a-n3-s0, ... (it has no result)"
-  assert folder.missing(tmp_path, names) == said
-  assert folder.missing(tmp_path, []) == ""
+  said += " a-n1-s0, a-n2-s0, a-n3-s0, ... (it has no result); run the same"
+  said += " command again to go on"
+  assert folder.incomplete(tmp_path, names) == said
+  assert folder.incomplete(tmp_path, []) == ""

@@ -223,16 +223,6 @@ def test_every_event_is_one_that_viewers_know():
   assert used == set(tracks)
 
 
-def test_results_of_one_run_are_as_good_as_the_run(tmp_path, capsys):
-  place = kit.write_live_cell(tmp_path, kit.JOURNAL)
-  timeline.main(str(tmp_path))
-  assert (place / "timeline.json").exists()
-  assert live_files.read(tmp_path).journals == [kit.JOURNAL]
-  (tmp_path / "cells" / "b-n2-s0").mkdir()
-  with pytest.raises(ValueError, match="has 2 cells: name one .*a-n2-s0, b-n2"):
-    timeline.main(str(tmp_path))
-
-
 @pytest.mark.parametrize("out", ["missing/timeline.json", "cells"])
 def test_a_place_where_no_file_can_be_is_refused(tmp_path, out):
   place = kit.write_live_cell(tmp_path, kit.JOURNAL)
@@ -243,7 +233,7 @@ def test_a_place_where_no_file_can_be_is_refused(tmp_path, out):
 
 def test_the_command_writes_json_and_says_where_to_open_it(tmp_path, capsys):
   place = kit.write_live_cell(tmp_path, kit.JOURNAL)
-  timeline.main(str(place))
+  timeline.main(str(tmp_path))  # which has one cell
   said = capsys.readouterr().out
   assert "https://ui.perfetto.dev" in said
   assert "--config.live.spans=True" in said  # there were none

@@ -158,7 +158,8 @@ def test_costs_are_checked(kwargs, message):
 def test_costs_must_be_of_the_table_s_stages():
   made = one_f_one_b(3, 3)
   for stages in (2, 4):
-    with pytest.raises(ValueError, match=rf"of {stages} stages, .* costs\(3"):
+    said = rf"of {stages} stages, .* 3: make them with analyze.costs\(3"
+    with pytest.raises(ValueError, match=said):
       analyze.analyze(made, analyze.costs(stages))
 
 
@@ -251,46 +252,35 @@ LATEST_FORWARD = [[0, 0, 0, 1], [0, 0, 1, 2], [0, 1, 2, 3]]
 LATEST_BACKWARD = [[0, 1, 2, 3]] * 3
 
 
-def test_latest_by_hand():
-  read = analyze.versions(THREE, "latest")
-  assert read.update.tolist() == [[0, 1, 2, 3]] * 3
-  assert read.forward.tolist() == LATEST_FORWARD
-  assert read.backward.tolist() == LATEST_BACKWARD
-  old = analyze.staleness(THREE, "latest")
-  assert old.forward.tolist() == [[0, 1, 2, 2], [0, 1, 1, 1], [0, 0, 0, 0]]
-  assert not old.backward.any()
-  assert analyze.weight_versions(THREE, "latest").tolist() == [1, 1, 1]
+NINE = one_f_one_b(3, 9, every=3, flush=False)
+READ_BY_THE_FIRST = [LATEST_FORWARD[0]] * 3
+# The last stage is at 2 when it does B2 with version 0 of "vertical", and keeps
+# 1 for B3.
+BY_HAND = {
+  "latest": (THREE, LATEST_FORWARD, LATEST_BACKWARD, [1, 1, 1]),
+  "stash": (THREE, LATEST_FORWARD, LATEST_FORWARD, [3, 2, 1]),
+  "vertical": (THREE, READ_BY_THE_FIRST, READ_BY_THE_FIRST, [3, 3, 3]),
+  "2bw": (NINE, *[[[0] * 6 + [1] * 3] * 3] * 2, [2, 2, 2]),
+}
+OLD = {
+  "latest": ([[0, 1, 2, 2], [0, 1, 1, 1], [0] * 4], [[0] * 4] * 3),
+  "stash": ([[0, 1, 2, 2], [0, 1, 1, 1], [0] * 4],) * 2,  # p - 1 - s at last
+  "vertical": ([[0, 1, 2, 2]] * 3,) * 2,  # the first one's
+  "2bw": ([[0] * 3 + [1] * 6] * 3,) * 2,
+}
 
 
-def test_stash_by_hand():
-  read = analyze.versions(THREE, "stash")
-  assert read.forward.tolist() == read.backward.tolist() == LATEST_FORWARD
-  old = analyze.staleness(THREE)
-  assert old.forward.tolist() == old.backward.tolist()
-  assert old.forward[:, -1].tolist() == [2, 1, 0]  # p - 1 - s
-  assert analyze.weight_versions(THREE, "stash").tolist() == [3, 2, 1]
-
-
-def test_vertical_by_hand():
-  read = analyze.versions(THREE, "vertical")
-  assert read.forward.tolist() == [LATEST_FORWARD[0]] * 3
-  assert read.backward.tolist() == [LATEST_FORWARD[0]] * 3
-  old = analyze.staleness(THREE, "vertical")
-  assert old.forward.tolist() == [[0, 1, 2, 2]] * 3  # the first one's
-  # The last stage is at 2 when it does B2 with version 0, and keeps 1 for B3.
-  assert analyze.weight_versions(THREE, "vertical").tolist() == [3, 3, 3]
-
-
-def test_2bw_by_hand():
-  made = one_f_one_b(3, 9, every=3, flush=False)
-  read = analyze.versions(made, "2bw")
-  batches = [[0] * 3 + [1] * 3 + [2] * 3] * 3
-  assert read.update.tolist() == batches
-  assert read.forward.tolist() == [[0] * 6 + [1] * 3] * 3
-  assert read.backward.tolist() == read.forward.tolist()
-  old = analyze.staleness(made, "2bw")
-  assert old.forward.tolist() == [[0] * 3 + [1] * 6] * 3
-  assert analyze.weight_versions(made, "2bw").tolist() == [2, 2, 2]
+@pytest.mark.parametrize("weights", BY_HAND)
+def test_versions_by_hand(weights):
+  made, forward, backward, held = BY_HAND[weights]
+  read = analyze.versions(made, weights)
+  updates = [i // made.every for i in range(made.microbatches)]
+  assert read.update.tolist() == [updates] * 3
+  assert read.forward.tolist() == forward
+  assert read.backward.tolist() == backward
+  old = analyze.staleness(made, weights)
+  assert (old.forward.tolist(), old.backward.tolist()) == OLD[weights]
+  assert analyze.weight_versions(made, weights).tolist() == held
 
 
 def test_2bw_needs_as_many_microbatches_in_an_update_as_stages():

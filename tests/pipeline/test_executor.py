@@ -5,6 +5,7 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import optax
 import pytest
@@ -117,17 +118,27 @@ def parts(stages, name="asgd", workers=1):
   ]
 
 
+def executor_of(table, stages=STAGES, *, made=None, given=None, **options):
+  """Returns an executor of the table, of other parts or extras if given."""
+  given = functools.partial(extra, stages) if given is None else given
+  return Executor(table, made or parts(stages), given, **options)
+
+
+def whole_of(engine, state):
+  """Returns the parameters of all layers."""
+  return sum(map(tuple, engine.params(state)), ())
+
+
 def vee(microbatches):
   """Four stages on two devices, there and back."""
   orders = [
-    [("F", s, m) for m in range(microbatches) for s in (d, 3 - d)]
+    [
+      (action, stage, m)
+      for action, stage in (("F", d), ("F", 3 - d), ("B", 3 - d), ("B", d))
+      for m in range(microbatches)
+    ]
     for d in range(2)
   ]
-  for d in range(2):
-    orders[d] = [("F", d, m) for m in range(microbatches)]
-    orders[d] += [("F", 3 - d, m) for m in range(microbatches)]
-    orders[d] += [("B", 3 - d, m) for m in range(microbatches)]
-    orders[d] += [("B", d, m) for m in range(microbatches)]
   return table_lib.lay_out("V", orders, every=microbatches, flush=True)
 
 
@@ -149,18 +160,18 @@ def run_table(
 ):
   """Returns the whole parameters, the losses and the records."""
   made = parts(stages, name, workers)
-  run_ = Executor(table, made, functools.partial(extra, stages), **options)
+  run_ = executor_of(table, stages, made=made, **options)
   state, losses, seen = run_.start(), {}, []
   for stop in (*stops, None):
     result = run_.run(state, stop)
     state = result.state
     losses.update(result.losses)
     seen.append(result.records)
-  whole = sum((tuple(part) for part in run_.params(state)), ())
   records = [
     simulator.concatenate(list(rows)) for rows in zip(*seen, strict=True)
   ]
-  return whole, {m: float(v) for m, v in losses.items()}, records
+  losses = {m: float(v) for m, v in losses.items()}
+  return whole_of(run_, state), losses, records
 
 
 def descend(params, gradients):
@@ -231,9 +242,7 @@ def clipping():
 def test_norms_are_of_all_stages_if_updates_are_together(name):
   table = TABLES[name]()
   made = [part._replace(server=clipping()) for part in parts(STAGES)]
-  run_ = Executor(
-    *(table, made, functools.partial(extra, STAGES)), together=True
-  )
+  run_ = executor_of(table, made=made, together=True)
   params = numbers()[2]
   gradients = [gradient_of(params, m) for m in range(table.microbatches)]
   mean = jax.tree.map(lambda *g: sum(g) / len(g), *gradients)
@@ -243,19 +252,17 @@ def test_norms_are_of_all_stages_if_updates_are_together(name):
   state = run_.start()
   for slot in (*range(1, table.slots), None):  # cut anywhere
     state = run_.run(state, slot).state
-  close(sum(map(tuple, run_.params(state)), ()), wanted)
+  close(whole_of(run_, state), wanted)
 
 
 def test_a_table_is_obeyed_again_with_the_microbatches_that_follow():
-  table = gpipe(STAGES, 4)
-  run_ = Executor(table, parts(STAGES), functools.partial(extra, STAGES))
+  run_ = executor_of(gpipe(STAGES, 4))
   state, losses = run_.start(), {}
   for _ in range(3):
     result = run_.run(state)
     state = run_.again(result.state)
     losses.update(result.losses)
-  whole = sum((tuple(part) for part in run_.params(state)), ())
-  close(whole, descend_whole(12, 4))
+  close(whole_of(run_, state), descend_whole(12, 4))
   assert sorted(losses) == list(range(12))
 
 
@@ -499,8 +506,9 @@ def test_pipemare_is_its_equations():
     for part, cure in zip(parts(2), cures, strict=True)
   ]
   given = functools.partial(extra, 2)
-  table = schedules.pipemare(2, COUNT)
-  run_ = Executor(table, made, given, weights="latest")
+  run_ = executor_of(
+    schedules.pipemare(2, COUNT), 2, made=made, weights="latest"
+  )
   found = run_.params(run_.run(run_.start()).state)
 
   def compiled_stage(stage, x):
@@ -569,13 +577,13 @@ def test_a_replicated_run_can_be_cut_before_any_slot():
 def test_what_is_on_its_way_is_plain_arrays():
   """So that a checkpoint can hold it."""
   table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
-  run_ = Executor(table, parts(STAGES), functools.partial(extra, STAGES))
+  run_ = executor_of(table)
   middle = run_.run(run_.start(), 9).state
-  assert middle.tickets and middle.on_their_way and middle.kept
+  assert {"w", "x", "g", "kept"} <= {kind for kind, *_ in middle.entries}
   there = jax.device_get(middle)
   back = jax.tree.map(lambda x: x, there)
   end = run_.run(run_.place(back)).state
-  same(sum((tuple(part) for part in run_.params(end)), ()), run_table(table)[0])
+  same(whole_of(run_, end), run_table(table)[0])
 
 
 def test_a_stage_that_raises_is_named_and_nothing_hangs():
@@ -585,7 +593,7 @@ def test_a_stage_that_raises_is_named_and_nothing_hangs():
     return extra(STAGES, stage, microbatch)
 
   table = one_f_one_b(STAGES, 8, every=1, flush=False)
-  run_ = Executor(table, parts(STAGES), failing)
+  run_ = executor_of(table, given=failing)
   before = threading.active_count()
   with pytest.raises(
     PipelineError, match="F of stage 0, microbatch 5 .* OSError: no such file"
@@ -596,10 +604,8 @@ def test_a_stage_that_raises_is_named_and_nothing_hangs():
 
 def test_own_actions_are_called():
   called = []
-  orders = [
-    [("F", 0, 0), ("B", 0, 0), ("tidy", -1, -1)],
-  ]
-  table = table_lib.lay_out("own", orders, every=1, flush=True)
+  order = [("F", 0, 0), ("B", 0, 0), ("tidy", -1, -1)]
+  table = table_lib.lay_out("own", [order], every=1, flush=True)
   run_table(table, 1, own={"tidy": called.append})
   assert called == [0]
   with pytest.raises(ValueError, match=r"actions \['tidy'\]"):
@@ -616,50 +622,49 @@ def test_own_actions_may_be_of_a_stage():
   close(found, descend_whole(1, 1))
 
 
+def without(state, kind):
+  """Returns a state without the entries of a kind, of which it has some."""
+  left = {key: v for key, v in state.entries.items() if key[0] != kind}
+  assert len(left) < len(state.entries)
+  return state._replace(entries=left)
+
+
 def test_a_state_must_be_one_of_the_table():
   """Or its lanes would wait for what never comes."""
   table = schedules.pipedream(2, 4)
-  run_ = Executor(table, parts(2), functools.partial(extra, 2))
+  run_ = executor_of(table, 2)
   middle = run_.run(run_.start(), 5).state
   there = jax.device_get(middle)
   for until in (3, -1, table.slots + 1, 5.0, "5", True):
     with pytest.raises(ValueError, match=r"at slot 5 can stop before slots 5"):
       run_.run(middle, until)
-  for field in ("tickets", "kept", "on_their_way"):
-    assert getattr(there, field)
+  for kind in ("w", "kept", "x"):
     for call in (run_.run, run_.place):
-      with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
-        call(there._replace(**{field: {}}))
+      with pytest.raises(ValueError, match=rf"has .'{kind}', .* not whole"):
+        call(without(there, kind))
   with pytest.raises(ValueError, match="1 stages, and pipedream has 2"):
     run_.run(there._replace(servers=there.servers[:1]))
   table = gpipe(2, 4)
-  slim = Executor(
-    table, parts(2, "dana_slim"), functools.partial(extra, 2), together=True
-  )
+  slim = executor_of(table, 2, made=parts(2, "dana_slim"), together=True)
   there = jax.device_get(slim.run(slim.start(), table.slots - 1).state)
-  assert ("m", 1, 3) in there.on_their_way
-  for field in ("sums", "messages", "on_their_way"):
-    with pytest.raises(ValueError, match=rf"has {field} .* not whole"):
-      slim.place(there._replace(**{field: {}}))
+  assert ("m", 1, 3) in there.entries
+  for kind in ("sum", "at_worker", "m"):
+    with pytest.raises(ValueError, match=rf"has .'{kind}', .* not whole"):
+      slim.place(without(there, kind))
   slim.run(slim.place(there))
   first = run_.start()
   run_.run(first)
   with pytest.raises(ValueError, match="was consumed by a run"):
     run_.run(first)
-  other = Executor(table, parts(2), functools.partial(extra, 2))
-  with pytest.raises(ValueError, match="has no on_their_way .'m', 1, 3., "):
+  other = executor_of(table, 2)
+  with pytest.raises(ValueError, match="has no .'at_worker', 0, 0., "):
     other.run(other.place(there))
 
 
 def test_spans_tell_what_was_done_when():
   ticks = iter(range(10**6))
   table = one_f_one_b(2, 4)
-  run_ = Executor(
-    table,
-    parts(2),
-    functools.partial(extra, 2),
-    clock=lambda: float(next(ticks)),
-  )
+  run_ = executor_of(table, 2, clock=lambda: float(next(ticks)))
   spans = run_.run(run_.start()).spans
   updates = [span for span in spans if span.action == "update"]
   assert sorted((u.stage, u.microbatch) for u in updates) == [
@@ -676,15 +681,27 @@ def test_spans_tell_what_was_done_when():
     assert all(a.end <= b.start for a, b in zip(mine, mine[1:], strict=False))
 
 
+ASYNCHRONOUS = one_f_one_b(4, 8, every=1, flush=False)
+UPDATES_OF_ONES_OWN = table_lib.lay_out(
+  "own",
+  [[("F", 0, 0), ("B", 0, 0), ("update", -1, -1)]],
+  every=1,
+  flush=True,
+)
+
+
+def whole_numbers(fn, params):
+  """A single stage whose loss or parameters are no fractions."""
+  return [Part(fn, params, server("asgd"))]
+
+
 MISTAKES = {
   "parts": (
-    lambda: Executor(gpipe(3, 4), parts(4), functools.partial(extra, 4)),
+    lambda: executor_of(gpipe(3, 4)),
     "3 stages, and there are 4 parts",
   ),
   "workers": (
-    lambda: run_table(
-      one_f_one_b(4, 8, every=1, flush=False), name="dana_zero", workers=3
-    ),
+    lambda: run_table(ASYNCHRONOUS, name="dana_zero", workers=3),
     "stage 0 has 4 updates in flight, and its algorithm was built for 3",
   ),
   "recompute": (
@@ -704,59 +721,40 @@ MISTAKES = {
     "needs more microbatches in an update",
   ),
   "loss": (
-    lambda: Executor(gpipe(1, 2), parts(4)[:1], functools.partial(extra, 4)),
+    lambda: executor_of(gpipe(1, 2), made=parts(4)[:1]),
     "last stage must return its loss",
   ),
   "whole loss": (
-    lambda: Executor(
+    lambda: executor_of(
       gpipe(1, 2),
-      [Part(lambda p, x, e: (p.astype(int), ()), np.ones(()), server("asgd"))],
-      functools.partial(extra, 1),
+      1,
+      made=whole_numbers(lambda p, x, e: (p.astype(int), ()), np.ones(())),
     ),
     r"must return its loss, float\[\], not int64\[\]",
   ),
   "whole parameters": (
-    lambda: Executor(
+    lambda: executor_of(
       gpipe(1, 2),
-      [
-        Part(
-          lambda p, x, e: (p[0] * p[1], ()),
-          (np.ones(()), np.int32(1)),
-          server("asgd"),
-        )
-      ],
-      functools.partial(extra, 1),
+      1,
+      made=whole_numbers(
+        lambda p, x, e: (p[0] * p[1], ()), (np.ones(()), np.int32(1))
+      ),
     ),
     "stage 0 has parameters of dtype int32, which have no gradient",
   ),
   "update": (
-    lambda: run_table(
-      table_lib.lay_out(
-        "own",
-        [[("F", 0, 0), ("B", 0, 0), ("update", -1, -1)]],
-        every=1,
-        flush=True,
-      ),
-      1,
-      own={"update": print},
-    ),
+    lambda: run_table(UPDATES_OF_ONES_OWN, 1, own={"update": print}),
     "actions 'update', which is what the executor calls",
   ),
   "together": (
-    lambda: run_table(one_f_one_b(4, 8, every=1, flush=False), together=True),
+    lambda: run_table(ASYNCHRONOUS, together=True),
     "their updates cannot be made together",
   ),
   "again": (
-    lambda: (lambda e: e.again(e.start()))(
-      Executor(gpipe(4, 4), parts(4), functools.partial(extra, 4))
-    ),
+    lambda: (lambda e: e.again(e.start()))(executor_of(gpipe(4, 4))),
     "run it to its end first",
   ),
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  call, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    call()
+test_a_mistake_is_told = kit.refuses(MISTAKES)

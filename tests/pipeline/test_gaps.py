@@ -5,7 +5,7 @@ import pytest
 
 from pipeline import analyze, schedules, validate
 from pipeline import table as table_lib
-from pipeline.schedules import gaps, layout, search
+from pipeline.schedules import layout, search
 
 LINE = [(0,), (1,)]
 # One unit for each task:
@@ -18,7 +18,7 @@ LONG = [
 
 
 def test_a_task_moves_into_the_idle_time_before_it():
-  found = gaps.Gaps(LINE, 2, analyze.costs(2))
+  found = search.Gaps(LINE, 2, analyze.costs(2))
   assert found.score(LONG) == (9, 9)
   # Forward in time, W0 of stage 0 goes before I1. Backward in time, W0 of
   # stage 1 goes behind I1, F1 behind I0, and the rest follows.
@@ -36,7 +36,7 @@ def test_shortening_keeps_the_memory():
   orders = [
     [(a, stage, i) for i in range(3) for a in "FIW"] for stage in range(2)
   ]
-  found = gaps.Gaps(LINE, 3, analyze.costs(2))
+  found = search.Gaps(LINE, 3, analyze.costs(2))
   score, kept = found.shorten(orders, (1, 1), 4)
   assert kept == orders and score == found.score(orders)
   score, moved = found.shorten(orders, (2, 1), 4)
@@ -99,4 +99,4 @@ def test_a_large_table_tries_its_equal_times_order_too(monkeypatch):
   ]
   orders = [[(s.action, s.stage, s.microbatch) for s in o] for o in orders]
   # 448 of work and 24 of waiting, as of the order for F = I = W.
-  assert gaps.Gaps(places, 8, costs).score(orders)[0] == 472
+  assert search.Gaps(places, 8, costs).score(orders)[0] == 472

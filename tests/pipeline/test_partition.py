@@ -14,14 +14,8 @@ from hypothesis import strategies as st
 from asgd import models
 from pipeline import analyze
 from pipeline import table as table_lib
-from pipeline.partition import (
-  coarsen,
-  graph,
-  mixed_pipe,
-  placement,
-  refine,
-)
-from pipeline.partition.blocks import Blocks
+from pipeline.partition import coarsen, graph, mixed_pipe, placement
+from pipeline.partition.coarsen import Blocks
 from pipeline.partition.graph import Node, chain, make
 from pipeline.partition.pipedream import pipedream
 
@@ -826,7 +820,7 @@ def objective(found, g, *, bandwidth=None, recompute=()):
   work = zip(g.nodes, stage, strict=True)
   weights = [node.work(s in recompute) for node, s in work]
   devices = [device for (device,) in found.devices]
-  return refine.cost(g, stage, devices, weights, bandwidth)[0]
+  return mixed_pipe.cost(g, stage, devices, weights, bandwidth)[0]
 
 
 def test_objective_by_hand():
@@ -859,28 +853,28 @@ def test_refinement_moves_borders():
   # Two blocks of 1 and 5, as a bad coarsening would leave them.
   units = blocks_of(g)
   sizes = dict.fromkeys(range(6), 1.0)
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, None
   )
   assert state.now == (5, 1)
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.now == (3, 1) and state.nodes() == [0, 0, 0, 1, 1, 1]
   # With memory for two units on the first device, it takes one more only.
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     units, [(0,), (1, 2, 3, 4, 5)], [0, 1], 1.0, sizes, 2.0
   )
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.nodes() == [0, 0, 1, 1, 1, 1]
 
 
 def test_equal_objectives_are_told_apart_by_bytes():
   # b takes no time: with a it sends 1 byte over the border, with c it is 9.
   made = [Node("a", 1, 1, 9), Node("b", 0, 0, 1), Node("c", 1, 1)]
-  state = refine.Refinement(
+  state = mixed_pipe.Refinement(
     *(blocks_of(chain(made)), [(0,), (1, 2)], [0, 1]),
     *(None, dict.fromkeys(range(3), 0.0), None),
   )
-  refine.refine(state)
+  mixed_pipe.refine(state)
   assert state.nodes() == [0, 0, 1] and state.now == (2, 1)
 
 

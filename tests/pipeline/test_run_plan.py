@@ -4,6 +4,7 @@ import types
 from pathlib import Path
 
 import jax
+import kit
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -62,13 +63,8 @@ def test_a_budget_is_whole_updates():
 
 
 def test_another_schedule_drops_what_the_old_one_was_given():
-  entry = {
-    "schedule": "pipedream_2bw",
-    "weights": "2bw",
-    "every": 4,
-    "momentum": 0.5,
-    "title": "2BW",
-  }
+  entry = dict(schedule="pipedream_2bw", weights="2bw", every=4, title="2BW")
+  entry["momentum"] = 0.5
   exp = build_pipelines(
     {"runs.x.schedule": "zb_h1"}, config=small_config(x=entry)
   )
@@ -90,14 +86,9 @@ def test_layers_without_weights_go_with_the_next():
   assert plan_of(build_pipelines()).cuts == (0, 2, 3, 4, 5)
   two = plan_of(build_pipelines({"pipeline.stages": 2})).cuts
   assert two == (0, 2, 5)  # 520 parameters, and 72 + 72 + 90
-  for value in ("0,2,3,4,5", (0, 2, 3, 4, 5)):
-    assert plan_of(build_pipelines({"pipeline.cuts": value})).cuts == (
-      0,
-      2,
-      3,
-      4,
-      5,
-    )
+  wanted = 0, 2, 3, 4, 5
+  for value in ("0,2,3,4,5", wanted):
+    assert plan_of(build_pipelines({"pipeline.cuts": value})).cuts == wanted
 
 
 @pytest.mark.slow
@@ -210,17 +201,12 @@ def test_ftpipe_stashes_nothing_and_recomputes_all_but_the_last_stage():
   }
   exp = build_pipelines(config=small_config(**runs))
   plans = {label: plan_of(exp, label) for label in runs}
-  assert {label: plan.weights for label, plan in plans.items()} == {
-    "plain": "latest",
-    "keeps": "latest",
-    "stashes": "stash",
-    "one": "stash",
-  }
-  assert {label: list(plan.recompute) for label, plan in plans.items()} == {
-    "plain": [True, True, True, False],
-    "keeps": [False] * 4,
-    "stashes": [True] * 4,
-    "one": [False, False, True, False],
+  found = {label: (p.weights, list(p.recompute)) for label, p in plans.items()}
+  assert found == {
+    "plain": ("latest", [True, True, True, False]),
+    "keeps": ("latest", [False] * 4),
+    "stashes": ("stash", [True] * 4),
+    "one": ("stash", [False, False, True, False]),
   }
 
 
@@ -316,118 +302,96 @@ def test_runs_of_one_algorithm_share_its_servers():
 # Mistakes.
 
 
-X = "runs.x"
-MISTAKES = {
-  "schedule": ({f"{X}.schedule": "gpip"}, "did you mean 'gpipe'"),
-  "recipe": ({f"{X}.recipe": "dana_zer"}, "did you mean 'dana_zero'"),
-  "key": ({"exampels": 3}, "'exampels'; did you mean 'examples'"),
-  "section key": (
-    {"pipeline.stagess": 3},
-    "'pipeline.stagess'; did you mean 'stages'",
-  ),
-  "run key": ({f"{X}.chunk": 3}, "'runs.x.chunk'.*known"),
-  "option of another": ({f"{X}.chunks": 3}, "'runs.x.chunks'.*pipeline"),
-  "stages": ({"pipeline.stages": 0}, "stages must be a whole number from 1"),
-  "too many stages": (
-    {"pipeline.stages": 7},
-    "4 layers with weights.*config.pipeline.stages=4",
-  ),
-  "odd stages": (
-    {"pipeline.stages": 3, f"{X}.schedule": "zb_v"},
-    "2 stages on each device.*config.runs.x.stages=4|config.runs.x.stages",
-  ),
-  "odd chimera": (
-    {"pipeline.stages": 3, f"{X}.schedule": "chimera"},
-    "config.runs.x.* stages must be even|config.runs.x.stages must be even",
-  ),
-  "dualpipe": (
-    {"pipeline.microbatches": 4, f"{X}.schedule": "dualpipe"},
-    "config.runs.x.*dualpipe needs 8 microbatches",
-  ),
-  "devices": (
-    {f"{X}.schedule": "ftpipe", f"{X}.devices": (0, 1)},
+PLACED = dict(schedule="ftpipe", partition="mixed_pipe")
+OF_A_RUN = [
+  (dict(schedule="gpip"), "did you mean 'gpipe'"),
+  (dict(recipe="dana_zer"), "did you mean 'dana_zero'"),
+  (dict(chunk=3), "'runs.x.chunk'.*known"),
+  (dict(chunks=3), "'runs.x.chunks'.*pipeline"),  # of another schedule
+  (
+    dict(schedule="ftpipe", devices=(0, 1)),
     "config.runs.x.devices must be a device for each of 4",
   ),
-  "partition": (
-    {f"{X}.partition": "pipedram"},
+  (
+    dict(partition="pipedram"),
     "config.runs.x.partition must be 'pipedream' or 'mixed_pipe'",
   ),
-  "partition of another": (
-    {f"{X}.partition": "mixed_pipe"},
+  (
+    dict(partition="mixed_pipe"),
     "mixed_pipe is not for the schedule gpipe: use ftpipe",
   ),
-  "partition and devices": (
-    {
-      f"{X}.schedule": "ftpipe",
-      f"{X}.partition": "mixed_pipe",
-      f"{X}.devices": (0, 1),
-    },
+  (
+    dict(devices=(0, 1), **PLACED),
     "config.runs.x.devices follows from config.runs.x.partition",
   ),
-  "rule": ({f"{X}.schedule": "custom"}, "config.runs.x.rule must be the place"),
-  "weights": (
-    {f"{X}.schedule": "stale", f"{X}.weights": "newest"},
-    "config.runs.x.weights .*newest",
-  ),
-  "weights of a flush": ({f"{X}.weights": "2bw"}, "is for asynchronous"),
-  "2bw": (
-    {f"{X}.schedule": "pipedream", f"{X}.weights": "2bw"},
+  (dict(schedule="custom"), "config.runs.x.rule must be the place"),
+  (dict(schedule="stale", weights="newest"), "config.runs.x.weights .*newest"),
+  (dict(weights="2bw"), "is for asynchronous"),
+  (
+    dict(schedule="pipedream", weights="2bw"),
     "config.runs.x.*needs more microbatches in an update",
   ),
-  "every": (
-    {f"{X}.schedule": "pipedream", f"{X}.every": 3},
+  (
+    dict(schedule="pipedream", every=3),
     "config.runs.x.every 3 does not divide the 16",
   ),
-  "recompute": ({f"{X}.recompute": 1}, "recompute must be True or False"),
-  "PipeMare's K": (
-    {f"{X}.schedule": "pipemare", f"{X}.anneal": -1},
+  (dict(recompute=1), "recompute must be True or False"),
+  (
+    dict(schedule="pipemare", anneal=-1),
     "config.runs.x.anneal must be a positive whole number, not -1",
   ),
-  "PipeMare's D": (
-    {f"{X}.schedule": "pipemare", f"{X}.decay": 1.0},
+  (
+    dict(schedule="pipemare", decay=1.0),
     "config.runs.x.decay must be between 0 and 1, not 1.0",
   ),
-  "recompute of no stage": (
-    {f"{X}.recompute": (0, 4)},
+  (
+    dict(recompute=(0, 4)),
     r"config.runs.x.recompute must be stages from 0 to 3, not \[0, 4\]",
   ),
-  "recompute of stages that are still to be made": (
-    {
-      f"{X}.schedule": "ftpipe",
-      f"{X}.partition": "mixed_pipe",
-      f"{X}.recompute": "0,1",
-    },
+  (
+    dict(recompute="0,1", **PLACED),  # stages that are still to be made
     r"config.runs.x.recompute \[0, 1\] are stages, which mixed_pipe has",
   ),
-  "cuts": ({"pipeline.cuts": "0,1,2,3"}, "4 stages are cut at 5 layers"),
-  "cuts name": ({"pipeline.cuts": "size"}, "cuts must be 'parameters', 'time'"),
-  "cuts without weights": (
-    {"pipeline.cuts": "0,1,2,3,5"},
-    "stage 0 .* has no weights",
+  (dict(recipe="easgd"), "do not fit; use asgd"),
+  (dict(learning_rate="a"), "config.runs.x.learning_rate must"),
+]
+MISTAKES = [
+  *(({f"runs.x.{k}": v for k, v in d.items()}, m) for d, m in OF_A_RUN),
+  ({"exampels": 3}, "'exampels'; did you mean 'examples'"),
+  ({"pipeline.stagess": 3}, "'pipeline.stagess'; did you mean 'stages'"),
+  ({"pipeline.stages": 0}, "stages must be a whole number from 1"),
+  ({"pipeline.stages": 7}, "4 layers with weights.*config.pipeline.stages=4"),
+  (
+    {"pipeline.stages": 3, "runs.x.schedule": "zb_v"},
+    "2 stages on each device.*config.runs.x.stages=4|config.runs.x.stages",
   ),
-  "worker recipe": ({f"{X}.recipe": "easgd"}, "do not fit; use asgd"),
-  "own rate": (
-    {f"{X}.learning_rate": "a"},
-    "config.runs.x.learning_rate must",
+  (
+    {"pipeline.stages": 3, "runs.x.schedule": "chimera"},
+    "config.runs.x.* stages must be even|config.runs.x.stages must be even",
   ),
-  "decay": (
+  (
+    {"pipeline.microbatches": 4, "runs.x.schedule": "dualpipe"},
+    "config.runs.x.*dualpipe needs 8 microbatches",
+  ),
+  ({"pipeline.cuts": "0,1,2,3"}, "4 stages are cut at 5 layers"),
+  ({"pipeline.cuts": "size"}, "cuts must be 'parameters', 'time'"),
+  ({"pipeline.cuts": "0,1,2,3,5"}, "stage 0 .* has no weights"),
+  (
     {
       "learning_rate_schedule.warmup_examples": 64,
       "learning_rate_schedule.decay_examples": 32,
     },
     "config.learning_rate_schedule: .*inside the warm-up",
   ),
-  "batch": ({"batch_size": 5000}, "batch_size"),
-  "too long": ({"epochs": 1e9, "examples": None}, "use at most 1,000,000"),
-  "no layers": ({"data.name": "pydok"}, "config.data.name: .* texts: pydoc"),
-}
+  ({"batch_size": 5000}, "batch_size"),
+  ({"epochs": 1e9, "examples": None}, "use at most 1,000,000"),
+  ({"data.name": "pydok"}, "config.data.name: .* texts: pydoc"),
+]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_names_key_value_and_remedy(name):
-  overrides, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    build_pipelines(overrides)
+test_a_mistake_names_key_value_and_remedy = kit.refuses(
+  MISTAKES, build_pipelines
+)
 
 
 def test_every_case_is_known_by_its_schedule():

@@ -56,6 +56,7 @@ def test_every_schedule_has_a_default_here():
 def test_a_run_of_a_schedule_is_its_table(name):
   options = {"rule": first_of_the_network} if name == "custom" else {}
   table = of_run(name, **options)
+  assert table.name == name
   same_tables(table, DEFAULTS[name]())
   assert table.flush == schedules.describe(name).flush
   weights = {"pipedream_2bw": "2bw"}

@@ -81,41 +81,75 @@ def peaks(table):
 
 # Pictures.
 
-
-def test_gpipe_as_drawn():
-  picture = """
+DRAWN = {
+  lambda: schedules.gpipe(4, 4): """
     0 | F0 F1 F2 F3 .  .  .  .  .  .  B0 B1 B2 B3
     1 | .  F0 F1 F2 F3 .  .  .  .  B0 B1 B2 B3 .
     2 | .  .  F0 F1 F2 F3 .  .  B0 B1 B2 B3 .  .
     3 | .  .  .  F0 F1 F2 F3 B0 B1 B2 B3 .  .  .
-  """
-  assert text(schedules.gpipe(4, 4)) == lines(picture)
-  picture = """
+  """,
+  lambda: schedules.gpipe(2, 3, reverse=True): """
     0 | F0 F1 F2 .  .  B2 B1 B0
     1 | .  F0 F1 F2 B2 B1 B0 .
-  """
-  assert text(schedules.gpipe(2, 3, reverse=True)) == lines(picture)
-
-
-def test_1f1b_as_drawn():
-  picture = """
+  """,
+  lambda: schedules.one_f_one_b(4, 5): """
     0 | F0 F1 F2 F3 .  .  .  B0 F4 B1 .  B2 .  B3 .  B4
     1 | .  F0 F1 F2 .  .  B0 F3 B1 F4 B2 .  B3 .  B4 .
     2 | .  .  F0 F1 .  B0 F2 B1 F3 B2 F4 B3 .  B4 .  .
     3 | .  .  .  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 .  .  .
-  """
-  assert text(schedules.one_f_one_b(4, 5)) == lines(picture)
-
-
-def test_batches_follow_a_flush():
-  picture = """
+  """,
+  lambda: schedules.one_f_one_b(2, 2, batches=2): """
     0 | F0 F1 .  B0 .  B1 F2 F3 .  B2 .  B3
     1 | .  F0 B0 F1 B1 .  .  F2 B2 F3 B3 .
-  """
+  """,
+  # With a short group.
+  lambda: schedules.interleaved(2, 2, 3): """
+    0 | F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 .    B1@2 F2@2 B0@0 B1@0 .    B2@2 .    B2@0
+    1 | .    F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 B1@1 F2@3 B2@3 .    B2@1 .
+  """,  # noqa: E501
+  lambda: schedules.breadth_first(2, 2, 2): """
+    0 | F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B1@2 B0@0 B1@0
+    1 | .    F0@1 F1@1 F0@3 F1@3 B0@3 B1@3 B0@1 B1@1 .
+  """,
+  # Figure 3 of Li and Hoefler 2021.
+  lambda: schedules.chimera(4, 4): """
+    0 | F0@0 F1@0 .    F2@3 B2@3 F3@3 B3@3 B0@0 .    B1@0
+    1 | .    F0@1 F2@2 F1@1 F3@2 B2@2 B0@1 B3@2 B1@1 .
+    2 | .    F2@1 F0@2 F3@1 F1@2 B0@2 B2@1 B1@2 B3@1 .
+    3 | F2@0 F3@0 .    F0@3 B0@3 F1@3 B1@3 B2@0 .    B3@0
+  """,
+  # Three devices, two of them for the first stage: NOAM = 2.
+  lambda: schedules.pipedream(2, 6, replicas=(2, 1)): """
+    0 | F0@0 F2@0 .    B0@0 F4@0 .    .    B2@0 .    .    .    B4@0 .    .
+    1 | F1@0 F3@0 .    .    .    B1@0 F5@0 .    .    B3@0 .    .    .    B5@0
+    2 | .    F0@1 B0@1 F1@1 B1@1 F2@1 B2@1 F3@1 B3@1 F4@1 B4@1 F5@1 B5@1 .
+  """,
+  # Figure 2 of Qi et al. 2024, above.
+  lambda: schedules.zb_h1(4, 8): """
+    0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
+    1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
+    2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
+    3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
+  """,  # noqa: E501
+  # B takes as long as F here, so that a slot is a unit of time.
+  lambda: schedules.ftpipe(
+    (0, 1, 0), 3, costs=analyze.costs(3, backward=1.0), stage_depth=(1, 1, 0)
+  ): """
+    0 | F0@0 F1@0 F0@2 B0@2 F1@2 B1@2 B0@0 F2@0 B1@0 F2@2 B2@2 .    B2@0
+    1 | .    F0@1 F1@1 .    B0@1 .    B1@1 .    F2@1 .    .    B2@1 .
+  """,
+}
+
+
+@pytest.mark.parametrize("make, picture", DRAWN.items(), ids=range(len(DRAWN)))
+def test_a_table_is_as_drawn(make, picture):
+  assert text(make()) == lines(picture)
+
+
+def test_updates_and_flushes():
   table = schedules.one_f_one_b(2, 2, batches=2)
-  assert text(table) == lines(picture)
-  assert table.every == 2
-  assert table.flush
+  assert (table.every, table.flush) == (2, True)
+  assert not schedules.pipedream(2, 6, replicas=(2, 1)).flush
 
 
 def test_interleaved_as_in_megatron():
@@ -133,56 +167,6 @@ def test_interleaved_as_in_megatron():
   found = rows(schedules.interleaved(4, 2, 8))
   assert found[0] == first
   assert found[3] == last
-
-
-def test_interleaved_with_a_short_group_as_drawn():
-  picture = """
-    0 | F0@0 F1@0 F0@2 F1@2 F2@0 B0@2 .    B1@2 F2@2 B0@0 B1@0 .    B2@2 .    B2@0
-    1 | .    F0@1 F1@1 F0@3 B0@3 F1@3 B1@3 F2@1 B0@1 B1@1 F2@3 B2@3 .    B2@1 .
-  """  # noqa: E501
-  assert text(schedules.interleaved(2, 2, 3)) == lines(picture)
-
-
-def test_breadth_first_as_drawn():
-  picture = """
-    0 | F0@0 F1@0 F0@2 F1@2 .    .    B0@2 B1@2 B0@0 B1@0
-    1 | .    F0@1 F1@1 F0@3 F1@3 B0@3 B1@3 B0@1 B1@1 .
-  """
-  assert text(schedules.breadth_first(2, 2, 2)) == lines(picture)
-
-
-def test_chimera_as_drawn():
-  # Figure 3 of Li and Hoefler 2021.
-  picture = """
-    0 | F0@0 F1@0 .    F2@3 B2@3 F3@3 B3@3 B0@0 .    B1@0
-    1 | .    F0@1 F2@2 F1@1 F3@2 B2@2 B0@1 B3@2 B1@1 .
-    2 | .    F2@1 F0@2 F3@1 F1@2 B0@2 B2@1 B1@2 B3@1 .
-    3 | F2@0 F3@0 .    F0@3 B0@3 F1@3 B1@3 B2@0 .    B3@0
-  """
-  assert text(schedules.chimera(4, 4)) == lines(picture)
-
-
-def test_pipedream_with_two_replicas_as_drawn():
-  # Three devices, two of them for the first stage: NOAM = 2.
-  picture = """
-    0 | F0@0 F2@0 .    B0@0 F4@0 .    .    B2@0 .    .    .    B4@0 .    .
-    1 | F1@0 F3@0 .    .    .    B1@0 F5@0 .    .    B3@0 .    .    .    B5@0
-    2 | .    F0@1 B0@1 F1@1 B1@1 F2@1 B2@1 F3@1 B3@1 F4@1 B4@1 F5@1 B5@1 .
-  """
-  table = schedules.pipedream(2, 6, replicas=(2, 1))
-  assert text(table) == lines(picture)
-  assert not table.flush
-
-
-def test_zb_h1_as_drawn():
-  # Figure 2 of Qi et al. 2024, above.
-  picture = """
-    0 | F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 F6 I3 W3 F7 I4 W4 I5 W5 I6 W6 I7 W7
-    1 | .  F0 F1 F2 .  .  I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 F6 I4 W3 F7 I5 W4 I6 W5 I7 W6 W7
-    2 | .  .  F0 F1 .  I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 F6 I5 W3 F7 I6 W4 I7 W5 W6 W7
-    3 | .  .  .  F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 F6 I6 W3 F7 I7 W4 W5 W6 W7
-  """  # noqa: E501
-  assert text(schedules.zb_h1(4, 8)) == lines(picture)
 
 
 def test_dualpipe_as_drawn():
@@ -222,17 +206,6 @@ def test_dualpipe_v_is_half_of_dualpipe():
         assert (task.action, task.stage) == (twin.action, twin.stage)
         up = task.stage >= 4  # DualPipe's second half of the microbatches
         assert task.microbatch == twin.microbatch - 16 * up
-
-
-def test_ftpipe_on_shared_devices_as_drawn():
-  # B takes as long as F here, so that a slot is a unit of time.
-  picture = """
-    0 | F0@0 F1@0 F0@2 B0@2 F1@2 B1@2 B0@0 F2@0 B1@0 F2@2 B2@2 .    B2@0
-    1 | .    F0@1 F1@1 .    B0@1 .    B1@1 .    F2@1 .    .    B2@1 .
-  """
-  costs = analyze.costs(3, backward=1.0)
-  table = schedules.ftpipe((0, 1, 0), 3, costs=costs, stage_depth=(1, 1, 0))
-  assert text(table) == lines(picture)
 
 
 # Closed forms, of a table in algorithms.md, section 10.
@@ -1042,153 +1015,91 @@ def test_fill_puts_own_actions_into_idle_slots():
 # Refusals.
 
 
-@pytest.mark.parametrize(
-  "name, options, words",
-  [
-    ("gpipe", {"stages": 0, "microbatches": 1}, "stages must be a positive"),
-    ("gpipe", {"stages": 2, "microbatches": 1.5}, "microbatches must be .*1.5"),
-    ("one_f_one_b", {"stages": True, "microbatches": 1}, "stages .*True"),
-    (
-      "one_f_one_b",
-      {"stages": 2, "microbatches": 2, "batches": 0},
-      "batches must be",
-    ),
-    (
-      "interleaved",
-      {"devices": 2, "chunks": 2, "microbatches": 4, "group": 0},
-      "group must be",
-    ),
-    (
-      "breadth_first",
-      {"devices": 2, "chunks": 0, "microbatches": 4},
-      "chunks must be",
-    ),
-    ("chimera", {"stages": 3, "microbatches": 4}, "even.*not 3; use 4"),
-    ("dualpipe", {"stages": 5, "microbatches": 20}, "even.*not 5; use 6"),
-    ("dualpipe", {"stages": 4, "microbatches": 9}, "even.*not 9; use 10"),
-    ("dualpipe", {"stages": 4, "microbatches": 6}, "needs 8 .* not 6; use"),
-    ("dualpipe_v", {"devices": 4, "microbatches": 7}, "needs 8 .* not 7; use"),
-    ("zb_h1", {"stages": 0, "microbatches": 3}, "stages must be"),
-    ("zb_v", {"devices": 2, "microbatches": 0}, "microbatches must be"),
-    (
-      "zb_h2",
-      {"stages": 3, "microbatches": 3, "costs": analyze.costs(2)},
-      "costs are of 2 stages, and there are 3",
-    ),
-    (
-      "zero_bubble",
-      {"devices": [0, 1, 0], "microbatches": 3, "max_activations": 1},
-      "device 0 has 2 stages .*max_activations=1; it needs 2",
-    ),
-    (
-      "zero_bubble",
-      {"devices": [0, 1], "microbatches": 3, "max_activations": (1, 2, 3)},
-      "one number, or 2",
-    ),
-    (
-      "zero_bubble",
-      {"devices": [0, (1, 2)], "microbatches": 3, "max_activations": 3},
-      "no replicas",
-    ),
-    (
-      "pipedream",
-      {"stages": 2, "microbatches": 3, "replicas": (1,)},
-      "replicas must be 2 numbers",
-    ),
-    (
-      "pipedream",
-      {"stages": 2, "microbatches": 3, "replicas": (1, 0)},
-      "replicas must be a positive",
-    ),
-    (
-      "pipedream",
-      {"stages": 2, "microbatches": 3, "replicas": 2},
-      "replicas must be 2 numbers, one for each stage, not 2",
-    ),
-    (
-      "ftpipe",
-      {"devices": [0, 1], "microbatches": 2, "stage_depth": 1},
-      "stage_depth must be 2 whole numbers .* not 1",
-    ),
-    ("ftpipe", {"devices": "01", "microbatches": 2}, "devices must be .* '01'"),
-    (
-      "zero_bubble",
-      {"devices": [0, 1], "microbatches": 2, "max_activations": 2.5},
-      "max_activations must be one number, or 2, .* not 2.5",
-    ),
-    (
-      "zero_bubble",
-      {"devices": [0, 1], "microbatches": 1.5, "max_activations": 2},
-      "microbatches must be a positive whole number, not 1.5",
-    ),
-    (
-      "gpipe",
-      {"stages": 2, "microbatches": 3, "reverse": "false"},
-      "reverse must be True or False, not 'false'",
-    ),
-    (
-      "custom",
-      {"rule": alternate(1), "devices": [0], "microbatches": 3, "flush": "no"},
-      "flush must be True or False, not 'no'",
-    ),
-    (
-      "gpipe",
-      {"stages": 10**20, "microbatches": 3},
-      "gpipe would have 300,000.* forwards .* misprint",
-    ),
-    (
-      "zero_bubble",
-      {"devices": [0, 1], "microbatches": 10**7, "max_activations": 2},
-      "would have 20,000,000 forwards",
-    ),
-    (
-      "pipedream",
-      {"stages": 2, "microbatches": 3, "replicas": (1, 4)},
-      "3 microbatches leave some of 4 replicas without work; use 4 at least",
-    ),
-    (
-      "pipedream",
-      {"stages": 2, "microbatches": 5, "every": 2},
-      "5 microbatches are not a whole number of updates of 2; use 4 or 6",
-    ),
-    (
-      "pipedream_2bw",
-      {"stages": 4, "microbatches": 9, "every": 3},
-      "at least 4 .* not every=3",
-    ),
-    ("pipedream_2bw", {"stages": 4, "microbatches": 2}, "use 4$"),
-    ("stale", {"stages": 2, "microbatches": 2, "every": 0}, "every must be"),
-    ("ftpipe", {"devices": [0, 2], "microbatches": 2}, r"all from 0, .*\[0, 2"),
-    ("ftpipe", {"devices": [], "microbatches": 2}, "name all from 0"),
-    ("ftpipe", {"devices": 3, "microbatches": 2}, "devices must be"),
-    ("ftpipe", {"devices": [(0, 1)], "microbatches": 2}, "no replicas"),
-    (
-      "ftpipe",
-      {"devices": [0, 1], "microbatches": 2, "stage_depth": (1, -1)},
-      "stage_depth must be 2 whole numbers",
-    ),
-    (
-      "ftpipe",
-      {"devices": [0, 1], "microbatches": 2, "supremum": 0},
-      "supremum must be",
-    ),
-    (
-      "custom",
-      {"rule": alternate(1), "devices": [0], "microbatches": 3, "every": 2},
-      "use 2 or 4",
-    ),
-    ("gpip", {}, "unknown schedule 'gpip'; did you mean 'gpipe'"),
-    (
-      "zb_h1",
-      {"stages": 2, "microbatches": 2, "cost": None},
-      "takes no argument 'cost'; did you mean 'costs'",
-    ),
-    ("gpipe", {"stages": 2}, "needs the argument 'microbatches'"),
-  ],
-)
+# Arguments that a schedule takes, and of which it refuses one.
+TAKEN = {
+  "gpipe": dict(stages=2, microbatches=3),
+  "one_f_one_b": dict(stages=2, microbatches=2),
+  "interleaved": dict(devices=2, chunks=2, microbatches=4),
+  "breadth_first": dict(devices=2, chunks=2, microbatches=4),
+  "chimera": dict(stages=4, microbatches=4),
+  "dualpipe": dict(stages=4, microbatches=20),
+  "dualpipe_v": dict(devices=4, microbatches=8),
+  "zb_h1": dict(stages=3, microbatches=3),
+  "zb_v": dict(devices=2, microbatches=2),
+  "zero_bubble": dict(devices=[0, 1], microbatches=3, max_activations=2),
+  "pipedream": dict(stages=2, microbatches=3),
+  "pipedream_2bw": dict(stages=4, microbatches=8),
+  "stale": dict(stages=2, microbatches=2),
+  "ftpipe": dict(devices=[0, 1], microbatches=2),
+  "custom": dict(rule=alternate(1), devices=[0], microbatches=3),
+}
+REFUSED = [
+  ("gpipe", dict(stages=0), "stages must be a positive"),
+  ("gpipe", dict(microbatches=1.5), "microbatches must be .*1.5"),
+  ("gpipe", dict(reverse="false"), "reverse must be True or False, not"),
+  ("gpipe", dict(stages=10**20), "would have 300,000.* forwards .* misprint"),
+  ("one_f_one_b", dict(stages=True), "stages .*True"),
+  ("one_f_one_b", dict(batches=0), "batches must be"),
+  ("interleaved", dict(group=0), "group must be"),
+  ("breadth_first", dict(chunks=0), "chunks must be"),
+  ("chimera", dict(stages=3), "even.*not 3; use 4"),
+  ("dualpipe", dict(stages=5), "even.*not 5; use 6"),
+  ("dualpipe", dict(microbatches=9), "even.*not 9; use 10"),
+  ("dualpipe", dict(microbatches=6), "needs 8 .* not 6; use"),
+  ("dualpipe_v", dict(microbatches=7), "needs 8 .* not 7; use"),
+  ("zb_h1", dict(stages=0), "stages must be"),
+  ("zb_h1", dict(costs=analyze.costs(2)), "of 2 stages, and there are 3"),
+  ("zb_h1", dict(cost=None), "takes no argument 'cost'; did you mean 'costs'"),
+  ("zb_v", dict(microbatches=0), "microbatches must be"),
+  (
+    "zero_bubble",
+    dict(devices=[0, 1, 0], max_activations=1),
+    "device 0 has 2 stages .*max_activations=1; it needs 2",
+  ),
+  ("zero_bubble", dict(max_activations=(1, 2, 3)), "one number, or 2"),
+  ("zero_bubble", dict(max_activations=2.5), "one number, or 2, .* not 2.5"),
+  ("zero_bubble", dict(devices=[0, (1, 2)]), "no replicas"),
+  ("zero_bubble", dict(microbatches=1.5), "a positive whole number, not 1.5"),
+  ("zero_bubble", dict(microbatches=10**7), "would have 20,000,000 forwards"),
+  ("pipedream", dict(replicas=(1,)), "replicas must be 2 numbers"),
+  ("pipedream", dict(replicas=(1, 0)), "replicas must be a positive"),
+  ("pipedream", dict(replicas=2), "2 numbers, one for each stage, not 2"),
+  (
+    "pipedream",
+    dict(replicas=(1, 4)),
+    "3 microbatches leave some of 4 replicas without work; use 4 at least",
+  ),
+  (
+    "pipedream",
+    dict(microbatches=5, every=2),
+    "5 microbatches are not a whole number of updates of 2; use 4 or 6",
+  ),
+  ("pipedream_2bw", dict(microbatches=9, every=3), "at least 4 .* not every=3"),
+  ("pipedream_2bw", dict(microbatches=2), "use 4$"),
+  ("stale", dict(every=0), "every must be"),
+  ("ftpipe", dict(devices="01"), "devices must be .* '01'"),
+  ("ftpipe", dict(devices=[0, 2]), r"all from 0, .*\[0, 2"),
+  ("ftpipe", dict(devices=[]), "name all from 0"),
+  ("ftpipe", dict(devices=3), "devices must be"),
+  ("ftpipe", dict(devices=[(0, 1)]), "no replicas"),
+  ("ftpipe", dict(stage_depth=1), "must be 2 whole numbers .* not 1"),
+  ("ftpipe", dict(stage_depth=(1, -1)), "stage_depth must be 2 whole numbers"),
+  ("ftpipe", dict(supremum=0), "supremum must be"),
+  ("custom", dict(flush="no"), "flush must be True or False, not 'no'"),
+  ("custom", dict(every=2), "use 2 or 4"),
+  ("gpip", {}, "unknown schedule 'gpip'; did you mean 'gpipe'"),
+]
+
+
+@pytest.mark.parametrize("name, options, words", REFUSED)
 def test_refusals_show_the_value_and_the_remedy(name, options, words):
   with pytest.raises(ValueError, match=words):
-    schedules.build(name, **options)
+    schedules.build(name, **{**TAKEN.get(name, {}), **options})
+
+
+def test_an_argument_may_be_missing():
+  with pytest.raises(ValueError, match="needs the argument 'microbatches'"):
+    schedules.build("gpipe", stages=2)
 
 
 @pytest.mark.parametrize(
@@ -1202,25 +1113,3 @@ def test_refusals_show_the_value_and_the_remedy(name, options, words):
 def test_fill_refuses(actions, words):
   with pytest.raises(ValueError, match=words):
     schedules.fill(schedules.one_f_one_b(2, 2), actions)
-
-
-def test_every_schedule_builds_by_its_name():
-  options = {
-    "stages": 4,
-    "devices": 4,
-    "chunks": 2,
-    "microbatches": 8,
-    "max_activations": 4,
-    "rule": alternate(4),
-  }
-  for name, maker in schedules.SCHEDULES.items():
-    names = maker.__code__.co_varnames[: maker.__code__.co_argcount]
-    given_ = {key: options[key] for key in names}
-    if name in ("zero_bubble", "ftpipe", "custom"):
-      given_ |= {"devices": range(4), "microbatches": 8}
-    if name in ("zero_bubble", "custom"):
-      key = "max_activations" if name == "zero_bubble" else "rule"
-      given_[key] = options[key]
-    table = schedules.build(name, **given_)
-    assert table.name == name
-    assert table.microbatches == 8

@@ -26,28 +26,18 @@ def assert_same(table, other):
 
 
 def test_rows_are_sorted_and_counted():
-  table = table_lib.make(
-    "t",
-    [(2, 0, 0, 1, "F"), (1, 1, 2, 0, "F"), Task(1, 0, 0, 0, "F")],
-    every=2,
-    flush=False,
-  )
-  assert table.tasks == [
-    (1, 0, 0, 0, "F"),
-    (1, 1, 2, 0, "F"),
-    (2, 0, 0, 1, "F"),
-  ]
+  first, second, third = (1, 0, 0, 0, "F"), (1, 1, 2, 0, "F"), (2, 0, 0, 1, "F")
+  table = table_of(third, second, Task(*first), every=2)
+  assert table.tasks == [first, second, third]
   assert table.tasks[0].microbatch == 0
-  assert (table.devices, table.stages, table.microbatches, table.slots) == (
-    *(2, 3, 2),
-    3,
-  )
+  assert (table.devices, table.stages) == (2, 3)
+  assert (table.microbatches, table.slots) == (2, 3)
   assert all(column.dtype == np.int32 for column in table[1:5])
 
 
 def test_in_a_block_the_forward_comes_first():
   rows = [(0, 0, 0, 0, a) for a in ("sync", "W", "B", "I", "F")]
-  table = table_lib.make("t", rows, every=1, flush=False)
+  table = table_of(*rows)
   assert table.action.tolist() == ["F", "B", "I", "W", "sync"]
   assert pipeline_kit.orders(table) == [[tuple(table.tasks)]]
 
@@ -55,7 +45,7 @@ def test_in_a_block_the_forward_comes_first():
 def test_places_are_the_devices_of_a_stage():
   rows = [(0, 0, 0, 0, "F"), (0, 2, 0, 1, "F"), (1, 1, 1, 0, "F")]
   rows.append((1, 2, -1, -1, "sync"))
-  table = table_lib.make("t", rows, every=1, flush=False)
+  table = table_of(*rows)
   assert table.places() == [[0, 2], [1]]
   assert [len(order) for order in pipeline_kit.orders(table)] == [1, 1, 2]
 
@@ -67,15 +57,40 @@ def test_own_actions_of_a_stage_may_be_anywhere():
 
 def test_a_table_without_rows():
   table = table_lib.make("t", [], every=1, flush=True)
-  assert (table.devices, table.stages, table.microbatches, table.slots) == (
-    *(0, 0, 0),
-    0,
-  )
+  assert (table.devices, table.stages) == (0, 0)
+  assert (table.microbatches, table.slots) == (0, 0)
   for form in ("text", "csv", "json"):
     assert_same(table, round_trip(table, form))
 
 
 # Laying out.
+
+
+IN_A_BLOCK = [
+  [("F", 0, 0), (("F", 0, 1), ("B", 0, 0)), ("B", 0, 1)],
+  [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)],
+]
+# Orders of devices, and the table that they lead to.
+DRAWN = [
+  (
+    [[(action, stage, 0) for action in "FIW"] for stage in range(2)],
+    "# t; every 1; flush\n0 | F0 .  .  I0 W0\n1 | .  F0 I0 W0 .\n",
+  ),
+  (  # waits for both tasks of the block
+    IN_A_BLOCK,
+    "# t; every 2; flush\n"
+    "0 | F0 .  .  F1&B0 .  .  B1\n"
+    "1 | .  F0 B0 .     F1 B1 .\n",
+  ),
+  (  # own actions wait for nothing
+    [[("F", 0, 0), ("sync", -1, -1), ("B", 0, 0), ("log", 0, 0)]],
+    "# t; every 1; flush\n0 | F0 sync B0 log0\n",
+  ),
+  (  # stages elsewhere
+    [[("F", 0, 0), ("F", 2, 0)], [("F", 1, 0)]],
+    "# t; every 1; flush\n0 | F0@0 .    F0@2\n1 | .    F0@1 .\n",
+  ),
+]
 
 
 def test_1f1b_is_the_picture():
@@ -85,6 +100,16 @@ def test_1f1b_is_the_picture():
     "1 | .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .\n"
     "2 | .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .\n"
   )
+
+
+@pytest.mark.parametrize("orders, picture", DRAWN, ids=range(len(DRAWN)))
+def test_each_task_is_as_soon_as_it_can_be(orders, picture):
+  every = 1 + (orders is IN_A_BLOCK)
+  table = table_lib.lay_out("t", orders, every=every, flush=True)
+  assert table_lib.to_text(table) == picture
+  assert_same(table, table_lib.from_text(picture))
+  blocks = [len(block) for block in pipeline_kit.orders(table)[0]]
+  assert max(blocks) == every
 
 
 def test_a_flush_is_waited_for_at_every_stage():
@@ -107,47 +132,6 @@ def test_a_flush_is_waited_for_at_every_stage():
     table_lib.lay_out("t", ahead, every=1, flush=True)
   free = table_lib.lay_out("t", ahead, every=1, flush=False)
   assert table_lib.to_text(free).splitlines()[1] == "0 | F0 F1 .  B0 .  B1"
-
-
-def test_weights_come_after_inputs_and_free_the_stage_before():
-  orders = [
-    [("F", 0, 0), ("I", 0, 0), ("W", 0, 0)],
-    [("F", 1, 0), ("I", 1, 0), ("W", 1, 0)],
-  ]
-  table = table_lib.lay_out("split", orders, every=1, flush=True)
-  assert table_lib.to_text(table).splitlines()[1:] == [
-    "0 | F0 .  .  I0 W0",
-    "1 | .  F0 I0 W0 .",
-  ]
-
-
-def test_a_block_waits_for_both_of_its_tasks():
-  orders = [
-    [("F", 0, 0), (("F", 0, 1), ("B", 0, 0)), ("B", 0, 1)],
-    [("F", 1, 0), ("B", 1, 0), ("F", 1, 1), ("B", 1, 1)],
-  ]
-  table = table_lib.lay_out("block", orders, every=2, flush=True)
-  assert table_lib.to_text(table).splitlines()[1:] == [
-    "0 | F0 .  .  F1&B0 .  .  B1",
-    "1 | .  F0 B0 .     F1 B1 .",
-  ]
-  assert [len(block) for block in pipeline_kit.orders(table)[0]] == [1, 2, 1]
-
-
-def test_own_actions_take_their_place_and_wait_for_nothing():
-  orders = [[("F", 0, 0), ("sync", -1, -1), ("B", 0, 0), ("log", 0, 0)]]
-  table = table_lib.lay_out("own", orders, every=1, flush=True)
-  text = table_lib.to_text(table)
-  assert text == "# own; every 1; flush\n0 | F0 sync B0 log0\n"
-  assert_same(table, table_lib.from_text(text))
-
-
-def test_stages_elsewhere_are_written():
-  orders = [[("F", 0, 0), ("F", 2, 0)], [("F", 1, 0)]]
-  table = table_lib.lay_out("v", orders, every=1, flush=False)
-  text = table_lib.to_text(table)
-  assert text == "# v; every 1\n0 | F0@0 .    F0@2\n1 | .    F0@1 .\n"
-  assert_same(table, table_lib.from_text(text))
 
 
 def test_a_deadlock_shows_who_waits_for_what():
@@ -259,7 +243,7 @@ def test_text_may_be_written_by_hand():
   assert len(table.tasks) == 2
 
 
-# Refusals: (call, what it says).
+# Refusals.
 
 ROW = (0, 0, 0, 0, "F")
 
@@ -270,134 +254,107 @@ def table_of(*rows, every=1, name="t"):
 
 HEAD = "# t; every 1\n"
 COLUMNS = "time,device,stage,microbatch,action\n"
+# What is refused by each reader of a table, and what the error says.
 REFUSED = {
-  "every 0": (
-    lambda: table_of(ROW, every=0),
-    "every must be a positive whole number of microbatches, not 0",
-  ),
-  "every 1.5": (lambda: table_of(ROW, every=1.5), "microbatches, not 1.5"),
-  "short row": (
-    lambda: table_of((0, 0, 0, "F")),
-    r"task (0, 0, 0, 'F') must be (time, device, stage, microbatch, action)",
-  ),
-  "action's name": (
-    lambda: table_of((0, 0, 0, 0, "F1")),
-    "action 'F1' of (0, 0, 0, 0, 'F1') must be a name of letters and _",
-  ),
-  "action no text": (lambda: table_of((0, 0, 0, 0, 7)), "action 7 of"),
-  "fraction": (
-    lambda: table_of((0.5, 0, 0, 0, "F")),
-    "time, device, stage and microbatch must be whole numbers below 2**31",
-  ),
-  "no number": (lambda: table_of(("a", 0, 0, 0, "F")), "must be whole numbers"),
-  "none": (lambda: table_of((0, None, 0, 0, "F")), "must be whole numbers"),
-  "2**31": (lambda: table_of((0, 2**31, 0, 0, "F")), "below 2**31"),
-  "2**70": (lambda: table_of((0, 0, 0, 2**70, "F")), "below 2**31"),
-  "time": (
-    lambda: table_of(ROW, (-2, 1, 0, 0, "F")),
-    "time -2 of 'F' (slot -2, device 1) must not be negative",
-  ),
-  "device": (lambda: table_of((0, -1, 0, 0, "F")), "device -1 of 'F'"),
-  "stage": (
-    lambda: table_of((3, 1, -1, 0, "B")),
-    "stage -1 of 'B' (slot 3, device 1) must not be negative",
-  ),
-  "microbatch": (lambda: table_of((0, 0, 0, -1, "W")), "microbatch -1 of 'W'"),
-  "own stage -2": (lambda: table_of((0, 0, -2, -2, "U")), "stage -2 of 'U'"),
-  "half of an own": (
-    lambda: table_of((4, 1, 2, -1, "U")),
-    "'U' (slot 4, device 1) has stage 2 and microbatch -1: give both, or -1"
-    " for both",
-  ),
-  "name of lines": (
-    lambda: table_of(ROW, name="a\nb"),
-    r"a schedule's name must be one line without ;, not 'a\nb'",
-  ),
-  "name with ;": (lambda: table_of(ROW, name="a; b"), "without ;, not 'a; b'"),
-  "name with a space": (
-    lambda: table_of(ROW, name=" a"),
-    "name must not begin or end in a space",
-  ),
-  "no name": (lambda: table_of(ROW, name=None), "not None"),
-  "no text": (
-    lambda: table_lib.from_text(" \n"),
-    "there is no table: the text is empty",
-  ),
-  "head": (
-    lambda: table_lib.from_text("1f1b\n0 | F0"),
-    "line 1: '1f1b' must be '# NAME; every N', and '; flush' if the schedule",
-  ),
-  "no bar": (
-    lambda: table_lib.from_text(HEAD + "\n0 F0 F1"),
-    "line 3: '0 F0 F1' must be a device, | and its cells",
-  ),
-  "no device": (lambda: table_lib.from_text(HEAD + "a | F0"), "line 2: 'a | F"),
-  "device ²": (lambda: table_lib.from_text(HEAD + "² | F0"), "line 2: '² | F"),
-  "cell": (
-    lambda: table_lib.from_text(HEAD + "0 | F0 . 3F"),
-    "line 2, slot 2: '3F' must be an action and a microbatch, such as F3 or,"
-    " with its stage, F3@1",
-  ),
-  "half a block": (
-    lambda: table_lib.from_text(HEAD + "0 | F0 F1&"),
-    "line 2, slot 1: '' must be an action",
-  ),
-  "no microbatch": (
-    lambda: table_lib.from_text(HEAD + "0 | F0 F"),
-    "stage -1 of 'F' (slot 1, device 0) must not be negative",
-  ),
-  "CSV, head": (lambda: table_lib.from_csv(""), "line 1: '' must be '# NAME"),
-  "CSV, columns": (
-    lambda: table_lib.from_csv(HEAD + "time,device\n"),
-    "line 2 must be time,device,stage,microbatch,action",
-  ),
-  "CSV, row": (
-    lambda: table_lib.from_csv(HEAD + COLUMNS + "0,0,0,0,F\n0,x,0,0,F"),
-    "line 4: '0,x,0,0,F' must be four whole numbers and an action",
-  ),
-  "CSV, short": (
-    lambda: table_lib.from_csv(HEAD + COLUMNS + "0,0,0,0"),
-    "line 3: '0,0,0,0' must be",
-  ),
-  "CSV, field": (
-    lambda: table_lib.from_csv(HEAD + COLUMNS + "0,0,0,0," + "F" * 200_000),
-    "not a schedule in CSV: field larger than",
-  ),
-  "no such number": (
-    lambda: table_lib.from_text(HEAD + "0 | F" + "9" * 5000),
-    "line 2, slot 0: 'F999",
-  ),
-  "CSV, long": (
-    lambda: table_lib.from_csv(HEAD + COLUMNS + "0,0,0,0,F,1"),
-    "line 3: '0,0,0,0,F,1' must be",
-  ),
-  "JSON": (lambda: table_lib.from_json("[1"), "not a schedule in JSON"),
-  "JSON flush": (  # which would be true
-    lambda: table_lib.from_json(
-      '{"name": "a", "every": 1, "flush": "false", "tasks": []}'
+  table_of: [
+    (((0, 0, 0, "F"),), "(0, 0, 0, 'F') must be (time, device, stage, microba"),
+    (((0, 0, 0, 0, "F1"),), "action 'F1' of (0, 0, 0, 0, 'F1') must be a name"),
+    (((0, 0, 0, 0, 7),), "action 7 of"),
+    (
+      ((0.5, 0, 0, 0, "F"),),
+      "time, device, stage and microbatch must be whole numbers below 2**31",
     ),
-    "flush must be true or false, not 'false'",
-  ),
-  "JSON nested": (lambda: table_lib.from_json("[" * 10**5), "RecursionError"),
-  "JSON list": (
-    lambda: table_lib.from_json("[1]"),
-    "it must have name, every, flush and tasks",
-  ),
-  "JSON without every": (
-    lambda: table_lib.from_json('{"name": "a"}'),
-    "not a schedule in JSON (KeyError: 'every')",
-  ),
-  "JSON tasks": (
-    lambda: table_lib.from_json(
-      '{"name": "a", "every": 1, "flush": true, "tasks": [1]}'
+    ((("a", 0, 0, 0, "F"),), "must be whole numbers"),
+    (((0, None, 0, 0, "F"),), "must be whole numbers"),
+    (((0, 2**31, 0, 0, "F"),), "below 2**31"),
+    (((0, 0, 0, 2**70, "F"),), "below 2**31"),
+    (
+      (ROW, (-2, 1, 0, 0, "F")),
+      "time -2 of 'F' (slot -2, device 1) must not be negative",
     ),
-    "TypeError",
-  ),
+    (((0, -1, 0, 0, "F"),), "device -1 of 'F'"),
+    (
+      ((3, 1, -1, 0, "B"),),
+      "stage -1 of 'B' (slot 3, device 1) must not be negative",
+    ),
+    (((0, 0, 0, -1, "W"),), "microbatch -1 of 'W'"),
+    (((0, 0, -2, -2, "U"),), "stage -2 of 'U'"),
+    (
+      ((4, 1, 2, -1, "U"),),
+      "'U' (slot 4, device 1) has stage 2 and microbatch -1: give both, or -1"
+      " for both",
+    ),
+  ],
+  lambda every: table_of(ROW, every=every): [
+    ((0,), "every must be a positive whole number of microbatches, not 0"),
+    ((1.5,), "microbatches, not 1.5"),
+  ],
+  lambda name: table_of(ROW, name=name): [
+    (("a\nb",), r"a schedule's name must be one line without ;, not 'a\nb'"),
+    (("a; b",), "without ;, not 'a; b'"),
+    ((" a",), "name must not begin or end in a space"),
+    ((None,), "not None"),
+  ],
+  table_lib.from_text: [
+    ((" \n",), "there is no table: the text is empty"),
+    (
+      ("1f1b\n0 | F0",),
+      "line 1: '1f1b' must be '# NAME; every N', and '; flush' if the schedule",
+    ),
+    (
+      (HEAD + "\n0 F0 F1",),
+      "line 3: '0 F0 F1' must be a device, | and its cells",
+    ),
+    ((HEAD + "a | F0",), "line 2: 'a | F"),
+    ((HEAD + "² | F0",), "line 2: '² | F"),
+    (
+      (HEAD + "0 | F0 . 3F",),
+      "line 2, slot 2: '3F' must be an action and a microbatch, such as F3 or,"
+      " with its stage, F3@1",
+    ),
+    ((HEAD + "0 | F0 F1&",), "line 2, slot 1: '' must be an action"),
+    ((HEAD + "0 | F" + "9" * 5000,), "line 2, slot 0: 'F999"),
+    (
+      (HEAD + "0 | F0 F",),
+      "stage -1 of 'F' (slot 1, device 0) must not be negative",
+    ),
+  ],
+  table_lib.from_csv: [
+    (("",), "line 1: '' must be '# NAME"),
+    (
+      (HEAD + "time,device\n",),
+      "line 2 must be time,device,stage,microbatch,action",
+    ),
+    (
+      (HEAD + COLUMNS + "0,0,0,0,F\n0,x,0,0,F",),
+      "line 4: '0,x,0,0,F' must be four whole numbers and an action",
+    ),
+    ((HEAD + COLUMNS + "0,0,0,0",), "line 3: '0,0,0,0' must be"),
+    ((HEAD + COLUMNS + "0,0,0,0,F,1",), "line 3: '0,0,0,0,F,1' must be"),
+    (
+      (HEAD + COLUMNS + "0,0,0,0," + "F" * 200_000,),
+      "not a schedule in CSV: field larger than",
+    ),
+  ],
+  table_lib.from_json: [
+    (("[1",), "not a schedule in JSON"),
+    (  # it would be true
+      ('{"name": "a", "every": 1, "flush": "false", "tasks": []}',),
+      "flush must be true or false, not 'false'",
+    ),
+    (("[" * 10**5,), "RecursionError"),
+    (("[1]",), "it must have name, every, flush and tasks"),
+    (('{"name": "a"}',), "not a schedule in JSON (KeyError: 'every')"),
+    (
+      ('{"name": "a", "every": 1, "flush": true, "tasks": [1]}',),
+      "TypeError",
+    ),
+  ],
 }
+CASES = [(call, *case) for call, cases in REFUSED.items() for case in cases]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_no_table_is_refused(case):
-  call, message = REFUSED[case]
+@pytest.mark.parametrize("call, args, message", CASES, ids=range(len(CASES)))
+def test_what_is_no_table_is_refused(call, args, message):
   with pytest.raises(ScheduleError, match=re.escape(message)):
-    call()
+    call(*args)

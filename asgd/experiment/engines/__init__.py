@@ -1,14 +1,11 @@
 """Engines: what makes a run of an experiment, and what the run loop needs.
 
-An engine trains one cell. The loop around it (`asgd.experiment.loop`) asks it
-to go on to the next evaluation, evaluates, writes checkpoints and logs, and
-ends with a result. What an engine counts is messages: gradients received by a
-server, microbatches that every stage has learned from, updates of a mesh.
+An engine trains one cell; the loop around it is `asgd.experiment.loop`. An
+engine counts messages: gradients received by a server, microbatches that every
+stage has learned from, updates of a mesh.
 
-`EngineKind` is how an experiment knows an engine before there is a cell: the
-sections of the config that are its own, the plan that cells of a run share, and
-how a cell is started. An engine that is made elsewhere (`pipeline.engine`) is
-handed in with the config that names it.
+`EngineKind` describes an engine before there is a cell: its sections of the
+config, the plan that the cells of a run share, and how a cell starts.
 """
 
 import abc
@@ -148,11 +145,8 @@ def _nothing(*_: Any) -> tuple[str, ...]:
 
 
 class EngineKind(NamedTuple):
-  """An engine, as an experiment knows it.
-
-  What checks (`check`, `plan`, `check_machine`) raises ValueError, naming the
-  key or the flag, its value and the remedy.
-  """
+  """An engine, as an experiment knows it. `check`, `plan` and `check_machine`
+  raise ValueError, naming the key or the flag, its value and the remedy."""
 
   sections: Mapping[str, Any]  # of the config, as in schema.SHARED
   settings: str | None  # the section that a run may set directly

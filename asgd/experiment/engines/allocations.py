@@ -1,8 +1,8 @@
 """The section `allocation` of a config: work by speed, as `asgd.allocation`.
 
-What the workers get is given, or follows from their speeds: those that are
-drawn for a simulation, or measured when a live cell starts. A live cell writes
-down what it came to, which is read when it goes on or is replayed.
+The work of a worker is given, or follows from its speed: drawn in a simulation,
+measured at the start of a live cell, which writes allocation.json to be resumed
+and replayed.
 """
 
 import dataclasses
@@ -115,9 +115,8 @@ def _checked(run, recipe, workers, key, value) -> tuple[int, ...]:
 def given(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem, workers: int
 ) -> Allocation | None:
-  """Returns the allocation that a config gives, None if all get the same or it
-  is to follow from speeds. ValueError says what does not fit, also of what is
-  to follow."""
+  """Returns the allocation of a config, None if all get the same or it follows
+  from speeds. ValueError for what does not fit, also what is to follow."""
   by_speed = _key_by_speed(run)
   sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
   steps = _given(run, recipe, workers, "steps", recipe.steps)
@@ -134,7 +133,8 @@ def given(
       for size in sorted(sizes_tried):
         _try_loss(problem, size)
   result = Allocation(sizes, steps)
-  return None if by_speed or _is_even(result) else result
+  is_even = not result.by_steps and len(set(sizes)) == 1
+  return None if by_speed or is_even else result
 
 
 def _most(run, problem, workers) -> int:
@@ -156,10 +156,6 @@ def _try_loss(problem, size) -> None:
       f"the loss fails on a batch of {size} examples ({line_of(error, 250)}):"
       " it must take batches of any size, or all workers the same"
     ) from error
-
-
-def _is_even(allocation):
-  return not allocation.by_steps and len(set(allocation.batch_sizes)) == 1
 
 
 def unknown(plan: Any) -> bool:
@@ -194,9 +190,9 @@ def write(folder: Path, allocation: Allocation) -> None:
 
 
 def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
-  """Returns the plan of a live cell with what its folder says that its workers
-  get; as it is, if that is not yet known, as it must be of a cell that has
-  `begun`. ValueError if it was changed or is gone."""
+  """Returns the plan of a live cell with the allocation in its folder; as it is
+  if there is none yet. ValueError if that of a cell that has `begun` was
+  changed or is gone."""
   path = folder / _FILE
   if not unknown(plan) or not (begun or path.exists()):
     return plan

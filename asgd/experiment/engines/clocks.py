@@ -33,9 +33,8 @@ def build(name: str, **options) -> durations.Durations:
 
 
 def check(section: Mapping[str, Any], workers: int) -> None:
-  """Raises ValueError for a section that gives no times, or some that are too
-  long: each worker's first, or of `partitioned`, which takes a while to play,
-  all of a step one after the other."""
+  """Raises ValueError for a section without times, or with a first time of a
+  worker (of `partitioned`, a whole step in sequence) that is too long."""
   times = build(**section)
   if section["name"] == partitioned.__name__:
     return

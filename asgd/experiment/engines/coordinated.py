@@ -20,10 +20,7 @@ import numpy as np
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import (
-  learning_rates,
-  outcomes,
-)
+from asgd.experiment.engines import learning_rates, outcomes
 from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.orders import trace

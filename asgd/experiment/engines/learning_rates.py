@@ -1,7 +1,6 @@
 """The budget of a cell in batches, and its learning rate in updates.
 
-Epochs and examples of a config become updates here, by what an update of the
-engine is made of.
+Epochs and examples of a config become updates of the engine.
 """
 
 from typing import Any
@@ -29,9 +28,8 @@ def schedule(
   steps: int = 1,
 ) -> Any:
   """Returns the learning rate of a run, float or update -> float, from `start`
-  to `peak` in the warm-up; an update is made of so many `batches`, a message of
-  `steps` of them. Raises ValueError for drops inside the warm-up, naming the
-  key."""
+  to `peak` in the warm-up; an update is of so many `batches`, a message of
+  `steps`. ValueError, naming the key, for drops inside the warm-up."""
   section = run.config["learning_rate_schedule"]
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
@@ -58,11 +56,7 @@ def schedule(
           f"decay_epochs and decay_examples are of the schedule"
           f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
         )
-      units = {
-        "epochs": per_epoch,
-        "messages": steps / batches,
-        "updates": 1.0,
-      }
+      units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
       updates = max(round(passes(run, problem) / batches) - warmup, 1)
       made = rates.named(
         *(section["name"], peak),

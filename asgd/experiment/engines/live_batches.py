@@ -21,12 +21,7 @@ from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.live import faults as faults_lib
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog
-from asgd.live.sandblaster.driver import (
-  Driver,
-  HostMakers,
-  Options,
-  SavedRun,
-)
+from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.sandblaster import Image
 from asgd.sandblaster.book import Lengths
 

@@ -279,25 +279,14 @@ class LiveTableEngine(live_engine.LiveEngine):
     """Returns what the cell came to."""
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
-    rules, profile = plan.settings.rules, self.profile()
-    count = max(sum(profile.values()), 1)
-    summary = parameter_server.summary(records)
-    del summary["train_loss"]  # that of the last evaluation stands
-    back, dropped = self.cluster.held()
-    return {
-      "order": rules.consistency.name,
-      "bound": rules.bound,
-      "messages": len(records.loss),
-      "updates": min(slowest for _, slowest in self._counts_seen),
-      "differential_mean": sum(d * n for d, n in profile.items()) / count,
-      "differential_least": min(profile, default=0),
-      "fresh_reads": profile.get(-1, 0) / count,
-      "rows_held_back": back,
-      "rows_dropped": dropped,
+    columns = tables.columns_of(
+      *(plan.settings.rules, records, parameter_server.summary(records)),
+      *(self.profile(), self.cluster.held()),
+      updates=min(slowest for _, slowest in self._counts_seen),
       **self._moved(),
-      "bytes_up": int(records.bytes_up.sum()),
-      "bytes_down": int(records.bytes_down.sum()),
-      **summary,
+    )
+    return {
+      **columns,
       "seconds": float(records.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
       "done_again": files.done_again(self._folder, plan.workers),
@@ -319,9 +308,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def extras(self) -> dict[str, str]:
     """Returns the profile of staleness."""
-    lines = ["differential,rows"]
-    lines += [f"{d},{n}" for d, n in sorted(self.profile().items())]
-    return {"staleness.csv": "\n".join([*lines, ""])}
+    return {"staleness.csv": tables.profile_table(self.profile())}
 
   def _pack(self):
     images = self.cluster.images()

@@ -1,20 +1,18 @@
 """The engine `mesh`: one model on a mesh of devices, all of them in step.
 
-The axes of the mesh say what its devices share: data (examples), tensor (every
-matrix of a GPT), pipe (its blocks), rows (images). Whatever they are, the same
-examples are learned from in the same order and the losses are the same, but for
-round-off (and what is drawn: see `asgd.parallel.data_parallel.make_step`).
+The axes of the mesh name what its devices share: data (examples), tensor (every
+matrix of a GPT), pipe (its blocks), rows (images). All meshes train on the same
+examples in the same order with the same losses, but for round-off and draws
+(see `asgd.parallel.data_parallel.make_step`).
 
-An update is one message: the gradient of a batch, of staleness 0. It is made by
-an optax optimizer by its name, or by the run's recipe.
+An update is one message: the gradient of a batch, of staleness 0, for an optax
+optimizer or the run's recipe.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from asgd import base
@@ -27,7 +25,7 @@ _SECONDS = 1.0  # of training, between two looks at clocks and signals
 
 
 class MeshRecords(NamedTuple):
-  """What is recorded of a cell, of each update."""
+  """The records of each update of a cell."""
 
   loss: np.ndarray  # float32[U], before the update
   norm: np.ndarray  # float32[U], of the gradient before it is clipped
@@ -38,7 +36,7 @@ class MeshEngine(engines.Engine):
   """A cell on a mesh. With several processes all make the same calls."""
 
   def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
+    """Starts the cell, or continues from its last checkpoint."""
     self._plan, self._name = context.plan, context.cell.name
     problem, seed = self._plan.problem, context.cell.seed
     init_key, self._root = jax.random.split(jax.random.key(seed))
@@ -61,7 +59,7 @@ class MeshEngine(engines.Engine):
     notes = processes.share(notes)
     if notes is None:
       return
-    if tree is None:  # it is read by another process
+    if tree is None:  # process 0 alone reads it
       tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
     tree = processes.share_arrays(tree)
     self._put(tree["state"])
@@ -69,15 +67,14 @@ class MeshEngine(engines.Engine):
     self.done, self._seconds = notes["update"], notes["seconds"]
 
   def _put(self, arrays):
-    """Goes on from a state of NumPy arrays."""
+    """Sets the state to NumPy arrays."""
     where = jax.tree.map(lambda leaf: leaf.sharding, self._state)
     specs = jax.tree.map(lambda sharding: sharding.spec, where)
-    # Copied: the step donates buffers, and these are NumPy's.
-    copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=where)
-    self._state = copy(meshes.place(arrays, self._plan.mesh, specs))
+    placed = meshes.place(arrays, self._plan.mesh, specs)
+    self._state = meshes.copy(placed, where)
 
   def _warm_up(self):
-    """Compiles all there is, by an update that is forgotten."""
+    """Compiles all programs by an update that is discarded."""
     if self.done == self.total:
       return
     arrays = self._whole_state() if self.done else None
@@ -142,15 +139,15 @@ class MeshEngine(engines.Engine):
     }
 
   def columns(self) -> dict[str, Any]:
-    """Returns speed and memory, and what the last updates were like."""
-    config, here = self._plan.run.config, jax.local_devices()[0]
+    """Returns speed, memory and counts of the cell."""
+    config = self._plan.run.config
     codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
     weights = base.weights_of(self._first)
     return {
       "messages": self.done,
       "updates": self.done,
-      "mesh": mesh_plan.mesh_text(self._plan.mesh.shape),
+      "mesh": meshes.text(self._plan.mesh.shape),
       "processes": jax.process_count(),
       "optimizer": optimizer["name"] if optimizer else self._plan.run.recipe,
       "parameters": sum(leaf.size for leaf in jax.tree.leaves(weights)),
@@ -158,12 +155,7 @@ class MeshEngine(engines.Engine):
       "seconds_per_update": self._seconds / self.done,
       "examples_per_second": self.done * config["batch_size"] / self._seconds,
       # Parameters and the optimizer's state, on one device.
-      "state_bytes": sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(self._state)
-        for shard in leaf.addressable_shards
-        if shard.device == here
-      ),
+      "state_bytes": meshes.bytes_here(self._state),
       "skipped": self.summary(0, self.done)["skipped"],
       **(codec or {}),
     }
@@ -175,7 +167,7 @@ class MeshEngine(engines.Engine):
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns losses, speed and memory of a cell in a few words."""
+  """Returns losses, speed and memory of a cell as one line."""
   words = (
     f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s,"
     f" {result['examples_per_second']:.4g} examples a second, state"

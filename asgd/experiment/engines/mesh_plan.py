@@ -13,14 +13,7 @@ from asgd.checks import shown
 from asgd.experiment import checks
 from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import Run, Setting
-from asgd.models import transformer
-from asgd.parallel import (
-  data_parallel,
-  hybrid,
-  meshes,
-  precision,
-  step_checks,
-)
+from asgd.parallel import data_parallel, hybrid, meshes, precision, step_checks
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
 # Outermost first.
@@ -57,14 +50,6 @@ def _axes(value: Any, key: str) -> dict[str, int]:
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
-def _refuse_unknown(value, known, key, of=""):
-  """Raises ValueError for a key that is not known."""
-  for name in value:
-    if name not in known:
-      nearest = names.nearest(name, known)
-      raise ValueError(f"unknown config key '{key}.{name}'{of}; {nearest}")
-
-
 def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   if value is None:
     return None
@@ -74,7 +59,10 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
       f"config.{key} must be None or a dict of {', '.join(fields)}, not"
       f" {shown(value)}"
     )
-  _refuse_unknown(value, fields, key)
+  for name in value:
+    if name not in fields:
+      nearest = names.nearest(name, fields)
+      raise ValueError(f"unknown config key '{key}.{name}'; {nearest}")
   with checks.blame(key):
     precision.check_dynamic(precision.Dynamic(**value))
   return dict(value)
@@ -103,18 +91,14 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def mesh_text(shape: Mapping[str, int]) -> str:
-  """Returns a mesh for people: "data 2 x tensor 4"."""
-  return " x ".join(f"{axis} {size}" for axis, size in shape.items())
-
-
 def devices_of(run: Run) -> int | None:
   """Returns how many devices a run needs, None for all there are."""
   section = run.config["mesh"]
   shape, devices = section["axes"], section["devices"]
   if not shape or -1 in shape.values():
     return devices
-  size, axes = math.prod(shape.values()), f"config.mesh.axes {mesh_text(shape)}"
+  size = math.prod(shape.values())
+  axes = f"config.mesh.axes {meshes.text(shape)}"
   if size > _MOST_DEVICES:
     raise ValueError(
       f"{axes} has {size:,} devices; use at most {_MOST_DEVICES:,}"
@@ -140,7 +124,7 @@ def check(run: Run) -> None:
     if section[key] is not unset and axis not in axes:
       raise ValueError(
         f"config.mesh.{key} {section[key]!r} is for the axis {axis!r}, which"
-        f" config.mesh.axes {mesh_text(axes) or 'data'} has not: drop it"
+        f" config.mesh.axes {meshes.text(axes) or 'data'} has not: drop it"
       )
   if -1 not in axes.values():
     _check_batch(run, axes or {meshes.DATA: 1})
@@ -152,7 +136,7 @@ def check(run: Run) -> None:
 
 
 def _check_batch(run, shape):
-  """Whether a batch can be divided as the mesh and others want it."""
+  """Raises ValueError for a batch that the mesh cannot divide."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
   pieces, cut = replicas * accumulate, _microbatches(section, shape)
@@ -189,7 +173,7 @@ class MeshPlan(NamedTuple):
 
 
 def _transform(run, rate) -> base.Algorithm:
-  """What makes an update: the run's recipe, with its optimizer."""
+  """The algorithm of the run's recipe, with its optimizer."""
   # The step clips gradients itself, as one of several devices.
   run = run._replace(config={**run.config, "clip_norm": None})
   recipe = run.make_recipe(rate, 1, searches=True)
@@ -205,7 +189,7 @@ def _transform(run, rate) -> base.Algorithm:
 
 
 def _reducer(run, mesh, size) -> compression.Reducer | None:
-  """How the gradients of devices are averaged; None: exactly."""
+  """Averages the gradients of devices; None: exactly."""
   section = run.config["compress"]
   if section is None:
     return None
@@ -216,8 +200,9 @@ def _reducer(run, mesh, size) -> compression.Reducer | None:
       " config.compress, or use another optimizer"
     )
   with checks.blame("compress", tuple(section)):
-    step_checks.check_reducer(
-      mesh, run.config["mesh"]["zero"], run.config["mesh"]["form"]
+    step_checks.check_alone(
+      *(step_checks.REDUCER, mesh, run.config["mesh"]),
+      step_checks.OF_A_REDUCER,
     )
     return compression.fitted(compression.named_reducer(**section), *size)
 
@@ -268,8 +253,8 @@ def _make_mesh(run):
   here, wanted = jax.devices(), devices_of(run)
   if wanted is not None and wanted > len(here):
     raise ValueError(
-      f"config.mesh.axes {mesh_text(axes) or 'data'} needs {wanted} devices and"
-      f" there are {len(here)} ({here[0].platform}): use a smaller mesh, or"
+      f"config.mesh.axes {meshes.text(axes) or 'data'} needs {wanted} devices"
+      f" and there are {len(here)} ({here[0].platform}): use a smaller mesh, or"
       " JAX_PLATFORMS=cpu in the environment, where this command makes as many"
       " of the host's CPU as are needed"
     )
@@ -283,13 +268,6 @@ def _model(run, problem, mesh):
   if meshes.PIPE in mesh.shape:
     options["microbatches"] = _microbatches(section, mesh.shape)
     options["rounds"] = section["rounds"] or 1
-  size = mesh.shape.get(meshes.TENSOR, 1)
-  for layer in problem.pieces.layers if problem.pieces else ():
-    if isinstance(layer, transformer.Block) and layer.heads % size:
-      raise ValueError(
-        f"config.model.heads {layer.heads} cannot be divided among"
-        f" config.mesh.axes.tensor {size}: use other heads or another mesh"
-      )
   with _naming_mesh(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
 
@@ -302,6 +280,6 @@ def _naming_mesh(run, mesh):
   except (TypeError, ValueError) as error:
     line = " ".join(str(error).split())[:300]
     raise ValueError(
-      f"config.mesh.axes {mesh_text(mesh.shape)} and config.model"
+      f"config.mesh.axes {meshes.text(mesh.shape)} and config.model"
       f" {run.config['model']['name']!r}: {line}"
     ) from error

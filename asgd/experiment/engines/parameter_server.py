@@ -1,7 +1,7 @@
 """What simulated and live runs share: workers, a server, and an order.
 
-Their sections of a config, and from a Run and a number of workers the plan of
-its cells: recipe, server, worker, order and how many messages there are.
+Their sections of a config, and the plan of a run with a number of workers:
+recipe, server, worker, order and number of messages.
 """
 
 import dataclasses
@@ -101,9 +101,8 @@ class ServerPlan:
   def coded_worker(
     self, split: sharding.ShardPlan | None = None
   ) -> base.Worker:
-    """Returns the worker whose messages this server takes, with its codec if it
-    has one, and its own writes if it keeps tickets; `split` says how shards
-    share messages, None: there is one."""
+    """Returns the worker for this server, with the server's codec, and reading
+    its own writes if it keeps tickets; `split` divides messages for shards."""
     worker, server = self.worker, self.server
     if server.codec is not None:
       worker = traffic.compressed_worker(worker, server.codec, split)
@@ -135,9 +134,8 @@ class ServerPlan:
     return diagnosis.curvature_limit(recipe, start, learning_rate=rate)
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, a function of config and seed; `messages`
-    are those received in it, None all. Over a network, messages and tickets
-    have the sizes that they have without codecs."""
+    """Returns the order of a cell, a function of config and seed, of so many
+    `messages`, None all. Over a network, sizes are those without codecs."""
     count = self.messages if messages is None else messages
     if self.network is not None:
       order = self.over_network(seed, networks.dense(self))

@@ -5,11 +5,9 @@ and a batch is of `batch_size` examples on each device.
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from asgd import gossip, simulator, stacking
@@ -27,14 +25,14 @@ OF_ONE_MODEL = [
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are devices."""
+  """Raises ValueError for a mesh that does not fit the workers."""
   axes = run.config["mesh"]["axes"]
   if not axes:
     return
   for workers in run.config["workers"]:
     if axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
       raise ValueError(
-        f"config.mesh.axes {mesh_plan.mesh_text(axes)} does not fit"
+        f"config.mesh.axes {meshes.text(axes)} does not fit"
         f" config.workers {workers}, as each device is a peer: leave it out, or"
         f" use data:{workers}"
       )
@@ -46,8 +44,8 @@ def devices(run: Run) -> int:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
-  """Builds what the cells of a run share, checking that they fit."""
-  # What a mesh has no keys of, as it is where nobody sets it.
+  """Builds the plan that the cells of a run share, and checks it."""
+  # The keys that a mesh has not, at their defaults.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
   if jax.process_count() > 1:
@@ -116,15 +114,16 @@ class _LinkMeter:
     self.links, self._sent = tree["links"].copy(), tree["sent"]
 
 
-class PeerMeshEngine(engines.Engine):
-  """A cell of peers on a mesh."""
+class PeerMeshEngine(peers.PeerEngine):
+  """A cell of peers on a mesh; `time` of its records counts rounds."""
 
   def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
-    self._plan = plan = context.plan
-    self._name, seed = context.cell.name, context.cell.seed
-    init_key, self._root = jax.random.split(jax.random.key(seed))
-    params = plan.problem.init(init_key)
+    """Starts the cell, or continues from its last checkpoint."""
+    super().__init__(context)
+    self._pace = engines.Pace(_SECONDS)
+
+  def _begin(self, seed, params, root, restore):
+    plan, self._root = self._plan, root
     self._batch = plan.job_batches(seed)
     self.quantum = n = plan.workers
     mesh = meshes.make({meshes.DATA: n}, jax.devices()[:n])
@@ -134,157 +133,93 @@ class PeerMeshEngine(engines.Engine):
     self._where = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
-    self._meter = _LinkMeter(
-      plan.gossip,
-      program_lib.message_bytes(plan.gossip, plan.server, params),
-    )
+    nbytes = program_lib.message_bytes(plan.gossip, plan.server, params)
+    self._meter = _LinkMeter(plan.gossip, nbytes)
     self._state = self._rounds.init(params)
-    self.total, self.done, self._seconds = plan.messages, 0, 0.0
     self._parts = [simulator.join_records([])]
-    self._restore(context)
-    self._pace = engines.Pace(_SECONDS)
-    self._kept: tuple[int, Any] | None = None  # states, and when they were so
-    self._warm_up()
+    self._cached: tuple[int, Any] | None = None  # rounds made, states
+    restore(self._unpack)
+    done = len(self._parts[0].loss)
+    self._warm_up(done // n)
+    return done
 
-  def _restore(self, context):
-    def unpack(saved):
-      records = checkpoint.any_shapes(self._parts[0])
-      tree = {"state": self._state, "records": records}
-      tree = saved.tree({**tree, **self._meter.pack()})
-      return tree, saved.notes["seconds"]
-
-    restored = context.restore(unpack)
-    if restored is None:
-      return
-    tree, self._seconds = restored
-    self._put(tree["state"])
+  def _unpack(self, saved):
+    records = checkpoint.any_shapes(self._parts[0])
+    tree = {"state": self._state, "records": records, **self._meter.pack()}
+    tree, self._seconds = saved.tree(tree), saved.notes["seconds"]
+    self._state = meshes.copy(tree["state"], self._where)
     self._parts = [simulator.PeerRecords(*tree["records"])]
     self._meter.unpack(tree)
-    self.done = len(self._parts[0].loss)
 
-  def _put(self, arrays):
-    # Copied: a round donates buffers, and these are NumPy's.
-    copy = jax.jit(partial(jax.tree.map, jnp.copy), out_shardings=self._where)
-    self._state = copy(arrays)
-
-  def _warm_up(self):
-    """Compiles the programs of all rounds to come, which are forgotten."""
+  def _warm_up(self, start):
+    """Compiles the programs of all later rounds and discards what they
+    compute."""
     how, rounds = self._plan.gossip, self.total // self.quantum
-    start = self.done // self.quantum
     arrays = jax.device_get(self._state)
     for k in range(start, min(start + how.every * how.topology.period, rounds)):
       self._round(k)
-    self._put(arrays)
+    self._state = meshes.copy(arrays, self._where)
 
   def _round(self, k):
     n = self.quantum
     batches = [self._batch(i, k * n + i) for i in range(n)]
     batch = self._rounds.place(stacking.stack(batches))
-    self._state, metrics = self._rounds.round(
-      self._state, batch, self._root, k
-    )
+    self._state, metrics = self._rounds.round(self._state, batch, self._root, k)
     return jax.device_get(metrics)
 
-  def advance(self, until: int) -> engines.Progress:
-    """Makes rounds, as many as there is time for."""
-    first, parts = self.done, []
-    steps = self._pace.begin()
-    end = min(first + steps * self.quantum, until)
-    while self.done < end:
-      metrics = self._round(self.done // self.quantum)
-      parts.append(self._records_of(self.done // self.quantum, metrics))
-      self.done += self.quantum
-    self._seconds += self._pace.end()
-    part = simulator.join_records(parts)
-    self._parts.append(part)
-    return engines.Progress(
-      loss=part.loss,
-      staleness=float(part.staleness.mean()),
-      gap=float(part.gap.mean()),
-      broken=parameter_server.broken(
-        self._plan, part, self.done, self._name, "of peer {worker}"
-      ),
+  def _run(self, end):
+    n = self.quantum
+    rounds = range(self.done // n, -(-end // n))
+    part = simulator.join_records(
+      [self._records_of(k, self._round(k)) for k in rounds]
     )
+    self._parts.append(part)
+    return part
 
   def _records_of(self, k, metrics) -> simulator.PeerRecords:
     n = self.quantum
     version, staleness, accepted = metrics.whole.T
-    gap, message_norm, update_norm, mix_norm, kept = metrics.real.T
+    gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
     up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
     peer = np.arange(n, dtype=np.int32)
     return simulator.PeerRecords(
       *(version, np.full(n, k + 1.0), peer, (k * n + peer).astype(np.int32)),
       *(staleness, gap, np.asarray(metrics.loss, np.float32)),
       *(accepted.astype(bool), message_norm, update_norm),
-      *(up, down, kept, mixed),
+      *(up, down, residual, mixed),
     )
 
   def _states(self):
     """The states of all peers, as NumPy arrays."""
-    if self._kept is None or self._kept[0] != self.done:
+    if self._cached is None or self._cached[0] != self.done:
       whole = jax.device_get(self._state.peers)
       states = [
         jax.tree.map(lambda x, i=i: x[i], whole) for i in range(self.quantum)
       ]
-      self._kept = self.done, states
-    states = self._kept[1]
+      self._cached = self.done, states
+    return self._cached[1]
+
+  def _present(self):
+    states = self._states()
     return states, [self._plan.peer.weight(state) for state in states]
 
-  def snapshot(self) -> engines.Snapshot:
-    """Returns the mean model."""
-    states, weights = self._states()
-    params = simulator.mean_params(states, weights)
-    clock = {"seconds": self._seconds}
-    update = round(np.mean([int(s.server.version) for s in states]))
-    return engines.Snapshot(params, self.done, update, clock)
+  def _clock(self):
+    return {"seconds": self._seconds}
 
-  def records(self) -> simulator.PeerRecords:
-    """Returns a row for each message of a peer to itself; their time counts
-    rounds."""
-    self._parts = [simulator.join_records(self._parts)]
-    return self._parts[0]
-
-  def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns losses of some messages, how far apart peers are, and how good
-    single ones."""
-    part = simulator.PeerRecords(*(c[start:end] for c in self.records()))
-    states, weights = self._states()
-    quality = peers.peer_quality(
-      self._plan.problem, [state.server.params for state in states]
-    )
-    return peers.summary(part, states, weights) | quality
-
-  def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
-    config, plan = self._plan.run.config, self._plan
-    size = config["batch_size"] * plan.recipe.steps
-    snapshot = self.snapshot()
-    row = parameter_server.columns(plan, self.records(), snapshot.update)
-    here = jax.local_devices()[0]
+  def _costs(self):
+    batch = self._plan.run.config["batch_size"] * self._plan.recipe.steps
     return {
-      **row,
-      **self.summary(0, self.done),
-      **peers.of_links(plan.gossip, self._traffic()),
-      "mesh": mesh_plan.mesh_text({meshes.DATA: self.quantum}),
+      "mesh": meshes.text({meshes.DATA: self.quantum}),
       "seconds": self._seconds,
       "seconds_per_update": self._seconds * self.quantum / self.done,
-      "examples_per_second": self.done * size / max(self._seconds, 1e-9),
+      "examples_per_second": self.done * batch / max(self._seconds, 1e-9),
       # Parameters and the optimizer's state, of one peer.
-      "state_bytes": sum(
-        shard.data.nbytes
-        for leaf in jax.tree.leaves(self._state)
-        for shard in leaf.addressable_shards
-        if shard.device == here
-      ),
+      "state_bytes": meshes.bytes_here(self._state),
       "skipped": 0,
     }
 
-  def _traffic(self) -> simulator.LinkTraffic:
+  def _traffic(self):
     return simulator.LinkTraffic(*self._meter.links)
-
-  def extras(self) -> dict[str, str]:
-    """Returns what went over each link, as a table."""
-    return {"links.csv": peers.links_table(self._traffic())}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns all peers, and records."""
@@ -294,5 +229,5 @@ class PeerMeshEngine(engines.Engine):
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns what a cell came to in a few words."""
+  """Returns the result of a cell as one line."""
   return f"{peers.describe(result)}, {result['seconds']:.1f} s"

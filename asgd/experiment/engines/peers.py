@@ -117,18 +117,30 @@ class PeerEngine(SimulatedEngine):
     self._parts.append(part)
     return part
 
+  def _states(self):
+    return self._peers.states
+
   def _present(self):
-    """States of the peers that are there, and what each counts."""
+    """States of the connected peers, and the weight of each."""
     states = [self._peers.states[i] for i in self._peers.present]
     return states, [self._plan.peer.weight(state) for state in states]
+
+  def _clock(self):
+    return {"time": float(self.records().time[-1])}
+
+  def _costs(self):
+    """Columns of the time that the cell took."""
+    return {"simulated_time": float(self.records().time[-1])}
+
+  def _traffic(self):
+    return self._peers.traffic
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the mean model, at the simulated time."""
     states, weights = self._present()
     params = simulator.mean_params(states, weights)
-    clock = {"time": float(self.records().time[-1])}
     updates = np.mean([int(state.server.version) for state in states])
-    return engines.Snapshot(params, self.done, round(updates), clock)
+    return engines.Snapshot(params, self.done, round(updates), self._clock())
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages; and how far apart
@@ -141,16 +153,16 @@ class PeerEngine(SimulatedEngine):
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
-    records, states = self.records(), self._peers.states
-    updates = round(np.mean([int(s.server.version) for s in states]))
+    records = self.records()
+    updates = round(np.mean([int(s.server.version) for s in self._states()]))
     row = parameter_server.columns(self._plan, records, updates)
     row |= self.summary(0, len(records.loss))
-    row |= of_links(self._plan.gossip, self._peers.traffic)
-    return {**row, "simulated_time": float(records.time[-1])}
+    row |= of_links(self._plan.gossip, self._traffic())
+    return {**row, **self._costs()}
 
   def extras(self) -> dict[str, str]:
     """Returns what went over each link, as a table."""
-    return {"links.csv": links_table(self._peers.traffic)}
+    return {"links.csv": links_table(self._traffic())}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns all peers, their messages on the way, and records."""

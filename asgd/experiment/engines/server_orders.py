@@ -1,7 +1,7 @@
 """The order of a run with a server: its protocol, and whether it fits.
 
-The protocol is that of `config.order`, unless the recipe was made for another;
-`asgd.orders` draws an order of it, a live run keeps its rules.
+The protocol is that of `config.order`, unless the recipe has its own.
+`asgd.orders` draws an order; a live run keeps the rules.
 """
 
 import math
@@ -74,9 +74,9 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
 def of_run(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
-  """Returns name and options of a run's protocol: that of its config or, of a
-  recipe made for one of its own, of the recipe. A warm start of some epochs is
-  one of as many messages. ValueError names the key that does not fit."""
+  """Returns name and options of a run's protocol: that of its recipe if it has
+  one, else of its config, with a warm start in messages. ValueError names the
+  key that does not fit."""
   order = _of_recipe(run, recipe)
   if _WARM_EPOCHS not in order:
     return order
@@ -130,9 +130,7 @@ def keeps(order: Mapping[str, Any]) -> bool:
   return bool(order.get("cache")) or order.get("fetch_every", 1) > 1
 
 
-def rules(
-  order: Mapping[str, Any], every: int, workers: int
-) -> protocol.Rules:
+def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   """Returns the protocol of a live run with this order, whose updates are of
   `every` messages; refuses others with ValueError."""
   options = dict(order)
@@ -171,78 +169,47 @@ def check_length(plan: Any, count: int) -> None:
 def check(plan: Any) -> None:
   """Raises ValueError for an order that a plan's recipe, codec or length does
   not go with."""
-  _check_pushes(plan)
-  _check_backups(plan)
-  _check_fetches(plan)
-  _check_kept(plan)
-  _check_warm_start(plan)
-
-
-def _check_pushes(plan):
-  """Jobs that push nothing fit neither rounds nor a codec's residual."""
-  run, recipe = plan.run, plan.recipe
+  run, recipe, order = plan.run, plan.recipe, plan.order
+  config, workers, label = run.config, plan.workers, run.label
+  # Jobs that push nothing fit neither rounds nor a codec's residual.
   key = "compress" if plan.server.codec is not None else "order.name"
-  if recipe.push_every == 1 or (key != "compress" and recipe.every == 1):
-    return
-  raise ValueError(
-    f"config.{key} is not for config.runs.{run.label}, whose fetch_every is no"
-    f" multiple of its push_every: {recipe.push_every - 1} of"
-    f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
-    f" {key} out"
-  )
-
-
-def _check_backups(plan):
-  """A backup task is done by another worker, on the same data."""
-  config = plan.run.config
-  if plan.order["name"] != "backup_tasks":
-    return
-  if config["data"]["partition"] == "sharded":
+  if recipe.push_every > 1 and (key == "compress" or recipe.every > 1):
+    raise ValueError(
+      f"config.{key} is not for config.runs.{label}, whose fetch_every is no"
+      f" multiple of its push_every: {recipe.push_every - 1} of"
+      f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
+      f" {key} out"
+    )
+  sharded = config["data"]["partition"] == "sharded"
+  if order["name"] == "backup_tasks" and sharded:
     raise ValueError(
       "config.order.name 'backup_tasks' hands a worker's job to another, which"
       " has other data: use config.data.partition='shared'"
     )
-
-
-def _check_fetches(plan):
-  """A ticket kept for longer than there are jobs is the first and the last."""
-  fetch_every = plan.order.get("fetch_every", 1)
-  jobs = plan.messages // plan.workers
-  if fetch_every <= max(jobs, 1):
-    return
-  of_order = "fetch_every" in plan.run.config["order"]
-  key = f"{'order' if of_order else f'runs.{plan.run.label}'}.fetch_every"
-  raise ValueError(
-    f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
-    f" {plan.workers} workers has {jobs} in all, so that none would ever fetch"
-    " again; make it smaller, or config.epochs larger"
-  )
-
-
-def _check_kept(plan):
-  """A worker that keeps a ticket goes on with its own writes, of which some
-  messages leave no account."""
-  if not keeps(plan.order):
-    return
-  key = "cache" if plan.order.get("cache") else "fetch_every"
-  params = jax.eval_shape(plan.problem.init, jax.random.key(0))
-  try:
-    plan.coded_worker().init(params)
-  except ValueError as error:
+  # A ticket kept for longer than there are jobs is the first and the last.
+  fetch_every, jobs = order.get("fetch_every", 1), plan.messages // workers
+  if fetch_every > max(jobs, 1):
+    of_order = "fetch_every" in config["order"]
+    key = f"{'order' if of_order else f'runs.{label}'}.fetch_every"
     raise ValueError(
-      f"config.order.{key} is not for config.runs.{plan.run.label}: {error}"
-    ) from error
-
-
-def _check_warm_start(plan):
-  """A warm start that takes the whole run leaves the others without a job."""
-  messages = plan.order.get("warm_start", 0)
-  if not messages or messages < plan.messages:
-    return
-  order = plan.run.config["order"]
-  key = _WARM_EPOCHS if _WARM_EPOCHS in order else "warm_start"
-  raise ValueError(
-    f"config.order.{key} {order[key]} is {messages} messages of one worker, and"
-    f" a cell has {plan.messages} in all, so that the others would never start;"
-    " make it smaller, or config.epochs larger"
-  )
+      f"config.{key} makes {fetch_every} jobs on one ticket, and each of"
+      f" {workers} workers has {jobs} in all, so that none would ever fetch"
+      " again; make it smaller, or config.epochs larger"
+    )
+  if keeps(order):  # the worker reads its own writes, which some do not allow
+    key = "cache" if order.get("cache") else "fetch_every"
+    params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+    try:
+      plan.coded_worker().init(params)
+    except ValueError as error:
+      raise ValueError(
+        f"config.order.{key} is not for config.runs.{label}: {error}"
+      ) from error
+  messages = order.get("warm_start", 0)
+  if messages >= plan.messages:  # the others would have no job
+    key = _WARM_EPOCHS if _WARM_EPOCHS in config["order"] else "warm_start"
+    raise ValueError(
+      f"config.order.{key} {config['order'][key]} is {messages} messages of one"
+      f" worker, and a cell has {plan.messages} in all, so that the others"
+      " would never start; make it smaller, or config.epochs larger"
+    )

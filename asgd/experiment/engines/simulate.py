@@ -76,9 +76,9 @@ class SimulationEngine(SimulatedEngine):
 
 
 def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns a checkpoint's arrays and JSON: of each ticket (worker, job,
-  version, which of the trees sent, fresh), where job is None of a ticket that
-  is kept for a job to come. Tickets that share parameters store them once."""
+  """Returns a checkpoint's arrays and JSON: of each ticket (worker, job, None
+  if it is kept for a later job, version, index of the tree sent, fresh).
+  Tickets that share parameters store them once."""
   trees, index, rows = [], {}, []
   for worker, kept in enumerate(simulation.kept):
     tickets = {} if kept is None else {None: kept}

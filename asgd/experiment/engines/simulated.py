@@ -1,7 +1,7 @@
-"""What engines of simulated time share: one cell, a stretch of it at a time.
+"""What engines of simulated time share: they train some messages at a time.
 
-What a cell computes is a function of its config and its seed. Clocks decide
-when it looks up and when a checkpoint is written, never what happens next.
+A cell is a function of its config and its seed. Clocks decide how many messages
+a call trains, and when a checkpoint is written.
 """
 
 import abc
@@ -32,6 +32,7 @@ class SimulatedEngine(engines.Engine):
   _which = "staleness {staleness}"  # of a message that is not finite
   _join = staticmethod(simulator.concatenate)  # consecutive records
   _parts: list[Any]  # records so far, if the simulation does not keep them
+  _seconds = 0.0  # of all calls of `advance`
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or goes on from its last checkpoint."""
@@ -65,7 +66,7 @@ class SimulatedEngine(engines.Engine):
   def advance(self, until: int) -> engines.Progress:
     """Simulates on for a moment, not past message `until`."""
     part = self._run(min(self.done + self._pace.begin(), until))
-    self._pace.end()
+    self._seconds += self._pace.end()
     self.done += len(part.loss)
     return self._progress(part)
 

@@ -1,10 +1,10 @@
-"""The order of a simulated cell: made before it, or while it is obeyed.
+"""The order of a simulated cell: made before it, or while it is simulated.
 
-Over a network an order depends on how many bytes messages and tickets have. If
-a codec makes them, that depends on what is in them, so that the order is made
-as far as messages are known, and no further.
+Over a network an order depends on the bytes of messages and tickets. With a
+codec these depend on the content, so the order is made as messages are.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -72,7 +72,8 @@ class GrownOrder:
     }
     self._going: simulator.StepwiseRun | None = None
     self._next = 0  # row that is to be obeyed
-    sizes = play.Sizes(self._up, self._down)
+    ways = (functools.partial(self._size, way) for way in ("up", "down"))
+    sizes = play.Sizes(*ways)
     self._order = plan.over_network(seed, sizes)
     while len(self._order.rows) < rows:
       self._order.advance()
@@ -102,25 +103,19 @@ class GrownOrder:
     self._next += 1
     return event.action == base.RECEIVE
 
-  def _ask(self, way, worker, seq, ask):
+  def _size(self, way, worker, seq):
+    """Bytes of a message or a ticket at each shard."""
     known = self._known[way]
     if (worker, seq) not in known:
       while self._next < len(self._order.rows):  # tickets that were just sent
         self._obey_row()
-      known[worker, seq] = ask()
+      if way == "down":
+        nbytes = self._going.bytes_down(worker, seq)
+      else:
+        job = self._order.job(worker, seq)
+        nbytes = self._going.bytes_up(worker, seq, job)
+      known[worker, seq] = nbytes
     return networks.divided(known[worker, seq], self._each)
-
-  def _up(self, worker, seq):
-    job = self._order.job(worker, seq)
-    return self._ask(
-      *("up", worker, seq),
-      lambda: self._going.bytes_up(worker, seq, job),
-    )
-
-  def _down(self, worker, seq):
-    return self._ask(
-      *("down", worker, seq), lambda: self._going.bytes_down(worker, seq)
-    )
 
   def use(self) -> LinkUse:
     """Returns what the network bore by the last message."""

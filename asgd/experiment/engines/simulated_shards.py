@@ -1,8 +1,7 @@
 """A cell in simulated time whose server is in shards that are out of step.
 
-Each shard has an order of its own, drawn with the delays of
-`config.server.delays`. They are written as the traces of a live run are,
-trace-0.csv, trace-1.csv and so on, and replayed as those are.
+Each shard has its order, drawn with the delays of `config.server.delays`. They
+are written and replayed as the traces of a live run: trace-0.csv and so on.
 """
 
 from typing import Any

@@ -280,9 +280,8 @@ class TableEngine(SimulatedEngine):
 
     def unpack(saved):
       simulation = plan.simulation(seed, params, root)
-      like = tables.template(simulation, saved.notes)
-      tree = saved.tree(checkpoint.any_shapes(like))
-      simulation.unpack(tree, saved.notes)
+      state = saved.tree({"state": checkpoint.ANY})["state"]
+      simulation.unpack(tables.wire.load(state.tobytes()))
       return simulation
 
     self._simulation = restore(unpack) or plan.simulation(seed, params, root)
@@ -340,46 +339,78 @@ class TableEngine(SimulatedEngine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
     simulation, records = self._simulation, self.records()
-    rules = self._plan.settings.rules
-    profile = simulation.differentials
-    count = max(sum(profile.values()), 1)
-    back, dropped = simulation.held
-    summary = self._summary(records)
-    del summary["train_loss"]  # that of the last evaluation stands
-    time = simulation.now
+    summary, time = self._summary(records), simulation.now
     if isinstance(simulation, tables.OverNetwork) and time > 0:
       summary |= networks.columns(simulation.use(), self.done, time)
-    return {
-      "order": rules.consistency.name,
-      "bound": rules.bound,
-      "messages": self.done,
-      "updates": simulation.server.slowest,
-      "differential_mean": sum(d * n for d, n in profile.items()) / count,
-      "differential_least": min(profile, default=0),
-      "fresh_reads": profile.get(-1, 0) / count,
-      "rows_held_back": back,
-      "rows_dropped": dropped,
-      "ranges_moved": simulation.moved,
-      "bytes_up": int(records.bytes_up.sum()),
-      "bytes_down": int(records.bytes_down.sum()),
-      **summary,
-      "simulated_time": time,
-    }
+    columns = columns_of(
+      *(self._plan.settings.rules, records, summary, simulation.differentials),
+      simulation.held,
+      updates=simulation.server.slowest,
+      ranges_moved=simulation.moved,
+    )
+    return {**columns, "simulated_time": time}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns tables, copies of the workers, what is in flight, and records."""
-    arrays, notes = self._simulation.pack()
-    return self.done, arrays, notes
+    state = tables.wire.dump(self._simulation.pack())
+    return self.done, {"state": np.frombuffer(state, np.uint8)}, {}
 
   def extras(self) -> dict[str, str]:
     """Returns the trace, and the profile of staleness."""
     simulation = self._simulation
-    profile = sorted(simulation.differentials.items())
-    lines = ["differential,rows", *(f"{d},{n}" for d, n in profile), ""]
     return {
       "trace.csv": orders.dump(trace.from_events(simulation.rows)),
-      "staleness.csv": "\n".join(lines),
+      "staleness.csv": profile_table(simulation.differentials),
     }
+
+
+# What all engines of tables say of them.
+
+
+def columns_of(
+  rules: tables.ConsistencyRules,
+  records: base.Records,
+  summary: Mapping[str, Any],
+  profile: Mapping[int, int],
+  held: tuple[int, int],
+  *,
+  updates: int,
+  **moved: float,
+) -> dict[str, Any]:
+  """Returns what a cell came to, but for its time.
+
+  Args:
+    rules: of reads.
+    records: of all its jobs.
+    summary: of these.
+    profile: rows read at each clock differential.
+    held: rows that filters held back, and that they dropped.
+    updates: the slowest worker's clock.
+    **moved: columns about ranges of keys.
+  """
+  count, summary = max(sum(profile.values()), 1), dict(summary)
+  del summary["train_loss"]  # that of the last evaluation stands
+  return {
+    "order": rules.consistency.name,
+    "bound": rules.bound,
+    "messages": len(records.loss),
+    "updates": updates,
+    "differential_mean": sum(d * n for d, n in profile.items()) / count,
+    "differential_least": min(profile, default=0),
+    "fresh_reads": profile.get(-1, 0) / count,
+    "rows_held_back": held[0],
+    "rows_dropped": held[1],
+    **moved,
+    "bytes_up": int(records.bytes_up.sum()),
+    "bytes_down": int(records.bytes_down.sum()),
+    **summary,
+  }
+
+
+def profile_table(profile: Mapping[int, int]) -> str:
+  """Returns rows read at each clock differential, as CSV."""
+  lines = [f"{d},{n}" for d, n in sorted(profile.items())]
+  return "\n".join(["differential,rows", *lines, ""])
 
 
 # Of tables of results in which a cell has tables of rows.

@@ -65,19 +65,11 @@ def size_of(
   return workers, problem.batches_per_epoch / batches
 
 
-@functools.lru_cache(maxsize=32)
-def _named_codec(section: str) -> compression.Codec:
-  """The codec of a section, as JSON: one for all cells that have it."""
-  return compression.named(**json.loads(section))
-
-
-# One for all cells that have it, as of a name.
-@functools.lru_cache(maxsize=32)
-def _given_codec(codec: compression.Codec, key: str) -> compression.Codec:
-  return own.checked(codec, f"given as {key}")
-
-
-# One for all cells of a size.
+# One codec for all cells that have it, and of a size: one compilation.
+_named = functools.lru_cache(maxsize=32)(
+  lambda section: compression.named(**json.loads(section))
+)
+_checked = functools.lru_cache(maxsize=32)(own.checked)
 _fitted = functools.lru_cache(maxsize=32)(compression.fitted)
 
 
@@ -89,13 +81,13 @@ def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
     return None
   if section["name"] != GIVEN:
     with checks.blame(key, tuple(section)):
-      return _fitted(_named_codec(json.dumps(section, sort_keys=True)), *size)
+      return _fitted(_named(json.dumps(section, sort_keys=True)), *size)
   if key not in run.codecs:
     raise ValueError(
       f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
       f" as asgd.simulate(..., {key}=codec): give it again, or name one"
     )
-  return _fitted(_given_codec(run.codecs[key], key), *size)
+  return _fitted(_checked(run.codecs[key], f"given as {key}"), *size)
 
 
 def codecs_of(
@@ -151,9 +143,8 @@ compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 
 def columns(plan: Any, records: base.Records) -> dict[str, Any]:
-  """Returns the columns of a result that tell of its traffic: the bytes, and
-  how many times as many they would be without the codec, at a message and the
-  parameters for each job."""
+  """Returns the columns of a result with its bytes up and down, and how many
+  times more there are without codecs (a message and parameters for a job)."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   dense = wire.layout(params).nbytes * len(records.loss)
   row = {}
@@ -170,9 +161,8 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
 def lost(
   plan: Any, journal: Sequence[Event], records: base.Records
 ) -> dict[str, float]:
-  """Returns what codecs had kept to send later, at workers that left while
-  messages were to come: a column with the root of the sum of squares of their
-  RMS; nothing without a codec."""
+  """Returns a column with the residuals that codecs of workers held when they
+  left early, the root of the sum of squares of their RMS; {} without one."""
   if plan.run.config["compress"] is None:
     return {}
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)

@@ -131,10 +131,6 @@ PROTOCOL = Protocol(
     audit=_audit,
     parties={"worker": PEER, "shard": COUNTER},
     link_faults="a message of peers is told once, over a link that loses none",
-    comparison=(
-      "is of peers, which have no server: see its links.csv and report, or"
-      " compute it again with asgd replay"
-    ),
   ),
   refusals=(
     Refusal("network", "peers have links to each other, not to a server"),

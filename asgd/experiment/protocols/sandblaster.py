@@ -102,11 +102,6 @@ PROTOCOL = Protocol(
     replay=_replay,
     audit=_audit,
     link_faults="a worker of a coordinator is called, and loses no message",
-    comparison=(
-      "is of Sandblaster, whose coordinator hands out jobs as workers come: its"
-      " iterates do not depend on that. See its iterates.csv, draw it with asgd"
-      " timeline, or compute it again with asgd replay"
-    ),
   ),
   refusals=(
     Refusal("optimizer", "L-BFGS is the optimizer"),

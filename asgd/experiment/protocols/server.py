@@ -96,6 +96,12 @@ def plan_of(plan: ServerPlan, folder: Path, seed: int) -> ServerPlan:
   return plan.of_seed(seed)
 
 
+def _simulation(plan: ServerPlan, cell: Any, folder: Path) -> tuple[Any, Any]:
+  """Returns the protocol of a cell, and trace -> (parameters, records)."""
+  plan = plan_of(plan, folder, cell.seed)
+  return plan.rules(), lambda trace: obey(plan, cell.seed, [trace])
+
+
 def _replay(
   plan: ServerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
@@ -182,6 +188,7 @@ PROTOCOL = Protocol(
     rows=lambda folder: read_journal(journal_path(folder, 0)),
     replay=_replay,
     audit=_audit,
+    simulation=_simulation,
   ),
   refusals=(
     Refusal("network", "messages take the time they take", engines=("ray",)),

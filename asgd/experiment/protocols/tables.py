@@ -118,11 +118,6 @@ PROTOCOL = Protocol(
     link_faults=(
       "what a worker of tables asks is asked again until it is answered"
     ),
-    comparison=(
-      "is of tables, whose shards have orders of their own: see its"
-      " staleness.csv and report, draw it with asgd timeline, or compute it"
-      " again with asgd replay"
-    ),
   ),
   refusals=(
     Refusal("clip_norm", "a worker knows the rows of its batch alone"),

@@ -44,8 +44,7 @@ class LiveRunLog(RunLog):
     self._sink = FileSink(path, **options)
     self._sink.truncate(messages)
     self.rows = self._journal.events()
-    columns = (c.tolist() for c in read_records(path))
-    self.messages = list(zip(*columns, strict=True))
+    self.messages = read_records(path).rows()
     # When the first job was begun; NaN before that.
     jobs = (row.time for row in self.rows if row.action == base.SEND)
     self.began = next(jobs, np.nan)

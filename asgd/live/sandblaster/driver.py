@@ -216,20 +216,8 @@ class Driver(Cluster):
     return self.received
 
   def _answer(self, value):
-    coordinator = self._coordinator
-    before = coordinator.state.iteration
-    coordinator.answer(value)
-    self.book.news += coordinator.news
-    coordinator.news.clear()
-    state = coordinator.state
-    known = self.book.iterates[-1].iteration if self.book.iterates else -1
-    if state.iteration > max(before, known):
-      self.book.iterates.append(
-        Iterate(
-          *(state.iteration, self.now, state.evaluations, state.loss),
-          *(state.norm, state.step, state.fallbacks),
-        )
-      )
+    self._coordinator.answer(value)
+    self.book.note(self._coordinator, self.now)
 
   def _begin(self, evaluation):
     """Workers that are idle start on new parameters; one that asks for an

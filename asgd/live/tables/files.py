@@ -24,14 +24,14 @@ from asgd.live.journal import (
 from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division
-from asgd.tables.job_records import (
+from asgd.tables.replay import Orders
+from asgd.tables.requests import (
   BINS,
   ClockMessage,
   JobRecord,
   dump_message,
   load_message,
 )
-from asgd.tables.replay import Orders
 
 JOB_RECORD = np.dtype(
   [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]

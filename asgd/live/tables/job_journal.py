@@ -8,7 +8,7 @@ from asgd.live.hosts import Inside
 from asgd.live.spans import Span
 from asgd.live.tables import files
 from asgd.orders.trace import NO_SEQ, STARTS, Event
-from asgd.tables.job_records import ClockMessage, JobRecord
+from asgd.tables.requests import ClockMessage, JobRecord
 
 
 class JobJournal:

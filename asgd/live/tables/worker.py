@@ -15,8 +15,8 @@ from asgd.live.tables.job_journal import JobJournal
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts
-from asgd.tables.job_records import JobRecord
-from asgd.tables.work import Work
+from asgd.tables.requests import JobRecord
+from asgd.tables.settings import Work
 from asgd.tables.worker import TableWorker
 
 # How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as

@@ -26,26 +26,22 @@ build = cache(algorithms.build)
 
 
 @cache
-def host_of(recipe, loss):
-  return simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(loss, recipe.at_worker)
-  )
+def host_of(recipe, loss, gate=server_lib.accept_all):
+  worker = worker_lib.gradient_worker(loss, recipe.at_worker)
+  return simulator.make_host(recipe.server(gate=gate), worker)
 
 
-def start(recipe, workers=WORKERS, problem=PROBLEM):
-  host = host_of(recipe, problem.loss)
-  return host, host.init(problem.init(jax.random.key(0)), workers)
-
-
-def run(recipe, trace, workers=WORKERS, end=None, problem=PROBLEM):
-  host, simulation = start(recipe, workers, problem)
-  return host.run(
-    simulation,
-    trace,
-    len(trace.action) if end is None else end,
-    batch=problem.batches(0, workers),
-    root=jax.random.key(0),
-  )
+def run(
+  recipe, trace, workers=WORKERS, ends=None, problem=PROBLEM, **options
+):
+  """Replays a trace, in pieces if there are several ends."""
+  host = host_of(recipe, problem.loss, **options)
+  simulation, parts = host.init(problem.init(jax.random.key(0)), workers), []
+  data = {"batch": problem.batches(0, workers), "root": jax.random.key(0)}
+  for end in ends or [len(trace.action)]:
+    simulation, part = host.run(simulation, trace, end, **data)
+    parts.append(part)
+  return simulation, simulator.concatenate(parts)
 
 
 def gamma_trace(messages=60, workers=WORKERS):
@@ -61,8 +57,9 @@ def test_dana_slim_holds_the_look_ahead_of_dana_zero():
   trace = gamma_trace()
   for end in simulator.end_of_message(trace)[[10, 59]]:
     zero_recipe = build("dana_zero", RATE, WORKERS)
-    zero, zero_records = run(zero_recipe, trace, end=end)
-    slim, slim_records = run(build("dana_slim", RATE, WORKERS), trace, end=end)
+    zero, zero_records = run(zero_recipe, trace, ends=[end])
+    slim_recipe = build("dana_slim", RATE, WORKERS)
+    slim, slim_records = run(slim_recipe, trace, ends=[end])
     look_ahead = zero_recipe.server().send(zero.server, jnp.int32(0)).params
     close(slim.server.params, look_ahead, atol=1e-14)
   np.testing.assert_allclose(slim_records.loss, zero_records.loss, rtol=1e-5)
@@ -174,13 +171,8 @@ def test_bulk_synchronous_order_is_large_batch_sgd():
   def least_squares(params, batch, key):
     return jnp.mean((batch @ params - 1) ** 2), worker_lib.Aux(())
 
-  host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(least_squares)
-  )
-  simulation, records = host.run(
-    host.init(jnp.ones(7), WORKERS),
-    trace,
-    len(trace.action),
+  simulation, records = simulator.run_whole(
+    *(host_of(recipe, least_squares), jnp.ones(7), WORKERS, trace),
     batch=lambda worker, job: data.reshape(-1, 8, 7)[job],
     root=jax.random.key(0),
   )
@@ -215,27 +207,10 @@ def test_a_run_in_pieces_is_the_run_in_one(name):
   recipe = build(name, RATE, WORKERS)
   trace = gamma_trace(messages=40)
   whole, whole_records = run(recipe, trace)
-  host, simulation = start(recipe)
-  parts = []
-  for end in [*range(7, len(trace.action), 7), len(trace.action)]:
-    simulation, part = host.run(
-      simulation,
-      trace,
-      end,
-      batch=PROBLEM.batches(0, WORKERS),
-      root=jax.random.key(0),
-    )
-    parts.append(part)
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    jax.device_get(simulation.server),
-    jax.device_get(whole.server),
-  )
-  jax.tree.map(
-    np.testing.assert_array_equal,
-    simulator.concatenate(parts),
-    whole_records,
-  )
+  ends = [*range(7, len(trace.action), 7), len(trace.action)]
+  simulation, records = run(recipe, trace, ends=ends)
+  kit.same(simulation.server, whole.server)
+  kit.same(records, whole_records)
 
 
 def test_soft_synchronization_with_one_split_is_rudra_with_no_barrier():
@@ -263,12 +238,9 @@ def test_soft_synchronization_with_one_split_is_rudra_with_no_barrier():
 def test_fixed_delay_is_the_textbook_recursion():
   delay, messages = 3, 20
   problem = problems.quadratic(np.array([2.0]))
-  simulation, _ = run(
-    build("asgd", 0.1, delay + 1),
-    orders.fixed_delay(delay=delay, messages=messages),
-    workers=delay + 1,
-    problem=problem,
-  )
+  trace = orders.fixed_delay(delay=delay, messages=messages)
+  recipe = build("asgd", 0.1, delay + 1)
+  simulation, _ = run(recipe, trace, delay + 1, problem=problem)
   path = [1.0]
   for t in range(messages):
     path.append(path[t] - 0.1 * 2.0 * path[max(t - delay, 0)])
@@ -280,13 +252,9 @@ def test_gaps_come_in_the_order_of_the_papers():
   # at the learning rate and size of a noisy quadratic that all survive.
   problem = problems.quadratic(np.linspace(0.5, 1.5, 50), noise=1.0)
   gaps = {}
+  trace = gamma_trace(messages=500, workers=8)
   for name in ("asgd", "dana_zero", "multi_asgd", "nag_asgd"):
-    _, records = run(
-      build(name, 0.005, 8),
-      gamma_trace(messages=500, workers=8),
-      workers=8,
-      problem=problem,
-    )
+    _, records = run(build(name, 0.005, 8), trace, 8, problem=problem)
     gaps[name] = records.gap[100:].mean()
   assert gaps["asgd"] < gaps["dana_zero"] < gaps["multi_asgd"]
   assert gaps["multi_asgd"] < gaps["nag_asgd"]
@@ -295,19 +263,8 @@ def test_gaps_come_in_the_order_of_the_papers():
 
 
 def test_gate_and_version_count_accepted_messages_only():
-  recipe = build("asgd", RATE, WORKERS)
-  made = recipe.server(gate=server_lib.max_staleness(2))
-  host = simulator.make_host(
-    made, worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
-  )
-  trace = gamma_trace()
-  simulation, records = host.run(
-    host.init(PROBLEM.init(jax.random.key(0)), WORKERS),
-    trace,
-    len(trace.action),
-    batch=PROBLEM.batches(0, WORKERS),
-    root=jax.random.key(0),
-  )
+  recipe, gate = build("asgd", RATE, WORKERS), server_lib.max_staleness(2)
+  simulation, records = run(recipe, gamma_trace(), gate=gate)
   assert 0 < records.accepted.sum() < len(records.accepted)
   np.testing.assert_array_equal(records.accepted, records.staleness <= 2)
   assert int(simulation.server.version) == records.accepted.sum()

@@ -176,40 +176,24 @@ def test_a_module_of_a_package_is_found_by_its_top(own):
 @pytest.mark.parametrize(
   ("changes", "message"),
   [
-    (
-      {"runs": {"a": {"recipe": "no_module:careful"}}},
-      "config.runs.a: algorithm 'no_module:careful': no_module cannot be"
-      ".*folder must be that of the config",
-    ),
-    (
-      {"runs": {"a": {"recipe": "own_module:carefull"}}},
-      "own_module has no 'carefull'; did you mean 'careful'",
-    ),
-    (
-      {"runs": {"a": {"recipe": "own_module:signs"}}},
-      "must take learning_rate and workers.* it takes learning_rate, decay",
-    ),
-    (
-      {"runs": {"a": {"recipe": "own_module:careful", "strenght": 1}}},
-      "'runs.a.strenght'.*; did you mean 'strength'",
-    ),
-    (
-      {"runs": {"a": {"recipe": "own_module:nothing"}}},
-      "config.runs.a: algorithm 'own_module:nothing' must return an asgd.Rec",
-    ),
-    (
-      {"optimizer": "own_module:of_nothing"},
-      "config.optimizer: optimizer 'own_module:of_nothing' takes no argument"
-      " 'learning_rate'",
-    ),
-    (
-      {"optimizer": {"name": "own_module:signs", "decai": 1}},
-      "config.optimizer: .* takes no argument 'decai'; did you mean 'decay'",
-    ),
-    (
-      {"learning_rate_schedule": {"name": "own_module:nothing"}},
-      "config.learning_rate_schedule: schedule 'own_module:nothing' needs the",
-    ),
+    ({"runs": {"a": {"recipe": "no_module:careful"}}},
+     "config.runs.a: algorithm 'no_module:careful': no_module cannot be"
+     ".*folder must be that of the config"),
+    ({"runs": {"a": {"recipe": "own_module:carefull"}}},
+     "own_module has no 'carefull'; did you mean 'careful'"),
+    ({"runs": {"a": {"recipe": "own_module:signs"}}},
+     "must take learning_rate and workers.* it takes learning_rate, decay"),
+    ({"runs": {"a": {"recipe": "own_module:careful", "strenght": 1}}},
+     "'runs.a.strenght'.*; did you mean 'strength'"),
+    ({"runs": {"a": {"recipe": "own_module:nothing"}}},
+     "config.runs.a: algorithm 'own_module:nothing' must return an asgd.Rec"),
+    ({"optimizer": "own_module:of_nothing"},
+     "config.optimizer: optimizer 'own_module:of_nothing' takes no argument"
+     " 'learning_rate'"),
+    ({"optimizer": {"name": "own_module:signs", "decai": 1}},
+     "config.optimizer: .* takes no argument 'decai'; did you mean 'decay'"),
+    ({"learning_rate_schedule": {"name": "own_module:nothing"}},
+     "config.learning_rate_schedule: schedule 'own_module:nothing' needs the"),
   ],
 )
 def test_what_is_wrong_with_it_is_one_line(own, changes, message):

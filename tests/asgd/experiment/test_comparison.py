@@ -18,6 +18,37 @@ def pair(name="a-n2-s0", factor=2.0):
   return comparison.LiveComparison(name, runs, 2, None)
 
 
+RECIPES = {
+  "server": {"recipe": "dana_zero"},
+  "peers": {"recipe": "d_psgd"},
+  "tables": {"recipe": "table", "shards": 2},
+  "sandblaster": {"recipe": "sandblaster", "portions": 6, "shards": 2},
+}
+
+
+@pytest.mark.parametrize("protocol", RECIPES)
+def test_a_live_cell_is_compared_whatever_its_protocol(protocol, tmp_path):
+  run, sized = RECIPES[protocol], {"evaluations": 1, "epochs": 1.0}
+  place, result, _ = kit.train_live(tmp_path, runs={"a": run}, **sized)
+  both = comparison.compare(place)
+  rows = {row["quantity"]: row for row in comparison.quantities(both)}
+  assert rows["messages"]["live"] == result["messages"]
+  assert {row["worker"] for row in both.jobs} == {0, 1, 2}
+  if protocol == "server":
+    assert list(both.runs) == ["live", "in order", "drawn"]
+    return
+  assert list(both.runs) == ["live", "replayed"]
+  assert {row["replayed, ratio"] for row in rows.values()} <= {1, np.nan}
+  assert both.replay.endswith("; the same records")
+  live = both.runs["live"].records
+  loss = np.where(np.arange(len(live.loss)) == 5, -1.0, live.loss)
+  said = comparison.first_difference(live, live._replace(loss=loss))
+  where = f"loss of worker {live.worker[5]}, job {live.job[5]} is"
+  assert said == f"{where} {live.loss[5]}, replayed -1.0"
+  with pytest.raises(ValueError, match="no server that decides their order"):
+    comparison.compare(place, durations_of=place)
+
+
 def test_the_table_has_ratios():
   rows = {row["quantity"]: row for row in comparison.quantities(pair())}
   rate = rows["messages/s"]

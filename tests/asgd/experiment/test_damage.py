@@ -24,14 +24,7 @@ from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
 from asgd import base, experiment, text_table
-from asgd.experiment import (
-  cell_files,
-  cell_log,
-  folder,
-  jobs,
-  report,
-  storage,
-)
+from asgd.experiment import cell_files, cell_log, folder, jobs, report, storage
 from asgd.experiment.engines import live_clusters
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent

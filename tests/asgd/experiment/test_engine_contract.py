@@ -2,9 +2,9 @@
 
 A cell that was stopped and goes on comes to what it would have come to: to the
 same bits, or, where real time decides (threads, ray), to those of its trace. A
-signal saves and stops; what is not finite stops with one line or is recorded; a
-bad key is one line; rows, results and records have columns in common; an
-evaluation changes nothing; a cell in another process is the same cell.
+signal saves and stops; what is not finite stops with one line or is recorded;
+rows, results and records have columns in common; an evaluation changes nothing;
+a cell in another process is the same cell.
 """
 
 import copy
@@ -16,7 +16,6 @@ import jax
 import kit
 import numpy as np
 import pytest
-from kit import TINY_RUN
 
 from asgd import experiment
 from asgd.experiment import (
@@ -41,21 +40,13 @@ IN_PROCESS = [name for name in ENGINES if name != "ray"]
 # Real time decides what a run of these computes; a trace says what that was.
 LIVE = ("threads", "ray")
 
-# What a config of an engine has beside TINY_RUN, and a key of its section that
-# there is not.
+# What a config of an engine has beside TINY_RUN.
 CONFIGS = {
   "simulate": {},
   "threads": {},
   "ray": {"compress": {"name": "qsgd", "levels": 3}},
   "mesh": {"mesh": {"axes": {"data": 2}}},
   "pipeline": {"pipeline": {"stages": 2, "microbatches": 4}},
-}
-BAD_KEYS = {
-  "simulate": ("order.depht", "depth"),
-  "threads": ("live.refil", "refill"),
-  "ray": ("server.shard", "shards"),
-  "mesh": ("mesh.zeros", "zero"),
-  "pipeline": ("pipeline.stage", "stages"),
 }
 
 engines = pytest.mark.parametrize(
@@ -75,9 +66,7 @@ def machine():
 
 
 def build(engine, **config):
-  return experiment.build(
-    {**TINY_RUN, "engine": engine, **CONFIGS[engine], **config}, engines=ENGINES
-  )
+  return kit.tiny(**{"engine": engine, **CONFIGS[engine], **config})
 
 
 def train(exp, workdir, machine, signals=None):
@@ -284,23 +273,6 @@ def test_what_is_not_finite_is_recorded_if_that_is_asked_for(
   rows = folder.read_rows(place_of(exp, tmp_path))
   assert rows[-1]["diverged"] is True
   assert folder.finished_result(place_of(exp, tmp_path)) is not None
-
-
-# What is wrong.
-
-
-@engines
-def test_a_bad_key_of_its_section_is_one_line(engine):
-  path, nearest = BAD_KEYS[engine]
-  section, key = path.split(".")
-  wrong = {**CONFIGS[engine].get(section, {}), key: 1}
-  if section == "order":
-    wrong["name"] = "asynchronous"
-  with pytest.raises(ValueError, match=key) as caught:
-    build(engine, **{section: wrong})
-  line = str(caught.value)
-  assert "\n" not in line
-  assert f"did you mean '{nearest}'?" in line
 
 
 # What there is in the end.

@@ -36,6 +36,18 @@ def two():
   return build(batch_size=16)
 
 
+def opened(workdir, exp):
+  return folder.open_folder(str(workdir), "job", exp)
+
+
+def refused(workdir, exp, message):
+  """Asserts that an experiment may not have a folder, which stays as it was."""
+  before = {path: path.read_bytes() for path in workdir.glob("[!.]*.*")}
+  with pytest.raises(FolderError, match=message):
+    opened(workdir, exp)
+  assert {path: path.read_bytes() for path in workdir.glob("[!.]*.*")} == before
+
+
 def read(path):
   return json.loads((path / "config.json").read_text())
 
@@ -65,109 +77,91 @@ def test_the_same_experiment_finds_its_folder_and_others_are_numbered(
 ):
   monkeypatch.chdir(tmp_path)
 
-  def opened(exp):
-    return folder.open_folder(None, "job", exp).name
+  def numbered(*experiments):
+    return [folder.open_folder(None, "job", exp).name for exp in experiments]
 
-  assert [opened(exp) for exp in (one, two, one, two)] == [
-    *("job-001", "job-002", "job-001", "job-002"),
-  ]
+  assert numbered(one, two, one, two) == 2 * ["job-001", "job-002"]
   # The newest of several; and a number that another process took is left.
   (tmp_path / "runs" / "job-007").mkdir()
   content = (tmp_path / "runs" / "job-001" / "config.json").read_text()
   (tmp_path / "runs" / "job-007" / "config.json").write_text(content)
-  assert opened(one) == "job-007"
-  assert opened(build(epochs=2.0)) == "job-008"
+  assert numbered(one, build(epochs=2.0)) == ["job-007", "job-008"]
 
 
 def test_a_folder_that_is_asked_for_is_gone_on_with(tmp_path, one):
   workdir = tmp_path / "a" / "b"
-  assert folder.open_folder(str(workdir), "job", one) == workdir
+  assert opened(workdir, one) == workdir
   before = read(workdir)
   assert before["version"] == folder.VERSION
   assert before["config"]["batch_size"] == 32
   assert before["dataset"]["name"] == "digits"
-  folder.open_folder(str(workdir), "job", one)
+  opened(workdir, one)
   assert read(workdir) == before
 
 
 def test_another_experiment_is_refused(tmp_path, one, two):
-  folder.open_folder(str(tmp_path), "job", one)
-  before = read(tmp_path)
-  with pytest.raises(
-    FolderError, match=r"another experiment \(config\.batch_size was 32, now 16"
-  ):
-    folder.open_folder(str(tmp_path), "job", two)
+  opened(tmp_path, one)
+  said = r"another experiment \(config\.batch_size was 32, now 16"
+  refused(tmp_path, two, said)
   other = build(runs={"asgd": {"recipe": "asgd", "momentum": 0.5}})
-  with pytest.raises(
-    FolderError, match=r"config\.runs\.asgd\.momentum was None, now 0\.5"
-  ):
-    folder.open_folder(str(tmp_path), "job", other)
-  moved = build(engine="threads")
-  with pytest.raises(FolderError, match="was 'simulate', now 'threads'"):
-    folder.open_folder(str(tmp_path), "job", moved)
-  assert read(tmp_path) == before
+  refused(tmp_path, other, r"config\.runs\.asgd\.momentum was None, now 0\.5")
+  refused(tmp_path, build(engine="threads"), "was 'simulate', now 'threads'")
 
 
 def test_other_data_of_the_same_name_are_refused(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   images = one.dataset.train_images.copy()
   images[0, 0, 0, 0] ^= 1
-  other = experiment.build(
-    TINY,
-    engines=experiment.ENGINES,
-    dataset=one.dataset._replace(train_images=images),
-  )
-  with pytest.raises(FolderError, match=r"dataset\.sha256 was"):
-    folder.open_folder(str(tmp_path), "job", other)
+  changed = one.dataset._replace(train_images=images)
+  other = experiment.build(TINY, engines=experiment.ENGINES, dataset=changed)
+  refused(tmp_path, other, r"dataset\.sha256 was")
 
 
 def test_what_is_free_to_change_may_change(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   other = build(on_nan="record", checkpoint_seconds=3.0)
-  folder.open_folder(str(tmp_path), "job", other)
+  opened(tmp_path, other)
   assert read(tmp_path)["free"]["on_nan"] == "record"
 
 
 def test_seeds_workers_and_runs_may_be_added(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   more = build(seeds=(3, 1), workers=(4,))
-  folder.open_folder(str(tmp_path), "job", more)
+  opened(tmp_path, more)
   runs = {"dana": {"recipe": "dana_zero", "workers": (2,)}}
-  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  opened(tmp_path, build(runs=runs))
   config = read(tmp_path)["config"]
   assert config["seeds"] == [0, 3, 1]
   assert config["workers"] == [2, 4]
   assert list(config["runs"]) == ["asgd", "dana"]
   runs["dana"]["workers"] = (8, 2)
-  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  opened(tmp_path, build(runs=runs))
   assert read(tmp_path)["config"]["runs"]["dana"]["workers"] == [2, 8]
   # What it was before is still the same experiment.
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
 
 
 def test_a_choice_of_runs_is_of_the_same_experiment(tmp_path):
   runs = {"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}}
-  folder.open_folder(str(tmp_path), "job", build(runs=runs, only="a"))
+  opened(tmp_path, build(runs=runs, only="a"))
   assert list(read(tmp_path)["config"]["runs"]) == ["a"]
-  folder.open_folder(str(tmp_path), "job", build(runs=runs))
+  opened(tmp_path, build(runs=runs))
   assert list(read(tmp_path)["config"]["runs"]) == ["a", "b"]
-  folder.open_folder(str(tmp_path), "job", build(runs=runs, only="b"))
+  opened(tmp_path, build(runs=runs, only="b"))
 
 
 def test_what_a_kill_at_the_start_leaves_is_no_obstacle(tmp_path, one):
   (tmp_path / ".lock").touch()
   (tmp_path / "config.json.tmp").touch()
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   assert read(tmp_path)["config"]["workers"] == [2]
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path, one):
   (tmp_path / "thesis.tex").write_text("mine")
-  with pytest.raises(FolderError, match="not empty and holds no experiment"):
-    folder.open_folder(str(tmp_path), "job", one)
-  assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+  refused(tmp_path, one, "not empty and holds no experiment")
   with pytest.raises(FolderError, match="thesis.tex is a file; choose another"):
-    folder.open_folder(str(tmp_path / "thesis.tex"), "job", one)
+    opened(tmp_path / "thesis.tex", one)
 
 
 @pytest.mark.parametrize(
@@ -175,8 +169,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path, one):
 )
 def test_a_broken_config_json_is_named(tmp_path, one, content):
   (tmp_path / "config.json").write_text(content)
-  with pytest.raises(FolderError, match=r"config\.json cannot be read"):
-    folder.open_folder(str(tmp_path), "job", one)
+  refused(tmp_path, one, r"config\.json cannot be read")
 
 
 @pytest.mark.parametrize(
@@ -190,23 +183,19 @@ def test_a_broken_config_json_is_named(tmp_path, one, content):
   ],
 )
 def test_a_config_json_that_was_changed_is_named(tmp_path, one, old, new):
-  folder.open_folder(str(tmp_path), "job", one)
-  path = tmp_path / "config.json"
+  path = opened(tmp_path, one) / "config.json"
   text = path.read_text()
   assert old in text
   path.write_text(text.replace(old, new))
-  with pytest.raises(FolderError, match=r"config\.json cannot .*: put it back"):
-    folder.open_folder(str(tmp_path), "job", one)
-  assert path.read_text() == text.replace(old, new)
+  refused(tmp_path, one, r"config\.json cannot .*: put it back")
 
 
 @pytest.mark.parametrize("version", [None, 0, folder.VERSION + 1])
 def test_a_folder_of_another_version_is_refused(tmp_path, one, version):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   value = {**read(tmp_path), "version": version, "checksum": "?"}
   (tmp_path / "config.json").write_text(json.dumps(value))
-  with pytest.raises(FolderError, match=f"is of version {version} of the layo"):
-    folder.open_folder(str(tmp_path), "job", one)
+  refused(tmp_path, one, f"is of version {version} of the layo")
 
 
 # Measurements.
@@ -220,15 +209,15 @@ def measured(one, **values):
 
 
 def test_measurements_are_those_of_the_beginning(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   assert folder.read_measurements(tmp_path) is None
-  folder.open_folder(str(tmp_path), "job", measured(one, cost=1.5))
-  folder.open_folder(str(tmp_path), "job", measured(one, cost=2.5))
+  opened(tmp_path, measured(one, cost=1.5))
+  opened(tmp_path, measured(one, cost=2.5))
   assert folder.read_measurements(tmp_path) == {"cost": 1.5}
 
 
 def test_measurements_that_are_lost_are_told(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", measured(one, cost=1.5))
+  opened(tmp_path, measured(one, cost=1.5))
   path = tmp_path / "measurements.json"
   for text in ("{", path.read_text().replace("1.5", "1.6")):
     path.write_text(text)
@@ -237,7 +226,7 @@ def test_measurements_that_are_lost_are_told(tmp_path, one):
   path.unlink()
   (tmp_path / "cells").mkdir()
   with pytest.raises(FolderError, match="measurements.json is gone"):
-    folder.open_folder(str(tmp_path), "job", measured(one, cost=2.5))
+    opened(tmp_path, measured(one, cost=2.5))
 
 
 # Cells.
@@ -255,18 +244,11 @@ def test_a_cell_says_what_it_is_of(tmp_path, one):
     folder.read_cell(tmp_path)
 
 
-def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
-  (cell,) = one.cells
-  place = tmp_path / cell.name
-  with (
-    folder.hold_cell(place, one, cell),
-    pytest.raises(cell_files.CellInUse, match="in use by another process"),
-    folder.hold_cell(place, one, cell),
-  ):
-    pass
-  with folder.hold_cell(place, one, cell):
-    pass
-  assert not (place / ".lock").exists()
+def in_use(place, exp):
+  """Asserts that the cell's folder is held."""
+  said = "in use by another process"
+  with pytest.raises(cell_files.CellInUse, match=said):
+    folder.hold_cell(place, exp, exp.cells[0]).__enter__()
 
 
 LOCKS = """
@@ -279,21 +261,18 @@ with open(sys.argv[1], "w") as file:
 
 
 @pytest.mark.process
-def test_a_cell_in_use_by_another_process_is_refused(tmp_path, one):
+def test_a_cell_in_use_is_refused_and_free_afterwards(tmp_path, one):
   (cell,) = one.cells
   with folder.hold_cell(tmp_path, one, cell):
-    pass
+    in_use(tmp_path, one)
+  assert not (tmp_path / ".lock").exists()
   with subprocess.Popen(
     [sys.executable, "-c", LOCKS, str(tmp_path / ".lock")],
     stdin=subprocess.PIPE,
     stdout=subprocess.PIPE,
   ) as other:
     assert other.stdout.readline() == b"locked\n"
-    with (
-      pytest.raises(cell_files.CellInUse, match="in use by another process"),
-      folder.hold_cell(tmp_path, one, cell),
-    ):
-      pass
+    in_use(tmp_path, one)
   with folder.hold_cell(tmp_path, one, cell):
     pass
 
@@ -587,7 +566,7 @@ def test_a_result_of_another_cell_does_not_count(tmp_path):
 
 
 def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
-  folder.open_folder(str(tmp_path), "job", one)
+  opened(tmp_path, one)
   path = tmp_path / "config.json"
   value = storage.read_sealed(path)
   value["config"]["runs"] = {

@@ -92,11 +92,8 @@ def test_cells_of_the_shipped_configs_are_of_their_experiments(path):
   ("common", "changed", "said"),
   [
     ({"mesh": {"zero": 1}}, {"mesh": {"zero": 2}}, "mesh.zero was 1, now 2"),
-    (
-      {"model": {"name": "gpt", "stages": 2}},
-      {"model": {"name": "gpt", "stages": 3}},
-      "model.stages was 2, now 3",
-    ),
+    ({"model": {"name": "gpt", "stages": 2}},
+     {"model": {"name": "gpt", "stages": 3}}, "model.stages was 2, now 3"),
     ({"data": {}}, {"data": {"augment": True}}, "data.augment was False, now"),
   ],
 )

@@ -6,7 +6,7 @@ import kit
 import pytest
 
 from asgd import experiment
-from asgd.experiment import event_file, folder, overlay, report
+from asgd.experiment import boards, folder, overlay, report
 from asgd.experiment.progress import Silent
 
 
@@ -14,11 +14,7 @@ from asgd.experiment.progress import Silent
 def trained(tmp_path_factory):
   """A tiny experiment of two seeds, and the folder of its results."""
   workdir = tmp_path_factory.mktemp("links") / "out"
-  config = {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1)}
-  exp = experiment.build(config, engines=experiment.ENGINES)
-  folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=Silent())
+  exp = kit.train_tiny(workdir, seeds=(0, 1))
   report.write(workdir, exp)
   return exp, workdir
 
@@ -132,7 +128,7 @@ def test_a_finished_cell_of_a_link_is_read_and_left_as_it_is(copied, tmp_path):
   assert contents(home) == before
 
 
-@pytest.mark.skipif(not event_file.is_available(), reason="no tensorboardX")
+@pytest.mark.skipif(not boards.is_available(), reason="no tensorboardX")
 def test_no_board_is_joined_through_a_link(copied, tmp_path):
   exp, workdir = copied
   home, cell = tmp_path / "home", exp.cells[0]

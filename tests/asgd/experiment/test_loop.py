@@ -70,22 +70,9 @@ def test_a_run_has_diverged_if_it_ends_above_where_it_began(loss, diverged):
 
 
 def exploding(**config):
-  return experiment.build(
-    {
-      "runs": {
-        "broken": {"recipe": "nag_asgd", "learning_rate": 1e30},
-        "fine": {"recipe": "asgd"},
-      },
-      "model": {"name": "mlp", "hidden": (4,)},
-      "workers": (2,),
-      "learning_rate": 0.01,
-      "epochs": 0.5,
-      "evaluations": 2,
-      "curvature_checks": 0,
-      **config,
-    },
-    engines=experiment.ENGINES,
-  )
+  broken = {"recipe": "nag_asgd", "learning_rate": 1e30}
+  runs = {"broken": broken, "fine": {"recipe": "asgd"}}
+  return kit.tiny(**{"runs": runs, "evaluations": 2, **config})
 
 
 def train_all(exp, workdir):
@@ -161,9 +148,7 @@ def mortal(exp, deaths):
 
 def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
   whole = exploding(only=("fine",), checkpoint_seconds=0.0)
-  expected = loop.train(
-    whole, whole.cells[0], tmp_path / "whole", bar=Silent()
-  )
+  expected = loop.train(whole, whole.cells[0], tmp_path / "whole", bar=Silent())
   exp = exploding(only=("fine",), checkpoint_seconds=0.0)
   bar = Lines()
   cell = mortal(exp, [3, 3, 9])
@@ -246,19 +231,7 @@ def test_an_evaluation_is_compiled_before_a_live_run_begins(tmp_path):
 
 
 def test_a_machine_with_a_profile_leaves_one_trace(tmp_path):
-  exp = experiment.build(
-    {
-      "data": {"name": "digits"},
-      "model": {"name": "mlp", "hidden": (4,)},
-      "runs": {"asgd": {"recipe": "asgd"}},
-      "workers": (2,),
-      "seeds": (0, 1),
-      "examples": 256,
-      "evaluations": 1,
-      "curvature_checks": 0,
-    },
-    engines=experiment.ENGINES,
-  )
+  exp = kit.tiny(seeds=(0, 1), evaluations=1)
   machine = Machine(profile=str(tmp_path / "trace"))
   for cell in exp.cells:
     loop.train(exp, cell, tmp_path, bar=Silent(), machine=machine)

@@ -1,36 +1,26 @@
 """Networks of a config: the same bits without limits, sizes, and refusals."""
 
 import itertools
-import json
 
 import kit
 import numpy as np
 import pytest
 
 from asgd import base, experiment
-from asgd.experiment import cells, engines, predict, report
+from asgd.experiment import predict, report
 from asgd.experiment.engines import clocks, networks
 from asgd.live.spans import Span
 from asgd.orders import trace as trace_lib
 from asgd.orders.network import Network
 from asgd.orders.play import Play, fixed
 from asgd.orders.protocol import Rules
-from pipeline.engine import PIPELINE
 
-ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 NETWORK = {"latency": 0.25, "up": 9000.0, "port": 6000.0, "service": 0.125}
 TOP_K = {"name": "top_k", "density": 0.1}
 
 
-def build(**config):
-  return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
-
-
 def trained(**config):
-  engine = kit.simulation_of(build(**config))
-  while engine.done < engine.total:
-    engine.advance(engine.total)
-  return engine
+  return kit.to_its_end(kit.simulation_of(kit.tiny(**config)))
 
 
 def test_a_network_without_limits_changes_no_bit():
@@ -94,17 +84,7 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
     "order": {"name": "asynchronous", "depth": 2},
   }
   whole = trained(**config)
-  half = kit.simulation_of(build(**config))
-  half._pace = engines.Pace(1e9, 11)
-  half.advance(half.total)
-  assert half.done == 11
-  _, tree, notes = half.save()
-  names, _ = experiment.checkpoint._names(tree)
-  arrays = {name: np.array(leaf) for name, leaf in names.items()}
-  saved = experiment.checkpoint.Restored(arrays, json.loads(json.dumps(notes)))
-  again = kit.simulation_of(build(**config), lambda rebuild: rebuild(saved))
-  while again.done < again.total:
-    again.advance(again.total)
+  again = kit.resumed_simulation(lambda: kit.tiny(**config), 11)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
   assert again.columns() == whole.columns()
@@ -113,12 +93,12 @@ def test_a_cell_whose_order_is_made_as_it_goes_comes_to_the_same():
 def test_a_table_has_the_columns_of_a_network():
   row = trained(network=NETWORK).columns()
   row |= {"engine": "simulate", "test_accuracy": 0.5, "accepted": 1.0}
-  shown = [c.header for c in report.columns_of([row], ENGINES)]
+  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
   assert shown[-4:] == ["messages/time", "port busy %", "shard busy %"] + [
     "queued"
   ]
   del row["link_utilisation"]
-  shown = [c.header for c in report.columns_of([row], ENGINES)]
+  shown = [c.header for c in report.columns_of([row], experiment.ENGINES)]
   assert "queued" not in shown
 
 
@@ -130,53 +110,33 @@ PEERS = {"a": {"recipe": "d_psgd"}}
   [
     ({"network": {"port": 0}}, "config.network.port must be .* above 0 .* 0;"),
     ({"network": {"up": -1.0}}, "config.network.up must be .* not -1.0"),
-    (
-      {"network": {"latency": float("nan")}},
-      "config.network.latency must be a number from 0 .* not nan",
-    ),
+    ({"network": {"latency": float("nan")}},
+     "config.network.latency must be a number from 0 .* not nan"),
     ({"network": {"incast": "drop"}}, "config.network.incast must be 'queue'"),
     ({"network": {"bandwidth": 1.0}}, "unknown config key 'network.bandwidth'"),
-    (
-      {"network": NETWORK, "server": {"shards": 99, "consistent": True}},
-      "config.server.shards must be at most 90, .* not 99",
-    ),
-    (
-      {"network": NETWORK, "order": {"name": "fixed_delay"}},
-      "config.order.name 'fixed_delay' is an order without times",
-    ),
-    (
-      {"network": NETWORK, "runs": PEERS},
-      "config.network.latency 0.25 is not for the recipe 'd_psgd' .*: peers",
-    ),
-    (
-      {"network": NETWORK, "engine": "mesh"},
-      "config.network: engine 'mesh' of config.runs.run has no links",
-    ),
-    (
-      {"network": NETWORK, "engine": "pipeline"},
-      "config.network: engine 'pipeline' of config.runs.run has no links",
-    ),
-    (
-      {"network": NETWORK, "engine": "ray"},
-      "config.network.latency .* on engine 'ray': messages take the time",
-    ),
-    (
-      {"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
-      "config.network with 2 shards needs one order for all of them",
-    ),
-    (
-      {"network": NETWORK, "server": {"shards": 2}},
-      "config.network with 2 shards needs one order for all of them",
-    ),
-    (
-      {"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},
-      "config.network.latency .* not for the recipe 'sandblaster'",
-    ),
+    ({"network": NETWORK, "server": {"shards": 99, "consistent": True}},
+     "config.server.shards must be at most 90, .* not 99"),
+    ({"network": NETWORK, "order": {"name": "fixed_delay"}},
+     "config.order.name 'fixed_delay' is an order without times"),
+    ({"network": NETWORK, "runs": PEERS},
+     "config.network.latency 0.25 is not for the recipe 'd_psgd' .*: peers"),
+    ({"network": NETWORK, "engine": "mesh"},
+     "config.network: engine 'mesh' of config.runs.run has no links"),
+    ({"network": NETWORK, "engine": "pipeline"},
+     "config.network: engine 'pipeline' of config.runs.run has no links"),
+    ({"network": NETWORK, "engine": "ray"},
+     "config.network.latency .* on engine 'ray': messages take the time"),
+    ({"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
+     "config.network with 2 shards needs one order for all of them"),
+    ({"network": NETWORK, "server": {"shards": 2}},
+     "config.network with 2 shards needs one order for all of them"),
+    ({"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},
+     "config.network.latency .* not for the recipe 'sandblaster'"),
   ],
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(**config)
+    kit.tiny(**config)
   assert "\n" not in str(caught.value)
   assert len(str(caught.value)) <= 600
 
@@ -213,7 +173,7 @@ def test_a_file_that_holds_no_times_is_refused(tmp_path, text, message):
   if text is not None:
     path.write_text(text)
   with pytest.raises(ValueError, match=message) as caught:
-    build(durations={"name": "recorded", "path": str(path)})
+    kit.tiny(durations={"name": "recorded", "path": str(path)})
   assert "\n" not in str(caught.value)
 
 
@@ -322,5 +282,5 @@ def test_jobs_take_the_time_of_a_divided_model():
 )
 def test_a_model_that_cannot_be_divided_is_refused(change, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(durations={**DIVIDED, **change})
+    kit.tiny(durations={**DIVIDED, **change})
   assert "\n" not in str(caught.value)

@@ -19,11 +19,7 @@ pytestmark = pytest.mark.usefixtures("blank_pictures")
 def trained(tmp_path_factory):
   """The folder of a tiny experiment, and a copy of it."""
   root = tmp_path_factory.mktemp("overlay")
-  config = {**kit.TINY_RUN, "engine": "simulate"}
-  exp = experiment.build(config, engines=experiment.ENGINES)
-  folder.open_folder(str(root / "one"), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, root / "one", bar=Silent())
+  kit.train_tiny(root / "one")
   shutil.copytree(root / "one", root / "two")
   return root
 
@@ -73,8 +69,7 @@ def test_what_cannot_be_laid_over_each_other_is_refused(trained, tmp_path):
 def test_what_is_left_out_is_told(trained, tmp_path):
   one, two, out = tmp_path / "one", trained / "two", tmp_path / "out"
   shutil.copytree(trained / "one", one)
-  config = {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1, 2)}
-  exp = experiment.build(config, engines=experiment.ENGINES)
+  exp = kit.tiny(seeds=(0, 1, 2))
   folder.open_folder(str(one), "x", exp)
   experiment.train(exp, exp.cells[1], one, bar=Silent())
   path = one / "cells" / exp.cells[1].name / "cell.npz"

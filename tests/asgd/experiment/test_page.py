@@ -7,10 +7,8 @@ import json
 import kit
 import pytest
 
-from asgd import experiment
-from asgd.experiment import folder, page, report
+from asgd.experiment import page, report
 from asgd.experiment.engines import Column
-from asgd.experiment.progress import Silent
 
 VOID = {"meta", "img", "input", "br", "link", "hr"}
 
@@ -55,13 +53,7 @@ def written(tmp_path_factory):
     "a": {"recipe": "asgd", "title": ATTACK},
     "b": {"recipe": "asgd", "title": 'B & "b"'},
   }
-  exp = experiment.build(
-    {**kit.TINY_RUN, "engine": "simulate", "runs": runs, "seeds": (0, 1)},
-    engines=experiment.ENGINES,
-  )
-  folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=Silent())
+  exp = kit.train_tiny(workdir, runs=runs, seeds=(0, 1))
   report.write(workdir, exp, ["a-n2-s0: on again after <b>a death</b>"])
   return workdir
 

@@ -93,51 +93,30 @@ def test_a_text_of_a_file_is_read(tmp_path):
   assert np.asarray(loaded.batches(0, 1)(0, 0)).shape == (4, 9)
 
 
-MISTAKES = {
-  "data": (
-    ({"name": "pydok"}, {"name": "mlp"}),
-    "^config.data.name: unknown .*'pydok'.* texts: pydoc, file; sentences:",
-  ),
-  "no file": (({"name": "file"}, GPT), "^config.data: .*data_dir"),
-  "model": ((TEXT, {"name": "gpd"}), "^config.model: .*did you mean 'gpt'"),
-  "option": (
-    ({"name": "digits"}, {"name": "mlp", "hiden": 3}),
-    "^config.model: .*did you mean 'hidden'",
-  ),
-  "image model on text": (
-    (TEXT, {"name": "mlp"}),
-    "^config.model 'mlp' does not fit config.data 'pydoc': ",
-  ),
-  "text model on images": (
-    ({"name": "digits"}, GPT),
-    "^config.model 'gpt' does not fit config.data 'digits': ",
-  ),
-  "context": (
-    (TEXT, {**GPT, "context": 4}),
-    "do not fit into a context of 4",
-  ),
-  "window": (
-    ({"name": "pydoc", "context": 10**6}, GPT),
-    "^config.data",
-  ),
-  "not bert": (
-    ({"name": "topics"}, {"name": "mlp"}),
-    "^config.model.name must be 'bert' .*, or MODULE:FUNCTION, not 'mlp'",
-  ),
-  "vocabulary": (
-    ({"name": "topics"}, {**BERT, "vocabulary": 9}),
-    "^config.model.vocabulary follows from the data; drop it",
-  ),
-  "too large": (
-    ({"name": "digits"}, {"name": "mlp", "hidden": (10**6, 10**6)}),
-    "^config.model has 1,000,0.* parameters; use at most 10,000,000,000",
-  ),
-}
+MISTAKES = (
+  ({"name": "pydok"}, {"name": "mlp"},
+   "^config.data.name: unknown .*'pydok'.* texts: pydoc, file; sentences:"),
+  ({"name": "file"}, GPT, "^config.data: .*data_dir"),
+  (TEXT, {"name": "gpd"}, "^config.model: .*did you mean 'gpt'"),
+  ({"name": "digits"}, {"name": "mlp", "hiden": 3},
+   "^config.model: .*did you mean 'hidden'"),
+  (TEXT, {"name": "mlp"},
+   "^config.model 'mlp' does not fit config.data 'pydoc': "),
+  ({"name": "digits"}, GPT,
+   "^config.model 'gpt' does not fit config.data 'digits': "),
+  (TEXT, {**GPT, "context": 4}, "do not fit into a context of 4"),
+  ({"name": "pydoc", "context": 10**6}, GPT, "^config.data"),
+  ({"name": "topics"}, {"name": "mlp"},
+   "^config.model.name must be 'bert' .*, or MODULE:FUNCTION, not 'mlp'"),
+  ({"name": "topics"}, {**BERT, "vocabulary": 9},
+   "^config.model.vocabulary follows from the data; drop it"),
+  ({"name": "digits"}, {"name": "mlp", "hidden": (10**6, 10**6)},
+   "^config.model has 1,000,0.* parameters; use at most 10,000,000,000"),
+)
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_model_that_does_not_fit_is_told(name):
-  (data, model), message = MISTAKES[name]
+@pytest.mark.parametrize(("data", "model", "message"), MISTAKES)
+def test_a_model_that_does_not_fit_is_told(data, model, message):
   with pytest.raises(ValueError, match=message) as caught:
     load(data, model)
   assert "\n" not in str(caught.value)

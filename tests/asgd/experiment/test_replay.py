@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import kit
 import pytest
@@ -68,17 +66,6 @@ def test_the_folder_of_one_cell_is_as_good_as_the_cell(trained):
   assert replayed.digest == result["params_sha256"]
   said = replay.describe(replayed)
   assert "the same parameters as the run, to the bit" in said
-
-
-@pytest.mark.process
-def test_it_is_imported_when_it_is_asked_for():
-  lazy = (
-    "import asgd, sys; assert 'asgd.experiment' not in sys.modules;"
-    " assert callable(asgd.replay)"
-  )
-  subprocess.run([sys.executable, "-c", lazy], cwd=kit.ROOT, check=True)
-  with pytest.raises(AttributeError, match="no attribute 'replays'"):
-    asgd.replays  # noqa: B018
 
 
 def test_another_result_is_told(cell):

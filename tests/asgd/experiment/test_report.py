@@ -176,10 +176,7 @@ def test_what_was_not_tested_has_the_loss_of_training():
 def test_an_experiment_that_is_stopped_has_a_report_of_what_is_finished(
   tmp_path, capsys
 ):
-  exp = experiment.build(
-    {**kit.TINY_RUN, "engine": "simulate", "seeds": (0, 1)},
-    engines=experiment.ENGINES,
-  )
+  exp = kit.tiny(seeds=(0, 1))
   folder.open_folder(str(tmp_path), "x", exp)
   before = sorted(tmp_path.iterdir())
   with pytest.raises(Stopped), report.at_the_end(tmp_path, exp, Silent()):

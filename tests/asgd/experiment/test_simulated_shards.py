@@ -4,7 +4,7 @@ import kit
 import pytest
 
 import asgd
-from asgd import base, experiment
+from asgd import base
 from asgd.experiment import cell_files, live_files, storage
 
 CONFIG = {
@@ -42,14 +42,11 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
     ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
     ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
     ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
-    (
-      {"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
-      "a works in rounds, of which shards with an order of their own",
-    ),
+    ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
+     "a works in rounds, of which shards with an order of their own"),
   ],
 )
 def test_what_does_not_fit_is_refused(settings, why):
-  config = {**kit.TINY_RUN, "engine": "simulate", **settings}
   with pytest.raises(ValueError, match=why):
-    exp = experiment.build(config, engines=experiment.ENGINES)
+    exp = kit.tiny(**settings)
     exp.plan(exp.cells[0])

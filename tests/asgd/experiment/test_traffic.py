@@ -1,6 +1,5 @@
 """Codecs in configs and calls, and what results say of traffic."""
 
-import json
 
 import coding
 import jax.numpy as jnp
@@ -9,22 +8,16 @@ import numpy as np
 import pytest
 
 import asgd
-from asgd import base, compression, experiment
-from asgd.experiment import cell_files, cells, engines, folder, replay
+from asgd import base, compression
+from asgd.experiment import cell_files, folder, replay
 from asgd.experiment.engines import traffic
-from pipeline.engine import PIPELINE
 
-ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 THRESHOLD = {"name": "threshold", "tau": 0.01}
 
 
 def halves():
   """A codec of one's own that decodes half of a message."""
   return compression.identity()._replace(decode=lambda code: code[:1])
-
-
-def build(**config):
-  return cells.build({**kit.TINY_RUN, **config}, engines=ENGINES)
 
 
 @pytest.mark.parametrize(
@@ -36,14 +29,10 @@ def build(**config):
     ({"compress": "threshold"}, r"config.compress.*tau"),
     ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
     ({"compress": "given"}, "stands for a codec that is given to a call"),
-    (
-      {"compress": THRESHOLD, "engine": "pipeline"},
-      "config.compress: engine 'pipeline' of config.runs.run sends nothing",
-    ),
-    (
-      {"compress_down": "onebit", "engine": "mesh"},
-      "config.compress_down: engine 'mesh' of config.runs.run sends nothing",
-    ),
+    ({"compress": THRESHOLD, "engine": "pipeline"},
+     "config.compress: engine 'pipeline' of config.runs.run sends nothing"),
+    ({"compress_down": "onebit", "engine": "mesh"},
+     "config.compress_down: engine 'mesh' of config.runs.run sends nothing"),
     (
       {
         "compress_down": "onebit",
@@ -52,18 +41,12 @@ def build(**config):
       },
       "config.compress_down: with config.server.wire 'bfloat16' workers",
     ),
-    (
-      {"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
-      "config.compress_down: an algorithm that looks ahead sends parameters",
-    ),
-    (
-      {"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
-      "config.compress .* is not for the recipe .*: of the recipes of peers",
-    ),
-    (
-      {"compress": {"name": "onebit_adam", "warm_up": 3}},
-      "config.compress.*is for devices that are in step",
-    ),
+    ({"compress_down": "onebit", "runs": {"a": {"recipe": "dana_zero"}}},
+     "config.compress_down: an algorithm that looks ahead sends parameters"),
+    ({"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
+     "config.compress .* is not for the recipe .*: of the recipes of peers"),
+    ({"compress": {"name": "onebit_adam", "warm_up": 3}},
+     "config.compress.*is for devices that are in step"),
     ({"compress": "onebit_adam"}, "config.compress.*devices that are in step"),
     (
       {
@@ -81,23 +64,17 @@ def build(**config):
       },
       "config.compress.*warm_up must be at most 2147483647",
     ),
-    (
-      {"runs": {"a": {"recipe": "threshold_sharing", "codec": "dgc"}}},
-      "config.runs.a.codec: dgc needs epoch=, the messages of a worker in one",
-    ),
-    (
-      {"compress": f"{__name__}:halves"},
-      "config.compress: codec '.*:halves': what decode returns must have the",
-    ),
-    (
-      {"compress_down": f"{__name__}:halves"},
-      "config.compress_down: codec '.*:halves': what decode returns must have",
-    ),
+    ({"runs": {"a": {"recipe": "threshold_sharing", "codec": "dgc"}}},
+     "config.runs.a.codec: dgc needs epoch=, the messages of a worker in one"),
+    ({"compress": f"{__name__}:halves"},
+     "config.compress: codec '.*:halves': what decode returns must have the"),
+    ({"compress_down": f"{__name__}:halves"},
+     "config.compress_down: codec '.*:halves': what decode returns must have"),
   ],
 )
 def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
   with pytest.raises(ValueError, match=message) as caught:
-    build(**config)
+    kit.tiny(**config)
   assert "\n" not in str(caught.value)
   assert len(str(caught.value)) <= 600
 
@@ -108,34 +85,21 @@ def test_a_run_may_have_a_codec_of_its_own():
     "mine": {"recipe": "asgd", "compress": "onebit"},
     "none": {"recipe": "asgd", "compress": None},
   }
-  exp = build(runs=runs)
+  exp = kit.tiny(runs=runs)
   codecs = [exp.plan(cell).server.codec is None for cell in exp.cells]
   assert codecs == [True, False, True]
-  exp = build(runs=runs, compress=THRESHOLD)
+  exp = kit.tiny(runs=runs, compress=THRESHOLD)
   names = [run.config["compress"] for run in exp.runs.values()]
   assert names == [THRESHOLD, {"name": "onebit"}, None]
 
 
 def test_a_cell_that_goes_on_comes_to_the_same_in_both_directions():
-  exp = build(
+  exp = kit.tiny(
     compress={"name": "qsgd", "levels": 3, "error_feedback": True},
     compress_down={"name": "top_k", "density": 0.1},
   )
-  whole = kit.simulation_of(exp)
-  while whole.done < whole.total:
-    whole.advance(whole.total)
-  half = kit.simulation_of(exp)
-  half._pace = engines.Pace(1e9, 11)
-  half.advance(half.total)
-  assert half.done == 11
-  _, tree, notes = half.save()
-  saved = experiment.checkpoint.Restored
-  names, _ = experiment.checkpoint._names(tree)
-  arrays = {name: np.array(leaf) for name, leaf in names.items()}
-  there = saved(arrays, json.loads(json.dumps(notes)))
-  again = kit.simulation_of(exp, lambda rebuild: rebuild(there))
-  while again.done < again.total:
-    again.advance(again.total)
+  whole = kit.to_its_end(kit.simulation_of(exp))
+  again = kit.resumed_simulation(lambda: exp, 11)
   kit.same(again.records(), whole.records())
   kit.same(again.snapshot().params, whole.snapshot().params)
   row = whole.columns()
@@ -247,7 +211,7 @@ DGC = {"name": "dgc", "density": 0.01, "clip_norm": 0.1, "warm_up": 0.2}
 
 
 def compressed(**codecs):
-  exp = build(**codecs)
+  exp = kit.tiny(**codecs)
   plan = exp.plan(exp.cells[0])
   return plan, plan.server.codec, plan.codec_down
 

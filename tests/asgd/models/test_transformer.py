@@ -11,13 +11,9 @@ import pytest
 from asgd import models, problems
 from asgd.models import transformer
 
-pytestmark = [
-  pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
 TOKENS, CONTEXT = 11, 6
-
-
 EXAMPLE = jax.ShapeDtypeStruct((1, CONTEXT), jnp.int32)
 
 
@@ -129,18 +125,14 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  options, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    transformer.gpt(**{"classes": TOKENS, **options})
+test_a_mistake_is_refused = kit.refuses(
+  MISTAKES, lambda options: transformer.gpt(**{"classes": TOKENS, **options})
+)
 
 
 def test_more_positions_than_the_context_are_refused():
   layers, params = make()
-  with pytest.raises(
-    ValueError, match="7 positions do not fit .* context of 6"
-  ):
+  with pytest.raises(ValueError, match="7 positions .* context of 6"):
     logits(layers, params, tokens(length=CONTEXT + 1))
 
 

@@ -19,18 +19,11 @@ def given(*times):
 def test_a_worker_that_is_late_is_missed_in_the_next_round():
   clock = given([1], [1], [4])
   trace = orders.backup_tasks(clock, workers=3, messages=6, late=2)
-  assert kit.rows(trace)[3:] == [
-    "2.0,0,2,send",  # a backup task of worker 2's
-    "3.0,0,0,receive",
-    "3.0,1,1,receive",
-    "3.0,0,2,receive",
-    "3.0,0,3,send",
-    "3.0,1,4,send",
-    "4.0,2,2,drop",
-    "4.0,2,5,send",
-    "5.0,0,3,receive",
-    "5.0,1,4,receive",
-    "5.0,2,5,receive",
+  assert kit.steps(trace)[1:] == [
+    "2.0  send 0:2",  # a backup task of worker 2's
+    "3.0  receive 0:0  receive 1:1  receive 0:2  send 0:3  send 1:4",
+    "4.0  drop 2:2  send 2:5",
+    "5.0  receive 0:3  receive 1:4  receive 2:5",
   ]
   assert orders.count_backups(trace) == (1, 1)
 
@@ -38,11 +31,9 @@ def test_a_worker_that_is_late_is_missed_in_the_next_round():
 def test_the_backup_task_is_dropped_if_it_comes_second():
   clock = given([1, 5], [1], [2.5])
   trace = orders.backup_tasks(clock, workers=3, messages=3, late=2)
-  assert kit.rows(trace)[3:] == [
-    "2.0,0,2,send",
-    "2.5,0,0,receive",
-    "2.5,1,1,receive",
-    "2.5,2,2,receive",
+  assert kit.steps(trace)[1:] == [
+    "2.0  send 0:2",
+    "2.5  receive 0:0  receive 1:1  receive 2:2",
   ]
   assert orders.count_backups(trace) == (1, 0)
 

@@ -37,6 +37,27 @@ def received(trace, column):
   return getattr(trace, column)[trace.action == base.RECEIVE]
 
 
+def stale(rows, messages, bound, **options):
+  clock = durations.measured(rows)
+  return orders.stale_synchronous(
+    clock, workers=len(rows), messages=messages, bound=bound, **options
+  )
+
+
+def free(rows, messages, **options):
+  clock = durations.measured(rows)
+  return orders.asynchronous(
+    clock, workers=len(rows), messages=messages, **options
+  )
+
+
+def bulk(rows, rounds):
+  clock, workers = durations.measured(rows), len(rows)
+  return orders.bulk_synchronous(
+    clock, workers=workers, messages=rounds * workers
+  )
+
+
 # The protocols.
 
 
@@ -48,34 +69,23 @@ def test_the_example_of_the_module():
 
 
 def test_bulk_synchronous_by_hand():
-  clock = durations.measured([[1, 3], [2, 1]])
-  trace = orders.bulk_synchronous(clock, workers=2, messages=4)
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "1.0,0,0,receive",
-    "2.0,1,1,receive",
-    "2.0,0,2,send",
-    "2.0,1,3,send",
-    "3.0,1,3,receive",
-    "5.0,0,2,receive",
+  assert kit.steps(bulk([[1, 3], [2, 1]], rounds=2)) == [
+    "0.0  send 0:0  send 1:1",
+    "1.0  receive 0:0",
+    "2.0  receive 1:1  send 0:2  send 1:3",
+    "3.0  receive 1:3",
+    "5.0  receive 0:2",
   ]
 
 
 def test_stale_synchronous_by_hand():
   # Worker 0 may be one batch ahead: it waits from 2 until worker 1 ends one.
-  clock = durations.measured([[1], [5]])
-  trace = orders.stale_synchronous(clock, workers=2, messages=4, bound=1)
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "1.0,0,0,receive",
-    "1.0,0,2,send",
-    "2.0,0,2,receive",
-    "5.0,1,1,receive",
-    "5.0,0,3,send",
-    "5.0,1,4,send",
-    "6.0,0,3,receive",
+  assert kit.steps(stale([[1], [5]], 4, bound=1)) == [
+    "0.0  send 0:0  send 1:1",
+    "1.0  receive 0:0  send 0:2",
+    "2.0  receive 0:2",
+    "5.0  receive 1:1  send 0:3  send 1:4",
+    "6.0  receive 0:3",
   ]
 
 
@@ -84,11 +94,8 @@ def test_stale_synchronous_by_hand():
 def test_stale_synchronous_is_its_definition(rows, messages, bound):
   """A worker starts if, and as soon as, it is no more than `bound` ahead; its
   message arrives one duration later; the earliest arrives first."""
-  workers = len(rows)
-  clock = durations.measured(rows)
-  trace = orders.stale_synchronous(
-    clock, workers=workers, messages=messages, bound=bound
-  )
+  workers, clock = len(rows), durations.measured(rows)
+  trace = stale(rows, messages, bound)
   assert orders.check(trace) == workers
 
   streams = [clock.stream(worker) for worker in range(workers)]
@@ -122,43 +129,21 @@ def test_stale_synchronous_is_its_definition(rows, messages, bound):
 def test_bounds_of_stale_synchronous_give_the_other_protocols(
   rows, rounds, messages
 ):
-  clock, workers = durations.measured(rows), len(rows)
-  kit.same(
-    orders.stale_synchronous(
-      clock, workers=workers, messages=rounds * workers, bound=0
-    ),
-    orders.bulk_synchronous(clock, workers=workers, messages=rounds * workers),
-  )
-  free = orders.asynchronous(clock, workers=workers, messages=messages)
-  for bound in (math.inf, messages):  # nobody can be further ahead
-    kit.same(
-      orders.stale_synchronous(
-        clock, workers=workers, messages=messages, bound=bound
-      ),
-      free,
-    )
+  kit.same(stale(rows, rounds * len(rows), 0), bulk(rows, rounds))
+  for bound in (math.inf, messages):  # no worker can be further ahead
+    kit.same(stale(rows, messages, bound), free(rows, messages))
 
 
 @quick
 @given(CLUSTERS, MESSAGES, st.integers(0, 3))
 def test_a_bound_between_whole_numbers_is_the_one_below(rows, messages, bound):
-  clock = durations.measured(rows)
-  below, between = (
-    orders.stale_synchronous(
-      clock, workers=len(rows), messages=messages, bound=b
-    )
-    for b in (bound, bound + 0.5)
-  )
-  kit.same(below, between)
+  kit.same(stale(rows, messages, bound), stale(rows, messages, bound + 0.5))
 
 
 @quick
 @given(CLUSTERS, MESSAGES, BOUNDS)
 def test_a_shorter_trace_is_the_start_of_a_longer_one(rows, messages, bound):
-  kwargs = dict(workers=len(rows), bound=bound)
-  clock = durations.measured(rows)
-  short = orders.stale_synchronous(clock, messages=messages, **kwargs)
-  long = orders.stale_synchronous(clock, messages=messages + 7, **kwargs)
+  short, long = stale(rows, messages, bound), stale(rows, messages + 7, bound)
   kit.same(short, base.Trace(*(x[: len(short.time)] for x in long)))
 
 
@@ -166,9 +151,7 @@ def test_a_shorter_trace_is_the_start_of_a_longer_one(rows, messages, bound):
 @given(CLUSTERS, st.integers(1, 8))
 def test_bulk_synchronous_rounds_take_the_time_of_the_slowest(rows, rounds):
   clock, workers = durations.measured(rows), len(rows)
-  trace = orders.bulk_synchronous(
-    clock, workers=workers, messages=rounds * workers
-  )
+  trace = bulk(rows, rounds)
   streams = [clock.stream(worker) for worker in range(workers)]
   slowest = [max(map(next, streams)) for _ in range(rounds)]
   ends = received(trace, "time").reshape(rounds, workers).max(1)
@@ -180,14 +163,11 @@ def test_bulk_synchronous_rounds_take_the_time_of_the_slowest(rows, rounds):
 
 def test_fixed_delay_by_hand():
   trace = orders.fixed_delay(delay=1, messages=3)
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "1.0,0,0,receive",
-    "1.0,0,2,send",
-    "2.0,1,1,receive",
-    "2.0,1,3,send",
-    "3.0,0,2,receive",
+  assert kit.steps(trace) == [
+    "0.0  send 0:0  send 1:1",
+    "1.0  receive 0:0  send 0:2",
+    "2.0  receive 1:1  send 1:3",
+    "3.0  receive 0:2",
   ]
 
 
@@ -223,11 +203,8 @@ def test_fixed_delay_is_the_order_of_equal_workers(workers):
 def test_jobs_are_numbered_by_sends_and_received_at_most_once(
   rows, messages, bound
 ):
-  made = orders.stale_synchronous(
-    durations.measured(rows), workers=len(rows), messages=messages, bound=bound
-  )
   fixed = orders.fixed_delay(delay=len(rows) - 1, messages=messages)
-  for trace in (made, fixed):
+  for trace in (stale(rows, messages, bound), fixed):
     sent = trace.job[trace.action == base.SEND]
     np.testing.assert_array_equal(sent, np.arange(len(sent)))
     jobs = received(trace, "job")
@@ -253,9 +230,7 @@ def count_staleness(trace, every=1):
 def test_staleness_counts_changes_between_send_and_receive(
   rows, messages, bound, every
 ):
-  trace = orders.stale_synchronous(
-    durations.measured(rows), workers=len(rows), messages=messages, bound=bound
-  )
+  trace = stale(rows, messages, bound)
   expected, _ = count_staleness(trace, every)
   got = orders.staleness(trace, every)
   assert got.dtype == np.int32
@@ -270,11 +245,8 @@ def test_mean_staleness_is_workers_minus_one(rows, messages):
   messages the staleness received, and that gathered by the N - 1 tickets still
   open, are together U (N - 1) to the last digit."""
   workers = len(rows)
-  made = orders.asynchronous(
-    durations.measured(rows), workers=workers, messages=messages
-  )
   fixed = orders.fixed_delay(delay=workers - 1, messages=messages)
-  for trace in (made, fixed):
+  for trace in (free(rows, messages), fixed):
     _, still_open = count_staleness(trace)
     assert len(still_open) == workers - 1
     total = orders.staleness(trace).sum() + sum(still_open)
@@ -295,11 +267,7 @@ def test_mean_staleness_of_a_long_trace(name):
 @quick
 @given(CLUSTERS, st.integers(1, 8))
 def test_synchronous_updates_are_never_stale(rows, rounds):
-  workers = len(rows)
-  trace = orders.bulk_synchronous(
-    durations.measured(rows), workers=workers, messages=rounds * workers
-  )
-  assert not orders.staleness(trace, every=workers).any()
+  assert not orders.staleness(bulk(rows, rounds), every=len(rows)).any()
 
 
 @pytest.mark.parametrize("every", [1, 3])
@@ -363,18 +331,19 @@ def test_asynchronous_machines_never_wait(workers):
 def test_build_is_the_maker_by_name():
   clock = durations.measured([[1], [2, 3], [5]])
   kwargs = dict(workers=3, messages=12)
-  for maker in (orders.asynchronous, orders.bulk_synchronous):
-    kit.same(
-      orders.build(maker.__name__, clock, **kwargs), maker(clock, **kwargs)
-    )
-  kit.same(
-    orders.build("stale_synchronous", clock, bound=1, **kwargs),
-    orders.stale_synchronous(clock, bound=1, **kwargs),
-  )
-  kit.same(
-    orders.build("fixed_delay", clock, **kwargs),
-    orders.fixed_delay(delay=2, messages=12),
-  )
+  for name, options in [
+    ("asynchronous", {}),
+    ("asynchronous", dict(depth=2, fetch_every=3)),
+    ("bulk_synchronous", {}),
+    ("stale_synchronous", dict(bound=1)),
+    ("stale_synchronous", dict(bound=2, cache=True)),
+    ("backup_workers", dict(backup=1)),
+    ("backup_tasks", dict(late=1.5)),
+  ]:
+    built = orders.build(name, clock, **kwargs, **options)
+    kit.same(built, getattr(orders, name)(clock, **kwargs, **options))
+  fixed = orders.fixed_delay(delay=2, messages=12)
+  kit.same(orders.build("fixed_delay", clock, **kwargs), fixed)
 
 
 @pytest.mark.parametrize(
@@ -429,9 +398,7 @@ def test_delays_must_be_whole_numbers(delay):
 @pytest.mark.parametrize("bound", [-1, math.nan])
 def test_bounds_must_not_be_negative(bound):
   with pytest.raises(ValueError, match=f"0 or more, not {bound}"):
-    orders.stale_synchronous(
-      durations.constant(), workers=2, messages=4, bound=bound
-    )
+    stale([[1], [1]], 4, bound)
 
 
 @pytest.mark.parametrize(
@@ -456,24 +423,16 @@ def test_backup_workers_by_hand():
   trace = orders.backup_workers(
     durations.constant(slowdown=(1, 1.5, 4)), workers=3, messages=7, backup=1
   )
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "0.0,2,2,send",
-    "1.5,0,0,receive",  # came at 1, and waited for a second one
-    "1.5,1,1,receive",
-    "1.5,0,3,send",
-    "1.5,1,4,send",
-    "2.5,0,5,send",  # has handed in, and is the backup while 2 is busy
-    "3.0,0,3,receive",
-    "3.0,1,4,receive",
-    "3.0,1,6,send",
-    "3.5,0,5,receive",  # too late for its round
-    "3.5,0,7,send",
-    "4.0,2,2,receive",  # too late by two rounds
-    "4.0,2,8,send",
-    "4.5,1,6,receive",
-    "4.5,0,7,receive",  # one more than was asked for: a round is received whole
+  assert kit.steps(trace) == [
+    "0.0  send 0:0  send 1:1  send 2:2",
+    # The message of job 0 came at 1, and waited for a second one.
+    "1.5  receive 0:0  receive 1:1  send 0:3  send 1:4",
+    "2.5  send 0:5",  # has handed in, and is the backup while 2 is busy
+    "3.0  receive 0:3  receive 1:4  send 1:6",
+    "3.5  receive 0:5  send 0:7",  # job 5 is too late for its round
+    "4.0  receive 2:2  send 2:8",  # job 2 is too late by two rounds
+    # One message more than was asked for: a round is received whole.
+    "4.5  receive 1:6  receive 0:7",
   ]
   assert orders.check(trace, depth=2) == 3
 
@@ -502,44 +461,28 @@ def test_somebody_must_be_left_to_wait_for(backup):
 
 
 def test_a_cache_in_an_order_by_hand():
-  trace = orders.stale_synchronous(
-    durations.constant(slowdown=(1, 3)),
-    **dict(workers=2, messages=6, bound=2, cache=True),
-  )
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "1.0,0,0,receive",
-    "1.0,0,2,keep",
-    "2.0,0,2,receive",
-    "2.0,0,3,keep",
-    "3.0,1,1,receive",
-    "3.0,1,4,keep",
-    "3.0,0,3,receive",
-    "3.0,0,5,send",  # clock 3, its copy of clock 0
-    "4.0,0,5,receive",  # clock 4: three ahead
-    "6.0,1,4,receive",
+  trace = stale([[1], [3]], 6, bound=2, cache=True)
+  assert kit.steps(trace) == [
+    "0.0  send 0:0  send 1:1",
+    "1.0  receive 0:0  keep 0:2",
+    "2.0  receive 0:2  keep 0:3",
+    # Job 5 is at clock 3, and the worker's copy of clock 0.
+    "3.0  receive 1:1  keep 1:4  receive 0:3  send 0:5",
+    "4.0  receive 0:5",  # clock 4: three ahead
+    "6.0  receive 1:4",
   ]
   # A kept ticket has the updates of its worker's jobs before.
   assert orders.staleness(trace).tolist() == [0, 0, 2, 1, 0, 4]
 
 
 def test_depth_2_in_an_order_by_hand():
-  trace = orders.asynchronous(
-    durations.constant(slowdown=(1, 2)), workers=2, messages=4, depth=2
-  )
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "0.0,0,2,send",
-    "0.0,1,3,send",
-    "1.0,0,0,receive",
-    "1.0,0,4,send",  # to be started at 2, when job 2 is done
-    "2.0,1,1,receive",
-    "2.0,1,5,send",
-    "2.0,0,2,receive",
-    "2.0,0,6,send",
-    "3.0,0,4,receive",
+  trace = free([[1], [2]], 4, depth=2)
+  assert kit.steps(trace) == [
+    "0.0  send 0:0  send 1:1  send 0:2  send 1:3",
+    # Job 4 starts at 2, when job 2 is done.
+    "1.0  receive 0:0  send 0:4",
+    "2.0  receive 1:1  send 1:5  receive 0:2  send 0:6",
+    "3.0  receive 0:4",
   ]
   assert orders.check(trace, depth=2) == 2
   with pytest.raises(ValueError, match="row 2 .* holds a ticket already"):
@@ -547,39 +490,25 @@ def test_depth_2_in_an_order_by_hand():
 
 
 def test_a_warm_start_in_an_order_by_hand():
-  trace = orders.asynchronous(
-    durations.constant(slowdown=(1, 2)), workers=2, messages=4, warm_start=2
-  )
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "1.0,0,0,receive",
-    "1.0,0,1,send",
-    "2.0,0,1,receive",
-    "2.0,0,2,send",
-    "2.0,1,3,send",
-    "3.0,0,2,receive",
-    "3.0,0,4,send",
-    "4.0,1,3,receive",
+  trace = free([[1], [2]], 4, warm_start=2)
+  assert kit.steps(trace) == [
+    "0.0  send 0:0",
+    "1.0  receive 0:0  send 0:1",
+    "2.0  receive 0:1  send 0:2  send 1:3",
+    "3.0  receive 0:2  send 0:4",
+    "4.0  receive 1:3",
   ]
   assert orders.staleness(trace).tolist() == [0, 0, 0, 1]
 
 
 def test_fetch_every_in_an_order_by_hand():
-  trace = orders.asynchronous(
-    durations.constant(slowdown=(1, 2)), workers=2, messages=5, fetch_every=2
-  )
-  assert kit.rows(trace) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "1.0,0,0,receive",
-    "1.0,0,2,keep",
-    "2.0,1,1,receive",
-    "2.0,1,3,keep",
-    "2.0,0,2,receive",
-    "2.0,0,4,send",
-    "3.0,0,4,receive",
-    "3.0,0,5,keep",
-    "4.0,1,3,receive",
+  trace = free([[1], [2]], 5, fetch_every=2)
+  assert kit.steps(trace) == [
+    "0.0  send 0:0  send 1:1",
+    "1.0  receive 0:0  keep 0:2",
+    "2.0  receive 1:1  keep 1:3  receive 0:2  send 0:4",
+    "3.0  receive 0:4  keep 0:5",
+    "4.0  receive 1:3",
   ]
   # A kept ticket has the update of its worker's job before.
   assert orders.staleness(trace).tolist() == [0, 1, 1, 0, 3]
@@ -590,10 +519,7 @@ def test_fetch_every_in_an_order_by_hand():
 def test_a_copy_is_kept_exactly_as_long_as_the_bound_allows(
   rows, messages, bound
 ):
-  trace = orders.stale_synchronous(
-    durations.measured(rows),
-    **dict(workers=len(rows), messages=messages, bound=bound, cache=True),
-  )
+  trace = stale(rows, messages, bound, cache=True)
   orders.check(trace)
   clock = [0] * len(rows)
   copied = [None] * len(rows)  # the slowest clock when the copy was made
@@ -612,11 +538,7 @@ def test_a_copy_is_kept_exactly_as_long_as_the_bound_allows(
 @given(CLUSTERS, st.integers(1, 40), st.integers(1, 3), st.integers(1, 4))
 def test_orders_of_all_kinds_can_be_obeyed(rows, messages, depth, fetch_every):
   clock, workers = durations.measured(rows), len(rows)
-  trace = orders.asynchronous(
-    clock,
-    **dict(workers=workers, messages=messages),
-    **dict(depth=depth, fetch_every=fetch_every),
-  )
+  trace = free(rows, messages, depth=depth, fetch_every=fetch_every)
   assert orders.check(trace, depth=depth) == workers
   ended = trace.action == base.RECEIVE
   assert ended.sum() == messages
@@ -631,18 +553,9 @@ def test_orders_of_all_kinds_can_be_obeyed(rows, messages, depth, fetch_every):
     assert (starts == base.SEND).tolist() == fresh
 
 
-def test_orders_are_built_by_name_with_their_options():
-  clock = durations.constant(slowdown=(1, 2, 3))
-  kwargs = dict(workers=3, messages=12)
-  for name, options in [
-    ("backup_workers", dict(backup=1)),
-    ("asynchronous", dict(depth=2, fetch_every=3)),
-    ("stale_synchronous", dict(bound=2, cache=True)),
-  ]:
-    built = orders.build(name, clock, **kwargs, **options)
-    made = getattr(orders, name)(clock, **kwargs, **options)
-    assert orders.dump(built) == orders.dump(made)
+def test_options_that_do_not_fit_are_refused():
+  kwargs = dict(durations=durations.constant(), workers=3, messages=12)
   with pytest.raises(ValueError, match="a cache needs a finite bound"):
-    orders.stale_synchronous(clock, **kwargs, bound=math.inf, cache=True)
+    orders.stale_synchronous(**kwargs, bound=math.inf, cache=True)
   with pytest.raises(ValueError, match="depth must be a positive whole number"):
-    orders.asynchronous(clock, **kwargs, depth=0)
+    orders.asynchronous(**kwargs, depth=0)

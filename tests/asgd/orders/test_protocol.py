@@ -59,29 +59,115 @@ def test_asynchronous_workers_never_wait():
   assert run.go() == ["receive 0:3", "receive 1:4", "send 0:5", "send 1:6"]
 
 
+# What a dispatcher does at the start, and when a message (worker, seq) comes.
+BY_HAND = {
+  "a bound makes the fast wait for the slowest": (Rules(bound=1), {}, [
+    ("start", "send 0:0, send 1:1"),
+    ((0, 0), "receive 0:0, send 0:2"),  # one ahead
+    ((0, 1), "receive 0:2"),  # two would be too many
+    ((1, 0), "receive 1:1, send 0:3, send 1:4"),
+  ]),
+  "bound 0 is bulk synchronous": (Rules(bound=0), {}, [
+    ("start", "send 0:0, send 1:1"),
+    ((1, 0), "receive 1:1"),
+    ((0, 0), "receive 0:0, send 0:2, send 1:3"),
+  ]),
+  "a cache is read while the bound allows it": (
+    Rules(bound=1, cache=True), {}, [
+      ("start", "send 0:0, send 1:1"),  # what all have had by clock 0
+      ((0, 0), "receive 0:0, keep 0:2"),  # 0's clock is 1
+      ((0, 1), "receive 0:2"),  # 0's clock is 2, 1's is 0
+      ((1, 0), "receive 1:1, send 0:3, keep 1:4"),  # 2, 1
+      ((0, 2), "receive 0:3"),  # 3, 1
+      ((1, 1), "receive 1:4, send 0:5, send 1:6"),  # 3, 2
+      ((1, 2), "receive 1:6, keep 1:7"),  # 3, 3
+      # 4, 3: worker 0's copy is of clock 2, two behind.
+      ((0, 3), "receive 0:5, send 0:8"),
+    ],
+  ),
+  "depth counts in the age of a cache": (
+    Rules(bound=1, cache=True, depth=2), {}, [
+      ("start", "send 0:0, send 1:1, keep 0:2, keep 1:3"),
+      ((0, 0), "receive 0:0"),
+      # What 0 starts now is for its clock 2, and its copy is of clock 0.
+      ((1, 0), "receive 1:1, send 0:4, send 1:5"),
+    ],
+  ),
+  "a warm start is one worker alone": (
+    Rules(warm_start=2, bound=0, depth=2), {"workers": 3}, [
+      ("start", "send 0:0"),
+      ((0, 0), "receive 0:0, send 0:1"),
+      # All clocks are 2 now, so that no bound holds worker 0.
+      ((0, 1), "receive 0:1, send 0:2, send 1:3, send 2:4"),
+    ],
+  ),
+  "depth 2 hands out the next ticket early": (Rules(depth=2), {}, [
+    ("start", "send 0:0, send 1:1, send 0:2, send 1:3"),
+    ((0, 0), "receive 0:0, send 0:4"),
+    ((1, 0), "receive 1:1, send 1:5"),
+  ]),
+  "depth counts in the bound": (Rules(depth=2, bound=1), {}, [
+    ("start", "send 0:0, send 1:1, send 0:2, send 1:3"),
+    ((0, 0), "receive 0:0"),  # its next would be its clock 2
+    ((1, 0), "receive 1:1, send 0:4, send 1:5"),
+  ]),
+  "depth 2 with bound 0": (Rules(depth=2, bound=0), {}, [
+    ("start", "send 0:0, send 1:1"),
+  ]),
+  "messages of a worker go in the order of its jobs": (
+    Rules(depth=2), {"workers": 1, "jobs": 2}, [
+      ("start", "send 0:0, send 0:1"),
+      ((0, 1), ""),  # the first comes later: its frame was lost
+      ((0, 0), "receive 0:0, receive 0:1"),
+    ],
+  ),
+  "a worker holds no more tickets": (Rules(depth=2), {"workers": 1}, [
+    ("start", "send 0:0, send 0:1"),
+    ((0, 1), ""),  # the first is on its way
+    ((0, 0), "receive 0:0, receive 0:1, send 0:2, send 0:3"),
+  ]),
+  "a round starts backups and receives the first together": (
+    Rules(round=2, backup=1), {"workers": 4}, [
+      ("start", "send 0:0, send 1:1, send 2:2"),  # 3 is not needed
+      ((2, 0), ""),
+      # In the order of the jobs; 1 is still at its first job.
+      ((0, 0), "receive 0:0, receive 2:2, send 0:3, send 2:4, send 3:5"),
+      ((1, 0), "receive 1:1"),  # too late for its round
+      ((3, 0), ""),
+      ((2, 1), "receive 2:4, receive 3:5, send 1:6, send 2:7, send 3:8"),
+    ],
+  ),
+  "one worker makes a whole round": (Rules(round=3), {"workers": 1}, [
+    ("start", "send 0:0"),
+    ((0, 0), "send 0:1"),
+    ((0, 1), "send 0:2"),
+    ((0, 2), "receive 0:0, receive 0:1, receive 0:2, send 0:3"),
+  ]),
+  "the last round may be smaller": (Rules(round=2), {"jobs": 3}, [
+    ("start", "send 0:0, send 1:1"),
+    ((0, 0), ""),
+    ((1, 0), "receive 0:0, receive 1:1, send 0:2"),
+    ((0, 1), "receive 0:2"),
+  ]),
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_protocol_by_hand(name):
+  rules, options, events = BY_HAND[name]
+  run = Run(rules, **{"workers": 2, **options})
+  for event, rows in events:
+    done = run.go() if event == "start" else run.end(*event)
+    assert ", ".join(done) == rows
+  assert run.it.finished == ("jobs" in options)
+
+
 def test_messages_without_rounds_go_in_the_order_of_their_arrival():
   run = Run(Rules(), workers=3)
   run.go()
   for worker in (2, 0, 1):
     run.it.arrive(worker, 0)
   assert run.it.deliver(1.0) == [(2, 0, 2), (0, 0, 0), (1, 0, 1)]
-
-
-def test_a_bound_makes_the_fast_wait_for_the_slowest():
-  run = Run(Rules(bound=1), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  assert run.end(0, 0) == ["receive 0:0", "send 0:2"]  # one ahead
-  assert run.end(0, 1) == ["receive 0:2"]  # two would be too many
-  assert run.it.slowest() == 0
-  assert run.end(1, 0) == ["receive 1:1", "send 0:3", "send 1:4"]
-  assert run.it.slowest() == 1
-
-
-def test_bound_0_is_bulk_synchronous():
-  run = Run(Rules(bound=0), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  assert run.end(1, 0) == ["receive 1:1"]
-  assert run.end(0, 0) == ["receive 0:0", "send 0:2", "send 1:3"]
 
 
 def test_the_slowest_is_one_of_those_that_are_there():
@@ -97,27 +183,6 @@ def test_the_slowest_is_one_of_those_that_are_there():
   assert run.new() == ["join 1:1"]
   assert run.it.slowest() == 2
   assert run.go() == ["send 1:3"]
-
-
-def test_a_cache_is_read_while_the_bound_allows_it():
-  run = Run(Rules(bound=1, cache=True), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]  # what all have had by clock 0
-  assert run.end(0, 0) == ["receive 0:0", "keep 0:2"]  # 0's clock is 1
-  assert run.end(0, 1) == ["receive 0:2"]  # 0's clock is 2, 1's is 0
-  assert run.end(1, 0) == ["receive 1:1", "send 0:3", "keep 1:4"]  # 2, 1
-  assert run.end(0, 2) == ["receive 0:3"]  # 3, 1
-  assert run.end(1, 1) == ["receive 1:4", "send 0:5", "send 1:6"]  # 3, 2
-  assert run.end(1, 2) == ["receive 1:6", "keep 1:7"]  # 3, 3
-  # 4, 3: worker 0's copy is of clock 2, two behind.
-  assert run.end(0, 3) == ["receive 0:5", "send 0:8"]
-
-
-def test_depth_counts_in_the_age_of_a_cache():
-  run = Run(Rules(bound=1, cache=True, depth=2), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1", "keep 0:2", "keep 1:3"]
-  assert run.end(0, 0) == ["receive 0:0"]
-  # What 0 starts now is for its clock 2, and its copy is of clock 0.
-  assert run.end(1, 0) == ["receive 1:1", "send 0:4", "send 1:5"]
 
 
 def test_a_cache_belongs_to_the_holder():
@@ -142,14 +207,6 @@ def test_a_ticket_is_kept_for_so_many_jobs():
   assert run.it.grants(0.0) == [Grant(worker=0, seq=4, job=4, keep=True)]
 
 
-def test_a_warm_start_is_one_worker_alone():
-  run = Run(Rules(warm_start=2, bound=0, depth=2), workers=3)
-  assert run.go() == ["send 0:0"]
-  assert run.end(0, 0) == ["receive 0:0", "send 0:1"]
-  rows = run.end(0, 1)  # all clocks are 2 now, so that no bound holds worker 0
-  assert rows == ["receive 0:1", "send 0:2", "send 1:3", "send 2:4"]
-
-
 def test_a_warm_start_goes_on_with_another_worker():
   run = Run(Rules(warm_start=2, bound=3, cache=True), workers=2)
   assert run.go() == ["send 0:0"]
@@ -163,80 +220,12 @@ def test_a_warm_start_goes_on_with_another_worker():
   assert [again.slowest(), again.received] == [run.it.slowest(), 2]
 
 
-def test_depth_2_hands_out_the_next_ticket_while_one_is_worked_on():
-  run = Run(Rules(depth=2), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1", "send 0:2", "send 1:3"]
-  assert run.end(0, 0) == ["receive 0:0", "send 0:4"]
-  assert run.end(1, 0) == ["receive 1:1", "send 1:5"]
-  assert list(run.it.open(0)) == [1, 2]
-
-
-def test_depth_counts_in_the_bound():
-  run = Run(Rules(depth=2, bound=1), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1", "send 0:2", "send 1:3"]
-  assert run.end(0, 0) == ["receive 0:0"]  # its next would be its clock 2
-  assert run.end(1, 0) == ["receive 1:1", "send 0:4", "send 1:5"]
-  run = Run(Rules(depth=2, bound=0), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]
-
-
-def test_messages_of_a_worker_go_in_the_order_of_its_jobs():
-  run = Run(Rules(depth=2), workers=1, jobs=2)
-  run.go()
-  assert run.end(0, 1) == []  # the first comes later: its frame was lost
-  assert run.end(0, 0) == ["receive 0:0", "receive 0:1"]
-  assert run.it.finished
-
-
-def test_a_worker_holds_no_more_tickets_than_depth():
-  """Also while its first message is on its way and later ones have come."""
-  run = Run(Rules(depth=2), workers=1)
-  assert run.go() == ["send 0:0", "send 0:1"]
-  assert run.end(0, 1) == []
-  assert list(run.it.open(0)) == [0, 1]
-  assert run.end(0, 0) == ["receive 0:0", "receive 0:1", "send 0:2", "send 0:3"]
-
-
-def test_a_round_starts_backups_and_receives_the_first_together():
-  run = Run(Rules(round=2, backup=1), workers=4)
-  assert run.go() == ["send 0:0", "send 1:1", "send 2:2"]  # 3 is not needed
-  assert run.end(2, 0) == []
-  assert run.end(0, 0) == [
-    *("receive 0:0", "receive 2:2"),  # in the order of the jobs
-    *("send 0:3", "send 2:4", "send 3:5"),  # 1 is still at its first job
-  ]
-  assert run.end(1, 0) == ["receive 1:1"]  # too late for its round
-  assert run.end(3, 0) == []
-  assert run.end(2, 1) == [
-    *("receive 2:4", "receive 3:5", "send 1:6", "send 2:7", "send 3:8"),
-  ]
-
-
 def test_what_all_came_before_anybody_looked_is_cut_by_job():
   run = Run(Rules(round=2, backup=1), workers=3)
   run.go()
   for worker in (2, 1, 0):
     run.it.arrive(worker, 0)
   assert run.it.deliver(0.0) == [(0, 0, 0), (1, 0, 1), (2, 0, 2)]
-
-
-def test_one_worker_makes_a_whole_round():
-  run = Run(Rules(round=3), workers=1)
-  assert run.go() == ["send 0:0"]
-  assert run.end(0, 0) == ["send 0:1"]
-  assert run.end(0, 1) == ["send 0:2"]
-  assert run.end(0, 2) == [
-    *("receive 0:0", "receive 0:1", "receive 0:2", "send 0:3"),
-  ]
-
-
-def test_the_last_round_may_be_smaller():
-  run = Run(Rules(round=2), jobs=3, workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  run.end(0, 0)
-  run.end(1, 0)
-  assert run.end(0, 1) == ["receive 0:2"]
-  assert run.it.finished
 
 
 def test_the_last_round_waits_for_jobs_that_may_still_come():

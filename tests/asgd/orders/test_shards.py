@@ -7,6 +7,7 @@ import pytest
 from asgd import base, orders
 from asgd.orders import durations, protocol, shards
 
+SMALL = {"workers": 2, "messages": 3, "shards": 2}
 IN_STEP = {
   "asynchronous": ("asynchronous", {}),
   "ahead": ("stale_synchronous", {"bound": 2, "cache": True, "depth": 2}),
@@ -22,33 +23,29 @@ def test_shards_in_step_have_the_order_of_one_server(label):
   one = orders.build(name, clock, **counts, **options)
   rules = protocol.Rules(**options)
   for trace in shards.out_of_step(rules, clock, **counts, shards=3):
-    assert kit.rows(trace) == kit.rows(one)
+    assert kit.steps(trace) == kit.steps(one)
 
 
 def test_shards_out_of_step_by_hand():
   # Worker 0 is heard after 0 and 3, worker 1 after 1 and 0.
   ways = durations.Durations(lambda way: iter([[0.0, 3, 1, 0][way]] * 9))
   lead, other = shards.out_of_step(
-    *(protocol.Rules(), durations.constant(), ways),
-    **dict(workers=2, messages=3, shards=2),
+    protocol.Rules(), durations.constant(), ways, **SMALL
   )
-  assert kit.rows(lead) == [
-    "0.0,0,0,send",
-    "0.0,1,1,send",
-    "2.0,1,1,receive",  # its ticket was there at once; its way is 1
-    "2.0,1,2,send",
-    "4.0,0,0,receive",  # its ticket came at 3
-    "4.0,0,3,send",
-    "4.0,1,2,receive",
+  assert kit.steps(lead) == [
+    "0.0  send 0:0  send 1:1",
+    # receive 1:1: its ticket was there at once; its way is 1
+    "2.0  receive 1:1  send 1:2",
+    # receive 0:0: its ticket came at 3
+    "4.0  receive 0:0  send 0:3  receive 1:2",
   ]
-  assert kit.rows(other) == [
-    "0.0,1,1,send",
-    "1.0,1,1,receive",
-    "2.0,1,2,send",
-    "3.0,0,0,send",  # of one version more than at the lead
-    "3.0,1,2,receive",
-    "7.0,0,0,receive",
-    "7.0,0,3,send",
+  assert kit.steps(other) == [
+    "0.0  send 1:1",
+    "1.0  receive 1:1",
+    "2.0  send 1:2",
+    # send 0:0: of one version more than at the lead
+    "3.0  send 0:0  receive 1:2",
+    "7.0  receive 0:0  send 0:3",
   ]
   assert shards.spreads([lead, other]).tolist() == [0, 1, 0]
 
@@ -56,10 +53,8 @@ def test_shards_out_of_step_by_hand():
 def test_what_shards_out_of_step_do_can_be_obeyed():
   rules = protocol.Rules(depth=2, fetch_every=2)
   ways = durations.heterogeneous(0.7, seed=5)
-  traces = shards.out_of_step(
-    *(rules, durations.homogeneous(), ways),
-    **dict(workers=3, messages=40, shards=4),
-  )
+  clock, counts = durations.homogeneous(), {"workers": 3, "messages": 40}
+  traces = shards.out_of_step(rules, clock, ways, shards=4, **counts)
   sets = []
   for trace in traces:
     assert orders.check(trace, depth=2) == 3
@@ -72,8 +67,6 @@ def test_what_shards_out_of_step_do_can_be_obeyed():
 
 
 def test_rounds_are_not_for_shards_out_of_step():
+  rules, clock = protocol.Rules(round=2), durations.constant()
   with pytest.raises(ValueError, match="rounds of 2 messages are not for"):
-    shards.out_of_step(
-      *(protocol.Rules(round=2), durations.constant()),
-      **dict(workers=2, messages=4, shards=2),
-    )
+    shards.out_of_step(rules, clock, **SMALL)

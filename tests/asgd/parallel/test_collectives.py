@@ -249,8 +249,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  call, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    jax.make_jaxpr(on_devices(call, 2))(np.zeros((2, 3)))
+test_a_mistake_is_told = kit.refuses(
+  MISTAKES, lambda call: jax.make_jaxpr(on_devices(call, 2))(np.zeros((2, 3)))
+)

@@ -6,7 +6,7 @@ That collectives move what their formulas say is in test_collectives.
 import itertools
 import math
 
-import pytest
+import kit
 
 from asgd.parallel import costs
 
@@ -85,8 +85,4 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  call, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    call()
+test_a_mistake_is_told = kit.refuses(MISTAKES)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kit
 import pytest
 
 from asgd.parallel import processes, supervisor
@@ -155,11 +156,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_arguments_that_do_not_go_together(name):
-  arguments, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    processes.role(**arguments)
+test_arguments_that_do_not_go_together = kit.refuses(
+  MISTAKES, lambda arguments: processes.role(**arguments)
+)
 
 
 def test_which_process_supervises():

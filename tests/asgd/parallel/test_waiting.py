@@ -2,6 +2,7 @@
 
 import itertools
 
+import kit
 import numpy as np
 import pytest
 
@@ -63,8 +64,4 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  call, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    call()
+test_a_mistake_is_told = kit.refuses(MISTAKES)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from asgd import base, orders, tables
@@ -179,6 +179,11 @@ def test_bulk_synchronous_reads_what_is_of_clocks_before(world):
 
 @MANY
 @given(worlds(), st.integers(0, 3), st.sampled_from(["ssp", "essp"]))
+# Two messages with rows come to a worker that waits for them at the same time.
+@example(
+  World(2, 1, 7, [[0.5], [0.5]], [[0], [0, 1], [0], [2], [2]], NETWORKS[2]),
+  *(1, "essp"),
+)
 def test_stale_synchronous_reads_what_the_bound_wants(world, bound, which):
   run, reads = simulated(world, consistency=which, bound=bound)
   check_what_all_keep(world, run, reads)

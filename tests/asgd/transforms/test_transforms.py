@@ -1,23 +1,28 @@
 """The transforms, against their equations worked by hand or in NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import optax
 import pytest
 
-from asgd import rates, transforms
+from asgd import base, rates, transforms
 from asgd.transforms import rows as rows_lib
 
 pytestmark = pytest.mark.usefixtures("float64")
 
 
-def delay(staleness=1, worker=0, sent=None):
-  return {
-    "worker": jnp.int32(worker),
-    "staleness": jnp.int32(staleness),
-    "sent_params": sent,
-  }
+def update(tx, gradient, params=None, sent=None, state=None, staleness=1):
+  """An update by a gradient that worker 0 computed at `sent`."""
+  state = tx.init(params) if state is None else state
+  delay = base.Delay(jnp.int32(0), jnp.int32(staleness), sent)
+  return tx.update(jnp.asarray(gradient), state, params, **delay._asdict())
+
+
+close = functools.partial(np.testing.assert_allclose, rtol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -25,24 +30,14 @@ def delay(staleness=1, worker=0, sent=None):
 )
 def test_staleness_divides_but_for_a_fresh_gradient(staleness, factor):
   tx = transforms.scale_by_staleness()
-  updates, _ = tx.update(jnp.array([3.0]), tx.init(None), **delay(staleness))
-  np.testing.assert_allclose(updates, [3.0 * factor], rtol=1e-15)
-
-
-def test_staleness_keeps_the_dtype_of_the_gradient():
-  tx = transforms.scale_by_staleness()
-  g = jnp.ones(2, jnp.bfloat16)
-  assert tx.update(g, tx.init(None), **delay(3))[0].dtype == jnp.bfloat16
+  close(update(tx, [3.0], staleness=staleness)[0], [3.0 * factor])
 
 
 def test_compensation_is_lambda_g_g_times_the_distance():
   tx = transforms.delay_compensation(0.5)
   params, sent = jnp.array([1.0, -1.0]), jnp.array([0.0, 1.0])
-  updates, _ = tx.update(
-    jnp.array([2.0, 3.0]), tx.init(params), params, **delay(sent=sent)
-  )
-  # 2 + 0.5 * 4 * 1 and 3 + 0.5 * 9 * -2.
-  np.testing.assert_allclose(updates, [4.0, -6.0], rtol=1e-15)
+  updates, _ = update(tx, [2.0, 3.0], params, sent)
+  close(updates, [4.0, -6.0])  # 2 + 0.5 * 4 * 1 and 3 + 0.5 * 9 * -2
 
 
 def test_compensation_over_adadelta_is_that_of_bytedance_monolith():
@@ -57,9 +52,7 @@ def test_compensation_over_adadelta_is_that_of_bytedance_monolith():
     (0.1, [-0.0031603, -0.00301233]),
     (0.0, [-0.0065548, -0.0061140]),
   ):
-    updates, state = tx.update(
-      g, state, params, **delay(sent=jnp.full(2, sent))
-    )
+    updates, state = update(tx, g, params, jnp.full(2, sent), state)
     params = optax.apply_updates(params, updates)
     np.testing.assert_allclose(params, expected, rtol=0, atol=1e-6)
     if sent:  # 0.1 9^2 and 0.1 0.99^2, as 10 + 0.1 10^2 (0 - 0.1) = 9
@@ -70,24 +63,18 @@ def test_compensation_over_adadelta_is_that_of_bytedance_monolith():
 def test_adaptive_compensation_takes_in_the_gradient_first():
   tx = transforms.adaptive_delay_compensation(2.0, decay=0.75, eps=0.0)
   params, sent = jnp.array([1.0]), jnp.array([0.5])
-  state = tx.init(params)
-  updates, state = tx.update(
-    jnp.array([4.0]), state, params, **delay(sent=sent)
-  )
+  updates, state = update(tx, [4.0], params, sent)
   # Mean square 0.25 * 16 = 4; lambda = 2 / 2; 4 + 1 * 16 * 0.5.
-  np.testing.assert_allclose(updates, [12.0], rtol=1e-15)
-  updates, _ = tx.update(jnp.array([2.0]), state, params, **delay(sent=sent))
+  close(updates, [12.0])
+  updates, _ = update(tx, [2.0], params, sent, state)
   # Mean square 0.75 * 4 + 0.25 * 4 = 4; lambda = 1; 2 + 4 * 0.5.
-  np.testing.assert_allclose(updates, [4.0], rtol=1e-15)
+  close(updates, [4.0])
 
 
 def test_adaptive_compensation_does_not_divide_by_zero():
   tx = transforms.adaptive_delay_compensation()
   params = jnp.array([1.0])
-  updates, _ = tx.update(
-    jnp.array([0.0]), tx.init(params), params, **delay(sent=params - 1)
-  )
-  np.testing.assert_array_equal(updates, [0.0])
+  assert update(tx, [0.0], params, params - 1)[0] == 0.0
 
 
 def gap_aware_reference(
@@ -135,20 +122,15 @@ def test_gap_awareness_follows_its_equations_through_a_decay(
     gradients, distances, steps, momentum or 0.0, 0.9, rule
   )
   for g, distance, value in zip(gradients, distances, expected, strict=True):
-    updates, state = tx.update(
-      jnp.array([g]), state, params, **delay(sent=params - distance)
-    )
-    np.testing.assert_allclose(updates, [value], rtol=1e-6)
+    updates, state = update(tx, [g], params, params - distance, state)
+    close(updates, [value], rtol=1e-6)
   np.testing.assert_allclose(state.largest_rate, 0.1, rtol=1e-6)
 
 
 def test_gap_awareness_of_updates_penalizes_nothing_before_the_first():
   tx = transforms.gap_aware(optax.sgd(0.1, 0.9), 0.1)
   params = jnp.array([1.0])
-  updates, _ = tx.update(
-    jnp.array([2.0]), tx.init(params), params, **delay(sent=params - 5)
-  )
-  np.testing.assert_array_equal(updates, [-0.2])
+  assert update(tx, [2.0], params, params - 5)[0] == -0.2
 
 
 def test_gap_awareness_reads_distance_elementwise():
@@ -156,18 +138,11 @@ def test_gap_awareness_reads_distance_elementwise():
     optax.sgd(1.0), 1.0, average="updates", decay=0.0, eps=0.0
   )
   params = jnp.array([1.0, 1.0])
-  state = tx.init(params)
-  _, state = tx.update(
-    jnp.array([2.0, 2.0]), state, params, **delay(sent=params)
-  )
-  updates, _ = tx.update(
-    jnp.array([6.0, 6.0]),
-    state,
-    params,
-    **delay(sent=params - jnp.array([0.0, 4.0])),
-  )
+  _, state = update(tx, [2.0, 2.0], params, params)
+  sent = params - jnp.array([0.0, 4.0])
+  updates, _ = update(tx, [6.0, 6.0], params, sent, state)
   # One parameter did not move; the other moved by two typical updates.
-  np.testing.assert_allclose(updates, [-6.0, -2.0], rtol=1e-15)
+  close(updates, [-6.0, -2.0])
 
 
 def test_rows_read_what_was_last_written_to_each():
@@ -208,11 +183,7 @@ def test_dana_momentum_keeps_the_sum_of_its_velocities():
     g = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape)), params)
     _, state = tx.update(g, state, worker=jnp.int32(rng.integers(3)))
   total = jax.tree.map(lambda v: v.sum(axis=0), rows_lib.settle(state.velocity))
-  jax.tree.map(
-    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12),
-    state.total,
-    total,
-  )
+  kit.close(state.total, total, rtol=1e-12)
 
 
 def test_a_look_ahead_uses_the_rate_of_the_next_update():

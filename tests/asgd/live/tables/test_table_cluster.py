@@ -23,7 +23,7 @@ from asgd.live.tables.worker import ENDED, WorkerHost
 from asgd.orders.trace import Event
 from asgd.tables import division as division_lib
 from asgd.tables import replay, requests
-from asgd.tables.job_records import ClockMessage
+from asgd.tables.requests import ClockMessage
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 

@@ -5,14 +5,13 @@ import numpy as np
 import pytest
 
 from asgd.compression import packing
-from launch.bench import compression as bench
-from launch.bench import message_speed, turns
+from launch.bench import compression, turns
 
 
 @pytest.mark.parametrize("label", ["threshold, 0.1 %", "top_k, 1 %", "int8"])
 def test_every_code_is_like_the_first(label):
-  like = message_speed.message(0.2)
-  stages = message_speed.MessageStages(bench._CODECS[label], like)
+  like = compression.message(0.2)
+  stages = compression.MessageStages(compression._CODECS[label], like)
   first = packing.unpack(stages.layout, stages.pack().copy())
   for _ in range(3):
     stages.encode()
@@ -25,27 +24,27 @@ def test_every_code_is_like_the_first(label):
 
 
 def test_all_stages_are_contestants():
-  like = message_speed.message(0.01)
-  stages = message_speed.MessageStages({"name": "sign"}, like)
-  both = {"copy": message_speed.copy(like), **stages.contestants()}
+  like = compression.message(0.01)
+  stages = compression.MessageStages({"name": "sign"}, like)
+  both = {"copy": compression.copy(like), **stages.contestants()}
   seconds = turns.take_turns(both, 1, clock=lambda: 0.0)
   assert list(seconds) == ["copy", "encode", "pack", "unpack", "decode"]
 
 
 def test_the_coder_is_that_of_the_packed_wire():
-  both, bits = message_speed.coder(0.01, 1000)
+  both, bits = compression.coder(0.01, 1000)
   assert bits * 1000 == 8 * sum(x.size for x in both["encode"]())
   assert both["decode"]().size == 1000
 
 
 def test_a_server_makes_an_update_of_what_it_is_told(monkeypatch):
-  monkeypatch.setattr(message_speed, "take_core", lambda number: set())
-  like = message_speed.message(0.01)
+  monkeypatch.setattr(compression, "take_core", lambda number: set())
+  like = compression.message(0.01)
   for options in (None, {"name": "identity"}):
-    server = message_speed._Server(like, options)
+    server = compression._Server(like, options)
     sent = like
     if options is not None:
-      sent = message_speed.MessageStages(options, like).pack()
+      sent = compression.MessageStages(options, like).pack()
     server.tell(sent)
     for x, y in zip(
       jax.tree.leaves(server._params), jax.tree.leaves(like), strict=True

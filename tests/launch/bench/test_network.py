@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from asgd.experiment import predict
-from launch.bench import namespaces, network_speed
-from launch.bench.network_speed import LinkSpeeds
+from launch.bench import namespaces, network
+from launch.bench.network import LinkSpeeds
 
 # A job of 1, half a unit each way, and a port that a message of 1,024 float32
 # keeps for a quarter of one.
@@ -14,10 +14,10 @@ EXACT = {"rel": 1e-6}  # of a file, whose times have so many digits
 
 
 def test_workers_that_do_not_meet_are_as_many_times_as_fast():
-  alone = network_speed.simulated(LINKS, 1, 1, 8, [1.0])
+  alone = network.simulated(LINKS, 1, 1, 8, [1.0])
   assert alone == pytest.approx(1 / (1 + 2 * (0.5 + 0.25)), **EXACT)
   assert LINKS.bound(1, 1) == pytest.approx(alone, **EXACT)
-  two = network_speed.simulated(LINKS, 1, 2, 8, [1.0])
+  two = network.simulated(LINKS, 1, 2, 8, [1.0])
   assert two == pytest.approx(1 / (1 + 2 * (0.5 + 0.125)), **EXACT)
 
 
@@ -25,7 +25,7 @@ def test_two_tickets_of_one_port_by_hand():
   """Both tickets are granted at 0: the second leaves the port after the first,
   a quarter later, and stays as far behind, so that nobody waits again."""
   config = {"network": LINKS.section(), "durations": {"name": "constant"}}
-  records, _ = network_speed._train(LINKS, "simulate", 2, 1, 6, **config)
+  records, _ = network._train(LINKS, "simulate", 2, 1, 6, **config)
   first = np.array([2.5, 5.0, 7.5])
   expected = np.sort(np.concatenate([first, first + 0.25]))
   np.testing.assert_allclose(records.time, expected, rtol=1e-12)
@@ -33,7 +33,7 @@ def test_two_tickets_of_one_port_by_hand():
 
 def test_beyond_the_bend_a_port_lets_no_more_through():
   assert LINKS.bound(16, 1) == 1 / 0.25
-  rate = network_speed.simulated(LINKS, 16, 1, 64, [1.0])
+  rate = network.simulated(LINKS, 16, 1, 64, [1.0])
   assert rate == pytest.approx(1 / 0.25, **EXACT)
 
 
@@ -43,9 +43,9 @@ def test_slower_links_change_the_unit_of_time_alone():
 
 
 def test_what_one_worker_took_is_what_it_waited_and_more():
-  runtime = network_speed.Threads(0.2)
+  runtime = network.Threads(0.2)
   times, late = runtime.measured(4)
-  problem = network_speed.waiting(1, seconds=0.0)
+  problem = network.waiting(1, seconds=0.0)
   assert problem.batches(0, 1)(0, 0).shape == (1, 1)
   assert len(times) == 3  # without the first
   assert min(times) > 0.5 * runtime.links.job
@@ -53,7 +53,7 @@ def test_what_one_worker_took_is_what_it_waited_and_more():
 
 
 def test_live_workers_over_slow_links_hand_in_all_messages():
-  runtime = network_speed.Threads(0.2)
+  runtime = network.Threads(0.2)
   rate, late = runtime.rate(2, 2, 8)
   assert rate > 0
   assert late > 0
@@ -61,9 +61,9 @@ def test_live_workers_over_slow_links_hand_in_all_messages():
 
 def test_what_is_disturbed_is_done_again():
   tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.01), ("e", 0.0)])
-  assert network_speed.undisturbed(lambda: next(tries)) == ("d", 0.01)
+  assert network.undisturbed(lambda: next(tries)) == ("d", 0.01)
   tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.3), ("d", 0.4), ("e", 0.9)])
-  assert network_speed.undisturbed(lambda: next(tries)) == ("b", 0.2)
+  assert network.undisturbed(lambda: next(tries)) == ("b", 0.2)
 
 
 def test_workers_that_share_times_do_not_keep_step():
