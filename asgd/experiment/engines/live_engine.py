@@ -214,7 +214,7 @@ class LiveEngine(engines.Engine):
   def _look(self, until: int) -> None:
     """Checks the cluster after a moment."""
     del until
-    self._wait(LOOK)
+    self._wait(LOOK if self._there else 0.0)  # the first time at once
     self._news += self.cluster.check(self._received)
 
   def advance(self, until: int) -> engines.Progress:
