@@ -1,9 +1,8 @@
 """Facts read off a table: time, bubbles, memory, versions, staleness, bytes.
 
-A table says which task goes before which; `Costs` say how long it takes. From
-both follow the start and the end of every task, when each begins as soon as
-what it needs is there. What is said about weights (`versions`, `staleness`)
-depends on the order alone.
+A table gives the order of tasks, `Costs` their times. From both follow the
+start and the end of every task, if each begins as soon as its inputs are there.
+Facts about weights (`versions`, `staleness`) depend on the order alone.
 """
 
 import collections
@@ -128,18 +127,6 @@ def measured_costs(
   )
 
 
-def _durations(schedule, cost):
-  """float[T]: how long each task takes by itself."""
-  check_costs(cost, schedule.stages)
-  out = np.zeros(len(schedule.time))
-  for action, name in COST_OF.items():
-    mine = schedule.action == action
-    out[mine] = getattr(cost, name)[schedule.stage[mine]]
-  for action, value in cost.own.items():
-    out[schedule.action == action] = value
-  return out
-
-
 def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   """Returns when each task of a valid table runs, as soon as it can.
 
@@ -150,8 +137,15 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   Raises:
     ValueError: for costs of another number of stages.
   """
+  check_costs(cost, schedule.stages)
   count, every = len(schedule.time), schedule.every
-  own = _durations(schedule, cost).tolist()
+  durations = np.zeros(count)  # of tasks by themselves
+  for action, name in COST_OF.items():
+    mine = schedule.action == action
+    durations[mine] = getattr(cost, name)[schedule.stage[mine]]
+  for action, value in cost.own.items():
+    durations[schedule.action == action] = value
+  own = durations.tolist()
   first, second, delay = _needs(schedule, cost)
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
@@ -242,7 +236,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
   Args:
     schedule: the table.
-    weights: "latest" reads what is there, in the forward and in the backward;
+    weights: "latest" reads the newest, in the forward and in the backward;
       "stash" keeps the forward's for the backward (PipeDream); "2bw" reads the
       version before the last, the same for all of a batch (PipeDream-2BW);
       "vertical" reads at all stages the version that the first one had
@@ -283,7 +277,7 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
 
 
 def staleness(schedule: Schedule, weights: str = "stash") -> Staleness:
-  """Returns how old, in updates, what is read is when it counts."""
+  """Returns the age of weights read, in updates, when the gradient counts."""
   read = versions(schedule, weights)
   return Staleness(read.update - read.forward, read.update - read.backward)
 
@@ -437,7 +431,7 @@ def _peaks(schedule, timing, activation):
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
   change = size * (1.0 * begun - freed)
   when = np.where(begun, timing.start, timing.end)
-  # At the same time, what is freed goes first.
+  # At the same time, memory is freed first.
   order = np.lexsort((change, when))
   for d in range(schedule.devices):
     mine = order[schedule.device[order] == d]

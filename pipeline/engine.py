@@ -2,7 +2,7 @@
 
 Stages run on devices of this process, or share what there is; or they are in
 processes of Ray, with the same parameters to the bit. A process that dies is
-replaced, and the cell goes on from its last checkpoint.
+replaced, and the cell resumes from its last checkpoint.
 
   from asgd import experiment
   from pipeline.engine import PIPELINE
@@ -87,13 +87,6 @@ def _remote_arguments(config, dataset, measurements, cell):
   return _arguments(plan, cell.seed, time.time)  # of all machines
 
 
-def _cores(count):
-  """Shares of this machine's cores; None if there are not enough."""
-  affinity = getattr(os, "sched_getaffinity", lambda process: ())
-  shares = np.array_split(sorted(affinity(0)), count)
-  return [share.tolist() for share in shares] if all(map(len, shares)) else None
-
-
 def _in_processes(context: engines.Context) -> processes.Processes:
   plan, machine = context.plan, context.machine
   count = min(machine.processes, plan.table.devices)
@@ -107,7 +100,11 @@ def _in_processes(context: engines.Context) -> processes.Processes:
   make = functools.partial(
     _remote_arguments, config, dataset, plan.measurements, context.cell
   )
-  cores = None if machine.address else _cores(count)
+  affinity = getattr(os, "sched_getaffinity", lambda process: ())
+  shares = np.array_split(sorted(affinity(0)), count)
+  cores = None  # unless there are enough of them on this machine
+  if not machine.address and all(map(len, shares)):
+    cores = [share.tolist() for share in shares]
   gpus = {"num_gpus": machine.gpus_per_process}
   return processes.Processes(make, plan.table, count, cores=cores, options=gpus)
 
@@ -175,7 +172,7 @@ class PipelineEngine(engines.Engine):
   """A cell in a pipeline."""
 
   def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
+    """Starts the cell, or resumes it from its last checkpoint."""
     self._plan = plan = context.plan
     self._cell, self._machine = context.cell, context.machine
     # Of a checkpoint; one of another cell may have the same shapes.
@@ -195,7 +192,7 @@ class PipelineEngine(engines.Engine):
 
   @contextlib.contextmanager
   def _as_engine_errors(self) -> Iterator[None]:
-    """Turns what a pipeline raises into what the run loop knows."""
+    """Turns errors of a pipeline into those that the run loop knows."""
     try:
       yield
     except processes.ProcessDied as error:
@@ -346,7 +343,7 @@ class PipelineEngine(engines.Engine):
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns the state with all that is on its way, and what was recorded."""
+    """Returns the state with all entries, and the records."""
     schedule, leaves = self._plan.table, []
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
@@ -397,7 +394,7 @@ class PipelineEngine(engines.Engine):
     return self._executor.place(state)
 
   def extras(self) -> dict[str, str]:
-    """Returns the table and what its devices did when, if that was kept."""
+    """Returns the table, and the spans of its devices if they were kept."""
     if not (self._machine.spans and self._log.spans):
       return {}
     return {

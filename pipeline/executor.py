@@ -7,8 +7,7 @@ against staleness works here as it does anywhere. `lanes` has the threads that
 do the work.
 
 Slots are cuts: no task of slot t needs anything of slot t or later. So a run
-can stop before any slot, with all that is on its way in a `PipelineState`, and
-go on.
+can stop before any slot, with all entries in a `PipelineState`, and resume.
 
 A process may have some of the lanes only; `pipeline.processes` has the others.
 """
@@ -186,9 +185,9 @@ class Executor:
     return state
 
   def place(self, state: PipelineState) -> PipelineState:
-    """Puts a state that was read from a checkpoint on the devices that it is
-    for; of one that is whole, what is for the lanes here. A state that is not
-    of this table, or not whole, is a ValueError."""
+    """Puts the entries of a whole state, read from a checkpoint, on the devices
+    of the lanes here. Raises ValueError for a state of another table, or one
+    that is not whole."""
     state_lib.check(state, self.compiled.program, self._at_worker)
     entries, memories = {}, self.compiled.memories
     for key, value in state.entries.items():
@@ -213,8 +212,8 @@ class Executor:
     return jax.tree.map(jnp.copy, jax.device_put(state, self.devices[lane]))
 
   def traffic(self) -> residence.DeviceTraffic:
-    """Returns what all lanes have moved between their devices and the host,
-    and the most that one held; 0 where devices hold all."""
+    """Returns the traffic of all lanes between devices and the host, and the
+    largest peak; 0 where devices hold all."""
     lanes = [memory.traffic for memory in self.compiled.memories.values()]
     return residence.add_up([self._before, *lanes])
 
@@ -225,8 +224,8 @@ class Executor:
       memory.traffic = residence.DeviceTraffic()
 
   def _with_first_tickets(self, microbatch, servers, entries):
-    """A state with what is read of the weights as they are now. Tickets for
-    lanes that are elsewhere are sent."""
+    """A state with the first tickets of the present weights. Tickets for lanes
+    in other processes are sent."""
     for stage in self.compiled.homes():
       for key, lane, ticket in self.compiled.tickets(stage, 0, servers[stage]):
         if lane in self.devices:
@@ -236,8 +235,7 @@ class Executor:
     return PipelineState(0, microbatch, tuple(servers), entries)
 
   def params(self, state: PipelineState) -> list[Any]:
-    """Returns the parameters of each stage, as they are: nothing that is on its
-    way is waited for or disturbed."""
+    """Returns the present parameters of each stage."""
     return [server and server.params for server in state.servers]
 
   def run(

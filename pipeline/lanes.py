@@ -44,9 +44,8 @@ class ExecutorOptions(NamedTuple):
   """How a table is run: the options of an Executor."""
 
   weights: str | None = None  # as in `analyze.analyze`
-  # Keep a stage's input instead of what its backward needs, and run its forward
-  # again; with "latest" weights, those of now. A bool for all stages, or one
-  # for each.
+  # Keep a stage's input instead of residuals, and run its forward again; with
+  # "latest" weights, the newest. A bool for all stages, or one for each.
   recompute: bool | Sequence[bool] = False
   # Make the updates of a synchronous schedule at the end of each batch, with
   # norms (`sharding.total`) of all stages. Otherwise each stage makes its own,
@@ -79,8 +78,7 @@ class CompiledProgram(NamedTuple):
   queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
   extra: Callable[[int, int], Any]
   how: ExecutorOptions
-  # Whether a lane waits for what it has started: its own core does the work, or
-  # the time of the work is taken.
+  # Whether a lane waits for its work: its own core does it, or it is timed.
   waits: bool
   # Of lanes whose device does not hold all weights of its stages.
   memories: Mapping[int, DeviceMemory]
@@ -339,7 +337,7 @@ class LaneRun:
     kept, aux = box.pop((KEPT, *at))
     start = whole.now()
     if whole.how.recompute[stage]:
-      kept = compiled.forward(params, *kept)[2]
+      kept = compiled.kept(params, *kept)
     if op.kind == INPUT:
       box[KEPT, *at] = kept, aux
       gx, box[HALF, *at] = compiled.input(params, kept, gy)
@@ -389,7 +387,8 @@ class LaneRun:
 
   def _arguments(self, lane, op, message, ticket):
     """What a server is to receive; None before all of an update are there."""
-    stage, every, box = op.stage, self._program.every, self._boxes[lane]
+    stage, box = op.stage, self._boxes[lane]
+    every = self._program.schedule.every
     memory = self._compiled.memories.get(lane)
     if every > 1:
       if (SUM, stage) in box:

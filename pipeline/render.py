@@ -27,8 +27,8 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   """Returns the times as text: a line for each device, and a task is as wide as
   it is long.
 
-  A task begins with its name and goes on with -; a device is idle at a dot. The
-  number, or the whole name, is left out where there is no room for it.
+  A task is its name, filled with -; a dot is idle time. Where there is no room
+  the number, or the whole name, is left out.
 
   >>> from pipeline import analyze
   >>> from pipeline import table as table_lib

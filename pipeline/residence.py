@@ -1,11 +1,11 @@
 """Weights larger than a device: what a device holds, and when it is moved.
 
 Weights, optimizer states and sums of gradients of stages are in the host's
-memory (a memory kind of JAX); a lane's device holds as many of them as it has
-room for. As the table says in which order they are used, what is used last is
-what gives way (Belady 1966), and what the next instruction needs is fetched
-while this one computes (Cui et al., "GeePS: scalable deep learning on
-distributed GPUs with a GPU-specialized parameter server", EuroSys 2016).
+memory (a memory kind of JAX); a lane's device holds as many of them as fit. As
+the table gives the order of their uses, the block whose next use is last gives
+way (Belady 1966), and the next instruction's blocks are fetched while this one
+computes (Cui et al., "GeePS: scalable deep learning on distributed GPUs with a
+GPU-specialized parameter server", EuroSys 2016).
 
   weights  of a stage: read by its forwards, backwards and updates
   state    of its optimizer: read and replaced by its updates
@@ -129,7 +129,7 @@ class BlockMemory:
     self.held: dict[Block, int] = {}  # bytes of each
 
   def bytes(self) -> int:
-    """Returns what is held."""
+    """Returns the bytes held."""
     return sum(self.held.values())
 
   def next_use(self, block: Block, at: int) -> int:

@@ -268,7 +268,7 @@ def _table(run, section, stages, total) -> Schedule:
 
 
 def _parts(experiment, planned, section, shapes) -> list[Part]:
-  """The stages. Runs of the same algorithm share what is compiled of it."""
+  """The stages. Runs of the same algorithm share its compiled programs."""
   run, table, rate = planned.run, planned.table, planned.schedule
   workers = analyze.in_flight(table, planned.weights).tolist()
   if not _keeps_workers(run, rate, shapes):

@@ -45,6 +45,7 @@ class Stage(NamedTuple):
   the weights, `gy` and `gx` are gradients of the floating leaves of y and x."""
 
   forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
+  kept: Callable[..., Any]  # params, x, extra -> kept, without y
   backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
   input: Callable[..., Any]  # params, kept, gy -> gx, half
   weight: Callable[..., Any]  # params, kept, half -> gradient
@@ -85,9 +86,12 @@ def _compile(fn, tree, *leaves):
     _check_same("extra", extra, given[1])
     return compute(params, x, extra)
 
-  functions = forward, backward, *_split(backward, params, kept, floating(y))
+  def again(params, x, extra):
+    return compute(params, x, extra)[2]
+
+  halves = _split(backward, params, kept, floating(y))
   size = sum(s.size * s.dtype.itemsize for s in kept)
-  return Stage(*map(jax.jit, functions), size, y)
+  return Stage(*map(jax.jit, (forward, again, backward, *halves)), size, y)
 
 
 def _check_same(name, actual, wanted):
@@ -106,8 +110,8 @@ def _shape(x):
 
 
 def _differentiate(fn, params, x, extra):
-  """Returns the forward with what it keeps, the backward from that, and the
-  shapes of what is kept."""
+  """Returns the forward with its residuals, the backward from those, and their
+  shapes."""
 
   def full(params, x, extra):
     leaves, tree = jax.tree.flatten(x)
@@ -159,8 +163,8 @@ def _differentiate(fn, params, x, extra):
 
 
 def _split(backward, params, kept, gy):
-  """Returns a backward in two functions: what the inputs' gradient needs, with
-  what it has computed of the other, and the rest."""
+  """Returns a backward in two functions: the inputs' gradient, with shared
+  intermediate values, and the weights' gradient from those."""
   jaxpr, shapes = _inlined(backward, params, kept, gy)
   gradient = jax.tree.structure(shapes[0])
   n, n_inputs = gradient.num_leaves, len(shapes[1])
@@ -197,8 +201,8 @@ def _variables(atoms):
 
 
 def _inlined(function, *args):
-  """Returns a function's program, with calls replaced by what they call, and
-  the shapes of what it returns."""
+  """Returns a function's program, with the functions that it calls inlined, and
+  the shapes of its outputs."""
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
   run = functools.partial(_evaluate, closed)
   return jax.make_jaxpr(run)(*map(_shape, closed.in_avals)), shapes

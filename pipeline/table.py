@@ -26,9 +26,9 @@ import json
 import operator
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,7 +43,7 @@ class ScheduleError(ValueError):
 
 
 def check_positive(**numbers: int) -> None:
-  """Refuses what is not a positive whole number, by its name."""
+  """Raises ValueError, with the name, unless all are positive whole numbers."""
   for name, value in numbers.items():
     checks.whole(name, value)
 
@@ -70,25 +70,10 @@ class Schedule(NamedTuple):
   every: int  # microbatches of one update
   flush: bool  # whether the next batch waits for the update
 
-  @property
-  def devices(self) -> int:
-    """D."""
-    return _count(self.device)
-
-  @property
-  def stages(self) -> int:
-    """S."""
-    return _count(self.stage)
-
-  @property
-  def microbatches(self) -> int:
-    """M."""
-    return _count(self.microbatch)
-
-  @property
-  def slots(self) -> int:
-    """The length of the table."""
-    return _count(self.time)
+  devices = property(lambda self: _count(self.device), doc="D.")
+  stages = property(lambda self: _count(self.stage), doc="S.")
+  microbatches = property(lambda self: _count(self.microbatch), doc="M.")
+  slots = property(lambda self: _count(self.time), doc="Length of the table.")
 
   @property
   def tasks(self) -> list[Task]:
@@ -201,7 +186,7 @@ def lay_out(
   flush: bool,
 ) -> Schedule:
   """Returns the table in which every device does its tasks in their order, each
-  as soon as what it needs is there.
+  as soon as its inputs are there.
 
   Args:
     name: as in `make`, and so are `every` and `flush`.
@@ -447,16 +432,15 @@ def is_file(name: object) -> bool:
 def read(path: Path) -> Schedule:
   """Reads a table, in the form that the file's name says; else it is text.
   Raises ValueError, naming the file, or OSError."""
-  text = read_text(path)
-  try:
-    return _FORMS.get(path.suffix.lower(), from_text)(text)
-  except ScheduleError as error:
-    raise ScheduleError(f"{path}: {error}") from None
+  return read_as(_FORMS.get(path.suffix.lower(), from_text), path)
 
 
-def read_text(path: Path) -> str:
-  """Reads a file; raises ValueError if it is no text, or OSError."""
+def read_as(parse: Callable[[str], Any], path: Path) -> Any:
+  """Returns parse(text of a file). Raises OSError, and ValueError with the path
+  if the file is no text, or in the place of one that `parse` raises."""
   try:
-    return path.read_text(encoding="utf-8-sig")  # as some editors write it
+    return parse(path.read_text(encoding="utf-8-sig"))  # as some editors write
   except UnicodeDecodeError:
     raise ValueError(f"{path} is no text: not UTF-8") from None
+  except ValueError as error:
+    raise type(error)(f"{path}: {error}") from None

@@ -90,15 +90,14 @@ def validate(
 
 def _fail(schedule, why, *marked):
   """Raises `why`, in which {0}, {1}, ... are the marked rows in words."""
-  why = why.format(*(_describe(schedule, row) for row in marked))
+  words = []
+  for row in marked:
+    slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
+    at = f"(device {device}, slot {slot})"
+    words.append(f"{action} of stage {stage}, microbatch {microbatch} {at}")
+  why = why.format(*words)
   table = f"\n{_window(schedule, marked)}" if marked else ""
   raise table_lib.ScheduleError(f"{schedule.name}: {why}{table}")
-
-
-def _describe(schedule, row):
-  slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
-  at = f"(device {device}, slot {slot})"
-  return f"{action} of stage {stage}, microbatch {microbatch} {at}"
 
 
 def _window(schedule, marked):

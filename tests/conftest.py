@@ -18,6 +18,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # What runs for a moment is not optimised, here and in processes of tests: most
 # of compiling was that.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# Lowered operations do not name the lines that made them.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 # A process that is killed as it writes leaves half an entry.
 _HALF = "Error reading persistent compilation cache entry"
 os.environ.setdefault("PYTHONWARNINGS", f"ignore:{_HALF}")

@@ -4,38 +4,40 @@ import jax
 import numpy as np
 
 from asgd import base, simulator, wire
-from asgd.live.server.threads import Stores
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import WrongSlot
 
 
-class Memory:
-  """Slots that hold references, in place of a `SharedMemory`."""
+class Memory(dict):
+  """Slots that hold references, in place of a `SharedMemory`: (kind, slot) ->
+  (content, stamp)."""
 
   name = "memory"
   sends_updates = False
 
   def __init__(self):
+    super().__init__()
     self.fresh = False  # it is never lost while the journal is in memory
-    self._slots, self._snapshot = {}, None
+    self._snapshot = None
 
   def write(self, kind, slot, tree, stamp):
-    self._slots[kind, slot] = tree, stamp
+    self[kind, slot] = tree, stamp
 
   def read(self, kind, slot, stamp):
-    tree, written = self._slots[kind, slot]
+    tree, written = self[kind, slot]
     if written != stamp:
       raise WrongSlot(self.name, kind, slot)
     return tree
 
   def length(self, kind, slot):
-    tree, _ = self._slots[kind, slot]
+    tree, _ = self[kind, slot]
     return wire.layout(tree).nbytes
 
   def stamp(self, kind, slot):
-    return self._slots.get((kind, slot), (None, 0))[1]
+    return self.get((kind, slot), (None, 0))[1]
 
   def read_copy(self, kind, slot):
-    return self._slots[kind, slot][0]
+    return self[kind, slot][0]
 
   def save(self, tree, meta):
     self._snapshot = jax.tree.map(np.array, tree), meta
@@ -94,10 +96,6 @@ class Sink:
     pass
 
 
-def make_stores(count, **columns):
-  """Stores of so many shards; those that are given are of a run before."""
-  fresh = Stores(
-    *([make() for _ in range(count)] for make in (Memory, Journal, Sink)),
-    images=[None] * count,
-  )
-  return fresh._replace(**columns)
+def make_store(**fields):
+  """An empty store of a shard, but for the given fields."""
+  return ShardStorage(Memory(), Journal(), Sink())._replace(**fields)

@@ -24,7 +24,7 @@ from asgd import worker as worker_lib
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import Shard
+from asgd.live.shard import Shard, ShardStorage
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
@@ -146,11 +146,18 @@ class Bench:
     """The lead's, as it is."""
     return self.lead.state.server
 
-  def start_shard(self, index, **kwargs):
+  @property
+  def received(self):
+    """The messages that each shard has received."""
+    return [shard and shard.state.messages.count for shard in self.shards]
+
+  def start_shard(self, index, image=None, **kwargs):
     state = simulator.start(self.server, self.parts[index])
+    store = ShardStorage(
+      *(self.memories[index], self.journals[index], self.sinks[index], image)
+    )
     self.shards[index] = Shard(
-      *(index, self.setup, self.steps, state, self.memories[index]),
-      *(self.journals[index], self.sinks[index]),
+      *(index, self.setup, self.steps, state, store),
       **dict(now=self.now, **kwargs),
     )
     if self.setup.consistent:
@@ -228,6 +235,13 @@ class Bench:
           hand.push()
     raise AssertionError("it does not come to an end")
 
+  def complete(self, *, some=False):
+    """Does all that is left to do, and checks the run; see `check_replay`."""
+    self.finish()
+    audit(self.lead)
+    self.check_once()
+    self.check_replay(some=some)
+
   def trace(self, index=0):
     return from_events(self.journals[index].events())
 
@@ -268,7 +282,7 @@ class Bench:
       self.shards, self.sinks, states, records, strict=True
     ):
       assert bits(shard.state.server) == bits(state)
-      shard.state.flush()
+      shard.state.messages.flush()
       held = sink.records()
       if some:
         kept = np.isin(expected.job, held.job)
@@ -501,7 +515,7 @@ def describe(shard):
     "tickets": tickets,
     "seqs": dict(state.seqs),
     "rows": shard.state.rows,
-    "received": shard.state.received,
+    "received": shard.state.messages.count,
   }
 
 

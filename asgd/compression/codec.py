@@ -1,13 +1,13 @@
-"""The contract of codecs, and what composes them.
+"""The contract of codecs, and functions that compose codecs.
 
 A codec turns a tree of float arrays (a gradient, a displacement, a difference
-of models) into a code, and the code into a tree again. What travels is the
-code, as packed bytes; both functions are compiled as part of a worker's work
-and of a server's receive.
+of models) into a code, and the code into a tree again. The code travels, as
+packed bytes; both functions are compiled as part of a worker's work and of a
+server's receive.
 
 A code is a tree of arrays of fixed shapes, as compiled programs need them: it
 has as many elements as the message, in smaller numbers, and becomes small when
-it is packed. `Symbols` and `Values` say how; other arrays travel as they are.
+it is packed. `Symbols` and `Values` say how; other arrays travel unchanged.
 
 Index letters used in shape comments:
   L  elements of a leaf
@@ -30,8 +30,8 @@ Code = Any  # a tree of arrays, Symbols and Values
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Symbols:
-  """Small whole numbers instead of a leaf, which are packed into few bits each
-  or, if most are 0, as positions and values."""
+  """Small whole numbers in place of a leaf, packed into few bits each or, if
+  most are 0, as positions and values."""
 
   symbols: jax.Array  # int8, int16 or int32 [L], from -levels to levels
   scales: jax.Array  # float32[K], what `decode` makes numbers of them with
@@ -43,8 +43,8 @@ class Symbols:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Values:
-  """The numbers of a leaf, most of which are 0: what is packed are positions
-  and numbers of the others. A -0.0 is a number."""
+  """The numbers of a leaf, most of which are 0; positions and values of the
+  others are packed. A -0.0 is a number."""
 
   values: jax.Array  # float[L], of any float dtype
   # As of Symbols.
@@ -58,12 +58,11 @@ OWN = "own"  # its own state has what it did not send, in a field `residual`
 
 
 class Codec(NamedTuple):
-  """A message as less than it was; pure functions.
+  """A smaller form of a message; pure functions.
 
-  `init` reads shapes and dtypes only. `encode` makes a code of a tree of the
-  same shapes; what is random in it is drawn from `key`, that of the worker's
-  job. It is given what is finite only. `decode` needs nothing but the code, and
-  gives the same bits wherever it is compiled.
+  `init` reads shapes and dtypes only. `encode` makes the code of a finite tree
+  of the same shapes; random numbers come from `key`, that of the worker's job.
+  `decode` needs only the code, and gives the same bits in any program.
   """
 
   init: Callable[[base.Params], Any]  # shapes -> state
@@ -86,10 +85,10 @@ def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
   """Returns a codec, or a reducer, for a run of some size.
 
   Args:
-    codec: a Codec or a Reducer; one without `for_run` is returned as it is.
+    codec: a Codec or a Reducer; one without `for_run` is returned unchanged.
     workers: N, whose messages are averaged.
-    epoch: messages that each of them sends, on average, in one pass over the
-      data; None for data that have no end.
+    epoch: messages that each worker sends, on average, in one pass over the
+      data; None for data without an end.
 
   Example:
     >>> from asgd import compression
@@ -104,7 +103,7 @@ def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
 
 
 def composed(codec: Codec, compose: Callable[[Codec], Any]) -> Any:
-  """Returns `for_run` of what is composed of a codec."""
+  """Returns the `for_run` of a codec that is composed of another."""
   if codec.for_run is None:
     return None
   return lambda *size: compose(fitted(codec, *size))
@@ -187,9 +186,7 @@ def error_feedback(codec: Codec) -> Codec:
   def init(like: base.Params) -> Residual:
     return Residual(zeros(like), codec.init(like))
 
-  def encode(
-    state: Residual, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, Residual]:
+  def encode(state, tree, key):
     total = optax.tree.add(state.residual, tree)
     code, inner = codec.encode(state.inner, total, key)
     residual = optax.tree.sub(total, codec.decode(code))
@@ -234,9 +231,7 @@ def clip(codec: Codec, norm: float) -> Codec:
   if not norm > 0:
     raise ValueError(f"norm must be above 0, not {norm}; leave the clip out")
 
-  def encode(
-    state: Any, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, Any]:
+  def encode(state, tree, key):
     return codec.encode(state, clipped(tree, norm), key)
 
   for_run = composed(codec, lambda codec: clip(codec, norm))
@@ -245,8 +240,7 @@ def clip(codec: Codec, norm: float) -> Codec:
 
 
 def zeros(like: Any) -> Any:
-  """Returns a tree of zeros, with the shapes and dtypes of another, which may
-  be known by these alone."""
+  """Returns a tree of zeros of the shapes and dtypes of another."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
@@ -287,9 +281,7 @@ def in_words(codec: Codec) -> Codec:
       return dataclasses.replace(node, coded=False)
     return node
 
-  def encode(
-    state: Any, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, Any]:
+  def encode(state, tree, key):
     code, state = codec.encode(state, tree, key)
     return jax.tree.map(plain, code, is_leaf=is_leaf), state
 
@@ -304,7 +296,7 @@ def power_below(x: jax.Array) -> jax.Array:
 
   Returns:
     Like x, the largest power of 2 up to it, but for the very largest and least:
-    programs may multiply by the inverse, which must be a normal number too.
+    programs may multiply by the inverse, which must be normal, too.
 
   Example:
     >>> import jax.numpy as jnp
@@ -319,12 +311,8 @@ def power_below(x: jax.Array) -> jax.Array:
 
 
 def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
-  """Returns a tree of at most a global norm, also where squares overflow.
-
-  Args:
-    tree: of finite floats.
-    norm: the largest L2 norm, above 0.
-  """
+  """Returns a tree of finite floats with at most a global norm (L2, above 0),
+  also where squares overflow."""
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return tree

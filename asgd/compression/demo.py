@@ -78,9 +78,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
   checks.whole("chunk", chunk)
   checks.real("decay", decay, lambda x: 0 <= x <= 1, "in [0, 1]")
 
-  def encode(
-    state: DeMoState, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, DeMoState]:
+  def encode(state, tree, key):
     del key
     momentum = jax.tree.map(lambda m, g: decay * m + g, state.residual, tree)
     code = jax.tree.map(lambda m: _encode(m, k, chunk), momentum)
@@ -117,9 +115,7 @@ def _cosines(length: int) -> np.ndarray:
   return matrix * np.sqrt(2 / length)
 
 
-def _transformed(
-  x: jax.Array, sides: tuple[int, int, int, int], *, inverse: bool
-) -> jax.Array:
+def _transformed(x, sides, *, inverse):
   """Rows x columns as chunks of cosines [y, x, height, width], or back."""
   rows, columns, height, width = sides
   down, across = (
@@ -138,7 +134,7 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   if not x.size:
     return leaves.as_leaf((), x)
   sides = _sides(x.shape, chunk)
-  wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+  wide = leaves.wide(x)
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])

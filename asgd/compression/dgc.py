@@ -109,9 +109,7 @@ def dgc(
   densities, starts = _stages(density, warm_up * (epoch or 0))
   missing = _missing(warm_up, clip_norm, workers, epoch)
 
-  def encode(
-    state: DGCState, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, DGCState]:
+  def encode(state, tree, key):
     del key
     if missing:
       raise ValueError(f"dgc needs {missing}")
@@ -147,12 +145,7 @@ def dgc(
   return Codec(_init, encode, _decode, feedback=OWN, for_run=fit)
 
 
-def _missing(
-  warm_up: float,
-  clip_norm: float | None,
-  workers: int | None,
-  epoch: float | None,
-) -> str:
+def _missing(warm_up, clip_norm, workers, epoch):
   """Returns what has to be known of a run, and is not, in words."""
   words = []
   if clip_norm is not None and workers is None:

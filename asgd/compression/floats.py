@@ -1,5 +1,6 @@
 """Fewer bits for each number: bfloat16, float16, int8 and 4-bit floats."""
 
+import functools
 from typing import Any
 
 import jax
@@ -19,8 +20,7 @@ def _cast(dtype: Any) -> Codec:
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
     del key
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return leaves.narrow(wide, dtype).reshape(-1), state
+    return leaves.narrow(leaves.wide(x), dtype).reshape(-1), state
 
   def decode(leaf: leaves.Leaf) -> jax.Array:
     wide = jnp.promote_types(leaf.dtype, jnp.float32)
@@ -113,9 +113,7 @@ def int8(*, block: int = 256) -> Codec:
     numbers = jnp.clip(numbers, -_INT8, _INT8)
     return leaves.symbols_of(numbers, x.size, scales, _INT8), state
 
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaves.products(leaf, block)
-
+  decode = functools.partial(leaves.products, size=block)
   return leaves.make_codec(encode, decode)
 
 

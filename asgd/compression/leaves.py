@@ -20,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from asgd import base
 from asgd.compression.codec import OPTIONAL, Code, Codec, Symbols
@@ -49,14 +48,8 @@ def _is_leaf(x: Any) -> bool:
 
 
 def check(like: base.Params) -> None:
-  """Checks what a codec is to encode.
-
-  Args:
-    like: a tree of arrays, or of their shapes and dtypes.
-
-  Raises:
-    ValueError: for a leaf that is not of floating point, with its path.
-  """
+  """Raises ValueError, with its path, for a leaf (an array, or its shape and
+  dtype) that is not of floating point."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(like):
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -76,18 +69,15 @@ def make_codec(
   feedback: str = OPTIONAL,
   delta: float | None = None,
 ) -> Codec:
-  """Makes a codec of functions of one leaf.
-
-  Leaves without elements are left out: `encode` and `decode` see none.
+  """Makes a codec from functions of one leaf.
 
   Args:
-    encode: (state of the leaf, leaf, key of its own) -> (code, state).
-    decode: Leaf -> its elements, in any shape; of a float dtype that is as wide
-      as the leaf's or wider.
+    encode: (state of the leaf, leaf, key of its own) -> (code, state); not
+      called for leaves without elements.
+    decode: Leaf -> its elements, in any shape, of a float dtype that is as
+      wide as the leaf's or wider; not called for leaves without elements.
     init: (shape and dtype of the leaf, its number) -> state.
-    unbiased: see `Codec`.
-    feedback: see `Codec`.
-    delta: see `Codec`.
+    unbiased, feedback, delta: see `Codec`.
   """
 
   def init_all(like: base.Params) -> Any:
@@ -97,9 +87,7 @@ def make_codec(
       init(x, i) if x.size else () for i, x in enumerate(leaves)
     )
 
-  def encode_all(
-    state: Any, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, Any]:
+  def encode_all(state, tree, key):
     leaves, structure = jax.tree.flatten(tree)
     codes, states = [], []
     for i, (inner, x) in enumerate(zip(state, leaves, strict=True)):
@@ -121,7 +109,7 @@ def make_codec(
 
 
 def as_leaf(code: Any, like: jax.Array) -> Leaf:
-  """Returns a code with the shape and the dtype of what it is of."""
+  """Returns a code with the shape and the dtype of its leaf."""
   return Leaf(code, tuple(like.shape), jnp.result_type(like).name)
 
 
@@ -142,13 +130,8 @@ def decode_all(decode: Callable[[Leaf], jax.Array], code: Code) -> Any:
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds to a dtype, saturating; not left out where XLA allows itself excess
-  precision.
-
-  Args:
-    x: float[...], as wide as the dtype or wider.
-    dtype: of floating point.
-  """
+  """Rounds float[...] to a dtype that is not wider, saturating; XLA's excess
+  precision does not leave it out."""
   info = jnp.finfo(dtype)
   if jnp.finfo(x.dtype).bits > info.bits:
     x = jnp.clip(x, float(info.min), float(info.max))
@@ -169,15 +152,8 @@ def saturated(x: jax.Array) -> jax.Array:
 
 
 def blocks(x: jax.Array, size: int) -> jax.Array:
-  """Cuts a leaf into blocks, of which the last is filled up with zeros.
-
-  Args:
-    x: float[...].
-    size: elements of a block; a smaller leaf is one block.
-
-  Returns:
-    float[B, size].
-  """
+  """Cuts a leaf, float[...], into blocks: float[B, size]. The last one is
+  filled up with zeros; a smaller leaf is one block."""
   x = x.reshape(-1)
   size = min(size, x.size)
   rest = -x.size % size
@@ -187,47 +163,41 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
 def symbols_of(
   numbers: jax.Array, size: int, scales: jax.Array, levels: int
 ) -> Symbols:
-  """Returns the first `size` of some whole numbers as Symbols.
-
-  Args:
-    numbers: whole numbers of any dtype, from -levels to levels.
-    size: L.
-    scales: float32[...].
-    levels: 1 or more.
-  """
+  """Returns the first `size` of some whole numbers, of any dtype and from
+  -levels to levels, as Symbols with float32[...] scales."""
   dtype = jnp.int8 if levels < 2**7 else jnp.int16
   symbols = numbers.reshape(-1)[:size].astype(dtype)
   return Symbols(symbols, scales.reshape(-1), levels)
 
 
 def products(leaf: Leaf, size: int) -> jax.Array:
-  """Returns symbols times the scales of their blocks.
-
-  Args:
-    leaf: of Symbols.
-    size: elements of a block, as of `blocks`.
-
-  Returns:
-    float32[L].
-  """
+  """Returns float32[L], the Symbols of a leaf times the scales of their blocks
+  (of `size` elements, as of `blocks`)."""
   symbols = blocks(leaf.code.symbols, size)
   numbers = symbols.astype(jnp.float32) * leaf.code.scales[:, None]
   return numbers.reshape(-1)[: leaf.size]
 
 
+def scaled(leaf: Leaf) -> jax.Array:
+  """Returns float32[L], the Symbols of a leaf times its one scale."""
+  return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
+
+
+def wide(x: jax.Array) -> jax.Array:
+  """Returns an array as float32, or as its own dtype if that is wider."""
+  return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
 def exact_scale(x: jax.Array, levels: int) -> jax.Array:
-  """Returns scales whose products with symbols are exact.
+  """Returns scales, float32[...], whose products with symbols are exact.
 
   They are rounded up to so few bits that a product with any whole number up to
   `levels` is a float32. No scale is above 2^126, as its inverse must be normal,
   and no product beyond the largest float32.
 
   Args:
-    x: float[...], 0 or more. What is 0, or too small for a float32, becomes 0.
+    x: float[...], 0 or more. 0, or less than a float32 holds, becomes 0.
     levels: 1 or more, below 2^23.
-
-  Returns:
-    float32[...].
 
   Example:
     >>> import jax.numpy as jnp

@@ -1,14 +1,14 @@
-"""Messages as codes: the worker that encodes, and what a server decodes.
+"""Messages as codes: the worker that encodes, and the server that decodes.
 
-A codec is the last thing that happens to a message, whatever worker made it,
-and the first that happens to it at the server, before anything looks at it: so
-algorithms, gates and norms see what was decoded. With several shards each gets
-a code of its own, of its part of the message.
+The codec is the last step of a message at any worker, and the first at the
+server: algorithms, gates and norms see decoded messages. With several shards
+each gets a code of its part of the message.
 
 Index letters used in shape comments:
   S  shards of a server
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -48,12 +48,12 @@ class CompressedState(NamedTuple):
 def compressed(
   worker: base.Worker, codec: Codec, plan: sharding.ShardPlan | None = None
 ) -> base.Worker:
-  """Has a worker's message pass through a codec, as the last thing of a job.
+  """Passes a worker's message through a codec, as the last step of a job.
 
-  What is drawn follows from the key of the job, so a replay draws the same. A
+  Random numbers follow from the key of the job, so a replay draws the same. A
   message that is not finite is not encoded: the codec's state stays as it was,
-  and the loss that is reported is NaN. So it is where the code is not finite
-  (a number that the codec's dtype does not hold).
+  and the reported loss is NaN; the same holds where the code is not finite (a
+  number that the codec's dtype does not hold).
 
   Args:
     worker: any.
@@ -87,12 +87,7 @@ def compressed(
     states = (codec.init(base.weights_of(part)) for part in split_up(params))
     return CompressedState(worker.init(params), tuple(states))
 
-  def work(
-    state: CompressedState,
-    ticket: base.Ticket,
-    batch: base.Batch,
-    key: jax.Array,
-  ) -> tuple[CompressedState, Any, base.Metrics]:
+  def work(state, ticket, batch, key):
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
     finite = all_finite((message, metrics.loss))
     key = jax.random.fold_in(key, _CODEC)
@@ -118,10 +113,10 @@ def compressed(
 
 
 def residual_norm(state: Any) -> jax.Array:
-  """Returns the RMS of what codecs keep to send later.
+  """Returns the RMS of the residuals that codecs keep to send later.
 
   Args:
-    state: of codecs; what is in a field `residual` counts, such as that of
+    state: of codecs; all fields `residual` count, such as that of
       `error_feedback`.
 
   Returns:
@@ -147,12 +142,7 @@ def _residuals(state):
 
 
 def decode(codec: Codec, message: Coded) -> optax.Updates:
-  """Returns the message, or the part of one, that a code stands for.
-
-  Args:
-    codec: that which encoded it.
-    message: of `compressed`, or one of its `Parts`.
-  """
+  """Returns the message, or the part of one, that a `Coded` of a codec is."""
   weights = codec.decode(message.code)
   if message.stats is None:
     return weights
@@ -160,23 +150,14 @@ def decode(codec: Codec, message: Coded) -> optax.Updates:
 
 
 def decoding(server: base.Server, codec: Codec) -> base.Server:
-  """Returns a server whose messages come as codes: runtimes decode them before
-  `receive`, as part of the same compiled program.
-
-  Args:
-    server: any.
-    codec: that of its workers.
-  """
+  """Returns a server whose messages come as codes of a codec: runtimes decode
+  them before `receive`, in the same compiled program."""
   return server._replace(codec=codec)
 
 
 def split(plan: sharding.ShardPlan | None, message: Any) -> list[Any]:
-  """Returns each shard's part of a message.
-
-  Args:
-    plan: None: there is one shard.
-    message: of any worker; of `compressed`, made with the same plan.
-  """
+  """Returns each shard's part of a message; without a plan there is one. A
+  message of `compressed` was made with the same plan."""
   if plan is None:
     return [message]
   if isinstance(message, Parts):
@@ -185,46 +166,38 @@ def split(plan: sharding.ShardPlan | None, message: Any) -> list[Any]:
 
 
 def shapes(codec: Codec, params: base.Params) -> Coded:
-  """Returns shapes and dtypes of what a shard is sent.
-
-  Args:
-    codec: any.
-    params: of the shard; shapes and dtypes are enough.
-
-  Raises:
-    ValueError: as the codec does for parameters that it cannot encode.
-  """
+  """Returns shapes and dtypes of the messages to a shard with such parameters
+  (shapes and dtypes are enough). Raises the codec's ValueError for parameters
+  that it cannot encode."""
   structs = jax.tree.map(sharding.shape_of, params)
-  key = jax.eval_shape(lambda: jax.random.key(0))
-
-  def encode(weights, key):
-    return codec.encode(codec.init(weights), weights, key)[0]
-
-  code = jax.eval_shape(encode, base.weights_of(structs), key)
+  leaves, structure = jax.tree.flatten(base.weights_of(structs))
+  wide = jax.config.jax_enable_x64
+  code = _code_shapes(codec, tuple(leaves), structure, wide)
   stats = structs.stats if isinstance(structs, base.Variables) else None
   return Coded(code, stats, jax.ShapeDtypeStruct((), np.float32))
 
 
-def blank(codec: Codec | None, params: base.Params) -> Any:
-  """Returns a message of zeros, of NumPy arrays, for what is compiled before
-  the first comes.
+@functools.lru_cache(maxsize=64)
+def _code_shapes(codec, leaves, structure, wide):
+  """Traces a codec once for weights of some shapes; `wide`, whether 64-bit
+  types are on, is read by JAX itself."""
+  del wide
 
-  Args:
-    codec: None: messages are like the parameters.
-    params: as of `shapes`.
-  """
+  def encode(weights):
+    key = jax.random.key(0)
+    return codec.encode(codec.init(weights), weights, key)[0]
+
+  return jax.eval_shape(encode, jax.tree.unflatten(structure, leaves))
+
+
+def blank(codec: Codec | None, params: base.Params) -> Any:
+  """Returns a message of zeros, of NumPy arrays, to compile with; without a
+  codec it is like the parameters."""
   like = params if codec is None else shapes(codec, params)
   return jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype), like)
 
 
 def layout(codec: Codec | None, params: base.Params) -> Any:
-  """Returns what a slot or a packet for messages is to hold.
-
-  Args:
-    codec: None: messages are like the parameters.
-    params: as of `shapes`.
-
-  Returns:
-    A `packing.CodeLayout`; the parameters themselves without a codec.
-  """
+  """Returns the format of slots and packets of messages, a `CodeLayout`; the
+  parameters themselves without a codec."""
   return params if codec is None else packing.layout(shapes(codec, params))

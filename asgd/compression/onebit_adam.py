@@ -144,9 +144,7 @@ def onebit_adam(
     server = optax.tree.sub(total, mu)
     return state._replace(mu=mu, residual=residual, server=server)
 
-  def reduce(
-    state: OnebitAdamState, tree: optax.Updates, key: jax.Array, axis: str
-  ) -> tuple[optax.Updates, OnebitAdamState]:
+  def reduce(state, tree, key, axis):
     del key
     state = state._replace(count=state.count + 1)
     state = jax.lax.cond(
@@ -159,9 +157,7 @@ def onebit_adam(
   return Reducer(init, reduce)
 
 
-def _update(
-  state: OnebitAdamState, b1: float, b2: float, eps: float
-) -> optax.Updates:
+def _update(state, b1, b2, eps):
   """Adam's, which is 0 where v is."""
   first = optax.tree.bias_correction(state.mu, b1, state.count)
   second = optax.tree.bias_correction(state.nu, b2, state.warm)

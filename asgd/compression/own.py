@@ -1,13 +1,11 @@
 """What a codec of one's own must return, and errors that name it."""
 
-import contextlib
 from typing import Any
 
 import jax
-import optax
 
 from asgd import base, checks, sharding
-from asgd.compression.codec import Code, Codec, composed
+from asgd.compression.codec import Codec, composed
 
 _CONTRACT = {
   "init": "takes the parameters' shapes and returns a state",
@@ -16,9 +14,7 @@ _CONTRACT = {
 }
 
 
-def _naming(
-  what: str, function: str
-) -> contextlib.AbstractContextManager[None]:
+def _naming(what, function):
   """Names a codec in an error, and says what its function must do."""
   return checks.user_code(
     f"codec {what}: {function} fails", f"; {function} {_CONTRACT[function]}"
@@ -85,9 +81,7 @@ be float32[3]
     with _naming(what, "init"):
       return codec.init(like)
 
-  def encode(
-    state: Any, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, Any]:
+  def encode(state, tree, key):
     with _naming(what, "encode"):
       code, after = codec.encode(state, tree, key)
       structs = jax.tree.map(sharding.shape_of, (code, after, state, tree))

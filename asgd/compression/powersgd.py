@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from asgd import base, checks
 from asgd.compression import leaves
@@ -166,9 +165,7 @@ def powersgd_reducer(
     inner = tuple(row[2] for row in rows)
     return out, PowerSGDState(state.count, residual, inner)
 
-  def reduce(
-    state: PowerSGDState, tree: optax.Updates, key: jax.Array, axis: str
-  ) -> tuple[optax.Updates, PowerSGDState]:
+  def reduce(state, tree, key, axis):
     del key
     state = state._replace(count=state.count + 1)
     if not start:
@@ -191,20 +188,15 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
   return factors < size and size >= minimum_rate * factors
 
 
-def _wide(dtype: Any) -> Any:
-  return jnp.promote_types(dtype, jnp.float32)
-
-
 def _first(like: Any, number: int, rank: int) -> jax.Array:
   """Q of the first message, [n, r]: the same at each worker."""
   inputs = math.prod(like.shape[:-1])
   key = jax.random.fold_in(jax.random.key(_KEY), number)
-  return jax.random.normal(key, (inputs, rank), _wide(like.dtype))
+  dtype = jnp.promote_types(like.dtype, jnp.float32)
+  return jax.random.normal(key, (inputs, rank), dtype)
 
 
-def _factors(
-  x: jax.Array, q: jax.Array, axis: str | None = None
-) -> tuple[Any, jax.Array]:
+def _factors(x, q, axis=None):
   """P [m, r] and Q [n, r] of a leaf, or of its mean over an axis, and Q for the
   next message."""
 

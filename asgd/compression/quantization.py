@@ -1,5 +1,6 @@
 """Random rounding to few levels, with the right mean: QSGD and TernGrad."""
 
+import functools
 from typing import Any
 
 import jax
@@ -71,9 +72,7 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     numbers = _round(rows, scales, levels, key)
     return leaves.symbols_of(numbers, x.size, scales, levels), state
 
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaves.products(leaf, bucket)
-
+  decode = functools.partial(leaves.products, size=bucket)
   # Leaves that are smaller than a bucket have a smaller error.
   delta = 1 - min(bucket / levels**2, bucket**0.5 / levels)
   delta = delta if delta > 0 else None
@@ -131,11 +130,7 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
       row = jnp.clip(row, -bound[:, None], bound[:, None])
       largest = jnp.minimum(largest, bound)
     scales = leaves.exact_scale(largest, 1)
-    return leaves.symbols_of(_round(row, scales, 1, key), x.size, scales, 1), (
-      state
-    )
+    numbers = _round(row, scales, 1, key)
+    return leaves.symbols_of(numbers, x.size, scales, 1), state
 
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaves.products(leaf, leaf.size)
-
-  return leaves.make_codec(encode, decode, unbiased=sigmas is None)
+  return leaves.make_codec(encode, leaves.scaled, unbiased=sigmas is None)

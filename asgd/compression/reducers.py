@@ -1,7 +1,7 @@
 """Means of compressed gradients, for devices that are in step.
 
 A `Reducer` is called on every device of a mesh axis with its own gradient, and
-returns what an all-reduce would: one tree that is the same on all of them.
+returns what an all-reduce would: one tree, the same on all of them.
 """
 
 from collections.abc import Callable
@@ -58,9 +58,7 @@ def average(codec: Codec) -> Reducer:
     [ 1.  -0.5]
   """
 
-  def reduce(
-    state: Any, tree: optax.Updates, key: jax.Array, axis: str
-  ) -> tuple[optax.Updates, Any]:
+  def reduce(state, tree, key, axis):
     key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     code, state = codec.encode(state, tree, key)
     return jax.lax.pmean(codec.decode(code), axis), state

@@ -1,8 +1,9 @@
 """The k-th largest of many numbers, by counting.
 
-Sorting millions of numbers is slow, on CPUs above all. Counting those that are
-at least so large is as fast as memory, so the k-th is closed in by counts, by
-interpolation and bisection; of many, a sorted sample says where to begin.
+Sorting millions of numbers is slow, on CPUs above all. Counting those that
+reach a bound is as fast as memory, so counts close in the k-th, by
+interpolation and bisection; of many numbers, a sorted sample gives the first
+bounds.
 """
 
 from typing import Any, NamedTuple
@@ -18,14 +19,8 @@ _WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-  """Returns the bit patterns of |x|, whole numbers in the same order.
-
-  Args:
-    x: float[L], of 16, 32 or 64 bits.
-
-  Returns:
-    int32[L]; int64[L] for float64.
-  """
+  """Returns the bit patterns of |x|, whole numbers in the same order: int32[L]
+  of float[L] of 16 or 32 bits, int64[L] of float64."""
   words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
   patterns = words & jnp.iinfo(words.dtype).max
   return patterns.astype(jnp.promote_types(words.dtype, jnp.int32))
@@ -46,8 +41,8 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
     count(numbers >= border) = k
 
-  If the k-th largest has equals among those that are smaller in no other way,
-  more than k reach it: then the border is the k-th largest itself.
+  If smaller numbers equal the k-th largest, more than k reach it: then the
+  border is the k-th largest itself.
 
   Args:
     numbers: int32 or int64 [L], 0 or more, below the largest of the type.
@@ -60,8 +55,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     >>> import jax.numpy as jnp
     >>> from asgd.compression import selection
     >>> numbers = jnp.array([40, 10, 0, 30, 10])
-    >>> border = selection.border(numbers, 2)
-    >>> 10 < border <= 30
+    >>> 10 < selection.border(numbers, 2) <= 30
     Array(True, dtype=bool)
     >>> print(selection.border(numbers, 3))  # 10 twice: four reach it
     10

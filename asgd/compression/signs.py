@@ -14,15 +14,8 @@ _WIDE = 32  # columns from which on rows are added up one after the other
 
 
 def scale_of(x: jax.Array, scale: str) -> jax.Array:
-  """Returns the size that signs of a leaf stand for.
-
-  Args:
-    x: float32[L].
-    scale: "one", 1; "mean", that of |x|; or "rms", ||x||_2 / sqrt(L).
-
-  Returns:
-    float32[].
-  """
+  """Returns float32[], the size that the signs of float32[L] stand for: 1
+  ("one"), the mean of |x| ("mean") or ||x||_2 / sqrt(L) ("rms")."""
   if scale == "one":
     return jnp.float32(1)
   sizes = jnp.abs(x)
@@ -84,11 +77,8 @@ def sign(scale: str = "one") -> Codec:
     symbols = jnp.sign(flat).astype(jnp.int8)
     return Symbols(symbols, scale_of(flat, scale)[None], 1), state
 
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
-
   feedback = OPTIONAL if scale == "one" else NEEDED
-  return leaves.make_codec(encode, decode, feedback=feedback)
+  return leaves.make_codec(encode, leaves.scaled, feedback=feedback)
 
 
 def onebit() -> Codec:
@@ -133,9 +123,7 @@ def _columns(leaf: Any) -> int:
   return leaf.shape[-1] if len(leaf.shape) > 1 else 1
 
 
-def _encode_columns(
-  state: Any, x: jax.Array, key: jax.Array
-) -> tuple[Symbols, Any]:
+def _encode_columns(state, x, key):
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
   # Divided by a power of 2 before they are added up, so that no sum overflows.

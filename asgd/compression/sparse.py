@@ -1,7 +1,7 @@
-"""The largest elements of each leaf, or random ones, and nothing of the others.
+"""The largest elements of each leaf, or random ones.
 
-Which are the largest of a leaf is said by leaf, not by message: a global border
-would leave out layers whose gradients are small.
+The largest are chosen by leaf, not by message: a global border would leave out
+layers with small gradients.
 """
 
 from typing import Any
@@ -26,27 +26,13 @@ def check_density(density: float) -> None:
 
 
 def count_of(density: float, size: int) -> int:
-  """Returns how many elements of a leaf are sent, at least 1.
-
-  Args:
-    density: in (0, 1].
-    size: elements of the leaf.
-  """
+  """Returns how many of `size` elements are sent at a density, at least 1."""
   return min(max(round(density * size), 1), size)
 
 
 def largest(x: jax.Array, k: Any) -> jax.Array:
-  """Tells which elements are the k largest by magnitude.
-
-  All equals of the k-th are among them, so they may be more than k.
-
-  Args:
-    x: float[L].
-    k: int32[], from 1 to L.
-
-  Returns:
-    bool[L].
-  """
+  """Returns bool[L], the k largest elements of float[L] by magnitude, with all
+  equals of the k-th, so they may be more than k."""
   numbers = selection.magnitudes(x)
   return numbers >= selection.border(numbers, k)
 
@@ -145,7 +131,7 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
     values = kept(flat, drawn >= selection.border(drawn, k))
     if scaled and k < x.size:
-      wide = values.values.astype(jnp.promote_types(x.dtype, jnp.float32))
+      wide = leaves.wide(values.values)
       most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
       wide = jnp.clip(wide, -most, most) * (x.size / k)
       values = Values(leaves.narrow(wide, x.dtype))

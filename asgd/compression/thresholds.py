@@ -5,6 +5,7 @@ each message has about as many elements as is asked for. Both take all leaves
 together: tau is one number, and so is the density.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -162,12 +163,7 @@ def _check(tau, residual_clip, clip_every):
   checks.whole("clip_every", clip_every)
 
 
-def _make(
-  first: float,
-  adapt: _Adapt | None,
-  residual_clip: float | None,
-  clip_every: int,
-) -> Codec:
+def _make(first, adapt, residual_clip, clip_every):
   """`adapt` makes the tau of a message of that of the last and its density;
   without it tau stays, and no density is counted."""
 
@@ -177,27 +173,22 @@ def _make(
       jnp.int32(0), jnp.float32(first), jnp.float32(jnp.nan)
     )
 
-  def encode(
-    state: ThresholdState, tree: optax.Updates, key: jax.Array
-  ) -> tuple[Code, ThresholdState]:
+  def encode(state, tree, key):
     del key
     tau = state.tau
     if adapt is not None:
       tau = jnp.where(state.count > 0, adapt(tau, state.density), tau)
 
     def one(x: jax.Array) -> leaves.Leaf:
-      wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)).reshape(-1)
-      level = tau.astype(wide.dtype)
-      above, below = wide > level, wide < -level
+      flat = leaves.wide(x).reshape(-1)
+      level = tau.astype(flat.dtype)
+      above, below = flat > level, flat < -level
       symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
     code = jax.tree.map(one, tree)
     density = state.density if adapt is None else _density(code, tree)
     return code, ThresholdState(state.count + 1, tau, density)
-
-  def decode(leaf: leaves.Leaf) -> jax.Array:
-    return leaf.code.symbols.astype(jnp.float32) * leaf.code.scales
 
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
     due = state.count % clip_every == 0
@@ -212,7 +203,7 @@ def _make(
   return Codec(
     init,
     encode,
-    lambda code: leaves.decode_all(decode, code),
+    functools.partial(leaves.decode_all, leaves.scaled),
     feedback=NEEDED,
     limit=None if residual_clip is None else limit,
   )

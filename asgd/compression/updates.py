@@ -1,8 +1,8 @@
-"""The server's updates as codes, of which workers rebuild its parameters.
+"""The server's updates as codes, from which workers rebuild its parameters.
 
-Parameters change by decoded updates alone. What an update lost in its codec is
-kept at the server and added to the next (with `error_feedback`), as workers do
-with messages: compression in both directions.
+Parameters change by decoded updates alone. The server keeps what an update lost
+in its codec and adds it to the next (with `error_feedback`), as workers do with
+messages: compression in both directions.
 """
 
 from typing import Any, NamedTuple
@@ -85,12 +85,7 @@ def compressed_updates(
     inner = algorithm.init(params)
     return CompressedUpdates(inner, codec.init(weights), coded, count)
 
-  def update(
-    message: optax.Updates,
-    state: CompressedUpdates,
-    params: base.Params,
-    **extra: Any,
-  ) -> tuple[optax.Updates, CompressedUpdates]:
+  def update(message, state, params, **extra):
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     weights = base.weights_of(updates)
     finite = all_finite(weights)
@@ -114,13 +109,12 @@ def _decoded(codec, code):
 
 
 def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
-  """Returns the parameters after one more update, as a worker makes them; the
-  same bits as the server's.
+  """Returns a worker's parameters after one more update, the server's bits.
 
   Args:
     codec: of `compressed_updates`.
-    params: before the update. Statistics of BatchNorm stay as they are: they
-      are sent beside the codes.
+    params: before the update. Statistics of BatchNorm do not change: they are
+      sent beside the codes.
     code: of the update, `last_update(...).code`.
 
   Example:
@@ -136,12 +130,8 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
 
 
 def last_update(opt_state: optax.OptState) -> Coded | None:
-  """Returns the last update as it is sent, without statistics; None of an
-  algorithm whose updates are dense.
-
-  Args:
-    opt_state: of a server.
-  """
+  """Returns the last update of a server's state as it is sent, without
+  statistics; None for an algorithm with dense updates."""
   nodes = jax.tree.leaves(
     opt_state, is_leaf=lambda x: isinstance(x, CompressedUpdates)
   )

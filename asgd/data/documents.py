@@ -160,7 +160,8 @@ def from_texts(
     Traceback (most recent call last):
     ValueError: document 2 of strings is empty: it has no word; leave it out
   """
-  stop = _stop_words()
+  from sklearn.feature_extraction import text as of_text
+
   pieces = []
   for number, each in enumerate(texts, 1):
     words = _WORD.findall(each.lower())
@@ -168,7 +169,7 @@ def from_texts(
       raise ValueError(
         f"document {number} of {source} is empty: it has no word; leave it out"
       )
-    words = [word for word in words if word not in stop]
+    words = [w for w in words if w not in of_text.ENGLISH_STOP_WORDS]
     cuts = range(0, max(len(words), 1), longest)
     pieces += [words[start : start + longest] for start in cuts]
   vocabulary = _vocabulary(pieces, source, least, most)
@@ -193,12 +194,6 @@ def _vocabulary(pieces, source, least, most):
       " most; lower least, or give more documents"
     )
   return tuple(sorted(common[:most]))
-
-
-def _stop_words():
-  from sklearn.feature_extraction import text as of_text
-
-  return of_text.ENGLISH_STOP_WORDS
 
 
 def _parted(name, source, documents, vocabulary) -> Documents:

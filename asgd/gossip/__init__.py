@@ -8,6 +8,7 @@ of, and `orders` makes the traces that simulators obey.
 
 from asgd.gossip import orders, rules, topologies
 from asgd.gossip.correction import correct_variance
+from asgd.gossip.orders import PAIRS, ROUNDS, Gossip
 from asgd.gossip.peer import (
   Job,
   Peer,
@@ -16,5 +17,4 @@ from asgd.gossip.peer import (
   make_peer,
   message_key,
 )
-from asgd.gossip.spec import PAIRS, ROUNDS, Gossip
 from asgd.gossip.topology import Topology

@@ -1,6 +1,6 @@
 """D2: what differs between the data of peers is corrected for."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,19 +41,14 @@ def correct_variance() -> base.Transform:
     -1.0 -5.0
   """
 
-  def init(params: base.Params) -> Before:
+  def init(params):
     zeros = optax.tree.zeros_like(params)
     return Before(zeros, zeros, jnp.zeros([], bool))
 
-  def update(
-    updates: optax.Updates,
-    state: Before,
-    params: base.Params | None = None,
-    **extra: Any,
-  ) -> tuple[optax.Updates, Before]:
+  def update(updates, state, params=None, **extra):
     del extra
 
-    def corrected(u: Any, x: Any, before_u: Any, before_x: Any) -> Any:
+    def corrected(u, x, before_u, before_x):
       return jnp.where(state.started, u - before_u + (x - before_x), u)
 
     out = jax.tree.map(corrected, updates, params, state.update, state.params)

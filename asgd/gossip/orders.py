@@ -7,14 +7,18 @@ their way; only jobs do.
 import collections
 import heapq
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from asgd import base, checks
+from asgd.gossip.peer import Rule
 from asgd.gossip.topology import Topology
 from asgd.orders import trace as trace_lib
 from asgd.orders.durations import Durations
 from asgd.orders.trace import NO_SEQ, Event
+
+ROUNDS, PAIRS = "rounds", "pairs"
 
 
 def rounds(
@@ -44,9 +48,6 @@ def rounds(
     put_first: whether a peer puts before its job.
     every: rounds to a message. If they do not divide the rounds, the last
       message is not taken.
-
-  Returns:
-    A Trace.
 
   Raises:
     ValueError: for messages that are no whole rounds, or `every` below 1.
@@ -100,9 +101,7 @@ def rounds(
         rows.append((end[i], k, 4, i, n, (i, NO_SEQ, m, base.MIX)))
     start = end
   rows.sort(key=lambda row: row[:5])
-  return trace_lib.from_events(
-    Event(float(row[0]), *row[5]) for row in rows
-  )
+  return trace_lib.from_events(Event(float(row[0]), *row[5]) for row in rows)
 
 
 def pairs(
@@ -227,9 +226,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     (2, 10)
   """
   queues = [
-    collections.deque(
-      trace_lib.events(t) if isinstance(t, base.Trace) else t
-    )
+    collections.deque(trace_lib.events(t) if isinstance(t, base.Trace) else t)
     for t in traces
   ]
   put: set[tuple[int, int]] = set()
@@ -272,3 +269,44 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
       f" that one did not put, at {event.format()} ({trace_lib.HEADER})"
     )
   return trace_lib.from_events(rows)
+
+
+class Gossip(NamedTuple):
+  """Who talks to whom when, and how what is heard comes in."""
+
+  rule: Rule
+  topology: Topology
+  order: str = ROUNDS  # or PAIRS: whoever ends a job meets one neighbour
+  put_first: bool = False  # rounds: put before the job, not after it
+  every: int = 1  # rounds from a message's put to its mix, and to the next put
+  compressed: bool = False  # what is put is not whole parameters
+
+  def weight(self, round: int, receiver: int, sender: int) -> float:
+    """Returns the weight of a message that was put in a round."""
+    if self.order == PAIRS:
+      return 0.5
+    return self.topology.weight(round, receiver, sender)
+
+  def keep(self, round: int, peer: int) -> float:
+    """Returns the weight that a peer gives itself."""
+    return self.weight(round, peer, peer)
+
+  def trace(
+    self, durations: Durations, *, messages: int, seed: int = 0
+  ) -> base.Trace:
+    """Returns the order in which peers of such speeds do what they do.
+
+    Args:
+      durations: how long each job takes.
+      messages: jobs, of all peers together; of rounds a multiple of the peers.
+      seed: 0 or more, of whom peers meet.
+    """
+    if self.order == PAIRS:
+      return pairs(durations, self.topology, messages=messages, seed=seed)
+    return rounds(
+      durations,
+      self.topology,
+      messages=messages,
+      put_first=self.put_first,
+      every=self.every,
+    )

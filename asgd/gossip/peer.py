@@ -202,9 +202,6 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     rule: how parameters of others come in.
     slots: the largest number of neighbours of a peer (`Topology.slots`).
 
-  Returns:
-    A Peer.
-
   Example:
     Two peers take a step each and then the mean of their parameters.
 
@@ -230,17 +227,15 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     5.0
   """
 
-  def init(params: base.Params) -> PeerState:
+  def init(params):
     state = server.init(params)
     own = rule.init(state.params, slots)
     return PeerState(state, jnp.zeros([], jnp.int32), own)
 
-  def send(state: PeerState, worker: jax.Array) -> Job:
+  def send(state, worker):
     return Job(server.send(state.server, worker), state.mixes)
 
-  def receive(
-    state: PeerState, job: Job, message: optax.Updates
-  ) -> tuple[PeerState, base.Report]:
+  def receive(state, job, message):
     # The server counts staleness in its own updates, of which there are none
     # during a job.
     since = state.mixes - job.mixes
@@ -249,22 +244,15 @@ def make_peer(server: base.Server, rule: Rule, slots: int) -> Peer:
     after = after._replace(params=rule.step(state, after.params))
     return state._replace(server=after), report
 
-  def mix(
-    state: PeerState,
-    codes: Sequence[Any],
-    weights: jax.Array,
-    slots: jax.Array,
-  ) -> PeerState:
+  def mix(state, codes, weights, slots):
     state = rule.mix(state, codes, weights, slots)
     return state._replace(mixes=state.mixes + 1)
 
-  def lend(state: PeerState, slot: jax.Array) -> tuple[PeerState, Any]:
+  def lend(state, slot):
     state, loan = rule.lend(state, slot)
     return state, (state.server.params, loan)
 
-  def adopt(
-    state: PeerState, loan: Any, slot: jax.Array, first: jax.Array
-  ) -> PeerState:
+  def adopt(state, loan, slot, first):
     params, loan = loan
     return rule.adopt(state, params, loan, slot, first)
 

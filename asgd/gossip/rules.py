@@ -48,14 +48,12 @@ def average() -> Rule:
     algorithms?", NeurIPS 2017, arXiv:1705.09056.
   """
 
-  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+  def put(state, keep, key):
     del keep, key
     params = state.server.params
     return state._replace(own=params), params
 
-  def mix(
-    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
-  ) -> PeerState:
+  def mix(state, codes, weights, slots):
     del slots
     mine = state.own
     differences = [optax.tree.sub(code, mine) for code in codes]
@@ -96,19 +94,17 @@ def push_sum() -> Rule:
     based computation of aggregate information", FOCS 2003.
   """
 
-  def init(params: base.Params, slots: int) -> jax.Array:
+  def init(params, slots):
     del slots
     leaf = jax.tree.leaves(params)[0]
     return jnp.ones([], leaf.dtype)
 
-  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+  def put(state, keep, key):
     del key
     code = state.server.params, state.own
     return state._replace(own=keep.astype(state.own.dtype) * state.own), code
 
-  def mix(
-    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
-  ) -> PeerState:
+  def mix(state, codes, weights, slots):
     del slots
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
     total = state.own
@@ -121,19 +117,17 @@ def push_sum() -> Rule:
     params = _add_weighted(params, [code[0] for code in codes], shares)
     return with_params(state, params)._replace(own=total)
 
-  def lend(state: PeerState, slot: Any) -> tuple[PeerState, Any]:
+  def lend(state, slot):
     del slot
     half = state.own / 2
     return state._replace(own=half), half
 
-  def adopt(
-    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
-  ) -> PeerState:
+  def adopt(state, params, loan, slot, first):
     del slot
     before = jnp.where(first, 0, state.own)  # a newcomer has no mass
     total = before + loan
 
-    def mean(z: jax.Array, lent: jax.Array) -> jax.Array:
+    def mean(z, lent):
       return (before * z + loan * lent) / total.astype(z.dtype)
 
     mixed = jax.tree.map(mean, state.server.params, params)
@@ -187,13 +181,13 @@ def choco(codec: Any, gamma: float) -> Rule:
   """
   checks.portion("gamma", gamma, ": beyond 1 peers step past each other")
 
-  def init(params: base.Params, slots: int) -> Choco:
+  def init(params, slots):
     copies = jax.tree.map(
       lambda x: jnp.broadcast_to(x, (slots, *jnp.shape(x))), params
     )
     return Choco(codec.init(params), params, copies)
 
-  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+  def put(state, keep, key):
     del keep
     own = state.own
     missing = optax.tree.sub(state.server.params, own.public)
@@ -201,9 +195,7 @@ def choco(codec: Any, gamma: float) -> Rule:
     public = optax.tree.add(own.public, codec.decode(code))
     return state._replace(own=Choco(inner, public, own.copies)), code
 
-  def mix(
-    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
-  ) -> PeerState:
+  def mix(state, codes, weights, slots):
     own, copies, differences = state.own, state.own.copies, []
     for k, code in enumerate(codes):
       sent = codec.decode(code)
@@ -220,9 +212,7 @@ def choco(codec: Any, gamma: float) -> Rule:
       own=own._replace(copies=copies)
     )
 
-  def adopt(
-    state: PeerState, params: base.Params, loan: Any, slot: Any, first: Any
-  ) -> PeerState:
+  def adopt(state, params, loan, slot, first):
     copies = jax.tree.map(
       lambda c, x: c.at[slot].set(x), state.own.copies, loan
     )
@@ -233,7 +223,7 @@ def choco(codec: Any, gamma: float) -> Rule:
     own = state.own._replace(public=public, copies=copies)
     return with_params(state, params)._replace(own=own)
 
-  def residual(state: PeerState) -> jax.Array:
+  def residual(state):
     missing = optax.tree.sub(state.server.params, state.own.public)
     return rms(base.weights_of(missing))
 
@@ -290,16 +280,11 @@ class Pending(NamedTuple):
 def _hold(algorithm: base.Algorithm) -> base.Algorithm:
   """Keeps updates back, for `share` to put them."""
 
-  def init(params: base.Params) -> Pending:
+  def init(params):
     zeros = optax.tree.zeros_like(params)
     return Pending(algorithm.init(params), zeros)
 
-  def update(
-    message: optax.Updates,
-    state: Pending,
-    params: base.Params | None = None,
-    **extra: Any,
-  ) -> tuple[optax.Updates, Pending]:
+  def update(message, state, params=None, **extra):
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     zeros = optax.tree.zeros_like(updates)
     return zeros, Pending(inner, optax.tree.add(state.update, updates))
@@ -334,12 +319,12 @@ def share(codec: Any) -> Rule:
     updater makes of them is DL4J's.
   """
 
-  def init(params: base.Params, slots: int) -> Share:
+  def init(params, slots):
     del slots
     zeros = optax.tree.zeros_like(params)
     return Share(codec.init(params), zeros)
 
-  def put(state: PeerState, keep: Any, key: Any) -> tuple[PeerState, Any]:
+  def put(state, keep, key):
     pending = state.server.opt_state
     code, inner = codec.encode(state.own.codec, pending.update, key)
     total = _add_weighted(
@@ -349,9 +334,7 @@ def share(codec: Any) -> Rule:
     server = state.server._replace(opt_state=pending._replace(update=zeros))
     return state._replace(server=server, own=Share(inner, total)), code
 
-  def mix(
-    state: PeerState, codes: Sequence[Any], weights: Any, slots: Any
-  ) -> PeerState:
+  def mix(state, codes, weights, slots):
     del slots
     sent = [codec.decode(code) for code in codes]
     total = _add_weighted(state.own.total, sent, weights)
@@ -361,7 +344,7 @@ def share(codec: Any) -> Rule:
       own=state.own._replace(total=zeros)
     )
 
-  def residual(state: PeerState) -> jax.Array:
+  def residual(state):
     return compression.residual_norm(state.own.codec)
 
   return Rule(init, put, mix, wrap=_hold, residual=residual)

@@ -1,7 +1,7 @@
-"""Files that are only ever added to, by whole rows.
+"""Files to which whole rows are only ever added.
 
-Whatever kills the process leaves whole rows and at most one that is cut short,
-which is dropped when the file is opened again. What does not fit on the disk is
+A kill of the process leaves whole rows and at most one that is cut short, which
+is dropped when the file is opened again. A row that the disk does not take is
 taken back.
 """
 
@@ -31,8 +31,8 @@ class FileGone(ValueError):
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-  """Raises ValueError, with the remedy, if the disk does not take what the
-  block writes to a file."""
+  """Raises ValueError, with the remedy, if the disk does not take the writes of
+  the block to a file."""
   try:
     yield
   except OSError as error:
@@ -42,7 +42,7 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def check_rows(path: Path, there: int, least: int) -> None:
-  """Raises ValueError for a file with fewer rows than what goes on is of."""
+  """Raises ValueError for a file with fewer rows than the run resumes from."""
   if there < least:
     has = f"has {there} rows" if path.exists() else "is missing"
     raise ValueError(
@@ -55,7 +55,7 @@ class AppendOnlyFile:
   """A file of one writer."""
 
   def __init__(self, path: Path, disk: Any = os):
-    """`disk` writes as `os` does; a simulation has its own."""
+    """`disk` writes as `os` does; a simulation has another."""
     self.name, self._disk = str(path), disk
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
     self._file = safe_files.descriptor(path, flags, 0o644)
@@ -92,8 +92,8 @@ class AppendOnlyFile:
     os.close(self._file)
 
   def sync(self) -> None:
-    """Makes what was written safe from a loss of power. Raises ValueError if
-    the disk does not take it."""
+    """Makes the rows so far safe from a loss of power. Raises ValueError if the
+    disk does not take them."""
     try:
       os.fsync(self._file)
     except OSError as error:

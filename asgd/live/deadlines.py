@@ -1,15 +1,15 @@
-"""When a worker is late, and when it is taken for dead: one ladder.
+"""Deadlines of workers: one ladder.
 
-  T = median + k MAD of the times that jobs took lately, at least `floor`
+  T = median + k MAD of the durations of the last jobs, at least `floor`
 
   up to T       waiting
-  T to 3 T      late: said, and nothing done; it may be a slow machine
-  beyond 3 T    dead: its ticket dies, its job goes to another worker, and the
-                cluster replaces it
+  T to 3 T      late: reported, and nothing done; the machine may be slow
+  beyond 3 T    dead: its ticket is lost, its job goes to another worker, and
+                the cluster replaces it
 
-The times are of all workers together: in a cluster of fast and slow machines
-the MAD grows with the difference. Before five jobs have ended, T is `start`,
-which must cover compiling.
+The durations are of all workers together: in a cluster of fast and slow
+machines the MAD grows with the difference. Before five jobs have ended, T is
+`start`, which must cover compiling.
 """
 
 import collections
@@ -57,7 +57,7 @@ class Deadlines:
     self._late: float | None = None
 
   def ended(self, seconds: float) -> None:
-    """A job took so long."""
+    """Takes the duration of a job."""
     self._times.append(seconds)
     self._late = None
 
@@ -75,7 +75,7 @@ class Deadlines:
 
   @property
   def dead(self) -> float:
-    """When a worker is given up, in seconds."""
+    """Seconds after which a worker counts as dead."""
     return DEAD * self.late
 
 
@@ -90,11 +90,11 @@ class WorkerWatch:
     self.late: set[int] = set()  # workers that are slower than they should be
 
   def ended(self, began: float, now: float) -> None:
-    """A job has ended."""
+    """Takes the start and the end of a job."""
     self._deadlines.ended(now - max(began, self.awake))
 
   def learn(self, events: Iterable[Event]) -> None:
-    """Takes over a journal's times: a run that hangs has few to come."""
+    """Takes the durations of a journal: a run that hangs has few to come."""
     began = {}
     for event in events:
       if event.action in STARTS:
@@ -108,9 +108,9 @@ class WorkerWatch:
     present: Collection[int],
     now: float,
   ) -> list[int]:
-    """Returns the workers to be taken for dead, and brings `late` up to date.
-    `begun` tells of each place when those tickets were sent that wait for a
-    message; workers that are present are connected."""
+    """Returns the workers that count as dead, and updates `late`. `begun` has
+    the times at which each worker was sent its open tickets; present workers
+    are connected."""
     late, dead = self._deadlines.late, self._deadlines.dead
     ages = {}
     for worker, times in begun.items():

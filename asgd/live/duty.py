@@ -1,4 +1,4 @@
-"""What a live worker does, wherever it runs."""
+"""The work of a live worker, in any kind of host."""
 
 import contextlib
 import math
@@ -42,34 +42,33 @@ class Duty(NamedTuple):
     return sharding.split(self.plan, self.params)
 
   def shares(self) -> list[tuple[Any, ...]]:
-    """Returns what slots of each shard hold: (params, messages), and updates
-    if they are sent, in the forms that `slots.SharedMemory` takes."""
+    """Returns the contents of each shard's slots: (params, messages), and
+    updates if they are sent, as `slots.SharedMemory` takes them."""
     updates = self.codec_down is not None
     return [
       slot_formats.contents(self.codec, part, updates=updates)
       for part in self.parts()
     ]
 
-  def hold(self) -> HeldParams | None:
-    """Returns what a holder of a place has of the parameters; None if it holds
-    none, as it is sent them with each ticket."""
+  def hold(self) -> list[HeldParams] | None:
+    """Returns each shard's parameters that a holder will rebuild; None if each
+    ticket brings them."""
     if self.codec_down is None:
       return None
-    return HeldParams(self.codec_down, self.parts())
+    return [HeldParams(self.codec_down, part) for part in self.parts()]
 
   def on_device(self, worker: int) -> contextlib.AbstractContextManager:
-    """Has this thread compute on a worker's device: of n, worker i has i mod
-    n."""
+    """Makes this thread compute on a worker's device: of n, i mod n."""
     if not self.devices:
       return contextlib.nullcontext()
     return jax.default_device(self.devices[worker % len(self.devices)])
 
   def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
-    """Compiles the work, for a batch like a worker's first unless one is given;
-    what it computes is dropped."""
+    """Compiles the work, for a batch like a worker's first by default, and
+    drops its result."""
     batch = self.batch(worker, 0) if batch is None else batch
     self._try(worker, self._first(worker), batch)
-    if held := self.hold():
+    for held in self.hold() or ():
       held.warm_up()
 
   def _first(self, worker):
@@ -80,7 +79,7 @@ class Duty(NamedTuple):
       return self.init(params), ticket
 
   def _try(self, worker, first, batch):
-    """Does a job and drops what it computes."""
+    """Does a job and drops its result."""
     with self.on_device(worker):
       out = self.work(*first, batch, self.root, np.int32(0))
     jax.block_until_ready(out)
@@ -99,10 +98,10 @@ class Duty(NamedTuple):
   def measure(
     self, worker: int, jobs: int, wait: Callable[[float], None]
   ) -> float:
-    """Returns the seconds that a job takes a worker: the median of so many, or
-    of more, until they took a second. What they compute is dropped. `warm_up`
-    has compiled them, and the other workers are measured at the same time;
-    `wait` lets seconds go by."""
+    """Returns the seconds that a job takes a worker: the median of so many
+    jobs, or of more until they took a second. Their results are dropped.
+    `warm_up` has compiled them; the other workers are measured at the same
+    time."""
     times, first = [], self._first(worker)
     while len(times) < jobs or math.fsum(times) < _MEASURED:
       began = time.perf_counter()
@@ -113,5 +112,5 @@ class Duty(NamedTuple):
     return statistics.median(times)
 
   def factor(self, worker: int) -> float:
-    """On the time of a worker that is to be slow; 1 of others."""
+    """The factor on the time of a worker's jobs, 1 without a slowdown."""
     return pace.factor_of(self.slowdown, worker)

@@ -1,25 +1,25 @@
-"""Why a live run cannot go on."""
+"""Errors that end a live run."""
 
 
 class AllDied(RuntimeError):
-  """Nobody is left who knows anything."""
+  """All workers that held training state have exited."""
 
 
 class NotFinite(ValueError):
-  """What workers compute is NaN or infinite, over and over."""
+  """Workers compute NaN or infinity, over and over."""
 
 
 class WorkersDie(ValueError):
-  """Workers die one after the other, and no message comes."""
+  """Workers exit one after the other, and no message comes."""
 
 
 class ShardsDie(ValueError):
-  """Shards die one after the other, and no message comes."""
+  """Shards exit one after the other, and no message comes."""
 
 
 def process_failure(what: str, error: Exception) -> Exception:
-  """What to raise where a process has failed: one line if it is the user's to
-  mend, all that is known if it is ours."""
+  """Returns the error to raise where a process has failed: one line if the user
+  can mend it, otherwise all details."""
   last = str(error).strip().splitlines()[-1]
   kind, _, text = last.partition(": ")
   if kind in ("ValueError", "OSError", "FileNotFoundError"):

@@ -1,7 +1,7 @@
 """Faults on purpose: scripted by (worker, seq), counted when they happen.
 
-A script is data. What happens at a place is the same in threads and in
-processes, but for `kill`, which ends a thread's loop and a process with -9.
+A script is data. Its faults are the same in threads and in processes, but for
+`kill`, which ends a thread's loop and a process with -9.
 """
 
 import copy
@@ -68,8 +68,8 @@ def _check_numbers(fault, text):
 def check(
   faults: Sequence[Fault], workers: int, jobs: int | None = None
 ) -> None:
-  """Raises ValueError for a fault that cannot happen at so many places and in
-  so many jobs (None is not known), or that is there twice."""
+  """Raises ValueError for a fault that cannot happen with so many workers and
+  jobs (None: not known), or that is given twice."""
   seen = set()
   for fault in faults:
     text = f"{fault.kind}:{fault.worker}:{fault.seq}"  # as `parse` reads it
@@ -91,7 +91,7 @@ def check(
 
 
 def append_fault(run: Path, fault: Fault) -> None:
-  """Writes down a fault that is injected on purpose."""
+  """Writes an injected fault to the run's file."""
   with safe_files.appending(Path(run) / "faults.csv") as file:
     file.write((",".join(map(str, fault)) + "\n").encode())
 
@@ -107,8 +107,8 @@ class Script:
     wait: Callable[[float], None],
     tell: Callable[[Fault], None] = lambda fault: None,
   ):
-    """`kill` ends this worker, and does not return; `wait` lets seconds go by;
-    `tell` is called with each fault before it happens."""
+    """`kill` ends this worker, and does not return; `wait` blocks for some
+    seconds; `tell` is called with each fault before it happens."""
     self._waiting = {fault[:3]: fault for fault in faults}
     self._kill, self._wait, self._tell = kill, wait, tell
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
@@ -118,8 +118,8 @@ class Script:
   def within(
     self, kill: Callable[[], None], wait: Callable[[float], None]
   ) -> "Script":
-    """Returns the same faults for the loop of another host: what one of them
-    injects, the others do not."""
+    """Returns the same faults for the loop of another host: each fault happens
+    in one of them."""
     other = copy.copy(self)
     other._kill, other._wait = kill, wait
     return other
@@ -143,7 +143,7 @@ class Script:
       self._wait(slow.seconds)
 
   def message(self, worker: int, seq: int, message: Any) -> Any:
-    """Spoils the real numbers of a message with NaN."""
+    """Replaces the real numbers of a message with NaN."""
     if not self._take(worker, seq, "nan"):
       return message
 
@@ -154,7 +154,7 @@ class Script:
     return jax.tree.map(spoil, message)
 
   def frames(self, worker: int, frame: Frame) -> list[Frame]:
-    """Loses, doubles or holds back a frame until the next one."""
+    """Loses, doubles or delays a frame until the next one."""
     if self._take(worker, frame.seq, "lose"):
       return []
     if self._take(worker, frame.seq, "double"):

@@ -1,8 +1,8 @@
-"""Frames: what workers and server shards say to each other.
+"""Frames: what workers and server shards send to each other.
 
 Frames are small and of one size; parameters and messages lie in memory that
-both sides see, and a frame names the slot. A worker talks to every shard; the
-first, the lead, decides which worker starts what.
+both sides see, and a frame names the slot. A worker has a connection to every
+shard; the first, the lead, decides which worker starts which job.
 
   worker -> shard                      shard -> worker
   HELLO   I hold this place            WELCOME  you are holder number `job`
@@ -12,17 +12,17 @@ first, the lead, decides which worker starts what.
   BYE     I am gone                    EXPEL    you are taken for dead
                                        STOP     all jobs are received
 
-A message is named by (worker, seq): the seq counts the jobs of the place, not
-of its holder, so it is applied exactly once, however often it is sent. In a
-consistent run the other shards FOLLOW the lead: they get its trace ROW by row,
-and tell what they have with PREPARED. An algorithm that needs a TOTAL over all
-shards is ASKed at each of them before the row is written; they say what is
-theirs with ASKED, and the lead adds up.
+A message is named by (worker, seq): the seq counts the jobs of the worker
+index, not of its holder, so it is applied exactly once, however often it is
+sent. In a consistent run the other shards FOLLOW the lead: they receive its
+trace ROW by row, and report messages with PREPARED. If an algorithm needs a
+TOTAL over all shards, the lead ASKs each of them for its operand before it
+writes the row; they answer with ASKED, and the lead adds up.
 """
 
 import math
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
@@ -31,7 +31,7 @@ WHOLE, KEPT, UPDATES = range(3)  # what a TICKET's parameters are
 
 
 class Frame(NamedTuple):
-  """One thing said; what a field means depends on the kind."""
+  """One frame; the meaning of a field depends on the kind."""
 
   kind: int
   worker: int = 0  # place; of a follower, its shard
@@ -53,30 +53,23 @@ class Frame(NamedTuple):
 
 
 class BadFrame(ValueError):
-  """A frame that no worker and no shard of this run says."""
+  """A frame that no worker and no shard of this run sends."""
 
 
 _MOST = 2**31 - 1  # a journal has numbers of 32 bits
 
 
-def check(
-  frame: Frame,
-  shard: int,
-  *,
-  workers: int,
-  shards: int,
-  jobs: int,
-  consistent: bool,
-) -> None:
-  """Raises BadFrame unless a shard of such a run can obey the frame, as far as
-  its kind and its numbers tell."""
+def check(frame: Frame, shard: int, setup: Any) -> None:
+  """Raises BadFrame unless a shard of a run with a `Setup` can use the frame,
+  as far as its kind and its numbers tell."""
   kind, place, seq, job = frame[:4]
+  workers, shards, jobs = setup.workers, setup.shards, setup.jobs
   fits = all(-1 <= number <= _MOST for number in frame[1:8])
   if kind in OF_SHARDS:
     of_follower = FOLLOW, PREPARED, ASKED
-    fits &= consistent and (kind in of_follower) == (shard == 0)
+    fits &= setup.consistent and (kind in of_follower) == (shard == 0)
   else:
-    of_one = DRAIN if shard == 0 else HELLO if consistent else FETCH
+    of_one = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
     fits &= kind in (HELLO, PUSH, BYE, of_one)
   if kind == FOLLOW:
     fits &= 0 < place < shards and frame.version >= 0
@@ -96,8 +89,8 @@ def check(
 
 
 def speaker(frame: Frame, before: tuple | None = None) -> tuple[str, int]:
-  """Returns whose connection it is by which a shard hears a frame, of a worker
-  or of a follower. Raises BadFrame if it was another's `before`."""
+  """Returns the sender (a worker or a follower) that owns the connection of a
+  frame. Raises BadFrame if it was another `before`."""
   who = "worker", frame.worker
   if frame.kind in OF_SHARDS:
     number = frame.worker if frame.kind == FOLLOW else frame.job
@@ -118,7 +111,7 @@ def pack(frame: Frame) -> bytes:
 
 
 def unpack(data: bytes) -> Frame:
-  """Returns what `pack` packed; raises BadFrame for anything else."""
+  """Returns the frame of bytes[SIZE]; raises BadFrame for anything else."""
   if len(data) != SIZE:
     raise BadFrame(f"a frame has {SIZE} bytes, not {len(data)}")
   magic, *fields = _FORMAT.unpack(data)

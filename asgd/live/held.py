@@ -1,12 +1,11 @@
-"""The parameters that a worker holds, where it is sent updates of them.
+"""The parameters of a worker that is sent updates of them.
 
-A ticket is the whole parameters, for a worker that is new, or the packed
-updates since the ticket before, which are decoded and added one after the
-other, as the shard added them: the same bits.
+A ticket is the whole parameters, for a new worker, or the packed updates since
+the ticket before, which the worker decodes and adds one after the other, as the
+shard added them: the same bits.
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -31,8 +30,8 @@ def compile_rebuild(codec: compression.Codec) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """Where updates are added: where shards add them. None: JAX's default, in a
-  process that was told to do without the CPU."""
+  """The device that adds updates, as at shards; None, JAX's default, in a
+  process without the CPU platform."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -40,77 +39,50 @@ def _cpu() -> jax.Device | None:
 
 
 class HeldParams:
-  """What one holder of a place was sent of each shard."""
+  """A shard's part of the parameters, for one holder of a worker index."""
 
-  def __init__(self, codec: compression.Codec, parts: Sequence[Any]):
-    """Holds nothing yet; `parts` are shapes and dtypes of each shard's
+  def __init__(self, codec: compression.Codec, part: Any):
+    """Holds nothing yet; `part` are shapes and dtypes of the shard's
     parameters."""
-    self._rebuild = compile_rebuild(codec)
-    self._packets = [_Packets(codec, part) for part in parts]
-    self._params: list[Any] = [None] * len(parts)
-    self._versions = [-1] * len(parts)  # of them
-
-  def warm_up(self) -> None:
-    """Compiles what adds an update, on updates of zeros."""
-    with jax.default_device(_cpu()):
-      for packets in self._packets:
-        jax.block_until_ready(self._rebuild(*packets.blank()))
-
-  def take(self, shard: int, memory: Any, ticket: Frame) -> Any:
-    """Returns a shard's part of a ticket, of arrays of its own. Raises
-    WrongSlot if the ticket has died, OutOfStep, and BadCode for updates that do
-    not unpack; then nothing is changed."""
-    version = self._versions[shard]
-    if ticket.flag == frames.WHOLE:
-      self._params[shard] = _copied(memory, ticket)
-    elif version != (
-      ticket.version if ticket.flag == frames.KEPT else int(ticket.value)
-    ):
-      raise OutOfStep(f"shard {shard} says {ticket}, version {version} is here")
-    elif ticket.flag == frames.UPDATES:
-      stamp = message_stamp(ticket.worker, ticket.seq)
-      data = memory.read(UPDATES, ticket.message, stamp)
-      codes, stats = self._packets[shard].read(data)
-      self._params[shard] = self._after(self._params[shard], codes, stats)
-    self._versions[shard] = ticket.version
-    return self._params[shard]
-
-  def _after(self, params, codes, stats):
-    with jax.default_device(_cpu()):
-      for code in codes:
-        params = self._rebuild(params, code)
-      params = jax.tree.map(np.asarray, params)
-    return params if stats is None else params._replace(stats=stats)
-
-
-def _copied(memory, ticket):
-  """The whole parameters, which stay as they are when their slot is reused."""
-  stamp = int(ticket.value)
-  params = jax.tree.map(np.array, memory.read(PARAMS, ticket.params, stamp))
-  if memory.stamp(PARAMS, ticket.params) != stamp:
-    raise WrongSlot("what the shard sent", PARAMS, ticket.params)
-  return params
-
-
-class _Packets:
-  """How updates of a shard's parameters are packed."""
-
-  def __init__(self, codec, part):
     weights = base.weights_of(part)  # codes are of these alone
-    self._part = part
+    self._part, self._rebuild = part, compile_rebuild(codec)
     self._layout = compression.layout(codec, weights)
-    self._code = functools.partial(compression.blank, codec, weights)
+    self._blank = functools.partial(compression.blank, codec, weights)
     stats = getattr(part, "stats", ())
     self._stats = wire.layout(stats) if jax.tree.leaves(stats) else None
+    self._params, self._version = None, -1
 
-  def blank(self):
-    """Parameters and a code of zeros."""
+  def warm_up(self) -> None:
+    """Compiles the addition of an update, on zeros."""
     like = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), self._part)
-    return like, self._code().code
+    with jax.default_device(_cpu()):
+      jax.block_until_ready(self._rebuild(like, self._blank().code))
 
-  def read(self, data):
-    """Returns the codes of a ticket, and the statistics that follow them; None
-    if none do. Raises BadCode."""
+  def take(self, memory: Any, ticket: Frame) -> Any:
+    """Returns the shard's part of a ticket, of arrays of its own. Raises
+    WrongSlot if the ticket has died, OutOfStep, and BadCode for updates that do
+    not unpack; then nothing changes."""
+    if ticket.flag == frames.WHOLE:
+      self._params = _copied(memory, ticket)
+    elif self._version != (
+      ticket.version if ticket.flag == frames.KEPT else int(ticket.value)
+    ):
+      raise OutOfStep(f"{ticket} does not follow version {self._version}")
+    elif ticket.flag == frames.UPDATES:
+      stamp = message_stamp(ticket.worker, ticket.seq)
+      codes, stats = self._read(memory.read(UPDATES, ticket.message, stamp))
+      params = self._params
+      with jax.default_device(_cpu()):
+        for code in codes:
+          params = self._rebuild(params, code)
+        params = jax.tree.map(np.asarray, params)
+      self._params = params if stats is None else params._replace(stats=stats)
+    self._version = ticket.version
+    return self._params
+
+  def _read(self, data):
+    """Returns the codes of a ticket, and the statistics after them or None.
+    Raises BadCode."""
     codes, stats = [], None
     end = data.size
     if end and self._stats is not None:
@@ -126,3 +98,12 @@ class _Packets:
       codes.append(packing.unpack(self._layout, packet).code)
       start += size
     return codes, stats
+
+
+def _copied(memory, ticket):
+  """The whole parameters, copied before their slot is reused."""
+  stamp = int(ticket.value)
+  params = jax.tree.map(np.array, memory.read(PARAMS, ticket.params, stamp))
+  if memory.stamp(PARAMS, ticket.params) != stamp:
+    raise WrongSlot("what the shard sent", PARAMS, ticket.params)
+  return params

@@ -34,12 +34,12 @@ class FileJournal(AppendOnlyFile):
     self._events.append(event)
 
   def events(self) -> list[Event]:
-    """Returns the rows that were written."""
+    """Returns the rows so far."""
     return list(self._events)
 
 
 def read_journal(path: Path) -> list[Event]:
-  """Reads a journal; without a file it has no row. Raises ValueError naming the
+  """Reads a journal; a missing file has no row. Raises ValueError naming the
   file and the line that is no row."""
   if not path.exists():
     return []
@@ -51,8 +51,8 @@ def read_journal(path: Path) -> list[Event]:
 
 
 def read_begun(run: Path, path: Path) -> list[Event]:
-  """Reads a journal of a run that holds something; ValueError if it does not,
-  or as `read_journal`."""
+  """Reads a journal with at least one row; ValueError if it has none, or as
+  `read_journal`."""
   events = read_journal(path)
   if events:
     return events
@@ -73,8 +73,8 @@ def cut_journal(path: Path, rows: int) -> None:
 
 
 def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
-  """Checks a trace that was made of all journals of a run, as `orders.check`
-  does. Raises ValueError naming the run."""
+  """Checks a trace made of all journals of a run, as `orders.check` does.
+  Raises ValueError naming the run."""
   try:
     orders.check(joined, **options)
   except trace.TraceError as error:
@@ -85,8 +85,8 @@ def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
 
 
 def check_journal(path: Path | str, events: Sequence[Event]) -> None:
-  """Checks that a journal is one that a shard wrote. Raises ValueError naming
-  the file and the first line that is wrong, and why."""
+  """Checks that a shard could have written a journal. Raises ValueError naming
+  the file, the first wrong line, and why."""
   try:
     orders.check(events, depth=math.inf, path=path)
   except ValueError as error:

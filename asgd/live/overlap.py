@@ -5,14 +5,14 @@
   push                          | push 1 ...
 
 They are the three weakly synchronised threads of Dean et al., "Large scale
-distributed deep networks", NIPS 2012. Jobs pass the stages in their order. What
-is fetched ahead is a ticket of its own (`Rules.depth`), of the version that it
-was sent with, so that the staleness which this costs is counted.
+distributed deep networks", NIPS 2012. Jobs pass the stages in their order. A
+ticket that is fetched ahead (`Rules.depth`) has the version that it was sent
+with, so the staleness that this costs is counted.
 """
 
 import collections
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
@@ -21,8 +21,7 @@ class Stages:
 
   Args:
     compute: called with each job, in the first thread.
-    push: called with a job that is computed, in the second; what it returns is
-      taken with the job.
+    push: called with a computed job, in the second; `take` returns its result.
     wake: called, in one of the two, when a job can be taken.
 
   Example:
@@ -47,52 +46,36 @@ class Stages:
       ThreadPoolExecutor(1, thread_name_prefix=name)
       for name in ("compute", "push")
     ]
-    # (job, what its push returned, what went wrong)
-    self._done: collections.deque[tuple[Any, Any, BaseException | None]] = (
-      collections.deque()
-    )
+    self._jobs: collections.deque[tuple[Any, Future]] = collections.deque()
 
   def begin(self, job: Any) -> None:
-    """Has a job be computed after those before it."""
-    self._threads[0].submit(self._first, job)
+    """Computes and pushes a job after those before it."""
+    computing, pushing = self._threads
+    computed = computing.submit(self._compute, job)
+
+    def push():
+      computed.result()
+      return self._push(job)
+
+    pushed = pushing.submit(push)
+    self._jobs.append((job, pushed))
+    pushed.add_done_callback(lambda pushed: self._wake())
 
   @property
   def ready(self) -> bool:
     """Whether a job can be taken."""
-    return bool(self._done)
+    return bool(self._jobs) and self._jobs[0][1].done()
 
   def take(self) -> tuple[Any, Any]:
-    """Returns the next (job, what its push returned); raises what was raised in
-    a thread."""
-    job, pushed, error = self._done.popleft()
-    if error is not None:
-      raise error
-    return job, pushed
-
-  def _first(self, job):
-    try:
-      self._compute(job)
-    except BaseException as error:  # raised again by `take`
-      self._put(job, None, error)
-    else:
-      self._threads[1].submit(self._second, job)
-
-  def _second(self, job):
-    pushed = error = None
-    try:
-      pushed = self._push(job)
-    except BaseException as raised:  # raised again by `take`
-      error = raised
-    self._put(job, pushed, error)
-
-  def _put(self, *done):
-    self._done.append(done)
-    self._wake()
+    """Returns the next (job, result of its push); raises the error of either
+    thread."""
+    job, pushed = self._jobs.popleft()
+    return job, pushed.result()
 
   def __enter__(self) -> "Stages":
     return self
 
   def __exit__(self, *error: object) -> None:
-    """Ends the threads after what they are at."""
+    """Ends the threads after their current jobs."""
     for thread in self._threads:
       thread.shutdown(cancel_futures=True)

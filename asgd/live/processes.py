@@ -16,9 +16,9 @@ FOLDERS: set[str] = set()
 
 
 def lock(path: Path, seconds: float, name: Path | None = None) -> int:
-  """Holds a file until this process ends, waiting so many seconds for the one
+  """Holds a file until this process ends; waits so many seconds for the process
   before to end. Raises ValueError, with the path or another name of it, if it
-  does not, or if it is a symbolic link."""
+  does not, or for a symbolic link."""
   descriptor = safe_files.descriptor(path, os.O_RDWR | os.O_CREAT, 0o600)
   end = time.monotonic() + seconds
   while True:
@@ -35,16 +35,16 @@ def lock(path: Path, seconds: float, name: Path | None = None) -> int:
 
 
 def stat(pid: int) -> tuple[str, str]:
-  """Returns (state, when it was started) of a process, as the kernel says them;
-  its number alone may be another's by now. Raises OSError if there is none."""
+  """Returns (state, start time) of a process, as the kernel writes them; the
+  number alone may be another process's by now. Raises OSError if there is none.
+  """
   text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
   fields = text[text.rindex(")") + 1 :].split()
   return fields[0], fields[19]
 
 
 def write_pid(folder: Path, kind: str, index: int) -> None:
-  """Writes down, for `pids`, that this process is the party of a kind and an
-  index, as worker 0."""
+  """Writes, for `pids`, that this process is a party, such as worker 0."""
   path, pid = Path(folder) / f"{kind}-{index}.pid", os.getpid()
   temporary = path.with_suffix(f".{pid}")
   temporary.write_text(f"{pid} {stat(pid)[1]}")
@@ -52,7 +52,8 @@ def write_pid(folder: Path, kind: str, index: int) -> None:
 
 
 def pids(folder: Path) -> dict[str, dict[int, int]]:
-  """Returns a run's live processes by its memory: kind -> index -> number."""
+  """Returns the live processes of a run from its memory folder: kind -> index
+  -> number."""
   alive: dict[str, dict[int, int]] = collections.defaultdict(dict)
   for path in Path(folder).glob("*-*.pid"):
     kind, index = path.stem.split("-")
@@ -74,7 +75,7 @@ def end_all(folder: Path) -> None:
 
 
 def children(of: int | None = None) -> list[int]:
-  """Returns the processes that one, None this, has started, and theirs."""
+  """Returns the descendants of a process, of this one by default."""
   parents = {}
   for path in Path("/proc").glob("[0-9]*/stat"):
     with contextlib.suppress(OSError):
@@ -88,7 +89,7 @@ def children(of: int | None = None) -> list[int]:
 
 
 def end_children(of: int | None = None) -> None:
-  """Kills them all, and removes the FOLDERS that this process's ones had."""
+  """Kills them all, and removes this process's FOLDERS."""
   for pid in children(of):
     with contextlib.suppress(ProcessLookupError):
       os.kill(pid, signal.SIGKILL)

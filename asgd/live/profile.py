@@ -15,7 +15,7 @@ SECONDS = 5.0  # that are traced; a trace of a minute is hard to look at
 
 
 class Profile:
-  """Traces this process from the first `worked` on, once."""
+  """Traces this process once, from the first call of `worked` on."""
 
   def __init__(
     self,
@@ -24,15 +24,14 @@ class Profile:
     seconds: float = SECONDS,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """The trace is written to the folder; None traces nothing."""
+    """Writes the trace to the folder; None traces nothing."""
     self._folder, self._seconds, self._clock = folder, seconds, clock
     self._began: float | None = None
     self._stopping: threading.Thread | None = None
 
   def worked(self) -> None:
-    """Something was done, so programs are compiled: begins the trace, or ends
-    it after its seconds. Raises RuntimeError if the process is traced by
-    somebody else."""
+    """A job is done, so programs are compiled: begins the trace, or ends it
+    after its seconds. Raises RuntimeError if this process is traced already."""
     if self._folder is None or self._stopping:
       return
     if self._began is None:

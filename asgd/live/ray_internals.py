@@ -1,6 +1,6 @@
-"""What Ray has, but does not promise to keep: see `asgd.internals`.
+"""Parts of Ray that it does not promise to keep: see `asgd.internals`.
 
-All is imported when it is asked for, as Ray need not be installed.
+Imports happen at calls, as Ray need not be installed.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from asgd import internals
 
 
 def driver() -> Any:
-  """Returns the module of Ray that has what this process knows of a cluster."""
+  """Returns Ray's module of this process's connection to a cluster."""
   return internals.find("ray._private.worker")
 
 
@@ -23,13 +23,13 @@ def node() -> Any:
 
 
 def never_connect_unasked() -> None:
-  """Or a call without a cluster would start one, on all interfaces."""
+  """Prevents a call without a cluster from starting one, on all interfaces."""
   internals.find("ray._private.auto_init_hook").enable_auto_connect = False
 
 
 @contextlib.contextmanager
 def keeping_to_loopback() -> Iterator[None]:
-  """Has Ray take the loopback address as it is given, and not replace it."""
+  """Makes Ray keep a loopback address, not replace it."""
   internals.find("ray._private.services.resolve_ip_for_localhost")
   services = internals.find("ray._private.services")
   with mock.patch.object(
@@ -39,8 +39,8 @@ def keeping_to_loopback() -> Iterator[None]:
 
 
 def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
-  """Starts a node of a cluster on this machine, at an IP address of its own or
-  on loopback, as its processes."""
+  """Starts the processes of another node of a cluster on this machine, at an IP
+  address or on loopback."""
   params = internals.find("ray._private.parameter.RayParams")(
     gcs_address=cluster,
     node_ip_address=address,
@@ -62,12 +62,12 @@ def _join(cluster: str, address: str, resource: str, memory: int) -> Any:
 
 @contextlib.contextmanager
 def second_node(resource: str, memory: int) -> Iterator[None]:
-  """Adds to the cluster of this process another node on this machine, which
-  keeps to loopback too: what goes to it and comes from it passes through
-  sockets, as between machines, and not through memory that is shared.
+  """Adds another node on this machine to the cluster of this process. It keeps
+  to loopback too: data between the nodes pass through sockets, as between
+  machines, not through shared memory.
 
   Args:
-    resource: which this node alone has, 1 of it.
+    resource: that this node alone has, 1 of it.
     memory: bytes of its object store.
   """
   second = _join(node().gcs_address, "127.0.0.1", resource, memory)
@@ -78,8 +78,9 @@ def second_node(resource: str, memory: int) -> Iterator[None]:
 
 
 def be_node(cluster: str, address: str, resource: str, memory: str) -> None:
-  """Is a node of a cluster, at an IP address, until the standard input ends;
-  says so when it has joined. Arguments are as of `second_node`, in words."""
+  """Runs a node of a cluster, at an IP address, until the standard input ends;
+  prints a line when it has joined. Arguments are as of `second_node`, as text.
+  """
   other = _join(cluster, address, resource, int(memory))
   print("joined", flush=True)
   sys.stdin.read()
@@ -93,8 +94,8 @@ _UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
 
 @contextlib.contextmanager
 def without_unused_processes() -> Iterator[None]:
-  """Has Ray start a cluster that runs tasks and does nothing else: without
-  three processes, for which `ray.init` would wait."""
+  """Makes Ray start a cluster without three processes that do not run tasks,
+  for which `ray.init` would wait."""
   node = internals.find("ray._private.node.Node")
   with contextlib.ExitStack() as stack:
     for name in _UNUSED:
@@ -105,7 +106,7 @@ def without_unused_processes() -> Iterator[None]:
 
 
 def read_environment() -> None:
-  """Has the part of Ray that is loaded already look at it again."""
+  """Makes the loaded part of Ray read its environment variables again."""
   internals.find("ray._raylet.Config").initialize("")
   library = internals.find("ray._raylet")
   loader = getattr(library, "AuthenticationTokenLoader", None)  # from 2.52 on
@@ -114,7 +115,7 @@ def read_environment() -> None:
 
 
 def asks_for_token() -> bool:
-  """Whether a cluster answers only those who know its token."""
+  """Whether a cluster answers only calls with its token."""
   library = internals.find("ray._raylet")
   mode = getattr(library, "get_authentication_mode", None)  # from 2.52 on
   if mode is None:

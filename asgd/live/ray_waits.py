@@ -1,9 +1,9 @@
-"""Waiting for what Ray does, and for Ray itself.
+"""Waiting for Ray's answers, and for Ray itself.
 
 A call of an actor that has died ends with an error. If Ray's own processes are
 killed, however, its calls wait for a minute, and then end this process with
-paragraphs. So who waits for Ray waits here, where every second somebody looks
-whether those that this process has started are alive.
+paragraphs. So all waits for Ray are here, where every second a look finds out
+whether its processes are alive.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ _KINDS = {"raylet": "raylet", "gcs_server": "GCS"}  # Ray does nothing without
 
 
 class RayDied(ValueError):
-  """Ray itself is gone, and all that it had started."""
+  """Ray itself has died, with all processes that it had started."""
 
 
 def dead() -> list[str]:
-  """Returns which processes that Ray needs, and this one started, have died."""
+  """Returns those of Ray's processes, started by this one, that have died."""
   node = ray_internals.node()
   if node is None:
     return []
@@ -29,7 +29,7 @@ def dead() -> list[str]:
 
 
 def bury() -> None:
-  """Kills what is left of the Ray that this process has started."""
+  """Kills the rest of the Ray that this process has started."""
   for _, process in ray_internals.node().live_processes():
     processes.end_children(process.pid)
     process.kill()
@@ -48,7 +48,7 @@ def wait(
   refs: Sequence[Any], *, count: int | None = None, timeout: float = _LOOK
 ) -> tuple[list[Any], list[Any]]:
   """Waits for `count` of refs, None all of them, as `ray.wait` does, but not
-  for longer than a look by default. Raises RayDied."""
+  for longer than a second by default. Raises RayDied."""
   import ray
 
   check()

@@ -36,7 +36,7 @@ def records_path(run: Path, index: int) -> Path:
 
 
 class FileSink(AppendOnlyFile):
-  """A shard's records: rows of RECORD, or of what a peer has (`dtype`)."""
+  """A shard's records: rows of RECORD, or of those of a peer (`dtype`)."""
 
   def __init__(
     self, path: Path, *, dtype: np.dtype[Any] = RECORD, **options: Any
@@ -64,7 +64,7 @@ class FileSink(AppendOnlyFile):
 
 
 def count_records(path: Path, dtype: np.dtype[Any] = RECORD) -> int:
-  """Returns how many records a sink's file has; none if there is no file."""
+  """Returns how many records a sink's file has; 0 if it is missing."""
   return path.stat().st_size // dtype.itemsize if path.exists() else 0
 
 
@@ -72,7 +72,7 @@ def read_records(
   path: Path, start: int = 0, end: int | None = None
 ) -> base.Records:
   """Returns the records in a sink's file, or only rows `start` to `end`, and
-  reads no more of the file. Raises ValueError naming one that was changed."""
+  reads no more of the file. Raises ValueError naming a changed record."""
   rows = read_rows(path, RECORD, start, end)
   if not len(rows):
     return simulator.concatenate([])
@@ -100,8 +100,8 @@ def check_records(
   path: Path, count: int, events: Sequence[Event], *, whole: bool
 ) -> None:
   """Checks that a file has a record of each message of a shard's journal; until
-  the run has ended (`whole`) some are still to come. Raises ValueError if there
-  are too many, or too few that no rollback explains."""
+  the run has ended (`whole`) some are still to come. Raises ValueError for too
+  many, or for fewer than rollbacks explain."""
   lost = trace.follow(events).undone if whole else len(events)
   check_count(path, count, events, lost)
 
@@ -113,8 +113,8 @@ def check_count(
   lost: int,
   what: str = "messages",
 ) -> None:
-  """Checks that a file has a record of each message that a journal has, or of
-  so many fewer. Raises ValueError naming it, and what they are called."""
+  """Checks that a file has a record of each message of a journal, or up to
+  `lost` fewer. Raises ValueError naming it, and the messages as `what`."""
   received = sum(event.action == base.RECEIVE for event in events)
   if not received - lost <= count <= received:
     raise ValueError(

@@ -1,4 +1,4 @@
-"""What all shards of a run agree on."""
+"""Settings that all shards of a run share."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class Setup(NamedTuple):
   @property
   def gathered(self) -> int:
     """Workers that the first job waits for. A synchronous round has a job for
-    each: of fewer workers, the first to come would make several messages."""
+    each: with fewer workers, the first to come would make several messages."""
     of_round = self.rules.round + self.rules.backup
     return self.workers if self.together else min(self.workers, of_round)
 

@@ -1,15 +1,13 @@
 """Memory that a shard and its workers share, in numbered slots.
 
-There are slots of parameters that were sent, of messages that came in, and two
-of snapshots of the shard. If workers are sent updates, those of a ticket lie in
-a slot by the number of its message's. All are mapped files, which live in the
-kernel's memory (/dev/shm) and stay when a process is killed: that is what makes
-them the log of a shard.
+There are slots of sent parameters, of messages, and two of snapshots of the
+shard. If workers are sent updates, those of a ticket lie in a slot by the
+number of its message's. All are mapped files in the kernel's memory (/dev/shm),
+which outlive a killed process: so they are the log of a shard.
 
-Each slot ends with how many bytes its content has, and a stamp, which its
-writer sets after the content and its reader compares: what was written to a
-file that has been replaced since, or by a worker for another message, is
-refused and never taken for the content.
+Each slot ends with the length of its content and a stamp, which the writer sets
+after the content and the reader compares: content of a file that has been
+replaced, or of another message, is refused.
 """
 
 import contextlib
@@ -47,15 +45,15 @@ class WrongSlot(ValueError):
 
 
 class SlotCounts(NamedTuple):
-  """How many slots there are."""
+  """Numbers of slots."""
 
   params: int
   messages: int
 
   @property
   def of_kinds(self) -> tuple[int, int, int]:
-    """Those of each kind: of updates one for each message, and two that belong
-    to the snapshots."""
+    """Those of each kind: of updates one for each message, and two for the
+    snapshots."""
     return self.params, self.messages, self.messages + 2
 
 
@@ -64,7 +62,7 @@ _TRAILER = np.dtype([("length", np.int64), ("stamp", np.int64)])
 
 
 def message_stamp(worker: int, seq: int) -> int:
-  """Returns the stamp of a message, which no other message of a run has."""
+  """Returns the stamp of a message, unique in a run."""
   return (worker + 1) << 40 | seq
 
 
@@ -76,9 +74,8 @@ def _stride(nbytes: int) -> int:
 def slots_nbytes(
   counts: SlotCounts, like: tuple[Any, ...], *, compress: str | None = None
 ) -> int:
-  """Returns the bytes that a shard's slots take, those of snapshots left out;
-  `like` are what lies in slots of params, messages and updates, as
-  `SharedMemory` has it."""
+  """Returns the bytes of a shard's slots without the snapshots; `like` are the
+  contents of slots of params, messages and updates, as of `SharedMemory`."""
   strides = [_stride(slot_format(x, compress=compress).nbytes) for x in like]
   each = zip(counts.of_kinds, strides, strict=False)
   return sum(n * stride for n, stride in each)
@@ -114,7 +111,7 @@ def _is_adopted(folder: Path) -> bool:
 
 
 def is_usable(folder: Path, rows: int) -> bool:
-  """Whether a shard with so many rows in its journal can go on from memory."""
+  """Whether a shard with so many rows in its journal can resume from memory."""
   if not _is_adopted(folder):
     return False
   try:
@@ -125,7 +122,7 @@ def is_usable(folder: Path, rows: int) -> bool:
 
 
 def disown(folder: Path) -> None:
-  """From now on a memory is no shard's: one that opens it begins anew."""
+  """Makes the next shard that opens a memory begin anew."""
   (folder / _ADOPTED).unlink(missing_ok=True)
 
 
@@ -140,13 +137,20 @@ class SharedMemory:
     *,
     compress: str | None = None,
   ):
-    """Opens the files, making those that are not there, in a folder that is
-    best in memory (/dev/shm/NAME) and readable by its owner alone. `like` says
-    what lies in slots of params and of messages (shapes and dtypes, or of these
-    a `packing.CodeLayout`), how many bytes updates are at most, if they are
-    sent, and, the last, what a snapshot is; None: it is a worker's. `compress`
-    is of the first two, as in `wire.layout`. Raises ValueError if there is no
-    room, or the files hold something else."""
+    """Opens the files, and makes missing ones.
+
+    Args:
+      folder: of the shard, best in memory (/dev/shm/NAME), readable by its
+        owner alone.
+      counts: of slots.
+      like: contents of slots of params, of messages and, if they are sent, of
+        updates, as of `slot_format`; and, the last, a snapshot, or None for the
+        memory of a worker.
+      compress: of the contents, as in `wire.layout`.
+
+    Raises:
+      ValueError: if there is no room, or the files hold something else.
+    """
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
     # Whether it is not what a shard's journal refers to: that is lost.
@@ -206,25 +210,18 @@ class SharedMemory:
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
     """Copies a tree into a slot, and sets its stamp; a packed slot takes a
-    code, or one that is packed already (uint8[length])."""
+    code, packed (uint8[length]) or not."""
     self._stamps[kind][slot] = 0
     length = self._formats[kind].write(tree, self._slots[kind][slot])
     self._lengths[kind][slot] = length
     self._stamps[kind][slot] = stamp
 
-  def disown(self) -> None:
-    """Has the next one that opens it begin anew; see `disown`."""
-    disown(self._folder)
-
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """Returns views of a slot, to be used before the slot is given away, or the
-    code that is packed in it. Raises WrongSlot if it has another stamp, and
-    BadCode for what does not unpack."""
+    """Returns views of a slot, valid until the slot is given away, or the code
+    that is packed in it. Raises WrongSlot for another stamp, BadCode for bytes
+    that do not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
-    return self._content(kind, slot)
-
-  def _content(self, kind, slot):
     data = self._slots[kind][slot][: self.length(kind, slot)]
     return self._formats[kind].read(data)
 
@@ -233,15 +230,13 @@ class SharedMemory:
     return self._formats[kind].length(int(self._lengths[kind][slot]))
 
   def stamp(self, kind: int, slot: int) -> int:
-    """Returns the stamp of what lies in a slot now."""
+    """Returns the stamp of a slot's content."""
     return int(self._stamps[kind][slot])
 
   def read_copy(self, kind: int, slot: int) -> Any:
-    """Returns a copy of what lies in a slot. Raises WrongSlot if nothing was
-    written there."""
-    if not self._stamps[kind][slot]:
-      raise WrongSlot(str(self._folder), kind, slot)
-    return jax.tree.map(np.array, self._content(kind, slot))
+    """Returns a copy of a slot's content. Raises WrongSlot if it has none."""
+    stamp = self.stamp(kind, slot) or -1  # 0: nothing was written
+    return jax.tree.map(np.array, self.read(kind, slot, stamp))
 
   def save(self, tree: Any, meta: Any) -> None:
     """Keeps a snapshot; a kill on the way leaves the one before."""
@@ -272,8 +267,8 @@ class SharedMemory:
     return saved
 
   def adopt(self) -> None:
-    """From now on it is what the shard's journal refers to. Raises ValueError
-    if other files have taken its place."""
+    """Marks it as the memory of the shard's journal. Raises ValueError if other
+    files have taken its place."""
     try:
       for path, number in self._files.items():
         if path.stat().st_ino != number:
@@ -289,10 +284,14 @@ class SharedMemory:
       f" used it; {GO_ON} from the last checkpoint"
     )
 
-  def forget(self) -> None:
-    """Drops the snapshot, and with it what the log was added to: until it is
-    adopted again, it is no shard's."""
+  def disown(self) -> None:
+    """Makes the next one that opens it begin anew."""
     disown(self._folder)
+
+  def forget(self) -> None:
+    """Drops the snapshot, the base of the log; until it is adopted again, the
+    memory is no shard's."""
+    self.disown()
     (self._folder / _SNAPSHOT).unlink(missing_ok=True)
 
   def load(self) -> tuple[Any, Any] | None:

@@ -1,6 +1,6 @@
-"""Spans: what a worker did when, a file for each worker.
+"""Spans: stretches of a worker's time, a file for each worker.
 
-A line is a span and, as in a journal, a checksum of it.
+A line is a span and, as in a journal, its checksum.
 """
 
 import collections
@@ -24,14 +24,14 @@ class Span(NamedTuple):
 
 
 class SpanWriter:
-  """Writes down what workers do when, a job at a time."""
+  """Writes the spans of workers, a job at a time."""
 
   def __init__(self, folder: Path):
     self._folder = folder
     self._lines: dict[int, list[str]] = collections.defaultdict(list)
 
   def __call__(self, worker: int, span: Span) -> None:
-    """Takes one stretch of a worker's time; a push ends a job."""
+    """Takes one span of a worker; a push ends a job."""
     name, start, end, seq, job = span
     path = spans_path(self._folder, worker)
     if worker not in self._lines and path.exists():
@@ -52,8 +52,8 @@ def spans_path(folder: Path, worker: int) -> Path:
 
 
 def read_spans(path: Path) -> list[Span]:
-  """Reads what a worker wrote, but for a last line that a kill cut short.
-  Raises ValueError naming the file and the line that is no span."""
+  """Reads a worker's spans, but for a last line that a kill cut short. Raises
+  ValueError naming the file and the line that is no span."""
   *lines, _ = path.read_text(errors="replace").split("\n")
   spans = []
   for number, line in enumerate(lines, 1):

@@ -1,14 +1,14 @@
 """Bodies of a run in checksummed files, from which a lost process is restored.
 
-A *body* is some bytes that only their writer understands: a request, a command,
-an image, a message. There are two kinds of files:
+A *body* is bytes that only their writer understands: a request, a command, an
+image, a message. There are two kinds of files:
 
   a file of one body, which is replaced whole        body, CRC-32
   a log, to which bodies are added one by one        length, CRC-32 of the body,
                                                      CRC-32 of these two, body
 
 A kill leaves the old body or the new one, and in a log whole bodies and at most
-one that is cut short, which is dropped. Anything else is `Changed`. The rows of
+one that is cut short, which is dropped. Anything else is `Changed`. Rows of
 journals and records are in `journal` and `records`, bodies of one size that
 are read while they are written in `slots`.
 """
@@ -38,12 +38,12 @@ class Changed(ValueError):
 
 
 def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
-  """Writes a file of one body, in the place of the one before.
+  """Writes a file of one body, in place of the one before.
 
   Args:
     path: of the file.
     body: its content.
-    disk: writes and replaces as `os` does; a simulation has its own.
+    disk: writes and replaces as `os` does; a simulation has another.
 
   Raises:
     Changed: if its folder was removed.
@@ -70,8 +70,7 @@ def write_body(path: Path, body: bytes | bytearray, disk: Any = os) -> None:
 
 
 def read_body(path: Path) -> bytes:
-  """Returns the body of a file. Raises Changed if the file is not there, or is
-  not as it was written."""
+  """Returns the body of a file. Raises Changed for a missing or changed one."""
   try:
     data = path.read_bytes()
   except OSError:
@@ -112,7 +111,7 @@ class Log(AppendOnlyFile):
     self._add(_frame(body))
 
   def replace(self, bodies: Iterable[bytes] = ()) -> None:
-    """Puts other bodies in the place of all, at once."""
+    """Replaces all bodies, at once."""
     self.bodies = []
     data = b"".join(map(_frame, bodies))
     if not data:

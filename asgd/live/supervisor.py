@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from asgd.live import answers
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Call, Gone, Host, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
+_ANSWER_LOOK = 0.5  # seconds between two looks at calls
+_SOON = 2.0  # seconds after which the user is told which party is waited for
 TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
@@ -233,7 +234,7 @@ class Supervisor:
     *,
     say: Callable[[str], None] = lambda text: None,
   ) -> list[tuple[str, int]]:
-    """Waits for calls, all at once.
+    """Waits for calls, all at once: a silent party takes no time from others.
 
     Args:
       calls: (kind, index) of a party -> what was asked of it.
@@ -243,14 +244,19 @@ class Supervisor:
     Returns:
       The keys of the calls that have not ended by then.
     """
-    return answers.await_all(
-      calls,
-      wait=self.hosts.wait,
-      clock=self.hosts.clock,
-      limit=limit,
-      name=lambda key: "{} {}".format(*key),
-      say=say,
-    )
+    clock = self.hosts.clock
+    began, told, left = clock(), False, dict(calls)
+    while left:
+      ended = self.hosts.wait(list(left.values()), _ANSWER_LOOK)
+      left = {key: call for key, call in left.items() if call not in ended}
+      passed = clock() - began
+      if left and passed > _SOON and not told:
+        told = True
+        names = ", ".join(f"{kind} {index}" for kind, index in left)
+        say(f"waiting for {names}, which has not answered for {passed:.0f} s")
+      if passed > limit:
+        break
+    return list(left)
 
   def _await(self, calls, limit):
     """Waits for calls, by (kind, index), and ends the silent parties; returns

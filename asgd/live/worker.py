@@ -1,17 +1,16 @@
-"""A live worker: gets tickets, does the work, hands in messages.
+"""A live worker: receives tickets, does the work, hands in messages.
 
-The loop is the same in a thread and in a process of its own; a `WorkerLink`
-carries its frames. With more than one ticket (`Rules.depth`) the next job is
-started before the message of the last is handed in. With `Duty.overlap` the
-loop fetches, and two threads beside it compute and write messages
-(`asgd.live.overlap`).
+The loop is the same in a thread and in a process; a `WorkerLink` carries its
+frames. With more than one ticket (`Rules.depth`) the next job is started before
+the message of the last is handed in. With `Duty.overlap` the loop fetches, and
+two threads beside it compute and write messages (`asgd.live.overlap`).
 """
 
 import collections
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,9 +31,9 @@ _SIGN_OF_LIFE = 0.5  # seconds between two, while a shard is waited for
 
 
 def is_finite(message: Any, loss: float) -> bool:
-  """Whether there is no NaN or infinity in a message of NumPy arrays: neither
-  goes away in a sum. One that overflows is taken for infinite, too. Of codes
-  the loss tells: it is NaN of what was not encoded."""
+  """Whether a message of NumPy arrays has no NaN or infinity: neither
+  disappears in a sum. A sum that overflows counts as infinite. For codes the
+  loss is NaN if the message was not encoded."""
   if isinstance(message, compression.Parts):
     return all(is_finite(part, loss) for part in message.parts)
   if isinstance(message, compression.Coded):
@@ -45,6 +44,19 @@ def is_finite(message: Any, loss: float) -> bool:
       for x in jax.tree.leaves(message)
     ]
   return bool(np.isfinite(sums).all() and np.isfinite(loss))
+
+
+class Reach(NamedTuple):
+  """What an incarnation of a worker has of the run around it."""
+
+  link: WorkerLink  # to all shards
+  # Returns each shard's slots; called when all shards are connected.
+  memories: Callable[[], Sequence[Any]]
+  clock: Callable[[], float]  # in seconds
+  wait: Callable[[float], None]  # blocks for some seconds
+  script: Script
+  span: Callable[[Span], None] | None  # takes the spans of jobs
+  close: Callable[[], None]  # writes what is left, and disconnects
 
 
 class _OpenJob:
@@ -60,11 +72,12 @@ class _OpenJob:
 
 
 class _Tenure:
-  """What one holder of a place knows; the next one starts with another."""
+  """The state of one holder of a worker index; the next holder starts anew."""
 
-  def __init__(self, shards: int, held: HeldParams | None, attempt: int = 0):
+  def __init__(self, shards: int, held: Any, attempt: int = 0):
     self.attempt = attempt  # counts the holders that this loop was
-    self.held = held  # None: it is sent the parameters with each ticket
+    # Of each shard; None: each ticket brings the parameters.
+    self.held: list[HeldParams] | None = held
     self.number = -1  # of the holder; the lead gives it
     self.state = None  # the worker's
     self.jobs: dict[int, _OpenJob] = {}  # by seq, not started yet
@@ -77,12 +90,12 @@ class _Tenure:
 
   @property
   def unsettled(self) -> bool:
-    """Whether a message is not acknowledged by all shards."""
+    """Whether some shard has not acknowledged a message."""
     return bool(self.for_lead) or any(self.unacked)
 
 
 class Lease:
-  """The right of a place's holder to write to its slots."""
+  """The right of a holder to write to the slots of its worker index."""
 
   def __init__(self):
     self.revoked = False  # another worker has the place
@@ -94,7 +107,7 @@ class Lease:
       self.revoked = True
 
   def use(self, write: Callable[[], None]) -> bool:
-    """Writes; False, and nothing is written, once it was revoked."""
+    """Writes; after `revoke` it writes nothing and returns False."""
     with self._lock:
       if not self.revoked:
         write()
@@ -102,60 +115,50 @@ class Lease:
 
 
 class WorkerLoop:
-  """One holder of a place, and, if it is expelled, the next one as well."""
+  """One holder of a worker index, and, if it is expelled, the next one."""
 
   def __init__(
     self,
     worker: int,
     duty: Duty,
-    link: WorkerLink,
-    memories: list[Any],
+    reach: Reach,
     *,
-    clock: Callable[[], float],
-    faults: Script,
     life: int = 0,
     patience: float = 5.0,
-    wait: Callable[[float], None] = lambda seconds: None,
-    span: Callable[[Span], None] | None = None,
   ):
-    """The clock tells seconds since the run began; `life` counts the loops that
-    were started at the place before; what was not answered for `patience`
-    seconds is said again; `wait` lets seconds go by, for a worker that is to be
-    slow; `span` is told of each stretch of time."""
-    self._life = life
-    self._worker, self._duty, self._link = worker, duty, link
-    self._memories, self._clock = memories, clock
-    self._patience, self._wait = patience, wait
-    self._slowdown = duty.factor(worker)
-    self._faults, self._span = faults, span or (lambda span: None)
-    self.draining = False
+    """`life` counts the earlier loops of the worker; what was not answered for
+    `patience` seconds is sent again."""
+    self._worker, self._duty, self._life = worker, duty, life
+    self._reach, self._patience = reach, patience
+    self._memories = list(reach.memories())
+    self._shards = range(len(self._memories))
     self._lease = Lease()
+    self._tenure = _Tenure(len(self._memories), duty.hold())
+    self._stages: Stages | None = None  # with `Duty.overlap`
+    self.draining = False
     self._drain_said = False
-    self._shards = range(len(memories))
-    self._tenure = _Tenure(len(memories), duty.hold())
-    self._stages: Stages | None = None
 
   def drain(self) -> None:
-    """Asks the loop to end after what it has begun."""
+    """Asks the loop to end after the jobs that it has begun."""
     self.draining = True
     self.wake()
 
   def wake(self) -> None:
-    """Makes the loop look around, if it waits for a shard."""
-    self._link.wake()
+    """Ends a wait of the loop for a shard."""
+    self._reach.link.wake()
 
   def revoke(self) -> None:
-    """Takes the place away: when this returns, the loop writes to no slot any
-    more, whatever it is doing now."""
+    """Gives the worker index to another: when this returns, the loop writes to
+    no slot any more."""
     self._lease.revoke()
 
   def run(self) -> str:
     """Works until there is no more to do. Returns "stopped" when all jobs are
-    received, "left" if it was drained, "replaced" if another worker took its
-    place."""
+    received, "left" if it was drained, "replaced" if another worker has its
+    index."""
     if not self._duty.overlap:
       return self._run()
-    stages = Stages(self._compute, self._write_message, self._link.wake)
+    stages = Stages(self._compute, self._write_message, self.wake)
     with stages as self._stages:
       return self._run()
 
@@ -174,7 +177,7 @@ class WorkerLoop:
       heard = None
       try:
         ready = self._stages.ready if self._stages else bool(running)
-        heard = self._link.hear(0.0 if ready else self._patience)
+        heard = self._reach.link.hear(0.0 if ready else self._patience)
       except Disconnected as error:
         self._reconnect(error.shard)
       if heard:
@@ -194,41 +197,42 @@ class WorkerLoop:
 
   def _say(self, shard, frame):
     if self._lease.revoked:
-      return  # it has no place to speak for
+      return  # another worker speaks for the worker index
     try:
-      self._link.say(shard, frame)
+      self._reach.link.say(shard, frame)
     except Disconnected:
       self._reconnect(shard)
 
   def _reconnect(self, shard):
-    """Waits for a shard that is being replaced, and says everything again."""
-    said = self._clock()
-    while not self._link.connect(shard) and not self._lease.revoked:
-      if shard and self._clock() - said > _SIGN_OF_LIFE:
-        said = self._clock()
+    """Waits for a shard that is being replaced, and repeats everything."""
+    link, clock = self._reach.link, self._reach.clock
+    said = clock()
+    while not link.connect(shard) and not self._lease.revoked:
+      if shard and clock() - said > _SIGN_OF_LIFE:
+        said = clock()
         with contextlib.suppress(Disconnected):  # there is time for that
-          self._link.say(0, self._hello(flag=1))
+          link.say(0, self._hello(flag=1))
     self._repeat((shard,))
 
   def _hello(self, flag=0):
     number, attempt = self._tenure.number, self._tenure.attempt
-    said = Frame(frames.HELLO, self._worker, self._life, number, attempt)
-    return said._replace(flag=flag)
+    who = self._worker, self._life
+    return Frame(frames.HELLO, *who, number, attempt, flag)
 
   def _repeat(self, shards):
-    """Says to shards again what they have not answered."""
-    tenure = self._tenure
+    """Sends to shards again what they have not answered."""
+    tenure, link = self._tenure, self._reach.link
     for shard in () if self._lease.revoked else shards:
       if shard and tenure.number < 0:
         continue
       try:
-        self._link.say(shard, self._hello())
+        link.say(shard, self._hello())
         if shard and not self._duty.consistent:
           for job in tenure.jobs.values():
             if shard not in job.tickets and 0 in job.tickets:
-              self._link.say(shard, self._fetch_frame(job))
+              link.say(shard, self._fetch_frame(job))
         for frame in list(tenure.unacked[shard].values()):
-          self._link.say(shard, frame)
+          link.say(shard, frame)
       except Disconnected:
         return  # `hear` will notice
 
@@ -260,17 +264,18 @@ class WorkerLoop:
       self._begin_anew()
 
   def _leave_lead(self, bye):
-    """Says BYE to the lead, once more if the way to it had to be opened anew:
-    it would take what follows for the same holder's."""
+    """Sends BYE to the lead, again after a reconnection: the lead would take
+    later frames for the same holder's."""
     while not self._lease.revoked:
       try:
-        self._link.say(0, bye)
+        self._reach.link.say(0, bye)
         return
       except Disconnected:
         self._reconnect(0)
 
   def _begin_anew(self):
-    """Asks for the place as another holder, without what this one knew."""
+    """Asks for the worker index as another holder, without the state of this
+    one."""
     attempt = self._tenure.attempt + 1
     tenure = _Tenure(len(self._shards), self._duty.hold(), attempt)
 
@@ -286,7 +291,7 @@ class WorkerLoop:
       return
     job = tenure.jobs.get(frame.seq)
     if job is None:
-      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._clock())
+      job = tenure.jobs[frame.seq] = _OpenJob(frame, self._reach.clock())
       if shard == 0 and not self._duty.consistent:
         for other in self._shards[1:]:
           self._say(other, self._fetch_frame(job))
@@ -311,9 +316,9 @@ class WorkerLoop:
 
   def _begin(self, job):
     tenure, duty = self._tenure, self._duty
-    self._faults.before_work(self._worker, job.seq)
-    job.started = self._clock()
-    self._span(Span("fetch", job.began, job.started, job.seq, job.job))
+    self._reach.script.before_work(self._worker, job.seq)
+    job.started = self._reach.clock()
+    self._span("fetch", job.began, job.started, job)
     parts = self._parts(job)
     if parts is None:
       return
@@ -337,12 +342,12 @@ class WorkerLoop:
     job.result = message, metrics.loss
 
   def _parts(self, job):
-    """Returns each shard's part of a ticket, None if it cannot be had."""
+    """Returns each shard's part of a ticket, None if it cannot be read."""
     held, parts = self._tenure.held, []
     for shard, (memory, ticket) in enumerate(self._slots_of(job)):
       try:
         if held is not None:
-          parts.append(held.take(shard, memory, ticket))
+          parts.append(held[shard].take(memory, ticket))
         else:
           stamp = int(ticket.value)
           parts.append(memory.read(PARAMS, ticket.params, stamp))
@@ -358,20 +363,21 @@ class WorkerLoop:
   def _compute(self, task):
     """The second stage: does a job, in its thread."""
     _, job, _, _ = task
-    job.started = self._clock()
+    job.started = self._reach.clock()
     with self._duty.on_device(self._worker):
       self._work(*task)
     jax.block_until_ready(job.result)
     self._slow_down(job)
 
   def _slow_down(self, job):
-    """Makes a job take as long as a slow worker's does, from its start."""
-    clock, wait = self._clock, self._wait
-    pace.slow_down(self._slowdown, job.started, clock=clock, wait=wait)
+    """Makes a job take as long as a slow worker's."""
+    clock, wait = self._reach.clock, self._reach.wait
+    factor = self._duty.factor(self._worker)
+    pace.slow_down(factor, job.started, clock=clock, wait=wait)
     job.computed = clock()
 
   def _finish(self):
-    """Hands in the message of the job that is next."""
+    """Hands in the message of the next job."""
     tenure = self._tenure
     if self._stages:
       (begun, job, *_), said = self._stages.take()
@@ -381,16 +387,20 @@ class WorkerLoop:
     else:
       job = tenure.running.popleft()
       said = self._write_message((tenure, job))
-    self._span(Span("compute", job.started, job.computed, job.seq, job.job))
+    self._span("compute", job.started, job.computed, job)
     if said:
       self._hand_in(job, said)
 
+  def _span(self, name, start, end, job):
+    if self._reach.span:
+      self._reach.span(Span(name, start, end, job.seq, job.job))
+
   def _write_message(self, task) -> Frame | None:
     """The third stage: waits for a job's message and writes it to its slots;
-    returns what is to be said of it, None if its tickets have died."""
+    returns the PUSH, None if its tickets have died."""
     tenure, job, *_ = task
     message, loss = job.result
-    message = self._faults.message(self._worker, job.seq, message)
+    message = self._reach.script.message(self._worker, job.seq, message)
     message, loss = simulator.fetch((message, loss))
     if job.computed is None:
       self._slow_down(job)
@@ -400,14 +410,14 @@ class WorkerLoop:
     ):
       return None  # and other parameters came into its slot
     finite = is_finite(message, loss)
-    said = Frame(frames.PUSH, self._worker, job.seq, job.job, value=float(loss))
-    said = said._replace(flag=int(finite))
+    said = Frame(frames.PUSH, self._worker, job.seq, job.job)
+    said = said._replace(flag=int(finite), value=float(loss))
     return said if self._write(tenure, job, message) else None
 
   def _hand_in(self, job, said):
-    """Tells of a message, the lead last: what the lead has, all have. In a
-    consistent run the lead asks whether they do; else it gets the message once
-    all others have acknowledged theirs."""
+    """Sends a PUSH, to the lead last: what the lead has, all have. In a
+    consistent run the lead asks for that; else it gets the PUSH once all others
+    have acknowledged theirs."""
     # What is not finite is refused by all shards: nothing is lost of it.
     last = said.flag and not self._duty.consistent and len(self._shards) > 1
     for shard in reversed(self._shards):
@@ -416,7 +426,7 @@ class WorkerLoop:
         self._push(shard, frame)
       else:
         self._tenure.for_lead[job.seq] = frame
-    self._span(Span("push", job.computed, self._clock(), job.seq, job.job))
+    self._span("push", job.computed, self._reach.clock(), job)
 
   def _slots_of(self, job):
     return zip(
@@ -439,5 +449,6 @@ class WorkerLoop:
 
   def _push(self, shard, frame):
     self._tenure.unacked[shard][frame.seq] = frame
-    for push in [frame] if shard else self._faults.frames(self._worker, frame):
+    script = self._reach.script
+    for push in [frame] if shard else script.frames(self._worker, frame):
       self._say(shard, push)

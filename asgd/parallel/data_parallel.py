@@ -374,10 +374,10 @@ def _function_of(value_and_grad):
 def _shard_map_step(program):
   """The form "shard_map": global arrays, and a program of all devices."""
   mesh = program.mesh
+  begin = jax.jit(lambda params: program.settle(program.begin(params)))
 
   def init(params):
-    placed = meshes.place(params, mesh, program.layouts(params)[0])
-    return jax.jit(lambda params: program.settle(program.begin(params)))(placed)
+    return begin(meshes.place(params, mesh, program.layouts(params)[0]))
 
   def step(state, batch, key):
     step_checks.check_batch(batch, program.pieces)
@@ -437,8 +437,9 @@ def _pmap_step(program):
     donate_argnums=0,
   )
 
+  begin = jax.jit(lambda params: meshes.repeat(program.begin(params), size))
+
   def init(params):
-    begin = jax.jit(lambda params: meshes.repeat(program.begin(params), size))
     return jax.device_put(begin(params), NamedSharding(mesh, P(_AXIS)))
 
   def place(batch):

@@ -10,7 +10,6 @@ varies. A value that does not vary is cast where it meets one that does, and the
 derivative of that cast is a sum over the axis. `vary` is this cast.
 """
 
-import functools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -186,8 +185,11 @@ def whole(tree: Any, mesh: Mesh) -> Any:
 
 def copy(tree: Any, shardings: Any) -> Any:
   """Copies arrays to where the shardings say, for a step that donates them."""
-  copies = functools.partial(jax.tree.map, jnp.copy)
-  return jax.jit(copies, out_shardings=shardings)(tree)
+  return jax.jit(_copies, out_shardings=shardings)(tree)
+
+
+def _copies(tree):  # one function, so that JAX compiles it once
+  return jax.tree.map(jnp.copy, tree)
 
 
 def varying(x: jax.Array) -> frozenset[str]:

@@ -71,7 +71,12 @@ def k_means(
   )
   checks.whole("clusters", clusters, 2, most=len(train))
   for part, examples in (("training", train), ("test", test)):
-    _check_finite(part, examples)
+    bad = ~np.isfinite(examples).all(1)
+    if bad.any():
+      raise ValueError(
+        f"example {int(np.argmax(bad))} of the {part} part is not finite"
+        f" ({int(bad.sum())} of {len(examples)}): leave it out"
+      )
 
   def init(key):
     first = jax.random.choice(key, len(train), (clusters,), replace=False)
@@ -88,23 +93,11 @@ def k_means(
   data_of = lib.examples_of(train, source.train_labels, partition)
   guess = float(np.square(train - train.mean(0), dtype=float).sum(1).mean())
 
-  def rebatch(size):
-    return Problem(
-      *(init, _loss, evaluate, *data_of(size), None, rebatch),
-      guess=guess,
-      updates=_updates,
-    )
-
-  return rebatch(batch_size)
-
-
-def _check_finite(part, examples):
-  bad = ~np.isfinite(examples).all(1)
-  if bad.any():
-    raise ValueError(
-      f"example {int(np.argmax(bad))} of the {part} part is not finite"
-      f" ({int(bad.sum())} of {len(examples)}): leave it out"
-    )
+  return lib.of_data(
+    *(data_of, batch_size, init, _loss, evaluate),
+    guess=guess,
+    updates=_updates,
+  )
 
 
 def centres(params: jax.Array) -> jax.Array:

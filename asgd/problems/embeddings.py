@@ -16,7 +16,8 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import words as words_lib
-from asgd.problems.problem import Evaluation, Keyed, Problem
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
 
 _TESTED = 4000  # pairs of the test part
 _PROBE = 256  # pairs
@@ -96,8 +97,8 @@ def skip_gram(
   def evaluate(params):
     return Evaluation(*map(float, _score(params, test)))
 
-  def rebatch(batch_size):
-    checks.whole("batch_size", batch_size, most=len(data.train))
+  def data_of(size):
+    checks.whole("batch_size", size, most=len(data.train))
 
     def batches(seed, workers):
       del workers
@@ -105,20 +106,21 @@ def skip_gram(
       def batch(worker, job):
         del worker
         rng = np.random.default_rng((seed, int(job)))
-        return pairs(data.train, batch_size, rng)
+        return pairs(data.train, size, rng)
 
       return batch
 
     probe = pairs(data.train, _PROBE, np.random.default_rng(_PROBE_SEED))
-    return Problem(
-      *(init, _loss, evaluate, batches, probe),
-      batches_per_epoch=max(len(data.train) // batch_size, 1),
-      rebatch=rebatch,
-      guess=float((1 + negatives) * np.log(2)),  # of products that are 0
-      keyed=Keyed(_keys, _localise),
-    )
+    return batches, probe, max(len(data.train) // size, 1)
 
-  return rebatch(batch_size)
+  return lib.of_data(
+    *(data_of, batch_size, init, _loss, evaluate),
+    guess=float((1 + negatives) * np.log(2)),  # of products that are 0
+    keyed=lib.keyed(
+      lambda batch: {"inner": (batch[0], True), "outer": (batch[1], True)},
+      lambda batch, inner, outer: (inner, outer),
+    ),
+  )
 
 
 def _drawing(data, window, negatives, power):
@@ -149,23 +151,6 @@ def _drawing(data, window, negatives, power):
     return tokens[at], outer.astype(np.int32)
 
   return pairs
-
-
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
-  """The rows of each table that a batch of pairs needs."""
-  return {
-    name: np.unique(words).astype(np.int64)
-    for name, words in zip(("inner", "outer"), batch, strict=True)
-  }
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for tables of those rows alone."""
-  inner, outer = (
-    np.searchsorted(keys[name], words).astype(np.int32)
-    for name, words in zip(("inner", "outer"), batch, strict=True)
-  )
-  return inner, outer
 
 
 def _products(params, batch):

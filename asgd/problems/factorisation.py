@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, checks, names
+from asgd import checks, names
 from asgd import losses as losses_lib
 from asgd.data import ratings as ratings_lib
 from asgd.problems import problem as lib
-from asgd.problems.problem import Evaluation, Keyed, Problem
+from asgd.problems.problem import Evaluation, Problem
 
 _SIDES = "users", "items"
 _AT_ONCE = 100_000  # ratings evaluated
@@ -136,26 +136,13 @@ def matrix_factorisation(
 
   data_of = lib.examples_of(data.pairs, data.values, partition)
 
-  def rebatch(size):
-    return Problem(
-      *(init, loss, evaluate, *data_of(size), None, rebatch),
-      guess=float(data.values.var()),
-      keyed=Keyed(_keys, _localise),
-    )
-
-  return rebatch(batch_size)
-
-
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
-  """The rows of each table that a batch of ratings needs."""
-  pairs = batch[0].astype(np.int64)
-  return {name: np.unique(pairs[:, i]) for i, name in enumerate(_SIDES)}
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for tables of those rows alone."""
-  pairs, values = batch
-  local = [
-    np.searchsorted(keys[name], pairs[:, i]) for i, name in enumerate(_SIDES)
-  ]
-  return np.stack(local, 1).astype(np.int32), values
+  return lib.of_data(
+    *(data_of, batch_size, init, loss, evaluate),
+    guess=float(data.values.var()),
+    keyed=lib.keyed(
+      lambda batch: {
+        name: (batch[0][:, i], True) for i, name in enumerate(_SIDES)
+      },
+      lambda batch, users, items: (np.stack([users, items], 1), batch[1]),
+    ),
+  )

@@ -51,6 +51,39 @@ class Keyed(NamedTuple):
   localise: Callable[[base.Batch, Any], base.Batch]
 
 
+def keyed(
+  rows: Callable[[base.Batch], Mapping[str, tuple[np.ndarray, Any]]],
+  replace: Callable[..., base.Batch],
+) -> Keyed:
+  """Returns which rows of a dict of tables a batch needs.
+
+  Args:
+    rows: batch -> by table, int[...] rows and bool[...] which of them count, or
+      True.
+    replace: (batch, for each table int32[...], places among the rows that are
+      needed, 0 where none counts) -> batch.
+  """
+
+  def parts(batch):
+    for name, (numbers, counts) in rows(batch).items():
+      yield name, numbers, np.broadcast_to(counts, numbers.shape)
+
+  def keys(batch):
+    return {
+      name: np.unique(numbers[counts]).astype(np.int64)
+      for name, numbers, counts in parts(batch)
+    }
+
+  def localise(batch, keys):
+    places = {
+      name: np.where(counts, np.searchsorted(keys[name], numbers), 0)
+      for name, numbers, counts in parts(batch)
+    }
+    return replace(batch, **{k: x.astype(np.int32) for k, x in places.items()})
+
+  return Keyed(keys, localise)
+
+
 class Problem(NamedTuple):
   """Something to train, for one batch size.
 
@@ -171,11 +204,28 @@ def join(
   if isinstance(pieces.layers, models.Model):
     decay, given = pieces.layers.decay(example), None
 
+  return of_data(
+    *(data_of, batch_size, init, loss, evaluate),
+    pieces=given,
+    guess=guess,
+    statistics_decay=decay,
+  )
+
+
+def of_data(
+  data_of: DataOf,
+  batch_size: int,
+  init: Callable,
+  loss: Callable,
+  evaluate: Callable,
+  **options: Any,
+) -> Problem:
+  """Returns a problem whose data may be cut again into other batches; options
+  are the other fields of a Problem."""
+
   def rebatch(size):
     return Problem(
-      *(init, loss, evaluate, *data_of(size), given, rebatch),
-      guess=guess,
-      statistics_decay=decay,
+      *(init, loss, evaluate, *data_of(size)), rebatch=rebatch, **options
     )
 
   return rebatch(batch_size)

@@ -20,7 +20,8 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import sparse
-from asgd.problems.problem import Evaluation, Keyed, Problem, spread
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
 
 _PROBE = 256  # examples
 _TABLE = "weights"
@@ -99,18 +100,17 @@ def sparse_logistic_regression(
   positive = float(data.train_labels.mean())
   entropy = -sum(p * np.log(p) for p in (positive, 1 - positive))
 
-  def rebatch(size):
-    return Problem(
-      *(init, _loss, functools.partial(_evaluate, data, l1)),
-      *_batches(data, blocks, size),
-      rebatch=rebatch,
-      guess=float(entropy),
-      keyed=Keyed(_keys, _localise),
-      updates=_updates,
-      function=("proximal", {"l1": l1}),
-    )
-
-  return rebatch(batch_size)
+  return lib.of_data(
+    *(functools.partial(_batches, data, blocks), batch_size, init, _loss),
+    functools.partial(_evaluate, data, l1),
+    guess=float(entropy),
+    keyed=lib.keyed(
+      lambda batch: {_TABLE: (batch[0], batch[1] != 0)},
+      lambda batch, weights: (weights, *batch[1:]),
+    ),
+    updates=_updates,
+    function=("proximal", {"l1": l1}),
+  )
 
 
 def _batches(data, blocks, size):
@@ -149,21 +149,8 @@ def _batches(data, blocks, size):
 
     return batch
 
-  probe = of(spread(n, min(_PROBE, size)), 0, 1.0)
+  probe = of(lib.spread(n, min(_PROBE, size)), 0, 1.0)
   return batches, probe, max(n // size, 1)
-
-
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
-  """The features of a batch."""
-  keys, values, *_ = batch
-  return {_TABLE: np.unique(keys[values != 0]).astype(np.int64)}
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for a table of those features alone."""
-  features, values, *rest = batch
-  at = np.where(values != 0, np.searchsorted(keys[_TABLE], features), 0)
-  return at.astype(np.int32), values, *rest
 
 
 def _logits(params, keys, values):

@@ -231,17 +231,11 @@ def _of_function(given, size):
       )
     return value
 
-  equal = _shapes(first) == _shapes(again) and all(
-    map(_equal, jax.tree.leaves(first), jax.tree.leaves(again))
-  )
-  if not equal:
+  bits = [[x.tobytes() for x in jax.tree.leaves(y)] for y in (first, again)]
+  if _shapes(first) != _shapes(again) or bits[0] != bits[1]:
     raise ValueError(
       "data(0, 0) gave two different batches: it must be a function of worker"
       " and job, or no run could be resumed or replayed; draw from"
       " np.random.default_rng((seed, worker, job))"
     )
   return Stream(lambda seed, workers: later, first, _size(first), None)
-
-
-def _equal(a, b):
-  return a.tobytes() == b.tobytes()

@@ -19,13 +19,8 @@ import numpy as np
 from asgd import base, checks
 from asgd import losses as losses_lib
 from asgd.data import documents as documents_lib
-from asgd.problems.problem import (
-  Evaluation,
-  Keyed,
-  Problem,
-  spread,
-  totals,
-)
+from asgd.problems import problem as lib
+from asgd.problems.problem import Evaluation, Problem
 
 _PROBE = 64  # documents
 _AT_ONCE = 500  # documents evaluated
@@ -105,17 +100,16 @@ def lda(
     counts = counts.at[data.train_words, z].add(valid.astype(np.int32))
     return {"assignments": z, "totals": counts.sum(0)[None], "words": counts}
 
-  def rebatch(batch_size):
-    return Problem(
-      *(init, model.loss, functools.partial(_evaluate, model, data)),
-      *_batches(data, batch_size),
-      rebatch=rebatch,
-      guess=float(np.log(size)),
-      keyed=Keyed(_keys, _localise),
-      updates=model.updates,
-    )
-
-  return rebatch(batch_size)
+  return lib.of_data(
+    *(functools.partial(_batches, data), batch_size, init, model.loss),
+    functools.partial(_evaluate, model, data),
+    guess=float(np.log(size)),
+    keyed=lib.keyed(
+      _rows,
+      lambda batch, assignments, words, **_: (assignments, words, batch[2]),
+    ),
+    updates=model.updates,
+  )
 
 
 def _batches(data, batch_size):
@@ -145,29 +139,19 @@ def _batches(data, batch_size):
 
     return batch
 
-  rows = spread(n, _PROBE)
+  rows = lib.spread(n, _PROBE)
   probe = rows.astype(np.int32), data.train_words[rows]
   return batches, (*probe, data.train_lengths[rows]), max(n // batch_size, 1)
 
 
-def _keys(batch: base.Batch) -> dict[str, np.ndarray]:
+def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
   """The rows of each table that a batch of documents needs."""
   docs, words, lengths = batch
-  valid = np.arange(words.shape[1]) < lengths[:, None]
   return {
-    "assignments": np.unique(docs[lengths > 0]).astype(np.int64),
-    "totals": np.zeros(1, np.int64),
-    "words": np.unique(words[valid]).astype(np.int64),
+    "assignments": (docs, lengths > 0),
+    "totals": (np.zeros(1, int), True),
+    "words": (words, np.arange(words.shape[1]) < lengths[:, None]),
   }
-
-
-def _localise(batch: base.Batch, keys: dict[str, np.ndarray]) -> base.Batch:
-  """The batch for tables of those rows alone; what is no word is word 0."""
-  docs, words, lengths = batch
-  valid = np.arange(words.shape[1]) < lengths[:, None]
-  docs = np.where(lengths > 0, np.searchsorted(keys["assignments"], docs), 0)
-  words = np.where(valid, np.searchsorted(keys["words"], words), 0)
-  return docs.astype(np.int32), words.astype(np.int32), lengths
 
 
 class _Model:
@@ -183,26 +167,22 @@ class _Model:
     words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
     return (words + self._beta) / (totals + self._size * self._beta)
 
-  def _nats(self, params, batch):
-    """The mean loss of words, given the topics of their documents."""
+  def loss(self, params, batch: base.Batch, key):
+    """Returns the mean loss of words, given the topics of their documents."""
+    del key
     docs, words, lengths = batch
     of_docs, valid = self._of_docs(params["assignments"][docs], lengths)
     of_docs += self._alpha
     theta = of_docs / of_docs.sum(1, keepdims=True)
     phi = self.shares(params["words"][words], params["totals"][0])
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
-    return losses.sum() / valid.sum()
+    return losses.sum() / valid.sum(), losses_lib.Aux(())
 
   def _of_docs(self, z, lengths):
     """The topics of documents, float[B, T], and which places are words."""
     valid = jnp.arange(z.shape[1]) < lengths[:, None]
     ones = jax.nn.one_hot(z, self._topics) * valid[..., None]
     return ones.sum(1), valid
-
-  def loss(self, params, batch: base.Batch, key):
-    """The loss of a Problem, of topics as they are."""
-    del key
-    return self._nats(params, batch), losses_lib.Aux(())
 
   def updates(self, params, batch: base.Batch, key):
     """Samples the topic of each word once; returns what that changes."""
@@ -267,7 +247,7 @@ def _evaluate(model, data, params) -> Evaluation:
   phi = model.shares(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
   score = functools.partial(model.completion, phi)
-  total, count = totals(score, arrays, _AT_ONCE).tolist()
+  total, count = lib.totals(score, arrays, _AT_ONCE).tolist()
   loss = total / count
   measure = float("nan")
   if data.topics is not None:

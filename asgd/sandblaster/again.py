@@ -1,4 +1,4 @@
-"""Computes again what a run came to, from the jobs that were received."""
+"""Computes the result of a run again, from the jobs that were received."""
 
 from collections.abc import Collection
 from typing import NamedTuple
@@ -20,7 +20,7 @@ from asgd.sandblaster.shard import Shards
 
 
 class RecomputedState(NamedTuple):
-  """What it came to."""
+  """The result."""
 
   state: State  # of the coordinator
   params: base.Params  # the last iterate

@@ -37,7 +37,7 @@ class RunLog:
     self.rows: list[Event] = []  # of the trace
     self.messages: list[tuple[Any, ...]] = []  # rows of base.Records
     self.iterates: list[Iterate] = []
-    self.news: list[str] = []  # what the user should be told
+    self.news: list[str] = []  # for the user
 
   @property
   def lengths(self) -> Lengths:

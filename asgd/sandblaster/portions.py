@@ -3,7 +3,7 @@
 A job is a few portions of the batch. An idle worker gets
 
   1. a job that it did in the evaluation before, whose data it has;
-  2. one that nobody has done yet;
+  2. one that no worker has done yet;
   3. the last one of the worker that has the most left;
   4. a copy of one that is under way (a backup task), the oldest first.
 
@@ -100,7 +100,7 @@ class PortionJobs:
     return None
 
   def workers(self, job: int) -> tuple[int, ...]:
-    """Returns who is at a job that is not done, in the order of their start."""
+    """Returns the workers of a job that is not done, in the order of start."""
     return tuple(self._running.get(job, ()))
 
   def finish(self, worker: int, job: int) -> bool:
@@ -123,6 +123,11 @@ class PortionJobs:
       self._waiting[None].appendleft(job)
 
 
+@jax.jit
+def _add(x, y):
+  return jax.tree.map(jnp.add, x, y)
+
+
 def make_sums(
   work: Work,
 ) -> Callable[[base.Params, Iterable[int]], tuple[float, base.Params]]:
@@ -138,14 +143,13 @@ def make_sums(
     >>> loss, gradient.tolist()
     (75.0, [18.0, 24.0])
   """
-  add = jax.jit(lambda x, y: jax.tree.map(jnp.add, x, y))
 
   def sums(params, portions):
     loss, gradient = 0.0, None
     for portion in portions:
       value, part = work(params, portion)
       loss += float(value)
-      gradient = part if gradient is None else add(gradient, part)
+      gradient = part if gradient is None else _add(gradient, part)
     return loss, simulator.fetch(gradient)
 
   return sums

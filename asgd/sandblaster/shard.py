@@ -5,6 +5,7 @@ No array is ever written to: an operation makes another one. So an image of a
 shard is a dict of references.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -52,17 +53,11 @@ def _scaled(x: Any, factor: float) -> Any:
   return x * x.dtype.type(factor)
 
 
-_WRITE: dict[str, Callable[..., Rows]] = {
-  "copy": lambda target, source, factor: source,
-  "scale": lambda target, source, factor: jax.tree.map(
-    lambda x: _scaled(x, factor), target
-  ),
-  "axpy": lambda target, source, factor: jax.tree.map(
-    lambda x, y: x + _scaled(y, factor), target, source
-  ),
-  "multiply": lambda target, source, factor: jax.tree.map(
-    lambda x, y: x * y, target, source
-  ),
+# operation -> (factor, element of the target, of the source) -> new element
+_WRITE: dict[str, Callable[..., Any]] = {
+  "scale": lambda factor, x: _scaled(x, factor),
+  "axpy": lambda factor, x, y: x + _scaled(y, factor),
+  "multiply": lambda factor, x, y: x * y,
 }
 
 
@@ -174,10 +169,12 @@ class VectorShard:
       self.read(target)
       if vectors.pop(target, None) is None:
         self._used.add(target)
+    elif operation == "copy":
+      vectors[target] = self.read(command.source)
     else:
-      source = self.read(command.source) if command.source else None
-      old = None if operation == "copy" else self.read(target)
-      vectors[target] = _WRITE[operation](old, source, command.factor)
+      write = functools.partial(_WRITE[operation], command.factor)
+      names = [target, command.source] if command.source else [target]
+      vectors[target] = jax.tree.map(write, *map(self.read, names))
     return None
 
   def image(self) -> Image:

@@ -1,6 +1,6 @@
 """Sandblaster in simulated time: workers take drawn durations.
 
-The coordinator is asked what it wants next; commands to shards take no time,
+The coordinator gives its next request; commands to shards take no time,
 jobs take the time of their portions. What happens is written down as rows of a
 trace: SEND where a worker fetches the parameters, KEEP where it starts another
 job on those that it has, RECEIVE where its message comes. A message that comes
@@ -51,7 +51,7 @@ class PortionTicket(NamedTuple):
   seq: int
   finish: float  # when it will be done
   fresh: bool  # the parameters were fetched for it
-  loss: float = math.nan  # what a copy of it came to
+  loss: float = math.nan  # of a copy of it that ended before
 
 
 class _BatchWorker:
@@ -155,7 +155,7 @@ class SandblasterSimulation:
     workers: int,
     saved: Saved | None = None,
   ):
-    """Starts from parameters, which are NumPy's, or goes on from what was
+    """Starts from parameters, which are NumPy's, or resumes from what was
     saved. `work` is the loss and the gradient of a portion, a mean."""
     self._settings, self._add_up = settings, make_sums(work)
     self._like = params
@@ -206,7 +206,7 @@ class SandblasterSimulation:
   # Running.
 
   def advance(self, until: int) -> int:
-    """Goes on until so many messages are received, or the coordinator ends;
+    """Simulates until so many messages are received or the coordinator ends;
     returns how many are."""
     while not self.ended:
       request = self._coordinator.request
@@ -307,7 +307,7 @@ class SandblasterSimulation:
     self._write(worker, base.LEAVE)
     place.holder += 1
     self._push(self.now + self._settings.restart, _RETURN, worker)
-    # Somebody who was idle may do what it did.
+    # An idle worker may take its job.
     for other, its_place in enumerate(self._places):
       if its_place.alive and its_place.ticket is None:
         self._start(other)
@@ -325,7 +325,7 @@ class SandblasterSimulation:
       norm = message_norm(message, len(portions))
       self._current.losses[job] = loss
       self._shards.put(message_name(current, job), message)
-      for other in others:  # a copy of it comes to the same loss
+      for other in others:  # a copy of it has the same loss
         copy = self._places[other].ticket
         self._places[other].ticket = copy._replace(loss=loss)
     self._write(worker, base.RECEIVE)
@@ -341,7 +341,7 @@ class SandblasterSimulation:
   # Checkpoints.
 
   def save(self) -> Saved:
-    """Returns what it was when the last evaluation began."""
+    """Returns its state when the last evaluation began."""
     images, notes, lengths = self._saved
     vectors = {"vectors": [image.vectors for image in images]}
     number = notes["evaluation"] + 1
@@ -402,5 +402,5 @@ def coordinator_from(
   pairs = tuple(Pair(*pair) for pair in state.pairs)
   state = state._replace(pairs=pairs)
   coordinator = Coordinator(settings, state, notes["answers"])
-  coordinator.news.clear()  # they were told
+  coordinator.news.clear()  # the log has them
   return coordinator

@@ -1,7 +1,7 @@
 """Plans: which rows of which leaf each shard of a server holds.
 
 Each of S shards holds some rows (indices of the leading axis) of every leaf and
-runs the pure Server on them as if they were all there is.
+runs the pure Server on them as if they were the whole.
 """
 
 import bisect
@@ -97,12 +97,12 @@ def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
 
 
 def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
-  """Returns what one shard holds of a tree of arrays, or their structs.
+  """Returns one shard's part of a tree of arrays, or of their structs.
 
   Each leaf is a slice of the leading axis, with no rows where the shard holds
-  none; a leaf without axes is shown as [1] or [0]. NumPy leaves are views, and
-  jax leaves that are not split the very arrays. Raises ValueError if the shapes
-  are not the plan's; dtypes may be others.
+  none; a leaf without axes becomes [1] or [0]. NumPy leaves are views, and
+  undivided jax leaves the very arrays. Raises ValueError if the shapes are not
+  the plan's; dtypes may differ.
   """
   leaves, structure = jax.tree.flatten(tree)
   _check_shapes(tree, leaves, plan.shapes, "the plan")
@@ -119,9 +119,9 @@ def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
 
 
 def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
-  """Puts together what `split` split: S trees of one structure, their jax
-  arrays on one device. A leaf that lies in one shard is not copied. Raises
-  ValueError for another number of parts, or shapes that are not the plan's."""
+  """Joins the S parts of `split`, trees of one structure, their jax arrays on
+  one device. A leaf that lies in one shard is not copied. Raises ValueError for
+  another number of parts, or shapes that are not the plan's."""
   if len(parts) != plan.shards:
     raise ValueError(f"the plan is of {plan.shards} shards, not {len(parts)}")
   structure = jax.tree.structure(parts[0])
@@ -176,7 +176,7 @@ def _check_shapes(tree, leaves, shapes, plan):
 
 
 def paths_of(tree: Any) -> list[str]:
-  """Returns what the leaves of a tree are called."""
+  """Returns the names of the leaves of a tree."""
   leaves = jax.tree.leaves_with_path(tree)
   return [jax.tree_util.keystr(path) or "(the only one)" for path, _ in leaves]
 
@@ -186,9 +186,9 @@ def combine(
 ) -> base.Report:
   """Makes the Report of a message from those of its parts.
 
-  The S reports are of numbers, or of columns of one length; `sizes` are each
-  shard's `trained_sizes`. The whole's has NumPy arrays: root mean squares over
-  all trained elements, the largest staleness, and accepted if it was by all.
+  The S reports are of numbers, or of columns of one length; `sizes` are the
+  `trained_sizes`. The whole's has NumPy arrays: root mean squares over all
+  trained elements, the largest staleness, and accepted if all accepted it.
   """
   if len(reports) != len(sizes) or not reports:
     raise ValueError(f"{len(reports)} reports and {len(sizes)} sizes")

@@ -1,9 +1,9 @@
 """A probe that decides whether an algorithm may be split into shards by rows.
 
-The whole algorithm and its two parts are run on the same random messages, in
+The whole algorithm and its two parts run on the same random messages, in
 float64, over several steps and scales, with delays and with a message that is
-not finite. Parts that end with other updates, or send other parameters, than
-the whole read more than their own rows.
+not finite. Parts with other updates, or other sent parameters, than the whole
+read more than their own rows.
 """
 
 import functools
@@ -28,7 +28,7 @@ _CLOSE = 1e-6
 
 
 def _shorten(structs, most, widest=math.inf):
-  """Shapes of at least two and at most so many rows, of this size at most."""
+  """Shapes of two to `most` rows, and of `widest` in other axes at most."""
 
   def shorten(x):
     if not math.prod(x.shape):
@@ -51,7 +51,7 @@ def _halves(structs):
 
 
 def _operations(jaxpr):
-  """Names the operations of a program and of those within it, in order."""
+  """Yields the operations of a program and of those within it, in order."""
   for eqn in jaxpr.eqns:
     yield eqn.primitive.name
     for inner in internals.jaxprs_in_params(eqn.params):
@@ -68,7 +68,7 @@ def _turn(algorithm, worker, staleness, params, state, sent, message):
 
 
 def _compare(plan, what, whole, *parts):
-  """Tells where the parts are not the whole."""
+  """Yields where the parts are not the whole."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
@@ -85,11 +85,11 @@ def _compare(plan, what, whole, *parts):
 def differences(
   algorithm: base.Algorithm, structs: optax.Params, *, totals: bool = False
 ) -> Iterator[str]:
-  """Yields where the parts of an algorithm come to something else than the
-  whole, both trained on random messages, in one program.
+  """Yields where the parts of an algorithm, trained on random messages in one
+  program, differ from the whole.
 
   Args:
-    algorithm: what is tried.
+    algorithm: to be probed.
     structs: arrays, or shapes and dtypes, of a few rows of each leaf.
     totals: see `check`.
   """
@@ -154,18 +154,17 @@ def check(
   """Raises ValueError, naming the leaf, unless an algorithm does the same on
   parts as on the whole.
 
-  It does, if what it makes of a row (of the leading axis) of a leaf, and what
-  it sends of it, depend on nothing but the same row of the parameters, messages
-  and tickets, and on what no row holds, like a count or a learning rate. That
-  is tried on random numbers, so a rule that reads other rows only in a case
-  that the probe does not meet passes. Parameters are small random arrays; of
-  large ones, the program has to be the same as at the shapes that are given.
-  Gates, transforms of single messages (`at_server`; check them alone) and
-  workers are not looked at.
+  It does, if a row (of the leading axis) of a leaf of updates and sent
+  parameters depends on nothing but the same row of the parameters, messages and
+  tickets, and on state without rows, like a count or a learning rate. The probe
+  uses random numbers, so a rule that reads other rows only in rare cases
+  passes. Parameters are small random arrays; for large ones, the program has to
+  be the same as at the given shapes. Gates, transforms of single messages
+  (`at_server`; check them alone) and workers are not probed.
 
   Args:
     algorithm: an Algorithm or an optax transform.
-    params: what its `init` is given; shapes and dtypes are enough.
+    params: for its `init`; shapes and dtypes are enough.
     totals: whether the host carries totals between shards (`staged`); then a
       `total` of sums over rows may be used.
 

@@ -1,8 +1,8 @@
-"""Totals: numbers of the whole that a rule needs while it runs on one shard.
+"""Totals: numbers of the whole for a rule that runs on one shard.
 
-A rule that needs one number of all rows (a global norm) asks for it by `total`,
-which is the identity without shards. `staged` cuts the rule at its totals, so
-that a host can carry them between shards.
+A rule that needs one number of all rows (a global norm) calls `total`, which is
+the identity without shards. `staged` cuts the rule at its totals, so that a
+host can carry them between shards.
 """
 
 import functools
@@ -25,20 +25,20 @@ _EXCHANGE = jax.make_user_context(default_value=None)
 
 def total(x: Any) -> Any:
   """Returns the sum of `x` over all shards; without shards, x itself. It is an
-  array or a tree of arrays, each a sum over the rows that are here, like
+  array or a tree of arrays, each a sum over this shard's rows, like
   jnp.sum(jnp.square(g))."""
   exchange = _EXCHANGE.value
   return x if exchange is None else exchange(x)
 
 
 class Ask(NamedTuple):
-  """A staged function cannot go on without a total."""
+  """A staged function needs one more total."""
 
   operand: Any  # this shard's summands
 
 
 class Done(NamedTuple):
-  """A staged function came to its end."""
+  """A staged function has ended."""
 
   result: Any
 
@@ -77,11 +77,10 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
   Each shard evaluates step(totals, *args) with the totals so far, which returns
   an Ask if `fn` needs one more, otherwise a Done; the host between them adds up
-  what they ask for (`add_up`) and calls them again. What comes before the k-th
-  total is computed again in each of the steps after it. Both are trees of
-  arrays: jax.jit(step) compiles once for each number of totals. `fn` calls
-  `total` as often for every shard, and not inside jit, cond, scan, vmap or
-  grad.
+  the operands (`add_up`) and calls them again. The code before the k-th total
+  is computed again in each of the steps after it. Both are trees of arrays:
+  jax.jit(step) compiles once for each number of totals. `fn` calls `total`
+  equally often for every shard, and not inside jit, cond, scan, vmap or grad.
 
   Example:
     >>> step = jax.jit(staged(lambda x: x / total(x.sum())))
@@ -116,8 +115,8 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
 
 def add_up(operands: Sequence[Any]) -> Any:
-  """Sums trees in the order of the shards, in their own dtypes, with NumPy: it
-  gives the same bits wherever it is done."""
+  """Sums trees in the order of the shards, in their own dtypes, with NumPy: the
+  same bits on any machine."""
   return jax.tree.map(
     lambda *xs: functools.reduce(np.add, map(np.asarray, xs)), *operands
   )
@@ -128,7 +127,7 @@ def run_staged(
   args: Sequence[Sequence[Any]],
   add: Callable[[Sequence[Any]], Any] = add_up,
 ) -> list[Any]:
-  """Evaluates a staged function for S shards, in one place: S tuples of
+  """Evaluates a staged function for S shards in one process: S tuples of
   arguments -> S results. Raises ValueError if some shards ask for more totals
   than others."""
   totals = ()

@@ -1,8 +1,8 @@
-"""The engine for peers without a server: obeys a trace of theirs.
+"""The engine for peers without a server: replays their trace.
 
 A Python loop calls the compiled functions of each peer in the order of the
-trace (`asgd.gossip.peer` says what its rows mean). JAX arrays are immutable, so
-a message is a reference until it is mixed.
+trace (`asgd.gossip.peer` explains its rows). JAX arrays are immutable, so a
+message is a reference until it is mixed.
 """
 
 import functools
@@ -43,7 +43,7 @@ class PeerSteps(NamedTuple):
 
 @functools.lru_cache(maxsize=32)
 def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
-  """Compiles what runtimes call, once for each peer and worker."""
+  """Compiles the functions of runtimes, once for each peer and worker."""
 
   def receive(state, job, message, loss):
     state, report = peer.receive(state, job, message)
@@ -72,27 +72,15 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
   )
 
 
-class PeerRecords(NamedTuple):
-  """One row per message of a peer to itself: the columns of `base.Records`, and
-  what came from others. `update` counts the peer's own updates, `staleness` how
-  often it mixed during the job."""
-
-  update: npt.NDArray[np.int32]  # [U]
-  time: npt.NDArray[np.float64]  # [U]
-  worker: npt.NDArray[np.int32]  # [U]
-  job: npt.NDArray[np.int32]  # [U]
-  staleness: npt.NDArray[np.int32]  # [U]
-  gap: npt.NDArray[np.float32]  # [U]
-  loss: npt.NDArray[np.float32]  # [U]
-  accepted: npt.NDArray[np.bool_]  # [U]
-  message_norm: npt.NDArray[np.float32]  # [U]
-  update_norm: npt.NDArray[np.float32]  # [U]
-  # Since the peer's row before:
-  bytes_up: npt.NDArray[np.int64]  # [U], of what it put, each message once
-  bytes_down: npt.NDArray[np.int64]  # [U], of what it took
-  # RMS of what its codec had kept back of all before
-  residual_norm: npt.NDArray[np.float32]  # [U]
-  mix_norm: npt.NDArray[np.float32]  # [U], RMS of changes by mixing, their sum
+# One row per message of a peer to itself: the columns of `base.Records`, and
+# float32[U], the sum of the RMS of changes by mixing since the row before.
+# `update` counts the peer's own updates, `staleness` how often it mixed during
+# the job; `bytes_up` are of the messages that it put since the row before, each
+# once, `bytes_down` of those that it took.
+PeerRecords = NamedTuple(  # noqa: UP014  of the fields of another
+  "PeerRecords",
+  [*base.Records.__annotations__.items(), ("mix_norm", npt.NDArray[Any])],
+)
 
 
 def peer_records(
@@ -100,9 +88,9 @@ def peer_records(
   observations: Sequence[Observation],
   mixes: Sequence[Sequence[Any]],
 ) -> PeerRecords:
-  """Fetches, once for all, what `PeerSteps.receive` returned of each message,
-  and what `residual` did before; `mixes` are what `PeerSteps.mix` returned
-  since the one before."""
+  """Fetches, once for all, the results of `PeerSteps.receive` and `residual`
+  for each message; `mixes` are those of `PeerSteps.mix` since the one before.
+  """
   kept = records_lib.fetch([message.residual_norm for message in messages])
   messages = [
     message._replace(residual_norm=float(norm))
@@ -128,7 +116,7 @@ def array_bytes(code: Any) -> int:
 
 
 def packed_bytes(code: Any) -> int:
-  """Returns the bytes of a code as it is packed for the wire."""
+  """Returns the bytes of a code, packed for the wire."""
   layout = packing.layout(code)
   return len(packing.pack(layout, records_lib.fetch(code)))
 
@@ -142,14 +130,14 @@ class _Rows(NamedTuple):
 
 
 class Peers:
-  """All peers of a run, and how far they are in its trace.
+  """All peers of a run, and their position in its trace.
 
   Args:
     how: whom they talk to, and how.
-    peer: which the steps are compiled of.
+    peer: of which the steps are compiled.
     worker: likewise.
     params: all begin with.
-    trace: which they obey.
+    trace: of the run.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
   """
@@ -191,13 +179,13 @@ class Peers:
 
   @property
   def present(self) -> list[int]:
-    """The peers that are there."""
+    """The peers that have not left."""
     gone = self.ledger.ended
     return [i for i in range(len(self.states)) if i not in gone]
 
   @property
   def traffic(self) -> LinkTraffic:
-    """What went over each link, as far as it was taken."""
+    """The traffic of each link, of messages that were taken."""
     return self._links.traffic
 
   @property
@@ -207,8 +195,9 @@ class Peers:
     return {key: message.code for key, message in messages}
 
   def run(self, end: int) -> PeerRecords:
-    """Obeys the rows up to, not including, row `end`; returns the records of
-    the messages received. Raises TraceError for a row that cannot be obeyed."""
+    """Replays the rows up to, not including, row `end`; returns the records of
+    the received messages. Raises TraceError for a row that cannot be replayed.
+    """
     self._new = _Rows([], [], [])
     for event in trace_lib.events(self.trace, self.event, end):
       job = self.ledger.obey(event)
@@ -271,8 +260,7 @@ class Peers:
     else:
       keep = np.float64(self.gossip.keep(event.job, i))
       self.states[i], code = self._steps.put(
-        *(self.states[i], keep, self._root),
-        *(np.int32(i), np.int32(event.seq)),
+        self.states[i], keep, self._root, np.int32(i), np.int32(event.seq)
       )
     whole = event.action == base.LEND or not self.gossip.compressed
     self._links.put(event, code, (array_bytes if whole else packed_bytes)(code))
@@ -291,16 +279,15 @@ class Peers:
     ]
     slots = [self.gossip.topology.slot(i, key[0]) for key, _ in taken]
     codes = tuple(message.code for _, message in taken)
-    self.states[i], norm = self._steps.mix(
-      *(self.states[i], codes),
-      *(np.array(weights, np.float64), np.array(slots, np.int32)),
-    )
+    weights, slots = np.array(weights, np.float64), np.array(slots, np.int32)
+    state = self.states[i]
+    self.states[i], norm = self._steps.mix(state, codes, weights, slots)
     self._mixed[i].append(norm)
 
   # Checkpoints, at a row of the trace.
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a tree of arrays and JSON, from which `restore` goes on."""
+    """Returns a tree of arrays and JSON, for `restore`."""
     jobs = {
       f"{worker},{seq}": job
       for worker, tickets in self.ledger.open.items()
@@ -336,7 +323,7 @@ class Peers:
     }
 
   def restore(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Goes on from what `save` returned, as arrays of any kind."""
+    """Continues from a tree of `save`, of arrays of any kind."""
     parts = {k: v for k, v in tree.items() if k != "traffic"}
     arrays = jax.tree.map(jnp.array, parts)
     jobs = arrays["jobs"].items()
@@ -365,7 +352,7 @@ def mean_params(
   """Returns the mean of peers' parameters, as NumPy arrays.
 
   Args:
-    states: of the peers that are there.
+    states: of the present peers.
     weights: of each, `Peer.weight`: of push-sum the mean is that of x = w z.
   """
   shares = np.array([float(w) for w in weights])

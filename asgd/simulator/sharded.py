@@ -1,8 +1,7 @@
-"""The engine for a server in shards: obeys one trace a shard.
+"""The engine for a server in shards: replays one trace a shard.
 
-Each shard obeys the trace that it wrote. What ties the shards together is the
-work: a job starts when all of them have sent their part of the ticket, and none
-can receive its part of the message before that.
+The work ties the shards together: a job starts when all of them have sent their
+part of the ticket, and none can receive its part of the message before that.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,14 +23,14 @@ _Key = tuple[int, int]  # (worker, seq), which names a message
 
 
 class ShardedRun(NamedTuple):
-  """What a run came to."""
+  """The result of a run."""
 
   states: tuple[base.ServerState, ...]  # S
   records: tuple[base.Records, ...]  # S
 
 
 class _Shard(ServerReplay):
-  """One shard, its trace and how far it is."""
+  """One shard, its trace and its position in it."""
 
   def __init__(self, state, steps, trace, numbers):
     super().__init__(state, steps, numbers, **needs_of(trace))
@@ -41,8 +40,8 @@ class _Shard(ServerReplay):
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:
-    """Goes to where so many rows were obeyed, with these tickets: (worker, seq,
-    version, fresh, params), where seq is None of a worker's latest."""
+    """Goes to a row, with tickets (worker, seq, version, fresh, params), where
+    seq is None for a worker's latest."""
     past, ledger = trace_lib.follow(self.events[:rows]), self.ledger
     for name in ("rows", "time", "next_seq", "holders", "present", "ended"):
       setattr(ledger, name, getattr(past, name))
@@ -59,79 +58,9 @@ class _Shard(ServerReplay):
 
   @property
   def next(self) -> Event | None:
-    """The row that is to be obeyed next, None after the last."""
+    """The next row, None after the last."""
     row = self.ledger.rows
     return self.events[row] if row < len(self.events) else None
-
-
-class _Run:
-  """All shards, and the workers between them."""
-
-  def __init__(self, worker, params, plan, shards, work):
-    self._worker, self._params, self._plan = worker, params, plan
-    self._work = work  # (state, ticket, worker, job) -> as Worker.work
-    self._shards: list[_Shard] = shards
-    self.states: dict[_Key, Any] = {}  # (worker, holder) -> worker state
-    self.holder: dict[_Key, int] = {}  # of each message
-    self.messages: dict[_Key, tuple] = {}  # S parts, and the loss
-    self.ends: dict[_Key, int] = {}  # at how many shards a job has ended
-
-  def new_worker(self) -> Any:
-    """Returns the state of a worker that has just come."""
-    return self._worker.init(self._params)
-
-  def message(self, key: _Key, job: int) -> tuple | None:
-    """Returns a message, computing it if all shards have sent; else None."""
-    if key in self.messages:
-      return self.messages[key]
-    tickets = [shard.tickets.get(key) for shard in self._shards]
-    if any(ticket is None for ticket in tickets):
-      return None
-    ticket = tickets[0]._replace(
-      params=sharding.join(self._plan, [ticket.params for ticket in tickets])
-    )
-    place = key[0], self.holder[key]
-    if place not in self.states:
-      self.states[place] = self.new_worker()
-    self.states[place], message, metrics = self._work(
-      self.states[place], ticket, key[0], job
-    )
-    message, loss = fetch((message, metrics.loss))
-    self.messages[key] = compression.split(self._plan, message), loss
-    return self.messages[key]
-
-  def obey(self, index: int, totals: Sequence[Any] | None) -> bool:
-    """Obeys a shard's next row; False if it has to wait for other shards."""
-    shard = self._shards[index]
-    event = shard.next
-    if event is None:
-      return False
-    key, row, message = event.key, shard.ledger.rows, None
-    done = base.RECEIVE, base.DROP  # the worker's state is of both
-    if event.action in done and key in shard.tickets:
-      message = self.message(key, event.job)
-      if message is None:
-        return False
-    ticket = shard.obey(event)
-    if message is not None and event.action == base.RECEIVE:
-      parts, loss = message
-      sums = None if totals is None else totals[row]
-      shard.receive(event, (ticket, parts[index], loss), sums)
-    if event.action in trace_lib.ENDS:
-      self._end(key)
-    elif event.action in trace_lib.STARTS:
-      shard.tickets[key] = ticket
-      if index == 0:
-        self.holder[key] = shard.ledger.holders.get(event.worker, 0)
-    return True
-
-  def _end(self, key):
-    self.ends[key] = self.ends.get(key, 0) + 1
-    if self.ends[key] == len(self._shards):
-      for shard in self._shards:
-        shard.tickets.pop(key, None)
-      for table in (self.messages, self.ends, self.holder):
-        table.pop(key, None)
 
 
 class ShardOptions(NamedTuple):
@@ -150,7 +79,7 @@ class ShardOptions(NamedTuple):
 
 
 class Sharded:
-  """A run whose server is in shards, obeyed as far as is asked for.
+  """A run of a server in shards, replayed as far as is asked for.
 
   Args:
     server: the pure server that each shard runs on its part.
@@ -164,7 +93,7 @@ class Sharded:
     options: how they compute.
 
   Attributes:
-    plan: what each shard holds.
+    plan: the rows of each shard.
   """
 
   def __init__(
@@ -191,18 +120,18 @@ class Sharded:
       _Shard(steps_lib.start(server, part), steps, trace, numbers)
       for part, trace in zip(sharding.split(plan, params), traces, strict=True)
     ]
-
-    def work(state, ticket, w, job):
-      return steps.work(state, ticket, batch(w, job), root, np.int32(job))
-
     self.plan, self._shards, self._totals = plan, shards, totals
-    self._steps = steps
-    self._run = _Run(worker, params, plan, shards, work)
+    self._new_worker = lambda: worker.init(params)
+    self._steps, self._batch, self._root = steps, batch, root
+    self._workers: dict[_Key, Any] = {}  # (worker, holder) -> worker state
+    self._holders: dict[_Key, int] = {}  # of each message
+    self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
+    self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
 
   def until(self, messages: int | None = None) -> None:
-    """Obeys rows, the earliest first, until the lead has received so many
-    messages in all, and the other shards what they have by then; None is all
-    rows of all shards."""
+    """Replays rows, the earliest first, until the lead has received so many
+    messages in all, and the other shards theirs by then; None is all rows of
+    all shards."""
     while following := sorted(self._following(messages)):
       if any(self._obey(index) for _, index in following):
         continue
@@ -213,8 +142,8 @@ class Sharded:
       )
 
   def _following(self, messages):
-    """Yields (time, shard) of the rows that are next, until the lead has so
-    many messages."""
+    """Yields (time, shard) of the next rows, until the lead has so many
+    messages."""
     lead = self._shards[0].ledger
     ends = messages is not None and len(lead.received) >= messages
     for index, shard in enumerate(self._shards):
@@ -227,8 +156,58 @@ class Sharded:
           continue
       yield event.time, index
 
-  def _obey(self, index):
-    return self._run.obey(index, self._totals and self._totals[index])
+  def _obey(self, index: int) -> bool:
+    """Replays a shard's next row; False if it has to wait for other shards."""
+    shard = self._shards[index]
+    event = shard.next
+    if event is None:
+      return False
+    key, row, message = event.key, shard.ledger.rows, None
+    done = base.RECEIVE, base.DROP  # the worker's state is of both
+    if event.action in done and key in shard.tickets:
+      message = self._message(key, event.job)
+      if message is None:
+        return False
+    ticket = shard.obey(event)
+    if message is not None and event.action == base.RECEIVE:
+      parts, loss = message
+      sums = None if self._totals is None else self._totals[index][row]
+      shard.receive(event, (ticket, parts[index], loss), sums)
+    if event.action in trace_lib.ENDS:
+      self._end(key)
+    elif event.action in trace_lib.STARTS:
+      shard.tickets[key] = ticket
+      if index == 0:
+        self._holders[key] = shard.ledger.holders.get(event.worker, 0)
+    return True
+
+  def _message(self, key: _Key, job: int) -> tuple | None:
+    """Returns a message, computing it if all shards have sent; else None."""
+    if key in self._messages:
+      return self._messages[key]
+    tickets = [shard.tickets.get(key) for shard in self._shards]
+    if any(ticket is None for ticket in tickets):
+      return None
+    params = sharding.join(self.plan, [ticket.params for ticket in tickets])
+    ticket, worker = tickets[0]._replace(params=params), key[0]
+    holder = worker, self._holders[key]
+    if holder not in self._workers:
+      self._workers[holder] = self._new_worker()
+    self._workers[holder], message, metrics = self._steps.work(
+      *(self._workers[holder], ticket, self._batch(worker, job)),
+      *(self._root, np.int32(job)),
+    )
+    message, loss = fetch((message, metrics.loss))
+    self._messages[key] = compression.split(self.plan, message), loss
+    return self._messages[key]
+
+  def _end(self, key):
+    self._ends[key] = self._ends.get(key, 0) + 1
+    if self._ends[key] == len(self._shards):
+      for shard in self._shards:
+        shard.tickets.pop(key, None)
+      for table in (self._messages, self._ends, self._holders):
+        table.pop(key, None)
 
   @property
   def states(self) -> tuple[base.ServerState, ...]:
@@ -241,10 +220,14 @@ class Sharded:
     parts = [fetch(state.params) for state in self.states]
     return sharding.join(self.plan, parts)
 
+  @property
+  def _tables(self):
+    return {"holder": self._holders, "ends": self._ends}
+
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns where the run is, without records: a tree of arrays and JSON, for
-    `unpack` of a run of the same arguments."""
-    run, sent = self._run, []
+    """Returns the position of the run, without records: a tree of arrays and
+    JSON, for `unpack` of a run of the same arguments."""
+    sent: list[Any] = []
     tree: dict[str, Any] = {"servers": list(self.states), "sent": sent}
     notes: dict[str, Any] = {"shards": []}
     for index, shard in enumerate(self._shards):
@@ -260,14 +243,13 @@ class Sharded:
       notes["shards"].append([shard.ledger.rows, tickets, codes])
     notes["parts"] = [index for index, _ in sent]
     sent[:] = [params for _, params in sent]
-    tree["workers"] = list(run.states.values())
-    tree["messages"] = [list(parts) for parts, _ in run.messages.values()]
-    losses = [loss for _, loss in run.messages.values()]
+    tree["workers"] = list(self._workers.values())
+    tree["messages"] = [list(parts) for parts, _ in self._messages.values()]
+    losses = [loss for _, loss in self._messages.values()]
     tree["losses"] = np.array(losses, np.float64)
-    for name in ("states", "messages"):
-      notes[name] = list(getattr(run, name))
-    for name in ("holder", "ends"):
-      notes[name] = [(*key, n) for key, n in getattr(run, name).items()]
+    notes |= {"states": list(self._workers), "messages": list(self._messages)}
+    for name, table in self._tables.items():
+      notes[name] = [(*key, number) for key, number in table.items()]
     return tree, notes
 
   def like(self, notes: dict[str, Any]) -> dict[str, Any]:
@@ -278,14 +260,14 @@ class Sharded:
     return {
       "servers": list(self.states),
       "sent": [parts[index] for index in notes["parts"]],
-      "workers": [self._run.new_worker() for _ in notes["states"]],
+      "workers": [self._new_worker() for _ in notes["states"]],
       "messages": [[compression.blank(codec, p) for p in parts]] * count,
       "losses": np.zeros(count),
     }
 
   def unpack(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
-    """Goes to where a run was; the arrays are given away."""
-    run, sent = self._run, iter(tree["sent"])
+    """Goes to a packed position; the arrays are given away."""
+    sent = iter(tree["sent"])
     for shard, state, note in zip(
       self._shards, tree["servers"], notes["shards"], strict=True
     ):
@@ -296,14 +278,13 @@ class Sharded:
       )
       shard.go_to(rows, [(*ticket, next(sent)) for ticket in tickets])
     keys = [tuple(key) for key in notes["states"]]
-    run.states.update(zip(keys, tree["workers"], strict=True))
+    self._workers.update(zip(keys, tree["workers"], strict=True))
     keys = [tuple(key) for key in notes["messages"]]
     losses = tree["losses"].astype(np.float32)
     values = zip(tree["messages"], losses, strict=True)
-    run.messages.update(zip(keys, values, strict=True))
-    for name in ("holder", "ends"):
-      for worker, seq, number in notes[name]:
-        getattr(run, name)[worker, seq] = number
+    self._messages.update(zip(keys, values, strict=True))
+    for name, table in self._tables.items():
+      table.update(((w, seq), number) for w, seq, number in notes[name])
 
   def records(self, start: int = 0) -> tuple[base.Records, ...]:
     """Returns the records of each shard's messages, from one on; S."""

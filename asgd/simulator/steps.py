@@ -36,15 +36,14 @@ class Steps(NamedTuple):
   alone: bool = False  # each message is an update
 
   def keep(self, ticket: base.Ticket) -> base.Ticket:
-    """Returns the ticket of another job on a ticket that is kept: the worker's
-    copy has the update of the job before, which is not counted as staleness.
-    """
+    """Returns the ticket of another job on a kept ticket: the worker's copy has
+    its update of the job before, which does not count as staleness."""
     version = ticket.version + 1 if self.alone else ticket.version
     return ticket._replace(version=version, fresh=np.False_)
 
 
 class Observation(NamedTuple):
-  """What the server saw of one message, on the device; see `records`."""
+  """The server's measurements of one message, on the device; see `records`."""
 
   whole: jax.Array  # int32[3], version after it, staleness, accepted
   real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
@@ -65,11 +64,11 @@ ALONE = WorkerDevices()
 def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   """Compiles a worker once, however many servers it serves.
 
-  Its devices are the first of those that are here. XLA divides the work among
-  them: of a "data" group each takes part of the examples, of a "tensor" group
-  part of the last axis of each weight. What they do not divide they all do.
-  Another group adds up in another order, so it gives other bits. The result is
-  (state, ticket, batch, root, job) -> as Worker.work, whole on each device.
+  Its devices are the first of this process. XLA divides the work among them: in
+  a "data" group each takes part of the examples, in a "tensor" group part of
+  the last axis of each weight. An undivided axis is computed on all. Another
+  group adds up in another order, so it gives other bits. The result is (state,
+  ticket, batch, root, job) -> as Worker.work, whole on each device.
   """
 
   def work(state, ticket, batch, root, job):
@@ -110,7 +109,7 @@ def compile_work(worker: base.Worker, group=ALONE) -> Callable:
 
 
 def _rounded(tree: Any, dtype: str | None) -> Any:
-  """What is left of a tree's real numbers after a journey in `dtype`."""
+  """A tree's real numbers after a journey in `dtype`."""
   if dtype is None:
     return tree
   bits = jnp.finfo(dtype)
@@ -133,15 +132,14 @@ def compile_steps(
   group=ALONE,
   keeps_messages=False,
 ) -> Steps:
-  """Compiles what runtimes call, once; without a worker, no work.
+  """Compiles the functions of runtimes, once; without a worker, no work.
 
   `wire` is the dtype in which parameters and messages travel, such as
   "bfloat16"; None is their own. Messages of a server with a codec travel as
-  it has them, and are decoded here. Tickets hold what arrives. `group` are the
-  devices of each worker. With `keeps_messages` no message is overwritten by
-  what is made of it, as those of a live run, which lie in shared memory. The
-  two are different programs, which need not agree in the last bit: a replay is
-  compiled as the run was.
+  codes, and are decoded here. Tickets hold what arrives. `group` are the
+  devices of each worker. With `keeps_messages` no message is overwritten, as
+  those of a live run lie in shared memory. The two are different programs,
+  which need not agree in the last bit: a replay is compiled as the run was.
   """
 
   codec = server.codec

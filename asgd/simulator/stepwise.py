@@ -1,4 +1,4 @@
-"""The stepwise engine: obeys a trace, one compiled step at a time.
+"""The stepwise engine: replays a trace, one compiled step at a time.
 
 A Python loop calls the compiled functions of `asgd.simulator.steps` in the
 order of the trace. JAX arrays are immutable, so a ticket is a reference to
@@ -6,6 +6,7 @@ parameters, not a copy: memory is (distinct versions in flight) x parameters,
 and sending costs nothing.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -53,16 +54,15 @@ def make_host(
   """Builds the engine for a server and its workers; arguments and options are
   those of `compile_steps`.
 
-  `init(params, workers)` starts a simulation.
-  `run(simulation, trace, end, *, batch, root)` obeys the rows up to, not
-  including, row `end`, and returns the new simulation and the Records of the
-  messages received. `batch` is (worker, job) -> NumPy arrays, `root` the key
-  from which `worker.job_key` derives those of the work. It consumes the
-  simulation it is given: buffers that no ticket may refer to are donated. It
-  raises TraceError for a row that cannot be obeyed. Where jobs share a ticket,
-  the workers are those of `own_writes`; ValueError is raised if they cannot be.
-  `begin(simulation, *, batch, root)` starts a StepwiseRun, for an order that is
-  made while it is obeyed.
+  `init(params, workers)` starts a simulation. `run(simulation, trace, end, *,
+  batch, root)` replays the rows up to, not including, row `end`, and returns
+  the new simulation and the Records of the received messages. `batch` is
+  (worker, job) -> NumPy arrays, `root` the key of the run. It consumes the
+  simulation: buffers without a ticket are donated. It raises TraceError for a
+  row that cannot be replayed. Where jobs share a ticket, the workers are those
+  of `own_writes`; ValueError is raised if they cannot be. `begin(simulation, *,
+  batch, root)` starts a StepwiseRun, for an order that is made while it is
+  replayed.
   """
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
 
@@ -77,15 +77,7 @@ def make_host(
     tickets = tuple({} for _ in range(workers))
     return SimulationState(0, state, states, tickets, (None,) * workers, {})
 
-  def begin(simulation, *, batch, root, keeps=True, returns=()):
-    return StepwiseRun(
-      (worker, steps, group),
-      simulation,
-      batch=batch,
-      root=root,
-      keeps=keeps,
-      returns=returns,
-    )
+  begin = functools.partial(StepwiseRun, (worker, steps, group))
 
   def run(simulation, trace, end, *, batch, root):
     most = int(trace.worker[simulation.event : end].max(initial=-1))
@@ -113,10 +105,10 @@ def make_host(
 
 
 class StepwiseRun:
-  """A simulation that obeys rows one by one, as they are made.
+  """A simulation that replays rows one by one, as they are made.
 
   A message may be asked for before its RECEIVE row: an order over a network
-  depends on how many bytes it has.
+  depends on its bytes.
   """
 
   def __init__(
@@ -145,7 +137,7 @@ class StepwiseRun:
     self._told = 0  # messages whose records were given out
 
   def obey(self, event: trace_lib.Event) -> None:
-    """Obeys the next row; raises TraceError if it has no meaning."""
+    """Replays the next row; raises TraceError if it has no meaning."""
     replay = self._replay
     ticket, w = replay.obey(event), event.worker
     if event.action == base.JOIN:
@@ -186,8 +178,8 @@ class StepwiseRun:
     return self._replay.traffic.sent_bytes(worker, seq)
 
   def pause(self) -> tuple[SimulationState, base.Records]:
-    """Returns the simulation, and the records since the last pause. What was
-    asked for ahead is no part of it, and is computed again by another."""
+    """Returns the simulation, and the records since the last pause. Messages
+    that were asked for ahead are computed again by another run."""
     replay, workers = self._replay, range(len(self._states))
     after = SimulationState(
       replay.ledger.rows,
@@ -210,7 +202,7 @@ def run_whole(
   trace: base.Trace,
   **data: Any,
 ) -> tuple[SimulationState, base.Records]:
-  """Obeys a whole trace of N `workers`; `data` are `batch` and `root`."""
+  """Replays a whole trace of N `workers`; `data` are `batch` and `root`."""
   simulation, parts = host.init(params, workers), []
   while simulation.event < len(trace.time):
     end = min(simulation.event + _CHUNK, len(trace.time))
@@ -220,8 +212,8 @@ def run_whole(
 
 
 def needs_of(trace: base.Trace) -> dict[str, Any]:
-  """Returns what has to be kept for the rows of a trace: the last tickets if
-  jobs `keeps` them, and the states before the rows to which it `returns`."""
+  """Returns what the rows of a trace need: `keeps` if jobs share tickets, and
+  the rows to which it `returns`."""
   return {
     "keeps": bool((trace.action == base.KEEP).any()),
     "returns": trace.job[trace.action == base.ROLLBACK].tolist(),
@@ -229,7 +221,7 @@ def needs_of(trace: base.Trace) -> dict[str, Any]:
 
 
 class ServerReplay:
-  """A server that obeys the rows of a trace."""
+  """A server that replays the rows of a trace."""
 
   def __init__(
     self,
@@ -258,7 +250,7 @@ class ServerReplay:
     return self._steps.send(self.state, self._numbers[event.worker])
 
   def obey(self, event: trace_lib.Event) -> base.Ticket | None:
-    """Obeys the next row; returns the ticket that it opens or closes."""
+    """Replays the next row; returns the ticket that it opens or closes."""
     if self.ledger.rows in self._returns:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
     ticket = self.ledger.obey(event)

@@ -1,9 +1,9 @@
-"""Bytes on the way between workers and a server, counted on what is sent.
+"""Bytes between workers and a server, counted on what is sent.
 
-Without a codec, parameters and messages are the bytes of their layout
-(`asgd.wire`); a code is packed, and its packet is counted. Of a server whose
-updates are codes, a ticket is the updates since the one before of its worker,
-or the parameters if those are not more bytes, as for a worker that is new.
+Without a codec, parameters and messages have the bytes of their layout
+(`asgd.wire`); a code has those of its packet. If a server's updates are codes,
+a ticket is the updates since the one before of its worker, or the parameters if
+those are not more bytes, as for a new worker.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from asgd.simulator.steps import Steps
 
 
 class ReceivedMessage(NamedTuple):
-  """What a trace and the packets tell of a message; the rest is computed."""
+  """The columns of a message from the trace and the packets, not computed."""
 
   time: float
   worker: int
@@ -40,13 +40,12 @@ NOTHING_SENT = Sent(0, 0, {}, {})
 
 
 class Traffic:
-  """What is sent up and down, of one server or shard."""
+  """Bytes that are sent up and down, of one server or shard."""
 
   def __init__(
     self, steps: Steps, state: base.ServerState, sent: Sent = NOTHING_SENT
   ):
-    """Reads shapes and dtypes of a server's state only; `sent` is what was
-    before, if its updates are codes."""
+    """Reads shapes and dtypes of a server's state only; `sent` is as before."""
     params = state.params
     self.dense = wire.layout(params, compress=steps.wire).nbytes
     self._packing = self._updates = None
@@ -60,20 +59,19 @@ class Traffic:
     self.resume(sent)
 
   def resume(self, sent: Sent) -> None:
-    """Goes on from what was sent before."""
+    """Continues after what was sent before."""
     total, version, seen, tickets = sent
     self.sent = Sent(total, version, dict(seen), dict(tickets))
 
   def up(self, message: Any) -> tuple[int, float]:
-    """Returns (bytes, residual norm) of a message, whose code is of NumPy
-    arrays."""
+    """Returns (bytes, residual norm) of a message; a code has NumPy arrays."""
     if self._packing is None:
       return self.dense, 0.0
     return len(packing.pack(self._packing, message)), float(message.residual)
 
   def send(self, worker: int, seq: int) -> int | None:
-    """A ticket is sent for a job, with parameters that are new. Returns how
-    many bytes of codes it is; None: it is the parameters."""
+    """Counts a ticket with new parameters. Returns its bytes of codes; None if
+    it is the parameters."""
     if self._updates is None:
       return None
     sent = self.sent
@@ -86,25 +84,25 @@ class Traffic:
   def sent_bytes(self, worker: int, seq: int) -> int:
     """Returns the bytes of a ticket that is open, and new."""
     if self._updates is None:
-      return self._dense
+      return self.dense
     return self.sent.tickets[worker, seq]
 
   def join(self, worker: int) -> None:
-    """A place has a new worker, which has no parameters."""
+    """Counts a new worker, which has no parameters."""
     self.sent.seen.pop(worker, None)
 
   def lose(self, worker: int, seq: int) -> None:
-    """A ticket has died."""
+    """Counts a lost ticket."""
     self.sent.tickets.pop((worker, seq), None)
 
   def end(self, worker: int, seq: int, ticket: base.Ticket) -> int:
-    """A ticket is closed; returns the bytes that it was sent with."""
+    """Counts a closed ticket; returns the bytes that it was sent with."""
     if self._updates is not None:
       return self.sent.tickets.pop((worker, seq), 0)
     return self.dense if ticket.fresh else 0
 
   def update(self, state: base.ServerState) -> None:
-    """A message was received; an update may have been made."""
+    """Counts the update of a received message, if there is one."""
     if self._updates is None or int(state.version) == self.sent.version:
       return
     code = compression.last_update(state.opt_state)
@@ -120,10 +118,9 @@ class Traffic:
     self._keep(packet)
 
   def roll_back(self, state: base.ServerState) -> None:
-    """The server is at parameters that its updates do not lead to: workers will
-    be sent these."""
+    """Makes all workers be sent the parameters, to which no updates lead."""
     self.sent.seen.clear()
     self.sent = self.sent._replace(version=int(state.version))
 
   def _keep(self, packet: bytes) -> None:
-    """Takes a new packet, for those who really send it."""
+    """Takes a new packet, at a server that sends it."""

@@ -1,11 +1,12 @@
 """Messages between workers and shards on their way, and what else is to come.
 
 A message has a part for each shard that it concerns, and has come when all of
-them have; those of one worker, in one direction, are told in the order in which
+them have; those of one worker, in one direction, come in the order in which
 they were sent, as those of a connection are.
 """
 
 import collections
+import dataclasses
 import heapq
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,32 +15,24 @@ from asgd.orders.network import Links, MessagePart, Network
 
 UP, DOWN = "up", "down"  # to the shards, and from them
 MESSAGE, _PART = "message", "part"
-# What happens at the same time happens in this order: what is on its way, who
-# has ended a job, who waits, and the ends of jobs.
+# Events of the same time happen in this order: messages on their way, workers
+# that have ended a job, workers that wait, and ends of jobs.
 ON_ITS_WAY, NEXT, WAITING, END = range(4)
 
 
+@dataclasses.dataclass(eq=False)
 class Message:
-  """A message between a worker and shards.
+  """A message between a worker and shards."""
 
-  Attributes:
-    waited: time that its parts have spent in queues of shards.
-  """
+  kind: str  # of the sender, as are the data and the number
+  way: str  # UP or DOWN
+  worker: int
+  sizes: dict[int, float]  # bytes of each part, by shard
+  data: list[bytes] = dataclasses.field(default_factory=list)
+  number: int = 0
+  parts: dict[int, MessagePart] = dataclasses.field(default_factory=dict)
 
-  def __init__(
-    self,
-    kind: str,
-    way: str,
-    worker: int,
-    sizes: Mapping[int, float],
-    data: list[bytes] | None = None,
-    number: int = 0,
-  ):
-    """Takes the bytes of each part by shard, what is said, and a number, which
-    are the sender's."""
-    self.kind, self.way, self.worker = kind, way, worker
-    self.sizes, self.data, self.number = dict(sizes), data or [], number
-    self.parts: dict[int, MessagePart] = {}  # by shard
+  def __post_init__(self):
     self.left = len(self.sizes)  # parts that are on their way
 
   @property
@@ -73,11 +66,11 @@ class Carrier:
   def __init__(self, network: Network, workers: int):
     """Starts at time 0 with nothing to come."""
     self.links, self.now = Links(network, workers), 0.0
-    # (time, which first, who first, number, what, of whom)
+    # (time, rank, order among those that wait, number, kind, of which)
     self._heap: list[tuple[float, int, int, int, str, Any]] = []
     self._last: Any = None  # which was popped
     self._count = self._sent = 0
-    self._messages: dict[int, Message] = {}  # that nobody was told of
+    self._messages: dict[int, Message] = {}  # that have not been popped
     self._streams: dict[tuple[str, int], collections.deque[int]] = (
       collections.defaultdict(collections.deque)
     )

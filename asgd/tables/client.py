@@ -169,8 +169,8 @@ class Client:
   # Writing.
 
   def write(self, values: Mapping[str, tuple[Keys, Any]]) -> None:
-    """Takes updates of its own, for rows that it has read. RowNotFinite for a
-    row that is; nothing is written then."""
+    """Adds the worker's updates of rows that it has read. RowNotFinite for a
+    row that is not finite; nothing is written then."""
     for name, (keys, more) in values.items():
       bad = ~np.isfinite(np.asarray(more)).reshape(len(keys), -1).all(1)
       if bad.any():
@@ -270,7 +270,7 @@ class Client:
   # Another division of tables, between two messages.
 
   def cut(self, name: str, start: int, stop: int) -> KeyedRows:
-    """Takes out what it has of the rows start <= key < stop."""
+    """Removes and returns the rows start <= key < stop."""
     return self._rows[name].cut(start, stop)
 
   def join(self, name: str, part: KeyedRows) -> None:

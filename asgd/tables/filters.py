@@ -42,9 +42,6 @@ def significantly_modified(
     threshold: 0 or more, and finite.
     relative: to the row.
 
-  Returns:
-    A Filter.
-
   Raises:
     ValueError: for a threshold out of its range: an infinite one would send
       nothing.
@@ -76,9 +73,6 @@ def random_skip(probability: float) -> Filter:
 
   Args:
     probability: from 0, below 1.
-
-  Returns:
-    A Filter.
 
   Raises:
     ValueError: for a probability out of its range: 1 would send nothing.

@@ -163,7 +163,7 @@ def proximal(
   checks.nonnegative("l1", l1)
   checks.whole("messages", messages)
 
-  def apply(rows: Any, state: Any, values: Any) -> tuple[Any, Any]:
+  def apply(rows, state, values):
     xp = jnp if isinstance(rows, jax.Array) else np
     w, g, u = rows[:, 0], values[:, 0] / messages, values[:, 1] / messages
     step = learning_rate / xp.where(u > 0, u, 1)
@@ -232,7 +232,7 @@ def ftrl_proximal(
       "beta and l2 are both 0, and a first gradient of 0 would give 0 / 0"
     )
 
-  def init(params: optax.Params) -> FtrlState:
+  def init(params):
     zeros = jax.tree.map(jnp.zeros_like, params)
     return FtrlState(zeros, zeros)
 
@@ -243,11 +243,7 @@ def ftrl_proximal(
     new = jnp.where(jnp.abs(z) <= l1, 0, -(z - jnp.sign(z) * l1) / size)
     return new - w, z, after
 
-  def update(
-    updates: optax.Updates,
-    state: FtrlState,
-    params: optax.Params | None = None,
-  ) -> tuple[optax.Updates, FtrlState]:
+  def update(updates, state, params=None):
     if params is None:
       raise ValueError("ftrl_proximal needs the parameters: pass params")
     out = jax.tree.map(leaf, updates, state.z, state.squares, params)

@@ -62,17 +62,13 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
   if array.dtype.kind == "u" and array.max(initial=0) > _INT64.max:
     raise ValueError(f"key {array.max()} does not fit into 64 bits")
   array = array.astype(np.int64, copy=False)
-  _check_range(array, start, stop)
+  bad = array < start
+  if stop is not None:
+    bad |= array >= stop
+  if bad.any():
+    raise _out_of_range(array[np.argmax(bad)], start, stop)
   _check_doubled(array)
   return array
-
-
-def _check_range(keys, start, stop):
-  bad = keys < start
-  if stop is not None:
-    bad |= keys >= stop
-  if bad.any():
-    raise _out_of_range(keys[np.argmax(bad)], start, stop)
 
 
 def _out_of_range(key, start, stop):

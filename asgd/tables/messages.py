@@ -1,10 +1,11 @@
 """Messages between clients and the server: plain data.
 
-A list of keys that the receiver has seen is told by its digest (key caching);
+A list of keys that the receiver has seen is sent as its digest (key caching);
 values may be a packet of a codec instead of an array.
 """
 
 import collections
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ class Rows(NamedTuple):
 
 
 class KeyCache:
-  """One side's memory of lists of keys; sender and receiver, told the same
+  """One side's memory of lists of keys; sender and receiver, given the same
   lists in the same order, remember the same.
 
   Example:
@@ -140,15 +141,12 @@ class ValueCodec:
       lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]
     )
     self._decode = jax.jit(self._codec.decode)
-    self._layouts: dict[Any, packing.CodeLayout] = {}
+    self._layout = functools.cache(self._make_layout)
 
-  def _layout(self, shape, dtype):
-    if (shape, dtype) not in self._layouts:
-      like = jax.ShapeDtypeStruct(shape, dtype)
-      key = jax.eval_shape(lambda: jax.random.key(0))
-      code = jax.eval_shape(self._encode, like, key)
-      self._layouts[shape, dtype] = packing.layout(code)
-    return self._layouts[shape, dtype]
+  def _make_layout(self, shape, dtype):
+    like = jax.ShapeDtypeStruct(shape, dtype)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return packing.layout(jax.eval_shape(self._encode, like, key))
 
   def pack(self, values: np.ndarray, key: jax.Array) -> bytes:
     """Returns values [n, ...] as a packet."""

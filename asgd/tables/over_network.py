@@ -28,7 +28,7 @@ from asgd import base
 from asgd.orders.durations import Durations
 from asgd.orders.network import LinkUse, Network
 from asgd.tables import carrier as carrier_lib
-from asgd.tables import requests
+from asgd.tables import requests, wire
 from asgd.tables.carrier import DOWN, MESSAGE, UP, Carrier, Message
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Rows
@@ -129,7 +129,7 @@ class OverNetwork(Jobs):
   # The worker.
 
   def _start(self, worker):
-    """A worker goes on to its next job, if it has one and may."""
+    """A worker starts its next job, if it has one and may."""
     place, rules = self._places[worker], self._settings.rules
     place.waits = False
     if place.started == self._jobs:
@@ -148,7 +148,7 @@ class OverNetwork(Jobs):
     request = Request(PULL, worker, 0, 0, 0, clock, tables=stale)
     self._places[worker].up += request_bytes(stale)
     parts = [(name, each, 8 * len(each)) for name, each in stale.items()]
-    # Those that have none of its rows know what it lacks by its values.
+    # Shards without its rows, too, send those that lack too much.
     sizes = self._sizes(
       parts, self._shards if self._settings.rules.by_value else self._of(stale)
     )
@@ -162,7 +162,7 @@ class OverNetwork(Jobs):
     # Of a message that is on its way the shards did not know yet.
     behind = message.number < client.flushes
     for data in message.data:
-      rows = requests.load_rows(data)
+      rows = Rows(*wire.load(data))
       place.heard = max(place.heard, rows.clock)
       (client.take_behind if behind else client.take)(rows)
     if message.kind == REPLY:
@@ -254,7 +254,7 @@ class OverNetwork(Jobs):
       late = rows.late or {}
       parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
     sizes = self._sizes(parts, shards or self._shards, len(every))
-    data = [requests.dump_rows(rows) for rows in every]
+    data = list(map(wire.dump, every))
     applied = self._places[worker].applied
     self._carrier.send(Message(kind, DOWN, worker, sizes, data, applied))
 

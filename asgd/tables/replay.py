@@ -15,7 +15,7 @@ from asgd import base
 from asgd.orders.trace import STARTS, Event
 from asgd.tables import requests
 from asgd.tables.client import RowNotFinite
-from asgd.tables.division import Cuts, Division
+from asgd.tables.division import Division
 from asgd.tables.requests import ClockMessage, JobRecord, Request
 from asgd.tables.settings import TableSettings, Work
 from asgd.tables.shard import ACTIONS, TableShard
@@ -26,6 +26,10 @@ class OrdersError(ValueError):
   """What shards and workers wrote down cannot be obeyed together."""
 
 
+def _apart(why: str) -> OrdersError:
+  return OrdersError(f"the orders do not belong together: {why}")
+
+
 class Orders(NamedTuple):
   """What a live run wrote down."""
 
@@ -34,7 +38,7 @@ class Orders(NamedTuple):
 
 
 class Replayed(NamedTuple):
-  """What a run came to."""
+  """The result of a run."""
 
   tables: dict[str, np.ndarray]  # whole
   records: list[list[tuple[float, JobRecord]]]  # of each worker: (time, record)
@@ -75,7 +79,8 @@ class _Holder:
     # Jobs of a holder before it, whose message it sends again.
     self._again = {e.job for e in starts if not e.totals}
     self._messages: dict[int, ClockMessage] = {}  # the last two, by jobs done
-    self._ends = [e for e in events if e.action == base.RECEIVE]
+    # What its rows say that it received, and that has not been done.
+    self.ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard: not answered yet
     self.records: list[tuple[float, JobRecord]] = []
     self._steps = worker.join(self._left, done=self._record)
@@ -90,9 +95,9 @@ class _Holder:
         self._keep(message)
         mine = [r for r in message.records if r.job in self._again]
         return message._replace(records=mine)
-    raise OrdersError(
-      f"the orders do not belong together: holder {self.worker.mail.life} of"
-      f" worker {self.worker.worker} sends a message again that nobody made"
+    raise _apart(
+      f"holder {self.worker.mail.life} of worker {self.worker.worker} sends a"
+      " message again that no holder made"
     )
 
   def _keep(self, message):
@@ -157,20 +162,10 @@ class _Holder:
     """Whether it waits for another division of the tables."""
     return self._steps is None and self.worker.rests
 
-  def divide(self, shards: Sequence[TableShard], cuts: Cuts) -> None:
-    """Goes on with other ranges, which shards have."""
-    self.hear(shards)
-    self.worker.divide(cuts)
-
   def _record(self, record):
-    if self._ends:
-      event = self._ends.pop(0)
+    if self.ends:
+      event = self.ends.pop(0)
       self.records.append((event.time, record))
-
-  @property
-  def complete(self) -> bool:
-    """Whether all that its rows say has been done."""
-    return not self._ends
 
 
 def _hand_over(shards, number, event, holders) -> None:
@@ -235,7 +230,8 @@ def _move(shards, rows, holders, division) -> bool:
     data = requests.dump_move(event.job, cuts, parts)
     shard.obey(requests.load_request(data))
   for holder in there:
-    holder.divide(shards, cuts)
+    holder.hear(shards)
+    holder.worker.divide(cuts)
   return True
 
 
@@ -300,16 +296,11 @@ def replay(
         at = [i + (row is not None) for i, row in zip(at, rows, strict=True)]
   for s, events in enumerate(orders.shards):
     if at[s] < len(events):
-      raise OrdersError(
-        f"the orders do not belong together: row {at[s]} of shard {s}"
-        f" ({events[at[s]].format()}) cannot be obeyed"
-      )
+      row = f"row {at[s]} of shard {s} ({events[at[s]].format()})"
+      raise _apart(f"{row} cannot be obeyed")
   for (w, life), holder in holders.items():
-    if not holder.complete:
-      raise OrdersError(
-        "the orders do not belong together: holder"
-        f" {life} of worker {w} received a job that no shard has"
-      )
+    if holder.ends:
+      raise _apart(f"holder {life} of worker {w} received a job no shard has")
   whole = division.join(
     [
       {name: table.whole() for name, table in shard.server.tables.items()}

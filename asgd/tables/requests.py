@@ -18,7 +18,7 @@ import numpy as np
 
 from asgd.tables import wire
 from asgd.tables.division import Cuts
-from asgd.tables.messages import KeyList, Push, Rows, RowValues
+from asgd.tables.messages import KeyList, Push, RowValues
 
 JOIN, PULL, PUSH = "join", "pull", "push"
 MOVE = "move"  # of the driver: to have other ranges of keys
@@ -47,7 +47,7 @@ class Request(NamedTuple):
 
 
 class Reply(NamedTuple):
-  """What a worker hears of a request."""
+  """A shard's answer to a request."""
 
   number: int  # of the request; -1: another holder has the place
   rows: list[tuple[int, bytes]]  # (number, Rows), perhaps some of them again
@@ -126,21 +126,6 @@ def load_request(data: bytes) -> Request:
     values = values.tobytes() if packed else values
     out[name] = RowValues(KeyList(bytes.fromhex(digest), keys), values)
   return request._replace(tables=out)
-
-
-def dump_rows(rows: Rows) -> bytes:
-  """Returns rows as they travel; the keys go with them, so that rows that were
-  asked for and others are taken in the same way."""
-  tables = {name: list(each) for name, each in rows.tables.items()}
-  late = None if rows.late is None else dict(rows.late)
-  return wire.dump([rows.clock, tables, rows.asked, late])
-
-
-def load_rows(data: bytes) -> Rows:
-  """Returns the rows that bytes are of."""
-  clock, tables, asked, late = wire.load(data)
-  pairs = {name: (keys, rows) for name, (keys, rows) in tables.items()}
-  return Rows(clock, pairs, asked, late)
 
 
 def dump_message(message: ClockMessage) -> bytes:

@@ -1,7 +1,7 @@
 """The server of tables: applies messages, counts clocks, sends rows.
 
-It knows no order of its own: a runtime gives it messages one by one, asks
-whether a worker may be answered, and takes what it has to send.
+It decides no order: a runtime gives it messages one by one, asks whether a
+worker may be answered, and takes the rows that it sends.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from asgd.tables.consistency import ConsistencyRules
 from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, ValueCodec
 from asgd.tables.ranges import RangeClocks
-from asgd.tables.rows import KeyedRows, RowCopies
+from asgd.tables.rows import KeyedRows, RowCopies, squares
 from asgd.tables.table import Table
 
 _LAST = np.iinfo(np.int64).max
@@ -117,6 +117,17 @@ class TableServer:
     self._apply_deferred(after)
     return after - before
 
+  def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
+    """Receives a message; returns by how much the slowest clock has advanced,
+    and of the change the sum of squares and the number of elements."""
+    keys = self.keys_of(push).items()
+
+    def peek():
+      return [np.array(self.tables[k].peek(x), float) for k, x in keys]
+
+    before, advanced = peek(), self.receive(push)
+    return advanced, squares(map(np.subtract, peek(), before))
+
   def keys_of(self, push: Push) -> dict[str, Keys]:
     """Returns the keys of a message, by table, before it is received."""
     lists, out = self._receivers[push.worker].lists, {}
@@ -149,8 +160,8 @@ class TableServer:
     return False
 
   def has_read(self, worker: int) -> None:
-    """A worker has read what it was answered. With its next message at the
-    latest that is known."""
+    """Notes that a worker has read the rows it was answered; its next message
+    says so at the latest."""
     self._reading.pop(worker, None)
 
   def _decoded(self, table, keys, values):
@@ -169,13 +180,13 @@ class TableServer:
 
   def skip(self, push: Push) -> None:
     """Takes note of the keys of a message that is not to be applied: those to
-    come may be told by their digests."""
+    come may have only their digests."""
     for sent in push.tables.values():
       self._receivers[push.worker].unpack(sent.keys)
 
   def _apply_deferred(self, clock):
     """Applies what is of a clock that all have finished, in the order of the
-    workers: no bit depends on who came first. What is for functions that
+    workers: no bit depends on the order of arrival. What is for functions that
     aggregate is summed up before."""
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
@@ -232,7 +243,7 @@ class TableServer:
     self._reading.pop(worker, None)
 
   def leave(self, worker: int) -> int:
-    """A worker goes for good, of several: nobody waits for it any more. Returns
+    """Removes a worker, of several, for good: no other waits for it. Returns
     by how much the slowest clock has advanced."""
     before = self.slowest
     self.workers.remove(worker)
@@ -301,8 +312,8 @@ class TableServer:
   # Another range of keys.
 
   def part(self, name: str, start: int, stop: int) -> dict[str, Any]:
-    """Returns what it knows of the rows start <= key < stop of a table, as a
-    tree of arrays: with their states, and what copies of them lack."""
+    """Returns the rows start <= key < stop of a table as a tree of arrays, with
+    their states and what copies of them lack."""
     (rows,) = self.tables[name].shard_rows
     return {
       "rows": rows.between(start, stop).pack(),

@@ -177,9 +177,6 @@ def table(
       `sparse_logistic.sparse_logistic_regression`.
     optimizer: an `optimizers.Optimizer` by row at the server; None adds.
 
-  Returns:
-    TableSettings.
-
   Raises:
     ValueError: for a value out of its range, or of another model, and for what
       value_bounded cannot bound.
@@ -202,7 +199,10 @@ def table(
     checks.positive("learning_rate", learning_rate)
   if isinstance(filters, str | Mapping):
     filters = (filters,)
-  filters = filters_lib.check(filters)
+  filters = [
+    {"name": each} if isinstance(each, str) else each
+    for each in filters_lib.check(filters)
+  ]
   model = names.lookup(
     "consistency", consistency, consistency_lib.CONSISTENCIES
   )
@@ -227,7 +227,11 @@ def table(
       *("proximal", functions.proximal, proximal, learning_rate),
       messages=workers * clock_every,
     )
-    filters = [_of_weights(each, proximal["l1"]) for each in filters]
+    # Rows of `functions.proximal` are (weight, curvature).
+    filters = [
+      {"column": 0, "l1": proximal["l1"], **each} if _is_kkt(each) else each
+      for each in filters
+    ]
   elif ftrl is not None:
     function = functions.by_row(
       _from_options("ftrl", functions.ftrl_proximal, ftrl, learning_rate)
@@ -285,15 +289,6 @@ def _from_options(name, make, options, learning_rate, **needed):
     return names.call("function", name, make, options)
 
 
-def _of_weights(value, l1):
-  """A filter for rows of `functions.proximal`, (weight, curvature)."""
-  if not _is_kkt(value):
-    return value
-  options = {"name": value} if isinstance(value, str) else dict(value)
-  return {"column": 0, "l1": l1, **options}
-
-
 def _is_kkt(value):
-  name = value if isinstance(value, str) else dict(value).get("name")
-  return name == "kkt"
+  return value.get("name") == "kkt"
 

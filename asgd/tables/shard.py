@@ -1,14 +1,14 @@
-"""A shard of tables that orders what it is asked by itself: no clock, no files.
+"""A shard of tables that orders requests by itself: no clock, no files.
 
-The order of what it did is its record: a row for each JOIN (another holder has
-the place), SEND (it answered a pull), RECEIVE (it applied a push) and LEAVE,
-with the worker, and with the number of the request in the place of `seq`; and
-for each MOVE (ranges of keys went to other shards). Given
-the same requests in the same order, it comes to the same bits: so it is built
-again, after it was killed, from an image and the requests since, and the whole
-run by a replay (`tables.replay`).
+Its record is the order of its operations: a row for each JOIN (another holder
+has the place), SEND (it answered a pull), RECEIVE (it applied a push) and
+LEAVE, with the worker, and the number of the request as `seq`; and for each
+MOVE (ranges of keys went to other shards). The same requests in the same order
+give the same bits: so a shard that was killed is built again from an image and
+the requests since, and the whole run by a replay (`tables.replay`).
 """
 
+import dataclasses
 import itertools
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -17,32 +17,32 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.tables import requests, wire
+from asgd.tables import wire
 from asgd.tables.division import Cuts
 from asgd.tables.messages import Rows
 from asgd.tables.requests import JOIN, MOVE, PULL, PUSH, Reply, Request
-from asgd.tables.rows import squares
 from asgd.tables.server import TableServer
 
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
 }
-EXPELLED = Reply(-1, [])  # told one whose place another holder has
+EXPELLED = Reply(-1, [])  # for a worker whose place another holder has
 
 
+@dataclasses.dataclass
 class _Place:
   """What a shard knows of a worker's place."""
 
-  def __init__(self, life: int = -1, done: int = 0):
-    self.life = life  # of its holder; -1: there was none
-    self.done = done  # jobs whose updates are here
-    self.number = -1  # of the last request
-    self.sent = 0  # rows that the holder was sent
-    self.rows: dict[int, bytes] = {}  # those that it may not have
-    self.upto = 0
-    self.version = 0  # of the server, as the last request was done
-    self.change = (0.0, 0)  # by the last push: sum of squares, elements
-    self.gone = False  # for good
+  life: int = -1  # of its holder; -1: there was none
+  done: int = 0  # jobs whose updates are here
+  number: int = -1  # of the last request
+  sent: int = 0  # rows that the holder was sent
+  rows: dict[int, bytes] = dataclasses.field(default_factory=dict)  # that the
+  # holder may not have
+  upto: int = 0
+  version: int = 0  # of the server, as the last request was done
+  change: tuple[float, int] = 0.0, 0  # sum of squares, elements: the last push
+  gone: bool = False  # for good
 
   def pack(self) -> dict[str, Any]:
     """Returns it as a tree of JSON and bytes."""
@@ -51,17 +51,15 @@ class _Place:
   @classmethod
   def unpack(cls, tree: Mapping[str, Any]) -> "_Place":
     """Returns what was packed."""
-    place = cls()
-    vars(place).update(tree)
-    place.rows, place.change = dict(tree["rows"]), tuple(tree["change"])
-    return place
+    rows, change = dict(tree["rows"]), tuple(tree["change"])
+    return cls(**{**tree, "rows": rows, "change": change})
 
 
 class TableShard:
-  """A server of some rows, and what it said to whom.
+  """A server of some rows, and what workers have of them.
 
-  Whoever runs it asks `waits` of each request, has `obey` do it once it need
-  not wait, and sends the `reply`.
+  Its caller asks `waits` of each request, has `obey` do it once it need not
+  wait, and sends the `reply`.
   """
 
   def __init__(self, index: int, server: TableServer):
@@ -73,7 +71,7 @@ class TableShard:
   # Deciding.
 
   def is_old(self, request: Request) -> bool:
-    """Whether it is of one who has lost the place."""
+    """Whether its worker has lost the place."""
     place = self._places[request.worker]
     return place.gone or request.life < place.life
 
@@ -102,20 +100,14 @@ class TableShard:
   def event(self, request: Request, time: float) -> Event:
     """Returns the row that records a request."""
     kind, worker, life, number, *_ = request
+    fields = (NO_SEQ, life) if kind == JOIN else (number, request.done)
+    totals: tuple[float, ...] = ()
     if kind == MOVE:
+      fields = NO_SEQ, number
       cuts = request.tables["cuts"].values()
       totals = tuple(float(cut) for mine in cuts for cut in mine)
-      version = self.server.version
-      return Event(
-        *(time, worker, NO_SEQ, number, base.MOVE, version), totals=totals
-      )
-    of_life = kind == JOIN
-    return Event(
-      *(time, worker, NO_SEQ if of_life else number),
-      life if of_life else request.done,
-      ACTIONS[kind],
-      self.server.version,
-    )
+    row = *fields, ACTIONS[kind], self.server.version
+    return Event(time, worker, *row, totals=totals)
 
   # Obeying.
 
@@ -126,8 +118,7 @@ class TableShard:
       return
     place = self._places[request.worker]
     if request.kind == JOIN:
-      before, place = place, _Place(request.life, place.done)
-      place.change = before.change
+      place = _Place(request.life, place.done, change=place.change)
       self._places[request.worker] = place
       self.server.join(request.worker)
     place.number = request.number
@@ -139,26 +130,24 @@ class TableShard:
     place.version = self.server.version
 
   def leave(self, worker: int) -> None:
-    """A worker goes for good: nobody waits for it."""
-    done = self._places[worker].done
-    self._places[worker] = place = _Place(self._places[worker].life, done)
-    place.gone = True
+    """Removes a worker for good: no other waits for it."""
+    place = self._places[worker]
+    self._places[worker] = _Place(place.life, place.done, gone=True)
     if len(self.server.workers) > 1 and self.server.leave(worker):
       self._tell_changes()
 
   def _put(self, worker, rows: Rows):
     place = self._places[worker]
     if place.life >= 0 and not place.gone:
-      place.rows[place.sent] = requests.dump_rows(rows)
+      place.rows[place.sent] = wire.dump(rows)
       place.sent += 1
 
   def _pull(self, request):
     worker, server = request.worker, self.server
     self._put(worker, server.pull(worker, request.tables))
-    if server.rules.by_value:
-      rows = server.by_value(worker, request.clock)
-      if rows is not None:
-        self._put(worker, rows)
+    by_value = server.rules.by_value
+    if by_value and (rows := server.by_value(worker, request.clock)):
+      self._put(worker, rows)
     self._places[worker].upto = self._places[worker].sent
 
   def _push(self, place, request):
@@ -168,18 +157,10 @@ class TableShard:
       self.server.skip(push)
       place.change = 0.0, 0
       return
-    known = self.server.keys_of(push)
-    before = self._peek(known)
-    advanced = self.server.receive(push)
+    advanced, place.change = self.server.measure(push)
     place.done = request.done
-    after = self._peek(known)
-    place.change = squares(map(np.subtract, after, before))
     if advanced:
       self._tell_changes()
-
-  def _peek(self, keys):
-    tables = self.server.tables
-    return [np.array(tables[name].peek(k), float) for name, k in keys.items()]
 
   def _tell_changes(self):
     for worker, rows in self.server.at_clock().items():

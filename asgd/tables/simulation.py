@@ -12,6 +12,7 @@ An order that was recorded can be obeyed again, with the same bits.
 import collections
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -37,14 +38,9 @@ class TableTicket(NamedTuple):
   keys: Mapping[str, Keys]
   values: Values  # as they were read
   oldest: int  # clocks that the oldest row lacked
-  version: int  # of the server
-
-
-class JobResult(NamedTuple):
-  """What a worker has computed."""
-
-  loss: float
-  norm: float  # RMS of what it writes
+  # What the worker has computed of it:
+  loss: float = math.nan
+  norm: float = math.nan  # RMS of its updates
 
 
 class SimulatedTableWorker:
@@ -54,7 +50,6 @@ class SimulatedTableWorker:
     self._stream = stream  # of the times of its jobs
     self._drawn = self.started = self.done = 0
     self.ticket: TableTicket | None = None
-    self.outcome: JobResult | None = None  # until the job has ended
     self.waits = False
     self.up = self.down = 0  # bytes since its last record
     # Over a network:
@@ -77,11 +72,10 @@ class SimulatedTableWorker:
     vars(self).update(tree)
     collections.deque(itertools.islice(self._stream, self._drawn), maxlen=0)
     self.ticket = self.ticket and TableTicket(*self.ticket)
-    self.outcome = self.outcome and JobResult(*self.outcome)
 
 
 class Read(NamedTuple):
-  """A job's read, told to an observer: what tests of a model look at."""
+  """A job's read, for an observer: tests of a model check it."""
 
   row: int  # of the trace
   worker: int
@@ -92,10 +86,10 @@ class Read(NamedTuple):
 
 
 class Jobs:
-  """The server, workers and book of a run of tables.
+  """The server and the workers of a run of tables, and its trace and records.
 
-  Who has an order for its steps is a class below it, with `_begin` and
-  `_happen`: the first things that happen, and the next one.
+  A class below it has an order for its steps: `_begin` is the first things that
+  happen, and `_happen` the next one.
   """
 
   def __init__(
@@ -111,17 +105,16 @@ class Jobs:
     observe: Callable[[Read], None] | None = None,
   ):
     """Starts from tables, arrays [K, ...] by name, for so many jobs, a multiple
-    of the workers; `observe` is told each read."""
+    of the workers; `observe` is called with each read."""
     if messages % workers:
       raise ValueError(
         f"{messages} messages are not the same number for each of {workers}"
         " workers"
       )
-    self.total, self._jobs = messages, messages // workers
+    self._jobs = messages // workers  # of each
     settings = settings.of_run(workers, self._jobs)
     self._settings, self._work, self._observe = settings, work, observe
-    codec = settings.make_codec()
-    shards = settings.shards
+    codec, shards = settings.make_codec(), settings.shards
     self.server = TableServer(
       {
         name: Table(
@@ -133,13 +126,13 @@ class Jobs:
       range(workers),
       codec=codec,
     )
-    key = None if codec is None else jax.random.key(seed)
+    key = codec and jax.random.key(seed)
     self._clients = [
       Client(
         *(worker, self.server.specs, settings.rules),
         filters=settings.filters,
         codec=codec,
-        key=key if key is None else jax.random.fold_in(key, worker),
+        key=codec and jax.random.fold_in(key, worker),
         seed=seed,
       )
       for worker in range(workers)
@@ -183,14 +176,14 @@ class Jobs:
   # Running.
 
   def advance(self, until: int) -> int:
-    """Goes on until so many jobs have ended; returns how many have. ValueError
+    """Simulates until so many jobs have ended; returns their number. ValueError
     for an update that is not finite: its job has not ended then."""
     if not self._begun:
       self._begun = True
       self._begin()
     # What overflows is refused by the client, with its key.
     with np.errstate(over="ignore", invalid="ignore"):
-      while self.received < min(until, self.total):
+      while self.received < min(until, self._jobs * len(self._places)):
         self._happen()
     return self.received
 
@@ -219,12 +212,10 @@ class Jobs:
 
   def _answer(self, worker, clock, stale) -> list[Rows]:
     """The server has what a worker's next job needs, and sends it."""
-    out = []
-    if stale:
-      out.append(self.server.pull(worker, stale))
+    out = [self.server.pull(worker, stale)] if stale else []
     if self._settings.rules.by_value:
       rows = self.server.by_value(worker, clock)
-      out += [] if rows is None else [rows]
+      out += [rows] if rows else []
     self._places[worker].down += sum(rows.nbytes for rows in out)
     job = self._next(worker)
     self._write(worker, job, base.SEND if stale else base.KEEP)
@@ -244,8 +235,7 @@ class Jobs:
     if self._observe is not None:
       self._observe(Read(row, worker, clock, keys, values, clocks))
     oldest = clock - int(every.min(initial=clock))
-    job, version = self._next(worker), self.server.version
-    place.ticket = TableTicket(job, keys, values, oldest, version)
+    place.ticket = TableTicket(self._next(worker), keys, values, oldest)
     place.started += 1
 
   def _write(self, worker, job, action):
@@ -266,7 +256,8 @@ class Jobs:
     written = settings.written(clock, keys, gradient)
     client.write(written)
     place.done += 1
-    place.outcome = JobResult(loss, rms(x for _, x in written.values()))
+    norm = rms(x for _, x in written.values())
+    place.ticket = ticket._replace(loss=loss, norm=norm)
     after = settings.clock_of_message(place.done, self._jobs)
     if after is None:
       return None
@@ -278,19 +269,19 @@ class Jobs:
     """A job ends, with its message if it has one; returns what the server sends
     to workers as the slowest clock advances."""
     place, client = self._places[worker], self._clients[worker]
-    ticket, outcome = place.ticket, place.outcome
+    ticket = place.ticket
     gap = rms(
       np.asarray(self.server.tables[name].peek(keys), float)
       - ticket.values[name]
       for name, keys in ticket.keys.items()
     )
     change, sent = (0.0, {}) if push is None else self._apply(push)
-    place.ticket = place.outcome = None
+    place.ticket = None
     self._write(worker, ticket.job, base.RECEIVE)
     self._records.append(
       (
         *(self.server.version, self.now, worker, ticket.job, ticket.oldest),
-        *(gap, outcome.loss, True, outcome.norm, change),
+        *(gap, ticket.loss, True, ticket.norm, change),
         *(place.up, place.down, client.residual()),
       )
     )
@@ -298,11 +289,10 @@ class Jobs:
     return sent
 
   def _apply(self, push):
-    """The server applies a message; returns the RMS of what that changed, and
-    what it sends to workers."""
-    before, sent = self._peek(push), {}
-    advanced = self.server.receive(push)
-    change = rms(map(np.subtract, self._peek(push), before))
+    """Has the server apply a message; returns the RMS of what that changed, and
+    the rows that it sends to workers."""
+    advanced, (square, count) = self.server.measure(push)
+    change, sent = np.sqrt(square / max(count, 1)), {}
     if advanced:
       sent = self.server.at_clock()
       for other, rows in sent.items():
@@ -312,14 +302,6 @@ class Jobs:
         for table in self.server.tables.values():
           self.moved += len(table.rebalance())
     return change, sent
-
-  def _peek(self, push):
-    """The server's rows that a message is about."""
-    lists = self._clients[push.worker].sender.lists
-    return [
-      np.array(self.server.tables[name].peek(lists[each.keys.digest]), float)
-      for name, each in push.tables.items()
-    ]
 
   # Checkpoints.
 
@@ -361,7 +343,7 @@ def request_bytes(keys: Mapping[str, Keys]) -> int:
 class Simulation(Jobs):
   """A run of tables.
 
-  Job j of the run is that of worker j modulo N, whoever comes first.
+  Job j of the run is that of worker j modulo N, in any order.
 
   Example:
     Two workers add their numbers to a row; the bound is 1, and the fast worker

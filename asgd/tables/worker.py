@@ -1,14 +1,12 @@
 """A holder of a worker's place, between shards that order by themselves: no
 clock, no files.
 
-It has a client for each shard. What happens to it is decided by which of the
-rows that shards send are there as a job begins: their number, for each shard,
-is what its record has of a job (the column `totals` of SEND and KEEP rows),
-written before anybody is asked for anything. All that follows, which rows it
-asks for among it, is a function of that.
+It has a client for each shard. The rows of shards that are there as a job
+begins decide all that follows, which rows it asks for among it. So its record
+has their number, for each shard (the column `totals` of SEND and KEEP rows),
+written before the job asks any shard.
 """
 
-import collections
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
@@ -17,34 +15,26 @@ import numpy as np
 
 from asgd import base
 from asgd.tables import ranges as ranges_lib
-from asgd.tables import requests
+from asgd.tables import requests, wire
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.messages import Push
-from asgd.tables.requests import (
-  BINS,
-  JOIN,
-  PULL,
-  PUSH,
-  ClockMessage,
-  JobRecord,
-  Mail,
-)
+from asgd.tables.messages import Rows
+from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
 from asgd.tables.settings import TableSettings, Work
 
 _NOT_KNOWN = float("nan")
 
-# What a holder yields: requests that must be answered before it goes on.
+# What a holder yields: requests that must be answered before its next step.
 Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
 
 
 class TableWorker:
-  """One holder's clients, and what it does.
+  """One holder's clients, and its jobs.
 
-  Whoever runs it goes through the steps of `join`, and then of one `job` after
-  the other: has each request answered, and tells its `mail` of the replies.
+  Its caller runs the steps of `join`, and then of one `job` after the other,
+  has each request answered, and gives the replies to its `mail`.
   """
 
   def __init__(
@@ -72,21 +62,18 @@ class TableWorker:
       seed: of filters and codecs.
     """
     self.worker, self.jobs = worker, jobs
-    self.mail = Mail(worker, life, division.shards)
+    self.mail = requests.Mail(worker, life, division.shards)
     settings = settings.of_run(workers, jobs)
     self._settings, self._division, self._work = settings, division, work
     self._workers = workers
-    shards = range(division.shards)
-    codec = settings.make_codec()
-    key = None
-    if codec is not None:
-      key = jax.random.fold_in(jax.random.key(seed), worker)
+    shards, codec = range(division.shards), settings.make_codec()
+    key = codec and jax.random.fold_in(jax.random.key(seed), worker)
     self._clients = [
       Client(
         *(worker, division.of_shard(shard), settings.rules),
         filters=settings.filters,
         codec=codec,
-        key=key if key is None else jax.random.fold_in(key, shard),
+        key=codec and jax.random.fold_in(key, shard),
         seed=seed * division.shards + shard,
       )
       for shard in shards
@@ -105,7 +92,7 @@ class TableWorker:
     are `behind` were sent before the shard had its last message."""
     client = self._clients[shard]
     for data in self.mail.open(shard, upto):
-      rows = requests.load_rows(data)
+      rows = Rows(*wire.load(data))
       (client.take_behind if behind else client.take)(rows)
       self._clocks[shard] = rows.clock
 
@@ -120,15 +107,15 @@ class TableWorker:
     begun: Callable[[JobRecord], None] = lambda record: None,
     done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
-    """Takes the place, and goes on after the last message that all shards have
+    """Takes the place, and resumes after the last message that all shards have
     of it; or that some have, if it is there to be sent to the others.
 
     Args:
       left: returns the message of a holder before with which so many jobs are
         done, with the records of those jobs that were not received by all, one
         at least; None if there is no such message.
-      begun: is told of each of these jobs before anything is sent.
-      done: is told of the record of each once all shards have its updates.
+      begun: is called with each of these jobs before anything is sent.
+      done: is called with the record of each once all shards have its updates.
     """
     shards = range(self._division.shards)
     yield {shard: self.mail.ask(shard, JOIN) for shard in shards}
@@ -174,9 +161,9 @@ class TableWorker:
     return self.done >= (division.version + 1) * every
 
   def divide(self, cuts: Cuts) -> None:
-    """Goes on with other ranges of keys, all rows that shards sent having come:
-    they are taken, and what it has of rows goes with them to the clients of
-    their shards."""
+    """Takes other ranges of keys. All rows that shards sent must be here: they
+    are taken, and copies and updates of rows move to the clients of their new
+    shards."""
     for shard in range(self._division.shards):
       self.take(shard, self.mail.there(shard))
     before, self._division = self._division, self._division.next(cuts)
@@ -206,10 +193,10 @@ class TableWorker:
     """Does the next job.
 
     Args:
-      begun: is told whether rows have to be asked for: SEND or KEEP.
-      done: is told of the record of each job whose updates all shards have.
+      begun: is called with SEND if rows have to be asked for, else KEEP.
+      done: is called with the record of each job whose updates all shards have.
       change: what becomes of a gradient; faults are there.
-      sends: is told of each message before any shard is.
+      sends: is called with each message before any shard has it.
 
     Raises:
       ValueError: for an update that is not finite; nothing is sent then.
@@ -223,7 +210,10 @@ class TableWorker:
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
     begun(base.SEND if asks else base.KEEP)
-    late = self._late(asks, clock)
+    late = []
+    if settings.rules.by_clock:
+      need = settings.rules.need(clock)
+      late = [shard for shard in asks if self._clocks[shard] < need]
     if late:
       # What they lack was changed before the clock advances: it is sent then.
       yield {shard: self.mail.ask(shard, PULL, clock) for shard in late}
@@ -245,10 +235,13 @@ class TableWorker:
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
-    pushes = self._flush()
+    ends, pushes = settings.clock_of_message(self.done, self.jobs), []
+    if ends is not None:
+      last = self.done == self.jobs
+      pushes = [x.flush(ends, everything=last) for x in self._clients]
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
-    if pushes is None:
+    if not pushes:
       self._records.append(self._with_bytes(record))
       return
     asks = {
@@ -261,7 +254,7 @@ class TableWorker:
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
+    sends(ClockMessage(ends, self.done, shards, records))
     yield asks
     for each in self._answered_push(records, asks):
       done(each)
@@ -275,7 +268,7 @@ class TableWorker:
 
   def _answered_push(self, records, shards):
     """Takes what came with the answers of some shards to a push; returns its
-    records, of which the last is told of what it changed."""
+    records, the last with the size of the change."""
     for shard in shards:
       self.take(shard, self.mail.replies[shard].upto, behind=True)
     *before, last = records
@@ -295,31 +288,22 @@ class TableWorker:
         asks[shard] = stale
     return asks
 
-  def _late(self, asks, clock):
-    """The shards that will send what was changed, if they are waited for."""
-    rules = self._settings.rules
-    if not rules.by_clock:
-      return []
-    return [s for s in asks if self._clocks[s] < rules.need(clock)]
-
   def _read(self, keys, parts, clock):
     values = {
       name: np.empty((len(each), *spec.shape), spec.dtype)
       for name, each in keys.items()
       for spec in [self._division.specs[name]]
     }
-    oldest, counts = clock, collections.Counter()
+    every = [np.zeros(0, np.int64)]
     for client, part in zip(self._clients, parts, strict=True):
       mine = {name: each for name, (_, each) in part.items()}
       for name, rows in client.read(mine).items():
         values[name][part[name][0]] = rows
-        clocks = client.clocks(name, mine[name])
-        oldest = min(oldest, int(clocks.min()))
-        counts.update(clocks.tolist())
-    reads = np.zeros(BINS, np.int64)
-    for each, count in counts.items():
-      reads[min(max(clock - each, 0), BINS - 1)] += count
-    return values, reads, clock - oldest
+        every.append(clock - client.clocks(name, mine[name]))
+    ages = np.concatenate(every).clip(min=0)
+    bins = ages.clip(max=requests.BINS - 1)
+    reads = np.bincount(bins, minlength=requests.BINS)
+    return values, reads, int(ages.max(initial=0))
 
   def _write(self, keys, gradient, clock):
     """Keeps updates as its own; returns the RMS of the gradient."""
@@ -333,14 +317,6 @@ class TableWorker:
         }
       )
     return rms(gradient.values())
-
-  def _flush(self) -> list[Push] | None:
-    """The message at the end of a clock, or of a job, by shard, if it ends."""
-    clock = self._settings.clock_of_message(self.done, self.jobs)
-    if clock is None:
-      return None
-    last = self.done == self.jobs
-    return [client.flush(clock, everything=last) for client in self._clients]
 
   def held(self) -> tuple[int, int]:
     """(rows that filters held back for later, rows that they dropped)."""

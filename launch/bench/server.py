@@ -202,8 +202,8 @@ def _cells(params: dict[str, np.ndarray], seconds: float) -> list[str]:
     lambda: ours(params, seconds, 0),
   )
   rates = [[measure() for measure in contestants] for _ in range(_TURNS)]
-  copy, floor, theirs, ours, fast = np.median(rates, axis=0)
-  row = [megabytes, copy, floor, theirs, ours, 2 * megabytes * ours]
-  row += [ours / theirs, floor / ours, copy / 2 / ours, fast, fast / theirs]
+  copy, floor, theirs, mine, fast = np.median(rates, axis=0)
+  row = [megabytes, copy, floor, theirs, mine, 2 * megabytes * mine]
+  row += [mine / theirs, floor / mine, copy / 2 / mine, fast, fast / theirs]
   digits = (1, 0, 0, 1, 1, 0, 1, 2, 2, 1, 1)
   return [f"{value:.{n}f}" for value, n in zip(row, digits, strict=True)]

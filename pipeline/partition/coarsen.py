@@ -180,7 +180,7 @@ def merge_bounded(
 
   In the order of what they send, the most first, each absorbs predecessors
   until its work takes longer than its forward cut, and is then protected from
-  being absorbed. A block that does not come so far stays what it was.
+  being absorbed. A block that does not get so far is left as it was.
   """
   if bandwidth is None:
     return blocks

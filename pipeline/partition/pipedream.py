@@ -56,7 +56,7 @@ MOST_STATES = 2000  # sets of nodes before a cut
 
 
 class PipeDreamPlan(NamedTuple):
-  """A partition, and what it promises."""
+  """A partition, with its pace and memory."""
 
   partition: Partition
   replicas: tuple[int, ...]  # of each stage

@@ -1,9 +1,9 @@
 """Which nodes make a stage, and which devices hold it.
 
-What every partitioner returns, and what is asked of all of them: each node is
-placed exactly once, and tensors go from earlier stages to later ones. There are
-three: `balance` here, for a chain if communication costs nothing, `pipedream`
-for stages that may be replicated, `mixed_pipe` for several stages on a device.
+Every partitioner returns a `Partition`, in which each node is placed exactly
+once and tensors go from earlier stages to later ones. There are three:
+`balance` here, for a chain if communication costs nothing, `pipedream` for
+stages that may be replicated, `mixed_pipe` for several stages on a device.
 """
 
 from collections.abc import Collection, Iterable, Sequence

@@ -1,9 +1,9 @@
 """Makes the tables of the literature, each from the rule that a device obeys.
 
-Most are orders written down per device: 1F1B is so many forwards and then one
-backward and one forward in turn. Where the best order depends on how long
-things take, a rule is asked in simulated time what a device does next; what it
-answers becomes the order. Rules of one's own go the same way (`custom`).
+Most are orders written down per device: 1F1B is some forwards and then one
+backward and one forward in turn. Where the best order depends on the times of
+tasks, a rule chooses each device's next task in simulated time, and the choices
+become the order. A user's rules are called in the same way (`custom`).
 
   # gpipe, 3 stages, 3 microbatches      # one_f_one_b
   0 | F0 F1 F2 .  .  .  .  B0 B1 B2      0 | F0 F1 F2 .  .  B0 .  B1 .  B2
@@ -234,7 +234,7 @@ def _check_option(key, value):
 
 
 def _function(place):
-  """Returns the function MODULE:NAME, or what is a function already."""
+  """Returns the function MODULE:NAME, or a given function."""
   if callable(place):
     return place
   module, _, name = (place if isinstance(place, str) else "").partition(":")

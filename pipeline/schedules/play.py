@@ -14,7 +14,7 @@ from pipeline import table as table_lib
 from pipeline.schedules.layout import Orders, stages_of
 from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
-_MANY = 1000  # own actions in a row while nothing else goes on, for each device
+_MANY = 1000  # own actions in a row without a step of a stage, for each device
 
 
 class RuleState:
@@ -131,7 +131,7 @@ class _Clock:
     return touched
 
   def ask(self, device, rule):
-    """Lets a device do what its rule says."""
+    """Asks a device's rule for the next step, and begins it."""
     state, coming, now = self.states[device], self._coming[device], self._now
     state.time, state.soon = now, coming[0] if coming else math.inf
     answer = rule(device, state)

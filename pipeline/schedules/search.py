@@ -56,7 +56,7 @@ class _Direction(NamedTuple):
 
   needs: list[list[tuple[int, float]]]  # of each step: a need, and the time
   # from its start until the step may start
-  held: list[int]  # of each step: what it adds to the activations held
+  held: list[int]  # of each step: the change of the activations held
 
 
 class Gaps:
@@ -212,7 +212,7 @@ class Gaps:
 
 
 def _weight(state, costs, patience, full):
-  """The next W, if memory is full or it fits before what is known to come."""
+  """The next W, if memory is full or it fits before the next known step."""
   step = state.first(WEIGHT)
   if step is None or full:
     return step
@@ -245,8 +245,7 @@ def _greedy(owned, limits, costs, patience) -> Rule:
   """Backwards of inputs, then forwards that memory allows, then weights.
 
   A forward leaves room for one microbatch at every later stage of the device
-  that has none. So the oldest microbatch can always go on, and no device
-  waits forever.
+  that has none, so the oldest microbatch can always advance.
   """
 
   def rule(device, state):

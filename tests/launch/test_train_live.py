@@ -326,5 +326,5 @@ def runs(pid):
 
 
 def test_a_folder_without_a_live_run_has_no_trace(tmp_path):
-  result = kit.launch("replay", tmp_path)
+  result = kit.call("replay", tmp_path)
   kit.assert_one_line(result, "is not the folder of a cell")

@@ -690,70 +690,46 @@ UPDATES_OF_ONES_OWN = table_lib.lay_out(
 )
 
 
-def whole_numbers(fn, params):
-  """A single stage whose loss or parameters are no fractions."""
-  return [Part(fn, params, server("asgd"))]
+def rounded(params, x, extra):
+  return params.astype(int), ()
+
+
+def product(params, x, extra):
+  return params[0] * params[1], ()
+
+
+def single(fn, params):
+  """A pipeline of a single stage."""
+  return executor_of(gpipe(1, 2), 1, made=[Part(fn, params, server("asgd"))])
 
 
 MISTAKES = {
-  "parts": (
-    lambda: executor_of(gpipe(3, 4)),
-    "3 stages, and there are 4 parts",
-  ),
-  "workers": (
-    lambda: run_table(ASYNCHRONOUS, name="dana_zero", workers=3),
-    "stage 0 has 4 updates in flight, and its algorithm was built for 3",
-  ),
-  "recompute": (
-    lambda: run_table(gpipe(4, 4), recompute=[True, False]),
-    r"recompute must be a bool, or one for each of 4 stages, not \[True, F",
-  ),
-  "devices": (
-    lambda: run_table(gpipe(4, 4), devices=jax.devices()[:2]),
-    "4 devices, not 2",
-  ),
-  "weights": (
-    lambda: run_table(gpipe(4, 4), weights="newest"),
-    "weights must be one of latest, stash, 2bw, vertical, not 'newest'",
-  ),
+  "parts": (lambda: executor_of(gpipe(3, 4)),
+    "3 stages, and there are 4 parts"),
+  "workers": (lambda: run_table(ASYNCHRONOUS, name="dana_zero", workers=3),
+    "stage 0 has 4 updates in flight, and its algorithm was built for 3"),
+  "recompute": (lambda: run_table(gpipe(4, 4), recompute=[True, False]),
+    r"recompute must be a bool, or one for each of 4 stages, not \[True, F"),
+  "devices": (lambda: run_table(gpipe(4, 4), devices=jax.devices()[:2]),
+    "4 devices, not 2"),
+  "weights": (lambda: run_table(gpipe(4, 4), weights="newest"),
+    "weights must be one of latest, stash, 2bw, vertical, not 'newest'"),
   "2bw": (
     lambda: run_table(one_f_one_b(4, 8, every=2, flush=False), weights="2bw"),
     "needs more microbatches in an update",
   ),
-  "loss": (
-    lambda: executor_of(gpipe(1, 2), made=parts(4)[:1]),
-    "last stage must return its loss",
-  ),
-  "whole loss": (
-    lambda: executor_of(
-      gpipe(1, 2),
-      1,
-      made=whole_numbers(lambda p, x, e: (p.astype(int), ()), np.ones(())),
-    ),
-    r"must return its loss, float\[\], not int64\[\]",
-  ),
-  "whole parameters": (
-    lambda: executor_of(
-      gpipe(1, 2),
-      1,
-      made=whole_numbers(
-        lambda p, x, e: (p[0] * p[1], ()), (np.ones(()), np.int32(1))
-      ),
-    ),
-    "stage 0 has parameters of dtype int32, which have no gradient",
-  ),
-  "update": (
-    lambda: run_table(UPDATES_OF_ONES_OWN, 1, own={"update": print}),
-    "actions 'update', which is what the executor calls",
-  ),
-  "together": (
-    lambda: run_table(ASYNCHRONOUS, together=True),
-    "their updates cannot be made together",
-  ),
-  "again": (
-    lambda: (lambda e: e.again(e.start()))(executor_of(gpipe(4, 4))),
-    "run it to its end first",
-  ),
+  "loss": (lambda: executor_of(gpipe(1, 2), made=parts(4)[:1]),
+    "last stage must return its loss"),
+  "whole loss": (lambda: single(rounded, np.ones(())),
+    r"must return its loss, float\[\], not int64\[\]"),
+  "whole parameters": (lambda: single(product, (np.ones(()), np.int32(1))),
+    "stage 0 has parameters of dtype int32, which have no gradient"),
+  "update": (lambda: run_table(UPDATES_OF_ONES_OWN, 1, own={"update": print}),
+    "actions 'update', which is what the executor calls"),
+  "together": (lambda: run_table(ASYNCHRONOUS, together=True),
+    "their updates cannot be made together"),
+  "again": (lambda: (lambda e: e.again(e.start()))(executor_of(gpipe(4, 4))),
+    "run it to its end first"),
 }
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -82,8 +83,7 @@ def is_placed(found, g):
 # Graphs.
 
 
-@pytest.mark.parametrize(
-  "args, message",
+test_graphs_that_are_none_are_refused = kit.refuses(
   [
     (([],), "a node or more"),
     (([Node("a"), Node("a")],), "both called 'a'"),
@@ -97,10 +97,8 @@ def is_placed(found, g):
     (([Node("a"), Node("b")], [], [((0, 0), 1)]), "two nodes or more"),
     (([Node("a"), Node("b")], [], [((0, 1), 1)]), "cannot share 1 bytes"),
   ],
+  lambda args: make(*args),
 )
-def test_graphs_that_are_none_are_refused(args, message):
-  with pytest.raises(ValueError, match=message):
-    make(*args)
 
 
 def test_shared_parameters_count_once():
@@ -276,15 +274,15 @@ def test_balance_is_the_best_of_all_cuts(costs, data):
   assert max(sum(costs[i] for i in stage) for stage in found) == best
 
 
-def test_balance_refuses():
-  for costs, stages, message in (
-    ([1, 2], 3, "2 nodes make 1 to 2"),
-    ([1, 2], 0, "not 0"),
-    ([1, -2], 1, "not negative"),
-    ([[1]], 1, "list of numbers"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      placement.balance(costs, stages)
+test_balance_refuses = kit.refuses(
+  [
+    (([1, 2], 3), "2 nodes make 1 to 2"),
+    (([1, 2], 0), "not 0"),
+    (([1, -2], 1), "not negative"),
+    (([[1]], 1), "list of numbers"),
+  ],
+  lambda args: placement.balance(*args),
+)
 
 
 # PipeDream.
@@ -638,21 +636,21 @@ def test_ties_are_reported_or_kept_together():
   assert found.stages == ((0, 1, 2), (3,)) and found.shared == ()
 
 
-def test_pipedream_refuses():
-  for args, options, message in (
-    ((0, 1.0), {}, "positive whole number"),
-    (((2, 2), 1.0), {}, "there are 2 and 1"),
-    ((2, 0.0), {}, "bandwidth must be positive"),
-    ((2, None), {}, "not None"),
-    ((2, 1.0), {"formula": "book"}, "paper, code, not 'book'"),
-    ((2, 1.0), {"cuts": "edges"}, "antichains, released, not 'edges'"),
-    ((2, 1.0), {"tied": "no"}, "allow, together, not 'no'"),
-    ((2, 1.0), {"memory": 0}, "memory must be positive"),
-    ((2, 1.0), {"compression": 2.0}, "for formula 'code' only"),
-    ((3, 1.0), {"straight": True}, "set fewer=True"),
-  ):
-    with pytest.raises(ValueError, match=message):
-      pipedream(TWO, *args, **options)
+test_pipedream_refuses = kit.refuses(
+  [
+    (((0, 1.0), {}), "positive whole number"),
+    ((((2, 2), 1.0), {}), "there are 2 and 1"),
+    (((2, 0.0), {}), "bandwidth must be positive"),
+    (((2, None), {}), "not None"),
+    (((2, 1.0), {"formula": "book"}), "paper, code, not 'book'"),
+    (((2, 1.0), {"cuts": "edges"}), "antichains, released, not 'edges'"),
+    (((2, 1.0), {"tied": "no"}), "allow, together, not 'no'"),
+    (((2, 1.0), {"memory": 0}), "memory must be positive"),
+    (((2, 1.0), {"compression": 2.0}), "for formula 'code' only"),
+    (((3, 1.0), {"straight": True}), "set fewer=True"),
+  ],
+  lambda case: pipedream(TWO, *case[0], **case[1]),
+)
 
 
 @quick

@@ -126,14 +126,10 @@ def as_numbers(x):
 CASES = {
   # A process that has both replicas of a stage, and one that has half of the
   # other stage, with its server elsewhere.
-  "replicas": (
-    lambda: schedules.pipedream(2, COUNT, replicas=(1, 2)),
-    *("dana_zero", "stash", False),
-  ),
-  "recomputing": (
-    lambda: schedules.ftpipe([0, 1, 0], COUNT),
-    *("dana_slim", "latest", True),
-  ),
+  "replicas": (lambda: schedules.pipedream(2, COUNT, replicas=(1, 2)),
+    *("dana_zero", "stash", False)),
+  "recomputing": (lambda: schedules.ftpipe([0, 1, 0], COUNT),
+    *("dana_slim", "latest", True)),
 }
 
 

@@ -215,19 +215,13 @@ RUN = spans_of(TABLE, TIMING)
 REFUSED = {
   "none": ([], "there is no span: nothing was measured"),
   "device": ([RUN[0]._replace(device=3)], "1f1b has devices 0 to 2"),
-  "backwards": (
-    [RUN[0]._replace(end=99.0)],
-    "F of stage 0, microbatch 0 on device 0 is from 100.0 to 99.0: these must",
-  ),
+  "backwards": ([RUN[0]._replace(end=99.0)],
+    "F of stage 0, microbatch 0 on device 0 is from 100.0 to 99.0: these must"),
   "nan": ([RUN[0]._replace(start=float("nan"))], "must be finite"),
-  "another table": (
-    [RUN[0]._replace(microbatch=9)],
-    "F of stage 0, microbatch 9 on device 0 is not in the table 1f1b: was",
-  ),
-  "twice": (
-    [RUN[0], RUN[0]],
-    "F of stage 0, microbatch 0 on device 0 was measured twice",
-  ),
+  "another table": ([RUN[0]._replace(microbatch=9)],
+    "F of stage 0, microbatch 9 on device 0 is not in the table 1f1b: was"),
+  "twice": ([RUN[0], RUN[0]],
+    "F of stage 0, microbatch 0 on device 0 was measured twice"),
 }
 
 
@@ -241,28 +235,23 @@ def test_spans_of_something_else_are_refused(case):
     render.perfetto(TABLE, TIMING, run)
 
 
-@pytest.mark.parametrize(
-  "content, message",
+test_other_json_is_refused = kit.refuses(
   [
     ("{", "not spans in JSON .JSONDecodeError"),
     ("[]", "not spans in JSON .TypeError"),
     ('{"rows": []}', "not spans in JSON .KeyError: 'spans'"),
     ('{"spans": 3}', "not spans in JSON .TypeError"),
     ('{"spans": [[0, 0, 0, "F", 0.0]]}', r'span 0 \[0, 0, 0, "F", 0.0\] must'),
-    (
-      '{"spans": [[0, 0, 0, "F", 0, 1], [0, 0, 0.5, "F", 0, 1]]}',
-      r"span 1 .* must be \[device, stage, microbatch, action, start, end\]",
-    ),
+    ('{"spans": [[0, 0, 0, "F", 0, 1], [0, 0, 0.5, "F", 0, 1]]}',
+     r"span 1 .* must be \[device, stage, microbatch, action, start, end\]"),
     ('{"spans": [[0, 0, 0, 7, 0, 1]]}', "span 0 .* must be"),
     ('{"spans": [[0, 0, 0, "F", null, 1]]}', "span 0 .* must be"),
     ('{"spans": [[0, 0, 0, "F", 0, 1e400]]}', "must be .* above 1e15"),
     ('{"spans": [[0, 0, 0, "\\ud800", 0, 1]]}', "span 0 .* must be"),
     ("[" * 10**5, "not spans in JSON .RecursionError"),
   ],
+  spans.from_json,
 )
-def test_other_json_is_refused(content, message):
-  with pytest.raises(ValueError, match=message):
-    spans.from_json(content)
 
 
 # Pictures.

@@ -132,10 +132,8 @@ def test_what_an_instruction_needs():
   [
     ({"device_megabytes": 0.001}, "MB at once, and there is room for 0.001"),
     ({"device_megabytes": -1}, "device_megabytes must be"),
-    (
-      {"device_megabytes": 1, "schedule": "pipedream", "chunks": None},
-      "keeps several versions of weights",
-    ),
+    ({"device_megabytes": 1, "schedule": "pipedream", "chunks": None},
+     "keeps several versions of weights"),
     ({"device_megabytes": 1, "recipe": "dana_slim"}, "a state at workers"),
     ({"device_megabytes": 1, "clip_norm": 1.0}, "config.clip_norm needs"),
   ],

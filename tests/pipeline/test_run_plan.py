@@ -308,50 +308,30 @@ OF_A_RUN = [
   (dict(recipe="dana_zer"), "did you mean 'dana_zero'"),
   (dict(chunk=3), "'runs.x.chunk'.*known"),
   (dict(chunks=3), "'runs.x.chunks'.*pipeline"),  # of another schedule
-  (
-    dict(schedule="ftpipe", devices=(0, 1)),
-    "config.runs.x.devices must be a device for each of 4",
-  ),
-  (
-    dict(partition="pipedram"),
-    "config.runs.x.partition must be 'pipedream' or 'mixed_pipe'",
-  ),
-  (
-    dict(partition="mixed_pipe"),
-    "mixed_pipe is not for the schedule gpipe: use ftpipe",
-  ),
-  (
-    dict(devices=(0, 1), **PLACED),
-    "config.runs.x.devices follows from config.runs.x.partition",
-  ),
+  (dict(schedule="ftpipe", devices=(0, 1)),
+   "config.runs.x.devices must be a device for each of 4"),
+  (dict(partition="pipedram"),
+   "config.runs.x.partition must be 'pipedream' or 'mixed_pipe'"),
+  (dict(partition="mixed_pipe"),
+   "mixed_pipe is not for the schedule gpipe: use ftpipe"),
+  (dict(devices=(0, 1), **PLACED),
+   "config.runs.x.devices follows from config.runs.x.partition"),
   (dict(schedule="custom"), "config.runs.x.rule must be the place"),
   (dict(schedule="stale", weights="newest"), "config.runs.x.weights .*newest"),
   (dict(weights="2bw"), "is for asynchronous"),
-  (
-    dict(schedule="pipedream", weights="2bw"),
-    "config.runs.x.*needs more microbatches in an update",
-  ),
-  (
-    dict(schedule="pipedream", every=3),
-    "config.runs.x.every 3 does not divide the 16",
-  ),
+  (dict(schedule="pipedream", weights="2bw"),
+   "config.runs.x.*needs more microbatches in an update"),
+  (dict(schedule="pipedream", every=3),
+   "config.runs.x.every 3 does not divide the 16"),
   (dict(recompute=1), "recompute must be True or False"),
-  (
-    dict(schedule="pipemare", anneal=-1),
-    "config.runs.x.anneal must be a positive whole number, not -1",
-  ),
-  (
-    dict(schedule="pipemare", decay=1.0),
-    "config.runs.x.decay must be between 0 and 1, not 1.0",
-  ),
-  (
-    dict(recompute=(0, 4)),
-    r"config.runs.x.recompute must be stages from 0 to 3, not \[0, 4\]",
-  ),
-  (
-    dict(recompute="0,1", **PLACED),  # stages that are still to be made
-    r"config.runs.x.recompute \[0, 1\] are stages, which mixed_pipe has",
-  ),
+  (dict(schedule="pipemare", anneal=-1),
+   "config.runs.x.anneal must be a positive whole number, not -1"),
+  (dict(schedule="pipemare", decay=1.0),
+   "config.runs.x.decay must be between 0 and 1, not 1.0"),
+  (dict(recompute=(0, 4)),
+   r"config.runs.x.recompute must be stages from 0 to 3, not \[0, 4\]"),
+  (dict(recompute="0,1", **PLACED),  # stages that are still to be made
+   r"config.runs.x.recompute \[0, 1\] are stages, which mixed_pipe has"),
   (dict(recipe="easgd"), "do not fit; use asgd"),
   (dict(learning_rate="a"), "config.runs.x.learning_rate must"),
 ]
@@ -361,28 +341,20 @@ MISTAKES = [
   ({"pipeline.stagess": 3}, "'pipeline.stagess'; did you mean 'stages'"),
   ({"pipeline.stages": 0}, "stages must be a whole number from 1"),
   ({"pipeline.stages": 7}, "4 layers with weights.*config.pipeline.stages=4"),
-  (
-    {"pipeline.stages": 3, "runs.x.schedule": "zb_v"},
-    "2 stages on each device.*config.runs.x.stages=4|config.runs.x.stages",
-  ),
-  (
-    {"pipeline.stages": 3, "runs.x.schedule": "chimera"},
-    "config.runs.x.* stages must be even|config.runs.x.stages must be even",
-  ),
-  (
-    {"pipeline.microbatches": 4, "runs.x.schedule": "dualpipe"},
-    "config.runs.x.*dualpipe needs 8 microbatches",
-  ),
+  ({"pipeline.stages": 3, "runs.x.schedule": "zb_v"},
+   "2 stages on each device.*config.runs.x.stages=4|config.runs.x.stages"),
+  ({"pipeline.stages": 3, "runs.x.schedule": "chimera"},
+   "config.runs.x.* stages must be even|config.runs.x.stages must be even"),
+  ({"pipeline.microbatches": 4, "runs.x.schedule": "dualpipe"},
+   "config.runs.x.*dualpipe needs 8 microbatches"),
   ({"pipeline.cuts": "0,1,2,3"}, "4 stages are cut at 5 layers"),
   ({"pipeline.cuts": "size"}, "cuts must be 'parameters', 'time'"),
   ({"pipeline.cuts": "0,1,2,3,5"}, "stage 0 .* has no weights"),
-  (
-    {
-      "learning_rate_schedule.warmup_examples": 64,
-      "learning_rate_schedule.decay_examples": 32,
-    },
-    "config.learning_rate_schedule: .*inside the warm-up",
-  ),
+  ({
+     "learning_rate_schedule.warmup_examples": 64,
+     "learning_rate_schedule.decay_examples": 32,
+   },
+   "config.learning_rate_schedule: .*inside the warm-up"),
   ({"batch_size": 5000}, "batch_size"),
   ({"epochs": 1e9, "examples": None}, "use at most 1,000,000"),
   ({"data.name": "pydok"}, "config.data.name: .* texts: pydoc"),

@@ -146,26 +146,18 @@ def test_a_table_in_a_file_is_taken_as_it_is(tmp_path):
 
 
 REFUSED = {
-  "every": (
-    ("pipedream", dict(every=5)),
-    "^every 5 does not divide the 24 .* divisor such as 1",
-  ),
+  "every": (("pipedream", dict(every=5)),
+    "^every 5 does not divide the 24 .* divisor such as 1"),
   "zero": (("gpipe", dict(every=0)), "^every must be a positive whole number"),
   "chunks": (("interleaved", dict(chunks=0)), "^chunks must be a positive"),
-  "odd stages": (
-    ("zb_v", dict(stages=3)),
-    "^stages 3 are no multiple of the 2 stages on each device.*stages=4",
-  ),
-  "devices": (
-    ("ftpipe", dict(devices=[0, 1])),
-    r"^devices must be a device for each of 4 stages, not \[0, 1\]",
-  ),
+  "odd stages": (("zb_v", dict(stages=3)),
+    "^stages 3 are no multiple of the 2 stages on each device.*stages=4"),
+  "devices": (("ftpipe", dict(devices=[0, 1])),
+    r"^devices must be a device for each of 4 stages, not \[0, 1\]"),
   "text": (("ftpipe", dict(devices="0123")), "^devices must be a device for"),
   "no rule": (("custom", {}), "^rule must be the place of a function"),
-  "rule": (
-    ("custom", dict(rule="os:nothing")),
-    "^rule must be .* 'my_module:my_rule', not 'os:nothing' .*no attribute",
-  ),
+  "rule": (("custom", dict(rule="os:nothing")),
+    "^rule must be .* 'my_module:my_rule', not 'os:nothing' .*no attribute"),
 }
 
 

@@ -1,9 +1,11 @@
 """Generators: the tables of the papers' pictures, the closed forms of their
 texts, and for any size a table that can be run within its memory."""
 
+import functools
 import itertools
 import math
 
+import kit
 import numpy as np
 import pipeline_kit
 import pytest
@@ -618,19 +620,33 @@ def check_rules(table, *, memory=None):
 BATCHES = st.integers(1, 2)
 
 
-@given(SMALL, MANY, BATCHES, st.booleans())
-@quick
-def test_any_gpipe(p, m, batches, reverse):
-  check_rules(
-    schedules.gpipe(p, m, batches=batches, reverse=reverse), memory=[m] * p
-  )
+EVEN = st.sampled_from([2, 4, 6])
+BACKWARDS_REVERSED = functools.partial(schedules.gpipe, reverse=True)
+# Makers, their sizes, and what devices hold at the most.
+ANY = {
+  schedules.gpipe: (st.tuples(SMALL, MANY), lambda p, m: [m] * p),
+  BACKWARDS_REVERSED: (st.tuples(SMALL, MANY), lambda p, m: [m] * p),
+  schedules.one_f_one_b: (st.tuples(SMALL, MANY), lambda p, m: range(p, 0, -1)),
+  schedules.breadth_first: (st.tuples(SMALL, st.integers(1, 3), MANY),
+    lambda p, v, m: [m * v] * p),
+  schedules.chimera: (st.tuples(EVEN, st.integers(1, 20)),
+    lambda p, m: [p] * p),
+  schedules.dualpipe: (
+    st.tuples(EVEN, st.integers(0, 4)).map(lambda x: (x[0], 2 * sum(x))),
+    lambda p, m: [p + 1] * p),
+  schedules.dualpipe_v: (
+    st.tuples(SMALL, st.integers(0, 5)).map(lambda x: (x[0], x[0] + sum(x))),
+    lambda p, m: [2 * p + 1] * p),
+}
 
 
-@given(SMALL, MANY, BATCHES)
+@pytest.mark.parametrize("maker", ANY, ids=range(len(ANY)))
+@given(st.data(), BATCHES)
 @quick
-def test_any_1f1b(p, m, batches):
-  table = schedules.one_f_one_b(p, m, batches=batches)
-  check_rules(table, memory=range(1, p + 1)[::-1])
+def test_any_size_can_be_run(maker, data, batches):
+  sizes, memory = ANY[maker]
+  size = data.draw(sizes)
+  check_rules(maker(*size, batches=batches), memory=memory(*size))
 
 
 @given(SMALL, st.integers(1, 4), MANY, st.integers(1, 9), BATCHES)
@@ -650,34 +666,6 @@ def test_interleaved_of_all_small_sizes():
   ):
     table = schedules.interleaved(p, v, m, group=group)
     assert len(table.time) == 2 * p * v * m
-
-
-@given(SMALL, st.integers(1, 3), MANY, BATCHES)
-@quick
-def test_any_breadth_first(p, v, m, batches):
-  table = schedules.breadth_first(p, v, m, batches=batches)
-  check_rules(table, memory=[m * v] * p)
-
-
-@given(st.sampled_from([2, 4, 6]), st.integers(1, 20), BATCHES)
-@quick
-def test_any_chimera(p, m, batches):
-  check_rules(schedules.chimera(p, m, batches=batches), memory=[p] * p)
-
-
-@given(st.sampled_from([2, 4, 6]), st.integers(0, 4), BATCHES)
-@quick
-def test_any_dualpipe(p, more, batches):
-  m = 2 * p + 2 * more
-  table = schedules.dualpipe(p, m, batches=batches)
-  check_rules(table, memory=[p + 1] * p)
-
-
-@given(SMALL, st.integers(0, 5), BATCHES)
-@quick
-def test_any_dualpipe_v(p, more, batches):
-  table = schedules.dualpipe_v(p, 2 * p + more, batches=batches)
-  check_rules(table, memory=[2 * p + 1] * p)
 
 
 @given(st.data(), SMALL, MANY, BATCHES)
@@ -969,14 +957,10 @@ def test_a_rule_on_replicas():
   "rule, words",
   [
     (lambda device, state: None, "no rule goes on, and 8 tasks are left"),
-    (
-      lambda device, state: ("B", device, 0),
-      r"device 0 does \('B', 0, 0\) at 0, which is not ready",
-    ),
-    (
-      lambda device, state: state.first("F") or ("F", 5, 0),
-      r"device 1 does \('F', 5, 0\) at 0",
-    ),
+    (lambda device, state: ("B", device, 0),
+     r"device 0 does \('B', 0, 0\) at 0, which is not ready"),
+    (lambda device, state: state.first("F") or ("F", 5, 0),
+     r"device 1 does \('F', 5, 0\) at 0"),
     (lambda device, state: ("K", -1, -1), "own actions never end"),
     (lambda device, state: state.first("F"), r"0 \| F0 F1 \.\n1 \| \.  F0 F1"),
   ],
@@ -1051,11 +1035,9 @@ REFUSED = [
   ("zb_h1", dict(costs=analyze.costs(2)), "of 2 stages, and there are 3"),
   ("zb_h1", dict(cost=None), "takes no argument 'cost'; did you mean 'costs'"),
   ("zb_v", dict(microbatches=0), "microbatches must be"),
-  (
-    "zero_bubble",
-    dict(devices=[0, 1, 0], max_activations=1),
-    "device 0 has 2 stages .*max_activations=1; it needs 2",
-  ),
+  ("zero_bubble",
+   dict(devices=[0, 1, 0], max_activations=1),
+   "device 0 has 2 stages .*max_activations=1; it needs 2"),
   ("zero_bubble", dict(max_activations=(1, 2, 3)), "one number, or 2"),
   ("zero_bubble", dict(max_activations=2.5), "one number, or 2, .* not 2.5"),
   ("zero_bubble", dict(devices=[0, (1, 2)]), "no replicas"),
@@ -1064,16 +1046,12 @@ REFUSED = [
   ("pipedream", dict(replicas=(1,)), "replicas must be 2 numbers"),
   ("pipedream", dict(replicas=(1, 0)), "replicas must be a positive"),
   ("pipedream", dict(replicas=2), "2 numbers, one for each stage, not 2"),
-  (
-    "pipedream",
-    dict(replicas=(1, 4)),
-    "3 microbatches leave some of 4 replicas without work; use 4 at least",
-  ),
-  (
-    "pipedream",
-    dict(microbatches=5, every=2),
-    "5 microbatches are not a whole number of updates of 2; use 4 or 6",
-  ),
+  ("pipedream",
+   dict(replicas=(1, 4)),
+   "3 microbatches leave some of 4 replicas without work; use 4 at least"),
+  ("pipedream",
+   dict(microbatches=5, every=2),
+   "5 microbatches are not a whole number of updates of 2; use 4 or 6"),
   ("pipedream_2bw", dict(microbatches=9, every=3), "at least 4 .* not every=3"),
   ("pipedream_2bw", dict(microbatches=2), "use 4$"),
   ("stale", dict(every=0), "every must be"),
@@ -1091,10 +1069,14 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("name, options, words", REFUSED)
-def test_refusals_show_the_value_and_the_remedy(name, options, words):
-  with pytest.raises(ValueError, match=words):
-    schedules.build(name, **{**TAKEN.get(name, {}), **options})
+def build_refused(case):
+  name, options = case
+  schedules.build(name, **{**TAKEN.get(name, {}), **options})
+
+
+test_refusals_show_the_value_and_the_remedy = kit.refuses(
+  [((name, options), words) for name, options, words in REFUSED], build_refused
+)
 
 
 def test_an_argument_may_be_missing():
@@ -1102,14 +1084,11 @@ def test_an_argument_may_be_missing():
     schedules.build("gpipe", stages=2)
 
 
-@pytest.mark.parametrize(
-  "actions, words",
+test_fill_refuses = kit.refuses(
   [
     ({2: ["K"]}, "no device 2; they are 0 to 1"),
     ({0: ["K"] * 3}, "2 idle slots for 3 actions; leave out 1"),
     ({0: ["F"]}, "'F' is not an own action"),
   ],
+  lambda actions: schedules.fill(schedules.one_f_one_b(2, 2), actions),
 )
-def test_fill_refuses(actions, words):
-  with pytest.raises(ValueError, match=words):
-    schedules.fill(schedules.one_f_one_b(2, 2), actions)

@@ -107,6 +107,7 @@ def test_all_parts_are_those_of_vjp(name):
   y, gradient, gx = vjp_reference(fn, params, x, extra, gy)
   found, _, kept = stage.forward(params, x, extra)
   close(found, y)
+  close(stage.kept(params, x, extra), kept)
   close(stage.backward(params, kept, gy), (gradient, gx))
   found_gx, half = stage.input(params, kept, gy)
   close(found_gx, gx)

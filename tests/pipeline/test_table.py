@@ -72,10 +72,8 @@ IN_A_BLOCK = [
 ]
 # Orders of devices, and the table that they lead to.
 DRAWN = [
-  (
-    [[(action, stage, 0) for action in "FIW"] for stage in range(2)],
-    "# t; every 1; flush\n0 | F0 .  .  I0 W0\n1 | .  F0 I0 W0 .\n",
-  ),
+  ([[(action, stage, 0) for action in "FIW"] for stage in range(2)],
+   "# t; every 1; flush\n0 | F0 .  .  I0 W0\n1 | .  F0 I0 W0 .\n"),
   (  # waits for both tasks of the block
     IN_A_BLOCK,
     "# t; every 2; flush\n"
@@ -260,30 +258,22 @@ REFUSED = {
     (((0, 0, 0, "F"),), "(0, 0, 0, 'F') must be (time, device, stage, microba"),
     (((0, 0, 0, 0, "F1"),), "action 'F1' of (0, 0, 0, 0, 'F1') must be a name"),
     (((0, 0, 0, 0, 7),), "action 7 of"),
-    (
-      ((0.5, 0, 0, 0, "F"),),
-      "time, device, stage and microbatch must be whole numbers below 2**31",
-    ),
+    (((0.5, 0, 0, 0, "F"),),
+     "time, device, stage and microbatch must be whole numbers below 2**31"),
     ((("a", 0, 0, 0, "F"),), "must be whole numbers"),
     (((0, None, 0, 0, "F"),), "must be whole numbers"),
     (((0, 2**31, 0, 0, "F"),), "below 2**31"),
     (((0, 0, 0, 2**70, "F"),), "below 2**31"),
-    (
-      (ROW, (-2, 1, 0, 0, "F")),
-      "time -2 of 'F' (slot -2, device 1) must not be negative",
-    ),
+    ((ROW, (-2, 1, 0, 0, "F")),
+     "time -2 of 'F' (slot -2, device 1) must not be negative"),
     (((0, -1, 0, 0, "F"),), "device -1 of 'F'"),
-    (
-      ((3, 1, -1, 0, "B"),),
-      "stage -1 of 'B' (slot 3, device 1) must not be negative",
-    ),
+    (((3, 1, -1, 0, "B"),),
+     "stage -1 of 'B' (slot 3, device 1) must not be negative"),
     (((0, 0, 0, -1, "W"),), "microbatch -1 of 'W'"),
     (((0, 0, -2, -2, "U"),), "stage -2 of 'U'"),
-    (
-      ((4, 1, 2, -1, "U"),),
-      "'U' (slot 4, device 1) has stage 2 and microbatch -1: give both, or -1"
-      " for both",
-    ),
+    (((4, 1, 2, -1, "U"),),
+     "'U' (slot 4, device 1) has stage 2 and microbatch -1: give both, or -1"
+     " for both"),
   ],
   lambda every: table_of(ROW, every=every): [
     ((0,), "every must be a positive whole number of microbatches, not 0"),
@@ -297,44 +287,30 @@ REFUSED = {
   ],
   table_lib.from_text: [
     ((" \n",), "there is no table: the text is empty"),
-    (
-      ("1f1b\n0 | F0",),
-      "line 1: '1f1b' must be '# NAME; every N', and '; flush' if the schedule",
-    ),
-    (
-      (HEAD + "\n0 F0 F1",),
-      "line 3: '0 F0 F1' must be a device, | and its cells",
-    ),
+    (("1f1b\n0 | F0",),
+     "line 1: '1f1b' must be '# NAME; every N', and '; flush' if the schedule"),
+    ((HEAD + "\n0 F0 F1",),
+     "line 3: '0 F0 F1' must be a device, | and its cells"),
     ((HEAD + "a | F0",), "line 2: 'a | F"),
     ((HEAD + "² | F0",), "line 2: '² | F"),
-    (
-      (HEAD + "0 | F0 . 3F",),
-      "line 2, slot 2: '3F' must be an action and a microbatch, such as F3 or,"
-      " with its stage, F3@1",
-    ),
+    ((HEAD + "0 | F0 . 3F",),
+     "line 2, slot 2: '3F' must be an action and a microbatch, such as F3 or,"
+     " with its stage, F3@1"),
     ((HEAD + "0 | F0 F1&",), "line 2, slot 1: '' must be an action"),
     ((HEAD + "0 | F" + "9" * 5000,), "line 2, slot 0: 'F999"),
-    (
-      (HEAD + "0 | F0 F",),
-      "stage -1 of 'F' (slot 1, device 0) must not be negative",
-    ),
+    ((HEAD + "0 | F0 F",),
+     "stage -1 of 'F' (slot 1, device 0) must not be negative"),
   ],
   table_lib.from_csv: [
     (("",), "line 1: '' must be '# NAME"),
-    (
-      (HEAD + "time,device\n",),
-      "line 2 must be time,device,stage,microbatch,action",
-    ),
-    (
-      (HEAD + COLUMNS + "0,0,0,0,F\n0,x,0,0,F",),
-      "line 4: '0,x,0,0,F' must be four whole numbers and an action",
-    ),
+    ((HEAD + "time,device\n",),
+     "line 2 must be time,device,stage,microbatch,action"),
+    ((HEAD + COLUMNS + "0,0,0,0,F\n0,x,0,0,F",),
+     "line 4: '0,x,0,0,F' must be four whole numbers and an action"),
     ((HEAD + COLUMNS + "0,0,0,0",), "line 3: '0,0,0,0' must be"),
     ((HEAD + COLUMNS + "0,0,0,0,F,1",), "line 3: '0,0,0,0,F,1' must be"),
-    (
-      (HEAD + COLUMNS + "0,0,0,0," + "F" * 200_000,),
-      "not a schedule in CSV: field larger than",
-    ),
+    ((HEAD + COLUMNS + "0,0,0,0," + "F" * 200_000,),
+     "not a schedule in CSV: field larger than"),
   ],
   table_lib.from_json: [
     (("[1",), "not a schedule in JSON"),
@@ -345,10 +321,7 @@ REFUSED = {
     (("[" * 10**5,), "RecursionError"),
     (("[1]",), "it must have name, every, flush and tasks"),
     (('{"name": "a"}',), "not a schedule in JSON (KeyError: 'every')"),
-    (
-      ('{"name": "a", "every": 1, "flush": true, "tasks": [1]}',),
-      "TypeError",
-    ),
+    (('{"name": "a", "every": 1, "flush": true, "tasks": [1]}',), "TypeError"),
   ],
 }
 CASES = [(call, *case) for call, cases in REFUSED.items() for case in cases]

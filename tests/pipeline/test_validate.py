@@ -2,6 +2,7 @@
 
 import re
 
+import kit
 import numpy as np
 import pipeline_kit
 import pytest
@@ -27,114 +28,61 @@ def refusal(made, **limits):
 # One for each rule: (table, what it says, the marked cells).
 
 BROKEN = {
-  "no stage": (
-    table("0 | U U0"),
-    "t: there is no task of a stage",
-    [],
-  ),
-  "forward twice": (
-    table("0 | F0 F1 B0 F1 B1"),
+  "no stage": (table("0 | U U0"),
+    "t: there is no task of a stage", []),
+  "forward twice": (table("0 | F0 F1 B0 F1 B1"),
     "F of stage 0, microbatch 1 (device 0, slot 3) was done before, as F of"
-    " stage 0, microbatch 1 (device 0, slot 1)",
-    ["F1", "F1"],
-  ),
-  "inputs twice": (
-    table("0 | F0 I0 B0", every=1),
+    " stage 0, microbatch 1 (device 0, slot 1)", ["F1", "F1"]),
+  "inputs twice": (table("0 | F0 I0 B0", every=1),
     "B of stage 0, microbatch 0 (device 0, slot 2) was done before, as I of",
-    ["I0", "B0"],
-  ),
-  "weights twice": (
-    table("0 | F0 B0 W0", every=1),
+    ["I0", "B0"]),
+  "weights twice": (table("0 | F0 B0 W0", every=1),
     "W of stage 0, microbatch 0 (device 0, slot 2) was done before, as B of",
-    ["B0", "W0"],
-  ),
-  "twice, on another device": (
-    table("0 | F0@0 B0@0", "1 | F0@0 .", every=1),
+    ["B0", "W0"]),
+  "twice, on another device": (table("0 | F0@0 B0@0", "1 | F0@0 .", every=1),
     "F of stage 0, microbatch 0 (device 1, slot 0) was done before, as F of"
-    " stage 0, microbatch 0 (device 0, slot 0)",
-    ["F0@0", "F0@0"],
-  ),
-  "two forwards": (
-    table("0 | F0&F1 B0 B1"),
+    " stage 0, microbatch 0 (device 0, slot 0)", ["F0@0", "F0@0"]),
+  "two forwards": (table("0 | F0&F1 B0 B1"),
     "F of stage 0, microbatch 1 (device 0, slot 0) while the device does F of"
     " stage 0, microbatch 0 (device 0, slot 0): one task at a time, or one"
     " forward and one backward",
-    ["F0&F1"],
-  ),
+    ["F0&F1"]),
   "two backwards": (table("0 | F0 F1 B0&B1"), "B of stage 0, m", ["B0&B1"]),
-  "forward and weights": (
-    table("0 | F0 I0 F1&W0 B1"),
+  "forward and weights": (table("0 | F0 I0 F1&W0 B1"),
     "W of stage 0, microbatch 0 (device 0, slot 2) while the device does F of",
-    ["F1&W0"],
-  ),
-  "three": (
-    table("0 | F0 I0 F1&I1&sync W0 W1"),
-    "sync of stage -1, microbatch -1 (device 0, slot 2) while",
-    ["F1&I1&sync"],
-  ),
-  "own and forward": (
-    table("0 | F0&log B0", every=1),
+    ["F1&W0"]),
+  "three": (table("0 | F0 I0 F1&I1&sync W0 W1"),
+    "sync of stage -1, microbatch -1 (device 0, slot 2) while", ["F1&I1&sync"]),
+  "own and forward": (table("0 | F0&log B0", every=1),
     "log of stage -1, microbatch -1 (device 0, slot 0) while the device does",
-    ["F0&log"],
-  ),
-  "no forward": (
-    table("0 | F0 . B0 B1", "1 | . F0 B0 B1"),
-    "F of stage 0, microbatch 1 is missing",
-    ["B1"],
-  ),
-  "no forward at the end": (
-    table("0 | F0 F1", "1 | . F0"),
-    "t: F of stage 1, microbatch 1 is missing",
-    [],
-  ),
-  "a misprint": (
-    table("0 | F0 F2000000000"),
-    "t: F of stage 0, microbatch 1 is missing",
-    [],
-  ),
-  "no backward": (
-    table("0 | F0 F1 B0"),
-    "B or I of stage 0, microbatch 1 is missing",
-    ["F1"],
-  ),
-  "no inputs": (
-    table("0 | F0 W0", every=1),
-    "B or I of stage 0, microbatch 0 is missing",
-    ["F0", "W0"],
-  ),
-  "no weights": (
-    table("0 | F0 I0", every=1),
-    "B or W of stage 0, microbatch 0 is missing",
-    ["F0", "I0"],
-  ),
-  "backward elsewhere": (
-    table("0 | F0@0 .", "1 | . B0@0", every=1),
+    ["F0&log"]),
+  "no forward": (table("0 | F0 . B0 B1", "1 | . F0 B0 B1"),
+    "F of stage 0, microbatch 1 is missing", ["B1"]),
+  "no forward at the end": (table("0 | F0 F1", "1 | . F0"),
+    "t: F of stage 1, microbatch 1 is missing", []),
+  "a misprint": (table("0 | F0 F2000000000"),
+    "t: F of stage 0, microbatch 1 is missing", []),
+  "no backward": (table("0 | F0 F1 B0"),
+    "B or I of stage 0, microbatch 1 is missing", ["F1"]),
+  "no inputs": (table("0 | F0 W0", every=1),
+    "B or I of stage 0, microbatch 0 is missing", ["F0", "W0"]),
+  "no weights": (table("0 | F0 I0", every=1),
+    "B or W of stage 0, microbatch 0 is missing", ["F0", "I0"]),
+  "backward elsewhere": (table("0 | F0@0 .", "1 | . B0@0", every=1),
     "B of stage 0, microbatch 0 (device 1, slot 1) is not on the device of its"
-    " forward (0)",
-    ["F0@0", "B0@0"],
-  ),
-  "weights elsewhere": (
-    table("0 | F0@0 I0@0", "1 | . . W0@0", every=1),
+    " forward (0)", ["F0@0", "B0@0"]),
+  "weights elsewhere": (table("0 | F0@0 I0@0", "1 | . . W0@0", every=1),
     "W of stage 0, microbatch 0 (device 1, slot 2) is not on the device of its",
-    ["F0@0", "W0@0"],
-  ),
-  "forward with the one before": (
-    table("0 | F0 F1", "1 | F0 . F1"),
+    ["F0@0", "W0@0"]),
+  "forward with the one before": (table("0 | F0 F1", "1 | F0 . F1"),
     "F of stage 1, microbatch 0 (device 1, slot 0) needs F of stage 0,"
-    " microbatch 0 (device 0, slot 0), which is not done before",
-    ["F0", "F0"],
-  ),
-  "backward before forward": (
-    table("0 | F0 B1 F1 B0"),
+    " microbatch 0 (device 0, slot 0), which is not done before", ["F0", "F0"]),
+  "backward before forward": (table("0 | F0 B1 F1 B0"),
     "B of stage 0, microbatch 1 (device 0, slot 1) needs F of stage 0,"
-    " microbatch 1 (device 0, slot 2), which is not done before",
-    ["B1", "F1"],
-  ),
-  "backward with its forward": (
-    table("0 | F0&B0", every=1),
+    " microbatch 1 (device 0, slot 2), which is not done before", ["B1", "F1"]),
+  "backward with its forward": (table("0 | F0&B0", every=1),
     "B of stage 0, microbatch 0 (device 0, slot 0) needs F of stage 0,",
-    ["F0&B0"],
-  ),
+    ["F0&B0"]),
   "backward before the next stage's": (
     table("0 | F0 . B0", "1 | . F0 B0", every=1),
     "B of stage 0, microbatch 0 (device 0, slot 2) needs B of stage 1,"
@@ -146,30 +94,21 @@ BROKEN = {
     "I of stage 0, microbatch 0 (device 0, slot 2) needs I of stage 1,",
     ["I0", "I0"],
   ),
-  "weights before inputs": (
-    table("0 | F0 W0 I0", every=1),
+  "weights before inputs": (table("0 | F0 W0 I0", every=1),
     "W of stage 0, microbatch 0 (device 0, slot 1) needs I of stage 0,",
-    ["W0", "I0"],
-  ),
-  "no whole batch": (
-    table("0 | F0 B0 F1 B1 F2 B2"),
+    ["W0", "I0"]),
+  "no whole batch": (table("0 | F0 B0 F1 B1 F2 B2"),
     "t: 3 microbatches are not a multiple of the 2 of one update: the last 1"
-    " would never count",
-    [],
-  ),
-  "no flush": (
-    table("0 | F0 F1 B0 F2 B1 F3 B2 B3", flush=True),
+    " would never count", []),
+  "no flush": (table("0 | F0 F1 B0 F2 B1 F3 B2 B3", flush=True),
     "F of stage 0, microbatch 2 (device 0, slot 3) is of batch 1, and the stage"
     " is updated only after B of stage 0, microbatch 1 (device 0, slot 4):"
     " flush first",
-    ["F2", "B1"],
-  ),
-  "weights after the flush": (
-    table("0 | F0 I0 F1 W0 B1", every=1, flush=True),
+    ["F2", "B1"]),
+  "weights after the flush": (table("0 | F0 I0 F1 W0 B1", every=1, flush=True),
     "F of stage 0, microbatch 1 (device 0, slot 2) is of batch 1, and the stage"
     " is updated only after W of stage 0, microbatch 0 (device 0, slot 3)",
-    ["F1", "W0"],
-  ),
+    ["F1", "W0"]),
 }
 
 
@@ -437,16 +376,13 @@ def test_transfers_are_between_devices_only():
   assert [tasks[b].stage for _, b in found] == [2, 0]
 
 
-@pytest.mark.parametrize(
-  "limits, message",
+test_arguments_are_checked = kit.refuses(
   [
     ({"transfers": "slow"}, "buffered, rendezvous, not 'slow'"),
     ({"max_in_flight": 0}, "max_in_flight must be positive, or None, not 0"),
   ],
+  lambda limits: validate.validate(GOOD["gpipe"], **limits),
 )
-def test_arguments_are_checked(limits, message):
-  with pytest.raises(ValueError, match=message):
-    validate.validate(GOOD["gpipe"], **limits)
 
 
 def test_rows_are_found():

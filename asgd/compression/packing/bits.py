@@ -3,8 +3,8 @@
 A number of, say, 7 bits is cut into parts of 4, 2 and 1 bits; each part of all
 numbers is a plane, which is folded in half until its bytes are full: the second
 half goes into the high bits of the first (single bits lie 8 neighbours to a
-byte). So all work is on whole arrays of bytes, of which processors do 32 or 64
-at once.
+byte). So all work is on whole arrays of bytes, of which processors handle 32 or
+64 at once.
 """
 
 import numpy as np
@@ -20,8 +20,8 @@ def _parts(width: int) -> list[int]:
 
 
 def nbytes(count: int, width: int) -> int:
-  """Returns the bytes that so many numbers of so many bits take: each plane is
-  a whole number of bytes."""
+  """Returns the bytes of so many numbers of so many bits; each plane is a whole
+  number of bytes."""
   return sum(-(-count * part // 8) for part in _parts(width))
 
 
@@ -54,9 +54,8 @@ def _fold(plane, part):
 def unpack(
   data: np.ndarray, count: int, width: int, dtype: np.dtype
 ) -> np.ndarray:
-  """Returns so many numbers of so many bits, as dtype[count], an unsigned one
-  that holds them, from uint8[nbytes(count, width)]. Raises BadCode if bits that
-  belong to no number are set."""
+  """Returns dtype[count], an unsigned dtype, of so many bits each, from
+  uint8[nbytes(count, width)]. Raises BadCode for bits of no number."""
   numbers, shift = np.zeros(0 if width else count, dtype), 0
   for part in _parts(width):
     size = -(-count * part // 8)

@@ -1,9 +1,9 @@
 """Positions, as gaps in a Golomb-Rice code.
 
-The gap before a position is how many others lie between it and the one before.
-Of a gap g, g >> k is written in unary and the k low bits as they are; the
-best k is found by computing what the code takes with it. Unary and low bits are
-two streams, so that both are read and written as whole arrays.
+A gap is the number of other elements between a position and the one before. Of
+a gap g, g >> k is written in unary and the k low bits unchanged; the best k is
+found by computing the size of the code. Unary and low bits are two streams, so
+that both are read and written as whole arrays.
 
 Index letters used in shape comments:
   N  positions
@@ -35,7 +35,7 @@ class CodedGaps(NamedTuple):
 
 def measure(positions: np.ndarray) -> CodedGaps:
   """Returns the gaps of int64[N] positions, which ascend from 0 or more, with
-  the k that makes them the fewest bytes."""
+  the k that needs the fewest bytes."""
   count = positions.size
   if not count:
     return CodedGaps(positions, positions, 0, 0)
@@ -66,8 +66,8 @@ def measure(positions: np.ndarray) -> CodedGaps:
 
 
 def least_nbytes(count: int, last: int) -> int:
-  """Returns a number of bytes below which `measure` never comes, for so many
-  positions of which the last is known."""
+  """Returns a lower bound of the size of `measure`, for so many positions with
+  a known last one."""
   rest = last + 1 - count  # sum of the gaps
   most = (rest // count).bit_length() + 1  # with larger k it is only more
   unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
@@ -98,9 +98,8 @@ def _unsigned(k):
 def decode(
   data: np.ndarray, count: int, k: int, unary: int, length: int
 ) -> np.ndarray:
-  """Returns the int64[count] positions, from uint8[unary + low bits] that are
-  believed in nothing. Raises BadCode if they are no positions in a leaf of so
-  many elements."""
+  """Returns the int64[count] positions, from untrusted uint8[unary + low bits].
+  Raises BadCode for positions outside a leaf of so many elements."""
   stream = np.unpackbits(data[:unary], bitorder="little")
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):

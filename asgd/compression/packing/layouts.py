@@ -1,4 +1,4 @@
-"""What both sides know of a code."""
+"""The layout of a code, which both sides know."""
 
 import math
 import zlib
@@ -37,8 +37,8 @@ class CodeField(NamedTuple):
 
 
 class PackedStream(NamedTuple):
-  """Arrays of one kind that are packed as one: a large one, or the small ones
-  of a dtype and so many levels."""
+  """Arrays of one kind, packed as one: a large one, or the small ones of a
+  dtype and so many levels."""
 
   kind: str
   dtype: np.dtype
@@ -77,13 +77,12 @@ def layout(code: Any) -> CodeLayout:
   and levels alone.
 
   Args:
-    code: a tree of arrays, `Symbols` and `Values`; or of what has their shapes
-      and dtypes, as jax.eval_shape returns it.
+    code: a tree of arrays, `Symbols` and `Values`, or of their structs.
 
   Raises:
     ValueError: for leaves that are no numbers, symbols that are no signed whole
-      numbers or cannot be as large as their levels, and values that are no
-      floats of 16 bits or more.
+      numbers or smaller than their levels, and values that are no floats of 16
+      bits or more.
 
   Example:
     >>> import numpy as np

@@ -30,17 +30,17 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   """Returns a code as bytes, the smallest of its forms; or writes them.
 
   Args:
-    layout: that of the code.
+    layout: of the code.
     code: a tree of NumPy or jax arrays, `Symbols` and `Values`.
-    buffer: uint8[n] in one piece, or what has a writable buffer of n bytes, to
-      write to; with n = layout.most there is room for any code.
+    buffer: uint8[n] in one piece, or an object with a writable buffer of n
+      bytes, to write to; n = layout.most is enough for any code.
 
   Returns:
     The bytes; with a buffer how many were written to its front.
 
   Raises:
     ValueError: for a code of another layout, symbols beyond their levels, or a
-      buffer without room for the message, to which nothing is written then.
+      buffer that is too small, which is then left alone.
 
   Example:
     >>> import numpy as np
@@ -50,11 +50,8 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
     >>> x[[123, 456789]] = 0.5
     >>> code = compression.Values(x)
     >>> layout = packing.layout(code)
-    >>> data = packing.pack(layout, code)
-    >>> len(data)
+    >>> len(packing.pack(layout, code))
     40
-    >>> np.flatnonzero(packing.unpack(layout, data).values)
-    array([   123, 456789])
   """
   arrays = [x.reshape(-1) for x in _arrays(layout, code)]
   parts = []
@@ -92,7 +89,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
 
 
 def _arrays(layout, code):
-  """The arrays of a code, of NumPy. ValueError if it is of another layout."""
+  """The arrays of a code, of NumPy; ValueError for one of another layout."""
   arrays, structure = jax.tree.flatten(code)
   if structure != layout.structure:
     raise ValueError(
@@ -104,7 +101,7 @@ def _arrays(layout, code):
 
 
 def _names(layout, stream):
-  """Whose a stream is, for messages."""
+  """The leaves of a stream, for messages."""
   paths = [layout.fields[i].path for i in stream.fields]
   if len(paths) == 1:
     return f"the leaf {paths[0]}"
@@ -112,17 +109,10 @@ def _names(layout, stream):
 
 
 def unpack(layout: CodeLayout, data: Any) -> Any:
-  """Returns the code that was packed, the same bits, in NumPy arrays that hold
-  their own memory.
-
-  Args:
-    layout: that of the code.
-    data: exactly what `pack` returned: bytes, or what has a buffer of them.
-
-  Raises:
-    BadCode: for anything else. Nothing larger than the leaves of the layout is
-      allocated, whatever the bytes claim.
-  """
+  """Returns the packed code, the same bits, in NumPy arrays with memory of
+  their own. `data` is the result of `pack`: bytes, or an object with a buffer
+  of them. Raises BadCode for anything else; no claim of the bytes allocates
+  more than the leaves of the layout."""
   try:
     view = memoryview(data)
   except (TypeError, ValueError, BufferError):
@@ -156,14 +146,9 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
 
 
 def first_length(data: Any) -> int:
-  """Returns how many bytes the first of several packed codes has, which lie one
-  after the other.
-
-  Args:
-    data: all of them: uint8[n], or bytes.
-
-  Raises:
-    BadCode: for a length that is not there. The code itself is not looked at.
+  """Returns the length of the first of several packed codes, uint8[n] or bytes,
+  that lie one after the other. Raises BadCode for a length that is not there;
+  the code itself is not looked at.
 
   Example:
     >>> import numpy as np

@@ -27,8 +27,8 @@ _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 
 def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
-  """Returns the arrays, in one piece each, whose bytes are a stream, of
-  dtype[count]. Raises ValueError for symbols beyond their levels."""
+  """Returns the arrays whose bytes are a stream, of dtype[count]. Raises
+  ValueError for symbols beyond their levels."""
   if stream.kind == RAW:
     return [numbers]
   if stream.kind == VALUES:
@@ -90,8 +90,8 @@ def _check_levels(stream, symbols):
 
 
 def _sparse(stream, words, dense, width):
-  """(arrays that say the positions, positions) if it takes fewer bytes than
-  `dense` to send what is not 0 with so many bits each; or None."""
+  """(arrays with the positions, positions) if it takes fewer bytes than `dense`
+  to send the nonzero elements with so many bits each; or None."""
   if not stream.coded and stream.count <= _MOST_WORDS:
     positions = _positions(words)
     form = _form(_WORDS, positions.size)
@@ -115,7 +115,7 @@ def _sparse(stream, words, dense, width):
 
 
 def _last(words):
-  """The position of the last that is not 0; there is one."""
+  """The position of the last nonzero element; there is one."""
   size, stop = 4096, words.size
   while not words[max(stop - size, 0) : stop].any():
     stop, size = stop - size, 2 * size
@@ -124,8 +124,8 @@ def _last(words):
 
 
 def _positions(words):
-  """int64 positions of what is not 0. Most is, so 8 bytes are looked at in one
-  piece."""
+  """int64 positions of nonzero elements. Most are 0, so 8 bytes are compared at
+  once."""
   each = 8 // words.itemsize
   whole = words.size // each * each
   pieces = words[:whole].view(np.uint64)
@@ -174,7 +174,7 @@ class Reader:
     return self._data.size
 
   def take(self, size: int) -> np.ndarray:
-    """Returns the next bytes. Raises BadCode if there are not so many."""
+    """Returns the next bytes. Raises BadCode if there are fewer."""
     if size > self._data.size:
       raise BadCode(f"{size} bytes are needed where {self.left} are left")
     taken, self._data = self._data[:size], self._data[size:]
@@ -188,8 +188,7 @@ class Reader:
     return x
 
   def number(self) -> int:
-    """Returns a number that is written in 7 bits of each byte, the lowest
-    first."""
+    """Returns a number written in 7 bits of each byte, the lowest first."""
     number = 0
     for i in range(6):
       byte = int(self.take(1)[0])
@@ -200,7 +199,7 @@ class Reader:
 
 
 def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
-  """Returns what was packed, dtype[count]. Raises BadCode if it is none."""
+  """Returns the stream, dtype[count]. Raises BadCode."""
   count, dtype = stream.count, stream.dtype
   form = _DENSE if stream.kind == RAW else int(reader.take(1)[0])
   if form == _DENSE and stream.kind in (RAW, VALUES):

@@ -16,11 +16,10 @@ from asgd.experiment.engines import allocations, live_hosts
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.duty import Duty
-from asgd.live.journal import FileJournal, journal_path
-from asgd.live.records import FileSink, records_path
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.threads import Stores, ThreadMakers
+from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
+from asgd.live.shard import ShardStorage
 from asgd.live.slot_formats import contents
 from asgd.live.slots import SharedMemory
 
@@ -235,20 +234,14 @@ def _in_threads(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
   )
   states = [simulator.start(run.plan.server, part) for part in run.parts]
   _warm_up(run, steps, states)
-  counts, shares = slot_counts(run.setup), slot_shares(run)
-  memories = []
+  counts, shares, stores = slot_counts(run.setup), slot_shares(run), []
   for i, (like, state) in enumerate(zip(shares, states, strict=True)):
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
     folder, trees = live.memory / f"shard-{i}", (*like, state)
-    memories.append(SharedMemory(folder, counts, trees, compress=wire))
-  shards = range(len(states))
-  stores = Stores(
-    memories,
-    [FileJournal(journal_path(live.folder, i)) for i in shards],
-    [FileSink(records_path(live.folder, i)) for i in shards],
-    images or [None for _ in shards],
-  )
+    memory = SharedMemory(folder, counts, trees, compress=wire)
+    image = images[i] if images else None
+    stores.append(ShardStorage.open(live.folder, i, memory, image))
   makers = ThreadMakers(
     *(run.setup, steps, states, stores),
     faults=faults,

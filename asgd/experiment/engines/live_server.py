@@ -27,8 +27,8 @@ from asgd.experiment.schema import Run
 from asgd.live import records
 from asgd.live.journal import read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.resume import agree
 from asgd.live.setup import slot_counts
+from asgd.live.shard.recovery import agree
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events
 

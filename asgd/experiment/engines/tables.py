@@ -77,12 +77,8 @@ class TablePlan(outcomes.OutcomePlan):
 
   @functools.cached_property
   def _every_key(self) -> dict[str, np.ndarray]:
-    return {
-      name: np.arange(len(rows))
-      for name, rows in self.split(
-        jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
-      ).items()
-    }
+    like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
+    return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
   @functools.cached_property
   def _step(self):
@@ -195,16 +191,6 @@ def _check_updates(run, problem, settings):
   return settings._replace(direct=True)
 
 
-def _check_codec(run, settings, like):
-  """Refuses codecs, which are of floats, for tables of whole numbers."""
-  whole = any(np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like))
-  if settings.codec and whole:
-    raise ValueError(
-      f"config.runs.{run.label}: the codec {dict(settings.codec)['name']!r} is"
-      " for floats, and the problem has tables of whole numbers: drop it"
-    )
-
-
 def _settings(run, problem, workers) -> tables.TableSettings:
   """Builds the settings of a run with its schedule, which counts clocks."""
   options, peak = dict(run.options), float(run.config["learning_rate"])
@@ -256,7 +242,12 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()
-  _check_codec(run, settings, like)
+  whole = any(np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like))
+  if settings.codec and whole:
+    raise ValueError(
+      f"config.runs.{run.label}: the codec {dict(settings.codec)['name']!r} is"
+      " for floats, and the problem has tables of whole numbers: drop it"
+    )
   count = learning_rates.passes(run, problem)
   messages = max(round(count) // workers, 1) * workers
   checks.few_messages(config, messages)

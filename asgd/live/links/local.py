@@ -4,89 +4,55 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 
 from asgd.live.frames import Frame
-from asgd.live.links.base import Disconnected
+from asgd.live.links.base import Disconnected, ShardFeeder
 from asgd.live.shard import Shard
 
 _TICK = 0.1  # seconds between two looks at the deadlines
 _PAUSE = 0.01  # seconds between two tries to connect
 
 
-class ShardQueue:
-  """Feeds a Shard from a queue. All of it runs in `serve`'s thread; the other
-  methods may be called by any."""
+class ShardQueue(ShardFeeder):
+  """Feeds a Shard from a queue. All of it runs in the thread of `serve`; other
+  methods may be called by any thread."""
 
   def __init__(self, index: int, queues: Sequence["ShardQueue | None"]):
-    """Holds calls for a shard until it is made and served; `queues` has that of
-    each shard as it is now, where one that exits is replaced."""
-    self._index, self._queues = index, queues
-    self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    """Keeps calls until the shard is made and served; `queues` has the present
+    queue of each shard, where one that exits is replaced."""
+    super().__init__(index)
+    self._queues = queues
     self._lead: ShardQueue | None = None  # that this follower follows
-    self._over = False  # `serve` was to return
     self.shard: Shard | None = None  # once it is made
-    self.alive = True  # it is served, or will be
 
   def open(self, shard: Shard, clock: Callable[[], float]) -> None:
-    """Takes the shard, before `serve`; the clock tells seconds since the run
-    began."""
+    """Takes the shard, before `serve`; the clock counts from the start of the
+    run."""
     self.shard, self._clock = shard, clock
 
   def put(self, call: Callable[[Shard, float], Any]) -> None:
     """Calls something with the shard and the time, in the serving thread."""
-    self._calls.put((call, None))
-
-  def submit(self, call: Callable[[Shard], Any]) -> futures.Future:
-    """Calls something with the shard, in the serving thread. The future raises
-    Disconnected if `serve` has ended, or ends before."""
-    answer: futures.Future = futures.Future()
-    self._calls.put((lambda shard, now: call(shard), answer))
-    if not self.alive:
-      self._refuse_calls()
-    return answer
+    self._calls.put((lambda shard: call(shard, self._clock()), None))
 
   def end(self) -> None:
-    """Makes `serve` return."""
+    """Makes `serve` return; nothing connects any more."""
     self._over, self.alive = True, False
-    self.put(lambda shard, now: None)
+    self._calls.put((lambda shard: None, None))  # ends a wait
 
-  def serve(self) -> None:
-    """Serves until `end`."""
+  def _serve(self):
     ticked = self._clock()
-    try:
-      while not self._over:
-        self._follow_lead()
-        with contextlib.suppress(queue.Empty):
-          self._take(*self._calls.get(timeout=_TICK))
-        if self._clock() - ticked >= _TICK:
-          ticked = self._clock()
-          self.shard.tick(ticked)
-    finally:
-      self.alive = False
-      self._refuse_calls()
-
-  def _take(self, call, answer):
-    if self._over:
-      self._refuse(answer)
-    elif answer is None:
-      call(self.shard, self._clock())
-    else:
-      try:
-        answer.set_result(call(self.shard, self._clock()))
-      except Exception as error:
-        answer.set_exception(error)
-
-  def _refuse(self, answer):
-    if answer is not None:
-      answer.set_exception(Disconnected(self._index))
-
-  def _refuse_calls(self):
-    with contextlib.suppress(queue.Empty):
-      while True:
-        _, answer = self._calls.get_nowait()
-        self._refuse(answer)
+    while not self._over:
+      self._follow_lead()
+      with contextlib.suppress(queue.Empty):
+        call, answer = self._calls.get(timeout=_TICK)
+        if self._over:
+          self._calls.put((call, answer))  # to be refused
+          return
+        self._make(self.shard, call, answer)
+      if self._clock() - ticked >= _TICK:
+        ticked = self._clock()
+        self.shard.tick(ticked)
 
   def _follow_lead(self):
     lead, shard = self._queues[0], self.shard
@@ -133,10 +99,10 @@ class ThreadLink:
 
     Args:
       worker: index.
-      queues: that of each shard as it is now; the cluster replaces those of
+      queues: the present queue of each shard; the cluster replaces those of
         shards that exit.
-      up: carries what is sent to a shard.
-      down: carries what a shard sends.
+      up: carries frames to a shard.
+      down: carries frames of a shard.
     """
     self._worker, self._queues = worker, queues
     self._up, self._down = up, down
@@ -153,7 +119,7 @@ class ThreadLink:
     return way
 
   def say(self, shard: int, frame: Frame) -> None:
-    """Sends a frame. Raises Disconnected."""
+    """See `base.WorkerLink`."""
     there, way = self._open[shard], self._ways[shard]
     if there is None or not there.alive:
       raise Disconnected(shard)
@@ -164,7 +130,7 @@ class ThreadLink:
     self._up(self._worker, shard, frame, deliver)
 
   def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
-    """Returns the next (shard, frame). Raises Disconnected."""
+    """See `base.WorkerLink`."""
     while True:
       for shard, there in enumerate(self._open):
         if there is None or not there.alive:
@@ -180,7 +146,7 @@ class ThreadLink:
         return shard, frame
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew; waits a moment if it is not there."""
+    """See `base.WorkerLink`."""
     self._open[shard] = there = self._queues[shard]
     if there is not None and there.alive:
       self._ways[shard] = self._way(shard)
@@ -189,11 +155,11 @@ class ThreadLink:
     return False
 
   def wake(self) -> None:
-    """Ends a `hear`; may be called from a signal handler."""
+    """See `base.WorkerLink`."""
     self._box.put(None)
 
   def close(self) -> None:
-    """Tells all shards that the worker has left, as a broken socket would."""
+    """Disconnects from all shards, as a broken socket would."""
     for way, there in zip(self._ways, self._open, strict=True):
       if there is not None:
         there.put(lambda shard, now, way=way: self._leave(shard, now, way))

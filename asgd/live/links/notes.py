@@ -1,14 +1,13 @@
-"""What a worker on another machine writes down: the lead does it for it.
+"""Spans and faults of a worker on another machine: the lead writes them.
 
 The files of a run are on the driver's machine, as is the lead, and its times
-are by the lead's clock. A worker elsewhere keeps its own clock, asks now and
-then what the lead's shows, and tells the lead what it did when in the lead's
-time. All stretches of a job are moved by one offset, so how long they took is
-exact. When they began is exact to half of the quickest of its questions, which
-is half a millisecond where a call of Ray takes one.
+are by the lead's clock. A worker elsewhere has another clock: it asks for the
+lead's now and then, and sends spans in the lead's time. One offset moves all
+spans of a job, so durations are exact. Their starts are exact to half of the
+quickest question, half a millisecond where a call of Ray takes one.
 
-A lead that dies loses nothing of this: what it has not acknowledged is told to
-its successor. What it wrote as it died is then there twice.
+Spans that a lead has not acknowledged go to its successor, so a lead that exits
+loses none; those that it wrote last are then in the file twice.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from asgd.live.clocks import ClockOffset
 from asgd.live.faults import Fault
 from asgd.live.spans import Span
 
@@ -25,11 +23,54 @@ _ASK = 5.0  # seconds between two questions after that
 _PAUSE = 0.2  # seconds between two tries
 _SECONDS = 60.0  # for an answer
 _MOMENT = 1.0  # for one that can do without: a lead that is being replaced
-_LEAVE = 10.0  # seconds, at the end, to tell what was not told
+_LEAVE = 10.0  # seconds, at the end, for spans that the lead does not have
+_DRIFT = 1e-4  # seconds that two clocks drift apart in a second, at most
+
+
+class ClockOffset:
+  """The offset of another machine's clock from ours, within bounds.
+
+  A monotonic clock counts from another moment on each machine. The other clock
+  was read after the question left and before the answer came:
+
+    ours     asked ------------------ answered
+    theirs             there                       there - answered
+                                                     <= offset <= there - asked
+
+  The bounds of several questions hold together: the quickest answer counts
+  most. They widen by the drift of usual clocks. If answers contradict each
+  other, a clock stood still or drifted more: then the last one alone counts.
+  """
+
+  def __init__(self):
+    self._low, self._high = float("-inf"), float("inf")
+    self._learned = 0.0  # by our clock
+
+  def learn(self, asked: float, there: float, answered: float) -> None:
+    """Takes the time of the other clock, and ours at the question and at the
+    answer; in seconds."""
+    drift = _DRIFT * max(answered - self._learned, 0.0)
+    low, high = there - answered, there - asked
+    self._low = max(self._low - drift, low)
+    self._high = min(self._high + drift, high)
+    if self._low > self._high:
+      self._low, self._high = low, high
+    self._learned = answered
+
+  @property
+  def seconds(self) -> float:
+    """The middle of the bounds; NaN before the first answer."""
+    return (self._low + self._high) / 2
+
+  @property
+  def error(self) -> float:
+    """Half the width of the bounds at the last answer, in seconds; infinite
+    before the first."""
+    return (self._high - self._low) / 2
 
 
 class FarNotes:
-  """Tells the lead's actor what one worker did."""
+  """Sends the spans and faults of one worker to the lead's actor."""
 
   def __init__(
     self,
@@ -39,9 +80,8 @@ class FarNotes:
     clock: Callable[[], float],
     wait: Callable[[float], None] = time.sleep,
   ):
-    """`find_lead` returns the actor that is the lead now, and raises ValueError
-    while there is none; the clock is the one that the worker's stretches of
-    time are by, in seconds."""
+    """`find_lead` returns the actor of the lead, and raises ValueError while
+    there is none; `clock` is that of the worker's spans, in seconds."""
     import ray
 
     self._ray, self._worker, self._find_lead = ray, worker, find_lead
@@ -53,8 +93,8 @@ class FarNotes:
     self._told: tuple[Any, list[Span]] | None = None  # a call, and what it says
 
   def span(self, span: Span) -> None:
-    """Takes a stretch of the worker's time; a push ends a job, and the lead is
-    told. It is waited for only while its clock is not known."""
+    """Takes a span of the worker; a push ends a job, and its spans are sent.
+    The lead is waited for only while its clock is not known."""
     self._job.append(span)
     if span.name != "push":
       return
@@ -69,13 +109,12 @@ class FarNotes:
     self._tell()
 
   def fault(self, fault: Fault) -> None:
-    """Has a fault written down; returns when it is, as it may end this
-    process."""
+    """Returns when the lead has written a fault, which may end this process."""
     while self._call("write_fault", fault) is None:
       self._wait(_PAUSE)
 
   def close(self) -> None:
-    """Waits a moment for what was told to be written."""
+    """Waits a moment until the lead has written all spans."""
     end = self._clock() + _LEAVE
     while self._told or self._untold:
       self._tell()
@@ -87,7 +126,7 @@ class FarNotes:
         self._wait(_PAUSE)
 
   def _ask_time(self):
-    """Learns what the lead's clock shows."""
+    """Learns the offset of the lead's clock."""
     known = self._offset.error < float("inf")
     left = 1 if known else _FIRST
     while left:
@@ -109,7 +148,7 @@ class FarNotes:
     return self._lead
 
   def _call(self, name, *args, seconds=_SECONDS):
-    """Returns (answer,) of the lead, None if it cannot be had now."""
+    """Returns (answer,) of the lead, None if it does not answer now."""
     if self._actor() is None:
       return None
     return self._answer(self._lead.call.remote(name, args), seconds)
@@ -124,7 +163,7 @@ class FarNotes:
       return None
 
   def _tell(self):
-    """Tells what there is, one call after the other: in the order of jobs."""
+    """Sends spans in the order of jobs: one call after the other."""
     if self._told:
       ref, spans = self._told
       if not self._ray.wait([ref], timeout=0)[0]:

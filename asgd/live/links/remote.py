@@ -1,30 +1,26 @@
 """Frames between machines: Ray calls that carry arrays with them.
 
-A worker that is not on its shards' machine sees neither their sockets nor
-their memory. It opens a session with each shard's actor, tells it frames, and
-listens for what is said; a PUSH brings its message along and a TICKET its
-parameters, as NumPy arrays in Ray's own serialization; a message of a codec, or
-updates, as packed bytes, and no more of them than there are. That costs about a
-millisecond a frame; all else is as on one machine.
+A worker that is not on its shards' machine opens a session with each shard's
+actor (`asgd.live.server.reachable_shard`). A PUSH brings its message along and
+a TICKET its parameters, as NumPy arrays in Ray's own serialization; a message
+of a codec, or updates, travel as packed bytes. That costs about a millisecond a
+frame; all else is as on one machine.
 """
 
 import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from asgd.compression import packing
-from asgd.compression.packing import BadCode
 from asgd.live import deadlines, frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.links.sockets import ShardServer
 from asgd.live.slots import (
   MESSAGES,
   PARAMS,
@@ -38,137 +34,9 @@ _PAUSE = 0.2  # seconds between two tries to connect
 _SECONDS = 60.0  # to fetch what is there
 
 
-class Session:
-  """A shard's end: what is to be sent to one worker. The thread that serves the
-  shard makes all calls."""
-
-  def __init__(self, memory: Any, defer: Callable[[Callable], Any]):
-    """`defer` calls something after what is being done now."""
-    self.worker = -1  # not known yet
-    self._speaker: tuple[str, int] | None = None
-    self._memory, self._defer = memory, defer
-    self._out: list[tuple[bytes, Any]] = []
-    self._listener: Future[list] | None = None  # takes what is sent next
-
-  def hear(self, frame: Frame) -> None:
-    """Takes note of what the worker says; raises BadFrame if it is no worker,
-    or another."""
-    if frame.kind in frames.OF_SHARDS:
-      raise frames.BadFrame(f"no worker says {frame}")
-    self._speaker = frames.speaker(frame, self._speaker)
-    self.worker = frame.worker
-
-  def say(self, frame: Frame) -> None:
-    """Sends a frame, and the parameters or updates it tells of, when the worker
-    listens: an answer is often two of them."""
-    memory, params = self._memory, None
-    if frame.kind == frames.TICKET:
-      if frame.flag == frames.UPDATES:
-        stamp = message_stamp(frame.worker, frame.seq)
-        params = memory.read(UPDATES, frame.message, stamp)
-      elif frame.flag == frames.WHOLE or not memory.sends_updates:
-        params = memory.read_copy(PARAMS, frame.params)
-    self._out.append((frames.pack(frame), params))
-    if self._listener is not None and len(self._out) == 1:
-      self._defer(lambda shard: self._flush())
-
-  def listen(self, answer: Future[list]) -> None:
-    """Answers with what is sent, once something is; a listener before this one
-    is released."""
-    self.release()
-    self._listener = answer
-    if self._out:
-      self._flush()
-
-  def release(self) -> None:
-    """Answers who listens, with what there is."""
-    if self._listener is not None:
-      self._flush()
-
-  def _flush(self):
-    listener, self._listener = self._listener, None
-    if listener is not None:
-      out, self._out = self._out, []
-      listener.set_result(out)
-
-
-class Sessions:
-  """The sessions of a shard with workers on other machines."""
-
-  def __init__(self, server: ShardServer, clock: Callable[[], float]):
-    """The clock tells seconds since the run began."""
-    self._server, self._clock = server, clock
-    self._sessions: dict[str, Session] = {}  # by token
-
-  def open(self, token: str) -> Future[None]:
-    """Opens a session for a worker, which listens to none before any more;
-    tokens of one worker begin alike."""
-    owner, _, _ = token.rpartition("-")
-
-    def make(shard):
-      for each, session in self._sessions.items():
-        if each.startswith(f"{owner}-"):
-          session.release()
-      memory = shard.state.slots.memory
-      self._sessions[token] = Session(memory, self._server.submit)
-
-    return self._server.submit(make)
-
-  def tell(self, token: str, data: bytes, message: Any) -> Future[None]:
-    """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
-    the session, as it would a connection."""
-    frame = frames.unpack(data)
-
-    def take(shard):
-      session = self._sessions[token]
-      try:
-        session.hear(frame)
-        holds = shard.role.peers.get(frame.worker) == session.say
-        if message is not None and holds and shard.state.accepts(frame):
-          memory = shard.state.slots.memory
-          stamp = message_stamp(frame.worker, frame.seq)
-          memory.write(MESSAGES, frame.message, message, stamp)
-        shard.handle(frame, session.say, self._clock())
-      except (BadCode, frames.BadFrame):
-        self._end(shard, token)
-        raise
-
-    return self._server.submit(take)
-
-  def listen(self, token: str) -> Future[list[tuple[bytes, Any]]]:
-    """Returns what is sent to a session, when something is. Raises KeyError if
-    the session has ended."""
-    answer: Future[list] = Future()
-
-    def fail(call):
-      if (error := call.exception()) is not None:
-        answer.set_exception(error)
-
-    listen = self._server.submit(
-      lambda shard: self._sessions[token].listen(answer)
-    )
-    listen.add_done_callback(fail)
-    return answer
-
-  def end(self, owner: str) -> None:
-    """Ends the sessions whose tokens begin so: their worker has exited; a
-    socket would have told."""
-
-    def drop(shard):
-      for token in [t for t in self._sessions if t.startswith(owner)]:
-        self._end(shard, token)
-
-    self._server.submit(drop)
-
-  def _end(self, shard, token):
-    if session := self._sessions.pop(token, None):
-      session.release()
-      shard.gone(session.worker, self._clock(), session.say)
-
-
 class _FarMemory:
-  """What a worker was sent, and what it is to send: slots of references, codes
-  as they are packed."""
+  """Slots of references to what a worker was sent and is to send; codes are
+  packed."""
 
   def __init__(self, messages: Any):
     """Starts with nothing; messages are of a `packing.CodeLayout`, or as they
@@ -195,17 +63,18 @@ class _FarMemory:
 class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
-  def __init__(self, site: Any, owner: str, messages: Sequence[Any] = ()):
-    """Connects to no shard of a `Site` yet. `owner`, which ends with "-", is
-    what the tokens of its sessions begin with; what messages are at each shard
-    is as in `slots.SharedMemory`, dense if it is left out."""
+  def __init__(
+    self, site: Any, worker: int, life: int, messages: Sequence[Any] = ()
+  ):
+    """Connects to no shard of a `Site` yet. `messages` are the formats of each
+    shard's messages as in `slots.SharedMemory`, dense by default."""
     import ray
 
     shards = site.setup.shards
-    self._ray, self._site, self._owner = ray, site, owner
+    self._ray, self._site, self._owner = ray, site, (worker, life)
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # of the actor that replaces one it is 1
-    self._tokens = [""] * shards
+    self._tokens: list[Any] = [None] * shards  # of its sessions
     self._heard: list[Any] = [None] * shards  # pending calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
@@ -213,7 +82,7 @@ class RayLink:
     self.memories = [_FarMemory(like) for like in messages]
 
   def say(self, shard: int, frame: Frame) -> None:
-    """Sends a frame, and with a PUSH its message. Raises Disconnected."""
+    """See `base.WorkerLink`; a PUSH takes its message along."""
     message = None
     if frame.kind == frames.PUSH:
       stamp = message_stamp(frame.worker, frame.seq)
@@ -222,8 +91,7 @@ class RayLink:
     actor = self._actors[shard]
     if actor is None:
       raise Disconnected(shard)
-    data = frames.pack(frame)
-    args = self._tokens[shard], data, message
+    args = self._tokens[shard], frames.pack(frame), message
     told = actor.call.remote("tell", args)
     patience = deadlines.DEAD * self._site.setup.ladder.start
     end = time.monotonic() + patience
@@ -241,7 +109,7 @@ class RayLink:
       raise Disconnected(shard) from error
 
   def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
-    """Returns the next (shard, frame). Raises Disconnected."""
+    """See `base.WorkerLink`."""
     end = time.monotonic() + (1e9 if seconds is None else seconds)
     while not self._inbox:
       if None in self._actors:  # `say` has noticed it, and may not have told
@@ -278,8 +146,8 @@ class RayLink:
     return self._ray.get_actor(name)
 
   def find_lead(self) -> Any:
-    """Returns the lead's actor, or that which has taken its place, whether or
-    not there is a session with it. Raises ValueError if there is none now."""
+    """Returns the lead's actor, or its successor, with or without a session.
+    Raises ValueError if there is none now."""
     generation = self._generations[0]
     with contextlib.suppress(ValueError):
       return self._find(0, generation + 1)
@@ -292,8 +160,8 @@ class RayLink:
     return False
 
   def connect(self, shard: int) -> bool:
-    """Opens a session with a shard; waits a moment if it is not there."""
-    token = f"{self._owner}{uuid.uuid4().hex}"
+    """Opens a session with a shard; see `base.WorkerLink`."""
+    token = (*self._owner, uuid.uuid4().hex)
     try:
       actor = self._find(shard, self._generations[shard])
       # It may be starting, which takes longer than a worker may be silent.

@@ -2,24 +2,23 @@
 
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
-kernel closes its sockets, so the other side knows at once. A peer that says
-what cannot be, or reads nothing, loses its connection, and nobody else does.
+kernel closes its sockets, so the other side notices at once. A peer that sends
+an impossible frame, or reads nothing, loses its connection, and no other peer
+does.
 """
 
 import contextlib
 import errno
-import queue
 import selectors
 import socket
 import time
 from collections.abc import Callable
-from concurrent import futures
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.links.base import Disconnected
+from asgd.live.links.base import Disconnected, ShardFeeder
 from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
@@ -29,69 +28,52 @@ _MOST_UNREAD = 2**20  # bytes that a peer may leave unread
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
 
-class SocketNetwork(Protocol):
-  """What sockets are made of; a simulation has its own."""
-
-  def listen(self, path: Path) -> Any:
-    """Returns a listening socket. Raises OSError."""
-
-  def connect(self, path: Path) -> Any:
-    """Returns a connected socket. Raises OSError."""
-
-  def pair(self) -> tuple[Any, Any]:
-    """Returns two sockets that are connected to each other."""
-
-  def selector(self) -> Any:
-    """Returns a selector, as of `selectors`."""
-
-  def sleep(self, seconds: float) -> None:
-    """Waits."""
-
-
 class UnixNetwork:
-  """The kernel's sockets; see `SocketNetwork`."""
+  """The kernel's sockets; a simulation has others, with the same methods."""
 
-  pair = staticmethod(socket.socketpair)
+  pair = staticmethod(socket.socketpair)  # two sockets, connected to each other
   selector = selectors.DefaultSelector
   sleep = staticmethod(time.sleep)
 
   def listen(self, path: Path) -> socket.socket:
-    """See `SocketNetwork`."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    """Returns a listening socket. Raises OSError."""
     path.unlink(missing_ok=True)
-    try:
+    with _closed_on_error() as listener:
       listener.bind(str(path))
       listener.listen(1024)
-    except OSError:
-      listener.close()
-      raise
     return listener
 
   def connect(self, path: Path) -> socket.socket:
-    """See `SocketNetwork`."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(_PATIENCE)
-    try:
+    """Returns a connected socket. Raises OSError."""
+    with _closed_on_error() as sock:
+      sock.settimeout(_PATIENCE)
       sock.connect(str(path))
-    except OSError:
-      sock.close()
-      raise
     return sock
+
+
+@contextlib.contextmanager
+def _closed_on_error():
+  sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+  try:
+    yield sock
+  except OSError:
+    sock.close()
+    raise
 
 
 UNIX = UnixNetwork()
 
 
 class _Connection:
-  """A socket, and what has come of a frame that is not whole yet."""
+  """A socket, and the beginning of a frame that is not whole yet."""
 
   def __init__(self, sock: Any):
     self.sock = sock
     self._rest = b""
 
   def read(self) -> list[Frame]:
-    """Returns the frames that are there. Raises EOFError at the end, ValueError
-    for what is no frame."""
+    """Returns the frames that have come. Raises EOFError at the end, ValueError
+    for other bytes."""
     try:
       data = self.sock.recv(64 * frames.SIZE)
     except BlockingIOError:
@@ -112,7 +94,7 @@ class _Connection:
 class _Waker:
   """Ends a `select` that is waiting; may be called from a signal handler."""
 
-  def __init__(self, network: SocketNetwork, selector: Any):
+  def __init__(self, network: UnixNetwork, selector: Any):
     self._read, self._write = network.pair()
     self._read.setblocking(False)
     self._write.setblocking(False)
@@ -134,7 +116,7 @@ class _Waker:
 class SocketLink:
   """A worker's way to the shards; see `base.WorkerLink`."""
 
-  def __init__(self, paths: list[Path], network: SocketNetwork = UNIX):
+  def __init__(self, paths: list[Path], network: UnixNetwork = UNIX):
     """Connects to no shard yet: `connect` does."""
     self._paths, self._network = paths, network
     self._ways: list[_Connection | None] = [None] * len(paths)
@@ -144,7 +126,7 @@ class SocketLink:
     self.wake = self._waker.wake
 
   def say(self, shard: int, frame: Frame) -> None:
-    """Sends a frame. Raises Disconnected."""
+    """See `base.WorkerLink`."""
     way = self._ways[shard]
     if way is None:
       raise Disconnected(shard)
@@ -155,7 +137,7 @@ class SocketLink:
       raise Disconnected(shard) from error
 
   def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
-    """Returns the next (shard, frame). Raises Disconnected."""
+    """See `base.WorkerLink`."""
     if self._inbox:
       return self._inbox.pop(0)
     if None in self._ways:  # `say` has noticed it, and may not have told
@@ -173,7 +155,7 @@ class SocketLink:
     return self._inbox.pop(0) if self._inbox else None
 
   def connect(self, shard: int) -> bool:
-    """Opens the way to a shard anew; waits a moment if it is not there."""
+    """See `base.WorkerLink`."""
     self._drop(shard)
     try:
       sock = self._network.connect(self._paths[shard])
@@ -185,7 +167,7 @@ class SocketLink:
     return True
 
   def close(self) -> None:
-    """Closes all ways: to the shards, the worker has left."""
+    """Closes all connections: the worker has left all shards."""
     for shard in range(len(self._ways)):
       self._drop(shard)
     self._waker.close()
@@ -201,7 +183,7 @@ class SocketLink:
 
 
 class _Peer(_Connection):
-  """A shard's connection, and the way back."""
+  """A shard's connection to a worker or another shard."""
 
   def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
@@ -212,17 +194,17 @@ class _Peer(_Connection):
     self.reads = True  # what it is sent
 
   def say(self, frame: Frame) -> None:
-    """Sends a frame with the next `flush`: an answer is often two of them. To a
-    peer that is gone there is nothing to say."""
+    """Sends a frame with the next `flush`: an answer is often two frames.
+    Frames to a closed connection are dropped."""
     if self.sock.fileno() < 0:
       return
     self._out += frames.pack(frame)
     self._waiting[self] = None
 
   def flush(self) -> bool:
-    """Sends what was said; False if the peer must read before there is more. A
-    peer that is gone is noticed elsewhere. Raises EOFError if it reads nothing.
-    """
+    """Sends the frames so far; False if the peer must read before there is
+    room. A closed connection is noticed elsewhere. Raises EOFError if it reads
+    nothing."""
     try:
       sent = self.sock.send(self._out)
     except BlockingIOError:
@@ -235,8 +217,8 @@ class _Peer(_Connection):
     return not self._out
 
 
-class ShardServer:
-  """Feeds a Shard from its sockets. All of it runs in `serve`'s thread."""
+class ShardServer(ShardFeeder):
+  """Feeds a Shard from its sockets."""
 
   def __init__(
     self,
@@ -245,15 +227,16 @@ class ShardServer:
     *,
     clock: Callable[[], float],
     lead: Path | None = None,
-    network: SocketNetwork = UNIX,
+    network: UnixNetwork = UNIX,
   ):
     """Listens at a path, in a folder that its owner alone can read, or raises
     ValueError; a follower in a consistent run also connects to the lead's
     socket. The clock tells seconds since the run began."""
+    super().__init__(shard.index)
     self._shard, self._clock, self._lead_path = shard, clock, lead
     self._network, self._selector = network, network.selector()
-    self._calls: queue.SimpleQueue = queue.SimpleQueue()
     self._waker = _Waker(network, self._selector)
+    self._wake = self._waker.wake
     try:
       self._listener = network.listen(path)
     except OSError as error:
@@ -267,46 +250,20 @@ class ShardServer:
     self._lead: _Peer | None = None
     self._followers: dict[int, _Peer] = {}  # by shard
     self._waiting: dict[_Peer, None] = {}  # in their order
-    self._over = False  # `serve` was to return
-    self._ended = False  # and it has, or it has failed
 
-  def submit(self, call: Callable[[Shard], Any]) -> futures.Future:
-    """Has the serving thread call something. The future's result is what that
-    returns; it raises Disconnected if `serve` has ended, or ends before."""
-    answer: futures.Future = futures.Future()
-    self._calls.put((call, answer))
-    self._waker.wake()
-    if self._ended:
-      self._refuse_calls()
-    return answer
-
-  def ask(self, call: Callable[[Shard], Any]) -> Any:
-    """Has the serving thread call something, and returns the answer."""
-    return self.submit(call).result()
-
-  def end(self) -> None:
-    """Has `serve` return."""
-    self._over = True
-    self._waker.wake()
-
-  def serve(self) -> None:
-    """Serves until `end`."""
+  def _serve(self):
     ticked = self._clock()
-    try:
-      while not self._over:
-        self._follow_lead()
-        self._hear(_TICK)
-        self._answer_calls()
-        now = self._clock()
-        if now - ticked >= _TICK:
-          ticked = now
-          self._listen()
-          self._shard.tick(now)
-        self._flush()
-    finally:
-      self._ended = True
-      self._refuse_calls()
-      self._close()
+    while not self._over:
+      self._follow_lead()
+      self._hear(_TICK)
+      while not self._calls.empty():
+        self._make(self._shard, *self._calls.get())
+      now = self._clock()
+      if now - ticked >= _TICK:
+        ticked = now
+        self._listen()
+        self._shard.tick(now)
+      self._flush()
 
   def _close(self):
     for key in list(self._selector.get_map().values()):
@@ -324,7 +281,7 @@ class ShardServer:
         self._shard.role.follow(self._lead.say)
 
   def _hear(self, seconds):
-    """Waits for something to come, not longer than that, and obeys it."""
+    """Waits for frames, not longer than that, and handles them."""
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
         self._waker.clear()
@@ -351,23 +308,6 @@ class ShardServer:
       return  # or it has gone again
     self._add_peer(sock)
 
-  def _answer_calls(self):
-    while not self._calls.empty():
-      call, answer = self._calls.get()
-      try:
-        answer.set_result(call(self._shard))
-      except Exception as error:
-        answer.set_exception(error)
-      except BaseException:
-        answer.set_exception(Disconnected(self._shard.index))
-        raise
-
-  def _refuse_calls(self):
-    with contextlib.suppress(queue.Empty):
-      while True:
-        _, answer = self._calls.get_nowait()
-        answer.set_exception(Disconnected(self._shard.index))
-
   def _add_peer(self, sock):
     peer = _Peer(sock, self._waiting)
     self._selector.register(sock, selectors.EVENT_READ, peer)
@@ -383,9 +323,9 @@ class ShardServer:
       self._drop(peer)
 
   def _identify(self, peer, frame):
-    """One connection speaks for one worker or follower. For a follower none
-    other does while its own is open: one that was cut off tries again until
-    the end of that was read here."""
+    """One connection speaks for one worker or follower. For a follower no other
+    does while its own is open: one that was cut off tries again until this end
+    has read that."""
     peer.speaker = frames.speaker(frame, peer.speaker)
     if (
       frame.kind == frames.FOLLOW
@@ -394,7 +334,7 @@ class ShardServer:
       raise frames.BadFrame(f"shard {frame.worker} is connected: {frame}")
 
   def _flush(self):
-    """Sends what was said, and the rest once its peer reads on."""
+    """Sends waiting frames, and the rest once their peer reads."""
     while self._waiting:
       peer, _ = self._waiting.popitem()
       if peer.sock.fileno() < 0:  # it was dropped

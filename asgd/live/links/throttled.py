@@ -1,9 +1,9 @@
 """Links of threads that take the time of a network.
 
 Threads of one process hand slots of memory to each other, which takes no time.
-Over a network a frame is handed over when it, and the bytes in its slot, would
-have come: what a message really has, dense or packed. The lines that they pass
-are those of a simulation (`asgd.orders.network`), by a real clock.
+Over a network a frame arrives when it, and the bytes in its slot, would have
+come: the real size of a message, dense or packed. Its lines are those of a
+simulation (`asgd.orders.network`), by a real clock.
 """
 
 import collections
@@ -26,9 +26,9 @@ class _Parcel:
 class Throttle:
   """All links between the workers and the shards of a run.
 
-  `up` and `down` may be called by any thread, and what they carry is delivered
-  by one of them or by the thread that `start` begins: it must not block.
-  Between one worker and one shard nothing overtakes.
+  `up` and `down` may be called by any thread; frames are delivered by one of
+  these or by the thread of `start`: delivering must not block. Between one
+  worker and one shard nothing overtakes.
   """
 
   def __init__(
@@ -37,7 +37,7 @@ class Throttle:
     workers: int,
     clock: Callable[[], float] = time.monotonic,
   ):
-    """The clock tells seconds, the unit of the network's times."""
+    """The clock counts seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
     self.time = 0.0  # at which what is being delivered has come
     self._heap: list[tuple[float, int, MessagePart | None, Any]] = []
@@ -54,7 +54,7 @@ class Throttle:
     self._thread.start()
 
   def close(self) -> None:
-    """Ends: what is on its way is lost."""
+    """Ends: frames on their way are lost."""
     with self._changed:
       self._ended = True
       self._changed.notify()
@@ -85,7 +85,7 @@ class Throttle:
       self._changed.notify()
 
   def deliver_due(self) -> float | None:
-    """Delivers what has come by now; returns when more may be due."""
+    """Delivers due frames; returns when more may be due."""
     with self._changed:
       self._deliver_due(self._clock())
       return self._heap[0][0] if self._heap else None

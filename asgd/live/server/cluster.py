@@ -56,7 +56,7 @@ def _finished(status):
 def _take_params(received, shard):  # of a module, to travel by its name
   if received is None:
     return shard.state.server.params
-  return shard.state.kept_params.pop(received, None)
+  return shard.state.messages.kept_params.pop(received, None)
 
 
 class ServerCluster(Cluster):

@@ -3,29 +3,15 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
 from asgd.live.hosts import Inside
-from asgd.live.links.base import Disconnected
+from asgd.live.links.base import Disconnected, ShardFeeder
 from asgd.live.shard import Shard
 
 ENDED = "ended"  # how a shard ends that was asked to
-
-
-class ShardFeeder(Protocol):
-  """Feeds a shard with frames; `links` has one for each kind of link."""
-
-  def submit(self, call: Callable[[Shard], Any]) -> Future[Any]:
-    """Calls something with the shard, in the serving thread. The future raises
-    Disconnected once that has ended."""
-
-  def serve(self) -> None:
-    """Serves until `end`."""
-
-  def end(self) -> None:
-    """Makes `serve` return; may be called by any thread."""
 
 
 class HostedShard:
@@ -97,4 +83,4 @@ class HostedShard:
 
 
 def _flush(shard):
-  shard.state.flush()
+  shard.state.messages.flush()

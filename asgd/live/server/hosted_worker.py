@@ -1,32 +1,17 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
 
 from asgd.live.duty import Duty
-from asgd.live.faults import Script
 from asgd.live.hosts import Inside
-from asgd.live.links.base import WorkerLink
-from asgd.live.spans import Span
-from asgd.live.worker import WorkerLoop
+from asgd.live.worker import Reach, WorkerLoop
 
 _PATIENCE = 5.0  # seconds after which a worker repeats what is not answered
 REPLACED = "replaced"  # how a worker ends whose host was ended
 
 
-class Reach(NamedTuple):
-  """What an incarnation of a worker has of the run around it."""
-
-  link: WorkerLink  # to all shards; none is connected yet
-  # Returns each shard's slots; called when all shards are connected.
-  memories: Callable[[], Sequence[Any]]
-  clock: Callable[[], float]  # in seconds
-  script: Script
-  span: Callable[[Span], None] | None  # takes what the worker does when
-  close: Callable[[], None]  # writes what is left, and disconnects
-
-
-# (worker, incarnations of it before, duty, that of its host) -> Reach
+# Makes a Reach, not connected to any shard yet: (worker, incarnations of it
+# before, duty, that of its host) -> Reach
 MakeReach = Callable[[int, int, Duty, Inside], Reach]
 
 
@@ -86,13 +71,7 @@ class HostedWorker:
     if self._interrupted:
       return REPLACED
     self._loop = WorkerLoop(
-      *(self._worker, duty, reach.link, list(reach.memories())),
-      clock=reach.clock,
-      life=self._life,
-      patience=self._patience,
-      wait=self._inside.wait,
-      faults=reach.script,
-      span=reach.span,
+      self._worker, duty, reach, life=self._life, patience=self._patience
     )
     if self._drained:  # before there was a loop
       self._loop.drain()

@@ -10,7 +10,6 @@ they did (`links.notes`).
 import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,62 +19,18 @@ import numpy as np
 
 from asgd import base, compression, safe_files, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import journal, records, slot_formats, spans
+from asgd.live import slot_formats, spans
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
 from asgd.live.hosts.site import Site, node_id
 from asgd.live.links.notes import FarNotes
-from asgd.live.links.remote import RayLink, Sessions
+from asgd.live.links.remote import RayLink
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.profile import Profile
-from asgd.live.server.hosted_shard import HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
-from asgd.live.shard import Shard
-
-
-class ReachableShard(HostedShard):
-  """A shard that workers on other machines reach by calls of its host."""
-
-  def __init__(self, inside: Inside, server: ShardServer, run: Path):
-    """`run` is the folder of the run."""
-    super().__init__(inside, server)
-    self._sessions, self._clock = Sessions(server, inside.clock), inside.clock
-    self._run, self._write_span = run, spans.SpanWriter(run)
-
-  def open(self, token: str) -> Future[None]:
-    """Opens a session for a worker."""
-    return self._sessions.open(token)
-
-  def tell(self, token: str, data: bytes, message: Any) -> Future[None]:
-    """Takes a frame of a session, and the message of a PUSH."""
-    return self._sessions.tell(token, data, message)
-
-  def listen(self, token: str) -> Future[list[tuple[bytes, Any]]]:
-    """Returns what is sent to a session, when something is."""
-    return self._sessions.listen(token)
-
-  def gone(self, worker: int, life: int) -> None:
-    """See the base: no connection has reported it."""
-    self._sessions.end(owner(worker, life))
-
-  def clock(self) -> float:
-    """Returns the seconds since the run began."""
-    return self._clock()
-
-  def write_spans(self, worker: int, told: Sequence[spans.Span]) -> None:
-    """Writes what a worker did, in times of `clock`; the last is the push that
-    ends a job."""
-    for span in told:
-      self._write_span(worker, span)
-
-  def write_fault(self, fault: faults_lib.Fault) -> None:
-    """Writes a fault of a worker."""
-    faults_lib.append_fault(self._run, fault)
-
-
-def owner(worker: int, life: int) -> str:
-  """Returns how the sessions of an incarnation of a worker are named."""
-  return f"{worker}.{life}-"
+from asgd.live.server.hosted_worker import HostedWorker
+from asgd.live.server.reachable_shard import ReachableShard
+from asgd.live.shard import Shard, ShardStorage
+from asgd.live.worker import Reach
 
 
 class ShardMaker(NamedTuple):
@@ -105,13 +60,11 @@ class ShardMaker(NamedTuple):
     state = simulator.start(server, self.params)
     updates = compression.last_update(state.opt_state) is not None
     like = slot_formats.contents(server.codec, self.params, updates=updates)
+    memory = site.open_memory(index, *like, state)
+    store = ShardStorage.open(Path(site.run), index, memory, self.image)
     shard = Shard(
-      *(index, setup, steps, state),
-      site.open_memory(index, *like, state),
-      journal.FileJournal(journal.journal_path(site.run, index)),
-      records.FileSink(records.records_path(site.run, index)),
+      *(index, setup, steps, state, store),
       now=inside.clock(),
-      image=self.image,
       resumed=self.resumed,
     )
     lead = site.socket(0) if index and setup.consistent else None
@@ -174,6 +127,7 @@ class WorkerMaker(NamedTuple):
       link,
       memories,
       inside.clock,
+      inside.wait,
       self._script(inside, functools.partial(faults_lib.append_fault, run)),
       functools.partial(spans.SpanWriter(run), self.worker),
       link.close,  # shards notice at once that it has left
@@ -182,13 +136,14 @@ class WorkerMaker(NamedTuple):
   def _far(self, duty, inside):
     """On another machine, by calls of Ray."""
     messages = [message for _, message, *_ in duty.shares()]
-    link = RayLink(self.site, owner(self.worker, self.life), messages)
+    link = RayLink(self.site, self.worker, self.life, messages)
     clock = time.monotonic  # the lead's is another
     notes = FarNotes(self.worker, link.find_lead, clock=clock)
     return Reach(
       link,
       lambda: link.memories,
       clock,
+      inside.wait,
       self._script(inside, notes.fault),
       notes.span,
       notes.close,

@@ -6,32 +6,23 @@ are tried here without killing anything.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from asgd import base, simulator
 from asgd.live import faults as faults_lib
-from asgd.live import frames, journal, records, slots, spans
+from asgd.live import frames, slots, spans
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
 from asgd.live.links.local import ShardQueue, ThreadLink
 from asgd.live.links.throttled import Throttle
 from asgd.live.server.hosted_shard import HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
+from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.setup import Setup
-from asgd.live.shard import Shard
+from asgd.live.shard import Shard, ShardStorage
+from asgd.live.worker import Reach
 from asgd.orders.network import Network
-
-
-class Stores(NamedTuple):
-  """What outlives a shard; of each shard, in their order."""
-
-  memories: Sequence[slots.SharedMemory]
-  journals: Sequence[journal.FileJournal]
-  sinks: Sequence[records.FileSink]
-  images: Sequence[Any]  # checkpoints as `Shard` takes them, or None
 
 
 class ThreadMakers:
@@ -42,7 +33,7 @@ class ThreadMakers:
     setup: Setup,
     steps: simulator.Steps,
     states: Sequence[base.ServerState],
-    stores: Stores,
+    stores: Sequence[ShardStorage],
     *,
     faults: Sequence[faults_lib.Fault] = (),
     patience: float = 5.0,
@@ -55,7 +46,7 @@ class ThreadMakers:
       setup: of the run.
       steps: compiled for its server.
       states: of each shard, before the first message.
-      stores: what outlives the shards.
+      stores: of each shard.
       faults: to inject, each once.
       patience: seconds after which a worker repeats what is not answered.
       span: takes (worker, stretch of time).
@@ -86,14 +77,11 @@ class ThreadMakers:
     )
 
   def _make_shard(self, index, resumed, queue, inside: Inside):
-    stores = self.stores
     # Copied, for the next one: a shard consumes its state.
     state = jax.tree.map(jnp.array, self._states[index])
     shard = Shard(
-      *(index, self._setup, self._steps, state, stores.memories[index]),
-      *(stores.journals[index], stores.sinks[index]),
+      *(index, self._setup, self._steps, state, self.stores[index]),
       now=inside.clock(),
-      image=stores.images[index],
       resumed=resumed,
     )
     queue.open(shard, inside.clock)
@@ -116,8 +104,9 @@ class ThreadMakers:
     span = self._span and functools.partial(self._span, worker)
     return Reach(
       link,
-      lambda: self.stores.memories,
+      lambda: [store.memory for store in self.stores],
       inside.clock,
+      inside.wait,
       self.script.within(inside.kill, inside.wait),
       span,
       link.close,
@@ -125,20 +114,20 @@ class ThreadMakers:
 
   def _ways(self):
     """How frames are carried, over a network."""
-    throttle, memories = self._throttle, self.stores.memories
+    throttle, stores = self._throttle, self.stores
     if throttle is None:
       return {}
 
     def up(worker, shard, frame, deliver):
       nbytes = 0
       if frame.kind == frames.PUSH:
-        nbytes = memories[shard].length(slots.MESSAGES, frame.message)
+        nbytes = stores[shard].memory.length(slots.MESSAGES, frame.message)
       throttle.up(worker, shard, nbytes, deliver)
 
     def down(worker, shard, frame, deliver):
       nbytes = 0
       if frame.kind == frames.TICKET and not frame.flag:
-        nbytes = memories[shard].length(slots.PARAMS, frame.params)
+        nbytes = stores[shard].memory.length(slots.PARAMS, frame.params)
       throttle.down(worker, shard, nbytes, deliver)
 
     return {"up": up, "down": down}

@@ -1,5 +1,4 @@
-"""Shards other than the lead: obeying its rows, or with an order of their own.
-"""
+"""Shards other than the lead: in its order, or in one of their own."""
 
 import collections
 
@@ -13,7 +12,7 @@ from asgd.orders.trace import NO_SEQ, Event
 
 
 class Follower(Role):
-  """A shard of a consistent run: obeys the rows of the lead's journal."""
+  """A shard of a consistent run: applies the rows of the lead's journal."""
 
   def __init__(self, *args):
     super().__init__(*args)
@@ -24,7 +23,7 @@ class Follower(Role):
     self._question: Frame | None = None
 
   def follow(self, say: Say) -> None:
-    """Asks the lead for missing rows, and tells it of messages."""
+    """Asks the lead for missing rows, and reports messages to it."""
     self._lead = say
     self._ordered.clear()
     say(Frame(frames.FOLLOW, self.index, version=self.state.rows))
@@ -32,7 +31,7 @@ class Follower(Role):
       self._tell_prepared(key)
 
   def push(self, frame: Frame) -> None:
-    """A message has come: the lead is told, also if it cannot be read here."""
+    """Reports a message to the lead, also one that cannot be read here."""
     key = frame.worker, frame.seq
     self.state.pushed[key] = frame
     self._tell_prepared(key)
@@ -44,7 +43,7 @@ class Follower(Role):
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
   def hear(self, frame: Frame, say: Say) -> None:
-    """Takes a frame of the lead, by the way that was opened last."""
+    """Takes a frame of the lead, by the connection that was opened last."""
     if say != self._lead:
       return
     key = frame.worker, frame.seq
@@ -79,7 +78,7 @@ class Follower(Role):
       self._answer(self._question)
 
   def _answer(self, question):
-    """Says this shard's operand, once it is where the lead is."""
+    """Sends this shard's operand, once it is where the lead is."""
     state, key = self.state, (question.worker, question.seq)
     if key not in state.pushed:
       return
@@ -97,18 +96,18 @@ class Independent(Role):
   decides = True
 
   def outdated(self, worker: int, number: int) -> bool:
-    """Also one whose tickets died here, though no other came since: messages
-    that it believes to be here are not."""
+    """Also a holder with lost tickets and no successor: its messages are
+    lost."""
     dead = number <= self.died.get(worker, -1)
     return dead or super().outdated(worker, number)
 
   def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place; the lead gave it its number."""
+    """Writes the JOIN of a new holder, whose number the lead gave."""
     super().join(worker, number)
     self._decide(worker, NO_SEQ, number, base.JOIN)
 
   def leave(self, worker: int) -> None:
-    """The holder of a place is gone: its tickets die."""
+    """Ends the tickets of a holder."""
     state = self.state
     number = self.holders.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
@@ -121,9 +120,9 @@ class Independent(Role):
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
-    """Opens its slice of a ticket, and says it again if it is open. A holder
-    asks before it hands in: if a ticket was closed, or none is left to open, it
-    was another that asked. Raises BadFrame if no holder could have that job."""
+    """Opens its slice of a ticket, or sends it again. A holder asks before it
+    hands in: if a ticket was closed, or none is left to open, the frame is
+    another's. Raises BadFrame if no holder could have that job."""
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
     if key in state.tickets:
@@ -138,7 +137,7 @@ class Independent(Role):
       self._decide(*key, frame.job, base.KEEP if keeps else base.SEND)
 
   def _check_new(self, frame):
-    """Checks a ticket that is to be opened against those that can be."""
+    """Checks a new ticket against those that can be open."""
     setup, state, slots = self.setup, self.state, self.state.slots
     rules, worker = setup.rules, frame.worker
     most = rules.depth + rules.round + rules.backup  # at one place

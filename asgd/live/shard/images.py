@@ -13,7 +13,7 @@ from asgd.orders.trace import Event, Ledger
 
 def snapshot(state: ShardState) -> None:
   """Saves the state in the shard's memory, in place of the log before it."""
-  state.flush()
+  state.messages.flush()
   tickets = *state.tickets.values(), *state.kept.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
   memory, first = state.slots.memory, state.slots.counts.messages
@@ -23,13 +23,17 @@ def snapshot(state: ShardState) -> None:
 
 
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns what neither the server's state nor the journal tells, as JSON."""
-  slots = state.slots
+  """Returns the rest of the state beside the server's and the journal, as
+  JSON."""
+  slots, updates = state.slots, {}
   params, slot = slots.published or (None, -1)
+  if state.updates.are_sent:
+    bases = sorted((*key, t.base) for key, t in state.tickets.items())
+    updates = {"bases": bases, **state.updates.describe()}
   return {
     "rows": state.rows,
-    "received": state.received,
-    "records": state.sink.count,
+    "received": state.messages.count,
+    "records": state.messages.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
     # Of tickets of a memory that was lost; the lead will call them lost, too.
     "without_params": sorted(
@@ -38,22 +42,15 @@ def describe(state: ShardState) -> dict[str, Any]:
     "dead": sorted(slots.dead.items()),
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
-    **_describe_updates(state),
+    **updates,
   }
 
 
-def _describe_updates(state):
-  if not state.updates.are_sent:
-    return {}
-  bases = sorted((*key, t.base) for key, t in state.tickets.items())
-  return {"bases": bases, **state.updates.describe()}
-
-
 def _open_tickets(state, ledger, intact, without_params=()):
-  """Takes over the tickets that a journal leaves open, and its counts."""
+  """Takes over the open tickets of a journal, and its counts."""
   without_params = set(map(tuple, without_params))
   state.rows = ledger.rows
-  state.received = len(ledger.received) + ledger.undone
+  state.messages.count = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
   state.joined = dict(ledger.holders)
   state.tickets = {
@@ -72,9 +69,9 @@ def _open_tickets(state, ledger, intact, without_params=()):
 def restore(
   state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
 ) -> None:
-  """Takes over a snapshot: (the server's state, what `describe` wrote), with
-  the ledger after the rows of the journal before it. It is intact if the
-  parameters of tickets lie in their slots."""
+  """Takes over a snapshot: (the server's state, the result of `describe`), with
+  the ledger of the journal before it. It is intact if the parameters of tickets
+  lie in their slots."""
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
@@ -102,10 +99,10 @@ def restore(
 def reopen(
   state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
 ) -> bool:
-  """Takes over the tickets that are open where the journal ends, after the rows
-  since the image that `restore` took, without the messages that were received
-  since: returns whether there are any."""
-  before, tickets = state.received, state.tickets
+  """Takes over the open tickets at the end of a journal, after the rows since
+  the image of `restore`, without the messages received since: returns whether
+  there are any."""
+  before, tickets = state.messages.count, state.tickets
   _open_tickets(state, ledger, intact)
   for key in tickets.keys() & state.tickets.keys():
     ticket = state.tickets[key]._replace(base=tickets[key].base)
@@ -125,4 +122,4 @@ def reopen(
     [t.params for t in (*state.tickets.values(), *state.kept.values())],
     [t.message for t in state.tickets.values()],
   )
-  return state.received > before
+  return state.messages.count > before

@@ -1,21 +1,25 @@
-"""The lead (shard 0): decides which worker starts and what is received."""
+"""The lead (shard 0): decides which worker starts and which message is
+received."""
 
 import collections
 import math
+from typing import Any, NamedTuple
 
-from asgd import base
+import numpy as np
+
+from asgd import base, sharding
 from asgd.live import frames
 from asgd.live.deadlines import WorkerWatch
 from asgd.live.frames import Frame
-from asgd.live.shard.role import Role, Say, row_frames
+from asgd.live.shard.role import Role, Say, row_frames, total_frames
 from asgd.live.shard.state import Key
-from asgd.live.shard.totals import LeadTotals
 from asgd.orders import protocol
 from asgd.orders.trace import ENDS
 
 
 class Lead(Role):
-  """Tells the dispatcher what workers say, and commits what it decides."""
+  """Passes the frames of workers to the dispatcher, and commits its
+  decisions."""
 
   decides = True
 
@@ -42,12 +46,12 @@ class Lead(Role):
     return True
 
   def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place; here it gets its number."""
+    """Gives a new holder its number."""
     self.heard(worker)
     self.holders[worker] = self.dispatcher.join(worker, self.time)
 
   def leave(self, worker: int) -> None:
-    """The holder of a place is gone: its jobs go to others."""
+    """Gives the jobs of a holder to others."""
     super().leave(worker)
     self.dispatcher.leave(worker, self.time)
 
@@ -73,7 +77,7 @@ class Lead(Role):
     self._consider(key)
 
   def _refuse(self, key):
-    """A message counts for nothing, and its worker has to begin anew."""
+    """Drops a message; its worker has to begin anew."""
     worker, seq = key
     self._unfinite += 1
     self._tries[self.dispatcher.open(worker)[seq].job] += 1
@@ -102,7 +106,7 @@ class Lead(Role):
       self._totals.answer(frame)
 
   def _consider(self, key):
-    """Lets a message count as arrived when every shard has its part of it."""
+    """Counts a message as arrived when every shard has its part."""
     others = self.setup.shards - 1 if self.setup.consistent else 0
     prepared = len(self._prepared.get(key, ())) >= others
     if not prepared or key not in self.state.pushed:
@@ -137,7 +141,7 @@ class Lead(Role):
     )
 
   def _decided(self, event):
-    """The dispatcher's log: commits what it has decided."""
+    """Commits a decision of the dispatcher."""
     state, key = self.state, event.key
     if event.action in ENDS:
       totals = self._totals.take(key) if self._totals else ()
@@ -150,7 +154,7 @@ class Lead(Role):
     self.commit(event)
 
   def overdue(self, now: float) -> list[int]:
-    """Returns the workers that are to be taken for dead."""
+    """Returns the workers that count as dead."""
     if self.stopped:
       return []
     if not self.state.seqs or self.setup.rules.late < math.inf:
@@ -165,3 +169,84 @@ class Lead(Role):
       for worker in self.dispatcher.workers
     }
     return self.watch.overdue(begun, self.peers, now)
+
+
+class _Asking(NamedTuple):
+  """The message of which the totals are being added up."""
+
+  key: Key
+  totals: list[float]  # so far
+  operands: dict[int, Any]  # of the next one, by shard
+
+
+class LeadTotals:
+  """Sums over all shards that an algorithm needs before a message is received.
+
+  The lead asks each follower for its operand, adds up, and asks for the next
+  total until the message can be received; one message at a time.
+  """
+
+  def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
+    self._lead, self._dispatcher = lead, dispatcher
+    self._queue: list[Key] = []  # messages that all shards have
+    self._asking: _Asking | None = None
+    self._complete: dict[Key, tuple[float, ...]] = {}
+
+  def add(self, key: Key) -> None:
+    """Every shard has its part of a message."""
+    if key not in self._queue:
+      self._queue.append(key)
+      self.propose()
+
+  def propose(self) -> None:
+    """Begins with the next message, unless one is under way."""
+    pushed = self._lead.state.pushed
+    if self._asking and self._asking.key not in pushed:
+      self._asking = None  # its worker died
+    self._queue = [key for key in self._queue if key in pushed]
+    for worker, seq in self._queue:
+      first = next(iter(self._dispatcher.open(worker)))
+      if self._asking is None and seq == first:
+        self._asking = _Asking((worker, seq), [], {})
+        self._next_stage()
+        return
+
+  def _next_stage(self):
+    """Goes as far as the totals so far allow."""
+    key, totals, operands = self._asking
+    state = self._lead.state
+    out = state.stage(key, state.pushed[key].value, totals)
+    if isinstance(out, sharding.Ask):
+      operands[0] = out.operand
+      for say in self._lead.followers.values():
+        self.ask(say)
+      return
+    self._asking = None
+    self._queue.remove(key)
+    self._complete[key] = tuple(totals)
+    self._dispatcher.arrive(*key)
+
+  def ask(self, say: Say) -> None:
+    """Asks a follower for its operand, if one is needed."""
+    if self._asking:
+      key, totals, _ = self._asking
+      for frame in total_frames(key, totals):
+        say(frame)
+      say(Frame(frames.ASK, *key, version=len(totals)))
+
+  def answer(self, frame: Frame) -> None:
+    """Takes a follower's operand (ASKED)."""
+    asking, key = self._asking, (frame.worker, frame.seq)
+    if not asking or (asking.key, len(asking.totals)) != (key, frame.version):
+      return
+    own = np.asarray(asking.operands[0])
+    asking.operands[frame.job] = own.dtype.type(frame.value)
+    if len(asking.operands) == self._lead.setup.shards:
+      operands = [operand for _, operand in sorted(asking.operands.items())]
+      asking.totals.append(float(sharding.add_up(operands)))
+      asking.operands.clear()
+      self._next_stage()
+
+  def take(self, key: Key) -> tuple[float, ...]:
+    """Returns a message's totals, and forgets them."""
+    return self._complete.pop(key, ())

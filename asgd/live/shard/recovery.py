@@ -1,16 +1,20 @@
-"""How a shard comes back: from its log, its journal or a checkpoint.
+"""Recovery of a shard: from its log, its journal or a checkpoint.
 
 With a log, the messages since the last snapshot still lie in their slots: the
-rows since then are obeyed again, and nothing is lost. Without it, or when
-the memory is lost, the shard goes back to the last snapshot or checkpoint;
-updates since are lost, though they were acknowledged, and a ROLLBACK row says
-so in the trace.
+rows since then are applied again, and nothing is lost. Without it, or when the
+memory is lost, the shard rolls back to the last snapshot or checkpoint; updates
+since are lost, though they were acknowledged, and a ROLLBACK row says so in the
+trace.
 """
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from asgd import base
-from asgd.live.append_only import ANEW, GO_ON
+from asgd import base, safe_files
+from asgd.live import slots
+from asgd.live.append_only import ANEW, GO_ON, writing
+from asgd.live.journal import journal_path, read_journal
+from asgd.live.setup import Setup
 from asgd.live.shard import images
 from asgd.live.shard.role import Role
 from asgd.live.slots import DamagedSnapshot, WrongSlot
@@ -18,8 +22,35 @@ from asgd.orders import trace
 from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
+def agree(setup: Setup, run: Path, memory: Path) -> bool:
+  """Returns whether the shards of a run resume from their memory, as far as
+  they have to agree on that. To be called before they are opened.
+
+  All shards of a consistent run follow one order. If one has lost its memory,
+  or the snapshot in it, all roll back to the images of one checkpoint, which
+  are of the same row, and the followers take over the lead's journal.
+
+  Raises:
+    ValueError: for a journal that cannot be read, or written.
+  """
+  if not setup.consistent or setup.shards == 1:
+    return True
+  folders = [Path(memory) / f"shard-{i}" for i in range(setup.shards)]
+  paths = [journal_path(run, index) for index in range(setup.shards)]
+  counts = [len(read_journal(path)) for path in paths]
+  if all(map(slots.is_usable, folders, counts)):
+    return True
+  for folder in folders:
+    slots.disown(folder)
+  content = paths[0].read_bytes() if paths[0].exists() else b""
+  for path in paths[1:]:
+    with writing(path):
+      safe_files.write(path, content)
+  return False
+
+
 class Rollback(NamedTuple):
-  """Where a shard went back to."""
+  """The position to which a shard rolled back."""
 
   row: int  # of its journal
   message: int  # how many had been received
@@ -28,7 +59,7 @@ class Rollback(NamedTuple):
 
 
 class _Start(NamedTuple):
-  """What a recovery begins with."""
+  """The beginning of a recovery."""
 
   image: tuple[Any, Any] | None  # (state, meta); None: before the first row
   intact: bool  # the memory is that of the journal
@@ -37,13 +68,13 @@ class _Start(NamedTuple):
 
 
 class _Unfit(Exception):
-  """What a shard has written does not fit together."""
+  """The files of a shard do not fit together."""
 
 
 def recover(
   role: Role, image: tuple[Any, Any] | None, *, resumed: bool
 ) -> Rollback | None:
-  """Brings a shard from before the first row to where its journal ends; see
+  """Brings a shard from before the first row to the end of its journal; see
   `Shard`, also for the errors."""
   state, events = role.state, role.journal.events()
   if not events:
@@ -108,13 +139,14 @@ def _obey(role, events, start):
   if state.setup.log and not start.replaced:
     before = start.image[1]["records"] if start.image else 0
     again = sum(event.action == base.RECEIVE for event in events[rows:])
-    state.sink.truncate(before + again)
-    state.recorded = state.sink.count - before
+    state.messages.sink.truncate(before + again)
+    state.messages.recorded = state.messages.sink.count - before
     for event in events[rows:]:
       state.obey(event)
     return ledger, False
   lost_updates = images.reopen(state, events[rows:], ledger, start.intact)
-  state.sink.truncate(state.received)  # if it is the trace that was cut
+  # If it is the trace that was cut.
+  state.messages.sink.truncate(state.messages.count)
   return ledger, lost_updates
 
 
@@ -156,8 +188,8 @@ def _choose(state, name, events, image, resumed):
 
 
 def _went_back(state, saved, later):
-  """Whether a shard was killed after it went back, before it saved that. To the
-  beginning it goes back as it did before, where it keeps no log."""
+  """Whether a shard was killed after a rollback, before it saved that. Without
+  a log, it rolls back to the beginning as it did before."""
   rows = [event.job for event in later if event.action == base.ROLLBACK]
   if state.setup.log:
     return bool(rows)
@@ -165,7 +197,7 @@ def _went_back(state, saved, later):
 
 
 def _is_undone(events, rows):
-  """Whether a shard that was at so many rows has since gone back further."""
+  """Whether a shard at so many rows has since rolled back further."""
   later = events[rows:]
   return any(e.action == base.ROLLBACK and e.job < rows for e in later)
 
@@ -179,7 +211,7 @@ def _too_short(name, events, what, rows):
 
 def _check_fit(state, name, ledger, start):
   """Checks that an image is of this journal, and that its records are there."""
-  meta, memory, sink = start.image[1], state.slots.memory, state.sink
+  meta, memory, sink = start.image[1], state.slots.memory, state.messages.sink
   tickets = sorted(
     [*event.key, event.job]
     for tickets in ledger.open.values()

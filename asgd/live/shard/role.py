@@ -1,5 +1,5 @@
-"""What all shards do: commit rows, and tell workers and other shards of them.
-"""
+"""The common part of all shards: they commit rows, and send them to workers and
+other shards."""
 
 from collections.abc import Callable
 
@@ -42,7 +42,7 @@ class Role:
     self.committed: Callable[[int], None] = lambda rows: None
 
   def commit(self, event: Event) -> None:
-    """Obeys a new row; it is in the journal before any peer hears of it."""
+    """Applies a new row; it is in the journal before any peer receives it."""
     state, key = self.state, event.key
     starts = event.action in STARTS
     if starts and state.log_is_full:
@@ -63,26 +63,27 @@ class Role:
     self.committed(state.rows)
 
   def say(self, worker: int, frame: Frame) -> None:
-    """Says something to a worker, if it is connected."""
+    """Sends a frame to a worker, if it is connected."""
     if worker in self.peers:
       self.peers[worker](frame)
 
   def expel(self, worker: int) -> None:
-    """Tells a worker that it has lost its place."""
+    """Sends EXPEL to a worker, and forgets it."""
     self.holders.pop(worker, None)
     self.say(worker, Frame(frames.EXPEL, worker))
     self.peers.pop(worker, None)
 
   def outdated(self, worker: int, number: int) -> bool:
-    """Whether a holder by that number, not the present one, came before it."""
+    """Whether a holder by that number was replaced by the present one."""
     return number < self.holders.get(worker, -1)
 
   def join(self, worker: int, number: int) -> None:
-    """A new holder takes a place; a follower is told its number by it."""
+    """Takes a new holder, whose number the lead gave."""
     self.holders[worker] = number
 
   def leave(self, worker: int) -> None:
-    """The holder of a place is gone: its tickets die."""
+    """Forgets the holder of a worker index; a deciding shard ends its
+    tickets."""
     self.holders.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
@@ -92,14 +93,14 @@ class Role:
     """Takes a frame of another shard (`frames.OF_SHARDS`)."""
 
   def heard(self, worker: int) -> None:
-    """The worker gave a sign of life."""
+    """Takes a sign of life of a worker."""
 
   def advance(self) -> None:
-    """Decides what follows from what was heard."""
+    """Decides what follows from the frames so far."""
 
 
 def total_frames(key: Key, totals) -> list[Frame]:
-  """Returns frames that tell of a message's totals."""
+  """Returns the frames of a message's totals."""
   return [
     Frame(frames.TOTAL, *key, version=i, value=value)
     for i, value in enumerate(totals)
@@ -107,7 +108,7 @@ def total_frames(key: Key, totals) -> list[Frame]:
 
 
 def row_frames(number: int, event: Event) -> list[Frame]:
-  """Returns frames that tell a follower of a row of the lead's journal."""
+  """Returns the frames of a row of the lead's journal, for a follower."""
   row = Frame(frames.ROW, *event.key, event.job, number, event.action)
   row = row._replace(value=event.time, loss=event.loss)
   return [*total_frames(event.key, event.totals), row]

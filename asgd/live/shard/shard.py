@@ -1,18 +1,18 @@
 """A live server shard: the pure Server on its slice, fed with frames.
 
-Everything that a shard decides becomes a row of its journal before any worker
-or shard hears of it, and everything that it does is done by obeying rows. So a
-shard that was killed comes back by reading its last snapshot and obeying the
-rows since (`recovery`), with messages that still lie in their slots: a log that
-costs no copy, but the slots and one snapshot in so many messages.
+Each decision becomes a row of its journal before any worker or shard receives
+it, and rows alone change the state. So a shard that was killed replays the rows
+since its last snapshot (`recovery`), with messages that still lie in their
+slots: a log that costs no copy, but the slots and one snapshot in so many
+messages.
 
-Nothing here waits or looks at a clock: `now` comes with each call, and calls
-come from one thread.
+Nothing here waits or reads a clock: `now` comes with each call, and calls come
+from one thread.
 """
 
-import functools
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +20,8 @@ import numpy as np
 from asgd import base, simulator
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.journal import FileJournal
-from asgd.live.records import FileSink
+from asgd.live.journal import FileJournal, journal_path
+from asgd.live.records import FileSink, records_path
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
@@ -30,6 +30,31 @@ from asgd.live.shard.role import MOST_AHEAD, Say
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
+
+
+class ShardStorage(NamedTuple):
+  """What outlives a shard."""
+
+  memory: SharedMemory
+  journal: FileJournal
+  sink: FileSink
+  # (state, meta) of a checkpoint, for when the memory is lost.
+  image: tuple[Any, Any] | None = None
+
+  @classmethod
+  def open(
+    cls,
+    run: Path,
+    index: int,
+    memory: SharedMemory,
+    image: tuple[Any, Any] | None = None,
+    **options: Any,
+  ) -> "ShardStorage":
+    """Opens a shard's files in the folder of a run; options are those of an
+    `AppendOnlyFile`."""
+    journal = FileJournal(journal_path(run, index), **options)
+    sink = FileSink(records_path(run, index), **options)
+    return cls(memory, journal, sink, image)
 
 
 class Shard:
@@ -41,42 +66,30 @@ class Shard:
     setup: Setup,
     steps: simulator.Steps,
     server: base.ServerState,
-    memory: SharedMemory,
-    journal: FileJournal,
-    sink: FileSink,
+    store: ShardStorage,
     *,
     now: float,
-    image: tuple[Any, Any] | None = None,
     resumed: bool = False,
   ):
-    """Starts, or comes back to where the journal ends. Raises ValueError if the
-    journal, the memory and the image do not fit together.
+    """Starts, or recovers to the end of the journal. Raises ValueError if the
+    parts of the store do not fit together.
 
     The server's state is that before the first row, and donated; the memory has
-    slots as `slot_counts` says; `now` is in seconds since the run began. The
-    image, (state, meta) of a checkpoint, is for when the memory is lost. Of a
-    run that is resumed no worker and no other shard is alive.
+    slots as `slot_counts` says; `now` is in seconds since the run began. In a
+    resumed run no worker and no other shard is alive.
     """
     self.index, self.setup = index, setup
-    self._check = functools.partial(
-      frames.check,
-      shard=index,
-      workers=setup.workers,
-      shards=setup.shards,
-      jobs=setup.jobs,
-      consistent=setup.consistent,
-    )
-    slots = SlotTable(memory, slot_counts(setup))
-    self.state = ShardState(setup, steps, server, slots, sink)
+    slots = SlotTable(store.memory, slot_counts(setup))
+    self.state = ShardState(setup, steps, server, slots, store.sink)
     roles = Lead, Follower if setup.consistent else Independent
-    self.role = roles[min(index, 1)](index, self.state, journal, now)
+    self.role = roles[min(index, 1)](index, self.state, store.journal, now)
     self._saved = now  # when the last snapshot was due
     self._paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
     self._news: list[str] = []  # lines that the driver is to tell
-    self.rollback = recovery.recover(self.role, image, resumed=resumed)
-    self.state.lost.clear()  # it was told
-    memory.adopt()
+    self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
+    self.state.messages.lost.clear()  # it was told
+    store.memory.adopt()
     self.role.committed = self._committed
     # An image that is to be kept at a row: (rows, the image once it is there).
     self._kept: tuple[int, tuple[Any, Any] | None] | None = None
@@ -84,10 +97,10 @@ class Shard:
     self.role.stopped = not index and self.role.dispatcher.finished
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
-    """Takes one frame of a peer; `say` is the way back to it. Raises BadFrame
-    for what no worker and no shard says, and changes nothing then."""
+    """Takes one frame of a peer; `say` answers it. Raises BadFrame for a frame
+    that no worker and no shard sends, and changes nothing then."""
     role, kind, worker = self.role, frame.kind, frame.worker
-    self._check(frame)
+    frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
       role.hear(frame, say)
@@ -111,7 +124,7 @@ class Shard:
     role.advance()
 
   def _hello(self, frame, say):
-    """A worker says which holder of its place it is, or (-1) that it is new."""
+    """A worker names its holder number, or (-1) is new."""
     role, worker, number = self.role, frame.worker, frame.job
     if not self.index and self._is_past(frame):
       say(Frame(frames.EXPEL, worker, flag=1))
@@ -146,8 +159,8 @@ class Shard:
       say(Frame(frames.STOP, worker))
 
   def _is_past(self, frame):
-    """Whether a loop says HELLO in whose place another was started. It may say
-    so late; it had its end before that, and the other would lose its slots."""
+    """Whether the HELLO is of a loop that was replaced: a later loop would lose
+    its slots."""
     role, worker = self.role, frame.worker
     latest = role.lives.get(worker, 0)
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
@@ -175,8 +188,8 @@ class Shard:
     self.role.leave(worker)
 
   def gone(self, worker: int, now: float, say: Say | None = None) -> None:
-    """A worker's connection broke: its tickets die; not if it was `say`, and
-    another has taken the place since."""
+    """Ends the tickets of a worker with a broken connection; not if that is
+    `say`, and another holds the worker index since."""
     role = self.role
     if say is None or role.peers.get(worker) == say:
       role.time = max(now, role.time)
@@ -184,7 +197,7 @@ class Shard:
       role.advance()
 
   def expel(self, worker: int, now: float) -> None:
-    """Takes a worker for dead: it took too long."""
+    """Gives up a worker that took too long."""
     say = self.role.peers.get(worker)
     self.gone(worker, now)
     self._expelled.append(worker)
@@ -192,22 +205,21 @@ class Shard:
       say(Frame(frames.EXPEL, worker))
 
   def end_open_tickets(self) -> None:
-    """All jobs are received by the lead: what is open at another shard, with an
-    order of its own, was lost, and its worker may never say so."""
+    """Ends the tickets that are open at a shard with an order of its own when
+    the lead has received all jobs; their workers may never do so."""
     workers = {worker for worker, _ in self.state.tickets}
     for worker in sorted(workers) if self.index and self.role.decides else ():
       self._leave(worker)
 
   def pause(self) -> None:
-    """Starts nothing new, at any worker: also at those that join from now
-    on."""
+    """Starts no job any more, also at workers that join later."""
     self._paused = not self.index  # the lead alone starts jobs
     for worker in () if self.index else self.role.dispatcher.workers:
       self.role.pause(worker)
 
   def tick(self, now: float) -> None:
     """Looks at the deadlines; to be called now and then."""
-    self.state.flush()
+    self.state.messages.flush()
     if not self.setup.log and now - self._saved > self.setup.snapshot_seconds:
       images.snapshot(self.state)
       self._saved = now
@@ -216,15 +228,15 @@ class Shard:
 
   def image(self) -> tuple[Any, Any]:
     """Returns (state, meta) for a checkpoint, as plain data, when the journal
-    and the records that it builds on are safe from a loss of power."""
-    self.state.flush()
+    and records before it are safe from a loss of power."""
+    self.state.messages.flush()
     self.role.journal.sync()
-    self.state.sink.sync()
+    self.state.messages.sink.sync()
     state = jax.tree.map(np.array, self.state.server)
     return state, images.describe(self.state)
 
   def keep_image(self, rows: int) -> None:
-    """Has the image be kept that is of so many rows."""
+    """Keeps the image after so many rows."""
     self._kept = rows, None
 
   def _committed(self, rows):
@@ -237,12 +249,13 @@ class Shard:
     return self.state.rows, kept
 
   def status(self) -> dict[str, Any]:
-    """Returns how it goes, as plain data; each expelled worker once."""
-    self.state.flush()
+    """Returns the progress, as plain data; each expelled worker once."""
+    messages = self.state.messages
+    messages.flush()
     expelled, self._expelled = self._expelled, []
     news, self._news = [*self._news, *self._losses()], []
     return {
-      "received": self.state.received,
+      "received": messages.count,
       "rows": self.state.rows,
       "stopped": self.stopped,
       "busy": bool(self.state.tickets),
@@ -252,13 +265,13 @@ class Shard:
       "news": news,
       "refused": self.role.refused,
       "rollback": self.rollback,
-      "kept_params": sorted(self.state.kept_params),
+      "kept_params": sorted(messages.kept_params),
     }
 
   def _losses(self):
-    """What is to be told of workers that have left; of several shards, that of
-    the lead's part."""
-    lost, self.state.lost = self.state.lost, []
+    """Lines about the residuals of workers that have left, at the lead."""
+    messages = self.state.messages
+    lost, messages.lost = messages.lost, []
     for worker, norm in () if self.index else lost:
       yield (
         f"worker {worker} has left, and with it what its codec had kept to send"
@@ -272,5 +285,5 @@ class Shard:
 
   @property
   def workers(self) -> Sequence[int]:
-    """The places that have a holder, as far as this shard was told."""
+    """The worker indices with a holder, as far as this shard knows."""
     return sorted(self.role.holders)

@@ -1,4 +1,4 @@
-"""Which slots of a shard's memory are free, and what the others hold."""
+"""Free and used slots of a shard's memory."""
 
 import collections
 from collections.abc import Iterable
@@ -28,9 +28,9 @@ class SlotTable:
     self.dead: dict[int, list[int]] = {}
 
   def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
-    """Puts parameters where workers can read them, once for each version, which
-    is a new object; in a recovery they lie in `slot` already. The stamp is one
-    that none had before. Returns the slot, with one use more."""
+    """Makes parameters readable for workers, once for each version, which is a
+    new object; in a recovery they lie in `slot` already. The stamp is unique.
+    Returns the slot, with one use more."""
     if self.published and self.published[0] is params:
       slot = self.published[1]
       self.uses[slot] += 1
@@ -68,15 +68,15 @@ class SlotTable:
     return slot
 
   def bury(self, worker: int, slot: int) -> None:
-    """Sets aside the message slot of a ticket that died."""
+    """Sets aside the message slot of a lost ticket."""
     self.dead.setdefault(worker, []).append(slot)
 
   def exhume(self, worker: int) -> None:
-    """Frees the message slots of a place's former holders."""
+    """Frees the message slots of the former holders of a worker index."""
     self.free_messages += self.dead.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot, of which `meta` is JSON that refers to params slots."""
+    """Saves a snapshot; `meta`, JSON, refers to params slots."""
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []
@@ -88,7 +88,7 @@ class SlotTable:
 
   def recount(self, params: Iterable[int], messages: Iterable[int]) -> None:
     """Counts anew, from the slots of all tickets: those of the snapshot and of
-    the dead stay taken, all others are free."""
+    lost tickets stay taken, all others are free."""
     self.published = None
     self.uses.clear()
     self.uses.update(params)

@@ -1,4 +1,4 @@
-"""What a shard knows as a function of its journal: it obeys rows."""
+"""The state of a shard as a function of its journal."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -31,11 +31,51 @@ class OpenTicket(NamedTuple):
   base: int = WHOLE  # the version that its updates are added to
 
 
+class ReceivedMessages:
+  """Messages that a shard has received: their count, their records, the
+  parameters after some of them, and what codecs kept of the last ones."""
+
+  def __init__(self, setup: Setup, sink: FileSink):
+    self._setup, self.sink, self.count = setup, sink, 0
+    self.recorded = 0  # messages to come whose records the sink has already
+    self.kept_params: dict[int, Any] = {}  # by count
+    self._unwritten: tuple[list, list] = [], []  # messages, observations
+    # Worker -> RMS of what its codec kept; and of workers that have left before
+    # the last job.
+    self._residuals: dict[int, float] = {}
+    self.lost: list[tuple[int, float]] = []
+
+  def add(self, message: simulator.ReceivedMessage, row: Any, params: Any):
+    """Counts a message; `row` is its Observation, `params` are those after."""
+    if self.recorded:
+      self.recorded -= 1
+    else:
+      messages, observations = self._unwritten
+      messages.append(message)
+      observations.append(row)
+    self.count += 1
+    self._residuals[message.worker] = message.residual_norm
+    if self.count in self._setup.keep_params_at:
+      self.kept_params[self.count] = params
+
+  def leave(self, worker: int) -> None:
+    """Counts as lost what the codec of a worker had kept to send later."""
+    lost = self._residuals.pop(worker, 0.0)
+    if lost and self.count < self._setup.jobs:
+      self.lost.append((worker, lost))
+
+  def flush(self) -> None:
+    """Writes the records so far to the sink."""
+    if self._unwritten[0]:
+      self.sink.append(simulator.records(*self._unwritten))
+      self._unwritten = [], []
+
+
 class ShardState:
   """The server's state, its open tickets and their slots.
 
-  `obey` is the only way in which they change, in a run as in a recovery, so a
-  shard that obeys its journal again is as it was.
+  Only `obey` changes them, in a run and in a recovery, so a shard that replays
+  its journal has the state that it had.
   """
 
   def __init__(
@@ -48,28 +88,19 @@ class ShardState:
   ):
     """Starts before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
-    self.slots, self.sink = slots, sink
+    self.slots, self.updates = slots, Updates(steps, server)
+    self.messages = ReceivedMessages(setup, sink)
     self._numbers = [jnp.int32(w) for w in range(setup.workers)]
+    self.rows = 0  # of the journal, applied so far
     self.tickets: dict[Key, OpenTicket] = {}
-    self.kept: dict[int, OpenTicket] = {}  # by worker: what a KEEP reuses
+    self.kept: dict[int, OpenTicket] = {}  # by worker: the ticket for a KEEP
     self.seqs: dict[int, int] = {}  # worker -> jobs it started, ever
     self.joined: dict[int, int] = {}  # worker -> number of its latest holder
     self.pushed: dict[Key, Frame] = {}  # messages in their slots, not received
     self._codes: dict[Key, Any] = {}  # those of them that are unpacked
-    # Worker -> RMS of what its codec kept, as its last message said.
-    self._residuals: dict[int, float] = {}
-    # Those of workers that have left while there was something to do.
-    self.lost: list[tuple[int, float]] = []
-    self.updates = Updates(steps, server)
-    self.rows = 0  # obeyed
-    self.received = 0  # messages
-    self.kept_params: dict[int, Any] = {}  # received count -> parameters
-    self.recorded = 0  # messages to come whose records the sink has already
-    # Of records that the sink does not have: what is known, and computed.
-    self._unwritten: tuple[list, list] = [], []
 
   def obey(self, event: Event) -> None:
-    """Changes the state as a row of the journal says."""
+    """Applies a row of the journal."""
     action, worker = event.action, event.worker
     self.rows += 1
     if action in STARTS:
@@ -84,9 +115,7 @@ class ShardState:
         self.joined[worker] = event.job
         self.updates.join(worker)
       self._drop_kept(worker)
-      lost = self._residuals.pop(worker, 0.0)
-      if lost and self.received < self.setup.jobs:  # it would have sent it
-        self.lost.append((worker, lost))
+      self.messages.leave(worker)
     elif action == base.ROLLBACK:  # the snapshot was read before it
       self.updates.roll_back(self.server)
       slots = {key: ticket.message for key, ticket in self.tickets.items()}
@@ -117,8 +146,8 @@ class ShardState:
       self.kept[worker] = open_ticket._replace(ticket=ticket)
 
   def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
-    """Returns the ticket of a SEND, with the updates that it is sent as; of an
-    event that is in the journal they lie in their slot."""
+    """Returns the ticket of a SEND, with its updates; for an event of the
+    journal they lie in their slot."""
     memory, params = self.slots.memory, ticket.ticket.params
     after = self.updates.write(
       memory, ticket.message, event.key, params, new=event.message < 0
@@ -141,23 +170,14 @@ class ShardState:
       jax.block_until_ready(row)  # the update reads the slot
       slots.free_messages.append(open_ticket.message)
     self._forget(key)
-    if self.recorded:
-      self.recorded -= 1
-    else:
-      messages, observations = self._unwritten
-      messages.append(received)
-      observations.append(row)
-    self.received += 1
-    if self.received in self.setup.keep_params_at:
-      self.kept_params[self.received] = self.server.params
+    self.messages.add(received, row, self.server.params)
 
   def _received(self, event):
-    """What a record says that is not computed."""
+    """The columns of a record that are not computed."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
     up, norm = memory.length(MESSAGES, open_ticket.message), 0.0
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
-      self._residuals[event.worker] = norm
     down = self.updates.end(*event.key, open_ticket.ticket)
     name = event.time, event.worker, event.job
     return simulator.ReceivedMessage(*name, up, down, norm)
@@ -181,7 +201,7 @@ class ShardState:
       self.slots.release(kept.params)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
-    """Goes as far with a message as totals allow, and changes nothing."""
+    """Processes a message as far as totals allow, and changes nothing."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))
 
@@ -190,8 +210,8 @@ class ShardState:
     return self.server, ticket, message, np.float32(loss)
 
   def unpack(self, key: Key) -> Any:
-    """Returns the message of an open ticket. Raises BadCode for one that is
-    packed, and does not unpack."""
+    """Returns the message of an open ticket. Raises BadCode for a packed one
+    that does not unpack."""
     if key in self._codes:
       return self._codes[key]
     slot, stamp = self.tickets[key].message, message_stamp(*key)
@@ -201,7 +221,7 @@ class ShardState:
     return message
 
   def complaint(self, key: Key) -> str:
-    """Returns what is wrong with a message of codes, "" if nothing is."""
+    """Returns the fault of a message of codes, "" without one."""
     if self.steps.codec is None:
       return ""
     try:
@@ -212,8 +232,8 @@ class ShardState:
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
     """Returns the open ticket of a SEND or KEEP, in a recovery. Unless it is
-    intact, its parameters were lost with the memory, and with it the connection
-    to their worker."""
+    intact, its parameters were lost with the memory, and so was the connection
+    to its worker."""
     params = None
     if intact:
       params = self.slots.memory.read_copy(PARAMS, event.params)
@@ -222,16 +242,15 @@ class ShardState:
     return OpenTicket(ticket, event.job, event.params, event.message)
 
   def ticket_frame(self, key: Key) -> Frame:
-    """Returns what tells a worker of an open ticket."""
+    """Returns the TICKET frame of an open ticket."""
     ticket, job, params, message, after = self.tickets[key]
     how, number = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
     if not ticket.fresh:
       how = frames.KEPT
     elif after != WHOLE:
       how, number = frames.UPDATES, after
-    frame = Frame(frames.TICKET, *key, job, int(ticket.version))
-    frame = frame._replace(flag=how, value=float(number))
-    return frame._replace(params=params, message=message)
+    frame = Frame(frames.TICKET, *key, job, int(ticket.version), how)
+    return frame._replace(params=params, message=message, value=float(number))
 
   def accepts(self, frame: Frame) -> bool:
     """Whether the message of a PUSH may be written: its ticket is open."""
@@ -241,7 +260,7 @@ class ShardState:
 
   def check_written(self, key: Key) -> None:
     """Raises BadFrame if the message of an open ticket does not lie in its
-    slot, ValueError if that is because other memory has taken its place."""
+    slot, ValueError if other memory has taken its place."""
     slot, memory = self.tickets[key].message, self.slots.memory
     if memory.stamp(MESSAGES, slot) != message_stamp(*key):
       memory.adopt()
@@ -250,11 +269,6 @@ class ShardState:
         f" {slot} of {memory.name}"
       )
 
-  def flush(self) -> None:
-    """Hands the records so far to the sink."""
-    if self._unwritten[0]:
-      self.sink.append(simulator.records(*self._unwritten))
-      self._unwritten = [], []
 
   @property
   def keeps(self) -> bool:
@@ -270,5 +284,5 @@ class ShardState:
     )
 
   def dead_slot(self, key: Key) -> int:
-    """Returns a dying ticket's slot if its worker may still write, or -1."""
+    """Returns a lost ticket's slot if its worker may still write, or -1."""
     return -1 if key in self.pushed else self.tickets[key].message

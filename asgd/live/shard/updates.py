@@ -1,11 +1,10 @@
-"""The updates of a shard whose workers are sent these, instead of parameters.
+"""The updates of a shard that sends these to workers, not parameters.
 
-Each update is packed once. A ticket is those since the one before of its
-worker, in the order in which they were made, or the parameters if these are not
-more bytes; the rule is the simulator's, so that a replay counts the same. Of
-the packets as many are kept as a ticket may need: fewer bytes than the
-parameters have. They lie in a slot beside each snapshot of the shard, as a
-shard that comes back goes on with them.
+Each update is packed once. A ticket is the updates since the one before of its
+worker, in their order, or the parameters if these are not more bytes; the rule
+is the simulator's, so that a replay counts the same. As many packets are kept
+as a ticket may need: fewer bytes than the parameters have. They lie in a slot
+beside each snapshot of the shard, for its recovery.
 """
 
 import collections
@@ -22,7 +21,7 @@ WHOLE = -1  # the base of a ticket that is the parameters
 
 
 class Updates(simulator.Traffic):
-  """What a shard sends, and the packets of its last updates."""
+  """The bytes that a shard sends, and the packets of its last updates."""
 
   def __init__(self, steps: simulator.Steps, state: base.ServerState):
     """Reads shapes and dtypes of a server's state only."""
@@ -57,7 +56,7 @@ class Updates(simulator.Traffic):
     *,
     new: bool,
   ) -> int:
-    """Sends a ticket, of the parameters of now, with its updates in a slot of
+    """Sends a ticket of the present parameters, with its updates in a slot of
     their own; in a recovery they lie there already. Returns the version that
     they are added to; WHOLE: the ticket is the parameters."""
     codes = self.send(*key)
@@ -78,7 +77,8 @@ class Updates(simulator.Traffic):
     return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
-    """Counts open tickets, of these message slots, by what lies in memory."""
+    """Counts open tickets, of these message slots, by their updates in
+    memory."""
     for key in self.sent.tickets.keys() & slots.keys():
       slot, size = slots[key], self.dense
       if memory.stamp(UPDATES, slot) == message_stamp(*key):
@@ -86,21 +86,21 @@ class Updates(simulator.Traffic):
       self.sent.tickets[key] = size
 
   def describe(self) -> dict[str, Any]:
-    """Returns what was sent, as JSON."""
+    """Returns the counts of sent bytes, as JSON."""
     total, version, seen, tickets = self.sent
     open_tickets = sorted((*key, nbytes) for key, nbytes in tickets.items())
     return {"sent": [total, version, sorted(seen.items()), open_tickets]}
 
   def save(self, memory: Any, first: int, rows: int) -> dict[str, Any]:
     """Writes the packets to a slot, of the two from `first` on, beside the
-    snapshot after so many rows; returns what it is to say of them, as JSON."""
+    snapshot after so many rows; returns their position, as JSON."""
     slot, self._turn = first + self._turn, 1 - self._turn
     data = np.frombuffer(b"".join(self._packets), np.uint8)
     memory.write(UPDATES, slot, data, rows + 1)
     return {"slot": slot, "lengths": list(map(len, self._packets))}
 
   def load(self, meta: dict[str, Any], memory: Any, first: int) -> None:
-    """Goes on from a snapshot: the packets are those of `meta["packets"]`. A
+    """Continues from a snapshot, with the packets of `meta["packets"]`. A
     checkpoint has none: all workers will be new."""
     total, version, seen, open_tickets = meta["sent"]
     tickets = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}

@@ -1,4 +1,4 @@
-"""Sockets of a simulated world; see `asgd.live.links.sockets.SocketNetwork`.
+"""Sockets of a simulated world; see `asgd.live.links.sockets.UnixNetwork`.
 
 What is sent arrives at once and in order, as between processes of one machine;
 a connection can be cut, and a message, or the answer to it, can be lost,
@@ -193,13 +193,13 @@ class SimulatedNetwork:
     return sock
 
   def listen(self, path: Path) -> Socket:
-    """See `sockets.SocketNetwork`."""
+    """See `sockets.UnixNetwork`."""
     sock = self._socket(self.scheduler.current)
     self._listeners[str(path)] = sock
     return sock
 
   def connect(self, path: Path) -> Socket:
-    """See `sockets.SocketNetwork`."""
+    """See `sockets.UnixNetwork`."""
     self.scheduler.touch()
     listener = self._listeners.get(str(path))
     if listener is None or listener.closed:
@@ -211,7 +211,7 @@ class SimulatedNetwork:
     return ours
 
   def pair(self) -> tuple[Socket, Socket]:
-    """See `sockets.SocketNetwork`."""
+    """See `sockets.UnixNetwork`."""
     return self._pair(self.scheduler.current)
 
   def _pair(self, owner):
@@ -220,7 +220,7 @@ class SimulatedNetwork:
     return one, other
 
   def selector(self) -> Selector:
-    """See `sockets.SocketNetwork`."""
+    """See `sockets.UnixNetwork`."""
     return Selector(self)
 
   def connections(self) -> list[Socket]:

@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, sharding, simulator
-from asgd.live import journal, records
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside, Make
 from asgd.live.hosts.base import SHARD
 from asgd.live.links.sockets import ShardServer, SocketLink
 from asgd.live.server.hosted_shard import HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
+from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import Shard
+from asgd.live.shard import Shard, ShardStorage
+from asgd.live.worker import Reach
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.run import World, WorldScript
 from asgd.live.world.storage import Memory
@@ -81,17 +81,15 @@ class WorldMakers:
     return functools.partial(self._make_shard, index, resumed)
 
   def _make_shard(self, index, resumed, inside: Inside):
-    world, training, disk = self._world, self._training, inside.disk
+    world, training = self._world, self._training
     state = simulator.start(training.server, training.parts[index])
-    journal_path = journal.journal_path(world.folder, index)
-    records_path = records.records_path(world.folder, index)
+    memory = self._memory(index, *training.duty.shares()[index], state)
+    store = ShardStorage.open(
+      world.folder, index, memory, self._images[index], disk=inside.disk
+    )
     shard = Shard(
-      *(index, training.setup, training.steps, state),
-      self._memory(index, *training.duty.shares()[index], state),
-      journal.FileJournal(journal_path, disk=disk),
-      records.FileSink(records_path, disk=disk),
+      *(index, training.setup, training.steps, state, store),
       now=inside.clock(),
-      image=self._images[index],
       resumed=resumed,
     )
     lead = self._path(0) if index and training.setup.consistent else None
@@ -131,8 +129,10 @@ class WorldMakers:
         memory.shard = functools.partial(self._living, index)
       return opened
 
-    script = WorldScript(world)
-    return Reach(link, memories, inside.clock, script, None, link.close)
+    return Reach(
+      *(link, memories, inside.clock, inside.wait),
+      *(WorldScript(world), None, link.close),
+    )
 
   def close(self) -> None:
     """Nothing is left to be ended."""

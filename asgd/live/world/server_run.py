@@ -9,9 +9,9 @@ from typing import Any
 
 from asgd.live.hosts.base import SHARD
 from asgd.live.links.base import Disconnected
-from asgd.live.resume import agree
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
+from asgd.live.shard.recovery import agree
 from asgd.live.world import invariants, scenario
 from asgd.live.world.host_run import HostRun
 from asgd.live.world.hosts import WorldHosts

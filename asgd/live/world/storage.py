@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asgd.live.shard import Shard
-from asgd.live.slot_formats import DenseFormat
 from asgd.live.slots import SharedMemory, message_stamp
 from asgd.live.world.scheduler import Scheduler
 
@@ -82,8 +81,7 @@ class Memory(SharedMemory):
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
-    packed = not isinstance(self._formats[kind], DenseFormat)
-    if packed and length and self._disk.spoils:
+    if not self._formats[kind].fixed and length and self._disk.spoils:
       at = self._disk.spoils.pop() * (length - 1)
       self._slots[kind][slot][int(at)] ^= 0x10
     self._scheduler.point()

@@ -54,13 +54,10 @@ def test_batches_do_not_depend_on_what_was_drawn_before(partition):
 
 @pytest.mark.parametrize("partition", ["shared", "sharded"])
 def test_jobs_and_seeds_draw_different_batches(partition):
-  draws = {
-    tuple(
-      batches_of(90, batch_size=9, seed=seed, partition=partition)(0, job)[1]
-    )
-    for seed in range(3)
-    for job in range(25)  # two and a half epochs when shared
-  }
+  options = {"batch_size": 9, "partition": partition}
+  seeds = [batches_of(90, seed=seed, **options) for seed in range(3)]
+  # Two and a half epochs when shared.
+  draws = {tuple(seed(0, job)[1]) for seed in seeds for job in range(25)}
   assert len(draws) == 75
 
 
@@ -122,14 +119,11 @@ def test_a_shard_is_seen_by_its_worker_alone(n, workers, batch_size, job):
 
 
 def test_seeds_workers_and_jobs_all_change_a_sharded_batch():
-  places = {
-    tuple(
-      batches_of(200, batch_size=6, seed=seed, partition="sharded", workers=4)(
-        worker, job
-      )[1]
-      // 4  # the place in the shard
-    )
-    for seed in range(3)
+  options = {"batch_size": 6, "partition": "sharded", "workers": 4}
+  seeds = [batches_of(200, seed=seed, **options) for seed in range(3)]
+  places = {  # in the shard
+    tuple(seed(worker, job)[1] // 4)
+    for seed in seeds
     for worker in range(4)
     for job in range(5)
   }
@@ -156,14 +150,8 @@ def test_a_batch_may_be_changed_without_changing_the_data():
     ({"batch_size": 5000}, "batch_size 5000 is larger than the 100 training"),
     ({"batch_size": 101}, "use at most 100"),
     ({"batch_size": 0}, "batch_size must be a positive whole number, not 0"),
-    (
-      {"batch_size": 2.5},
-      "batch_size must be a positive whole number, not 2.5",
-    ),
-    (
-      {"batch_size": True},
-      "batch_size must be a positive whole number, not True",
-    ),
+    ({"batch_size": 2.5}, "a positive whole number, not 2.5"),
+    ({"batch_size": True}, "a positive whole number, not True"),
     ({"seed": -1}, "seed must be a whole number, 0 or more, not -1"),
     ({"workers": 0}, "workers must be a positive whole number, not 0"),
     ({"partition": "split"}, "partition must be .*, not 'split'"),
@@ -254,13 +242,14 @@ def test_augmentation_is_a_function_of_its_key():
   np.testing.assert_array_equal(both[0], first)
 
 
-def test_augmentation_refuses_what_it_would_spoil():
-  key = jax.random.key(0)
-  with pytest.raises(ValueError, match="normalised floats.*uint8"):
-    data.augment(jnp.zeros((2, 4, 4, 1), jnp.uint8), key)
-  with pytest.raises(ValueError, match="normalised floats"):
-    data.augment(jnp.zeros((4, 4, 1)), key)
-  with pytest.raises(
-    ValueError, match="pad must be a whole number, 0 or more, not -1"
-  ):
-    data.augment(jnp.zeros((2, 4, 4, 1)), key, pad=-1)
+@pytest.mark.parametrize(
+  ("images", "pad", "message"),
+  [
+    (np.zeros((2, 4, 4, 1), np.uint8), 4, "normalised floats.*uint8"),
+    (np.zeros((4, 4, 1), np.float32), 4, "normalised floats"),
+    (np.zeros((2, 4, 4, 1), np.float32), -1, "pad must be .*, not -1"),
+  ],
+)
+def test_augmentation_refuses_what_it_would_spoil(images, pad, message):
+  with pytest.raises(ValueError, match=message):
+    data.augment(jnp.asarray(images), jax.random.key(0), pad=pad)

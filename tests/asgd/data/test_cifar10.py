@@ -130,22 +130,18 @@ def test_cifar10_is_downloaded_once(tmp_path, monkeypatch, small_batches):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_missing_batch_is_an_error(tmp_path, small_batches, form):
-  write, folder, _ = FORMS[form]
-  write(tmp_path / folder, cifar_batches())
-  next((tmp_path / folder).glob("data_batch_3*")).unlink()
-  with pytest.raises(data.DataError, match="lacks data_batch_3"):
-    data.load("cifar10", data_dir=tmp_path)
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_a_truncated_batch_is_an_error(tmp_path, small_batches, form):
+def test_missing_and_truncated_batches_are_errors(
+  tmp_path, small_batches, form
+):
   write, folder, _ = FORMS[form]
   write(tmp_path / folder, cifar_batches())
   path = next((tmp_path / folder).glob("test_batch*"))
   # A whole number of binary records: only the count gives it away.
   path.write_bytes(path.read_bytes()[: 3 * 3073])
   with pytest.raises(data.DataError, match=f"{folder}/test_batch"):
+    data.load("cifar10", data_dir=tmp_path)
+  next((tmp_path / folder).glob("data_batch_3*")).unlink()
+  with pytest.raises(data.DataError, match="lacks data_batch_3"):
     data.load("cifar10", data_dir=tmp_path)
 
 

@@ -75,33 +75,37 @@ def test_a_folder_without_pillow_names_the_extra(tmp_path, monkeypatch):
     data.load("cifar10", data_dir=tmp_path)
 
 
-def test_a_damaged_picture_is_named(tmp_path):
-  write_pictures(tmp_path)
-  path = tmp_path / "test" / "bee" / "0001.png"
+def cut(folder):
+  path = folder / "test" / "bee" / "0001.png"
   path.write_bytes(path.read_bytes()[:40])
-  with pytest.raises(data.DataError, match="test/bee/0001.png cannot be"):
-    data.load("cifar10", data_dir=tmp_path)
 
 
-def test_a_picture_of_another_size_is_named(tmp_path):
+def resize(folder):
+  Image.new("RGB", (7, 4)).save(folder / "train" / "cow" / "0003.png")
+
+
+def rename(folder):
+  (folder / "test" / "ant").rename(folder / "test" / "asp")
+
+
+def empty(folder):
+  shutil.rmtree(folder / "test")
+  (folder / "test").mkdir()
+
+
+@pytest.mark.parametrize(
+  ("damage", "message"),
+  [
+    (cut, "test/bee/0001.png cannot be"),
+    (resize, r"cow/0003.png .*\(7, 4\)"),
+    (rename, "asp"),  # a class that was never trained
+    (empty, "test/ holds 0 pictures"),
+  ],
+)
+def test_a_damaged_folder_is_an_error(tmp_path, damage, message):
   write_pictures(tmp_path)
-  Image.new("RGB", (7, 4)).save(tmp_path / "train" / "cow" / "0003.png")
-  with pytest.raises(data.DataError, match=r"cow/0003.png .*\(7, 4\)"):
-    data.load("cifar10", data_dir=tmp_path)
-
-
-def test_a_test_class_that_was_never_trained_is_an_error(tmp_path):
-  write_pictures(tmp_path)
-  (tmp_path / "test" / "ant").rename(tmp_path / "test" / "asp")
-  with pytest.raises(data.DataError, match="asp"):
-    data.load("cifar10", data_dir=tmp_path)
-
-
-def test_an_empty_split_is_an_error(tmp_path):
-  write_pictures(tmp_path)
-  shutil.rmtree(tmp_path / "test")
-  (tmp_path / "test").mkdir()
-  with pytest.raises(data.DataError, match="test/ holds 0 pictures"):
+  damage(tmp_path)
+  with pytest.raises(data.DataError, match=message):
     data.load("cifar10", data_dir=tmp_path)
 
 

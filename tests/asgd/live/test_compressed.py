@@ -17,11 +17,11 @@ from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.journal import FileJournal, journal_path
-from asgd.live.records import FileSink, read_records, records_path
+from asgd.live.records import read_records, records_path
 from asgd.live.server import cluster as clusters
-from asgd.live.server.threads import Stores, ThreadMakers
+from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
+from asgd.live.shard import ShardStorage
 from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -75,12 +75,10 @@ class Run:
       SharedMemory(folder / f"shard-{i}", slot_counts(self.setup), (*like, s))
       for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
     ]
-    stores = Stores(
-      self.memories,
-      [FileJournal(journal_path(folder, i)) for i in range(shards)],
-      [FileSink(records_path(folder, i)) for i in range(shards)],
-      [None] * shards,
-    )
+    stores = [
+      ShardStorage.open(folder, i, memory)
+      for i, memory in enumerate(self.memories)
+    ]
     self.news, self.before = [], {}  # job -> what happens before it
     duty.warm_up_all(WORKERS)
     self.makers = ThreadMakers(
@@ -110,7 +108,7 @@ class Run:
 
   @property
   def events(self):
-    return self.makers.stores.journals[0].events()
+    return self.makers.stores[0].journal.events()
 
   def kill_shard(self, index):
     self.hosts.kill("shard", index)
@@ -123,11 +121,11 @@ class Run:
 
   def flush(self, index):
     queue = self.makers.queues[index]
-    queue.submit(lambda shard: shard.state.flush()).result()
+    queue.submit(lambda shard: shard.state.messages.flush()).result()
 
   def check(self):
     """Every job was received once, and the replay has the same bits."""
-    journals = [journal.events() for journal in self.makers.stores.journals]
+    journals = [store.journal.events() for store in self.makers.stores]
     traces = [from_events(events) for events in journals]
     live = [queue.shard.state.server for queue in self.makers.queues]
     data = dict(batch=coding.batch, root=coding.ROOT)
@@ -215,7 +213,7 @@ def test_a_shard_comes_back_from_its_journal_and_slots(tmp_path, index):
 
     def look():
       lead = run.shard(0)
-      if lead and lead.state.received > 10 and not kills:
+      if lead and lead.state.messages.count > 10 and not kills:
         kills.append(run.kill_shard(index))
 
     run.before[13] = functools.partial(time.sleep, 0.2)
@@ -247,7 +245,7 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
     memory.write = damage
     run.drive()
     if not consistent and shards > 1:
-      jobs = [e.action for e in run.makers.stores.journals[1].events()]
+      jobs = [e.action for e in run.makers.stores[1].journal.events()]
       assert jobs.count(base.REJECT) == 1
     else:
       run.check()
@@ -307,7 +305,7 @@ def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
 
     def look():
       shard = run.shard(1)
-      if shard and shard.state.received > 10 and not gate.is_set():
+      if shard and shard.state.messages.count > 10 and not gate.is_set():
         run.kill_shard(1)
         gate.set()
 
@@ -317,7 +315,7 @@ def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
       run.flush(index)
     if log:
       run.check()
-    rows = [e.action for e in run.makers.stores.journals[1].events()]
+    rows = [e.action for e in run.makers.stores[1].journal.events()]
   assert (base.ROLLBACK in rows) == (not log)
 
 

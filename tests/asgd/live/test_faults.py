@@ -221,38 +221,26 @@ def after(times, **settings):
   return deadlines
 
 
-def test_before_five_jobs_have_ended_it_is_the_start():
-  for count in range(5):
-    deadlines = after([0.001] * count, start=50.0)
-    assert (deadlines.late, deadlines.dead) == (50.0, 150.0)
-  assert after([10.0] * 5, start=50.0).late == 30.0
-
-
-def test_the_ladder_by_hand():
-  # Median 3, absolute deviations 2 1 0 1 2, MAD 1.
-  deadlines = after([1.0, 2.0, 3.0, 4.0, 5.0], k=10.0, floor=2.0)
-  assert deadlines.late == pytest.approx(3 + 10 * 1.4826)
-  assert deadlines.dead == pytest.approx(3 * (3 + 10 * 1.4826))
-  # Median 2.5, deviations 1.5 0.5 0.5 1.5 97.5 1.5, MAD 1.5: one outlier is
-  # none of its business.
-  deadlines = after([1.0, 2.0, 3.0, 4.0, 100.0, 1.0], k=4.0)
-  assert deadlines.late == pytest.approx(2.5 + 4 * 1.4826 * 1.5)
-
-
-def test_equal_times_have_no_mad_but_vary():
-  assert after([4.0] * 8).late == 12.0  # three medians
-  assert after([4.0] * 8).dead == 36.0
-
-
-def test_the_floor_is_for_jobs_of_no_time():
-  assert after([0.01] * 8, floor=2.0).late == 2.0
-  assert after([0.01] * 8, floor=0.02).late == pytest.approx(0.03)
-
-
-def test_only_the_last_jobs_count():
-  times = [100.0] * 20 + [1.0] * 8
-  assert after(times, window=8, floor=0.5).late == 3.0
-  assert after(times, window=40, floor=0.5).late == 300.0
+@pytest.mark.parametrize(
+  ("times", "settings", "late"),
+  [
+    *(([0.001] * count, dict(start=50.0), 50.0) for count in range(5)),
+    ([10.0] * 5, dict(start=50.0), 30.0),
+    # Median 3, absolute deviations 2 1 0 1 2, MAD 1.
+    ([1.0, 2.0, 3.0, 4.0, 5.0], dict(floor=2.0), 3 + 10 * 1.4826),
+    # Median 2.5, deviations 1.5 0.5 0.5 1.5 97.5 1.5, MAD 1.5.
+    ([1.0, 2.0, 3.0, 4.0, 100.0, 1.0], dict(k=4.0), 2.5 + 6 * 1.4826),
+    ([4.0] * 8, {}, 12.0),  # equal times vary: three medians
+    ([0.01] * 8, dict(floor=2.0), 2.0),  # jobs of no time
+    ([0.01] * 8, dict(floor=0.02), 0.03),
+    ([100.0] * 20 + [1.0] * 8, dict(window=8, floor=0.5), 3.0),
+    ([100.0] * 20 + [1.0] * 8, dict(window=40, floor=0.5), 300.0),
+  ],
+)
+def test_the_ladder_by_hand(times, settings, late):
+  deadlines = after(times, **settings)
+  assert deadlines.late == pytest.approx(late)
+  assert deadlines.dead == pytest.approx(3 * late)
 
 
 def test_the_ladder_moves_on_when_it_was_looked_at():

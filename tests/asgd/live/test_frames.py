@@ -6,6 +6,8 @@ import pytest
 
 from asgd.live import frames
 from asgd.live.frames import Frame
+from asgd.live.setup import Setup
+from asgd.orders.protocol import Rules
 
 WORKERS, SHARDS, JOBS = 3, 2, 9
 WORKER_SAYS = {
@@ -29,9 +31,9 @@ OF_ALL = frames.HELLO, frames.PUSH, frames.BYE
 
 
 def fits(frame, shard, consistent):
-  run = dict(workers=WORKERS, shards=SHARDS, jobs=JOBS, consistent=consistent)
+  setup = Setup(Rules(), WORKERS, JOBS, SHARDS, consistent)
   try:
-    frames.check(frame, shard, **run)
+    frames.check(frame, shard, setup)
   except frames.BadFrame as error:
     assert f"shard {shard} of 2 has no use for Frame" in str(error)
     return False

@@ -1,6 +1,7 @@
 """Parameters that a worker rebuilds from what a shard sends."""
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 from kit import bits
@@ -20,19 +21,6 @@ PARAMS_AND_STATS = base.Variables(
 )
 
 
-class Memory(dict):
-  """Slots by (kind, slot), whatever their stamps."""
-
-  def write(self, kind, slot, tree, stamp):
-    self[kind, slot] = tree
-
-  def read(self, kind, slot, stamp):
-    return self[kind, slot]
-
-  def stamp(self, kind, slot):
-    return 0
-
-
 class Shard:
   """A server whose updates are codes, and what it sends to worker 0."""
 
@@ -42,7 +30,8 @@ class Shard:
     self.server = recipe._replace(algorithm=algorithm).server()
     steps = simulator.compile_steps(self.server, None)
     self.state = simulator.start(self.server, PARAMS_AND_STATS)
-    self.updates, self.memory = Updates(steps, self.state), Memory()
+    self.updates = Updates(steps, self.state)
+    self.memory = live_stores.Memory()
     self.receive, self.seq = jax.jit(self.server.receive), 0
 
   def send(self):
@@ -67,16 +56,16 @@ class Shard:
 
 def test_it_comes_to_the_bits_of_the_shard_and_to_its_statistics():
   shard = Shard()
-  held, flags = HeldParams(CODEC, [PARAMS_AND_STATS]), []
+  held, flags = HeldParams(CODEC, PARAMS_AND_STATS), []
   for updates in (0, 1, 0, 3):
     for number in range(updates):
       shard.update(number + 0.5)
     frame = shard.send()
     flags.append(frame.flag)
-    assert bits(held.take(0, shard.memory, frame)) == bits(shard.state.params)
+    assert bits(held.take(shard.memory, frame)) == bits(shard.state.params)
   assert flags == [frames.WHOLE, *[frames.UPDATES] * 3]
   kept = shard.send()._replace(flag=frames.KEPT)
-  assert bits(held.take(0, shard.memory, kept)) == bits(shard.state.params)
+  assert bits(held.take(shard.memory, kept)) == bits(shard.state.params)
   # An update that is not finite is no code: the parameters are sent.
   shard.update(np.nan)
   assert shard.send().flag == frames.WHOLE
@@ -84,16 +73,16 @@ def test_it_comes_to_the_bits_of_the_shard_and_to_its_statistics():
 
 def test_what_does_not_follow_or_unpack_is_refused_and_changes_nothing():
   shard = Shard()
-  held, new = (HeldParams(CODEC, [PARAMS_AND_STATS]) for _ in range(2))
-  held.take(0, shard.memory, shard.send())
+  held, new = (HeldParams(CODEC, PARAMS_AND_STATS) for _ in range(2))
+  held.take(shard.memory, shard.send())
   shard.update()
   frame = shard.send()
   with pytest.raises(OutOfStep):
-    new.take(0, shard.memory, frame)
-  there = shard.memory[UPDATES, 0]
+    new.take(shard.memory, frame)
+  there, stamp = shard.memory[UPDATES, 0]
   for spoilt in (there[:30], there[:-1], there ^ 1):
-    shard.memory[UPDATES, 0] = spoilt
+    shard.memory[UPDATES, 0] = spoilt, stamp
     with pytest.raises(BadCode):
-      held.take(0, shard.memory, frame)
-  shard.memory[UPDATES, 0] = there
-  assert bits(held.take(0, shard.memory, frame)) == bits(shard.state.params)
+      held.take(shard.memory, frame)
+  shard.memory[UPDATES, 0] = there, stamp
+  assert bits(held.take(shard.memory, frame)) == bits(shard.state.params)

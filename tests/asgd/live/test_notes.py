@@ -1,5 +1,6 @@
 """What a worker on another machine did, as its lead writes it down."""
 
+import math
 import sys
 import types
 
@@ -8,7 +9,7 @@ import pytest
 from asgd.live.faults import Fault
 from asgd.live.hosts import Inside
 from asgd.live.links import notes
-from asgd.live.server.processes import ReachableShard
+from asgd.live.server.reachable_shard import ReachableShard
 from asgd.live.spans import Span, read_spans, spans_path
 
 AHEAD = 1000.0  # of the lead's clock, that of the worker
@@ -101,6 +102,12 @@ def job(at, seq):
   return [Span(name, at + i, at + i + 1, seq, 10 + seq) for i, name in names]
 
 
+def do(told, at, seq):
+  """Does a job, of which the notes are told."""
+  for span in job(at, seq):
+    told.span(span)
+
+
 def written(world):
   return read_spans(spans_path(world.run, 2))
 
@@ -108,8 +115,7 @@ def written(world):
 def test_spans_are_written_in_the_time_of_the_lead(world):
   told = made_notes(world)
   for seq in range(2):
-    for span in job(AHEAD + 10.0 * seq, seq):
-      told.span(span)
+    do(told, AHEAD + 10.0 * seq, seq)
   told.close()
   assert written(world) == job(0.0, 0) + job(10.0, 1)
   asked = world.calls.count("clock")
@@ -118,25 +124,20 @@ def test_spans_are_written_in_the_time_of_the_lead(world):
 
 def test_the_clock_is_asked_again_as_time_goes_by(world):
   told = made_notes(world)
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.now += 10.0
-  for span in job(AHEAD + 20.0, 1):
-    told.span(span)
+  do(told, AHEAD + 20.0, 1)
   assert world.calls.count("clock") == 6
 
 
 def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
   told = made_notes(world)
   world.slow = True
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.leads = []
-  for span in job(AHEAD + 3.0, 1):
-    told.span(span)
+  do(told, AHEAD + 3.0, 1)
   world.slow = False
-  for span in job(AHEAD + 6.0, 2):
-    told.span(span)  # and sees that there is none
+  do(told, AHEAD + 6.0, 2)  # and sees that there is none
   assert not spans_path(world.run, 2).exists()
   world.leads = [world.lead()]
   told.close()
@@ -146,8 +147,7 @@ def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
 def test_without_a_lead_the_end_is_not_put_off_for_ever(world):
   told = made_notes(world)
   world.slow = True
-  for span in job(AHEAD, 0):
-    told.span(span)
+  do(told, AHEAD, 0)
   world.slow, world.leads, before = False, [], world.now
   told.close()
   assert 10.0 < world.now - before < 12.0
@@ -168,3 +168,45 @@ def test_a_disk_that_takes_nothing_ends_the_worker(world, tmp_path):
   world.leads[0]._run = tmp_path / "gone"
   with pytest.raises(RayTaskError):
     told.fault(Fault(2, 7, "kill"))
+
+
+# One machine's clock and another's.
+
+
+def test_nothing_is_known_before_the_first_answer():
+  offset = notes.ClockOffset()
+  assert math.isnan(offset.seconds)
+  assert offset.error == math.inf
+
+
+def test_the_truth_is_between_the_question_and_the_answer():
+  offset = notes.ClockOffset()
+  offset.learn(100.0, 7.0, 104.0)  # theirs is ours less 93 to 97
+  assert (offset.seconds, offset.error) == (-95.0, 2.0)
+
+
+@pytest.mark.parametrize("answers", [1, -1])
+def test_the_bounds_of_all_answers_hold(monkeypatch, answers):
+  monkeypatch.setattr(notes, "_DRIFT", 0.0)
+  offset = notes.ClockOffset()
+  # Theirs is ours less 95: of one question the way there is the slow one, of
+  # the other the way back, and together they are exact.
+  for question in [(100.0, 9.0, 104.0), (200.0, 105.0, 208.0)][::answers]:
+    offset.learn(*question)
+  assert (offset.seconds, offset.error) == (-95.0, 0.0)
+
+
+def test_bounds_widen_as_clocks_drift(monkeypatch):
+  monkeypatch.setattr(notes, "_DRIFT", 0.25)
+  offset = notes.ClockOffset()
+  offset.learn(100.0, 10.0, 100.0)
+  offset.learn(100.0, 10.0, 108.0)  # a slow answer, eight seconds later
+  # -90 at 100; 2 either way at 108, of which the answer has -98 to -90.
+  assert (offset.seconds, offset.error) == (-91.0, 1.0)
+
+
+def test_the_last_of_two_answers_that_contradict_each_other_counts():
+  offset = notes.ClockOffset()
+  offset.learn(100.0, 10.0, 100.0)
+  offset.learn(102.0, 52.0, 104.0)  # theirs was set, or ours stood still
+  assert (offset.seconds, offset.error) == (-51.0, 1.0)

@@ -5,6 +5,7 @@ import threading
 from typing import NamedTuple
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 
@@ -15,7 +16,7 @@ from asgd.live.faults import Script
 from asgd.live.frames import Frame
 from asgd.live.overlap import Stages
 from asgd.live.slots import MESSAGES, PARAMS
-from asgd.live.worker import WorkerLoop
+from asgd.live.worker import Reach, WorkerLoop
 
 LONG = 60.0  # seconds until what must happen is taken not to
 
@@ -42,24 +43,19 @@ class Events:
     assert self._event(name).wait(LONG), f"{name} did not happen"
 
 
-class Memory(dict):
-  """Slots by (kind, slot); message s lies in slot s."""
+class Memory(live_stores.Memory):
+  """Message s lies in slot s."""
 
   def __init__(self, events):
+    super().__init__()
     self._events = events
     self[PARAMS, 0] = {"w": np.ones(2, np.float32)}, 7
-
-  def read(self, kind, slot, stamp):
-    return self[kind, slot][0]
-
-  def stamp(self, kind, slot):
-    return self[kind, slot][1]
 
   def write(self, kind, slot, tree, stamp):
     if slot == 0:
       self._events.happen("push 0")
       self._events.after("compute 1")
-    self[kind, slot] = tree, stamp
+    super().write(kind, slot, tree, stamp)
 
 
 class Link:
@@ -89,6 +85,16 @@ class Link:
     self._box.put(None)
 
 
+def make_loop(duty, link, memory, span=None):
+  wait = lambda seconds: None  # noqa: E731
+  script = Script((), kill=lambda: None, wait=wait)
+  reach = Reach(
+    *(link, lambda: [memory], lambda: 0.0, wait),
+    *(script, span, lambda: None),
+  )
+  return WorkerLoop(0, duty, reach, patience=LONG)
+
+
 def run(fail=None):
   """Runs a loop in which job 1 is computed while job 0 is pushed and job 2 is
   fetched, or nothing goes on; returns (link, memory, spans)."""
@@ -113,14 +119,7 @@ def run(fail=None):
     depth=3,
     overlap=True,
   )
-  script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  loop = WorkerLoop(
-    *(0, duty, link, [memory]),
-    clock=lambda: 0.0,
-    faults=script,
-    patience=LONG,
-    span=spans.append,
-  )
+  loop = make_loop(duty, link, memory, spans.append)
   assert loop.run() == "stopped"
   return link, memory, spans
 
@@ -139,10 +138,7 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   memory, link = Memory(Events()), Link()
   params = memory[PARAMS, 0][0]
   duty = Duty(None, lambda params: 0, None, None, params, None, overlap=True)
-  script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  loop = WorkerLoop(
-    *(0, duty, link, [memory]), clock=lambda: 0.0, faults=script
-  )
+  loop = make_loop(duty, link, memory)
   job = worker_lib._OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._tenure

@@ -11,8 +11,12 @@ from shard_bench import PARAMS_AT_FIRST, Bench, one
 
 from asgd.live import deadlines, frames
 from asgd.live.frames import Frame
+from asgd.live.hosts import Inside
 from asgd.live.links import remote
 from asgd.live.links.base import Disconnected
+from asgd.live.server.reachable_shard import ReachableShard
+
+FIRST, OTHER = (0, 0, "a"), (2, 0, "a")  # tokens of sessions
 
 
 class RayError(Exception):
@@ -66,7 +70,7 @@ def connected(ladder):
     setup=types.SimpleNamespace(shards=1, ladder=ladder),
     actor_name=lambda kind, index, generation: f"{kind}-{index}-{generation}",
   )
-  link = remote.RayLink(site, "0.0-")
+  link = remote.RayLink(site, 0, 0)
   assert link.connect(0)
   return link
 
@@ -111,9 +115,20 @@ class Server:
     return answer
 
 
-def sessions_of(shard):
-  """A shard's sessions, without Ray."""
-  return remote.Sessions(Server(shard), lambda: 0.0)
+def reachable(shard):
+  """A shard in a host, without Ray."""
+  inside = Inside(lambda: None, lambda seconds: None, lambda: 0.0)
+  return ReachableShard(inside, Server(shard), None)
+
+
+def opened():
+  """A shard by hand, and its sessions FIRST and OTHER; FIRST is worker 0."""
+  bench = Bench(one())
+  sessions = reachable(bench.lead)
+  for token in (FIRST, OTHER):
+    sessions.open(token).result(timeout=0)
+  tell(sessions, FIRST, Frame(frames.HELLO, 0, job=-1))
+  return bench, sessions
 
 
 def heard(sessions, token):
@@ -135,63 +150,55 @@ def tell(sessions, token, frame, message=None):
   ],
 )
 def test_a_session_ends_with_what_cannot_be(frame):
-  bench = Bench(one())
-  sessions = sessions_of(bench.lead)
-  for token in ("first", "other"):
-    sessions.open(token).result(timeout=0)
-  tell(sessions, "first", Frame(frames.HELLO, 0, job=-1))
-  tell(sessions, "other", Frame(frames.HELLO, 2, job=-1))
+  bench, sessions = opened()
+  tell(sessions, OTHER, Frame(frames.HELLO, 2, job=-1))
   with pytest.raises(frames.BadFrame):
-    tell(sessions, "first", frame)
+    tell(sessions, FIRST, frame)
   assert bench.lead.workers == [2]
   with pytest.raises(KeyError):
-    heard(sessions, "first")
-  kinds = [said.kind for said in heard(sessions, "other")]
+    heard(sessions, FIRST)
+  kinds = [said.kind for said in heard(sessions, OTHER)]
   assert kinds[:2] == [frames.WELCOME, frames.TICKET]
 
 
 def test_a_message_is_that_of_the_session_that_holds_the_place():
-  bench = Bench(one())
-  sessions = sessions_of(bench.lead)
-  for token in ("holder", "stranger"):
-    sessions.open(token).result(timeout=0)
-  tell(sessions, "holder", Frame(frames.HELLO, 0, job=-1))
-  _, ticket = heard(sessions, "holder")
+  bench, sessions = opened()
+  _, ticket = heard(sessions, FIRST)
   push = Frame(frames.PUSH, 0, 0, flag=1, message=ticket.message)
   message = np.ones_like(PARAMS_AT_FIRST)
-  tell(sessions, "stranger", push, np.full_like(message, 9.0))
-  assert [said.kind for said in heard(sessions, "stranger")] == [frames.EXPEL]
+  tell(sessions, OTHER, push, np.full_like(message, 9.0))
+  assert [said.kind for said in heard(sessions, OTHER)] == [frames.EXPEL]
   with pytest.raises(frames.BadFrame, match="does not lie in slot"):
-    tell(sessions, "holder", push)
-  assert bench.lead.state.received == 0
+    tell(sessions, FIRST, push)
+  assert bench.received[0] == 0
 
 
 def test_frames_that_are_sent_together_are_one_answer():
-  sessions = sessions_of(Bench(one()).lead)
-  sessions.open("0.0-a").result(timeout=0)
-  listens = sessions.listen("0.0-a")
-  tell(sessions, "0.0-a", Frame(frames.HELLO, 0, job=-1))
+  sessions = reachable(Bench(one()).lead)
+  sessions.open((0, 0, "a")).result(timeout=0)
+  listens = sessions.listen((0, 0, "a"))
+  tell(sessions, (0, 0, "a"), Frame(frames.HELLO, 0, job=-1))
   said = [frames.unpack(data).kind for data, _ in listens.result(timeout=0)]
   assert said[:2] == [frames.WELCOME, frames.TICKET]
 
 
 def test_who_opens_another_session_listens_to_the_former_no_more():
-  sessions = sessions_of(Bench(one()).lead)
-  for token in ("1.1-a", "1.11-a"):
+  sessions = reachable(Bench(one()).lead)
+  for token in ((1, 1, "a"), (1, 11, "a")):
     sessions.open(token)
-  mine, others = sessions.listen("1.1-a"), sessions.listen("1.11-a")
-  sessions.open("1.1-b")
+  mine, others = sessions.listen((1, 1, "a")), sessions.listen((1, 11, "a"))
+  sessions.open((1, 1, "b"))
   assert mine.result(timeout=0) == []
   assert not others.done()
 
 
 def test_the_sessions_of_a_worker_end_with_it():
   bench = Bench(one())
-  sessions = sessions_of(bench.lead)
-  for token, worker in (("0.0-a", 0), ("2.0-a", 2)):
+  sessions = reachable(bench.lead)
+  for token, worker in (((0, 0, "a"), 0), ((2, 0, "a"), 2)):
     sessions.open(token)
     tell(sessions, token, Frame(frames.HELLO, worker, job=-1))
-  sessions.end("0.0-")
+  sessions.gone(0, 0)
   assert bench.lead.workers == [2]
   with pytest.raises(KeyError):
-    heard(sessions, "0.0-a")
+    heard(sessions, (0, 0, "a"))

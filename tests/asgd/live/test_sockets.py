@@ -17,6 +17,8 @@ from asgd.live.links.sockets import (
   UnixNetwork,
   _Peer,
 )
+from asgd.live.setup import Setup
+from asgd.orders.protocol import Rules
 
 HELLO = Frame(frames.HELLO, 0, job=-1)
 
@@ -100,10 +102,10 @@ class FakeShard:
 
   def __init__(self, shards=1):
     self.taken, self.left = [], []
-    self._run = dict(workers=3, shards=shards, jobs=9, consistent=shards > 1)
+    self._setup = Setup(Rules(), 3, 9, shards, consistent=shards > 1)
 
   def handle(self, frame, say, now):
-    frames.check(frame, 0, **self._run)
+    frames.check(frame, 0, self._setup)
     self.taken.append(frame)
     for _ in range(frame.version):
       say(Frame(frames.WELCOME, frame.worker))
@@ -182,7 +184,7 @@ def test_a_peer_that_reads_nothing_stops_nobody(tmp_path):
       peer.connect(str(path))
       peer.sendall(frames.pack(HELLO._replace(version=many)))
       assert answered(path, HELLO._replace(version=1))
-      assert server.ask(lambda shard: shard.index) == 0
+      assert server.submit(lambda shard: shard.index).result() == 0
     # One that reads slowly gets all that fits.
     assert answered(path, HELLO._replace(version=8000), count=8000)
 
@@ -196,7 +198,7 @@ def test_a_connection_holds_one_place(tmp_path):
       for worker in (0, 1):
         peer.sendall(frames.pack(HELLO._replace(worker=worker)))
       assert peer.recv(1) == b""
-    assert server.ask(lambda shard: shard.left) == [0]
+    assert server.submit(lambda shard: shard.left).result() == [0]
     assert [taken.worker for taken in shard.taken] == [0]
 
 
@@ -266,9 +268,9 @@ def test_without_file_descriptors_a_shard_waits_a_moment(tmp_path):
     peer.connect(str(path))
     peer.sendall(frames.pack(HELLO._replace(version=1)))
     while not made[0].asked:
-      server.ask(lambda shard: None)
+      server.submit(lambda shard: None).result()
     for _ in range(9):  # rounds in which it is to do something else
-      server.ask(lambda shard: None)
+      server.submit(lambda shard: None).result()
     assert made[0].asked == 1
     now[0] += _TICK
     assert peer.recv(frames.SIZE)

@@ -7,11 +7,27 @@ import pytest
 from asgd.live import store
 
 
+def log_of(path, *bodies):
+  log = store.Log(path)
+  for body in bodies:
+    log.append(body)
+  return log
+
+
+def refuses_each_changed_byte(path, read):
+  data = path.read_bytes()
+  for index in range(len(data)):
+    changed = bytearray(data)
+    changed[index] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(store.Changed, match="is not what the run wrote"):
+      read(path)
+  path.write_bytes(data)
+
+
 def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
   path = tmp_path / "log"
-  log = store.Log(path)
-  log.append(b"one")
-  log.append(b"two")
+  log_of(path, b"one", b"two")
   data = path.read_bytes()
   for cut in range(len(data) // 2, len(data)):
     path.write_bytes(data[:cut])
@@ -20,22 +36,12 @@ def test_a_log_that_was_cut_is_read_as_far_as_it_is_whole(tmp_path):
 
 
 def test_a_changed_byte_of_a_log_is_refused(tmp_path):
-  path = tmp_path / "log"
-  log = store.Log(path)
-  log.append(b"one")
-  log.append(b"two")
-  data = path.read_bytes()
-  for index in range(len(data)):
-    changed = bytearray(data)
-    changed[index] ^= 1
-    path.write_bytes(changed)
-    with pytest.raises(store.Changed, match="log is not what the run wrote"):
-      store.Log(path)
+  log_of(tmp_path / "log", b"one", b"two")
+  refuses_each_changed_byte(tmp_path / "log", store.Log)
 
 
 def test_a_log_is_replaced_at_once_and_goes_on(tmp_path):
-  log = store.Log(tmp_path / "log")
-  log.append(b"one")
+  log = log_of(tmp_path / "log", b"one")
   log.replace([b"two", b""])
   log.append(b"three")
   assert store.Log(tmp_path / "log").bodies == [b"two", b"", b"three"]
@@ -46,14 +52,9 @@ def test_a_log_is_replaced_at_once_and_goes_on(tmp_path):
 def test_a_changed_byte_of_a_body_is_refused(tmp_path):
   path = tmp_path / "body"
   store.write_body(path, b"rows")
-  data = path.read_bytes()
   assert store.read_body(path) == b"rows"
-  for index in range(len(data)):
-    changed = bytearray(data)
-    changed[index] ^= 1
-    path.write_bytes(changed)
-    with pytest.raises(store.Changed):
-      store.read_body(path)
+  refuses_each_changed_byte(path, store.read_body)
+  data = path.read_bytes()
   for cut in (data[:-1], b""):
     path.write_bytes(cut)
     with pytest.raises(store.Changed):

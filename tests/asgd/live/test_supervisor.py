@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from asgd.live import answers
+from asgd.live import supervisor as supervisor_lib
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
 from asgd.live.hosts import Gone
@@ -76,8 +76,8 @@ def test_a_party_is_asked_until_one_that_replaces_it_answers(supervisor):
 
 
 def test_a_silent_party_is_named_and_ended(monkeypatch):
-  monkeypatch.setattr(answers, "_LOOK", 0.01)
-  monkeypatch.setattr(answers, "_SOON", 0.0)
+  monkeypatch.setattr(supervisor_lib, "_ANSWER_LOOK", 0.01)
+  monkeypatch.setattr(supervisor_lib, "_SOON", 0.0)
   hosts, lines = ThreadHosts(began=time.monotonic()), []
   hosts.say = lines.append
   supervisor = Supervisor(hosts, {"shard": 2}, LADDER, patience=0.0)

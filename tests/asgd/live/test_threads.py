@@ -193,7 +193,7 @@ class Live:
     self.makers = ThreadMakers(
       *(self.setup, kit.steps),
       [simulator.start(kit.server, part) for part in parts],
-      live_stores.make_stores(len(parts), **(stores or {})),
+      stores or [live_stores.make_store() for _ in parts],
       **{
         "patience": 0.2,
         "span": lambda worker, span: self.spans.append((worker, span)),
@@ -238,7 +238,7 @@ class Live:
     return [queue.shard.state.server for queue in self.makers.queues]
 
   def events(self, index=0):
-    return self.makers.stores.journals[index].events()
+    return self.makers.stores[index].journal.events()
 
   def trace(self, index=0):
     return from_events(self.events(index))
@@ -283,8 +283,8 @@ class Live:
     states, records = self.replay()
     for live, state in zip(self.states(), states, strict=True):
       assert bits(live) == bits(state)
-    for sink, expected in zip(self.makers.stores.sinks, records, strict=True):
-      held = sink.records()
+    for store, expected in zip(self.makers.stores, records, strict=True):
+      held = store.sink.records()
       if some:  # without a log, records are lost as updates are
         kept = np.isin(expected.job, held.job)
         expected = base.Records(*(column[kept] for column in expected))
@@ -357,7 +357,7 @@ def test_a_live_run_replays_to_the_same_bits(name, options, rules):
   trace = run.trace()
   if not rules.round:  # where who has handed in may do another
     orders.check(trace, depth=rules.depth)
-  assert run.lead.state.received == JOBS
+  assert run.lead.state.messages.count == JOBS
   keeps = run.count(base.KEEP)
   assert keeps if rules.cache or rules.fetch_every > 1 else not keeps
   # Nothing went wrong, so nobody was lost.
@@ -400,7 +400,8 @@ def test_a_late_job_is_another_workers_too():
 
   rules = Rules(round=WORKERS, late=2.0)
   with live(kit("ssgd"), rules, batch=batch) as run:
-    until(lambda: run.lead.state.received >= 3, "a round without worker 2")
+    messages = run.lead.state.messages
+    until(lambda: messages.count >= 3, "a round without worker 2")
     slow.set()
     until(lambda: run.count(base.DROP), "that worker 2 comes too late")
     rest.set()
@@ -662,15 +663,20 @@ def test_others_do_not_wait_for_one_that_hangs():
 
 def test_a_worker_that_was_only_slow_spoils_nothing():
   """Taken for dead, it comes back, and finds its place taken."""
-  finished(kit("dana_slim"), Rules(bound=2))
-  faults = [
-    Fault(1, 3, "slow", 1.2),
-    *(Fault(0, s, "slow", 0.1) for s in range(9)),
-  ]
-  run = finished(
-    *(kit("dana_slim"), Rules(bound=3)),
-    **dict(setup=dict(ladder=QUICK), faults=faults),
-  )
+  slow = dict(held=lambda worker, job: worker == 1)
+  with live(kit("dana_slim"), Rules(bound=3), **slow) as run:
+    run.gate.wait_for(1)
+    lead = run.makers.queues[0]
+    lead.put(lambda shard, now: shard.expel(1, now))
+
+    def replaced():
+      run.cluster.status()
+      run.cluster.check()
+      return run.cluster.replaced["worker"]
+
+    until(replaced, "another worker in its place")
+    run.gate.open()
+    drive(run.cluster)
   run.check()
   assert run.count(base.LOST) >= 1
 
@@ -752,7 +758,7 @@ def test_what_a_shard_raises_is_raised():
       super().append(event)
 
   with (
-    live(kit("asgd"), stores=dict(journals=[Full()])) as run,
+    live(kit("asgd"), stores=[live_stores.make_store(journal=Full())]) as run,
     pytest.raises(OSError, match="no space left"),
   ):
     drive(run.cluster)
@@ -864,10 +870,10 @@ def test_who_died_and_was_taken_for_dead_is_counted_once():
 def killed(run, index, first):
   """Kills a shard while workers are busy, and another time."""
   until(lambda: len(run.busy()) == WORKERS, "work for everybody")
-  until(lambda: run.lead.state.received >= first - WORKERS, "progress")
+  until(lambda: run.lead.state.messages.count >= first - WORKERS, "progress")
   run.kill_shard(index)
   run.gate.open()
-  until(lambda: run.lead and run.lead.state.received > first, "progress")
+  until(lambda: run.lead and run.lead.state.messages.count > first, "progress")
   run.kill_shard(index)
   drive(run.cluster)
   assert run.cluster.replaced["shard"] == 2
@@ -1076,10 +1082,10 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
-    stores = run.makers.stores._replace(images=images)._asdict()
-    before = bits(run.server_state)
-  stores["memories"] = [live_stores.Memory()]
-  stores["memories"][0].fresh = True
+    (store,), before = run.makers.stores, bits(run.server_state)
+  memory = live_stores.Memory()
+  memory.fresh = True
+  stores = [store._replace(memory=memory, image=images[0])]
   with live(
     kit("dana_slim"),
     **dict(stores=stores, resumed=True, start=False),
@@ -1089,6 +1095,6 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     for worker in range(WORKERS):
       again.cluster.add_worker(worker)
     drive(again.cluster)
-  assert again.lead.state.received == JOBS
+  assert again.lead.state.messages.count == JOBS
   assert again.count(base.ROLLBACK) == 0  # nothing was lost
   again.check()

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import live_stores
 import numpy as np
 import pytest
 
@@ -11,26 +12,10 @@ from asgd.live import frames
 from asgd.live.duty import Duty
 from asgd.live.faults import Script
 from asgd.live.frames import Frame
-from asgd.live.slots import MESSAGES, PARAMS, WrongSlot, message_stamp
-from asgd.live.worker import WorkerLoop
+from asgd.live.slots import MESSAGES, PARAMS, message_stamp
+from asgd.live.worker import Reach, WorkerLoop
 
 ROOT = jax.random.key(0)
-
-
-class Memory(dict):
-  """Slots by (kind, slot)."""
-
-  def write(self, kind, slot, tree, stamp):
-    self[kind, slot] = tree, stamp
-
-  def read(self, kind, slot, stamp):
-    tree, written = self[kind, slot]
-    if written != stamp:
-      raise WrongSlot("memory", kind, slot)
-    return tree
-
-  def stamp(self, kind, slot):
-    return self[kind, slot][1]
 
 
 class Link:
@@ -59,7 +44,15 @@ class Metrics(NamedTuple):
   loss: np.ndarray
 
 
-def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
+def loop(
+  heard,
+  shards=1,
+  *,
+  consistent=False,
+  loss=0.5,
+  wait=lambda seconds: None,
+  **options,
+):
   """A worker of so many shards, each of which has its parameters in slot 0."""
   params = {str(i): np.ones(2, np.float32) for i in range(shards)}
 
@@ -73,16 +66,17 @@ def loop(heard, shards=1, *, consistent=False, loss=0.5, **options):
     consistent=consistent,
     slowdown=(2.0,),
   )
-  memories = [Memory() for _ in range(shards)]
+  memories = [live_stores.Memory() for _ in range(shards)]
   parts = sharding.split(plan, params) if plan else [params]
   for memory, part in zip(memories, parts, strict=True):
     memory.write(PARAMS, 0, part, 7)
   link = Link(heard)
   script = Script((), kill=lambda: None, wait=lambda seconds: None)
-  made = WorkerLoop(
-    *(0, duty, link, memories), clock=lambda: 0.0, faults=script, **options
+  reach = Reach(
+    *(link, lambda: memories, lambda: 0.0, wait),
+    *(script, None, lambda: None),
   )
-  return made, link, memories
+  return WorkerLoop(0, duty, reach, **options), link, memories
 
 
 def ticket(shard=0, seq=0):
@@ -159,12 +153,16 @@ def test_the_lead_gets_a_message_when_the_other_shards_have_theirs(
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_message_is_of_the_parameters_of_its_ticket(when):
   """The ticket has died, and its slot holds what others were sent."""
-  made, link, (memory,) = loop([WELCOME, ticket(), None, None, STOP])
+
+  def wait(seconds):
+    if when == "meanwhile":
+      memory.write(PARAMS, 0, params, 8)
+
+  heard = [WELCOME, ticket(), None, None, STOP]
+  made, link, (memory,) = loop(heard, wait=wait)
   params, _ = memory[PARAMS, 0]
   if when == "before":
     memory.write(PARAMS, 0, params, 8)
-  else:
-    made._wait = lambda seconds: memory.write(PARAMS, 0, params, 8)
   assert made.run() == "stopped"
   assert (MESSAGES, 3) not in memory
   assert not link.pushes()

@@ -149,6 +149,67 @@ BY_HAND = {
     ((1, 0), "receive 0:0, receive 1:1, send 0:2"),
     ((0, 1), "receive 0:2"),
   ]),
+  "the last round waits for jobs that may still come": (
+    Rules(round=2), {"workers": 3, "jobs": 4}, [
+      ("start", "send 0:0, send 1:1"),
+      ((0, 0), ""),
+      ((1, 0), "receive 0:0, receive 1:1, send 0:2, send 1:3"),
+      ((0, 1), ""),
+      ("leave 1", "lost 1:3, leave 1:0, send 0:3"),
+      ((0, 2), "receive 0:2, receive 0:3"),
+    ],
+  ),
+  "a cache belongs to the holder": (
+    Rules(bound=3, cache=True), {"workers": 1}, [
+      ("start", "send 0:0"),
+      ((0, 0), "receive 0:0, keep 0:1"),
+      ("leave 0", "lost 0:1, leave 0:0"),
+      ("join 0", "join 0:1, send 0:1"),
+    ],
+  ),
+  "lost jobs are given out first, the oldest before others": (
+    Rules(), {"workers": 4}, [
+      ("start", "send 0:0, send 1:1, send 2:2, send 3:3"),
+      ("leave 2", "lost 2:2, leave 2:0"),
+      ("leave 0", "lost 0:0, leave 0:0"),
+      ((3, 0), "receive 3:3, send 3:0"),
+      ((1, 0), "receive 1:1, send 1:2"),
+      ((1, 1), "receive 1:2, send 1:4"),
+    ],
+  ),
+  "an owned job waits for the next holder": (
+    Rules(), {"owned": True, "jobs": 4}, [
+      ("start", "send 0:0, send 1:1"),
+      ("leave 0", "lost 0:0, leave 0:0"),
+      ((1, 0), "receive 1:1, send 1:2"),
+      ((1, 1), "receive 1:2, send 1:3"),
+      ((1, 2), "receive 1:3"),
+      ("join 0", "join 0:1, send 0:0"),
+      ((0, 1), "receive 0:0"),
+    ],
+  ),
+  "a death in a round is made up for": (Rules(round=2), {}, [
+    ("start", "send 0:0, send 1:1"),
+    ((1, 0), ""),
+    ("leave 0", "lost 0:0, leave 0:0, send 1:0"),
+    # In the order of its worker's jobs, the later job first.
+    ((1, 1), "receive 1:1, receive 1:0, send 1:2"),
+  ]),
+  "a round needs no more for the death of a late one": (
+    Rules(round=1, backup=1), {"workers": 4}, [
+      ("start", "send 0:0, send 1:1"),
+      ((0, 0), "receive 0:0, send 0:2, send 2:3"),
+      ("leave 1", "lost 1:1, leave 1:0"),  # both jobs of it are under way
+      ((2, 0), "receive 2:3, send 2:1, send 3:4"),
+    ],
+  ),
+  "nothing new for a worker about to leave": (Rules(), {}, [
+    ("start", "send 0:0, send 1:1"),
+    ("pause 0", ""),
+    ((0, 0), "receive 0:0"),
+    ("leave 0", "leave 0:0"),
+    ("join 0", "join 0:1, send 0:2"),  # its successor is as any other
+  ]),
 }
 
 
@@ -157,7 +218,14 @@ def test_a_protocol_by_hand(name):
   rules, options, events = BY_HAND[name]
   run = Run(rules, **{"workers": 2, **options})
   for event, rows in events:
-    done = run.go() if event == "start" else run.end(*event)
+    if not isinstance(event, str):
+      done = run.end(*event)
+    else:
+      action, _, worker = event.partition(" ")
+      now = () if action == "pause" else (0.0,)
+      if worker:
+        getattr(run.it, action)(int(worker), *now)
+      done = run.go()
     assert ", ".join(done) == rows
   assert run.it.finished == ("jobs" in options)
 
@@ -183,16 +251,6 @@ def test_the_slowest_is_one_of_those_that_are_there():
   assert run.new() == ["join 1:1"]
   assert run.it.slowest() == 2
   assert run.go() == ["send 1:3"]
-
-
-def test_a_cache_belongs_to_the_holder():
-  run = Run(Rules(bound=3, cache=True), workers=1)
-  assert run.go() == ["send 0:0"]
-  assert run.end(0, 0) == ["receive 0:0", "keep 0:1"]
-  run.it.leave(0, 0.0)
-  run.it.join(0, 0.0)
-  assert run.new() == ["lost 0:1", "leave 0:0", "join 0:1"]
-  assert run.go() == ["send 0:1"]
 
 
 def test_a_ticket_is_kept_for_so_many_jobs():
@@ -226,18 +284,6 @@ def test_what_all_came_before_anybody_looked_is_cut_by_job():
   for worker in (2, 1, 0):
     run.it.arrive(worker, 0)
   assert run.it.deliver(0.0) == [(0, 0, 0), (1, 0, 1), (2, 0, 2)]
-
-
-def test_the_last_round_waits_for_jobs_that_may_still_come():
-  run = Run(Rules(round=2), jobs=4, workers=3)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  run.end(0, 0)
-  run.end(1, 0)
-  assert run.end(0, 1) == []
-  run.it.leave(1, 0.0)
-  assert run.new() == ["lost 1:3", "leave 1:0"]
-  assert run.go() == ["send 0:3"]
-  assert run.end(0, 2) == ["receive 0:2", "receive 0:3"]
 
 
 @quick
@@ -319,38 +365,12 @@ def test_a_refused_message_costs_its_sender_the_place():
 # Deaths.
 
 
-def test_a_lost_job_is_given_out_again_first_and_the_oldest_before_others():
-  run = Run(Rules(), workers=4)
-  run.go()
-  for worker in (2, 0):
-    run.it.leave(worker, 1.0)
-  assert run.new() == ["lost 2:2", "leave 2:0", "lost 0:0", "leave 0:0"]
-  assert run.end(3, 0) == ["receive 3:3", "send 3:0"]
-  assert run.end(1, 0) == ["receive 1:1", "send 1:2"]
-  assert run.end(1, 1) == ["receive 1:2", "send 1:4"]
-
-
 def test_the_jobs_of_the_dead_are_lost_in_their_order():
   run = Run(Rules(depth=3), workers=1)
   run.go()
   assert run.it.leave(0, 0.0) == [0, 1, 2]
   assert run.new() == ["lost 0:0", "lost 0:1", "lost 0:2", "leave 0:0"]
   assert run.it.lost == 3
-
-
-def test_an_owned_job_waits_for_the_next_holder_of_its_place():
-  run = Run(Rules(), workers=2, owned=True, jobs=4)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  run.it.leave(0, 0.0)
-  run.new()
-  assert run.end(1, 0) == ["receive 1:1", "send 1:2"]
-  assert run.end(1, 1) == ["receive 1:2", "send 1:3"]
-  assert run.end(1, 2) == ["receive 1:3"]
-  assert not run.it.finished
-  run.it.join(0, 0.0)
-  assert run.go() == ["join 0:1", "send 0:0"]
-  assert run.end(0, 1) == ["receive 0:0"]
-  assert run.it.finished
 
 
 def test_who_has_nothing_left_to_do_holds_nobody_back():
@@ -363,27 +383,6 @@ def test_who_has_nothing_left_to_do_holds_nobody_back():
   run.it.join(0, 0.0)  # its clock is 1
   run.new()
   assert run.go() == ["send 0:1"]
-
-
-def test_a_death_in_a_round_is_made_up_for():
-  run = Run(Rules(round=2), workers=2)
-  run.go()
-  assert run.end(1, 0) == []
-  run.it.leave(0, 0.0)
-  run.new()
-  assert run.go() == ["send 1:0"]
-  # In the order of its worker's jobs, the later job first.
-  assert run.end(1, 1) == ["receive 1:1", "receive 1:0", "send 1:2"]
-
-
-def test_a_round_needs_no_more_for_the_death_of_a_late_one():
-  run = Run(Rules(round=1, backup=1), workers=4)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  assert run.end(0, 0) == ["receive 0:0", "send 0:2", "send 2:3"]
-  run.it.leave(1, 0.0)
-  assert run.new() == ["lost 1:1", "leave 1:0"]
-  assert run.go() == []  # both jobs of this round are under way
-  assert run.end(2, 0) == ["receive 2:3", "send 2:1", "send 3:4"]
 
 
 def test_leaving_twice_is_leaving_once():
@@ -401,17 +400,6 @@ def test_a_place_has_one_holder():
   run.it.leave(3, 0.0)
   assert run.it.join(3, 0.0) == 1
   assert run.new() == ["join 3:0", "leave 3:0", "join 3:1"]
-
-
-def test_nothing_new_for_a_worker_about_to_leave():
-  run = Run(Rules(), workers=2)
-  run.go()
-  run.it.pause(0)
-  assert run.end(0, 0) == ["receive 0:0"]
-  run.it.leave(0, 0.0)
-  run.it.join(0, 0.0)
-  run.new()
-  assert run.go() == ["send 0:2"]  # its successor is as any other
 
 
 def test_time_does_not_go_back():

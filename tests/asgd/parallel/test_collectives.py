@@ -4,7 +4,6 @@ the bytes that its formula says."""
 import functools
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import kit
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from asgd.parallel import collectives, costs, meshes
+from asgd.parallel.memory import bytes_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -126,20 +126,12 @@ def test_reduce_scatter_and_all_gather_are_xlas():
 
 def messages(function, x, *shape):
   """(senders and receivers, bytes, axis) of each round's messages."""
-  made = jax.make_jaxpr(on_devices(function, *shape))(x)
-  found = []
-
-  def walk(jaxpr):
-    for eqn in jaxpr.eqns:
-      if eqn.primitive.name == "ppermute":
-        (operand,) = eqn.invars
-        bytes_ = operand.aval.size * operand.aval.dtype.itemsize
-        found.append((eqn.params["perm"], bytes_, eqn.params["axis_name"]))
-      for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-        walk(inner)
-
-  walk(made.jaxpr)
-  return found
+  program = jax.make_jaxpr(on_devices(function, *shape))(x).jaxpr
+  return [
+    (eqn.params["perm"], bytes_of(eqn.invars[0].aval), eqn.params["axis_name"])
+    for eqn in kit.equations(program)
+    if eqn.primitive.name == "ppermute"
+  ]
 
 
 def sent_by_the_busiest(found, devices):

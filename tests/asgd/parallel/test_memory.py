@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import kit
+import numpy as np
 import optax
 import pytest
 
@@ -40,18 +41,13 @@ def test_bytes_of_a_parameter():
   assert split.total == 1e8 * (4 + 12 / 4 + 2)
 
 
-def shapes(layers, x):
-  return jax.eval_shape(
-    lambda key: models.init(layers, key, x), jax.random.key(0)
-  )
-
-
 def gpt(depth=3, width=16, heads=2, context=8, vocabulary=11):
   layers = transformer.gpt(
     vocabulary, depth=depth, width=width, heads=heads, context=context
   )
   sizes = memory.Gpt(depth, width, heads, context, vocabulary)
-  return layers, sizes, shapes(layers, jnp.zeros((1, context), jnp.int32))
+  params = kit.shapes_of_parameters(layers, (1, context), np.int32)
+  return layers, sizes, params
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import kit
 import pytest
 
 from asgd.parallel import processes, supervisor
-
-ROOT = Path(__file__).parent.parent.parent.parent
-DEADLINE = 240  # seconds until a subprocess is taken to hang
 
 
 @pytest.fixture
@@ -128,13 +124,13 @@ def test_a_process_ends_with_its_supervisor():
       "import signal\nfrom asgd.parallel import processes\n"
       "assert processes._watch_supervisor()\nsignal.pause()\n",
     ],
-    cwd=ROOT,
+    cwd=kit.ROOT,
     env={**os.environ, "JAX_PLATFORMS": "cpu", "ASGD_LIFELINE": str(ours)},
     pass_fds=(ours,),
   )
   os.close(ours)
   os.close(theirs)
-  assert process.wait(DEADLINE) == -signal.SIGTERM
+  assert process.wait(kit.DEADLINE) == -signal.SIGTERM
 
 
 MISTAKES = {

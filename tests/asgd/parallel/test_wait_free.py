@@ -38,24 +38,10 @@ def pieces_of(layers):
   return problems.Pieces(layers, prepare, criterion)
 
 
-def draw(layers, x):
-  """Parameters of these shapes, without compiling what draws them."""
-  rng = np.random.default_rng(1)
-  shapes = jax.eval_shape(
-    lambda key: models.init(layers, key, x), jax.random.key(0)
-  )
-  return jax.tree.map(lambda s: rng.standard_normal(s.shape), shapes)
-
-
 def mlp():
   layers = models.build("mlp", 3, hidden=(7, 5))
-  rng = np.random.default_rng(0)
-  batch = (
-    rng.standard_normal((DEVICES, 6)),
-    np.arange(DEVICES) % 3,
-  )
-  params = draw(layers, batch[0])
-  return pieces_of(layers), params, batch
+  batch = kit.normal(DEVICES, 6), np.arange(DEVICES) % 3
+  return pieces_of(layers), kit.parameters(layers, batch[0]), batch
 
 
 class Block(nn.Module):
@@ -106,7 +92,7 @@ def everything():
   layers = (*layers, models.Classifier(7))
   rng = np.random.default_rng(0)
   batch = tuple(rng.integers(0, 7, (2, DEVICES, 3)))
-  params = draw(layers, batch[0])
+  params = kit.parameters(layers, batch[0])
   assert isinstance(params, base.Variables)
   return pieces_of(layers), params, batch
 

@@ -94,7 +94,7 @@ def test_a_step_is_taken_once_all_workers_have_sent():
   def server_after(order):
     rules = tables.rules("delay_bounded", bound=1)
     table = tables.Table(np.zeros((3, 2)), function)
-    server = tables.Server({"w": table}, rules, workers=[0, 1])
+    server = tables.TableServer({"w": table}, rules, workers=[0, 1])
     clients = [tables.Client(w, server.specs, rules) for w in (0, 1)]
     clients[0].write({"w": (np.array([0, 1]), np.array([[1.0, 1], [-3, 2]]))})
     clients[1].write({"w": (np.array([1]), np.array([[1.0, 2.0]]))})

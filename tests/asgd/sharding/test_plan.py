@@ -30,43 +30,42 @@ def bytes_of(plan, tree):
   )
 
 
-def test_a_leaf_is_cut_where_the_bytes_are_even():
-  tree = {"a": np.zeros((6, 2)), "b": np.zeros(12)}
-  plan = sharding.make_plan(tree, 3)
-  # 96 + 96 bytes, 64 to each: rows of 16, and of 8.
-  assert plan.cuts == ((0, 4, 6, 6), (0, 0, 4, 12))
-  assert bytes_of(plan, tree) == (64, 64, 64)
+ZEROS = np.zeros
 
 
-def test_bytes_count_not_elements():
-  tree = [np.zeros(8, np.float16), np.zeros(2, np.float64)]
-  assert sharding.make_plan(tree, 2).cuts == ((0, 8, 8), (0, 0, 2))
-
-
-def test_small_leaves_stay_whole():
-  # 100 * 80 bytes in rows, four times 8 that no cut may go through.
-  tree = [np.zeros(2, np.float32), np.zeros((100, 10))] * 2
-  plan = sharding.make_plan(tree, 2)
-  assert plan.cuts == ((0, 2, 2), (0, 100, 100), (0, 0, 2), (0, 0, 100))
-  big = [np.zeros((1000, 1000), np.float32), np.zeros(2**14, np.float32)]
-  plan = sharding.make_plan(big, 2)
-  assert plan.cuts[1] == (0, 0, 2**14)  # 64 KiB
-
-
-def test_small_leaves_are_split_when_there_are_too_few_others():
-  plan = sharding.make_plan([np.zeros((1, 1000)), np.zeros(3)], 4)
-  assert plan.cuts == ((0, 1, 1, 1, 1), (0, 0, 1, 2, 3))
-
-
-def test_a_leaf_without_axes_is_one_row():
-  plan = sharding.make_plan({"a": np.float64(0), "b": np.float64(0)}, 2)
-  assert plan.cuts == ((0, 1, 1), (0, 0, 1))
-
-
-def test_one_shard_holds_all_of_any_tree():
-  tree = {"a": np.zeros((0, 2)), "b": np.zeros((3, 0)), "c": np.zeros(2)}
-  assert sharding.make_plan(tree, 1).cuts == ((0, 0), (0, 3), (0, 2))
-  assert sharding.make_plan((), 1) == sharding.ShardPlan(1, (), ())
+@pytest.mark.parametrize(
+  ("tree", "shards", "cuts"),
+  [
+    # 96 + 96 bytes, 64 to each: rows of 16, and of 8.
+    ([ZEROS((6, 2)), ZEROS(12)], 3, ((0, 4, 6, 6), (0, 0, 4, 12))),
+    # Bytes count, not elements.
+    ([ZEROS(8, np.float16), ZEROS(2)], 2, ((0, 8, 8), (0, 0, 2))),
+    # 100 * 80 bytes in rows, four times 8 that no cut may go through.
+    (
+      [ZEROS(2, np.float32), ZEROS((100, 10))] * 2,
+      2,
+      ((0, 2, 2), (0, 100, 100), (0, 0, 2), (0, 0, 100)),
+    ),
+    # A leaf of 64 KiB stays whole.
+    (
+      [ZEROS((1000, 1000), np.float32), ZEROS(2**14, np.float32)],
+      2,
+      ((0, 508, 1000), (0, 0, 2**14)),
+    ),
+    # Small leaves are split when there are too few others.
+    ([ZEROS((1, 1000)), ZEROS(3)], 4, ((0, 1, 1, 1, 1), (0, 0, 1, 2, 3))),
+    # A leaf without axes is one row.
+    ([np.float64(0), np.float64(0)], 2, ((0, 1, 1), (0, 0, 1))),
+    # One shard holds all of any tree.
+    ([ZEROS((0, 2)), ZEROS((3, 0)), ZEROS(2)], 1, ((0, 0), (0, 3), (0, 2))),
+    ((), 1, ()),
+  ],
+)
+def test_cuts_by_hand(tree, shards, cuts):
+  plan = sharding.make_plan(tree, shards)
+  assert plan.cuts == cuts
+  whole = sum(x.nbytes for x in jax.tree.leaves(tree))
+  assert sum(bytes_of(plan, tree)) == whole
 
 
 SHAPES = st.lists(

@@ -15,38 +15,35 @@ from asgd.simulator import steps
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 
 
-def make(name="asgd", workers=3, messages=12):
-  recipe = algorithms.build(name, 0.01, workers)
-  host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
-  )
+ROOT = jax.random.key(0)
+BATCH, START = PROBLEM.batches(0, 3), PROBLEM.init(ROOT)
+
+
+def host_of(name="asgd", workers=3, rate=0.01):
+  recipe = algorithms.build(name, rate, workers)
+  worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
+  return simulator.make_host(recipe.server(), worker)
+
+
+def make():
+  host = host_of()
   trace = orders.asynchronous(
-    durations.homogeneous(), workers=workers, messages=messages
+    durations.homogeneous(), workers=3, messages=12
   )
-  start = host.init(PROBLEM.init(jax.random.key(0)), workers)
 
-  def run(simulation, end, batch=None):
-    return host.run(
-      simulation,
-      trace,
-      end,
-      batch=batch or PROBLEM.batches(0, workers),
-      root=jax.random.key(0),
-    )
+  def run(simulation, end, batch=BATCH):
+    return host.run(simulation, trace, end, batch=batch, root=ROOT)
 
-  return trace, start, run
+  return trace, host.init(START, 3), run
 
 
 def test_a_warm_start_is_plain_sgd_to_the_bit():
-  recipe, warm = algorithms.build("asgd", 0.1, 3), 5
-  worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
-  host = simulator.make_host(recipe.server(), worker)
+  host, warm = host_of(rate=0.1), 5
   trace = orders.stale_synchronous(
     durations.homogeneous(),
     **dict(workers=3, messages=12, bound=4, depth=2, warm_start=warm),
   )
-  batch, root = PROBLEM.batches(0, 3), jax.random.key(0)
-  params = PROBLEM.init(root)
+  batch, root, params = BATCH, ROOT, START
   start = int(simulator.end_of_message(trace)[warm - 1])
   simulation, records = host.run(
     host.init(params, 3), trace, start, batch=batch, root=root
@@ -101,20 +98,11 @@ def test_open_tickets_survive_the_updates_made_since():
 
 @pytest.mark.parametrize("name", ["asgd", "dana_zero"])
 def test_a_simulation_is_consumed_but_its_initial_parameters_are_not(name):
-  recipe = algorithms.build(name, 0.01, 2)
-  host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
-  )
-  params = PROBLEM.init(jax.random.key(0))
+  host, data = host_of(name, 2), dict(batch=PROBLEM.batches(0, 2), root=ROOT)
+  params = PROBLEM.init(ROOT)
   trace = orders.fixed_delay(delay=1, messages=4)
   for _ in range(2):  # the second run starts from the same array
-    host.run(
-      host.init(params, 2),
-      trace,
-      len(trace.action),
-      batch=PROBLEM.batches(0, 2),
-      root=jax.random.key(0),
-    )
+    host.run(host.init(params, 2), trace, len(trace.action), **data)
   np.testing.assert_array_equal(params, np.ones(5))
 
 
@@ -137,7 +125,7 @@ def test_the_batch_of_a_message_is_that_of_its_worker_and_job():
 
   def batch(worker, job):
     asked.append((worker, job))
-    return PROBLEM.batches(0, 3)(worker, job)
+    return BATCH(worker, job)
 
   run(start, len(trace.action), batch)
   rows = trace.action == 1
@@ -152,7 +140,7 @@ def test_the_loss_on_record_is_that_at_the_parameters_sent():
   _, records = run(start, 4)  # three sends and one receive
   worker, job = int(records.worker[0]), int(records.job[0])
   expected, _ = PROBLEM.loss(
-    jnp.ones(5), jnp.asarray(PROBLEM.batches(0, 3)(worker, job)), None
+    jnp.ones(5), jnp.asarray(BATCH(worker, job)), None
   )
   np.testing.assert_allclose(records.loss, [expected], rtol=1e-6)
 
@@ -170,19 +158,9 @@ def test_keys_are_functions_of_worker_and_job():
 
 
 def test_a_worker_that_is_not_there_is_named():
-  recipe = algorithms.build("asgd", 0.01, 2)
-  host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
-  )
-  trace = orders.fixed_delay(delay=2, messages=4)
+  host, trace = host_of(workers=2), orders.fixed_delay(delay=2, messages=4)
   with pytest.raises(ValueError, match="a worker 2, the simulation only 2"):
-    host.run(
-      host.init(PROBLEM.init(jax.random.key(0)), 2),
-      trace,
-      4,
-      batch=PROBLEM.batches(0, 2),
-      root=jax.random.key(0),
-    )
+    host.run(host.init(START, 2), trace, 4, batch=None, root=ROOT)
 
 
 def test_a_receive_without_a_send_is_named():
@@ -195,12 +173,8 @@ def test_a_receive_without_a_send_is_named():
 
 
 def test_more_workers_than_the_algorithm_was_built_for_are_refused():
-  recipe = algorithms.build("dana_zero", 0.01, 2)
-  host = simulator.make_host(
-    recipe.server(), worker_lib.gradient_worker(PROBLEM.loss)
-  )
   with pytest.raises(ValueError, match="built for 2 workers, the simulation"):
-    host.init(PROBLEM.init(jax.random.key(0)), 3)
+    host_of("dana_zero", 2).init(START, 3)
 
 
 def test_many_leaves_are_warned_of(monkeypatch):

@@ -2,47 +2,9 @@
 
 import numpy as np
 import pytest
+from table_kit import MESSAGES, ROWS, finished, resumed, run_of, same
 
-from asgd import orders, tables
-from asgd.tables import wire
-
-ROWS, WORKERS, MESSAGES = 12, 3, 36
-
-
-def work(value=None):
-  """Least squares: rows go to their keys."""
-
-  def keys(job):
-    return {"w": np.arange(job % 5, ROWS, 2 + job % 2)}
-
-  def gradient(rows, job, keys, worker, number):
-    error = rows["w"] - keys["w"][:, None]
-    if number == value:
-      error[1, 0] = np.nan
-    return float(np.square(error).mean()), {"w": error}
-
-  return tables.Work(lambda worker, job: job, keys, gradient)
-
-
-def run_of(messages=MESSAGES, bad=None, codec=None, **options):
-  options = {"consistency": "ssp", **options}
-  settings = tables.table(0.2, WORKERS, clock_every=2, **options)
-  if codec:
-    settings = settings._replace(codec=tuple(codec.items()))
-  return tables.Simulation(
-    settings,
-    {"w": np.zeros((ROWS, 2), np.float32)},
-    work(bad),
-    orders.durations.gamma(seed=3, variation=0.5),
-    workers=WORKERS,
-    messages=messages,
-  )
-
-
-def finished(**options):
-  run = run_of(**options)
-  run.advance(MESSAGES)
-  return run
+from asgd import tables
 
 
 def test_shards_and_moves_change_no_bit():
@@ -86,7 +48,7 @@ def test_the_kkt_filter_drops_gradients_of_zeros():
 
 
 def test_lists_of_keys_are_sent_once():
-  few, many = run_of(12), run_of(36)
+  few, many = run_of(messages=12), run_of()
   few.advance(12)
   many.advance(36)
   first = few.records().bytes_up.sum()
@@ -134,17 +96,9 @@ OPTIONS = (
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: o["consistency"])
 def test_a_run_goes_on_from_what_was_saved_with_the_same_bits(options):
-  straight = finished(**options)
   first = run_of(**options)
   first.advance(16)
-  second = run_of(**options)
-  second.unpack(wire.load(wire.dump(first.pack())))
-  second.advance(MESSAGES)
-  assert second.rows == straight.rows
-  assert second.tables()["w"].tobytes() == straight.tables()["w"].tobytes()
-  for a, b in zip(second.records(), straight.records(), strict=True):
-    assert a.tobytes() == b.tobytes()
-  assert second.differentials == straight.differentials
+  same(resumed(first, **options), finished(**options))
 
 
 def test_managed_sends_no_more_than_its_budget():
@@ -166,4 +120,4 @@ def test_managed_sends_no_more_than_its_budget():
 
 def test_messages_must_be_as_many_for_each_worker():
   with pytest.raises(ValueError, match="10 messages are not the same number"):
-    run_of(10)
+    run_of(messages=10)

@@ -11,8 +11,9 @@ from asgd.live.faults import Fault, Script
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.links.local import ShardQueue
 from asgd.live.server.hosted_shard import ENDED, HostedShard
-from asgd.live.server.hosted_worker import HostedWorker, Reach
+from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.shard import Shard
+from asgd.live.worker import Reach
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_a_worker_that_finds_no_shard_ends_when_its_host_is(hosts):
   def reach(worker, life, duty, inside):
     script = Script((), kill=inside.kill, wait=inside.wait)
     end = lambda: link.closed.set_result((worker, life))  # noqa: E731
-    return Reach(link, list, inside.clock, script, None, end)
+    return Reach(link, list, inside.clock, inside.wait, script, None, end)
 
   host = hosts.start(
     "worker", 3, lambda inside: HostedWorker(inside, 3, 2, reach)

@@ -73,8 +73,7 @@ def test_a_ticket_that_is_kept_says_so():
     *("ack 0", "ticket 1: job 1 kept v1"),
     *("ack 1", "ticket 2: job 2 v2"),
   ]
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 # Exactly once.
@@ -90,7 +89,7 @@ def test_a_doubled_message_counts_once():
   hand.tell(0, frame)
   assert hand.listen() == ["ack 0", "ticket 1: job 1 v1", "ack 0", "ack 0"]
   assert bits(bench.server_state) == state
-  assert bench.lead.state.received == 1
+  assert bench.received[0] == 1
 
 
 def test_a_message_that_waits_is_not_taken_twice():
@@ -103,7 +102,7 @@ def test_a_message_that_waits_is_not_taken_twice():
   assert first.listen() == ["welcome 0", "ticket 0: job 0 v0"]
   second.push()
   assert first.listen() == ["ack 0", "ticket 1: job 2 v1"]
-  assert bench.lead.state.received == 2
+  assert bench.received[0] == 2
 
 
 def test_a_message_of_an_expelled_holder_is_not_taken():
@@ -117,7 +116,7 @@ def test_a_message_of_an_expelled_holder_is_not_taken():
   new = bench.join(0)
   first.tell(0, pushes[0])
   assert first.listen() == ["expel 1"]  # another has its place
-  assert bench.lead.state.received == 0
+  assert bench.received[0] == 0
   assert new.listen() == ["welcome 1", "ticket 1: job 0 v0"]
   second.listen()
   bench.finish()
@@ -131,7 +130,7 @@ def test_a_message_of_somebody_else_is_not_taken():
   stranger = Hand(bench, 0)
   stranger.tell(0, frame)
   assert stranger.listen() == ["expel 1"]
-  assert bench.lead.state.received == 0
+  assert bench.received[0] == 0
 
 
 # Coming back, and taking a place.
@@ -148,8 +147,7 @@ def test_who_comes_back_gets_its_tickets_again():
   assert [frame for _, frame in hand.heard[1:]] == tickets  # the same slots
   assert hand.listen()[0] == "welcome 0"
   assert bench.rows() == ["join 0:0", "send 0:0", "send 0:1"]
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_a_ticket_whose_message_is_there_is_not_sent_again():
@@ -240,7 +238,7 @@ def test_who_drains_gets_nothing_new_and_leaves():
   assert bench.lead.workers == [1]
   assert bench.rows(start=4) == ["receive 0:0", "leave 0:0"]
   second.push()
-  assert bench.lead.state.received == 2
+  assert bench.received[0] == 2
 
 
 def test_what_a_lost_worker_had_is_done_by_others():
@@ -278,14 +276,20 @@ def test_a_worker_that_hangs_is_late_and_then_dead():
   assert bench.lead.status()["expelled"] == []  # it is told once
 
 
-def test_the_ladder_is_that_of_the_jobs_that_ended():
+def after_five_jobs():
+  """Worker 1 has done five jobs of one second, and worker 0 none."""
   ladder = Ladder(k=10.0, floor=2.0, start=100.0)
   bench = Bench(one(jobs=20, ladder=ladder))
   first, second = bench.join(0, 1)
   for now in (1.0, 2.0, 3.0, 4.0, 5.0):
     bench.now = now
     second.push()
-  # Five jobs of one second: T = 3 medians, dead after 9.
+  return bench, first, second
+
+
+def test_the_ladder_is_that_of_the_jobs_that_ended():
+  bench, first, _ = after_five_jobs()
+  # T = 3 medians, dead after 9.
   for now, late, expelled in (
     *((3.0, set(), []), (3.1, {0}, []), (8.0, {0}, [])),
     (9.1, {1}, [0]),  # worker 1's ticket is of 5.0
@@ -393,20 +397,13 @@ def test_who_does_not_come_back_to_a_new_shard_is_given_up():
   assert bench.lead._expelled == [0]
   assert bench.lead.workers == [1]
   del bench.hands[0]
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_a_lead_that_comes_back_knows_how_long_jobs_take():
   """Or a worker that hangs as the lead is killed is waited for as at the start,
   if the others wait for it."""
-  ladder = Ladder(k=10.0, floor=2.0, start=100.0)
-  bench = Bench(one(jobs=20, ladder=ladder))
-  first, second = bench.join(0, 1)
-  for now in (1.0, 2.0, 3.0, 4.0, 5.0):
-    bench.now = now
-    second.push()
+  bench, first, second = after_five_jobs()
   bench.start_shard(0)
   for hand in (first, second):
     hand.reconnect(0)
@@ -423,9 +420,7 @@ def test_a_lead_that_comes_back_knows_how_long_jobs_take():
   bench.join(0)
   bench.tick(40.0)
   assert bench.lead.role.watch.late == set()
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 # Messages of the dead.

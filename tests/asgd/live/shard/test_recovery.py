@@ -32,10 +32,7 @@ def test_a_run_by_hand_is_replayed_to_the_same_bits(kind):
   bench = Bench(one(jobs=24, rules=rules, log=3), name, **options)
   for _ in play(bench, seed=1):
     audit(bench.lead)
-  bench.finish()
-  audit(bench.lead)
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 def holders_of(events):
@@ -104,10 +101,7 @@ def test_a_shard_that_is_killed_at_any_entry_is_as_it_was(kind, too_early):
       hand.reconnect(0)
       if not hand.out and worker in holders:
         assert hand.listen()[0] == f"welcome {holders[worker]}"
-    bench.finish()
-    audit(bench.lead)
-    bench.check_once()
-    bench.check_replay()
+    bench.complete()
     assert journal.events()[: len(written)] == written
 
 
@@ -132,10 +126,7 @@ def test_without_a_log_a_shard_goes_back_to_its_last_snapshot(kind):
         hand.reconnect(0)
       bench.settle()
   assert step == 40
-  bench.finish()
-  audit(bench.lead)
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_a_shard_that_lost_nothing_does_not_say_so():
@@ -189,8 +180,7 @@ def test_records_that_were_flushed_are_not_made_twice():
   bench.tick(1.0)  # flushes them
   assert bench.sinks[0].records().job.tolist() == [0, 1, 2]
   bench.start_shard(0)
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_parameters_are_kept_for_evaluations():
@@ -200,7 +190,7 @@ def test_parameters_are_kept_for_evaluations():
   while hand.ready():
     hand.push()
     states.append(np.array(bench.server_state.params))
-  kept = bench.lead.state.kept_params
+  kept = bench.lead.state.messages.kept_params
   assert sorted(kept) == bench.lead.status()["kept_params"] == [2, 5]
   for received, params in kept.items():
     np.testing.assert_array_equal(params, states[received - 1])
@@ -234,10 +224,7 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
       assert bench.lead.workers == bench.lead.role.dispatcher.workers == []
       assert not bench.lead.state.tickets
       bench.memories[0].fresh = False
-  bench.finish()
-  audit(bench.lead)
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 # What was changed or cut short by others.
@@ -264,10 +251,10 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
   for step, _ in enumerate(play_on):
     if step == 8:
       image, saved = bench.lead.image(), bits(bench.server_state)
-      row, received = bench.lead.state.rows, bench.lead.state.received
+      row, received = bench.lead.state.rows, bench.received[0]
     if step == 16:
       images.snapshot(bench.lead.state)
-      before = bench.lead.state.received
+      before = bench.received[0]
       bench.memories[0].damaged = True
       if resumed:
         bench.hands.clear()
@@ -287,9 +274,7 @@ def test_without_its_snapshot_a_shard_goes_back_to_the_checkpoint(log, resumed):
       for hand in bench.hands.values():
         hand.reconnect(0)
       bench.settle()
-  bench.finish()
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_killed_again_after_a_rollback_it_does_not_begin_anew():
@@ -307,9 +292,7 @@ def test_killed_again_after_a_rollback_it_does_not_begin_anew():
       bench.memories[0].forget()
     lose_everything(bench, image=image)
     assert bits(bench.server_state) == saved
-  bench.finish()
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_without_a_log_it_goes_back_to_the_beginning_as_often_as_it_is_killed(
@@ -328,9 +311,7 @@ def test_without_a_log_it_goes_back_to_the_beginning_as_often_as_it_is_killed(
     assert bits(bench.server_state) == start
     hand.reconnect(0)
     bench.settle()
-  bench.finish()
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_a_checkpoint_of_before_a_rollback_is_of_no_use():
@@ -348,9 +329,7 @@ def test_a_checkpoint_of_before_a_rollback_is_of_no_use():
   forget_memory(bench)
   lose_everything(bench, image=image)
   assert bits(bench.server_state) == start
-  bench.finish()
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_a_trace_that_was_cut_short_goes_back_to_the_checkpoint():
@@ -369,9 +348,7 @@ def test_a_trace_that_was_cut_short_goes_back_to_the_checkpoint():
   why = bench.lead.status()["rollback"].why
   assert why.startswith("journal has 7 rows, the snapshot is of row")
   assert bench.lead.state.rows < rows
-  bench.finish()
-  bench.check_once()
-  bench.check_replay(some=True)
+  bench.complete(some=True)
 
 
 def test_a_trace_shorter_than_the_checkpoint_is_refused():
@@ -424,8 +401,7 @@ def test_a_row_that_was_changed_is_no_riddle():
       lose_everything(bench)
     bench.journals[0]._events[:] = whole
   lose_everything(bench)
-  bench.finish()
-  bench.check_replay()
+  bench.complete()
 
 
 def tickets_of(bench):

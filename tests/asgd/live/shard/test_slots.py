@@ -25,13 +25,10 @@ def test_the_dead_of_a_round_do_not_use_up_the_slots():
     bench.tick(bench.setup.ladder.start)  # the others do not come
     for _ in range(7):
       hand.push()
-    assert bench.lead.state.received == 0
+    assert bench.received[0] == 0
     audit(bench.lead)
     hand.vanish()
-  bench.finish()
-  audit(bench.lead)
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 def test_a_message_that_is_lost_on_its_way_takes_no_more_than_its_slot():
@@ -43,9 +40,7 @@ def test_a_message_that_is_lost_on_its_way_takes_no_more_than_its_slot():
       first.push()
     audit(bench.lead)
   assert len(bench.lead.role.dispatcher.open(0)) == 2
-  bench.finish()
-  bench.check_once()
-  bench.check_replay()
+  bench.complete()
 
 
 @st.composite

@@ -89,7 +89,8 @@ def test_an_update_waits_for_those_who_would_lack_too_much(host_of):
   assert host.rows()["w"].tolist() == [[3.25]] * 3
   # Read anew, it lacks nothing.
   (_, data), *_ = of(one.pull(1)).rows[-1:]
-  assert requests.load_rows(data).tables["w"][1].tolist() == [[3.25]] * 3
+  rows = tables.Rows(*tables.wire.load(data))
+  assert rows.tables["w"][1].tolist() == [[3.25]] * 3
 
 
 def test_two_updates_that_wait_for_each_other_do_not(host_of):

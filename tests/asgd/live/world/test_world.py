@@ -3,6 +3,7 @@ their traces say; and what was wrong once would be found again."""
 
 import collections
 import functools
+import itertools
 import math
 
 import pytest
@@ -111,8 +112,9 @@ def reads_whatever_a_slot_holds(patch):
   """Memory that is removed under a run is taken for what was written there."""
 
   def read(self, kind, slot, stamp):
-    return self._content(kind, slot)
+    return original(self, kind, slot, self.stamp(kind, slot))
 
+  original = SharedMemory.read
   patch.setattr(SharedMemory, "read", read)
   init = SharedMemory.__init__
 
@@ -186,20 +188,23 @@ def goes_on_with_the_state_of_another(patch):
 
 
 @pytest.mark.parametrize(
-  ("fault", "message"),
+  ("fault", "seed", "message"),
   [
-    (forgets_that_it_was_revoked, "no slot is leaked, or used twice"),
-    (forgets_calls_when_it_fails, "does not answer"),
-    (reads_whatever_a_slot_holds, "no slot is read without its stamp"),
-    (tells_the_lead_first, "what the lead received"),
-    (counts_one_update_less, "records tell what the trace says"),
-    (waits_for_nobody, "ahead of the slowest"),
-    (goes_on_with_the_state_of_another, "the replay has the same bits"),
+    (forgets_that_it_was_revoked, 231, "no slot is leaked, or used twice"),
+    (forgets_calls_when_it_fails, 12, "does not answer"),
+    (reads_whatever_a_slot_holds, 11, "no slot is read without its stamp"),
+    (tells_the_lead_first, 23, "what the lead received"),
+    (counts_one_update_less, 0, "records tell what the trace says"),
+    (waits_for_nobody, 0, "ahead of the slowest"),
+    (goes_on_with_the_state_of_another, 8, "the replay has the same bits"),
   ],
 )
-def test_an_old_fault_is_found_again(fault, message, monkeypatch):
+def test_an_old_fault_is_found_again(fault, seed, message, monkeypatch):
   fault(monkeypatch)
-  outcomes = explore.run_seeds(range(2 * SEEDS))
+  seeds = range(2 * SEEDS)  # from the first one that finds it
+  outcomes = itertools.chain(
+    explore.run_seeds(seeds[seed:]), explore.run_seeds(seeds[:seed])
+  )
   assert any(message in outcome.error for outcome in outcomes)
 
 

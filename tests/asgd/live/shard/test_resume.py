@@ -5,8 +5,8 @@ import pytest
 
 from asgd import base
 from asgd.live.journal import FileJournal, journal_path
-from asgd.live.resume import agree
 from asgd.live.setup import Setup
+from asgd.live.shard.recovery import agree
 from asgd.live.slots import SharedMemory, SlotCounts
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import NO_SEQ, Event
