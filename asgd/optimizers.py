@@ -1,9 +1,8 @@
 """Optimizers: any of optax or one's own, as parts of recipes.
 
 An `Optimizer` is a function from a learning rate to an optax transform, such as
-`optax.adamw`, or `functools.partial(optax.adamw, b2=0.95)`. A recipe decides
-what it is given, and who has one: the server, each worker, or the server for
-each worker.
+`functools.partial(optax.adamw, b2=0.95)`. A recipe decides whether it runs at
+the server, at each worker, or at the server for each worker.
 """
 
 import functools
@@ -90,10 +89,7 @@ def lbfgs(
 
 
 def searches(value: str | Mapping[str, Any] | None) -> bool:
-  """Whether an optimizer, as a config has it, searches along a line.
-
-  Args:
-    value: as of `named`; None is a recipe's own SGD.
+  """Whether an optimizer, as of `named` or None, searches along a line.
 
   Example:
     >>> from asgd import optimizers
@@ -104,19 +100,8 @@ def searches(value: str | Mapping[str, Any] | None) -> bool:
 
 
 def refuse_search(value: str | Mapping[str, Any] | None) -> None:
-  """Raises ValueError for an optimizer that searches along a line, where an
-  update is made of gradients alone.
-
-  Args:
-    value: as of `named`; None is a recipe's own SGD.
-
-  Raises:
-    ValueError: for one that does.
-
-  Example:
-    >>> from asgd import optimizers
-    >>> optimizers.refuse_search("adam")
-  """
+  """Raises ValueError for an optimizer, as of `named` or None, that searches
+  along a line, where an update is made of gradients alone."""
   if searches(value):
     raise ValueError(_NEEDS_VALUE)
 
@@ -188,23 +173,13 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 
 
 def check(optimizer: Optimizer) -> None:
-  """Refuses what makes no updates of gradients alone.
-
-  Args:
-    optimizer: one of somebody's own.
-
-  Raises:
-    ValueError: unless its updates are of the kind that parameters are.
+  """Raises ValueError unless a user's optimizer makes updates like the
+  parameters from gradients alone.
 
   Example:
     >>> import optax
     >>> from asgd import optimizers
-    >>> optimizers.check(optax.adam)
-    >>> try:
-    ...   optimizers.check(optax.adam(0.1))
-    ... except ValueError as error:
-    ...   print(str(error)[:25])
-    optimizer must be a name,
+    >>> optimizers.check(optax.adam)  # a function of a learning rate
   """
   if not callable(optimizer):
     raise ValueError(
@@ -234,9 +209,6 @@ def check(optimizer: Optimizer) -> None:
 
 def momentum_of(optimizer: Optimizer) -> float | None:
   """Returns the momentum of plain SGD, 0 without; None of anything else.
-
-  Args:
-    optimizer: any.
 
   Example:
     >>> import functools
@@ -282,9 +254,8 @@ def at_version(
 
     u = optimizer(eta(version)),   whatever number of updates it has made
 
-  A worker knows that count from its ticket, whatever steps it takes of its own;
-  and of the states that a server keeps for each worker, every one is updated
-  more seldom than the server.
+  A worker knows that count from its ticket, and the states that a server keeps
+  for each worker are updated less often than the server.
 
   Args:
     optimizer: whose learning rate it is.
@@ -314,21 +285,8 @@ def at_version(
 def refuse_beside(
   optimizer: Optimizer | None, **given: tuple[Any, Any]
 ) -> None:
-  """Refuses options of a recipe's own SGD beside an optimizer.
-
-  Args:
-    optimizer: that the recipe is given; None is its own SGD.
-    **given: options of its SGD, each as (value, default).
-
-  Raises:
-    ValueError: for an option that is not its default.
-
-  Example:
-    >>> import optax
-    >>> from asgd import optimizers
-    >>> optimizers.refuse_beside(None, momentum=(0.5, 0.0))
-    >>> optimizers.refuse_beside(optax.adam, momentum=(0.0, 0.0))
-  """
+  """Raises ValueError for options of a recipe's own SGD, each given as (value,
+  default), that are not their defaults beside an optimizer."""
   if optimizer is None:
     return
   for name, (value, default) in given.items():

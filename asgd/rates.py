@@ -17,14 +17,7 @@ from asgd import checks, names
 
 
 def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
-  """Returns the learning rate of an update.
-
-  Args:
-    rate: a number, or a schedule over updates.
-    count: int32[], updates made before.
-
-  Returns:
-    float[].
+  """Returns the learning rate, float[], after `count` updates, int32[].
 
   Example:
     >>> from asgd import rates
@@ -35,19 +28,8 @@ def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
 
 
 def check(name: str, rate: optax.ScalarOrSchedule) -> None:
-  """Refuses a number that is no positive learning rate.
-
-  Args:
-    name: what the rate is called.
-    rate: a number, or a schedule, which is not looked at.
-
-  Raises:
-    ValueError: for a number that is not positive and finite.
-
-  Example:
-    >>> from asgd import rates
-    >>> rates.check("learning_rate", 0.1)
-  """
+  """Raises ValueError for a number that is not positive and finite; schedules
+  pass."""
   if not callable(rate):
     checks.positive(name, rate)
 
@@ -154,13 +136,8 @@ def known() -> Mapping[str, Callable[..., optax.Schedule]]:
 
 
 def arguments(name: str) -> list[str]:
-  """Returns what the schedule of a name may be given.
-
-  Args:
-    name: of `known`, or MODULE:FUNCTION.
-
-  Raises:
-    ValueError: for an unknown name, with the nearest known one.
+  """Returns the arguments of a schedule of `known`, or MODULE:FUNCTION;
+  ValueError for an unknown name, with the nearest known one.
 
   Example:
     >>> from asgd import rates

@@ -199,8 +199,6 @@ def main(
 ) -> None:
   """Draws the table that the flags describe; `_FLAGS` says what each is."""
   options, costs, own = options or {}, costs or {}, own or {}
-  for name in given:
-    names.check("flag", name, _FLAGS)
   given = {name: default for name, (_, default, _) in _FLAGS.items()} | given
   folder = None if given["out"] is None else _free(Path(given["out"]))
   try:

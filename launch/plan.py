@@ -168,8 +168,6 @@ def _picture(out: str | None) -> Path | None:
 
 def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   """Prints the plan that the flags ask for; `_FLAGS` says what each is."""
-  for name in given:
-    names.check("flag", name, _FLAGS)
   defaults = {name: default for name, (_, default, _) in _FLAGS.items()}
   given = {**defaults, **given, "config": config}
   out = _picture(given["out"])

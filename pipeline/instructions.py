@@ -50,11 +50,6 @@ class Program(NamedTuple):
   last_reads: dict[TicketKey, int]  # slots after which a ticket is not read
   readers: dict[tuple[int, int], list[TicketKey]]  # of (stage, version)
 
-  @property
-  def every(self) -> int:
-    """Microbatches of an update."""
-    return self.schedule.every
-
   def of_lane(self, lane: int, first: int, until: int) -> list[Instruction]:
     """Returns a lane's instructions from slot `first` on, before `until`."""
     start, end = (

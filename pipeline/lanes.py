@@ -387,7 +387,8 @@ class LaneRun:
 
   def _arguments(self, lane, op, message, ticket):
     """What a server is to receive; None before all of an update are there."""
-    stage, every, box = op.stage, self._program.every, self._boxes[lane]
+    stage, box = op.stage, self._boxes[lane]
+    every = self._program.schedule.every
     memory = self._compiled.memories.get(lane)
     if every > 1:
       if (SUM, stage) in box:

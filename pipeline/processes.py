@@ -1,14 +1,13 @@
 """Stages in processes of their own, on one machine or many: actors of Ray.
 
 Each process has some of a table's lanes and obeys them as `executor.Executor`
-does; what a lane makes for one elsewhere goes there as NumPy arrays, by a call
-from actor to actor. Nothing goes through the driver but losses, records, and
-the state when it is asked for.
+does; entries for a lane of another process are sent as NumPy arrays, by a call
+from actor to actor. The driver receives losses and records, and the state when
+it fetches it.
 
-Why Ray and not `jax.distributed`: its processes run one program and end
-together, while stages run different programs, each when its input is there, and
-a pipeline with a stage that has died must be able to say so. Why at all, on one
-machine: XLA's threads belong to a process, so here each stage has its own.
+Processes of `jax.distributed` run one program and end together; stages run
+different programs, each when its input is there, and a pipeline has to report a
+stage that died. On one machine, too, each process has its own threads of XLA.
 
 Ray must have been started before, by `ray.init` or by
 `asgd.experiment.ray_runtime.start`, which keeps it on the loopback interface.

@@ -4,8 +4,8 @@ Weights, optimizer states and sums of gradients of stages are in the host's
 memory (a memory kind of JAX); a lane's device holds as many of them as fit. As
 the table gives the order of their uses, the block whose next use is last gives
 way (Belady 1966), and the next instruction's blocks are fetched while this one
-computes (Cui et al., "GeePS: scalable deep learning on
-distributed GPUs with a GPU-specialized parameter server", EuroSys 2016).
+computes (Cui et al., "GeePS: scalable deep learning on distributed GPUs with a
+GPU-specialized parameter server", EuroSys 2016).
 
   weights  of a stage: read by its forwards, backwards and updates
   state    of its optimizer: read and replaced by its updates

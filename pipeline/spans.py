@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.table import KNOWN, Schedule, read_text
+from pipeline.table import KNOWN, Schedule, read_as
 
 _KEPT = 200_000  # spans of a run, the last ones
 _MOST = 1e15  # seconds, and numbers, in a file
@@ -186,11 +186,7 @@ def from_json(text: str) -> list[TaskSpan]:
 
 def read(path: Path) -> list[TaskSpan]:
   """Reads a file of `to_json`; raises ValueError, naming it, or OSError."""
-  text = read_text(path)
-  try:
-    return from_json(text)
-  except ValueError as error:
-    raise ValueError(f"{path}: {error}") from None
+  return read_as(from_json, path)
 
 
 def _is_span(device, stage, microbatch, action, start, end):

@@ -50,7 +50,8 @@ class PipelineResult(NamedTuple):
 def keys(program: Program, slot: int) -> set[tuple]:
   """Returns the keys of the whole table's state before a slot; those of
   tickets, if they will be read."""
-  schedule, where, every = program.schedule, program.where, program.every
+  schedule, where = program.schedule, program.where
+  every = schedule.every
   forward, backward, weight = (schedule.time[rows] for rows in where)
   out: set[tuple] = set()
 

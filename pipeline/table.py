@@ -26,9 +26,9 @@ import json
 import operator
 import re
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -432,16 +432,15 @@ def is_file(name: object) -> bool:
 def read(path: Path) -> Schedule:
   """Reads a table, in the form that the file's name says; else it is text.
   Raises ValueError, naming the file, or OSError."""
-  text = read_text(path)
-  try:
-    return _FORMS.get(path.suffix.lower(), from_text)(text)
-  except ScheduleError as error:
-    raise ScheduleError(f"{path}: {error}") from None
+  return read_as(_FORMS.get(path.suffix.lower(), from_text), path)
 
 
-def read_text(path: Path) -> str:
-  """Reads a file; raises ValueError if it is no text, or OSError."""
+def read_as(parse: Callable[[str], Any], path: Path) -> Any:
+  """Returns parse(text of a file). Raises OSError, and ValueError with the path
+  if the file is no text, or in the place of one that `parse` raises."""
   try:
-    return path.read_text(encoding="utf-8-sig")  # as some editors write it
+    return parse(path.read_text(encoding="utf-8-sig"))  # as some editors write
   except UnicodeDecodeError:
     raise ValueError(f"{path} is no text: not UTF-8") from None
+  except ValueError as error:
+    raise type(error)(f"{path}: {error}") from None
