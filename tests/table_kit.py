@@ -20,17 +20,24 @@ def build(problem, runs, data_dir=None, **config):
   )
 
 
+def train(exp, workdir=None, index=0, **options):
+  """Trains a cell; returns its records, its parameters and its evaluations."""
+  kept = []
+  loop.train(
+    *(exp, exp.cells[index], workdir),
+    bar=Silent(),
+    ended=lambda *what: kept.extend(what),
+    **options,
+  )
+  return kept
+
+
 def ends(exp):
   """Trains all cells; returns (parameters, last evaluation) by label."""
   out = {}
-  for cell in exp.cells:
-    kept = []
-    loop.train(
-      *(exp, cell, None),
-      bar=Silent(),
-      ended=lambda *what, kept=kept: kept.extend(what),
-    )
-    out[cell.label] = kept[1], kept[2][-1]
+  for index, cell in enumerate(exp.cells):
+    _, params, said, *_ = train(exp, index=index)
+    out[cell.label] = params, said[-1]
   return out
 
 

@@ -5,10 +5,10 @@ import csv
 import kit
 import numpy as np
 import pytest
+from table_kit import train
 
 from asgd import compression, experiment, orders
-from asgd.experiment import cell_files, folder, loop, report
-from asgd.experiment.progress import Silent
+from asgd.experiment import cell_files, folder, report
 from asgd.experiment.signals import Stopped
 from asgd.gossip import topologies
 from pipeline.engine import PIPELINE
@@ -29,18 +29,6 @@ def build(*labels, **config):
   return experiment.build(
     {**kit.TINY_RUN, "runs": runs, "workers": (4,), **config}, engines=ENGINES
   )
-
-
-def train(exp, workdir=None, signals=None, index=0):
-  kept = []
-  options = {} if signals is None else {"signals": signals}
-  loop.train(
-    *(exp, exp.cells[index], workdir),
-    bar=Silent(),
-    ended=lambda *what: kept.extend(what),
-    **options,
-  )
-  return kept
 
 
 def test_the_mesh_comes_to_what_is_simulated():
@@ -66,7 +54,7 @@ def test_a_cell_that_was_stopped_comes_to_the_same_bits(label, tmp_path):
     folder.open_folder(str(workdir), "test", exp)
   train(exp, whole)
   with pytest.raises(Stopped):
-    train(exp, halves, kit.AfterLooks(1))
+    train(exp, halves, signals=kit.AfterLooks(1))
   assert not (halves / "cells" / exp.cells[0].name / "result.json").exists()
   train(exp, halves)
   one, two = (place / "cells" / exp.cells[0].name for place in (whole, halves))

@@ -5,11 +5,11 @@ import csv
 import kit
 import numpy as np
 import pytest
+from table_kit import train
 
 from asgd import base, experiment, orders
-from asgd.experiment import cell_files, engines, folder, loop
+from asgd.experiment import cell_files, engines, folder
 from asgd.experiment.engines import tables
-from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
 FACTORISATION = {
@@ -32,17 +32,6 @@ def build(config=None, **runs):
   runs = {label: {"recipe": "table", **run} for label, run in runs.items()}
   config = {**CONFIG, "runs": runs, **(config or {})}
   return experiment.build(config, engines=experiment.ENGINES)
-
-
-def train(exp, workdir=None, index=0, **options):
-  kept = []
-  loop.train(
-    *(exp, exp.cells[index], workdir),
-    bar=Silent(),
-    ended=lambda *what: kept.extend(what),
-    **options,
-  )
-  return kept
 
 
 def test_one_worker_is_plain_sgd_on_whole_tables():
