@@ -59,14 +59,15 @@ def read_description(folder: Path) -> dict[str, Any]:
 
 def read_traces(
   folder: Path, description: Mapping[str, Any]
-) -> Iterator[tuple[Path, list[Event]]]:
-  """Yields the path and rows of each shard's journal; refuses empty ones."""
+) -> list[tuple[Path, list[Event]]]:
+  """Returns the path and rows of each shard's journal; refuses empty ones."""
+  traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
-    events = read_journal(path)
-    if not events:
+    traces.append((path, read_journal(path)))
+    if not traces[-1][1]:
       raise ValueError(f"{path} holds no event: the run has not begun (yet)")
-    yield path, events
+  return traces
 
 
 def read(folder: Path) -> LiveFiles:

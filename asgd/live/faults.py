@@ -5,6 +5,7 @@ A script is data. Its faults are the same in threads and in processes, but for
 """
 
 import copy
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -163,3 +164,10 @@ class Script:
       return []
     late = self._late.pop(worker, None)
     return [frame, late] if late else [frame]
+
+
+def script_of(faults: Sequence[Fault], run: Path, inside: Any) -> Script:
+  """Returns the faults of the worker in a host, which writes each of them to
+  the folder of a run before it happens; `inside` is that of the host."""
+  tell = functools.partial(append_fault, run)
+  return Script(faults, kill=inside.kill, wait=inside.wait, tell=tell)

@@ -25,6 +25,8 @@ _SOON = 2.0  # seconds after which the user is told which party is waited for
 TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
+_REASON = 5.0  # seconds for a party that has failed to report why
+_POLL = 0.5  # seconds to wait for the answers to a poll
 
 
 class Party:
@@ -37,6 +39,8 @@ class Party:
     self.hung = False  # the supervisor ended it, as it took too long
     self.done = 0  # jobs, as the supervisor saw last
     self.since: float | None = None  # when it saw that; None: it was idle
+    self.poll: Call | None = None  # that is not answered; see `poll`
+    self.polled = 0.0  # when that call was made
 
   @property
   def ready(self) -> bool:
@@ -153,11 +157,45 @@ class Supervisor:
     limit = self._patience
     if kind not in LOCAL:  # it may be at a job
       limit = max(limit, self.deadlines.dead)
-    self._await(calls, limit)
+    silent = self._await(calls, limit)
     found = {index: answer_of(call) for (_, index), call in calls.items()}
-    for index in [index for index, answer in found.items() if answer is None]:
-      self.end(mine[index])
+    lost = [mine[index] for index, answer in found.items() if answer is None]
+    # A party that has failed reports why by what it runs, unless it is ended
+    # before.
+    runs = {(kind, party.index): party.run for party in lost if party.run}
+    for key in silent:
+      runs.pop(key, None)
+    self.silent(runs, min(_REASON, self._patience))
+    for party in lost:
+      self.end(party)
     return {index: value[0] for index, value in found.items() if value}
+
+  def poll(
+    self, kind: str, method: str, *args: Any, among: Iterable[int]
+  ) -> dict[int, Any]:
+    """Calls a method of several parties of a kind, and waits half a second. A
+    party that has not answered by then holds nobody up: it is left out, the
+    next poll looks for the same answer, and a party that is silent for as long
+    as the supervisor is patient is ended. Returns what the others answer."""
+    mine, now = self.parties[kind], self.hosts.clock()
+    asked = [mine[index] for index in among]
+    for party in asked:
+      if party.poll is None:
+        party.poll, party.polled = party.host.call(method, *args), now
+    calls = {(kind, party.index): party.poll for party in asked}
+    silent, found = self.silent(calls, _POLL), {}
+    for party in asked:
+      answer = None
+      if (kind, party.index) in silent:
+        if self.hosts.clock() - party.polled <= self._patience:
+          continue
+      else:
+        answer, party.poll = answer_of(party.poll), None
+      if answer is None:
+        self.end(party)
+      else:
+        found[party.index] = answer[0]
+    return found
 
   def ask_until_answered(
     self,
@@ -221,9 +259,12 @@ class Supervisor:
     return list(left)
 
   def _await(self, calls, limit):
-    """Waits for calls, by (kind, index), and ends the silent parties."""
-    for kind, index in self.silent(calls, limit, say=self.hosts.say):
+    """Waits for calls, by (kind, index), and ends the silent parties; returns
+    their keys."""
+    silent = self.silent(calls, limit, say=self.hosts.say)
+    for kind, index in silent:
       self.hosts.kill(kind, index)
+    return silent
 
   # Exits.
 

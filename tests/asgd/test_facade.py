@@ -21,7 +21,7 @@ from flax import nnx
 import asgd
 from asgd import orders, sandblaster, simulator, tables
 from asgd.experiment import report
-from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines import live_hosts
 from asgd.orders import durations
 from asgd.problems import descriptions, own
 
@@ -541,7 +541,7 @@ def test_what_cannot_be_read_on_arrival_is_one_line(monkeypatch):
 
   monkeypatch.setattr(ray, "get", get)
   ref = ray.ObjectRef.from_random()
-  line = error_of(live_clusters.make_plan, None, {}, ref, None)
+  line = error_of(live_hosts.make_plan, None, {}, ref, None)
   assert "No module named 'mine'" in line and "PYTHONPATH" in line
 
 

@@ -1,21 +1,21 @@
 """The engines `threads` and `ray`: real workers, real time, real faults.
 
-What is common to them: their sections of a config, and the checks of a machine.
-Who drives the workers of a run is a matter of its protocol: `live_server`,
+Here are their sections of a config, and the checks of a machine. A cell is
+trained by `live_engine`, of which each protocol has a subclass: `live_server`,
 `live_peers`, `live_batches` (of a coordinator) or `live_tables`.
 """
 
 import functools
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asgd.checks import shown
 from asgd.experiment import cells, checks, engines, live_files, protocol
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import by_protocol, parameter_server
+from asgd.experiment.engines import by_protocol, live_hosts, parameter_server
 from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Setting
 from asgd.live import faults
@@ -61,16 +61,6 @@ SECTIONS: dict[str, Any] = {
 }
 
 
-def _check_link_faults(machine, why):
-  """Refuses faults of links between workers and a server, if there are none."""
-  for fault in machine.faults:
-    if why and fault.kind in faults.OF_LINKS:
-      raise ValueError(
-        f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
-        " hang, slow or nan"
-      )
-
-
 def check_machine(
   experiment: Any, plans: Sequence[Any], machine: Any, *, ray: bool
 ) -> None:
@@ -79,7 +69,13 @@ def check_machine(
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
   for plan in plans:
-    _check_link_faults(machine, protocol.of(plan.run).live.link_faults)
+    why = protocol.of(plan.run).live.link_faults
+    for fault in machine.faults:
+      if why and fault.kind in faults.OF_LINKS:
+        raise ValueError(
+          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
+          " hang, slow or nan"
+        )
   grace, most = machine.grace_seconds, MOST_SECONDS
   if not 0 <= grace <= most:
     raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
@@ -118,6 +114,26 @@ def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
   """Makes the plan of a cell again, in a process of Ray."""
   experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
   return experiment.plan(cell)
+
+
+def runners(
+  make_engine: Callable[..., engines.Engine], **fields: Any
+) -> dict[str, protocol.Runner]:
+  """Returns how threads and Ray run a protocol.
+
+  Args:
+    make_engine: (Context, live_hosts.MakeHosts) -> a LiveEngine.
+    fields: of the Runner, beside `start`.
+  """
+
+  def runner(make_hosts):
+    def start(context):
+      return make_engine(context, make_hosts)
+
+    return protocol.Runner(start=start, **fields)
+
+  ray_hosts = functools.partial(live_hosts.ray_hosts, rebuild)
+  return {"threads": runner(live_hosts.thread_hosts), "ray": runner(ray_hosts)}
 
 
 def _kind(name: str, *, ray: bool) -> engines.EngineKind:

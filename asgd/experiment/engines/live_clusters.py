@@ -1,10 +1,9 @@
-"""From the plan of a cell to a cluster of threads or of Ray processes."""
+"""From the plan of a cell with a server to its cluster, in any hosts."""
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,33 +11,25 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, compression, sharding, simulator, transforms
-from asgd.checks import shortened
-from asgd.experiment import cells
 from asgd.experiment.checks import blame
-from asgd.experiment.engines import allocations
+from asgd.experiment.engines import allocations, live_hosts
+from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
-from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
-from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.threads import ThreadMakers
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import ShardStorage
+from asgd.live.slot_formats import contents
 from asgd.live.slots import SharedMemory
-from asgd.live.spans import SpanWriter
-
-_CALLS = 8  # of the driver that a shard may have to answer at once
-_DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 
 
 class LiveRun(NamedTuple):
-  """What a live cell is made of; a cluster is made of it."""
+  """What the shards and the workers of a live cell are made of."""
 
   plan: ServerPlan
-  cell: Any  # asgd.experiment.cells.Cell
+  seed: int
   setup: Setup
-  folder: Path  # of the cell
-  memory: Path  # shared memory and sockets
   params: Any  # NumPy arrays, before the first message
 
   @property
@@ -47,16 +38,11 @@ class LiveRun(NamedTuple):
     shards = self.setup.shards
     return sharding.make_plan(self.params, shards) if shards > 1 else None
 
-
-def ladder(settings: Mapping[str, Any]) -> Ladder:
-  """Returns when a worker is late, as the section `live` says."""
-  return Ladder(*(settings[key] for key in _DEADLINES))
-
-
-def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
-  """Returns the dtype to which numbers are rounded on their way, or None."""
-  wire = config["server"]["wire"]
-  return None if wire == "float32" else wire
+  @property
+  def parts(self) -> list[Any]:
+    """The parameters of each shard, before the first message."""
+    split = self.split
+    return sharding.split(split, self.params) if split else [self.params]
 
 
 def group(plan: ServerPlan) -> simulator.WorkerDevices:
@@ -109,11 +95,9 @@ def needs_totals(plan: ServerPlan) -> bool:
   return True
 
 
-def prepare(
-  plan: ServerPlan, cell: Any, folder: Path, memory: Path, due: Sequence[int]
-) -> LiveRun:
-  """Says what a live cell is, with the messages at which shards keep parameters
-  for the driver, and what its processes share in `memory`."""
+def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
+  """Returns what a live cell is made of, with the messages at which shards keep
+  parameters for the driver."""
   config = plan.run.config
   server, settings = config["server"], config["live"]
   totals = server["shards"] > 1 and needs_totals(plan)
@@ -127,62 +111,57 @@ def prepare(
     log=server["log"],
     snapshot_seconds=config["checkpoint_seconds"],
     owned=config["data"]["partition"] == "sharded",
-    ladder=ladder(settings),
+    ladder=live_hosts.ladder(settings),
     keep_params_at=tuple(due),
     together=settings["together"],
   )
-  key, _ = jax.random.split(jax.random.key(cell.seed))
+  key, _ = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
-  live = LiveRun(plan, cell, setup, folder, memory, params)
+  run = LiveRun(plan, seed, setup, params)
   if totals:  # a shard can be asked for them
-    piece = parts(live)[0]
+    piece = run.parts[0]
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
     ticket = steps.send(state, jnp.int32(0))
     message = compression.blank(plan.server.codec, piece)
     jax.eval_shape(steps.stage, (), state, ticket, message, np.float32(0))
-  return live
+  return run
 
 
-def parts(live: LiveRun) -> list[Any]:
-  """Returns the parameters of each shard, before the first message."""
-  split = live.split
-  return [live.params] if split is None else sharding.split(split, live.params)
-
-
-def make_duty(live: LiveRun) -> Duty:
+def make_duty(run: LiveRun) -> Duty:
   """Returns what the workers of a cell do."""
-  plan, setup = live.plan, live.setup
-  worker = plan.coded_worker(live.split)
-  _, root = jax.random.split(jax.random.key(live.cell.seed))
+  plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
+  worker = plan.coded_worker(run.split)
+  _, root = jax.random.split(jax.random.key(run.seed))
   return Duty(
     simulator.compile_work(worker, group(plan)),
-    worker.init,
-    plan.job_batches(live.cell.seed),
-    root,
-    live.params,
-    live.split,
-    setup.consistent,
-    setup.rules.depth,
-    tuple(plan.run.config["live"]["slowdown"]),
+    *(worker.init, plan.job_batches(run.seed), root),
+    *(run.params, run.split, setup.consistent, setup.rules.depth),
+    tuple(settings["slowdown"]),
     codec=plan.server.codec,
     codec_down=plan.codec_down,
-    overlap=plan.run.config["live"]["overlap"],
+    overlap=settings["overlap"],
   )
 
 
-def local_devices(live: LiveRun) -> tuple[jax.Device, ...]:
+def slot_shares(run: LiveRun) -> list[tuple[Any, ...]]:
+  """Returns what slots of each shard hold, as `Duty.shares`."""
+  codec, updates = run.plan.server.codec, run.plan.codec_down is not None
+  return [contents(codec, part, updates=updates) for part in run.parts]
+
+
+def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
   """Returns the accelerators of this process that its workers share; () if one
   is all there is. On a CPU all its devices are the same cores."""
   devices = jax.local_devices()
   alone = len(devices) == 1 or devices[0].platform == "cpu"
-  grouped = live.plan.run.config["live"]["devices"] > 1
+  grouped = plan.run.config["live"]["devices"] > 1
   return () if alone or grouped else tuple(devices)
 
 
-def sent_params(live: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
+def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
   """Returns what a worker would be sent now, of shards as they are."""
-  send, split = jax.jit(live.plan.server.send), live.split
+  send, split = jax.jit(run.plan.server.send), run.split
   pieces = [send(state, np.int32(0)).params for state, _ in images]
   return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
 
@@ -221,51 +200,42 @@ def combine(
   return base.Records(**columns)
 
 
-def _warm_up(live, duty, steps, states):
+def _warm_up(run, steps, states):
   """Compiles before the first ticket is sent, so that no worker is slow, or
   stale, because of that."""
-  duty.warm_up_all(live.setup.workers)
-  if live.setup.totals:
+  if run.setup.totals:
     return
   for state in states:
     state = jax.tree.map(jnp.array, state)  # it is consumed
     ticket = steps.send(state, jnp.int32(0))
     ticket = ticket._replace(version=np.int32(ticket.version))
-    message = compression.blank(live.plan.server.codec, state.params)
+    message = compression.blank(run.plan.server.codec, state.params)
     jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
 
 
-def _allot(live: LiveRun, cluster: Any, duty_of: Callable) -> Any:
-  """Returns the cluster of a cell. If its work is to follow from the speed of
-  its workers and nothing is known of that, they are timed, what they get is
-  written down, and they get it: `duty_of` returns what makes their duty."""
-  if not allocations.unknown(live.plan):
-    return cluster
-  with contextlib.ExitStack() as stack:
-    stack.callback(cluster.close)
-    jobs = live.plan.run.config["allocation"]["jobs"]
-    plan = allocations.by_seconds(live.plan, cluster.measure(jobs))
-    allocations.write(live.folder, plan.allocation)
-    cluster.assign(duty_of(plan.allocation))
-    stack.pop_all()
-  return cluster
+# What makes a duty of an allocation, in the process of a worker.
+_DutyOf = Callable[[Any], Callable[[], Duty]]
 
 
-def thread_cluster(
-  live: LiveRun, machine: Any, images: Any, resumed: bool, began: float
-) -> ServerCluster:
-  """Builds a cluster of threads, with memory that outlives the process."""
-  duty = make_duty(live)._replace(devices=local_devices(live))
-  wire = dtype_on_wire(live.plan.run.config)
+def _in_threads(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
+  """Returns what makes shards and workers in threads, with memory that outlives
+  the process, and what makes duties."""
+
+  def duty_of(allocation):
+    plan = dataclasses.replace(run.plan, allocation=allocation)
+    duty = make_duty(run._replace(plan=plan))
+    duty = duty._replace(devices=local_devices(plan))
+    duty.warm_up_all(run.setup.workers)
+    return lambda: duty
+
+  wire = live_hosts.dtype_on_wire(run.plan.run.config)
   steps = simulator.compile_steps(
-    live.plan.server, None, wire=wire, keeps_messages=True
+    run.plan.server, None, wire=wire, keeps_messages=True
   )
-  pieces = parts(live)
-  states = [simulator.start(live.plan.server, piece) for piece in pieces]
-  _warm_up(live, duty, steps, states)
-  settings = live.plan.run.config["live"]
-  counts, stores = slot_counts(live.setup), []
-  for i, (like, state) in enumerate(zip(duty.shares(), states, strict=True)):
+  states = [simulator.start(run.plan.server, part) for part in run.parts]
+  _warm_up(run, steps, states)
+  counts, shares, stores = slot_counts(run.setup), slot_shares(run), []
+  for i, (like, state) in enumerate(zip(shares, states, strict=True)):
     # Values are rounded where they are made (`compile_steps`), so that what is
     # written in the narrow dtype comes back as it was.
     folder, trees = live.memory / f"shard-{i}", (*like, state)
@@ -273,158 +243,74 @@ def thread_cluster(
     image = images[i] if images else None
     stores.append(ShardStorage.open(live.folder, i, memory, image))
   makers = ThreadMakers(
-    *(live.setup, steps, states, stores),
-    faults=machine.faults,
-    span=SpanWriter(live.folder) if settings["spans"] else None,
-    network=live.plan.network,
+    *(run.setup, steps, states, stores),
+    faults=faults,
+    span=live.write_span,
+    network=run.plan.network,
   )
-  hosts = ThreadHosts(began=began)
-  hosts.say = machine.tell
-  cluster = ServerCluster(
-    *(live.setup, live.split, hosts, makers, lambda: duty),
-    refill=settings["refill"],
-    resumed=resumed,
-  )
-
-  def duty_of(allocation):
-    plan = dataclasses.replace(live.plan, allocation=allocation)
-    allotted = make_duty(live._replace(plan=plan))
-    allotted = allotted._replace(devices=duty.devices)
-    allotted.warm_up_all(live.setup.workers)
-    return lambda: allotted
-
-  return _allot(live, cluster, duty_of)
+  return makers, duty_of
 
 
-Rebuild = Callable[[Mapping[str, Any], Any, Any], Any]
-
-
-def remote_plan(
-  rebuild: Rebuild, live: Any, dataset: Any, machine: Any
-) -> Callable[[], Any]:
-  """Returns a function that makes the plan of a live cell in another process.
-
-  Args:
-    rebuild: (config, dataset, cell) -> plan, a function of a module, which the
-      other process imports.
-    live: the `LiveRun` of the cell, or that of another kind of run.
-    dataset: of the experiment; Ray's object store keeps it.
-    machine: whose Ray is started, unless it runs already.
-  """
-  config = cells.only(live.plan.run, live.cell)
-  shared = machine.share(dataset)
-  return functools.partial(make_plan, rebuild, config, shared, live.cell)
-
-
-def make_plan(
-  rebuild: Rebuild, config: Mapping[str, Any], dataset: Any, cell: Any
-) -> Any:
-  """Makes the plan of a cell in a process that received config and data."""
-  import ray
-
-  if isinstance(dataset, ray.ObjectRef):
-    try:
-      dataset = ray.get(dataset)  # an error if the driver, who has it, died
-    except ray.exceptions.RaySystemError as error:  # it cannot be unpickled
-      line = shortened(str(error).strip().splitlines()[-1], 200)
-      raise ValueError(
-        f"functions or data cannot be read in another process ({line}): their"
-        " modules must be importable there: put their folder on PYTHONPATH"
-        " before Ray starts, or define them in the script that is run"
-      ) from error
-  return rebuild(config, dataset, cell)
-
-
-def _remote_server(make):
-  return make().server
-
-
-def _remote_duty(make, cell, setup, params, allocation):
-  plan = dataclasses.replace(make(), allocation=allocation)
-  return make_duty(LiveRun(plan, cell, setup, None, None, params))
-
-
-_PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
-
-
-def resources(settings: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns what Ray is asked for each worker, as the section `live` says."""
-  return {
-    "num_cpus": settings["worker_cpus"],
-    "num_gpus": settings["worker_gpus"],
-    "resources": settings["resources"],
-    "accelerator_type": settings["accelerator"],
-    "scheduling_strategy": _PLACEMENT[settings["placement"]],
-  }
-
-
-def site(live: Any, began: float, machine: Any) -> Any:
-  """Returns the `Site` of a live cell: plan, setup, folder and memory."""
-  from asgd.live.hosts.site import Site
-
-  settings = live.plan.run.config["live"]
-  # What was not reserved is left to others: JAX would take most of the memory
-  # of a GPU that it sees.
-  accelerated = settings["worker_gpus"] or settings["accelerator"]
-  accelerated = accelerated or "TPU" in settings["resources"]
-  return Site(
-    live.setup,
-    str(live.folder.absolute()),
-    str(live.memory),
-    began,
-    spans=settings["spans"],
-    devices=settings["devices"],
-    platform=None if accelerated else "cpu",
-    gpus=settings["worker_gpus"],
-    cluster_seconds=settings["cluster_seconds"],
-    profile=machine.profile and str(Path(machine.profile).absolute()),
-  )
-
-
-def ray_cluster(
-  rebuild: Rebuild,
-  live: LiveRun,
-  machine: Any,
-  images: Any,
-  resumed: bool,
-  began: float,
-) -> ServerCluster:
-  """Builds a cluster of Ray actors; see `remote_plan`."""
-  config = live.plan.run.config
-  settings = config["live"]
-  # Which starts Ray.
-  make = remote_plan(rebuild, live, live.plan.dataset, machine)
-  from asgd.live.hosts.actors import ActorHosts
+def _in_processes(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
+  """As `_in_threads`, of hosts that are processes."""
   from asgd.live.server.processes import ProcessMakers
 
-  where = site(live, began, machine)
-  hosts = ActorHosts(
-    where._replace(compress=dtype_on_wire(config)),
-    resources=resources(settings),
-    calls=_CALLS + 2 * live.setup.workers,
-  )
-  hosts.say = machine.tell
-  make_server = functools.partial(_remote_server, make)
+  make_server = functools.partial(_server_in_host, hosts.plan)
   makers = ProcessMakers(
-    *(hosts.site, make_server, parts(live)),
-    faults=machine.faults,
-    images=images,
+    *(hosts.hosts.site, make_server, run.parts), faults=faults, images=images
   )
-  duty_of = functools.partial(
-    *(functools.partial, _remote_duty, make),
-    *(live.cell, live.setup, live.params),
+  parts = hosts.plan, run.seed, run.setup, run.params
+  return makers, functools.partial(
+    functools.partial, _duty_in_host, *parts
   )
+
+
+def _server_in_host(make_plan):
+  return make_plan().server
+
+
+def _duty_in_host(make_plan, seed, setup, params, allocation):
+  plan = dataclasses.replace(make_plan(), allocation=allocation)
+  return make_duty(LiveRun(plan, seed, setup, params))
+
+
+def make_cluster(
+  run: LiveRun,
+  live: LiveCell,
+  hosts: CellHosts,
+  machine: Any,
+  *,
+  images: Sequence[Any] | None,
+  resumed: bool,
+) -> ServerCluster:
+  """Makes the cluster of a cell. If its work is to follow from the speed of its
+  workers and nothing is known of that, they are timed, what they get is written
+  down, and they get it.
+
+  Args:
+    run: what the cell is made of.
+    live: the same for its hosts.
+    hosts: of shards and workers.
+    machine: whose faults are injected.
+    images: of each shard, of a checkpoint.
+    resumed: journals hold the beginning.
+  """
+  make = _in_processes if hosts.apart else _in_threads
+  makers, duty_of = make(run, live, hosts, machine.faults, images)
   cluster = ServerCluster(
-    *(live.setup, live.split, hosts, makers, duty_of(live.plan.allocation)),
-    refill=settings["refill"],
+    *(run.setup, run.split, hosts.hosts, makers),
+    duty_of(run.plan.allocation),
+    refill=live.settings["refill"],
     resumed=resumed,
-    leave_seconds=_leave_seconds(where),
+    leave_seconds=hosts.leave_seconds,
   )
-  return _allot(live, cluster, duty_of)
-
-
-def _leave_seconds(where):
-  """Seconds that processes get to write what they did, once all is done."""
-  if where.profile:
-    return 60.0
-  return 10.0 if where.spans else 2.0
+  if not allocations.unknown(run.plan):
+    return cluster
+  with contextlib.ExitStack() as stack:
+    stack.callback(cluster.close)
+    jobs = run.plan.run.config["allocation"]["jobs"]
+    plan = allocations.by_seconds(run.plan, cluster.measure(jobs))
+    allocations.write(live.folder, plan.allocation)
+    cluster.assign(duty_of(plan.allocation))
+    stack.pop_all()
+  return cluster

@@ -1,24 +1,25 @@
 """What the driver of a live run tells: news of its shards, in lines."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from asgd.experiment.engines import live_clusters
+from asgd.live.setup import Setup
 
 
 class ShardNews:
   """Turns what shards say of themselves into lines, each once."""
 
   def __init__(
-    self, live: live_clusters.LiveRun, message: int, *, resumed: bool
+    self, setup: Setup, memory: Path, message: int, *, resumed: bool
   ):
     """Starts with nothing told of a cell that had received so many messages;
     `resumed` if its journals held something."""
     self._message = message
-    self._rollbacks: list[Any] = [None] * live.setup.shards  # that were told
+    self._rollbacks: list[Any] = [None] * setup.shards  # that were told
     self._resumed = resumed
-    self._gathers = 0 if message else live.setup.gathered
-    self._in_memory = (live.memory / "shard-0" / "messages").exists()
+    self._gathers = 0 if message else setup.gathered
+    self._in_memory = (memory / "shard-0" / "messages").exists()
 
   def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the lines that are new, from the status of each shard."""

@@ -8,23 +8,21 @@ left who has seen it.
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from asgd import gossip, safe_files, simulator
 from asgd.experiment import engines, storage
-from asgd.experiment.engines import (
-  parameter_server,
-  peer_clusters,
-  peers,
-  watched,
-)
-from asgd.experiment.engines.peer_clusters import LivePeers
+from asgd.experiment.engines import live_engine, parameter_server, peers
+from asgd.experiment.engines.peers import PeerPlan
 from asgd.live.gossip import files
-from asgd.live.gossip.peer_rows import View
+from asgd.live.gossip.cluster import PeerCluster, PeerMaker
+from asgd.live.gossip.frames import array_wire, packed_wire
+from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import check_count, records_path
 from asgd.orders.trace import TAKES
@@ -42,64 +40,103 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
     check_count(path, count, events, files.lives_of(events))
 
 
-class LivePeerEngine(watched.WatchedEngine):
+def make_duty(
+  plan: PeerPlan, seed: int, due: Sequence[int], *, copies: bool
+) -> PeerDuty:
+  """Returns what peers do; codes travel as `copies`, to other processes. They
+  keep parameters after the messages that are `due`."""
+  key, root = jax.random.split(jax.random.key(seed))
+  params = jax.device_get(plan.problem.init(key))
+  wire = array_wire(copies=copies)
+  if plan.gossip.compressed:
+    wire = packed_wire(plan.peer, params)
+  return PeerDuty(
+    *(plan.gossip, plan.peer, plan.worker, params),
+    *(plan.job_batches(seed), root, wire),
+    frozenset(message // plan.workers for message in due),
+    tuple(plan.run.config["live"]["slowdown"]),
+  )
+
+
+def _duty_in_host(plan: Callable[[], PeerPlan], seed, due) -> PeerDuty:
+  return make_duty(plan(), seed, due, copies=True)
+
+
+def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
+  """Returns a tree like that of an image with these notes."""
+  state = duty.peer.init(duty.params)
+  key = jax.eval_shape(jax.random.key, 0)
+  code = jax.eval_shape(
+    lambda state, key: duty.peer.put(state, np.float64(1), key)[1], state, key
+  )
+  code = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), code)
+  tree = {"peer": (state, duty.worker.init(duty.params))}
+  return tree | {"codes": dict.fromkeys(notes.get("codes", ()), code)}
+
+
+class LivePeerEngine(live_engine.LiveEngine):
   """A cell of live peers."""
 
   _who = "peers"
-  _gaps = True
+  _read_records = staticmethod(files.read_peer_records)
+  _join = staticmethod(files.by_time)
 
-  def __init__(
-    self, context: engines.Context, make_cluster: Callable[..., Any]
-  ):
-    """Starts the cell, or goes on from its last checkpoint, in a cluster as
-    `peer_clusters.thread_peers` makes it."""
-    self.quantum = context.plan.quantum
+  def _prepare(self):
+    self.quantum = self._plan.quantum
     self._views: dict[int, View] = {}  # that were evaluated last
-    self._cuts: list[list[int]] = []
-    places = range(context.plan.workers)
-    paths = [journal_path(context.folder, peer) for peer in places]
-    begun = any(map(read_journal, paths))
-    super().__init__(context, make_cluster, begun=begun)
+    return any(map(read_journal, self._journals()))
 
-  def _make(self, make_cluster, began, images):
-    plan, experiment = self._plan, self._context.experiment
-    if plan.gossip.order != gossip.PAIRS:
-      ended = [notes["rounds"] for _, notes in (images or {}).values()]
+  @property
+  def _in_pairs(self):
+    return self._plan.gossip.order == gossip.PAIRS
+
+  def _make_cluster(self, live, hosts, saved):
+    plan, seed = self._plan, live.cell.seed
+    if not self._in_pairs:
+      images = saved[0] if saved else {}
+      ended = [notes["rounds"] for _, notes in images.values()]
       self.done = plan.workers * min(ended, default=0)
-    evaluations = experiment.config["evaluations"]
-    live = LivePeers(
-      plan,
-      self._context.cell,
-      self._folder,
-      self._memory.memory,
-      began,
-      engines.due(evaluations, self.total, self.quantum),
+    config = self._context.experiment.config
+    due = engines.due(config["evaluations"], self.total, self.quantum)
+    if hosts.apart:
+      duty_of = functools.partial(_duty_in_host, hosts.plan, seed, due)
+    else:
+      duty = make_duty(plan, seed, due, copies=False)
+      duty.warm_up_all()
+      duty_of = lambda: duty  # noqa: E731
+    maker = PeerMaker(
+      *(duty_of, live.folder, seed),
+      *(tuple(self._context.machine.faults), live.write_span),
+      warm_up=hosts.apart,
     )
-    return make_cluster(live, self._context.machine)
+    cluster = PeerCluster(
+      *(plan.gossip, hosts.hosts, maker),
+      messages=plan.messages,
+      ladder=live.setup.ladder,
+      refill=live.settings["refill"],
+    )
+    return cluster, functools.partial(cluster.start, saved and saved[0])
 
   def _journal(self, peer):
     return read_journal(journal_path(self._folder, peer))
 
   def _unpack(self, saved):
-    """The images of a checkpoint, and what to cut files to."""
-    notes = saved.notes
-    duty = peer_clusters.make_duty(
-      self._plan, self._context.cell, (), copies=True
-    )
+    """Returns the images of a checkpoint, and what to cut files to."""
+    notes, seed = saved.notes, self._context.cell.seed
+    duty = make_duty(self._plan, seed, (), copies=True)
     template = {
-      peer: peer_clusters.image_template(duty, each)
-      for peer, each in notes["peers"].items()
+      peer: image_template(duty, each) for peer, each in notes["peers"].items()
     }
     trees = saved.tree(template)
-    self._cuts = notes["files"]
-    return {int(k): (trees[k], each) for k, each in notes["peers"].items()}
+    images = {int(k): (trees[k], each) for k, each in notes["peers"].items()}
+    return images, notes["files"]
 
-  def _go_back(self, images):
+  def _go_back(self, saved):
     # Peers themselves are not needed to read what they were.
-    aside = "" if images else self._keep_aside()
-    cuts = self._cuts if images else [(0, 0)] * len(self._places)
+    aside = "" if saved else self._keep_aside()
+    cuts = saved[1] if saved else [(0, 0) for _ in self._writers]
     dropped = files.cut_back(self._folder, cuts)
-    self._say_going_on(images, dropped, aside)
+    self._report_resumed(saved, dropped, aside)
 
   def _keep_aside(self):
     """Copies what peers wrote to where a damaged checkpoint of it is kept;
@@ -107,22 +144,19 @@ class LivePeerEngine(watched.WatchedEngine):
     damaged = sorted(self._folder.glob("damaged-*"))
     if not damaged or journal_path(damaged[-1], 0).exists():
       return ""
-    for peer in self._places:
+    for peer in self._writers:
       for path_of in (journal_path, records_path):
         path = path_of(self._folder, peer)
         if path.exists():
           safe_files.write(path_of(damaged[-1], peer), path.read_bytes())
     return f", and kept in {damaged[-1]}"
 
-  def _records_of(self, place, start=0):
-    return files.read_peer_records(self._folder, place, start)
-
   def _look_for(self, until):
     rounds, views = None, {}
     if until == self.total:
       if self.cluster.finished:
         views = self.cluster.views()
-    elif self._plan.gossip.order == gossip.PAIRS:
+    elif self._in_pairs:
       if self._received >= until or self.cluster.finished:
         views = self.cluster.views()
     elif self.cluster.rounds * self.quantum >= until:
@@ -130,7 +164,7 @@ class LivePeerEngine(watched.WatchedEngine):
       views = self.cluster.views(rounds) or self.cluster.views()
     if not views:
       reached = self._received
-      if self._plan.gossip.order != gossip.PAIRS:
+      if not self._in_pairs:
         reached = self.cluster.rounds * self.quantum
       self.done = max(self.done, min(reached, until - 1))
       return
@@ -147,13 +181,6 @@ class LivePeerEngine(watched.WatchedEngine):
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  def _take_last(self):
-    self._take(self.total, self.cluster.views())
-
-  def records(self) -> simulator.PeerRecords:
-    """Returns a row for each message, in the order of their times."""
-    return self._all()
-
   def _seen(self):
     """The peers that were evaluated last, and what each counts."""
     seen = [self._views[peer] for peer in sorted(self._views)]
@@ -162,12 +189,9 @@ class LivePeerEngine(watched.WatchedEngine):
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages; and how far apart
     peers were, and how good single ones, when they were evaluated."""
-    records = self.records()
-    count = len(records.loss)
-    start = max(min(start, end - 1, count - 1), 0)
-    part = simulator.PeerRecords(*(column[start:end] for column in records))
     seen, weights = self._seen()
-    return peers.summary(part, seen, weights) | peers.peer_quality(
+    summary = peers.summary(self._some(start, end), seen, weights)
+    return summary | peers.peer_quality(
       self._plan.problem, [view.params for view in seen]
     )
 
@@ -194,7 +218,7 @@ class LivePeerEngine(watched.WatchedEngine):
     if not self._plan.gossip.compressed:
       return {}
     end, squares = records.time[-1], 0.0
-    for peer in self._places:
+    for peer in self._writers:
       own = files.read_peer_records(self._folder, peer)
       for event, norm in files.residuals_lost(self._journal(peer), own):
         squares += norm**2 if event.time < end else 0.0
@@ -204,9 +228,9 @@ class LivePeerEngine(watched.WatchedEngine):
   def _traffic(self) -> simulator.LinkTraffic:
     """What went over each link, as far as it was taken; asked for when the cell
     has come to its end."""
-    n = len(self._places)
+    n = len(self._writers)
     messages, nbytes = np.zeros((2, n, n), np.int64)
-    for receiver in self._places:
+    for receiver in self._writers:
       for event in self._journal(receiver):
         if event.action in TAKES:
           messages[receiver, event.job] += 1
@@ -217,29 +241,17 @@ class LivePeerEngine(watched.WatchedEngine):
     """Returns what went over each link, as a table."""
     return {"links.csv": peers.links_table(self._traffic)}
 
-  def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns all peers, as they are when all have ended the same round, or the
-    job they are at; None if they did not come to rest to stop."""
-    if self._stopped is False:
-      return None
-    with self._watched():
-      if not self._stopped:
-        self.cluster.pause()
-      images = self.cluster.images()
-      cuts = files.lengths(self._folder, len(self._places), images)
-      if not self._stopped:
-        self.cluster.go_on()
-    step = sum(rows for rows, _ in cuts)
-    if not step:  # nothing has happened yet
-      return None
+  def _pack(self):
+    images = self.cluster.images()
+    cuts = files.lengths(self._folder, len(self._writers), images)
     tree = {str(peer): tree for peer, (tree, _) in images.items()}
     notes = {str(peer): notes for peer, (_, notes) in images.items()}
-    return step, tree, {"peers": notes, "files": cuts}
+    return sum(rows for rows, _ in cuts), tree, {"peers": notes, "files": cuts}
 
   def stop(self) -> str:
     """See the base."""
     told = super().stop()
-    if self._plan.gossip.order != gossip.PAIRS:
+    if not self._in_pairs:
       self.done = self.cluster.rounds * self.quantum
     return told
 

@@ -1,45 +1,36 @@
-"""A live cell of workers and a server: real time, real faults.
+"""A live cell of workers and a server: the engines `threads` and `ray`.
 
-The driver, which is this process, watches a cluster of workers and shards: it
-replaces what dies, evaluates parameters that the shards keep for it, and writes
-down what it sees. Training does not wait for it.
+Shards keep parameters for evaluations. Training does not wait for the driver,
+nor for a checkpoint.
 """
 
 import contextlib
-import functools
 import math
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from asgd import base, simulator
 from asgd.experiment import engines, live_figures, live_files
-from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import (
   allocations,
   live_clusters,
+  live_engine,
+  live_hosts,
   live_news,
   parameter_server,
   server_orders,
   traffic,
-  watched,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
 from asgd.live import records
-from asgd.live.append_only import FileGone
-from asgd.live.journal import journal_path, read_journal
+from asgd.live.journal import read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.server.cluster import finished
 from asgd.live.setup import slot_counts
 from asgd.live.shard.recovery import agree
-from asgd.live.slot_formats import contents
 from asgd.live.slots import check_room, slots_nbytes
 from asgd.orders.trace import follow, from_events
-
-_LOOK = 0.1  # seconds between two looks at the cluster
 
 
 def check(run: Run) -> None:
@@ -94,114 +85,90 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   return result
 
 
-class LiveEngine(engines.Engine):
-  """A cell of real workers, watched until all its jobs are received."""
+class LiveServerEngine(live_engine.LiveEngine):
+  """A cell with a server of dense parameters."""
 
-  def __init__(
-    self, context: engines.Context, make_cluster: Callable[..., Any]
-  ):
-    """Starts the cell, or goes on where its journals end, in a cluster as
-    `live_clusters.thread_cluster` makes it. Raises ValueError if the files of
-    the cell are not all there, or do not fit."""
-    self._context, folder = context, context.folder
-    shards = range(context.plan.run.config["server"]["shards"])
-    self._journals = [journal_path(folder, index) for index in shards]
-    self._sinks = [records.records_path(folder, index) for index in shards]
-    journals = live_files.read_journals(folder, len(shards))
+  @property
+  def _writers(self):
+    """Shards write the journals and the records."""
+    return range(self._plan.run.config["server"]["shards"])
+
+  def _prepare(self):
+    journals = live_files.read_journals(self._folder, len(self._writers))
+    self._resumed = bool(journals[0])
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
-    self._memory = memory_lib.LiveMemory(
-      folder, context.machine.memory_dir, resume=bool(journals[0])
+    self._sinks = [records.records_path(self._folder, i) for i in self._writers]
+    self._plan = allocations.read(
+      self._plan, self._folder, begun=self._resumed
     )
-    with contextlib.ExitStack() as stack:
-      stack.callback(self._release)
-      self._start(make_cluster, journals, stack)
-      self._open = stack.pop_all()
+    config = self._context.experiment.config
+    due = engines.due(config["evaluations"], self.total)
+    seed = self._context.cell.seed
+    self._run = live_clusters.prepare(self._plan, seed, due)
+    shards = self._run.setup.shards
+    self._share = live_figures.lead_share(self._run.params, shards)
+    return self._resumed
 
-  def _start(self, make_cluster, journals, stack):
-    context, events = self._context, journals[0]
-    plan = allocations.read(context.plan, context.folder, begun=bool(events))
-    self.total, self.done = plan.messages, self._received
-    evaluated = engines.due(
-      context.experiment.config["evaluations"], self.total
-    )
-    self._live = live_clusters.prepare(
-      plan, context.cell, context.folder, self._memory.memory, evaluated
-    )
-    counts, live = slot_counts(self._live.setup), self._live
-    compress = live_clusters.dtype_on_wire(plan.run.config)
-    if not self._memory.kept:
-      # Of several shards each has its part: about as much in all.
-      down = plan.codec_down is not None
-      like = contents(plan.server.codec, live.params, updates=down)
-      nbytes = slots_nbytes(counts, like, compress=compress)
-      check_room(context.machine.memory_dir, nbytes)
-    images, before = None, 0.0
-    if events:
-      images = context.restore(self._images)
-      before = events[-1].time
-    self._snapshot: engines.Snapshot | None = None
-    self._insists = False  # whether a checkpoint must be made now
-    self._news = live_news.ShardNews(
-      self._live, self._received, resumed=bool(events)
-    )
-    began = time.monotonic() - before
-    if events:
-      agree(self._live.setup, context.folder, self._live.memory)
-    self.cluster = make_cluster(
-      self._live, context.machine, images, bool(events), began
-    )
-    stack.callback(self.cluster.close)
-    plan = allocations.read(plan, context.folder)  # may be known by now
-    self._live = self._live._replace(plan=plan)
-    self._memory.note(self._replaced())
-    share = live_figures.lead_share(live.params, live.setup.shards)
-    workers = live.setup.workers
-    self._watch = live_figures.Watch(workers, context.board, share)
-    stack.callback(self._watch.close)
-    self._next_look = 0.0
-    self.cluster.start()
+  def _setup(self):
+    return self._run.setup
 
-  def _images(self, saved):
-    """The shards' images in a checkpoint."""
-    server, parts = self._context.plan.server, live_clusters.parts(self._live)
+  def _unpack(self, saved):
+    """Returns the shards' images in a checkpoint."""
+    server, parts = self._plan.server, self._run.parts
     states = saved.tree([simulator.start(server, part) for part in parts])
     return list(zip(states, saved.notes["shards"], strict=True))
 
-  def advance(self, until: int) -> engines.Progress:
-    """Looks at the cluster once, a moment after the last time."""
-    time.sleep(max(self._next_look - time.monotonic(), 0))
-    self._next_look = time.monotonic() + _LOOK
-    news = self.cluster.check()
-    self._memory.note(self._replaced())
-    status = self._status()
-    if status is None:
-      return engines.Progress(loss=np.empty(0), news=news)
-    self._check_files()
-    news += self._news.of(status)
-    new = self._rows(self._received, self._count())
-    self._received += len(new.loss)
-    figures = self._watch.look(time.monotonic(), new, self._received)
-    self._look_for(until, status)
-    return engines.Progress(
-      loss=new.loss,
-      staleness=engines.mean(new.staleness),
-      gap=engines.mean(new.gap),
-      news=news,
-      figures=figures,
+  def _open_files(self, saved, *, begun):
+    return self._received  # shards go back by themselves
+
+  def _make_cluster(self, live, hosts, saved):
+    machine, setup = self._context.machine, self._run.setup
+    if not self._memory.kept:
+      shares = live_clusters.slot_shares(self._run)
+      wire = live_hosts.dtype_on_wire(self._plan.run.config)
+      counts = slot_counts(setup)
+      nbytes = [slots_nbytes(counts, each, compress=wire) for each in shares]
+      check_room(machine.memory_dir, sum(nbytes))
+    self._shard_news = live_news.ShardNews(
+      setup, live.memory, self._received, resumed=self._resumed
     )
+    if self._resumed:
+      agree(setup, self._folder, live.memory)
+    cluster = live_clusters.make_cluster(
+      *(self._run, live, hosts, machine), images=saved, resumed=self._resumed
+    )
+    self._plan = allocations.read(self._plan, self._folder)  # known by now
+    self._run = self._run._replace(plan=self._plan)
+    return cluster, cluster.start
 
-  def _status(self):
-    """The shards' status; raises NonFiniteResult if no result is finite."""
-    with watched.engine_errors(self._context):
-      return self.cluster.status()
+  # Training.
 
-  def _look_for(self, until, status):
+  def _look(self, until):
+    super()._look(until)
+    if status := self.cluster.status():
+      self._news += self._shard_news.of(status)
+
+  def _read(self):
+    return self._rows(self._received, self._count())
+
+  def _count(self) -> int:
+    """How many messages the lead has recorded."""
+    return records.count_records(self._sinks[0])
+
+  def _rows(self, start: int, end: int) -> base.Records:
+    """Reads a stretch of the lead's records."""
+    return records.read_records(self._sinks[0], start, end)
+
+  def _look_for(self, until):
     """Fetches the parameters of message `until`, if it was received."""
+    status = self.cluster.statuses
+    if status is None:
+      return
     last = until == self.total
     everywhere = all(shard["received"] >= until for shard in status)
     # Shards with an order of their own may receive a job twice or, in the end,
     # not at all.
-    if not finished(status) and (last or not everywhere):
+    if not self.cluster.finished and (last or not everywhere):
       self.done = min(self._received, until - 1)
       return
     if not self._received:
@@ -226,35 +193,17 @@ class LiveEngine(engines.Engine):
     }
     return engines.Snapshot(params, message, int(at.update[0]), clock)
 
-  def _count(self) -> int:
-    """How many messages the lead has recorded."""
-    return records.count_records(self._sinks[0])
+  def _take_last(self):
+    take = lambda: self._take(self._received)  # noqa: E731
+    self._snapshot = self.cluster.insist(take)
 
-  def _rows(self, start: int, end: int) -> base.Records:
-    """Reads a stretch of the lead's records."""
-    return records.read_records(self._sinks[0], start, end)
-
-  def _check_files(self):
-    """Raises ValueError if what the shards write is not there any more."""
-    for path in (*self._journals, *self._sinks):
-      if not path.exists():
-        raise FileGone(path)
-
-  @functools.cached_property
-  def _first_ticket(self) -> float:
-    return live_files.first_ticket(read_journal(self._journals[0]))
-
-  def snapshot(self) -> engines.Snapshot:
-    """Returns the parameters of the message that `advance` was to reach."""
-    if self._snapshot is None:  # all was evaluated before this process began
-      self._snapshot = self._ask(lambda: self._take(self._received))
-    return self._snapshot
+  # Results.
 
   def records(self) -> base.Records:
     """Returns a row for each message, as the lead has them, with the norms of
     all shards where each has received the message."""
     parts = [records.read_records(path) for path in self._sinks]
-    return live_clusters.combine(parts, self._live.split, self._live.params)
+    return live_clusters.combine(parts, self._run.split, self._run.params)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
@@ -266,11 +215,12 @@ class LiveEngine(engines.Engine):
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to. Raises ValueError if what the shards wrote
     is not all there."""
-    images = self._images_now()
+    images = self.cluster.images_now()
     self._check_files()
-    journals = [read_journal(path) for path in self._journals]
+    paths = self._journals()
+    journals = [read_journal(path) for path in paths]
     for path, sink, events, (_, meta) in zip(
-      self._journals, self._sinks, journals, images, strict=True
+      paths, self._sinks, journals, images, strict=True
     ):
       if len(events) < meta["rows"]:
         raise ValueError(
@@ -280,11 +230,11 @@ class LiveEngine(engines.Engine):
         )
       count = records.count_records(sink)
       records.check_records(sink, count, events, whole=True)
-    plan, rows = self._live.plan, self.records()
+    plan, rows = self._plan, self.records()
     version, trace = int(images[0][0].version), from_events(journals[0])
     row = parameter_server.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
-      sent = live_clusters.sent_params(self._live, images)
+      sent = live_clusters.sent_params(self._run, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy
     return {
       **row,
@@ -295,14 +245,13 @@ class LiveEngine(engines.Engine):
       **traffic.lost(plan, journals[0], rows),
     }
 
-  def _replaced(self) -> dict[str, int]:
-    return self._memory.replaced_since(self.cluster.replaced)
-
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns an image of each shard, for when the memory of the machine is
-    lost; None if a shard cannot be asked now."""
+    lost; None if a shard cannot be asked now. Only a stopped run waits for
+    it."""
+    stopped = self._stopped is not None
     try:
-      images = self._images_now() if self._insists else self.cluster.images()
+      images = self.cluster.images_now() if stopped else self.cluster.images()
     except Disconnected:
       return None
     if images is None:
@@ -312,47 +261,3 @@ class LiveEngine(engines.Engine):
     if not step:  # nothing has happened yet
       return None
     return step, list(states), {"shards": list(metas)}
-
-  def stop(self) -> str:
-    """Lets workers hand in what they have begun."""
-    end = time.monotonic() + self._context.machine.grace_seconds
-    self._ask(self.cluster.pause)
-    whole = False
-    while not whole and time.monotonic() < end:
-      status = self._status()
-      whole = bool(status) and not any(shard["busy"] for shard in status)
-      if not whole:
-        time.sleep(_LOOK)
-    self._insists = True
-    self.done = self._received = self._count()
-    return "" if whole else "; some workers did not finish in time"
-
-  def _ask(self, question: Callable[[], Any]) -> Any:
-    """Asks the shards something, again if one has to be replaced first."""
-    while True:
-      try:
-        return question()
-      except Disconnected:
-        self.cluster.check()
-        time.sleep(_LOOK)
-
-  def _images_now(self) -> list[Any]:
-    """Returns an image of each shard, waiting until there are."""
-    while (images := self._ask(self.cluster.images)) is None:
-      self.cluster.check()
-      time.sleep(_LOOK)
-    return images
-
-  def discard(self) -> None:
-    """Removes the shared memory: there is nothing to go on with any more."""
-    self.close()
-    memory_lib.forget(self._context.folder)
-
-  def close(self) -> None:
-    """Ends the cluster, and lets go of the memory."""
-    self._open.close()
-
-  def _release(self):
-    if not self._memory.kept and not self._received:
-      self._memory.remove()  # there is nothing to go on with
-    self._memory.close()

@@ -1,15 +1,14 @@
 """Live tables: the engines `threads` and `ray` of the recipe `table`.
 
-The driver watches: it replaces who dies, evaluates rows as they are, and has
-all workers end the same clock for a checkpoint. A run that was stopped or
-killed goes on from its last checkpoint; what was written after that is dropped.
+All workers end the same clock for a checkpoint. A run that was stopped or
+killed resumes from its last checkpoint; what was written after that is dropped.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,28 +16,51 @@ import numpy as np
 from asgd import base
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
+  live_engine,
   parameter_server,
-  table_clusters,
   tables,
   traffic,
-  watched,
 )
-from asgd.experiment.engines.table_clusters import LiveTables
+from asgd.experiment.engines.tables import TablePlan
 from asgd.experiment.schema import Run
+from asgd.live import faults, pace
 from asgd.live.append_only import PUT_BACK, check_rows
+from asgd.live.hosts import Host, Inside, Make
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import check_count, count_records, records_path
 from asgd.live.slots import check_room
+from asgd.live.spans import SpanWriter
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
+from asgd.live.tables.job_journal import JobJournal
+from asgd.live.tables.shard import ShardHost
+from asgd.live.tables.worker import WorkerHost
+from asgd.tables.division import Division, divide
+from asgd.tables.shard import TableShard
+from asgd.tables.worker import TableWorker
 
 
-def plan(experiment: Any, run: Run, workers: int) -> tables.TablePlan:
+def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   """As `tables.plan`; refuses more shards than there can be live."""
   result = tables.plan(experiment, run, workers)
   with checks.blame(f"runs.{run.label}", ("shards",)):
-    table_clusters.division_of(result)
+    division_of(result)
   return result
+
+
+def first_tables(plan: TablePlan, seed: int) -> dict[str, Any]:
+  """Returns the tables of a cell before the first push."""
+  key, _ = jax.random.split(jax.random.key(seed))
+  return plan.split(jax.device_get(plan.problem.init(key)))
+
+
+def division_of(plan: TablePlan) -> Division:
+  """Returns which shard has which rows; ValueError for more shards than the
+  largest table has rows."""
+  like = jax.tree.map(
+    lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), plan.like
+  )
+  return divide(plan.split(like), plan.settings.shards)
 
 
 def table_shards(folder: Path) -> int:
@@ -59,46 +81,115 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
     check_count(path, count, events, files.lives_of(events) - 1, "jobs")
 
 
-class LiveTableEngine(watched.WatchedEngine):
+class TableMakers(NamedTuple):
+  """Makes shards and workers in their hosts, to whose processes it travels; see
+  `asgd.live.tables.cluster.Places`."""
+
+  plan: Callable[[], TablePlan]
+  seed: int
+  folder: Path  # of the cell
+  memory: Path  # where shards keep what outlives them
+  faults: Sequence[faults.Fault]
+  span: SpanWriter | None
+
+  def shard(self, index: int, image: bytes | None) -> Make:
+    """Returns what makes a shard."""
+    return functools.partial(self._make_shard, index, image)
+
+  def _make_shard(self, index, image, inside: Inside):
+    plan = self.plan()
+    first = first_tables(plan, self.seed)
+
+    def make():
+      server = division_of(plan).server(
+        index, first, plan.settings, plan.workers
+      )
+      return TableShard(index, server)
+
+    return ShardHost(
+      *(inside, make, self.folder, self.memory, index),
+      every=plan.settings.clock_every,
+      image=image,
+    )
+
+  def worker(
+    self, index: int, shards: Mapping[int, Host], image: bytes | None
+  ) -> Make:
+    """Returns what makes a worker."""
+    return functools.partial(self._make_worker, index, dict(shards), image)
+
+  def _make_worker(self, index, shards, image, inside: Inside):
+    plan = self.plan()
+    division = division_of(plan)
+    _, root = jax.random.split(jax.random.key(self.seed))
+
+    def make(life, work):
+      return TableWorker(
+        *(index, life, plan.settings, division, work),
+        workers=plan.workers,
+        jobs=plan.messages // plan.workers,
+        seed=self.seed,
+      )
+
+    journal = JobJournal(
+      *(inside, self.folder, index),
+      resumes=image is not None,
+      span=self.span,
+      memory=self.memory,
+    )
+    return WorkerHost(
+      *(inside, make, plan.work(self.seed, root), journal),
+      shards=shards,
+      script=faults.script_of(self.faults, self.folder, inside),
+      slowdown=pace.factor_of(plan.run.config["live"]["slowdown"], index),
+      image=image,
+    )
+
+
+class LiveTableEngine(live_engine.LiveEngine):
   """A cell of live tables."""
 
-  def __init__(
-    self, context: engines.Context, make_cluster: Callable[..., Any]
-  ):
-    """Starts the cell, or goes on from its last checkpoint, in a cluster as
-    `table_clusters.thread_tables` makes it."""
-    folder, plan = context.folder, context.plan
+  _gaps = False
+  _read_records = staticmethod(files.read_table_records)
+  _join = staticmethod(files.by_time)
+
+  def _prepare(self):
+    plan, self._counts_seen = self._plan, []
     shards = range(plan.settings.shards)
-    self._orders = [files.order_path(folder, shard) for shard in shards]
-    self._counts_seen: list[tuple[int, int]] = []
-    self._cuts: dict[str, Any] = {}
-    journals = [journal_path(folder, worker) for worker in range(plan.workers)]
-    begun = any(path.exists() for path in self._orders + journals)
+    self._orders = [files.order_path(self._folder, shard) for shard in shards]
+    begun = super()._prepare()
     if not begun:  # an image, the requests since, and the next image
       leaves = jax.tree.leaves(plan.like)
       nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
-      check_room(context.machine.memory_dir, 3 * nbytes)
-    super().__init__(context, make_cluster, begun=begun)
+      check_room(self._context.machine.memory_dir, 3 * nbytes)
+    return begun
 
   def _journals(self):
     """The journals of shards and workers."""
     return [*self._orders, *super()._journals()]
 
-  def _make(self, make_cluster, began, images):
-    del images
-    memory, cell = self._memory.memory, self._context.cell
-    live = LiveTables(self._plan, cell, self._folder, memory, began)
-    return make_cluster(live, self._context.machine)
+  def _make_cluster(self, live, hosts, saved):
+    makers = TableMakers(
+      *(hosts.plan, live.cell.seed, live.folder, live.memory),
+      *(tuple(self._context.machine.faults), live.write_span),
+    )
+    cluster = cluster_lib.TableCluster(
+      *(hosts.hosts, makers, live.folder),
+      shards=self._plan.settings.shards,
+      workers=self._plan.workers,
+      ladder=live.setup.ladder,
+      refill=live.settings["refill"],
+    )
+    return cluster, functools.partial(cluster.start, saved and saved[0])
 
-  # Going on from a checkpoint.
+  # Resuming from a checkpoint.
 
   def _unpack(self, saved):
-    """The images of a checkpoint, and what to cut files to."""
+    """Returns (images, notes) of a checkpoint."""
     notes = saved.notes
     like: dict[str, Any] = {"shards": [0] * len(self._orders)}
     like["workers"] = dict.fromkeys(notes["workers"], 0)
     tree = saved.tree(checkpoint.any_shapes(like))
-    self._cuts = notes
     shards = [
       (rows, data.tobytes())
       for rows, data in zip(notes["shards"], tree["shards"], strict=True)
@@ -107,7 +198,7 @@ class LiveTableEngine(watched.WatchedEngine):
       int(w): (*notes["workers"][w], data.tobytes())
       for w, data in tree["workers"].items()
     }
-    return cluster_lib.Images(shards, workers)
+    return cluster_lib.Images(shards, workers), notes
 
   def _kept(self, notes):
     """Yields (file, rows) that a checkpoint is of."""
@@ -132,42 +223,33 @@ class LiveTableEngine(watched.WatchedEngine):
           f" changed, or another is in its place. {PUT_BACK}"
         )
 
-  def _go_back(self, images):
-    if images:
-      self._check_kept(self._cuts)
-    orders = [rows for rows, _ in images.shards] if images else None
-    dropped = files.cut_back(
-      self._folder,
-      orders or [0 for _ in self._orders],
-      self._cuts["files"] if images else [(0, 0) for _ in self._places],
-    )
-    self._say_going_on(images, dropped)
+  def _go_back(self, saved):
+    shards = [0 for _ in self._orders]
+    workers = [(0, 0) for _ in self._writers]
+    if saved:
+      _, notes = saved
+      self._check_kept(notes)
+      shards, workers = notes["shards"], notes["files"]
+    dropped = files.cut_back(self._folder, shards, workers)
+    self._report_resumed(saved, dropped)
 
   # Training.
 
   def _wait(self, seconds):
     self.cluster.wait(seconds)
 
-  def _records_of(self, place, start=0):
-    return files.read_table_records(self._folder, place, start)
-
   def _look_for(self, until):
-    if self._received >= until and (
-      until < self.total or self.cluster.finished
-    ):
+    received = self._received >= until and until < self.total
+    if received or self.cluster.finished:  # some jobs may be missed for good
       self._take(until)
     else:
       self.done = max(self.done, min(self._received, until - 1))
-
-  def _take_last(self):
-    self._take(self.total)
 
   def _take(self, message):
     """Fetches the rows as they are, for an evaluation of a message."""
     parts = self.cluster.rows()
     self._counts_seen = self.cluster.counts()
-    division = table_clusters.division_of(self._plan)
-    params = self._plan.join(division.join(parts))
+    params = self._plan.join(division_of(self._plan).join(parts))
     records = self.records()
     at = min(message, len(records.loss)) - 1
     clock = {
@@ -178,7 +260,7 @@ class LiveTableEngine(watched.WatchedEngine):
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  # What came of it.
+  # Results.
 
   def records(self) -> base.Records:
     """Returns a row for each job, in the order of their times."""
@@ -186,11 +268,7 @@ class LiveTableEngine(watched.WatchedEngine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness and losses of some jobs."""
-    records = self.records()
-    start = max(min(start, end - 1, len(records.loss) - 1), 0)
-    return parameter_server.summary(
-      base.Records(*(column[start:end] for column in records))
-    )
+    return parameter_server.summary(self._some(start, end))
 
   def profile(self) -> dict[int, int]:
     """Returns rows read at each clock differential."""
@@ -219,7 +297,7 @@ class LiveTableEngine(watched.WatchedEngine):
   def _moved(self):
     """Ranges that went to another shard, and what workers waited for it."""
     plan = self._plan
-    first = table_clusters.division_of(plan)
+    first = division_of(plan)
     divisions = files.read_divisions(self._folder, first)
     moved = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
     settings, rest = plan.settings, 0.0
@@ -232,23 +310,16 @@ class LiveTableEngine(watched.WatchedEngine):
     """Returns the profile of staleness."""
     return {"staleness.csv": tables.profile_table(self.profile())}
 
-  # Rest.
-
-  def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns all shards and workers, as they are when all workers have ended
-    the same clock; None if they did not come to rest to stop."""
-    if self._stopped is False:
-      return None
-    with self._watched():
-      if not self._stopped:
-        self.cluster.pause()
-      images = self.cluster.images()
-      written = [self._rows(w, images.workers.get(w)) for w in self._places]
-      if not self._stopped:
-        self.cluster.go_on()
-    step = sum(rows for rows, _ in written)
-    if not step:  # nothing has happened yet
-      return None
+  def _pack(self):
+    images = self.cluster.images()
+    written = []
+    for worker in self._writers:
+      if worker in images.workers:
+        written.append(list(images.workers[worker][:2]))
+        continue
+      rows = read_journal(journal_path(self._folder, worker))
+      records = files.read_table_records(self._folder, worker)
+      written.append([len(rows), len(records.loss)])  # all, of a lost worker
     as_array = functools.partial(np.frombuffer, dtype=np.uint8)
     tree = {
       "shards": [as_array(data) for _, data in images.shards],
@@ -264,11 +335,7 @@ class LiveTableEngine(watched.WatchedEngine):
       for path, rows in self._kept(notes)
       if rows
     }
-    return step, tree, notes
-
-  def _rows(self, worker, image):
-    """Rows and records of a worker; those of a dead one are all there are."""
-    return self._length_of(worker) if image is None else list(image[:2])
+    return sum(rows for rows, _ in written), tree, notes
 
 
 def describe(result: Mapping[str, Any]) -> str:

@@ -15,13 +15,14 @@ import numpy as np
 
 from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import networks, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.gossip import topologies
 from asgd.live.gossip import frames
 from asgd.orders import protocol
+from asgd.orders.network import Network
 
 _MOST_PEERS = 16  # that are evaluated by themselves
 
@@ -42,6 +43,14 @@ class PeerPlan(ServerPlan):
   def gossip(self) -> gossip.Gossip:
     """Whom peers talk to, and how."""
     return self.recipe.gossip
+
+  @property
+  def call_network(self) -> Network | None:
+    """The network that messages of live peers pass, None without; what a peer
+    receives passes its link down."""
+    section = self.run.config.get("network")
+    network = section and networks.from_section(section, self.workers)
+    return network and network._replace(port=network.down)
 
   @property
   def quantum(self) -> int:

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 
 from asgd import base, orders, sharding, simulator
 from asgd.experiment import checkpoint, engines
-from asgd.experiment.engines import live_clusters, parameter_server, traffic
+from asgd.experiment.engines import (
+  live_clusters,
+  live_hosts,
+  parameter_server,
+  traffic,
+)
 from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
 
 
@@ -29,7 +34,7 @@ class ShardedEngine(SimulatedEngine):
       batch=plan.job_batches(seed),
       root=root,
       options=simulator.ShardOptions(
-        wire=live_clusters.dtype_on_wire(plan.run.config), plan=split
+        wire=live_hosts.dtype_on_wire(plan.run.config), plan=split
       ),
     )
     empty = [simulator.concatenate([]) for _ in self._traces]

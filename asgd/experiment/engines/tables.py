@@ -28,6 +28,7 @@ from asgd.experiment.engines import (
 from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
 from asgd.orders import trace
+from asgd.orders.network import Network
 from asgd.tables import functions
 
 
@@ -131,15 +132,18 @@ class TablePlan(outcomes.OutcomePlan):
 
     return tables.Work(batch, keys, gradient)
 
+  @property
+  def call_network(self) -> Network | None:
+    """The network that requests and their answers pass, None without."""
+    section, shards = self.run.config["network"], self.settings.shards
+    return networks.from_section(section, shards)
+
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.Jobs:
     """Returns a cell that has not begun."""
     kind, options = tables.Simulation, {}
-    network = networks.from_section(
-      self.run.config["network"], self.settings.shards
-    )
-    if network is not None:
+    if (network := self.call_network) is not None:
       kind, options = tables.OverNetwork, {"network": network}
     return kind(
       *(self.settings, self.split(params), self.work(seed, root)),

@@ -1,20 +1,18 @@
 """Peers without a server: in simulated time, live, and on a mesh."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from asgd import algorithms, base, simulator
 from asgd.experiment import live_files, storage
 from asgd.experiment.engines import (
+  live,
   live_peers,
   parameter_server,
-  peer_clusters,
   peer_mesh,
   peers,
 )
-from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.experiment.findings import Failure, Finding, of_workers
 from asgd.experiment.protocol import (
@@ -36,15 +34,6 @@ _CODEC = (
   "of the recipes of peers, choco_sgd and threshold_sharing alone have a codec,"
   " as their own option codec="
 )
-
-
-def _live(make_cluster: Any) -> Runner:
-  return Runner(
-    plan=peers.plan,
-    start=lambda context: live_peers.LivePeerEngine(context, make_cluster),
-    describe=live_peers.describe,
-    check=parameter_server.check,
-  )
 
 
 def _wrote(folder: Path, description: Description) -> bool:
@@ -118,8 +107,12 @@ PROTOCOL = Protocol(
       describe=peers.describe,
       check=parameter_server.check,
     ),
-    "threads": _live(peer_clusters.thread_peers),
-    "ray": _live(partial(peer_clusters.ray_peers, rebuild)),
+    **live.runners(
+      live_peers.LivePeerEngine,
+      plan=peers.plan,
+      describe=live_peers.describe,
+      check=parameter_server.check,
+    ),
     "mesh": Runner(
       plan=peer_mesh.plan,
       start=peer_mesh.PeerMeshEngine,

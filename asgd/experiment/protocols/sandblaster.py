@@ -1,7 +1,6 @@
 """A coordinator of batch training (Sandblaster): simulated and live."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,13 @@ import numpy as np
 
 from asgd import base, orders, sandblaster
 from asgd.experiment import live_files
-from asgd.experiment.engines import coordinated, live_batches, parameter_server
+from asgd.experiment.engines import (
+  coordinated,
+  live,
+  live_batches,
+  parameter_server,
+)
 from asgd.experiment.engines.coordinated import CoordinatedPlan
-from asgd.experiment.engines.live import rebuild
 from asgd.experiment.findings import Failure, Finding
 from asgd.experiment.protocol import (
   LIVE,
@@ -31,15 +34,6 @@ _NEVER_STALE = (
   "its workers take what comes next and its gradients are never stale"
 )
 _SIMULATED = "it is simulated time, and live workers take the time they take"
-
-
-def _live(make_hosts: Any) -> Runner:
-  return Runner(
-    plan=coordinated.plan,
-    start=lambda context: live_batches.LiveBatchEngine(context, make_hosts),
-    describe=live_batches.describe,
-    check=parameter_server.check,
-  )
 
 
 def _replay(
@@ -91,8 +85,12 @@ PROTOCOL = Protocol(
       describe=coordinated.describe,
       check=parameter_server.check,
     ),
-    "threads": _live(live_batches.thread_hosts),
-    "ray": _live(partial(live_batches.ray_hosts, rebuild)),
+    **live.runners(
+      live_batches.LiveBatchEngine,
+      plan=coordinated.plan,
+      describe=live_batches.describe,
+      check=parameter_server.check,
+    ),
   },
   live=LiveCells(
     wrote=lambda folder, description: False,

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,15 @@ from asgd import algorithms, base, orders, sharding, simulator
 from asgd.experiment import live_files
 from asgd.experiment.engines import (
   allocations,
+  live,
   live_clusters,
+  live_hosts,
   live_server,
   mesh,
   mesh_plan,
   parameter_server,
   simulate,
 )
-from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.findings import Failure, Finding, deaths, jobs, updates
 from asgd.experiment.protocol import (
@@ -33,39 +33,22 @@ from asgd.experiment.protocol import (
 from asgd.live.deadlines import DEAD
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
-from asgd.orders.trace import Event, from_events
+from asgd.orders.trace import from_events
 
 Description = Mapping[str, Any]
-
-
-def _live(make_cluster: Any) -> Runner:
-  return Runner(
-    plan=live_server.plan,
-    start=lambda context: live_server.LiveEngine(context, make_cluster),
-    describe=parameter_server.describe,
-    check=live_server.check,
-    devices=lambda run: run.config["live"]["devices"],
-  )
 
 
 # Folders of live cells, and of simulated shards.
 
 
-def traces_of(
-  folder: Path, description: Description
-) -> list[tuple[Path, list[Event]]]:
-  """Returns the path and the rows of each shard's journal."""
-  return list(live_files.read_traces(folder, description))
-
-
 def _trace(folder: Path, description: Description) -> base.Trace:
-  ((_, events), *_) = traces_of(folder, description)
+  ((_, events), *_) = live_files.read_traces(folder, description)
   return from_events(events)
 
 
 def check_replayable(folder: Path, description: Description) -> None:
   """Raises ValueError for journals that cannot be obeyed, or say nothing."""
-  for path, events in traces_of(folder, description):
+  for path, events in live_files.read_traces(folder, description):
     orders.check(events, depth=len(events), path=path)
     if not any(event.action == base.RECEIVE for event in events):
       raise ValueError(
@@ -85,7 +68,7 @@ def obey(
   order of its shards' traces; options are those of `simulator.run_sharded`."""
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
-  options["wire"] = live_clusters.dtype_on_wire(plan.run.config)
+  options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
   if len(traces) == 1:
     host = simulator.make_host(
@@ -122,7 +105,8 @@ def _simulation(plan: ServerPlan, cell: Any, folder: Path) -> tuple[Any, Any]:
 def _replay(
   plan: ServerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
-  journals = [events for _, events in traces_of(folder, description)]
+  traces = live_files.read_traces(folder, description)
+  journals = [events for _, events in traces]
   plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
   if "live" in plan.run.config:
     group = live_clusters.group(plan)
@@ -179,8 +163,13 @@ PROTOCOL = Protocol(
       describe=parameter_server.describe,
       check=simulate.check,
     ),
-    "threads": _live(live_clusters.thread_cluster),
-    "ray": _live(partial(live_clusters.ray_cluster, rebuild)),
+    **live.runners(
+      live_server.LiveServerEngine,
+      plan=live_server.plan,
+      describe=parameter_server.describe,
+      check=live_server.check,
+      devices=lambda run: run.config["live"]["devices"],
+    ),
     "mesh": Runner(
       plan=mesh_plan.plan,
       start=mesh.MeshEngine,

@@ -1,7 +1,6 @@
 """Tables of keyed rows: in simulated time and live."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,8 @@ import jax
 
 from asgd import base, simulator, tables
 from asgd.experiment import live_files
-from asgd.experiment.engines import (
-  live_tables,
-  parameter_server,
-  table_clusters,
-)
+from asgd.experiment.engines import live, live_tables, parameter_server
 from asgd.experiment.engines import tables as simulated
-from asgd.experiment.engines.live import rebuild
 from asgd.experiment.engines.tables import TablePlan
 from asgd.experiment.findings import Failure, Finding, of_workers
 from asgd.experiment.protocol import (
@@ -32,15 +26,6 @@ from asgd.orders import trace
 Description = Mapping[str, Any]
 _OWN_SHARDS = "its tables have shards of their own"
 _WAITS = "its consistency says who waits"
-
-
-def _live(make_cluster: Any) -> Runner:
-  return Runner(
-    plan=live_tables.plan,
-    start=lambda context: live_tables.LiveTableEngine(context, make_cluster),
-    describe=live_tables.describe,
-    check=parameter_server.check,
-  )
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
@@ -71,8 +56,8 @@ def _replay(
   try:
     replayed = tables.replay.replay(
       plan.settings,
-      table_clusters.first_tables(plan, cell.seed),
-      table_clusters.division_of(plan),
+      live_tables.first_tables(plan, cell.seed),
+      live_tables.division_of(plan),
       plan.work(cell.seed, root),
       files.read_orders(folder, plan.settings.shards, workers),
       jobs=plan.messages // workers,
@@ -115,8 +100,12 @@ PROTOCOL = Protocol(
       describe=simulated.describe,
       check=parameter_server.check,
     ),
-    "threads": _live(table_clusters.thread_tables),
-    "ray": _live(partial(table_clusters.ray_tables, rebuild)),
+    **live.runners(
+      live_tables.LiveTableEngine,
+      plan=live_tables.plan,
+      describe=live_tables.describe,
+      check=parameter_server.check,
+    ),
   },
   live=LiveCells(
     wrote=lambda folder, description: bool([*folder.glob("shard-*.csv")]),

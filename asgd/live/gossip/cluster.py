@@ -17,6 +17,7 @@ import numpy as np
 
 from asgd import gossip
 from asgd.live import faults as faults_lib
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied, NotFinite
 from asgd.live.gossip import files
@@ -26,7 +27,7 @@ from asgd.live.gossip.pairs import Pairs
 from asgd.live.gossip.peer import REJECTED, LivePeer
 from asgd.live.gossip.peer_rows import PeerDuty, PeerRows, View
 from asgd.live.gossip.rounds import Rounds
-from asgd.live.hosts import Host, Hosts, Inside, Make
+from asgd.live.hosts import Host, Hosts, Inside
 from asgd.live.hosts.base import COUNTER, PEER
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.spans import Span
@@ -46,7 +47,8 @@ class PeerMaker(NamedTuple):
   span: Callable[[int, Span], None] | None = None  # takes what peers do when
   # Compile in the host: a process of its own has compiled nothing.
   warm_up: bool = False
-  make_script: Callable[..., faults_lib.Script] = faults_lib.Script
+  # (faults, folder of the run, Inside) -> those of a host
+  make_script: Callable[..., faults_lib.Script] = faults_lib.script_of
 
   def __call__(
     self, index: int, image: Image | None, counter: Host | None, inside: Inside
@@ -58,12 +60,7 @@ class PeerMaker(NamedTuple):
       duty.warm_up(index)
     journal, sink = files.open_files(self.run, index, inside.disk)
     rows = PeerRows(index, duty, journal, sink, inside.clock)
-    script = self.make_script(
-      [fault for fault in self.faults if fault.worker == index],
-      kill=inside.kill,
-      wait=inside.wait,
-      tell=functools.partial(faults_lib.append_fault, self.run),
-    )
+    script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
     if counter is None:
@@ -76,7 +73,7 @@ class PeerMaker(NamedTuple):
     return peer
 
 
-class PeerCluster:
+class PeerCluster(Cluster):
   """The peers of a run: `start` begins, and `check` is to be called again and
   again until `finished`."""
 
@@ -106,7 +103,7 @@ class PeerCluster:
     self._messages = messages
     peers = how.topology.workers
     counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
-    self._supervisor = Supervisor(hosts, counts, ladder, patience=patience)
+    super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
     self._limit = sys.maxsize if self._pairs else messages // peers
     self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
     self._coming: dict[int, int] = {}  # of those that are being made
@@ -117,11 +114,6 @@ class PeerCluster:
   @property
   def _pairs(self):
     return self.gossip.order == gossip.PAIRS
-
-  @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
 
   # Starting.
 
@@ -157,14 +149,12 @@ class PeerCluster:
   def _make(self, peer, image=None) -> Party:
     run = self._maker.run
     self._coming[peer] = files.lives_of(read_journal(journal_path(run, peer)))
-    party = self._supervisor.start(PEER, peer, self._make_of(peer, image))
-    party.proven = True  # it has compiled when it is made
-    return party
-
-  def _make_of(self, peer, image) -> Make:
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
-    return functools.partial(self._maker, peer, image, counter)
+    make = functools.partial(self._maker, peer, image, counter)
+    party = self._supervisor.start(PEER, peer, make)
+    party.proven = True  # it has compiled when it is made
+    return party
 
   def _neighbours(self):
     parties = self._supervisor.parties[PEER]
@@ -358,10 +348,6 @@ class PeerCluster:
       return self._ask("view")
     views = self._ask("take_kept", rounds)
     return {peer: view for peer, view in views.items() if view is not None}
-
-  def close(self) -> None:
-    """Ends all peers; what they wrote stays."""
-    self._supervisor.close()
 
 
 def _make_counter(messages, taken, inside: Inside) -> JobCounter:

@@ -27,7 +27,7 @@ from asgd.live.hosts.threads import ThreadHost
 _SECONDS = 60.0  # to fetch what is there
 _LOCK_SECONDS = 30.0  # for the process before to end
 _LEAVE_SECONDS = 5.0  # to close objects at the end
-_CALLS = 16  # that an object may be at, or has put off
+_CALLS = 16  # of the driver, that an object may be at, or has put off
 _LOOK = 1.0  # seconds between two looks at a cluster that grows
 
 
@@ -161,7 +161,6 @@ class ActorHosts(Hosts):
     site: Site,
     *,
     resources: Mapping[str, Any] | None = None,
-    calls: int = _CALLS,
   ):
     """Waits until Ray has what the run needs; `ray.init` has been called.
 
@@ -169,15 +168,15 @@ class ActorHosts(Hosts):
       site: of the run; a token and the machine are put in.
       resources: what Ray is asked for each worker or peer, by default a process
         alone.
-      calls: how many may be with an object, or be put off by it, before others
-        have to wait.
 
     Raises:
       ValueError: if Ray has too little, and does not get it in time.
     """
     import ray
 
-    self._ray, self._calls, self._started = ray, calls, 0
+    self._ray, self._started = ray, 0
+    # That may be with an object, or be put off by it, before others wait.
+    self._calls = _CALLS + 4 * site.setup.workers
     self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}
     self._check_resources()

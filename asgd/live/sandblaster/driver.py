@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from asgd import base, sharding
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
@@ -73,7 +74,7 @@ def _first_images(plan, params):
   ]
 
 
-class Driver:
+class Driver(Cluster):
   """A live run of Sandblaster, with the interface of SandblasterSimulation."""
 
   def __init__(
@@ -97,11 +98,13 @@ class Driver:
     self._note_down = note_down
     self.book = book
     self.counts = Counts()
-    self._supervisor = Supervisor(
-      makers.hosts,
-      {SHARD: settings.shards, WORKER: workers},
-      options.ladder,
-      patience=DEAD * options.ladder.start,
+    super().__init__(
+      Supervisor(
+        makers.hosts,
+        {SHARD: settings.shards, WORKER: workers},
+        options.ladder,
+        patience=DEAD * options.ladder.start,
+      )
     )
     self._places = LivePlaces(
       workers, settings.jobs, self._supervisor, makers.worker, book
@@ -159,11 +162,6 @@ class Driver:
 
   def _clock(self):
     return self._supervisor.hosts.clock()
-
-  @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
 
   @property
   def state(self) -> State:

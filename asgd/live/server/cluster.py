@@ -9,10 +9,13 @@ all is received.
 import collections
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, Protocol
 
 from asgd import sharding
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import DEAD
 from asgd.live.duty import Duty
 from asgd.live.failures import NotFinite
@@ -26,6 +29,7 @@ from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
 Status = dict[str, Any]  # of a shard, see `Shard.status`
 _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
 _END_SECONDS = 5.0  # for shards to write what is left
+_LOOK = 0.1  # seconds between two looks
 _LEAVE_SECONDS = 2.0  # for workers to leave, once all is done
 
 
@@ -43,21 +47,10 @@ class Makers(Protocol):
     """Ends what is neither a shard's nor a worker's."""
 
 
-def finished(status: Sequence[Status] | None) -> bool:
-  """Whether every job was received, by all shards, as their status says."""
-  return (
-    bool(status)
-    and status[0]["stopped"]
-    and not any(shard["busy"] for shard in status)
-  )
-
-
-def _keep_image(row, shard):
-  shard.keep_image(row)
-
-
-def _kept_image(row, shard):
-  return shard.kept_image(row)
+def _finished(status):
+  if not status or not status[0]["stopped"]:
+    return False
+  return not any(shard["busy"] for shard in status)
 
 
 def _take_params(received, shard):  # of a module, to travel by its name
@@ -66,9 +59,9 @@ def _take_params(received, shard):  # of a module, to travel by its name
   return shard.state.messages.kept_params.pop(received, None)
 
 
-class ServerCluster:
+class ServerCluster(Cluster):
   """Shards and workers of a run: `start` begins, and `check` and `status` are
-  to be called again and again until `finished`."""
+  to be called again and again until it is `finished`."""
 
   def __init__(
     self,
@@ -98,7 +91,7 @@ class ServerCluster:
     self._make_duty, self._resumed = make_duty, resumed
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
-    self._supervisor = Supervisor(hosts, counts, setup.ladder)
+    super().__init__(Supervisor(hosts, counts, setup.ladder))
     self._lives = collections.Counter[int]()  # incarnations of each worker
     self._image_row = -1  # at which shards keep an image
     # Workers that were replaced since the lead last reported whom it has given
@@ -106,11 +99,12 @@ class ServerCluster:
     self._refilled: set[int] = set()
     self._absent: dict[int, float] = {}  # workers that have not joined, since
     self._stopped = False  # all jobs are received, as the lead reported
+    self.statuses: list[Status] | None = None  # that were asked for last
 
   @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
+  def finished(self) -> bool:
+    """Whether every job was received, by all shards, as `statuses` say."""
+    return _finished(self.statuses)
 
   @property
   def _patience(self):
@@ -186,9 +180,11 @@ class ServerCluster:
 
   # Watching.
 
-  def check(self) -> list[str]:
+  def check(self, received: int = 0) -> list[str]:
     """Replaces workers and shards that have exited; returns lines for the user.
-    Raises what made one of them exit, if it would end the next one, too."""
+    Raises what made one of them exit, if it would end the next one, too. The
+    lead itself reports how many messages were `received`."""
+    del received
     supervisor = self._supervisor
     for party, how in supervisor.take_ended(SHARD):
       supervisor.count_exit(SHARD, party.index, how)
@@ -217,7 +213,10 @@ class ServerCluster:
     """Returns each `Shard.status`, None while a shard is being replaced.
     Workers that the lead has given up are replaced. Raises NotFinite for more
     refused messages, in a row or of one job, than three for each worker."""
-    found = self._answers(Shard.status, self._made_shards())
+    found = self._supervisor.poll(
+      SHARD, "ask", Shard.status, among=self._made_shards()
+    )
+    found = {index: value[0] for index, value in found.items() if value}
     statuses = [found.get(index) for index in range(self.setup.shards)]
     lead, *others = statuses
     if lead:
@@ -231,9 +230,10 @@ class ServerCluster:
       self._replace_lost_workers(lead)
       self._refilled.clear()
       there = [shard for shard in others if shard]
-      if finished([lead]) and any(shard["busy"] for shard in there):
+      if _finished([lead]) and any(shard["busy"] for shard in there):
         self._answers(Shard.end_open_tickets)
-    return statuses if all(statuses) else None
+    self.statuses = statuses if all(statuses) else None
+    return self.statuses
 
   def _replace_lost_workers(self, lead):
     """Replaces workers that the lead has given up, and those that never
@@ -263,15 +263,17 @@ class ServerCluster:
         made += [index] if party.ready else []
     return made
 
-  def _answers(self, call, among=None) -> dict[int, Any]:
-    """Calls something with shards, all at once; returns the answers of those
-    that serve."""
-    found = self._supervisor.ask(SHARD, "ask", call, among=among)
+  def _answers(self, call) -> dict[int, Any]:
+    """Calls something with all shards; returns what those that serve answer."""
+    found = self._supervisor.ask(SHARD, "ask", call)
     return {index: value[0] for index, value in found.items() if value}
 
   def _ask(self, call: Callable[[Shard], Any]) -> list[Any]:
-    """Calls something with each shard. Raises Disconnected if one has
-    exited."""
+    """Calls something with each shard. Raises Disconnected if one has exited,
+    or does not answer polls."""
+    for index, party in self._supervisor.parties[SHARD].items():
+      if party.poll is not None:
+        raise Disconnected(index)
     found = self._answers(call)
     for index in range(self.setup.shards):
       if index not in found:
@@ -294,7 +296,7 @@ class ServerCluster:
     if not self.setup.consistent or self.setup.shards == 1:
       return self._ask(Shard.image)
     row = self._image_row
-    kept = self._ask(functools.partial(_kept_image, row))
+    kept = self._ask(methodcaller("kept_image", row))
     rows, images = zip(*kept, strict=True)
     if None not in images:
       self._image_row = -1
@@ -305,13 +307,39 @@ class ServerCluster:
         return images
     if row < 0 or max(rows) > row + _ROWS_AHEAD:  # or one has lost it
       self._image_row = max(rows) + _ROWS_AHEAD
-      self._ask(functools.partial(_keep_image, self._image_row))
+      self._ask(methodcaller("keep_image", self._image_row))
     return None
 
-  def pause(self) -> None:
-    """Makes workers start nothing new. Raises Disconnected if a shard has
-    exited."""
-    self._ask(Shard.pause)
+  # Waiting.
+
+  def insist(self, question: Callable[[], Any]) -> Any:
+    """Returns what shards answer to a question, which is asked again if one of
+    them has to be replaced first."""
+    while True:
+      try:
+        return question()
+      except Disconnected:
+        self.check()
+        self.status()
+        self._supervisor.hosts.sleep(_LOOK)
+
+  def images_now(self) -> list[tuple[Any, Any]]:
+    """Returns `images`, once there are some."""
+    while (images := self.insist(self.images)) is None:
+      self.check()
+      self._supervisor.hosts.sleep(_LOOK)
+    return images
+
+  def pause(self, seconds: float = math.inf) -> bool:
+    """Makes workers start nothing new, and waits until they have handed in what
+    they have begun, so many seconds at most; returns whether they have."""
+    self.insist(lambda: self._ask(Shard.pause))
+
+    def at_rest():
+      status = self.status()
+      return bool(status) and not any(shard["busy"] for shard in status)
+
+    return self._supervisor.rest(at_rest, seconds)
 
   # The end.
 

@@ -1,7 +1,6 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside
@@ -11,13 +10,9 @@ _PATIENCE = 5.0  # seconds after which a worker repeats what is not answered
 REPLACED = "replaced"  # how a worker ends whose host was ended
 
 
-class MakeReach(Protocol):
-  """Makes a Reach, not connected to any shard yet, in the host of a worker."""
-
-  def __call__(
-    self, worker: int, life: int, duty: Duty, inside: Inside
-  ) -> Reach:
-    """`life` counts the incarnations of the worker before this one."""
+# Makes a Reach, not connected to any shard yet: (worker, incarnations of it
+# before, duty, that of its host) -> Reach
+MakeReach = Callable[[int, int, Duty, Inside], Reach]
 
 
 class HostedWorker:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asgd.live.cluster import Cluster
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import AllDied
 from asgd.live.hosts import Host, Hosts, Make
@@ -59,7 +60,7 @@ class _Standing(NamedTuple):
     return self.how in (ENDED, HALTED, RESTS)
 
 
-class TableCluster:
+class TableCluster(Cluster):
   """Shards and workers of a run: `start` begins, and `check` is to be called
   again and again until `finished`."""
 
@@ -78,14 +79,9 @@ class TableCluster:
     nobody waits for the place any more."""
     self._places, self._run, self._refill = places, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
-    self._supervisor = Supervisor(hosts, self._counts, ladder)
+    super().__init__(Supervisor(hosts, self._counts, ladder))
     self._standing: dict[int, _Standing] = {}  # of each worker alive
     self._limit: int | None = None
-
-  @property
-  def replaced(self) -> dict[str, int]:
-    """How many parties of each kind were replaced."""
-    return self._supervisor.replaced
 
   # A run.
 
@@ -297,7 +293,3 @@ class TableCluster:
   def counts(self) -> list[tuple[int, int]]:
     """Returns (messages applied, the slowest clock) of each shard."""
     return self._ask("counts")
-
-  def close(self) -> None:
-    """Ends all; what they wrote stays."""
-    self._supervisor.close()

@@ -122,7 +122,7 @@ class PeersRun(WorldRun):
     maker = PeerMaker(
       lambda: self._duty._replace(batch=self._batch),
       *(self.folder, self.scenario.seed),
-      make_script=lambda *args, **options: WorldScript(self.world),
+      make_script=lambda *args: WorldScript(self.world),
     )
     self._cluster = PeerCluster(
       *(self._duty.gossip, self.make_hosts(), maker),

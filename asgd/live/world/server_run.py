@@ -7,7 +7,7 @@ from typing import Any
 
 from asgd.live.hosts.base import SHARD
 from asgd.live.links.base import Disconnected
-from asgd.live.server.cluster import ServerCluster, finished
+from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
 from asgd.live.shard.recovery import agree
 from asgd.live.world import invariants, scenario
@@ -60,7 +60,7 @@ class ServerRun(WorldRun):
 
     def look():
       cluster.check()
-      return finished(cluster.status())
+      return bool(cluster.status() and cluster.finished)
 
     def save():
       with contextlib.suppress(Disconnected):

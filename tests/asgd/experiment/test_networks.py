@@ -197,19 +197,20 @@ def test_what_a_network_takes_is_no_part_of_a_job(rules, incast):
     return Play(rules, streams, [0.0] * 3, jobs=24, **over)
 
   order, spans = played(TIMES), {0: [], 1: [], 2: []}
-  begin, compute = order._begin, order._compute
+  put, compute = order._put, order._compute
 
-  def fetched(job):
-    span = Span("fetch", order.now, order.now, job.seq, job.number)
-    spans[job.worker].append(span)
-    begin(job)
+  def fetched(time, place, call, job):
+    if call is pushed:  # the job begins
+      span = Span("fetch", order.now, order.now, job.seq, job.number)
+      spans[job.worker].append(span)
+    put(time, place, call, job)
 
   def pushed(job):
     span = Span("push", order.now, order.now, job.seq, job.number)
     spans[job.worker].append(span)
     compute(job)
 
-  order._begin, order._compute = fetched, pushed
+  order._put, order._compute = fetched, pushed
   order.until(24)
   journal = [
     kit.row(row.time, row.worker, row.job, row.action, row.seq)

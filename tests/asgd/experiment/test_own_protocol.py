@@ -1,16 +1,20 @@
 """A protocol outside the package: one module, and a line that registers it."""
 
 import importlib.util
+import shutil
 import sys
 
 import kit
 import numpy as np
 import pytest
 
-from asgd import experiment
-from asgd.experiment import folder, loop, report, schema
+from asgd import base, experiment
+from asgd.experiment import folder, loop, replay, report, schema
+from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
+from asgd.live.faults import Fault
+from asgd.live.journal import journal_path, read_journal
 
 _FILE = kit.ROOT / "tests" / "outside" / "walk.py"
 
@@ -62,6 +66,17 @@ class Once:
     return 15 if self.looks == 2 else 0
 
 
+class AtRows:
+  """A signal that comes once a journal has so many rows."""
+
+  def __init__(self, place, rows):
+    self._path, self._rows = journal_path(place, 0), rows
+
+  @property
+  def received(self):
+    return 15 if len(read_journal(self._path)) >= self._rows else 0
+
+
 def test_it_trains_and_learns(tmp_path):
   exp = build()
   result = train(exp, tmp_path)
@@ -95,13 +110,36 @@ def test_it_is_stopped_and_goes_on_to_the_same(tmp_path):
   assert [resumed[key] for key in same] == [whole[key] for key in same]
 
 
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_in_threads_it_is_killed_stopped_and_goes_on_to_the_same(
+  tmp_path, checkpoint
+):
+  whole = train(build(), tmp_path / "whole")
+  faults = [Fault(1, 2, "kill"), Fault(0, 4, "slow", 2.0)]  # jobs 7 and 12
+  machine = Machine(faults=faults, grace_seconds=60.0)
+  out = tmp_path / "threads"
+  place = out / "cells" / "run-n3-s0"
+  with pytest.raises(Stopped):
+    exp = build(engine="threads")
+    train(exp, out, machine=machine, signals=AtRows(place, 26))
+  if not checkpoint:
+    shutil.rmtree(place / "checkpoints")
+  result = train(build(engine="threads"), out)
+  assert result["hops"] == whole["hops"]
+  assert result["params_sha256"] == whole["params_sha256"]
+  assert result["replaced"] == {"worker": 1}
+  rows = [tuple(row)[1:] for row in read_journal(journal_path(place, 0))]
+  assert ((1, 2, 7, base.LOST) in [row[:4] for row in rows]) == checkpoint
+  assert replay.replay(place).same
+
+
 def test_what_it_has_no_use_for_is_refused_with_its_reason():
   with pytest.raises(ValueError, match="gate.max_staleness 2 is not for the re"
     ".*: nothing is ever stale; leave it out"):
     build(gate={"max_staleness": 2})
-  with pytest.raises(ValueError, match="engine 'threads' does not run: use"
-    " engine='simulate'"):
-    build(engine="threads")
+  with pytest.raises(ValueError, match="engine 'mesh' does not run: use"
+    " engine='simulate' or 'threads'"):
+    build(engine="mesh")
   with pytest.raises(ValueError, match="stay must be a whole number from 1"):
     build({"stay": 0})
   assert "stay" in schema.options_of("walk")

@@ -34,7 +34,7 @@ from asgd.live.hosts.site import Site
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.links.base import Disconnected
 from asgd.live.records import read_records, records_path
-from asgd.live.server.cluster import ServerCluster, finished
+from asgd.live.server.cluster import ServerCluster
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
@@ -254,8 +254,9 @@ class Live:
 
   def finish(self):
     self.open()
+    cluster = self.cluster
     kit.until(
-      lambda: finished(self.cluster.status()), "the end", self.look
+      lambda: cluster.status() and cluster.finished, "the end", self.look
     )
 
   def events(self, index=0):

@@ -99,7 +99,7 @@ class Run:
     while True:
       status = self.cluster.status()
       self.news += [line for each in status or () for line in each["news"]]
-      if clusters.finished(status):
+      if self.cluster.finished:
         return
       look()
       self.cluster.check()

@@ -1,12 +1,15 @@
 """The supervisor of a run's parties, with threads and a clock by hand."""
 
+import threading
 import time
+from concurrent.futures import Future
 
 import pytest
 
 from asgd.live import supervisor as supervisor_lib
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
+from asgd.live.hosts import Gone
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.supervisor import Supervisor
 
@@ -86,6 +89,67 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
   assert hosts.gone() == [("shard", 1)]
   hosts.close()
+
+
+class Full:
+  """Fails when it is called, and reports why a moment later."""
+
+  def __init__(self, inside):
+    self._inside, self._ended = inside, Future()
+
+  def run(self):
+    return self._ended
+
+  def add(self, number):
+    self._inside.later(lambda: None, "report")
+    raise Gone("shard", 0)
+
+  def report(self, call):
+    self._ended.set_exception(ValueError("no space left"))
+
+
+def test_a_party_that_fails_as_it_is_asked_reports_why(supervisor):
+  party = supervisor.start("shard", 0, Full)
+  party.run = party.host.call("run")
+  assert supervisor.ask("shard", "add", 5) == {}
+  with pytest.raises(ValueError, match="no space left"):
+    list(supervisor.take_ended("shard"))
+
+
+class Still:
+  """Stands still in a call until it is freed."""
+
+  def __init__(self):
+    self.free = threading.Event()
+
+  def add(self, number):
+    assert self.free.wait(300.0)
+    return number
+
+
+def test_a_party_that_stands_still_holds_up_no_poll(supervisor):
+  still, later, hosts = Still(), [0.0], supervisor.hosts
+  run_clock = hosts.clock
+  hosts.clock = lambda: run_clock() + later[0]
+  supervisor.start("shard", 0, lambda inside: still)
+  supervisor.start("shard", 1, counter(2))
+  supervisor.await_made([*supervisor.parties["shard"].values()])
+
+  def poll():
+    return supervisor.poll("shard", "add", 4, among=range(2))
+
+  assert [poll(), poll()] == [{1: 6}, {1: 10}]
+  call = supervisor.parties["shard"][0].poll
+  still.free.set()
+  assert call.result() == 4
+  assert poll() == {0: 4, 1: 14}
+  still.free.clear()
+  assert poll() == {1: 18}
+  assert not supervisor.lost("shard")
+  later[0] = 60.0
+  assert poll() == {1: 22}
+  assert [party.index for party in supervisor.lost("shard")] == [0]
+  still.free.set()
 
 
 def test_a_job_that_takes_too_long_ends_its_party(supervisor, clock):

@@ -183,11 +183,23 @@ def test_the_others_go_on_without_one_that_is_not_replaced(tmp_path):
   assert np.bincount(run.records().worker).tolist() == [8, 8, 3, 8]
 
 
-def test_a_message_that_is_not_finite_ends_its_peer(tmp_path):
+@pytest.mark.parametrize(
+  ("fault", "ladder"),
+  [
+    (Fault(0, 2, "nan"), Ladder()),
+    (Fault(1, 4, "hang"), Ladder(k=5.0, floor=0.1, start=0.5)),
+  ],
+  ids=["rejected", "hung"],
+)
+def test_a_peer_that_fails_is_replaced(tmp_path, request, fault, ladder):
   run = Run(tmp_path, rounds=12)
-  run.run(faults=[Fault(0, 2, "nan")])
+  run.run(faults=[fault], ladder=ladder)
   run.check()
-  assert (run.trace().action == base.REJECT).sum() == 1
+  rejected = (run.trace().action == base.REJECT).sum()
+  assert rejected == (fault.kind == "nan")
+  how = request.node.callspec.id
+  told = f"peer {fault.worker} {how}; the others go on, another takes its place"
+  assert told in run.news
 
 
 def test_a_paused_run_goes_on_from_images(tmp_path):
@@ -330,18 +342,13 @@ def test_pairs_never_wait_for_each_other_in_a_circle(tmp_path, topology):
   assert sorted(run.records().job) == list(range(run.messages))
 
 
-def test_a_peer_that_hangs_is_replaced(tmp_path):
-  run = Run(tmp_path, rounds=12)
-  quick = Ladder(k=5.0, floor=0.1, start=0.5)
-  run.run(faults=[Fault(1, 4, "hang")], ladder=quick)
-  run.check()
-  assert "peer 1 hung; the others go on, another takes its place" in run.news
-
-
-def test_peers_that_all_died_are_told_of(tmp_path):
-  run = Run(tmp_path, rounds=4)
-  with pytest.raises(AllDied):
-    run.run(faults=[Fault(i, 2, "kill") for i in range(PEERS)])
+@pytest.mark.parametrize(
+  ("kind", "error"), [("kill", AllDied), ("nan", NotFinite)]
+)
+def test_what_ends_all_peers_ends_the_run(tmp_path, kind, error):
+  faults = [Fault(i, 2, kind) for i in range(PEERS)]
+  with pytest.raises(error, match="all peers"):
+    Run(tmp_path, rounds=4).run(faults=faults, refill=False)
 
 
 def test_what_goes_wrong_in_a_peer_is_raised(tmp_path):
@@ -377,12 +384,6 @@ def test_spans_of_peers_follow_each_other(tmp_path):
     assert names == ["fetch", "compute", "push"] * (len(mine) // 3)
     for before, after in itertools.pairwise(mine):
       assert before.start <= before.end <= after.start
-
-
-def test_what_all_compute_that_is_not_finite_ends_the_run(tmp_path):
-  run = Run(tmp_path, rounds=4)
-  with pytest.raises(NotFinite, match="all peers computed"):
-    run.run(faults=[Fault(i, 2, "nan") for i in range(PEERS)], refill=False)
 
 
 class _Losing(ThreadHosts):

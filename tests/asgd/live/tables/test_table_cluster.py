@@ -209,18 +209,16 @@ def test_a_shard_and_a_worker_die_and_nothing_is_lost(run_of, model):
   assert run.records().staleness.max() <= bound
 
 
-def test_an_update_that_is_not_finite_is_made_again(run_of):
-  run = run_of(SSP, faults=[Fault(1, 3, "nan")]).train()
-  assert run.cluster.replaced["worker"] == 1
-  actions = files.read_trace(run.folder, WORKERS).action
-  assert (actions == base.REJECT).sum() == 1
-  check_whole(run)
-  run.check_replay()
-
-
-def test_a_worker_that_hangs_is_replaced(run_of):
-  run = run_of(SSP, faults=[Fault(0, 3, "hang")], ladder=QUICK).train()
+@pytest.mark.parametrize(
+  ("fault", "ladder"),
+  [(Fault(1, 3, "nan"), Ladder()), (Fault(0, 3, "hang"), QUICK)],
+  ids=["nan", "hang"],
+)
+def test_a_worker_that_fails_is_replaced(run_of, fault, ladder):
+  run = run_of(SSP, faults=[fault], ladder=ladder).train()
   assert run.cluster.replaced["worker"] >= 1
+  actions = files.read_trace(run.folder, WORKERS).action
+  assert (actions == base.REJECT).sum() == (fault.kind == "nan")
   check_whole(run)
   run.check_replay()
 
@@ -408,28 +406,16 @@ def test_ranges_move_without_one_who_is_not_replaced(run_of):
   run.check_replay()
 
 
-def test_a_shard_that_dies_at_rest_comes_back(run_of):
+@pytest.mark.parametrize("kind", ["shard", "worker"])
+def test_a_party_that_dies_at_rest_is_replaced(run_of, kind):
   one = run_of(SSP)
   one.cluster.start()
   assert one.cluster.pause()
-  one.hosts.kill("shard", 1)
-  one.cluster.images()
-  one.cluster.go_on()
-  one.finish()
-  assert one.cluster.replaced == {"worker": 0, "shard": 1}
-  check_whole(one)
-  one.check_replay()
-
-
-def test_a_worker_that_dies_at_rest_is_replaced(run_of):
-  one = run_of(SSP)
-  one.cluster.start()
-  assert one.cluster.pause()
-  one.hosts.kill("worker", 1)
+  one.hosts.kill(kind, 1)
   assert set(one.cluster.images().workers) == {0, 1, 2}
   one.cluster.go_on()
   one.finish()
-  assert one.cluster.replaced == {"worker": 1, "shard": 0}
+  assert one.cluster.replaced == {"worker": 0, "shard": 0, kind: 1}
   check_whole(one)
   one.hosts.kill("worker", 2)  # at the end, which costs what it held back
   assert one.cluster.held() == (0, 0)

@@ -1,4 +1,4 @@
-"""What a live cell's cluster is made with: devices, and what Ray is asked."""
+"""The devices of a live cell: what threads share, and what Ray is asked."""
 
 import os
 import types
@@ -7,14 +7,12 @@ import jax
 import pytest
 
 from asgd import experiment
-from asgd.experiment.engines import live_clusters
+from asgd.experiment.engines import live_clusters, live_hosts
 from asgd.experiment.machine import Machine
-from asgd.live.hosts import actors
-from asgd.live.hosts.site import Site
 
 
 def prepared(folder, engine, **settings):
-  """A cell, ready for a cluster to be made of it."""
+  """A cell, ready for its hosts to be made."""
   config = {
     "data": {"name": "digits"},
     "model": {"name": "mlp", "hidden": (4,)},
@@ -27,7 +25,10 @@ def prepared(folder, engine, **settings):
   made = experiment.build(config, engines=experiment.ENGINES)
   (cell,) = made.cells
   plan = made.plan(cell)
-  return live_clusters.prepare(plan, cell, folder, folder, [4])
+  setup = live_clusters.prepare(plan, 0, [4]).setup
+  return live_hosts.LiveCell(
+    *(plan, cell, made.dataset, setup, folder, folder, 0.0)
+  )
 
 
 @pytest.mark.parametrize(
@@ -45,11 +46,11 @@ def test_threads_share_the_accelerators_of_their_process(
   live = prepared(tmp_path, "threads", **settings)
   devices = [types.SimpleNamespace(platform=kind) for kind in kinds]
   monkeypatch.setattr(jax, "local_devices", lambda: devices)
-  assert live_clusters.local_devices(live) == tuple(devices)[:shared]
+  assert live_clusters.local_devices(live.plan) == tuple(devices)[:shared]
 
 
 @pytest.mark.parametrize(
-  ("settings", "site"),
+  ("settings", "reserved"),
   [
     ({}, ("cpu", 0.0)),
     ({"resources": {"fast": 1}, "worker_cpus": 2}, ("cpu", 0.0)),
@@ -59,21 +60,9 @@ def test_threads_share_the_accelerators_of_their_process(
   ],
 )
 def test_workers_use_the_accelerators_that_they_reserve(
-  monkeypatch, tmp_path, settings, site
+  tmp_path, settings, reserved
 ):
-  pytest.importorskip("ray")
-  made = []
-
-  def hosts(site, **options):
-    made.append(site)
-    return types.SimpleNamespace(site=site)
-
-  monkeypatch.setattr(actors, "ActorHosts", hosts)
-  machine = Machine(profile="trace")
-  monkeypatch.setattr(machine, "share", lambda value: value)
   live = prepared(tmp_path, "ray", **settings)
-  live_clusters.ray_cluster(None, live, machine, None, False, 0.0)
-  (given,) = made
-  assert isinstance(given, Site)
-  assert (given.platform, given.gpus) == site
-  assert given.profile == f"{os.getcwd()}/trace"
+  site = live_hosts.site(live, Machine(profile="trace"))
+  assert (site.platform, site.gpus) == reserved
+  assert site.profile == f"{os.getcwd()}/trace"

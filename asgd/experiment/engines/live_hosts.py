@@ -1,0 +1,152 @@
+"""The hosts of a live cell: threads of this process, or processes of Ray.
+
+Parties are made in their hosts from the plan of the cell. Threads share that of
+the driver; a process of Ray makes it again, of a resolved config and of data in
+Ray's object store.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asgd.checks import shortened
+from asgd.experiment import cells
+from asgd.live.deadlines import Ladder
+from asgd.live.hosts import Hosts
+from asgd.live.links import throttled_hosts
+from asgd.live.setup import Setup
+from asgd.live.spans import SpanWriter
+from asgd.orders import protocol
+
+_DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
+_PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
+
+
+class LiveCell(NamedTuple):
+  """What the hosts and the parties of a live cell are made of."""
+
+  plan: Any  # of the cell, an engines.Plan
+  cell: cells.Cell
+  dataset: Any  # of the experiment
+  setup: Setup
+  folder: Path  # of the cell, absolute
+  memory: Path  # what outlives processes, sockets
+  began: float  # time.monotonic() when it began, or would have
+
+  @property
+  def settings(self) -> Mapping[str, Any]:
+    """The section `live` of the config."""
+    return self.plan.run.config["live"]
+
+  @property
+  def write_span(self) -> SpanWriter | None:
+    """Writes what workers do when; None if the config does not ask for it."""
+    return SpanWriter(self.folder) if self.settings["spans"] else None
+
+
+class CellHosts(NamedTuple):
+  """Where the parties of a live cell run."""
+
+  hosts: Hosts
+  plan: Callable[[], Any]  # returns the plan of the cell, in any host
+  apart: bool  # each host is a process, which has compiled nothing
+  leave_seconds: float = 2.0  # to write what parties did, once all is done
+
+
+# (LiveCell, Machine) -> CellHosts
+MakeHosts = Callable[[LiveCell, Any], CellHosts]
+# (config, dataset, cell) -> plan; a function of a module, which other processes
+# import
+Rebuild = Callable[[Mapping[str, Any], Any, Any], Any]
+
+
+def ladder(settings: Mapping[str, Any]) -> Ladder:
+  """Returns when a worker is late, as the section `live` says."""
+  return Ladder(*(settings[key] for key in _DEADLINES))
+
+
+def setup_of(plan: Any) -> Setup:
+  """Returns the setup of a protocol without the rules of a dense server."""
+  late = ladder(plan.run.config["live"])
+  return Setup(protocol.Rules(), plan.workers, plan.messages, ladder=late)
+
+
+def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
+  """Returns the dtype to which numbers are rounded on their way, or None."""
+  wire = config["server"]["wire"]
+  return None if wire == "float32" else wire
+
+
+def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
+  """Returns hosts that are threads of this process."""
+  # Of a plan whose calls take the time of a network.
+  network = getattr(live.plan, "call_network", None)
+  workers = live.plan.workers
+  hosts = throttled_hosts.make_hosts(network, workers, began=live.began)
+  hosts.say = machine.tell
+  return CellHosts(hosts, lambda: live.plan, apart=False)
+
+
+def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
+  """Returns hosts that are actors of Ray, which is started unless it runs."""
+  config = cells.only(live.plan.run, live.cell)
+  shared = machine.share(live.dataset)  # which starts Ray
+  from asgd.live.hosts.actors import ActorHosts
+
+  where, settings = site(live, machine), live.settings
+  resources = {
+    "num_cpus": settings["worker_cpus"],
+    "num_gpus": settings["worker_gpus"],
+    "resources": settings["resources"],
+    "accelerator_type": settings["accelerator"],
+    "scheduling_strategy": _PLACEMENT[settings["placement"]],
+  }
+  hosts = ActorHosts(where, resources=resources)
+  hosts.say = machine.tell
+  plan = functools.partial(make_plan, rebuild, config, shared, live.cell)
+  leave_seconds = 60.0 if where.profile else 10.0 if where.spans else 2.0
+  return CellHosts(hosts, plan, apart=True, leave_seconds=leave_seconds)
+
+
+def make_plan(
+  rebuild: Rebuild, config: Mapping[str, Any], dataset: Any, cell: Any
+) -> Any:
+  """Makes the plan of a cell in a process that received config and data."""
+  import ray
+
+  if isinstance(dataset, ray.ObjectRef):
+    try:
+      dataset = ray.get(dataset)  # an error if the driver, who has it, died
+    except ray.exceptions.RaySystemError as error:  # it cannot be unpickled
+      line = shortened(str(error).strip().splitlines()[-1], 200)
+      raise ValueError(
+        f"functions or data cannot be read in another process ({line}): their"
+        " modules must be importable there: put their folder on PYTHONPATH"
+        " before Ray starts, or define them in the script that is run"
+      ) from error
+  return rebuild(config, dataset, cell)
+
+
+def site(live: LiveCell, machine: Any) -> Any:
+  """Returns the `Site` of a live cell, for hosts that are processes."""
+  from asgd.live.hosts.site import Site
+
+  settings = live.settings
+  # What was not reserved is left to others: JAX would take most of the memory
+  # of a GPU that it sees.
+  accelerated = settings["worker_gpus"] or settings["accelerator"]
+  accelerated = accelerated or "TPU" in settings["resources"]
+  return Site(
+    live.setup,
+    str(live.folder),
+    str(live.memory),
+    live.began,
+    compress=dtype_on_wire(live.plan.run.config),
+    spans=settings["spans"],
+    devices=settings["devices"],
+    platform=None if accelerated else "cpu",
+    gpus=settings["worker_gpus"],
+    cluster_seconds=settings["cluster_seconds"],
+    profile=machine.profile and str(Path(machine.profile).absolute()),
+  )
