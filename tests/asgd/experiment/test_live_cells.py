@@ -22,7 +22,7 @@ from asgd.experiment import (
   ray_runtime,
   replay,
 )
-from asgd.experiment.engines import live_hosts, live_tables
+from asgd.experiment.engines import live_tables
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
@@ -31,6 +31,7 @@ from asgd.live.faults import Fault
 from asgd.live.gossip import files as peer_files
 from asgd.live.hosts import threads
 from asgd.live.journal import journal_path, read_journal
+from asgd.live.links import throttled_hosts
 from asgd.live.records import records_path
 from asgd.live.tables import files
 
@@ -162,7 +163,7 @@ class Killer:
     self._party = kind, 0 if kind == "counter" else 1
     self._hosts, self.killed = [], False
     if engine == "threads":
-      monkeypatch.setattr(live_hosts, "ThreadHosts", self._make_hosts)
+      monkeypatch.setattr(throttled_hosts, "ThreadHosts", self._make_hosts)
 
   def _make_hosts(self, **options):
     self._hosts.append(threads.ThreadHosts(**options))
