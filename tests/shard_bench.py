@@ -25,12 +25,7 @@ from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import Shard, ShardStorage
-from asgd.live.slots import (
-  MESSAGES,
-  PARAMS,
-  DamagedSnapshot,
-  message_stamp,
-)
+from asgd.live.slots import MESSAGES, PARAMS, DamagedSnapshot, message_stamp
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 

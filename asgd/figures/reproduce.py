@@ -30,13 +30,7 @@ from asgd.experiment import (
 )
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import NoSignals
-from asgd.figures import (
-  columns,
-  drawing,
-  figure_file,
-  gallery,
-  verdicts,
-)
+from asgd.figures import columns, drawing, figure_file, gallery, verdicts
 from asgd.figures.figure_file import Counts, Figure
 
 

@@ -9,12 +9,5 @@ of, and `orders` makes the traces that simulators obey.
 from asgd.gossip import orders, rules, topologies
 from asgd.gossip.correction import correct_variance
 from asgd.gossip.orders import PAIRS, ROUNDS, Gossip
-from asgd.gossip.peer import (
-  Job,
-  Peer,
-  PeerState,
-  Rule,
-  make_peer,
-  message_key,
-)
+from asgd.gossip.peer import Job, Peer, PeerState, Rule, make_peer, message_key
 from asgd.gossip.topology import Topology

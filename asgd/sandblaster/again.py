@@ -8,12 +8,7 @@ import jax.numpy as jnp
 
 from asgd import base
 from asgd.sandblaster.commands import Command
-from asgd.sandblaster.coordinator import (
-  Begin,
-  Coordinator,
-  State,
-  message_name,
-)
+from asgd.sandblaster.coordinator import Begin, Coordinator, State, message_name
 from asgd.sandblaster.portions import Work, make_sums
 from asgd.sandblaster.settings import Settings
 from asgd.sandblaster.shard import Shards

@@ -31,12 +31,7 @@ from asgd.sandblaster.coordinator import (
   State,
   message_name,
 )
-from asgd.sandblaster.portions import (
-  PortionJobs,
-  Work,
-  make_sums,
-  message_norm,
-)
+from asgd.sandblaster.portions import PortionJobs, Work, make_sums, message_norm
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards
 

@@ -27,12 +27,7 @@ from asgd.experiment.engines import (
   parameter_server,
 )
 from asgd.experiment.engines.simulated import SimulatedEngine
-from asgd.experiment.protocol import (
-  Protocol,
-  Recomputed,
-  Refusal,
-  Runner,
-)
+from asgd.experiment.protocol import Protocol, Recomputed, Refusal, Runner
 from asgd.experiment.protocols import sandblaster, server
 from asgd.live import faults
 from asgd.live.cluster import Cluster

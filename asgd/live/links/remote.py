@@ -21,13 +21,7 @@ from asgd.compression import packing
 from asgd.live import deadlines, frames
 from asgd.live.frames import Frame
 from asgd.live.links.base import Disconnected
-from asgd.live.slots import (
-  MESSAGES,
-  PARAMS,
-  UPDATES,
-  WrongSlot,
-  message_stamp,
-)
+from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 
 _LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect

@@ -14,12 +14,7 @@ import numpy as np
 from asgd import orders, safe_files
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog
-from asgd.live.sandblaster.driver import (
-  Driver,
-  HostMakers,
-  Options,
-  SavedRun,
-)
+from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun
 from asgd.live.world.storage import Broken

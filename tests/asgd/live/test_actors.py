@@ -17,14 +17,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd import (
-  algorithms,
-  base,
-  compression,
-  orders,
-  sharding,
-  simulator,
-)
+from asgd import algorithms, base, compression, orders, sharding, simulator
 from asgd import worker as worker_lib
 from asgd.live import processes
 from asgd.live.deadlines import Ladder

@@ -15,12 +15,7 @@ from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import shard, worker
 from asgd.live.sandblaster.book import LiveRunLog, last_time
-from asgd.live.sandblaster.driver import (
-  Driver,
-  HostMakers,
-  Options,
-  SavedRun,
-)
+from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.sandblaster.places import LivePlaces
 from asgd.orders.trace import from_events
 from asgd.sandblaster import PlannedKill, Settings, recompute

@@ -18,10 +18,7 @@ from shard_bench import (
   team,
 )
 
-from asgd import (
-  base,
-  sharding,
-)
+from asgd import base, sharding
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.orders.protocol import Rules

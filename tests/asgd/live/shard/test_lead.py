@@ -3,12 +3,7 @@
 import numpy as np
 import pytest
 from kit import bits
-from shard_bench import (
-  WORKERS,
-  Bench,
-  Hand,
-  one,
-)
+from shard_bench import WORKERS, Bench, Hand, one
 
 from asgd import base
 from asgd.live import frames

@@ -4,20 +4,9 @@
 import numpy as np
 import pytest
 from kit import bits
-from shard_bench import (
-  KINDS,
-  Bench,
-  Memory,
-  audit,
-  crew,
-  describe,
-  one,
-  play,
-)
+from shard_bench import KINDS, Bench, Memory, audit, crew, describe, one, play
 
-from asgd import (
-  base,
-)
+from asgd import base
 from asgd.live import frames
 from asgd.live.deadlines import Ladder
 from asgd.live.frames import Frame

@@ -3,14 +3,7 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shard_bench import (
-  OPS,
-  WORKERS,
-  Bench,
-  act,
-  audit,
-  one,
-)
+from shard_bench import OPS, WORKERS, Bench, act, audit, one
 
 from asgd.live.setup import Setup
 from asgd.orders.protocol import Rules
