@@ -18,6 +18,7 @@ from asgd.live.links import throttled_hosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
 from asgd.orders import protocol
+from asgd.orders.network import Network
 
 _DEADLINES = "late_mads", "late_seconds", "start_seconds"  # of a Ladder
 _PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
@@ -33,6 +34,7 @@ class LiveCell(NamedTuple):
   folder: Path  # of the cell, absolute
   memory: Path  # what outlives processes, sockets
   began: float  # time.monotonic() when it began, or would have
+  network: Network | None = None  # whose time calls of threads take
 
   @property
   def settings(self) -> Mapping[str, Any]:
@@ -80,10 +82,8 @@ def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
 
 def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are threads of this process."""
-  # Of a plan whose calls take the time of a network.
-  network = getattr(live.plan, "call_network", None)
   workers = live.plan.workers
-  hosts = throttled_hosts.make_hosts(network, workers, began=live.began)
+  hosts = throttled_hosts.make_hosts(live.network, workers, began=live.began)
   hosts.say = machine.tell
   return CellHosts(hosts, lambda: live.plan, apart=False)
 

@@ -90,6 +90,9 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _in_pairs(self):
     return self._plan.gossip.order == gossip.PAIRS
 
+  def _network(self):
+    return self._plan.call_network
+
   def _make_cluster(self, live, hosts, saved):
     plan, seed = self._plan, live.cell.seed
     if not self._in_pairs:

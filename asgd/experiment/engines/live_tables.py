@@ -168,6 +168,9 @@ class LiveTableEngine(live_engine.LiveEngine):
     """The journals of shards and workers."""
     return [*self._orders, *super()._journals()]
 
+  def _network(self):
+    return self._plan.call_network
+
   def _make_cluster(self, live, hosts, saved):
     makers = TableMakers(
       *(hosts.plan, live.cell.seed, live.folder, live.memory),
