@@ -151,7 +151,7 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"order": {"name": "fixed_delay"}}, "config.order.name 'fixed_delay' is"),
     ({"codec": {"name": "qsgd", "levels": 0}}, "runs.run.codec.levels must be"),
     (
-      {"engine": "threads", "network": NETWORK},
+      {"engine": "ray", "network": NETWORK},
       "config.network.latency 0.125 is not for the recipe 'table'",
     ),
   ],
