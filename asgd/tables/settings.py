@@ -128,6 +128,36 @@ class TableSettings(NamedTuple):
     return ValueCodec(**dict(self.codec)) if self.codec else None
 
 
+def _function_at_server(options, learning_rate, *, messages):
+  """Returns the function that one of the options, by name, asks for: a sum of
+  increments if all are None. Raises ValueError for two of them."""
+  given = {k: value for k, value in options.items() if value is not None}
+  if len(given) > 1:
+    raise ValueError(
+      f"{' and '.join(given)} are both the function at the server: drop one"
+    )
+  if not given:
+    return functions.add()
+  ((name, option),) = given.items()
+  if name == "proximal":
+    if callable(learning_rate):
+      raise ValueError(
+        "proximal has no schedule of its learning rate: use a constant one"
+      )
+    return _from_options(
+      name, functions.proximal, option, learning_rate, messages=messages
+    )
+  if name == "ftrl":
+    ftrl = _from_options(name, functions.ftrl_proximal, option, learning_rate)
+    return functions.by_row(ftrl)
+  if not callable(option):
+    raise ValueError(
+      "optimizer must be an optimizers.Optimizer, as optimizers.named('adam')"
+      f" is, not {checks.shown(option)}"
+    )
+  return functions.by_row(option(learning_rate))
+
+
 def table(
   learning_rate: optax.ScalarOrSchedule,
   workers: int,
@@ -211,38 +241,15 @@ def table(
   rules = consistency_lib.rules(
     model, bound=bound, threshold=threshold, budget=budget
   )
-  given = {"ftrl": ftrl, "proximal": proximal, "the optimizer": optimizer}
-  given = [name for name, value in given.items() if value is not None]
-  if len(given) > 1:
-    raise ValueError(
-      f"{' and '.join(given)} are both the function at the server: drop one"
-    )
-  function = functions.add()
+  options = {"ftrl": ftrl, "proximal": proximal, "the optimizer": optimizer}
+  messages = workers * clock_every
+  function = _function_at_server(options, learning_rate, messages=messages)
   if proximal is not None:
-    if callable(learning_rate):
-      raise ValueError(
-        "proximal has no schedule of its learning rate: use a constant one"
-      )
-    function = _from_options(
-      *("proximal", functions.proximal, proximal, learning_rate),
-      messages=workers * clock_every,
-    )
     # Rows of `functions.proximal` are (weight, curvature).
     filters = [
       {"column": 0, "l1": proximal["l1"], **each} if _is_kkt(each) else each
       for each in filters
     ]
-  elif ftrl is not None:
-    function = functions.by_row(
-      _from_options("ftrl", functions.ftrl_proximal, ftrl, learning_rate)
-    )
-  elif optimizer is not None:
-    if not callable(optimizer):
-      raise ValueError(
-        "optimizer must be an optimizers.Optimizer, as optimizers.named('adam')"
-        f" is, not {checks.shown(optimizer)}"
-      )
-    function = functions.by_row(optimizer(learning_rate))
   settings = TableSettings(
     rules,
     function,
