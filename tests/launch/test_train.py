@@ -95,6 +95,23 @@ def test_it_says_where_everything_is_and_it_is_there(finished):
   assert all(board.stat().st_size > 0 for board in boards)
 
 
+def test_no_bar_is_drawn_where_there_is_no_terminal(finished):
+  _, result = finished
+  assert "\r" not in result.stderr
+  for cell in ("nag_asgd-n3-s0", "dana_zero-n3-s0"):
+    (line,) = (x for x in result.stderr.splitlines() if x.startswith(cell))
+    for word in ("accuracy", "staleness", "gap", "effective learning rate"):
+      assert word in line
+
+
+def test_the_resolved_config_is_kept(finished):
+  workdir, _ = finished
+  config = storage.read_json(workdir / "config.json")
+  assert config["config"]["workers"] == [3]
+  assert config["config"]["runs"]["nag_asgd"]["recipe"] == "nag_asgd"
+  assert config["free"]["data source"] == "scikit-learn (embedded)"
+
+
 def read_rows(path):
   return [json.loads(line) for line in path.read_text().splitlines()]
 
@@ -327,3 +344,29 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
   assert "stopping: what was trained is saved first" in result.stderr
   finish(*LONG, *ONE, place)
   assert_same(workdir, undisturbed)
+
+
+def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):
+  workdir = tmp_path / "out"
+  explode = (
+    *(a for a in SMALL if "only" not in a),
+    *ONE,
+    "--config.learning_rate=1e30",
+    "--config.runs.dc_asgd.learning_rate=0.01",
+    "--config.only=dc_asgd,nag_asgd",
+    "--config.on_nan=stop",
+  )
+  result = kit.call("train", *explode, f"--workdir={workdir}")
+  assert result.returncode == 2
+  (line,) = (x for x in result.stderr.splitlines() if x.startswith("error:"))
+  assert "nag_asgd-n3-s0: the loss is" in line
+  assert "lower --config.learning_rate" in line
+  assert "Traceback" not in result.stderr
+  assert (workdir / "cells" / "dc_asgd-n3-s0" / "cell.npz").exists()
+  assert not (workdir / "cells" / "nag_asgd-n3-s0" / "cell.npz").exists()
+  # The remedy that the line names works, and goes on in the same folder.
+  explode = [a.replace("on_nan=stop", "on_nan=record") for a in explode]
+  recorded = finish(*explode, f"--workdir={workdir}")
+  assert re.search(r" diverged\n-+\n(?s:.*) 1 of 1\n", recorded.stdout)
+  broken = folder.finished_result(workdir / "cells" / "nag_asgd-n3-s0")
+  assert broken["diverged"]
