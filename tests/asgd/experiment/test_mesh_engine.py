@@ -519,6 +519,14 @@ MISTAKES = {
     {"compress": {"name": "onebit_adam", "warm_up": 0}},
     "config.compress.warm_up must be a positive whole number, not 0",
   ),
+  "two rates": ({"optimizer.learning_rate": 3}, "set config.learning_rate"),
+  "rate": ({"learning_rate": 0}, "config.learning_rate must be a number above"),
+  "decay": (
+    {"learning_rate_schedule.decay_examples": (16,)},
+    "config.learning_rate_schedule: .*the warm-up",
+  ),
+  "model and data": ({"model.name": "mlp"}, "'mlp' does not fit .*'pydoc'"),
+  "on_nan": ({"on_nan": "go"}, "config.on_nan must be 'stop' or 'record'"),
 }
 
 
