@@ -109,7 +109,7 @@ def compare(
     )
   loaded = {"data_dir": data_dir, "trust": trust}
   if cells.simulation is None:
-    return _with_replay(place, read, replay.replay(place, **loaded))
+    return _with_replay(place, read, **loaded)
   experiment, cell = replay.load(place, **loaded)
   plan = experiment.plan(cell)
   rules, obey = cells.simulation(plan, cell, place)
@@ -152,10 +152,13 @@ def _accuracy(place) -> float:
   return np.nan if accuracy is None else accuracy
 
 
-def _with_replay(place, read, replayed) -> LiveComparison:
+def _with_replay(place, read, **loaded) -> LiveComparison:
   columns = cell_files.read_records(place)
   records = base.Records(*(columns[name] for name in base.Records._fields))
+  workers = read.description["cell"]["workers"]
+  zero = _all_there(place, records.worker, workers)
   began = live_files.first_ticket(read.jobs)
+  replayed = replay.replay(place, **loaded)
   again = replayed.records
   runs = {
     LIVE: predict.Outcome(began, records, _accuracy(place)),
@@ -164,8 +167,6 @@ def _with_replay(place, read, replayed) -> LiveComparison:
   digests = [str(x)[:16] for x in (replayed.recorded, replayed.digest)]
   said = f"parameters {digests[0]}, replayed {digests[1]}"
   said += f"; {first_difference(records, again) or 'the same records'}"
-  workers = read.description["cell"]["workers"]
-  zero = _all_there(place, records.worker, workers)
   jobs = _rows(predict.jobs(read.jobs, read.spans))
   return LiveComparison(place.name, runs, zero, None, jobs, said)
 
