@@ -72,7 +72,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 # Files that take long, so that the last ones are short. Those that wait for
 # processes take turns with those that compute.
 SLOW = (
-  *("test_actors", "test_mesh_engine", "test_processes", "test_train"),
+  *("test_cluster_contract", "test_mesh_engine", "test_processes"),
   *("test_train_live", "test_engine", "test_chaos", "test_replay"),
   *("test_engine_contract", "test_probe", "test_images", "test_recovery"),
   *("test_configs", "test_executor", "test_commands", "test_damage"),
