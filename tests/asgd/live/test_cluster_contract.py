@@ -315,7 +315,7 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
   ]
   run = Run(
     *(tmp_path, "ray"),
-    order={"bound": 3},
+    order={"name": "stale_synchronous", "bound": 3},
     epochs=4.0,
     live={"late_seconds": 1.0, "start_seconds": 20.0},
   )
@@ -332,7 +332,7 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
 MISTAKES = {
   "party": (
     {"problem": {"driver": os.getpid()}},
-    r"^(shard|worker) [01] (cannot start|failed): no such ratings$",
+    r"^(shard|worker) [01] (cannot start|failed): config\.problem: no such rat",
   ),
   "resources": ({"live": {"worker_gpus": 1000.0}}, "2000 GPU, and it has"),
 }
