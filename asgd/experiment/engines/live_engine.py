@@ -138,6 +138,9 @@ class LiveEngine(engines.Engine):
     kept = notes.get("files") or [(0, 0) for _ in self._writers]
     others = self._other_journals(notes)
     dropped = self._files.cut_back(self._folder, kept, others)
+    self._report_resumed(saved, dropped)
+
+  def _report_resumed(self, saved, dropped):
     where = "the checkpoint" if saved else "the beginning: no checkpoint"
     self._news.append(f"going on from {where}; {dropped} rows are dropped")
 
