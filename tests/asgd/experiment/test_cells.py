@@ -6,7 +6,6 @@ import pytest
 
 from asgd import data, experiment
 from asgd.experiment import cells
-from asgd.experiment.engines import parameter_server
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
