@@ -1,6 +1,7 @@
 """Live runs on a Ray cluster of several nodes, which this machine plays."""
 
 import json
+import sys
 
 import kit
 import pytest
@@ -9,7 +10,11 @@ from asgd.base import RECEIVE
 from asgd.experiment import live_files, ray_runtime, storage
 from asgd.live import ray_internals
 
-pytestmark = [*(pytest.mark.slow, pytest.mark.process)]
+pytestmark = [
+  *(pytest.mark.slow, pytest.mark.process),
+  # Ray starts programs, which do not go on as this process.
+  pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning"),
+]
 
 AHEAD = 1e6  # seconds, of the clock of the second node
 MODULE = f'''
@@ -75,6 +80,7 @@ def test_workers_of_another_node_that_comes_late(tmp_path, monkeypatch):
         num_cpus=1, resources={"far": 2}, env_vars={"FAR": "1"}
       )
 
+  monkeypatch.setattr(sys, "path", [*sys.path])
   monkeypatch.setattr(sdk, "request_resources", grow)
   monkeypatch.setenv("RAY_ADDRESS", cluster.address)
   try:
@@ -103,5 +109,6 @@ def test_workers_of_another_node_that_comes_late(tmp_path, monkeypatch):
     for span in mine:
       assert abs(span.end - jobs[worker, span.seq]) < AHEAD / 2
   assert list(tmp_path.glob("trace/plugins/profile/*/*.xplane.pb"))
+  monkeypatch.delitem(sys.modules, "far_module")
   replayed = kit.call("replay", cell, status=0)
   assert "the same parameters as the run, to the bit" in replayed.stdout

@@ -89,9 +89,7 @@ def _audit(
   left its last job to nobody, as `missed` of the result says."""
   files.read_trace(folder, plan.workers)  # which checks all of them
   events = _rows(folder)  # failures count these
-  records = files.by_time(
-    [files.read_peer_records(folder, peer) for peer in range(plan.workers)]
-  )
+  records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
   yield from of_workers(events, records, plan, 1, failures, missed)
   return None

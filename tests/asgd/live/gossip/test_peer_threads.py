@@ -89,8 +89,7 @@ class Run:
     return self.views
 
   def records(self):
-    parts = [files.read_peer_records(self.folder, i) for i in range(PEERS)]
-    return files.by_time(parts)
+    return files.FILES.read_all(self.folder, PEERS)
 
   def trace(self):
     return files.read_trace(self.folder, PEERS)
@@ -151,7 +150,7 @@ def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path):
   run.check()
   actions = run.trace().action.tolist()
   assert actions.count(base.LOST) == actions.count(base.LEAVE) == 2
-  one = files.read_peer_records(tmp_path, 1)
+  one = files.FILES.read(tmp_path, 1)
   lost = one.residual_norm[one.job.tolist().index(1 + PEERS)]
   assert lost > 0
   assert (
