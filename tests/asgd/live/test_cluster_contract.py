@@ -100,6 +100,7 @@ CONFIG = {
   "learning_rate": 0.5,
   "evaluations": 2,
   "curvature_checks": 0,
+  "checkpoint_seconds": 1e6,  # for one, all would have to rest
   # Of those that wait at a gate none is taken for hung.
   "live": {"late_seconds": 300.0, "start_seconds": 300.0},
 }
