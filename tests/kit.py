@@ -20,6 +20,7 @@ import urllib.request
 import warnings
 import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -61,14 +62,34 @@ def tiny(**config):
 
 def train_tiny(workdir, **config):
   """Trains all cells of such an experiment in a folder; returns it."""
-  from asgd import experiment
-  from asgd.experiment import folder, progress
+  from asgd.experiment import folder
 
   exp = tiny(**config)
   folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=progress.Silent())
+  for index in range(len(exp.cells)):
+    train(exp, workdir, index)
   return exp
+
+
+class Trained(NamedTuple):
+  """A cell that was trained; the last three of one that this call ended."""
+
+  result: Any
+  place: Any  # its folder
+  records: Any = None
+  params: Any = None
+  rows: Any = None  # evaluations
+
+
+def train(exp, workdir=None, index=0, **options):
+  """Trains a cell of an experiment; options are those of `loop.train`."""
+  from asgd.experiment import loop, progress
+
+  cell, kept = exp.cells[index], []
+  options = {"bar": progress.Silent(), **options}
+  options["ended"] = lambda *what: kept.extend(what)
+  result = loop.train(exp, cell, workdir, **options)
+  return Trained(result, workdir and workdir / "cells" / cell.name, *kept)
 
 
 def close(actual, expected, *, rtol=0.0, atol=1e-12):

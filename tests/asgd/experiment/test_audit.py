@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 def disturbed(tmp_path_factory):
   """A run in threads, which was stopped twice and went on."""
   workdir = tmp_path_factory.mktemp("disturbed") / "out"
-  return kit.train_live(workdir, stop=(30, 40), epochs=4.0)[0]
+  return kit.train_live(workdir, stop=(30, 40), examples=2400)[0]
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_it_finds_a_message_that_was_not_received(cell, messages):
 
 def test_it_finds_a_message_that_was_received_twice(cell, messages):
   rows = entries(cell)
-  first, end = nth(rows, base.RECEIVE, 200), len(rows)
+  first, end = nth(rows, base.RECEIVE, 100), len(rows)
   sent, received = (
     next(e for e in rows if e.job == rows[first].job and e.action == action)
     for action in (base.SEND, base.RECEIVE)
@@ -122,7 +122,7 @@ def test_it_finds_a_message_that_was_received_twice(cell, messages):
 
 def test_it_finds_messages_in_another_order(cell):
   rows = entries(cell)
-  for row in range(200, len(rows) - 3):
+  for row in range(100, len(rows) - 3):
     a, sent, b = rows[row : row + 3]
     actions = a.action, sent.action, b.action
     if (

@@ -9,9 +9,8 @@ import pytest
 from kit import TINY_RUN
 
 from asgd import experiment, orders, sandblaster
-from asgd.experiment import cell_files, loop, protocol
+from asgd.experiment import cell_files, protocol
 from asgd.experiment.engines import NonFiniteResult
-from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 
 RUN = {"recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2}
@@ -26,9 +25,7 @@ def build(run=None, **config):
 
 
 def train(exp, workdir, **arguments):
-  (cell,) = exp.cells
-  result = loop.train(exp, cell, workdir, bar=Silent(), **arguments)
-  return result, workdir / "cells" / cell.name
+  return kit.train(exp, workdir, **arguments)[:2]
 
 
 def iterates_of(place):
@@ -147,11 +144,8 @@ def test_a_loss_that_is_not_finite(tmp_path, monkeypatch, on_nan):
     ({"history": True}, {}, "history must be a positive whole .*, not True"),
     ({"learning_rate": 0.1}, {}, "runs.run.learning_rate 0.1 is not for"),
     ({}, {"examples": 96}, "takes up to 4: 3 .* Use config.examples 128 or"),
-    (
-      {"portions": None, "push_every": 1},
-      {"examples": None, "epochs": 1.0},
-      r"takes up to 90: 89 for its 89 portions, .* Use config.epochs 1.02 or",
-    ),
+    ({"portions": None, "push_every": 1}, {"examples": None, "epochs": 1.0},
+     r"takes up to 90: 89 for its 89 portions, .* Use config.epochs 1.02 or"),
     ({}, {"engine": "mesh"}, "use engine='simulate', 'threads' or 'ray'"),
   ],
 )

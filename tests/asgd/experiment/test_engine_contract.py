@@ -22,14 +22,12 @@ from asgd.experiment import (
   cell_files,
   cells,
   folder,
-  loop,
   replay,
   report,
   storage,
 )
 from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from pipeline.engine import PIPELINE
 
@@ -69,12 +67,8 @@ def build(engine, **config):
   return kit.tiny(**{"engine": engine, **CONFIGS[engine], **config})
 
 
-def train(exp, workdir, machine, signals=None):
-  (cell,) = exp.cells
-  arguments = {} if signals is None else {"signals": signals}
-  return loop.train(
-    exp, cell, workdir, bar=Silent(), machine=machine, **arguments
-  )
+def train(exp, workdir, machine, **options):
+  return kit.train(exp, workdir, machine=machine, **options).result
 
 
 def place_of(exp, workdir):
@@ -164,7 +158,7 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
     engine: ENGINES[engine]._replace(start=in_small_steps),
   }
   with pytest.raises(Stopped) as caught:
-    train(exp, tmp_path, machine, kit.AfterLooks(looks))
+    train(exp, tmp_path, machine, signals=kit.AfterLooks(looks))
   assert caught.value.signal_number == signal.SIGTERM
   line = str(caught.value)
   assert line.startswith("stopped in run-n")

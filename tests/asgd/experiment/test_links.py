@@ -7,7 +7,6 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment import boards, folder, overlay, report
-from asgd.experiment.progress import Silent
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +110,7 @@ def test_a_cell_is_trained_in_no_folder_of_a_link(copied, tmp_path, inner):
     place.mkdir()
   (place / inner).symlink_to(home)
   with pytest.raises(ValueError, match="is a symbolic link"):
-    experiment.train(exp, cell, workdir, bar=Silent())
+    kit.train(exp, workdir)
   assert not list(home.iterdir())
 
 
@@ -123,8 +122,7 @@ def test_a_finished_cell_of_a_link_is_read_and_left_as_it_is(copied, tmp_path):
   (home / "result.json").touch()  # as a kill at its end leaves it
   place.symlink_to(home)
   before = contents(home)
-  result = experiment.train(exp, cell, workdir, bar=Silent())
-  assert result["cell"] == cell.name
+  assert kit.train(exp, workdir).result["cell"] == cell.name
   assert contents(home) == before
 
 

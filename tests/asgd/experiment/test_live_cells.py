@@ -18,14 +18,12 @@ from asgd.experiment import (
   folder,
   live_files,
   live_memory,
-  loop,
   ray_runtime,
   replay,
 )
 from asgd.experiment.engines import live_tables
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
-from asgd.experiment.signals import Stopped
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live import processes
 from asgd.live.faults import Fault
 from asgd.live.gossip import files as peer_files
@@ -71,16 +69,10 @@ def build(run, engine="threads", **config):
   )
 
 
-def train(workdir, run, machine=None, signals=None, ended=None, **config):
-  exp = build(run, **config)
-  (cell,) = exp.cells
-  more = {} if signals is None else {"signals": signals}
+def train(workdir, run, machine=None, signals=NoSignals, **config):
   machine = machine or Machine(grace_seconds=60.0)
-  result = loop.train(
-    *(exp, cell, workdir),
-    **dict(bar=Silent(), machine=machine, ended=ended, **more),
-  )
-  return result, workdir / "cells" / cell.name
+  options = {"machine": machine, "signals": signals}
+  return kit.train(build(run, **config), workdir, **options)[:2]
 
 
 def stop(workdir, run, looks=0, **config):
@@ -369,20 +361,18 @@ def test_calls_over_a_network_take_its_time_and_replay(tmp_path, run):
 
 
 def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
-  params = []
   words = {"documents": 60, "side": 3, "length": 20}
   killer = Killer(tmp_path, "threads", "shard", monkeypatch)
-  result, _ = train(
-    *(tmp_path, TABLE),
-    Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")]),
-    signals=killer,
-    ended=lambda _, trained, __: params.append(trained),
+  exp = build(
+    TABLE,
     problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
     batch_size=3,
     epochs=4.0,
   )
+  machine = Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")])
+  trained = kit.train(exp, tmp_path, machine=machine, signals=killer)
+  result, params = trained.result, trained.params
   assert result["replaced"] == {"worker": 1, "shard": 1}
-  (params,) = params
   data, counted = documents.generated(**words), np.zeros((9, 4), int)
   counts = zip(
     *(data.train_words, params["assignments"], data.train_lengths), strict=True

@@ -171,18 +171,12 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
   "change, message",
   [
     (lambda place: None, None),
-    (
-      lambda place: (place / "trace-0.csv").unlink(),
-      "holds no event: the run has not begun",
-    ),
-    (
-      lambda place: (place / "cell.json").unlink(),
-      "is not the folder of a cell: it should be WORKDIR/cells/NAME",
-    ),
-    (
-      lambda place: (place / "cell.json").write_text("{}"),
-      "is not the folder of a cell",
-    ),
+    (lambda place: (place / "trace-0.csv").unlink(),
+     "holds no event: the run has not begun"),
+    (lambda place: (place / "cell.json").unlink(),
+     "is not the folder of a cell: it should be WORKDIR/cells/NAME"),
+    (lambda place: (place / "cell.json").write_text("{}"),
+     "is not the folder of a cell"),
     (
       lambda place: (place / "cell.json").write_text(
         json.dumps({"version": folder.VERSION, "engine": "simulate"})
@@ -199,10 +193,8 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
     ),
     (lambda place: describe(place, {}), "cell.json is not what a run wrote"),
     (lambda place: describe(place, {"server": []}), "is not what a run wrote"),
-    (
-      lambda place: describe(place, {"server": {"shards": 0}}),
-      "is not what a run wrote",
-    ),
+    (lambda place: describe(place, {"server": {"shards": 0}}),
+     "is not what a run wrote"),
   ],
 )
 def test_another_folder_is_refused(tmp_path, change, message):

@@ -14,7 +14,6 @@ from flax import serialization
 import asgd
 from asgd import base, experiment, simulator
 from asgd.experiment import cell_files, code, replay
-from asgd.experiment.progress import Silent
 
 OWN = kit.ROOT / "tests" / "outside" / "own_things.py"
 
@@ -47,9 +46,7 @@ def build(**config):
 
 
 def train(**config):
-  exp = build(**config)
-  (cell,) = exp.cells
-  return experiment.train(exp, cell, None, bar=Silent())
+  return kit.train(build(**config)).result
 
 
 GPT = {
@@ -176,9 +173,7 @@ def test_dropout_draws_from_the_key_in_training_alone(name):
 def test_a_model_in_one_piece_trains_on_a_mesh_of_data(tmp_path):
   run = {"engine": "mesh", "recipe": "asgd"}
   exp = build(**CNN, runs={"a": run}, mesh={"axes": {"data": 2}})
-  (cell,) = exp.cells
-  result = experiment.train(exp, cell, tmp_path, bar=Silent())
-  place = tmp_path / "cells" / cell.name
+  result, place, *_ = kit.train(exp, tmp_path)
   saved = cell_files.read_file(place, "params.msgpack")
   assert set(serialization.msgpack_restore(saved)) == {"weights", "stats"}
   assert np.isfinite(result["test_loss"])

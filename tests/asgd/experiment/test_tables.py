@@ -150,10 +150,8 @@ def test_a_stretch_without_messages_is_summed_up():
     ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
     ({"order": {"name": "fixed_delay"}}, "config.order.name 'fixed_delay' is"),
     ({"codec": {"name": "qsgd", "levels": 0}}, "runs.run.codec.levels must be"),
-    (
-      {"engine": "ray", "network": NETWORK},
-      "config.network.latency 0.125 is not for the recipe 'table'",
-    ),
+    ({"engine": "ray", "network": NETWORK},
+     "config.network.latency 0.125 is not for the recipe 'table'"),
   ],
 )
 def test_what_does_not_fit_is_one_line(run, wrong):

@@ -122,14 +122,12 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     ("x =", "SyntaxError"),
     ("get_config = dict", "has no get_figure"),
     ("get_config = get_figure = dict", "names no run"),
-    (
-      "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
-      "def get_figure():\n"
-      "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
-      "  claims = [dict(bound, of='a', above='x')]\n"
-      "  return dict(title='t', paper='p', about='a', claims=claims)",
-      "claim 'c' of kind 'bound': above must be a number",
-    ),
+    ("def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
+     "def get_figure():\n"
+     "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
+     "  claims = [dict(bound, of='a', above='x')]\n"
+     "  return dict(title='t', paper='p', about='a', claims=claims)",
+     "claim 'c' of kind 'bound': above must be a number"),
     ("import sys; sys.exit('bye')", r"ended the program \(status 'bye'\)"),
     ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):

@@ -317,10 +317,8 @@ FIRST = {"kind": "first", "column": "test_accuracy"}
     (UNTIL | {"below": 0.1, "above": 0.2}, "and not both"),
     ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
     ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
-    (
-      {"kind": "quotient", "of": "nope", "by": "messages"},
-      "column 'x': unknown of: 'nope'",
-    ),
+    ({"kind": "quotient", "of": "nope", "by": "messages"},
+     "column 'x': unknown of: 'nope'"),
     ({"kind": "reach", "los": 1}, "has no key 'los'"),
     ({"kind": "reach", "loss": "x"}, "loss must be a number"),
     ({"kind": "reach", "loss": math.nan}, "loss must be a number"),
