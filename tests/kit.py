@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -97,16 +98,20 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
   chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
-def refuses(mistakes, run=lambda call: call()):
+def refuses(mistakes, run=lambda call: call(), *, plain=False, longest=None):
   """Returns a test of a table, or of a list: of each (value, message) `run`
-  raises a ValueError."""
+  raises a ValueError. The message is a pattern, or a part of it if `plain`; it
+  is one line of at most `longest` characters, unless None."""
   names = mistakes if isinstance(mistakes, dict) else range(len(mistakes))
 
   @pytest.mark.parametrize("name", names)
   def test(name):
     value, message = mistakes[name]
-    with pytest.raises(ValueError, match=message):
+    message = re.escape(message) if plain else message
+    with pytest.raises(ValueError, match=message) as caught:
       run(value)
+    text = str(caught.value)
+    assert longest is None or ("\n" not in text and len(text) <= longest)
 
   return test
 
@@ -483,7 +488,7 @@ def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):
 
   config = {
     "data": {"name": "digits"},
-    "model": {"name": "mlp", "hidden": (16,)},
+    "model": {"name": "mlp", "hidden": ()},
     "runs": {"a": {"recipe": "dana_zero"}},
     "engine": "threads",
     "workers": (3,),

@@ -499,24 +499,6 @@ def test_a_cell_of_another_experiment_does_not_count(tmp_path, one, two, packs):
       pass
 
 
-def test_what_runs_set_for_themselves_is_of_their_experiment(tmp_path):
-  runs = {
-    "a": {"recipe": "dana_zero", "momentum": 0.5, "learning_rate": 1},
-    "b": {
-      "recipe": "asgd",
-      "title": "B",
-      "workers": (1,),
-      "optimizer": "adam",
-      "learning_rate_schedule": {"warmup_epochs": 0.5},
-      "order": {"name": "bulk_synchronous"},
-    },
-  }
-  for label in runs:
-    exp = build(runs=runs, only=label, on_nan="record")
-    assert folder.fault(trained(tmp_path, exp, packs=True)) is None
-  assert len(folder.read_results(tmp_path)) == 2
-
-
 def test_other_files_among_the_cells_are_not_looked_at(tmp_path, one):
   trained(tmp_path, one, packs=True)
   (tmp_path / "cells" / ".DS_Store").touch()

@@ -6,7 +6,19 @@ import kit
 import pytest
 
 from asgd import experiment
-from asgd.experiment import boards, folder, overlay, report
+from asgd.experiment import boards, figure, folder, overlay, report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+  """A figure is an empty one, which is quickly drawn."""
+
+  def draw(points, results, stem, heading):
+    figure.save(figure.new_figure(1, 1, 1, 1)[0], heading, stem)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(figure, "draw", draw)
+    yield
 
 
 @pytest.fixture(scope="module")

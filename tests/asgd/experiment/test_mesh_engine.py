@@ -156,6 +156,9 @@ ONEBIT = {"name": "onebit_adam", "warm_up": 1}
 POWERSGD = {"name": "powersgd", "rank": 1, "start": 1, "minimum_rate": 2.0}
 
 
+LINEAR = {"data.name": "digits", "model": {"name": "mlp", "hidden": ()}}
+
+
 class Asked:
   received = signal.SIGTERM
 
@@ -172,44 +175,31 @@ def test_a_run_goes_on_to_the_bit(trained, tmp_path):
   assert whole == json.loads(storage.to_json(result))
 
 
-@pytest.mark.slow
-def test_what_devices_keep_of_their_gradients_goes_on_too(tmp_path):
-  flags = {
-    "data.name": "digits",
-    "model.name": "mlp",
-    "optimizer": None,
-    "examples": 64,
-    "evaluations": 1,
-    "mesh.axes": "data:4",
-    "compress": {"name": "threshold", "tau": 1e-3},
-  }
-  exp = build(flags)
-  (undisturbed,) = train(exp, tmp_path / "undisturbed")
-  assert undisturbed["reducer"] == "threshold"
-  with pytest.raises(signals.Stopped):
-    train(exp, tmp_path / "stopped", signals=Asked)
-  (result,) = train(exp, tmp_path / "stopped")
-  assert result["params_sha256"] == undisturbed["params_sha256"]
+REDUCERS = {
+  "1 bit": ONEBIT,
+  "rank": POWERSGD,
+  "threshold": {"name": "threshold", "tau": 1e-3},
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compress", [ONEBIT, POWERSGD], ids=["1 bit", "rank"])
+@pytest.mark.parametrize("reducer", REDUCERS)
 def test_deepspeed_resets_residuals_of_a_checkpoint_and_this_keeps_them(
-  compress, tmp_path
+  reducer, tmp_path
 ):
   """A run that is stopped after each step is that which is not."""
   flags = {
-    "data.name": "digits",
-    "model.name": "mlp",
+    **LINEAR,
     "optimizer": None,
     "batch_size": 8,
     "examples": 40,
     "evaluations": 1,
     "mesh.axes": "data:2",
-    "compress": compress,
+    "compress": REDUCERS[reducer],
   }
   exp = build(flags)
   (undisturbed,) = train(exp, tmp_path / "undisturbed")
+  assert undisturbed["reducer"] == REDUCERS[reducer]["name"]
   for message in range(1, 5):
     with pytest.raises(signals.Stopped, match=f"at message {message}"):
       train(exp, tmp_path / "stopped", signals=Asked)
@@ -219,7 +209,7 @@ def test_deepspeed_resets_residuals_of_a_checkpoint_and_this_keeps_them(
 
 def test_a_loss_that_is_not_finite(tmp_path):
   flags = {"mesh.axes": "data:1", "examples": 32, "evaluations": 1}
-  exp = build({**flags, "data.name": "digits", "model.name": "mlp"})
+  exp = build({**flags, **LINEAR})
   problem = problem_of(exp)
   broken = problem._replace(
     init=lambda key: jax.tree.map(lambda x: x * np.nan, problem.init(key))
@@ -276,7 +266,7 @@ def double_precision(load):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
   config = {
-    "model": {"name": "mlp", "hidden": (6,)},
+    "model": {"name": "mlp", "hidden": ()},
     "batch_size": 8,
     "examples": 48,
     "learning_rate": 0.05,
@@ -309,14 +299,20 @@ def test_workers_with_steps_of_their_own_have_no_mesh():
 # Several processes.
 
 
-def train_apart(*arguments):
-  """Runs a command to its end; returns (status, what it said, its errors)."""
+def train_apart(tmp_path, *arguments):
+  """Runs a command, which finds no matplotlib, to its end; returns (status,
+  what it said, its errors)."""
+  (tmp_path / "matplotlib.py").write_text("raise ImportError")
   process = subprocess.run(
     kit.command("train", *arguments),
     cwd=kit.ROOT,
     capture_output=True,
     text=True,
-    env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    env={
+      **os.environ,
+      "JAX_PLATFORMS": "cpu",
+      "PYTHONPATH": str(tmp_path),
+    },
     timeout=kit.DEADLINE,
   )
   return process.returncode, process.stdout, process.stderr
@@ -329,6 +325,7 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
   exp, place, expected = replicas
   workdir = tmp_path / "out"
   status, said, errors = train_apart(
+    tmp_path,
     "--config=configs/mesh_gpt.py:tiny",
     "--config.mesh.precision=float64",
     "--config.mesh.axes=data:2,tensor:2",
@@ -345,8 +342,9 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
 
 @pytest.mark.process
 @pytest.mark.slow
-def test_a_process_that_waits_in_vain_ends_with_one_line():
+def test_a_process_that_waits_in_vain_ends_with_one_line(tmp_path):
   status, _, errors = train_apart(
+    tmp_path,
     "--config=configs/mesh_gpt.py:tiny",
     "--config.mesh.axes=data:2",
     "--num_processes=2",
