@@ -122,6 +122,25 @@ def commands_as_here():
     yield
 
 
+@pytest.fixture(scope="module")
+def built_once():
+  """What replays build of one config is built, and compiled, once in a file."""
+  from asgd.experiment import cells
+
+  build, made = cells.build, {}
+
+  def once(config, **options):
+    if options.get("dataset") is not None:  # given by a caller
+      return build(config, **options)
+    if repr(config) not in made:
+      made[repr(config)] = build(config, **options)
+    return made[repr(config)]
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(cells, "build", once)
+    yield
+
+
 @pytest.fixture
 def no_pictures(monkeypatch):
   """An experiment's report draws nothing in this test; its fixtures may."""

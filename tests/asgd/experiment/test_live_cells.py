@@ -33,6 +33,8 @@ from asgd.live.links import throttled_hosts
 from asgd.live.records import records_path
 from asgd.live.tables import files
 
+pytestmark = pytest.mark.usefixtures("built_once")
+
 CODED = {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5}
 PAIRS = {"recipe": "ad_psgd"}
 TABLE = {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2}
