@@ -7,6 +7,7 @@ as XLA does on its own."""
 import gc
 import os
 import threading
+import types
 from importlib import metadata
 from pathlib import Path
 
@@ -119,6 +120,18 @@ def commands_as_here():
   count = jax.config.jax_num_cpu_devices
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
+    yield
+
+
+@pytest.fixture(scope="module")
+def no_limits():
+  """Results are without the curvature at which their recipe is stable on a
+  quadratic, which takes a third of a second for each plan of a server."""
+  from asgd.experiment.engines import parameter_server
+
+  limits = types.SimpleNamespace(curvature_limit=lambda *_, **__: 1.0)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(parameter_server, "diagnosis", limits)
     yield
 
 

@@ -14,7 +14,9 @@ from asgd.figures import reproduce
 FIGURES = reproduce.files(kit.ROOT / "configs" / "figures")
 ENGINES = experiment.ENGINES
 
-pytestmark = pytest.mark.usefixtures("no_pictures")
+pytestmark = pytest.mark.usefixtures(
+  "no_pictures", "no_limits", "built_once"
+)
 
 
 def load(path):
