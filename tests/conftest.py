@@ -8,7 +8,6 @@ import gc
 import os
 import sys
 import threading
-import types
 from importlib import metadata
 from pathlib import Path
 
@@ -135,37 +134,6 @@ def commands_as_here():
   count = jax.config.jax_num_cpu_devices
   with pytest.MonkeyPatch.context() as patch:
     patch.setenv("JAX_NUM_CPU_DEVICES", str(count))
-    yield
-
-
-@pytest.fixture(scope="module")
-def no_limits():
-  """Results are without the curvature at which their recipe is stable on a
-  quadratic, which takes a third of a second for each plan of a server."""
-  from asgd.experiment.engines import parameter_server
-
-  limits = types.SimpleNamespace(curvature_limit=lambda *_, **__: 1.0)
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(parameter_server, "diagnosis", limits)
-    yield
-
-
-@pytest.fixture(scope="module")
-def built_once():
-  """What replays build of one config is built, and compiled, once in a file."""
-  from asgd.experiment import cells
-
-  build, made = cells.build, {}
-
-  def once(config, **options):
-    if options.get("dataset") is not None:  # given by a caller
-      return build(config, **options)
-    if repr(config) not in made:
-      made[repr(config)] = build(config, **options)
-    return made[repr(config)]
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(cells, "build", once)
     yield
 
 

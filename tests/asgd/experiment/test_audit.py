@@ -11,7 +11,7 @@ from asgd.experiment import audit, replay, storage
 from asgd.experiment import findings as findings_lib
 from asgd.live import journal, records
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("built_once")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,6 @@ import pytest
 
 from asgd.experiment import comparison
 
-pytestmark = pytest.mark.usefixtures("built_once")
-
 
 def pair(name="a-n2-s0", factor=2.0):
   """A live run, and simulations that take `factor` times its time."""

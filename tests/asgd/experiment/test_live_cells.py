@@ -33,8 +33,6 @@ from asgd.live.links import throttled_hosts
 from asgd.live.records import records_path
 from asgd.live.tables import files
 
-pytestmark = pytest.mark.usefixtures("built_once")
-
 CODED = {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5}
 PAIRS = {"recipe": "ad_psgd"}
 TABLE = {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2}
@@ -63,15 +61,10 @@ OF_PEERS = {**TINY_RUN, "examples": 640}  # 40 messages
 KILLED = [(0.0, "worker", 1), (0.0, "shard", 1), (0.0, "coordinator", 0)]
 
 
-BUILT = {}  # experiments, by their configs
-
-
 def build(run, engine="threads", **config):
   base_config = CONFIGS.get(run["recipe"], OF_PEERS)
   config = {**base_config, "engine": engine, **config, "runs": {"run": run}}
-  if repr(config) not in BUILT:
-    BUILT[repr(config)] = experiment.build(config, engines=experiment.ENGINES)
-  return BUILT[repr(config)]
+  return experiment.build(config, engines=experiment.ENGINES)
 
 
 def train(workdir, run, machine=None, signals=NoSignals, **config):

@@ -11,8 +11,6 @@ from asgd import base
 from asgd.experiment import comparison, folder, replay, storage
 from asgd.live.journal import journal_path, read_journal
 
-pytestmark = pytest.mark.usefixtures("built_once")
-
 # Settings of cells; a replay comes to their parameters, to the bit.
 CELLS = {
   "stopped on the way": {

@@ -19,8 +19,6 @@ from asgd.figures import (
   verdicts,
 )
 
-pytestmark = pytest.mark.usefixtures("no_limits", "built_once")
-
 FIGURES = kit.ROOT / "configs" / "figures"
 DOCS = kit.ROOT / "docs"
 NAMES = sorted(reproduce.files(FIGURES))

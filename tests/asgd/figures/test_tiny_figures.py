@@ -15,9 +15,7 @@ from asgd.figures import reproduce
 FIGURES = reproduce.files(kit.ROOT / "configs" / "figures")
 ENGINES = experiment.ENGINES
 
-pytestmark = pytest.mark.usefixtures(
-  "no_pictures", "no_limits", "built_once"
-)
+pytestmark = pytest.mark.usefixtures("no_pictures")
 
 
 def load(path):
