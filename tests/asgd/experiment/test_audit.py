@@ -11,8 +11,6 @@ from asgd.experiment import audit, replay, storage
 from asgd.experiment import findings as findings_lib
 from asgd.live import journal, records
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):

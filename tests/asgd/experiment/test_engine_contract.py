@@ -32,7 +32,7 @@ from asgd.experiment.signals import Stopped
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
-PROCESS, SLOW = pytest.mark.process, pytest.mark.slow
+PROCESS = pytest.mark.process
 # The driver of ray is one process, its workers are others.
 IN_PROCESS = [name for name in ENGINES if name != "ray"]
 # Real time decides what a run of these computes; a trace says what that was.
@@ -50,7 +50,7 @@ CONFIGS = {
 engines = pytest.mark.parametrize(
   "engine",
   [
-    pytest.param(name, marks=[PROCESS, SLOW]) if name == "ray" else name
+    pytest.param(name, marks=PROCESS) if name == "ray" else name
     for name in ENGINES
   ],
 )
@@ -133,7 +133,7 @@ def assert_same(engine, workdir, exp, undisturbed):
   ("engine", "looks"),
   [
     *((engine, looks) for engine in IN_PROCESS for looks in (1, 2)),
-    pytest.param("ray", 1, marks=[PROCESS, SLOW]),
+    pytest.param("ray", 1, marks=PROCESS),
   ],
 )
 def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
@@ -214,7 +214,6 @@ def elsewhere(tmp_path_factory, undisturbed):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", IN_PROCESS)
 def test_a_cell_in_another_process_is_the_same_cell(
   engine, elsewhere, undisturbed
@@ -237,7 +236,6 @@ EXPLODING = {"runs": {"run": {"recipe": "asgd", "momentum": 0.9}}}
 EXPLODING |= {"learning_rate": 1e30}
 
 
-@pytest.mark.slow
 @engines
 def test_what_is_not_finite_stops_with_one_line_or_is_recorded(
   engine, tmp_path, machine

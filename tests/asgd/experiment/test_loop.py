@@ -83,7 +83,6 @@ def result_of(workdir, cell):
   return folder.finished_result(workdir / "cells" / cell)
 
 
-@pytest.mark.slow
 def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
   with pytest.raises(NonFiniteResult) as caught:
     train_all(exploding(), tmp_path)

@@ -126,7 +126,6 @@ def agree(exp, actual_in, expected_in):
   assert len(losses) == UPDATES and losses[-1] < losses[0]
 
 
-@pytest.mark.slow
 def test_another_mesh_has_the_same_losses(replicas, trained):
   exp, place, _ = trained(*SPLIT)
   assert exp.plan(exp.cells[0]).mesh.size == 8
@@ -163,7 +162,6 @@ class Asked:
   received = signal.SIGTERM
 
 
-@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit(trained, tmp_path):
   exp, place, undisturbed = trained(*SPLIT)
   with pytest.raises(signals.Stopped, match=f"stopped in {CELL} at message 1"):
@@ -182,7 +180,6 @@ REDUCERS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("reducer", REDUCERS)
 def test_deepspeed_resets_residuals_of_a_checkpoint_and_this_keeps_them(
   reducer, tmp_path
@@ -262,7 +259,6 @@ def double_precision(load):
   return wide
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
   config = {
@@ -319,7 +315,6 @@ def train_apart(tmp_path, *arguments):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_two_processes_agree_with_one(replicas, tmp_path):
   """With tensors that are split, and positions."""
   exp, place, expected = replicas
@@ -341,7 +336,6 @@ def test_two_processes_agree_with_one(replicas, tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 def test_a_process_that_waits_in_vain_ends_with_one_line(tmp_path):
   status, _, errors = train_apart(
     tmp_path,

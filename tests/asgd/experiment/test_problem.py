@@ -33,7 +33,6 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_of_data_gives_a_problem_that_begins_near_guessing(kind):
   dataset, loaded = load(*KINDS[kind], batch_size=4, evaluation_examples=8)

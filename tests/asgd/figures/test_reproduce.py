@@ -34,7 +34,6 @@ def reproduced(task, workdir):
   )
 
 
-@pytest.mark.slow
 def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
   path = FIGURES / "delayed_edge.py"
   task = reproduce.load(path, experiment.ENGINES, quick=True)
