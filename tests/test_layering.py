@@ -71,18 +71,21 @@ def tree_of(path):
   return ast.parse(path.read_text())
 
 
+@functools.cache
 def imports(path):
-  """Yields dotted names of what a file imports, also inside of functions."""
+  """Returns dotted names of what a file imports, also inside of functions."""
+  names = []
   for node in ast.walk(tree_of(path)):
     if isinstance(node, ast.Import):
-      yield from (alias.name for alias in node.names)
+      names += [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
       above = [node.module] if node.module else []
       if node.level:
         place = path.relative_to(ROOT).parts
         assert place[0] == "launch", f"{path}: relative import"
         above = [*place[: -node.level], *above]
-      yield from (".".join([*above, alias.name]) for alias in node.names)
+      names += [".".join([*above, alias.name]) for alias in node.names]
+  return names
 
 
 def files(package):

@@ -11,7 +11,7 @@ import jax
 from asgd import base, data, losses, models, names, problems
 from asgd.checks import line_of, shown, user_code
 from asgd.data import sentences, text
-from asgd.experiment import schema, storage
+from asgd.experiment import kept, schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
 from asgd.problems import own as own_problem
@@ -76,15 +76,27 @@ def load(
   outputs = dataset.classes  # of an example, or of a position
   if outputs is None:
     outputs = int(dataset.train_labels[0].size)
-  with blame("model", tuple(model)), _of_function("model", kind):
-    layers = models.build(kind, outputs, **model)
-  where = contextlib.nullcontext()
-  if isinstance(dataset, text.Text) or names.is_import(section["name"]):
-    where = blame("data")
-  with where, _of_model(config):
-    problem = make(dataset, layers, batch_size=config["batch_size"], **options)
-  _check_fit(config, problem)
-  return dataset, problem
+
+  def build():
+    with blame("model", tuple(model)), _of_function("model", kind):
+      layers = models.build(kind, outputs, **model)
+    where = contextlib.nullcontext()
+    if isinstance(dataset, text.Text) or names.is_import(section["name"]):
+      where = blame("data")
+    with where, _of_model(config):
+      sizes = {"batch_size": config["batch_size"]}
+      problem = make(dataset, layers, **sizes, **options)
+    _check_fit(config, problem)
+    return problem
+
+  if options.get("weights") is not None:  # of files, which may have changed
+    return dataset, build()
+  read = ("data", "model", "batch_size", "evaluation_examples")
+  plain = [config[key] for key in read]
+  return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
+
+
+_problems = kept.Kept(8)  # and their data
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:

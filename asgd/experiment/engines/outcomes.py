@@ -4,7 +4,9 @@ They have workers that compute gradients in simulated time, and no server of
 `asgd.server`, so that a `ServerPlan` says nothing of them.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,11 +17,18 @@ from asgd.experiment.schema import Run
 from asgd.orders import durations
 
 
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class OutcomePlan:
-  """A plan's gradient, and how long jobs take."""
+  """What the cells of a run with one number of workers share."""
 
   run: Run
+  workers: int
   problem: problems.Problem
+  settings: Any  # of the recipe
+  messages: int  # received in one cell
+  learning_rate: float = 1.0  # the peak
+  schedule: Any = 1.0  # float, or update -> learning rate
+  curvature_limit: float = math.nan  # not known
 
   @functools.cached_property
   def gradient(self) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, names, optimizers, orders, problems, sharding, tables
+from asgd import base, names, optimizers, orders, sharding, tables
 from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
@@ -32,21 +32,13 @@ from asgd.orders.network import Network
 from asgd.tables import functions
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
+@dataclasses.dataclass(frozen=True, eq=False)
 class TablePlan(outcomes.OutcomePlan):
-  """What the cells of a run with one number of workers share."""
+  """What the cells of a run share; the schedule counts clocks."""
 
-  run: Run
-  workers: int
-  problem: problems.Problem
-  settings: tables.TableSettings
-  like: Any  # shapes of the parameters
-  messages: int  # received in one cell
-  learning_rate: float  # the peak
-  schedule: Any  # float, or clock -> learning rate
+  like: Any = None  # shapes of the parameters
   dataset: Any = None
   batches: int = 1  # in one message
-  curvature_limit: float = math.nan  # not known
 
   @functools.cached_property
   def names(self) -> list[str]:
@@ -260,8 +252,9 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(
-    *(run, workers, problem, settings, like, messages, peak, rate),
-    experiment.dataset,
+    *(run, workers, problem, settings, messages, peak, rate),
+    like=like,
+    dataset=experiment.dataset,
   )
 
 

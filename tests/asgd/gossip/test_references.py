@@ -39,10 +39,8 @@ def averaging(recipe, starts, rounds):
     batch=lambda worker, job: np.zeros_like(starts[0]),
     root=jax.random.key(0),
   )
-  peers.states = [
-    peer_lib.with_params(state, jnp.asarray(start))
-    for state, start in zip(peers.states, starts, strict=True)
-  ]
+  for peer, start in zip(peers.peers, starts, strict=True):
+    peer.state = peer_lib.with_params(peer.state, jnp.asarray(start))
   return peers, trace
 
 
@@ -200,10 +198,8 @@ def test_hivemind_allreduce_weighted():
   values, mass = kit.normal(4, 5), np.array([0.01, 3.0, 7.5, 10.0])
   recipe = asgd.sgp(0.1, 4, topology="full")
   peers, trace = averaging(recipe, values, 1)
-  peers.states = [
-    state._replace(own=jnp.asarray(w))
-    for state, w in zip(peers.states, mass, strict=True)
-  ]
+  for peer, w in zip(peers.peers, mass, strict=True):
+    peer.state = peer.state._replace(own=jnp.asarray(w))
   peers.run(len(trace.time))
   for state in peers.states:
     expected = np.average(values, axis=0, weights=mass)

@@ -56,8 +56,8 @@ def peers(recipe, trace, *, batch=wanted, starts=None, loss=loss):
   for i, start in enumerate(() if starts is None else starts):
     params = {"w": start[:6].reshape(2, 3), "b": start[6:]}
     state = peer_lib.with_params(result.states[i], params)
-    result.states[i] = state._replace(own=recipe.gossip.rule.init(
-      params, recipe.gossip.topology.slots))
+    own = recipe.gossip.rule.init(params, recipe.gossip.topology.slots)
+    result.peers[i].state = state._replace(own=own)
   return result
 
 
