@@ -387,17 +387,12 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   ends = _ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
   with checks.blame(f"runs.{run.label}"):
-    layers, nodes = _profile(problem, shapes).nodes, []
+    layers, nodes = _profile(problem, shapes, seconds=seconds).nodes, []
     for first, last in itertools.pairwise([0, *ends]):
       group = layers[first:last]
-      forward, backward = np.sum(seconds[first:last], axis=0).tolist()
-      node = group[-1]._replace(
-        forward=forward,
-        backward=backward,
-        parameters=sum(node.parameters for node in group),
-        stash=sum(node.stash for node in group),
-      )
-      nodes.append(node)
+      added = ("forward", "backward", "parameters", "stash")
+      sums = {k: sum(getattr(node, k) for node in group) for k in added}
+      nodes.append(group[-1]._replace(**sums))
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
       result = pipedream.pipedream(chain, count, speed)
@@ -426,8 +421,8 @@ def _recomputed(run, section) -> str:
   return {True: "all", False: "none"}.get(again, again)
 
 
-def _profile(problem, params, measure=None):
-  """The graph of the model's layers."""
+def _profile(problem, params, **times):
+  """The graph of the model's layers; `times` as of `graph.profile`."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
   x = jax.eval_shape(
@@ -435,9 +430,7 @@ def _profile(problem, params, measure=None):
     problem.batches(0, 1)(0, 0),
     key,
   )
-  return graph.profile(
-    problem.pieces.layers, params, x, key=key, measure=measure
-  )
+  return graph.profile(problem.pieces.layers, params, x, key=key, **times)
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
@@ -448,7 +441,7 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
   if seconds is None:
     measure = functools.partial(graph.measure, clock=time.perf_counter)
     params = problem.init(jax.random.key(0))
-    profile = _profile(problem, params, measure)
+    profile = _profile(problem, params, measure=measure)
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
   with contextlib.suppress(TypeError, ValueError):

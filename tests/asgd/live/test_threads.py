@@ -4,11 +4,14 @@ import contextlib
 import copy
 import functools
 import math
+import shutil
+import tempfile
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import jax
-import live_stores
 import numpy as np
 import optax
 import pytest
@@ -29,12 +32,16 @@ from asgd.live import frames
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
+from asgd.live.hosts.site import Site
 from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.journal import FileJournal, journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.links.local import ThreadLink
+from asgd.live.links.sockets import SocketLink
+from asgd.live.records import read_records, records_path
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.threads import ThreadMakers
+from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
+from asgd.live.spans import read_spans, spans_path
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 from asgd.simulator import steps as steps_lib
@@ -133,7 +140,6 @@ class Live:
     jobs,
     setup,
     batch,
-    stores=None,
     overlap=False,
     refill=True,
     **options,
@@ -151,18 +157,16 @@ class Live:
       **dict(consistent=self.setup.consistent, depth=rules.depth),
       overlap=overlap,
     )
-    self.spans = []  # (worker, Span)
-    self.makers = ThreadMakers(
-      *(self.setup, kit.steps),
-      [simulator.start(kit.server, part) for part in parts],
-      stores or [live_stores.make_store() for _ in parts],
-      **{
-        "patience": 0.2,
-        "span": lambda worker, span: self.spans.append((worker, span)),
-        **options,
-      },
+    self.folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
+    weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+    path, began = str(self.folder), time.monotonic()
+    self.site = Site(self.setup, path, path, began, spans=True)
+    self.makers = ServerMakers(
+      *(self.site, lambda: kit.server, parts),
+      steps=kit.steps,
+      **{"patience": 0.2, **options},
     )
-    self.hosts = ThreadHosts(began=time.monotonic())
+    self.hosts, self.closing = ThreadHosts(began=began), contextlib.ExitStack()
     self.cluster = ServerCluster(
       *(self.setup, self.plan, self.hosts, self.makers, lambda: self.duty),
       refill=refill,
@@ -173,9 +177,38 @@ class Live:
       self.cluster._start_shard(index)
     self.wait_for_shards()
 
+  def server(self, index):
+    """The server of a shard, None until it is made."""
+    party = self.hosts._hosts["shard", index]._held
+    return party and party.server
+
+  def servers(self):
+    return [self.server(index) for index in range(self.setup.shards)]
+
   def wait_for_shards(self):
-    queues = self.makers.queues
-    until(lambda: all(queue.shard for queue in queues), "a start of all shards")
+    until(lambda: all(self.servers()), "a start of all shards")
+
+  def link(self):
+    """A worker's way to all shards, closed with the run."""
+    shards = range(self.setup.shards)
+    link = SocketLink([self.site.socket(index) for index in shards])
+    self.closing.callback(link.close)
+    return link
+
+  @property
+  def injected(self):
+    """The faults that happened, in their order."""
+    path = self.folder / "faults.csv"
+    rows = path.read_text().split() if path.exists() else ()
+    parts = [row.split(",") for row in rows]
+    return [Fault(int(w), int(s), kind, float(t)) for w, s, kind, t in parts]
+
+  @property
+  def spans(self):
+    """(worker, Span)"""
+    paths = [spans_path(self.folder, worker) for worker in range(WORKERS)]
+    there = [(w, path) for w, path in enumerate(paths) if path.exists()]
+    return [(w, span) for w, path in there for span in read_spans(path)]
 
   def worker(self, index):
     return self.cluster._supervisor.parties["worker"][index]
@@ -188,18 +221,18 @@ class Live:
 
   @property
   def lead(self):
-    queue = self.makers.queues[0]
-    return queue and queue.shard
+    server = self.server(0)
+    return server and server.shard
 
   @property
   def server_state(self):
     return self.lead.state.server
 
   def states(self):
-    return [queue.shard.state.server for queue in self.makers.queues]
+    return [server.shard.state.server for server in self.servers()]
 
   def events(self, index=0):
-    return self.makers.stores[index].journal.events()
+    return read_journal(journal_path(self.folder, index))
 
   def trace(self, index=0):
     return from_events(self.events(index))
@@ -239,8 +272,8 @@ class Live:
     states, records = self.replay()
     for live, state in zip(self.states(), states, strict=True):
       assert bits(live) == bits(state)
-    for store, expected in zip(self.makers.stores, records, strict=True):
-      held = store.sink.records()
+    for index, expected in enumerate(records):
+      held = read_records(records_path(self.folder, index))
       for column, other in zip(held, expected, strict=True):
         np.testing.assert_array_equal(column, other)
     return records
@@ -271,6 +304,7 @@ def live(
   finally:
     if gate:
       gate.open()
+    run.closing.close()
     run.cluster.close()
 
 
@@ -455,7 +489,7 @@ def test_rounds_are_plain_optax_whoever_is_slow_or_dies(float64, faults):
   kit = Kit("ssgd", momentum=0.9)
   kit.batch = any_worker
   run = finished(kit, Rules(round=3), faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   # A round has the jobs of its numbers, as a lost one is done again at once.
   expected = mean_gradient_descent(np.arange(JOBS).reshape(-1, 3).tolist())
@@ -497,7 +531,7 @@ def test_a_run_with_faults_comes_to_its_end(name, rules, setup):
     *(Fault(1, 8, "kill"), Fault(2, 7, "lose")),
   ]
   run = finished(kit(name), rules, setup=setup, faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   if setup.get("consistent"):
     check_whole(run)
@@ -518,15 +552,17 @@ def test_what_a_worker_raises_is_raised_and_names_the_worker():
     assert error.value.__notes__ == [f"in worker {who[0]}"]
 
 
-def test_what_a_shard_raises_is_raised():
-  class Full(live_stores.Journal):
-    def append(self, event):
-      if len(self.events()) == 9:
-        raise OSError("no space left")
-      super().append(event)
+def test_what_a_shard_raises_is_raised(monkeypatch):
+  append = FileJournal.append
 
+  def append_nine(journal, event):
+    if len(journal.events()) == 9:
+      raise OSError("no space left")
+    append(journal, event)
+
+  monkeypatch.setattr(FileJournal, "append", append_nine)
   with (
-    live(kit("asgd"), stores=[live_stores.make_store(journal=Full())]) as run,
+    live(kit("asgd")) as run,
     pytest.raises(OSError, match="no space left"),
   ):
     drive(run.cluster)
@@ -607,7 +643,7 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
   """What the dead one had said is not heard after what the new one says."""
   with live(kit("asgd"), Rules(depth=2), start=False) as run:
     run.start_shards()
-    link = ThreadLink(0, run.makers.queues)
+    link = run.link()
     assert link.connect(0)
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     _, frame = link.hear(LONG)
@@ -615,7 +651,8 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
     until(lambda: len(run.events()) == 3, "two tickets")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
-      link.hear(LONG)
+      while link.hear(LONG):
+        pass
     until(lambda: link.connect(0), "a connection")
     link.say(0, Frame(frames.HELLO, 0, job=0))
     heard = [link.hear(LONG)[1] for _ in range(3)]
@@ -629,14 +666,14 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
   setup = dict(shards=2, consistent=True)
   with live(kit("dana_slim"), setup=setup, start=False) as run:
     run.start_shards()
-    link = ThreadLink(0, run.makers.queues)
+    link = run.link()
     assert all(link.connect(shard) for shard in range(2))
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     for kind in (frames.WELCOME, frames.TICKET):
       shard, frame = link.hear(LONG)
       assert (shard, frame.kind) == (0, kind)
     link.say(1, Frame(frames.HELLO, 0, job=0))
-    follower = run.makers.queues[1].shard
+    follower = run.server(1).shard
     until(lambda: follower.role.peers, "a welcome")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
