@@ -318,6 +318,7 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
     *(tmp_path, "ray"),
     order={"name": "stale_synchronous", "bound": 3},
     epochs=4.0,
+    learning_rate=0.05,
     live={"late_seconds": 1.0, "start_seconds": 20.0},
   )
   run.train(faults)
