@@ -120,6 +120,9 @@ class Run:
   def events(self):
     return self.journal(0)
 
+  def shard(self, index):
+    return self.hosts._hosts["shard", index]._held.server.shard
+
   def flush(self, index):
     party = self.hosts._hosts["shard", index]._held
     party.ask(lambda shard: shard.state.messages.flush()).result()
