@@ -38,7 +38,6 @@ class NoUpdates(Silent):
     raise AssertionError(f"{cell.name} is trained again")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_each_run_trains_at_the_tiny_size_and_is_judged(
   name, tmp_path, monkeypatch
