@@ -310,7 +310,6 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
   faults = [
     Fault(0, 3, "double"),
     Fault(0, 5, "nan"),
-    Fault(0, 10, "hang"),
     Fault(1, 4, "lose"),
     Fault(1, 8, "reorder"),
     Fault(1, 12, "kill"),
@@ -320,7 +319,6 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
     order={"name": "stale_synchronous", "bound": 3},
     epochs=4.0,
     learning_rate=0.05,
-    live={"late_seconds": 1.0, "start_seconds": 20.0},
   )
   run.train(faults)
   run.check()
@@ -329,7 +327,7 @@ def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
   (refused,) = run.only(base.REJECT)
   assert (refused.worker, refused.seq) == (0, 5)
   lost = {(row.worker, row.seq) for row in run.only(base.LOST)}
-  assert {(0, 10), (1, 12)} <= lost
+  assert lost == {(1, 12)}
 
 
 MISTAKES = {
