@@ -110,7 +110,9 @@ class WorldCall(Call):
 
   def done(self) -> bool:
     """See the base."""
-    return self.answer is not None or self.cut or not self.host.alive
+    if self.answer is not None or self.cut:
+      return True
+    return not self.host.alive
 
   def result(self) -> Any:
     """See the base."""
@@ -313,9 +315,14 @@ class WorldHosts(Hosts):
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
-    self.world.scheduler.wait(
-      lambda: any(call.done() for call in calls), seconds
-    )
+
+    def some_done():
+      for call in calls:
+        if call.done():
+          return True
+      return False
+
+    self.world.scheduler.wait(some_done, seconds)
     return [call for call in calls if call.done()]
 
   def gone(self) -> list[tuple[str, int]]:

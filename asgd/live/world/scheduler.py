@@ -64,7 +64,8 @@ class Process:
       return True
     if now < self.sleeps_until:
       return False
-    return (self.wakes is not None and now >= self.wakes) or self.ready()
+    wakes = self.wakes
+    return (wakes is not None and now >= wakes) or self.ready()
 
 
 class _Thread:
@@ -173,7 +174,8 @@ class Scheduler:
     self._give_turns(draw)
 
   def _drawn(self):
-    ready = [p for p in self.processes if p.may_go_on(self.now)]
+    now = self.now
+    ready = [p for p in self.processes if p.may_go_on(now)]
     while not ready:
       times = [
         max(process.wakes, process.sleeps_until)
