@@ -315,14 +315,9 @@ class WorldHosts(Hosts):
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
     """See the base."""
-
-    def some_done():
-      for call in calls:
-        if call.done():
-          return True
-      return False
-
-    self.world.scheduler.wait(some_done, seconds)
+    self.world.scheduler.wait(
+      lambda: any(call.done() for call in calls), seconds
+    )
     return [call for call in calls if call.done()]
 
   def gone(self) -> list[tuple[str, int]]:
