@@ -168,7 +168,7 @@ def test_everything_is_recorded_of_a_run_that_diverges():
     (
       "ring",
       {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
-      "config.runs.ring.codec.density must be a positive finite number, not 0",
+      "config.runs.ring.codec.density must be in (0, 1], not 0: the part of",
     ),
     (
       "ring",
