@@ -88,9 +88,7 @@ def _audit(
   """Yields what there is to say of a finished cell. A peer that died may have
   left its last job to nobody, as `missed` of the result says."""
   events = [*trace.events(files.read_trace(folder, plan.workers))]
-  records = files.by_time(
-    [files.read_peer_records(folder, peer) for peer in range(plan.workers)]
-  )
+  records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
   yield from of_workers(events, records, plan, 1, failures, missed)
   return None

@@ -232,7 +232,6 @@ def assert_clear(error, path):
 
 # What orbax leaves to be collected of a checkpoint that it could not read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.slow
 @settings(
   max_examples=CASES,
   deadline=None,

@@ -18,14 +18,12 @@ from asgd.experiment import (
   folder,
   live_files,
   live_memory,
-  loop,
   ray_runtime,
   replay,
 )
 from asgd.experiment.engines import live_tables
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
-from asgd.experiment.signals import Stopped
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live import processes
 from asgd.live.faults import Fault
 from asgd.live.gossip import files as peer_files
@@ -65,22 +63,14 @@ KILLED = [(0.0, "worker", 1), (0.0, "shard", 1), (0.0, "coordinator", 0)]
 
 def build(run, engine="threads", **config):
   base_config = CONFIGS.get(run["recipe"], OF_PEERS)
-  return experiment.build(
-    {**base_config, "engine": engine, **config, "runs": {"run": run}},
-    engines=experiment.ENGINES,
-  )
+  config = {**base_config, "engine": engine, **config, "runs": {"run": run}}
+  return experiment.build(config, engines=experiment.ENGINES)
 
 
-def train(workdir, run, machine=None, signals=None, ended=None, **config):
-  exp = build(run, **config)
-  (cell,) = exp.cells
-  more = {} if signals is None else {"signals": signals}
+def train(workdir, run, machine=None, signals=NoSignals, **config):
   machine = machine or Machine(grace_seconds=60.0)
-  result = loop.train(
-    *(exp, cell, workdir),
-    **dict(bar=Silent(), machine=machine, ended=ended, **more),
-  )
-  return result, workdir / "cells" / cell.name
+  options = {"machine": machine, "signals": signals}
+  return kit.train(build(run, **config), workdir, **options)[:2]
 
 
 def stop(workdir, run, looks=0, **config):
@@ -103,29 +93,26 @@ def check_finished(workdir, run, result):
   assert again["params_sha256"] == result["params_sha256"]
 
 
-@pytest.mark.parametrize(
-  ("run", "config", "why"),
-  [
-    (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
-    (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
-    (PAIRS, {"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
-    (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
-    (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
-    (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
-    ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
-    (BATCHES, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
-    (BATCHES, {"server": {"wire": "bfloat16"}}, "it would change what is comp"),
-    (BATCHES, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
-    ({**BATCHES, "loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
-    ({**BATCHES, "restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
-  ],
+MISTAKES = (
+  (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
+  (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
+  (PAIRS, {"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
+  (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
+  (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
+  (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
+  ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
+  (BATCHES, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
+  (BATCHES, {"server": {"wire": "bfloat16"}}, "it would change what is comp"),
+  (BATCHES, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
+  ({**BATCHES, "loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
+  ({**BATCHES, "restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
 )
-def test_one_line_for_what_they_do_not_have(run, config, why):
-  with pytest.raises(ValueError, match=why) as told:
-    exp = build(run, **config)
-    exp.plan(exp.cells[0])
-  assert len(str(told.value)) < 600
-  assert "\n" not in str(told.value)
+
+
+test_one_line_for_what_they_do_not_have = kit.refuses(
+  [((a, b), why) for a, b, why in MISTAKES],
+  lambda value: build(value[0], **value[1]), longest=600,
+)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +195,9 @@ def test_a_party_of_each_kind_is_killed_and_the_cell_replays(
   seconds = 1.0 if engine == "threads" else 5.0
   faults = [Fault(1, 2, "kill"), Fault(0, 5, "slow", seconds)]
   machine = Machine(grace_seconds=60.0, faults=faults)
-  killer = Killer(tmp_path, engine, kind, monkeypatch) if kind else None
+  killer = NoSignals
+  if kind:
+    killer = Killer(tmp_path, engine, kind, monkeypatch)
   result, place = train(tmp_path, run, machine, killer, engine=engine)
   worker = "peer" if run in (CODED, PAIRS) else "worker"
   assert result["replaced"] == {worker: 1, **({kind: 1} if kind else {})}
@@ -369,20 +358,18 @@ def test_calls_over_a_network_take_its_time_and_replay(tmp_path, run):
 
 
 def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
-  params = []
   words = {"documents": 60, "side": 3, "length": 20}
   killer = Killer(tmp_path, "threads", "shard", monkeypatch)
-  result, _ = train(
-    *(tmp_path, TABLE),
-    Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")]),
-    signals=killer,
-    ended=lambda _, trained, __: params.append(trained),
+  exp = build(
+    TABLE,
     problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
     batch_size=3,
     epochs=4.0,
   )
+  machine = Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")])
+  trained = kit.train(exp, tmp_path, machine=machine, signals=killer)
+  result, params = trained.result, trained.params
   assert result["replaced"] == {"worker": 1, "shard": 1}
-  (params,) = params
   data, counted = documents.generated(**words), np.zeros((9, 4), int)
   counts = zip(
     *(data.train_words, params["assignments"], data.train_lengths), strict=True

@@ -197,14 +197,14 @@ class Live:
     self.news = []
     # These import Ray.
     from asgd.live.hosts.actors import ActorHosts
-    from asgd.live.server.processes import ProcessMakers
+    from asgd.live.server.makers import ServerMakers
 
     parts, plan = [first_params()], None
     if self.setup.shards > 1:
       plan = sharding.make_plan(first_params(), self.setup.shards)
       parts = sharding.split(plan, first_params())
     hosts = ActorHosts(self.site, resources=given.pop("resources", None))
-    makers = ProcessMakers(
+    makers = ServerMakers(
       hosts.site,
       given.pop("make_server", functools.partial(make_server, name)),
       parts,

@@ -16,13 +16,14 @@ from asgd import base, compression, sharding, simulator, wire
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
+from asgd.live.hosts.site import Site
 from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
 from asgd.live.server import cluster as clusters
-from asgd.live.server.threads import ThreadMakers
-from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import ShardStorage
-from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
+from asgd.live.server.makers import ServerMakers
+from asgd.live.setup import Setup
+from asgd.live.slots import MESSAGES, UPDATES
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
@@ -35,6 +36,23 @@ def threshold():
 
 
 PARAMS = {name: np.zeros((4, 6), np.float32) for name in "abc"}
+
+
+class TellingSite(Site):
+  """A site whose memories tell what is written to them."""
+
+  told = staticmethod(lambda index, memory, kind, slot, tree, stamp: None)
+
+  def open_memory(self, index, *like):
+    memory = super().open_memory(index, *like)
+    write = memory.write
+
+    def write_and_tell(*args):
+      write(*args)
+      self.told(index, memory, *args)
+
+    memory.write = write_and_tell
+    return memory
 
 
 class Run:
@@ -70,21 +88,17 @@ class Run:
       codec_down=down,
     )
     parts = [params] if plan is None else sharding.split(plan, params)
-    states = [simulator.start(self.server, part) for part in parts]
-    self.memories = [
-      SharedMemory(folder / f"shard-{i}", slot_counts(self.setup), (*like, s))
-      for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
-    ]
-    stores = [
-      ShardStorage.open(folder, i, memory)
-      for i, memory in enumerate(self.memories)
-    ]
     self.news, self.before = [], {}  # job -> what happens before it
     duty.warm_up_all(WORKERS)
-    self.makers = ThreadMakers(
-      self.setup, steps, states, stores, faults=faults, patience=0.2
+    began = time.monotonic()
+    self.site = TellingSite(self.setup, str(folder), str(folder), began)
+    self.makers = ServerMakers(
+      *(self.site, lambda: self.server, parts),
+      steps=steps,
+      faults=faults,
+      patience=0.2,
     )
-    self.hosts = ThreadHosts(began=time.monotonic())
+    self.hosts = ThreadHosts(began=began)
     self.cluster = clusters.ServerCluster(
       self.setup, plan, self.hosts, self.makers, lambda: duty
     )
@@ -106,9 +120,12 @@ class Run:
       assert time.monotonic() < end, "the run did not finish"
       time.sleep(0.01)
 
+  def journal(self, index):
+    return read_journal(journal_path(self.folder, index))
+
   @property
   def events(self):
-    return self.makers.stores[0].journal.events()
+    return self.journal(0)
 
   def kill_shard(self, index):
     self.hosts.kill("shard", index)
@@ -116,18 +133,18 @@ class Run:
     assert told in self.cluster.check()
 
   def shard(self, index):
-    queue = self.makers.queues[index]
-    return queue and queue.shard
+    party = self.hosts._hosts["shard", index]._held
+    return party and party.server.shard
 
   def flush(self, index):
-    queue = self.makers.queues[index]
-    queue.submit(lambda shard: shard.state.messages.flush()).result()
+    party = self.hosts._hosts["shard", index]._held
+    party.ask(lambda shard: shard.state.messages.flush()).result()
 
   def check(self):
     """Every job was received once, and the replay has the same bits."""
-    journals = [store.journal.events() for store in self.makers.stores]
-    traces = [from_events(events) for events in journals]
-    live = [queue.shard.state.server for queue in self.makers.queues]
+    shards = range(self.setup.shards)
+    traces = [from_events(self.journal(index)) for index in shards]
+    live = [self.shard(index).state.server for index in shards]
     data = dict(batch=coding.batch, root=coding.ROOT)
     if self.plan is None:
       host = simulator.make_host(
@@ -234,18 +251,17 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
   tmp_path, shards, consistent, index
 ):
   with live(tmp_path, shards=shards, consistent=consistent) as run:
-    memory, write, spoilt = run.memories[index], run.memories[index].write, []
+    spoilt = []
 
-    def damage(kind, slot, tree, stamp):
-      write(kind, slot, tree, stamp)
-      if kind == MESSAGES and len(spoilt) == 0:
+    def damage(shard, memory, kind, slot, *rest):
+      if (shard, kind) == (index, MESSAGES) and not spoilt:
         spoilt.append(slot)
         spoil(memory, slot)
 
-    memory.write = damage
+    run.site.told = damage
     run.drive()
     if not consistent and shards > 1:
-      jobs = [e.action for e in run.makers.stores[1].journal.events()]
+      jobs = [e.action for e in run.journal(1)]
       assert jobs.count(base.REJECT) == 1
     else:
       run.check()
@@ -260,18 +276,16 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
 # Downward: workers are sent packed updates.
 
 
-def updates_of(run, index=0):
+def updates_of(run):
   """Bytes of tickets that are updates, by (worker, seq), as they were written
   to slots."""
-  memory, written = run.memories[index], {}
-  write = memory.write
+  written = {}
 
-  def count(kind, slot, tree, stamp):
-    write(kind, slot, tree, stamp)
+  def count(shard, memory, kind, slot, tree, stamp):
     if kind == UPDATES and stamp >> 40:  # or they lie beside a snapshot
       written[(stamp >> 40) - 1, stamp & 2**40 - 1] = memory.length(kind, slot)
 
-  memory.write = count
+  run.site.told = count
   return written
 
 
@@ -315,21 +329,20 @@ def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
       run.flush(index)
     if log:
       run.check()
-    rows = [e.action for e in run.makers.stores[1].journal.events()]
+    rows = [e.action for e in run.journal(1)]
   assert (base.ROLLBACK in rows) == (not log)
 
 
 def test_damaged_updates_are_refused_and_their_worker_begins_anew(tmp_path):
   with live(tmp_path, down=threshold()) as run:
-    memory, write, spoilt = run.memories[0], run.memories[0].write, []
+    spoilt = []
 
-    def damage(kind, slot, tree, stamp):
-      write(kind, slot, tree, stamp)
+    def damage(shard, memory, kind, slot, tree, stamp):
       if kind == UPDATES and len(tree) and not spoilt:
         spoilt.append(slot)
         memory._slots[UPDATES][slot][30] ^= 1
 
-    memory.write = damage
+    run.site.told = damage
     run.drive()
     run.check()
     actions = [event.action for event in run.events]

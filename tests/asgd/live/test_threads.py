@@ -4,12 +4,15 @@ import contextlib
 import copy
 import functools
 import math
+import shutil
+import tempfile
 import threading
 import time
+import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import live_stores
 import numpy as np
 import optax
 import pytest
@@ -32,12 +35,17 @@ from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
 from asgd.live.frames import Frame
+from asgd.live.hosts.site import Site
 from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.journal import FileJournal, journal_path, read_journal
 from asgd.live.links.base import Disconnected
-from asgd.live.links.local import ThreadLink
+from asgd.live.links.sockets import SocketLink
+from asgd.live.records import read_records, records_path
+from asgd.live.server import hosted_worker
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.threads import ThreadMakers
+from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
+from asgd.live.spans import read_spans, spans_path
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 from asgd.simulator import steps as steps_lib
@@ -170,7 +178,7 @@ class Live:
     jobs,
     setup,
     batch,
-    stores=None,
+    folder=None,
     overlap=False,
     refill=True,
     resumed=False,
@@ -189,18 +197,16 @@ class Live:
       **dict(consistent=self.setup.consistent, depth=rules.depth),
       overlap=overlap,
     )
-    self.spans = []  # (worker, Span)
-    self.makers = ThreadMakers(
-      *(self.setup, kit.steps),
-      [simulator.start(kit.server, part) for part in parts],
-      stores or [live_stores.make_store() for _ in parts],
-      **{
-        "patience": 0.2,
-        "span": lambda worker, span: self.spans.append((worker, span)),
-        **options,
-      },
+    self.folder = folder or Path(tempfile.mkdtemp(dir="/dev/shm"))
+    weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+    path, began = str(self.folder), time.monotonic()
+    self.site = Site(self.setup, path, path, began, spans=True)
+    self.makers = ServerMakers(
+      *(self.site, lambda: kit.server, parts),
+      steps=kit.steps,
+      **{"patience": 0.2, **options},
     )
-    self.hosts = ThreadHosts(began=time.monotonic())
+    self.hosts, self.closing = ThreadHosts(began=began), contextlib.ExitStack()
     self.cluster = ServerCluster(
       *(self.setup, self.plan, self.hosts, self.makers, lambda: self.duty),
       refill=refill,
@@ -212,9 +218,42 @@ class Live:
       self.cluster._start_shard(index, resumed)
     self.wait_for_shards()
 
+  def server(self, index):
+    """The server of a shard, None until it is made."""
+    party = self.hosts._hosts["shard", index]._held
+    return party and party.server
+
+  def servers(self):
+    return [self.server(index) for index in range(self.setup.shards)]
+
   def wait_for_shards(self):
-    queues = self.makers.queues
-    until(lambda: all(queue.shard for queue in queues), "a start of all shards")
+    until(lambda: all(self.servers()), "a start of all shards")
+
+  def link(self):
+    """A worker's way to all shards, closed with the run."""
+    shards = range(self.setup.shards)
+    link = SocketLink([self.site.socket(index) for index in shards])
+    self.closing.callback(link.close)
+    return link
+
+  def expel(self, worker):
+    expel = lambda shard: shard.expel(worker, self.hosts.clock())  # noqa: E731
+    self.server(0).submit(expel)
+
+  @property
+  def injected(self):
+    """The faults that happened, in their order."""
+    path = self.folder / "faults.csv"
+    rows = path.read_text().split() if path.exists() else ()
+    parts = [row.split(",") for row in rows]
+    return [Fault(int(w), int(s), kind, float(t)) for w, s, kind, t in parts]
+
+  @property
+  def spans(self):
+    """(worker, Span)"""
+    paths = [spans_path(self.folder, worker) for worker in range(WORKERS)]
+    there = [(w, path) for w, path in enumerate(paths) if path.exists()]
+    return [(w, span) for w, path in there for span in read_spans(path)]
 
   def worker(self, index):
     return self.cluster._supervisor.parties["worker"][index]
@@ -227,18 +266,18 @@ class Live:
 
   @property
   def lead(self):
-    queue = self.makers.queues[0]
-    return queue and queue.shard
+    server = self.server(0)
+    return server and server.shard
 
   @property
   def server_state(self):
     return self.lead.state.server
 
   def states(self):
-    return [queue.shard.state.server for queue in self.makers.queues]
+    return [server.shard.state.server for server in self.servers()]
 
   def events(self, index=0):
-    return self.makers.stores[index].journal.events()
+    return read_journal(journal_path(self.folder, index))
 
   def trace(self, index=0):
     return from_events(self.events(index))
@@ -283,8 +322,8 @@ class Live:
     states, records = self.replay()
     for live, state in zip(self.states(), states, strict=True):
       assert bits(live) == bits(state)
-    for store, expected in zip(self.makers.stores, records, strict=True):
-      held = store.sink.records()
+    for index, expected in enumerate(records):
+      held = read_records(records_path(self.folder, index))
       if some:  # without a log, records are lost as updates are
         kept = np.isin(expected.job, held.job)
         expected = base.Records(*(column[kept] for column in expected))
@@ -318,6 +357,7 @@ def live(
   finally:
     if gate:
       gate.open()
+    run.closing.close()
     run.cluster.close()
 
 
@@ -519,7 +559,7 @@ def test_rounds_are_plain_optax_whoever_is_slow(float64):
   found = []
   for faults in ((), SLOW, [Fault(1, 3, "slow", 0.1)]):
     run = finished(kit, Rules(round=3), faults=faults)
-    assert len(run.makers.script.injected) == len(faults)
+    assert len(run.injected) == len(faults)
     run.check()
     trace = run.trace()
     jobs = trace.job[trace.action == base.RECEIVE]
@@ -535,7 +575,7 @@ def test_rounds_are_plain_optax_whoever_dies(float64):
   kit.batch = any_worker
   faults = [Fault(0, 2, "kill"), Fault(1, 4, "nan"), Fault(2, 6, "kill")]
   run = finished(kit, Rules(round=3), faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   # A round has the jobs of its numbers, as a lost one is done again at once.
   expected = mean_gradient_descent(np.arange(JOBS).reshape(-1, 3).tolist())
@@ -572,7 +612,8 @@ def test_jobs_that_are_never_finite_end_the_run(spoilt):
     assert "messages, in a row or of one job, were not finite" in str(
       caught.value
     )
-    tries = run.trace().job[run.trace().action == base.REJECT]
+    trace = run.trace()
+    tries = trace.job[trace.action == base.REJECT]
     assert len(tries) > 3 * WORKERS
     assert set(tries.tolist()) <= set(spoilt)
 
@@ -593,7 +634,7 @@ def test_a_run_with_faults_comes_to_its_end(name, rules):
     *(Fault(2, 7, "nan"), Fault(1, 7, "lose")),
   ]
   run = finished(kit(name), rules, faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   assert run.count(base.REJECT) == 2
   assert run.count(base.LOST) >= 1  # of the one that was killed
@@ -606,7 +647,7 @@ def test_a_run_with_faults_comes_to_its_end(name, rules):
 def test_messages_that_overtake_each_other_are_put_in_order(rules):
   faults = [Fault(w, s, "reorder") for w in range(WORKERS) for s in (2, 5)]
   run = finished(kit("dana_slim"), rules, faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   assert run.count(base.LOST) == 0
 
@@ -615,7 +656,7 @@ def test_messages_that_overtake_each_other_are_put_in_order(rules):
 def test_a_lost_message_is_said_again_however_busy_its_worker_is(rules):
   faults = [Fault(w, 2, "lose") for w in range(WORKERS)]
   run = finished(kit("dana_zero"), rules, 300, setup=dict(log=2), faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   assert run.count(base.LOST) == 0
 
@@ -626,7 +667,7 @@ def test_a_worker_that_hangs_is_given_up_and_replaced(rules):
   finished(kits, rules)  # compiled, so that only one hangs
   fault = Fault(1, 3, "hang")
   run = finished(kits, rules, setup=dict(ladder=QUICK), faults=[fault])
-  assert run.makers.script.injected == [fault]
+  assert run.injected == [fault]
   run.check()
   assert run.cluster.replaced["worker"] >= 1
   (lost,) = [
@@ -666,8 +707,7 @@ def test_a_worker_that_was_only_slow_spoils_nothing():
   slow = dict(held=lambda worker, job: worker == 1)
   with live(kit("dana_slim"), Rules(bound=3), **slow) as run:
     run.gate.wait_for(1)
-    lead = run.makers.queues[0]
-    lead.put(lambda shard, now: shard.expel(1, now))
+    run.expel(1)
 
     def replaced():
       run.cluster.status()
@@ -705,10 +745,11 @@ class Zombie:
     return self._handed_in or not self.asleep.is_alive()
 
 
-def test_a_message_of_the_dead_is_not_taken_for_another():
+def test_a_message_of_the_dead_is_not_taken_for_another(monkeypatch):
   """A worker that was taken for dead still writes where it was told to."""
   kits = kit("ssgd")
   zombie, last = Zombie(), threading.Event()
+  monkeypatch.setattr(hosted_worker.spans, "SpanWriter", lambda folder: zombie)
 
   def batch(worker, job):
     if worker == 2:
@@ -716,14 +757,13 @@ def test_a_message_of_the_dead_is_not_taken_for_another():
     return kits.batch(worker, job)
 
   try:
-    with live(kits, Rules(round=3), batch=batch, span=zombie) as run:
+    with live(kits, Rules(round=3), batch=batch) as run:
 
       def waiting():
         return len(run.lead.state.pushed)
 
       until(lambda: zombie.asleep and waiting(), "a message that waits")
-      lead = run.makers.queues[0]
-      lead.put(lambda shard, now: shard.expel(0, now))
+      run.expel(0)
       # Worker 1 does the job as well; worker 2 is busy.
       until(lambda: waiting() == 2, "another message for the job")
       zombie.wake()
@@ -750,15 +790,17 @@ def test_what_a_worker_raises_is_raised_and_names_the_worker():
     assert error.value.__notes__ == [f"in worker {who[0]}"]
 
 
-def test_what_a_shard_raises_is_raised():
-  class Full(live_stores.Journal):
-    def append(self, event):
-      if len(self.events()) == 9:
-        raise OSError("no space left")
-      super().append(event)
+def test_what_a_shard_raises_is_raised(monkeypatch):
+  append = FileJournal.append
 
+  def append_nine(journal, event):
+    if len(journal.events()) == 9:
+      raise OSError("no space left")
+    append(journal, event)
+
+  monkeypatch.setattr(FileJournal, "append", append_nine)
   with (
-    live(kit("asgd"), stores=[live_stores.make_store(journal=Full())]) as run,
+    live(kit("asgd")) as run,
     pytest.raises(OSError, match="no space left"),
   ):
     drive(run.cluster)
@@ -854,8 +896,8 @@ def test_who_died_and_was_taken_for_dead_is_counted_once():
     cluster = run.cluster
     until(lambda: run.hosts.gone() == [("worker", 1)], "its exit")
     # As if its connection had broken only after that.
-    lead = run.makers.queues[0]
-    lead.submit(lambda shard: shard._expelled.append(1)).result()
+    lost = run.server(0).submit(lambda shard: shard._expelled.append(1))
+    lost.result()
     assert cluster.check() == ["worker 1 died; another takes its place"]
     cluster.status()
     run.gate.open()
@@ -949,7 +991,7 @@ def test_a_server_in_shards_with_faults_comes_to_its_end(consistent):
   ]
   setup = dict(shards=3, consistent=consistent)
   run = finished(net("dana_slim"), Rules(bound=2), setup=setup, faults=faults)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   if consistent:
     check_whole(run)
@@ -961,7 +1003,7 @@ def test_a_worker_that_hangs_holds_no_shard_back(consistent):
   fault = Fault(1, 2, "hang")
   setup = dict(shards=2, consistent=consistent, ladder=QUICK)
   run = finished(net("dana_zero"), Rules(bound=2), setup=setup, faults=[fault])
-  assert run.makers.script.injected == [fault]
+  assert run.injected == [fault]
   run.check()
   assert run.count(base.LOST) >= 1
 
@@ -1002,7 +1044,7 @@ def test_shards_may_be_killed_while_workers_die():
       run.kill_shard(index)
     run.gate.open()
     drive(run.cluster)
-  assert sorted(run.makers.script.injected) == sorted(faults)
+  assert sorted(run.injected) == sorted(faults)
   run.check()
   check_whole(run)
 
@@ -1011,7 +1053,7 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
   """What the dead one had said is not heard after what the new one says."""
   with live(kit("asgd"), Rules(depth=2), start=False) as run:
     run.start_shards()
-    link = ThreadLink(0, run.makers.queues)
+    link = run.link()
     assert link.connect(0)
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     _, frame = link.hear(LONG)
@@ -1019,7 +1061,8 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
     until(lambda: len(run.events()) == 3, "two tickets")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
-      link.hear(LONG)
+      while link.hear(LONG):
+        pass
     until(lambda: link.connect(0), "a connection")
     link.say(0, Frame(frames.HELLO, 0, job=0))
     heard = [link.hear(LONG)[1] for _ in range(3)]
@@ -1033,14 +1076,14 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
   setup = dict(shards=2, consistent=True)
   with live(net("dana_slim"), setup=setup, start=False) as run:
     run.start_shards()
-    link = ThreadLink(0, run.makers.queues)
+    link = run.link()
     assert all(link.connect(shard) for shard in range(2))
     link.say(0, Frame(frames.HELLO, 0, job=-1))
     for kind in (frames.WELCOME, frames.TICKET):
       shard, frame = link.hear(LONG)
       assert (shard, frame.kind) == (0, kind)
     link.say(1, Frame(frames.HELLO, 0, job=0))
-    follower = run.makers.queues[1].shard
+    follower = run.server(1).shard
     until(lambda: follower.role.peers, "a welcome")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
@@ -1082,13 +1125,11 @@ def test_a_run_that_was_paused_and_stopped_goes_on():
     run.gate.open()
     until(lambda: not run.lead.state.tickets, "a pause")
     images = run.cluster.images()
-    (store,), before = run.makers.stores, bits(run.server_state)
-  memory = live_stores.Memory()
-  memory.fresh = True
-  stores = [store._replace(memory=memory, image=images[0])]
+    before = bits(run.server_state)
+  shutil.rmtree(run.folder / "shard-0")
   with live(
     kit("dana_slim"),
-    **dict(stores=stores, resumed=True, start=False),
+    **dict(folder=run.folder, images=images, resumed=True, start=False),
   ) as again:
     again.start_shards(resumed=True)
     assert bits(again.server_state) == before

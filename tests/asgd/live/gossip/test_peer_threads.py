@@ -98,8 +98,7 @@ class Run:
     return self.views
 
   def records(self):
-    parts = [files.read_peer_records(self.folder, i) for i in range(PEERS)]
-    return files.by_time(parts)
+    return files.FILES.read_all(self.folder, PEERS)
 
   def trace(self):
     return files.read_trace(self.folder, PEERS)

@@ -13,7 +13,7 @@ from asgd.live.deadlines import Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.sandblaster import shard, worker
+from asgd.live.sandblaster import worker
 from asgd.live.sandblaster.book import LiveRunLog, last_time
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.sandblaster.places import LivePlaces
@@ -55,18 +55,8 @@ class Run:
     self.settings = SETTINGS._replace(**settings)
     self.notes = None
     self.passed = 0.0  # seconds, beside those of the clock
-    self.to_come_back = 0.0  # seconds, for a shard
+    self.makers = HostMakers
     self.before_start = lambda index: None  # of a worker
-
-  def make_shard(self, evaluation, index, image, anew):
-    folder = self.folder / f"shard-{index}"
-
-    def make(inside):
-      if not anew:
-        self.passed += self.to_come_back
-      return shard.LiveShard(inside, folder, image, evaluation, anew=anew)
-
-    return make
 
   def make_worker(self, index):
     task = worker.PortionTask(
@@ -96,7 +86,7 @@ class Run:
     hosts.clock = lambda: clock() + self.passed
     driver = Driver(
       *(self.settings, PARAMS),
-      HostMakers(hosts, self.make_shard, self.make_worker),
+      self.makers(hosts, self.folder, self.make_worker),
       book,
       workers=3,
       options=Options(Ladder(floor=late, start=start), **options),
@@ -170,7 +160,17 @@ def test_all_sorts_of_processes_are_killed(tmp_path):
 
 def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
   run = Run(tmp_path, failures=(PlannedKill(0.0, "shard", 1),))
-  run.to_come_back = 1000.0
+
+  class Slow(HostMakers):
+    def shard(self, *args):
+      def make(inside):
+        run.passed += 0.0 if args[-1] else 1000.0  # unless it begins anew
+        return plain(inside)
+
+      plain = super().shard(*args)
+      return make
+
+  run.makers = Slow
   for driver in run.drive():
     finish(driver)
     assert run.passed == 1000.0

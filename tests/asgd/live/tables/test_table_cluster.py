@@ -127,8 +127,7 @@ class Run:
     return [cuts_of(row.totals) for row in rows if row.action == base.MOVE]
 
   def records(self):
-    parts = [files.read_table_records(self.folder, w) for w in range(WORKERS)]
-    return files.by_time(parts)
+    return files.FILES.read_all(self.folder, WORKERS)
 
   def train(self):
     self.cluster.start()
