@@ -209,7 +209,7 @@ class Executor:
     if lane in self.compiled.memories:
       return self.compiled.memories[lane].to_host(state)
     # A copy, as they are donated.
-    return jax.tree.map(jnp.copy, jax.device_put(state, self.devices[lane]))
+    return jax.device_put(state, self.devices[lane], may_alias=False)
 
   def traffic(self) -> residence.DeviceTraffic:
     """Returns the traffic of all lanes between devices and the host, and the

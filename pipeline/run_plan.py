@@ -23,7 +23,7 @@ import optax
 
 from asgd import algorithms, base, models, problems, transforms
 from asgd.checks import shown
-from asgd.experiment import checks
+from asgd.experiment import checks, kept
 from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
 from pipeline import analyze, cut, discrepancy, residence, schedules
@@ -223,7 +223,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     together=table.flush and run.config["clip_norm"] is not None,
     measurements=experiment.measurements,
   )
-  parts = _parts(experiment, planned, section, shapes)
+  parts = _parts(planned, section, shapes)
   if planned.room is not None:
     if planned.together:
       raise ValueError(
@@ -267,7 +267,7 @@ def _table(run, section, stages, total) -> Schedule:
       raise
 
 
-def _parts(experiment, planned, section, shapes) -> list[Part]:
+def _parts(planned, section, shapes) -> list[Part]:
   """The stages. Runs of the same algorithm share its compiled programs."""
   run, table, rate = planned.run, planned.table, planned.schedule
   workers = analyze.in_flight(table, planned.weights).tolist()
@@ -282,17 +282,22 @@ def _parts(experiment, planned, section, shapes) -> list[Part]:
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     recipes = [_recipe(run, rate, *kind) for kind in kinds]
     parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
-  given = str([run.options, *(run.config[key] for key in OF_A_RUN)])
-  same = "pipeline", run.recipe, given, table.every
+  same = [run.recipe, run.options, table.every]
+  same += [run.config[key] for key in OF_A_RUN]
   for stage, kind in enumerate(kinds):
-    first = experiment.compiled.setdefault((*same, *kind), parts[stage])
-    cure = cures[stage]
+    made, cure = (parts[stage].server, parts[stage].at_worker), cures[stage]
+    server, at_worker = _servers.get(
+      lambda made=made: made, [*same, *kind], rate, run.given
+    )
     parts[stage] = parts[stage]._replace(
-      server=first.server,
-      at_worker=first.at_worker,
+      server=server,
+      at_worker=at_worker,
       correct=cure and discrepancy.extrapolate(cure),
     )
   return parts
+
+
+_servers = kept.Kept(256)  # of stages
 
 
 def _keeps_workers(run, rate, shapes) -> bool:
@@ -382,17 +387,12 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   ends = _ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
   with checks.blame(f"runs.{run.label}"):
-    layers, nodes = _profile(problem, shapes).nodes, []
+    layers, nodes = _profile(problem, shapes, seconds=seconds).nodes, []
     for first, last in itertools.pairwise([0, *ends]):
       group = layers[first:last]
-      forward, backward = np.sum(seconds[first:last], axis=0).tolist()
-      node = group[-1]._replace(
-        forward=forward,
-        backward=backward,
-        parameters=sum(node.parameters for node in group),
-        stash=sum(node.stash for node in group),
-      )
-      nodes.append(node)
+      added = ("forward", "backward", "parameters", "stash")
+      sums = {k: sum(getattr(node, k) for node in group) for k in added}
+      nodes.append(group[-1]._replace(**sums))
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
       result = pipedream.pipedream(chain, count, speed)
@@ -421,8 +421,8 @@ def _recomputed(run, section) -> str:
   return {True: "all", False: "none"}.get(again, again)
 
 
-def _profile(problem, params, measure=None):
-  """The graph of the model's layers."""
+def _profile(problem, params, **times):
+  """The graph of the model's layers; `times` as of `graph.profile`."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
   x = jax.eval_shape(
@@ -430,9 +430,7 @@ def _profile(problem, params, measure=None):
     problem.batches(0, 1)(0, 0),
     key,
   )
-  return graph.profile(
-    problem.pieces.layers, params, x, key=key, measure=measure
-  )
+  return graph.profile(problem.pieces.layers, params, x, key=key, **times)
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
@@ -443,7 +441,7 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
   if seconds is None:
     measure = functools.partial(graph.measure, clock=time.perf_counter)
     params = problem.init(jax.random.key(0))
-    profile = _profile(problem, params, measure)
+    profile = _profile(problem, params, measure=measure)
     seconds = [[node.forward, node.backward] for node in profile.nodes]
     experiment.measurements["layer_seconds"] = seconds
   with contextlib.suppress(TypeError, ValueError):

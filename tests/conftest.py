@@ -6,6 +6,7 @@ as XLA does on its own."""
 
 import gc
 import os
+import sys
 import threading
 from importlib import metadata
 from pathlib import Path
@@ -29,8 +30,10 @@ if metadata.version("jaxlib").startswith("0.10."):
   _FLAGS = "use_fusion_emitters=false", "parallel_codegen_split_count=1"
   _FLAGS = " ".join(f"--xla_cpu_{name}" for name in _FLAGS)
   os.environ.setdefault("XLA_FLAGS", _FLAGS)
-# Processes that tests start, more than a hundred, read what one has compiled.
+# Processes that tests start, more than a hundred, read what one has compiled;
+# and the next run does: to rewrite asserts is half of the time to collect.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Tracing makes many objects and few cycles: 7 % of the time was spent on those.
 gc.set_threshold(50_000, 10, 10)
 
@@ -69,26 +72,38 @@ def _count(event, seconds, **details):
 
 jax.monitoring.register_event_duration_secs_listener(_count)
 
-# Files that take long, so that the last ones are short. Those that wait for
-# processes take turns with those that compute.
+# Files that take more than 5 s of a core, the longest first: all of them is
+# `slow`. Those that wait for processes take turns with those that compute.
 SLOW = (
-  *("test_actors", "test_mesh_engine", "test_processes", "test_train"),
-  *("test_train_live", "test_engine", "test_chaos", "test_replay"),
-  *("test_engine_contract", "test_probe", "test_images", "test_recovery"),
-  *("test_configs", "test_executor", "test_commands", "test_damage"),
-  *("test_contract", "test_tiny_figures"),
-  *("test_cluster", "test_facade", "test_world", "test_local_work"),
-  *("test_threads", "test_run_plan", "test_follower", "test_own_code"),
-  *("test_compare", "test_audit", "test_optimizers", "test_statistics"),
-  *("test_hybrid", "test_data_parallel", "test_diagnosis", "test_encoder"),
-  *("test_readme", "test_cut", "test_stage", "test_plan", "test_circular"),
+  *("test_cluster", "test_cluster_contract", "test_world", "test_configs"),
+  *("test_tiny_figures", "test_golden", "test_train_live", "test_engine"),
+  *("test_live_cells", "test_mesh_engine", "test_follower", "test_facade"),
+  *("test_chaos", "test_peers", "test_own_code", "test_processes"),
+  *("test_schedules", "test_commands", "test_train", "test_executor"),
+  *("test_optimizers", "test_engine_contract", "test_recovery", "test_probe"),
+  *("test_code", "test_hybrid", "test_problem", "test_compare", "test_damage"),
+  *("test_images", "test_missing_cells", "test_docs", "test_data_parallel"),
+  *("test_run_plan", "test_contract", "test_traffic", "test_threads"),
+  *("test_examples", "test_replay", "test_cut", "test_codecs", "test_plan"),
+  *("test_sentences", "test_compressed", "test_reproduce", "test_choco"),
+  *("test_local_work", "test_comparison", "test_circular", "test_residence"),
+  *("test_diagnosis", "test_tables", "test_audit", "test_networks"),
+  *("test_statistics", "test_messages", "test_parts", "test_stage"),
+  *("test_low_rank", "test_encoder", "test_tensor", "test_coordinated"),
+  *("test_loop", "test_allocation", "test_peer_threads", "test_equivalences"),
+  *("test_boards", "test_transformer", "test_halo", "test_packaging"),
+  *("test_topics", "test_links"),
 )
 
 
 def pytest_collection_modifyitems(items):
-  """Sorts tests by file, without moving them inside of a file."""
+  """Sorts tests by file, without moving them inside of a file, and marks those
+  of files that take long."""
   rank = {name: number for number, name in enumerate(SLOW)}
   items.sort(key=lambda item: rank.get(item.path.stem, len(SLOW)))
+  for item in items:
+    if item.path.stem in rank:
+      item.add_marker("slow")
 
 
 def pytest_collection_finish():

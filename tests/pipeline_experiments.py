@@ -5,19 +5,22 @@ pyproject.toml.
 """
 
 import io
+from unittest import mock
 
 import jax
 import numpy as np
 
 from asgd import experiment
-from asgd.experiment import loop
+from asgd.experiment import cells, loop
 from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context
+from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 STAGES, MICROBATCHES, UPDATES = 4, 8, 2
+_LEARNT = "data", "model", "problem", "batch_size", "evaluation_examples"
 CASES = {
   "stash": {"schedule": "pipedream", "recipe": "gap_aware"},
   "recomputing": {"schedule": "stale", "recompute": True, "momentum": 0.9},
@@ -33,7 +36,7 @@ CASES = {
     "chunks": STAGES,
     "recipe": "ssgd",
     "momentum": 0.9,
-    "device_megabytes": 0.007,
+    "device_megabytes": 0.008,
   },
   "replicas": {
     "schedule": "pipedream",
@@ -47,7 +50,8 @@ def small_config(**runs):
   """Returns a config of 16 microbatches: two updates that flush."""
   return {
     "data": {"name": "digits"},
-    "model": {"name": "mlp", "hidden": (8, 8, 8)},
+    # Three stages of four have the same shapes, and share their programs.
+    "model": {"name": "mlp", "hidden": (10, 10, 10)},
     "engine": "pipeline",
     "pipeline": {"stages": STAGES, "microbatches": MICROBATCHES},
     "batch_size": 4,
@@ -60,12 +64,26 @@ def small_config(**runs):
   }
 
 
+_load, _loaded = cells.problem.load, {}
+
+
+def _load_once(config, **given):
+  """Loads what several experiments learn once, so that their stages are
+  compiled once."""
+  what = [config[key] for key in _LEARNT]
+  key = repr([what, given, jax.config.jax_enable_x64])
+  if key not in _loaded:
+    _loaded[key] = _load(config, **given)
+  return _loaded[key]
+
+
 def build_pipelines(overrides=(), config=None, **options):
   """Builds an experiment, its config overridden as by a command line."""
   config = overrides_lib.override(
     config or small_config(), dict(overrides), ENGINES
   )
-  return experiment.build(config, engines=ENGINES, **options)
+  with mock.patch.object(cells.problem, "load", _load_once):
+    return experiment.build(config, engines=ENGINES, **options)
 
 
 def cell_of(exp, label):
@@ -93,12 +111,20 @@ def train_pipelines(exp, folder, labels=None, **options):
   ]
 
 
-def start_engine(exp, label, *, machine, restore=lambda rebuild: None):
+def start_engine(exp, label, *, restore=lambda rebuild: None, seed=0):
   """Starts the engine of a cell without the loop and the folder."""
-  cell = cell_of(exp, label)
+  cell = cell_of(exp, label)._replace(seed=seed)
   plan, place = exp.plan(cell), None
-  context = Context(exp, cell, plan, place, None, restore, [], machine)
+  context = Context(exp, cell, plan, place, None, restore, [], Machine())
   return exp.kind(cell).start(context)
+
+
+def to_the_end(exp, label, **options):
+  """Trains a cell without the loop and the folder; returns its engine."""
+  engine = start_engine(exp, label, **options)
+  while engine.done < engine.total:
+    engine.advance(engine.total)
+  return engine
 
 
 def host_leaves(params):

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import base, data, losses, models, names, problems
-from asgd.checks import line_of, shown, user_code
+from asgd.checks import shown, user_code
 from asgd.data import sentences, text
-from asgd.experiment import schema, storage
+from asgd.experiment import kept, schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
 from asgd.problems import own as own_problem
@@ -76,15 +76,27 @@ def load(
   outputs = dataset.classes  # of an example, or of a position
   if outputs is None:
     outputs = int(dataset.train_labels[0].size)
-  with blame("model", tuple(model)), _of_function("model", kind):
-    layers = models.build(kind, outputs, **model)
-  where = contextlib.nullcontext()
-  if isinstance(dataset, text.Text) or names.is_import(section["name"]):
-    where = blame("data")
-  with where, _of_model(config):
-    problem = make(dataset, layers, batch_size=config["batch_size"], **options)
-  _check_fit(config, problem)
-  return dataset, problem
+
+  def build():
+    with blame("model", tuple(model)), _of_function("model", kind):
+      layers = models.build(kind, outputs, **model)
+    where = contextlib.nullcontext()
+    if isinstance(dataset, text.Text) or names.is_import(section["name"]):
+      where = blame("data")
+    with where, _of_model(config):
+      sizes = {"batch_size": config["batch_size"]}
+      problem = make(dataset, layers, **sizes, **options)
+    _check_fit(config, problem)
+    return problem
+
+  if options.get("weights") is not None:  # of files, which may have changed
+    return dataset, build()
+  read = ("data", "model", "batch_size", "evaluation_examples")
+  plain = [config[key] for key in read]
+  return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
+
+
+_problems = kept.Kept(8)  # and their data
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:
@@ -154,15 +166,14 @@ def _naming(what: str) -> Iterator[None]:
     raise ValueError(f"{what}: {error}") from error
 
 
-@contextlib.contextmanager
-def _of_function(kind: str, name: str | None) -> Iterator[None]:
-  """Turns whatever a function of one's own raises into one line."""
-  try:
-    yield
-  except Exception as error:
-    if not names.is_import(name) or isinstance(error, ValueError):
-      raise
-    raise ValueError(f"{kind} {name!r} raised {line_of(error)}") from error
+def _of_function(
+  kind: str, name: str | None
+) -> contextlib.AbstractContextManager[None]:
+  """Returns a context that turns whatever a function of one's own raises into
+  one line."""
+  if not names.is_import(name):
+    return contextlib.nullcontext()
+  return user_code(f"{kind} {name!r} fails", passes=(ValueError,))
 
 
 def _call(kind: str, section: Mapping[str, Any], given: Mapping[str, Any]):

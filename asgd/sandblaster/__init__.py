@@ -9,6 +9,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 """
 
 from asgd.sandblaster.again import RecomputedState, recompute
+from asgd.sandblaster.batch_driver import coordinator_from
 from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (
@@ -24,7 +25,6 @@ from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
 from asgd.sandblaster.simulation import (
   SandblasterSimulation,
   Saved,
-  coordinator_from,
   template,
 )
 

@@ -21,17 +21,10 @@ import jax.numpy as jnp
 
 from asgd import base, sharding
 from asgd.orders.durations import Durations
-from asgd.orders.trace import NO_SEQ, Event
+from asgd.sandblaster.batch_driver import BatchDriver, Place, Places
 from asgd.sandblaster.book import Lengths, RunLog
-from asgd.sandblaster.commands import Command
-from asgd.sandblaster.coordinator import (
-  Begin,
-  Coordinator,
-  Pair,
-  State,
-  message_name,
-)
-from asgd.sandblaster.portions import PortionJobs, Work, make_sums, message_norm
+from asgd.sandblaster.coordinator import message_name
+from asgd.sandblaster.portions import Work, make_sums, message_norm
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards
 
@@ -49,21 +42,18 @@ class PortionTicket(NamedTuple):
   loss: float = math.nan  # of a copy of it that ended before
 
 
-class _BatchWorker:
+class _BatchWorker(Place):
   """A worker in simulated time."""
 
   def __init__(self, stream):
+    super().__init__()
     self._stream = stream
     self._drawn = 0  # durations so far
-    self.seq = 0  # of the next job
-    self.holder = 0  # how many came before it in this place
     self.empty()
-    self.alive = True
 
   def empty(self) -> None:
-    """Its worker is killed, with all that it has."""
-    self.alive, self.fetched = False, -1  # evaluation whose parameters it has
-    self.ticket: PortionTicket | None = None
+    """See the base."""
+    super().empty()
     self._ready: dict[int, float] = {}  # job -> when its data are here
     self._loader = 0.0  # when all that it loads is here
 
@@ -93,22 +83,6 @@ class _BatchWorker:
     self.ticket = self.ticket and PortionTicket(*self.ticket)
 
 
-class _Evaluation(NamedTuple):
-  """What workers compute at present."""
-
-  number: int  # of the evaluation
-  params: Any = None  # on the device
-  losses: dict[int, float] = {}  # job -> its, once it is known
-
-
-class Counts(NamedTuple):
-  """What happened, over all evaluations."""
-
-  copies: int = 0  # backup tasks
-  first: int = 0  # of these, that came first
-  recoveries: int = 0  # of shards
-
-
 class Saved(NamedTuple):
   """All there is when an evaluation begins."""
 
@@ -117,7 +91,7 @@ class Saved(NamedTuple):
   notes: dict[str, Any]  # JSON
 
 
-class SandblasterSimulation:
+class SandblasterSimulation(BatchDriver):
   """A run of Sandblaster L-BFGS.
 
   Example:
@@ -140,6 +114,8 @@ class SandblasterSimulation:
     [0, 0, 1, 0, 0, 0]
   """
 
+  now = 0.0  # the simulated time
+
   def __init__(
     self,
     settings: Settings,
@@ -152,121 +128,50 @@ class SandblasterSimulation:
   ):
     """Starts from parameters, which are NumPy's, or resumes from what was
     saved. `work` is the loss and the gradient of a portion, a mean."""
-    self._settings, self._add_up = settings, make_sums(work)
-    self._like = params
-    self._places = [_BatchWorker(durations.stream(i)) for i in range(workers)]
-    self.book = RunLog()
-    self.counts = Counts()
-    self.now = 0.0  # the simulated time
+    super().__init__(settings, params, RunLog(), saved and saved.notes)
+    self._add_up = make_sums(work)
+    self._params: base.Params = None  # of the evaluation, on the device
+    self._places = Places(
+      [_BatchWorker(durations.stream(i)) for i in range(workers)],
+      *(settings.jobs, self.book, lambda: self.now),
+    )
     # What is to come: (time, number, what, to whom).
     self._agenda: list[tuple[float, int, str, int]] = []
     self._pushed = 0
-    self._current = _Evaluation(-1)
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
-      self._coordinator = Coordinator(settings)
-      self._jobs = PortionJobs(settings.jobs, settings.backup)
       for failure in settings.failures:
         self._push(failure.time, failure.what, failure.index)
     else:
       self._unpack(saved)
     self._saved = self._pack()
 
-  # Reading.
-
-  @property
-  def received(self) -> int:
-    """Messages."""
-    return len(self.book.messages)
-
-  @property
-  def state(self) -> State:
-    """What the coordinator knows of the last iterate."""
-    return self._coordinator.state
-
-  @property
-  def ended(self) -> bool:
-    """Whether the coordinator has nothing more to ask for."""
-    return self._coordinator.request is None
-
-  @property
-  def recoveries(self) -> int:
-    """How often a shard came back."""
-    return self.counts.recoveries + self._shards.recoveries
-
-  def params(self) -> base.Params:
-    """Returns the last iterate."""
-    return self._shards.read("point")
-
   # Running.
 
   def advance(self, until: int) -> int:
     """Simulates until so many messages are received or the coordinator ends;
     returns how many are."""
-    while not self.ended:
-      request = self._coordinator.request
-      if isinstance(request, Command):
-        self._answer(self._shards.obey(request))
-      elif isinstance(request, Begin):
-        self._begin(request.evaluation)
-      elif request.job in self._current.losses:
-        self._answer(self._current.losses[request.job])
-      elif self.received >= until:
-        break
-      else:
-        self._happen()
-    return self.received
+    return self._run(until, self._happen)
 
-  def _answer(self, value):
-    self._coordinator.answer(value)
-    self.book.note(self._coordinator, self.now)
+  def _prepare(self, evaluation):
+    self._saved = self._pack()
+    self._shards.forget(self._shards.number)
+    self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
 
-  def _begin(self, evaluation):
-    """Workers that are idle start on new parameters; one that asks for an
-    evaluation again, as it was killed, is told that it has begun."""
-    if evaluation > self._current.number:
-      self._saved = self._pack()
-      self._shards.forget(self._shards.number)
-      trial = jax.tree.map(jnp.asarray, self._shards.read("trial"))
-      self._current = _Evaluation(evaluation, trial, {})
-      self._jobs.begin()
-      for worker, place in enumerate(self._places):
-        if place.alive and place.ticket is None:
-          self._start(worker)
-    self._answer(None)
-
-  def _start(self, worker):
-    """Gives an idle worker a job, if there is one."""
-    place, jobs, settings = self._places[worker], self._jobs, self._settings
-    job = jobs.take(worker)
-    if job is None:
-      return
-    copies = self.counts.copies + (len(jobs.workers(job)) > 1)
-    self.counts = self.counts._replace(copies=copies)
-    current = self._current.number
-    fresh, place.fetched = place.fetched != current, current
+  def _ticket(self, worker, job, fresh):
+    place, settings = self._places[worker], self._settings
     begin = max(self.now, self._load(place, job))
-    if settings.prefetch and (coming := jobs.peek(worker)) is not None:
+    if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
       self._load(place, coming)
     finish = begin + place.draw(len(settings.portions_of(job)))
-    place.ticket = PortionTicket(current, job, place.seq, finish, fresh)
-    self._write(worker, base.SEND if fresh else base.KEEP)
-    place.seq += 1
     self._push(finish, _FINISH, worker)
+    return PortionTicket(self._current, job, place.seq, finish, fresh)
 
   def _load(self, place, job):
     """Returns when the data of a job are with a worker."""
     settings = self._settings
     needs = settings.loading * len(settings.portions_of(job))
     return place.load(job, needs, self.now)
-
-  def _write(self, worker, action):
-    place = self._places[worker]
-    seq, job = NO_SEQ, place.holder
-    if place.ticket is not None:
-      evaluation, job, seq, *_ = place.ticket
-      job += evaluation * self._settings.jobs
-    self.book.write(Event(self.now, worker, seq, job, action))
 
   def _push(self, time, what, index):
     heapq.heappush(self._agenda, (time, self._pushed, what, index))
@@ -279,101 +184,65 @@ class SandblasterSimulation:
     if what == SHARD:
       self._shards.lose(index)
     elif what == COORDINATOR:
-      # Its journal is that of the beginning of this evaluation.
-      self._coordinator = coordinator_from(self._settings, self._saved[1])
+      self._lose_coordinator()
     elif what == _RETURN:
-      self._places[index].alive = True
-      self._write(index, base.JOIN)
+      self._places.join(index)
       self._start(index)
     elif what == WORKER:
       self._kill(index)
     elif (ticket := self._places[index].ticket) and ticket.finish == time:
-      self._receive(index, ticket)
+      self._finish(index, ticket)
+    return True
 
   def _kill(self, worker):
-    place, ticket = self._places[worker], self._places[worker].ticket
-    if not place.alive:
-      return
-    if ticket is not None:
-      self._write(worker, base.LOST)
-      if ticket.evaluation == self._current.number:
-        self._jobs.lose(worker, ticket.job)
-    place.empty()
-    self._write(worker, base.LEAVE)
-    place.holder += 1
-    self._push(self.now + self._settings.restart, _RETURN, worker)
-    # An idle worker may take its job.
-    for other, its_place in enumerate(self._places):
-      if its_place.alive and its_place.ticket is None:
-        self._start(other)
+    if self._places[worker].alive:
+      self._empty(worker)
+      self._push(self.now + self._settings.restart, _RETURN, worker)
+      self._start_idle()  # an idle worker may take its job
 
-  def _receive(self, worker, ticket):
-    place, current = self._places[worker], self._current.number
-    late, job, loss = current - ticket.evaluation, ticket.job, ticket.loss
-    others = self._jobs.workers(job) if not late else ()
-    accepted = not late and self._jobs.finish(worker, job)
-    portions, norm = self._settings.portions_of(job), 0.0
-    if accepted:
-      first = self.counts.first + (others[0] != worker)
-      self.counts = self.counts._replace(first=first)
-      loss, message = self._add_up(self._current.params, portions)
-      norm = message_norm(message, len(portions))
-      self._current.losses[job] = loss
-      self._shards.put(message_name(current, job), message)
-      for other in others:  # a copy of it has the same loss
-        copy = self._places[other].ticket
-        self._places[other].ticket = copy._replace(loss=loss)
-    self._write(worker, base.RECEIVE)
-    place.ticket, row = None, self.book.rows[-1]
-    nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
-    self.book.receive(
-      *(max(self.state.iteration, 0), self.now, worker, row.job),
-      *(late, 0.0, loss / len(portions), accepted, norm, 0.0),
-      *(nbytes, nbytes * ticket.fresh, 0.0),
-    )
+  def _finish(self, worker, ticket):
+    def result(accepted):
+      if not accepted:
+        return ticket.loss, 0.0
+      portions = self._settings.portions_of(ticket.job)
+      loss, message = self._add_up(self._params, portions)
+      self._shards.put(message_name(self._current, ticket.job), message)
+      return loss, message_norm(message, len(portions))
+
+    self._receive(worker, result)
     self._start(worker)
 
   # Checkpoints.
 
   def save(self) -> Saved:
     """Returns its state when the last evaluation began."""
-    images, notes, lengths = self._saved
+    images, lengths = self._saved
     vectors = {"vectors": [image.vectors for image in images]}
-    number = notes["evaluation"] + 1
-    return Saved(number, {**vectors, **self.book.arrays(lengths)}, notes)
+    arrays = {**vectors, **self.book.arrays(lengths)}
+    return Saved(self._begun["evaluation"] + 1, arrays, self._begun)
 
-  def _pack(self) -> tuple[list[Image], dict[str, Any], Lengths]:
-    """Returns images of the shards, notes, and how far the book is written."""
-    images, coordinator = self._shards.images(), self._coordinator
-    notes = {
+  def _pack(self) -> tuple[list[Image], Lengths]:
+    """Notes all there is; returns images of the shards, and how far the book is
+    written."""
+    images = self._shards.images()
+    self._begun = {
+      **self._notes(),
       "vectors": sorted(images[0].vectors),
-      "number": self._shards.number,
-      "state": coordinator.state._asdict(),
-      "answers": list(coordinator.answers),
       "now": self.now,
       "agenda": list(self._agenda),
       "pushed": self._pushed,
-      "evaluation": self._current.number,
-      "places": [place.pack() for place in self._places],
-      "owners": list(self._jobs.owners.items()),
-      "counts": list(self.counts._replace(recoveries=self.recoveries)),
+      "places": [place.pack() for place in self._places.all],
     }
-    return images, notes, self.book.lengths
+    return images, self.book.lengths
 
   def _unpack(self, saved):
-    notes, settings = saved.notes, self._settings
-    vectors = saved.arrays["vectors"]
+    notes, vectors = saved.notes, saved.arrays["vectors"]
     images = [Image(notes["number"], dict(each)) for each in vectors]
-    self._shards = Shards(self._like, settings.shards, images)
-    self._coordinator = coordinator_from(settings, notes)
-    owners = dict(notes["owners"])
-    self._jobs = PortionJobs(settings.jobs, settings.backup, owners)
+    self._shards = Shards(self._like, self._settings.shards, images)
     self.now, self._pushed = notes["now"], notes["pushed"]
     self._agenda = [tuple(each) for each in notes["agenda"]]
-    self._current = _Evaluation(notes["evaluation"])
-    for place, packed in zip(self._places, notes["places"], strict=True):
+    for place, packed in zip(self._places.all, notes["places"], strict=True):
       place.unpack(packed)
-    self.counts = Counts(*notes["counts"])
     self.book.read(saved.arrays)
 
 
@@ -387,15 +256,3 @@ def template(
     "vectors": [dict.fromkeys(notes["vectors"], part) for part in parts],
     **RunLog().arrays(Lengths(0, 0, 0)),
   }
-
-
-def coordinator_from(
-  settings: Settings, notes: Mapping[str, Any]
-) -> Coordinator:
-  """Returns the coordinator whose `state` and `answers` were noted."""
-  state = State(**notes["state"])
-  pairs = tuple(Pair(*pair) for pair in state.pairs)
-  state = state._replace(pairs=pairs)
-  coordinator = Coordinator(settings, state, notes["answers"])
-  coordinator.news.clear()  # the log has them
-  return coordinator

@@ -2,9 +2,12 @@
 
 from asgd.simulator.peers import (
   LinkTraffic,
+  OnePeer,
   PeerRecords,
+  PeerRow,
   Peers,
   PeerSteps,
+  Taken,
   array_bytes,
   compile_peer,
   consensus,

@@ -35,6 +35,14 @@ class SentCode(NamedTuple):
   nbytes: int  # on a link
 
 
+class Taken(NamedTuple):
+  """A message that a peer mixes."""
+
+  sender: int
+  round: int  # in which it was put
+  code: Any
+
+
 class PeerLinks:
   """Messages on their way between peers, and what went over each link."""
 
@@ -49,13 +57,9 @@ class PeerLinks:
     self._takes = collections.Counter(keys)  # still to come, of each message
     zeros = np.zeros((peers, peers), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
-    # Bytes up and down since the last message of a peer to itself.
-    self._since = [(0, 0)] * peers
 
   def put(self, event: Event, code: Any, nbytes: int) -> None:
     """A peer sends a message, which is kept if any peer will take it."""
-    up, down = self._since[event.worker]
-    self._since[event.worker] = up + nbytes, down
     if self._takes[event.key]:
       self.messages[event.key] = SentCode(code, event.job, nbytes)
 
@@ -64,28 +68,29 @@ class PeerLinks:
     nbytes = self.messages[key].nbytes
     self.traffic.messages[i, event.job] += 1
     self.traffic.nbytes[i, event.job] += nbytes
-    up, down = self._since[i]
-    self._since[i] = up, down + nbytes
-    return key
+    return key, nbytes
 
-  def take(self, event: Event) -> None:
-    """A peer takes a message, which it will mix."""
-    self._inboxes[event.worker].append(self._carry(event))
+  def take(self, event: Event) -> int:
+    """A peer takes a message, which it will mix; returns its bytes."""
+    key, nbytes = self._carry(event)
+    self._inboxes[event.worker].append(key)
+    return nbytes
 
-  def adopt(self, event: Event) -> Any:
-    """A peer takes a message and uses it at once; returns the code."""
-    key = self._carry(event)
+  def adopt(self, event: Event) -> tuple[Any, int]:
+    """A peer takes a message and uses it at once; returns the code, and its
+    bytes."""
+    key, nbytes = self._carry(event)
     code = self.messages[key].code
     self._done(key)
-    return code
+    return code, nbytes
 
-  def mix(self, peer: int) -> list[tuple[Key, SentCode]]:
+  def mix(self, peer: int) -> list[Taken]:
     """Returns the messages that a peer has taken since the last time."""
     keys, self._inboxes[peer] = self._inboxes[peer], []
-    found = [(key, self.messages[key]) for key in keys]
+    sent = [(sender, self.messages[sender, seq]) for sender, seq in keys]
     for key in keys:
       self._done(key)
-    return found
+    return [Taken(sender, each.round, each.code) for sender, each in sent]
 
   def _done(self, key):
     self._takes[key] -= 1
@@ -95,12 +100,6 @@ class PeerLinks:
   def join(self, peer: int) -> None:
     """Another takes the place of a peer: it has taken nothing."""
     self._inboxes[peer].clear()
-    self._since[peer] = 0, 0
-
-  def since(self, peer: int) -> tuple[int, int]:
-    """Returns the bytes up and down of a peer, which count anew."""
-    nbytes, self._since[peer] = self._since[peer], (0, 0)
-    return nbytes
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns a tree of arrays and JSON, for `restore`."""
@@ -109,7 +108,6 @@ class PeerLinks:
     notes = {
       "codes": list(names),
       "sizes": [message.nbytes for message in names.values()],
-      "since": [list(nbytes) for nbytes in self._since],
     }
     return {**tree, "traffic": self.traffic}, notes
 
@@ -123,7 +121,6 @@ class PeerLinks:
       for name, code in codes.items()
     }
     self.traffic = LinkTraffic(*(np.array(x) for x in traffic))
-    self._since = [(up, down) for up, down, *_ in notes["since"]]
 
   def note(self, event: Event) -> None:
     """What a row that was obeyed before leaves open."""

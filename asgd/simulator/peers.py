@@ -19,9 +19,15 @@ from asgd import base, gossip
 from asgd import server as server_lib
 from asgd.compression import packing
 from asgd.orders import trace as trace_lib
-from asgd.orders.trace import Ledger
+from asgd.orders.trace import Event, Ledger
 from asgd.simulator import records as records_lib
-from asgd.simulator.peer_links import Key, LinkTraffic, PeerLinks, read_key
+from asgd.simulator.peer_links import (
+  Key,
+  LinkTraffic,
+  PeerLinks,
+  Taken,
+  read_key,
+)
 from asgd.simulator.steps import Observation, compile_work
 from asgd.simulator.traffic import ReceivedMessage
 
@@ -121,12 +127,102 @@ def packed_bytes(code: Any) -> int:
   return len(packing.pack(layout, records_lib.fetch(code)))
 
 
-class _Rows(NamedTuple):
-  """Messages received since the last call of `Peers.run`."""
+# What a job that was received adds to the records; see `peer_records`.
+PeerRow = tuple[ReceivedMessage, Observation, list[Any]]
 
-  messages: list[ReceivedMessage]
-  observations: list[Observation]
-  norms: list[list[Any]]  # of mixes
+
+class OnePeer:
+  """One peer.
+
+  Attributes:
+    state: the PeerState.
+    worker: the state of its worker.
+    bytes_up: of the messages that it put since its last record.
+    bytes_down: of those that it took.
+    norms: of the changes by mixing since then.
+  """
+
+  def __init__(
+    self,
+    index: int,
+    how: gossip.Gossip,
+    steps: PeerSteps,
+    root: jax.Array,
+    start: tuple[gossip.PeerState, Any],
+  ):
+    """`start` are the first states of the peer and of its worker."""
+    self._index, self._how, self._steps = index, how, steps
+    self._root, self._number = root, np.int32(index)
+    self.begin(*start)
+
+  def begin(self, state: gossip.PeerState, worker: Any) -> None:
+    """Takes states, with nothing put or taken before."""
+    self.state, self.worker = state, worker
+    self.bytes_up = self.bytes_down = 0
+    self.norms: list[Any] = []
+
+  def send(self) -> gossip.Job:
+    """Returns a job, on what it has."""
+    return self._steps.send(self.state, self._number)
+
+  def work(self, job: gossip.Job, batch: base.Batch, number: int) -> Any:
+    """Does a job; returns (the state of the worker after it, message, loss).
+    Changes nothing."""
+    state, message, metrics = self._steps.work(
+      *(self.worker, job.ticket, batch, self._root, np.int32(number))
+    )
+    return state, message, metrics.loss
+
+  def receive(self, event: Event, job: gossip.Job, work: Any) -> PeerRow:
+    """Ends a job, with what `work` made of it; returns what is recorded."""
+    self.worker, message, loss = work
+    kept: Any = 0.0
+    if self._how.compressed:
+      kept = self._steps.residual(self.state)
+    self.state, observation = self._steps.receive(
+      self.state, job, message, loss
+    )
+    received = ReceivedMessage(
+      *(event.time, self._index, event.job, self.bytes_up, self.bytes_down),
+      kept,
+    )
+    norms = self.norms
+    self.begin(self.state, self.worker)
+    return received, observation, norms
+
+  def put(self, round: int, seq: int) -> Any:
+    """Returns the code of the message of a round, the seq-th of its place."""
+    keep = np.float64(self._how.keep(round, self._index))
+    self.state, code = self._steps.put(
+      self.state, keep, self._root, self._number, np.int32(seq)
+    )
+    return code
+
+  def mix(self, taken: Sequence[Taken]) -> None:
+    """Mixes messages, in this order."""
+    how, i = self._how, self._index
+    weights = [how.weight(each.round, i, each.sender) for each in taken]
+    slots = [how.topology.slot(i, each.sender) for each in taken]
+    self.state, norm = self._steps.mix(
+      self.state,
+      tuple(each.code for each in taken),
+      np.array(weights, np.float64),
+      np.array(slots, np.int32),
+    )
+    self.norms.append(norm)
+
+  def lend(self, other: int) -> Any:
+    """Returns what another is lent."""
+    topology = self._how.topology
+    hears = topology.union[self._index, other]  # or it knows nothing of it
+    slot = np.int32(topology.slot(self._index, other) if hears else 0)
+    self.state, loan = self._steps.lend(self.state, slot)
+    return loan
+
+  def adopt(self, loan: Any, lender: int, *, first: bool) -> None:
+    """Takes what another lends; `first` of a newcomer."""
+    slot = np.int32(self._how.topology.slot(self._index, lender))
+    self.state = self._steps.adopt(self.state, loan, slot, np.bool_(first))
 
 
 class Peers:
@@ -140,6 +236,9 @@ class Peers:
     trace: of the run.
     batch: (worker, job) -> NumPy arrays.
     root: key of the run.
+
+  Attributes:
+    peers: each of them.
   """
 
   def __init__(
@@ -161,16 +260,14 @@ class Peers:
       raise ValueError(
         f"the trace has a peer {most}, the topology only {n}, counted from 0"
       )
-    state = peer.init(params)
-    self.states = [state] * n
-    self.workers = [worker.init(state.server.params)] * n
     self._joined = lambda: (peer.init(params), worker.init(params))
+    state = peer.init(params)
+    start = state, worker.init(state.server.params)
+    self.peers = [OnePeer(i, how, self._steps, root, start) for i in range(n)]
     self.ledger: Ledger[gossip.Job] = Ledger(self._send, keeps=False)
     self._restored: dict[Key, gossip.Job] | None = None
     self._links = PeerLinks(n, trace)
-    self._mixed: list[list[Any]] = [[] for _ in range(n)]  # norms, as `since`
     self._newcomers: set[int] = set()  # that have adopted nothing yet
-    self._new = _Rows([], [], [])
 
   @property
   def event(self) -> int:
@@ -178,10 +275,15 @@ class Peers:
     return self.ledger.rows
 
   @property
+  def states(self) -> list[gossip.PeerState]:
+    """The state of each peer."""
+    return [peer.state for peer in self.peers]
+
+  @property
   def present(self) -> list[int]:
     """The peers that have not left."""
     gone = self.ledger.ended
-    return [i for i in range(len(self.states)) if i not in gone]
+    return [i for i in range(len(self.peers)) if i not in gone]
 
   @property
   def traffic(self) -> LinkTraffic:
@@ -198,91 +300,47 @@ class Peers:
     """Replays the rows up to, not including, row `end`; returns the records of
     the received messages. Raises TraceError for a row that cannot be replayed.
     """
-    self._new = _Rows([], [], [])
+    rows: list[PeerRow] = []
     for event in trace_lib.events(self.trace, self.event, end):
-      job = self.ledger.obey(event)
+      job, peer = self.ledger.obey(event), self.peers[event.worker]
       if event.action == base.RECEIVE:
-        self._receive(event, job)
+        batch = self._batch(event.worker, event.job)
+        work = peer.work(job, batch, event.job)
+        rows.append(peer.receive(event, job, work))
       elif event.action == base.JOIN:
-        self._join(event.worker)
+        self._links.join(event.worker)
+        self._newcomers.add(event.worker)
+        peer.begin(*self._joined())
       elif event.action in (base.PUT, base.LEND):
-        self._put(event)
+        self._put(peer, event)
       elif event.action == base.TAKE:
-        self._links.take(event)
+        peer.bytes_down += self._links.take(event)
       elif event.action == base.ADOPT:
-        self._adopt(event)
+        code, nbytes = self._links.adopt(event)
+        peer.bytes_down += nbytes
+        first = event.worker in self._newcomers
+        peer.adopt(code, event.job, first=first)
+        self._newcomers.discard(event.worker)
       elif event.action == base.MIX:
-        self._mix(event.worker)
-    return peer_records(*self._new)
+        peer.mix(self._links.mix(event.worker))
+    columns = zip(*rows, strict=True) if rows else ((), (), ())
+    return peer_records(*columns)
 
   def _send(self, event, kept):
     del kept
     if self._restored is not None:  # which jobs are open; others have ended
       return self._restored.get(event.key, ())
-    i = event.worker
-    return self._steps.send(self.states[i], np.int32(i))
+    return self.peers[event.worker].send()
 
-  def _receive(self, event, job):
-    i = event.worker
-    self.workers[i], message, metrics = self._steps.work(
-      self.workers[i],
-      job.ticket,
-      self._batch(i, event.job),
-      self._root,
-      np.int32(event.job),
-    )
-    kept: Any = 0.0
-    if self.gossip.compressed:
-      kept = self._steps.residual(self.states[i])
-    self.states[i], observation = self._steps.receive(
-      self.states[i], job, message, metrics.loss
-    )
-    up, down = self._links.since(i)
-    norms, self._mixed[i] = self._mixed[i], []
-    received = ReceivedMessage(event.time, i, event.job, up, down, kept)
-    self._new.messages.append(received)
-    self._new.observations.append(observation)
-    self._new.norms.append(norms)
-
-  def _join(self, i):
-    self.states[i], self.workers[i] = self._joined()
-    self._links.join(i)
-    self._mixed[i] = []
-    self._newcomers.add(i)
-
-  def _put(self, event):
-    i = event.worker
+  def _put(self, peer, event):
     if event.action == base.LEND:
-      topology = self.gossip.topology
-      hears = topology.union[i, event.job]  # or it knows nothing of it
-      slot = np.int32(topology.slot(i, event.job) if hears else 0)
-      self.states[i], code = self._steps.lend(self.states[i], slot)
+      code = peer.lend(event.job)
     else:
-      keep = np.float64(self.gossip.keep(event.job, i))
-      self.states[i], code = self._steps.put(
-        self.states[i], keep, self._root, np.int32(i), np.int32(event.seq)
-      )
+      code = peer.put(event.job, event.seq)
     whole = event.action == base.LEND or not self.gossip.compressed
-    self._links.put(event, code, (array_bytes if whole else packed_bytes)(code))
-
-  def _adopt(self, event):
-    i, code = event.worker, self._links.adopt(event)
-    slot = np.int32(self.gossip.topology.slot(i, event.job))
-    first = np.bool_(i in self._newcomers)
-    self.states[i] = self._steps.adopt(self.states[i], code, slot, first)
-    self._newcomers.discard(i)
-
-  def _mix(self, i):
-    taken = self._links.mix(i)
-    weights = [
-      self.gossip.weight(message.round, i, key[0]) for key, message in taken
-    ]
-    slots = [self.gossip.topology.slot(i, key[0]) for key, _ in taken]
-    codes = tuple(message.code for _, message in taken)
-    weights, slots = np.array(weights, np.float64), np.array(slots, np.int32)
-    state = self.states[i]
-    self.states[i], norm = self._steps.mix(state, codes, weights, slots)
-    self._mixed[i].append(norm)
+    nbytes = (array_bytes if whole else packed_bytes)(code)
+    peer.bytes_up += nbytes
+    self._links.put(event, code, nbytes)
 
   # Checkpoints, at a row of the trace.
 
@@ -294,15 +352,18 @@ class Peers:
       for seq, job in tickets.items()
     }
     tree, notes = self._links.save()
-    tree |= {"states": self.states, "workers": self.workers, "jobs": jobs}
+    workers = [peer.worker for peer in self.peers]
+    tree |= {"states": self.states, "workers": workers, "jobs": jobs}
     notes |= {"event": self.event, "jobs": list(jobs)}
-    pairs = zip(notes["since"], self._mixed, strict=True)
-    notes["since"] = [[*each, list(map(float, norms))] for each, norms in pairs]
+    notes["since"] = [
+      [peer.bytes_up, peer.bytes_down, list(map(float, peer.norms))]
+      for peer in self.peers
+    ]
     return tree, notes
 
   def template(self, notes: dict[str, Any]) -> dict[str, Any]:
     """Returns a tree of the same structure, of peers that were not run."""
-    state = self.states[0]
+    state = self.peers[0].state
     job = self._steps.send(state, np.int32(0))
     root = self._root
     _, code = self._steps.put(
@@ -316,7 +377,7 @@ class Peers:
     }
     return {
       "states": self.states,
-      "workers": self.workers,
+      "workers": [peer.worker for peer in self.peers],
       "jobs": dict.fromkeys(notes["jobs"], job),
       "codes": {k: loan if k in lent else code for k in notes["codes"]},
       "traffic": self.traffic,
@@ -337,10 +398,13 @@ class Peers:
       elif event.action == base.ADOPT:
         self._newcomers.discard(event.worker)
     self._restored = None
-    self.states, self.workers = list(arrays["states"]), list(arrays["workers"])
-    self._mixed = [
-      [np.float32(x) for x in norms] for *_, norms in notes["since"]
-    ]
+    for peer, state, worker, (up, down, norms) in zip(
+      *(self.peers, arrays["states"], arrays["workers"], notes["since"]),
+      strict=True,
+    ):
+      peer.begin(state, worker)
+      peer.bytes_up, peer.bytes_down = up, down
+      peer.norms = [np.float32(x) for x in norms]
 
 
 # What all peers together are.

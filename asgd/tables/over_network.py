@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from asgd import base
-from asgd.orders.durations import Durations
 from asgd.orders.network import LinkUse, Network
 from asgd.tables import carrier as carrier_lib
 from asgd.tables import requests, wire
@@ -33,7 +32,6 @@ from asgd.tables.carrier import DOWN, MESSAGE, UP, Carrier, Message
 from asgd.tables.keys import Keys
 from asgd.tables.messages import Rows
 from asgd.tables.requests import PULL, PUSH, Request
-from asgd.tables.settings import TableSettings, Work
 from asgd.tables.simulation import Jobs, request_bytes
 
 REPLY, ACK, ROWS = "reply", "ack", "rows"
@@ -69,22 +67,14 @@ class OverNetwork(Jobs):
     [(0.5, 0), (2.5, 1), (3.5, 0), (5.5, 1)]
   """
 
-  def __init__(
-    self,
-    settings: TableSettings,
-    tables: Mapping[str, Any],
-    work: Work,
-    durations: Durations,
-    *,
-    network: Network,
-    **options: Any,
-  ):
-    """As a run without a network, whose options these are; the network has the
-    shards of the tables."""
-    super().__init__(settings, tables, work, durations, **options)
-    network = network._replace(shards=settings.shards)
+  def __init__(self, *args: Any, network: Network, **options: Any):
+    """As a run without a network, whose arguments these are; the network has
+    the shards of the tables."""
+    super().__init__(*args, **options)
+    shards = self._settings.shards
+    network = network._replace(shards=shards)
     self._carrier = Carrier(network, len(self._places))
-    self._shards = range(settings.shards)
+    self._shards = range(shards)
     self._asked: dict[int, Request] = {}  # that wait at the shards, by worker
 
   def use(self) -> LinkUse:

@@ -208,8 +208,7 @@ def ratings_per_second(
     finally:
       machine.close()
     place = Path(folder) / "cells" / cell.name
-    parts = [files.read_table_records(place, w) for w in range(workers)]
-  times = files.by_time(parts).time
+    times = files.FILES.read_all(place, workers).time
   late = times[len(times) // 2 :]
   return batch_size * (len(late) - 1) / float(late[-1] - late[0])
 

@@ -207,6 +207,7 @@ def profile(
   example,
   *,
   measure: Callable[[Callable[[], object]], float] | None = None,
+  seconds: Sequence[tuple[float, float]] | None = None,
   flops: float = 1e13,
   bandwidth: float = 1e12,
   key: jax.Array | None = None,
@@ -225,6 +226,8 @@ def profile(
       forward's, and 0 where the clock is too coarse to tell. None asks XLA
       what it counts in the compiled programs and takes the larger of
       operations / `flops` and bytes / `bandwidth` (the roofline).
+    seconds: of each layer's forward and backward, measured before; nothing is
+      compiled.
     flops: operations a second that a device is assumed to do.
     bandwidth: bytes a second that its memory is assumed to move.
     key: for layers that draw "dropout".
@@ -262,20 +265,22 @@ def profile(
     shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
     which = repr((layer, shapes, i == 0))
     if which not in costs:
-      forward = jax.jit(forward).lower(*args).compile()
-      both = jax.jit(both).lower(*args, output).compile()
-      seconds = seconds_of(forward, *args)
-      node = Node(
-        "",
-        forward=seconds,
-        backward=max(seconds_of(both, *args, output) - seconds, 0.0),
-        activation=memory.bytes_of(output),
-        parameters=memory.bytes_of(weights[i]),
-        stash=_stash(pull, args),
-        kind=type(layer).__name__,
-      )
+      sizes = {
+        "activation": memory.bytes_of(output),
+        "parameters": memory.bytes_of(weights[i]),
+        "stash": _stash(pull, args),
+      }
+      times = 0.0, 0.0
+      if seconds is None:
+        forward = jax.jit(forward).lower(*args).compile()
+        both = jax.jit(both).lower(*args, output).compile()
+        once = seconds_of(forward, *args)
+        times = once, max(seconds_of(both, *args, output) - once, 0.0)
+      node = Node("", *times, **sizes, kind=type(layer).__name__)
       costs[which] = node, forward
     node, forward = costs[which]
+    if seconds is not None:
+      node = node._replace(forward=seconds[i][0], backward=seconds[i][1])
     nodes.append(node._replace(name=f"{node.kind}_{i}"))
     x = output if measure is None else forward(*args)
   return chain(nodes)

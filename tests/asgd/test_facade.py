@@ -43,6 +43,7 @@ def batch(worker, job):
   return DATA[0][rows], DATA[1][rows]
 
 
+@functools.cache  # one recipe: its server is compiled once
 def dana(workers=4, **options):
   return asgd.dana_zero(0.02, workers=workers, **options)
 
@@ -51,6 +52,12 @@ def simulate(loss=loss, params=PARAMS, data=DATA, recipe=None, **options):
   """Simulates 16 messages of four workers, unless it is given others."""
   options = {"messages": 16, **EVERY, **options}
   return asgd.simulate(loss, params, data, recipe or dana(), **options)
+
+
+@functools.cache
+def plain_params():
+  """What such a simulation comes to."""
+  return simulate().params
 
 
 def error_of(function, *args, **kwargs):
@@ -96,6 +103,7 @@ def test_a_recipe_that_is_called_checks_as_one_that_is_built():
 
 def test_one_worker_is_a_plain_optax_loop(float64):
   tx, params = optax.adam(0.1), jax.tree.map(np.float64, PARAMS)
+  gradient, update = jax.jit(jax.grad(loss)), jax.jit(tx.update)
   result = asgd.simulate(
     *(loss, params, batch, asgd.asgd(0.1, 1, optimizer=optax.adam)),
     messages=20,
@@ -103,8 +111,8 @@ def test_one_worker_is_a_plain_optax_loop(float64):
   )
   state = tx.init(params)
   for job in range(20):
-    grads = jax.grad(loss)(params, batch(0, job))
-    updates, state = tx.update(grads, state, params)
+    grads = gradient(params, batch(0, job))
+    updates, state = update(grads, state, params)
     params = optax.apply_updates(params, updates)
   kit.close(jax.tree.map(np.asarray, result.params), params)
 
@@ -137,7 +145,7 @@ def test_a_simulation_is_that_of_the_simulator():
   ],
 )
 def test_all_forms_of_a_loss_train_the_same(form):
-  kit.same(simulate(form).params, simulate().params)
+  kit.same(simulate(form).params, plain_params())
 
 
 class Indexed:
@@ -156,7 +164,7 @@ class Indexed:
 def test_all_forms_of_data_train_the_same():
   examples = Indexed(list(zip(*DATA, strict=True)))
   named = {"x": DATA[0], "y": DATA[1]}
-  expected = simulate().params
+  expected = plain_params()
   kit.same(simulate(data=examples).params, expected)
   by_name = simulate(lambda p, b: loss(p, (b["x"], b["y"])), data=named)
   kit.same(by_name.params, expected)
@@ -228,7 +236,7 @@ def loss_of_model(model, batch):
 def test_a_model_that_is_a_tree_of_arrays_is_trained(made, tmp_path):
   model = Affine(**PARAMS)
   given = (lambda key: model) if made else model
-  expected = simulate().params
+  expected = plain_params()
   for _ in range(2):  # computed, and read
     result = simulate(loss_of_model, given, folder=tmp_path)
     assert isinstance(result.params, Affine)
@@ -269,13 +277,12 @@ def test_an_optax_transform_is_a_recipe():
 
 
 @pytest.mark.parametrize("name", sorted(asgd.RECIPES))
-def test_every_recipe_trains(name):
+def test_every_recipe_takes_a_schedule_and_a_loss(name):
   options = {"steps": 2} if name == "diloco" else {}
   rate = optax.linear_schedule(0.02, 0.01, 50)
   recipe = getattr(asgd, name)(rate, workers=2, **options)
-  records = simulate(recipe=recipe, messages=8).records
-  assert len(records.loss) == 8
-  assert np.isfinite(records.loss).all()
+  given = own.Objects(loss, PARAMS, DATA, recipe, batch_size=8)  # traces a job
+  assert given.recipe is recipe and given.per_epoch == 6
 
 
 class Net(nn.Module):
@@ -295,9 +302,8 @@ def criterion(output, batch):
   return ((output - batch[1]) ** 2).mean()
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.99])
-def test_a_flax_module_trains_as_in_a_flax_loop(momentum):
-  net = Net(momentum)
+def test_a_flax_module_trains_as_in_a_flax_loop():
+  net = Net(momentum=0.99)
   variables = net.init(jax.random.key(0), X[:1], train=False)
   result = asgd.simulate(
     *((net, criterion), variables, batch, asgd.asgd(0.05, workers=1)),
@@ -311,10 +317,10 @@ def test_a_flax_module_trains_as_in_a_flax_loop(momentum):
     out, new = net.apply(given, batch[0], train=True, mutable=["batch_stats"])
     return criterion(out, batch), new["batch_stats"]
 
+  gradient = jax.jit(jax.grad(value, has_aux=True))
   params, stats = variables["params"], variables["batch_stats"]
   for job in range(10):
-    at = params, stats, batch(0, job)
-    grads, stats = jax.grad(value, has_aux=True)(*at)
+    grads, stats = gradient(params, stats, batch(0, job))
     params = jax.tree.map(lambda p, g: p - 0.05 * g, params, grads)
   expected = {"params": params, "batch_stats": stats}
   kit.close(dict(result.params), expected, rtol=1e-4, atol=1e-5)
@@ -328,7 +334,7 @@ def test_a_model_may_be_two_functions_or_of_nnx():
   given = (lambda key: PARAMS, apply), criterion
   for params in (None, PARAMS):
     found = simulate(given, params).params
-    kit.close(found, simulate().params, rtol=1e-6)
+    kit.close(found, plain_params(), rtol=1e-6)
 
   class Line(nnx.Module):
     def __init__(self, rngs):

@@ -8,12 +8,13 @@ of the code that runs them.
 import functools
 import itertools
 from collections.abc import Callable
+from unittest import mock
 
 import jax
 import numpy as np
 from golden import digests, live_cells, runs
 
-from asgd import base, compression, experiment, orders
+from asgd import base, compression, diagnosis, experiment, orders
 from asgd import gossip as gossip_lib
 from asgd.compression import packing
 from asgd.experiment import loop, replay
@@ -185,11 +186,12 @@ def _schedules():
 def _cell(config):
   exp = experiment.build(config, engines=ENGINES)
   (cell,), ended = exp.cells, []
-  loop.train(
-    *(exp, cell, None),
-    bar=Silent(),
-    ended=lambda *what: ended.extend(what),
-  )
+  with mock.patch.object(diagnosis, "curvature_limit", return_value=0.0):
+    loop.train(  # without a column of the result, which is not compared
+      *(exp, cell, None),
+      bar=Silent(),
+      ended=lambda *what: ended.extend(what),
+    )
   records, params, rows = ended
   out = {f"records.{k}": v for k, v in digests.columns(records).items()}
   out |= {f"params{k}": v for k, v in digests.digest(params).items()}

@@ -1,6 +1,6 @@
 """The command as a user meets it: outputs, going on, shares.
 
-What has to be a process of its own is one: `launch`. The rest is done in this
+What has to be a process of its own is one: `start`. The rest is done in this
 process, which has imported and compiled everything: `call`.
 """
 
@@ -60,7 +60,7 @@ def cells(workdir):
 def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("finished") / "out"
   place = f"--workdir={workdir}"
-  return workdir, kit.launch("train", *SMALL, *ONE, place, status=0)
+  return workdir, finish(*SMALL, *ONE, place)
 
 
 @pytest.fixture(scope="module")

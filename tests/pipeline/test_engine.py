@@ -1,11 +1,10 @@
 """Pipelines as an engine: every schedule trains, stops and goes on."""
 
-import collections
 import functools
 import json
+import shutil
 import signal
 import types
-from pathlib import Path
 
 import flax.serialization
 import jax
@@ -23,6 +22,7 @@ from pipeline_experiments import (
   plan_of,
   small_config,
   start_engine,
+  to_the_end,
   train_pipelines,
 )
 
@@ -31,11 +31,8 @@ from asgd.experiment.machine import Machine
 from pipeline import analyze, engine, schedules, spans
 from pipeline import table as table_lib
 
-pytestmark = [
-  pytest.mark.slow,
-]
+pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 NAMES = list(schedules.SCHEDULES)
 
 
@@ -50,6 +47,16 @@ def rule(device, state):
 # Every schedule.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_devices():
+  """Tables share two devices, for which a program is compiled; what a stage
+  makes for the next one has to be moved."""
+  two = jax.local_devices()[:2]
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, "local_devices", lambda: two)
+    yield
+
+
 @pytest.fixture(scope="module")
 def all_schedules():
   """One experiment with all schedules, each chosen by an override."""
@@ -59,22 +66,25 @@ def all_schedules():
   return build_pipelines(flags, config=small_config(**runs, **CASES))
 
 
-Trained = collections.namedtuple("Trained", "columns, params, records")
-
-
 @pytest.fixture(scope="module")
 def run_of(all_schedules):
   """label -> columns, parameters and records of a run, made once each."""
 
   @functools.cache
   def trained(label):
-    training = start_engine(all_schedules, label, machine=Machine())
-    while training.done < training.total:
-      training.advance(training.total)
-    params = host_leaves(training.snapshot().params)
-    return Trained(training.columns(), params, training.records())
+    training = to_the_end(all_schedules, label)
+    return types.SimpleNamespace(
+      columns=training.columns(),
+      params=params_of(training),
+      records=training.records(),
+    )
 
   return trained
+
+
+def params_of(training):
+  """Returns the arrays of an engine's parameters, on the host."""
+  return host_leaves(training.snapshot().params)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,7 +92,7 @@ def test_every_schedule_trains_by_name(name, all_schedules, run_of):
   plan = plan_of(all_schedules, name)
   assert plan.table.name == name
   assert plan.table.stages == STAGES
-  columns, params, records = run_of(name)
+  columns, records = run_of(name).columns, run_of(name).records
   assert columns["messages"] == MICROBATCHES * UPDATES
   assert np.isfinite(records.loss).all()
   assert len(records.loss) == MICROBATCHES * UPDATES
@@ -95,7 +105,7 @@ def test_every_schedule_trains_by_name(name, all_schedules, run_of):
   assert (columns["staleness_max"] == 0) == flushes
   assert columns["updates"] == plan.updates
   # The whole model, in order.
-  first = run_of("gpipe").params
+  first, params = run_of("gpipe").params, run_of(name).params
   assert [x.shape for x in params] == [x.shape for x in first]
   if flushes:
     for one, other in zip(first, params, strict=True):
@@ -103,13 +113,13 @@ def test_every_schedule_trains_by_name(name, all_schedules, run_of):
 
 
 def test_staleness_and_versions_are_those_of_the_table(run_of):
-  columns, _, records = run_of("pipedream")
-  assert columns["stage_staleness"] == [3, 2, 1, 0]
-  assert columns["weight_versions"] == [4, 3, 2, 1]
-  assert records.gap[0].max() > 0 == records.gap[3].max()
+  dream, stale = run_of("pipedream"), run_of("stale").columns
+  assert dream.columns["stage_staleness"] == [3, 2, 1, 0]
+  assert dream.columns["weight_versions"] == [4, 3, 2, 1]
+  assert dream.records.gap[0].max() > 0 == dream.records.gap[3].max()
   assert run_of("pipedream_2bw").columns["weight_versions"] == [2] * 4
-  assert run_of("stale").columns["stage_staleness"] == [6, 4, 2, 0]
-  assert run_of("stale").columns["weight_versions"] == [1] * 4
+  assert stale["stage_staleness"] == [6, 4, 2, 0]
+  assert stale["weight_versions"] == [1] * 4
 
 
 def test_what_a_run_stashes_stands_in_its_row(run_of):
@@ -132,86 +142,87 @@ def test_all_runs_are_given_the_same_microbatches(all_schedules):
     same(batch, batches[0])
 
 
+def test_seeds_are_runs_of_their_own(all_schedules):
+  first, second = (
+    params_of(start_engine(all_schedules, "gpipe", seed=seed))
+    for seed in (0, 1)
+  )
+  assert (first[1] != second[1]).all()  # of the first kernel
+
+
+def test_a_norm_is_that_of_all_stages():
+  """A synchronous schedule clips as if the model were in one piece."""
+  one = {"schedule": "gpipe", "stages": 1}
+  others = {name: {"schedule": name} for name in ("gpipe", "one_f_one_b")}
+  config = small_config(one=one, **others) | {"clip_norm": 0.3}
+  exp = build_pipelines(config=config)
+  whole = params_of(to_the_end(exp, "one"))
+  counts = [x.size for x in whole]
+  for name in others:
+    plan, training = plan_of(exp, name), to_the_end(exp, name)
+    assert plan.together
+    for theirs, mine in zip(whole, params_of(training), strict=True):
+      np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6)
+    # An update of all stages together is as long as the clipped gradient is.
+    norms = training.records().update_norm
+    sizes = [
+      sum(x.size for x in jax.tree.leaves(part.params)) for part in plan.parts
+    ]
+    assert sum(sizes) == sum(counts)
+    length = np.sqrt(np.sum(np.square(norms[:, 0]) * np.array(sizes)))
+    first = float(plan.learning_rate) * 0.3
+    np.testing.assert_allclose(length, first, rtol=1e-4)
+
+
+# Outputs.
+
+
+def written(folder, result):
+  """Returns the parameters that a finished cell has in its files."""
+  cell = folder / "cells" / result["cell"]
+  content = cell_files.read_file(cell, "params.msgpack")
+  return flax.serialization.msgpack_restore(content)
+
+
+@pytest.fixture(scope="module")
+def finished(all_schedules, tmp_path_factory):
+  """A folder of two cells, and their results by schedule."""
+  workdir, labels = tmp_path_factory.mktemp("finished"), ("gpipe", "stale")
+  machine = Machine(spans=True)
+  results = train_pipelines(all_schedules, workdir, labels, machine=machine)
+  return workdir, dict(zip(labels, results, strict=True))
+
+
+@pytest.mark.parametrize("name, updates", [("gpipe", 2), ("stale", 16)])
+def test_files_of_a_cell_are_what_was_trained(name, updates, finished):
+  workdir, results = finished
+  result = results[name]
+  cell = workdir / "cells" / result["cell"]
+  rows = folder.read_rows(cell)
+  assert (rows[-1]["update"], rows[-1]["examples"]) == (updates, 64)
+  seconds = [row["seconds"] for row in rows]
+  assert sorted(seconds) == seconds
+  read = folder.finished_result(cell)
+  assert read == json.loads(storage.to_json(result))
+  assert storage.digest(written(workdir, result)) == read["params_sha256"]
+  assert cell_files.read_records(cell)["loss"].shape == (16,)
+  assert "bubble" in engine.PIPELINE.describe(result)
+
+
 @pytest.mark.parametrize("name", ["gpipe", "stale"])
-def test_what_devices_did_can_be_held_against_the_plan(name, tmp_path):
-  exp = build_pipelines({"runs.x.schedule": name, "evaluations": 4})
-  train_pipelines(exp, tmp_path, machine=Machine(spans=True))
-  place = tmp_path / "cells" / "x-n1-s0"
-  table = table_lib.from_csv((place / "schedule.csv").read_text())
-  tasks = spans.from_json((place / "spans.json").read_text())
-  assert table.tasks == plan_of(exp).table.tasks
+def test_what_devices_did_can_be_held_against_the_plan(
+  name, all_schedules, finished
+):
+  cell = finished[0] / "cells" / f"{name}-n1-s0"
+  table = table_lib.from_csv((cell / "schedule.csv").read_text())
+  tasks = spans.from_json((cell / "spans.json").read_text())
+  assert table.tasks == plan_of(all_schedules, name).table.tasks
   assert {span[:4] for span in tasks} >= {task[1:] for task in table.tasks}
   cost = analyze.measured_costs(table, tasks)
   assert analyze.analyze(table, cost).makespan > 0
   # An update for each microbatch and stage: none is missing, none is twice.
   updates = [span for span in tasks if span.action == "update"]
   assert len(updates) == len(set(updates)) == STAGES * table.microbatches
-
-
-def test_the_loss_of_a_text_falls(tmp_path):
-  config = small_config(x={"schedule": "pipedream", "momentum": 0.9})
-  config["data"] = {"name": "pydoc", "context": 8}
-  config["model"] = {"name": "gpt", "depth": 1, "width": 8, "heads": 2}
-  exp = build_pipelines({"pipeline.stages": 1, "examples": 192}, config=config)
-  (result,) = train_pipelines(exp, tmp_path)
-  assert result["test_loss"] < np.log(exp.dataset.classes)
-
-
-def test_seeds_are_runs_of_their_own(tmp_path):
-  exp = build_pipelines({"pipeline.stages": 1, "seeds": (0, 1)})
-  first, second = train_pipelines(exp, tmp_path)
-  assert first["params_sha256"] != second["params_sha256"]
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
-def test_a_norm_is_that_of_all_stages(schedule):
-  """A synchronous schedule clips as if the model were in one piece."""
-  config = small_config(x={"schedule": schedule})
-  ends = []
-  for stages in (1, 4):
-    flags = {"pipeline.stages": stages, "clip_norm": 0.3}
-    exp = build_pipelines(flags, config=config)
-    assert plan_of(exp).together
-    training = start_engine(exp, "x", machine=Machine())
-    while training.done < training.total:
-      training.advance(training.total)
-    ends.append(training)
-  one, four = (host_leaves(training.snapshot().params) for training in ends)
-  for whole, part in zip(one, four, strict=True):
-    np.testing.assert_allclose(part, whole, rtol=0, atol=2e-6)
-  # An update of all stages together is as long as the clipped gradient is.
-  plan, norms = plan_of(exp), ends[1].records().update_norm
-  counts = [len(x.ravel()) for x in one]
-  first = float(plan.learning_rate) * 0.3
-  sizes = [
-    sum(x.size for x in jax.tree.leaves(part.params)) for part in plan.parts
-  ]
-  assert sum(sizes) == sum(counts)
-  length = np.sqrt(np.sum(np.square(norms[:, 0]) * np.array(sizes)))
-  np.testing.assert_allclose(length, first, rtol=1e-4)
-
-
-# Outputs.
-
-
-def test_files_of_a_cell_are_what_was_trained(all_schedules, tmp_path):
-  labels = "gpipe", "recomputing"
-  results = train_pipelines(all_schedules, tmp_path, labels)
-  for result, updates in zip(results, (2, 16), strict=True):
-    cell = tmp_path / "cells" / result["cell"]
-    rows = folder.read_rows(cell)
-    assert rows[-1]["update"] == updates
-    assert rows[-1]["examples"] == 64
-    seconds = [row["seconds"] for row in rows]
-    assert sorted(seconds) == seconds
-    written = folder.finished_result(cell)
-    content = flax.serialization.msgpack_restore(
-      cell_files.read_file(cell, "params.msgpack")
-    )
-    assert storage.digest(content) == written["params_sha256"]
-    assert written == json.loads(storage.to_json(result))
-    assert cell_files.read_records(cell)["loss"].shape == (16,)
-    assert "bubble" in engine.PIPELINE.describe(result)
 
 
 def test_a_run_that_diverges_is_recorded_or_stops(tmp_path):
@@ -244,7 +255,7 @@ class Store:
 def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
   name, all_schedules, run_of
 ):
-  training, flights = start_engine(all_schedules, name, machine=Machine()), 0
+  training, flights = start_engine(all_schedules, name), 0
   # Calls of 13 slots, so that they end in the middle of what is on its way.
   while training.done < training.total:
     training._pace.steps = 13
@@ -254,55 +265,49 @@ def test_a_run_goes_on_from_a_checkpoint_to_the_bit(
       flights += {"kept", "x"} <= {kind for kind, *_ in state.entries}
       store = Store(training)
       training.close()
-      training = start_engine(
-        all_schedules, name, machine=Machine(), restore=store.restore
-      )
+      training = start_engine(all_schedules, name, restore=store.restore)
   assert flights or plan_of(all_schedules, name).table.flush
   expected = run_of(name)
-  same(host_leaves(training.snapshot().params), expected.params)
+  same(params_of(training), expected.params)
   same(training.records(), expected.records)
 
 
 def test_tables_may_have_more_devices_than_the_machine(
   all_schedules, run_of, monkeypatch
 ):
-  two = jax.local_devices()[:2]
-  monkeypatch.setattr(jax, "local_devices", lambda: two)
-  training = start_engine(all_schedules, "pipedream", machine=Machine())
-  while training.done < training.total:
-    training.advance(training.total)
-  same(host_leaves(training.snapshot().params), run_of("pipedream").params)
+  monkeypatch.setattr(jax, "local_devices", jax.devices)
+  training = to_the_end(all_schedules, "pipedream")
+  assert len(set(training._executor.devices.values())) == STAGES
+  same(params_of(training), run_of("pipedream").params)
 
 
 def test_a_finished_run_without_a_result_is_finished_again(
-  all_schedules, tmp_path
+  all_schedules, finished, tmp_path
 ):
-  (first,) = train_pipelines(all_schedules, tmp_path, ["gpipe"])
-  path = tmp_path / "cells" / "gpipe-n1-s0" / "cell.npz"
+  before, results = finished
+  workdir = shutil.copytree(before, tmp_path / "out")
+  path = workdir / "cells" / "gpipe-n1-s0" / "cell.npz"
   path.unlink()
   assert folder.finished_result(path.parent) is None
-  (again,) = train_pipelines(all_schedules, tmp_path, ["gpipe"])
-  assert again["params_sha256"] == first["params_sha256"]
-  assert again["test_loss"] == first["test_loss"]
+  (again,) = train_pipelines(all_schedules, workdir, ["gpipe"])
+  for key in ("params_sha256", "test_loss"):
+    assert again[key] == results["gpipe"][key]
 
 
 def test_a_checkpoint_of_other_stages_is_set_aside(tmp_path, capsys):
   """Its arrays are as many."""
-  config = small_config()
-  config["model"]["hidden"] = (8, 8, 8, 8)
-  for cuts in ([0, 2, 3, 4, 6], [0, 3, 4, 5, 6]):
-    exp = build_pipelines({"pipeline.cuts": cuts}, config=config)
+  first, other = [0, 2, 5], [0, 3, 5]
+  for cuts in (first, other):
+    given = {"pipeline.stages": 2, "pipeline.cuts": cuts}
     store = checkpoint.Checkpoints(tmp_path / "checkpoints")
-    training = start_engine(exp, "x", machine=Machine(), restore=store.restore)
-    if cuts == [0, 2, 3, 4, 6]:
+    training = start_engine(build_pipelines(given), "x", restore=store.restore)
+    assert not training.done
+    if cuts is first:
       training.advance(training.total)
-      assert training.done
       store.save(*training.save())
-    else:
-      assert not training.done
     store.close()
   said = capsys.readouterr().err
-  assert "[0, 2, 3, 4, 6]], not of ['x-n1-s0', 'gpipe', [0, 3, 4" in said
+  assert "[0, 2, 5]], not of ['x-n1-s0', 'gpipe', [0, 3, 5" in said
 
 
 def test_a_signal_saves_and_stops(all_schedules, run_of, tmp_path):
@@ -311,10 +316,7 @@ def test_a_signal_saves_and_stops(all_schedules, run_of, tmp_path):
     train_pipelines(all_schedules, tmp_path, ["pipedream"], signals=asked)
   assert stop.value.signal_number == signal.SIGTERM
   (result,) = train_pipelines(all_schedules, tmp_path, ["pipedream"])
-  params = flax.serialization.msgpack_restore(
-    cell_files.read_file(tmp_path / "cells" / result["cell"], "params.msgpack")
-  )
-  same(host_leaves(params), run_of("pipedream").params)
+  same(host_leaves(written(tmp_path, result)), run_of("pipedream").params)
 
 
 def test_processes_need_no_more_gpus_than_there_are():
@@ -323,41 +325,35 @@ def test_processes_need_no_more_gpus_than_there_are():
     engine._check_gpus(1.0, 4, 2.0)
 
 
-@pytest.mark.process
-def test_a_killed_command_goes_on_to_the_bit(
-  tmp_path, commands_as_here, no_pictures
-):
-  flags = {
-    "only": "pipedream",
-    "seeds": 0,
-    "pipeline.stages": 2,
-    "examples": 1536,
-    "checkpoint_seconds": 0,
-    "evaluations": 12,
-    "on_nan": "stop",
-  }
-  workdir = tmp_path / "out"
-  arguments = [
-    "--config=configs/pipeline_digits.py",
-    *(f"--config.{key}={value}" for key, value in flags.items()),
-    f"--workdir={workdir}",
-  ]
-  place = workdir / "cells" / "pipedream-n1-s0"
-  saved = functools.partial(place.glob, "checkpoints/[0-9]*[0-9]")
-  process = kit.start("train", *arguments, until=lambda: list(saved()))
-  process.kill()
-  process.communicate()
-  assert not (place / "cell.npz").exists()
-  kit.call("train", *arguments, status=0)
-  result = folder.finished_result(place)
-  names = {}
-  exec((ROOT / "configs" / "pipeline_digits.py").read_text(), names)
-  exp = build_pipelines(
-    {**flags, "checkpoint_seconds": 30}, names["get_config"]()
-  )
-  (undisturbed,) = train_pipelines(exp, tmp_path / "undisturbed")
-  assert result["params_sha256"] == undisturbed["params_sha256"]
-  assert result["test_loss"] == undisturbed["test_loss"]
+class Dies:
+  """A bar that ends all when it has been told of some updates."""
+
+  def __init__(self, updates):
+    self._left = updates
+
+  def skip(self, messages):
+    """Counts nothing."""
+
+  def update(self, cell, progress):
+    """Ends all, once it is time."""
+    self._left -= 1
+    if not self._left:
+      raise MemoryError("killed")
+
+
+def test_what_ends_between_checkpoints_goes_on_to_the_bit(run_of, tmp_path):
+  """That a command may be killed at any time is in launch/test_train."""
+  config = small_config(stash=CASES["stash"]) | {"checkpoint_seconds": 0}
+  exp = build_pipelines(config=config)
+  for plan in map(exp.plan, exp.cells):
+    assert plan.updates > 4
+  cell = tmp_path / "cells" / "stash-n1-s0"
+  with pytest.raises(MemoryError, match="killed"):
+    train_pipelines(exp, tmp_path, bar=Dies(3))
+  assert list(cell.glob("checkpoints/[0-9]*[0-9]"))
+  assert not (cell / "cell.npz").exists()
+  (result,) = train_pipelines(exp, tmp_path)
+  same(host_leaves(written(tmp_path, result)), run_of("stash").params)
 
 
 def test_a_mistake_is_one_line_and_nothing_is_written(tmp_path):

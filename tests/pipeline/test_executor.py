@@ -1,10 +1,10 @@
 """A pipeline computes what it says: the monolith, or its closed recursion."""
 
 import functools
+import itertools
 import threading
 
 import jax
-import jax.numpy as jnp
 import kit
 import numpy as np
 import optax
@@ -22,7 +22,8 @@ from pipeline.executor import Executor
 from pipeline.lanes import PipelineError
 from pipeline.stage import Part
 
-LAYERS = models.mlp(5, hidden=(6, 6, 6, 6))
+# Four stages of the same shapes, whose servers share their programs.
+LAYERS = models.mlp(6, hidden=(6, 6, 6))
 STAGES = 4
 COUNT = 12  # microbatches at hand
 RATE = 0.1
@@ -33,16 +34,15 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 @functools.cache
 def numbers():
-  """Returns x [COUNT, 4, 3, 3, 1], labels, and the parameters."""
+  """Returns x [COUNT, 4, 3, 2, 1], labels, and the parameters."""
   rng = np.random.default_rng(0)
-  x = rng.standard_normal((COUNT, 4, 3, 3, 1))
-  params = models.init(LAYERS, jax.random.key(0), x[0])
-  params = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), params)
-  return x, rng.integers(0, 5, (COUNT, 4)), params
+  x = rng.standard_normal((COUNT, 4, 3, 2, 1))
+  params = kit.parameters(LAYERS, x[0])
+  return x, rng.integers(0, 6, (COUNT, 4)), params
 
 
 def cuts(stages):
-  """Where the layers are cut; uneven."""
+  """Where the layers are cut; unevenly, in fewer than four stages."""
   return [0, *range(2, stages + 1), len(LAYERS)]
 
 
@@ -86,14 +86,14 @@ def compiled():
   return jax.jit(jax.value_and_grad(whole_loss))
 
 
-def loss_of(params, microbatch):
+def loss_and_gradient(params, microbatch):
   x, labels, _ = numbers()
-  return compiled()(params, x[microbatch], labels[microbatch])[0]
+  made = compiled()(params, x[microbatch], labels[microbatch])
+  return jax.device_get(made)  # what follows is NumPy's
 
 
 def gradient_of(params, microbatch):
-  x, labels, _ = numbers()
-  return compiled()(params, x[microbatch], labels[microbatch])[1]
+  return loss_and_gradient(params, microbatch)[1]
 
 
 @functools.cache
@@ -119,9 +119,14 @@ def parts(stages, name="asgd", workers=1):
 
 
 def executor_of(table, stages=STAGES, *, made=None, given=None, **options):
-  """Returns an executor of the table, of other parts or extras if given."""
+  """Returns an executor of the table, of other parts or extras if given, on two
+  devices in turn, for which a program is compiled."""
   given = functools.partial(extra, stages) if given is None else given
-  return Executor(table, made or parts(stages), given, **options)
+  two = itertools.cycle(jax.devices()[:2])
+  devices = options.pop("devices", list(itertools.islice(two, table.devices)))
+  return Executor(
+    table, made or parts(stages), given, devices=devices, **options
+  )
 
 
 def whole_of(engine, state):
@@ -202,29 +207,26 @@ def mixed_versions(history, versions):
 # Synchronous.
 
 TABLES = {
-  "GPipe": lambda: gpipe(STAGES, 8),
-  "GPipe, two batches": lambda: gpipe(STAGES, 8, batches=2),
-  "1F1B": lambda: one_f_one_b(STAGES, 8),
-  "1F1B, I and W": lambda: one_f_one_b(STAGES, 8, backward="IW"),
-  "fewer microbatches than stages": lambda: one_f_one_b(STAGES, 2),
-  "several stages on a device": lambda: vee(6),
+  "GPipe": gpipe(STAGES, 8),
+  "GPipe, two batches": gpipe(STAGES, 8, batches=2),
+  "1F1B": one_f_one_b(STAGES, 8),
+  "1F1B, I and W": one_f_one_b(STAGES, 8, backward="IW"),
+  "fewer microbatches than stages": one_f_one_b(STAGES, 2),
+  "several stages on a device": vee(6),
+  "two directions": both_ways(8),
 }
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", TABLES)
 def test_a_synchronous_pipeline_is_the_monolith(name, recompute):
-  table = TABLES[name]()
-  found, losses, _ = run_table(table, recompute=recompute)
+  table = TABLES[name]
+  found, losses, _ = run_table(table, table.stages, recompute=recompute)
   close(found, descend_whole(table.microbatches, table.every))
   params = numbers()[2]
   for m in range(table.every):  # of the first batch
-    np.testing.assert_allclose(losses[m], loss_of(params, m), atol=1e-12)
-
-
-def test_two_directions_are_the_monolith():
-  found, _, _ = run_table(both_ways(8), stages=2)
-  close(found, descend_whole(8, 8))
+    wanted, _ = loss_and_gradient(params, m)
+    np.testing.assert_allclose(losses[m], wanted, atol=1e-12)
 
 
 CLIP = 0.05  # less than the norms
@@ -240,7 +242,7 @@ def clipping():
   "name", ["1F1B, I and W", "several stages on a device"]
 )
 def test_norms_are_of_all_stages_if_updates_are_together(name):
-  table = TABLES[name]()
+  table = TABLES[name]
   made = [part._replace(server=clipping()) for part in parts(STAGES)]
   run_ = executor_of(table, made=made, together=True)
   params = numbers()[2]
@@ -390,66 +392,41 @@ def test_the_simulator_imposes_the_same_delays_without_a_pipeline(weights):
     np.testing.assert_array_equal(updates, records[stage].staleness)
 
 
-ALGORITHMS = (
-  "asgd",
-  "nag_asgd",
-  "dana_zero",
-  "dana_slim",
-  "dc_asgd_a",
-  "gap_aware",
+# What keeps something for each worker, or reads how old a gradient is.
+CURES = (
+  *("nag_asgd", "multi_asgd", "dana_zero", "dana_slim", "dana_dc"),
+  *("dc_asgd_a", "gap_aware"),
 )
+# Of the recipes that leave nothing to workers.
+PLAIN_WORKER = worker_lib.gradient_worker(batch_loss)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_cure_runs_inside(name):
-  """On one stage there is no staleness, and a cure is plain optax."""
-  table = one_f_one_b(1, 6, every=1, flush=False)
-  found, _, _ = run_table(table, 1, name=name)
-  algorithm = recipe(name)
-  x, labels, params = numbers()
-  host = simulator.make_host(
-    algorithm.server(), algorithm.make_worker(batch_loss)
-  )
-  events = [(m, action) for m in range(6) for action in (0, 1)]
-  job, action = np.array(events, np.int32).T
-  trace = base.Trace(np.arange(12.0), np.zeros(12, np.int32), job, job, action)
-  simulation, _ = host.run(
-    *(host.init(params, 1), trace, 12),
-    batch=lambda w, j: (x[j], labels[j]),
-    root=jax.random.key(0),
-  )
-  close(found, simulation.server.params)
-  # And on four they run, each with the staleness of the table.
-  table = one_f_one_b(STAGES, 12, every=1, flush=False)
-  others, _, records = run_table(table, name=name)
-  assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(others))
-  assert records[0].staleness[-1] == 3
-
-
-def test_dana_in_a_pipeline_is_dana_of_as_many_workers_as_updates_in_flight():
+@pytest.mark.parametrize("name", CURES)
+def test_a_cure_is_that_of_as_many_workers_as_updates_in_flight(name):
   """With vertical sync every stage has 4 updates in flight, which is the round
   robin of 4 workers on one server."""
   table = one_f_one_b(STAGES, COUNT, every=1, flush=False)
   assert analyze.in_flight(table, "vertical").tolist() == [4] * 4
   x, labels, params = numbers()
   trace = orders.fixed_delay(delay=3, messages=COUNT)
-  for name in ("dana_zero", "dana_slim", "dana_dc", "multi_asgd"):
-    algorithm = recipe(name, 4)
-    host = simulator.make_host(
-      algorithm.server(), algorithm.make_worker(batch_loss)
-    )
-    simulation, _ = host.run(
-      *(host.init(params, 4), trace, len(trace.job)),
-      batch=lambda w, j: (x[j], labels[j]),
-      root=jax.random.key(0),
-    )
-    options = {"name": name, "workers": 4, "weights": "vertical"}
-    found, _, records = run_table(table, **options)
-    close(found, simulation.server.params, atol=1e-12)
+  worker = PLAIN_WORKER
+  if recipe(name, 4).at_worker is not None:
+    worker = recipe(name, 4).make_worker(batch_loss)
+  host = simulator.make_host(server(name, 4), worker)
+  simulation, _ = host.run(
+    *(host.init(params, 4), trace, len(trace.job)),
+    batch=lambda w, job: (x[job], labels[job]),
+    root=jax.random.key(0),
+  )
+  options = {"name": name, "workers": 4, "weights": "vertical"}
+  found, _, records = run_table(table, **options)
+  close(found, simulation.server.params, atol=1e-12)
+  assert records[0].staleness[-1] == 3
+  if server(name, 4).workers == 4:
     assert records[0].worker.tolist() == [0, 1, 2, 3] * 3
-    again, _, _ = run_table(table, stops=range(1, table.slots, 3), **options)
-    same(again, found)
+  again, _, _ = run_table(table, stops=range(1, table.slots, 3), **options)
+  same(again, found)
 
 
 def test_look_ahead_is_not_what_a_backward_of_another_version_reads():
@@ -546,44 +523,36 @@ def test_pipemare_is_its_equations():
 # Stopping, going on, failing.
 
 
-@pytest.mark.parametrize(
-  "options",
-  [
-    {},
-    {"weights": "latest", "recompute": True},
-    {"weights": "vertical"},
-    {"name": "dana_slim"},
-  ],
-  ids=str,
-)
-def test_a_run_can_be_cut_before_any_slot(options):
-  table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
-  whole, losses, _ = run_table(table, **options)
-  slots = range(1, table.slots)
-  found, others, _ = run_table(table, stops=slots, **options)
-  same(found, whole)
-  assert losses == others
+WHOLE = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
+CUT = {
+  "stash": (WHOLE, {}),
+  "recomputing": (WHOLE, {"weights": "latest", "recompute": True}),
+  "vertical": (WHOLE, {"weights": "vertical"}),
+  "state at workers": (WHOLE, {"name": "dana_slim"}),
+  # Weights for a replica are on their way, too.
+  "replicas": (schedules.pipedream(2, 12, replicas=(2, 1)), {}),
+}
 
 
-def test_a_replicated_run_can_be_cut_before_any_slot():
-  """Weights for a replica are on their way, too."""
-  table = schedules.pipedream(2, 12, replicas=(2, 1))
-  whole, losses, _ = run_table(table, 2)
-  found, others, _ = run_table(table, 2, stops=range(1, table.slots))
+@pytest.mark.parametrize("case", CUT)
+def test_a_run_can_be_cut_before_any_slot(case):
+  table, options = CUT[case]
+  whole, losses, _ = run_table(table, table.stages, **options)
+  stops = range(1, table.slots)
+  found, others, _ = run_table(table, table.stages, stops=stops, **options)
   same(found, whole)
   assert losses == others
 
 
 def test_what_is_on_its_way_is_plain_arrays():
   """So that a checkpoint can hold it."""
-  table = one_f_one_b(STAGES, 8, every=1, flush=False, backward="IW")
-  run_ = executor_of(table)
+  run_ = executor_of(WHOLE)
   middle = run_.run(run_.start(), 9).state
   assert {"w", "x", "g", "kept"} <= {kind for kind, *_ in middle.entries}
   there = jax.device_get(middle)
   back = jax.tree.map(lambda x: x, there)
   end = run_.run(run_.place(back)).state
-  same(whole_of(run_, end), run_table(table)[0])
+  same(whole_of(run_, end), run_table(WHOLE)[0])
 
 
 def test_a_stage_that_raises_is_named_and_nothing_hangs():

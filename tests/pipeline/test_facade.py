@@ -51,19 +51,20 @@ def test_a_flush_schedule_trains_as_one_device_does(tmp_path):
   arguments["evaluate"] = lambda params: float(params[0]["bias"][0])
   result = train(recipe, **arguments)
   model = nn.Sequential(LAYERS)
-  first, _, last = jax.device_get(asgd.models.init(
-    *(read_layers(LAYERS), jax.random.split(jax.random.key(0))[0], X[:1])
-  ))
+  drawn = jax.jit(lambda key: asgd.models.init(read_layers(LAYERS), key, X[:1]))
+  first, _, last = drawn(jax.random.split(jax.random.key(0))[0])
   params = {"layers_0": first, "layers_2": last}
   tx = optax.sgd(0.04, 0.5)
   state = tx.init(params)
 
-  def loss(params, batch):
+  @jax.jit
+  @jax.grad
+  def gradient(params, batch):
     return criterion(model.apply({"params": params}, batch[0]), batch)
 
   for update in range(4):
     jobs = [batch(0, 4 * update + k) for k in range(4)]
-    grads = [jax.grad(loss)(params, each) for each in jobs]
+    grads = [gradient(params, each) for each in jobs]
     mean = jax.tree.map(lambda *parts: sum(parts) / 4, *grads)
     updates, state = tx.update(mean, state)
     params = optax.apply_updates(params, updates)

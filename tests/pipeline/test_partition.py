@@ -420,54 +420,52 @@ def test_fewer_machines_are_the_best_number_of_them(g, machines):
 
 # Times 4 and 2, 2 bytes of parameters each, 1 byte between them.
 TWO = chain(nodes([4, 2], activation=1, parameters=2))
-
-
-def test_two_layers_by_hand_with_the_paper():
-  # Bandwidth 2, two machines. One stage twice: max(6, 2 x 4 / 2) / 2 = 3. Two
-  # stages: max(4, 2 x 1 / 2, 2) = 4.
-  plan = pipedream(TWO, 2, 2.0)
-  assert (plan.time, plan.replicas, plan.noam) == (3, (2,), 1)
-  # Three machines. One stage: max(6, 2 x 2 x 4 / 2) / 3 = 8 / 3. The first
-  # twice: max(max(4, 2 x 2 / 2) / 2, 1, 2) = 2. The second twice: 4.
-  plan = pipedream(TWO, 3, 2.0)
-  assert (plan.time, plan.replicas, plan.noam) == (2, (2, 1), 2)
-  assert plan.partition.devices == ((0, 1), (2,))
-  assert plan.partition.load.tolist() == [2, 2, 2]
-  # Bandwidth 1 / 8: one stage takes max(6, 2 x 4 x 8) / 2 = 32, two stages
-  # max(4, 2 x 1 x 8, 2) = 16: the transfer sets the pace.
-  plan = pipedream(TWO, 2, 0.125)
-  assert (plan.time, plan.replicas) == (16, (1, 1))
-
-
-def test_two_layers_by_hand_with_the_code():
-  # One stage twice: (6 + 4 x 4 / (2 x 2)) / 2 = 5. Two stages: max(4, 2) = 4.
-  plan = pipedream(TWO, 2, 2.0, formula="code")
-  assert (plan.time, plan.replicas, plan.noam) == (4, (1, 1), 2)
+LARGE = chain(nodes([4, 2], activation=100, parameters=2))
+EQUAL = chain(nodes([4, 4], activation=1, parameters=4))
+CODE = {"formula": "code"}
+# Graph, machines, bandwidth, options; then the time and each stage's devices.
+BY_HAND = [
+  # One stage twice: max(6, 2 x 4 / 2) / 2 = 3. Two stages: max(4, 2 x 1 / 2,
+  # 2) = 4.
+  (TWO, 2, 2.0, {}, 3, ((0, 1),)),
+  # One stage: max(6, 2 x 2 x 4 / 2) / 3 = 8 / 3. The first twice: max(max(4,
+  # 2 x 2 / 2) / 2, 1, 2) = 2. The second twice: 4.
+  (TWO, 3, 2.0, {}, 2, ((0, 1), (2,))),
+  # One stage takes max(6, 2 x 4 x 8) / 2 = 32, two stages max(4, 2 x 1 x 8, 2)
+  # = 16: the transfer sets the pace.
+  (TWO, 2, 0.125, {}, 16, ((0,), (1,))),
+  # The code. One stage twice: (6 + 4 x 4 / (2 x 2)) / 2 = 5. Two stages: 4.
+  (TWO, 2, 2.0, CODE, 4, ((0,), (1,))),
   # Transfers are for nothing, whatever they carry, unless compressed: then
   # 2 x 100 / 2 / 2 = 50.
-  large = chain(nodes([4, 2], activation=100, parameters=2))
-  assert pipedream(large, 2, 2.0, formula="code").time == 4
-  plan = pipedream(large, 2, 2.0, formula="code", compression=2.0)
-  assert (plan.time, plan.replicas) == (5, (2,))
+  (LARGE, 2, 2.0, CODE, 4, ((0,), (1,))),
+  (LARGE, 2, 2.0, CODE | {"compression": 2.0}, 5, ((0, 1),)),
   # Memory: the first of two stages stashes ceil(1 / 1) x (1 + 2) = 3 bytes,
   # a stage on all machines nothing.
-  for memory, time in ((3, 4), (2, 5)):
-    plan = pipedream(TWO, 2, 2.0, formula="code", memory=memory)
-    assert plan.time == time
-
-
-def test_two_levels_by_hand():
-  g = chain(nodes([4, 4], activation=1, parameters=4))
+  (TWO, 2, 2.0, CODE | {"memory": 3}, 4, ((0,), (1,))),
+  (TWO, 2, 2.0, CODE | {"memory": 2}, 5, ((0, 1),)),
   # In a server of 2, bandwidth 8: a layer takes max(4, 2 x 4 / 8) / 2 = 2, both
   # take 4. Between 2 servers, bandwidth 1: one stage max(4, 2 x 8) / 2 = 8, two
   # stages max(2, 2 x 1 / 1, 2) = 2.
-  plan = pipedream(g, (2, 2), (8.0, 1.0))
-  assert (plan.time, plan.replicas, plan.noam) == (2, (2, 2), 2)
-  assert plan.partition.devices == ((0, 1), (2, 3))
+  (EQUAL, (2, 2), (8.0, 1.0), {}, 2, ((0, 1), (2, 3))),
   # One layer, code: (4 + 4 x 4 / (8 x 2)) / 2 = 2.5 in a server, and
   # (2.5 + 4 x 4 / (1 x 2) / 2) / 2 = 3.25 between two, the 2 within dividing.
-  one = chain(nodes([4], parameters=4))
-  assert pipedream(one, (2, 2), (8.0, 1.0), formula="code").time == 3.25
+  (chain(EQUAL.nodes[:1]), (2, 2), (8.0, 1.0), CODE, 3.25, ((0, 1, 2, 3),)),
+]
+
+
+@pytest.mark.parametrize("case", BY_HAND, ids=range(len(BY_HAND)))
+def test_pipedream_by_hand(case):
+  g, machines, bandwidth, options, time, devices = case
+  plan = pipedream(g, machines, bandwidth, **options)
+  assert (plan.time, plan.partition.devices) == (time, devices)
+  assert plan.replicas == tuple(map(len, devices))
+  assert plan.noam == math.ceil(sum(plan.replicas) / plan.replicas[0])
+  work = [sum(g.nodes[i].work() for i in s) for s in plan.partition.stages]
+  for load, places in zip(work, devices, strict=True):
+    assert plan.partition.load[list(places)].tolist() == (
+      [load / len(places)] * len(places)
+    )
 
 
 def test_devices_of_replicated_servers_are_interleaved():

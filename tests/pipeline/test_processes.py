@@ -30,6 +30,7 @@ from pipeline import processes  # noqa: E402
 pytestmark = pytest.mark.process
 
 COUNT = 12  # microbatches
+LATE = 2 * COUNT + 5  # in the third pass through a table
 LAYERS = models.mlp(5, hidden=(8, 6, 7))
 
 
@@ -80,7 +81,7 @@ def executor_arguments(table, recipe, weights, recompute, mistake=None):
   ]
 
   def extra(stage, microbatch):
-    if mistake is not None and (stage, microbatch) == (1, 5):
+    if mistake is not None and (stage, microbatch) == (1, LATE):
       mistake()
     ends = stage in (0, table.stages - 1)
     key = jax.random.fold_in(jax.random.key(1), microbatch)
@@ -97,6 +98,10 @@ def executor_arguments(table, recipe, weights, recompute, mistake=None):
 
 def raise_it():
   raise OSError("no such file")
+
+
+def stand_still():
+  os.kill(os.getpid(), signal.SIGSTOP)
 
 
 # Here.
@@ -123,20 +128,30 @@ def as_numbers(x):
   return np.asarray(jax.random.key_data(x) if keys else x)
 
 
+# Table, recipe, weights, recomputation; what goes wrong in the third pass, and
+# what is said of it.
 CASES = {
   # A process that has both replicas of a stage, and one that has half of the
   # other stage, with its server elsewhere.
-  "replicas": (lambda: schedules.pipedream(2, COUNT, replicas=(1, 2)),
-    *("dana_zero", "stash", False)),
-  "recomputing": (lambda: schedules.ftpipe([0, 1, 0], COUNT),
-    *("dana_slim", "latest", True)),
+  "replicas": (
+    *(schedules.pipedream(2, COUNT, replicas=(1, 2)), "dana_zero", "stash"),
+    *(False, raise_it, PipelineError),
+    "F of stage 1, microbatch 5 .* OSError: no such file",
+  ),
+  "recomputing": (
+    *(schedules.ftpipe([0, 1, 0], COUNT), "dana_slim", "latest", True),
+    *(stand_still, processes.ProcessDied),
+    "the process of devices .*1 has given no sign of life for 3 s",
+  ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(name):
-  table, *rest = CASES[name]
-  args = table(), *rest
+def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(
+  name, monkeypatch
+):
+  """And a failure, or a process that says nothing, is told by the driver."""
+  *args, kind, said = CASES[name]
   table = args[0]
   engine = executor.Executor(**executor_arguments(*args))
   wanted = engine.run(engine.start())
@@ -165,30 +180,13 @@ def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(name):
     same(there.params(again), engine.params(end))
     with pytest.raises(ValueError, match="hold another state by now"):
       there.run(there_end)
-
-
-def test_a_failure_is_told_by_the_driver_and_nothing_hangs():
-  table = schedules.pipedream(2, COUNT)
-  said = "F of stage 1, microbatch 5 .* OSError: no such file"
-  with in_processes(2, table, "asgd", None, False, raise_it) as there:
-    with pytest.raises(PipelineError, match=said):
-      there.run(there.start())
+    # What fails is told, and nothing hangs.
+    third = there.again(again)
+    monkeypatch.setattr(processes, "_SILENT", 3.0)
+    with pytest.raises(kind, match=said):
+      there.run(third)
     with pytest.raises(PipelineError, match="make new ones"):
       there.start()
-
-
-def stand_still():
-  os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def test_a_process_that_says_nothing_is_not_waited_for(monkeypatch):
-  table = schedules.pipedream(2, COUNT)
-  with in_processes(2, table, "asgd", None, False, stand_still) as there:
-    state = there.start()
-    monkeypatch.setattr(processes, "_SILENT", 3.0)
-    said = "the process of devices .*1 has given no sign of life for 3 s"
-    with pytest.raises(processes.ProcessDied, match=said):
-      there.run(state)
 
 
 def test_what_cannot_be_taken_ends_the_run_that_waits_for_it():
@@ -222,7 +220,7 @@ CONFIG = {
   "engine": "pipeline",
   "pipeline": {"microbatches": 4},
   "batch_size": 8,
-  "examples": 960,
+  "examples": 480,
   "learning_rate": 0.025,
   "evaluations": 3,
   "evaluation_examples": 50,

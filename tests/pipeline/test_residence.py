@@ -1,5 +1,8 @@
 """A device that holds a part of the weights: the same bits, less memory."""
 
+import functools
+import itertools
+
 import kit
 import pytest
 from pipeline_experiments import (
@@ -7,10 +10,9 @@ from pipeline_experiments import (
   host_leaves,
   plan_of,
   small_config,
-  start_engine,
+  to_the_end,
 )
 
-from asgd.experiment.machine import Machine
 from pipeline import analyze, instructions, residence
 from pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
 
@@ -63,37 +65,47 @@ def test_an_instruction_that_needs_more_than_there_is_room_for():
     memory.admit(B, 1, 0)
 
 
-def trained(**changes):
-  config = small_config(x=ONE_DEVICE | {"recipe": "ssgd", **changes})
+ROOMS = None, 60, 100, 1000  # KB of a device; None is all
+
+
+@functools.cache
+def experiment():
+  """Returns an experiment with a run for each number of microbatches and each
+  room of a device."""
+  runs = {}
+  for microbatches, room in itertools.product((1, 2), ROOMS):
+    run = ONE_DEVICE | {"recipe": "ssgd", "microbatches": microbatches}
+    if room is not None:
+      run["device_megabytes"] = room / 1000
+    runs[f"m{microbatches}r{room}"] = run
+  config = small_config(**runs)
   config["model"]["hidden"] = (32, 32, 32)
-  experiment = build_pipelines(config=config)
-  engine = start_engine(experiment, "x", machine=Machine())
-  while engine.done < engine.total:
-    engine.advance(engine.total)
-  return engine, plan_of(experiment)
+  return build_pipelines(config=config)
+
+
+@functools.cache
+def trained(microbatches, room=None):
+  return to_the_end(experiment(), f"m{microbatches}r{room}")
 
 
 def outcome(engine):
   return host_leaves(engine.snapshot().params), engine.records().loss
 
 
-# MB: all that is trained is 0.1 MB, with momentum twice as much.
-@pytest.mark.parametrize("megabytes", [0.1, 0.06])
+# All that is trained is 0.1 MB, with momentum twice as much.
+@pytest.mark.parametrize("room", [100, 60])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_a_part_of_the_weights_trains_to_the_same_bits(megabytes, microbatches):
-  every = {"microbatches": microbatches}
-  whole, _ = trained(**every)
-  part, _ = trained(**every, device_megabytes=megabytes)
+def test_a_part_of_the_weights_trains_to_the_same_bits(room, microbatches):
+  whole, part = trained(microbatches), trained(microbatches, room)
   kit.same(outcome(whole), outcome(part))
   columns = part.columns()
   assert "weights_peak_bytes" not in whole.columns()
-  assert columns["weights_peak_bytes"] <= 1e6 * megabytes
+  assert columns["weights_peak_bytes"] <= 1000 * room
   assert 0 < columns["weights_fetched_bytes"] < columns["weights_used_bytes"]
 
 
 def test_a_batch_may_stop_before_any_slot():
-  engine, _ = trained(microbatches=2, device_megabytes=0.06)
-  executor = engine._executor
+  executor = trained(2, 60)._executor
   whole = executor.run(executor.start()).state
   state = executor.start()
   for slot in range(1, executor.schedule.slots + 1):
@@ -102,10 +114,9 @@ def test_a_batch_may_stop_before_any_slot():
 
 
 def test_with_room_for_all_each_byte_is_fetched_once():
-  engine, plan = trained(microbatches=1, device_megabytes=1)
+  columns, plan = trained(1, 1000).columns(), plan_of(experiment(), "m1r1000")
   sizes = [residence.sizes_of(part) for part in plan.parts]
   total = sum(each[WEIGHTS] + each[STATE] for each in sizes)
-  columns = engine.columns()
   assert columns["weights_fetched_bytes"] == total
   assert columns["weights_peak_bytes"] == total
   # What an update makes is written, so that a checkpoint has it.

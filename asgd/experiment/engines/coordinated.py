@@ -8,7 +8,6 @@ has the same in real time.
 """
 
 import csv
-import dataclasses
 import io
 import math
 from collections.abc import Mapping
@@ -28,18 +27,9 @@ from asgd.orders import trace
 _job_key = jax.jit(worker_lib.job_key)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class CoordinatedPlan(outcomes.OutcomePlan):
-  """What the cells of a run with one number of workers share."""
-
-  run: Run
-  workers: int
-  problem: problems.Problem
-  settings: sandblaster.Settings
-  messages: int  # received in one cell
-  learning_rate: float = 1.0  # the step that a line search tries first
-  schedule: float = 1.0
-  curvature_limit: float = math.nan  # it finds its steps itself
+  """What the cells of a run share. The learning rate is the step that a line
+  search tries first."""
 
   @property
   def batches(self) -> int:

@@ -6,7 +6,7 @@ Epochs and examples of a config become updates of the engine.
 from typing import Any
 
 from asgd import problems, rates
-from asgd.experiment import checks
+from asgd.experiment import checks, kept
 from asgd.experiment.schema import Run
 
 
@@ -30,13 +30,25 @@ def schedule(
   """Returns the learning rate of a run, float or update -> float, from `start`
   to `peak` in the warm-up; an update is of so many `batches`, a message of
   `steps`. ValueError, naming the key, for drops inside the warm-up."""
-  section = run.config["learning_rate_schedule"]
-  per_epoch = problem.batches_per_epoch / batches
-  per_example = 1 / (run.config["batch_size"] * batches)
   own = run.given and run.given.made and run.given.made.learning_rate
   if callable(own):
     factor = peak / float(run.config["learning_rate"])
     return own if factor == 1 else lambda update: factor * own(update)
+  read = "learning_rate_schedule", "batch_size", "epochs", "examples"
+  plain = [run.config[key] for key in read]
+  return _schedules.get(
+    lambda: _schedule(run, problem, peak, batches, start, steps),
+    *([*plain, peak, batches, start, steps], problem.batches_per_epoch),
+  )
+
+
+_schedules = kept.Kept()
+
+
+def _schedule(run, problem, peak, batches, start, steps):
+  section = run.config["learning_rate_schedule"]
+  per_epoch = problem.batches_per_epoch / batches
+  per_example = 1 / (run.config["batch_size"] * batches)
   with checks.blame("learning_rate_schedule"):
     for name in ("warmup", "decay"):
       if section[f"{name}_epochs"] and section[f"{name}_examples"]:

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 
-from asgd import base, sharding
+from asgd import base, sandblaster
 from asgd.experiment import storage
 from asgd.experiment.engines import coordinated, live_engine
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.live import faults as faults_lib
-from asgd.live.sandblaster import shard, worker
+from asgd.live.sandblaster import worker
 from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.sandblaster import Image
@@ -85,10 +85,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     return saved
 
   def _unpack(self, saved):
-    notes, shards = saved.notes, self._plan.settings.shards
-    plan = sharding.make_plan(self._params, shards)
-    parts = sharding.split(plan, self._params)
-    like = [dict.fromkeys(notes["vectors"], part) for part in parts]
+    notes, settings = saved.notes, self._plan.settings
+    like = sandblaster.template(notes, self._params, settings)["vectors"]
     vectors = saved.tree({"vectors": like})["vectors"]
     images = [Image(notes["number"], dict(each)) for each in vectors]
     return SavedRun(notes, images)
@@ -103,16 +101,6 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     settings = live.settings
     machine, write_span = self._context.machine, live.write_span
 
-    def make_shard(evaluation, index, image, anew):
-      folder = live.memory / f"shard-{index}"
-      return functools.partial(
-        shard.LiveShard,
-        folder=folder,
-        image=image,
-        evaluation=evaluation,
-        anew=anew,
-      )
-
     def make_worker(index):
       return functools.partial(
         worker.LiveWorker,
@@ -125,7 +113,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
     self._simulation = Driver(
       *(self._plan.settings, self._params),
-      HostMakers(hosts.hosts, make_shard, make_worker),
+      HostMakers(hosts.hosts, live.memory, make_worker),
       self._book,
       workers=self._plan.workers,
       options=Options(

@@ -11,7 +11,7 @@ import abc
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,9 @@ from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import records_path
+from asgd.live.records import by_time, records_path
 from asgd.live.setup import Setup
+from asgd.live.worker_files import WorkerFiles
 from asgd.orders.network import Network
 from asgd.orders.trace import STARTS
 
@@ -37,8 +38,7 @@ class LiveEngine(engines.Engine):
   _who = "workers"
   _gaps = True  # whether records have them
   _share = 1.0  # of all bytes, those that records count
-  _read_records: Callable[..., Any]  # (folder, writer, start) -> columns
-  _join: Callable[[Sequence[Any]], Any]  # records of all, by their times
+  _files: WorkerFiles  # of writers, unless `_read` is another
 
   def __init__(
     self, context: engines.Context, make_hosts: live_hosts.MakeHosts
@@ -133,8 +133,21 @@ class LiveEngine(engines.Engine):
     return len(self._read().loss)
 
   def _go_back(self, saved: Any) -> None:
-    """Cuts the files of workers to what was saved."""
-    raise NotImplementedError
+    """Cuts the files to what was saved, of which the second part are notes."""
+    notes = saved[1] if saved else {}
+    kept = notes.get("files") or [(0, 0) for _ in self._writers]
+    others = self._other_journals(notes)
+    dropped = self._files.cut_back(self._folder, kept, others)
+    self._report_resumed(saved, dropped)
+
+  def _report_resumed(self, saved, dropped):
+    where = "the checkpoint" if saved else "the beginning: no checkpoint"
+    self._news.append(f"going on from {where}; {dropped} rows are dropped")
+
+  def _other_journals(self, notes: Mapping[str, Any]) -> list[Any]:
+    """Returns (journal, rows that were saved) of others than the writers."""
+    del notes
+    return []
 
   @abc.abstractmethod
   def _make_cluster(
@@ -175,23 +188,18 @@ class LiveEngine(engines.Engine):
     """Returns the records that are new, and keeps them."""
     parts = []
     for index in self._writers:
-      part = self._read_records(self._folder, index, self._counts[index])
+      part = self._files.read(self._folder, index, self._counts[index])
       self._counts[index] += len(part.loss)
       parts.append(part)
-    new = self._join(parts)
+    new = by_time(parts)
     self._parts.append(new)
     return new
 
   def _all(self) -> Any:
     """Returns all records."""
     if len(self._parts) > 1:
-      self._parts = [self._join(self._parts)]
+      self._parts = [by_time(self._parts)]
     return self._parts[0]
-
-  def _report_resumed(self, saved, dropped, more=""):
-    where = "the checkpoint" if saved else "the beginning: no checkpoint"
-    line = f"going on from {where}; {dropped} rows are dropped{more}"
-    self._news.append(line)
 
   @functools.cached_property
   def _first_ticket(self) -> float:

@@ -24,7 +24,7 @@ from asgd.live.gossip.cluster import PeerCluster, PeerMaker
 from asgd.live.gossip.frames import array_wire, packed_wire
 from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import check_count, records_path
+from asgd.live.records import records_path
 from asgd.orders.trace import TAKES
 
 
@@ -33,11 +33,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   since; a message that its peer did not outlive may have no record."""
   workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
-  for peer in range(workers):
-    events = read_journal(journal_path(folder, peer))
-    count = len(files.read_peer_records(folder, peer).loss)
-    path = records_path(folder, peer)
-    check_count(path, count, events, files.lives_of(events))
+  files.FILES.check(folder, workers, files.lives_of)
 
 
 def make_duty(
@@ -78,8 +74,7 @@ class LivePeerEngine(live_engine.LiveEngine):
   """A cell of live peers."""
 
   _who = "peers"
-  _read_records = staticmethod(files.read_peer_records)
-  _join = staticmethod(files.by_time)
+  _files = files.FILES
 
   def _prepare(self):
     self.quantum = self._plan.quantum
@@ -124,7 +119,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     return read_journal(journal_path(self._folder, peer))
 
   def _unpack(self, saved):
-    """Returns the images of a checkpoint, and what to cut files to."""
+    """Returns the images of a checkpoint, and its notes."""
     notes, seed = saved.notes, self._context.cell.seed
     duty = make_duty(self._plan, seed, (), copies=True)
     template = {
@@ -132,14 +127,13 @@ class LivePeerEngine(live_engine.LiveEngine):
     }
     trees = saved.tree(template)
     images = {int(k): (trees[k], each) for k, each in notes["peers"].items()}
-    return images, notes["files"]
+    return images, notes
 
   def _go_back(self, saved):
     # Peers themselves are not needed to read what they were.
     aside = "" if saved else self._keep_aside()
-    cuts = saved[1] if saved else [(0, 0) for _ in self._writers]
-    dropped = files.cut_back(self._folder, cuts)
-    self._report_resumed(saved, dropped, aside)
+    super()._go_back(saved)
+    self._news[-1] += aside
 
   def _keep_aside(self):
     """Copies what peers wrote to where a damaged checkpoint of it is kept;
@@ -222,7 +216,7 @@ class LivePeerEngine(live_engine.LiveEngine):
       return {}
     end, squares = records.time[-1], 0.0
     for peer in self._writers:
-      own = files.read_peer_records(self._folder, peer)
+      own = self._files.read(self._folder, peer)
       for event, norm in files.residuals_lost(self._journal(peer), own):
         squares += norm**2 if event.time < end else 0.0
     return {"residual_lost": math.sqrt(squares)}

@@ -27,7 +27,7 @@ from asgd.live import faults, pace
 from asgd.live.append_only import PUT_BACK, check_rows
 from asgd.live.hosts import Host, Inside, Make
 from asgd.live.journal import journal_path, read_journal
-from asgd.live.records import check_count, count_records, records_path
+from asgd.live.records import count_records, records_path
 from asgd.live.slots import check_room
 from asgd.live.spans import SpanWriter
 from asgd.live.tables import cluster as cluster_lib
@@ -73,12 +73,11 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   since; what a worker did not outlive may have no record."""
   shards = table_shards(folder)
   workers = description["cell"]["workers"]
-  orders = files.read_orders(folder, shards, workers)
+  files.read_orders(folder, shards, workers)
   files.read_trace(folder, workers)
-  for worker, events in enumerate(orders.workers):
-    count = len(files.read_table_records(folder, worker).loss)
-    path = records_path(folder, worker)
-    check_count(path, count, events, files.lives_of(events) - 1, "jobs")
+  files.FILES.check(
+    folder, workers, lambda events: files.lives_of(events) - 1, "jobs"
+  )
 
 
 class TableMakers(NamedTuple):
@@ -150,8 +149,7 @@ class LiveTableEngine(live_engine.LiveEngine):
   """A cell of live tables."""
 
   _gaps = False
-  _read_records = staticmethod(files.read_table_records)
-  _join = staticmethod(files.by_time)
+  _files = files.FILES
 
   def _prepare(self):
     plan, self._counts_seen = self._plan, []
@@ -226,15 +224,14 @@ class LiveTableEngine(live_engine.LiveEngine):
           f" changed, or another is in its place. {PUT_BACK}"
         )
 
+  def _other_journals(self, notes):
+    rows = notes.get("shards") or [0 for _ in self._orders]
+    return list(zip(self._orders, rows, strict=True))
+
   def _go_back(self, saved):
-    shards = [0 for _ in self._orders]
-    workers = [(0, 0) for _ in self._writers]
     if saved:
-      _, notes = saved
-      self._check_kept(notes)
-      shards, workers = notes["shards"], notes["files"]
-    dropped = files.cut_back(self._folder, shards, workers)
-    self._report_resumed(saved, dropped)
+      self._check_kept(saved[1])
+    super()._go_back(saved)
 
   # Training.
 
@@ -315,14 +312,8 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def _pack(self):
     images = self.cluster.images()
-    written = []
-    for worker in self._writers:
-      if worker in images.workers:
-        written.append(list(images.workers[worker][:2]))
-        continue
-      rows = read_journal(journal_path(self._folder, worker))
-      records = files.read_table_records(self._folder, worker)
-      written.append([len(rows), len(records.loss)])  # all, of a lost worker
+    kept = {w: list(image[:2]) for w, image in images.workers.items()}
+    written = self._files.lengths(self._folder, len(self._writers), kept)
     as_array = functools.partial(np.frombuffer, dtype=np.uint8)
     tree = {
       "shards": [as_array(data) for _, data in images.shards],
@@ -330,7 +321,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     }
     notes: dict[str, Any] = {
       "shards": [rows for rows, _ in images.shards],
-      "workers": {str(w): list(x[:2]) for w, x in images.workers.items()},
+      "workers": {str(w): lengths for w, lengths in kept.items()},
       "files": written,
     }
     notes["digests"] = {

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
-from asgd.experiment import checks
+from asgd.experiment import checks, kept
 from asgd.experiment.engines import learning_rates, traffic
-from asgd.experiment.schema import Run, Setting
+from asgd.experiment.schema import OF_A_RUN, Run, Setting
 from asgd.parallel import data_parallel, hybrid, meshes, precision, step_checks
 
 DOUBLE = "float64"  # a precision for comparisons: all of it
@@ -210,22 +210,41 @@ def _reducer(run, mesh, size) -> compression.Reducer | None:
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   """Builds mesh and step of a run, checking that they fit the model."""
   del workers
-  problem, section = experiment.problem_of(run), run.config["mesh"]
-  mesh = _make_mesh(run)
+  problem, mesh = experiment.problem_of(run), _make_mesh(run)
   _check_batch(run, mesh.shape)
   peak = float(run.config["learning_rate"])
   rate = learning_rates.schedule(
     run, problem, peak=peak, batches=1, start=_START * peak
   )
+  devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
+  size = traffic.size_of(experiment.dataset, problem, devices, 1)
+  read = *OF_A_RUN, "mesh", "compress"
+  plain = [run.recipe, run.options, size, [run.config[key] for key in read]]
+  step = _steps.get(
+    lambda: _make_step(run, problem, mesh, rate, size),
+    *(plain, rate, mesh, problem.loss, run.given),
+  )
+  # Traced, so that what does not fit together is found now.
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  with _naming_mesh(run, mesh):
+    state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
+    jax.eval_shape(step.step, state, step.place(batch), key)
+  updates = max(round(learning_rates.passes(run, problem)), 1)
+  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
+
+
+_steps = kept.Kept()
+
+
+def _make_step(run, problem, mesh, rate, size):
+  section = run.config["mesh"]
   policy, scale = section["precision"], section["loss_scale"]
   clip = run.config["clip_norm"]
   if policy == DOUBLE:
     policy = precision.Policy(jnp.float64, jnp.float64, jnp.float64)
-  devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
-  size = traffic.size_of(experiment.dataset, problem, devices, 1)
   reducer = _reducer(run, mesh, size)
   with checks.blame("mesh.form"):
-    step = hybrid.make_step(
+    return hybrid.make_step(
       _model(run, problem, mesh),
       _transform(run, rate),
       mesh,
@@ -239,13 +258,6 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
       reducer=reducer,
       searches=optimizers.searches(run.config["optimizer"]),
     )
-  # Traced, so that what does not fit together is found now.
-  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
-  with _naming_mesh(run, mesh):
-    state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
-    jax.eval_shape(step.step, state, step.place(batch), key)
-  updates = max(round(learning_rates.passes(run, problem)), 1)
-  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
 
 
 def _make_mesh(run):

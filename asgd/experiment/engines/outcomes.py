@@ -4,7 +4,9 @@ They have workers that compute gradients in simulated time, and no server of
 `asgd.server`, so that a `ServerPlan` says nothing of them.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -15,20 +17,24 @@ from asgd.experiment.schema import Run
 from asgd.orders import durations
 
 
+@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class OutcomePlan:
-  """A plan's gradient, and how long jobs take."""
+  """What the cells of a run with one number of workers share."""
 
   run: Run
+  workers: int
   problem: problems.Problem
+  settings: Any  # of the recipe
+  messages: int  # received in one cell
+  learning_rate: float = 1.0  # the peak
+  schedule: Any = 1.0  # float, or update -> learning rate
+  curvature_limit: float = math.nan  # not known
 
   @functools.cached_property
   def gradient(self) -> Any:
     """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
-    once."""
-    if self.problem.updates is not None:
-      return jax.jit(self.problem.updates)
-    loss = losses.as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    once for all plans of a problem."""
+    return _gradient(self.problem.loss, self.problem.updates)
 
   def of_seed(self, seed: int) -> Any:
     """Returns the plan of a cell: that of all seeds."""
@@ -39,3 +45,10 @@ class OutcomePlan:
     """Returns how long jobs take."""
     section = self.run.config["durations"]
     return clocks.build(**{"seed": seed, **section})
+
+
+@functools.lru_cache(maxsize=32)
+def _gradient(loss, updates):
+  if updates is not None:
+    return jax.jit(updates)
+  return jax.jit(jax.value_and_grad(losses.as_loss(loss), has_aux=True))

@@ -31,7 +31,7 @@ from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import shown
-from asgd.experiment import checks, storage
+from asgd.experiment import checks, kept, storage
 from asgd.experiment.engines import (
   Column,
   allocations,
@@ -131,7 +131,11 @@ class ServerPlan:
     if name and optimizers.momentum_of(optimizers.named(name)) is None:
       return math.nan  # others are not stable or unstable by curvature alone
     recipe = build_recipe(self.run, self.workers, rate)
-    return diagnosis.curvature_limit(recipe, start, learning_rate=rate)
+    rows = storage.digest([start.worker, start.action])
+    return _limits.get(
+      lambda: diagnosis.curvature_limit(recipe, start, learning_rate=rate),
+      *(rate, recipe, rows),
+    )
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, a function of config and seed, of so many
@@ -247,10 +251,23 @@ def check(run: Run) -> None:
     clocks.check(run.config["durations"], max(run.config["workers"]))
 
 
+_recipes, _limits = kept.Kept(), kept.Kept(256)
+
+
 def build_recipe(
   run: Run, workers: int, learning_rate: Any
 ) -> algorithms.Recipe:
-  """Builds the recipe of a run, as its config's order wants it."""
+  """Builds the recipe of a run, as its config's order wants it; equal runs have
+  the same one."""
+  make = functools.partial(_build_recipe, run, workers, learning_rate)
+  if run.given is not None:
+    return make()
+  read = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
+  plain = [run.recipe, run.options, workers, *read]
+  return _recipes.get(make, plain, learning_rate)
+
+
+def _build_recipe(run, workers, learning_rate):
   order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
   rounds = "backup_workers", "backup_tasks"
   if recipe.order == "asynchronous" and order["name"] in rounds:
@@ -263,10 +280,15 @@ def build_recipe(
 def _server(run, problem, recipe, order) -> base.Server:
   backup = order["name"] == "backup_workers"  # drops all that is late
   bound = 0 if backup else run.config["gate"]["max_staleness"]
+  return _server_of(recipe, bound, problem.statistics_decay)
+
+
+@functools.lru_cache(maxsize=32)
+def _server_of(recipe, bound, statistics_decay):
   gate = server_lib.accept_all
   if bound is not None:
     gate = server_lib.max_staleness(bound)
-  return recipe.server(gate=gate, statistics_decay=problem.statistics_decay)
+  return recipe.server(gate=gate, statistics_decay=statistics_decay)
 
 
 # One Worker for all algorithms that send plain gradients: one compilation.

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, names, optimizers, orders, problems, sharding, tables
+from asgd import base, names, optimizers, orders, sharding, tables
 from asgd import worker as worker_lib
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
@@ -32,21 +32,26 @@ from asgd.orders.network import Network
 from asgd.tables import functions
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
-class TablePlan(outcomes.OutcomePlan):
-  """What the cells of a run with one number of workers share."""
+@functools.lru_cache(maxsize=32)
+def _compile_step(gradient):
+  """Returns (params, batch, root, worker, job) -> (loss, gradient), compiled
+  with the job's key: an operation more for each job would take as long."""
 
-  run: Run
-  workers: int
-  problem: problems.Problem
-  settings: tables.TableSettings
-  like: Any  # shapes of the parameters
-  messages: int  # received in one cell
-  learning_rate: float  # the peak
-  schedule: Any  # float, or clock -> learning rate
+  def step(params, batch, root, worker, job):
+    key = worker_lib.job_key(root, worker, job)
+    (loss, _), out = gradient(params, batch, key)
+    return loss, out
+
+  return jax.jit(step)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TablePlan(outcomes.OutcomePlan):
+  """What the cells of a run share; the schedule counts clocks."""
+
+  like: Any = None  # shapes of the parameters
   dataset: Any = None
   batches: int = 1  # in one message
-  curvature_limit: float = math.nan  # not known
 
   @functools.cached_property
   def names(self) -> list[str]:
@@ -81,22 +86,10 @@ class TablePlan(outcomes.OutcomePlan):
     like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
     return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
-  @functools.cached_property
-  def _step(self):
-    """(params, batch, root, worker, job) -> (loss, gradient), compiled once,
-    with the job's key: an operation more for each job would take as long."""
-
-    def step(params, batch, root, worker, job):
-      key = worker_lib.job_key(root, worker, job)
-      (loss, _), out = self.gradient(params, batch, key)
-      return loss, out
-
-    return jax.jit(step)
-
   def work(self, seed: int, root: jax.Array) -> tables.Work:
     """Returns what workers compute."""
     batches = self.problem.batches(seed, self.workers)
-    keyed = self.problem.keyed
+    keyed, step = self.problem.keyed, _compile_step(self.gradient)
 
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
@@ -122,7 +115,7 @@ class TablePlan(outcomes.OutcomePlan):
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
       place = np.int32(worker), np.int32(job)
-      loss, out = jax.device_get(self._step(params, batch, root, *place))
+      loss, out = jax.device_get(step(params, batch, root, *place))
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -260,8 +253,9 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
   for seed in config["seeds"]:
     problem.batches(seed, workers)
   return TablePlan(
-    *(run, workers, problem, settings, like, messages, peak, rate),
-    experiment.dataset,
+    *(run, workers, problem, settings, messages, peak, rate),
+    like=like,
+    dataset=experiment.dataset,
   )
 
 

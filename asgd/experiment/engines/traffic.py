@@ -71,6 +71,10 @@ _named = functools.lru_cache(maxsize=32)(
 )
 _checked = functools.lru_cache(maxsize=32)(own.checked)
 _fitted = functools.lru_cache(maxsize=32)(compression.fitted)
+_decoding = functools.lru_cache(maxsize=32)(compression.decoding)
+_compressed_updates = functools.lru_cache(maxsize=32)(
+  compression.compressed_updates
+)
 
 
 def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
@@ -118,7 +122,7 @@ def compressed(
   params = jax.eval_shape(problem.init, jax.random.key(0))
   with checks.blame("compress", tuple(run.config["compress"])):
     compression.layout(codec, params)
-  return compression.decoding(server, codec)
+  return _decoding(server, codec)
 
 
 def downward(
@@ -134,7 +138,7 @@ def downward(
   params = jax.eval_shape(problem.init, jax.random.key(0))
   with checks.blame("compress_down", tuple(run.config["compress_down"])):
     compression.layout(codec, base.weights_of(params))
-    algorithm = compression.compressed_updates(recipe.algorithm, codec)
+    algorithm = _compressed_updates(recipe.algorithm, codec)
   return recipe._replace(algorithm=algorithm)
 
 

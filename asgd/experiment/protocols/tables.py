@@ -81,8 +81,7 @@ def _audit(
   their own; returns the records that a replay has to repeat."""
   del result
   events = [*trace.events(files.read_trace(folder, plan.workers))]
-  parts = [files.read_table_records(folder, w) for w in range(plan.workers)]
-  records = files.by_time(parts).plain
+  records = files.FILES.read_all(folder, plan.workers).plain
   depth = plan.settings.clock_every
   yield from of_workers(events, records, plan, depth, failures)
   received = sum(event.action == base.RECEIVE for event in events)

@@ -58,8 +58,8 @@ class PeerMaker(NamedTuple):
     duty = self.make_duty()
     if self.warm_up:
       duty.warm_up(index)
-    journal, sink = files.open_files(self.run, index, inside.disk)
-    rows = PeerRows(index, duty, journal, sink, inside.clock)
+    opened = files.open_files(self.run, index, inside.disk)
+    rows = PeerRows(index, duty, opened, inside.clock)
     script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}

@@ -5,49 +5,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from asgd import base, gossip, simulator
-from asgd.live.append_only import check_rows
 from asgd.live.journal import (
   FileJournal,
   check_together,
-  cut_journal,
   journal_path,
   read_begun,
   read_journal,
 )
-from asgd.live.records import FileSink, read_rows, records_path
-from asgd.live.records import by_time as by_time
+from asgd.live.worker_files import WorkerFiles
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event
 
-RECORD = np.dtype(
-  [
-    *(
-      (name, column.dtype.newbyteorder("<"))
-      for name, column in simulator.join_records([])._asdict().items()
-    ),
-    ("crc32", "<u4"),
-  ]
-)
+FILES = WorkerFiles(simulator.PeerRecords, "mix_norm", "<f4")
+cut_back = FILES.cut_back
+open_files, read_peer_records = FILES.open, FILES.read
 
 
-def open_files(
-  run: Path, index: int, disk: Any = os
-) -> tuple[FileJournal, FileSink]:
-  """Opens, or makes, the journal and the records of a peer, which `disk`
-  writes."""
-  journal = FileJournal(journal_path(run, index), disk=disk)
-  return journal, FileSink(records_path(run, index), dtype=RECORD, disk=disk)
-
-
-def read_peer_records(
-  run: Path, index: int, start: int = 0
-) -> simulator.PeerRecords:
-  """Returns the records of a peer, from one on."""
-  rows = read_rows(records_path(run, index), RECORD, start)
-  names = simulator.PeerRecords._fields
-  return simulator.PeerRecords(*(rows[name].copy() for name in names))
+def lengths(
+  run: Path, peers: int, images: Mapping[int, Any]
+) -> list[Sequence[int]]:
+  """Returns how many rows and records of each peer belong to a checkpoint; see
+  `WorkerFiles.lengths`."""
+  kept = {
+    peer: (notes["rows"], notes["records"])
+    for peer, (_, notes) in images.items()
+  }
+  return FILES.lengths(run, peers, kept)
 
 
 def read_trace(run: Path, peers: int) -> base.Trace:
@@ -143,46 +126,3 @@ def leave(
       journal.append(Event(now, index, last.seq, last.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, life, base.LEAVE))
   return Left(begun, [last.job] if last and end != base.RECEIVE else [])
-
-
-def length_of(run: Path, index: int) -> tuple[int, int]:
-  """Returns how many rows and records a peer has written."""
-  rows = len(read_journal(journal_path(run, index)))
-  return rows, len(read_peer_records(run, index).loss)
-
-
-def lengths(
-  run: Path, peers: int, images: Mapping[int, Any]
-) -> list[tuple[int, int]]:
-  """Returns how many rows and records of each peer belong to a checkpoint:
-  those that its image counts, and of a peer without an image all."""
-  out = []
-  for index in range(peers):
-    if index in images:
-      _, notes = images[index]
-      out.append((notes["rows"], notes["records"]))
-    else:
-      out.append(length_of(run, index))
-  return out
-
-
-def cut_back(run: Path, kept: Sequence[tuple[int, int]]) -> int:
-  """Drops what was written since a checkpoint; returns how many rows that was.
-
-  Args:
-    run: the folder of the run.
-    kept: (rows, records) of each peer that are kept.
-
-  Raises:
-    ValueError: for a file that has fewer of them.
-  """
-  dropped = 0
-  for index, (rows, records) in enumerate(kept):
-    there = length_of(run, index)
-    check_rows(journal_path(run, index), there[0], rows)
-    check_rows(records_path(run, index), there[1], records)
-    dropped += there[0] - rows
-  for index, (rows, records) in enumerate(kept):
-    cut_journal(journal_path(run, index), rows)
-    FileSink(records_path(run, index), dtype=RECORD).truncate(records)
-  return dropped

@@ -17,8 +17,8 @@ from asgd.live.gossip.frames import PeerFrame, Wire
 from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
 from asgd.live.worker import is_finite
-from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
-from asgd.simulator.steps import Observation
+from asgd.live.worker_files import WorkerJournal
+from asgd.orders.trace import NO_SEQ, PUTS, STARTS
 
 
 class PeerDuty(NamedTuple):
@@ -98,77 +98,27 @@ class View(NamedTuple):
     return self
 
 
-class PeerJournal:
-  """Writes rows and records of a peer, and counts its rows.
+class PeerJournal(WorkerJournal):
+  """Writes rows and records of a peer, and counts its rows."""
 
-  Bytes and norms are those since the last record, of which they become part.
-  """
-
-  def __init__(
-    self,
-    index: int,
-    journal: FileJournal,
-    sink: FileSink,
-    clock: Callable[[], float],
-  ):
-    """Continues after the rows that the journal has, those of earlier
-    incarnations of the peer too. The clock tells seconds of the run."""
-    self.index = index
-    self._journal, self._sink, self._clock = journal, sink, clock
-    self._time = 0.0  # of the last row
-    self.seqs = 0  # jobs that were started
+  def __init__(self, *args: Any):
+    """See the base."""
     self.puts = 0  # messages that were put
     self.life = 0  # incarnations that have left
     self.begun = 0  # jobs of this incarnation
-    self.bytes_down, self.bytes_up = 0, 0
-    self.norms: list[Any] = []  # of changes by mixing
-    for event in journal.events():
-      self._note(event)
+    super().__init__(*args)
 
   def _note(self, event):
-    self._time = max(self._time, event.time)
-    self.seqs += event.action in STARTS
+    super()._note(event)
     self.puts += event.action in PUTS
     self.life += event.action == base.LEAVE
     self.begun += event.action in STARTS
     if event.action == base.LEAVE:
       self.begun = 0
 
-  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
-    """Appends a row; returns it. No time is less than the one before."""
-    time = max(self._clock(), self._time)
-    event = Event(time, self.index, seq, job, action, **more)
-    self._journal.append(event)
-    self._note(event)
-    return event
-
-  def record(
-    self, event: Event, observation: Observation, kept: float
-  ) -> None:
-    """Appends the record of a job that was received, `event`; `kept` is the
-    norm of the residual of its codec."""
-    row = simulator.ReceivedMessage(
-      event.time, self.index, event.job, self.bytes_up, self.bytes_down, kept
-    )
-    self._sink.append(
-      simulator.peer_records([row], [observation], [self.norms])
-    )
-    self.bytes_down, self.bytes_up, self.norms = 0, 0, []
-
-  def image(self) -> dict[str, Any]:
-    """Returns counts of rows and records, bytes and norms, as JSON."""
-    return {
-      "rows": len(self._journal.events()),
-      "records": self._sink.count,
-      "bytes": self.bytes_down,
-      "bytes_up": self.bytes_up,
-      "norms": list(map(float, simulator.fetch(self.norms))),
-    }
-
-  def restore(self, image: dict[str, Any]) -> None:
-    """Takes bytes and norms from an image."""
-    self.bytes_down, self.bytes_up = image["bytes"], image["bytes_up"]
-    self.norms = [np.float32(x) for x in image["norms"]]
+  def record(self, row: simulator.PeerRow) -> None:
+    """Appends the record of a job that was received."""
+    self._sink.append(simulator.peer_records(*([each] for each in row)))
 
 
 class PeerRows:
@@ -178,17 +128,18 @@ class PeerRows:
     self,
     index: int,
     duty: PeerDuty,
-    journal: FileJournal,
-    sink: FileSink,
+    files: tuple[FileJournal, FileSink],
     clock: Callable[[], float],
   ):
     """Begins as all do, or where an image says (`restore`); the journal has
     what was done at the place before. The clock tells seconds of the run."""
     self.index, self.duty = index, duty
-    self.journal = PeerJournal(index, journal, sink, clock)
-    self._number, self._steps = np.int32(index), duty.steps
-    self.state = duty.peer.init(duty.params)
-    self.worker = duty.worker.init(self.state.server.params)
+    self.journal = PeerJournal(index, files, clock)
+    state = duty.peer.init(duty.params)
+    start = state, duty.worker.init(state.server.params)
+    self._peer = simulator.OnePeer(
+      index, duty.gossip, duty.steps, duty.root, start
+    )
     self.job: tuple[int, int, gossip.Job] | None = None  # seq, number, ticket
 
   # Jobs.
@@ -197,22 +148,15 @@ class PeerRows:
     """Starts a job of that number."""
     seq = self.journal.seqs
     self.journal.write(seq, number, base.SEND)
-    ticket = self._steps.send(self.state, self._number)
-    self.job = seq, number, ticket
+    self.job = seq, number, self._peer.send()
 
   def work(self) -> ComputedJob:
     """Does the open job; changes nothing. For another thread, too."""
     assert self.job is not None
     _, number, job = self.job
-    state, message, metrics = self._steps.work(
-      self.worker,
-      job.ticket,
-      self.duty.batch(self.index, number),
-      self.duty.root,
-      np.int32(number),
-    )
-    fetched = simulator.fetch((message, metrics.loss))
-    return ComputedJob(state, message, metrics.loss, is_finite(*fetched))
+    batch = self.duty.batch(self.index, number)
+    done = self._peer.work(job, batch, number)
+    return ComputedJob(*done, is_finite(*simulator.fetch(done[1:])))
 
   def receive(self, work: ComputedJob) -> None:
     """Ends the open job with what was made of it."""
@@ -220,14 +164,7 @@ class PeerRows:
     seq, number, job = self.job
     loss = float(work.loss)
     event = self.journal.write(seq, number, base.RECEIVE, loss=loss)
-    self.worker = work.state
-    kept = 0.0
-    if self.duty.gossip.compressed:
-      kept = float(self._steps.residual(self.state))
-    self.state, observation = self._steps.receive(
-      self.state, job, work.message, work.loss
-    )
-    self.journal.record(event, observation, kept)
+    self.journal.record(self._peer.receive(event, job, work[:-1]))
     self.job = None
 
   def reject(self) -> None:
@@ -239,42 +176,31 @@ class PeerRows:
   # What others are told, and tell.
 
   def _frame(self, kind, event, content):
-    content = self.duty.wire.pack(content)
-    size = self.duty.wire.measure(content)
+    loan = kind == frames.LOAN
+    measure = simulator.array_bytes if loan else self.duty.wire.measure
+    size = measure(content)
+    self._peer.bytes_up += size
     # Leaves of the place before are part of its number of lives.
     sender = self.index, self.journal.life
-    return PeerFrame(kind, *sender, event.seq, event.job, content, size)
+    round = 0 if loan else event.job
+    return PeerFrame(kind, *sender, event.seq, round, content, size)
 
   def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
     """Puts a message of a round; returns it as it is told."""
-    seq = self.journal.puts
-    event = self.journal.write(seq, round, base.PUT)
-    keep = np.float64(self.duty.gossip.keep(round, self.index))
-    self.state, code = self._steps.put(
-      self.state, keep, self.duty.root, self._number, np.int32(seq)
-    )
-    frame = self._frame(kind, event, code)
-    self.journal.bytes_up += frame.nbytes
-    return frame
+    event = self.journal.write(self.journal.puts, round, base.PUT)
+    code = self._peer.put(round, event.seq)
+    return self._frame(kind, event, self.duty.wire.pack(code))
 
   def mix(self, round: int, heard: Sequence[PeerFrame]) -> None:
     """Takes messages and mixes them, in this order."""
-    how, codes, weights, slots = self.duty.gossip, [], [], []
+    taken = []
     for frame in heard:
-      size = frame.nbytes
+      size, code = frame.nbytes, self.duty.wire.unpack(frame.content)
       self.journal.write(frame.seq, frame.sender, base.TAKE, message=size)
-      codes.append(self.duty.wire.unpack(frame.content))
-      weights.append(how.weight(frame.round, self.index, frame.sender))
-      slots.append(how.topology.slot(self.index, frame.sender))
-      self.journal.bytes_down += size
+      taken.append(simulator.Taken(frame.sender, frame.round, code))
+      self._peer.bytes_down += size
     self.journal.write(NO_SEQ, round, base.MIX)
-    self.state, norm = self._steps.mix(
-      self.state,
-      tuple(codes),
-      np.array(weights, np.float64),
-      np.array(slots, np.int32),
-    )
-    self.journal.norms.append(norm)
+    self._peer.mix(taken)
 
   def join(self) -> None:
     """Takes the place of one that left."""
@@ -283,38 +209,38 @@ class PeerRows:
   def lend(self, other: int) -> PeerFrame:
     """Returns what a newcomer is lent, or lends."""
     event = self.journal.write(self.journal.puts, other, base.LEND)
-    topology = self.duty.gossip.topology
-    hears = topology.union[self.index, other]  # or it knows nothing of it
-    slot = np.int32(topology.slot(self.index, other) if hears else 0)
-    self.state, loan = self._steps.lend(self.state, slot)
-    loan = jax.device_get(loan)
-    size = simulator.array_bytes(loan)
-    self.journal.bytes_up += size
-    life = self.journal.life
-    return PeerFrame(frames.LOAN, self.index, life, event.seq, 0, loan, size)
+    loan = jax.device_get(self._peer.lend(other))
+    return self._frame(frames.LOAN, event, loan)
 
   def adopt(self, loan: PeerFrame, *, first: bool) -> None:
     """Takes what another lends; `first` of a newcomer."""
     self.journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
-    slot = self.duty.gossip.topology.slot(self.index, loan.sender)
-    self.journal.bytes_down += loan.nbytes
-    self.state = self._steps.adopt(
-      self.state, loan.content, np.int32(slot), np.bool_(first)
-    )
+    self._peer.bytes_down += loan.nbytes
+    self._peer.adopt(loan.content, loan.sender, first=first)
 
   # What the driver asks for.
 
   def view(self) -> View:
     """Returns what is evaluated."""
-    server = self.state.server
-    weight = float(self.duty.peer.weight(self.state))
+    state = self._peer.state
+    server, weight = state.server, float(self.duty.peer.weight(state))
     return View(jax.device_get(server.params), weight, int(server.version))
 
   def image(self) -> tuple[Any, dict[str, Any]]:
     """Returns a tree of arrays and JSON, to go on from; no job is open."""
-    return jax.device_get((self.state, self.worker)), self.journal.image()
+    peer, (rows, records) = self._peer, self.journal.counts()
+    notes = {
+      "rows": rows,
+      "records": records,
+      "bytes": peer.bytes_down,
+      "bytes_up": peer.bytes_up,
+      "norms": list(map(float, simulator.fetch(peer.norms))),
+    }
+    return jax.device_get((peer.state, peer.worker)), notes
 
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Goes on from an image."""
-    self.state, self.worker = jax.tree.map(jax.numpy.asarray, tree)
-    self.journal.restore(notes)
+    peer = self._peer
+    peer.begin(*jax.tree.map(jax.numpy.asarray, tree))
+    peer.bytes_down, peer.bytes_up = notes["bytes"], notes["bytes_up"]
+    peer.norms = [np.float32(x) for x in notes["norms"]]

@@ -11,6 +11,7 @@ from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.book import LiveRunLog, last_time
 from asgd.live.supervisor import Party, Supervisor
 from asgd.orders.trace import NO_SEQ, Event, follow
+from asgd.sandblaster.batch_driver import Place, Places
 
 _STARTS = 3  # of a worker that does not come up
 
@@ -28,34 +29,35 @@ class LiveJob(NamedTuple):
   loss: float = math.nan  # what a copy of it came to
 
 
-class LivePlace:
-  """The place of a worker."""
+class LivePlace(Place):
+  """The place of a worker in a host."""
 
   def __init__(self):
+    super().__init__()
     self.party: Party | None = None  # None: no worker has this index
     self.joined = False  # the worker is made
     self.waited = 0.0  # seconds for that
     self.late = 0  # incarnations in a row that took too long
-    self.present = True  # as the trace has it
-    self.fetched = -1  # the evaluation whose parameters it has
-    self.seq = 0  # of the next job
-    self.holder = 0  # how many came before it in this place
-    self.job: LiveJob | None = None
 
   @property
   def idle(self) -> bool:
-    """Whether it waits for a job."""
-    return self.joined and self.job is None
+    """See the base."""
+    return self.joined and self.ticket is None
 
   @property
   def call(self) -> Call | None:
     """What is waited for."""
     if self.party is not None and not self.joined:
       return self.party.made
-    return self.job and self.job.call
+    return self.ticket and self.ticket.call
+
+  def empty(self) -> None:
+    """See the base."""
+    super().empty()
+    self.party, self.joined = None, False
 
 
-class LivePlaces:
+class LivePlaces(Places):
   """All places of a run."""
 
   def __init__(
@@ -67,17 +69,13 @@ class LivePlaces:
     book: LiveRunLog,
   ):
     """`jobs` are those of an evaluation; `make` returns what makes a worker."""
-    self.all = [LivePlace() for _ in range(count)]
-    self._jobs, self._supervisor, self._make = jobs, supervisor, make
-    self._book = book
+    self._supervisor, self._make = supervisor, make
 
-  def __getitem__(self, worker: int) -> LivePlace:
-    return self.all[worker]
+    def clock():
+      return max(supervisor.hosts.clock(), last_time(book.rows))
 
-  @property
-  def idle(self) -> list[int]:
-    """The workers that wait for a job."""
-    return [worker for worker, place in enumerate(self.all) if place.idle]
+    places = [LivePlace() for _ in range(count)]
+    super().__init__(places, jobs, book, clock)
 
   @property
   def coming(self) -> list[int]:
@@ -93,18 +91,6 @@ class LivePlaces:
     calls = {worker: place.call for worker, place in enumerate(self.all)}
     return {k: call for k, call in calls.items() if call is not None}
 
-  def write(self, worker: int, action: int) -> Event:
-    """Writes a row of a worker, and returns it."""
-    place = self.all[worker]
-    seq, job = NO_SEQ, place.holder
-    if place.job is not None:
-      evaluation, job, seq, *_ = place.job
-      job += evaluation * self._jobs
-    now = max(self._supervisor.hosts.clock(), last_time(self._book.rows))
-    row = Event(now, worker, seq, job, action)
-    self._book.write(row)
-    return row
-
   def go_on(self) -> None:
     """Of a run that was begun: those who were there are gone, with their
     jobs."""
@@ -112,7 +98,7 @@ class LivePlaces:
     leaves = [e.worker for e in self._book.rows if e.action == base.LEAVE]
     for worker, place in enumerate(self.all):
       place.seq = ledger.next_seq.get(worker, 0)
-      place.holder, place.present = leaves.count(worker), not begun
+      place.holder, place.alive = leaves.count(worker), not begun
       for row in ledger.open[worker].values():
         lost = Event(ledger.time, worker, row.seq, row.job, base.LOST)
         self._book.write(lost)
@@ -132,9 +118,7 @@ class LivePlaces:
     assert place.party is not None
     place.party.made.result()
     place.joined, place.late = True, 0
-    if not place.present:
-      place.present = True
-      self.write(worker, base.JOIN)
+    super().join(worker)
 
   def end_late(self, passed: float, limit: float) -> None:
     """Ends workers that have been starting for too long; others are started
@@ -161,16 +145,6 @@ class LivePlaces:
       place.waited = 0.0  # until its end is known
 
   def empty(self, worker: int) -> LiveJob | None:
-    """Drops a worker that has exited; returns the job that it was at."""
-    place = self.all[worker]
-    assert place.party is not None
-    self._supervisor.drop(place.party)
-    job, place.party, place.joined = place.job, None, False
-    if job is not None:
-      self.write(worker, base.LOST)
-    place.job, place.fetched = None, -1
-    if place.present:
-      place.present = False
-      self.write(worker, base.LEAVE)
-      place.holder += 1
-    return job
+    """See the base."""
+    self._supervisor.drop(self.all[worker].party)
+    return super().empty(worker)

@@ -70,6 +70,11 @@ class LiveShards:
     """Those of all shards, as they are now."""
     return [party.host for party in self._supervisor.parties[SHARD].values()]
 
+  @property
+  def recoveries(self) -> int:
+    """How often a shard came back."""
+    return self._supervisor.replaced[SHARD]
+
   # Asking.
 
   def obey(self, command: Command) -> float | None:

@@ -16,13 +16,12 @@ from asgd.live import store
 from asgd.live.journal import (
   FileJournal,
   check_together,
-  cut_journal,
   journal_path,
   read_begun,
   read_journal,
 )
-from asgd.live.records import RECORD, FileSink, read_rows, records_path
 from asgd.live.records import by_time as by_time
+from asgd.live.worker_files import WorkerFiles
 from asgd.orders.trace import ENDS, NO_SEQ, STARTS, Event, from_events
 from asgd.tables.division import Division
 from asgd.tables.replay import Orders
@@ -34,35 +33,27 @@ from asgd.tables.requests import (
   load_message,
 )
 
-JOB_RECORD = np.dtype(
-  [*RECORD.descr[:-1], ("reads", "<i8", (BINS,)), RECORD.descr[-1]]
-)
 _MESSAGE = struct.Struct("<qd")  # before a message: seq and time of its row
 _IMAGE = struct.Struct("<q")  # before an image: rows of the order
 
 
-class TableRecords(NamedTuple):
-  """Records of jobs, as columns."""
-
-  update: np.ndarray
-  time: np.ndarray
-  worker: np.ndarray
-  job: np.ndarray
-  staleness: np.ndarray
-  gap: np.ndarray
-  loss: np.ndarray
-  accepted: np.ndarray
-  message_norm: np.ndarray
-  update_norm: np.ndarray
-  bytes_up: np.ndarray
-  bytes_down: np.ndarray
-  residual_norm: np.ndarray
-  reads: np.ndarray  # int[m, BINS]
+class TableRecords(
+  NamedTuple(  # noqa: UP014  of the fields of another
+    "TableRecords",
+    [*base.Records.__annotations__.items(), ("reads", np.ndarray)],
+  )
+):
+  """Records of jobs, as columns; `reads` is int[m, BINS]."""
 
   @property
   def plain(self) -> base.Records:
     """Without the reads."""
     return base.Records(*self[:-1])
+
+
+FILES = WorkerFiles(TableRecords, "reads", "<i8", (BINS,))
+JOB_RECORD = FILES.dtype
+cut_back, read_table_records = FILES.cut_back, FILES.read
 
 
 def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
@@ -72,27 +63,12 @@ def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
     row["time"] = time
     for name, value in record._asdict().items():
       row[name] = value
-  return TableRecords(*(table[name].copy() for name in TableRecords._fields))
+  return FILES.columns(table)
 
 
 def order_path(run: Path, index: int) -> Path:
   """The file of a shard's order."""
   return Path(run) / f"shard-{index}.csv"
-
-
-def open_files(
-  run: Path, worker: int, disk: Any = os
-) -> tuple[FileJournal, FileSink]:
-  """Opens, or makes, the journal and the records of a worker."""
-  journal = FileJournal(journal_path(run, worker), disk=disk)
-  path = records_path(run, worker)
-  return journal, FileSink(path, dtype=JOB_RECORD, disk=disk)
-
-
-def read_table_records(run: Path, worker: int, start: int = 0) -> TableRecords:
-  """Returns the records of a worker, from one on."""
-  rows = read_rows(records_path(run, worker), JOB_RECORD, start)
-  return TableRecords(*(rows[name].copy() for name in TableRecords._fields))
 
 
 def read_divisions(run: Path, first: Division) -> list[Division]:
@@ -186,28 +162,6 @@ def done_again(run: Path, workers: int) -> int:
       count += event.action in (base.LOST, base.REJECT)
       count -= event.action in STARTS and not event.totals
   return count
-
-
-def cut_back(
-  run: Path, orders: Sequence[int], workers: Sequence[tuple[int, int]]
-) -> int:
-  """Drops what was written since a checkpoint; returns how many rows that was.
-
-  Args:
-    run: the folder of the run.
-    orders: rows of each shard's order that are kept.
-    workers: (rows, records) of each worker that are kept.
-  """
-  kept = [(order_path(run, shard), n) for shard, n in enumerate(orders)]
-  kept += [(journal_path(run, w), rows) for w, (rows, _) in enumerate(workers)]
-  dropped = 0
-  for path, rows in kept:
-    dropped += len(read_journal(path)) - rows
-    cut_journal(path, rows)
-  for worker, (_, records) in enumerate(workers):
-    path = records_path(run, worker)
-    FileSink(path, dtype=JOB_RECORD).truncate(records)
-  return dropped
 
 
 def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from asgd import base
 from asgd.live.hosts import Inside
 from asgd.live.spans import Span
 from asgd.live.tables import files
-from asgd.orders.trace import NO_SEQ, STARTS, Event
+from asgd.live.worker_files import WorkerJournal
+from asgd.orders.trace import NO_SEQ, Event
 from asgd.tables.requests import ClockMessage, JobRecord
 
 
-class JobJournal:
+class JobJournal(WorkerJournal):
   """Writes the files of one worker, and knows which of its jobs are open."""
 
   def __init__(
@@ -36,15 +38,12 @@ class JobJournal:
       memory: the folder of the run's memory; None: the last message of a worker
         that is killed is lost.
     """
-    self.index, self._inside = index, inside
-    self._span = span or (lambda *_: None)
-    self._journal, self._sink = files.open_files(run, index, inside.disk)
-    events = self._journal.events()
-    self._seq = sum(event.action in STARTS for event in events)
-    self._time = events[-1].time if events else 0.0
+    self._inside, self._span = inside, span or (lambda *_: None)
     self._open: list[tuple[int, int]] = []  # (seq, job) that no shard has
     self._row: Event | None = None  # which began the last job
-    self.life = files.lives_of(events) - resumes
+    opened = files.FILES.open(run, index, inside.disk)
+    super().__init__(index, opened, inside.clock)
+    self.life = files.lives_of(self._journal.events()) - resumes
     self._last = None
     if memory:
       self._last = files.LastMessage(memory, index, self.life, inside.disk)
@@ -54,41 +53,32 @@ class JobJournal:
     """Of the job that was begun last."""
     return self._open[-1][0]
 
-  def counts(self) -> tuple[int, int]:
-    """Returns the numbers of rows and records."""
-    return len(self._journal.events()), self._sink.count
-
-  def _write(self, seq, job, action, **fields):
-    self._inside.wait(0.0)  # a worker that was killed writes no more
-    self._time = max(self._inside.clock(), self._time)
-    row = Event(self._time, self.index, seq, job, action, **fields)
-    self._journal.append(row)
-    return self._time
+  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
+    """See the base; a worker that was killed writes no more."""
+    self._inside.wait(0.0)
+    return super().write(seq, job, action, **more)
 
   def join(self) -> None:
     """Writes that the incarnation begins."""
-    self._write(NO_SEQ, self.life, base.JOIN)
+    self.write(NO_SEQ, self.life, base.JOIN)
 
   def begin(self, job: int, action: int, **fields) -> None:
     """Writes that a job begins."""
-    seq = self._seq
-    time = self._write(seq, job, action, **fields)
-    self._seq += 1
-    self._open.append((seq, job))
-    self._row = Event(time, self.index, seq, job, action)
+    self._row = self.write(self.seqs, job, action, **fields)
+    self._open.append((self._row.seq, job))
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
     """Writes that the shards have the first open job; returns (seq, time)."""
     seq, job = self._open.pop(0)
-    time = self._write(seq, job, base.RECEIVE, loss=record.loss)
-    self._sink.append(files.columns([(time, record)]))
-    return seq, time
+    row = self.write(seq, job, base.RECEIVE, loss=record.loss)
+    self._sink.append(files.columns([(row.time, record)]))
+    return seq, row.time
 
   def reject(self) -> None:
     """Writes that the last open job is refused, and the others are lost."""
     for seq, job in self._open:
       last = (seq, job) == self._open[-1]
-      self._write(seq, job, base.REJECT if last else base.LOST)
+      self.write(seq, job, base.REJECT if last else base.LOST)
     self._open = []
 
   def span(

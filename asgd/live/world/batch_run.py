@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from asgd import orders, safe_files
-from asgd.live.sandblaster import shard, worker
+from asgd.live.sandblaster import worker
 from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
 from asgd.live.world.broken import bits, refused, require
@@ -104,16 +104,6 @@ class BatchRun(WorldRun):
 
   # Objects in hosts.
 
-  def _make_shard(self, evaluation, index, image, anew):
-    folder = self.memory / f"shard-{index}"
-    return functools.partial(
-      shard.LiveShard,
-      folder=folder,
-      image=image,
-      evaluation=evaluation,
-      anew=anew,
-    )
-
   def _make_worker(self, index):
     def work(params, portion):
       self._begun += 1
@@ -157,7 +147,7 @@ class BatchRun(WorldRun):
     book = LiveRunLog(self.folder, lengths, disk=self.world.disk)
     self._driver = driver = Driver(
       *(self._settings, PARAMS),
-      HostMakers(self.hosts, self._make_shard, self._make_worker),
+      HostMakers(self.hosts, self.memory, self._make_worker),
       book,
       workers=WORKERS,
       options=Options(LADDER),

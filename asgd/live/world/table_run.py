@@ -205,14 +205,8 @@ class TablesRun(WorldRun):
     cluster = self._cluster
     cluster.pause()
     images = cluster.images()
-    lengths = []
-    for worker in range(WORKERS):
-      if image := images.workers.get(worker):
-        lengths.append(image[:2])
-        continue
-      rows = len(read_journal(journal_path(self.folder, worker)))
-      count = len(files.read_table_records(self.folder, worker).loss)
-      lengths.append((rows, count))
+    kept = {w: image[:2] for w, image in images.workers.items()}
+    lengths = files.FILES.lengths(self.folder, WORKERS, kept)
     self._saved = images, lengths
     cluster.go_on()
 
@@ -222,7 +216,9 @@ class TablesRun(WorldRun):
     if self._saved:
       images, workers = self._saved
       orders = [rows for rows, _ in images.shards]
-    files.cut_back(self.folder, orders, workers)
+    paths = [files.order_path(self.folder, s) for s in range(len(orders))]
+    others = list(zip(paths, orders, strict=True))
+    files.cut_back(self.folder, workers, others)
 
   # What must hold.
 

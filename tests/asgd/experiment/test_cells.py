@@ -6,7 +6,6 @@ import pytest
 
 from asgd import data, experiment
 from asgd.experiment import cells
-from asgd.experiment.engines import parameter_server
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
@@ -111,14 +110,21 @@ def test_cells_of_one_plan_are_a_group(mixed):
     assert len({id(mixed.plan(cell)) for cell in group}) == 1
 
 
-def test_plain_gradients_share_a_worker():
-  before = parameter_server._gradient_worker.cache_info()
-  build(
-    runs={"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}}, workers=(2,)
-  )
-  after = parameter_server._gradient_worker.cache_info()
-  assert after.misses - before.misses == 1
-  assert after.hits - before.hits == 1
+def test_what_runs_and_experiments_have_in_common_is_compiled_once():
+  runs = {"a": {"recipe": "asgd"}, "b": {"recipe": "dana_zero"}}
+  runs["own"] = {"recipe": "asgd:asgd"}  # a function that may have changed
+
+  def plans(**config):
+    built = build(runs=runs, workers=(2,), **config)
+    return {cell.label: built.plan(cell) for cell in built.cells}
+
+  first, again, other = plans(), plans(), plans(learning_rate=0.125)
+  for each in (first, again, other):
+    for label in runs:  # all send plain gradients
+      assert each[label].worker is first["a"].worker
+  for label in ("a", "b"):
+    assert again[label].server == first[label].server != other[label].server
+  assert again["own"].server != first["own"].server
 
 
 def test_a_dataset_that_is_loaded_is_used_as_it_is():

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
+import peer_kit
 import pytest
 
 import asgd
-from asgd import base, simulator
-from asgd.gossip import peer as peer_lib
+from asgd import base
 from asgd.gossip import topologies
 from asgd.orders import durations
 from asgd.orders import trace as trace_lib
@@ -33,25 +33,16 @@ def averaging(recipe, starts, rounds):
   trace = recipe.gossip.trace(
     durations.constant(), messages=rounds * recipe.workers
   )
-  peers = simulator.Peers(
-    *(recipe.gossip, recipe.peer(), recipe.make_worker(still)),
-    *(np.zeros_like(starts[0]), trace),
-    batch=lambda worker, job: np.zeros_like(starts[0]),
-    root=jax.random.key(0),
-  )
-  peers.states = [
-    peer_lib.with_params(state, jnp.asarray(start))
-    for state, start in zip(peers.states, starts, strict=True)
-  ]
-  return peers, trace
+  start = np.zeros_like(starts[0])
+  batch = lambda worker, job: start  # noqa: E731
+  return peer_kit.peers(recipe, trace, start, still, batch, starts), trace
 
 
 def after_rounds(recipe, starts, rounds):
   """Yields the parameters of all peers after each round."""
   peers, trace = averaging(recipe, starts, rounds)
-  n = recipe.workers
-  for end in np.flatnonzero(trace.action == base.MIX)[n - 1 :: n].tolist():
-    peers.run(end + 1)
+  for end in peer_kit.ends_of_rounds(trace, recipe.workers):
+    peers.run(end)
     yield np.stack([state.server.params for state in peers.states])
 
 
@@ -200,10 +191,8 @@ def test_hivemind_allreduce_weighted():
   values, mass = kit.normal(4, 5), np.array([0.01, 3.0, 7.5, 10.0])
   recipe = asgd.sgp(0.1, 4, topology="full")
   peers, trace = averaging(recipe, values, 1)
-  peers.states = [
-    state._replace(own=jnp.asarray(w))
-    for state, w in zip(peers.states, mass, strict=True)
-  ]
+  for peer, w in zip(peers.peers, mass, strict=True):
+    peer.state = peer.state._replace(own=jnp.asarray(w))
   peers.run(len(trace.time))
   for state in peers.states:
     expected = np.average(values, axis=0, weights=mass)

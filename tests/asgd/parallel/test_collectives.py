@@ -222,22 +222,14 @@ def test_a_tree_is_added_in_buckets(reduce):
 
 
 MISTAKES = {
-  "name": (
-    lambda x: collectives.all_reduce_tree(x, "data", reduce="rign"),
-    "unknown collective 'rign'; did you mean 'ring'",
-  ),
-  "axes": (
-    lambda x: collectives.hierarchical(x, "data"),
-    r"hierarchical needs two axes, \(inside of a node, between nodes\)",
-  ),
-  "shards": (
-    lambda x: collectives.parameter_server(x, "data", shards=3),
-    "shards must be from 1 to the 2 devices, not 3",
-  ),
-  "bytes": (
-    lambda x: collectives.all_reduce_tree(x, "data", bucket_bytes=0),
-    "bucket_bytes must be a positive whole number, not 0",
-  ),
+  "name": (lambda x: collectives.all_reduce_tree(x, "data", reduce="rign"),
+    "unknown collective 'rign'; did you mean 'ring'"),
+  "axes": (lambda x: collectives.hierarchical(x, "data"),
+    r"hierarchical needs two axes, \(inside of a node, between nodes\)"),
+  "shards": (lambda x: collectives.parameter_server(x, "data", shards=3),
+    "shards must be from 1 to the 2 devices, not 3"),
+  "bytes": (lambda x: collectives.all_reduce_tree(x, "data", bucket_bytes=0),
+    "bucket_bytes must be a positive whole number, not 0"),
 }
 
 

@@ -175,44 +175,31 @@ def apply_by_rows(layers, x, devices=4):
   return split(part, devices, (P(), P()), P())(params, x)
 
 
+def refused(layers, *shape, devices=4):
+  return lambda: apply_by_rows(layers, kit.normal(*shape), devices)
+
+
 MISTAKES = {
-  "rows": (
-    lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 6, 6, 3)),
-    r"shape \(1, 6, 6, 3\) have no rows that can be divided among the 4",
-  ),
-  "columns": (
-    lambda: apply_by_rows(MODELS["local"], kit.normal(1, 4, 5, 3), TILES),
-    r"shape \(1, 2, 5, 3\) have no columns that can be divided among the 2",
-  ),
-  "stride": (
-    lambda: apply_by_rows(MODELS["resnet"], kit.normal(1, 12, 6, 3)),
-    r"stride 2 and padding \(1, 1\) makes 6 rows of 12, .* as 3 on each",
-  ),
-  "halo": (
-    lambda: apply_by_rows(
-      (halo.Local(2, 7), models.Head(3)), kit.normal(1, 8, 8, 3)
-    ),
-    "has 2 rows, and its neighbour needs 3",
-  ),
-  "layer": (
-    lambda: apply_by_rows(models.mlp(3), kit.normal(1, 8, 8, 3)),
-    "a Flatten cannot be split into tiles; these can: Stem, BasicBlock",
-  ),
-  "norm": (
-    lambda: apply_by_rows((models.Stem(2, "batch"),), kit.normal(1, 8, 8, 3)),
-    "BatchNorm are not kept by tiles; use norm='group'",
-  ),
+  "rows": (refused(MODELS["resnet"], 1, 6, 6, 3),
+    r"shape \(1, 6, 6, 3\) have no rows that can be divided among the 4"),
+  "columns": (refused(MODELS["local"], 1, 4, 5, 3, devices=TILES),
+    r"shape \(1, 2, 5, 3\) have no columns that can be divided among the 2"),
+  "stride": (refused(MODELS["resnet"], 1, 12, 6, 3),
+    r"stride 2 and padding \(1, 1\) makes 6 rows of 12, .* as 3 on each"),
+  "halo": (refused((halo.Local(2, 7), models.Head(3)), 1, 8, 8, 3),
+    "has 2 rows, and its neighbour needs 3"),
+  "layer": (refused(models.mlp(3), 1, 8, 8, 3),
+    "a Flatten cannot be split into tiles; these can: Stem, BasicBlock"),
+  "norm": (refused((models.Stem(2, "batch"),), 1, 8, 8, 3),
+    "BatchNorm are not kept by tiles; use norm='group'"),
   "dilation": (
     lambda: split(
       lambda x: halo.convolve(nn.Conv(2, (3, 3), kernel_dilation=2), x),
       *(4, IMAGES, IMAGES),
     )(kit.normal(1, 8, 8, 3)),
-    "without dilation",
-  ),
-  "features": (
-    lambda: halo.locally_connected(3, features=(4, 0)),
-    "each of features must be a positive whole number, not 0",
-  ),
+    "without dilation"),
+  "features": (lambda: halo.locally_connected(3, features=(4, 0)),
+    "each of features must be a positive whole number, not 0"),
 }
 
 

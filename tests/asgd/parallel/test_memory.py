@@ -149,23 +149,16 @@ def test_what_jax_keeps_by_hand():
 
 
 MISTAKES = {
-  "optimizer": (
-    lambda: memory.state(1, "adm"),
-    "unknown optimizer 'adm'; did you mean 'adam'",
-  ),
-  "precision": (
-    lambda: memory.state(precision="fp8"),
-    "unknown precision 'fp8'",
-  ),
+  "optimizer": (lambda: memory.state(1, "adm"),
+    "unknown optimizer 'adm'; did you mean 'adam'"),
+  "precision": (lambda: memory.state(precision="fp8"),
+    "unknown precision 'fp8'"),
   "zero": (lambda: memory.state(zero=4), "zero must be one of"),
-  "heads": (
-    lambda: memory.activations(memory.Gpt(1, 10, 3, 1, 1), 1),
-    "heads must divide the width: 3 does not divide 10",
-  ),
+  "heads": (lambda: memory.activations(memory.Gpt(1, 10, 3, 1, 1), 1),
+    "heads must divide the width: 3 does not divide 10"),
   "kind": (
     lambda: memory.activations(memory.Gpt(1, 8, 1, 1, 1), 1, kind="fill"),
-    "did you mean 'full'",
-  ),
+    "did you mean 'full'"),
   "recipe": (lambda: memory.cure("dana", 4), "unknown (recipe|algorithm)"),
 }
 

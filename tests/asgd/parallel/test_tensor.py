@@ -203,35 +203,25 @@ def embed_of(length, sequence):
 
 
 MISTAKES = {
-  "axis": (
-    lambda: tensor.parallel(LAYERS, meshes.make({"model": 2})),
-    r"the mesh has axes \('model',\) and none named 'tensor'",
-  ),
-  "heads": (
-    lambda: tensor.parallel(LAYERS, tensor_mesh(3)),
-    "4 heads cannot be divided among the 3 devices of the axis 'tensor'",
-  ),
-  "layer": (
-    lambda: tensor.parallel(models.mlp(3), tensor_mesh(2)),
-    "a Flatten has no tensor parallel form",
-  ),
+  "axis": (lambda: tensor.parallel(LAYERS, meshes.make({"model": 2})),
+    r"the mesh has axes \('model',\) and none named 'tensor'"),
+  "heads": (lambda: tensor.parallel(LAYERS, tensor_mesh(3)),
+    "4 heads cannot be divided among the 3 devices of the axis 'tensor'"),
+  "layer": (lambda: tensor.parallel(models.mlp(3), tensor_mesh(2)),
+    "a Flatten has no tensor parallel form"),
   "features": (
     lambda: shard(
       lambda: tensor.column_dense(6).init(KEY, jnp.ones((1, 2)))[1], 4, (), P()
     )(),
-    "6 features cannot be divided among the 4 devices",
-  ),
+    "6 features cannot be divided among the 4 devices"),
   "context": (lambda: embed_of(9, False), "9 positions do not fit"),
-  "positions": (
-    lambda: embed_of(6, True),
-    "6 positions cannot be divided among the 4 devices",
-  ),
+  "positions": (lambda: embed_of(6, True),
+    "6 positions cannot be divided among the 4 devices"),
   "no check": (
     lambda: shard(lambda x: tensor.enter(x), 2, (P(),), P(), check_vma=False)(
       kit.normal(2)
     ),
-    "need shard_map with check_vma=True",
-  ),
+    "need shard_map with check_vma=True"),
 }
 
 

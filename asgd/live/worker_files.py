@@ -1,0 +1,149 @@
+"""The files of workers that write a journal and records of their own jobs: of
+peers and of workers of tables."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asgd.live.append_only import check_rows
+from asgd.live.journal import (
+  FileJournal,
+  cut_journal,
+  journal_path,
+  read_journal,
+)
+from asgd.live.records import (
+  RECORD,
+  FileSink,
+  by_time,
+  check_count,
+  read_rows,
+  records_path,
+)
+from asgd.orders.trace import STARTS, Event
+
+
+class WorkerFiles:
+  """How the files of workers are opened, read and cut."""
+
+  def __init__(self, columns: Any, *last: Any):
+    """Of records that are read as a NamedTuple of columns; the last one, which
+    others have not, is (name, type, perhaps a shape)."""
+    self._columns = columns
+    self.dtype = np.dtype([*RECORD.descr[:-1], last, RECORD.descr[-1]])
+
+  def open(
+    self, run: Path, index: int, disk: Any = os
+  ) -> tuple[FileJournal, FileSink]:
+    """Opens, or makes, the journal and the records of a worker, which `disk`
+    writes."""
+    path = records_path(run, index)
+    journal = FileJournal(journal_path(run, index), disk=disk)
+    return journal, FileSink(path, dtype=self.dtype, disk=disk)
+
+  def columns(self, rows: np.ndarray) -> Any:
+    """Returns rows as columns."""
+    names = self._columns._fields
+    return self._columns(*(rows[name].copy() for name in names))
+
+  def read(self, run: Path, index: int, start: int = 0) -> Any:
+    """Returns the records of a worker, from one on."""
+    path = records_path(run, index)
+    return self.columns(read_rows(path, self.dtype, start))
+
+  def read_all(self, run: Path, workers: int) -> Any:
+    """Returns the records of all workers, in the order of their times."""
+    return by_time([self.read(run, index) for index in range(workers)])
+
+  def length(self, run: Path, index: int) -> tuple[int, int]:
+    """Returns how many rows and records a worker has written."""
+    rows = len(read_journal(journal_path(run, index)))
+    return rows, len(self.read(run, index).loss)
+
+  def lengths(
+    self, run: Path, workers: int, images: Mapping[int, Sequence[int]]
+  ) -> list[Sequence[int]]:
+    """Returns how many rows and records of each worker belong to a checkpoint:
+    those that its image counts, and of a worker without an image all."""
+    return [
+      images[index] if index in images else self.length(run, index)
+      for index in range(workers)
+    ]
+
+  def check(
+    self,
+    run: Path,
+    workers: int,
+    lost: Callable[[Sequence[Event]], int],
+    what: str = "messages",
+  ) -> None:
+    """Raises ValueError if a worker has not a record of each job that its
+    journal received, but for the so many that are `lost`."""
+    for index in range(workers):
+      events = read_journal(journal_path(run, index))
+      path, count = records_path(run, index), len(self.read(run, index).loss)
+      check_count(path, count, events, lost(events), what)
+
+  def cut_back(
+    self,
+    run: Path,
+    kept: Sequence[Sequence[int]],
+    others: Sequence[tuple[Path, int]] = (),
+  ) -> int:
+    """Drops what was written since a checkpoint, of which (rows, records) of
+    each worker are `kept`, and (journal, rows) of `others`; returns how many
+    rows that was. ValueError for a file that has fewer of them."""
+    dropped, journals = 0, [*others]
+    for index, (rows, records) in enumerate(kept):
+      journals.append((journal_path(run, index), rows))
+      there = len(self.read(run, index).loss)
+      check_rows(records_path(run, index), there, records)
+    for path, rows in journals:
+      there = len(read_journal(path))
+      check_rows(path, there, rows)
+      dropped += there - rows
+    for path, rows in journals:
+      cut_journal(path, rows)
+    for index, (_, records) in enumerate(kept):
+      path = records_path(run, index)
+      FileSink(path, dtype=self.dtype).truncate(records)
+    return dropped
+
+
+class WorkerJournal:
+  """The journal and the records of one worker, as it writes them."""
+
+  def __init__(
+    self,
+    index: int,
+    files: tuple[FileJournal, FileSink],
+    clock: Callable[[], float],
+  ):
+    """Continues after the rows that the journal has. The clock tells seconds of
+    the run."""
+    self.index, self._clock = index, clock
+    self._journal, self._sink = files
+    self._time = 0.0  # of the last row
+    self.seqs = 0  # jobs that were begun, of earlier incarnations too
+    for event in self._journal.events():
+      self._note(event)
+
+  def _note(self, event: Event) -> None:
+    """Takes note of a row that was written."""
+    self._time = max(self._time, event.time)
+    self.seqs += event.action in STARTS
+
+  def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
+    """Appends a row; returns it. No time is less than the one before."""
+    time = max(self._clock(), self._time)
+    event = Event(time, self.index, seq, job, action, **more)
+    self._journal.append(event)
+    self._note(event)
+    return event
+
+  def counts(self) -> tuple[int, int]:
+    """Returns the numbers of rows and records."""
+    return len(self._journal.events()), self._sink.count
