@@ -75,7 +75,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 # Files that take more than 5 s of a core, the longest first: all of them is
 # `slow`. Those that wait for processes take turns with those that compute.
 SLOW = (
-  *("test_cluster", "test_world", "test_configs", "test_actors"),
+  *("test_cluster", "test_cluster_contract", "test_world", "test_configs"),
   *("test_tiny_figures", "test_golden", "test_train_live", "test_engine"),
   *("test_live_cells", "test_mesh_engine", "test_follower", "test_facade"),
   *("test_chaos", "test_peers", "test_own_code", "test_processes"),

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import urllib.request
 import warnings
 import zlib
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -61,14 +63,34 @@ def tiny(**config):
 
 def train_tiny(workdir, **config):
   """Trains all cells of such an experiment in a folder; returns it."""
-  from asgd import experiment
-  from asgd.experiment import folder, progress
+  from asgd.experiment import folder
 
   exp = tiny(**config)
   folder.open_folder(str(workdir), "x", exp)
-  for cell in exp.cells:
-    experiment.train(exp, cell, workdir, bar=progress.Silent())
+  for index in range(len(exp.cells)):
+    train(exp, workdir, index)
   return exp
+
+
+class Trained(NamedTuple):
+  """A cell that was trained; the last three of one that this call ended."""
+
+  result: Any
+  place: Any  # its folder
+  records: Any = None
+  params: Any = None
+  rows: Any = None  # evaluations
+
+
+def train(exp, workdir=None, index=0, **options):
+  """Trains a cell of an experiment; options are those of `loop.train`."""
+  from asgd.experiment import loop, progress
+
+  cell, kept = exp.cells[index], []
+  options = {"bar": progress.Silent(), **options}
+  options["ended"] = lambda *what: kept.extend(what)
+  result = loop.train(exp, cell, workdir, **options)
+  return Trained(result, workdir and workdir / "cells" / cell.name, *kept)
 
 
 def close(actual, expected, *, rtol=0.0, atol=1e-12):
@@ -76,16 +98,20 @@ def close(actual, expected, *, rtol=0.0, atol=1e-12):
   chex.assert_trees_all_close(actual, expected, rtol=rtol, atol=atol)
 
 
-def refuses(mistakes, run=lambda call: call()):
+def refuses(mistakes, run=lambda call: call(), *, plain=False, longest=None):
   """Returns a test of a table, or of a list: of each (value, message) `run`
-  raises a ValueError."""
+  raises a ValueError. The message is a pattern, or a part of it if `plain`; it
+  is one line of at most `longest` characters, unless None."""
   names = mistakes if isinstance(mistakes, dict) else range(len(mistakes))
 
   @pytest.mark.parametrize("name", names)
   def test(name):
     value, message = mistakes[name]
-    with pytest.raises(ValueError, match=message):
+    message = re.escape(message) if plain else message
+    with pytest.raises(ValueError, match=message) as caught:
       run(value)
+    text = str(caught.value)
+    assert longest is None or ("\n" not in text and len(text) <= longest)
 
   return test
 
@@ -462,7 +488,7 @@ def train_live(workdir, *, stop=(), memory_dir="/dev/shm", **settings):
 
   config = {
     "data": {"name": "digits"},
-    "model": {"name": "mlp", "hidden": (16,)},
+    "model": {"name": "mlp", "hidden": ()},
     "runs": {"a": {"recipe": "dana_zero"}},
     "engine": "threads",
     "workers": (3,),

@@ -69,6 +69,8 @@ class Journal:
   def sync(self):
     pass
 
+  close = sync
+
 
 class Sink:
   """Records, in place of a `FileSink`."""
@@ -94,6 +96,8 @@ class Sink:
 
   def sync(self):
     pass
+
+  close = sync
 
 
 def make_store(**fields):

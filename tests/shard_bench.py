@@ -51,12 +51,18 @@ def kit(name, every=1, drop_late=False, clip=None, keeps=False):
     )
     recipe = recipe._replace(algorithm=algorithm)
   gate = server_lib.max_staleness(0) if drop_late else server_lib.accept_all
-  server = recipe.server(gate=gate)
+  server = with_jitted_init(recipe.server(gate=gate))
   worker = worker_lib.gradient_worker(PROBLEM.loss, recipe.at_worker)
   if keeps:
     worker = own_writes.own_writes(worker, server)
+  worker = with_jitted_init(worker)
   steps = simulator.compile_steps(server, worker)
   return server, worker, steps, simulator.make_host(server, worker)
+
+
+def with_jitted_init(side):
+  """A server or a worker, of which a test makes many."""
+  return side._replace(init=jax.jit(side.init))
 
 
 class Killed(Exception):

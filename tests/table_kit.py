@@ -1,10 +1,9 @@
 """What tests of tables share: short runs of them."""
 
+import kit
 import numpy as np
 
 from asgd import base, experiment, orders, tables
-from asgd.experiment import loop
-from asgd.experiment.progress import Silent
 
 ROWS, WORKERS, MESSAGES = 12, 3, 36
 
@@ -22,14 +21,7 @@ def build(problem, runs, data_dir=None, **config):
 
 def train(exp, workdir=None, index=0, **options):
   """Trains a cell; returns its records, its parameters and its evaluations."""
-  kept = []
-  loop.train(
-    *(exp, exp.cells[index], workdir),
-    bar=Silent(),
-    ended=lambda *what: kept.extend(what),
-    **options,
-  )
-  return kept
+  return kit.train(exp, workdir, index, **options)[2:]
 
 
 def ends(exp):

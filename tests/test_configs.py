@@ -80,7 +80,11 @@ def test_the_config_builds(path, arg):
     assert len({cell.seed for cell in exp.cells}) == 1
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+  "path",
+  [*FILES, *sorted((ROOT / "configs" / "figures").glob("[!_]*.py"))],
+  ids=lambda path: path.stem,
+)
 def test_an_unknown_variant_is_refused(path):
   for arg in ("tiny", *variants(path)):
     with pytest.raises(ValueError, match=f"known: .*{arg}"):

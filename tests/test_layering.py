@@ -3,7 +3,10 @@
 import ast
 import functools
 import graphlib
+import sys
 from pathlib import Path
+
+import test_packaging
 
 ROOT = Path(__file__).parent.parent
 # What each package may import of this repository, from the bottom up.
@@ -180,3 +183,32 @@ def test_no_module_shadows_a_package():
   for package in ALLOWED:
     for path in files(package):
       assert path.stem not in {"ray", "jax", "optax", "flax", "orbax", "tqdm"}
+
+
+def tops(nodes):
+  """The packages that some statements import."""
+  for node in nodes:
+    if isinstance(node, ast.Import):
+      yield from (alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.ImportFrom) and not node.level:
+      yield node.module.partition(".")[0]
+
+
+def test_what_is_imported_is_required():
+  others = {"scikit-learn": "sklearn", "absl-py": "absl"}
+  others["orbax-checkpoint"] = "orbax"
+  needed = {
+    others.get(name, name.replace("-", "_"))
+    for name in test_packaging.requirements("requirements.txt")
+  }
+  needed |= {"asgd", "pipeline", *sys.stdlib_module_names}
+  extras = {"ray", "matplotlib", "tensorboardX", "PIL", "tokenizers"}
+  extras |= {"safetensors", "wandb", "torch"}
+  for package in ("asgd", "pipeline", "launch"):
+    for path in files(package):
+      if path.stem == "torch_peer":  # a script for another Python
+        continue
+      at_once = set(tops(tree_of(path).body)) - needed
+      assert not at_once, f"{path} imports {at_once}, which may be missing"
+      at_need = set(tops(ast.walk(tree_of(path)))) - needed - extras
+      assert not at_need, f"{path} imports {at_need}, which no extra has"

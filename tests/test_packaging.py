@@ -1,6 +1,5 @@
 """What is installed: the packages, the command, the configs, and no more."""
 
-import ast
 import configparser
 import importlib.metadata
 import os
@@ -112,33 +111,3 @@ def test_the_locks_hold_all_that_is_required():
     least = re.match(r">=([\d.]+)", limits)[1]
     assert newest[name].startswith("==")
     assert oldest[name].split(" ")[0] in (f"=={least}", f"=={least}.0")
-
-
-def imports(body):
-  """The packages that some statements import."""
-  for node in body:
-    if isinstance(node, ast.Import):
-      yield from (alias.name.partition(".")[0] for alias in node.names)
-    elif isinstance(node, ast.ImportFrom) and not node.level:
-      yield node.module.partition(".")[0]
-
-
-def test_what_is_imported_is_required():
-  others = {"scikit-learn": "sklearn", "absl-py": "absl"}
-  others["orbax-checkpoint"] = "orbax"
-  needed = {
-    others.get(name, name.replace("-", "_"))
-    for name in requirements("requirements.txt")
-  }
-  needed |= {"asgd", "pipeline", *sys.stdlib_module_names}
-  extras = {"ray", "matplotlib", "tensorboardX", "PIL", "tokenizers"}
-  extras |= {"safetensors", "wandb", "torch"}
-  for part in ("asgd", "pipeline", "launch"):
-    for path in (ROOT / part).rglob("*.py"):
-      if path.stem == "torch_peer":  # a script for another Python
-        continue
-      tree = ast.parse(path.read_text())
-      at_once = set(imports(tree.body)) - needed
-      assert not at_once, f"{path} imports {at_once}, which may be missing"
-      at_need = set(imports(ast.walk(tree))) - needed - extras
-      assert not at_need, f"{path} imports {at_need}, which no extra has"

@@ -32,8 +32,3 @@ def test_the_snippets_run_one_after_the_other(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", re.findall(r"\]\(((?!http)[^)#]+)", README))
 def test_the_files_it_links_exist(path):
   assert (kit.ROOT / Path(path)).exists()
-
-
-@pytest.mark.parametrize("path", re.findall(r"configs/\w+\.py", README))
-def test_the_configs_it_names_exist(path):
-  assert (kit.ROOT / path).exists()

@@ -1,12 +1,11 @@
 """The files of one cell: several while it is trained, and one of them all when
-it is finished and could be trained again to the same bits (`pack`)."""
+it is finished and could be trained again to the same bits."""
 
 import contextlib
 import fcntl
 import io
 import os
 import shutil
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,26 +47,44 @@ def locked(path: Path) -> Iterator[None]:
       path.unlink(missing_ok=True)
 
 
-def write_result(place: Path, result: Mapping[str, Any]) -> None:
-  """Writes result.json, with checksums of the other files of the cell: they are
-  there, and the cell is finished."""
+def finish(
+  place: Path,
+  result: Mapping[str, Any],
+  records: Any,
+  params: Any,
+  *,
+  packs: bool,
+) -> None:
+  """Writes what a cell came to, after which it is finished.
+
+  Args:
+    place: its folder, with cell.json and metrics.jsonl.
+    result: its result.
+    records: a NamedTuple of columns.
+    params: its parameters.
+    packs: whether one file is made of all, and checkpoints are removed; else
+      result.json is written last, with checksums of the other files.
+  """
+  if packs:
+    _pack(place, result, records, params)
+    return
+  storage.save_columns(place / "records.npz", records)
+  storage.write_params(place, params)
   files = {name: storage.file_digest(place / name) for name in FILES}
   content = storage.sealed({**result, "files": files})
   storage.write_json(place / "result.json", content)
 
 
-def pack(place: Path) -> None:
-  """Makes one file of those of a finished cell, and removes its checkpoints."""
-  members = {name: (place / name).read_bytes() for name in FILES}
-  with zipfile.ZipFile(io.BytesIO(members.pop("records.npz"))) as records:
-    columns = {name: records.read(name) for name in records.namelist()}
-  result = storage.read_sealed(place / "result.json")
-  assert result is not None
-  del result["files"]
+def _pack(place, result, records, params):
+  members = {}
+  for name, column in records._asdict().items():
+    np.save(content := io.BytesIO(), column)
+    members[f"{name}.npy"] = content.getvalue()
+  for name in ("cell.json", "metrics.jsonl"):
+    members[name] = (place / name).read_bytes()
+  members["params.msgpack"] = storage.params_bytes(params)
   text = storage.to_json(result, indent=2) + "\n"
-  storage.write_archive(
-    place / CELL, {**columns, **members, "result.json": text.encode()}
-  )
+  storage.write_archive(place / CELL, {**members, "result.json": text.encode()})
   _remove_packed(place)
 
 
@@ -78,23 +95,20 @@ def _remove_packed(place):
   shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
 
-def tidy(place: Path, *, packs: bool) -> None:
-  """Completes the end of a finished cell after a kill: packs its files if it
-  `packs`, and removes files that are packed or half written. Does nothing if
-  another process holds the cell, or it is read-only or a link."""
+def tidy(place: Path) -> None:
+  """Removes files of a finished cell that are packed or half written, as after
+  a kill. Does nothing if another process holds the cell, or it is read-only or
+  a link."""
   if place.is_symlink() or not safe_files.is_writable(place):
     return
-  left = (".lock", f"{CELL}.tmp", "checkpoints", *FILES, "result.json")
-  loose = packs and not (place / CELL).exists()
-  left = left if packs else left[:2]
+  packed, half = (place / CELL).exists(), f"{CELL}.tmp"
+  left = (".lock", half, *(("checkpoints", *FILES, "result.json") * packed))
   if not any((place / name).exists() for name in left):
     return
   with contextlib.suppress(CellInUse), locked(place / ".lock"):
-    if (place / CELL).exists():
+    if packed:
       _remove_packed(place)
-    elif loose:
-      pack(place)
-    (place / f"{CELL}.tmp").unlink(missing_ok=True)
+    (place / half).unlink(missing_ok=True)
 
 
 def read_file(place: Path, name: str) -> bytes:

@@ -8,6 +8,7 @@ and the JSON finds later damage.
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import sys
@@ -97,12 +98,15 @@ class Checkpoints:
   """The last few checkpoints of one cell, in one folder."""
 
   def __init__(self, folder: Path):
-    # Not imported by commands and processes that keep no checkpoints: it takes
-    # a sixth of their start.
+    safe_files.make_folder(folder)
+    self._folder = folder
+
+  @functools.cached_property
+  def _manager(self) -> Any:
+    # Not made, and orbax not imported, where nothing is saved or restored: a
+    # sixth of a command's start.
     import orbax.checkpoint as ocp
 
-    self._ocp = ocp
-    safe_files.make_folder(folder)
     here = jax.process_index()
     options = ocp.CheckpointManagerOptions(
       max_to_keep=_KEPT,
@@ -113,12 +117,13 @@ class Checkpoints:
         primary_host=here, active_processes={here}
       ),
     )
-    self._folder = folder
-    self._manager = ocp.CheckpointManager(folder.absolute(), options=options)
+    return ocp.CheckpointManager(self._folder.absolute(), options=options)
 
   def save(self, step: int, tree: Any, notes: dict[str, Any]) -> None:
     """Writes a tree of arrays and JSON, which are on disk when this returns.
     ValueError if they cannot be: what was there is left as it was."""
+    from orbax.checkpoint import args
+
     if step == self._manager.latest_step():
       return  # restored from, or saved at, this very step
     names, _ = _names(jax.device_get(tree))
@@ -137,7 +142,6 @@ class Checkpoints:
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
     full = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
-    args = self._ocp.args
     content = args.Composite(
       arrays=args.StandardSave(full), meta=args.JsonSave(meta)
     )
@@ -153,6 +157,8 @@ class Checkpoints:
   def restore(self, rebuild: Callable[[Restored], Any]) -> Any:
     """Returns rebuild(saved) of the newest checkpoint that is whole and makes
     no error, or None; says on stderr which ones were moved aside."""
+    if not any(self._folder.iterdir()):
+      return None
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         return rebuild(self._read(step))
@@ -172,7 +178,8 @@ class Checkpoints:
     return None
 
   def _read(self, step) -> Restored:
-    args = self._ocp.args
+    from orbax.checkpoint import args
+
     content = args.Composite(
       arrays=args.StandardRestore(), meta=args.JsonRestore()
     )
@@ -192,4 +199,5 @@ class Checkpoints:
 
   def close(self) -> None:
     """Releases the folder."""
-    self._manager.close()
+    if "_manager" in vars(self):
+      self._manager.close()

@@ -437,7 +437,8 @@ def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
 
 
 def _draw_race(cells, loss, stem):
-  figure, ((axis,),) = figure_lib.new_figure(1, 1, 5, 3.4)
+  figure, axes = figure_lib.new_figure(1, 1, 5, 3.4)
+  axis = axes.item()
   looks = figure_lib.styles([both.name for both in cells])
   kinds = dict.fromkeys(kind for both in cells for kind in both.runs)
   dashes = {kind: look["ls"] for kind, look in _looks(kinds).items()}
@@ -453,6 +454,5 @@ def _draw_race(cells, loss, stem):
   drawn = [line.get_ydata() for line in axis.lines]
   figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
   axis.grid()
-  place = {"loc": "outside lower center", "ncols": 2, "handlelength": 4}
-  figure.legend(frameon=False, **place)
+  figure_lib.legend(figure, axes)
   figure_lib.save(figure, "live cells, and what each is compared with", stem)

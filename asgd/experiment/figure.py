@@ -240,6 +240,27 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> Any:
   return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def legend(figure: Any, axes: Any, title: str = "") -> None:
+  """Explains the lines of all panels once, below them."""
+  handles: dict[str, Any] = {}
+  for axis in axes.flat:
+    shown = zip(*axis.get_legend_handles_labels(), strict=True)
+    for handle, label in shown:
+      handles.setdefault(label, handle)
+  if not handles:
+    return
+  longest = 0.4 + 0.06 * max(map(len, handles))  # inches
+  figure.legend(
+    handles.values(),
+    handles,
+    loc="outside lower center",
+    ncols=min(max(int(figure.get_figwidth() / longest), 1), len(handles)),
+    title=title,
+    handlelength=2.6,
+    frameon=False,
+  )
+
+
 def plain_text(text: str) -> str:
   """Returns a text for matplotlib, in which no mathematics is to be read."""
   return text.replace("$", r"\$")
@@ -399,22 +420,6 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
         axis.set_axis_off()
       else:
         _draw_panel(axis, panel, points, named, swept)
-    by_label: dict[str, Any] = {}
-    for axis in axes.flat:
-      handles, labels = axis.get_legend_handles_labels()
-      by_label |= dict(zip(labels, handles, strict=True)) | by_label
-    order = [x["label"] for x in named.values() if x["label"] in by_label]
-    if order:
-      longest = 0.35 + 0.06 * max(map(len, order))
-      figure.legend(
-        [by_label[label] for label in order],
-        order,
-        loc="outside lower center",
-        ncols=max(min(int(size[0] / longest), len(order)), 1),
-        title="\n".join(
-          textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
-        ),
-        handlelength=2.6,
-        frameon=False,
-      )
+    said = textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
+    legend(figure, axes, "\n".join(said))
     save(figure, heading, stem)

@@ -168,7 +168,7 @@ def finished(
   )
   if result is not None and place is not None:
     kind.clean(place)
-    cell_files.tidy(place, packs=not kind.journaled)
+    cell_files.tidy(place)
   return result
 
 
@@ -376,16 +376,13 @@ class _Attempt(contextlib.ExitStack):
     return True
 
   def _write(self, engine, params, result):
-    """Writes what is kept of a finished cell, result.json last."""
+    """Writes what is kept of a finished cell."""
     if self._place is None:
       return
-    storage.save_columns(self._place / "records.npz", engine.records())
     for name, content in engine.extras().items():
       safe_files.write(self._place / name, content)
-    storage.write_params(self._place, params)
-    cell_files.write_result(self._place, result)
-    if not self._kind.journaled:
-      cell_files.pack(self._place)
+    kept, packs = engine.records(), not self._kind.journaled
+    cell_files.finish(self._place, result, kept, params, packs=packs)
 
 
 def _compile_evaluation(experiment, cell) -> None:

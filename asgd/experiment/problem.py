@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import base, data, losses, models, names, problems
-from asgd.checks import line_of, shown, user_code
+from asgd.checks import shown, user_code
 from asgd.data import sentences, text
 from asgd.experiment import kept, schema, storage
 from asgd.experiment.checks import blame
@@ -166,15 +166,14 @@ def _naming(what: str) -> Iterator[None]:
     raise ValueError(f"{what}: {error}") from error
 
 
-@contextlib.contextmanager
-def _of_function(kind: str, name: str | None) -> Iterator[None]:
-  """Turns whatever a function of one's own raises into one line."""
-  try:
-    yield
-  except Exception as error:
-    if not names.is_import(name) or isinstance(error, ValueError):
-      raise
-    raise ValueError(f"{kind} {name!r} raised {line_of(error)}") from error
+def _of_function(
+  kind: str, name: str | None
+) -> contextlib.AbstractContextManager[None]:
+  """Returns a context that turns whatever a function of one's own raises into
+  one line."""
+  if not names.is_import(name):
+    return contextlib.nullcontext()
+  return user_code(f"{kind} {name!r} fails", passes=(ValueError,))
 
 
 def _call(kind: str, section: Mapping[str, Any], given: Mapping[str, Any]):

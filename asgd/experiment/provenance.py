@@ -49,13 +49,16 @@ def command(words: Sequence[str]) -> str:
 def versions() -> dict[str, str]:
   """Returns the versions of Python and of what decides results."""
   used = [name for name in _WHERE_USED if name in sys.modules]
-  found = {"python": platform.python_version()}
-  for name in (*_PACKAGES, *used):
-    try:
-      found[name] = importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-      found[name] = "not installed"  # run from a checkout
-  return found
+  found = {name: _version(name) for name in (*_PACKAGES, *used)}
+  return {"python": platform.python_version(), **found}
+
+
+@functools.cache  # a file is parsed
+def _version(package: str) -> str:
+  try:
+    return importlib.metadata.version(package)
+  except importlib.metadata.PackageNotFoundError:
+    return "not installed"  # run from a checkout
 
 
 def _git(folder: Path, *words: str) -> str | None:

@@ -117,17 +117,22 @@ def file_digest(path: Path) -> str | None:
     return None
 
 
-def write_params(folder: Path, params: Any) -> Path:
-  """Writes the final parameters of a cell with flax.serialization; a tree with
-  unknown classes, as of Equinox, as a dict of its arrays by their paths."""
+def params_bytes(params: Any) -> bytes:
+  """Returns parameters as flax.serialization has them; a tree with unknown
+  classes, as of Equinox, as a dict of its arrays by their paths."""
   params = params if _is_known(params) else _by_path(params)
+  return flax.serialization.to_bytes(params)
+
+
+def write_params(folder: Path, params: Any) -> Path:
+  """Writes the final parameters of a cell; see `params_bytes`."""
   path = folder / "params.msgpack"
-  safe_files.write(path, flax.serialization.to_bytes(params))
+  safe_files.write(path, params_bytes(params))
   return path
 
 
 def params_of(content: bytes, like: Any) -> Any:
-  """Returns parameters that `write_params` wrote, in a tree like another."""
+  """Returns parameters that `params_bytes` made, in a tree like another."""
   if _is_known(like):
     return flax.serialization.from_bytes(like, content)
   arrays = flax.serialization.msgpack_restore(content)

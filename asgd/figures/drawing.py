@@ -86,24 +86,13 @@ def draw(
   size = max(_PANEL[0] * columns, 5.6), _PANEL[1] * lines + 0.9
   with figure_lib.style():
     picture, axes = figure_lib.new_figure(lines, columns, *size)
-    labels: dict[str, Any] = {}
     for axis, panel in itertools.zip_longest(axes.flat, figure.panels):
       if panel is None:
         axis.set_axis_off()
         continue
       own = [row for row in rows if row["panel"] == panel.title]
       _draw_panel(axis, panel, own, styles)
-      for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-        labels.setdefault(label, handle)
-    longest = 0.45 + 0.06 * max(map(len, labels), default=1)
-    picture.legend(
-      labels.values(),
-      labels,
-      loc="outside lower center",
-      ncols=max(int(size[0] / longest), 1),
-      handlelength=2.6,
-      frameon=False,
-    )
+    figure_lib.legend(picture, axes)
     figure_lib.save(picture, heading, stem)
 
 

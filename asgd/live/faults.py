@@ -4,7 +4,6 @@ A script is data. Its faults are the same in threads and in processes, but for
 `kill`, which ends a thread's loop and a process with -9.
 """
 
-import copy
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -114,15 +113,6 @@ class Script:
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
     self._lock = threading.Lock()
     self.injected: list[Fault] = []
-
-  def within(
-    self, kill: Callable[[], None], wait: Callable[[float], None]
-  ) -> "Script":
-    """Returns the same faults for the loop of another host: each fault happens
-    in one of them."""
-    other = copy.copy(self)
-    other._kill, other._wait = kill, wait
-    return other
 
   def _take(self, worker, seq, kind):
     with self._lock:

@@ -4,6 +4,7 @@ import collections
 import contextlib
 import fcntl
 import os
+import resource
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from asgd import safe_files
 
+_FILES = 2**16  # that a process may have open, where the system allows it
 # Folders of nobody but the children of this process.
 FOLDERS: set[str] = set()
 
@@ -32,6 +34,14 @@ def lock(path: Path, seconds: float, name: Path | None = None) -> int:
           f"{name or path} is held by another process; end it first"
         ) from error
       time.sleep(0.05)
+
+
+def allow_open_files() -> None:
+  """Raises the limit of files that this process may have open, as far as it
+  may: threads have both ends of all sockets of a run."""
+  limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  limit = max(limit, min(most, _FILES))
+  resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))
 
 
 def stat(pid: int) -> tuple[str, str]:

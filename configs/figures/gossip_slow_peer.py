@@ -51,7 +51,7 @@ def get_config(arg=None):
   config.evaluations = 2
   config.curvature_checks = 0
   if arg == "tiny":
-    config.model.hidden, config.seeds = (8,), (0,)
+    config.model.hidden, config.seeds = (), (0,)
     config.epochs, config.evaluations = 0.2, 1
     config.learning_rate_schedule = dict()
   elif arg:

@@ -46,7 +46,7 @@ def get_config(arg=None):
   config.evaluations = 2
   config.curvature_checks = 0
   if arg == "tiny":
-    config.model.hidden, config.workers, config.seeds = (8,), (4,), (0,)
+    config.model.hidden, config.workers, config.seeds = (), (4,), (0,)
     config.epochs, config.evaluations = 0.1, 1
     config.learning_rate_schedule = dict()
   elif arg:

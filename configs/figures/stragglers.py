@@ -55,8 +55,10 @@ def get_config(arg=None):
   config.evaluations = 1  # at the end: they take the workers' cores
   config.curvature_checks = 0
   if arg == "tiny":
-    config.model.hidden, config.seeds = (8,), (0,)
+    config.model.hidden, config.seeds = (), (0,)
     config.batch_size, config.examples = 16, 16 * 8
+    kinds = [f"{kind}{label}" for kind in ("", "live-") for label in RECIPES]
+    config.only = [f"{kind}-{slow}" for kind in kinds for slow in (1, 10)]
   elif arg:
     raise ValueError(f"unknown variant {arg!r}; known: tiny")
   return config.lock()

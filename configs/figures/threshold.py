@@ -76,7 +76,7 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
-    config.data.name, config.model = "digits", dict(name="mlp", hidden=(8,))
+    config.data.name, config.model = "digits", dict(name="mlp", hidden=())
     config.workers, config.seeds, config.batch_size = WORKERS[:1], (0,), 16
     config.epochs, config.evaluations = 0.1, 1
     config.learning_rate_schedule = dict()

@@ -24,7 +24,7 @@ from asgd.live.duty import Duty
 from asgd.live.hosts.actors import ActorHosts
 from asgd.live.hosts.site import Site
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.processes import ProcessMakers
+from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 
 from . import compression, turns
@@ -59,7 +59,7 @@ def ours(params: Any, seconds: float, log: int) -> float:
   site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
   make_duty = functools.partial(_make_duty, params)
   hosts = ActorHosts(site)
-  makers = ProcessMakers(hosts.site, _make_server, [params])
+  makers = ServerMakers(hosts.site, _make_server, [params])
   cluster = ServerCluster(setup, None, hosts, makers, make_duty)
   try:
     cluster.start()

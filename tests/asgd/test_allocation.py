@@ -223,8 +223,7 @@ def test_live_workers_get_what_was_measured_and_replay(tmp_path):
     asgd.replay(tmp_path, loss, np.zeros(3), DATA, recipe)
 
 
-@pytest.mark.parametrize(
-  "given, what",
+test_what_does_not_fit_is_refused = kit.refuses(
   [
     ({"batch_size": [1, 2, 3]}, "has 3 numbers, and there are 2 workers"),
     ({"batch_size": [8, 9]}, "comes to 17, and 2 times batch_size is 16"),
@@ -238,10 +237,8 @@ def test_live_workers_get_what_was_measured_and_replay(tmp_path):
     ({"batch_size": "9" * 5000}, "must be 'equal', 'speed', or a whole"),
     ({"sizes": [8, 8]}, "unknown config key 'allocation.sizes'"),
   ],
+  lambda given: train(asgd.build("asgd", 0.1, 2), allocation=given),
 )
-def test_what_does_not_fit_is_refused(given, what):
-  with pytest.raises(ValueError, match=what):
-    train(asgd.build("asgd", 0.1, 2), allocation=given)
 
 
 def test_more_examples_than_there_are():

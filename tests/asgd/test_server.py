@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import kit
 import numpy as np
 import optax
 import pytest
@@ -163,28 +164,24 @@ def test_rms_is_taken_over_all_elements_of_all_leaves():
   )
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_every_must_be_a_positive_whole_number(every):
-  with pytest.raises(ValueError, match="every must be a positive whole"):
-    make(every=every)
-
-
-def test_a_negative_bound_is_refused():
-  with pytest.raises(ValueError, match="bound must be 0 or more, not -1"):
-    server.max_staleness(-1)
-
-
-@pytest.mark.parametrize(
-  ("params", "leaf"),
-  [
-    ({"w": jnp.ones(2), "table": [np.arange(3)]}, r"\['table'\]\[0\]"),
-    (np.arange(3), "itself"),
-    ({"mask": jnp.ones(2, bool)}, r"\['mask'\]"),
-  ],
+_EVERY = [(x, "every must be a positive whole") for x in (0, -1, 1.5, True)]
+test_every_must_be_a_positive_whole_number = kit.refuses(
+  _EVERY, lambda every: make(every=every)
 )
-def test_a_parameter_that_cannot_be_trained_is_named(params, leaf):
-  with pytest.raises(ValueError, match=f"parameter {leaf} is of .* float32"):
-    make().init(params)
+test_a_negative_bound_is_refused = kit.refuses(
+  [(-1, "bound must be 0 or more, not -1")], server.max_staleness
+)
+test_a_parameter_that_cannot_be_trained_is_named = kit.refuses(
+  [
+    (
+      {"w": jnp.ones(2), "table": [np.arange(3)]},
+      r"parameter \['table'\]\[0\] is of .* float32",
+    ),
+    (np.arange(3), "parameter itself is of .* float32"),
+    ({"mask": jnp.ones(2, bool)}, r"parameter \['mask'\] is of .* float32"),
+  ],
+  lambda params: make().init(params),
+)
 
 
 def test_statistics_may_be_of_any_dtype():

@@ -1,17 +1,20 @@
 """Live runs on a Ray cluster of several nodes, which this machine plays."""
 
 import json
-import os
-import subprocess
 import sys
 
 import kit
 import pytest
 
 from asgd.base import RECEIVE
-from asgd.experiment import live_files, storage
+from asgd.experiment import live_files, ray_runtime, storage
+from asgd.live import ray_internals
 
-pytestmark = [*(pytest.mark.slow, pytest.mark.process)]
+pytestmark = [
+  *(pytest.mark.slow, pytest.mark.process),
+  # Ray starts programs, which do not go on as this process.
+  pytest.mark.filterwarnings("ignore:os.fork.. was called:RuntimeWarning"),
+]
 
 AHEAD = 1e6  # seconds, of the clock of the second node
 MODULE = f'''
@@ -56,43 +59,40 @@ def get_config():
   config.live = dict(resources=dict(far=1), cluster_seconds=120.0, spans=True)
   return config
 '''
-NODES = '''
-import subprocess, sys, time
-
-import ray
-from ray.cluster_utils import Cluster
-
-cluster = Cluster(
-  initialize_head=True,
-  head_node_args={"num_cpus": 1, "include_dashboard": False},
-)
-command, environment = sys.argv[1:], {"RAY_ADDRESS": cluster.address}
-import os
-run = subprocess.Popen(command, env={**os.environ, **environment})
-cluster.add_node(num_cpus=1, resources={"far": 2}, env_vars={"FAR": "1"})
-status = run.wait()
-cluster.shutdown()
-sys.exit(status)
-'''
 
 
 def test_workers_of_another_node_that_comes_late(tmp_path, monkeypatch):
+  pytest.importorskip("ray")
+  from ray import cluster_utils
+  from ray.autoscaler import sdk
+
   (tmp_path / "far_module.py").write_text(MODULE)
   (tmp_path / "config.py").write_text(CONFIG)
   out = tmp_path / "out"
-  command = [sys.executable, "-m", "launch.train", "--allow_network"]
-  command += [f"--config={tmp_path / 'config.py'}", f"--workdir={out}"]
-  command += ["--fault=slow:1:2:0.01", f"--profile={tmp_path / 'trace'}"]
-  environment = {k: v for k, v in os.environ.items() if "RAY" not in k}
-  done = subprocess.run(
-    [sys.executable, "-c", NODES, *command],
-    cwd=kit.ROOT,
-    env=environment,
-    capture_output=True,
-    text=True,
-    timeout=kit.DEADLINE,
-  )
-  assert done.returncode == 0, done.stderr[-3000:]
+  node = dict(num_cpus=1, include_dashboard=False)
+  with ray_internals.without_unused_processes():
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=node)
+
+  def grow(bundles):
+    assert bundles == 2 * [{"far": 1}]
+    with ray_internals.without_unused_processes():
+      cluster.add_node(
+        num_cpus=1, resources={"far": 2}, env_vars={"FAR": "1"}
+      )
+
+  monkeypatch.setattr(sys, "path", [*sys.path])
+  monkeypatch.setattr(sdk, "request_resources", grow)
+  monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+  try:
+    kit.call(
+      *("train", "--allow_network", f"--config={tmp_path / 'config.py'}"),
+      *(f"--workdir={out}", "--fault=slow:1:2:0.01"),
+      f"--profile={tmp_path / 'trace'}",
+      status=0,
+    )
+  finally:
+    ray_runtime.stop()
+    cluster.shutdown()
   cell = out / "cells" / "own-n2-s0"
   result = storage.read_sealed(cell / "result.json")
   assert result["took_part"] == 2
@@ -109,7 +109,6 @@ def test_workers_of_another_node_that_comes_late(tmp_path, monkeypatch):
     for span in mine:
       assert abs(span.end - jobs[worker, span.seq]) < AHEAD / 2
   assert list(tmp_path.glob("trace/plugins/profile/*/*.xplane.pb"))
-  monkeypatch.setattr(sys, "path", [*sys.path])
-  monkeypatch.delitem(sys.modules, "far_module", raising=False)
+  monkeypatch.delitem(sys.modules, "far_module")
   replayed = kit.call("replay", cell, status=0)
   assert "the same parameters as the run, to the bit" in replayed.stdout

@@ -122,11 +122,9 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_told(name):
-  changes, message = MISTAKES[name]
-  with pytest.raises(ValueError, match=message):
-    plan.main(**{**BASE, **changes})
+test_a_mistake_is_told = kit.refuses(
+  MISTAKES, lambda changes: plan.main(**{**BASE, **changes})
+)
 
 
 def test_the_command_and_its_one_line_about_a_mistake():

@@ -249,43 +249,6 @@ def test_what_is_not_all_there_is_not_gone_on_with(tmp_path, monkeypatch):
   shutil.rmtree(held)
 
 
-def test_processes_that_are_killed_cost_nothing(tmp_path):
-  """The main job's model, with two workers in processes of their own."""
-  pytest.importorskip("ray")
-  out = tmp_path / "out"
-  jobs = 1780
-  arguments = (
-    *("--engine=ray", "--config=configs/digits.py"),
-    *("--config.only=dana_zero", "--config.curvature_checks=0"),
-    *("--config.workers=2", "--config.seeds=0"),
-    f"--workdir={out}",
-  )
-
-  def working():
-    """Whether all have worked a while."""
-    if not received(out):
-      return False
-    there = {e.worker for e in entries(out) if e.action == base.RECEIVE}
-    return there == {0, 1} and received(out) >= 100
-
-  process = kit.start("train", *arguments, until=working)
-  pids = processes.pids(memory(out))
-  for pid in (pids["worker"][1], pids["shard"][0]):
-    os.kill(pid, signal.SIGKILL)
-  output, _ = process.communicate(timeout=kit.DEADLINE)
-  assert process.returncode == 0, output
-  assert "worker 1 died; another takes its place" in output
-  assert "shard 0 died; another takes over" in output
-  assert "(raylet)" not in output
-  replayed = assert_replays(out, jobs=jobs)
-  result = folder.finished_result(only_cell(out))
-  assert result["updates"] == jobs
-  assert result["replaced"] == {"worker": 1, "shard": 1}
-  assert replayed.accuracy > 0.94  # undisturbed, on three seeds: 0.96
-  gone = [e.worker for e in entries(out) if e.action == base.LEAVE]
-  assert gone[:1] == [1]
-
-
 def of_ray(process, program):
   """The process of Ray that a command has started."""
   for pid in processes.children(process.pid):

@@ -16,12 +16,12 @@ from asgd.experiment.engines import allocations, live_hosts
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan, build_recipe
 from asgd.live.duty import Duty
+from asgd.live.hosts.site import Site
+from asgd.live.links.throttled import ThrottledNetwork
 from asgd.live.server.cluster import ServerCluster
-from asgd.live.server.threads import ThreadMakers
-from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import ShardStorage
+from asgd.live.server.makers import ServerMakers
+from asgd.live.setup import Setup
 from asgd.live.slot_formats import contents
-from asgd.live.slots import SharedMemory
 
 
 class LiveRun(NamedTuple):
@@ -200,26 +200,12 @@ def combine(
   return base.Records(**columns)
 
 
-def _warm_up(run, steps, states):
-  """Compiles before the first ticket is sent, so that no worker is slow, or
-  stale, because of that."""
-  if run.setup.totals:
-    return
-  for state in states:
-    state = jax.tree.map(jnp.array, state)  # it is consumed
-    ticket = steps.send(state, jnp.int32(0))
-    ticket = ticket._replace(version=np.int32(ticket.version))
-    message = compression.blank(run.plan.server.codec, state.params)
-    jax.block_until_ready(steps.receive(state, ticket, message, np.float32(0)))
-
-
 # What makes a duty of an allocation, in the process of a worker.
 _DutyOf = Callable[[Any], Callable[[], Duty]]
 
 
-def _in_threads(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
-  """Returns what makes shards and workers in threads, with memory that outlives
-  the process, and what makes duties."""
+def _in_threads(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
+  """Returns where a run is, how threads make its parties, and their duties."""
 
   def duty_of(allocation):
     plan = dataclasses.replace(run.plan, allocation=allocation)
@@ -228,41 +214,25 @@ def _in_threads(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
     duty.warm_up_all(run.setup.workers)
     return lambda: duty
 
-  wire = live_hosts.dtype_on_wire(run.plan.run.config)
+  # Values are rounded where they are made (`compile_steps`), so that what is
+  # written in the narrow dtype comes back as it was.
+  site, shares = live_hosts.site(live), slot_shares(run)
   steps = simulator.compile_steps(
-    run.plan.server, None, wire=wire, keeps_messages=True
+    run.plan.server, None, wire=site.compress, keeps_messages=True
   )
-  states = [simulator.start(run.plan.server, part) for part in run.parts]
-  _warm_up(run, steps, states)
-  counts, shares, stores = slot_counts(run.setup), slot_shares(run), []
-  for i, (like, state) in enumerate(zip(shares, states, strict=True)):
-    # Values are rounded where they are made (`compile_steps`), so that what is
-    # written in the narrow dtype comes back as it was.
-    folder, trees = live.memory / f"shard-{i}", (*like, state)
-    memory = SharedMemory(folder, counts, trees, compress=wire)
-    image = images[i] if images else None
-    stores.append(ShardStorage.open(live.folder, i, memory, image))
-  makers = ThreadMakers(
-    *(run.setup, steps, states, stores),
-    faults=faults,
-    span=live.write_span,
-    network=run.plan.network,
-  )
-  return makers, duty_of
+  options: dict[str, Any] = {"steps": steps}
+  if run.plan.network is not None:
+    options["network"] = ThrottledNetwork(
+      hosts.hosts.throttle, lambda i: site.open_memory(i, *shares[i], None)
+    )
+  return site, options, duty_of
 
 
-def _in_processes(run, live, hosts, faults, images) -> tuple[Any, _DutyOf]:
+def _in_processes(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
   """As `_in_threads`, of hosts that are processes."""
-  from asgd.live.server.processes import ProcessMakers
-
-  make_server = functools.partial(_server_in_host, hosts.plan)
-  makers = ProcessMakers(
-    *(hosts.hosts.site, make_server, run.parts), faults=faults, images=images
-  )
   parts = hosts.plan, run.seed, run.setup, run.params
-  return makers, functools.partial(
-    functools.partial, _duty_in_host, *parts
-  )
+  duty_of = functools.partial(functools.partial, _duty_in_host, *parts)
+  return hosts.hosts.site, {}, duty_of
 
 
 def _server_in_host(make_plan):
@@ -295,8 +265,15 @@ def make_cluster(
     images: of each shard, of a checkpoint.
     resumed: journals hold the beginning.
   """
-  make = _in_processes if hosts.apart else _in_threads
-  makers, duty_of = make(run, live, hosts, machine.faults, images)
+  how = _in_processes if hosts.apart else _in_threads
+  site, options, duty_of = how(run, live, hosts)
+  make_server = functools.partial(_server_in_host, hosts.plan)
+  makers = ServerMakers(
+    *(site, make_server, run.parts),
+    faults=tuple(machine.faults),
+    images=images,
+    **options,
+  )
   cluster = ServerCluster(
     *(run.setup, run.split, hosts.hosts, makers),
     duty_of(run.plan.allocation),

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 
 from asgd.checks import shortened
 from asgd.experiment import cells
+from asgd.live import processes
 from asgd.live.deadlines import Ladder
 from asgd.live.hosts import Hosts
+from asgd.live.hosts.site import Site
 from asgd.live.links import throttled_hosts
 from asgd.live.setup import Setup
 from asgd.live.spans import SpanWriter
@@ -82,6 +84,7 @@ def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
 
 def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
   """Returns hosts that are threads of this process."""
+  processes.allow_open_files()
   workers = live.plan.workers
   hosts = throttled_hosts.make_hosts(live.network, workers, began=live.began)
   hosts.say = machine.tell
@@ -94,7 +97,7 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   shared = machine.share(live.dataset)  # which starts Ray
   from asgd.live.hosts.actors import ActorHosts
 
-  where, settings = site(live, machine), live.settings
+  where, settings = site(live, machine.profile), live.settings
   resources = {
     "num_cpus": settings["worker_cpus"],
     "num_gpus": settings["worker_gpus"],
@@ -128,10 +131,9 @@ def make_plan(
   return rebuild(config, dataset, cell)
 
 
-def site(live: LiveCell, machine: Any) -> Any:
-  """Returns the `Site` of a live cell, for hosts that are processes."""
-  from asgd.live.hosts.site import Site
-
+def site(live: LiveCell, profile: str | None = None) -> Site:
+  """Returns where a live cell is; `profile` is the folder for a trace of worker
+  0 in a process of its own."""
   settings = live.settings
   # What was not reserved is left to others: JAX would take most of the memory
   # of a GPU that it sees.
@@ -148,5 +150,5 @@ def site(live: LiveCell, machine: Any) -> Any:
     platform=None if accelerated else "cpu",
     gpus=settings["worker_gpus"],
     cluster_seconds=settings["cluster_seconds"],
-    profile=machine.profile and str(Path(machine.profile).absolute()),
+    profile=profile and str(Path(profile).absolute()),
   )

@@ -112,6 +112,9 @@ class LiveServerEngine(live_engine.LiveEngine):
   def _setup(self):
     return self._run.setup
 
+  def _network(self):
+    return self._plan.network
+
   def _unpack(self, saved):
     """Returns the shards' images in a checkpoint."""
     server, parts = self._plan.server, self._run.parts

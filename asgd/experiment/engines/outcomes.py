@@ -33,11 +33,8 @@ class OutcomePlan:
   @functools.cached_property
   def gradient(self) -> Any:
     """(params, batch, key) -> ((loss, Aux), gradient or updates), compiled
-    once."""
-    if self.problem.updates is not None:
-      return jax.jit(self.problem.updates)
-    loss = losses.as_loss(self.problem.loss)
-    return jax.jit(jax.value_and_grad(loss, has_aux=True))
+    once for all plans of a problem."""
+    return _gradient(self.problem.loss, self.problem.updates)
 
   def of_seed(self, seed: int) -> Any:
     """Returns the plan of a cell: that of all seeds."""
@@ -48,3 +45,10 @@ class OutcomePlan:
     """Returns how long jobs take."""
     section = self.run.config["durations"]
     return clocks.build(**{"seed": seed, **section})
+
+
+@functools.lru_cache(maxsize=32)
+def _gradient(loss, updates):
+  if updates is not None:
+    return jax.jit(updates)
+  return jax.jit(jax.value_and_grad(losses.as_loss(loss), has_aux=True))

@@ -27,6 +27,9 @@ from asgd.orders.network import Network
 _MOST_PEERS = 16  # that are evaluated by themselves
 
 
+_make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class PeerPlan(ServerPlan):
   """What the cells of a run of peers share; the server is each peer's own."""
@@ -37,7 +40,7 @@ class PeerPlan(ServerPlan):
   def peer(self) -> gossip.Peer:
     """A peer, compiled once for all seeds."""
     rule, topology = self.gossip.rule, self.gossip.topology
-    return gossip.make_peer(self.server, rule, topology.slots)
+    return _make_peer(self.server, rule, topology.slots)
 
   @property
   def gossip(self) -> gossip.Gossip:

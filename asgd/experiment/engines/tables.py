@@ -32,6 +32,19 @@ from asgd.orders.network import Network
 from asgd.tables import functions
 
 
+@functools.lru_cache(maxsize=32)
+def _compile_step(gradient):
+  """Returns (params, batch, root, worker, job) -> (loss, gradient), compiled
+  with the job's key: an operation more for each job would take as long."""
+
+  def step(params, batch, root, worker, job):
+    key = worker_lib.job_key(root, worker, job)
+    (loss, _), out = gradient(params, batch, key)
+    return loss, out
+
+  return jax.jit(step)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class TablePlan(outcomes.OutcomePlan):
   """What the cells of a run share; the schedule counts clocks."""
@@ -73,22 +86,10 @@ class TablePlan(outcomes.OutcomePlan):
     like = jax.tree.map(lambda x: np.broadcast_to(0.0, x.shape), self.like)
     return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
-  @functools.cached_property
-  def _step(self):
-    """(params, batch, root, worker, job) -> (loss, gradient), compiled once,
-    with the job's key: an operation more for each job would take as long."""
-
-    def step(params, batch, root, worker, job):
-      key = worker_lib.job_key(root, worker, job)
-      (loss, _), out = self.gradient(params, batch, key)
-      return loss, out
-
-    return jax.jit(step)
-
   def work(self, seed: int, root: jax.Array) -> tables.Work:
     """Returns what workers compute."""
     batches = self.problem.batches(seed, self.workers)
-    keyed = self.problem.keyed
+    keyed, step = self.problem.keyed, _compile_step(self.gradient)
 
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
@@ -114,7 +115,7 @@ class TablePlan(outcomes.OutcomePlan):
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
       place = np.int32(worker), np.int32(job)
-      loss, out = jax.device_get(self._step(params, batch, root, *place))
+      loss, out = jax.device_get(step(params, batch, root, *place))
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])

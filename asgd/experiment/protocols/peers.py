@@ -87,7 +87,8 @@ def _audit(
 ) -> Iterator[Finding]:
   """Yields what there is to say of a finished cell. A peer that died may have
   left its last job to nobody, as `missed` of the result says."""
-  events = [*trace.events(files.read_trace(folder, plan.workers))]
+  files.read_trace(folder, plan.workers)  # which checks all of them
+  events = _rows(folder)  # failures count these
   records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
   yield from of_workers(events, records, plan, 1, failures, missed)

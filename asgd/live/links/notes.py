@@ -10,9 +10,9 @@ Spans that a lead has not acknowledged go to its successor, so a lead that exits
 loses none; those that it wrote last are then in the file twice.
 """
 
-import contextlib
 import time
 from collections.abc import Callable
+from concurrent import futures
 from typing import Any
 
 from asgd.live.faults import Fault
@@ -22,7 +22,6 @@ _FIRST = 5  # questions for the lead's clock before there is anything to tell
 _ASK = 5.0  # seconds between two questions after that
 _PAUSE = 0.2  # seconds between two tries
 _SECONDS = 60.0  # for an answer
-_MOMENT = 1.0  # for one that can do without: a lead that is being replaced
 _LEAVE = 10.0  # seconds, at the end, for spans that the lead does not have
 _DRIFT = 1e-4  # seconds that two clocks drift apart in a second, at most
 
@@ -85,93 +84,62 @@ class FarNotes:
     import ray
 
     self._ray, self._worker, self._find_lead = ray, worker, find_lead
-    self._clock, self._wait = clock, wait
-    self._lead: Any = None
+    self._clock, self._wait, self._lead = clock, wait, None
     self._offset, self._asked = ClockOffset(), float("-inf")
     self._job: list[Span] = []  # by the worker's clock
-    self._untold: list[Span] = []  # by the lead's
-    self._told: tuple[Any, list[Span]] | None = None  # a call, and what it says
+    self._pool = futures.ThreadPoolExecutor(1, "notes")
+    self._sent: list[futures.Future[None]] = []
+    self._over = False
 
   def span(self, span: Span) -> None:
-    """Takes a span of the worker; a push ends a job, and its spans are sent.
-    The lead is waited for only while its clock is not known."""
+    """Takes a span of the worker; a push ends a job, and its spans are sent
+    while the worker goes on. Raises what kept the lead from writing others."""
     self._job.append(span)
-    if span.name != "push":
-      return
-    if self._clock() - self._asked > _ASK:
-      self._ask_time()
-    offset = self._offset.seconds
-    self._untold += [
-      span._replace(start=span.start + offset, end=span.end + offset)
-      for span in self._job
-    ]
-    self._job.clear()
-    self._tell()
+    if span.name == "push":
+      self._sent = [call for call in self._sent if not _has_ended(call)]
+      self._sent.append(self._pool.submit(self._send, self._job))
+      self._job = []
 
   def fault(self, fault: Fault) -> None:
     """Returns when the lead has written a fault, which may end this process."""
-    while self._call("write_fault", fault) is None:
-      self._wait(_PAUSE)
+    self._call("write_fault", fault)
 
   def close(self) -> None:
     """Waits a moment until the lead has written all spans."""
-    end = self._clock() + _LEAVE
-    while self._told or self._untold:
-      self._tell()
-      if self._clock() > end:
-        return
-      if self._told:
-        self._ray.wait([self._told[0]], timeout=_PAUSE)
-      elif self._untold:  # there is no lead
+    futures.wait(self._sent, _LEAVE)
+    self._sent = [call for call in self._sent if not _has_ended(call)]
+    self._over = True
+    self._pool.shutdown(wait=False, cancel_futures=True)
+
+  def _send(self, job):
+    """Has the lead write the spans of a job, in its time."""
+    if self._clock() - self._asked > _ASK:
+      for _ in range(1 if self._offset.error < float("inf") else _FIRST):
+        asked = self._clock()
+        there = self._call("clock")
+        self._offset.learn(asked, there, self._clock())
+      self._asked = self._clock()
+    offset = self._offset.seconds
+    spans = [
+      span._replace(start=span.start + offset, end=span.end + offset)
+      for span in job
+    ]
+    self._call("write_spans", self._worker, spans)
+
+  def _call(self, name, *args):
+    """Returns the answer of the lead, or of its successor if it exits."""
+    while not self._over:
+      try:
+        self._lead = self._lead or self._find_lead()
+        ref = self._lead.call.remote(name, args)
+        return self._ray.get(ref, timeout=_SECONDS)
+      except self._ray.exceptions.RayTaskError:
+        raise  # such as a full disk, which another lead has as well
+      except (ValueError, self._ray.exceptions.RayError):
+        self._lead = None
         self._wait(_PAUSE)
+    raise futures.CancelledError
 
-  def _ask_time(self):
-    """Learns the offset of the lead's clock."""
-    known = self._offset.error < float("inf")
-    left = 1 if known else _FIRST
-    while left:
-      asked = self._clock()
-      there = self._call("clock", seconds=_MOMENT)
-      if there is not None:
-        self._offset.learn(asked, there[0], self._clock())
-        left -= 1
-      elif known:
-        return  # the lead is being replaced: there is time for that
-      else:
-        self._wait(_PAUSE)
-    self._asked = self._clock()
 
-  def _actor(self):
-    if self._lead is None:
-      with contextlib.suppress(ValueError):
-        self._lead = self._find_lead()
-    return self._lead
-
-  def _call(self, name, *args, seconds=_SECONDS):
-    """Returns (answer,) of the lead, None if it does not answer now."""
-    if self._actor() is None:
-      return None
-    return self._answer(self._lead.call.remote(name, args), seconds)
-
-  def _answer(self, ref, seconds=_SECONDS):
-    try:
-      return (self._ray.get(ref, timeout=seconds),)
-    except self._ray.exceptions.RayTaskError:
-      raise  # such as a full disk, which another lead has as well
-    except self._ray.exceptions.RayError:
-      self._lead = None
-      return None
-
-  def _tell(self):
-    """Sends spans in the order of jobs: one call after the other."""
-    if self._told:
-      ref, spans = self._told
-      if not self._ray.wait([ref], timeout=0)[0]:
-        return
-      self._told = None
-      if self._answer(ref) is None:
-        self._untold = spans + self._untold
-    if self._untold and self._actor() is not None:
-      spans, self._untold = self._untold, []
-      ref = self._lead.call.remote("write_spans", (self._worker, spans))
-      self._told = ref, spans
+def _has_ended(call):
+  return call.done() and call.result() is None

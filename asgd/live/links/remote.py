@@ -1,8 +1,8 @@
 """Frames between machines: Ray calls that carry arrays with them.
 
 A worker that is not on its shards' machine opens a session with each shard's
-actor (`asgd.live.server.reachable_shard`). A PUSH brings its message along and
-a TICKET its parameters, as NumPy arrays in Ray's own serialization; a message
+actor (`asgd.live.server.hosted_shard`). A PUSH brings its message along and a
+TICKET its parameters, as NumPy arrays in Ray's own serialization; a message
 of a codec, or updates, travel as packed bytes. That costs about a millisecond a
 frame; all else is as on one machine.
 """
@@ -11,7 +11,8 @@ import contextlib
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -26,6 +27,61 @@ from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 _LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
 _SECONDS = 60.0  # to fetch what is there
+Token = tuple[int, int, str]  # worker, life, a random text: names a session
+
+
+class Session:
+  """A shard's end: frames for one worker. The thread that serves the shard
+  makes all calls."""
+
+  def __init__(self, memory: Any, defer: Callable[[Callable], Any]):
+    """`defer` calls something after what is being done now."""
+    self.worker = -1  # not known yet
+    self._speaker: tuple[str, int] | None = None
+    self._memory, self._defer = memory, defer
+    self._out: list[tuple[bytes, Any]] = []
+    self._listener: Future[list] | None = None  # takes what is sent next
+
+  def hear(self, frame: Frame) -> None:
+    """Takes note of a frame of the worker; raises BadFrame if it is not of a
+    worker, or of another."""
+    if frame.kind in frames.OF_SHARDS:
+      raise frames.BadFrame(f"no worker says {frame}")
+    self._speaker = frames.speaker(frame, self._speaker)
+    self.worker = frame.worker
+
+  def say(self, frame: Frame) -> None:
+    """Sends a frame, and the parameters or updates that it names, when the
+    worker listens: an answer is often two frames."""
+    memory, params = self._memory, None
+    if frame.kind == frames.TICKET:
+      if frame.flag == frames.UPDATES:
+        stamp = message_stamp(frame.worker, frame.seq)
+        params = memory.read(UPDATES, frame.message, stamp)
+      elif frame.flag == frames.WHOLE or not memory.sends_updates:
+        params = memory.read_copy(PARAMS, frame.params)
+    self._out.append((frames.pack(frame), params))
+    if self._listener is not None and len(self._out) == 1:
+      self._defer(lambda shard: self._flush())
+
+  def listen(self, answer: Future[list]) -> None:
+    """Answers with the next frames, once there are some; a listener before this
+    one is released."""
+    self.release()
+    self._listener = answer
+    if self._out:
+      self._flush()
+
+  def release(self) -> None:
+    """Answers the listener, with no frame if there is none."""
+    if self._listener is not None:
+      self._flush()
+
+  def _flush(self):
+    listener, self._listener = self._listener, None
+    if listener is not None:
+      out, self._out = self._out, []
+      listener.set_result(out)
 
 
 class _FarMemory:

@@ -1,4 +1,4 @@
-"""Frames between processes of one machine: Unix sockets.
+"""Frames between processes of one machine, or threads: Unix sockets.
 
 A socket's folder is readable by its owner alone, and nothing listens on a
 network. Frames have one size and are data only. When a process is killed the
@@ -9,16 +9,19 @@ does.
 
 import contextlib
 import errno
+import queue
 import selectors
 import socket
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from asgd.live import frames
 from asgd.live.frames import Frame
-from asgd.live.links.base import Disconnected, ShardFeeder
+from asgd.live.links.base import Disconnected
 from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
@@ -217,8 +220,12 @@ class _Peer(_Connection):
     return not self._out
 
 
-class ShardServer(ShardFeeder):
-  """Feeds a Shard from its sockets."""
+Calls = queue.SimpleQueue[tuple[Callable[[Any], Any], Future[Any]]]
+
+
+class ShardServer:
+  """Feeds a Shard with calls, and with frames from its sockets, all in the
+  thread of `serve`."""
 
   def __init__(
     self,
@@ -232,11 +239,12 @@ class ShardServer(ShardFeeder):
     """Listens at a path, in a folder that its owner alone can read, or raises
     ValueError; a follower in a consistent run also connects to the lead's
     socket. The clock tells seconds since the run began."""
-    super().__init__(shard.index)
-    self._shard, self._clock, self._lead_path = shard, clock, lead
+    self.shard, self._clock, self._lead_path = shard, clock, lead
+    self._calls: Calls = queue.SimpleQueue()
+    self.ended = threading.Event()  # `serve` has ended
+    self._over = False  # `serve` is to return
     self._network, self._selector = network, network.selector()
     self._waker = _Waker(network, self._selector)
-    self._wake = self._waker.wake
     try:
       self._listener = network.listen(path)
     except OSError as error:
@@ -251,19 +259,59 @@ class ShardServer(ShardFeeder):
     self._followers: dict[int, _Peer] = {}  # by shard
     self._waiting: dict[_Peer, None] = {}  # in their order
 
+  def submit(self, call: Callable[[Shard], Any]) -> Future[Any]:
+    """Calls something with the shard, in the serving thread. The future raises
+    Disconnected if `serve` has ended, or ends before."""
+    answer: Future[Any] = Future()
+    self._calls.put((call, answer))
+    self._waker.wake()
+    if self.ended.is_set():
+      self._refuse_calls()
+    return answer
+
+  def end(self) -> None:
+    """Makes `serve` return; may be called by any thread."""
+    self._over = True
+    self._waker.wake()
+
+  def serve(self) -> None:
+    """Serves until `end`."""
+    try:
+      self._serve()
+    finally:
+      self.ended.set()
+      self._refuse_calls()
+      self._close()
+
   def _serve(self):
     ticked = self._clock()
     while not self._over:
       self._follow_lead()
       self._hear(_TICK)
       while not self._calls.empty():
-        self._make(self._shard, *self._calls.get())
+        self._make(*self._calls.get())
       now = self._clock()
       if now - ticked >= _TICK:
         ticked = now
         self._listen()
-        self._shard.tick(now)
+        self.shard.tick(now)
       self._flush()
+
+  def _make(self, call, answer):
+    """Makes a call; its error is the caller's."""
+    try:
+      answer.set_result(call(self.shard))
+    except Exception as error:
+      answer.set_exception(error)
+    except BaseException:
+      answer.set_exception(Disconnected(self.shard.index))
+      raise
+
+  def _refuse_calls(self):
+    with contextlib.suppress(queue.Empty):
+      while True:
+        _, answer = self._calls.get_nowait()
+        answer.set_exception(Disconnected(self.shard.index))
 
   def _close(self):
     for key in list(self._selector.get_map().values()):
@@ -278,7 +326,7 @@ class ShardServer(ShardFeeder):
       # While it is being replaced, the next round tries again.
       with contextlib.suppress(OSError):
         self._lead = self._add_peer(self._network.connect(self._lead_path))
-        self._shard.role.follow(self._lead.say)
+        self.shard.role.follow(self._lead.say)
 
   def _hear(self, seconds):
     """Waits for frames, not longer than that, and handles them."""
@@ -318,7 +366,7 @@ class ShardServer(ShardFeeder):
       for frame in peer.read():
         if peer is not self._lead:
           self._identify(peer, frame)
-        self._shard.handle(frame, peer.say, self._clock())
+        self.shard.handle(frame, peer.say, self._clock())
     except (EOFError, frames.BadFrame):
       self._drop(peer)
 
@@ -357,6 +405,6 @@ class ShardServer(ShardFeeder):
       self._lead = None
       self._network.sleep(_PAUSE)  # it may refuse another for a moment
     elif kind == "worker":
-      self._shard.gone(number, self._clock(), peer.say)
+      self.shard.gone(number, self._clock(), peer.say)
     elif self._followers.get(number) is peer:
       del self._followers[number]

@@ -1,18 +1,24 @@
 """Links of threads that take the time of a network.
 
-Threads of one process hand slots of memory to each other, which takes no time.
-Over a network a frame arrives when it, and the bytes in its slot, would have
-come: the real size of a message, dense or packed. Its lines are those of a
-simulation (`asgd.orders.network`), by a real clock.
+Threads of one process share the slots of memory, which takes no time. Over a
+network a frame arrives when it, and the bytes in its slot, would have come: the
+real size of a message, dense or packed. Its lines are those of a simulation
+(`asgd.orders.network`), by a real clock.
 """
 
 import collections
+import contextlib
+import functools
 import heapq
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from asgd.live import frames
+from asgd.live.links.sockets import UnixNetwork
+from asgd.live.slots import MESSAGES, PARAMS
 from asgd.orders.network import Links, MessagePart, Network
 
 
@@ -113,3 +119,60 @@ class Throttle:
         self._deliver_due(now)
         due = self._heap[0][0] if self._heap else None
         self._changed.wait(None if due is None else max(due - now, 0.0))
+
+
+class ThrottledNetwork(UnixNetwork):
+  """Sockets whose frames, but those between shards, pass a Throttle."""
+
+  def __init__(self, throttle: Throttle, open_memory: Callable[[int], Any]):
+    """`open_memory` returns the slots of a shard, once it is made."""
+    self._throttle = throttle
+    self._memory = functools.cache(open_memory)
+
+  def connect(self, path: Path) -> Any:
+    """See the base."""
+    carry = functools.partial(self._carry, self._throttle.up, int(path.stem))
+    return _ThrottledSocket(super().connect(path), carry)
+
+  def listen(self, path: Path) -> Any:
+    """See the base."""
+    carry = functools.partial(self._carry, self._throttle.down, int(path.stem))
+    return _ThrottledSocket(super().listen(path), carry)
+
+  def _carry(self, way, shard, frame, deliver):
+    nbytes = 0
+    if frame.kind in frames.OF_SHARDS:
+      deliver()
+      return
+    if frame.kind == frames.PUSH:
+      nbytes = self._memory(shard).length(MESSAGES, frame.message)
+    elif frame.kind == frames.TICKET and not frame.flag:
+      nbytes = self._memory(shard).length(PARAMS, frame.params)
+    way(frame.worker, shard, nbytes, deliver)
+
+
+class _ThrottledSocket:
+  """A socket of which each frame is carried before it is sent, or a
+  listener."""
+
+  def __init__(self, sock: Any, carry: Callable[..., None]):
+    self._sock, self._carry = sock, carry
+    self.fileno, self.recv, self.close = sock.fileno, sock.recv, sock.close
+    self.setblocking = sock.setblocking
+
+  def accept(self):
+    sock, address = self._sock.accept()
+    return _ThrottledSocket(sock, self._carry), address
+
+  def send(self, data: bytes) -> int:
+    for start in range(0, len(data), frames.SIZE):
+      part = bytes(data[start : start + frames.SIZE])
+      deliver = functools.partial(self._deliver, part)
+      self._carry(frames.unpack(part), deliver)
+    return len(data)
+
+  sendall = send
+
+  def _deliver(self, data):
+    with contextlib.suppress(OSError):  # it was closed on the way
+      self._sock.sendall(data)

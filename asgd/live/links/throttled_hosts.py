@@ -67,14 +67,14 @@ class ThrottledHosts(ThreadHosts):
     """`callers` workers or peers call `network.shards` hosts; `began` is as of
     the base."""
     super().__init__(began=began)
-    self._throttle = Throttle(network, callers)
-    self._throttle.start()
+    self.throttle = Throttle(network, callers)
+    self.throttle.start()
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
     """See the base."""
 
     def link(host):
-      return ThrottledHost(self._throttle, index, host)
+      return ThrottledHost(self.throttle, index, host)
 
     def make_linked(inside):
       return make(inside._replace(link=link))
@@ -84,7 +84,7 @@ class ThrottledHosts(ThreadHosts):
   def close(self) -> None:
     """See the base; what is on its way arrives before."""
     super().close()
-    self._throttle.close()
+    self.throttle.close()
 
 
 def make_hosts(

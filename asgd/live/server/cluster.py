@@ -12,16 +12,17 @@ import functools
 import math
 from collections.abc import Callable
 from operator import methodcaller
-from typing import Any, Protocol
+from typing import Any
 
 from asgd import sharding
 from asgd.live.cluster import Cluster
 from asgd.live.deadlines import DEAD
 from asgd.live.duty import Duty
 from asgd.live.failures import NotFinite
-from asgd.live.hosts import Hosts, Make
+from asgd.live.hosts import Hosts
 from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.links.base import Disconnected
+from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 from asgd.live.shard import Shard
 from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
@@ -31,20 +32,6 @@ _ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
 _END_SECONDS = 5.0  # for shards to write what is left
 _LOOK = 0.1  # seconds between two looks
 _LEAVE_SECONDS = 2.0  # for workers to leave, once all is done
-
-
-class Makers(Protocol):
-  """What makes the parties of a run, in their hosts."""
-
-  def shard(self, index: int, resumed: bool) -> Make:
-    """Returns what makes a shard; of a run that is resumed its journal holds
-    the beginning, and no other party is alive."""
-
-  def worker(self, worker: int, life: int) -> Make:
-    """Returns what makes a worker, which had so many incarnations before."""
-
-  def close(self) -> None:
-    """Ends what is neither a shard's nor a worker's."""
 
 
 def _finished(status):
@@ -68,7 +55,7 @@ class ServerCluster(Cluster):
     setup: Setup,
     plan: sharding.ShardPlan | None,
     hosts: Hosts,
-    makers: Makers,
+    makers: ServerMakers,
     make_duty: Callable[[], Duty],
     *,
     refill: bool = True,
@@ -359,4 +346,3 @@ class ServerCluster(Cluster):
       supervisor.silent(ends, _END_SECONDS)
     finally:
       supervisor.close()
-      self._makers.close()

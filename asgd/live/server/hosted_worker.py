@@ -1,46 +1,34 @@
 """A worker as an object in a host: it measures jobs, and runs a WorkerLoop."""
 
-from collections.abc import Callable
+import functools
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
 
+from asgd.live import faults as faults_lib
+from asgd.live import spans
 from asgd.live.duty import Duty
 from asgd.live.hosts import Inside
+from asgd.live.hosts.site import Site, node_id
+from asgd.live.links.notes import FarNotes
+from asgd.live.links.remote import RayLink
+from asgd.live.links.sockets import SocketLink, UnixNetwork
+from asgd.live.profile import Profile
 from asgd.live.worker import Reach, WorkerLoop
 
-_PATIENCE = 5.0  # seconds after which a worker repeats what is not answered
 REPLACED = "replaced"  # how a worker ends whose host was ended
 
-
-# Makes a Reach, not connected to any shard yet: (worker, incarnations of it
-# before, duty, that of its host) -> Reach
-MakeReach = Callable[[int, int, Duty, Inside], Reach]
+# (faults, folder of the run, Inside) -> the faults of the worker in a host
+MakeScript = Callable[..., faults_lib.Script]
 
 
 class HostedWorker:
   """One incarnation of a worker."""
 
-  def __init__(
-    self,
-    inside: Inside,
-    worker: int,
-    life: int,
-    reach: MakeReach,
-    *,
-    warm_up: bool = False,
-    patience: float = _PATIENCE,
-  ):
-    """Prepares.
-
-    Args:
-      inside: of its host.
-      worker: index.
-      life: how many incarnations of the worker were before.
-      reach: makes what it has of the run.
-      warm_up: whether it compiles before it joins, in a process of its own.
-      patience: seconds after which it repeats what is not answered.
-    """
-    self._inside, self._worker, self._life = inside, worker, life
-    self._make_reach, self._warms_up = reach, warm_up
-    self._patience = patience
+  def __init__(self, inside: Inside, maker: "WorkerMaker"):
+    """`inside` is of its host."""
+    self._inside, self._maker, self._worker = inside, maker, maker.worker
     self._duty: Duty | None = None  # that is measured
     self._loop: WorkerLoop | None = None
     self._drained = self._interrupted = False
@@ -58,12 +46,12 @@ class HostedWorker:
 
   def run(self, make_duty: Callable[[], Duty]) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
-    duty = make_duty()
-    if self._warms_up:
+    duty, maker = make_duty(), self._maker
+    if maker.warm_up:
       # Before it joins, or the lead would take it for hung: its deadline is
       # that of workers that have compiled.
       duty.warm_up(self._worker)
-    reach = self._make_reach(self._worker, self._life, duty, self._inside)
+    reach = maker.reach(duty, self._inside)
     self._close = reach.close
     for shard in range(len(duty.parts())):
       while not self._interrupted and not reach.link.connect(shard):
@@ -71,7 +59,7 @@ class HostedWorker:
     if self._interrupted:
       return REPLACED
     self._loop = WorkerLoop(
-      self._worker, duty, reach, life=self._life, patience=self._patience
+      *(self._worker, duty, reach), life=maker.life, patience=maker.patience
     )
     if self._drained:  # before there was a loop
       self._loop.drain()
@@ -99,3 +87,81 @@ class HostedWorker:
     """Writes what is left to be written, and leaves all shards."""
     close, self._close = self._close, lambda: None
     close()
+
+
+class WorkerMaker(NamedTuple):
+  """Makes a worker; it travels to the process of the worker."""
+
+  site: Site
+  network: UnixNetwork
+  worker: int
+  life: int  # how many incarnations of the worker were before
+  faults: Sequence[faults_lib.Fault]
+  make_script: MakeScript
+  warm_up: bool  # it compiles before it joins, in a process of its own
+  patience: float  # seconds after which it repeats what is not answered
+
+  def __call__(self, inside: Inside) -> HostedWorker:
+    """Prepares."""
+    return HostedWorker(inside, self)
+
+  def reach(self, duty: Duty, inside: Inside) -> Reach:
+    """Returns what the worker has of the run, not connected to a shard yet."""
+    site = self.site
+    near = not site.machine or (site.sockets and node_id() == site.machine)
+    reach = self._near(duty, inside) if near else self._far(duty, inside)
+    first = self.worker == 0 == self.life
+    profile = Profile(site.profile if first else None)
+    write_span, close = reach.span, reach.close
+    assert write_span is not None
+
+    def span(span):
+      if site.spans:
+        write_span(span)
+      if span.name == "push":
+        profile.worked()
+
+    def close_all():
+      profile.close()
+      close()
+
+    return reach._replace(span=span, close=close_all)
+
+  def _near(self, duty, inside):
+    """On the driver's machine: by sockets, shared memory and files."""
+    site, shares, run = self.site, duty.shares(), Path(self.site.run)
+    paths = [site.socket(index) for index in range(len(shares))]
+    link = SocketLink(paths, self.network)
+
+    def memories():
+      # Opened by a worker first, a shard would take new memory for its own.
+      return [site.open_memory(i, *like, None) for i, like in enumerate(shares)]
+
+    return Reach(
+      link,
+      memories,
+      inside.clock,
+      inside.wait,
+      self.make_script(self.faults, run, inside),
+      functools.partial(spans.SpanWriter(run), self.worker),
+      link.close,  # shards notice at once that it has left
+    )
+
+  def _far(self, duty, inside):
+    """On another machine, by calls of Ray."""
+    messages = [message for _, message, *_ in duty.shares()]
+    link = RayLink(self.site, self.worker, self.life, messages)
+    clock = time.monotonic  # the lead's is another
+    notes = FarNotes(self.worker, link.find_lead, clock=clock)
+    script = faults_lib.Script(
+      self.faults, kill=inside.kill, wait=inside.wait, tell=notes.fault
+    )
+    return Reach(
+      link,
+      lambda: link.memories,
+      clock,
+      inside.wait,
+      script,
+      notes.span,
+      notes.close,
+    )

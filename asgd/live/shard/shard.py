@@ -278,6 +278,11 @@ class Shard:
         f" later (RMS {norm:.3g})"
       )
 
+  def close(self) -> None:
+    """Closes its files."""
+    self.role.journal.close()
+    self.state.messages.sink.close()
+
   @property
   def stopped(self) -> bool:
     """Whether every job is received, as far as this shard decides that."""

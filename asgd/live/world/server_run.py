@@ -10,13 +10,12 @@ from asgd.live.links.base import Disconnected
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.shard import Shard
 from asgd.live.shard.recovery import agree
-from asgd.live.world import invariants, scenario
+from asgd.live.world import invariants, scenario, server_makers
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.injections import Injection, Menu, Scenario
 from asgd.live.world.run import COMMON, WorldRun
 from asgd.live.world.scenario import JOBS, WORKERS, Training
 from asgd.live.world.scheduler import Stuck
-from asgd.live.world.server_makers import WorldMakers
 
 
 class ServerHosts(WorldHosts):
@@ -41,7 +40,7 @@ class ServerRun(WorldRun):
   def __init__(self, drawn: Scenario, folder: Path):
     super().__init__(drawn, folder)
     self._training: Training = scenario.training(drawn.case, self.work)
-    self._shards: list[Shard] = []
+    self._shards: list[Shard | None] = []
     self._images: list[Any] | None = None  # the last checkpoint
 
   @staticmethod
@@ -52,7 +51,8 @@ class ServerRun(WorldRun):
   def command(self, resumed: bool) -> Callable[[], None]:
     """See the base."""
     training, hosts = self._training, self.make_hosts()
-    makers = WorldMakers(self.world, hosts, training, self._images)
+    parts = self.world, hosts, training, self._images
+    makers = server_makers.make(*parts)
     cluster = ServerCluster(
       *(training.setup, training.plan, hosts, makers, lambda: training.duty),
       resumed=resumed,
@@ -71,7 +71,8 @@ class ServerRun(WorldRun):
         agree(training.setup, self.folder, self.memory)
       cluster.start()
       self.drive(look, save)
-      self._shards = list(makers.shards)
+      shards = range(training.setup.shards)
+      self._shards = [makers.site.shard(index) for index in shards]
       self.finished = True
 
     return drive

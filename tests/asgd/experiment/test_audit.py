@@ -11,14 +11,12 @@ from asgd.experiment import audit, replay, storage
 from asgd.experiment import findings as findings_lib
 from asgd.live import journal, records
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
   """A run in threads, which was stopped twice and went on."""
   workdir = tmp_path_factory.mktemp("disturbed") / "out"
-  return kit.train_live(workdir, stop=(30, 40), epochs=4.0)[0]
+  return kit.train_live(workdir, stop=(30, 40), examples=2400)[0]
 
 
 @pytest.fixture
@@ -102,7 +100,7 @@ def test_it_finds_a_message_that_was_not_received(cell, messages):
 
 def test_it_finds_a_message_that_was_received_twice(cell, messages):
   rows = entries(cell)
-  first, end = nth(rows, base.RECEIVE, 200), len(rows)
+  first, end = nth(rows, base.RECEIVE, 100), len(rows)
   sent, received = (
     next(e for e in rows if e.job == rows[first].job and e.action == action)
     for action in (base.SEND, base.RECEIVE)
@@ -122,7 +120,7 @@ def test_it_finds_a_message_that_was_received_twice(cell, messages):
 
 def test_it_finds_messages_in_another_order(cell):
   rows = entries(cell)
-  for row in range(200, len(rows) - 3):
+  for row in range(100, len(rows) - 3):
     a, sent, b = rows[row : row + 3]
     actions = a.action, sent.action, b.action
     if (

@@ -84,7 +84,6 @@ def params_of(workdir, cell):
   return cell_files.read_file(place, "params.msgpack")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["simulate", "mesh", "pipeline"])
 def test_names_of_another_module_train(engine, own):
   workers = {"mesh": {"workers": (1,)}}.get(engine, {})
@@ -99,7 +98,6 @@ def test_names_of_another_module_train(engine, own):
   assert float(plan.schedule(10**6)) == pytest.approx(0.005)
 
 
-@pytest.mark.slow
 def test_a_module_that_changed_is_told(own):
   class Bar(Silent):
     def line(self, text):
@@ -118,15 +116,19 @@ def test_a_module_that_changed_is_told(own):
   assert f"own_module has changed since {count} finished cell" in line
 
 
-@pytest.mark.slow
-def test_other_processes_import_it_too(own):
+def test_other_processes_import_it_too(own, monkeypatch):
   one = train(own / "one", CONFIG)
+  start = jobs._in_processes
+
+  def in_one(work, groups, count, *others):
+    return start(work, groups, 1, *others)
+
+  monkeypatch.setattr(jobs, "_in_processes", in_one)
   train(own / "two", CONFIG, jobs=2)
   for cell in one.cells:
     assert params_of(own / "one", cell) == params_of(own / "two", cell)
 
 
-@pytest.mark.slow
 def test_a_live_run_of_it_is_replayed_elsewhere(own):
   exp = train(own / "out", {**CONFIG, "engine": "threads"})
   for cell in exp.cells:

@@ -121,7 +121,8 @@ def prepare(exp, engine, state, place):
       case.run(slow if engine == "threads" else (), stop, stop)
   if state == MEMORY_LOST:
     shutil.rmtree(place / "memory")
-  shutil.copytree(place, case.template)
+  no_sockets = shutil.ignore_patterns("*.sock")
+  shutil.copytree(place, case.template, ignore=no_sockets)
   groups = collections.defaultdict(list)
   for path in sorted(case.workdir.rglob("*")):
     if path.is_file() and path.name != ".lock":
@@ -232,7 +233,6 @@ def assert_clear(error, path):
 
 # What orbax leaves to be collected of a checkpoint that it could not read.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.slow
 @settings(
   max_examples=CASES,
   deadline=None,

@@ -22,19 +22,17 @@ from asgd.experiment import (
   cell_files,
   cells,
   folder,
-  loop,
   replay,
   report,
   storage,
 )
 from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
-PROCESS, SLOW = pytest.mark.process, pytest.mark.slow
+PROCESS = pytest.mark.process
 # The driver of ray is one process, its workers are others.
 IN_PROCESS = [name for name in ENGINES if name != "ray"]
 # Real time decides what a run of these computes; a trace says what that was.
@@ -52,7 +50,7 @@ CONFIGS = {
 engines = pytest.mark.parametrize(
   "engine",
   [
-    pytest.param(name, marks=[PROCESS, SLOW]) if name == "ray" else name
+    pytest.param(name, marks=PROCESS) if name == "ray" else name
     for name in ENGINES
   ],
 )
@@ -69,12 +67,8 @@ def build(engine, **config):
   return kit.tiny(**{"engine": engine, **CONFIGS[engine], **config})
 
 
-def train(exp, workdir, machine, signals=None):
-  (cell,) = exp.cells
-  arguments = {} if signals is None else {"signals": signals}
-  return loop.train(
-    exp, cell, workdir, bar=Silent(), machine=machine, **arguments
-  )
+def train(exp, workdir, machine, **options):
+  return kit.train(exp, workdir, machine=machine, **options).result
 
 
 def place_of(exp, workdir):
@@ -139,7 +133,7 @@ def assert_same(engine, workdir, exp, undisturbed):
   ("engine", "looks"),
   [
     *((engine, looks) for engine in IN_PROCESS for looks in (1, 2)),
-    pytest.param("ray", 1, marks=[PROCESS, SLOW]),
+    pytest.param("ray", 1, marks=PROCESS),
   ],
 )
 def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
@@ -164,7 +158,7 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
     engine: ENGINES[engine]._replace(start=in_small_steps),
   }
   with pytest.raises(Stopped) as caught:
-    train(exp, tmp_path, machine, kit.AfterLooks(looks))
+    train(exp, tmp_path, machine, signals=kit.AfterLooks(looks))
   assert caught.value.signal_number == signal.SIGTERM
   line = str(caught.value)
   assert line.startswith("stopped in run-n")
@@ -220,7 +214,6 @@ def elsewhere(tmp_path_factory, undisturbed):
 
 
 @pytest.mark.process
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", IN_PROCESS)
 def test_a_cell_in_another_process_is_the_same_cell(
   engine, elsewhere, undisturbed
@@ -243,36 +236,29 @@ EXPLODING = {"runs": {"run": {"recipe": "asgd", "momentum": 0.9}}}
 EXPLODING |= {"learning_rate": 1e30}
 
 
-@pytest.mark.slow
 @engines
-def test_what_is_not_finite_stops_with_one_line(engine, tmp_path, machine):
+def test_what_is_not_finite_stops_with_one_line_or_is_recorded(
+  engine, tmp_path, machine
+):
   exp = build(engine, **EXPLODING)
   with pytest.raises(NonFiniteResult) as caught:
     train(exp, tmp_path, machine)
-  line = str(caught.value)
-  (cell,) = exp.cells
-  assert line.startswith(f"{cell.name}: ")
+  line, place = str(caught.value), place_of(exp, tmp_path)
+  assert line.startswith(f"{place.name}: ")
   assert "\n" not in line
   # A pipeline names the run's own: its rate depends on the schedule.
   assert "--config.learning_rate" in line or (
     "--config.runs.run.learning_rate" in line
   )
-  place = place_of(exp, tmp_path)
   assert folder.finished_result(place) is None
-  # A live run keeps its memory, as it may go on with on_nan="record".
-  exp.kind(cell).clean(place)
-
-
-@pytest.mark.parametrize("engine", [e for e in ENGINES if e not in LIVE])
-def test_what_is_not_finite_is_recorded_if_that_is_asked_for(
-  engine, tmp_path, machine
-):
-  exp = build(engine, **EXPLODING, on_nan="record")
-  result = train(exp, tmp_path, machine)
-  assert result["diverged"] is True
-  rows = folder.read_rows(place_of(exp, tmp_path))
-  assert rows[-1]["diverged"] is True
-  assert folder.finished_result(place_of(exp, tmp_path)) is not None
+  if engine in LIVE:
+    # It keeps its memory, as it may go on with on_nan="record".
+    exp.kind(exp.cells[0]).clean(place)
+    return
+  exp.config["on_nan"] = "record"
+  assert train(exp, tmp_path, machine)["diverged"] is True
+  assert folder.read_rows(place)[-1]["diverged"] is True
+  assert folder.finished_result(place) is not None
 
 
 # What there is in the end.

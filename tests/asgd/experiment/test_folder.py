@@ -7,7 +7,9 @@ import re
 import shutil
 import subprocess
 import sys
+from typing import NamedTuple
 
+import kit
 import numpy as np
 import pytest
 
@@ -333,27 +335,25 @@ def test_a_log_starts_with_the_rows_that_are_kept(tmp_path):
 FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
 
 
-def finish(workdir, label="a", workers=2, seed=0):
+class Columns(NamedTuple):
+  loss: np.ndarray = np.arange(3.0)
+  worker: np.ndarray = np.array([1, 0, 1])
+
+
+def finish(workdir, label="a", workers=2, seed=0, *, packs=False, **result):
   """Writes the files of a finished cell."""
   name = f"{label}-n{workers}-s{seed}"
   place = workdir / "cells" / name
-  place.mkdir(parents=True)
-  for file in FILES:
-    (place / file).write_text(f"{file} of {name}")
-  result = {"cell": name, "label": label, "workers": workers, "seed": seed}
-  cell_files.write_result(place, {**result, "engine": "simulate", "loss": 0.5})
+  (place / "checkpoints" / "3").mkdir(parents=True)
+  (place / "cell.json").write_text(
+    f'{{"version": {folder.VERSION}, "cell": "this"}}'
+  )
+  (place / "metrics.jsonl").write_text(f"rows of {name}")
+  result |= {"cell": name, "label": label, "workers": workers, "seed": seed}
+  result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}
+  params = {"w": np.ones(3)}
+  cell_files.finish(place, result, Columns(), params, packs=packs)
   return place
-
-
-def changed(path, kind):
-  """Damages a file."""
-  content = path.read_bytes()
-  if kind == "is gone":
-    path.unlink()
-  elif kind == "cut":
-    path.write_bytes(content[:-2])
-  else:
-    path.write_bytes(content.replace(b"a-n2", b"a-n3"))
 
 
 @pytest.mark.parametrize("kind", ["was changed", "is gone", "cut"])
@@ -364,53 +364,42 @@ def test_a_result_counts_only_if_all_of_its_cell_is_as_written(
   place = finish(tmp_path)
   for repeatable in (False, True):
     assert folder.finished_result(place, repeatable=repeatable)["loss"] == 0.5
-  changed(place / name, kind)
+  path = place / name
+  if kind == "is gone":
+    path.unlink()
+  elif kind == "cut":
+    path.write_bytes(path.read_bytes()[:-2])
+  else:
+    kit.flip(path)
   assert folder.finished_result(place) is None
   # A run in real time cannot be made again from its own files.
   what = kind.replace("cut", "was changed")
-  message = f"^{place / name} {what}, and the run has ended.* Put it back"
+  message = f"^{path} {what}, and the run has ended.* Put it back"
   with pytest.raises(FolderError, match=message):
     folder.finished_result(place, repeatable=False)
   (place / "running.json").touch()  # it has its memory still
   assert folder.finished_result(place, repeatable=False) is None
 
 
-def packed(workdir):
-  """Makes one file of a finished cell's."""
-  place = finish(workdir)
-  columns = {"loss": np.arange(3.0), "worker": np.array([1, 0, 1])}
-  np.savez(place / "records.npz", **columns)
-  (place / "cell.json").write_text(
-    f'{{"version": {folder.VERSION}, "cell": "this"}}'
-  )
-  (place / "checkpoints" / "3").mkdir(parents=True)
-  result = {"cell": place.name, "label": "a", "workers": 2, "seed": 0}
-  result |= {"engine": "simulate", "loss": 0.5, "gap": float("nan")}
-  cell_files.write_result(place, result)
-  written = {name: (place / name).read_bytes() for name in FILES}
-  cell_files.pack(place)
-  return place, columns, written
-
-
 def test_a_finished_cell_is_one_file_that_numpy_reads(tmp_path):
-  place, columns, written = packed(tmp_path)
+  place = finish(tmp_path / "one", packs=True)
+  loose = finish(tmp_path / "many")
   assert [path.name for path in place.iterdir()] == ["cell.npz"]
   result = folder.finished_result(place)
   assert (result["loss"], result["gap"]) == (0.5, None)
+  assert result == folder.finished_result(loose)
   assert folder.read_cell(place)["cell"] == "this"
   for name in ("cell.json", "metrics.jsonl", "params.msgpack"):
-    assert cell_files.read_file(place, name) == written[name]
-  records = cell_files.read_records(place)
-  assert records.keys() == columns.keys()
+    assert cell_files.read_file(place, name) == (loose / name).read_bytes()
   with np.load(place / "cell.npz") as file:
-    assert file["params.msgpack"] == written["params.msgpack"]
-    for name, column in columns.items():
-      np.testing.assert_array_equal(file[name], column)
-      np.testing.assert_array_equal(records[name], column)
+    assert file["params.msgpack"] == (loose / "params.msgpack").read_bytes()
+    for records in (file, *map(cell_files.read_records, (place, loose))):
+      for name, column in Columns()._asdict().items():
+        np.testing.assert_array_equal(records[name], column)
 
 
 def test_any_byte_of_it_that_changed_is_seen(tmp_path):
-  place, _, _ = packed(tmp_path)
+  place = finish(tmp_path, packs=True)
   path = place / "cell.npz"
   content = path.read_bytes()
   for at in range(0, len(content), 7):
@@ -428,36 +417,23 @@ def test_any_byte_of_it_that_changed_is_seen(tmp_path):
 
 
 def test_what_a_kill_left_beside_it_is_removed(tmp_path):
-  place, _, _ = packed(tmp_path)
-  for name in ("result.json", "cell.npz.tmp", ".lock"):
+  place = finish(tmp_path, packs=True)
+  for name in (*FILES, "result.json", "cell.npz.tmp", ".lock"):
     (place / name).write_text("half")
-  (place / "spans.json").write_text("kept")
-  cell_files.tidy(place, packs=True)
-  names = {path.name for path in place.iterdir()}
-  assert names == {"cell.npz", "spans.json"}
-
-
-def test_what_a_kill_left_unpacked_is_packed(tmp_path):
-  place, _, written = packed(tmp_path)
-  whole = (place / "cell.npz").read_bytes()
-  np.savez(place / "records.npz", **cell_files.read_records(place))
-  result = folder.finished_result(place)
-  (place / "cell.npz").unlink()
-  for name in set(FILES) - {"records.npz"}:
-    (place / name).write_bytes(written[name])
-  cell_files.write_result(place, result)
   (place / "checkpoints" / "3").mkdir(parents=True)
-  for name in (".lock", "cell.npz.tmp"):
-    (place / name).touch()
+  (place / "spans.json").write_text("kept")
   with (place / ".lock").open("w") as lock:  # another process is at it
     fcntl.flock(lock, fcntl.LOCK_EX)
-    cell_files.tidy(place, packs=True)
+    cell_files.tidy(place)
     assert (place / "result.json").exists()
-  cell_files.tidy(place, packs=False)  # a live cell keeps its files
-  assert (place / "result.json").exists()
-  cell_files.tidy(place, packs=True)
-  assert [path.name for path in place.iterdir()] == ["cell.npz"]
-  assert (place / "cell.npz").read_bytes() == whole
+  cell_files.tidy(place)
+  names = {path.name for path in place.iterdir()}
+  assert names == {"cell.npz", "spans.json"}
+  live = finish(tmp_path, "live")  # which keeps its files
+  (live / ".lock").touch()
+  cell_files.tidy(live)
+  names = {path.name for path in live.iterdir()}
+  assert names == {*FILES, "result.json", "checkpoints"}
 
 
 def test_a_folder_in_the_way_of_its_file_is_named(tmp_path):
@@ -469,7 +445,7 @@ def test_a_folder_in_the_way_of_its_file_is_named(tmp_path):
 
 @pytest.mark.parametrize("gone", ["cell.json", "result.json", "all"])
 def test_an_archive_without_its_files_is_none(tmp_path, gone):
-  place, _, _ = packed(tmp_path)
+  place = finish(tmp_path, packs=True)
   path = place / "cell.npz"
   members = storage.read_archive(path)
   kept = {k: v for k, v in members.items() if gone not in (k, "all")}
@@ -490,14 +466,10 @@ def trained(workdir, exp, *, packs):
   (cell,) = exp.cells
   place = folder.open_folder(str(workdir), "x", exp) / "cells" / cell.name
   with folder.hold_cell(place, exp, cell):
-    np.savez(place / "records.npz", loss=np.arange(3.0))
-    for name in ("metrics.jsonl", "params.msgpack"):
-      (place / name).touch()
+    (place / "metrics.jsonl").touch()
     result = {"cell": place.name, "label": cell.label, "engine": "simulate"}
-    sizes = {"workers": cell.workers, "seed": cell.seed}
-    cell_files.write_result(place, {**result, **sizes})
-    if packs:
-      cell_files.pack(place)
+    result |= {"workers": cell.workers, "seed": cell.seed}
+    cell_files.finish(place, result, Columns(), {}, packs=packs)
   return place
 
 
@@ -525,24 +497,6 @@ def test_a_cell_of_another_experiment_does_not_count(tmp_path, one, two, packs):
       folder.hold_cell(ours, one, cell),
     ):
       pass
-
-
-def test_what_runs_set_for_themselves_is_of_their_experiment(tmp_path):
-  runs = {
-    "a": {"recipe": "dana_zero", "momentum": 0.5, "learning_rate": 1},
-    "b": {
-      "recipe": "asgd",
-      "title": "B",
-      "workers": (1,),
-      "optimizer": "adam",
-      "learning_rate_schedule": {"warmup_epochs": 0.5},
-      "order": {"name": "bulk_synchronous"},
-    },
-  }
-  for label in runs:
-    exp = build(runs=runs, only=label, on_nan="record")
-    assert folder.fault(trained(tmp_path, exp, packs=True)) is None
-  assert len(folder.read_results(tmp_path)) == 2
 
 
 def test_other_files_among_the_cells_are_not_looked_at(tmp_path, one):
@@ -582,6 +536,6 @@ def test_results_go_by_workers_then_run_then_seed(tmp_path, one):
       place / "cell.json", {**own, "dataset": value["dataset"]}
     )
     result = storage.read_sealed(place / "result.json")
-    cell_files.write_result(place, result)
+    cell_files.finish(place, result, Columns(), {}, packs=False)
   results = folder.read_results(tmp_path)
   assert [(r["workers"], r["label"], r["seed"]) for r in results] == order

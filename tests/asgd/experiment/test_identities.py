@@ -59,6 +59,8 @@ SHAPES = {
   "a schedule of stages": STAGES,
   "a schedule's section": {"engine": "pipeline", "pipeline": {"stages": 2}},
   "an optimizer": ASGD | {"optimizer": {"name": "adam", "b1": 0.8}},
+  "a title, workers and a rate": ASGD
+  | {"title": "B", "workers": (1,), "learning_rate": 1},
   "a schedule of rates": ASGD | {"learning_rate_schedule": {"name": "linear"}},
 }
 

@@ -6,8 +6,19 @@ import kit
 import pytest
 
 from asgd import experiment
-from asgd.experiment import boards, folder, overlay, report
-from asgd.experiment.progress import Silent
+from asgd.experiment import boards, figure, folder, overlay, report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pictures():
+  """A figure is an empty one, which is quickly drawn."""
+
+  def draw(points, results, stem, heading):
+    figure.save(figure.new_figure(1, 1, 1, 1)[0], heading, stem)
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(figure, "draw", draw)
+    yield
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +122,7 @@ def test_a_cell_is_trained_in_no_folder_of_a_link(copied, tmp_path, inner):
     place.mkdir()
   (place / inner).symlink_to(home)
   with pytest.raises(ValueError, match="is a symbolic link"):
-    experiment.train(exp, cell, workdir, bar=Silent())
+    kit.train(exp, workdir)
   assert not list(home.iterdir())
 
 
@@ -123,8 +134,7 @@ def test_a_finished_cell_of_a_link_is_read_and_left_as_it_is(copied, tmp_path):
   (home / "result.json").touch()  # as a kill at its end leaves it
   place.symlink_to(home)
   before = contents(home)
-  result = experiment.train(exp, cell, workdir, bar=Silent())
-  assert result["cell"] == cell.name
+  assert kit.train(exp, workdir).result["cell"] == cell.name
   assert contents(home) == before
 
 

@@ -2,9 +2,7 @@
 
 import csv
 import json
-import os
 import shutil
-import signal
 
 import kit
 import numpy as np
@@ -18,15 +16,11 @@ from asgd.experiment import (
   folder,
   live_files,
   live_memory,
-  loop,
-  ray_runtime,
   replay,
 )
 from asgd.experiment.engines import live_tables
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
-from asgd.experiment.signals import Stopped
-from asgd.live import processes
+from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live.faults import Fault
 from asgd.live.gossip import files as peer_files
 from asgd.live.hosts import threads
@@ -65,22 +59,14 @@ KILLED = [(0.0, "worker", 1), (0.0, "shard", 1), (0.0, "coordinator", 0)]
 
 def build(run, engine="threads", **config):
   base_config = CONFIGS.get(run["recipe"], OF_PEERS)
-  return experiment.build(
-    {**base_config, "engine": engine, **config, "runs": {"run": run}},
-    engines=experiment.ENGINES,
-  )
+  config = {**base_config, "engine": engine, **config, "runs": {"run": run}}
+  return experiment.build(config, engines=experiment.ENGINES)
 
 
-def train(workdir, run, machine=None, signals=None, ended=None, **config):
-  exp = build(run, **config)
-  (cell,) = exp.cells
-  more = {} if signals is None else {"signals": signals}
+def train(workdir, run, machine=None, signals=NoSignals, **config):
   machine = machine or Machine(grace_seconds=60.0)
-  result = loop.train(
-    *(exp, cell, workdir),
-    **dict(bar=Silent(), machine=machine, ended=ended, **more),
-  )
-  return result, workdir / "cells" / cell.name
+  options = {"machine": machine, "signals": signals}
+  return kit.train(build(run, **config), workdir, **options)[:2]
 
 
 def stop(workdir, run, looks=0, **config):
@@ -103,29 +89,26 @@ def check_finished(workdir, run, result):
   assert again["params_sha256"] == result["params_sha256"]
 
 
-@pytest.mark.parametrize(
-  ("run", "config", "why"),
-  [
-    (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
-    (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
-    (PAIRS, {"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
-    (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
-    (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
-    (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
-    ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
-    (BATCHES, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
-    (BATCHES, {"server": {"wire": "bfloat16"}}, "it would change what is comp"),
-    (BATCHES, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
-    ({**BATCHES, "loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
-    ({**BATCHES, "restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
-  ],
+MISTAKES = (
+  (PAIRS, {"server": {"shards": 2}}, "config.server.shards 2 is not for the"),
+  (PAIRS, {"server": {"wire": "bfloat16"}}, "config.server.wire 'bfloat16' "),
+  (PAIRS, {"live": {"devices": 2}}, "config.live.devices 2 is not for the"),
+  (PAIRS, {"allocation": {"batch_size": "speed"}}, "'speed' is not for the "),
+  (TABLE, {"server": {"shards": 2}}, r"write config\.runs\.run\.shards=2"),
+  (TABLE, {"server": {"wire": "bfloat16"}}, r"config\.server\.wire 'bfloat"),
+  ({**TABLE, "shards": 21}, {}, r"run\.shards must be at most"),
+  (BATCHES, {"server": {"shards": 2}}, "write config.runs.run.shards=2"),
+  (BATCHES, {"server": {"wire": "bfloat16"}}, "it would change what is comp"),
+  (BATCHES, {"live": {"devices": 2}}, "config.live.devices 2 is not for"),
+  ({**BATCHES, "loading": 1.0}, {}, "config.runs.run.loading 1.0 is not for"),
+  ({**BATCHES, "restart": 2.0}, {}, "config.runs.run.restart 2.0 is not for"),
 )
-def test_one_line_for_what_they_do_not_have(run, config, why):
-  with pytest.raises(ValueError, match=why) as told:
-    exp = build(run, **config)
-    exp.plan(exp.cells[0])
-  assert len(str(told.value)) < 600
-  assert "\n" not in str(told.value)
+
+
+test_one_line_for_what_they_do_not_have = kit.refuses(
+  [((a, b), why) for a, b, why in MISTAKES],
+  lambda value: build(value[0], **value[1]), longest=600,
+)
 
 
 @pytest.mark.parametrize(
@@ -140,84 +123,6 @@ def test_faults_of_links_to_a_server_are_refused(run, why):
   exp = build(run)
   with pytest.raises(ValueError, match=f"--fault=lose:0:3: {why}"):
     exp.check_machine(Machine(faults=[Fault(0, 3, "lose")]))
-
-
-# Parties that are killed.
-
-
-@pytest.fixture(scope="module")
-def ray():
-  """Ray, started once for all cells."""
-  pytest.importorskip("ray")
-  ray_runtime.start()
-  yield
-  ray_runtime.stop()
-
-
-class Killer:
-  """Kills a party of a cell once some jobs are received, as a signal that never
-  comes."""
-
-  def __init__(self, workdir, engine, kind, monkeypatch):
-    self._folder = workdir / "cells" / "run-n2-s0"
-    self._party = kind, 0 if kind == "counter" else 1
-    self._hosts, self.killed = [], False
-    if engine == "threads":
-      monkeypatch.setattr(throttled_hosts, "ThreadHosts", self._make_hosts)
-
-  def _make_hosts(self, **options):
-    self._hosts.append(threads.ThreadHosts(**options))
-    return self._hosts[0]
-
-  @property
-  def received(self):
-    paths = self._folder.glob("trace-*.csv")
-    rows = [row.action for path in paths for row in read_journal(path)]
-    if not self.killed and rows.count(base.RECEIVE) > 8:
-      self.killed, (kind, index) = True, self._party
-      if self._hosts:
-        self._hosts[0].kill(kind, index)
-      else:
-        memory = live_memory.read(self._folder).memory
-        os.kill(processes.pids(memory)[kind][index], signal.SIGKILL)
-    return 0
-
-
-ON_RAY = [pytest.mark.process, pytest.mark.slow]
-
-
-@pytest.mark.parametrize(
-  "engine", ["threads", pytest.param("ray", marks=ON_RAY)]
-)
-@pytest.mark.parametrize(
-  ("run", "kind"),
-  [
-    (CODED, None),
-    (PAIRS, "counter"),
-    ({**TABLE, "rebalance_every": 2}, "shard"),
-    (BATCHES, "shard"),
-  ],
-  ids=["rounds", "pairs", "tables", "batches"],
-)
-def test_a_party_of_each_kind_is_killed_and_the_cell_replays(
-  tmp_path, monkeypatch, request, engine, run, kind
-):
-  if engine == "ray":
-    request.getfixturevalue("ray")
-  # One worker is slow, so that there is time to kill another party.
-  seconds = 1.0 if engine == "threads" else 5.0
-  faults = [Fault(1, 2, "kill"), Fault(0, 5, "slow", seconds)]
-  machine = Machine(grace_seconds=60.0, faults=faults)
-  killer = Killer(tmp_path, engine, kind, monkeypatch) if kind else None
-  result, place = train(tmp_path, run, machine, killer, engine=engine)
-  worker = "peer" if run in (CODED, PAIRS) else "worker"
-  assert result["replaced"] == {worker: 1, **({kind: 1} if kind else {})}
-  # Rounds of peers go on while one is missing.
-  missed = result.get("missed", 0)
-  assert (missed > 0) == (run is CODED)
-  assert result["messages"] + missed == (32 if run is BATCHES else 40)
-  replayed = replay.replay(place)
-  assert replayed.recorded is not None and replayed.same
 
 
 # Peers.
@@ -369,20 +274,29 @@ def test_calls_over_a_network_take_its_time_and_replay(tmp_path, run):
 
 
 def test_counts_of_topics_are_exact_whoever_dies(tmp_path, monkeypatch):
-  params = []
   words = {"documents": 60, "side": 3, "length": 20}
-  killer = Killer(tmp_path, "threads", "shard", monkeypatch)
-  result, _ = train(
-    *(tmp_path, TABLE),
-    Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")]),
-    signals=killer,
-    ended=lambda _, trained, __: params.append(trained),
+  made = []
+
+  class Killed(threads.ThreadHosts):
+    """Their second shard dies as a worker is replaced."""
+
+    def start(self, kind, index, make):
+      if (kind, index) in made and kind == "worker":
+        self.kill("shard", 1)
+      made.append((kind, index))
+      return super().start(kind, index, make)
+
+  monkeypatch.setattr(throttled_hosts, "ThreadHosts", Killed)
+  exp = build(
+    TABLE,
     problem=dict(name="asgd.problems.topics:lda", topics=4, words=words),
     batch_size=3,
     epochs=4.0,
   )
+  machine = Machine(grace_seconds=60.0, faults=[Fault(1, 5, "kill")])
+  trained = kit.train(exp, tmp_path, machine=machine)
+  result, params = trained.result, trained.params
   assert result["replaced"] == {"worker": 1, "shard": 1}
-  (params,) = params
   data, counted = documents.generated(**words), np.zeros((9, 4), int)
   counts = zip(
     *(data.train_words, params["assignments"], data.train_lengths), strict=True

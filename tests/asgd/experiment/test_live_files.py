@@ -82,14 +82,14 @@ def rewrite(place, change):
   path.write_text(kit.sealed(change(path.read_text())))
 
 
-def without(text, number):
-  lines = text.splitlines(True)
-  return "".join(lines[:number] + lines[number + 1 :])
+def replaced(old, new):
+  return lambda place: rewrite(place, lambda text: text.replace(old, new))
 
 
-def twice(text, number):
-  lines = text.splitlines(True)
-  return "".join(lines[: number + 1] + lines[number:])
+def lines(change):
+  return lambda place: rewrite(
+    place, lambda text: "".join(change(text.splitlines(True)))
+  )
 
 
 DAMAGE = {
@@ -109,37 +109,23 @@ DAMAGE = {
     lambda place: rewrite(place, lambda text: text[: len(text) // 3]),
     "records-0.bin has 3 records, and the trace beside it 0 messages",
   ),
-  "no time": (
-    lambda place: rewrite(place, lambda text: text.replace("9.0", "nan")),
-    "trace-0.csv, line 12 .*: time must be finite",
-  ),
-  "the end of time": (
-    lambda place: rewrite(place, lambda text: text.replace("9.0", "inf")),
-    "trace-0.csv, line 12 .*: time must be finite",
-  ),
+  "no time": (replaced("9.0", "nan"), "line 12 .*: time must be finite"),
+  "the end of time": (replaced("9.0", "inf"), "line 12 .*: time must be fin"),
   "a job below 0": (
-    lambda place: rewrite(place, lambda text: text.replace("1,4,", "1,-5,")),
-    "trace-0.csv, line 11 .*: worker and job must be from 0",
+    replaced("1,4,", "1,-5,"), "line 11 .*: worker and job must be from 0"
   ),
   "a worker beyond all": (
-    lambda place: rewrite(
-      place, lambda text: text.replace("\n4.0,1,", "\n4.0,99999999999,")
-    ),
-    "trace-0.csv, line 10 .*: worker 99999999999 does not fit",
+    replaced("\n4.0,1,", "\n4.0,99999999999,"),
+    "line 10 .*: worker 99999999999 does not fit",
   ),
   "a row that is gone": (
-    lambda place: rewrite(place, lambda text: without(text, 6)),
-    "trace-0.csv, line 7 .*: that job was not sent",
+    lines(lambda rows: rows[:6] + rows[7:]), "line 7 .*: that job was not sent"
   ),
   "a row that is there twice": (
-    lambda place: rewrite(place, lambda text: twice(text, 5)),
-    "trace-0.csv, line 7 .*: that job was not sent",
+    lines(lambda rows: rows[:6] + rows[5:]), "line 7 .*: that job was not sent"
   ),
   "another worker": (
-    lambda place: rewrite(
-      place, lambda text: text.replace("\n3.0,0,", "\n3.0,1,")
-    ),
-    "trace-0.csv, line 8 .*: that job was not sent",
+    replaced("\n3.0,0,", "\n3.0,1,"), "line 8 .*: that job was not sent"
   ),
 }
 
@@ -150,6 +136,8 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, name):
   write_records(place, 3)
   assert len(live_files.read(place).records[0].loss) == 3
   change, message = DAMAGE[name]
+  if message.startswith("line"):
+    message = f"trace-0.csv, {message}"
   change(place)
   with pytest.raises(ValueError, match=message) as error:
     live_files.read(place)
@@ -171,18 +159,12 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
   "change, message",
   [
     (lambda place: None, None),
-    (
-      lambda place: (place / "trace-0.csv").unlink(),
-      "holds no event: the run has not begun",
-    ),
-    (
-      lambda place: (place / "cell.json").unlink(),
-      "is not the folder of a cell: it should be WORKDIR/cells/NAME",
-    ),
-    (
-      lambda place: (place / "cell.json").write_text("{}"),
-      "is not the folder of a cell",
-    ),
+    (lambda place: (place / "trace-0.csv").unlink(),
+     "holds no event: the run has not begun"),
+    (lambda place: (place / "cell.json").unlink(),
+     "is not the folder of a cell: it should be WORKDIR/cells/NAME"),
+    (lambda place: (place / "cell.json").write_text("{}"),
+     "is not the folder of a cell"),
     (
       lambda place: (place / "cell.json").write_text(
         json.dumps({"version": folder.VERSION, "engine": "simulate"})
@@ -199,10 +181,8 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
     ),
     (lambda place: describe(place, {}), "cell.json is not what a run wrote"),
     (lambda place: describe(place, {"server": []}), "is not what a run wrote"),
-    (
-      lambda place: describe(place, {"server": {"shards": 0}}),
-      "is not what a run wrote",
-    ),
+    (lambda place: describe(place, {"server": {"shards": 0}}),
+     "is not what a run wrote"),
   ],
 )
 def test_another_folder_is_refused(tmp_path, change, message):
@@ -213,11 +193,3 @@ def test_another_folder_is_refused(tmp_path, change, message):
     return
   with pytest.raises(ValueError, match=message):
     live_files.read(place)
-
-
-def test_the_folder_of_one_cell_is_as_good_as_the_cell(tmp_path):
-  kit.write_live_cell(tmp_path, kit.JOURNAL)
-  assert live_files.read(tmp_path).journals == [kit.JOURNAL]
-  kit.write_live_cell(tmp_path, kit.JOURNAL, "b-n2-s0")
-  with pytest.raises(ValueError, match="has 2 cells: name one .*a-n2-s0, b-n2"):
-    live_files.read(tmp_path)

@@ -8,7 +8,6 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment.engines import live_clusters, live_hosts
-from asgd.experiment.machine import Machine
 
 
 def prepared(folder, engine, **settings):
@@ -63,6 +62,6 @@ def test_workers_use_the_accelerators_that_they_reserve(
   tmp_path, settings, reserved
 ):
   live = prepared(tmp_path, "ray", **settings)
-  site = live_hosts.site(live, Machine(profile="trace"))
+  site = live_hosts.site(live, "trace")
   assert (site.platform, site.gpus) == reserved
   assert site.profile == f"{os.getcwd()}/trace"

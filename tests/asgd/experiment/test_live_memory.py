@@ -105,14 +105,10 @@ MINE = "asgd-UID-0123456789ab"
   [
     (lambda p: precious(p / "home"), "its name is not"),
     (lambda p: precious(name_of(p, MINE)), "it holds thesis.txt, which no run"),
-    (
-      lambda p: str(Path(precious(name_of(p, MINE + "/shard-0"))).parent),
-      "it holds shard-0/thesis.txt",
-    ),
-    (
-      lambda p: precious(name_of(p, "asgd-4242-0123456789ab")),
-      "it is no folder of this user's",
-    ),
+    (lambda p: str(Path(precious(name_of(p, MINE + "/shard-0"))).parent),
+     "it holds shard-0/thesis.txt"),
+    (lambda p: precious(name_of(p, "asgd-4242-0123456789ab")),
+     "it is no folder of this user's"),
     (lambda p: precious(p / "x") + "/../" + "x", "its name is not"),
   ],
 )

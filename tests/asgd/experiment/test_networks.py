@@ -105,40 +105,37 @@ def test_a_table_has_the_columns_of_a_network():
 PEERS = {"a": {"recipe": "d_psgd"}}
 
 
-@pytest.mark.parametrize(
-  ("config", "message"),
-  [
-    ({"network": {"port": 0}}, "config.network.port must be .* above 0 .* 0;"),
-    ({"network": {"up": -1.0}}, "config.network.up must be .* not -1.0"),
-    ({"network": {"latency": float("nan")}},
-     "config.network.latency must be a number from 0 .* not nan"),
-    ({"network": {"incast": "drop"}}, "config.network.incast must be 'queue'"),
-    ({"network": {"bandwidth": 1.0}}, "unknown config key 'network.bandwidth'"),
-    ({"network": NETWORK, "server": {"shards": 99, "consistent": True}},
-     "config.server.shards must be at most 90, .* not 99"),
-    ({"network": NETWORK, "order": {"name": "fixed_delay"}},
-     "config.order.name 'fixed_delay' is an order without times"),
-    ({"network": NETWORK, "runs": PEERS},
-     "config.network.latency 0.25 is not for the recipe 'd_psgd' .*: peers"),
-    ({"network": NETWORK, "engine": "mesh"},
-     "config.network: engine 'mesh' of config.runs.run has no links"),
-    ({"network": NETWORK, "engine": "pipeline"},
-     "config.network: engine 'pipeline' of config.runs.run has no links"),
-    ({"network": NETWORK, "engine": "ray"},
-     "config.network.latency .* on engine 'ray': messages take the time"),
-    ({"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
-     "config.network with 2 shards needs one order for all of them"),
-    ({"network": NETWORK, "server": {"shards": 2}},
-     "config.network with 2 shards needs one order for all of them"),
-    ({"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},
-     "config.network.latency .* not for the recipe 'sandblaster'"),
-  ],
+MISTAKES = (
+  ({"network": {"port": 0}}, "config.network.port must be .* above 0 .* 0;"),
+  ({"network": {"up": -1.0}}, "config.network.up must be .* not -1.0"),
+  ({"network": {"latency": float("nan")}},
+   "config.network.latency must be a number from 0 .* not nan"),
+  ({"network": {"incast": "drop"}}, "config.network.incast must be 'queue'"),
+  ({"network": {"bandwidth": 1.0}}, "unknown config key 'network.bandwidth'"),
+  ({"network": NETWORK, "server": {"shards": 99, "consistent": True}},
+   "config.server.shards must be at most 90, .* not 99"),
+  ({"network": NETWORK, "order": {"name": "fixed_delay"}},
+   "config.order.name 'fixed_delay' is an order without times"),
+  ({"network": NETWORK, "runs": PEERS},
+   "config.network.latency 0.25 is not for the recipe 'd_psgd' .*: peers"),
+  ({"network": NETWORK, "engine": "mesh"},
+   "config.network: engine 'mesh' of config.runs.run has no links"),
+  ({"network": NETWORK, "engine": "pipeline"},
+   "config.network: engine 'pipeline' of config.runs.run has no links"),
+  ({"network": NETWORK, "engine": "ray"},
+   "config.network.latency .* on engine 'ray': messages take the time"),
+  ({"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
+   "config.network with 2 shards needs one order for all of them"),
+  ({"network": NETWORK, "server": {"shards": 2}},
+   "config.network with 2 shards needs one order for all of them"),
+  ({"network": NETWORK, "runs": {"a": {"recipe": "sandblaster"}}},
+   "config.network.latency .* not for the recipe 'sandblaster'"),
 )
-def test_what_does_not_fit_is_one_line_that_names_the_key(config, message):
-  with pytest.raises(ValueError, match=message) as caught:
-    kit.tiny(**config)
-  assert "\n" not in str(caught.value)
-  assert len(str(caught.value)) <= 600
+
+
+test_what_does_not_fit_is_one_line_that_names_the_key = kit.refuses(
+  MISTAKES, lambda config: kit.tiny(**config), longest=600
+)
 
 
 # Times of a file.
@@ -266,22 +263,21 @@ def test_jobs_take_the_time_of_a_divided_model():
   np.testing.assert_allclose(records.time[:2], [time / alone, 2 * time / alone])
 
 
-@pytest.mark.parametrize(
-  ("change", "message"),
-  [
-    ({"machines": 0}, "config.durations.machines must be a pos"),
-    # A step of so many is played message by message, and has no end.
-    ({"machines": 4000}, "config.durations.machines must be .* 256, not 4000"),
-    ({"name": {"gamma": 1}}, "config.durations.name must be a text, such as"),
-    ({"bandwidth": 0.0}, "config.durations.bandwidth must be a positive"),
-    ({"model": {"hidden": (4,)}}, "config.durations.model needs a name"),
-    ({"model": {"name": "cnn"}, "inputs": (8, 8, 3)}, "layer ConvPool cannot"),
-    ({"inputs": (3, 0)}, "config.durations.inputs must be a positive"),
-    ({"machine": 2}, "did you mean 'machines'"),
-    ({"bandwidth": 1e-40}, "a job may take at most 1e"),
-  ],
+NOT_DIVIDED = (
+  ({"machines": 0}, "config.durations.machines must be a pos"),
+  # A step of so many is played message by message, and has no end.
+  ({"machines": 4000}, "config.durations.machines must be .* 256, not 4000"),
+  ({"name": {"gamma": 1}}, "config.durations.name must be a text, such as"),
+  ({"bandwidth": 0.0}, "config.durations.bandwidth must be a positive"),
+  ({"model": {"hidden": (4,)}}, "config.durations.model needs a name"),
+  ({"model": {"name": "cnn"}, "inputs": (8, 8, 3)}, "layer ConvPool cannot"),
+  ({"inputs": (3, 0)}, "config.durations.inputs must be a positive"),
+  ({"machine": 2}, "did you mean 'machines'"),
+  ({"bandwidth": 1e-40}, "a job may take at most 1e"),
 )
-def test_a_model_that_cannot_be_divided_is_refused(change, message):
-  with pytest.raises(ValueError, match=message) as caught:
-    kit.tiny(durations={**DIVIDED, **change})
-  assert "\n" not in str(caught.value)
+
+
+test_a_model_that_cannot_be_divided_is_refused = kit.refuses(
+  NOT_DIVIDED,
+  lambda change: kit.tiny(durations={**DIVIDED, **change}), longest=600,
+)

@@ -5,13 +5,11 @@ import shutil
 import sys
 
 import kit
-import numpy as np
 import pytest
 
 from asgd import base, experiment
-from asgd.experiment import folder, loop, replay, report, schema
+from asgd.experiment import folder, replay, report, schema
 from asgd.experiment.machine import Machine
-from asgd.experiment.progress import Silent
 from asgd.experiment.signals import Stopped
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
@@ -50,22 +48,6 @@ def build(run=None, **config):
   )
 
 
-def train(exp, workdir, **options):
-  (cell,) = exp.cells
-  return loop.train(exp, cell, workdir, bar=Silent(), **options)
-
-
-class Once:
-  """A signal that comes at the second look."""
-
-  looks = 0
-
-  @property
-  def received(self):
-    self.looks += 1
-    return 15 if self.looks == 2 else 0
-
-
 class AtRows:
   """A signal that comes once a journal has so many rows."""
 
@@ -79,7 +61,7 @@ class AtRows:
 
 def test_it_trains_and_learns(tmp_path):
   exp = build()
-  result = train(exp, tmp_path)
+  result = kit.train(exp, tmp_path).result
   assert result["messages"] == result["updates"] == result["hops"] == 60
   assert result["staleness_max"] == 0
   first, *_, last = folder.read_rows(tmp_path / "cells" / "run-n3-s0")
@@ -91,21 +73,15 @@ def test_it_trains_and_learns(tmp_path):
 
 def test_a_walk_of_one_worker_is_gradient_descent():
   exp = build(workers=(1,), examples=4 * 10)
-  kept = []
-  train(exp, None, ended=lambda *what: kept.extend(what))
-  ours = kept[1]
-  exp = build({"recipe": "asgd"}, workers=(1,), examples=4 * 10)
-  kept.clear()
-  train(exp, None, ended=lambda *what: kept.extend(what))
-  for mine, theirs in zip(ours.values(), kept[1].values(), strict=True):
-    np.testing.assert_allclose(mine, theirs, rtol=1e-5)
+  plain = build({"recipe": "asgd"}, workers=(1,), examples=4 * 10)
+  kit.close(kit.train(exp).params, kit.train(plain).params, rtol=1e-5, atol=0)
 
 
 def test_it_is_stopped_and_goes_on_to_the_same(tmp_path):
-  whole = train(build(), tmp_path / "whole")
+  whole = kit.train(build()).result
   with pytest.raises(Stopped):
-    train(build(), tmp_path / "parts", signals=Once())
-  resumed = train(build(), tmp_path / "parts")
+    kit.train(build(), tmp_path, signals=kit.AfterLooks(1))
+  resumed = kit.train(build(), tmp_path).result
   same = ("params_sha256", "simulated_time", "hops")
   assert [resumed[key] for key in same] == [whole[key] for key in same]
 
@@ -114,17 +90,17 @@ def test_it_is_stopped_and_goes_on_to_the_same(tmp_path):
 def test_in_threads_it_is_killed_stopped_and_goes_on_to_the_same(
   tmp_path, checkpoint
 ):
-  whole = train(build(), tmp_path / "whole")
+  whole = kit.train(build()).result
   faults = [Fault(1, 2, "kill"), Fault(0, 4, "slow", 2.0)]  # jobs 7 and 12
   machine = Machine(faults=faults, grace_seconds=60.0)
   out = tmp_path / "threads"
   place = out / "cells" / "run-n3-s0"
   with pytest.raises(Stopped):
     exp = build(engine="threads")
-    train(exp, out, machine=machine, signals=AtRows(place, 26))
+    kit.train(exp, out, machine=machine, signals=AtRows(place, 26))
   if not checkpoint:
     shutil.rmtree(place / "checkpoints")
-  result = train(build(engine="threads"), out)
+  result = kit.train(build(engine="threads"), out).result
   assert result["hops"] == whole["hops"]
   assert result["params_sha256"] == whole["params_sha256"]
   assert result["replaced"] == {"worker": 1}

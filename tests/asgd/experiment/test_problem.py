@@ -4,7 +4,6 @@ Configs of sentences that were trained before are in asgd/data/test_sentences.
 """
 
 import jax
-import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
@@ -34,20 +33,14 @@ KINDS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_kind_of_data_gives_a_problem_with_gradients(kind):
+def test_each_kind_of_data_gives_a_problem_that_begins_near_guessing(kind):
   dataset, loaded = load(*KINDS[kind], batch_size=4, evaluation_examples=8)
-  key = jax.random.key(0)
-  params = jax.jit(loaded.init)(key)
+  params = jax.jit(loaded.init)(jax.random.key(0))
   batch = loaded.batches(0, 2)(1, 3)
   assert {len(leaf) for leaf in jax.tree.leaves(batch)} == {4}
-  differentiate = jax.jit(jax.value_and_grad(loaded.loss, has_aux=True))
-  (loss, _), gradient = differentiate(params, batch, key)
-  # Before training, not far from guessing.
-  assert 0.5 < float(loss) / np.log(dataset.classes) < 2
-  assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(gradient))
   evaluation = loaded.evaluate(params)
+  assert 0.5 < float(evaluation.loss) / np.log(dataset.classes) < 2
   assert 0 <= evaluation.accuracy <= 1
   assert loaded.pieces is not None
 
@@ -115,11 +108,10 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize(("data", "model", "message"), MISTAKES)
-def test_a_model_that_does_not_fit_is_told(data, model, message):
-  with pytest.raises(ValueError, match=message) as caught:
-    load(data, model)
-  assert "\n" not in str(caught.value)
+test_a_model_that_does_not_fit_is_told = kit.refuses(
+  [((a, b), why) for a, b, why in MISTAKES],
+  lambda value: load(*value), longest=700,
+)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,6 @@ def cell(trained, tmp_path):
   return shutil.copytree(trained[0], tmp_path / "cells" / trained[0].name)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CELLS)
 def test_a_cell_is_replayed_to_the_bit(name, tmp_path):
   settings = {"examples": 576, **CELLS[name]}

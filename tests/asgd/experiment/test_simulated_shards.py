@@ -1,7 +1,6 @@
 """Simulated servers in shards that are out of step: replayed and resumed."""
 
 import kit
-import pytest
 
 import asgd
 from asgd import base
@@ -35,18 +34,16 @@ def test_shards_out_of_step_are_replayed_and_resumed_to_the_bit(tmp_path):
   assert storage.digest(records[0]) == storage.digest(records[1])
 
 
-@pytest.mark.parametrize(
-  ("settings", "why"),
-  [
-    ({"server": {"delays": "gamma"}}, "delays is for shards that are out of"),
-    ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
-    ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
-    ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
-    ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
-     "a works in rounds, of which shards with an order of their own"),
-  ],
+MISTAKES = (
+  ({"server": {"delays": "gamma"}}, "delays is for shards that are out of"),
+  ({"server": {**OUT, "delays": {"name": "gama"}}}, "did you mean 'gamma'"),
+  ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
+  ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
+  ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
+   "a works in rounds, of which shards with an order of their own"),
 )
-def test_what_does_not_fit_is_refused(settings, why):
-  with pytest.raises(ValueError, match=why):
-    exp = kit.tiny(**settings)
-    exp.plan(exp.cells[0])
+
+
+test_what_does_not_fit_is_refused = kit.refuses(
+  MISTAKES, lambda settings: kit.tiny(**settings)
+)

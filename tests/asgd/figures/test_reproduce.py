@@ -34,8 +34,7 @@ def reproduced(task, workdir):
   )
 
 
-@pytest.mark.slow
-def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys):
+def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
   path = FIGURES / "delayed_edge.py"
   task = reproduce.load(path, experiment.ENGINES, quick=True)
   place = reproduced(task, tmp_path / "out")
@@ -57,6 +56,7 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys):
   assert len(boards) == len(results) / 5  # of seeds
   written = [path.stat().st_mtime_ns for path in results[1:]]
   shutil.rmtree(results[0].parent)
+  monkeypatch.setattr(reproduce.drawing, "draw", lambda *_: None)
   assert reproduced(task, place) == place
   assert [path.stat().st_mtime_ns for path in results[1:]] == written
   again = json.loads((place / "delayed_edge.json").read_text())
@@ -122,14 +122,12 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     ("x =", "SyntaxError"),
     ("get_config = dict", "has no get_figure"),
     ("get_config = get_figure = dict", "names no run"),
-    (
-      "def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
-      "def get_figure():\n"
-      "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
-      "  claims = [dict(bound, of='a', above='x')]\n"
-      "  return dict(title='t', paper='p', about='a', claims=claims)",
-      "claim 'c' of kind 'bound': above must be a number",
-    ),
+    ("def get_config(): return {'runs': {'a': {'recipe': 'asgd'}}}\n"
+     "def get_figure():\n"
+     "  bound = dict(name='c', says='s', kind='bound', column='gap_mean')\n"
+     "  claims = [dict(bound, of='a', above='x')]\n"
+     "  return dict(title='t', paper='p', about='a', claims=claims)",
+     "claim 'c' of kind 'bound': above must be a number"),
     ("import sys; sys.exit('bye')", r"ended the program \(status 'bye'\)"),
     ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):

@@ -38,7 +38,6 @@ class NoUpdates(Silent):
     raise AssertionError(f"{cell.name} is trained again")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FIGURES)
 def test_each_run_trains_at_the_tiny_size_and_is_judged(
   name, tmp_path, monkeypatch
@@ -59,10 +58,3 @@ def test_each_run_trains_at_the_tiny_size_and_is_judged(
   before = tiny.written(place)
   reproduce.train(task, ENGINES, bar=lambda messages: NoUpdates(), **options)
   assert tiny.written(place) == before
-
-
-@pytest.mark.parametrize("name", FIGURES)
-def test_an_unknown_variant_is_refused(name):
-  get_config = runpy.run_path(str(FIGURES[name]))["get_config"]
-  with pytest.raises(ValueError, match="unknown variant 'tin'; known: tiny"):
-    get_config("tin")

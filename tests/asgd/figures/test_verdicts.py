@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import kit
 import numpy as np
 import pytest
 
@@ -193,53 +194,50 @@ PANEL = {
 KNOWN = {"title": "t", "source": "s", "points": [(4, 0.25)]}
 
 
-@pytest.mark.parametrize(
-  ("claims", "message"),
-  [
-    ([], "has no claims"),
-    ([BOUND | {"of": "ab@4"}], "claim 'c', of: unknown run 'ab'; did you mean"),
-    ([BOUND | {"of": "a@5"}], "has no cells with '5' workers; it has 4, 8"),
-    ([BOUND | {"of": "a"}], "has several numbers of workers; write a@N"),
-    ([BOUND | {"column": "test_acuracy"}], "did you mean 'test_accuracy'"),
-    ([BOUND | {"statistic": "z"}], "unknown statistic of claim 'c': 'z'"),
-    ([BOUND | {"kind": "boud"}], "did you mean 'bound'"),
-    ([BOUND | {"abov": 1}], "has no key 'abov'; did you mean 'above'"),
-    ([claim("bound", of="a@4")], "needs 'above' or 'below'"),
-    ([claim("ratio", of="a@4", above=1)], "of kind 'ratio' needs 'to'"),
-    ([BOUND | {"below": -1.0}], "above 0.0 is not below -1.0"),
-    ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
-    ([BOUND, BOUND], "two claims have the name 'c'"),
-    ([BOUND | {"says": ""}], "claim 'c': says must be a text, not ''"),
-    ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "pairs ("),
-    ([BOUND | {"above": math.nan}], "above must be a number from"),
-    ([BOUND | {"above": None}], "leave it out for no bound"),
-    ([BOUND | {"note": 5}], "claim 'c': note must be a text"),
-    ([BOUND | {"kind": ["bound"]}], "claim 'c': kind must be a text"),
-    *(
-      ([BOUND | {"of": of}], "of must be a cell, or a list of cells")
-      for of in ([[]], [], 3, None, [[["a@4"]]], {"a@4": 1})
-    ),
-    ([STEPS | {"runs": ["a@4"]}], "runs must be two cells or groups"),
-    ([STEPS | {"runs": "a"}], "runs must be two cells or groups"),
-    ([STEPS | {"by": "x"}], "by must be a number from 0"),
-    ([STEPS | {"by": math.nan}], "by must be a number from 0"),
-    ([STEPS | {"kind": "monotone", "runs": "one"}], "'one' is one cell"),
-    ([STEPS | {"kind": "monotone", "runs": "a@4"}], "unknown run"),
-    ([claim("ratio", of="a@4", to="zz", above=1)], "'c', to: unknown run 'zz'"),
-    ([claim("ratio", of="a@4", to="one", above=0)], "a number above 0"),
-    ([CROSSES | {"level": math.nan}], "level must be a number"),
-    ([CROSSES | {"level": "k"}], "level must be a number"),
-    ([CROSSES | {"runs": [("a@4", "x"), ("a@8", 1)]}], "x must be a number"),
-    ([CROSSES | {"runs": [("a@4", 1), ("a@8", 1)]}], "each at another x"),
-    ([CROSSES | {"runs": 7}], "runs must be a list of pairs (cell, x)"),
-    (["c"], "claim 0 must be a dict, not 'c'"),
-  ],
+MISTAKES = (
+  ([], "has no claims"),
+  ([BOUND | {"of": "ab@4"}], "claim 'c', of: unknown run 'ab'; did you mean"),
+  ([BOUND | {"of": "a@5"}], "has no cells with '5' workers; it has 4, 8"),
+  ([BOUND | {"of": "a"}], "has several numbers of workers; write a@N"),
+  ([BOUND | {"column": "test_acuracy"}], "did you mean 'test_accuracy'"),
+  ([BOUND | {"statistic": "z"}], "unknown statistic of claim 'c': 'z'"),
+  ([BOUND | {"kind": "boud"}], "did you mean 'bound'"),
+  ([BOUND | {"abov": 1}], "has no key 'abov'; did you mean 'above'"),
+  ([claim("bound", of="a@4")], "needs 'above' or 'below'"),
+  ([claim("ratio", of="a@4", above=1)], "of kind 'ratio' needs 'to'"),
+  ([BOUND | {"below": -1.0}], "above 0.0 is not below -1.0"),
+  ([claim("ordering", runs=["a@4", "a@8"])], "needs 'order', rises or falls"),
+  ([BOUND, BOUND], "two claims have the name 'c'"),
+  ([BOUND | {"says": ""}], "claim 'c': says must be a text, not ''"),
+  ([claim("threshold", runs=["a@4", "a@8"], level=1, above=0)], "pairs ("),
+  ([BOUND | {"above": math.nan}], "above must be a number from"),
+  ([BOUND | {"above": None}], "leave it out for no bound"),
+  ([BOUND | {"note": 5}], "claim 'c': note must be a text"),
+  ([BOUND | {"kind": ["bound"]}], "claim 'c': kind must be a text"),
+  *(
+    ([BOUND | {"of": of}], "of must be a cell, or a list of cells")
+    for of in ([[]], [], 3, None, [[["a@4"]]], {"a@4": 1})
+  ),
+  ([STEPS | {"runs": ["a@4"]}], "runs must be two cells or groups"),
+  ([STEPS | {"runs": "a"}], "runs must be two cells or groups"),
+  ([STEPS | {"by": "x"}], "by must be a number from 0"),
+  ([STEPS | {"by": math.nan}], "by must be a number from 0"),
+  ([STEPS | {"kind": "monotone", "runs": "one"}], "'one' is one cell"),
+  ([STEPS | {"kind": "monotone", "runs": "a@4"}], "unknown run"),
+  ([claim("ratio", of="a@4", to="zz", above=1)], "'c', to: unknown run 'zz'"),
+  ([claim("ratio", of="a@4", to="one", above=0)], "a number above 0"),
+  ([CROSSES | {"level": math.nan}], "level must be a number"),
+  ([CROSSES | {"level": "k"}], "level must be a number"),
+  ([CROSSES | {"runs": [("a@4", "x"), ("a@8", 1)]}], "x must be a number"),
+  ([CROSSES | {"runs": [("a@4", 1), ("a@8", 1)]}], "each at another x"),
+  ([CROSSES | {"runs": 7}], "runs must be a list of pairs (cell, x)"),
+  (["c"], "claim 0 must be a dict, not 'c'"),
 )
-def test_a_mistake_is_named(claims, message):
-  with pytest.raises(ValueError, match=".") as error:
-    figure(*claims)
-  assert message in str(error.value)
-  assert len(str(error.value)) < 600
+
+
+test_a_mistake_is_named = kit.refuses(
+  MISTAKES, lambda claims: figure(*claims), plain=True, longest=600
+)
 
 
 def test_a_ratio_is_of_positive_numbers():
@@ -252,47 +250,44 @@ def test_a_ratio_is_of_positive_numbers():
     assert "5 of 5 seeds have no value" in said.parts[0].why
 
 
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"minus": "zz"}, "panel 'p', minus: unknown run 'zz'"),
-    ({"minus": "a"}, "panel 'p', minus: run 'a' has several"),
-    ({"scale": "x"}, "panel 'p': scale must be a finite number"),
-    ({"ylim": 5}, "panel 'p': ylim must be a pair"),
-    ({"ylim": (2, 1)}, "panel 'p': ylim must be a pair"),
-    ({"xlog": True, "series": {"A": [(0, "a@4")]}}, "xlog takes no x of 0"),
-    ({"series": {"A": [(math.nan, "a@4")]}}, "x must be a number"),
-    ({"series": {"A": [1, 2]}}, "A must be pairs (x, cell), not 1"),
-    ({"series": [(1, "a@4")]}, "panel 'p': series must be a dict"),
-    ({"series": {"A": [(4, "a")]}}, "series 'A': run 'a' has several"),
-    ({"published": [{"title": "t", "source": "s"}]}, "needs 'points'"),
-    ({"published": [KNOWN | {"points": []}]}, "points must be a list"),
-    ({"published": [KNOWN | {"points": [(1, "y")]}]}, "y must be a number"),
-    ({"published": [KNOWN | {"of": "B"}]}, "unknown of, in published 't'"),
-    ({"published": [KNOWN | {"line": "x"}]}, "line must be one of"),
-    ({"title": 5}, "panel 0: title must be a text"),
-  ],
+PANELS = (
+  ({"minus": "zz"}, "panel 'p', minus: unknown run 'zz'"),
+  ({"minus": "a"}, "panel 'p', minus: run 'a' has several"),
+  ({"scale": "x"}, "panel 'p': scale must be a finite number"),
+  ({"ylim": 5}, "panel 'p': ylim must be a pair"),
+  ({"ylim": (2, 1)}, "panel 'p': ylim must be a pair"),
+  ({"xlog": True, "series": {"A": [(0, "a@4")]}}, "xlog takes no x of 0"),
+  ({"series": {"A": [(math.nan, "a@4")]}}, "x must be a number"),
+  ({"series": {"A": [1, 2]}}, "A must be pairs (x, cell), not 1"),
+  ({"series": [(1, "a@4")]}, "panel 'p': series must be a dict"),
+  ({"series": {"A": [(4, "a")]}}, "series 'A': run 'a' has several"),
+  ({"published": [{"title": "t", "source": "s"}]}, "needs 'points'"),
+  ({"published": [KNOWN | {"points": []}]}, "points must be a list"),
+  ({"published": [KNOWN | {"points": [(1, "y")]}]}, "y must be a number"),
+  ({"published": [KNOWN | {"of": "B"}]}, "unknown of, in published 't'"),
+  ({"published": [KNOWN | {"line": "x"}]}, "line must be one of"),
+  ({"title": 5}, "panel 0: title must be a text"),
 )
-def test_a_panel_that_cannot_be_drawn_is_named(fields, message):
-  with pytest.raises(ValueError, match=".") as error:
-    figure(BOUND, panels=[PANEL | fields])
-  assert message in str(error.value)
 
 
-@pytest.mark.parametrize(
-  ("fields", "message"),
-  [
-    ({"tuned": 5}, "tuned must be a text"),
-    ({"turns": "no"}, "turns must be True or False"),
-    ({"quick": "x"}, "quick must be a dict"),
-    ({"columns": [1]}, "columns must be a dict"),
-    ({"claims": 5}, "claims must be a list"),
-    ({"panels": [PANEL, PANEL]}, "two panels have the name 'p'"),
-  ],
+test_a_panel_that_cannot_be_drawn_is_named = kit.refuses(
+  PANELS, lambda fields: figure(BOUND, panels=[PANEL | fields]), plain=True
 )
-def test_a_field_of_the_figure_is_named(fields, message):
-  with pytest.raises(ValueError, match=message):
-    figure(BOUND, **fields)
+
+
+FIELDS = (
+  ({"tuned": 5}, "tuned must be a text"),
+  ({"turns": "no"}, "turns must be True or False"),
+  ({"quick": "x"}, "quick must be a dict"),
+  ({"columns": [1]}, "columns must be a dict"),
+  ({"claims": 5}, "claims must be a list"),
+  ({"panels": [PANEL, PANEL]}, "two panels have the name 'p'"),
+)
+
+
+test_a_field_of_the_figure_is_named = kit.refuses(
+  FIELDS, lambda fields: figure(BOUND, **fields)
+)
 
 
 def test_numbers_of_numpy_are_numbers_and_texts_one_line():
@@ -308,32 +303,28 @@ UNTIL = {"kind": "until", "column": "test_accuracy"}
 FIRST = {"kind": "first", "column": "test_accuracy"}
 
 
-@pytest.mark.parametrize(
-  ("made", "message"),
-  [
-    ({"kind": "reech"}, "did you mean 'reach'"),
-    ({"kind": "reach"}, "column 'x' needs 'loss'"),
-    ({"kind": "until", "column": "test_loss"}, "needs 'below' or 'above'"),
-    (UNTIL | {"below": 0.1, "above": 0.2}, "and not both"),
-    ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
-    ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
-    (
-      {"kind": "quotient", "of": "nope", "by": "messages"},
-      "column 'x': unknown of: 'nope'",
-    ),
-    ({"kind": "reach", "los": 1}, "has no key 'los'"),
-    ({"kind": "reach", "loss": "x"}, "loss must be a number"),
-    ({"kind": "reach", "loss": math.nan}, "loss must be a number"),
-    *(
-      (CHANGE | {"since": since}, "column 'x': since must be a number from 0")
-      for since in (1.0, 7, -0.5, "x", math.nan)
-    ),
-    (FIRST | {"below": "x"}, "below must be a number"),
-    (FIRST | {"below": 0.1, "above": 0.2}, "and not both"),
-    (5, "unknown kind of column 'x': 5"),
-  ],
+COLUMNS = (
+  ({"kind": "reech"}, "did you mean 'reach'"),
+  ({"kind": "reach"}, "column 'x' needs 'loss'"),
+  ({"kind": "until", "column": "test_loss"}, "needs 'below' or 'above'"),
+  (UNTIL | {"below": 0.1, "above": 0.2}, "and not both"),
+  ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
+  ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
+  ({"kind": "quotient", "of": "nope", "by": "messages"},
+   "column 'x': unknown of: 'nope'"),
+  ({"kind": "reach", "los": 1}, "has no key 'los'"),
+  ({"kind": "reach", "loss": "x"}, "loss must be a number"),
+  ({"kind": "reach", "loss": math.nan}, "loss must be a number"),
+  *(
+    (CHANGE | {"since": since}, "column 'x': since must be a number from 0")
+    for since in (1.0, 7, -0.5, "x", math.nan)
+  ),
+  (FIRST | {"below": "x"}, "below must be a number"),
+  (FIRST | {"below": 0.1, "above": 0.2}, "and not both"),
+  (5, "unknown kind of column 'x': 5"),
 )
-def test_a_column_that_cannot_be_made_is_named(made, message):
-  with pytest.raises(ValueError, match=".") as error:
-    figure(BOUND, columns={"x": made})
-  assert message in str(error.value)
+
+
+test_a_column_that_cannot_be_made_is_named = kit.refuses(
+  COLUMNS, lambda made: figure(BOUND, columns={"x": made}), plain=True
+)

@@ -1,16 +1,16 @@
 """CHOCO-SGD against its paper (Koloskova, Stich, Jaggi, ICML 2019)."""
 
-import functools
 import itertools
 
 import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
+import peer_kit
 import pytest
 
 import asgd
-from asgd import base, compression, simulator
+from asgd import compression
 from asgd.gossip import rules, topologies
 from asgd.orders import durations
 
@@ -32,27 +32,17 @@ def linear(params, batch):
   return jnp.sum(params * batch)
 
 
-@functools.cache
-def compiled(recipe, loss):
-  """Returns the peer and the worker of a recipe, which are compiled once."""
-  return recipe.peer(), recipe.make_worker(loss)
-
-
 def states(recipe, loss, batch, rounds, topology=None):
   """Yields the states of all peers after each round, perhaps on another
   topology than the recipe's; all begin at 0."""
   how = recipe.gossip
   how = how._replace(topology=topology or how.topology)
   trace = how.trace(durations.constant(), messages=rounds * N)
-  peers = simulator.Peers(
-    *(how, *compiled(recipe, loss), np.zeros_like(batch(0, 0)), trace),
-    batch=batch,
-    root=jax.random.key(0),
-  )
-  mixes = np.flatnonzero(trace.action == base.MIX)
-  for end in mixes[N - 1 :: N].tolist():
-    peers.run(end + 1)
-    yield list(peers.states)
+  start = np.zeros_like(batch(0, 0))
+  peers = peer_kit.peers(recipe, trace, start, loss, batch, how=how)
+  for end in peer_kit.ends_of_rounds(trace, N):
+    peers.run(end)
+    yield peers.states
 
 
 def params_after(*args):

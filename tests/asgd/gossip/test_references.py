@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
+import peer_kit
 import pytest
 
 import asgd
-from asgd import base, simulator
-from asgd.gossip import peer as peer_lib
+from asgd import base
 from asgd.gossip import topologies
 from asgd.orders import durations
 from asgd.orders import trace as trace_lib
@@ -33,23 +33,16 @@ def averaging(recipe, starts, rounds):
   trace = recipe.gossip.trace(
     durations.constant(), messages=rounds * recipe.workers
   )
-  peers = simulator.Peers(
-    *(recipe.gossip, recipe.peer(), recipe.make_worker(still)),
-    *(np.zeros_like(starts[0]), trace),
-    batch=lambda worker, job: np.zeros_like(starts[0]),
-    root=jax.random.key(0),
-  )
-  for peer, start in zip(peers.peers, starts, strict=True):
-    peer.state = peer_lib.with_params(peer.state, jnp.asarray(start))
-  return peers, trace
+  start = np.zeros_like(starts[0])
+  batch = lambda worker, job: start  # noqa: E731
+  return peer_kit.peers(recipe, trace, start, still, batch, starts), trace
 
 
 def after_rounds(recipe, starts, rounds):
   """Yields the parameters of all peers after each round."""
   peers, trace = averaging(recipe, starts, rounds)
-  n = recipe.workers
-  for end in np.flatnonzero(trace.action == base.MIX)[n - 1 :: n].tolist():
-    peers.run(end + 1)
+  for end in peer_kit.ends_of_rounds(trace, recipe.workers):
+    peers.run(end)
     yield np.stack([state.server.params for state in peers.states])
 
 

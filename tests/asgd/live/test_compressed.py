@@ -2,8 +2,6 @@
 says, whoever is killed and whatever is damaged."""
 
 import contextlib
-import functools
-import threading
 import time
 
 import coding
@@ -16,13 +14,14 @@ from asgd import base, compression, sharding, simulator, wire
 from asgd.live.deadlines import Ladder
 from asgd.live.duty import Duty
 from asgd.live.faults import Fault
+from asgd.live.hosts.site import Site
 from asgd.live.hosts.threads import ThreadHosts
+from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import read_records, records_path
 from asgd.live.server import cluster as clusters
-from asgd.live.server.threads import ThreadMakers
-from asgd.live.setup import Setup, slot_counts
-from asgd.live.shard import ShardStorage
-from asgd.live.slots import MESSAGES, UPDATES, SharedMemory
+from asgd.live.server.makers import ServerMakers
+from asgd.live.setup import Setup
+from asgd.live.slots import MESSAGES, UPDATES
 from asgd.orders.protocol import Rules
 from asgd.orders.trace import from_events
 
@@ -35,6 +34,23 @@ def threshold():
 
 
 PARAMS = {name: np.zeros((4, 6), np.float32) for name in "abc"}
+
+
+class TellingSite(Site):
+  """A site whose memories tell what is written to them."""
+
+  told = staticmethod(lambda index, memory, kind, slot, tree, stamp: None)
+
+  def open_memory(self, index, *like):
+    memory = super().open_memory(index, *like)
+    write = memory.write
+
+    def write_and_tell(*args):
+      write(*args)
+      self.told(index, memory, *args)
+
+    memory.write = write_and_tell
+    return memory
 
 
 class Run:
@@ -64,36 +80,28 @@ class Run:
       self.server, self.worker, keeps_messages=True
     )
     duty = Duty(
-      *(steps.work, self.worker.init, self.batch, coding.ROOT, params, plan),
+      *(steps.work, self.worker.init, coding.batch, coding.ROOT, params, plan),
       consistent=self.setup.consistent,
       codec=codec,
       codec_down=down,
     )
     parts = [params] if plan is None else sharding.split(plan, params)
-    states = [simulator.start(self.server, part) for part in parts]
-    self.memories = [
-      SharedMemory(folder / f"shard-{i}", slot_counts(self.setup), (*like, s))
-      for i, (like, s) in enumerate(zip(duty.shares(), states, strict=True))
-    ]
-    stores = [
-      ShardStorage.open(folder, i, memory)
-      for i, memory in enumerate(self.memories)
-    ]
-    self.news, self.before = [], {}  # job -> what happens before it
+    self.news = []
     duty.warm_up_all(WORKERS)
-    self.makers = ThreadMakers(
-      self.setup, steps, states, stores, faults=faults, patience=0.2
+    began = time.monotonic()
+    self.site = TellingSite(self.setup, str(folder), str(folder), began)
+    self.makers = ServerMakers(
+      *(self.site, lambda: self.server, parts),
+      steps=steps,
+      faults=faults,
+      patience=0.2,
     )
-    self.hosts = ThreadHosts(began=time.monotonic())
+    self.hosts = ThreadHosts(began=began)
     self.cluster = clusters.ServerCluster(
       self.setup, plan, self.hosts, self.makers, lambda: duty
     )
 
-  def batch(self, worker, job):
-    self.before.pop(job, lambda: None)()
-    return coding.batch(worker, job)
-
-  def drive(self, look=lambda: None):
+  def drive(self):
     end = time.monotonic() + LONG
     self.cluster.start()
     while True:
@@ -101,33 +109,29 @@ class Run:
       self.news += [line for each in status or () for line in each["news"]]
       if self.cluster.finished:
         return
-      look()
       self.cluster.check()
       assert time.monotonic() < end, "the run did not finish"
       time.sleep(0.01)
 
+  def journal(self, index):
+    return read_journal(journal_path(self.folder, index))
+
   @property
   def events(self):
-    return self.makers.stores[0].journal.events()
-
-  def kill_shard(self, index):
-    self.hosts.kill("shard", index)
-    told = f"shard {index} died; another takes over"
-    assert told in self.cluster.check()
+    return self.journal(0)
 
   def shard(self, index):
-    queue = self.makers.queues[index]
-    return queue and queue.shard
+    return self.hosts._hosts["shard", index]._held.server.shard
 
   def flush(self, index):
-    queue = self.makers.queues[index]
-    queue.submit(lambda shard: shard.state.messages.flush()).result()
+    party = self.hosts._hosts["shard", index]._held
+    party.ask(lambda shard: shard.state.messages.flush()).result()
 
   def check(self):
     """Every job was received once, and the replay has the same bits."""
-    journals = [store.journal.events() for store in self.makers.stores]
-    traces = [from_events(events) for events in journals]
-    live = [queue.shard.state.server for queue in self.makers.queues]
+    shards = range(self.setup.shards)
+    traces = [from_events(self.journal(index)) for index in shards]
+    live = [self.shard(index).state.server for index in shards]
     data = dict(batch=coding.batch, root=coding.ROOT)
     if self.plan is None:
       host = simulator.make_host(
@@ -206,51 +210,23 @@ def test_what_a_killed_worker_had_kept_is_lost_and_said(tmp_path):
   assert (after[:1] < lost).all()
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_shard_comes_back_from_its_journal_and_slots(tmp_path, index):
-  with live(tmp_path, shards=2, consistent=True) as run:
-    kills = []
-
-    def look():
-      lead = run.shard(0)
-      if lead and lead.state.messages.count > 10 and not kills:
-        kills.append(run.kill_shard(index))
-
-    run.before[13] = functools.partial(time.sleep, 0.2)
-    run.drive(look)
-    run.check()
-  assert kills
-
-
-def spoil(memory, slot):
-  memory._slots[MESSAGES][slot][30] ^= 1
-
-
-@pytest.mark.parametrize(
-  ("shards", "consistent", "index"),
-  [(1, False, 0), (2, False, 1), (2, True, 0), (2, True, 1)],
-)
+@pytest.mark.parametrize(("shards", "index"), [(1, 0), (2, 1)])
 def test_a_damaged_packet_is_refused_and_its_job_done_again(
-  tmp_path, shards, consistent, index
+  tmp_path, shards, index
 ):
-  with live(tmp_path, shards=shards, consistent=consistent) as run:
-    memory, write, spoilt = run.memories[index], run.memories[index].write, []
+  with live(tmp_path, shards=shards, consistent=shards > 1) as run:
+    spoilt = []
 
-    def damage(kind, slot, tree, stamp):
-      write(kind, slot, tree, stamp)
-      if kind == MESSAGES and len(spoilt) == 0:
+    def damage(shard, memory, kind, slot, *rest):
+      if (shard, kind) == (index, MESSAGES) and not spoilt:
         spoilt.append(slot)
-        spoil(memory, slot)
+        memory._slots[MESSAGES][slot][30] ^= 1
 
-    memory.write = damage
+    run.site.told = damage
     run.drive()
-    if not consistent and shards > 1:
-      jobs = [e.action for e in run.makers.stores[1].journal.events()]
-      assert jobs.count(base.REJECT) == 1
-    else:
-      run.check()
-      actions = [event.action for event in run.events]
-      assert actions.count(base.REJECT) == 1
+    run.check()
+    actions = [event.action for event in run.events]
+  assert actions.count(base.REJECT) == 1
   refused = [line for line in run.news if "is refused" in line]
   assert len(refused) == 1
   assert "damaged: its CRC-32 is another" in refused[0]
@@ -260,18 +236,16 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
 # Downward: workers are sent packed updates.
 
 
-def updates_of(run, index=0):
+def updates_of(run):
   """Bytes of tickets that are updates, by (worker, seq), as they were written
   to slots."""
-  memory, written = run.memories[index], {}
-  write = memory.write
+  written = {}
 
-  def count(kind, slot, tree, stamp):
-    write(kind, slot, tree, stamp)
+  def count(shard, memory, kind, slot, tree, stamp):
     if kind == UPDATES and stamp >> 40:  # or they lie beside a snapshot
       written[(stamp >> 40) - 1, stamp & 2**40 - 1] = memory.length(kind, slot)
 
-  memory.write = count
+  run.site.told = count
   return written
 
 
@@ -298,38 +272,16 @@ def test_bytes_down_are_those_in_slots_and_who_is_new_gets_the_parameters(
   assert max(written.values()) < dense
 
 
-@pytest.mark.parametrize("log", [0, 8])
-def test_a_shard_that_comes_back_goes_on_with_its_updates(tmp_path, log):
-  gate, options = threading.Event(), dict(down=threshold(), log=log)
-  with live(tmp_path, shards=2, snapshot_seconds=LONG, **options) as run:
-
-    def look():
-      shard = run.shard(1)
-      if shard and shard.state.messages.count > 10 and not gate.is_set():
-        run.kill_shard(1)
-        gate.set()
-
-    run.before[13] = functools.partial(gate.wait, LONG)
-    run.drive(look)
-    for index in range(2):
-      run.flush(index)
-    if log:
-      run.check()
-    rows = [e.action for e in run.makers.stores[1].journal.events()]
-  assert (base.ROLLBACK in rows) == (not log)
-
-
 def test_damaged_updates_are_refused_and_their_worker_begins_anew(tmp_path):
   with live(tmp_path, down=threshold()) as run:
-    memory, write, spoilt = run.memories[0], run.memories[0].write, []
+    spoilt = []
 
-    def damage(kind, slot, tree, stamp):
-      write(kind, slot, tree, stamp)
+    def damage(shard, memory, kind, slot, tree, stamp):
       if kind == UPDATES and len(tree) and not spoilt:
         spoilt.append(slot)
         memory._slots[UPDATES][slot][30] ^= 1
 
-    memory.write = damage
+    run.site.told = damage
     run.drive()
     run.check()
     actions = [event.action for event in run.events]

@@ -2,14 +2,17 @@
 
 import math
 import sys
+import threading
+import time
 import types
+from concurrent import futures
 
 import pytest
 
 from asgd.live.faults import Fault
 from asgd.live.hosts import Inside
 from asgd.live.links import notes
-from asgd.live.server.reachable_shard import ReachableShard
+from asgd.live.server.hosted_shard import HostedShard
 from asgd.live.spans import Span, read_spans, spans_path
 
 AHEAD = 1000.0  # of the lead's clock, that of the worker
@@ -34,7 +37,7 @@ class World:
 
   def __init__(self, run):
     self.now = 1.0  # by the lead's clock
-    self.run, self.slow = run, False
+    self.run = run
     self.leads = [self.lead()]
     self.calls = []
 
@@ -42,7 +45,8 @@ class World:
     inside = Inside(
       lambda: None, lambda seconds: None, lambda: self.now
     )
-    return ReachableShard(inside, None, self.run)
+    server = types.SimpleNamespace(serve=None)
+    return HostedShard(inside, server, self.run)
 
   def find(self):
     if not self.leads:
@@ -72,9 +76,6 @@ class World:
       return call()
     finally:
       self.wait_for(0.5)
-
-  def wait(self, calls, timeout):
-    return ([], calls) if self.slow else (calls, [])
 
   def wait_for(self, seconds):
     self.now += seconds
@@ -125,32 +126,34 @@ def test_spans_are_written_in_the_time_of_the_lead(world):
 def test_the_clock_is_asked_again_as_time_goes_by(world):
   told = made_notes(world)
   do(told, AHEAD, 0)
+  futures.wait(told._sent)
   world.now += 10.0
   do(told, AHEAD + 20.0, 1)
+  told.close()
   assert world.calls.count("clock") == 6
 
 
 def test_what_a_dying_lead_was_told_is_told_to_the_next(world):
+  tried = threading.Event()
   told = made_notes(world)
-  world.slow = True
+  told._wait = lambda seconds: (tried.set(), time.sleep(0.001))
   do(told, AHEAD, 0)
   world.leads = []
   do(told, AHEAD + 3.0, 1)
-  world.slow = False
-  do(told, AHEAD + 6.0, 2)  # and sees that there is none
-  assert not spans_path(world.run, 2).exists()
+  do(told, AHEAD + 6.0, 2)
+  assert tried.wait(60)
   world.leads = [world.lead()]
   told.close()
   assert written(world) == job(0.0, 0) + job(3.0, 1) + job(6.0, 2)
 
 
-def test_without_a_lead_the_end_is_not_put_off_for_ever(world):
-  told = made_notes(world)
-  world.slow = True
+def test_without_a_lead_the_end_is_not_put_off_for_ever(world, monkeypatch):
+  monkeypatch.setattr(notes, "_LEAVE", 0.01)
+  told, world.leads = made_notes(world), []
+  told._wait = lambda seconds: time.sleep(0.001)
   do(told, AHEAD, 0)
-  world.slow, world.leads, before = False, [], world.now
   told.close()
-  assert 10.0 < world.now - before < 12.0
+  assert not spans_path(world.run, 2).exists()
 
 
 def test_a_fault_is_written_before_it_happens(world):

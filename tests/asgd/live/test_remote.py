@@ -14,7 +14,7 @@ from asgd.live.frames import Frame
 from asgd.live.hosts import Inside
 from asgd.live.links import remote
 from asgd.live.links.base import Disconnected
-from asgd.live.server.reachable_shard import ReachableShard
+from asgd.live.server.hosted_shard import HostedShard
 
 FIRST, OTHER = (0, 0, "a"), (2, 0, "a")  # tokens of sessions
 
@@ -99,6 +99,9 @@ class Server:
     self._shard, self._calls = shard, []
     self._serves = False
 
+  def serve(self):
+    """Nothing: calls are made at once."""
+
   def submit(self, call):
     answer = Future()
     self._calls.append((call, answer))
@@ -118,7 +121,7 @@ class Server:
 def reachable(shard):
   """A shard in a host, without Ray."""
   inside = Inside(lambda: None, lambda seconds: None, lambda: 0.0)
-  return ReachableShard(inside, Server(shard), None)
+  return HostedShard(inside, Server(shard), None)
 
 
 def opened():

@@ -41,6 +41,11 @@ def start(dtype=np.float64):
   }
 
 
+@functools.cache
+def gradient_of(function):
+  return jax.jit(jax.value_and_grad(function))
+
+
 class World:
   """A coordinator, shards and workers that answer at once."""
 
@@ -52,7 +57,7 @@ class World:
     self.shards.put("point", params)
     # Portion p is the function times 3 weights of mean 1.
     self.weights = 0.5, 1.0, 1.5
-    self.gradient = jax.jit(jax.value_and_grad(function))
+    self.gradient = gradient_of(function)
     self.iterates, self.losses = [], {}
 
   def evaluate(self, evaluation):

@@ -19,36 +19,50 @@ FUNCTIONS = {
 }
 
 
-def steps_of(function, options=()):
+@jax.jit
+def evaluate(index, a):
+  """The value and the slope of a function, by its number."""
+  branches = [jax.value_and_grad(function) for function in FUNCTIONS.values()]
+  return jax.lax.switch(index, branches, a)
+
+
+@jax.jit
+def optax_search(index):
+  """(step, steps that were tried) of optax, from 0."""
+  search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
+  value, slope = evaluate(index, 0.0)
+  step, state = search.update(
+    *(jnp.ones(()), search.init(jnp.zeros(())), jnp.zeros(())),
+    value=value,
+    grad=slope,
+    value_fn=lambda a: evaluate(index, a)[0],
+  )
+  return step, state.info.num_linesearch_steps
+
+
+def steps_of(index):
   """The steps that are asked for, and the last advice."""
-  both = jax.value_and_grad(function)
-  value, slope = map(float, both(0.0))
+  value, slope = map(float, evaluate(index, 0.0))
   tried = []
   while True:
-    advice = advise(value, slope, tried, line_search.options_of(dict(options)))
+    advice = advise(value, slope, tried, line_search.options_of({}))
     if advice.done:
-      return [each.step for each in tried], advice
-    tried.append(Tried(advice.step, *map(float, both(advice.step))))
+      return len(tried), advice
+    tried.append(Tried(advice.step, *map(float, evaluate(index, advice.step))))
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_the_step_is_that_of_optax(name):
-  function = FUNCTIONS[name]
+  index = list(FUNCTIONS).index(name)
   with jax.enable_x64(True):
-    search = optax.scale_by_zoom_linesearch(20, initial_guess_strategy="one")
-    value, slope = jax.value_and_grad(function)(0.0)
-    step, state = search.update(
-      *(jnp.ones(()), search.init(jnp.zeros(())), jnp.zeros(())),
-      value=value,
-      grad=slope,
-      value_fn=function,
-    )
-    asked, advice = steps_of(function)
+    value, slope = evaluate(index, 0.0)
+    step, count = optax_search(index)
+    tried, advice = steps_of(index)
     assert advice.found
     np.testing.assert_allclose(advice.step, step, rtol=1e-12)
-    assert len(asked) == state.info.num_linesearch_steps
+    assert tried == count
     # The strong Wolfe conditions, (3.7) of Nocedal and Wright.
-    reached, its_slope = jax.value_and_grad(function)(advice.step)
+    reached, its_slope = evaluate(index, advice.step)
     assert reached <= value + 1e-4 * advice.step * slope
     assert abs(its_slope) <= 0.9 * abs(slope)
 

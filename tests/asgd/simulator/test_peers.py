@@ -1,16 +1,14 @@
 """What peers without a server compute, against what is known of it."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
+import peer_kit
 import pytest
 
 import asgd
 from asgd import base, compression, gossip, orders, simulator, stacking
-from asgd.gossip import peer as peer_lib
 from asgd.gossip import topologies
 from asgd.orders import durations
 from asgd.orders import trace as trace_lib
@@ -37,27 +35,14 @@ def wanted(worker, job):
   return WANTED[worker] + 0.1 * np.cos(job)
 
 
-@functools.cache
-def compiled(recipe, loss):
-  """Returns peer and worker of a recipe, which are compiled once."""
-  return recipe.peer(), recipe.make_worker(loss)
-
-
 def peers(recipe, trace, *, batch=wanted, starts=None, loss=loss):
   """Returns the peers of a recipe before the first row of a trace."""
-  result = simulator.Peers(
-    recipe.gossip,
-    *compiled(recipe, loss),
-    START,
-    trace,
-    batch=stacking.job_batches(batch, recipe.steps),
-    root=ROOT,
-  )
-  for i, start in enumerate(() if starts is None else starts):
-    params = {"w": start[:6].reshape(2, 3), "b": start[6:]}
-    state = peer_lib.with_params(result.states[i], params)
+  rows = () if starts is None else starts
+  trees = [{"w": row[:6].reshape(2, 3), "b": row[6:]} for row in rows]
+  result = peer_kit.peers(recipe, trace, START, loss, batch, trees)
+  for peer, params in zip(result.peers, trees, strict=False):
     own = recipe.gossip.rule.init(params, recipe.gossip.topology.slots)
-    result.peers[i].state = state._replace(own=own)
+    peer.state = peer.state._replace(own=own)
   return result
 
 
@@ -169,15 +154,14 @@ def test_d_psgd_is_its_equation(adapt_first):
 
 
 @pytest.mark.parametrize(
-  ("recipe", "topology"),
+  "recipe",
   [
-    (asgd.sgp(0.1, workers=6, topology="random_digraph"), None),
-    (asgd.sgp(0.1, workers=8, momentum=0.5), None),
+    asgd.sgp(0.1, workers=6, topology="random_digraph"),
+    asgd.sgp(0.1, workers=8, momentum=0.5),
   ],
   ids=["irregular", "one peer"],
 )
-def test_sgp_is_its_equation(recipe, topology):
-  del topology
+def test_sgp_is_its_equation(recipe):
   n, matrices = recipe.workers, recipe.gossip.topology.matrices
   x, w = np.broadcast_to(flat(START), (n, 7)), np.ones((n, 1))
   velocity, momentum = 0.0, 0.5 if n == 8 else 0.0

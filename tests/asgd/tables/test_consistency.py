@@ -393,7 +393,7 @@ def test_an_order_obeyed_again_gives_the_same(world, which):
     assert a.tobytes() == b.tobytes()
 
 
-def straggling(which, bound, jobs=23):
+def straggling(which, bound, jobs=12):
   """The differentials of a cluster, of which one worker takes twice as long
   every now and then: jobs are short, clocks have ten."""
   times = [[1.0] * 9 + [1.5], [1.0] * 9 + [1.5], [1.5] + [1.0] * 9]

@@ -251,7 +251,7 @@ def check_replay(world):
   for mine, theirs in zip(world.records, again.records, strict=True):
     for record, (_, other) in zip(mine, theirs, strict=True):
       for a, b in zip(record, other, strict=True):
-        np.testing.assert_array_equal(a, b)
+        assert np.array_equal(a, b, equal_nan=True)
 
 
 def check_bound(world, bound):

@@ -2,14 +2,15 @@
 
 import threading
 import time
+import types
 from concurrent.futures import Future
 
 import pytest
 from shard_bench import Bench, one
 
-from asgd.live.faults import Fault, Script
+from asgd.live.faults import Script
 from asgd.live.hosts.threads import ThreadHosts
-from asgd.live.links.local import ShardQueue
+from asgd.live.links.sockets import ShardServer
 from asgd.live.server.hosted_shard import ENDED, HostedShard
 from asgd.live.server.hosted_worker import HostedWorker
 from asgd.live.shard import Shard
@@ -23,17 +24,23 @@ def hosts():
   hosts.close()
 
 
-def shard_host(hosts, shard):
-  def make(inside):
-    queue = ShardQueue(0, [None])
-    queue.open(shard, inside.clock)
-    return HostedShard(inside, queue)
+@pytest.fixture
+def start(hosts, tmp_path):
+  """Starts a shard in a host."""
 
-  return hosts.start("shard", 0, make)
+  def start(shard):
+    def make(inside):
+      path = tmp_path / "0.sock"
+      server = ShardServer(shard, path, clock=inside.clock)
+      return HostedShard(inside, server, tmp_path)
+
+    return hosts.start("shard", 0, make)
+
+  return start
 
 
-def test_a_shard_answers_until_it_is_asked_to_end(hosts):
-  host = shard_host(hosts, Bench(one()).lead)
+def test_a_shard_answers_until_it_is_asked_to_end(start):
+  host = start(Bench(one()).lead)
   (status,) = host.call("ask", Shard.status).result()
   assert status["received"] == 0
   run = host.call("run")
@@ -54,9 +61,9 @@ def fail_from_now_on(shard):
 
 
 def test_what_a_call_raises_is_its_answer_and_what_serving_raises_the_runs(
-  hosts,
+  start,
 ):
-  host = shard_host(hosts, Bench(one()).lead)
+  host = start(Bench(one()).lead)
   run = host.call("run")
   with pytest.raises(ValueError, match="no such thing"):
     host.call("ask", fail).result()
@@ -67,14 +74,16 @@ def test_what_a_call_raises_is_its_answer_and_what_serving_raises_the_runs(
   assert host.call("ask", Shard.status).result() is None
 
 
-def test_of_a_shard_that_is_ended_nothing_is_served_once_its_thread_ends(hosts):
+def test_of_a_shard_that_is_ended_nothing_is_served_once_its_thread_ends(
+  hosts, start
+):
   shard = Bench(one()).lead
-  host = shard_host(hosts, shard)
+  host = start(shard)
   host.made.result()
   hosts.kill("shard", 0)
   host.thread.join()
   assert host.call("ask", Shard.status).exception() is not None
-  assert host._held._served.is_set()
+  assert host._held.server.ended.is_set()
 
 
 class NoShards:
@@ -98,31 +107,15 @@ class NoDuty:
 def test_a_worker_that_finds_no_shard_ends_when_its_host_is(hosts):
   link = NoShards()
 
-  def reach(worker, life, duty, inside):
+  def reach(duty, inside):
     script = Script((), kill=inside.kill, wait=inside.wait)
-    end = lambda: link.closed.set_result((worker, life))  # noqa: E731
+    end = lambda: link.closed.set_result("left")  # noqa: E731
     return Reach(link, list, inside.clock, inside.wait, script, None, end)
 
-  host = hosts.start(
-    "worker", 3, lambda inside: HostedWorker(inside, 3, 2, reach)
-  )
+  maker = types.SimpleNamespace(worker=3, warm_up=False, reach=reach)
+  host = hosts.start("worker", 3, lambda inside: HostedWorker(inside, maker))
   host.call("run", NoDuty)
   link.tried.wait()
   hosts.kill("worker", 3)
   host.thread.join()
-  assert link.closed.result() == (3, 2)
-
-
-def test_a_fault_is_injected_by_one_of_the_loops_that_share_a_script():
-  fault, killed = Fault(1, 4, "kill"), []
-  script = Script(
-    [fault], kill=lambda: None, wait=lambda seconds: None
-  )
-  first, second = (
-    script.within(lambda i=i: killed.append(i), lambda seconds: None)
-    for i in range(2)
-  )
-  second.before_work(1, 4)
-  first.before_work(1, 4)
-  assert killed == [1]
-  assert script.injected == [fault]
+  assert link.closed.result() == "left"

@@ -2,9 +2,7 @@
 was written down is obeyed again to the same bits."""
 
 import functools
-import threading
 import time
-from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -12,24 +10,23 @@ import pytest
 from asgd import base, tables
 from asgd.live.deadlines import Ladder
 from asgd.live.failures import ShardsDie
-from asgd.live.faults import Fault, Script
+from asgd.live.faults import Script
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.journal import read_journal
 from asgd.live.tables import cluster as cluster_lib
 from asgd.live.tables import files
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
-from asgd.live.tables.worker import ENDED, WorkerHost
+from asgd.live.tables.worker import WorkerHost
 from asgd.orders.trace import Event
 from asgd.tables import division as division_lib
-from asgd.tables import replay, requests
+from asgd.tables import replay
 from asgd.tables.requests import ClockMessage
 from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
 ROWS, WORKERS, JOBS, SHARDS = 7, 3, 6, 2
 SSP = dict(consistency="ssp", bound=1)
-QUICK = Ladder(floor=0.2, start=0.2)
 
 
 def first():
@@ -54,17 +51,11 @@ class Run:
 
   def __init__(self, folder, model, do=None, **options):
     self.folder, self.do = folder, dict(do or {})
-    self.faults = options.pop("faults", ())
     self.hot = options.pop("hot", ROWS)
     self.settings = tables.table(1.0, WORKERS, clock_every=2, **model)
     self.division = division_lib.divide(first(), SHARDS)
-    began = time.monotonic()
-    self.hosts = ThreadHosts(began=began)
-    options = {
-      "ladder": Ladder(),
-      "refill": True,
-      **options,
-    }
+    self.hosts = ThreadHosts(began=time.monotonic())
+    options = {"ladder": Ladder(), "refill": True, **options}
     self.cluster = cluster_lib.TableCluster(
       self.hosts,
       cluster_lib.Places(self.shard, self.worker),
@@ -105,7 +96,6 @@ class Run:
       )
 
     def start(inside):
-      mine = [fault for fault in self.faults if fault.worker == index]
       return WorkerHost(
         *(inside, make, self.work),
         JobJournal(
@@ -114,7 +104,7 @@ class Run:
           memory=self.folder,
         ),
         shards=shards,
-        script=Script(mine, kill=inside.kill, wait=inside.wait),
+        script=Script((), kill=inside.kill, wait=inside.wait),
         image=image,
       )
 
@@ -132,11 +122,6 @@ class Run:
   def train(self):
     self.cluster.start()
     return self.finish()
-
-  def wait(self, event):
-    """Looks at the cluster until something has happened."""
-    while not event.wait(0.002):
-      self.cluster.check(len(self.records().loss))
 
   def finish(self):
     news = []
@@ -206,108 +191,6 @@ def test_a_shard_and_a_worker_die_and_nothing_is_lost(run_of, model):
   run.check_replay()
   bound = model.get("bound", 99)
   assert run.records().staleness.max() <= bound
-
-
-@pytest.mark.parametrize(
-  ("fault", "ladder"),
-  [(Fault(1, 3, "nan"), Ladder()), (Fault(0, 3, "hang"), QUICK)],
-  ids=["nan", "hang"],
-)
-def test_a_worker_that_fails_is_replaced(run_of, fault, ladder):
-  run = run_of(SSP, faults=[fault], ladder=ladder).train()
-  assert run.cluster.replaced["worker"] >= 1
-  actions = files.read_trace(run.folder, WORKERS).action
-  assert (actions == base.REJECT).sum() == (fault.kind == "nan")
-  check_whole(run)
-  run.check_replay()
-
-
-def test_one_that_takes_a_place_has_time_to_start(run_of, monkeypatch):
-  clock, begins, ends = [0.0], threading.Event(), threading.Event()
-
-  def start(run):  # the first job of the next holder
-    begins.set()
-    ends.wait()
-
-  def die(run):
-    run.do[8] = start
-    run.hosts.kill("worker", 2)
-
-  ladder = Ladder(start=100.0)
-  run = run_of(SSP, {8: die}, ladder=ladder)
-  monkeypatch.setattr(run.hosts, "clock", lambda: clock[0])
-  for _ in range(20):  # it may not see how long enough of the others' took
-    run.cluster._supervisor.deadlines.ended(0.0)
-  run.cluster.start()
-  run.wait(begins)
-  while not all(run.cluster._standing[w].how == ENDED for w in (0, 1)):
-    run.cluster.check(len(run.records().loss))
-  run.cluster.check(len(run.records().loss))  # it sees it at its job at 0.0
-  for now in (50.0, 99.0):  # others have done their jobs in no time
-    clock[0] = now
-    run.cluster.check(len(run.records().loss))
-    run.cluster.check(len(run.records().loss))
-  assert run.cluster.replaced["worker"] == 1
-  clock[0] = 101.0
-  run.cluster.check(len(run.records().loss))
-  ends.set()
-  run.finish()
-  assert "worker 2 hung; another takes its place" in run.news
-  check_whole(run)
-
-
-class DeafShard(ShardHost):
-  """Shard 1 does not hear a message of worker 2 that shard 0 has; the worker
-  dies."""
-
-  def hear(self, data):
-    request, run = requests.load_request(data), self.run
-    ours = request.kind == requests.PUSH and request.worker == 2
-    if not ours or self._shard.index == 0 or request.done != 4 or run.heard:
-      return super().hear(data)
-    run.heard = True
-    while run.lead.status().done[2] < 4:
-      time.sleep(0.001)
-    run.hosts.kill("worker", 2)
-    return Future()  # nobody hears it
-
-
-class Deaf(Run):
-  """A run of it, in which updates depend on the rows that were read."""
-
-  heard = False
-
-  def shard_host(self, *args, **options):
-    host = DeafShard(*args, **options)
-    host.run = self
-    if host._shard.index == 0:
-      self.lead = host
-    return host
-
-  def gradient(self, rows, job, keys, *_):
-    number = -(sum(x.sum() for x in rows.values()) % 9973 + job)
-    return 0.0, {name: np.full_like(x, number) for name, x in rows.items()}
-
-  @property
-  def work(self):
-    all_keys = {"v": np.arange(ROWS), "w": np.arange(2)}
-    return tables.Work(
-      lambda worker, job: job, lambda job: all_keys, self.gradient
-    )
-
-
-@pytest.mark.parametrize("which", [SSP, dict(consistency="essp", bound=1)])
-def test_a_message_that_one_shard_has_comes_to_the_other(tmp_path, which):
-  run = Deaf(tmp_path, which)
-  try:
-    run.train()
-    assert run.heard and run.cluster.replaced["worker"] == 1
-    rows = run.tables["v"]
-    assert (rows == rows[0]).all() and rows[0, 0]
-    assert sorted(run.records().job) == list(range(WORKERS * JOBS))
-    run.check_replay()
-  finally:
-    run.cluster.close()
 
 
 def test_a_run_that_begins_again_begins_without_what_shards_kept(run_of):
@@ -403,22 +286,6 @@ def test_ranges_move_without_one_who_is_not_replaced(run_of):
   for name, rows in whole(done, hot=4).items():
     np.testing.assert_array_equal(run.tables[name], rows)
   run.check_replay()
-
-
-@pytest.mark.parametrize("kind", ["shard", "worker"])
-def test_a_party_that_dies_at_rest_is_replaced(run_of, kind):
-  one = run_of(SSP)
-  one.cluster.start()
-  assert one.cluster.pause()
-  one.hosts.kill(kind, 1)
-  assert set(one.cluster.images().workers) == {0, 1, 2}
-  one.cluster.go_on()
-  one.finish()
-  assert one.cluster.replaced == {"worker": 0, "shard": 0, kind: 1}
-  check_whole(one)
-  one.hosts.kill("worker", 2)  # at the end, which costs what it held back
-  assert one.cluster.held() == (0, 0)
-  one.check_replay()
 
 
 def dying(run, times):

@@ -1,0 +1,76 @@
+"""What makes the shards and workers of a parameter server in their hosts.
+
+What is sent for every message goes through sockets and shared memory of the
+machine (`links.sockets`, `slots`), between threads as between processes: a call
+of Ray takes half a millisecond, a frame a twentieth of that. Shards are on the
+driver's machine. Workers on another one call the hosts of shards
+(`links.remote`), and the lead writes what they did (`links.notes`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from asgd import base, simulator
+from asgd.live import faults as faults_lib
+from asgd.live.hosts import Make
+from asgd.live.hosts.site import Site
+from asgd.live.links.sockets import UNIX, UnixNetwork
+from asgd.live.server.hosted_shard import ShardMaker
+from asgd.live.server.hosted_worker import MakeScript, WorkerMaker
+
+PATIENCE = 5.0  # seconds after which a worker repeats what is not answered
+
+
+class ServerMakers:
+  """Makes the parties of a run, in threads or in processes."""
+
+  def __init__(
+    self,
+    site: Site,
+    make_server: Callable[[], base.Server],
+    parts: Sequence[Any],
+    *,
+    steps: simulator.Steps | None = None,
+    network: UnixNetwork = UNIX,
+    faults: Sequence[faults_lib.Fault] = (),
+    images: Sequence[tuple[Any, Any]] | None = None,
+    make_script: MakeScript = faults_lib.script_of,
+    patience: float = PATIENCE,
+  ):
+    """Prepares.
+
+    Args:
+      site: of the hosts.
+      make_server: called in the hosts of shards.
+      parts: parameters of each shard, before the first message.
+      steps: of the server, in threads, where workers have compiled, too; None:
+        each party compiles in a process of its own.
+      network: of the sockets of shards.
+      faults: to inject, each once.
+      images: checkpoints of each shard, for when the memory is lost.
+      make_script: makes the faults of a worker.
+      patience: seconds after which a worker repeats what is not answered.
+    """
+    self.site, self._network, self._parts = site, network, parts
+    self._make_server, self._steps = make_server, steps
+    self._faults, self._make_script = faults, make_script
+    self._images = images or [None] * len(parts)
+    self._patience = patience
+
+  def shard(self, index: int, resumed: bool) -> Make:
+    """Returns what makes a shard; of a run that is resumed its journal holds
+    the beginning, and no other party is alive."""
+    part, image = self._parts[index], self._images[index]
+    return ShardMaker(
+      *(self.site, self._network, self._make_server, self._steps),
+      *(index, part, image, resumed),
+    )
+
+  def worker(self, worker: int, life: int) -> Make:
+    """Returns what makes a worker, which had so many incarnations before."""
+    return WorkerMaker(
+      *(self.site, self._network, worker, life),
+      *(self._faults, self._make_script),
+      warm_up=self._steps is None,
+      patience=self._patience,
+    )

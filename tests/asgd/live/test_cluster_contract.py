@@ -1,0 +1,350 @@
+"""What every live run keeps to, whatever its protocol, on threads and on Ray:
+each party is killed once, and the run comes to what its files say, to the bit.
+"""
+
+import collections
+import contextlib
+import csv
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gates
+import numpy as np
+import pytest
+
+from asgd import base, experiment
+from asgd.experiment import (
+  audit,
+  chaos,
+  live_memory,
+  loop,
+  protocol,
+  ray_runtime,
+  replay,
+)
+from asgd.experiment.engines import live_hosts
+from asgd.experiment.machine import Machine
+from asgd.experiment.progress import Silent
+from asgd.live import processes
+from asgd.live.faults import Fault
+from asgd.live.hosts import threads
+from asgd.live.links import throttled_hosts
+from asgd.live.supervisor import Supervisor
+from asgd.orders.trace import follow
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+
+
+def killed(*parties):
+  return [(KILL, kind, index) for kind, index in parties]
+
+
+WORKERS = ("worker", 0), ("worker", 1)
+SHARDS = ("shard", 0), ("shard", 1)
+
+
+class Case(NamedTuple):
+  """A tiny run of a protocol, and what is done to its parties."""
+
+  run: dict[str, Any]
+  # Job -> what is done, all at once, when all workers that come to that job
+  # wait with theirs.
+  gates: dict[int, list[tuple[int, str, int]]]
+  config: dict[str, Any] = {}
+  missed: int = 0  # messages of rounds that went on without a peer
+
+
+CASES = {
+  "server": Case(
+    {"recipe": "dana_zero"},
+    # It finishes its job, and another takes its place.
+    {8: [(TERM, "worker", 1)], 24: killed(*WORKERS, *SHARDS)},
+    {"server": {"shards": 2, "log": 4}},
+  ),
+  "far": Case(  # as on another machine; packed messages, both ways
+    {"recipe": "asgd", "compress": "onebit", "compress_down": "onebit"},
+    {8: killed(("worker", 0), ("shard", 0))},
+    {"workers": (1,)},
+  ),
+  # If both peers were killed at once, nobody would know the parameters.
+  "rounds": Case(
+    {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5},
+    {8: killed(("peer", 1)), 24: killed(("peer", 0))},
+    missed=2,
+  ),
+  "pairs": Case(
+    {"recipe": "ad_psgd"},
+    {8: killed(("peer", 1), ("counter", 0)), 24: killed(("peer", 0))},
+  ),
+  "tables": Case(
+    {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2},
+    {8: killed(*WORKERS, *SHARDS)},
+  ),
+  "batches": Case(
+    dict(
+      recipe="sandblaster",
+      **dict(portions=8, push_every=2, shards=2),
+      failures=[(0.0, "coordinator", 0)],
+    ),
+    {4: killed(*WORKERS, *SHARDS)},
+  ),
+}
+CONFIG = {
+  "workers": (2,),
+  "seeds": (0,),
+  "batch_size": 9,
+  "epochs": 2.0,  # 40 jobs
+  "learning_rate": 0.5,
+  "evaluations": 2,
+  "curvature_checks": 0,
+  "checkpoint_seconds": 1e6,  # for one, all would have to rest
+  # Of those that wait at a gate none is taken for hung.
+  "live": {"late_seconds": 300.0, "start_seconds": 300.0},
+}
+
+
+class Run:
+  """A cell, which may be a case's."""
+
+  def __init__(self, folder, engine, run=None, **config):
+    problem = dict(name="gates:ratings", **config.pop("problem", {}))
+    run = run or {"recipe": "dana_zero"}
+    config = {**CONFIG, **config, "problem": problem, "engine": engine}
+    self.experiment = experiment.build(
+      {**config, "runs": {"run": run}}, engines=experiment.ENGINES
+    )
+    (self.cell,) = self.experiment.cells
+    self.plan = self.experiment.plan(self.cell)
+    self.folder, self.place = folder, folder / "cells" / self.cell.name
+    folder.mkdir(exist_ok=True)
+
+  def train(self, faults=(), **options):
+    machine = Machine(grace_seconds=60.0, faults=faults)
+    return loop.train(
+      *(self.experiment, self.cell, self.folder),
+      **dict(bar=Silent(), machine=machine, **options),
+    )
+
+  def rows(self):
+    """The rows so far, of the lead or of all workers."""
+    return protocol.of(self.plan.run).live.rows(self.place)
+
+  def only(self, action):
+    return [row for row in self.rows() if row.action == action]
+
+  def left(self):
+    """The workers that left before the last message, one for each time."""
+    rows = self.rows()
+    while rows[-1].action != base.RECEIVE:
+      rows.pop()
+    return sorted(row.worker for row in rows if row.action == base.LEAVE)
+
+  def check(self, failures=None):
+    """It is what its files say, after what was done to its processes; unless
+    that is given, nothing explains who died."""
+    found = list(audit.findings(self.plan, self.place, failures or ()))
+    wrong = {finding.what for finding in found if not finding.well}
+    assert wrong <= ({"deaths"} if failures is None else set()), found
+    replayed = replay.replay(self.place)
+    assert replayed.recorded == replayed.digest
+    if "records" not in {finding.what for finding in found}:
+      with np.load(self.place / "records.npz") as records:
+        for name, column in replayed.records._asdict().items():
+          np.testing.assert_array_equal(records[name], column, name)
+
+
+class Gates:
+  """Does what a case says to a run that waits at its gates; as a signal that
+  never comes.
+
+  A gate is opened at once, unless a peer was killed: the next one joins while
+  the others rest, so the gate is opened when the driver waits for that."""
+
+  def __init__(self, case, run, monkeypatch):
+    self._run, self._gates = run, dict(case.gates)
+    self._hosts, self._closed = [], None  # threads; a gate
+    self.failures = []
+    rest = Supervisor.rest
+
+    def open_and_rest(supervisor, at_rest, seconds=math.inf):
+      self._open()
+      return rest(supervisor, at_rest, seconds)
+
+    monkeypatch.setattr(Supervisor, "rest", open_and_rest)
+    monkeypatch.setattr(throttled_hosts, "ThreadHosts", self._make_hosts)
+
+  def _make_hosts(self, **options):
+    self._hosts.append(threads.ThreadHosts(**options))
+    return self._hosts[0]
+
+  def _open(self):
+    if self._closed is not None:
+      gates.opened(self._run.folder, self._closed).touch()
+      self._closed = None
+
+  @property
+  def received(self):
+    """Looks at the run; no signal was received."""
+    gate = next(iter(self._gates), None)
+    workers = self._run.plan.workers
+    if gate is not None and gates.waiting(self._run.folder, gate) == workers:
+      self._closed, parties = gate, self._gates.pop(gate)
+      for party in parties:
+        self._hit(*party)
+      if not any(kind == "peer" for _, kind, _ in parties):
+        self._open()
+    return 0
+
+  def _hit(self, number, kind, index):
+    rows = self._run.rows()
+    if not self._hosts:
+      pids = processes.pids(live_memory.read(self._run.place).memory)
+      assert listening() == []
+      os.kill(pids[kind][index], number)
+    elif number == TERM:
+      assert self._hosts[0]._hosts[kind, index].drain()
+    else:
+      self._hosts[0].kill(kind, index)
+    if kind in ("worker", "peer"):
+      how = "term" if number == TERM else "worker"
+      holder = index, follow(rows).holders.get(index, -1)
+      self.failures.append(
+        audit.Failure(how, "run", index, (holder,), len(rows), len(rows))
+      )
+
+
+def listening():
+  """Returns the addresses where processes listen for other machines."""
+  inodes = set()
+  for pid in processes.children():
+    for path in Path(f"/proc/{pid}/fd").glob("*"):
+      with contextlib.suppress(OSError):
+        inodes.add(os.readlink(path).removeprefix("socket:[").rstrip("]"))
+  rows = [
+    line.split()
+    for name in ("tcp", "tcp6")
+    for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+  ]
+  found = [row[1] for row in rows if row[3] == "0A" and row[9] in inodes]
+  assert found  # of Ray
+  loopback = ("0100007F:", "00000000000000000000000001000000:")
+  mapped = "0000000000000000FFFF00000100007F:"
+  return [x for x in found if not x.startswith((*loopback, mapped))]
+
+
+def running():
+  """Returns the processes that this one has started, as (number, since)."""
+  found = set()
+  for pid in processes.children():
+    with contextlib.suppress(OSError):
+      found.add((pid, processes.stat(pid)[1]))
+  return found
+
+
+@pytest.fixture(scope="module")
+def ray():
+  """Ray, as engine `ray` starts it; nothing is left when it has ended."""
+  pytest.importorskip("ray")
+  before = running()
+  ray_runtime.start()
+  yield
+  mine = running() - before
+  ray_runtime.stop()
+  assert chaos.alive(mine) == []
+
+
+ON_RAY = [pytest.mark.process, pytest.mark.slow]
+RUNS = [
+  *(("threads", name) for name in CASES if name != "far"),
+  *(pytest.param("ray", name, marks=ON_RAY) for name in CASES),
+]
+
+
+def iterates(place):
+  """The rows of iterates.csv without their times."""
+  text = (place / "iterates.csv").read_text()
+  return [{**row, "time": None} for row in csv.DictReader(text.split())]
+
+
+@pytest.mark.parametrize(("engine", "name"), RUNS)
+def test_each_party_is_killed_once_and_the_run_replays(
+  tmp_path, monkeypatch, request, engine, name
+):
+  if engine == "ray":
+    request.getfixturevalue("ray")
+  if name == "far":
+    site = live_hosts.site
+    monkeypatch.setattr(
+      live_hosts, "site", lambda *args: site(*args)._replace(sockets=False)
+    )
+  case = CASES[name]
+  problem = dict(folder=str(tmp_path / "run"), gates=[*case.gates])
+  run = Run(tmp_path / "run", engine, case.run, problem=problem, **case.config)
+  gates_of_run = Gates(case, run, monkeypatch)
+  result = run.train(signals=gates_of_run)
+  done = [party for parties in case.gates.values() for party in parties]
+  replaced = collections.Counter(kind for _, kind, _ in done)
+  assert result["replaced"] == replaced
+  workers = [index for _, kind, index in done if kind in ("worker", "peer")]
+  assert run.left() == sorted(workers)
+  missed = result.get("missed", 0)
+  assert missed == case.missed
+  assert result["messages"] + missed == run.plan.messages
+  assert len(run.only(base.RECEIVE)) == result["messages"]
+  run.check(gates_of_run.failures)
+  if name == "batches":
+    still = Run(tmp_path / "still", "simulate", case.run)
+    still.train()
+    assert iterates(run.place) == iterates(still.place)
+
+
+# Ray.
+
+
+@pytest.mark.process
+@pytest.mark.slow
+def test_faults_on_purpose_are_all_injected_and_survived(ray, tmp_path):
+  faults = [
+    Fault(0, 3, "double"),
+    Fault(0, 5, "nan"),
+    Fault(0, 10, "hang"),
+    Fault(1, 4, "lose"),
+    Fault(1, 8, "reorder"),
+    Fault(1, 12, "kill"),
+  ]
+  run = Run(
+    *(tmp_path, "ray"),
+    order={"name": "stale_synchronous", "bound": 3},
+    epochs=4.0,
+    learning_rate=0.05,
+    live={"late_seconds": 1.0, "start_seconds": 20.0},
+  )
+  run.train(faults)
+  run.check()
+  written = (run.place / "faults.csv").read_text().splitlines()
+  assert sorted(written) == sorted(",".join(map(str, f)) for f in faults)
+  (refused,) = run.only(base.REJECT)
+  assert (refused.worker, refused.seq) == (0, 5)
+  lost = {(row.worker, row.seq) for row in run.only(base.LOST)}
+  assert {(0, 10), (1, 12)} <= lost
+
+
+MISTAKES = {
+  "party": (
+    {"problem": {"driver": os.getpid()}},
+    r"^(shard|worker) [01] (cannot start|failed): config\.problem: no such rat",
+  ),
+  "resources": ({"live": {"worker_gpus": 1000.0}}, "2000 GPU, and it has"),
+}
+
+
+@pytest.mark.process
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MISTAKES)
+def test_what_cannot_start_is_one_error(ray, tmp_path, name):
+  config, says = MISTAKES[name]
+  with pytest.raises(ValueError, match=says):
+    Run(tmp_path, "ray", **config).train()

@@ -1,0 +1,21 @@
+"""The processes of a run, as its folder of memory names them."""
+
+import os
+import signal
+import subprocess
+
+from asgd.live import processes
+
+
+def test_what_a_killed_driver_left_is_ended(tmp_path):
+  processes.write_pid(tmp_path, "worker", 3)
+  assert processes.pids(tmp_path) == {"worker": {3: os.getpid()}}
+  with subprocess.Popen(["sleep", "60"]) as process:
+    _, began = processes.stat(process.pid)
+    (tmp_path / "worker-3.pid").write_text(f"{process.pid} {began}")
+    # Somebody else has the number now.
+    (tmp_path / "shard-0.pid").write_text(f"{os.getpid()} 0")
+    processes.end_all(tmp_path)
+    assert process.wait() == -signal.SIGKILL
+  assert processes.pids(tmp_path) == {}
+  assert processes.pids(tmp_path / "gone") == {}
