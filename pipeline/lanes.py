@@ -335,12 +335,14 @@ class LaneRun:
       gy = self._wait(lane, ("g", stage, number))
     params = self._params(lane, op, backward=True)
     kept, aux = box.pop((KEPT, *at))
-    start = whole.now()
-    if whole.how.recompute[stage]:
-      kept = compiled.kept(params, *kept)
+    start, again = whole.now(), whole.how.recompute[stage]
     if op.kind == INPUT:
+      if again:
+        kept = compiled.kept(params, *kept)
       box[KEPT, *at] = kept, aux
       gx, box[HALF, *at] = compiled.input(params, kept, gy)
+    elif again:  # one program takes less time than two
+      gradient, gx = compiled.recompute(params, *kept, gy)
     else:
       gradient, gx = compiled.backward(params, kept, gy)
     if stage:

@@ -47,6 +47,7 @@ class Stage(NamedTuple):
   forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
   kept: Callable[..., Any]  # params, x, extra -> kept, without y
   backward: Callable[..., Any]  # params, kept, gy -> gradient, gx
+  recompute: Callable[..., Any]  # params, x, extra, gy -> gradient, gx
   input: Callable[..., Any]  # params, kept, gy -> gx, half
   weight: Callable[..., Any]  # params, kept, half -> gradient
   kept_bytes: int  # of one microbatch
@@ -89,9 +90,13 @@ def _compile(fn, tree, *leaves):
   def again(params, x, extra):
     return compute(params, x, extra)[2]
 
+  def recompute(params, x, extra, gy):
+    return backward(params, again(params, x, extra), gy)
+
   halves = _split(backward, params, kept, floating(y))
+  functions = forward, again, backward, recompute, *halves
   size = sum(s.size * s.dtype.itemsize for s in kept)
-  return Stage(*map(jax.jit, (forward, again, backward, *halves)), size, y)
+  return Stage(*map(jax.jit, functions), size, y)
 
 
 def _check_same(name, actual, wanted):

@@ -17,12 +17,8 @@ from asgd.compression.codec import NEEDED, Codec, Values
 
 def check_density(density: float) -> None:
   """Raises ValueError for a density that is not in (0, 1]."""
-  checks.positive("density", density)
-  if density > 1:
-    raise ValueError(
-      f"density must be in (0, 1], not {density}: the part of the elements that"
-      " is sent, as 0.001"
-    )
+  remedy = ": the part of the elements that is sent, as 0.001"
+  checks.portion("density", density, remedy)
 
 
 def count_of(density: float, size: int) -> int:

@@ -128,9 +128,7 @@ def adaptive_threshold(
   """
   _check(tau, residual_clip, clip_every)
   for name, value in (("least", least), ("most", most)):
-    checks.positive(name, value)
-    if value > 1:
-      raise ValueError(f"{name} must be in (0, 1], not {value}: a density")
+    checks.portion(name, value, ": a density")
   if least > most:
     raise ValueError(f"least {least} is above most {most}: exchange them")
   checks.fraction("decay", decay)
@@ -148,18 +146,13 @@ def adaptive_threshold(
 
 def _check(tau, residual_clip, clip_every):
   checks.positive("tau", tau)
-  if not _LEAST <= tau <= _MOST:
-    raise ValueError(
-      f"tau must be from {_LEAST:.2g} to {_MOST:.2g}, as it is sent in float32,"
-      f" not {tau}"
-    )
+  kind = f"from {_LEAST:.2g} to {_MOST:.2g}, as it is sent in float32"
+  checks.real("tau", tau, lambda x: _LEAST <= x <= _MOST, kind)
   if residual_clip is not None:
-    checks.positive("residual_clip", residual_clip)
-    if residual_clip < 1:
-      raise ValueError(
-        f"residual_clip must be at least 1, not {residual_clip}: it is in units"
-        " of tau, the least that can be sent"
-      )
+    remedy = ": it is in units of tau, the least that can be sent"
+    checks.real(
+      "residual_clip", residual_clip, lambda x: x >= 1, "at least 1", remedy
+    )
   checks.whole("clip_every", clip_every)
 
 

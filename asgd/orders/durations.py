@@ -28,6 +28,12 @@ class Durations(NamedTuple):
 _BLOCK = 256  # draws made at once; the stream does not depend on it
 
 
+def _drawn(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
+  """Yields times that are drawn, so many at once, without an end."""
+  while True:
+    yield from draw(_BLOCK).tolist()
+
+
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
   """Every batch takes the same time, or a multiple of it at some workers.
 
@@ -106,8 +112,7 @@ def gamma(
       square = machine_variation**2
       machine = rng.gamma(1 / square, mean * square)
     square = variation**2
-    while True:
-      yield from rng.gamma(1 / square, machine * square, _BLOCK).tolist()
+    return _drawn(lambda count: rng.gamma(1 / square, machine * square, count))
 
   return Durations(stream)
 
@@ -204,8 +209,7 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
   def stream(worker):
     rng = np.random.default_rng((seed, worker))
     least = mean * (tail - 1) / tail
-    while True:
-      yield from (least * (1 + rng.pareto(tail, _BLOCK))).tolist()
+    return _drawn(lambda count: least * (1 + rng.pareto(tail, count)))
 
   return Durations(stream)
 
@@ -302,10 +306,9 @@ def measured(
   def stream(worker):
     row = rows[worker % len(rows)]
     if not resample:
-      yield from itertools.cycle(row.tolist())
+      return itertools.cycle(row.tolist())
     rng = np.random.default_rng((seed, worker))
-    while True:
-      yield from rng.choice(row, _BLOCK).tolist()
+    return _drawn(lambda count: rng.choice(row, count))
 
   return Durations(stream)
 

@@ -46,6 +46,7 @@ JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
 _NAMES = ", ".join(base.ACTIONS)
 BEGUN = "the worker has begun that number (seq) before"
 _INT32 = np.iinfo(np.int32)
+_LEAST, _MOST = int(_INT32.min), int(_INT32.max)
 
 
 class Event(NamedTuple):
@@ -95,8 +96,8 @@ class Event(NamedTuple):
       if values.pop() != crc32:
         raise ValueError(f"it was changed, as its crc32 is {crc32}")
     row: list[Any] = [
-      _READ.get(name, _whole)(name, value)
-      for name, value in zip(JOURNAL_COLUMNS, values, strict=False)
+      read(name, value)
+      for (name, read), value in zip(_READERS, values, strict=False)
     ]
     return cls(*row)
 
@@ -111,7 +112,7 @@ def _whole(name: str, value: str) -> int:
     number = int(value)
   except ValueError:
     raise ValueError(f"{name} {value!r} is no whole number") from None
-  if not _INT32.min <= number <= _INT32.max:
+  if not _LEAST <= number <= _MOST:
     raise ValueError(f"{name} {value} does not fit into 32 bits")
   return number
 
@@ -139,6 +140,7 @@ _READ: dict[str, Callable[[str, str], Any]] = {
   "loss": _real,
   "totals": _reals,
 }
+_READERS = [(name, _READ.get(name, _whole)) for name in JOURNAL_COLUMNS]
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:

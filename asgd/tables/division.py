@@ -45,7 +45,7 @@ class Division(NamedTuple):
       wanted = np.asarray(wanted, np.int64)
       owners = self.ranges[name].shard_of(wanted)
       for shard, part in enumerate(out):
-        at = np.flatnonzero(owners == shard)
+        (at,) = (owners == shard).nonzero()
         if at.size:
           part[name] = at, wanted[at]
     return out

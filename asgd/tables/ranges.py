@@ -4,6 +4,7 @@ Index letters used in shape comments:
   S  shards
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +27,13 @@ class Ranges(NamedTuple):
 
   def shard_of(self, keys: Keys) -> np.ndarray:
     """Returns int[n], each key's shard."""
-    return np.searchsorted(self.cuts[1:-1], keys, side="right")
+    return _inner(self.cuts).searchsorted(keys, side="right")
+
+
+@functools.lru_cache(maxsize=256)
+def _inner(cuts):
+  """The cuts but the first and the last."""
+  return np.array(cuts[1:-1], np.int64)
 
 
 def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:

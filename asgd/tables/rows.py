@@ -83,7 +83,7 @@ class KeyedRows:
 
   def _are_all(self, keys):
     """Whether keys are those that there are: often a worker has no others."""
-    return len(keys) == len(self) and np.array_equal(keys, self.keys)
+    return len(keys) == len(self) and bool((keys == self.keys).all())
 
   def insert(
     self, keys: Keys, make: Callable[[Keys], Mapping[str, Any]]

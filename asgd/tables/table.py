@@ -147,7 +147,7 @@ class Table:
     """Yields (rows of a shard, where its keys are in the message)."""
     shards = self.ranges.shard_of(keys)
     for number, rows in enumerate(self.shard_rows):
-      mine = np.flatnonzero(shards == number)
+      (mine,) = (shards == number).nonzero()
       if mine.size:
         if self.stop is None:
           rows.insert(

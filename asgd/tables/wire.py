@@ -6,6 +6,7 @@ each at a multiple of 8 bytes. Nothing in it is run when it is read, as a pickle
 is.
 """
 
+import functools
 import json
 from typing import Any
 
@@ -13,6 +14,13 @@ import numpy as np
 
 _ALIGN = 8
 _ARRAY, _BYTES = "#", "$"  # a dict of this key alone is an array, or bytes
+
+_SHORT = ",", ":"  # separators
+
+
+@functools.cache
+def _name(dtype):
+  return dtype.name
 
 
 def _padded(size):
@@ -32,20 +40,16 @@ def dump(tree: Any) -> bytes:
   arrays: list[np.ndarray] = []
 
   def plain(node):
-    if isinstance(node, np.ndarray | bytes):
-      is_array = isinstance(node, np.ndarray)
-      array = node if is_array else np.frombuffer(node, np.uint8)
-      arrays.append(np.ascontiguousarray(array))
-      return {_ARRAY if is_array else _BYTES: len(arrays) - 1}
-    if isinstance(node, dict):
-      return {name: plain(value) for name, value in node.items()}
-    if isinstance(node, list | tuple):
-      return [plain(value) for value in node]
-    return node
+    is_array = isinstance(node, np.ndarray)
+    if not is_array and not isinstance(node, bytes):
+      raise TypeError(f"{type(node).__name__} cannot be sent")
+    array = node if is_array else np.frombuffer(node, np.uint8)
+    arrays.append(np.ascontiguousarray(array))
+    return {_ARRAY if is_array else _BYTES: len(arrays) - 1}
 
-  text = plain(tree)
-  like = [[x.dtype.name, x.shape] for x in arrays]
-  head = json.dumps([text, like], separators=(",", ":")).encode()
+  text = json.dumps(tree, separators=_SHORT, default=plain)
+  names = [[_name(x.dtype), x.shape] for x in arrays]
+  head = f"[{text},{json.dumps(names, separators=_SHORT)}]".encode()
   head += b" " * _padded(_ALIGN + len(head))
   parts = [len(head).to_bytes(_ALIGN, "little"), head]
   for x in arrays:
@@ -57,21 +61,20 @@ def load(data: bytes) -> Any:
   """Returns the tree of some bytes, which shares no memory with them."""
   size = int.from_bytes(data[:_ALIGN], "little")
   at = _ALIGN + size
-  text, like = json.loads(data[_ALIGN:at])
+  head = data[_ALIGN:at]
+  tree, like = json.loads(head)
   arrays = []
   for name, shape in like:
     arrays.append(np.ndarray(shape, np.dtype(name), data, at).copy())
     at += arrays[-1].nbytes + _padded(arrays[-1].nbytes)
 
   def whole(node):
-    if isinstance(node, list):
-      return [whole(value) for value in node]
-    if isinstance(node, dict):
-      if node.keys() == {_ARRAY}:
-        return arrays[node[_ARRAY]]
-      if node.keys() == {_BYTES}:
-        return arrays[node[_BYTES]].tobytes()
-      return {name: whole(value) for name, value in node.items()}
-    return node
+    if len(node) != 1:
+      return node
+    ((name, value),) = node.items()
+    if name == _ARRAY:
+      return arrays[value]
+    return arrays[value].tobytes() if name == _BYTES else node
 
-  return whole(text)
+  # Once more, now that the arrays are there.
+  return json.loads(head, object_hook=whole)[0] if arrays else tree

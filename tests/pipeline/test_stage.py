@@ -105,6 +105,7 @@ def test_all_parts_are_those_of_vjp_and_a_forward_keeps_no_weights(name):
   close(found, y)
   close(stage.kept(params, x, extra), kept)
   close(stage.backward(params, kept, gy), (gradient, gx))
+  close(stage.recompute(params, x, extra, gy), (gradient, gx))
   found_gx, half = stage.input(params, kept, gy)
   close(found_gx, gx)
   close(stage.weight(params, kept, half), gradient)

@@ -11,6 +11,7 @@ which of the processes goes on at each moment. All of it follows from a seed
   storage     files and memory that can be torn, filled and damaged
   hosts       hosts (`asgd.live.hosts`) as processes of the world
   run         a run: commands, the faults that come, and the checks
+  broken      an invariant that does not hold, and what checks share
   server_run, table_run, batch_run, peer_run
               the runs of a protocol: cases, driver, and what must hold
   peer_checks what must hold of peers, read from their files

@@ -15,9 +15,9 @@ from asgd import orders, safe_files
 from asgd.live.sandblaster import worker
 from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
+from asgd.live.world.broken import bits, refused, require
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun
-from asgd.live.world.storage import Broken
 from asgd.orders.trace import from_events
 from asgd.sandblaster import Settings, recompute
 from asgd.sandblaster.book import Lengths
@@ -175,19 +175,13 @@ class BatchRun(WorldRun):
     records = driver.book.records()
     jobs = set(records.job.tolist())
     again = recompute(self._settings, PARAMS, _work, jobs)
-    if again.state != driver.state:
-      raise Broken(f"{INVARIANTS[0]}: {driver.state}, not {again.state}")
-    for mine, other in zip(
-      *map(jax.tree.leaves, (self._params, again.params)), strict=True
-    ):
-      if np.asarray(mine).tobytes() != np.asarray(other).tobytes():
-        raise Broken(f"{INVARIANTS[0]}: {mine}, not {other}")
+    whole, expected = (driver.state, self._params), tuple(again)
+    same = driver.state == again.state and bits(whole[1]) == bits(again.params)
+    require(same, INVARIANTS[0], whole, "and not", expected)
     counted = records.job[records.accepted].tolist()
     # A checkpoint has no messages that the coordinator had not asked for: after
     # it these jobs are done again, and count again.
-    if not self._went_back and len(set(counted)) != len(counted):
-      raise Broken(f"{INVARIANTS[1]}: {counted}")
-    try:
+    once = self._went_back or len(set(counted)) == len(counted)
+    require(once, INVARIANTS[1], counted)
+    with refused(INVARIANTS[2]):
       orders.check(from_events(driver.book.rows))
-    except ValueError as error:
-      raise Broken(f"{INVARIANTS[2]}: {error}") from error

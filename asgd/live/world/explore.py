@@ -4,6 +4,7 @@ import collections
 import functools
 import itertools
 import multiprocessing
+import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,7 @@ from asgd.live.world.server_run import ServerRun
 from asgd.live.world.table_run import TablesRun
 
 _AT_ONCE = 10  # seeds that a process takes
+_MEMORY = "/dev/shm"  # where files are quick; anywhere without it
 _REASON = re.compile(r"[0-9/][^ ]*")  # what differs between two like errors
 
 
@@ -53,7 +55,8 @@ def _run(seed, keep, room, read):
   script = drawn(seed, room)
   if keep is None:
     keep = range(len(script.faults))
-  with tempfile.TemporaryDirectory(prefix="asgd-world-") as folder:
+  memory = _MEMORY if os.path.isdir(_MEMORY) else None
+  with tempfile.TemporaryDirectory(prefix="asgd-world-", dir=memory) as folder:
     run = ROOMS[room](script, Path(folder))
     return run.run(keep), read(run)
 

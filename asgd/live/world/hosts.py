@@ -110,7 +110,9 @@ class WorldCall(Call):
 
   def done(self) -> bool:
     """See the base."""
-    return self.answer is not None or self.cut or not self.host.alive
+    if self.answer is not None or self.cut:
+      return True
+    return not self.host.alive
 
   def result(self) -> Any:
     """See the base."""

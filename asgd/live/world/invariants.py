@@ -4,7 +4,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from asgd import base, orders, simulator
@@ -12,10 +11,10 @@ from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
 from asgd.live.world import reference
+from asgd.live.world.broken import bits, refused, require
 from asgd.live.world.hosts import World
 from asgd.live.world.reference import Received
 from asgd.live.world.scenario import WORKERS, ServerCase, Training
-from asgd.live.world.storage import Broken
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
@@ -33,11 +32,6 @@ NAMES = (
 )
 
 
-def _require(well, index, text):
-  if not well:
-    raise Broken(f"{NAMES[index]}: {text}")
-
-
 def check(
   world: World, training: Training, case: ServerCase, shards: Sequence[Shard]
 ) -> None:
@@ -49,10 +43,8 @@ def check(
   every, gated = max(case.rules.round, 1), bool(case.rules.backup)
   rows, there = [], []
   for index, events in enumerate(journals):
-    try:
+    with refused(NAMES[3], f"shard {index}: "):
       expected = reference.received(events, every=every, gated=gated)
-    except ValueError as error:
-      _require(False, 3, f"shard {index}: {error}")
     rows.append(records.read_records(records.records_path(folder, index)))
     there.append(_match(index, events, rows[-1], expected))
     _check_records(index, rows[-1], [expected[i] for i in there[-1]])
@@ -67,13 +59,11 @@ def _check_order(journals, training, case):
     # shards may still hold what the lead has closed.
     free = index or case.rules.round
     depth = math.inf if free else case.rules.depth
-    try:
+    with refused(NAMES[2], f"shard {index}: "):
       orders.check(events, depth=depth)
       if not index:
         jobs = {"jobs": training.setup.jobs, "owned": case.owned}
         reference.check_protocol(events, case.rules, **jobs)
-    except ValueError as error:
-      _require(False, 2, f"shard {index}: {error}")
 
 
 def _check_jobs(journals, training, case):
@@ -84,15 +74,16 @@ def _check_jobs(journals, training, case):
   # Also those that a rollback undid: they are not done again.
   lead = sorted(event.job for event in received[0])
   jobs = list(range(training.setup.jobs))
-  _require(lead == jobs, 0, f"the lead received jobs {lead}")
+  require(lead == jobs, NAMES[0], f"the lead received jobs {lead}")
   names = [event.key for event in received[0]]
   for index, others in enumerate(received[1:], 1):
     keys = [event.key for event in others]
+    text = f"shard {index} received {keys}"
     if case.consistent:
-      _require(keys == names, 1, f"shard {index} received {keys}, not {names}")
-    _require(len(set(keys)) == len(keys), 0, f"shard {index} received {keys}")
+      require(keys == names, NAMES[1], text, "and not", names)
+    require(len(set(keys)) == len(keys), NAMES[0], text)
     missing = set(names) - set(keys)
-    _require(not missing, 1, f"shard {index} lacks {sorted(missing)}")
+    require(not missing, NAMES[1], f"shard {index} lacks {sorted(missing)}")
 
 
 def _match(
@@ -111,8 +102,9 @@ def _match(
     if len(out) < len(named) and named[len(out)] == name:
       out.append(number)
     else:
-      _require(row not in kept, 3, f"shard {index} has no record of {event}")
-  _require(len(out) == len(named), 3, f"shard {index} recorded {named}")
+      text = f"shard {index} has no record of"
+      require(row not in kept, NAMES[3], text, event)
+  require(len(out) == len(named), NAMES[3], f"shard {index} recorded {named}")
   return out
 
 
@@ -127,11 +119,7 @@ def _check_records(index, record, expected: Sequence[Received]):
     there = getattr(record, name)
     same = np.array_equal(there, column)
     text = f"{name} {there.tolist()}, not {list(map(float, column))}"
-    _require(same, 3, f"shard {index} recorded {text}")
-
-
-def _bits(tree):
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(tree)]
+    require(same, NAMES[3], f"shard {index} recorded {text}")
 
 
 def _check_replay(training, journals, recorded, shards):
@@ -156,14 +144,14 @@ def _check_replay(training, journals, recorded, shards):
       **common,
     )
   for index, (shard, state) in enumerate(zip(shards, states, strict=True)):
-    same = _bits(shard.state.server) == _bits(state)
-    _require(same, 4, f"shard {index}: the state differs")
+    same = bits(shard.state.server) == bits(state)
+    require(same, NAMES[4], f"shard {index}: the state differs")
   parts = zip(*recorded, replayed, strict=True)
   for index, (live, there, expected) in enumerate(parts):
     for name, one, other in zip(live._fields, live, expected, strict=True):
       nan = one.dtype.kind == "f"
       same = np.array_equal(one, other[there], equal_nan=nan)
-      _require(same, 4, f"shard {index}: the records' {name} differ")
+      require(same, NAMES[4], f"shard {index}: the records' {name} differ")
 
 
 def _check_slots(shard):
@@ -177,13 +165,13 @@ def _check_slots(shard):
     *(ticket.message for ticket in tickets),
   ]
   of = f"shard {shard.index}"
-  _require(
+  require(
     sorted(messages) == list(range(counts.messages)),
-    *(5, f"{of}: message slots {sorted(messages)} of {counts.messages}"),
+    *(NAMES[5], f"{of}: message slots {sorted(messages)} of {counts.messages}"),
   )
   used = {slot for slot, uses in slots.uses.items() if uses > 0}
   params = sorted([*slots.free_params, *used])
-  _require(
+  require(
     params == list(range(counts.params)),
-    *(5, f"{of}: params slots {params} of {counts.params}"),
+    *(NAMES[5], f"{of}: params slots {params} of {counts.params}"),
   )

@@ -14,7 +14,7 @@ from asgd.live.gossip import files
 from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.records import check_count, records_path
-from asgd.live.world.storage import Broken
+from asgd.live.world.broken import bits, refused, require
 from asgd.orders.trace import Event
 
 JOURNALS = "journals fit together"
@@ -85,26 +85,22 @@ class _Checks:
 
   def replay(self) -> tuple[simulator.Peers, simulator.PeerRecords]:
     """Returns what the trace says that peers and records are."""
-    try:
+    with refused(JOURNALS):
       trace = files.read_trace(self._run, len(self._journals))
-    except ValueError as error:
-      raise Broken(f"{JOURNALS}: {error}") from error
     peers = simulator.Peers(
       *(self._how, self._duty.peer, self._duty.worker, self._duty.params),
       trace,
       batch=self._duty.batch,
       root=self._duty.root,
     )
-    try:
+    with refused(REPLAY):
       records = peers.run(len(trace.time))
-    except ValueError as error:
-      raise Broken(f"{REPLAY}: {error}") from error
     for peer, view in self._views.items():
       state = peers.states[peer]
       weight = float(self._duty.peer.weight(state))
       again = View(state.server.params, weight, int(state.server.version))
-      if peer not in peers.present or _bits(view) != _bits(again):
-        raise Broken(f"{REPLAY}: peer {peer} is {view}, not {again}")
+      same = peer in peers.present and bits(view) == bits(again)
+      require(same, REPLAY, "peer", peer, "is", view, "and not", again)
     return peers, records
 
   def records(self, replayed: simulator.PeerRecords) -> None:
@@ -112,10 +108,8 @@ class _Checks:
     for peer, events in enumerate(self._journals):
       there = files.read_peer_records(self._run, peer)
       path, lives = records_path(self._run, peer), files.lives_of(events)
-      try:
+      with refused(RECORDS):
         check_count(path, len(there.loss), events, lives)
-      except ValueError as error:
-        raise Broken(f"{RECORDS}: {error}") from error
       # A job may be done twice, before and after its peer has exited.
       ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]
       mine = [
@@ -126,15 +120,14 @@ class _Checks:
       which = np.flatnonzero(replayed.worker == peer)[mine]
       for name in set(there._fields) - {"time"}:  # which merging may change
         column, again = getattr(there, name), getattr(replayed, name)[which]
-        if column.tobytes() != again.tobytes():
-          raise Broken(f"{RECORDS}: peer {peer} {name} {column}, not {again}")
+        same = column.tobytes() == again.tobytes()
+        require(same, RECORDS, "peer", peer, name, column, "and not", again)
 
   def jobs(self) -> None:
     """Which jobs were received."""
     if self._how.order == gossip.PAIRS:
       jobs = sorted(job for each in self._incarnations for job in each.received)
-      if jobs != list(range(self._messages)):
-        raise Broken(f"{ONCE}: {jobs}")
+      require(jobs == list(range(self._messages)), ONCE, jobs)
       return
     n = len(self._journals)
     for peer, life, _, left, mine in self._incarnations:
@@ -142,8 +135,8 @@ class _Checks:
       end = mine[-1] if mine else begin - n
       if peer in self._views and not left and (mine or not life):
         end = self._messages - n + peer  # one that joined last has none
-      if mine != list(range(begin, end + 1, n)) or begin % n != peer:
-        raise Broken(f"{ROUNDS}: peer {peer} received {mine}")
+      ended = mine == list(range(begin, end + 1, n)) and begin % n == peer
+      require(ended, ROUNDS, "peer", peer, "received", mine)
 
   def newcomers(self) -> None:
     """What incarnations but the first begin with."""
@@ -152,9 +145,8 @@ class _Checks:
       begins = actions[0] == base.JOIN and (
         base.SEND not in actions or actions[1] == base.ADOPT
       )
-      if each.life and not begins:
-        names = [base.ACTIONS[action] for action in actions]
-        raise Broken(f"{ADOPTS}: peer {each.peer} {names}")
+      names = [base.ACTIONS[action] for action in actions]
+      require(begins or not each.life, ADOPTS, "peer", each.peer, names)
 
   def messages(self) -> None:
     """In rounds: who is alive at the end takes the same messages of a peer that
@@ -169,8 +161,8 @@ class _Checks:
           if self._is_for(put, each)
         }
         answers = set(taken.values())
-        if len(answers) > 1 or answers == {False} and not sender.left:
-          raise Broken(f"{ALL}: {put.format()}: {taken}")
+        none = answers == {False} and not sender.left
+        require(len(answers) < 2 and not none, ALL, put, taken)
 
   def _is_for(self, put: Event, each: Incarnation) -> bool:
     """Whether an incarnation that is alive at the end mixes what was put."""
@@ -197,16 +189,16 @@ class _Checks:
         != [base.TAKE, base.MIX]
         for at, put in enumerate(each.rows)
       )
-      if alone > exits:
-        raise Broken(f"{TWO}: peer {each.peer} put {alone} times for nobody")
+      text = "put for nobody so many times:"
+      require(alone <= exits, TWO, "peer", each.peer, text, alone)
     first = [each for each in alive if not each.life]
     for one, two in itertools.combinations(first, 2):
       takes = [
         sum(take.job == other.peer for take in each.of(base.TAKE))
         for each, other in ((one, two), (two, one))
       ]
-      if takes[0] != takes[1]:
-        raise Broken(f"{TWO}: peers {one.peer} and {two.peer} took {takes}")
+      same = takes[0] == takes[1]
+      require(same, TWO, "peers", one.peer, two.peer, "took", takes)
 
   def copies(self, peers: simulator.Peers) -> None:
     """With `choco`, what neighbours have of each other."""
@@ -216,22 +208,15 @@ class _Checks:
       if isinstance(own, Choco) and topology.union[peer, other]:
         slot = topology.slot(peer, other)
         copy = {name: copies[slot] for name, copies in own.copies.items()}
-        if not _close(copy, told.public):
-          raise Broken(
-            f"{COPIES}: peer {peer} has {copy} of peer {other}, which told"
-            f" {told.public}"
-          )
+        text = "peer", peer, "has", copy, "of peer", other, "which told"
+        require(_close(copy, told.public), COPIES, *text, told.public)
 
   def shared(self, peers: simulator.Peers) -> None:
     """With `share`, the parameters of all."""
     states = [peers.states[peer] for peer in self._views]
     params = [s.server.params for s in states if isinstance(s.own, Share)]
-    if any(not _close(each, params[0]) for each in params):
-      raise Broken(f"{SAME}: {params}")
-
-
-def _bits(view):
-  return [np.asarray(x).tobytes() for x in jax.tree.leaves(view)]
+    same = all(_close(each, params[0]) for each in params)
+    require(same, SAME, params)
 
 
 def _close(one: base.Params, two: base.Params) -> bool:

@@ -19,10 +19,11 @@ from asgd.live.gossip.peer_rows import PeerDuty, View
 from asgd.live.journal import journal_path
 from asgd.live.records import records_path
 from asgd.live.world import peer_checks, scenario
+from asgd.live.world.broken import Broken
 from asgd.live.world.hosts import WorldHosts
 from asgd.live.world.injections import Injection, Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
-from asgd.live.world.storage import Broken, Flip, flip
+from asgd.live.world.storage import Flip, flip
 
 PEERS, ROUNDS = 3, 8
 _PATIENCE = 1.0  # seconds until a silent peer is ended

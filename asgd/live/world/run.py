@@ -20,11 +20,12 @@ from typing import Any, ClassVar
 
 from asgd.live import faults
 from asgd.live.deadlines import Ladder
+from asgd.live.world.broken import Broken
 from asgd.live.world.hosts import World, WorldHosts
 from asgd.live.world.injections import Faults, Injection, Menu, Scenario
 from asgd.live.world.network import SimulatedNetwork
 from asgd.live.world.scheduler import Process, Scheduler, Stuck
-from asgd.live.world.storage import Broken, Disk, flip
+from asgd.live.world.storage import Disk, flip
 
 LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
 _SECONDS, _TURNS = 600.0, 200_000  # in which a command ends

@@ -36,8 +36,7 @@ class Process:
   def __init__(self, name: str, call: Callable[[], Any]):
     self.name = name
     self._call = call
-    self.turn = _closed_gate()
-    self.thread = threading.Thread(target=self._run, daemon=True)
+    self.thread: _Thread | None = None  # that runs it, from its first turn on
     self.ready: Callable[[], bool] = lambda: True  # what it waits for
     self.wakes: float | None = 0.0  # when it goes on at the latest; None: never
     self.sleeps_until = 0.0  # it stands still
@@ -46,10 +45,9 @@ class Process:
     self.result: Any = None
     self.error: BaseException | None = None
     self.at_end: list[Callable[[], None]] = []  # what the kernel does then
-    self.give_turn_back: Callable[[], None] = lambda: None
 
-  def _run(self):
-    self.turn.acquire()
+  def run(self) -> None:
+    """Runs it from its first turn to its last."""
     try:
       if not self.doomed:
         self.result = self._call()
@@ -59,7 +57,6 @@ class Process:
       self.error = error
     finally:
       self.alive = False
-      self.give_turn_back()
 
   def may_go_on(self, now: float) -> bool:
     """Whether it, which is alive, would do something in a turn."""
@@ -67,11 +64,32 @@ class Process:
       return True
     if now < self.sleeps_until:
       return False
-    return (self.wakes is not None and now >= self.wakes) or self.ready()
+    wakes = self.wakes
+    return (wakes is not None and now >= wakes) or self.ready()
+
+
+class _Thread:
+  """A thread that runs one process after another."""
+
+  def __init__(self, scheduler: "Scheduler", process: Process):
+    self.gate = _closed_gate()  # opened when a turn of its process begins
+    self.process: Process | None = process  # None: it ends
+    self._scheduler = scheduler
+    threading.Thread(target=self._run, daemon=True).start()
+
+  def _run(self):
+    while self.process is not None:
+      self.process.thread = self
+      self.process.run()
+      self.process = self._scheduler.after_last_turn(self)
 
 
 class Scheduler:
-  """Gives processes their turns."""
+  """Gives processes their turns.
+
+  Who ends a turn draws the next one and hands it over, so that a process goes
+  on without a change of threads where it is drawn again.
+  """
 
   def __init__(self, seed: int):
     self._rng = random.Random(seed)
@@ -82,16 +100,18 @@ class Scheduler:
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
     self.errors: list[BaseException] = []  # that have ended processes
     self.turns: list[tuple[float, str]] = []  # when, and of which process
-    self._back = _closed_gate()
+    # Returns whose turn is next; None: that of the caller of `run`, `close`.
+    self._draw: Callable[[], Process | None] = lambda: None
+    self._over: BaseException | None = None  # why no turns are given any more
+    self._back = _closed_gate()  # opened for that caller
+    self._idle: list[_Thread] = []
     self._spell = 0  # turns that it still lasts
     self._starved: Process | None = None
 
   def start(self, name: str, call: Callable[[], Any]) -> Process:
     """Starts a process."""
     process = Process(name, call)
-    process.give_turn_back = self._back.release
     self.processes.append(process)
-    process.thread.start()
     return process
 
   def kill(self, process: Process) -> None:
@@ -130,25 +150,32 @@ class Scheduler:
     process = self.current
     process.ready = ready
     process.wakes = None if seconds is None else self.now + seconds
-    self._back.release()
-    process.turn.acquire()
+    following = self._next_turn()
+    if following is not process:
+      self._hand_over(following)
+      process.thread.gate.acquire()
     if process.doomed:
       raise Killed
 
   def run(self, until: Callable[[], bool], seconds: float, turns: int) -> None:
     """Gives turns until a condition holds. Raises Stuck if none can go on, or
     after so many seconds, or turns."""
-    end = self.now + seconds
-    for _ in range(turns):
+    end, left = self.now + seconds, iter(range(turns))
+
+    def draw():
+      if next(left, None) is None:
+        raise Stuck(f"still running after {turns} turns")
       if until():
-        return
+        return None
       if self.now > end:
         raise Stuck(f"still running after {seconds:g} s")
-      self._turn()
-    raise Stuck(f"still running after {turns} turns")
+      return self._drawn()
 
-  def _turn(self):
-    ready = [p for p in self.processes if p.may_go_on(self.now)]
+    self._give_turns(draw)
+
+  def _drawn(self):
+    now = self.now
+    ready = [p for p in self.processes if p.may_go_on(now)]
     while not ready:
       times = [
         max(process.wakes, process.sleeps_until)
@@ -163,7 +190,7 @@ class Scheduler:
       self.now = max(self.now, min(times)) + _STEP * self._rng.random()
       ready = [p for p in self.processes if p.may_go_on(self.now)]
     self.now += self._rng.expovariate(1 / _STEP)
-    self._resume(self._choose(ready))
+    return self._choose(ready)
 
   def _choose(self, ready):
     """Returns whose turn it is. One of them is slow for some time, so that the
@@ -178,27 +205,73 @@ class Scheduler:
       ready.remove(self._starved)
     return self._rng.choice(ready)
 
-  def _resume(self, process):
-    self.current = process
-    self.turns.append((self.now, process.name))
-    process.turn.release()
+  def _give_turns(self, draw):
+    """Gives turns to those that are drawn, until none is."""
+    self._draw, self._over = draw, None
+    following = self._next_turn()
+    if following is not None:
+      self._hand_over(following)
+      try:
+        self._back.acquire()
+      except KeyboardInterrupt:  # once the turn has ended, or two would run
+        self._draw = lambda: None
+        self._back.acquire()
+        raise
+    if self._over is not None:
+      raise self._over
+
+  def _next_turn(self, ended=None):
+    """Begins the next turn, after the last one of a process that has ended;
+    returns whose it is, None for the caller of `run` or `close`."""
+    self.current = process = None
     try:
-      self._back.acquire()
-    except KeyboardInterrupt:  # once the turn has ended, or two would run
-      self._back.acquire()
-      raise
-    finally:
-      self.current = None
-    if not process.alive:
-      self.processes.remove(process)
-      if process.error:
-        self.errors.append(process.error)
-      for call in process.at_end:
-        call()
+      if ended:
+        self._bury(ended)
+      process = self._draw()
+    except BaseException as error:
+      self._over = error
+    if process is not None:
+      self.current = process
+      self.turns.append((self.now, process.name))
+    return process
+
+  def _hand_over(self, process):
+    """Wakes who has the turn."""
+    if process is None:
+      self._back.release()
+    elif process.thread is not None:
+      process.thread.gate.release()
+    elif self._idle:
+      thread = self._idle.pop()
+      thread.process = process
+      thread.gate.release()
+    else:
+      _Thread(self, process)
+
+  def after_last_turn(self, thread: _Thread) -> Process | None:
+    """Ends the process of a thread, and hands the turn over; returns the next
+    process that the thread runs, once it has its turn."""
+    following = self._next_turn(ended=thread.process)
+    if following is not None and following.thread is None:
+      return following
+    self._idle.append(thread)
+    self._hand_over(following)
+    thread.gate.acquire()
+    return thread.process
+
+  def _bury(self, process):
+    self.processes.remove(process)
+    if process.error:
+      self.errors.append(process.error)
+    for call in process.at_end:
+      call()
 
   def close(self) -> None:
     """Ends all processes."""
     for process in [*self.processes]:
       self.kill(process)
-      while process.alive:
-        self._resume(process)
+      self._give_turns(lambda: process if process.alive else None)  # noqa: B023
+    for thread in self._idle:
+      thread.process = None
+      thread.gate.release()
+    self._idle.clear()

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 
 from asgd.live.shard import Shard
 from asgd.live.slots import SharedMemory, message_stamp
+from asgd.live.world.broken import Broken
 from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Scheduler
 
 _TEARS = 4  # writes, of which one is torn; or the next of a row like these:
 _TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
-
-
-class Broken(Exception):
-  """An invariant does not hold."""
 
 
 class Disk:

@@ -18,9 +18,9 @@ from asgd.live.tables.cluster import Images, Places, TableCluster
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
+from asgd.live.world.broken import refused, require
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
-from asgd.live.world.storage import Broken
 from asgd.tables import division as division_lib
 from asgd.tables import replay
 from asgd.tables.shard import TableShard
@@ -226,24 +226,20 @@ class TablesRun(WorldRun):
     """See the base."""
     whole = self._division.join(self._rows)
     for name, expected in _whole().items():
-      if not np.array_equal(whole[name], expected):
-        raise Broken(f"{INVARIANTS[0]}: {name} {whole[name]}, not {expected}")
+      same = np.array_equal(whole[name], expected)
+      require(same, INVARIANTS[0], name, whole[name], "and not", expected)
     self._check_received()
-    try:
+    with refused(INVARIANTS[2]):
       files.read_trace(self.folder, WORKERS)
-    except ValueError as error:
-      raise Broken(f"{INVARIANTS[2]}: {error}") from error
     orders = files.read_orders(self.folder, self._settings.shards, WORKERS)
-    try:
+    with refused(INVARIANTS[3]):
       again = replay.replay(
         *(self._settings, first(), self._division, _WORK, orders),
         jobs=JOBS,
       )
-    except replay.OrdersError as error:
-      raise Broken(f"{INVARIANTS[3]}: {error}") from error
     for name, rows in again.tables.items():
-      if rows.tobytes() != whole[name].tobytes():
-        raise Broken(f"{INVARIANTS[3]}: {name} {rows}, not {whole[name]}")
+      same = rows.tobytes() == whole[name].tobytes()
+      require(same, INVARIANTS[3], name, rows, "and not", whole[name])
     for worker, records in enumerate(again.records):
       self._check_records(worker, records)
 
@@ -256,8 +252,7 @@ class TablesRun(WorldRun):
       jobs = [e.job for e in events if e.action == base.RECEIVE]
       expected = list(range(worker, WORKERS * JOBS, WORKERS))
       kept = [job for job in expected if job in jobs or not changed]
-      if jobs != kept:
-        raise Broken(f"{INVARIANTS[1]}: worker {worker} received {jobs}")
+      require(jobs == kept, INVARIANTS[1], "worker", worker, "received", jobs)
 
   def _check_records(self, worker, records):
     """A record that a holder did not live to write may be missing."""
@@ -269,5 +264,4 @@ class TablesRun(WorldRun):
     for name in there._fields:
       mine, other = getattr(there, name), getattr(again, name)
       same &= np.array_equal(mine, other[which], equal_nan=name != "reads")
-    if not same:
-      raise Broken(f"{INVARIANTS[4]}: worker {worker} {there}, not {again}")
+    require(same, INVARIANTS[4], "worker", worker, there, "and not", again)

@@ -11,6 +11,7 @@ import pytest
 
 from asgd import algorithms, base, server, simulator, stacking, worker
 from asgd import orders as orders_lib
+from asgd.orders import durations
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -33,19 +34,46 @@ def noise(job):
 def loss(params, batch, key):
   del key
   terms = jax.tree.map(
-    lambda c, p, n: jnp.sum(c * p**2 / 2 + n * p), CURVATURE, params, batch
+    lambda c, p, n: jnp.sum(c * p**2 / 2 + n * p),
+    *({name: CURVATURE[name] for name in params}, params, batch),
   )
   return optax.tree.sum(terms), worker.Aux(())
 
 
-def run(recipe, trace, params=PARAMS):
-  workers = orders_lib.check(trace)
-  host = simulator.make_host(recipe.server(), recipe.make_worker(loss))
-  return simulator.run_whole(
-    *(host, params, workers, trace),
-    batch=stacking.job_batches(lambda worker, job: noise(job), recipe.steps),
-    root=jax.random.key(0),
-  )
+def batch_of(recipe):
+  return stacking.job_batches(lambda worker, job: noise(job), recipe.steps)
+
+
+def in_turns(recipe, workers, messages, params=PARAMS):
+  """Workers take turns, doing as many jobs on a ticket as they should.
+
+  Returns the parameters at the server and the reports; a turn is compiled once.
+  """
+  made, worker = recipe.server(), recipe.make_worker(loss)
+  batch, key = batch_of(recipe), jax.random.key(0)
+
+  @kit.compiled_once
+  def turn(state, own, ticket, batch):
+    own, message, _ = worker.work(own, ticket, batch, key)
+    state, report = made.receive(state, ticket, message)
+    return state, own, made.send(state, ticket.worker), report
+
+  state = made.init(jax.tree.map(jnp.asarray, params))
+  tickets = [  # nothing is known yet that they could look ahead of
+    base.Ticket(jnp.int32(w), state.version, state.params)
+    for w in range(workers)
+  ]
+  owns, reports = [worker.init(state.params)] * workers, []
+  for job in range(messages):
+    number, w = divmod(job, workers)
+    of_job = {name: batch(w, job)[name] for name in params}
+    given = owns[w], tickets[w], of_job
+    state, owns[w], sent, report = turn(state, *given)
+    kept = tickets[w]._replace(fresh=np.bool_(False))
+    fetches = (number + 1) % recipe.fetch_every == 0
+    tickets[w] = sent if fetches else kept
+    reports.append(report)
+  return state.params, reports
 
 
 def build(name, workers, learning_rate=RATE, **kwargs):
@@ -54,18 +82,6 @@ def build(name, workers, learning_rate=RATE, **kwargs):
 
 def first_gradients():
   return jax.tree.map(jnp.asarray, noise(0))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_update_accepts_unknown_extra_args(name):
-  algorithm = build(name, 2).algorithm
-  params = jax.tree.map(jnp.asarray, PARAMS)
-  state = algorithm.init(params)
-  delay = base.Delay(jnp.int32(1), jnp.int32(3), params)
-  given, known = (first_gradients(), state, params), delay._asdict()
-  known_only, _ = algorithm.update(*given, **known)
-  more, _ = algorithm.update(*given, **known, unheard_of=object())
-  kit.same(known_only, more)
 
 
 READS = {
@@ -104,18 +120,6 @@ def test_a_missing_delay_argument_is_a_type_error_naming_it(name, argument):
   del delay[argument]
   with pytest.raises(TypeError, match=argument):
     algorithm.update(first_gradients(), algorithm.init(params), params, **delay)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_second_call_does_not_recompile(name):
-  recipe = build(name, 2)
-  made = recipe.server()
-  receive, send = map(kit.compiled_once, (made.receive, made.send))
-  state = made.init(PARAMS)
-  tickets = [send(state, jnp.int32(w)) for w in range(2)]
-  for job in range(4):
-    state, _ = receive(state, tickets[job % 2], noise(job))
-    tickets[job % 2] = send(state, jnp.int32(job % 2))
 
 
 # What a recipe is with one worker, as a plain loop over an optax optimizer:
@@ -185,21 +189,15 @@ def test_one_worker_is_the_plain_optax_counterpart(name):
   recipe = build(name, 1, **kwargs)
   params = jax.tree.map(jnp.asarray, PARAMS)
   state = tx.init(params)
-  for step in range(30 * recipe.steps):
+  for step in range(12 * recipe.steps):
     grads = gradient(look_ahead(state, params), noise(step))
     updates, state = tx.update(grads, state, params)
     params = optax.apply_updates(params, updates)
-  trace = orders_lib.fixed_delay(delay=0, messages=30)
-  simulation, records = run(recipe, trace)
-  assert not records.staleness.any()
-  jax.tree.map(
-    # Out and back, a displacement loses a bit or two.
-    lambda x, y: np.testing.assert_allclose(
-      *(x, y), rtol=1e-14 * recipe.steps, atol=1e-16 * recipe.steps
-    ),
-    simulation.server.params,
-    params,
-  )
+  found, reports = in_turns(recipe, 1, 12)
+  assert not any(report.staleness for report in reports)
+  # Out and back, a displacement loses a bit or two.
+  steps = recipe.steps
+  kit.close(found, params, rtol=1e-14 * steps, atol=1e-16 * steps)
 
 
 CHANGED = {
@@ -211,7 +209,7 @@ CHANGED = {
   "splits": 2,
   "average": "updates",
   "look_ahead": False,
-  "fetch_every": 4,
+  "fetch_every": 2,
   "push_every": 1,
   "local_rate": 0.05,
   "optimizer": "adam",
@@ -226,24 +224,16 @@ CHANGED = {
   "grace": 2,
   "proximal": 1.0,
 }
-# Where an option says something only next to others.
+# Where an option says something only next to others; and what makes a job of
+# several steps, with every part of the recipe in use.
 BESIDE = {
   "gap_aware": {"momentum": 0.0},
-  "downpour": {"push_every": 2},
+  "downpour": {"push_every": 2, "fetch_every": 4},
   "model_averaging": {"momentum": 0.9, "steps": 2},
-  "easgd": {"steps": 2},
+  "easgd": {"momentum": 0.9, "steps": 2},
   "diloco": {"steps": 2},
-  "fedasync": {"discount": "hinge", "grace": 1, "steps": 2},
+  "fedasync": {"discount": "hinge", "grace": 1, "steps": 2, "proximal": 0.1},
 }
-
-
-def in_turns(recipe):
-  """Four workers take turns, doing as many jobs on a ticket as they should."""
-  trace = orders_lib.fixed_delay(delay=3, messages=24)
-  sends = np.flatnonzero(trace.action == base.SEND)
-  number = np.arange(len(sends)) // 4  # of the worker's job
-  trace.action[sends[number % recipe.fetch_every > 0]] = base.KEEP
-  return trace
 
 
 @pytest.mark.slow
@@ -251,16 +241,38 @@ def in_turns(recipe):
 def test_every_option_of_every_recipe_has_an_effect(name):
   rate = 0.01  # all are stable here
   beside = BESIDE.get(name, {})
-  recipe = build(name, 4, rate, **beside)
-  plain, _ = run(recipe, in_turns(recipe))
+  turns = 4, 12, {"w": PARAMS["w"]}
+  plain, _ = in_turns(build(name, 4, rate, **beside), *turns)
   for option in algorithms.options(name):
     changed = {**beside, option: CHANGED[option]}
     if option == "optimizer":
       changed.pop("momentum", None)
-    recipe = build(name, 4, rate, **changed)
-    other, _ = run(recipe, in_turns(recipe))
-    difference = server.gap(plain.server.params, other.server.params)
-    assert difference > 1e-6, option
+    other, _ = in_turns(build(name, 4, rate, **changed), *turns)
+    assert server.gap(plain, other) > 1e-6, option
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_in_pieces_is_the_run_in_one(name):
+  recipe = build(name, 3, 0.01, **BESIDE.get(name, {}))
+  kept = {"fetch_every": 2} if recipe.fetch_every > 1 else {}
+  counts = dict(workers=3, messages=18, **kept)
+  clock = durations.heterogeneous(seed=1)
+  trace = orders_lib.build(recipe.order, clock, **counts)
+  assert (trace.action == base.KEEP).any() == (name == "downpour")
+  host = simulator.make_host(recipe.server(), recipe.make_worker(loss))
+  data = {"batch": batch_of(recipe), "root": jax.random.key(0)}
+  results, rows = [], len(trace.action)
+  for ends in ([rows], range(5, rows + 5, 5)):
+    simulation, parts = host.init(PARAMS, 3), []
+    for end in ends:
+      simulation, part = host.run(simulation, trace, end, **data)
+      parts.append(part)
+    records = simulator.concatenate(parts)
+    results.append((simulation.server, simulation.workers, records))
+  kit.same(*results)
+  expected = orders_lib.staleness(trace, every=recipe.every)
+  np.testing.assert_array_equal(records.staleness, expected)
+  assert np.isfinite(records.loss).all()
 
 
 def test_options_are_the_keyword_arguments():

@@ -19,14 +19,11 @@ KEY = jax.random.key(0)
 WORKERS, RANK = 3, 2
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def both(codec, state, tree):
   """The code, what is decoded of it, and the state."""
-
-  def run(state, tree):
-    code, state = codec.encode(state, tree, KEY)
-    return code, codec.decode(code), state
-
-  return jax.jit(run)(state, tree)
+  code, state = codec.encode(state, tree, KEY)
+  return code, codec.decode(code), state
 
 
 def gram_schmidt(p):
@@ -65,14 +62,12 @@ def matrix(kernel):
 
 def test_a_worker_is_that_of_the_paper_alone():
   codec = compression.named("powersgd", rank=RANK)
-  encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
   one = jax.tree.map(lambda x: x[0], gradients(0))
   state = codec.init(one)
   q, errors = first_q(state), [np.zeros((7, 8))]
   for step in range(4):
     one = jax.tree.map(lambda x: x[0], gradients(step))
-    code, state = encode(state, one, KEY)
-    sent = decode(code)
+    code, sent, state = both(codec, state, one)
     wanted, errors, q = power_sgd([matrix(one["kernel"])], errors, q)
     kit.close(matrix(sent["kernel"]), jnp.asarray(wanted), atol=1e-10)
     kit.close(
@@ -82,18 +77,20 @@ def test_a_worker_is_that_of_the_paper_alone():
   assert [x.shape for x in code["kernel"].code] == [(7, RANK), (8, RANK)]
 
 
+def in_step(reducer):
+  """A step of all devices: (states, tree=gradients)."""
+  reduce = functools.partial(reducer.reduce, key=KEY, axis="data")
+  return jax.jit(jax.vmap(reduce, axis_name="data"))
+
+
 def test_devices_in_step_are_the_workers_of_the_paper():
   reducer = compression.powersgd_reducer(RANK)
   state = jax.vmap(reducer.init)(gradients(0))
   q, errors = first_q(state)[0], [np.zeros((7, 8))] * WORKERS
-  step = jax.jit(
-    jax.vmap(
-      lambda state, g: reducer.reduce(state, g, KEY, "data"), axis_name="data"
-    )
-  )
+  step = in_step(reducer)
   for i in range(4):
     grads = gradients(i)
-    out, state = step(state, grads)
+    out, state = step(state, tree=grads)
     kernels = [matrix(g) for g in grads["kernel"]]
     wanted, errors, q = power_sgd(kernels, errors, q)
     for worker in range(WORKERS):  # all have the same mean
@@ -106,12 +103,6 @@ def test_devices_in_step_are_the_workers_of_the_paper():
         atol=1e-10,
       )
     kit.close(out["vector"][0], jnp.asarray(grads["vector"].mean(0)))
-
-
-def in_step(reducer):
-  """A step of all devices: (states, tree=gradients)."""
-  reduce = functools.partial(reducer.reduce, key=KEY, axis="data")
-  return jax.jit(jax.vmap(reduce, axis_name="data"))
 
 
 def test_vogels_2019_input_is_average_plus_residual():
@@ -168,8 +159,9 @@ def test_a_matrix_of_zeros_does_not_end_the_iterations():
 def test_what_would_not_become_smaller_is_sent_whole():
   codec = compression.powersgd(rank=2)
   tree = {"small": np.ones((4, 4)), "large": np.ones((4, 5))}
-  state = codec.init(tree)
-  code, _ = codec.encode(state, tree, KEY)
+  code, _ = jax.eval_shape(
+    lambda tree: codec.encode(codec.init(tree), tree, KEY), tree
+  )
   assert code["small"].code.shape == (16,)  # 2 (4 + 4) is 4 x 4
   assert [x.shape for x in code["large"].code] == [(5, 2), (4, 2)]
 
@@ -204,14 +196,12 @@ def test_onebit_adam_is_adam_and_then_that_of_the_paper():
   grads = kit.normal(steps, 2, 6)
   grads[:, :, 3] = 0.0  # an element without a variance never moves
   state = jax.vmap(reducer.init)(grads[0])
-  step = jax.jit(
-    jax.vmap(lambda s, g: reducer.reduce(s, g, KEY, "data"), axis_name="data")
-  )
+  step = in_step(reducer)
   adam = optax.scale_by_adam(**options)
   adam_state, zero = adam.init(grads[0, 0]), np.zeros(6)
   reference = zero, zero, [zero, zero], zero
   for t in range(1, steps + 1):
-    update, state = step(state, grads[t - 1])
+    update, state = step(state, tree=grads[t - 1])
     wanted, reference = onebit_adam(
       grads[t - 1], reference, t, warm_up, *options.values()
     )
@@ -259,9 +249,7 @@ def test_tang_2021_ends_the_warm_up_where_v_stands_still(scales, ends):
   for warm_up in (None, ends):
     reducer = compression.onebit_adam(warm_up, **options)
     state = jax.vmap(reducer.init)(one)
-    reduce = functools.partial(reducer.reduce, key=KEY, axis="data")
-    step = jax.jit(jax.vmap(reduce, axis_name="data"))
-    out = []
+    step, out = in_step(reducer), []
     for g in grads:
       update, state = step(state, tree=g)
       out.append(update)
@@ -276,11 +264,9 @@ def test_deepspeed_onebit_sends_plus_for_0_and_the_norm_by_the_root_of_n():
   reducer = compression.onebit_adam(1, b1=0.0)
   g = np.array([[3.0, 0.0, -4.0, 0.0]])
   state = jax.vmap(reducer.init)(g)
-  step = jax.vmap(
-    lambda s, g: reducer.reduce(s, g, KEY, "data"), axis_name="data"
-  )
-  _, state = step(state, g)
-  _, state = step(state, g)  # the norm is 5, and n is 4
+  step = in_step(reducer)
+  _, state = step(state, tree=g)
+  _, state = step(state, tree=g)  # the norm is 5, and n is 4
   kit.close(state.mu, jnp.array([[2.5, 2.5, -2.5, 2.5]]))
   kit.close(state.residual, jnp.array([[0.5, -2.5, -1.5, -2.5]]))
   kit.close(state.server, jnp.zeros((1, 4)))

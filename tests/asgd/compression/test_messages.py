@@ -107,7 +107,8 @@ def test_each_shard_has_a_code_of_its_own():
   worker = compression.compressed(gradient_worker(loss), codec, plan)
   ticket = TICKET._replace(params=params)
   x = np.arange(12, dtype=np.float32).reshape(4, 3)
-  _, message, _ = worker.work(worker.init(params), ticket, x, coding.ROOT)
+  work = jax.jit(worker.work)
+  _, message, _ = work(worker.init(params), ticket, x, coding.ROOT)
   parts = compression.split(plan, message)
   assert len(parts) == 2
   decoded = [

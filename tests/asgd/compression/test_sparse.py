@@ -12,12 +12,17 @@ KEY = jax.random.key(0)
 
 def messages(codec, *trees):
   """What a server decodes of some messages, and the last state."""
-  encode, decode = jax.jit(codec.encode), jax.jit(codec.decode)
-  state, sent = codec.init(trees[0]), []
+
+  @jax.jit
+  def send(state, tree):
+    code, state = codec.encode(state, tree, KEY)
+    return codec.decode(code), state
+
+  state, out = codec.init(trees[0]), []
   for tree in trees:
-    code, state = encode(state, tree, KEY)
-    sent.append(decode(code))
-  return sent, state
+    sent, state = send(state, tree)
+    out.append(sent)
+  return out, state
 
 
 def test_an_element_sends_one_quantum_a_message_whatever_it_has():

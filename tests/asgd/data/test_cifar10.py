@@ -106,12 +106,14 @@ def test_every_form_of_cifar10_is_read(tmp_path, small_batches, form, place):
   assert_is_cifar(dataset, batches)
 
 
-def test_files_of_the_published_size_are_read(tmp_path):
-  for name in formats._CIFAR_BATCHES:
+def test_files_of_the_published_size_are_read(tmp_path, monkeypatch):
+  two = "data_batch_1", "test_batch"  # of six
+  monkeypatch.setattr(formats, "_CIFAR_BATCHES", two)
+  for name in two:
     with open(tmp_path / f"{name}.bin", "wb") as file:
       file.truncate(30_730_000)  # sparse
   dataset = data.load("cifar10", data_dir=tmp_path)
-  assert dataset.train_images.shape == (50_000, 32, 32, 3)
+  assert dataset.train_images.shape == (10_000, 32, 32, 3)
   assert dataset.test_images.shape == (10_000, 32, 32, 3)
 
 

@@ -1,14 +1,13 @@
 """BERT in layers: its numbers, its padding, its cuts, and its checkpoints."""
 
 import functools
-import json
 
 import jax
 import jax.numpy as jnp
 import kit
 import numpy as np
 import pytest
-import safetensors.numpy
+from bert_files import SIZES, tensors, write
 from scipy import special
 
 from asgd import algorithms, models, problems
@@ -18,59 +17,7 @@ from pipeline import cut
 
 pytestmark = pytest.mark.slow
 
-SIZES = {
-  "vocab_size": 19,
-  "num_hidden_layers": 2,
-  "hidden_size": 12,
-  "num_attention_heads": 3,
-  "intermediate_size": 20,
-  "max_position_embeddings": 9,
-  "type_vocab_size": 2,
-  "layer_norm_eps": 1e-12,
-}
 CLASSES = 3
-
-
-def tensors(seed=0):
-  """A BERT's tensors as Hugging Face names and shapes them."""
-  c, f = SIZES["hidden_size"], SIZES["intermediate_size"]
-  shapes = {
-    "embeddings.word_embeddings.weight": (SIZES["vocab_size"], c),
-    "embeddings.position_embeddings.weight": (9, c),
-    "embeddings.token_type_embeddings.weight": (2, c),
-    "pooler.dense.weight": (c, c),
-    "pooler.dense.bias": (c,),
-  }
-  norms = ["embeddings"]
-  for i in range(SIZES["num_hidden_layers"]):
-    at = f"encoder.layer.{i}"
-    norms += [f"{at}.attention.output", f"{at}.output"]
-    for name, (rows, columns) in {
-      "attention.self.query": (c, c),
-      "attention.self.key": (c, c),
-      "attention.self.value": (c, c),
-      "attention.output.dense": (c, c),
-      "intermediate.dense": (f, c),
-      "output.dense": (c, f),
-    }.items():
-      shapes[f"{at}.{name}.weight"] = (rows, columns)
-      shapes[f"{at}.{name}.bias"] = (rows,)
-  for name in norms:
-    shapes[f"{name}.LayerNorm.weight"] = shapes[f"{name}.LayerNorm.bias"] = (c,)
-  rng = np.random.default_rng(seed)
-  return {
-    name: rng.normal(0, 0.5, shape).astype(np.float32)
-    for name, shape in shapes.items()
-  }
-
-
-def write(folder, held=None, **said):
-  folder.mkdir(parents=True, exist_ok=True)
-  config = {"model_type": "bert", "hidden_act": "gelu", **SIZES, **said}
-  (folder / "config.json").write_text(json.dumps(config))
-  held = tensors() if held is None else held
-  safetensors.numpy.save_file(held, folder / "model.safetensors")
-  return folder
 
 
 def examples(length=9):

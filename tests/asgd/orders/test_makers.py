@@ -303,26 +303,26 @@ def expected_maximum(workers):
 @pytest.mark.parametrize(("workers", "published"), [(8, 1.147), (32, 1.219)])
 def test_synchronous_rounds_of_equal_machines(workers, published):
   assert round(expected_maximum(workers), 3) == published
-  rounds = 300
+  rounds = 150
   clock = durations.homogeneous(2.0, seed=11)
   trace = orders.bulk_synchronous(
     clock, workers=workers, messages=rounds * workers
   )
-  # A maximum varies by less than one time, 0.1; its mean by 0.1 / sqrt(300).
+  # A maximum varies by less than one time, 0.1; its mean by 0.1 / sqrt(150).
   per_round = trace.time[-1] / rounds / 2
   assert per_round == pytest.approx(published, abs=4 * 0.1 / rounds**0.5)
 
 
 @pytest.mark.parametrize("workers", [8, 32])
 def test_asynchronous_machines_never_wait(workers):
-  messages = 200 * workers
+  messages = 100 * workers
   clock = durations.homogeneous(2.0, seed=11)
   trace = orders.asynchronous(clock, workers=workers, messages=messages)
   # N workers make N messages a mean time. The batches at work at the end cost
-  # up to one more; the sum of 200 times varies by 0.1 sqrt(200), the mean of N
-  # such sums by 0.1 sqrt(200 / N). Synchronous rounds would take 229 and more.
-  tolerance = 1 + 4 * 0.1 * (200 / workers) ** 0.5
-  assert trace.time[-1] / 2 == pytest.approx(200, abs=tolerance)
+  # up to one more; the sum of 100 times varies by 0.1 sqrt(100), the mean of N
+  # such sums by 0.1 sqrt(100 / N). Synchronous rounds would take 114 and more.
+  tolerance = 1 + 4 * 0.1 * (100 / workers) ** 0.5
+  assert trace.time[-1] / 2 == pytest.approx(100, abs=tolerance)
 
 
 # By name.

@@ -38,6 +38,17 @@ class Run:
     self.it.grants(now)
     return self.new()
 
+  def arrive(self, *messages):
+    """Messages come, each for the first time unless a text before it says why
+    not."""
+    expected = True
+    for message in messages:
+      if isinstance(message, str):
+        expected = False
+      else:
+        assert self.it.arrive(*message) == expected
+        expected = True
+
   def end(self, worker, seq, now=0.0):
     """A message comes; what follows."""
     assert self.it.arrive(worker, seq)
@@ -47,20 +58,24 @@ class Run:
 # The protocols, by hand.
 
 
-def test_asynchronous_workers_never_wait():
-  run = Run(Rules(), workers=2)
-  assert run.go() == ["send 0:0", "send 1:1"]
-  assert run.go() == []
-  assert run.end(0, 0) == ["receive 0:0", "send 0:2"]
-  assert run.end(0, 1) == ["receive 0:2", "send 0:3"]
-  assert run.end(1, 0) == ["receive 1:1", "send 1:4"]
-  run.it.arrive(0, 2)
-  run.it.arrive(1, 1)
-  assert run.go() == ["receive 0:3", "receive 1:4", "send 0:5", "send 1:6"]
-
-
-# What a dispatcher does at the start, and when a message (worker, seq) comes.
+# What a dispatcher does at the start, and when messages (worker, seq) come, or
+# a worker does something. A text says why the message after it is refused.
 BY_HAND = {
+  "asynchronous workers never wait": (Rules(), {}, [
+    ("start", "send 0:0, send 1:1"),
+    ("start", ""),
+    ((0, 0), "receive 0:0, send 0:2"),
+    ((0, 1), "receive 0:2, send 0:3"),
+    ((1, 0), "receive 1:1, send 1:4"),
+    ([(0, 2), (1, 1)], "receive 0:3, receive 1:4, send 0:5, send 1:6"),
+  ]),
+  "messages go in the order of their arrival": (Rules(), {"workers": 3}, [
+    ("start", "send 0:0, send 1:1, send 2:2"),
+    (
+      [(2, 0), (0, 0), (1, 0)],
+      "receive 2:2, receive 0:0, receive 1:1, send 0:3, send 1:4, send 2:5",
+    ),
+  ]),
   "a bound makes the fast wait for the slowest": (Rules(bound=1), {}, [
     ("start", "send 0:0, send 1:1"),
     ((0, 0), "receive 0:0, send 0:2"),  # one ahead
@@ -203,6 +218,59 @@ BY_HAND = {
       ((2, 0), "receive 2:3, send 2:1, send 3:4"),
     ],
   ),
+  "a warm start goes on with another worker": (
+    Rules(warm_start=2, bound=3, cache=True), {}, [
+      ("start", "send 0:0"),
+      ("leave 0", "lost 0:0, leave 0:0, send 1:0"),
+      ("join 0", "join 0:1"),  # worker 1 is at it, and nobody else before
+      ((1, 0), "receive 1:0, send 0:1"),
+      ((0, 1), "receive 0:1, send 0:2, send 1:3"),
+    ],
+  ),
+  "what all came before anybody looked is cut by job": (
+    Rules(round=2, backup=1), {"workers": 3}, [
+      ("start", "send 0:0, send 1:1, send 2:2"),
+      (
+        [(2, 0), (1, 0), (0, 0)],
+        "receive 0:0, receive 1:1, receive 2:2, send 0:3, send 1:4, send 2:5",
+      ),
+    ],
+  ),
+  "a message arrives once": (Rules(), {"workers": 1}, [
+    ("start", "send 0:0"),
+    ([(0, 0), "doubled on the way", (0, 0)], "receive 0:0, send 0:1"),
+    (["its answer was lost", (0, 0)], ""),
+  ]),
+  "a message of nobody does not arrive": (Rules(), {"workers": 1}, [
+    ("start", "send 0:0"),
+    (["not started yet", (0, 1)], ""),
+    (["no such place", (7, 0)], ""),
+  ]),
+  "a refused message costs its sender the place": (
+    Rules(depth=2), {"workers": 1}, [
+      ("start", "send 0:0, send 0:1"),
+      ("reject 0 1", "reject 0:1, lost 0:0, leave 0:0"),
+    ],
+  ),
+  "jobs of the dead are lost in their order": (Rules(depth=3), {"workers": 1}, [
+    ("start", "send 0:0, send 0:1, send 0:2"),
+    ("leave 0", "lost 0:0, lost 0:1, lost 0:2, leave 0:0"),
+  ]),
+  "leaving twice is leaving once": (Rules(), {"workers": 1}, [
+    ("leave 0", "leave 0:0"),
+    ("leave 0", ""),
+    ("leave 5", ""),
+  ]),
+  "who has nothing left to do holds nobody back": (
+    Rules(bound=0), {"owned": True, "jobs": 2, "workers": 1}, [
+      ("start", "send 0:0"),
+      ((0, 0), "receive 0:0, send 0:1"),
+      ("leave 0", "lost 0:1, leave 0:0"),
+      ("join 1", "join 1:0"),  # its clock is 0; the job left is not its own
+      ("join 0", "join 0:1, send 0:1"),  # its clock is 1
+      ((0, 2), "receive 0:1"),
+    ],
+  ),
   "nothing new for a worker about to leave": (Rules(), {}, [
     ("start", "send 0:0, send 1:1"),
     ("pause 0", ""),
@@ -219,23 +287,17 @@ def test_a_protocol_by_hand(name):
   run = Run(rules, **{"workers": 2, **options})
   for event, rows in events:
     if not isinstance(event, str):
-      done = run.end(*event)
+      run.arrive(*([event] if isinstance(event, tuple) else event))
     else:
-      action, _, worker = event.partition(" ")
+      action, *numbers = event.split(" ")
       now = () if action == "pause" else (0.0,)
-      if worker:
-        getattr(run.it, action)(int(worker), *now)
-      done = run.go()
-    assert ", ".join(done) == rows
+      if numbers:
+        getattr(run.it, action)(*map(int, numbers), *now)
+    assert ", ".join(run.go()) == rows
   assert run.it.finished == ("jobs" in options)
-
-
-def test_messages_without_rounds_go_in_the_order_of_their_arrival():
-  run = Run(Rules(), workers=3)
-  run.go()
-  for worker in (2, 0, 1):
-    run.it.arrive(worker, 0)
-  assert run.it.deliver(1.0) == [(2, 0, 2), (0, 0, 0), (1, 0, 1)]
+  actions = [row.action for row in run.rows]
+  assert run.it.received == actions.count(base.RECEIVE)
+  assert run.it.lost == sum(map(actions.count, DEATHS))
 
 
 def test_the_slowest_is_one_of_those_that_are_there():
@@ -265,25 +327,13 @@ def test_a_ticket_is_kept_for_so_many_jobs():
   assert run.it.grants(0.0) == [Grant(worker=0, seq=4, job=4, keep=True)]
 
 
-def test_a_warm_start_goes_on_with_another_worker():
+def test_a_warm_start_is_restored_with_its_clocks():
   run = Run(Rules(warm_start=2, bound=3, cache=True), workers=2)
-  assert run.go() == ["send 0:0"]
-  run.it.leave(0, 0.0)
-  assert run.go() == ["lost 0:0", "leave 0:0", "send 1:0"]
-  run.it.join(0, 0.0)  # worker 1 is at it, and nobody else before its end
-  assert run.go() == ["join 0:1"]
-  assert run.end(1, 0) == ["receive 1:0", "send 0:1"]
-  assert run.end(0, 1) == ["receive 0:1", "send 0:2", "send 1:3"]
-  again = Dispatcher(run.it.rules).obey(run.rows)
-  assert [again.slowest(), again.received] == [run.it.slowest(), 2]
-
-
-def test_what_all_came_before_anybody_looked_is_cut_by_job():
-  run = Run(Rules(round=2, backup=1), workers=3)
   run.go()
-  for worker in (2, 1, 0):
-    run.it.arrive(worker, 0)
-  assert run.it.deliver(0.0) == [(0, 0, 0), (1, 0, 1), (2, 0, 2)]
+  run.end(0, 0)
+  run.end(0, 1)
+  again = Dispatcher(run.it.rules).obey(run.rows)
+  assert [again.slowest(), again.received] == [run.it.slowest(), 2] == [2, 2]
 
 
 @quick
@@ -318,24 +368,6 @@ def test_rounds_do_not_depend_on_the_order_of_arrival(n, backup, choices):
 # Once, and only once.
 
 
-def test_a_message_arrives_once():
-  run = Run(Rules(), workers=1)
-  run.go()
-  assert run.it.arrive(0, 0)
-  assert not run.it.arrive(0, 0)  # doubled on the way
-  assert run.go() == ["receive 0:0", "send 0:1"]
-  assert not run.it.arrive(0, 0)  # sent again, as the answer was lost
-  assert run.it.received == 1
-
-
-def test_a_message_of_nobody_does_not_arrive():
-  run = Run(Rules(), workers=1)
-  run.go()
-  assert not run.it.arrive(0, 1)  # not started yet
-  assert not run.it.arrive(7, 0)  # no such place
-  assert run.go() == []
-
-
 def test_a_message_of_the_dead_does_not_arrive():
   run = Run(Rules(depth=2), workers=2)
   run.go()
@@ -352,44 +384,7 @@ def test_a_message_of_the_dead_does_not_arrive():
   assert not run.it.arrive(0, 1)
 
 
-def test_a_refused_message_costs_its_sender_the_place():
-  run = Run(Rules(depth=2), workers=1)
-  run.go()
-  assert run.it.reject(0, 1, 0.0) == [1, 0]
-  assert run.new() == ["reject 0:1", "lost 0:0", "leave 0:0"]
-  assert run.it.workers == []
-  assert run.it.lost == 2
-  assert run.it.received == 0
-
-
 # Deaths.
-
-
-def test_the_jobs_of_the_dead_are_lost_in_their_order():
-  run = Run(Rules(depth=3), workers=1)
-  run.go()
-  assert run.it.leave(0, 0.0) == [0, 1, 2]
-  assert run.new() == ["lost 0:0", "lost 0:1", "lost 0:2", "leave 0:0"]
-  assert run.it.lost == 3
-
-
-def test_who_has_nothing_left_to_do_holds_nobody_back():
-  run = Run(Rules(bound=0), owned=True, jobs=2)
-  run.it.join(0, 0.0)
-  run.go()
-  assert run.end(0, 0) == ["receive 0:0", "send 0:1"]
-  run.it.leave(0, 0.0)
-  run.it.join(1, 0.0)  # its clock is 0, and the only job left is not its own
-  run.it.join(0, 0.0)  # its clock is 1
-  run.new()
-  assert run.go() == ["send 0:1"]
-
-
-def test_leaving_twice_is_leaving_once():
-  run = Run(Rules(), workers=1)
-  assert run.it.leave(0, 0.0) == []
-  assert run.new() == ["leave 0:0"]
-  assert run.it.leave(0, 0.0) == run.it.leave(5, 0.0) == run.new() == []
 
 
 def test_a_place_has_one_holder():

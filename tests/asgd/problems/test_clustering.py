@@ -16,7 +16,7 @@ def test_a_job_adds_each_example_to_the_nearest_centre():
   problem = clustering.k_means(32, clusters=4)
   params = np.array(problem.init(jax.random.key(0)))
   examples = problem.batches(0, 1)(0, 0)[0]
-  (loss, _), updates = problem.updates(params, (examples, None), None)
+  (loss, _), updates = jax.jit(problem.updates)(params, (examples, None), None)
   means = params[:, :-1] / params[:, -1:]
   squares = ((examples[:, None] - means) ** 2).sum(2)
   expected = np.zeros_like(params)

@@ -18,7 +18,7 @@ def test_the_loss_on_the_rows_of_a_batch_is_the_loss():
   problem = problem_of(rank=3, l2=0.1)
   params = problem.init(jax.random.key(0))
   batch, key = problem.batches(0, 1)(0, 3), jax.random.key(1)
-  grad = jax.value_and_grad(lambda p, b: problem.loss(p, b, key)[0])
+  grad = jax.jit(jax.value_and_grad(lambda p, b: problem.loss(p, b, key)[0]))
   whole, gradient = grad(params, batch)
   keys = problem.keyed.keys(batch)
   # Rows after those that are needed change nothing.

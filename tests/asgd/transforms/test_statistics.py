@@ -126,12 +126,12 @@ RECIPES["dc_asgd_a of workers"] = algorithms.build(
 RECIPES["softsync"] = algorithms.build(
   "staleness_aware", 0.1, 2, momentum=0.9, splits=1
 )
-all_recipes = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
 
-@all_recipes
-def test_no_recipe_touches_the_statistics(recipe):
-  state, _, tickets = deliver(recipe.server(statistics_decay=0.75), START)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_statistics_and_weights_do_not_touch_each_other(recipe):
+  server = recipe.server(statistics_decay=0.75)
+  state, reports, tickets = deliver(server, START)
   stats = [message.stats for _, message in MESSAGES]
   if recipe.every == 2:
     pairs = zip(stats[::2], stats[1::2], strict=True)
@@ -141,28 +141,19 @@ def test_no_recipe_touches_the_statistics(recipe):
   # The last message came from worker 1, so its ticket is of the last state.
   kit.same(tickets[1].params.stats, state.params.stats)
 
-
-@all_recipes
-def test_statistics_touch_no_weight_and_no_report(recipe):
-  server = recipe.server()
+  # Bare parameters pass through, as if there were no rule for statistics.
   bare = [(worker, message.weights) for worker, message in MESSAGES]
-  state, reports, tickets = deliver(server, START)
-  plain, plain_reports, plain_tickets = deliver(server, START.weights, bare)
-  kit.same(state.params.weights, plain.params)
-  kit.same(state.opt_state, plain.opt_state)
-  kit.same(reports, plain_reports)  # staleness, gap and norms among them
-  for worker in tickets:
-    kit.same(tickets[worker].params.weights, plain_tickets[worker].params)
-
-
-@all_recipes
-def test_bare_parameters_pass_through_untouched(recipe):
   options = dict(every=recipe.every, at_server=recipe.at_server)
-  bare = [(worker, message.weights) for worker, message in MESSAGES]
+  plain = deliver(server, START.weights, bare)
   kit.same(
-    deliver(recipe.server(), START.weights, bare),
+    plain,
     deliver(make_server(recipe.algorithm, **options), START.weights, bare),
   )
+  kit.same(state.params.weights, plain[0].params)
+  kit.same(state.opt_state, plain[0].opt_state)
+  kit.same(reports, plain[1])  # staleness, gap and norms among them
+  for worker in tickets:
+    kit.same(tickets[worker].params.weights, plain[2][worker].params)
 
 
 def test_a_ticket_holds_weights_looked_ahead_and_statistics_as_they_are():
@@ -227,22 +218,23 @@ def test_a_message_holds_the_gradient_and_the_statistics_of_its_batch():
   kit.same(message, variables([2.5, 3.5], mean=2, var=0))
 
 
+LAYERS = (models.Stem(2, "batch"), models.Head(10))
+
+
+@jax.jit
+def batch_statistics(params, pixels):
+  return models.apply(LAYERS, params, pixels, train=True)[1]
+
+
 @pytest.mark.parametrize("name", ["dana_zero", "dana_slim", "ssgd"])
 def test_two_workers_train_a_network_with_batch_norm(name):
   digits = data.load("digits")
-  layers = (models.Stem(2, "batch"), models.Head(10))
-  problem = problems.classification(digits, layers, batch_size=8)
+  problem = problems.classification(digits, LAYERS, batch_size=8)
   recipe = algorithms.build(name, 0.1, 2, momentum=0.9)
   server = recipe.server(statistics_decay=0.75)
   worker = gradient_worker(problem.loss, recipe.at_worker)
   work, batches = jax.jit(worker.work), problem.batches(0, 2)
   send, receive = jax.jit(server.send), jax.jit(server.receive)
-
-  @jax.jit
-  def batch_statistics(params, images):
-    pixels = (images.astype(jnp.float32) - digits.mean) / digits.std
-    return models.apply(layers, params, pixels, train=True)[1]
-
   state = server.init(problem.init(KEY))
   start = state.params
   tickets = [send(state, jnp.int32(w)) for w in (0, 1)]
@@ -250,7 +242,8 @@ def test_two_workers_train_a_network_with_batch_norm(name):
   seen = []
   for job, w in enumerate([0, 1, 1, 0]):
     batch = batches(w, job)
-    seen.append(batch_statistics(tickets[w].params, batch[0]))
+    pixels = (np.float32(batch[0]) - digits.mean) / digits.std
+    seen.append(batch_statistics(tickets[w].params, pixels))
     workers[w], message, _ = work(workers[w], tickets[w], batch, KEY)
     close(message.stats, seen[-1])
     state, _ = receive(state, tickets[w], message)
