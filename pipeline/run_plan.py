@@ -23,7 +23,7 @@ import optax
 
 from asgd import algorithms, base, models, problems, transforms
 from asgd.checks import shown
-from asgd.experiment import checks, kept
+from asgd.experiment import build_cache, checks
 from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
 from pipeline import analyze, cut, discrepancy, residence, schedules
@@ -297,7 +297,7 @@ def _parts(planned, section, shapes) -> list[Part]:
   return parts
 
 
-_servers = kept.Kept(256)  # of stages
+_servers = build_cache.BuildCache(256)  # of stages
 
 
 def _keeps_workers(run, rate, shapes) -> bool:

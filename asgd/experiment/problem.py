@@ -11,7 +11,7 @@ import jax
 from asgd import base, data, losses, models, names, problems
 from asgd.checks import shown, user_code
 from asgd.data import sentences, text
-from asgd.experiment import kept, schema, storage
+from asgd.experiment import build_cache, schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
 from asgd.problems import own as own_problem
@@ -96,7 +96,7 @@ def load(
   return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
 
 
-_problems = kept.Kept(8)  # and their data
+_problems = build_cache.BuildCache(8)  # and their data
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:

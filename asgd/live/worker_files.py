@@ -1,5 +1,7 @@
-"""The files of workers that write a journal and records of their own jobs: of
-peers and of workers of tables."""
+"""Journals and records that workers write about their own jobs.
+
+Peers and workers of tables have these files.
+"""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,19 +29,19 @@ from asgd.orders.trace import STARTS, Event
 
 
 class WorkerFiles:
-  """How the files of workers are opened, read and cut."""
+  """Opens, reads and cuts the files of workers."""
 
   def __init__(self, columns: Any, *last: Any):
-    """Of records that are read as a NamedTuple of columns; the last one, which
-    others have not, is (name, type, perhaps a shape)."""
+    """Takes the NamedTuple of the records' columns, and the column that only
+    this protocol has: (name, dtype) or (name, dtype, shape)."""
     self._columns = columns
     self.dtype = np.dtype([*RECORD.descr[:-1], last, RECORD.descr[-1]])
 
   def open(
     self, run: Path, index: int, disk: Any = os
   ) -> tuple[FileJournal, FileSink]:
-    """Opens, or makes, the journal and the records of a worker, which `disk`
-    writes."""
+    """Opens or creates the journal and the records of a worker; `disk` writes
+    them."""
     path = records_path(run, index)
     journal = FileJournal(journal_path(run, index), disk=disk)
     return journal, FileSink(path, dtype=self.dtype, disk=disk)
@@ -50,7 +52,7 @@ class WorkerFiles:
     return self._columns(*(rows[name].copy() for name in names))
 
   def read(self, run: Path, index: int, start: int = 0) -> Any:
-    """Returns the records of a worker, from one on."""
+    """Returns the records of a worker, from record `start` on."""
     path = records_path(run, index)
     return self.columns(read_rows(path, self.dtype, start))
 
@@ -59,15 +61,15 @@ class WorkerFiles:
     return by_time([self.read(run, index) for index in range(workers)])
 
   def length(self, run: Path, index: int) -> tuple[int, int]:
-    """Returns how many rows and records a worker has written."""
+    """Returns the numbers of rows and records that a worker has written."""
     rows = len(read_journal(journal_path(run, index)))
     return rows, len(self.read(run, index).loss)
 
   def lengths(
     self, run: Path, workers: int, images: Mapping[int, Sequence[int]]
   ) -> list[Sequence[int]]:
-    """Returns how many rows and records of each worker belong to a checkpoint:
-    those that its image counts, and of a worker without an image all."""
+    """Returns the numbers of rows and records of each worker in a checkpoint:
+    the counts of its image, or all rows if a worker has no image."""
     return [
       images[index] if index in images else self.length(run, index)
       for index in range(workers)
@@ -80,8 +82,8 @@ class WorkerFiles:
     lost: Callable[[Sequence[Event]], int],
     what: str = "messages",
   ) -> None:
-    """Raises ValueError if a worker has not a record of each job that its
-    journal received, but for the so many that are `lost`."""
+    """Raises ValueError if a worker has fewer records than received jobs, less
+    the number that `lost` returns for its rows."""
     for index in range(workers):
       events = read_journal(journal_path(run, index))
       path, count = records_path(run, index), len(self.read(run, index).loss)
@@ -93,9 +95,19 @@ class WorkerFiles:
     kept: Sequence[Sequence[int]],
     others: Sequence[tuple[Path, int]] = (),
   ) -> int:
-    """Drops what was written since a checkpoint, of which (rows, records) of
-    each worker are `kept`, and (journal, rows) of `others`; returns how many
-    rows that was. ValueError for a file that has fewer of them."""
+    """Cuts all files back to a checkpoint.
+
+    Args:
+      run: the folder of the run.
+      kept: (rows, records) of each worker in the checkpoint.
+      others: (journal, rows) of other parties.
+
+    Returns:
+      The number of rows that were dropped.
+
+    Raises:
+      ValueError: if a file has fewer rows than the checkpoint; nothing is cut.
+    """
     dropped, journals = 0, [*others]
     for index, (rows, records) in enumerate(kept):
       journals.append((journal_path(run, index), rows))
@@ -114,7 +126,7 @@ class WorkerFiles:
 
 
 class WorkerJournal:
-  """The journal and the records of one worker, as it writes them."""
+  """Appends to the journal and the records of one worker."""
 
   def __init__(
     self,
@@ -122,22 +134,22 @@ class WorkerJournal:
     files: tuple[FileJournal, FileSink],
     clock: Callable[[], float],
   ):
-    """Continues after the rows that the journal has. The clock tells seconds of
+    """Continues after the rows of the journal. `clock` returns the seconds of
     the run."""
     self.index, self._clock = index, clock
     self._journal, self._sink = files
     self._time = 0.0  # of the last row
-    self.seqs = 0  # jobs that were begun, of earlier incarnations too
+    self.seqs = 0  # jobs started, earlier incarnations included
     for event in self._journal.events():
       self._note(event)
 
   def _note(self, event: Event) -> None:
-    """Takes note of a row that was written."""
+    """Updates time and count by a row of the journal."""
     self._time = max(self._time, event.time)
     self.seqs += event.action in STARTS
 
   def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
-    """Appends a row; returns it. No time is less than the one before."""
+    """Appends a row and returns it. Times never decrease."""
     time = max(self._clock(), self._time)
     event = Event(time, self.index, seq, job, action, **more)
     self._journal.append(event)

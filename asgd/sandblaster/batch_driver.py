@@ -1,6 +1,6 @@
-"""What drives a coordinator: it hands out jobs and writes down what happens.
+"""The driver of a coordinator: it hands out jobs and logs events.
 
-A class below it says how time passes, and where shards and workers are: in
+Two subclasses say how time passes and where shards and workers run: in
 simulated time (`simulation`), or in hosts (`asgd.live.sandblaster.driver`).
 """
 
@@ -25,38 +25,37 @@ from asgd.sandblaster.settings import Settings
 
 
 class Counts(NamedTuple):
-  """What happened, over all evaluations."""
+  """Events over all evaluations."""
 
   copies: int = 0  # backup tasks
-  first: int = 0  # of these, that came first
-  recoveries: int = 0  # of shards
+  first: int = 0  # backup tasks that ended before the original
+  recoveries: int = 0  # shards that were restarted
 
 
 class Place:
-  """The place of a worker."""
+  """The state of one worker rank, over its incarnations."""
 
   def __init__(self):
-    self.alive = True  # as the trace has it
-    self.fetched = -1  # the evaluation whose parameters its worker has
-    self.seq = 0  # of the next job
-    self.holder = 0  # how many came before its worker
-    # The job that its worker is at: a tuple of evaluation, job and seq, with
-    # `fresh` if the parameters are fetched for it, and `loss` of a copy of it
-    # that has ended.
+    self.alive = True  # by the rows of the trace
+    self.fetched = -1  # the evaluation whose parameters the worker has
+    self.seq = 0  # number of the next job
+    self.holder = 0  # number of earlier incarnations
+    # The running job: evaluation, job, seq, `fresh` if the parameters are
+    # fetched for it, and `loss` if a copy of the job has ended.
     self.ticket: Any = None
 
   def empty(self) -> None:
-    """Drops what its worker had, which has exited."""
+    """Drops the job and the parameters of a worker that has exited."""
     self.fetched, self.ticket = -1, None
 
   @property
   def idle(self) -> bool:
-    """Whether its worker waits for a job."""
+    """Whether the worker waits for a job."""
     return self.alive and self.ticket is None
 
 
 class Places:
-  """The places of all workers, and their rows of the trace."""
+  """The state of all workers; writes their rows of the trace."""
 
   def __init__(
     self,
@@ -65,7 +64,7 @@ class Places:
     book: RunLog,
     clock: Callable[[], float],
   ):
-    """`jobs` are those of an evaluation."""
+    """`jobs` is the number of jobs in one evaluation."""
     self.all = list(places)
     self._jobs, self._book, self._clock = jobs, book, clock
 
@@ -89,13 +88,13 @@ class Places:
     return row
 
   def join(self, worker: int) -> None:
-    """Writes that a place has a worker, unless it has one."""
+    """Writes a JOIN row, unless the worker is alive."""
     if not self.all[worker].alive:
       self.all[worker].alive = True
       self.write(worker, base.JOIN)
 
   def empty(self, worker: int) -> Any:
-    """Writes that a worker has exited; returns the job that it was at."""
+    """Writes that a worker has exited; returns its running job, or None."""
     place = self.all[worker]
     ticket = place.ticket
     if ticket is not None:
@@ -109,9 +108,9 @@ class Places:
 
 
 class BatchDriver:
-  """Runs L-BFGS: gives what the coordinator asks for to shards and workers."""
+  """Runs L-BFGS: carries out the requests of the coordinator."""
 
-  _shards: Any  # Shards, or what they are for a live run
+  _shards: Any  # `Shards` in simulated time, `LiveShards` in hosts
   _places: Places
 
   def __init__(
@@ -121,11 +120,11 @@ class BatchDriver:
     book: RunLog,
     notes: Mapping[str, Any] | None,
   ):
-    """Starts, or goes on from the notes of another; of the parameters shapes
-    and dtypes are read."""
+    """Starts, or resumes from `notes` of an earlier driver. Only the shapes and
+    dtypes of `params` are read."""
     self._settings, self._like, self.book = settings, params, book
     notes = notes or {"state": State()._asdict(), "answers": []}
-    self._begun = notes  # of the beginning of this evaluation
+    self._begun = notes  # at the start of this evaluation
     self._coordinator = coordinator_from(settings, notes)
     self._jobs = PortionJobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
@@ -143,27 +142,27 @@ class BatchDriver:
 
   @property
   def request(self) -> Request | None:
-    """What the coordinator asks for."""
+    """The open request of the coordinator; None at the end."""
     return self._coordinator.request
 
   @property
   def received(self) -> int:
-    """Messages."""
+    """The number of messages."""
     return len(self.book.messages)
 
   @property
   def state(self) -> State:
-    """What the coordinator knows of the last iterate."""
+    """The state of the coordinator after the last iterate."""
     return self._coordinator.state
 
   @property
   def ended(self) -> bool:
-    """Whether the coordinator has nothing more to ask for."""
+    """Whether the coordinator has no request any more."""
     return self.request is None
 
   @property
   def recoveries(self) -> int:
-    """How often a shard came back."""
+    """The number of restarts of shards."""
     return self.counts.recoveries + self._shards.recoveries
 
   def params(self) -> base.Params:
@@ -173,9 +172,9 @@ class BatchDriver:
   # Running.
 
   def _run(self, until: int, wait: Callable[[], bool]) -> int:
-    """Goes on until so many messages are received or the coordinator ends;
-    returns how many are. `wait` lets something happen; False: no time is
-    left."""
+    """Runs until `until` messages are received or the coordinator ends, and
+    returns the number of messages. `wait` waits for the next event; it returns
+    False when no time is left."""
     while not self.ended:
       request = self.request
       if isinstance(request, Command):
@@ -193,8 +192,8 @@ class BatchDriver:
     self.book.note(self._coordinator, self.now)
 
   def _begin(self, evaluation):
-    """Workers that are idle start on new parameters; a coordinator that asks
-    for an evaluation again, as it was killed, is told that it has begun."""
+    """Starts an evaluation. A coordinator that was killed repeats its request:
+    an evaluation that has begun is acknowledged and not started again."""
     if evaluation > self._current:
       self._prepare(evaluation)
       self._current, self._losses = evaluation, {}
@@ -203,7 +202,7 @@ class BatchDriver:
     self._answer(None)
 
   def _prepare(self, evaluation: int) -> None:
-    """Notes the beginning of an evaluation, and what workers are to fetch."""
+    """Saves the state before an evaluation and the parameters of its jobs."""
     raise NotImplementedError
 
   def _start_idle(self):
@@ -224,14 +223,14 @@ class BatchDriver:
     self._places.write(worker, base.SEND if fresh else base.KEEP)
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> Any:
-    """Makes a worker begin a job; returns its ticket."""
+    """Starts a job on a worker; returns the ticket."""
     raise NotImplementedError
 
   def _receive(
     self, worker: int, result: Callable[[bool], tuple[float, float]]
   ) -> None:
-    """The job of a worker has ended; `result` returns its loss and its norm,
-    told whether it is accepted."""
+    """Takes the result of a worker's job. `result(accepted)` returns the loss
+    and the norm of its gradient."""
     place, jobs = self._places[worker], self._jobs
     ticket = place.ticket
     late, job = self._current - ticket.evaluation, ticket.job
@@ -255,18 +254,18 @@ class BatchDriver:
     )
 
   def _empty(self, worker):
-    """A worker has exited; its job goes to another."""
+    """Takes the exit of a worker; its job is given to another one."""
     ticket = self._places.empty(worker)
     if ticket is not None and ticket.evaluation == self._current:
       self._jobs.lose(worker, ticket.job)
 
   def _lose_coordinator(self):
-    """The coordinator is killed; its journal is that of the beginning of this
-    evaluation."""
+    """Kills the coordinator. Its successor starts from the journal at the start
+    of this evaluation."""
     self._coordinator = coordinator_from(self._settings, self._begun)
 
   def _notes(self) -> dict[str, Any]:
-    """Returns what another needs to go on, as JSON."""
+    """Returns the state that another driver resumes from, as JSON."""
     return {
       "number": self._shards.number,
       "state": self.state._asdict(),
@@ -280,10 +279,10 @@ class BatchDriver:
 def coordinator_from(
   settings: Settings, notes: Mapping[str, Any]
 ) -> Coordinator:
-  """Returns the coordinator whose `state` and `answers` were noted."""
+  """Returns a coordinator from its saved `state` and `answers`."""
   state = State(**notes["state"])
   pairs = tuple(Pair(*pair) for pair in state.pairs)
   state = state._replace(pairs=pairs)
   coordinator = Coordinator(settings, state, notes["answers"])
-  coordinator.news.clear()  # the log has them
+  coordinator.news.clear()  # they are in the log already
   return coordinator

@@ -6,7 +6,7 @@ Epochs and examples of a config become updates of the engine.
 from typing import Any
 
 from asgd import problems, rates
-from asgd.experiment import checks, kept
+from asgd.experiment import build_cache, checks
 from asgd.experiment.schema import Run
 
 
@@ -42,7 +42,7 @@ def schedule(
   )
 
 
-_schedules = kept.Kept()
+_schedules = build_cache.BuildCache()
 
 
 def _schedule(run, problem, peak, batches, start, steps):

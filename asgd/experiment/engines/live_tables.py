@@ -82,7 +82,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
 
 class TableMakers(NamedTuple):
   """Makes shards and workers in their hosts, to whose processes it travels; see
-  `asgd.live.tables.cluster.Places`."""
+  `asgd.live.tables.cluster.Makers`."""
 
   plan: Callable[[], TablePlan]
   seed: int

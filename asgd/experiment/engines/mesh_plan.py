@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
-from asgd.experiment import checks, kept
+from asgd.experiment import build_cache, checks
 from asgd.experiment.engines import learning_rates, traffic
 from asgd.experiment.schema import OF_A_RUN, Run, Setting
 from asgd.parallel import data_parallel, hybrid, meshes, precision, step_checks
@@ -233,7 +233,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   return MeshPlan(run, problem, mesh, step, peak, rate, updates)
 
 
-_steps = kept.Kept()
+_steps = build_cache.BuildCache()
 
 
 def _make_step(run, problem, mesh, rate, size):

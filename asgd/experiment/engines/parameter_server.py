@@ -31,7 +31,7 @@ from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
 from asgd.checks import shown
-from asgd.experiment import checks, kept, storage
+from asgd.experiment import build_cache, checks, storage
 from asgd.experiment.engines import (
   Column,
   allocations,
@@ -251,7 +251,8 @@ def check(run: Run) -> None:
     clocks.check(run.config["durations"], max(run.config["workers"]))
 
 
-_recipes, _limits = kept.Kept(), kept.Kept(256)
+_recipes = build_cache.BuildCache()
+_limits = build_cache.BuildCache(256)
 
 
 def build_recipe(

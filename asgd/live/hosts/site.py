@@ -37,6 +37,7 @@ class Site(NamedTuple):
   sockets: bool = True  # use them where both are on one machine
   cluster_seconds: float = 0.0  # that a cluster may take to grow
   jax: str = jax.__version__  # the driver's
+  patience: float = 5.0  # seconds after which a worker repeats a frame
 
   def clock(self) -> float:
     """Seconds since the run began; on the driver's machine only, as a

@@ -59,7 +59,9 @@ class HostedWorker:
     if self._interrupted:
       return REPLACED
     self._loop = WorkerLoop(
-      *(self._worker, duty, reach), life=maker.life, patience=maker.patience
+      *(self._worker, duty, reach),
+      life=maker.life,
+      patience=maker.site.patience,
     )
     if self._drained:  # before there was a loop
       self._loop.drain()
@@ -99,7 +101,6 @@ class WorkerMaker(NamedTuple):
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
   warm_up: bool  # it compiles before it joins, in a process of its own
-  patience: float  # seconds after which it repeats what is not answered
 
   def __call__(self, inside: Inside) -> HostedWorker:
     """Prepares."""

@@ -1,10 +1,10 @@
-"""What makes the shards and workers of a parameter server in their hosts.
+"""Makers of the shards and workers of a parameter server.
 
-What is sent for every message goes through sockets and shared memory of the
-machine (`links.sockets`, `slots`), between threads as between processes: a call
-of Ray takes half a millisecond, a frame a twentieth of that. Shards are on the
-driver's machine. Workers on another one call the hosts of shards
-(`links.remote`), and the lead writes what they did (`links.notes`).
+Threads and processes of one machine exchange messages through sockets and
+shared memory (`links.sockets`, `slots`): a Ray call takes 0.5 ms, a frame a
+twentieth of that. Shards run on the driver's machine. Workers on other machines
+call the hosts of shards (`links.remote`), and the lead writes their spans and
+faults (`links.notes`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,6 @@ from asgd.live.hosts.site import Site
 from asgd.live.links.sockets import UNIX, UnixNetwork
 from asgd.live.server.hosted_shard import ShardMaker
 from asgd.live.server.hosted_worker import MakeScript, WorkerMaker
-
-PATIENCE = 5.0  # seconds after which a worker repeats what is not answered
 
 
 class ServerMakers:
@@ -35,7 +33,6 @@ class ServerMakers:
     faults: Sequence[faults_lib.Fault] = (),
     images: Sequence[tuple[Any, Any]] | None = None,
     make_script: MakeScript = faults_lib.script_of,
-    patience: float = PATIENCE,
   ):
     """Prepares.
 
@@ -49,13 +46,11 @@ class ServerMakers:
       faults: to inject, each once.
       images: checkpoints of each shard, for when the memory is lost.
       make_script: makes the faults of a worker.
-      patience: seconds after which a worker repeats what is not answered.
     """
     self.site, self._network, self._parts = site, network, parts
     self._make_server, self._steps = make_server, steps
     self._faults, self._make_script = faults, make_script
     self._images = images or [None] * len(parts)
-    self._patience = patience
 
   def shard(self, index: int, resumed: bool) -> Make:
     """Returns what makes a shard; of a run that is resumed its journal holds
@@ -72,5 +67,4 @@ class ServerMakers:
       *(self.site, self._network, worker, life),
       *(self._faults, self._make_script),
       warm_up=self._steps is None,
-      patience=self._patience,
     )

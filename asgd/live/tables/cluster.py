@@ -40,8 +40,8 @@ class Images(NamedTuple):
   workers: dict[int, tuple[int, int, bytes]]  # rows, records, image
 
 
-class Places(NamedTuple):
-  """How hosts are made: each returns what is called in the host."""
+class Makers(NamedTuple):
+  """Each returns the function that a host calls to make its party."""
 
   shard: Callable[[int, bytes | None], Make]  # (index, image)
   # (index, hosts of shards, image)
@@ -67,7 +67,7 @@ class TableCluster(Cluster):
   def __init__(
     self,
     hosts: Hosts,
-    places: Places,
+    makers: Makers,
     run: Path,
     *,
     shards: int,
@@ -77,7 +77,7 @@ class TableCluster(Cluster):
   ):
     """`refill`: put a new worker in the place of one that died; without it
     nobody waits for the place any more."""
-    self._places, self._run, self._refill = places, run, refill
+    self._makers, self._run, self._refill = makers, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
     super().__init__(Supervisor(hosts, self._counts, ladder))
     self._standing: dict[int, _Standing] = {}  # of each worker alive
@@ -90,7 +90,7 @@ class TableCluster(Cluster):
     shards = []
     for index in range(self._counts[SHARD]):
       image = images.shards[index][1] if images else None
-      make = self._places.shard(index, image)
+      make = self._makers.shard(index, image)
       shards.append(self._supervisor.start(SHARD, index, make))
     self._supervisor.await_made(shards)
     for worker in range(self._counts[WORKER]):
@@ -102,7 +102,7 @@ class TableCluster(Cluster):
   def _add(self, worker, image=None):
     shards = self._supervisor.parties[SHARD].items()
     hosts = {index: party.host for index, party in shards}
-    make = self._places.worker(worker, hosts, image)
+    make = self._makers.worker(worker, hosts, image)
     self._call_run(self._supervisor.start(WORKER, worker, make))
 
   def _call_run(self, party, found=(), ranges=None):
@@ -151,7 +151,7 @@ class TableCluster(Cluster):
     supervisor.count_exit(SHARD, index, "died")
     supervisor.excuse(WORKER)
     supervisor.news.append(f"shard {index} died; it comes back")
-    party = supervisor.start(SHARD, index, self._places.shard(index, None))
+    party = supervisor.start(SHARD, index, self._makers.shard(index, None))
     supervisor.await_made([party])
     if self._limit is not None and not index:
       self._ask("allow", self._limit, among=[0])

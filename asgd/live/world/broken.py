@@ -1,4 +1,4 @@
-"""An invariant that does not hold, and what checks of them share."""
+"""The error of a violated invariant, and helpers of the checks."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,19 +9,19 @@ import numpy as np
 
 
 class Broken(Exception):
-  """An invariant does not hold."""
+  """An invariant is violated."""
 
 
 def require(well: Any, name: str, *shown: Any) -> None:
-  """Raises Broken, which names an invariant and shows values, unless all is
-  well. Values are made texts only then: that of an array takes time."""
+  """Raises Broken with the invariant's name and the values, unless `well`.
+  Values are formatted only then, because formatting an array takes time."""
   if not well:
     raise Broken(f"{name}: {' '.join(map(str, shown))}")
 
 
 @contextlib.contextmanager
 def refused(name: str, text: str = "") -> Iterator[None]:
-  """Raises Broken, which names an invariant, for a ValueError of the block."""
+  """Raises Broken with the invariant's name for a ValueError in the block."""
   try:
     yield
   except ValueError as error:

@@ -18,13 +18,12 @@ from asgd.live.world.run import WorldScript
 from asgd.live.world.scenario import Training
 from asgd.live.world.storage import Memory
 
-_PATIENCE = 0.5  # seconds after which a worker repeats what is not answered
-
 
 class WorldSite:
   """Where a run in a world is; see `asgd.live.hosts.site.Site`."""
 
   spans, profile, machine = False, None, ""
+  patience = 0.5  # seconds after which a worker repeats a frame
 
   def __init__(self, world: World, hosts: WorldHosts, training: Training):
     self._world, self._hosts = world, hosts
@@ -72,5 +71,4 @@ def make(
     network=world.network,
     images=images,
     make_script=lambda *args: WorldScript(world),
-    patience=_PATIENCE,
   )

@@ -14,7 +14,7 @@ import numpy as np
 from asgd import base, safe_files, tables
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.tables import files
-from asgd.live.tables.cluster import Images, Places, TableCluster
+from asgd.live.tables.cluster import Images, Makers, TableCluster
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.shard import ShardHost
 from asgd.live.tables.worker import WorkerHost
@@ -173,7 +173,7 @@ class TablesRun(WorldRun):
     hosts = self.make_hosts()
     self._cluster = TableCluster(
       hosts,
-      Places(self._shard, self._worker),
+      Makers(self._shard, self._worker),
       self.folder,
       shards=self._settings.shards,
       workers=WORKERS,

@@ -89,12 +89,13 @@ class Run:
     self.news = []
     duty.warm_up_all(WORKERS)
     began = time.monotonic()
-    self.site = TellingSite(self.setup, str(folder), str(folder), began)
+    self.site = TellingSite(
+      *(self.setup, str(folder), str(folder), began), patience=0.2
+    )
     self.makers = ServerMakers(
       *(self.site, lambda: self.server, parts),
       steps=steps,
       faults=faults,
-      patience=0.2,
     )
     self.hosts = ThreadHosts(began=began)
     self.cluster = clusters.ServerCluster(

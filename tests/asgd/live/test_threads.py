@@ -160,11 +160,13 @@ class Live:
     self.folder = Path(tempfile.mkdtemp(dir="/dev/shm"))
     weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
     path, began = str(self.folder), time.monotonic()
-    self.site = Site(self.setup, path, path, began, spans=True)
+    self.site = Site(
+      *(self.setup, path, path, began), spans=True, patience=0.2
+    )
     self.makers = ServerMakers(
       *(self.site, lambda: kit.server, parts),
       steps=kit.steps,
-      **{"patience": 0.2, **options},
+      **options,
     )
     self.hosts, self.closing = ThreadHosts(began=began), contextlib.ExitStack()
     self.cluster = ServerCluster(

@@ -58,7 +58,7 @@ class Run:
     options = {"ladder": Ladder(), "refill": True, **options}
     self.cluster = cluster_lib.TableCluster(
       self.hosts,
-      cluster_lib.Places(self.shard, self.worker),
+      cluster_lib.Makers(self.shard, self.worker),
       folder,
       shards=SHARDS,
       workers=WORKERS,
