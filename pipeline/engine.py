@@ -241,10 +241,10 @@ class PipelineEngine(engines.Engine):
       slot = min(self._state.slot + steps, last)
     with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
-    self._seconds += self._pace.end()
-    self._state = result.state
-    if flush:
-      self._state = self._executor.again(self._state)
+      self._state = result.state
+      self._seconds += self._pace.end()
+      if flush:
+        self._state = self._executor.again(self._state)
     numbers = sorted(result.losses)
     new = np.array([float(result.losses[number]) for number in numbers])
     self._loss[numbers] = new
@@ -282,7 +282,8 @@ class PipelineEngine(engines.Engine):
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters of all stages, on the host."""
-    params = cut.whole(self._executor.params(self._state))
+    with self._as_engine_errors():
+      params = cut.whole(self._executor.params(self._state))
     clock = {"seconds": self._seconds}
     return engines.Snapshot(params, self.done, self._update(), clock)
 
@@ -330,7 +331,8 @@ class PipelineEngine(engines.Engine):
     """Bytes between devices and the host, where devices do not hold all."""
     if self._plan.room is None:
       return {}
-    moved = self._executor.traffic()._asdict()
+    with self._as_engine_errors():
+      moved = self._executor.traffic()._asdict()
     return {f"weights_{name}_bytes": value for name, value in moved.items()}
 
   def _tree(self, servers, messages, on_its_way, records):

@@ -61,6 +61,9 @@ def init(
 
 def _draw(layer, key, x):
   """Returns the variables of a layer, for an input of the shape of `x`."""
+  if isinstance(key, jax.core.Tracer):
+    # `own.check_layers` intercepts the calls of layers while this is traced.
+    return layer.lazy_init(key, x, train=False)
   wide = jax.config.jax_enable_x64
   return _remembered(_steps_of_init, layer, x, key.aval, wide)(key)
 
