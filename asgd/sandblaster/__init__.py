@@ -8,7 +8,7 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
-from asgd.sandblaster.again import RecomputedState, recompute
+from asgd.sandblaster.again import RecomputedState, count_jobs, recompute
 from asgd.sandblaster.batch_driver import coordinator_from
 from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command

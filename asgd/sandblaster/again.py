@@ -1,12 +1,13 @@
 """Computes the result of a run again, from the jobs that were received."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from asgd import base
+from asgd.orders.trace import STARTS
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import Begin, Coordinator, State, message_name
 from asgd.sandblaster.portions import Work, make_sums
@@ -19,6 +20,39 @@ class RecomputedState(NamedTuple):
 
   state: State  # of the coordinator
   params: base.Params  # the last iterate
+
+
+def count_jobs(
+  rows: Iterable[tuple[int, int]], accepted: Iterable[bool]
+) -> tuple[set[int], int]:
+  """Finds the jobs whose messages count.
+
+  A checkpoint has no message that the coordinator had not asked for. After a
+  resume from it that job is sent again, and its first message counts no more.
+
+  Args:
+    rows: (action, job) of the rows of a trace.
+    accepted: of each RECEIVE row, whether its message was accepted.
+
+  Returns:
+    The jobs, and the number of messages that count beside another one of the
+    same job; 0 in a correct run.
+
+  Example:
+    >>> from asgd import base
+    >>> jobs = [(base.SEND, 3), (base.RECEIVE, 3), (base.SEND, 3)]
+    >>> count_jobs(jobs, [True]), count_jobs(jobs[:2], [True])
+    ((set(), 0), ({3}, 0))
+  """
+  jobs: set[int] = set()
+  twice, verdicts = 0, iter(accepted)
+  for action, job in rows:
+    if action in STARTS:
+      jobs.discard(job)
+    elif action == base.RECEIVE and next(verdicts, False):
+      twice += job in jobs
+      jobs.add(job)
+  return jobs, twice
 
 
 def recompute(

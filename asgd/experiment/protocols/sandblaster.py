@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from asgd import base, orders, sandblaster
 from asgd.experiment import live_files
@@ -44,10 +43,11 @@ def _replay(
   trace = server.PROTOCOL.live.trace(folder, description)
   init_key, root = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(init_key))
-  jobs = set(trace.job[trace.action == base.RECEIVE].tolist())
+  records = read_records(records_path(folder, 0))
+  rows = zip(trace.action.tolist(), trace.job.tolist(), strict=True)
+  jobs, _ = sandblaster.count_jobs(rows, records.accepted)
   work = plan.work(cell.seed, root)
   computed = sandblaster.recompute(plan.settings, params, work, jobs)
-  records = read_records(records_path(folder, 0))
   return Recomputed(trace, records, computed.params)
 
 
@@ -61,9 +61,9 @@ def _audit(
   events = read_journal(journal_path(folder, 0))
   records = read_records(records_path(folder, 0))
   received = sum(event.action == base.RECEIVE for event in events)
-  counted = records.job[records.accepted]
-  twice = len(counted) - len(np.unique(counted))
-  text = f"{received} received, {len(counted)} counted, {twice} twice"
+  rows = ((event.action, event.job) for event in events)
+  jobs, twice = sandblaster.count_jobs(rows, records.accepted)
+  text = f"{received} received, {len(jobs)} counted, {twice} twice"
   yield Finding("jobs", text, not twice and received == len(records.loss))
   try:
     orders.check(events)
