@@ -239,7 +239,15 @@ class PeersRun(WorldRun):
     flipped = flip(path, fault.seconds / 8) if path.exists() else None
     if flipped is None:
       return ()
-    self._flips.append(flipped)
+    undone = [
+      each
+      for each in self._flips
+      if each.path == path and each.after == flipped.before
+    ]
+    if undone:  # the same byte was changed before: it is as it was
+      self._flips.remove(undone[-1])
+    else:
+      self._flips.append(flipped)
     for process in self.processes(f"peer {peer}"):
       self.scheduler.kill(process)
     return (f"peer {peer}",)

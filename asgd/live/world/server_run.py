@@ -60,7 +60,11 @@ class ServerRun(WorldRun):
 
     def look():
       cluster.check()
-      return bool(cluster.status() and cluster.finished)
+      if not (cluster.status() and cluster.finished):
+        return False
+      shards = range(training.setup.shards)
+      self._shards = [makers.site.shard(index) for index in shards]
+      return None not in self._shards  # one may have died after its last job
 
     def save():
       with contextlib.suppress(Disconnected):
@@ -71,8 +75,6 @@ class ServerRun(WorldRun):
         agree(training.setup, self.folder, self.memory)
       cluster.start()
       self.drive(look, save)
-      shards = range(training.setup.shards)
-      self._shards = [makers.site.shard(index) for index in shards]
       self.finished = True
 
     return drive

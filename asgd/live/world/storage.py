@@ -134,14 +134,18 @@ class Flip(NamedTuple):
   path: Path
   before: bytes  # the file, up to and with the byte
 
+  @property
+  def after(self) -> bytes:
+    """The same part of the file with the change."""
+    return self.before[:-1] + bytes([self.before[-1] ^ 0x01])
+
   def original(self) -> bytes | None:
     """Returns the file as it would be without the change; None if the byte is
     not there any more, or was put back."""
     data = self.path.read_bytes() if self.path.exists() else b""
-    size, changed = len(self.before), self.before[-1] ^ 0x01
-    if data[:size] != self.before[:-1] + bytes([changed]):
+    if not data.startswith(self.after):
       return None
-    return self.before + data[size:]
+    return self.before + data[len(self.before) :]
 
   def mend(self) -> None:
     """Puts the byte back, if it is where it was."""

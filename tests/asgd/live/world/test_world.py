@@ -21,10 +21,10 @@ from asgd.orders.protocol import Dispatcher, Rules
 
 # The last ones have what seldom happens.
 SEEDS = {
-  "server": range(120),
+  "server": [*range(120), 13711],
   "tables": [*range(60), 89, 204],
   "sandblaster": [*range(62), 4745],
-  "gossip": [*range(60), 63, 204],
+  "gossip": [*range(60), 63, 204, 8671],
 }
 
 
