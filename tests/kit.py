@@ -50,6 +50,16 @@ TINY_RUN = {
   "curvature_checks": 0,
   "evaluation_examples": 32,
 }
+TINY_TABLE = {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2}
+TINY_RATINGS = {  # of a run on 200 ratings
+  "workers": (2,),
+  "seeds": (0,),
+  "batch_size": 9,
+  "epochs": 2.0,  # 40 jobs
+  "learning_rate": 0.5,
+  "evaluations": 2,
+  "curvature_checks": 0,
+}
 
 
 def tiny(**config):

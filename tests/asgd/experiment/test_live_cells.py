@@ -8,6 +8,7 @@ import kit
 import numpy as np
 import pytest
 from kit import TINY_RUN
+from kit import TINY_TABLE as TABLE
 
 from asgd import base, experiment
 from asgd.data import documents
@@ -31,23 +32,16 @@ from asgd.live.tables import files
 
 CODED = {"recipe": "threshold_sharing", "codec": "top_k", "momentum": 0.5}
 PAIRS = {"recipe": "ad_psgd"}
-TABLE = {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2}
 BATCHES = {
   "recipe": "sandblaster", "portions": 6, "push_every": 2, "shards": 2,
 }
 RATINGS = {
+  **kit.TINY_RATINGS,
   "problem": dict(
     name="asgd.problems.factorisation:matrix_factorisation",
     rank=2,
     generate=dict(users=20, items=12, ratings=200),
   ),
-  "workers": (2,),
-  "seeds": (0,),
-  "batch_size": 9,
-  "epochs": 2.0,  # 40 jobs
-  "learning_rate": 0.5,
-  "evaluations": 2,
-  "curvature_checks": 0,
 }
 CONFIGS = {  # by recipe; that of peers for all others
   "table": RATINGS,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import gates
+import kit
 import numpy as np
 import pytest
 
@@ -80,7 +81,7 @@ CASES = {
     {8: killed(("peer", 1), ("counter", 0)), 24: killed(("peer", 0))},
   ),
   "tables": Case(
-    {"recipe": "table", "bound": 2, "clock_every": 2, "shards": 2},
+    kit.TINY_TABLE,
     {8: killed(*WORKERS, *SHARDS)},
   ),
   "batches": Case(
@@ -93,13 +94,7 @@ CASES = {
   ),
 }
 CONFIG = {
-  "workers": (2,),
-  "seeds": (0,),
-  "batch_size": 9,
-  "epochs": 2.0,  # 40 jobs
-  "learning_rate": 0.5,
-  "evaluations": 2,
-  "curvature_checks": 0,
+  **kit.TINY_RATINGS,
   "checkpoint_seconds": 1e6,  # for one, all would have to rest
   # Of those that wait at a gate none is taken for hung.
   "live": {"late_seconds": 300.0, "start_seconds": 300.0},
