@@ -1,0 +1,350 @@
+"""Programs compiled ahead of time, and compared with the planner.
+
+`compile_program` lowers and compiles a step for devices that need not be here,
+from shapes alone, and reads the optimised program. `compare` says where it
+differs from the plan:
+
+  - arguments and results of a device: the arrays that the shardings divide, and
+    their bytes with the padding of their layouts, exactly;
+  - matrix products: within 2 % of the planner's operations. XLA's own number
+    counts a loop's body once, and other operations too, so products are counted
+    from the program, each loop as often as it turns;
+  - temporary bytes: within 15 %, of a device's main memory, from 256 MiB on
+    (a TPU has smaller arrays in its vector memory);
+  - collectives: each of the program's is one of the plan's, and each of the
+    plan's is in the program.
+
+What XLA may change in a collective, and `compare` allows: several become one
+of several arrays; a reduce-scatter, or a gather, becomes an all-reduce (of
+small arrays); a reduce-scatter pads what it divides, by less than an eighth,
+and shifts the rest by a permutation; numbers are sent in fewer bytes, where
+only a product in bfloat16 reads them; pieces that are added up are reduced
+once. Single numbers (norms, the loss) are not compared.
+"""
+
+import collections
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from asgd import text_table
+from asgd.parallel import hlo, memory, meshes, transfers
+from asgd.parallel.targets import Target
+
+FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
+_LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
+_PADDING = 1 / 8
+_TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
+_TABLE = 512  # bytes to which a TPU rounds the table of results
+
+
+class Plan(NamedTuple):
+  """What the planner says of a program, for one device."""
+
+  transfers: Sequence[transfers.Transfer] | None  # None: it does not say
+  flops: float | None = None  # of matrix products; None: it does not say
+  temporary: float | None = None  # bytes; None: it does not say
+  # Whether devices of different slices may send to each other.
+  crosses: bool = True
+
+
+class Job(NamedTuple):
+  """A program to compile: a jitted function, shapes of its arguments with
+  shardings, and its plan."""
+
+  name: str
+  function: Any
+  arguments: Sequence[Any]
+  mesh: Mesh
+  plan: Plan
+  static: tuple[Any, ...] = ()  # arguments before those, part of the program
+
+
+class Compiled(NamedTuple):
+  """A compiled program, with what XLA says of a device's memory, in bytes."""
+
+  job: Job
+  program: hlo.Program
+  arguments: int
+  results: int
+  temporary: int
+  reused: int  # of the results, in the place of arguments
+  shapes: tuple[list[Any], list[Any]]  # of arguments and results, by shardings
+
+  @property
+  def peak(self) -> int:
+    """Bytes of a device while the program runs."""
+    return self.arguments + self.results - self.reused + self.temporary
+
+
+def compile_program(job: Job, options: dict[str, Any]) -> Compiled:
+  """Lowers and compiles a program, without running it; `options` are the
+  compiler's."""
+  lowered = job.function.lower(*job.static, *job.arguments)
+  compiled = lowered.compile(compiler_options=options or None)
+  stats = compiled.memory_analysis()
+  shapes = jax.tree.map(
+    lambda info, sharding: jax.ShapeDtypeStruct(
+      info.shape, info.dtype, sharding=sharding
+    ),
+    lowered.out_info,
+    compiled.output_shardings,
+  )
+  return Compiled(
+    job,
+    hlo.read(compiled.as_text()),
+    *(stats.argument_size_in_bytes, stats.output_size_in_bytes),
+    *(stats.temp_size_in_bytes, stats.alias_size_in_bytes),
+    (jax.tree.leaves(tuple(job.arguments)), jax.tree.leaves(shapes)),
+  )
+
+
+def _dtype(dtype: Any) -> str:
+  """The name of a dtype in HLO."""
+  name = str(dtype)
+  if name == "bool":
+    return "pred"
+  kind = name.rstrip("0123456789")
+  return _TYPES.get(kind, kind) + name[len(kind) :]
+
+
+def _parts(leaves: Iterable[Any]) -> collections.Counter:
+  """A device's part of each array, keys of `jax.random` left out."""
+  return collections.Counter(
+    (_dtype(leaf.dtype), tuple(leaf.sharding.shard_shape(leaf.shape)))
+    for leaf in leaves
+    if not jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+  )
+
+
+def _compare_arrays(what, leaves, found, said, tables) -> list[str]:
+  """Differences between arrays by shardings, those of the program, and bytes
+  that XLA says."""
+  planned = _parts(leaves)
+  there = collections.Counter((a.dtype, a.shape) for a in found)
+  keys = collections.Counter({("u32", (2,)): there[("u32", (2,))]})
+  out = []
+  for name, rest in (
+    ("the program lacks", planned - there),
+    ("the plan lacks", there - planned - keys),
+  ):
+    if rest:
+      out.append(f"{what}: {name} {dict(itertools.islice(rest.items(), 3))}")
+  padded = sum(map(hlo.padded_bytes, found))
+  if said not in [padded + table for table in tables]:
+    out.append(
+      f"{what}: {padded:,} bytes by their layouts, and XLA has {said:,}"
+    )
+  return out
+
+
+def _groups(mesh: Mesh) -> dict[frozenset, frozenset[str]]:
+  """The axes of the mesh that make some groups of devices."""
+  grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+  names = [name for name, size in mesh.shape.items() if size > 1]
+  known = {}
+  for count in range(1, len(names) + 1):
+    for axes in itertools.combinations(names, count):
+      at = [list(mesh.shape).index(name) for name in axes]
+      rows = np.moveaxis(grid, at, range(-count, 0))
+      rows = rows.reshape(-1, math.prod(mesh.shape[name] for name in axes))
+      key = frozenset(frozenset(row) for row in rows.tolist())
+      known[key] = frozenset(axes)
+  return known
+
+
+class Traffic(NamedTuple):
+  """The collectives of a program beside those of its plan."""
+
+  rows: list[tuple[transfers.Transfer, int, int]]  # planned, times, bytes sent
+  others: list[hlo.Collective]  # that are not in the plan
+  missing: list[transfers.Transfer]  # that are not in the program
+
+
+_SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
+  transfers.REDUCE: (transfers.REDUCE, transfers.SCATTER, transfers.GATHER),
+  transfers.SCATTER: (transfers.SCATTER,),
+  transfers.GATHER: (transfers.GATHER,),
+  transfers.PERMUTE: (transfers.PERMUTE,),
+}
+
+
+def traffic(program: hlo.Program, plan: Plan, mesh: Mesh) -> Traffic:
+  """Matches the collectives of a program with those of its plan."""
+  known = _groups(mesh)
+  every = plan.transfers or ()
+  wanted = transfers.add_up(one for one in every if one.elements > 1)
+  rows = [[one, 0, 0] for one in wanted]
+  numbers = 2 * len(program.arguments)  # single ones: a norm, whether finite
+  others, padded = [], False
+
+  def fits(row, one, kind, slack):
+    want = row[0]
+    if want.kind != kind:
+      return False
+    if kind == transfers.PERMUTE:
+      same = tuple(sorted(one.groups)) == want.pairs
+    else:
+      groups = frozenset(frozenset(group) for group in one.groups)
+      same = known.get(groups) == want.axes
+    most = want.elements * (1 + slack)
+    few = hlo.itemsize(one.dtype) <= want.itemsize
+    return same and few and want.elements <= one.elements <= most
+
+  def take(one, kind, limit, slack=0.0):
+    """Counts a collective for what the plan has of `kind`; returns the rest."""
+    left = one.times
+    for row in rows:
+      if left and fits(row, one, kind, slack):
+        taken = max(min(left, getattr(row[0], limit) - row[1]), 0)
+        row[1] += taken
+        row[2] += taken * one.bytes
+        left -= taken
+    return one._replace(times=left)
+
+  # First those whose kind is the plan's, and what the plan must have.
+  waiting = [one for one in program.collectives if one.elements > 1]
+  for limit, rank in itertools.product(("least", "times"), range(3)):
+    for number, one in enumerate(waiting):
+      kinds = _SERVES.get(one.kind, ())
+      if rank < len(kinds):
+        waiting[number] = take(one, kinds[rank], limit)
+  for one in (one for one in waiting if one.times):
+    left = take(one, transfers.SCATTER, "times", _PADDING)
+    padded |= not left.times
+    if left.times:
+      others.append(left)
+  if padded:
+    others = [one for one in others if one.kind != transfers.PERMUTE]
+  missing = []
+  # XLA for GPUs writes several arrays, and single numbers, into one.
+  for axes in known.values():
+    flat = [
+      one for one in others
+      if one.kind == transfers.REDUCE
+      and known.get(frozenset(map(frozenset, one.groups))) == axes
+    ]
+    lacking = [
+      row for row in rows if row[0].axes == axes and row[1] < row[0].least
+    ]
+    total = sum(one.elements * one.times for one in flat)
+    wanted = sum((r[0].least - r[1]) * r[0].elements for r in lacking)
+    if flat and wanted <= total <= wanted + numbers:
+      others = [one for one in others if one not in flat]
+      for row in lacking:
+        row[2] += (row[0].least - row[1]) * row[0].elements * row[0].itemsize
+        row[1] = row[0].least
+  for want, times, _ in rows:
+    if times < want.least:
+      missing.append(want._replace(times=want.least - times))
+  return Traffic([tuple(row) for row in rows], others, missing)
+
+
+def crossing(program: hlo.Program, target: Target) -> list[hlo.Collective]:
+  """Returns the collectives between devices of different slices."""
+
+  def crosses(one):
+    groups = one.groups or (tuple(range(len(target.devices))),)
+    return any(len({*map(target.slice_of, group)}) > 1 for group in groups)
+
+  return [one for one in program.collectives if crosses(one)]
+
+
+def _near(what, found, planned, share) -> list[str]:
+  if planned is None or abs(found - planned) <= share * planned:
+    return []
+  return [
+    f"{what}: {found:.4g} in the program, {planned:.4g} by the plan"
+    f" ({found / max(planned, 1) - 1:+.1%}; {share:.0%} are allowed)"
+  ]
+
+
+def compare(compiled: Compiled, target: Target) -> list[str]:
+  """Returns where a program differs from its plan, a line each; none if it is
+  as planned."""
+  job, program = compiled.job, compiled.program
+  arguments, results = compiled.shapes
+  table = len(program.results)
+  tables = [0, 8 * table, -(-4 * table // _TABLE) * _TABLE]
+  out = _compare_arrays(
+    *("arguments", arguments, program.arguments, compiled.arguments, [0])
+  )
+  out += _compare_arrays(
+    *("results", results, program.results, compiled.results, tables)
+  )
+  plan = job.plan
+  out += _near("flops of products", program.flops, plan.flops, FLOPS)
+  if (plan.temporary or 0) >= _LEAST:
+    temporary = compiled.temporary
+    out += _near("temporary bytes", temporary, plan.temporary, TEMPORARY)
+  sent = traffic(program, plan, job.mesh)
+  for one in sent.others if plan.transfers is not None else ():
+    out.append(
+      f"not in the plan: {one.kind} of {one.dtype}[{one.elements:,}]"
+      f" {one.times} times, in {len(one.groups)} groups {one.groups[:2]}"
+    )
+  for want in sent.missing:
+    out.append(
+      f"not in the program: {want.kind} along {'+'.join(sorted(want.axes))} of"
+      f" {want.elements:,} numbers {want.times} times ({want.what})"
+    )
+  if not plan.crosses:
+    for one in crossing(program, target):
+      out.append(f"{one.kind} of {one.elements:,} numbers between slices")
+  return out
+
+
+def hidden_bytes(program: hlo.Program) -> tuple[int, int]:
+  """Returns the bytes of all collectives of a step, and of those that are sent
+  while the device computes (an asynchronous pair of start and end)."""
+  sizes = [
+    (one.bytes * one.times, one.asynchronous) for one in program.collectives
+  ]
+  return sum(size for size, _ in sizes), sum(size for size, on in sizes if on)
+
+
+def describe(compiled: Compiled, target: Target) -> str:
+  """Returns a report of a program: its memory, operations and collectives,
+  beside the plan's."""
+  job, program, plan = compiled.job, compiled.program, compiled.job.plan
+  mib, unknown = 2**20, "-"
+  logical = sum(array.bytes for array in program.arguments)
+  peak, has = compiled.peak / memory.GB, target.kind.memory / memory.GB
+  total, hidden = hidden_bytes(program)
+  heading = (
+    f"{job.name}: {meshes.text(job.mesh.shape)} on {target.name}\n"
+    f"{'fits' if peak <= has else 'does not fit'}: {peak:.4g} of {has:.4g} GB"
+    f" of a device; {total / mib:,.1f} MiB sent in a step, of which"
+    f" {hidden / mib:,.1f} while computing"
+  )
+
+  def planned(value, unit):
+    return unknown if value is None else f"{value / unit:,.2f}"
+
+  shards = sum(
+    math.prod(shape) * hlo.itemsize(dtype) * count
+    for (dtype, shape), count in _parts(compiled.shapes[0]).items()
+  )
+  rows = [
+    [name, f"{value / unit:,.2f}", planned(wanted, unit)]
+    for name, value, wanted, unit in (
+      ("arguments, MiB", logical, shards, mib),
+      ("arguments in their layouts, MiB", compiled.arguments, None, mib),
+      ("temporary, MiB", compiled.temporary, plan.temporary, mib),
+      ("products, GFLOP", program.flops, plan.flops, 1e9),
+    )
+  ]
+  for want, times, size in traffic(program, plan, job.mesh).rows:
+    name = f"{want.kind} {'+'.join(sorted(want.axes))}, {want.elements:,}"
+    name += f" {want.what}" if want.what else ""
+    often = "" if want.least == want.times else f"{want.least} to "
+    numbers = f"{size / mib:,.2f}", f"{want.bytes / mib:,.2f}", f"{times}"
+    rows.append([f"{name}, MiB", *numbers, f"{often}{want.times}"])
+  rows = [row + [""] * (5 - len(row)) for row in rows]
+  head = ["of a device", "program", "plan", "times", "planned"]
+  return f"{heading}\n{text_table.format_table(head, rows)}"
