@@ -19,7 +19,8 @@ of several arrays; a reduce-scatter, or a gather, becomes an all-reduce (of
 small arrays); a reduce-scatter pads what it divides, by less than an eighth,
 and shifts the rest by a permutation; numbers are sent in fewer bytes, where
 only a product in bfloat16 reads them; pieces that are added up are reduced
-once. Single numbers (norms, the loss) are not compared.
+once; what is scattered along one axis is added up along another afterwards.
+Single numbers (norms, the loss) are not compared.
 """
 
 import collections
@@ -193,8 +194,9 @@ def traffic(program: hlo.Program, plan: Plan, mesh: Mesh) -> Traffic:
       groups = frozenset(frozenset(group) for group in one.groups)
       same = known.get(groups) == want.axes
     most = want.elements * (1 + slack)
-    few = hlo.itemsize(one.dtype) <= want.itemsize
-    return same and few and want.elements <= one.elements <= most
+    size = want.elements <= one.elements <= most
+    size |= one.elements * want.parts == want.elements
+    return same and size and hlo.itemsize(one.dtype) <= want.itemsize
 
   def take(one, kind, limit, slack=0.0):
     """Counts a collective for what the plan has of `kind`; returns the rest."""

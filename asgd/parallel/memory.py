@@ -301,9 +301,10 @@ def step_temporary(
 ) -> float:
   """Returns the bytes of a step on one device, beside its state.
 
-  Without a pipeline: what blocks keep (of `activations` that part which is
-  split: XLA computes the rest again as it is read), weights in the dtype of
-  computing, and logits; gradients are less than what they take the place of. A
+  Without a pipeline the most is at the end of the forward: what blocks keep (of
+  `activations` that part which is split: XLA computes the rest again as it is
+  read), weights in the dtype of computing, and logits; or at the end of the
+  backward: all gradients, in float32. A
   circular pipeline is a loop: it has the activations of all turns and of the
   turn that is computed, and gradients in float32. With several rounds each turn
   keeps its weights.
@@ -316,8 +317,8 @@ def step_temporary(
   total += parameters * small
   if stages == 1:
     stream = gpt.context * sequences * gpt.width * itemsize
-    each = 12 + gpt.heads * gpt.context / gpt.width
-    return max(total, 4 * parameters) + gpt.depth * stream * each / tensor
+    each = stream * (12 + gpt.heads * gpt.context / gpt.width) / tensor
+    return max(total + gpt.depth * each, (small + 4) * parameters + each)
   turns = microbatches * rounds + stages - 1
   blocks = gpt.depth // (stages * rounds)
   how = dict(tensor=tensor, sequence=sequence, itemsize=itemsize)

@@ -42,6 +42,9 @@ class Transfer(NamedTuple):
   least: int | None = None  # in a step, at least; None: as often as `times`
   pairs: tuple[tuple[int, int], ...] = ()  # of PERMUTE: (from, to)
   what: str = ""
+  # XLA may add up a part of each array, 1 / parts, once it is scattered along
+  # another axis.
+  parts: int = 1
 
   @property
   def bytes(self) -> int:
@@ -118,11 +121,14 @@ def of_weights(
     spec = _without_data(leaf.sharding.spec)
     count = _local(leaf, mesh, spec)
     divided = zero.divided(leaf.shape, spec, parts) if how.zero else spec
+    whole = zero.dimension(divided) == zero.WHOLE
     for axis in also - {axis for axis in spec if axis is not None}:
-      yield Transfer(REDUCE, frozenset({axis}), count, size, pieces, 1)
+      part, along = 1 if whole else parts, frozenset({axis})
+      one = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
+      yield one._replace(what="gradients")
     if parts == 1:
       continue
-    if zero.dimension(divided) == zero.WHOLE:
+    if whole:
       yield Transfer(REDUCE, data, count, size, 1, what="gradients")
       continue
     # XLA may add pieces up first, as sums may be exchanged.

@@ -27,8 +27,12 @@ PEERS = {
   "engine": "mesh",
   "batch_size": 16,
   "workers": [8],
-  "runs": {"peers": {"recipe": "dpsgd", "every": 2}},
+  "runs": {
+    "local": {"recipe": "local_d_psgd", "steps": 3},
+    "sgp": {"recipe": "sgp", "overlap": 2, "topology": "ring"},
+  },
 }
+KINDS = "messages", "local", "messages"  # of rounds
 MESHES = {
   "v5e:2x2": {"axes": "data:2,tensor:2", "sequence": True, "zero": 1},
   "v5e:4x4": {
@@ -94,10 +98,13 @@ def test_a_plan_that_is_wrong_is_found():
 
 def test_local_steps_of_peers_send_nothing_between_slices():
   target, programs = compiled("v5e:2x2*2")
-  local, messages = programs
-  assert "(local)" in local.job.name and "(messages)" in messages.job.name
-  for one in programs:
+  steps, local, messages = programs
+  for one, kind in zip(programs, KINDS, strict=True):
+    assert f"({kind})" in one.job.name
     assert ahead.compare(one, target) == []
+  # Local steps are a loop: what is sent is sent once, after it.
+  assert {one.times for one in steps.program.collectives} == {1}
+  assert steps.program.flops > 2.9 * local.program.flops
   assert ahead.crossing(local.program, target) == []
   assert local.program.collectives == []
   between = ahead.crossing(messages.program, target)
