@@ -158,7 +158,7 @@ def programs(
   *,
   engines: Engines,
   data_dir: str | None = None,
-) -> Iterator[ahead.Job]:
+) -> Iterator[ahead.Compilation]:
   """Yields the programs of a config's runs, for devices that are not here.
 
   ValueError as from `build`, for an engine that has no programs of its own, and

@@ -44,7 +44,7 @@ _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
 _TABLE = 512  # bytes to which a TPU rounds the table of results
 
 
-class Plan(NamedTuple):
+class ProgramPlan(NamedTuple):
   """What the planner says of a program, for one device."""
 
   transfers: Sequence[transfers.Transfer] | None  # None: it does not say
@@ -54,7 +54,7 @@ class Plan(NamedTuple):
   crosses: bool = True
 
 
-class Job(NamedTuple):
+class Compilation(NamedTuple):
   """A program to compile: a jitted function, shapes of its arguments with
   shardings, and its plan."""
 
@@ -62,15 +62,15 @@ class Job(NamedTuple):
   function: Any
   arguments: Sequence[Any]
   mesh: Mesh
-  plan: Plan
+  plan: ProgramPlan
   static: tuple[Any, ...] = ()  # arguments before those, part of the program
 
 
 class Compiled(NamedTuple):
   """A compiled program, with what XLA says of a device's memory, in bytes."""
 
-  job: Job
-  program: hlo.Program
+  job: Compilation
+  program: hlo.HloProgram
   arguments: int
   results: int
   temporary: int
@@ -83,7 +83,7 @@ class Compiled(NamedTuple):
     return self.arguments + self.results - self.reused + self.temporary
 
 
-def compile_program(job: Job, options: dict[str, Any]) -> Compiled:
+def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   """Lowers and compiles a program, without running it; `options` are the
   compiler's."""
   lowered = job.function.lower(*job.static, *job.arguments)
@@ -159,7 +159,7 @@ def _groups(mesh: Mesh) -> dict[frozenset, frozenset[str]]:
   return known
 
 
-class Traffic(NamedTuple):
+class Matches(NamedTuple):
   """The collectives of a program beside those of its plan."""
 
   rows: list[tuple[transfers.Transfer, int, int]]  # planned, times, bytes sent
@@ -175,39 +175,51 @@ _SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
 }
 
 
-def traffic(program: hlo.Program, plan: Plan, mesh: Mesh) -> Traffic:
-  """Matches the collectives of a program with those of its plan."""
-  known = _groups(mesh)
-  every = plan.transfers or ()
-  wanted = transfers.add_up(one for one in every if one.elements > 1)
-  rows = [[one, 0, 0] for one in wanted]
-  numbers = 2 * len(program.arguments)  # single ones: a norm, whether finite
-  others, padded = [], False
+class _Row:
+  """Collectives of one sort: planned, and found so far."""
 
-  def fits(row, one, kind, slack):
-    want = row[0]
-    if want.kind != kind:
-      return False
-    if kind == transfers.PERMUTE:
-      same = tuple(sorted(one.groups)) == want.pairs
-    else:
-      groups = frozenset(frozenset(group) for group in one.groups)
-      same = known.get(groups) == want.axes
-    most = want.elements * (1 + slack)
-    size = want.elements <= one.elements <= most
-    size |= one.elements * want.parts == want.elements
-    return same and size and hlo.itemsize(one.dtype) <= want.itemsize
+  def __init__(self, want: transfers.Transfer):
+    """Starts with none found."""
+    self.want, self.times, self.bytes = want, 0, 0
+
+  @property
+  def lacking(self) -> int:
+    """How many more there must be."""
+    return max((self.want.least or 0) - self.times, 0)
+
+  def take(self, one: hlo.Collective, most: int | None) -> hlo.Collective:
+    """Counts a collective, up to `most` in all; returns what is left of it."""
+    taken = max(min(one.times, (most or 0) - self.times), 0)
+    self.times += taken
+    self.bytes += taken * one.bytes
+    return one._replace(times=one.times - taken)
+
+
+def _fits(want, one, kind, known, slack) -> bool:
+  """Whether a collective may be one of `kind` that is planned."""
+  if want.kind != kind:
+    return False
+  if kind == transfers.PERMUTE:
+    same = tuple(sorted(one.groups)) == want.pairs
+  else:
+    same = known.get(frozenset(map(frozenset, one.groups))) == want.axes
+  most = want.elements * (1 + slack)
+  size = want.elements <= one.elements <= most
+  size |= one.elements * want.parts == want.elements
+  return same and size and hlo.itemsize(one.dtype) <= want.itemsize
+
+
+def traffic(program: hlo.HloProgram, plan: ProgramPlan, mesh: Mesh) -> Matches:
+  """Matches the collectives of a program with those of its plan."""
+  known, planned = _groups(mesh), plan.transfers or ()
+  wanted = transfers.add_up(one for one in planned if one.elements > 1)
+  rows = [_Row(want) for want in wanted]
 
   def take(one, kind, limit, slack=0.0):
-    """Counts a collective for what the plan has of `kind`; returns the rest."""
-    left = one.times
     for row in rows:
-      if left and fits(row, one, kind, slack):
-        taken = max(min(left, getattr(row[0], limit) - row[1]), 0)
-        row[1] += taken
-        row[2] += taken * one.bytes
-        left -= taken
-    return one._replace(times=left)
+      if one.times and _fits(row.want, one, kind, known, slack):
+        one = row.take(one, getattr(row.want, limit))
+    return one
 
   # First those whose kind is the plan's, and what the plan must have.
   waiting = [one for one in program.collectives if one.elements > 1]
@@ -216,38 +228,46 @@ def traffic(program: hlo.Program, plan: Plan, mesh: Mesh) -> Traffic:
       kinds = _SERVES.get(one.kind, ())
       if rank < len(kinds):
         waiting[number] = take(one, kinds[rank], limit)
-  for one in (one for one in waiting if one.times):
-    left = take(one, transfers.SCATTER, "times", _PADDING)
-    padded |= not left.times
-    if left.times:
-      others.append(left)
-  if padded:
-    others = [one for one in others if one.kind != transfers.PERMUTE]
-  missing = []
-  # XLA for GPUs writes several arrays, and single numbers, into one.
+  waiting = [one for one in waiting if one.times]
+  others = [take(one, transfers.SCATTER, "times", _PADDING) for one in waiting]
+  padded = [one.times for one in others] != [one.times for one in waiting]
+  others = [
+    one
+    for one in others
+    if one.times and not (padded and one.kind == transfers.PERMUTE)
+  ]
+  numbers = 2 * len(program.arguments)  # single ones: a norm, whether finite
+  others = _take_flat(rows, others, known, numbers)
+  return Matches(
+    [(row.want, row.times, row.bytes) for row in rows],
+    others,
+    [row.want._replace(times=row.lacking) for row in rows if row.lacking],
+  )
+
+
+def _take_flat(rows, others, known, numbers) -> list[hlo.Collective]:
+  """Takes arrays into which XLA for GPUs wrote several, and up to `numbers`
+  single ones; returns the others."""
   for axes in known.values():
     flat = [
-      one for one in others
+      one
+      for one in others
       if one.kind == transfers.REDUCE
       and known.get(frozenset(map(frozenset, one.groups))) == axes
     ]
-    lacking = [
-      row for row in rows if row[0].axes == axes and row[1] < row[0].least
-    ]
+    lacking = [row for row in rows if row.want.axes == axes and row.lacking]
     total = sum(one.elements * one.times for one in flat)
-    wanted = sum((r[0].least - r[1]) * r[0].elements for r in lacking)
-    if flat and wanted <= total <= wanted + numbers:
-      others = [one for one in others if one not in flat]
-      for row in lacking:
-        row[2] += (row[0].least - row[1]) * row[0].elements * row[0].itemsize
-        row[1] = row[0].least
-  for want, times, _ in rows:
-    if times < want.least:
-      missing.append(want._replace(times=want.least - times))
-  return Traffic([tuple(row) for row in rows], others, missing)
+    wanted = sum(row.lacking * row.want.elements for row in lacking)
+    if not wanted <= total <= wanted + numbers:
+      continue
+    others = [one for one in others if one not in flat]
+    for row in lacking:
+      row.bytes += row.lacking * row.want.elements * row.want.itemsize
+      row.times += row.lacking
+  return others
 
 
-def crossing(program: hlo.Program, target: Target) -> list[hlo.Collective]:
+def crossing(program: hlo.HloProgram, target: Target) -> list[hlo.Collective]:
   """Returns the collectives between devices of different slices."""
 
   def crosses(one):
@@ -301,7 +321,7 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
   return out
 
 
-def hidden_bytes(program: hlo.Program) -> tuple[int, int]:
+def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
   """Returns the bytes of all collectives of a step, and of those that are sent
   while the device computes (an asynchronous pair of start and end)."""
   sizes = [

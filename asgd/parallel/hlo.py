@@ -68,7 +68,7 @@ class Collective(NamedTuple):
     return self.elements * itemsize(self.dtype)
 
 
-class Program(NamedTuple):
+class HloProgram(NamedTuple):
   """A compiled program, as read from its text."""
 
   arguments: list[Array]
@@ -309,7 +309,7 @@ def _collectives(bodies, counts) -> Iterator[Collective]:
         yield Collective(kind, groups, *sizes, times, hidden)
 
 
-def read(text: str) -> Program:
+def read(text: str) -> HloProgram:
   """Reads the text of a compiled program, `compiled.as_text()`.
 
   ValueError for a text without an entry.
@@ -322,7 +322,7 @@ def read(text: str) -> Program:
   counts = _runs(bodies, entry)
   collectives = list(_collectives(bodies, counts))
   flops = _flops(bodies, counts)
-  return Program(arguments, _results(rest), collectives, flops)
+  return HloProgram(arguments, _results(rest), collectives, flops)
 
 
 def _results(rest: str) -> list[Array]:

@@ -61,7 +61,7 @@ class Replicas(NamedTuple):
   reduce: int = 4  # of a gradient that is added up
 
 
-class Stream(NamedTuple):
+class GptStream(NamedTuple):
   """How a GPT uses the axes "tensor" and "pipe"."""
 
   gpt: memory.Gpt
@@ -162,7 +162,7 @@ def _pairs(mesh, axis, pairs) -> tuple[tuple[int, int], ...]:
 
 
 def of_stream(
-  stream: Stream, mesh: Mesh, how: Replicas
+  stream: GptStream, mesh: Mesh, how: Replicas
 ) -> Iterator[Transfer]:
   """Yields what devices of a replica send of activations of a GPT, forward and
   backward."""

@@ -172,7 +172,7 @@ class EngineKind(NamedTuple):
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
   # (Experiment, Run, workers, target): yields programs to compile ahead of
-  # time, as `asgd.parallel.ahead.Job`; None: it has none of its own.
+  # time, as `asgd.parallel.ahead.Compilation`; None: it has none of its own.
   programs: Callable[[Any, Any, int, Any], Iterator[Any]] | None = None
   # () -> names of the protocols that it runs, of `asgd.experiment.protocol`
   protocols: Callable[[], Sequence[str]] = lambda: ("server",)

@@ -34,7 +34,7 @@ def _shapes(tree: Any) -> Any:
 
 def of_one_model(
   experiment: Any, run: Run, workers: int, target: Target
-) -> Iterator[ahead.Job]:
+) -> Iterator[ahead.Compilation]:
   """Yields the step of a run."""
   del workers
   section = run.config["mesh"]
@@ -50,10 +50,11 @@ def of_one_model(
   state = made.init(params)
   batch = made.place(_shapes(problem.batches(0, 1)(0, 0)))
   planned = _plan(run, problem, mesh, params, state, batch)
-  yield ahead.Job(run.label, made.step, (state, batch, key), mesh, planned)
+  arguments = state, batch, key
+  yield ahead.Compilation(run.label, made.step, arguments, mesh, planned)
 
 
-def _plan(run, problem, mesh, params, state, batch) -> ahead.Plan:
+def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
   """The plan of a step; what it does not say of compressed gradients, and of
   tiles of images, stays open."""
   section, size = run.config["mesh"], run.config["batch_size"]
@@ -68,7 +69,7 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.Plan:
   )
   how = transfers.Replicas(section["zero"], accumulate, *sizes)
   if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
-    return ahead.Plan(None)
+    return ahead.ProgramPlan(None)
   pieces = problem.pieces
   tokens = jax.tree.leaves(batch)[0]
   gpt = pieces and workloads.find_gpt(
@@ -78,8 +79,8 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.Plan:
   sent = [*transfers.of_weights(state.params, mesh, how, also=frozenset(also))]
   if not gpt:
     flops = workloads.products(problem.loss, params, batch, each)
-    return ahead.Plan(sent, flops)
-  stream = transfers.Stream(
+    return ahead.ProgramPlan(sent, flops)
+  stream = transfers.GptStream(
     *(gpt, each // accumulate, section["sequence"]),
     mesh_plan.microbatches_of(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
@@ -100,12 +101,12 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.Plan:
     itemsize=how.compute,
     recompute=stream.recompute,
   )
-  return ahead.Plan(sent, flops, temporary)
+  return ahead.ProgramPlan(sent, flops, temporary)
 
 
 def of_peers(
   experiment: Any, run: Run, workers: int, target: Target
-) -> Iterator[ahead.Job]:
+) -> Iterator[ahead.Compilation]:
   """Yields the different rounds of peers. In one that sends no message nothing
   is sent, between slices neither."""
   defaults = schema.default_of(parameter_server.SECTIONS)
@@ -135,6 +136,8 @@ def of_peers(
       continue
     seen.add(phases)
     sent = transfers.of_round(how, code, mesh, meshes.DATA, phases)
-    planned = ahead.Plan([*sent], crosses=phases[2])
+    planned = ahead.ProgramPlan([*sent], crosses=phases[2])
     name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
-    yield ahead.Job(name, rounds.program, arguments, mesh, planned, (phases,))
+    yield ahead.Compilation(
+      *(name, rounds.program, arguments, mesh, planned, (phases,))
+    )
