@@ -41,7 +41,7 @@ FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
 _LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
 _PADDING = 1 / 8
 _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
-_TABLE = 512  # bytes to which a TPU rounds the table of results
+_TABLE = 512  # bytes to which some TPUs round the table of results
 
 
 class ProgramPlan(NamedTuple):
@@ -96,13 +96,25 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
     lowered.out_info,
     compiled.output_shardings,
   )
+  used = jax.tree.leaves(compiled.input_shardings[0], is_leaf=_unused)
+  leaves = jax.tree.leaves(tuple(job.arguments))
+  kept = [
+    leaf
+    for leaf, sharding in zip(leaves, used, strict=True)
+    if not _unused(sharding)
+  ]
   return Compiled(
     job,
     hlo.read(compiled.as_text()),
     *(stats.argument_size_in_bytes, stats.output_size_in_bytes),
     *(stats.temp_size_in_bytes, stats.alias_size_in_bytes),
-    (jax.tree.leaves(tuple(job.arguments)), jax.tree.leaves(shapes)),
+    (kept, jax.tree.leaves(shapes)),
   )
+
+
+def _unused(sharding: Any) -> bool:
+  """Of an argument that no result needs, which JAX left out."""
+  return sharding is None
 
 
 def _dtype(dtype: Any) -> str:
@@ -195,12 +207,18 @@ class _Row:
     return one._replace(times=one.times - taken)
 
 
+def _inside(pairs, size) -> set[tuple[int, int]]:
+  """The pairs inside of slices of some size, by numbers in the slice: all
+  slices have one program, which sends to others in another way."""
+  return {(i % size, j % size) for i, j in pairs if i // size == j // size}
+
+
 def _fits(want, one, kind, known, slack) -> bool:
   """Whether a collective may be one of `kind` that is planned."""
   if want.kind != kind:
     return False
   if kind == transfers.PERMUTE:
-    same = tuple(sorted(one.groups)) == want.pairs
+    same = set(one.groups) == set(want.pairs)
   else:
     same = known.get(frozenset(map(frozenset, one.groups))) == want.axes
   most = want.elements * (1 + slack)
@@ -209,9 +227,17 @@ def _fits(want, one, kind, known, slack) -> bool:
   return same and size and hlo.itemsize(one.dtype) <= want.itemsize
 
 
-def traffic(program: hlo.HloProgram, plan: ProgramPlan, mesh: Mesh) -> Matches:
-  """Matches the collectives of a program with those of its plan."""
+def traffic(
+  program: hlo.HloProgram, plan: ProgramPlan, mesh: Mesh, slices: int = 1
+) -> Matches:
+  """Matches the collectives of a program with those of its plan; of several
+  slices those of permutations, and what is sent between slices beside them."""
   known, planned = _groups(mesh), plan.transfers or ()
+  if slices > 1:
+    size = mesh.size // slices
+    planned = [
+      one._replace(pairs=tuple(_inside(one.pairs, size))) for one in planned
+    ]
   wanted = transfers.add_up(one for one in planned if one.elements > 1)
   rows = [_Row(want) for want in wanted]
 
@@ -222,7 +248,12 @@ def traffic(program: hlo.HloProgram, plan: ProgramPlan, mesh: Mesh) -> Matches:
     return one
 
   # First those whose kind is the plan's, and what the plan must have.
-  waiting = [one for one in program.collectives if one.elements > 1]
+  sizes = {want.elements for want in wanted}
+  waiting = [
+    one
+    for one in program.collectives
+    if one.elements > 1 and not (one.kind == hlo.SEND and one.elements in sizes)
+  ]
   for limit, rank in itertools.product(("least", "times"), range(3)):
     for number, one in enumerate(waiting):
       kinds = _SERVES.get(one.kind, ())
@@ -267,14 +298,10 @@ def _take_flat(rows, others, known, numbers) -> list[hlo.Collective]:
   return others
 
 
-def crossing(program: hlo.HloProgram, target: Target) -> list[hlo.Collective]:
-  """Returns the collectives between devices of different slices."""
-
-  def crosses(one):
-    groups = one.groups or (tuple(range(len(target.devices))),)
-    return any(len({*map(target.slice_of, group)}) > 1 for group in groups)
-
-  return [one for one in program.collectives if crosses(one)]
+def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
+  """Returns what is sent between slices: collectives are inside of one, as all
+  slices run the same program, and the compiler sends to others by host."""
+  return [one for one in program.collectives if one.kind == hlo.SEND]
 
 
 def _near(what, found, planned, share) -> list[str]:
@@ -292,7 +319,7 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
   table = len(program.results)
-  tables = [0, 8 * table, -(-4 * table // _TABLE) * _TABLE]
+  tables = [0, 8 * table, 4 * table, -(-4 * table // _TABLE) * _TABLE]
   out = _compare_arrays(
     *("arguments", arguments, program.arguments, compiled.arguments, [0])
   )
@@ -304,7 +331,7 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
   if (plan.temporary or 0) >= _LEAST:
     temporary = compiled.temporary
     out += _near("temporary bytes", temporary, plan.temporary, TEMPORARY)
-  sent = traffic(program, plan, job.mesh)
+  sent = traffic(program, plan, job.mesh, target.slices)
   for one in sent.others if plan.transfers is not None else ():
     out.append(
       f"not in the plan: {one.kind} of {one.dtype}[{one.elements:,}]"
@@ -316,7 +343,7 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
       f" {want.elements:,} numbers {want.times} times ({want.what})"
     )
   if not plan.crosses:
-    for one in crossing(program, target):
+    for one in crossing(program):
       out.append(f"{one.kind} of {one.elements:,} numbers between slices")
   return out
 
@@ -361,7 +388,9 @@ def describe(compiled: Compiled, target: Target) -> str:
       ("products, GFLOP", program.flops, plan.flops, 1e9),
     )
   ]
-  for want, times, size in traffic(program, plan, job.mesh).rows:
+  for want, times, size in traffic(
+    *(program, plan, job.mesh, target.slices)
+  ).rows:
     name = f"{want.kind} {'+'.join(sorted(want.axes))}, {want.elements:,}"
     name += f" {want.what}" if want.what else ""
     often = "" if want.least == want.times else f"{want.least} to "

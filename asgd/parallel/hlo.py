@@ -22,6 +22,7 @@ KINDS = (
   *("all-reduce", "reduce-scatter", "all-gather", "all-to-all"),
   *("collective-permute", "collective-broadcast", "ragged-all-to-all"),
 )
+SEND = "send"  # to another slice
 ALL: tuple[tuple[int, ...], ...] = ()  # groups of a collective of all devices
 
 _BYTES = {"pred": 1, "token": 0}
@@ -31,7 +32,7 @@ _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_OPERATION = re.compile(rf"({'|'.join(KINDS)})(-start)?\(")
+_OPERATION = re.compile(rf" ({'|'.join(KINDS)}|{SEND})(-start)?\(")
 
 
 class Array(NamedTuple):
@@ -297,6 +298,8 @@ def _collectives(bodies, counts) -> Iterator[Collective]:
         continue  # a later part of one that was counted
       kind, begins = found[1], bool(found[2])
       whole = arrays(match[2][: found.start()])
+      if kind == SEND:  # (numbers, context, token)
+        whole = whole[:1]
       if begins and kind != "all-reduce":  # (operands, results, ...)
         whole = [one for one in whole if one.shape or one.dtype[0] != "u"]
         half = len(whole) // 2

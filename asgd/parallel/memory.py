@@ -257,8 +257,9 @@ def step_flops(
   block = 24 * width**2 + 4 * context * width
   passed = context * sequences // microbatches * turns  # positions
   logits = 2 * width * tokens * context * sequences
-  times = 4 if recompute else 3
-  return (times * blocks * block * passed + 3 * logits) // tensor
+  # The last product of a block need not be computed again.
+  again = block - 8 * width**2 if recompute else 0
+  return (blocks * (3 * block + again) * passed + 3 * logits) // tensor
 
 
 def loop_activations(
@@ -298,6 +299,7 @@ def step_temporary(
   sequence: bool = False,
   itemsize: int = 2,
   recompute: bool = False,
+  zero: int = 0,
 ) -> float:
   """Returns the bytes of a step on one device, beside its state.
 
@@ -307,7 +309,8 @@ def step_temporary(
   backward: all gradients, in float32. A
   circular pipeline is a loop: it has the activations of all turns and of the
   turn that is computed, and gradients in float32. With several rounds each turn
-  keeps its weights.
+  keeps its weights. At the end of a step ZeRO 1 and 2 have gradients and new
+  weights, both whole.
 
   `parameters` are those of the device; other arguments as of `step_flops` and
   `loop_activations`. It was fitted to programs of libtpu 0.0.42.
@@ -315,10 +318,11 @@ def step_temporary(
   small = itemsize if itemsize < 4 else 0  # of weights that are cast
   total = 4 * sequences * gpt.context * gpt.vocabulary / tensor
   total += parameters * small
+  ends = parameters * (small + (8 if zero in (1, 2) else 4))
   if stages == 1:
     stream = gpt.context * sequences * gpt.width * itemsize
     each = stream * (12 + gpt.heads * gpt.context / gpt.width) / tensor
-    return max(total + gpt.depth * each, (small + 4) * parameters + each)
+    return max(total + gpt.depth * each, ends, 4 * parameters + each)
   turns = microbatches * rounds + stages - 1
   blocks = gpt.depth // (stages * rounds)
   how = dict(tensor=tensor, sequence=sequence, itemsize=itemsize)
@@ -332,7 +336,7 @@ def step_temporary(
   total += 4 * parameters
   if rounds > 1:
     total += turns * blocks * 12 * gpt.width**2 / tensor * itemsize
-  return total
+  return max(total, ends)
 
 
 ACTIVATIONS: dict[str, str] = {

@@ -91,10 +91,6 @@ class Target(NamedTuple):
   slices: int  # groups of devices with fast links inside
   options: dict[str, Any]  # of the compiler
 
-  def slice_of(self, device: int) -> int:
-    """Returns the slice of device number `device`."""
-    return device * self.slices // len(self.devices)
-
 
 def find(text: str) -> Target:
   """Returns the devices of a text: v5p:4x4x4, two slices v5e:2x2*2, h100:8.
