@@ -104,7 +104,12 @@ def _without_data(spec: P) -> P:
 
 
 def of_weights(
-  params: Any, mesh: Mesh, how: Replicas, *, also: frozenset[str] = frozenset()
+  params: Any,
+  mesh: Mesh,
+  how: Replicas,
+  *,
+  also: frozenset[str] = frozenset(),
+  turns: int = 1,
 ) -> Iterator[Transfer]:
   """Yields what replicas send of gradients and weights.
 
@@ -114,6 +119,7 @@ def of_weights(
     how: of the step.
     also: further axes along which gradients of weights that are whole there
       are added up: "tensor", if the stream is split by positions.
+    turns: of a pipeline, which adds those of a block up in each of them.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
   pieces, size = how.accumulate, how.reduce
@@ -125,6 +131,10 @@ def of_weights(
     for axis in also - {axis for axis in spec if axis is not None}:
       part, along = 1 if whole else parts, frozenset({axis})
       one = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
+      if meshes.PIPE in spec:  # [v, L / v, ...]
+        blocks = leaf.shape[1] // mesh.shape[meshes.PIPE]
+        each = count // (leaf.shape[0] * blocks)
+        one = Transfer(REDUCE, along, each, size, blocks * turns * pieces)
       yield one._replace(what="gradients")
     if parts == 1:
       continue
@@ -161,6 +171,12 @@ def _pairs(mesh, axis, pairs) -> tuple[tuple[int, int], ...]:
   )
 
 
+def turns_of(stream: GptStream, mesh: Mesh) -> int:
+  """Returns the turns of a pipeline in a step, v M + S - 1; 1 without one."""
+  stages = mesh.shape.get(meshes.PIPE, 1)
+  return stream.microbatches * stream.rounds + stages - 1 if stages > 1 else 1
+
+
 def of_stream(
   stream: GptStream, mesh: Mesh, how: Replicas
 ) -> Iterator[Transfer]:
@@ -172,10 +188,9 @@ def of_stream(
   pieces, size = how.accumulate, how.compute
   positions = stream.sequences * length
   whole = positions * width  # the stream of a replica
-  turns, blocks, micro = 1, depth, whole
+  turns, blocks, micro = turns_of(stream, mesh), depth, whole
   if stages > 1:
     micro = whole // stream.microbatches
-    turns = stream.microbatches * stream.rounds + stages - 1
     blocks = depth // (stages * stream.rounds)
   if tensor > 1:
     axes = frozenset({meshes.TENSOR})
@@ -185,11 +200,10 @@ def of_stream(
     for kind in kinds:
       # Embedding and logits have one each; a block two, forward and backward.
       yield Transfer(kind, axes, whole, size, 2 * pieces, what="ends")
-      each = blocks * turns * pieces
-      # Computed again, a block's last sum is not read.
-      again, least = (2, 1) if stream.recompute else (0, 0)
-      times, least = (4 + again) * each, (4 + least) * each
-      yield Transfer(kind, axes, micro, size, times, least, what="blocks")
+      # A block is computed again without its last sum, which nothing reads.
+      again = (2 if kind == GATHER else 1) if stream.recompute else 0
+      times = (4 + again) * blocks * turns * pieces
+      yield Transfer(kind, axes, micro, size, times, what="blocks")
     # The largest logit, the sum of exponentials, and the label's.
     yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, what="loss")
   if stages > 1:

@@ -75,17 +75,21 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
   gpt = pieces and workloads.find_gpt(
     pieces.layers, tokens.update(shape=(size, tokens.shape[-1] - 1))
   )
-  also = {meshes.TENSOR} if section["sequence"] else set()
-  sent = [*transfers.of_weights(state.params, mesh, how, also=frozenset(also))]
   if not gpt:
     flops = workloads.products(problem.loss, params, batch, each)
+    sent = [*transfers.of_weights(state.params, mesh, how)]
     return ahead.ProgramPlan(sent, flops)
   stream = transfers.GptStream(
     *(gpt, each // accumulate, section["sequence"]),
     mesh_plan.microbatches_of(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
   )
-  sent += transfers.of_stream(stream, mesh, how)
+  also = frozenset({meshes.TENSOR} if stream.sequence else ())
+  turns = transfers.turns_of(stream, mesh)
+  sent = [
+    *transfers.of_weights(state.params, mesh, how, also=also, turns=turns),
+    *transfers.of_stream(stream, mesh, how),
+  ]
   flops = accumulate * memory.step_flops(
     *(gpt, stream.sequences, stream.microbatches, stream.rounds),
     tensor=mesh.shape.get(meshes.TENSOR, 1),
@@ -100,6 +104,7 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
     sequence=stream.sequence,
     itemsize=how.compute,
     recompute=stream.recompute,
+    zero=how.zero,
   )
   return ahead.ProgramPlan(sent, flops, temporary)
 
