@@ -96,13 +96,11 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
     lowered.out_info,
     compiled.output_shardings,
   )
-  used = jax.tree.leaves(compiled.input_shardings[0], is_leaf=_unused)
-  leaves = jax.tree.leaves(tuple(job.arguments))
-  kept = [
-    leaf
-    for leaf, sharding in zip(leaves, used, strict=True)
-    if not _unused(sharding)
-  ]
+  leaves, tree = jax.tree.flatten(tuple(job.arguments))
+  # None for an argument that no result needs, which JAX left out.
+  shardings = tree.flatten_up_to(compiled.input_shardings[0])
+  pairs = zip(leaves, shardings, strict=True)
+  kept = [leaf for leaf, sharding in pairs if sharding is not None]
   return Compiled(
     job,
     hlo.read(compiled.as_text()),
@@ -110,11 +108,6 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
     *(stats.temp_size_in_bytes, stats.alias_size_in_bytes),
     (kept, jax.tree.leaves(shapes)),
   )
-
-
-def _unused(sharding: Any) -> bool:
-  """Of an argument that no result needs, which JAX left out."""
-  return sharding is None
 
 
 def _dtype(dtype: Any) -> str:
