@@ -41,7 +41,7 @@ FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
 _LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
 _PADDING = 1 / 8
 _TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
-_TABLE = 512  # bytes to which some TPUs round the table of results
+_TABLES = 32, 512  # bytes to which TPUs round the table of a tuple's arrays
 
 
 class ProgramPlan(NamedTuple):
@@ -312,7 +312,7 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
   table = len(program.results)
-  tables = [0, 8 * table, 4 * table, -(-4 * table // _TABLE) * _TABLE]
+  tables = [0, 8 * table, *(-(-4 * table // to) * to for to in _TABLES)]
   out = _compare_arrays(
     *("arguments", arguments, program.arguments, compiled.arguments, [0])
   )
