@@ -12,6 +12,7 @@ from asgd import worker as worker_lib
 from asgd.orders import durations
 
 from . import turns
+from .report import Measured, Report
 
 _RATE = 0.01
 _RECIPES = ("asgd", "dc_asgd_a", "nag_asgd", "gap_aware", "dana_zero")
@@ -56,17 +57,14 @@ def _simulated(problem, name, workers, updates, rounds) -> turns.Contestant:
   return once
 
 
-def run(block: int, batch_size: int, rounds: int = 9) -> None:
+def run(
+  report: Report, rounds: int = 9, block: int = 24, batch_size: int = 64
+) -> None:
   """Prints updates/s and their ratio to the plain loop's, over so many rounds
   of `block` updates, with the CNN of configs/fashion.py."""
   layers = models.build("cnn", 10)
   problem = turns.image_problem(layers, 2048, batch_size)
   parameters = models.count(problem.init(jax.random.key(0)))
-  print(
-    f"CNN of {parameters:,} parameters, batch {batch_size}, on"
-    f" {jax.default_backend()}; {rounds} rounds of {block} updates\n",
-    flush=True,
-  )
   contestants = {
     f"{name}, {workers} workers": functools.partial(
       _simulated, problem, name, workers, block, rounds
@@ -74,10 +72,13 @@ def run(block: int, batch_size: int, rounds: int = 9) -> None:
     for name in _RECIPES
     for workers in _WORKERS
   }
-  table = turns.TimingTable(
-    ["algorithm", "updates/s", "plain/s", "of plain", "range"]
+  table = report.table(
+    f"CNN of {parameters:,} parameters, batch {batch_size}",
+    "algorithm",
+    {"updates/s": ".0f", "plain/s": ".0f"},
+    {"of plain": ".2f"},
   )
   plain = _plain_sgd(problem, block)
   for name, base, mine in turns.against(plain, contestants, rounds):
-    speeds = (f"{block / np.median(seconds):.0f}" for seconds in (mine, base))
-    table.row(name, *speeds, *turns.ratio_cells(base / mine))
+    speeds = (block / float(np.median(seconds)) for seconds in (mine, base))
+    table.row(name, *speeds, Measured(base / mine))

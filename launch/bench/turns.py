@@ -1,8 +1,8 @@
-"""What the benchmarks share: turns, ratios, tables, and a plain optax step."""
+"""What the benchmarks share: turns, and a plain optax step."""
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -72,30 +72,6 @@ def against(
   for name, make in contestants.items():
     pair = {"baseline": baseline, "contestant": make()}
     yield name, *take_turns(pair, rounds, calls).values()
-
-
-def ratio_cells(ratio: np.ndarray) -> list[str]:
-  """Returns the median and the range of ratios, two cells of a table."""
-  return [f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"]
-
-
-class TimingTable:
-  """A table whose rows are printed as soon as they are known."""
-
-  def __init__(self, header: Sequence[str], first: int = 24, least: int = 9):
-    """Prints the header: of a column of texts, `first` wide, and columns of
-    numbers, as wide as their headers and as `least`."""
-    self._widths = [first, *(max(len(h), least) for h in header[1:])]
-    print(line := self._line(header), "-" * len(line), sep="\n", flush=True)
-
-  def row(self, *cells: str) -> None:
-    """Prints a row."""
-    print(self._line(cells), flush=True)
-
-  def _line(self, cells):
-    first, *others = zip(cells, self._widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]
-    return "  ".join(padded).rstrip()
 
 
 def image_problem(
