@@ -15,6 +15,7 @@ it, and ends within 4 minutes on two free cores.
 import contextlib
 import importlib
 import inspect
+import os
 import shlex
 import shutil
 import subprocess
@@ -38,12 +39,11 @@ BENCHMARKS = (  # modules with run(report, *, flags)
 )
 _FLAGS = {
   "rounds": (int, None, "Turns. Default: 3, 5 or 9."),
-  "block": (int, None, "Updates of a turn (simulator)."),
-  "batch_size": (int, None, "Images in a batch (simulator)."),
+  "block": (int, None, "Updates of a turn (simulator). Default: by model."),
   "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
   "seconds": (float, None, "For each contestant. Default: 3; 8 (network)."),
   "links": (("threads", "tc"), None, "Which are slow (network)."),
-  "peer": (str, None, "Python with torch (pipeline). Default: this one."),
+  "peer": (str, None, "Python with torch (simulator, pipeline)."),
 }
 _F = flags.define(
   {
@@ -57,6 +57,9 @@ _F = flags.define(
 _BUSY = 0.1  # share of the cores from which on other programs matter
 _LONGEST = 240  # seconds
 _MOST = 1e5  # MB
+_CACHE = {  # of JAX: programs that are compiled quickly, too
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
 def _runner(name: str) -> Any:
@@ -117,15 +120,16 @@ def _text(value: Any) -> str:
 
 def _measure_all() -> list[dict[str, Any]]:
   """Runs each benchmark in a process; returns the results of those that end,
-  and of the others the exit status."""
+  and of the others the exit status. They share what JAX has compiled."""
   results = []
   with tempfile.TemporaryDirectory() as folder:
+    environment = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
     for name in BENCHMARKS:
       path = Path(folder) / f"{name}.json"
       command = [sys.executable, "-m", __package__, name, f"--json={path}"]
       command += [f"--{k}={_text(v)}" for k, v in _given(name).items()]
       print(f"\n== {name}", flush=True)
-      ended = subprocess.run(command, stdout=sys.stdout)
+      ended = subprocess.run(command, env=environment, stdout=sys.stdout)
       if path.exists():
         results += report.read(path)
       else:
@@ -140,11 +144,9 @@ def _list() -> None:
 
 def _check() -> None:
   """Raises ValueError for flags out of range, before anything is printed."""
-  given = {k: _F[k].value for k in ("rounds", "block", "batch_size", "seconds")}
+  given = {k: _F[k].value for k in ("rounds", "block", "seconds")}
   if not all(value is None or value > 0 for value in given.values()):
-    raise ValueError(
-      "--rounds, --block, --batch_size and --seconds must be positive"
-    )
+    raise ValueError("--rounds, --block and --seconds must be positive")
   peer = _F["peer"].value
   if peer is not None and shutil.which(peer) is None:
     raise ValueError(f"--peer={peer}: there is no such program")

@@ -26,7 +26,6 @@ import json
 import multiprocessing
 import os
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -196,11 +195,9 @@ def _cells(bound, base, mine, target=""):
 
 def _peer(rounds, python):
   """Yields PyTorch's (schedule, seconds of one core, seconds)."""
+  python = turns.python_with_torch(python)
   if python is None:
-    if importlib.util.find_spec("torch") is None:
-      print("no torch to compare with: pip install torch, or --peer=PYTHON")
-      return
-    python = sys.executable
+    return
   sizes = {"depth": _DEPTH, "width": _WIDTH, "heads": _HEADS}
   sizes |= {"length": _LENGTH, "batch": _BATCH, "microbatches": _MICROBATCHES}
   script = Path(__file__).with_name("torch_peer.py")

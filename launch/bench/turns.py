@@ -1,6 +1,8 @@
 """What the benchmarks share: turns, and a plain optax step."""
 
 import functools
+import importlib.util
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,6 +14,7 @@ import optax
 from asgd import data, models, problems
 
 Contestant = Callable[[], object]  # does its work once, to the end
+Contestants = Mapping[str, Contestant]  # by name
 
 
 def alone(step: Callable, *args: Any) -> Contestant:
@@ -30,7 +33,7 @@ def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
 
 
 def take_turns(
-  contestants: Mapping[str, Contestant],
+  contestants: Contestants,
   rounds: int,
   calls: int = 1,
   clock: Callable[[], float] = time.perf_counter,
@@ -86,6 +89,15 @@ def image_problem(
     "random", "drawn here", x, labels, x[:64], labels[:64], 10, mean, std
   )
   return problems.classification(dataset, layers, batch_size=batch_size)
+
+
+def python_with_torch(peer: str | None) -> str | None:
+  """Returns the Python that PyTorch is measured in: `peer`, or this one if it
+  has torch; else None, and prints how to name one."""
+  if peer is not None or importlib.util.find_spec("torch") is not None:
+    return peer or sys.executable
+  print("no torch to compare with: pip install torch, or --peer=PYTHON")
+  return None
 
 
 def plain_step(

@@ -7,7 +7,7 @@ from launch.bench import __main__ as command
 
 MISTAKES = {
   "name": (["serve"], "unknown benchmark 'serve'; did you mean 'server'"),
-  "rounds": (["parallel", "--rounds=0"], "--batch_size and --seconds must be"),
+  "rounds": (["parallel", "--rounds=0"], "--block and --seconds must be"),
   "seconds": (["server", "--seconds=nan"], "--seconds must be positive"),
   "text": (["server", "--sizes=1,x"], "--sizes must be numbers of MB"),
   "none": (["server", "--sizes=0"], "--sizes must be above 0 to 100000 MB"),
