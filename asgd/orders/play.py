@@ -137,10 +137,11 @@ class Play:
     """Starts the jobs that may start, and plays the next event."""
     if self._may_send:
       self._send()
-    due = self._dispatcher.next_late() if self._late else math.inf
-    if due < self._heap[0][0]:
-      self.now, self._may_send = due, True
-      return
+    if self._late:
+      due = self._dispatcher.next_late(before=self._heap[0][0])
+      if due < self._heap[0][0]:
+        self.now, self._may_send = due, True
+        return
     self.now, _, _, call, what = heapq.heappop(self._heap)
     call(what)
 
