@@ -38,10 +38,10 @@ BENCHMARKS = (  # modules with run(report, *, flags)
   "network",
 )
 _FLAGS = {
-  "rounds": (int, None, "Turns. Default: 3, 5 or 9."),
+  "rounds": (int, None, "Turns. Default: 3 or 5."),
   "block": (int, None, "Updates of a turn (simulator). Default: by model."),
   "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
-  "seconds": (float, None, "For each contestant. Default: 3; 8 (network)."),
+  "seconds": (float, None, "For each contestant. Default: 3."),
   "links": (("threads", "tc"), None, "Which are slow (network)."),
   "peer": (str, None, "Python with torch (simulator, pipeline)."),
 }
@@ -98,6 +98,8 @@ def _measure(name: str) -> dict[str, Any]:
   if took > _LONGEST:
     print(f"warning: it took over {_LONGEST} s", file=sys.stderr)
   words = ["asgd", "bench", name]
+  if "peer" in given:
+    given["peer"] = Path(given["peer"]).name  # not where it is
   words += [f"--{key}={_text(value)}" for key, value in given.items()]
   result = {
     "name": name,

@@ -317,7 +317,7 @@ def _way(report, like, seconds):
     table.row(label, speed, cpu, *map(Measured, mine / dense))
 
 
-def run(report: Report, seconds: float = 3.0, rounds: int = 9) -> None:
+def run(report: Report, seconds: float = 3.0, rounds: int = 5) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, on one
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""

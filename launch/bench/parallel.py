@@ -15,9 +15,9 @@ device with the same cores, and what is lost is what sharing costs.
 - collectives written out, on two and on eight devices, against `jax.lax.psum`:
   with the sum in new memory, and in place (the argument is donated, which
   `psum` is copied for). These run in processes of their own:
-    - one as it comes. Large arrays are given back to the system after each
-      call, and the next one waits for new pages, which takes longer than to add
-      the numbers up;
+    - one as it comes, of the ring alone. Large arrays are given back to the
+      system after each call, and the next one waits for new pages, which takes
+      longer than to add the numbers up;
     - one that keeps the memory it has had, by what glibc reads from the
       environment (MALLOC_MMAP_MAX_ and others). Here times are those of
       messages, and beside them is what `asgd.parallel.costs` says, of a link
@@ -229,15 +229,12 @@ def cells(
   place; with a link the model's, and their share of those measured; and the
   ratios to psum."""
   milliseconds = [1e3 * float(np.median(mine)) for mine in times[0]]
+  if name == "psum":  # the measure of the others
+    return [*milliseconds, *[None] * (2 if link is None else 4)]
   targets = _TARGETS if (name, size) == ("ring", _LARGE) else ("", "")
-  ratios = [
-    Measured(mine / psum, target)
-    for mine, psum, target in zip(*times, targets, strict=True)
-  ]
+  ratios = map(Measured, times[0] / times[1], targets)
   if link is None:
     return [*milliseconds, *ratios]
-  if name == "psum":
-    return [*milliseconds, None, None, *ratios]
   model = 1e3 * costs.seconds(cost(name, size, devices), link)
   return [*milliseconds, model, model / milliseconds[1], *ratios]
 
@@ -249,10 +246,10 @@ def _measure_collectives(report, rounds, keeps_memory):
     values |= {"model ms": ".2f", "model of measured": ".2f"}
   keeping = ", in a process that keeps its memory" if keeps_memory else ""
   for devices in (2, 8):
-    sizes, link = [_LARGE], None
+    sizes, link, kinds = [_LARGE], None, ["psum", "ring"]
     rings = {}  # MB -> times of the ring, which the link is fitted to
     if keeps_memory:
-      sizes, measured = [_SMALL, _LARGE], []
+      sizes, measured, kinds = [_SMALL, _LARGE], [], list(shapes(devices))
       for size in sizes:
         rings[size] = measure("ring", devices, size, rounds)
         seconds = float(np.median(rings[size][0, 1]))
@@ -269,13 +266,13 @@ def _measure_collectives(report, rounds, keeps_memory):
       values,
       {"time of psum": ".2f", "in place, of psum": ".2f"},
     )
-    for size, name in itertools.product(sizes, shapes(devices)):
+    for size, name in itertools.product(sizes, kinds):
       known = name == "ring" and size in rings
       times = rings[size] if known else measure(name, devices, size, rounds)
       table.row(f"{name}, {size:g}", *cells(name, devices, size, times, link))
 
 
-def run(report: Report, rounds: int = 5) -> None:
+def run(report: Report, rounds: int = 3) -> None:
   """Prints steps on two devices against one, and collectives against psum."""
   jax.config.update("jax_num_cpu_devices", _DEVICES)
   parts = (

@@ -8,6 +8,7 @@ researcher would write in PyTorch, on the same order of workers
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -47,7 +48,7 @@ class BenchModel(NamedTuple):
   widths: tuple[int, ...]  # of its layers but the last
   shape: tuple[int, ...]  # of an example
   batch: int  # examples
-  updates: int  # of a turn, about
+  messages: int  # of all turns of a contestant, at least
   workers: tuple[int, ...]
   targets: Mapping[str, str]  # recipe -> times the plain loop
 
@@ -76,16 +77,16 @@ class BenchModel(NamedTuple):
     given = own.Objects(*self.parts(), recipe, batch_size=self.batch)
     return given.problem()
 
-  def updates_of(self, workers: int, rounds: int) -> int:
-    """Returns the updates of a turn, so that one more turn than `rounds` is a
-    whole number of jobs for each worker.
+  def updates_of(self, workers: int, count: int) -> int:
+    """Returns the updates of one of `count` turns, which are a whole number of
+    messages of each worker together.
 
     Example:
-      >>> MODELS[0].updates_of(8, 5), MODELS[-1].updates_of(64, 5)
+      >>> MODELS[0].updates_of(8, 6), MODELS[-1].updates_of(64, 6)
       (2048, 32)
     """
-    least = workers // math.gcd(workers, rounds + 1)
-    return math.ceil(self.updates / least) * least
+    least = workers // math.gcd(workers, count)
+    return math.ceil(self.messages / count / least) * least
 
 
 _DIGITS = {"asgd": ">= 2.5", "dana_zero": ">= 1.5"}
@@ -95,13 +96,13 @@ _CNN = dict.fromkeys(_DIGITS, ">= 0.95")
 _CNN |= dict.fromkeys(("dc_asgd_a", "nag_asgd", "gap_aware"), "")
 MODELS = (
   BenchModel(
-    *("digits MLP", "mlp", (64,), (64,), 16, 2048),
+    *("digits MLP", "mlp", (64,), (64,), 16, 12_288),
     *((8, 64, 512, _MOST_WORKERS), _DIGITS),
   ),
-  BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 512, (64,), _LARGE),
-  BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 256, (64,), _LARGE),
-  BenchModel("MLP", "mlp", (1024, 1024), _IMAGE, 64, 32, (64,), _LARGE),
-  BenchModel("CNN", "cnn", (16, 32, 64), _IMAGE, 64, 24, (8, 64), _CNN),
+  BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 3072, (64,), _LARGE),
+  BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 3072, (64,), _LARGE),
+  BenchModel("MLP", "mlp", (1024, 1024), _IMAGE, 64, 192, (64,), _LARGE),
+  BenchModel("CNN", "cnn", (16, 32, 64), _IMAGE, 64, 144, (8, 64), _CNN),
 )
 
 
@@ -227,12 +228,13 @@ class TorchProcess:
 def _rates(model, plain, name, workers, rounds, torch):
   """Returns updates a second in each turn: plain, engine, simulate, and torch,
   or None if there is none of this recipe."""
-  updates = model.updates_of(workers, rounds)
+  updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
   recipe = asgd.build(name, _RATE, workers)
   trace, problem = _trace(workers, messages), model.problem(recipe)
   engine = _engine(recipe, problem, trace, workers, updates)
-  made = {"plain": model.updates, "engine": updates, "simulate": updates}
+  made = {"plain": model.updates_of(1, rounds + 1)}
+  made |= {"engine": updates, "simulate": updates}
   others = {"plain": plain, "engine": engine}
   if torch is not None and name == "asgd":
     made["torch"] = max(updates // _TORCH, 1)
@@ -262,7 +264,7 @@ def _speed(report, model, rounds, torch):
     dict.fromkeys(ratios, ".2f"),
     width=16,
   )
-  plain = _plain_sgd(problem, model.updates)
+  plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
   for recipe, workers in itertools.product(model.targets, model.workers):
     each = _rates(model, plain, recipe, workers, rounds, torch)
     base, engine, simulate, theirs = each
@@ -291,15 +293,13 @@ def _peak() -> float:
 def _whole_calls(report):
   """Prints how long a second call takes, and what workers add to memory. It is
   the first of all: the peak of memory never falls."""
-  few, seconds = MODELS[0].workers[0], []
-  for _ in range(1 + _CALLS):
-    began = time.perf_counter()
-    _simulate_digits(few, few)
-    seconds.append(time.perf_counter() - began)
-  title = f"calls of asgd.simulate, {MODELS[0].name}"
-  table = report.table(title, "", {}, {"": ".2f"}, width=46)
-  again = Measured(np.array(seconds[1:]), "<= 1")
-  table.row(f"s of a second call, of {few} messages", again)
+  few, title = MODELS[0].workers[0], f"calls of asgd.simulate, {MODELS[0].name}"
+  table = report.table(title, "", {}, {"number": ".2f"}, width=46)
+  for messages in (few, _MOST_WORKERS):
+    call = functools.partial(_simulate_digits, few, messages)
+    (seconds,) = turns.take_turns({"": call}, _CALLS).values()
+    name = f"s of a second call, of {messages:,} messages"
+    table.row(name, Measured(seconds, "<= 1"))
   _simulate_digits(few, 2 * _MOST_WORKERS)
   before = _peak()
   _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
@@ -326,10 +326,11 @@ def run(
   block: int | None = None,
   peer: str | None = None,
 ) -> None:
-  """Runs all of it, with so many turns of about `block` updates (None: those of
-  each model); `peer` is a Python that has torch, None this one."""
+  """Runs all of it, with so many turns, of about `block` updates unless that is
+  None; `peer` is a Python that has torch, None this one."""
   _whole_calls(report)
   with _torch(peer) as torch:
     for model in MODELS:
-      model = model._replace(updates=block or model.updates)
+      if block is not None:
+        model = model._replace(messages=(rounds + 1) * block)
       _speed(report, model, rounds, torch)

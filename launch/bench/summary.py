@@ -1,5 +1,6 @@
 """One table of several runs of all benchmarks, from their JSON."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from asgd.text_table import format_markdown
 from . import report
 
 _BEGIN, _END = "<!-- bench: begin -->\n", "<!-- bench: end -->\n"
-_HEADER = "what is measured", "", "number", "median of runs", "range", "target"
+_HEADER = "what is measured", "median of runs (range), and target"
 _Key = tuple[str, str, str, str]  # benchmark, table, row, column
 
 
@@ -37,10 +38,25 @@ def _described(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
   minutes = [sum(each["seconds"] for each in run) / 60 for run in runs]
   commands = ", ".join(f"`{each['command']}`" for each in runs[0])
   return (
-    f"{len(runs)} runs on {'; '.join(sorted(devices))}, of"
-    f" {', '.join(f'{each:.1f}' for each in minutes)} minutes, while other"
-    f" programs used at most {busiest:.0%} of the cores: {commands}."
+    f"On {'; '.join(sorted(devices))}, while other programs used at most"
+    f" {busiest:.0%} of the cores; minutes of each run:"
+    f" {', '.join(f'{each:.1f}' for each in minutes)}. Commands: {commands}."
   )
+
+
+def _number(value: float) -> str:
+  return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
+
+
+def _cell(key: _Key, numbers: Sequence[Mapping[_Key, dict[str, Any]]]) -> str:
+  """Returns a number of all runs: its column, median, range and target."""
+  medians = [each[key]["median"] for each in numbers]
+  if None in medians:
+    raise ValueError(f"{' / '.join(key)} is not finite in one of the files")
+  text = f"{key[-1]} **{_number(float(np.median(medians)))}**"
+  if len(medians) > 1:
+    text += f" ({_number(min(medians))} to {_number(max(medians))})"
+  return f"{text} {numbers[0][key].get('target', '')}".rstrip()
 
 
 def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
@@ -61,18 +77,13 @@ def table(runs: Sequence[Sequence[Mapping[str, Any]]]) -> str:
         f"{' / '.join(missing[0])} is in some of the files only: make all by"
         " the same command"
       )
-  rows, before = [], ("", "")
-  for key in first:
-    medians = [each[key]["median"] for each in numbers]
-    target = first[key].get("target", "")
-    if None in medians:
-      raise ValueError(f"{' / '.join(key)} is not finite in one of the files")
-    ends = f"{min(medians):.4g} to {max(medians):.4g}"
-    benchmark, title, name, column = key
-    if (benchmark, title) != before:
-      before = benchmark, title
-      rows.append((f"**{benchmark}**: {title}", "", "", "", "", ""))
-    rows.append(("", name, column, f"{np.median(medians):.4g}", ends, target))
+  rows = []
+  tables = itertools.groupby(first, key=lambda key: key[:2])
+  for (benchmark, title), keys in tables:
+    rows.append((f"**{benchmark}**: {title}", ""))
+    for name, of_row in itertools.groupby(keys, key=lambda key: key[2]):
+      cells = (_cell(key, numbers) for key in of_row)
+      rows.append((name, "; ".join(cells)))
   return f"{described}\n\n{format_markdown(_HEADER, rows)}\n"
 
 

@@ -172,7 +172,7 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
 
 
 def ratings_per_second(
-  workers: int, *, epochs: float = 160.0, batch_size: int = 10_000
+  workers: int, *, epochs: float = 100.0, batch_size: int = 10_000
 ) -> float:
   """Returns how many ratings live workers learn from in a second, of matrix
   factorisation by SSP on two shards, in the second half of the jobs; Ray

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import kit
 import numpy as np
 import pytest
 
@@ -64,15 +65,14 @@ def test_another_file_is_refused(text, tmp_path):
     report.read(path)
 
 
-def test_rows_of_another_process_are_added(capfd):
+def test_rows_of_another_process_are_added():
   code = (
     "import sys; from launch.bench import report; r = report.Report();"
     " r.table('MLP', 'who', {}, {'s': '.0f'}).row('a', report.Measured(2.0));"
     " r.save(sys.argv[1])"
   )
   made = report.Report()
-  with capfd.disabled():
-    made.add_from([sys.executable, "-c", code], None)
+  made.add_from([sys.executable, "-c", code], None)
   (row,) = made.rows
   assert row["measured"] == {"s": {"median": 2.0, "range": [2.0, 2.0]}}
 
@@ -88,12 +88,12 @@ def test_the_share_of_others_is_that_of_ticks_while_asleep():
 def test_runs_are_joined_by_the_median_of_their_medians():
   made = summary.table([run(x) for x in (RATIOS, 4 * RATIOS, 2 * RATIOS)])
   assert made == (
-    "3 runs on 2 cores, cpu, of 1.5, 1.5, 1.5 minutes, while other programs"
-    " used at most 4% of the cores: `asgd bench simulator`.\n\n"
-    "| what is measured |  | number | median of runs | range | target |\n"
-    "| --- | --- | --- | --- | --- | --- |\n"
-    "| **simulator**: MLP |  |  |  |  |  |\n"
-    "|  | b | of it | 1.5 | 0.75 to 3 | >= 1 |\n"
+    "On 2 cores, cpu, while other programs used at most 4% of the cores;"
+    " minutes of each run: 1.5, 1.5, 1.5. Commands: `asgd bench simulator`.\n\n"
+    "| what is measured | median of runs (range), and target |\n"
+    "| --- | --- |\n"
+    "| **simulator**: MLP |  |\n"
+    "| b | of it **1.5** (0.75 to 3) >= 1 |\n"
   )
 
 
@@ -121,3 +121,11 @@ def test_a_page_has_the_table_between_its_marks(tmp_path):
   page.write_text("# A\n")
   with pytest.raises(ValueError, match=r"page\.md has no lines <!-- bench"):
     summary.show([file], str(page))
+
+
+def test_the_page_has_the_table_of_its_files(tmp_path):
+  files = sorted((kit.ROOT / "docs" / "benchmarks").glob("*.json"))
+  page, copy = kit.ROOT / "docs" / "benchmarks.md", tmp_path / "page.md"
+  copy.write_text(page.read_text())
+  summary.show(files, str(copy))
+  assert copy.read_text() == page.read_text()

@@ -12,7 +12,7 @@ SMALL = simulator.MODELS[0]._replace(
   widths=(8,),
   shape=(4,),
   batch=4,
-  updates=3,
+  messages=3,
   workers=(2,),
   targets={"asgd": ">= 2.5"},
 )
@@ -22,9 +22,9 @@ def test_a_turn_is_a_whole_number_of_rounds_at_the_end():
   for model in simulator.MODELS:
     for workers in model.workers:
       for rounds in (1, 2, 5, 9):
-        updates = model.updates_of(workers, rounds)
-        assert updates >= model.updates
-        assert (rounds + 1) * updates % workers == 0
+        messages = (rounds + 1) * model.updates_of(workers, rounds + 1)
+        assert messages >= model.messages
+        assert messages % workers == 0
 
 
 def test_the_engine_and_simulate_train_the_same():
