@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, checks
-from asgd.orders import protocol
+from asgd.orders import columns, protocol
 from asgd.orders.durations import Durations
 from asgd.orders.network import Links, MessagePart, Network
 from asgd.orders.trace import Event, from_events
@@ -233,6 +233,11 @@ def played(
   """Returns the order of a protocol, until so many messages are received; those
   that are received with the last one come on top."""
   checks.whole("messages", messages)
+  checks.whole("workers", workers)
+  protocol.check_rules(rules)
+  trace = columns.make(rules, durations, workers, messages)
+  if trace is not None:
+    return trace
   play = begin(rules, durations, workers)
   play.until(messages)
   return play.trace()
