@@ -135,17 +135,16 @@ def _trace(workers: int, messages: int) -> base.Trace:
 
 def _engine(recipe, problem, trace, workers, updates) -> turns.Contestant:
   """Replays so many messages of a trace more in each call."""
-  host = simulator.make_host(recipe.server(), recipe.make_worker(problem.loss))
-  ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
   batch, root = problem.batches(0, workers), jax.random.key(0)
-  simulation = host.init(problem.init(root), workers)
-
-  def once():
-    nonlocal simulation
-    end = int(next(ends))
-    simulation, _ = host.run(simulation, trace, end, batch=batch, root=root)
-
-  return once
+  ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
+  params = problem.init(root)
+  jobs = simulator.Jobs(params, batch(0, 0), messages=len(trace.time))
+  parts = recipe.server(), recipe.make_worker(problem.loss)
+  engine = simulator.choose(*parts, trace, jobs).simulator
+  run = engine.follow(
+    engine.init(params, workers), trace, batch=batch, root=root
+  )
+  return lambda: run.until(int(next(ends)))
 
 
 def _with_simulate(
