@@ -35,7 +35,7 @@ from . import report, summary
 
 BENCHMARKS = (  # modules with run(report, *, flags)
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
-  "network",
+  *("network", "orders"),
 )
 _FLAGS = {
   "rounds": (int, None, "Turns. Default: 3 or 5."),
@@ -44,6 +44,7 @@ _FLAGS = {
   "seconds": (float, None, "For each contestant. Default: 3."),
   "links": (("threads", "tc"), None, "Which are slow (network)."),
   "peer": (str, None, "Python with torch (simulator, pipeline)."),
+  "large": (bool, None, "Orders of 10 M rows or 100,000 workers (orders)."),
 }
 _F = flags.define(
   {
