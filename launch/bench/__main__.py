@@ -38,7 +38,7 @@ BENCHMARKS = (  # modules with run(report, *, flags)
   *("network", "orders"),
 )
 _FLAGS = {
-  "rounds": (int, None, "Turns. Default: 3 or 5."),
+  "rounds": (int, None, "Turns. Default: 2, 3 or 5."),
   "block": (int, None, "Updates of a turn (simulator). Default: by model."),
   "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
   "seconds": (float, None, "For each contestant. Default: 3."),
