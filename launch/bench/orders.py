@@ -52,12 +52,12 @@ def _in_columns(rules: Rules, workers: int) -> float:
 
 
 def _played(rules: Rules, workers: int) -> float:
-  """Returns the same of an order that is played event by event, once each
-  worker has begun."""
+  """Returns the same of an order that is played event by event, once all
+  workers are at work."""
   order = play.begin(rules, durations.homogeneous(), workers)
-  order.until(2 * workers)
+  order.until(start := 2 * workers + rules.warm_start)
   before, began = len(order.rows), time.process_time()
-  order.until(2 * workers + _PLAYED)
+  order.until(start + _PLAYED)
   seconds = time.process_time() - began
   return seconds / (len(order.rows) - before) * 1e6
 
