@@ -26,7 +26,14 @@ from ml_collections.config_flags import config_flags as parsers
 from asgd import output
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import code, folder, overrides, schema, shipped
+from asgd.experiment import (
+  code,
+  compiled,
+  folder,
+  overrides,
+  schema,
+  shipped,
+)
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
 from pipeline.engine import PIPELINE
@@ -253,6 +260,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       word, known = argv[words + 1], "config" in flags.FLAGS
       meant = f", a config is --config={word}" if known else ""
       fail(f"unexpected argument {word!r}; flags start with --{meant}")
+    compiled.keep()
     try:
       main(*argv[1:])
     except (Stopped, Failed) as end:
