@@ -8,6 +8,7 @@ file has it or not.
 """
 
 import ast
+import gc
 import itertools
 import logging as std_logging
 import os
@@ -293,4 +294,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       # Lines of both are in order where both go to one place.
       stream.reconfigure(errors="replace", line_buffering=True)
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
+  if not gc.isenabled():
+    gc.freeze()
+    gc.enable()
   app.run(guarded, flags_parser=_parse)
