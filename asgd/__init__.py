@@ -21,7 +21,7 @@ clocks, are in `asgd.experiment`. All are imported when they are asked for.
 
 import gc
 import importlib
-from importlib import metadata
+from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
@@ -68,9 +68,8 @@ _HOMES = {  # room -> names that are here, too
   ),
   "worker": ("elastic_worker", "gradient_worker", "local_worker"),
 }
-_ROOMS = "algorithms", "base", "compression", "data", "gossip", "models"
-_ROOMS += "optimizers", "orders", "problems", "server", "simulator"
-_ROOMS += "transforms", "worker"
+_ROOMS = "algorithms", "compression", "data", "gossip", "models"
+_ROOMS += "optimizers", "orders", "problems", "simulator", "transforms"
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 
 
@@ -95,14 +94,13 @@ def __getattr__(name: str) -> Any:
 
 def _imported(name):
   room = importlib.import_module
-  if name in _ROOMS:
+  if util.find_spec(f"asgd.{name}"):
     return room(f"asgd.{name}")
   if name in _HOME_OF:
     return getattr(room(f"asgd.{_HOME_OF[name]}"), name)
   algorithms = room(f"asgd.{_RECIPES_ROOM}")
   if name == "__all__":
-    public = set(_ROOMS) - {"base", "server", "worker"}
-    return [*_HOME_OF, *public, *algorithms.ALL, "__version__"]
+    return [*_HOME_OF, *_ROOMS, *algorithms.ALL, "__version__"]
   if name not in algorithms.ALL:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return algorithms.called(name)
