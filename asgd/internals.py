@@ -7,6 +7,7 @@ that lacks one is refused with the versions of pyproject.toml.
 
 import importlib
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -61,6 +62,15 @@ jaxpr_as_fun = find("jax.extend.core.jaxpr_as_fun")
 jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
 # Whether a function is called within the same jit, scan or grad as another.
 get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
+
+
+def operations(jaxpr: Any) -> Iterator[str]:
+  """Yields the names of the operations of a traced program, and of those
+  within it, in order."""
+  for equation in jaxpr.eqns:
+    yield equation.primitive.name
+    for inner in jaxprs_in_params(equation.params):
+      yield from operations(inner)
 
 
 def xla_library() -> Any:

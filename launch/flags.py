@@ -40,6 +40,7 @@ from asgd.parallel import processes
 from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
+GIVEN = "true"  # value of an optional text that is not given, as absl has it
 INCOMPLETE = processes.INCOMPLETE  # the same: cells without a valid result
 ENGINES = {**_OWN, "pipeline": PIPELINE}
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
@@ -178,13 +179,15 @@ def define(
   table: Mapping[str, tuple[type | Sequence[str], Any, str]],
 ) -> dict[str, flags.FlagHolder]:
   """Defines flags from a table: name -> (kind, default, help). A kind is str,
-  int, float, bool, list, or the names of an enum."""
+  int, float, bool, list, the names of an enum, or "optional": a text, GIVEN if
+  the flag has none."""
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_bool,
     list: flags.DEFINE_list,
+    "optional": _define_optional,
   }
   holders = {}
   for name, (kind, default, text) in table.items():
@@ -195,6 +198,12 @@ def define(
     else:
       holders[name] = flags.DEFINE_enum(name, default, list(kind), text)
   return holders
+
+
+def _define_optional(name, default, text) -> flags.FlagHolder:
+  parser, serializer = flags.ArgumentParser(), flags.ArgumentSerializer()
+  flag = flags.Flag(parser, serializer, name, default, text, boolean=True)
+  return flags.DEFINE_flag(flag)
 
 
 _WORKDIR = (
