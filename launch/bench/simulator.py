@@ -37,6 +37,7 @@ _RATE = 0.01
 _EXAMPLES = 2048
 _MOST_WORKERS = 4096
 _CALLS = 3  # that start-up is measured in
+_CONTESTANTS = "plain", "engine", "simulate", "torch"
 _TORCH = 4  # of the updates of a turn PyTorch makes one in so many
 
 
@@ -133,19 +134,22 @@ def _trace(workers: int, messages: int) -> base.Trace:
   )
 
 
-def _engine(recipe, problem, trace, workers, updates) -> turns.Contestant:
+def _choice(recipe, problem, trace, messages) -> simulator.Choice:
+  """The engine that `asgd.simulate` would choose."""
+  worker = recipe.make_worker(problem.loss)
+  params = jax.eval_shape(problem.init, jax.random.key(0))
+  jobs = simulator.Jobs(params, problem.batches(0, 1)(0, 0), messages)
+  return simulator.choose(recipe.server(), worker, trace, jobs)
+
+
+def _engine(choice, problem, trace, workers, updates) -> turns.Contestant:
   """Replays so many messages of a trace more in each call."""
-  host = simulator.make_host(recipe.server(), recipe.make_worker(problem.loss))
+  engine = choice.simulator
   ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
   batch, root = problem.batches(0, workers), jax.random.key(0)
-  simulation = host.init(problem.init(root), workers)
-
-  def once():
-    nonlocal simulation
-    end = int(next(ends))
-    simulation, _ = host.run(simulation, trace, end, batch=batch, root=root)
-
-  return once
+  simulation = engine.init(problem.init(root), workers)
+  run = engine.follow(simulation, trace, batch=batch, root=root)
+  return lambda: run.until(int(next(ends)))
 
 
 def _with_simulate(
@@ -226,13 +230,14 @@ class TorchProcess:
 
 
 def _rates(model, plain, name, workers, rounds, torch):
-  """Returns updates a second in each turn: plain, engine, simulate, and torch,
-  or None if there is none of this recipe."""
+  """Returns the engine's name, and updates a second in each turn: plain,
+  engine, simulate, and torch, or None if there is none of this recipe."""
   updates = model.updates_of(workers, rounds + 1)
   messages = (rounds + 1) * updates
   recipe = asgd.build(name, _RATE, workers)
   trace, problem = _trace(workers, messages), model.problem(recipe)
-  engine = _engine(recipe, problem, trace, workers, updates)
+  choice = _choice(recipe, problem, trace, messages)
+  engine = _engine(choice, problem, trace, workers, updates)
   made = {"plain": model.updates_of(1, rounds + 1)}
   made |= {"engine": updates, "simulate": updates}
   others = {"plain": plain, "engine": engine}
@@ -246,7 +251,7 @@ def _rates(model, plain, name, workers, rounds, torch):
 
   seconds = _with_simulate(call, updates, messages, others)
   rates = {who: made[who] / each for who, each in seconds.items()}
-  return *(rates[who] for who in made if who != "torch"), rates.get("torch")
+  return choice.name, [rates.get(who) for who in _CONTESTANTS]
 
 
 def _speed(report, model, rounds, torch):
@@ -259,14 +264,14 @@ def _speed(report, model, rounds, torch):
     names, ratios = [*names, "torch/s"], [*ratios, "simulate, of torch"]
   table = report.table(
     f"{model.name} of {parameters:,} parameters, batch {model.batch}",
-    "recipe, workers",
+    "recipe, workers, engine",
     dict.fromkeys(names, ".0f"),
     dict.fromkeys(ratios, ".2f"),
-    width=16,
+    width=23,
   )
   plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
   for recipe, workers in itertools.product(model.targets, model.workers):
-    each = _rates(model, plain, recipe, workers, rounds, torch)
+    name, each = _rates(model, plain, recipe, workers, rounds, torch)
     base, engine, simulate, theirs = each
     speeds = [None if x is None else float(np.median(x)) for x in each]
     ratios = [
@@ -275,7 +280,8 @@ def _speed(report, model, rounds, torch):
       None if theirs is None else Measured(simulate / theirs, ">= 1"),
     ]
     shown = slice(None if torch else -1)
-    table.row(f"{recipe}, {workers}", *speeds[shown], *ratios[shown])
+    row = f"{recipe}, {workers}, {name}"
+    table.row(row, *speeds[shown], *ratios[shown])
 
 
 def _simulate_digits(workers: int, messages: int) -> None:
