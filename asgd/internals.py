@@ -77,3 +77,9 @@ def xla_library() -> Any:
   """Returns JAX's compiled library, which makes the connections of several
   processes on CPUs."""
   return find("jax._src.xla_bridge._jax")
+
+
+def has_devices() -> bool:
+  """Whether JAX has looked for its devices, after which a process is not to be
+  forked."""
+  return bool(find("jax._src.xla_bridge.backends_are_initialized")())

@@ -8,6 +8,7 @@ file has it or not.
 """
 
 import ast
+import gc
 import itertools
 import logging as std_logging
 import os
@@ -26,7 +27,14 @@ from ml_collections.config_flags import config_flags as parsers
 from asgd import output
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import code, folder, overrides, schema, shipped
+from asgd.experiment import (
+  code,
+  compiled,
+  folder,
+  overrides,
+  schema,
+  shipped,
+)
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
 from pipeline.engine import PIPELINE
@@ -262,6 +270,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       word, known = argv[words + 1], "config" in flags.FLAGS
       meant = f", a config is --config={word}" if known else ""
       fail(f"unexpected argument {word!r}; flags start with --{meant}")
+    compiled.keep()
     try:
       main(*argv[1:])
     except (Stopped, Failed) as end:
@@ -294,4 +303,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       # Lines of both are in order where both go to one place.
       stream.reconfigure(errors="replace", line_buffering=True)
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
+  if not gc.isenabled():
+    gc.freeze()
+    gc.enable()
   app.run(guarded, flags_parser=_parse)
