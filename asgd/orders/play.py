@@ -2,6 +2,9 @@
 
   grant --> ticket on its way --> compute --> message on its way --> receive
 
+What is closed and takes no time on its way is made in columns instead
+(`asgd.orders.columns`), with the same rows.
+
 A ticket is of the version at which it was granted, and that is the time of its
 SEND row; the time of a RECEIVE row is that at which the last shard has taken
 its part. A job on a kept ticket is granted by a message without parameters,
@@ -15,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, checks
-from asgd.orders import protocol
+from asgd.orders import columns, protocol
 from asgd.orders.durations import Durations
 from asgd.orders.network import Links, MessagePart, Network
 from asgd.orders.trace import Event, from_events
@@ -40,6 +43,11 @@ def fixed(up: Sequence[float], down: Sequence[float]) -> Sizes:
 
 class _Job:
   """A job from its grant until its message is received."""
+
+  __slots__ = (
+    *("worker", "seq", "number", "order", "length", "parts", "left"),
+    "computed",
+  )
 
   def __init__(self, grant: protocol.Grant, length: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
@@ -137,10 +145,11 @@ class Play:
     """Starts the jobs that may start, and plays the next event."""
     if self._may_send:
       self._send()
-    due = self._dispatcher.next_late() if self._late else math.inf
-    if due < self._heap[0][0]:
-      self.now, self._may_send = due, True
-      return
+    if self._late:
+      due = self._dispatcher.next_late(before=self._heap[0][0])
+      if due < self._heap[0][0]:
+        self.now, self._may_send = due, True
+        return
     self.now, _, _, call, what = heapq.heappop(self._heap)
     call(what)
 
@@ -232,6 +241,11 @@ def played(
   """Returns the order of a protocol, until so many messages are received; those
   that are received with the last one come on top."""
   checks.whole("messages", messages)
+  checks.whole("workers", workers)
+  protocol.check_rules(rules)
+  trace = columns.make(rules, durations, workers, messages)
+  if trace is not None:
+    return trace
   play = begin(rules, durations, workers)
   play.until(messages)
   return play.trace()

@@ -25,9 +25,7 @@ import itertools
 import json
 import multiprocessing
 import os
-import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -43,10 +41,18 @@ from pipeline import stage as stage_lib
 from pipeline.state import KEPT
 
 from . import turns
+from .report import Measured, Report
 
 _STAGES, _MICROBATCHES = 2, 8
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
 _ASYNCHRONOUS = 48  # microbatches of a PipeDream run
+_MANY_STAGES, _MANY_MICROBATCHES = 64, 1024
+_FLUSHING = "GPipe", "1F1B"
+_TARGETS = {  # where stages run, schedule -> share of its bound
+  **{("threads", name): 1.0 for name in (*_FLUSHING, "PipeDream")},
+  **{("processes", name): 0.95 for name in _FLUSHING},
+  ("processes", "PipeDream"): 0.92,
+}
 
 
 def _stack():
@@ -134,7 +140,7 @@ def _own_cores(table):
   )
 
 
-def _speed(rounds, peer):
+def _speed(report, rounds, peer):
   """Prints rows of tables against the bubble bound."""
   s, m = _STAGES, _MICROBATCHES
   flushing = (m + s - 1) / m / s
@@ -143,29 +149,32 @@ def _speed(rounds, peer):
     "1F1B": (schedules.one_f_one_b(s, m), flushing),
     "PipeDream": (schedules.pipedream(s, _ASYNCHRONOUS), 1 / s),
   }
-  print(
+  printed = report.table(
     f"{_DEPTH} blocks of width {_WIDTH}, {_BATCH} x {_LENGTH} tokens a"
     f" microbatch, {s} stages, {m} microbatches (PipeDream:"
-    f" {_ASYNCHRONOUS}, with its fill and drain)\n"
+    f" {_ASYNCHRONOUS}, with its fill and drain)",
+    "schedule, stages",
+    {"one core ms": ".0f", "bound ms": ".0f", "ms": ".0f"},
+    {"of bound": ".2f"},
   )
-  header = ["schedule, stages", "one core ms", "bound ms", "ms", "of bound"]
-  printed = turns.TimingTable([*header, "range"])
   spawn = multiprocessing.get_context("spawn")
   with contextlib.ExitStack() as stack:
     one = stack.enter_context(
       concurrent.futures.ProcessPoolExecutor(1, spawn, _take_core)
     )
 
-    def alone(microbatches):
-      one.submit(_work, microbatches).result()
+    def alone():
+      one.submit(_work, m).result()
 
     def measure(where, open_engine):
       for name, (table, bound) in tables.items():
         with open_engine(table) as engine:
-          base = functools.partial(alone, table.microbatches)
-          work = {"alone": base, "engine": _repeated(engine)}
+          work = {"alone": alone, "engine": _repeated(engine)}
           base, mine = turns.take_turns(work, rounds).values()
-        printed.row(*_cells(f"{name}, {where}", bound, base, mine))
+          base = base * table.microbatches / m
+        target = f">= {_TARGETS[where, name]}"
+        label = f"{name}, {where}"
+        printed.row(label, *_cells(bound, base, mine, target))
 
     measure("threads", _threads)
     if importlib.util.find_spec("ray"):
@@ -175,23 +184,20 @@ def _speed(rounds, peer):
     else:
       print("no Ray, so no stages in processes: pip install 'asgd[ray]'")
   for name, base, mine in _peer(rounds, peer):
-    printed.row(*_cells(f"{name}, torch", flushing, base, mine))
+    printed.row(f"{name}, torch", *_cells(flushing, base, mine))
 
 
-def _cells(name, bound, base, mine):
+def _cells(bound, base, mine, target=""):
   """A row; ratios are turn by turn: what slows the machine slows both."""
-  medians = (1e3 * np.median(each) for each in (base, bound * base, mine))
-  ratios = turns.ratio_cells(base * bound / mine)
-  return [name, *(f"{ms:.0f}" for ms in medians), *ratios]
+  medians = [1e3 * float(np.median(x)) for x in (base, bound * base, mine)]
+  return [*medians, Measured(base * bound / mine, target)]
 
 
 def _peer(rounds, python):
   """Yields PyTorch's (schedule, seconds of one core, seconds)."""
+  python = turns.python_with_torch(python)
   if python is None:
-    if importlib.util.find_spec("torch") is None:
-      print("no torch to compare with: pip install torch, or --peer=PYTHON")
-      return
-    python = sys.executable
+    return
   sizes = {"depth": _DEPTH, "width": _WIDTH, "heads": _HEADS}
   sizes |= {"length": _LENGTH, "batch": _BATCH, "microbatches": _MICROBATCHES}
   script = Path(__file__).with_name("torch_peer.py")
@@ -209,23 +215,27 @@ def _peer(rounds, python):
     yield name, base, mine
 
 
-def _table():
+def _table(report):
   """Prints what it takes to make, check and analyse a large table."""
+  printed = report.table(
+    f"a 1F1B table of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
+    " microbatches",
+    "step",
+    {},
+    {"s": ".2f"},
+  )
   times = [time.perf_counter()]
-  table = schedules.one_f_one_b(64, 1024)
+  table = schedules.one_f_one_b(_MANY_STAGES, _MANY_MICROBATCHES)
   times.append(time.perf_counter())
   for step in (validate.validate, analyze.analyze):
     step(table)
     times.append(time.perf_counter())
-  make, check, analyse = np.diff(times)
-  print(
-    f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
-    f" {check:.2f} s, analysed in {analyse:.2f} s",
-    flush=True,
-  )
+  steps = "make", "check", "analyse"
+  for name, took in zip(steps, np.diff(times), strict=True):
+    printed.row(name, Measured(took))
 
 
-def _overhead(rounds):
+def _overhead(report, rounds):
   """Prints what a task costs beside what is compiled."""
   layers = models.mlp(2, hidden=(2, 2))[1:]
   x = jnp.zeros((1, 2))
@@ -234,18 +244,19 @@ def _overhead(rounds):
   arguments = _arguments(table, layers, params, x, (0, 1, 3))
   engine = executor.Executor(**arguments)
   (seconds,) = turns.take_turns({"": _repeated(engine)}, rounds).values()
-  each = 1e6 * seconds / len(table.time)
-  print(
-    f"a task of a stage that does nothing: {each.min():.0f} us at best,"
-    f" {np.median(each):.0f} us median (forward, or backward with its update)",
-    flush=True,
-  )
+  printed = report.table("beside what is compiled", "", {}, {"us": ".0f"})
+  each = Measured(1e6 * seconds / len(table.time), "<= 60")
+  printed.row("a task of a stage that does nothing", each)
 
 
-def _memory():
+def _memory(report):
   """Prints the memory of activations, counted and as the table says."""
-  print("\nmost activations held, between slots, and as the table says")
-  printed = turns.TimingTable(["schedule, device", "table MB", "MB"])
+  printed = report.table(
+    "most activations held, between slots, and as the table says",
+    "schedule, device",
+    {"table MB": ".1f", "MB": ".1f"},
+    {},
+  )
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))
@@ -262,16 +273,14 @@ def _memory():
       most = np.maximum(most, now)
     planned = analyze.analyze(table, activation=sizes).peak_activations
     for device in range(table.devices):
-      megabytes = f"{planned[device] / 1e6:.1f}", f"{most[device] / 1e6:.1f}"
+      megabytes = planned[device] / 1e6, most[device] / 1e6
       printed.row(f"{table.name}, {device}", *megabytes)
 
 
-def run(rounds: int = 3, peer: str | None = None) -> None:
+def run(report: Report, rounds: int = 3, peer: str | None = None) -> None:
   """Runs all of it; `peer` is a Python that has torch, None this one."""
-  if peer is not None and shutil.which(peer) is None:
-    raise ValueError(f"--peer={peer}: there is no such program")
   jax.config.update("jax_num_cpu_devices", _STAGES)
-  _speed(rounds, peer)
-  _table()
-  _overhead(rounds)
-  _memory()
+  _speed(report, rounds, peer)
+  _table(report)
+  _overhead(report, rounds)
+  _memory(report)
