@@ -20,6 +20,7 @@ from asgd.live.setup import Setup, slot_counts
 _FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Elements of an array that XLA does not divide among threads on the CPU.
 UNDIVIDED = 2**15
+_THREADS = "PJRT_NPROC"  # of XLA's pool on the CPU
 
 
 class Site(NamedTuple):
@@ -121,7 +122,14 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
     return False
   if _largest(program) > UNDIVIDED:
     return False
-  os.environ["PJRT_NPROC"] = "1"  # which XLA reads when JAX is used first
+  before = os.environ.get(_THREADS)
+  os.environ[_THREADS] = "1"
+  try:
+    jax.local_devices()  # XLA reads it when JAX is used first
+  finally:  # other processes that this one starts have a pool
+    os.environ.pop(_THREADS)
+    if before is not None:
+      os.environ[_THREADS] = before
   return True
 
 

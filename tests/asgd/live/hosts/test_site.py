@@ -55,23 +55,21 @@ def test_where_shards_and_workers_compute(
     ("asgd", (8,), "int8", False),
   ],
 )
-def test_a_small_program_has_one_thread(monkeypatch, recipe, shape, codec, one):
-  monkeypatch.setenv("PJRT_NPROC", "")
+def test_a_small_program_has_one_thread(recipe, shape, codec, one):
+  before = dict(os.environ)
   server = algorithms.build(recipe, 0.1, 4).server()
   if codec:
     server = server._replace(codec=compression.named(name=codec))
   params = {"w": np.zeros(shape, np.float32)}
   assert site.receive_in_one_thread(server, params) == one
-  assert os.environ["PJRT_NPROC"] == ("1" if one else "")
+  assert dict(os.environ) == before  # of processes that are started next
 
 
-def test_an_init_that_reads_numbers_keeps_all_threads(monkeypatch):
-  monkeypatch.setenv("PJRT_NPROC", "")
+def test_an_init_that_reads_numbers_keeps_all_threads():
   server = algorithms.build("asgd", 0.1, 4).server()
   reads = server._replace(init=lambda params: float(params["w"].sum()))
   params = {"w": np.zeros(3, np.float32)}
   assert not site.receive_in_one_thread(reads, params)
-  assert not os.environ["PJRT_NPROC"]
 
 
 _SUMS = """
@@ -100,3 +98,34 @@ def test_sums_of_undivided_arrays_have_the_same_bits_in_any_pool():
     for threads in ("1", "2", "8")
   }
   assert len(found) == 1
+
+
+_POOL = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from asgd import algorithms
+from asgd.live.hosts import site
+server = algorithms.build("asgd", 0.1, 4).server()
+params = {"w": np.zeros(int(sys.argv[1]), np.float32)}
+site.receive_in_one_thread(server, params)
+jax.block_until_ready(jax.jit(lambda x: x + 1)(params["w"]))
+names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+print(sum("XLAEigen" in name for name in names))
+"""
+
+
+@pytest.mark.process
+def test_the_pool_of_a_process_with_a_small_program_has_one_thread():
+  found = []
+  for size in (site.UNDIVIDED, site.UNDIVIDED + 1):
+    command = [sys.executable, "-c", _POOL, str(size)]
+    out = subprocess.run(
+      command,
+      env=os.environ | {"PJRT_NPROC": "3"},
+      capture_output=True,
+      check=True,
+      text=True,
+    )
+    found.append(int(out.stdout))
+  assert found == [1, 3]
