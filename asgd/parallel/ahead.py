@@ -85,9 +85,14 @@ class Compiled(NamedTuple):
 
 def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   """Lowers and compiles a program, without running it; `options` are the
-  compiler's."""
+  compiler's. ValueError if the compiler refuses it, as a TPU's does one that
+  needs more memory than there is."""
   lowered = job.function.lower(*job.static, *job.arguments)
-  compiled = lowered.compile(compiler_options=options or None)
+  try:
+    compiled = lowered.compile(compiler_options=options or None)
+  except jax.errors.JaxRuntimeError as error:
+    line = " ".join(str(error).split())[:300]
+    raise ValueError(f"{job.name} cannot be compiled: {line}") from error
   stats = compiled.memory_analysis()
   shapes = jax.tree.map(
     lambda info, sharding: jax.ShapeDtypeStruct(
