@@ -124,7 +124,7 @@ class _Stopped(Exception):
   """Another lane failed."""
 
 
-_add = functools.partial(jax.jit, donate_argnums=0)(optax.tree.add)
+add = functools.partial(jax.jit, donate_argnums=0)(optax.tree.add)
 _mean = functools.partial(jax.jit, donate_argnums=0, static_argnums=1)(
   server_lib.mean
 )
@@ -417,7 +417,7 @@ class LaneRun:
         if memory is not None:
           total = memory.take((stage, SUM))
         message, ticket = server_lib.gather(
-          total, oldest, message, ticket, add=_add
+          total, oldest, message, ticket, add=add
         )
       if not op.last:
         if memory is not None:

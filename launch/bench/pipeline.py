@@ -8,8 +8,9 @@ stack and the same microbatches on one device and one core:
 - PipeDream against T / S;
 - GPipe and 1F1B of torch.distributed.pipelining over Gloo, if there is torch,
   against their own bound (`--peer` names a Python that has it);
-- a table of 64 stages and 1,024 microbatches made, checked and analysed;
-- what a task costs beside what is compiled, on a stage that does nothing;
+- a table of 256 stages and 4,096 microbatches made, checked and analysed;
+- what a task costs beside what is compiled, on a stage that does nothing: the
+  same programs, called one after the other by one thread, take turns with it;
 - memory of activations, counted and as the table says.
 
 The one device is another process, which has one core when JAX starts: XLA sizes
@@ -25,6 +26,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -38,7 +40,14 @@ import numpy as np
 from asgd import algorithms, models
 from asgd.experiment import ray_runtime
 from asgd.models import transformer
-from pipeline import analyze, executor, processes, schedules, validate
+from pipeline import (
+  analyze,
+  executor,
+  lanes,
+  processes,
+  schedules,
+  validate,
+)
 from pipeline import stage as stage_lib
 from pipeline.state import KEPT
 
@@ -211,18 +220,49 @@ def _peer(rounds, python):
 
 def _table():
   """Prints what it takes to make, check and analyse a large table."""
+  stages, microbatches = 256, 4096
   times = [time.perf_counter()]
-  table = schedules.one_f_one_b(64, 1024)
+  table = schedules.one_f_one_b(stages, microbatches)
   times.append(time.perf_counter())
   for step in (validate.validate, analyze.analyze):
     step(table)
     times.append(time.perf_counter())
   make, check, analyse = np.diff(times)
   print(
-    f"\n64 stages, 1,024 microbatches: made in {make:.2f} s, checked in"
-    f" {check:.2f} s, analysed in {analyse:.2f} s",
+    f"\n{stages} stages, {microbatches:,} microbatches: made in {make:.2f} s,"
+    f" checked in {check:.2f} s, analysed in {analyse:.2f} s, with at most"
+    f" {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB held"
+    " by this process so far",
     flush=True,
   )
+
+
+def _programs(engine, count):
+  """Calls what is compiled of so many microbatches of two stages, one program
+  after the other, without their updates."""
+  stages = [part.stage for part in engine.compiled.parts]
+  devices, state = engine.devices, engine.start()
+  params = [
+    jax.device_put(server.params, devices[i])
+    for i, server in enumerate(state.servers)
+  ]
+  x, one = engine.compiled.extra(0, 0), np.ones((), stages[1].y.dtype)
+
+  def once(totals):
+    for _ in range(count):
+      y, _, kept = stages[0].forward(params[0], (), x)
+      y = lanes.copy_to(devices[1], y)
+      loss, _, kept_later = stages[1].forward(params[1], y, ())
+      later, gy = stages[1].backward(params[1], kept_later, [one])
+      first, _ = stages[0].backward(
+        params[0], kept, lanes.copy_to(devices[0], gy)
+      )
+      grads = first, later
+      totals = [lanes.add(*pair) for pair in zip(totals, grads, strict=True)]
+      jax.block_until_ready((loss, totals))
+    return totals
+
+  return turns.repeated(once, jax.tree.map(jnp.copy, params))
 
 
 def _overhead(rounds):
@@ -233,11 +273,15 @@ def _overhead(rounds):
   table = schedules.one_f_one_b(2, 256)
   arguments = _arguments(table, layers, params, x, (0, 1, 3))
   engine = executor.Executor(**arguments)
-  (seconds,) = turns.take_turns({"": _repeated(engine)}, rounds).values()
-  each = 1e6 * seconds / len(table.time)
+  work = {"tasks": _repeated(engine), "programs": _programs(engine, 256)}
+  seconds = turns.take_turns(work, rounds)
+  each, compiled = (1e6 * s / len(table.time) for s in seconds.values())
   print(
-    f"a task of a stage that does nothing: {each.min():.0f} us at best,"
-    f" {np.median(each):.0f} us median (forward, or backward with its update)",
+    "a task of a stage that does nothing (forward, or backward with its sum of"
+    f" gradients): {np.median(each):.0f} us ({each.min():.0f} at best), of"
+    f" which the compiled programs, called by one thread, are"
+    f" {np.median(compiled):.0f}: {np.median(each - compiled):.0f} us beside"
+    " them",
     flush=True,
   )
 

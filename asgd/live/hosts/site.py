@@ -63,13 +63,15 @@ class Site(NamedTuple):
 def keep_freed_memory() -> None:
   """Makes malloc keep what is freed. Each new version of the parameters is a
   new array. By default glibc gets a large one from the kernel, page by page and
-  zeroed, and gives it back: that takes twice the time of an update itself."""
+  zeroed, and gives it back: that takes twice the time of an update itself.
+  Threads' heaps of 64 MB are given back unless two of them are within the pad.
+  """
   trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
   with contextlib.suppress(OSError, AttributeError):
     malloc_option = ctypes.CDLL(None).mallopt
     malloc_option(mmap_max, 0)
     malloc_option(trim_threshold, 2**31 - 1)
-    malloc_option(top_pad, 2**26)
+    malloc_option(top_pad, 2**28)
 
 
 def prepare_process(site: Site, worker: bool) -> None:
