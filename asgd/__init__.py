@@ -16,20 +16,15 @@ recipe, `transforms.gap_aware` its transform).
 The contract is in `asgd.base`, the algorithms in `asgd.algorithms`, the orders
 in which workers receive parameters and send gradients in `asgd.orders`, and a
 simulator of any of them in `asgd.simulator`. Experiments, which have files and
-clocks, are in `asgd.experiment`; it is imported when it is asked for.
+clocks, are in `asgd.experiment`. All are imported when they are asked for.
 """
 
 import gc
 import importlib
-from importlib import metadata
-from typing import Any
+from importlib import metadata, util
+from typing import TYPE_CHECKING, Any
 
-# What is imported, JAX with it, stays: to look for garbage in it, again and
-# again, would take a quarter of the time.
-_collects = gc.isenabled()
-gc.disable()
-try:
-  from asgd import algorithms, optimizers, transforms
+if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
   from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
   from asgd.base import (
     Algorithm,
@@ -44,7 +39,9 @@ try:
     Worker,
     as_algorithm,
   )
+  from asgd.facade import Result, replay, simulate, train_live
   from asgd.server import make_server
+  from asgd.train_state import TrainState
   from asgd.transforms import (
     adaptive_delay_compensation,
     delay_compensation,
@@ -54,40 +51,59 @@ try:
     scale_by_staleness,
   )
   from asgd.worker import elastic_worker, gradient_worker, local_worker
-finally:
-  if _collects:
-    gc.enable()
 
-_FACADE = "Result", "replay", "simulate", "train_live"
-_ROOMS = "compression", "data", "gossip", "models", "orders", "problems"
-_ROOMS += ("simulator",)
-_RECIPES = {name: algorithms.called(name) for name in algorithms.ALL}
-globals().update(_RECIPES)  # a function for each
-
-__all__ = [
-  *("PEER_RECIPES", "RECIPES", "Algorithm", "Delay", "Recipe", "Records"),
-  *("Report", "Server", "ServerState", "Ticket", "Trace", "TrainState"),
-  *("Variables", "Worker", "as_algorithm", "build", "elastic_worker"),
-  *("gradient_worker", "local_worker", "make_server", "algorithms"),
-  *("optimizers", "transforms"),
-  *("adaptive_delay_compensation", "delay_compensation", "lookahead"),
-  *("per_worker", "precede", "scale_by_staleness"),
-  *(*_FACADE, *_ROOMS, *_RECIPES, "__version__"),
-]
+_RECIPES_ROOM = "algorithms"  # each of its recipes is a function of `asgd`
+_HOMES = {  # room -> names that are here, too
+  _RECIPES_ROOM: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
+  "base": (
+    *("Algorithm", "Delay", "Records", "Report", "Server", "ServerState"),
+    *("Ticket", "Trace", "Variables", "Worker", "as_algorithm"),
+  ),
+  "facade": ("Result", "replay", "simulate", "train_live"),
+  "server": ("make_server",),
+  "train_state": ("TrainState",),
+  "transforms": (
+    *("adaptive_delay_compensation", "delay_compensation", "lookahead"),
+    *("per_worker", "precede", "scale_by_staleness"),
+  ),
+  "worker": ("elastic_worker", "gradient_worker", "local_worker"),
+}
+_ROOMS = "algorithms", "compression", "data", "gossip", "models"
+_ROOMS += "optimizers", "orders", "problems", "simulator", "transforms"
+_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-  """Imports what takes long, such as the room of experiments, at its first
-  use."""
-  if name in _FACADE:
-    return getattr(importlib.import_module("asgd.facade"), name)
-  if name in _ROOMS:
-    return importlib.import_module(f"asgd.{name}")
-  if name == "TrainState":
-    return importlib.import_module("asgd.train_state").TrainState
+  """Imports a name at its first use: JAX alone takes a second."""
   if name == "__version__":
     return _version()
-  raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  if name.startswith("_") and name != "__all__":
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  collects = gc.isenabled()
+  # What is imported, JAX with it, stays: to look for garbage in it, again and
+  # again, would take a quarter of the time.
+  gc.disable()
+  try:
+    value = _imported(name)
+  finally:
+    if collects:
+      gc.enable()
+  globals()[name] = value  # and is looked up once
+  return value
+
+
+def _imported(name):
+  room = importlib.import_module
+  if util.find_spec(f"asgd.{name}"):
+    return room(f"asgd.{name}")
+  if name in _HOME_OF:
+    return getattr(room(f"asgd.{_HOME_OF[name]}"), name)
+  algorithms = room(f"asgd.{_RECIPES_ROOM}")
+  if name == "__all__":
+    return [*_HOME_OF, *_ROOMS, *algorithms.ALL, "__version__"]
+  if name not in algorithms.ALL:
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+  return algorithms.called(name)
 
 
 def _version() -> str:
@@ -100,4 +116,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-  return sorted(__all__)
+  return sorted(__getattr__("__all__"))

@@ -7,6 +7,7 @@ that lacks one is refused with the versions of pyproject.toml.
 
 import importlib
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
 
@@ -63,7 +64,22 @@ jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
 get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
 
 
+def operations(jaxpr: Any) -> Iterator[str]:
+  """Yields the names of the operations of a traced program, and of those
+  within it, in order."""
+  for equation in jaxpr.eqns:
+    yield equation.primitive.name
+    for inner in jaxprs_in_params(equation.params):
+      yield from operations(inner)
+
+
 def xla_library() -> Any:
   """Returns JAX's compiled library, which makes the connections of several
   processes on CPUs."""
   return find("jax._src.xla_bridge._jax")
+
+
+def has_devices() -> bool:
+  """Whether JAX has looked for its devices, after which a process is not to be
+  forked."""
+  return bool(find("jax._src.xla_bridge.backends_are_initialized")())

@@ -56,3 +56,31 @@ def job_batches(batches: Batches, steps: int) -> Batches:
     return stack([batches(worker, job * steps + h) for h in range(steps)])
 
   return batch
+
+
+def of_jobs(
+  batches: Batches, workers: Sequence[int], jobs: Sequence[int]
+) -> base.Batch:
+  """Returns the batches of several jobs, stacked.
+
+  Args:
+    batches: (worker, job) -> NumPy arrays [B, ...]. One with a method
+      `of_jobs(workers, jobs)` makes them itself, at once.
+    workers: C, of the jobs.
+    jobs: C.
+
+  Returns:
+    NumPy arrays [C, B, ...].
+
+  Example:
+    >>> import numpy as np
+    >>> from asgd import stacking
+    >>> batches = lambda worker, job: np.array([worker, job])
+    >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
+    [[0, 5], [1, 6]]
+  """
+  together = getattr(batches, "of_jobs", None)
+  if together is not None:
+    return together(workers, jobs)
+  pairs = zip(workers, jobs, strict=True)
+  return stack([batches(worker, job) for worker, job in pairs])

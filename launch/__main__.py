@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import asgd
-from asgd import names, output
+from asgd import output
 
 COMMANDS = (  # in the order in which they are listed
   *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
@@ -39,6 +39,13 @@ def _help() -> str:
   return "\n".join(lines)
 
 
+def _check(name: str) -> None:
+  if name not in COMMANDS:
+    from asgd import names  # with JAX, which --help does not need
+
+    names.check("command", name, COMMANDS)
+
+
 @output.ends_with_its_reader()
 def main() -> None:
   """Runs the command that is named, with all other words."""
@@ -52,7 +59,7 @@ def main() -> None:
   if name == "--list":
     name, words = "train", ["--list", *words]
   try:
-    names.check("command", name, COMMANDS)
+    _check(name)
   except ValueError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(_USAGE_ERROR)

@@ -8,6 +8,7 @@ file has it or not.
 """
 
 import ast
+import gc
 import itertools
 import logging as std_logging
 import os
@@ -26,12 +27,20 @@ from ml_collections.config_flags import config_flags as parsers
 from asgd import output
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
-from asgd.experiment import code, folder, overrides, schema, shipped
+from asgd.experiment import (
+  code,
+  compiled,
+  folder,
+  overrides,
+  schema,
+  shipped,
+)
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
 from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
+GIVEN = "true"  # value of an optional text that is not given, as absl has it
 INCOMPLETE = processes.INCOMPLETE  # the same: cells without a valid result
 ENGINES = {**_OWN, "pipeline": PIPELINE}
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
@@ -170,13 +179,15 @@ def define(
   table: Mapping[str, tuple[type | Sequence[str], Any, str]],
 ) -> dict[str, flags.FlagHolder]:
   """Defines flags from a table: name -> (kind, default, help). A kind is str,
-  int, float, bool, list, or the names of an enum."""
+  int, float, bool, list, the names of an enum, or "optional": a text, GIVEN if
+  the flag has none."""
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_bool,
     list: flags.DEFINE_list,
+    "optional": _define_optional,
   }
   holders = {}
   for name, (kind, default, text) in table.items():
@@ -187,6 +198,12 @@ def define(
     else:
       holders[name] = flags.DEFINE_enum(name, default, list(kind), text)
   return holders
+
+
+def _define_optional(name, default, text) -> flags.FlagHolder:
+  parser, serializer = flags.ArgumentParser(), flags.ArgumentSerializer()
+  flag = flags.Flag(parser, serializer, name, default, text, boolean=True)
+  return flags.DEFINE_flag(flag)
 
 
 _WORKDIR = (
@@ -253,6 +270,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       word, known = argv[words + 1], "config" in flags.FLAGS
       meant = f", a config is --config={word}" if known else ""
       fail(f"unexpected argument {word!r}; flags start with --{meant}")
+    compiled.keep()
     try:
       main(*argv[1:])
     except (Stopped, Failed) as end:
@@ -285,4 +303,7 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       # Lines of both are in order where both go to one place.
       stream.reconfigure(errors="replace", line_buffering=True)
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
+  if not gc.isenabled():
+    gc.freeze()
+    gc.enable()
   app.run(guarded, flags_parser=_parse)

@@ -37,7 +37,16 @@ import re
 import jax
 import numpy as np
 
-from asgd.experiment import boards, build, code, folder, jobs, report, storage
+from asgd.experiment import (
+  boards,
+  build,
+  code,
+  folder,
+  jobs,
+  provenance,
+  report,
+  storage,
+)
 from asgd.experiment.engines import mesh_plan
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar, Silent
@@ -184,7 +193,7 @@ def _open(resolved):
   return experiment, workdir, where
 
 
-def _train(resolved) -> None:
+def _train(resolved, crew=None) -> None:
   experiment, workdir, where = _open(resolved)
   if where.profile:  # refused now, if it cannot be made
     os.makedirs(where.profile, exist_ok=True)
@@ -210,10 +219,20 @@ def _train(resolved) -> None:
         cells=cells,
         signals=signals,
         data_dir=_F["data_dir"].value,
+        crew=crew,
       )
     finally:
       bar.close()
       where.close()
+
+
+def _crew(runs) -> jobs.Crew:
+  """The processes for cells that are trained at once, which import nothing
+  again; none if there is one at a time."""
+  count = provenance.cores() if _jobs() == "auto" else _jobs()
+  if count == "ray" or _F["profile"].value:
+    count = 1
+  return jobs.start_crew(runs.values(), flags.ENGINES, count)
 
 
 def main() -> None:
@@ -241,7 +260,8 @@ def main() -> None:
     supervisor.supervise(role.count)
     return
   if role.count == 1 and not role.auto:
-    _train(resolved)
+    with contextlib.closing(_crew(runs)) as crew:
+      _train(resolved, crew)
     return
   processes.join(role, devices)
   try:

@@ -5,7 +5,7 @@ cuts any arrays of examples into batches; characters are in `asgd.data.text`,
 sentences in `asgd.data.sentences`.
 """
 
-from asgd.data.batches import Batches, augment, make_batches
+from asgd.data.batches import ExampleBatches, augment, make_batches
 from asgd.data.download import DataError
 from asgd.data.images import DATASETS, Dataset, load
 from asgd.data.own import as_dataset, from_arrays

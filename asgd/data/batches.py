@@ -11,7 +11,8 @@ Index letters used in shape comments:
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,21 @@ import numpy as np
 
 from asgd import checks
 
-Batches = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+
+class ExampleBatches(NamedTuple):
+  """Batches of examples of an array: those of a job, or of many at once."""
+
+  rows: Callable[[int, int], np.ndarray]  # (worker, job) -> int64[B]
+  take: Callable[[np.ndarray], Any]  # rows of any shape -> those examples
+
+  def __call__(self, worker: int, job: int) -> Any:
+    """Returns the batch of a job, its leaves [B, ...]."""
+    return self.take(self.rows(worker, job))
+
+  def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> Any:
+    """Returns the batches of C jobs, their leaves [C, B, ...]."""
+    pairs = zip(workers, jobs, strict=True)
+    return self.take(np.stack([self.rows(*pair) for pair in pairs]))
 
 
 @functools.lru_cache(maxsize=4)
@@ -38,7 +53,7 @@ def make_batches(
   seed: int,
   partition: str = "shared",
   workers: int = 1,
-) -> Batches:
+) -> ExampleBatches:
   """Makes the function that gives the batch of a job.
 
   "shared": workers take turns on one stream, as in the DANA papers. The job is
@@ -101,23 +116,21 @@ def make_batches(
       f" examples{of_what}; use at most {most}"
     )
 
-  def batch(worker, job):
+  def rows_of(worker, job):
     worker, job = int(worker), int(job)
     if job < 0:
       raise ValueError(f"job must be at least 0, got {job}")
     if shared:
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
-      rows = _permutation(n, seed, epoch)[start : start + batch_size]
-    elif 0 <= worker < workers:
+      return _permutation(n, seed, epoch)[start : start + batch_size]
+    if 0 <= worker < workers:
       rng = np.random.default_rng((seed, worker, job))
       size = len(range(worker, n, workers))
-      rows = worker + workers * rng.choice(size, batch_size, replace=False)
-    else:
-      raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
-    return images[rows], labels[rows]
+      return worker + workers * rng.choice(size, batch_size, replace=False)
+    raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
 
-  return batch
+  return ExampleBatches(rows_of, lambda rows: (images[rows], labels[rows]))
 
 
 @functools.partial(jax.jit, static_argnames="pad")

@@ -11,8 +11,8 @@ import numpy as np
 
 from asgd import checks, names
 from asgd.data import sources
-from asgd.data.batches import Batches
 from asgd.data.download import DataError
+from asgd.stacking import Batches
 
 _TEST = 0.1  # the last part of a text, held out
 _RARE = 10  # characters less frequent than that are one, "unknown"

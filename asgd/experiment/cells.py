@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import diagnosis, problems
-from asgd.experiment import checks, problem, protocol, schema
+from asgd.experiment import build_cache, checks, problem, protocol, schema
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import meshes
 from asgd.problems import own
@@ -58,10 +58,8 @@ class Experiment:
     )
     # By workers, then run, then seed.
     self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
-    self.compiled: dict[Any, Any] = {}  # what plans of an engine share
     self._problems = {config["batch_size"]: shared_problem}
     self._plans: dict[tuple[str, int], Any] = {}
-    self._sharpness: dict[int, Callable[[Any], float]] = {}
 
   @functools.cached_property
   def dataset_identity(self) -> dict[str, Any]:
@@ -83,14 +81,12 @@ class Experiment:
 
   def sharpness_of(self, run: Run) -> Callable[[Any], float]:
     """Returns the estimate of a run's sharpness, compiled once for all cells of
-    its batch size."""
-    size = run.config["batch_size"]
-    if size not in self._sharpness:
-      shared = self.problem_of(run)
-      self._sharpness[size] = diagnosis.make_sharpness(
-        shared.loss, shared.probe
-      )
-    return self._sharpness[size]
+    its batch size, and for all experiments on one problem."""
+    shared = self.problem_of(run)
+    return _sharpness.get(
+      lambda: diagnosis.make_sharpness(shared.loss, shared.probe),
+      *(run.config["batch_size"], shared.loss),
+    )
 
   def plan(self, cell: Cell) -> Any:
     """Returns the plan of a cell, which those that differ in the seed share."""
@@ -108,6 +104,9 @@ class Experiment:
       plans[self.kind(cell).check_machine].append(self.plan(cell))
     for check, planned in plans.items():
       check(self, planned, machine)
+
+
+_sharpness = build_cache.BuildCache(8)  # and the data of their problems
 
 
 def build(

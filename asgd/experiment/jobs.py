@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from unittest import mock
 
 import jax
 
+from asgd import internals
 from asgd.experiment import cell_files, code, folder, loop, provenance, schema
 from asgd.experiment import cells as cells_lib
 from asgd.experiment.cells import Cell, Experiment
@@ -76,9 +77,11 @@ def train_all(
   cells: Sequence[Cell] | None = None,
   signals: Any = NoSignals,
   data_dir: str | None = None,
+  crew: Any = None,
 ) -> None:
   """Trains cells, None all, that are not finished, as `loop.train` does each,
-  with so many processes at once, or as tasks of a Ray cluster ("ray").
+  with so many processes at once, those of `crew` if it is given, or as tasks of
+  a Ray cluster ("ray").
 
   Raises:
     Stopped: once all is saved.
@@ -110,7 +113,7 @@ def train_all(
       dataset = machine.share(experiment.dataset)
       ends = _on_ray(work, groups, dataset, bar, signals)
     else:
-      ends = _in_processes(work, groups, count, bar, signals)
+      ends = _in_processes(work, groups, count, bar, signals, crew)
     _conclude(ends, signals)
     waiting = [cell for cell in waiting if cell not in set(together)]
   for number, cell in enumerate(waiting):
@@ -184,7 +187,7 @@ class _Asked:
     return signal.SIGTERM if self._event.is_set() else 0
 
 
-def _child(work, parent, stop):
+def _child(parent, stop):
   """The main function of a process. Signals are for its parent, which says when
   to stop; it ends with its parent, however that ends."""
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -202,31 +205,70 @@ def _child(work, parent, stop):
     return parent.recv()
 
   threading.Thread(target=end_with_parent, daemon=True).start()
-  work(iter(next_group, None), tell, _Asked(stop))
+  work = parent.recv()
+  if work is not None:
+    work(iter(next_group, None), tell, _Asked(stop))
 
 
-def _in_processes(work, groups, count, bar, signals):
-  """Trains groups of cells in `count` processes; returns how these ended."""
-  context = multiprocessing.get_context("spawn")
-  stop, children = context.Event(), {}
-  # Or spawned processes would import the command that started them.
-  main_module = mock.patch.multiple(
-    sys.modules["__main__"], create=True, __spec__=None, __file__=None
-  )
-  try:
+class Crew:
+  """Processes of this machine that train cells, once they are told which.
+
+  Those that are started by a fork have all that this process has imported;
+  others import it again, which takes seconds of a core. JAX forbids a fork once
+  it has its devices.
+  """
+
+  def __init__(self, count: int, *, forks: bool = False):
+    """Starts so many processes."""
+    context = multiprocessing.get_context("fork" if forks else "spawn")
+    self.stop = context.Event()
+    self.pipes: dict[Any, Any] = {}  # to each process
+    # Or spawned processes would import the command that started them.
+    main_module = mock.patch.multiple(
+      sys.modules["__main__"], create=True, __spec__=None, __file__=None
+    )
     with main_module:
       for _ in range(count):
         ours, theirs = context.Pipe()
-        arguments = work, theirs, stop
-        child = context.Process(target=_child, args=arguments, daemon=True)
+        child = context.Process(
+          target=_child, args=(theirs, self.stop), daemon=True
+        )
         child.start()
         theirs.close()
-        children[ours] = child
-    return _watch(children, groups, stop, bar, signals)
-  finally:
-    for child in children.values():
+        self.pipes[ours] = child
+
+  def close(self) -> None:
+    """Ends the processes."""
+    for child in self.pipes.values():
       if child.is_alive():
         child.kill()
+
+
+def start_crew(
+  runs: Iterable[schema.Run], engines: schema.Engines, count: int
+) -> Crew:
+  """Forks at most `count` processes for the cells of these runs; none if one
+  process trains all of them, or JAX has its devices."""
+  kinds = [(engines[run.engine], run) for run in runs]
+  groups = sum(
+    len(run.config["workers"]) for kind, run in kinds if not kind.timed
+  )
+  count = min(count, groups)
+  forks = count > 1 and not internals.has_devices()
+  return Crew(count if forks else 0, forks=True)
+
+
+def _in_processes(work, groups, count, bar, signals, crew=None):
+  """Trains groups of cells in `count` processes, of the crew if there is one;
+  returns how these ended."""
+  if crew is None or len(crew.pipes) < count:
+    crew = Crew(count)
+  try:
+    for number, pipe in enumerate(crew.pipes):
+      pipe.send(work if number < count else None)
+    return _watch(crew.pipes, groups, crew.stop, bar, signals)
+  finally:
+    crew.close()
 
 
 def _watch(children, groups, stop, bar, signals):

@@ -15,7 +15,14 @@ import jax
 import numpy as np
 
 from asgd import safe_files
-from asgd.experiment import cell_files, cell_log, checkpoint, folder, storage
+from asgd.experiment import (
+  build_cache,
+  cell_files,
+  cell_log,
+  checkpoint,
+  folder,
+  storage,
+)
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.engines import Context, Died, NonFiniteResult, due
 from asgd.experiment.machine import Machine
@@ -385,19 +392,24 @@ class _Attempt(contextlib.ExitStack):
     cell_files.finish(self._place, result, kept, params, packs=packs)
 
 
+_evaluations = build_cache.BuildCache(8)  # those that were compiled
+
+
 def _compile_evaluation(experiment, cell) -> None:
-  """Compiles the evaluation before a live run, once for a batch size: later its
+  """Compiles the evaluation before a live run, once for a problem: later its
   workers would share the cores with the compiler. Not for a user's function."""
   run = experiment.runs[cell.label]
-  key = "evaluation", run.config["batch_size"]
-  if run.given is not None or key in experiment.compiled:
+  if run.given is not None:
     return
-  problem = experiment.problem_of(run)
-  params = problem.init(jax.random.key(0))
-  problem.evaluate(params)
-  if experiment.config["curvature_checks"]:
-    experiment.sharpness_of(run)(params)
-  experiment.compiled[key] = True
+  problem, sharpness = experiment.problem_of(run), experiment.sharpness_of(run)
+  checked = bool(experiment.config["curvature_checks"])
+
+  def compiled():
+    params = problem.init(jax.random.key(0))
+    problem.evaluate(params)
+    return checked and sharpness(params)
+
+  _evaluations.get(compiled, checked, problem.evaluate, sharpness)
 
 
 def _closing(close: Callable[[], None]):

@@ -8,18 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 
 _PIXELS = 1.45  # for a point of a figure, so that its text is as that of a page
 _WIDEST, _NARROWEST = 760, 480  # of a figure, pixels
 _ROUNDING = 1e-9  # a smaller relative spread is none
-_TEMPLATES = jinja2.Environment(
-  loader=jinja2.FileSystemLoader(Path(__file__).parent),
-  autoescape=True,
-  trim_blocks=True,
-  lstrip_blocks=True,
-)
 
 
 def render(title: str, lead: str, **sections: Any) -> str:
@@ -39,7 +32,15 @@ def render(title: str, lead: str, **sections: Any) -> str:
     >>> "<h1>a &lt;b&gt;</h1>" in text, "<li>x &lt; y</li>" in text
     (True, True)
   """
-  template = _TEMPLATES.get_template("page.html")
+  import jinja2  # at the end of a command, and not at its start
+
+  templates = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    trim_blocks=True,
+    lstrip_blocks=True,
+  )
+  template = templates.get_template("page.html")
   return template.render(title=title, lead=lead, **sections) + "\n"
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from asgd.checks import text_of
+from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
 _PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
@@ -170,7 +171,7 @@ def _runtime_env(modules, undo) -> dict[str, Any]:
   variables = {
     name: value
     for name, value in os.environ.items()
-    if name.startswith(_CACHE) and name not in own
+    if name.startswith(_CACHE) and name not in own and not compiled.is_own()
   }
   options = {"env_vars": variables} if variables else {}
   if "working_dir" not in job:

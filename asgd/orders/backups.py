@@ -9,8 +9,8 @@ the first of the two results counts. The other worker ends its own, which is
 dropped when it comes, and lacks in the rounds until then: others do two jobs.
 """
 
-import statistics
-from collections.abc import Collection, Iterator
+import bisect
+import math
 
 from asgd import base
 from asgd.orders.trace import ENDS, STARTS, events
@@ -21,6 +21,11 @@ Key = tuple[int, int]  # (worker, seq)
 class Copies:
   """The open tickets of each job, of which one counts.
 
+  Attributes:
+    open: job -> its tickets, the first one first.
+    single: job -> its ticket, of jobs that are awaited from one worker alone.
+    awaited: jobs that are not done, and have no message that arrived.
+
   Example:
     Workers 0 and 1 do job 5. Worker 1 comes first.
 
@@ -30,65 +35,110 @@ class Copies:
     (True, False)
     >>> copies.end(5, (1, 0), counts=True)
     False
-    >>> copies.beaten({(0, 0): 5})
+    >>> copies.arrive(5, (0, 0))
+    >>> copies.beaten()
     [(0, 0)]
   """
 
   def __init__(self) -> None:
-    self.open: dict[int, list[Key]] = {}  # by job, the first one first
-    # Open ones of jobs of which another message was received.
-    self._superseded: set[Key] = set()
-    self.took: dict[int, float] = {}  # worker -> time of its latest job
+    self.open: dict[int, list[Key]] = {}
+    self.single: dict[int, Key] = {}
+    self.awaited: set[int] = set()
+    self._done: set[int] = set()  # open jobs of which a message was received
+    self._arrived: dict[int, list[Key]] = {}  # by job, the first one first
+    self._second: list[tuple[int, Key]] = []  # that may be beaten
+    self._time: dict[int, float] = {}  # worker -> time of its latest job
+    self._times: list[float] = []  # the same, sorted
 
   def start(self, job: int, key: Key) -> bool:
     """A ticket is opened; returns whether it is the only one of its job."""
     keys = self.open.setdefault(job, [])
     keys.append(key)
+    self._note(job)
     return len(keys) == 1
+
+  def arrive(self, job: int, key: Key) -> None:
+    """A message arrives."""
+    keys = self._arrived.setdefault(job, [])
+    keys.append(key)
+    if len(keys) > 1 or job in self._done:
+      self._second.append((job, key))
+    self._note(job)
 
   def end(self, job: int, key: Key, *, counts: bool) -> bool:
     """A ticket is closed, because its message `counts` or for another reason;
     returns whether the job is open at no worker, and was not done."""
-    others = self.open[job]
+    others, done = self.open[job], job in self._done
     others.remove(key)
+    arrived = self._arrived.get(job, [])
+    if key in arrived:
+      arrived.remove(key)
+    if not arrived:
+      self._arrived.pop(job, None)
     if not others:
       del self.open[job]
-    superseded = key in self._superseded
-    self._superseded.discard(key)
-    if counts:
-      self._superseded.update(others)
-    return not (counts or others or superseded)
+      self._done.discard(job)
+    elif counts:
+      self._done.add(job)
+    self._note(job)
+    return not (counts or others or done)
 
-  def beaten(self, arrived: dict[Key, int]) -> list[Key]:
-    """Returns the messages, of message -> job in the order of their arrival,
-    that came after another one of their job."""
-    out, jobs = [], set()
-    for key, job in arrived.items():
-      if key in self._superseded or job in jobs:
+  def _note(self, job):
+    """Keeps `awaited` and `single` of a job that has changed."""
+    keys = self.open.get(job, ())
+    if not keys or job in self._done or job in self._arrived:
+      self.awaited.discard(job)
+      keys = ()
+    else:
+      self.awaited.add(job)
+    if len(keys) == 1:
+      self.single[job] = keys[0]
+    else:
+      self.single.pop(job, None)
+
+  def beaten(self) -> list[Key]:
+    """Returns the messages that have arrived since the last call, in their
+    order, after another one of their job."""
+    second, self._second = self._second, []
+    out = []
+    for job, key in second:
+      keys = self._arrived.get(job, [])
+      if key in keys and (job in self._done or keys[0] != key):
         out.append(key)
-      jobs.add(job)
     return out
 
-  def awaited(self, arrived: Collection[Key]) -> bool:
-    """Whether a job is not done and has no message among the arrived."""
-    return any(
-      not any(key in arrived for key in keys)
-      and not self._superseded.issuperset(keys)
-      for keys in self.open.values()
-    )
-
-  def single(self, arrived: Collection[Key]) -> Iterator[Key]:
-    """Yields the tickets of jobs that one worker alone does, without a message
-    among the arrived."""
-    for keys in self.open.values():
-      done = keys[0] in arrived or keys[0] in self._superseded
-      if len(keys) == 1 and not done:
-        yield keys[0]
+  def set_time(self, worker: int, time: float) -> None:
+    """Sets the time that a worker took for its latest job."""
+    if worker in self._time:
+      del self._times[bisect.bisect_left(self._times, self._time[worker])]
+    self._time[worker] = time
+    bisect.insort(self._times, time)
 
   def usual(self, worker: int) -> float | None:
     """Returns the median of the latest times of a worker's peers, if any."""
-    peers = [took for peer, took in self.took.items() if peer != worker]
-    return statistics.median(peers) if peers else None
+    if worker not in self._time:
+      return _median(self._times, None)
+    own = bisect.bisect_left(self._times, self._time[worker])
+    return _median(self._times, own)
+
+  def least_usual(self) -> float:
+    """Returns what `usual` is at least, of any worker; infinity of none."""
+    most = len(self._times) - 1
+    least = _median(self._times, most if most > 0 else None)
+    return math.inf if least is None else least
+
+
+def _median(ordered, without):
+  """The median of sorted numbers, without the one at a place unless None."""
+  count = len(ordered) - (without is not None)
+  if not count:
+    return None
+
+  def at(place):
+    return ordered[place + (without is not None and place >= without)]
+
+  half = count // 2
+  return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:

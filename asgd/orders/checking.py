@@ -1,5 +1,6 @@
 """Whether a trace can be replayed: which rows protocols forbid."""
 
+import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,6 +17,7 @@ from asgd.orders.trace import (
   Event,
   Ledger,
   events,
+  pair,
 )
 
 _MOST = np.iinfo(np.int32).max
@@ -48,6 +50,9 @@ def check(
     ...   print(f"row {error.row}: {error.why}")
     row 1: the worker has begun that number (seq) before
   """
+  if isinstance(trace, base.Trace) and _is_right(trace, depth):
+    return int(trace.worker.max(initial=-1)) + 1
+  # It names the row, and knows all actions.
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
@@ -56,6 +61,32 @@ def check(
     ledger.obey(event)
     workers = max(workers, event.worker + 1)
   return workers
+
+
+def _is_right(trace: base.Trace, depth: float) -> bool:
+  """Whether a trace of tickets and messages is right, of all rows at once."""
+  time, worker, seq, job, _ = trace
+  whole = np.stack([worker, job])
+  if len(time) and not (time[0] >= 0 and time[-1] <= LATEST):
+    return False
+  if not ((time[1:] >= time[:-1]).all() and (seq >= 0).all()):
+    return False
+  pairs = pair(trace)
+  if pairs is None or not ((whole >= 0) & (whole <= _MOST)).all():
+    return False
+  starts, ends, _ = pairs
+  if depth >= len(starts):
+    return True
+  # The ticket `depth` before in the worker's order has ended.
+  of_start, of_end = worker[starts], worker[ends]
+  place = np.arange(len(starts)) - np.searchsorted(of_start, of_start)
+  later = np.flatnonzero(place >= math.ceil(depth))
+  first = np.searchsorted(of_end, of_start[later])
+  ended = first + place[later] - math.ceil(depth)
+  if len(ended) and ended.max() >= len(ends):
+    return False
+  mine = of_end[ended] == of_start[later]
+  return bool((mine & (ends[ended] < starts[later])).all())
 
 
 def _forbidden(

@@ -25,13 +25,15 @@ class Durations(NamedTuple):
   stream: Callable[[int], Iterator[float]]  # worker -> its times, in order
 
 
-_BLOCK = 256  # draws made at once; the stream does not depend on it
+_BLOCK = 256  # draws made at once, at most; no stream depends on it
 
 
 def _drawn(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
-  """Yields times that are drawn, so many at once, without an end."""
+  """Yields times that are drawn, more and more at once, without an end."""
+  count = 8
   while True:
-    yield from draw(_BLOCK).tolist()
+    count = min(2 * count, _BLOCK)
+    yield from draw(count).tolist()
 
 
 def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:

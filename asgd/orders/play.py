@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, checks
-from asgd.orders import protocol
+from asgd.orders import columns, protocol
 from asgd.orders.durations import Durations
 from asgd.orders.network import Links, MessagePart, Network
 from asgd.orders.trace import Event, from_events
@@ -137,10 +137,11 @@ class Play:
     """Starts the jobs that may start, and plays the next event."""
     if self._may_send:
       self._send()
-    due = self._dispatcher.next_late() if self._late else math.inf
-    if due < self._heap[0][0]:
-      self.now, self._may_send = due, True
-      return
+    if self._late:
+      due = self._dispatcher.next_late(before=self._heap[0][0])
+      if due < self._heap[0][0]:
+        self.now, self._may_send = due, True
+        return
     self.now, _, _, call, what = heapq.heappop(self._heap)
     call(what)
 
@@ -232,6 +233,11 @@ def played(
   """Returns the order of a protocol, until so many messages are received; those
   that are received with the last one come on top."""
   checks.whole("messages", messages)
+  checks.whole("workers", workers)
+  protocol.check_rules(rules)
+  trace = columns.make(rules, durations, workers, messages)
+  if trace is not None:
+    return trace
   play = begin(rules, durations, workers)
   play.until(messages)
   return play.trace()

@@ -27,12 +27,13 @@ import functools
 import heapq
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from asgd import base
 from asgd.checks import flag, real, whole
-from asgd.orders.backups import Copies
+from asgd.orders.arrivals import Arrivals, RoundArrivals, StartedJob
+from asgd.orders.starters import Starters
 from asgd.orders.trace import ENDS, NO_SEQ, Event, Ledger
 
 
@@ -109,14 +110,6 @@ class Grant(NamedTuple):
   keep: bool  # on the ticket it holds already
 
 
-class StartedJob(NamedTuple):
-  """A job that was started and has not ended."""
-
-  job: int
-  round: int  # in which it was started
-  time: float  # when
-
-
 @dataclasses.dataclass
 class _Place:
   """The state of one worker index, beside its tickets."""
@@ -165,14 +158,15 @@ class Dispatcher:
     self._owned: bool = owned
     self._log: Callable[[Event], None] = log or (lambda row: None)
     self._places: dict[int, _Place] = collections.defaultdict(_Place)
-    self._again: dict[int, list[int]] = collections.defaultdict(list)
-    self._arrived: dict[tuple[int, int], None] = {}  # in their order
+    self._again: dict[int, list[int]] = {}  # heaps of lost jobs, none empty
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # jobs
     self.lost = 0  # tickets, rejected ones among them
-    self._round = self._granted = self._in_round = 0
-    self._copies = Copies()
+    self._starters = Starters()
+    self._arrivals = Arrivals(self._ledger)
+    if rules.round:
+      self._arrivals = RoundArrivals(self._ledger, rules.round, rules.late)
 
   def join(self, worker: int, now: float) -> int:
     """Adds a worker at a free index; returns how many were there before."""
@@ -202,6 +196,7 @@ class Dispatcher:
   def pause(self, worker: int) -> None:
     """Starts nothing new at a worker that is about to leave."""
     self._places[worker].paused = True
+    self._note(worker)
 
   def arrive(
     self, worker: int, seq: int, now: float | None = None
@@ -209,11 +204,11 @@ class Dispatcher:
     """Takes a message; False if its ticket is closed (a duplicate, or late).
     The time is that of the job for `Rules.late`."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
-    if ticket is None or key in self._arrived:
+    if ticket is None or key in self._arrivals:
       return False
-    self._arrived[key] = None
-    if now is not None:
-      self._copies.took[worker] = now - ticket.time
+    self._arrivals.add(key, None if now is None else now - ticket.time)
+    if self.rules.round:
+      self._note(worker)
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
@@ -221,142 +216,101 @@ class Dispatcher:
     a round wait for each other and go in the order of the jobs, so that a sum
     over them does not depend on which came first."""
     out = []
-    arrived = {(w, s): self._ledger.open[w][s].job for w, s in self._arrived}
-    for worker, seq in self._copies.beaten(arrived):
-      self._write(now, worker, seq, arrived[worker, seq], base.DROP)
-    while ready := self._ready():
+    for worker, seq in self._arrivals.beaten():
+      job = self._ledger.open[worker][seq].job
+      self._write(now, worker, seq, job, base.DROP)
+    while ready := self._arrivals.ready(self._more_to_come):
       for worker, seq in ready:
         job = self._ledger.open[worker][seq].job
         self._write(now, worker, seq, job, base.RECEIVE)
         out.append((worker, seq, job))
     return out
 
-  def _ready(self):
-    """Returns the (worker, seq) that may go now, each after the worker's
-    earlier ones; those of a round by the worker's largest job so far."""
-    if not self.rules.round:  # in the order of their arrival
-      return [
-        (worker, seq)
-        for worker, seq in self._arrived
-        if seq == next(iter(self._ledger.open[worker]))
-      ]
-    late, current = [], []
-    for worker in {worker for worker, _ in self._arrived}:
-      last = 0
-      for seq, ticket in self._ledger.open[worker].items():
-        if (worker, seq) not in self._arrived:
-          break
-        last = max(last, ticket.job)
-        kind = current if ticket.round == self._round else late
-        kind.append((last, worker, seq))
-    missing = self.rules.round - self._in_round
-    chosen = sorted(late)  # dropped by the server: their round is over
-    more_to_come = (
-      self.jobs is None
-      or self._next_job < self.jobs
-      or any(self._again.values())
-      or self._copies.awaited(self._arrived)
-    )
-    if len(current) >= missing or not more_to_come:
-      chosen += sorted(current)[:missing]
-    return [(worker, seq) for _, worker, seq in chosen]
+  def _more_to_come(self):
+    """Whether a job is still to be started."""
+    return self._fresh_jobs() > 0 or bool(self._again)
 
   def grants(self, now: float) -> list[Grant]:
     """Starts all jobs that may start now, in rounds over the workers."""
-    out = []
-    while True:
+    out: list[Grant] = []
+    while starters := self._next_starters():
       before = len(out)
-      slowest = self.slowest() if self.rules.bound < math.inf else 0
-      for worker in self._starters():
+      for worker in starters:
         job = self._take_job(worker)
-        if job is None or not self._may_start(worker, slowest):
+        if job is None:
+          self._note(worker)
           continue
         keep = self._keeps(worker)
-        seq = self._ledger.next_seq.get(worker, 0)
-        self._write(now, worker, seq, job, base.KEEP if keep else base.SEND)
-        out.append(Grant(worker, seq, job, keep))
-      if len(out) == before:
-        return out + self._hand_out_late(now)
+        out.append(self._start(now, worker, job, keep=keep))
+      # With one ticket each, those that could start are all at work now.
+      if len(out) == before or (self.rules.depth == 1 and not self._owned):
+        break
+    return out + self._hand_out_late(now)
+
+  def _start(self, now, worker, job, *, keep):
+    seq = self._ledger.next_seq.get(worker, 0)
+    self._write(now, worker, seq, job, base.KEEP if keep else base.SEND)
+    return Grant(worker, seq, job, keep)
+
+  def _next_starters(self) -> Sequence[int]:
+    """Takes workers that may start a job each, if there is one for them, by
+    index. In a warm start it is the one that has begun, or the first."""
+    rules, starters = self.rules, self._starters
+    if self._alone:
+      if self._arrivals.tickets:
+        return ()
+      free = (w for w in starters.workers if not self._places[w].paused)
+      return [worker for worker in (next(free, None),) if worker is not None]
+    limit, most = math.inf, len(starters.workers)
+    if rules.round:
+      most = rules.round + rules.backup - self._arrivals.granted
+    elif rules.bound < math.inf:
+      limit = self.slowest() + rules.bound
+    fresh = self._fresh_jobs()
+    if not self._owned:
+      jobs = fresh + len(self._again.get(0, ()))
+      return starters.take(limit, min(most, jobs))
+    if fresh > 0:
+      return starters.take(limit, most)
+    return sorted(w for w in self._again if starters.allows(w, limit))[:most]
 
   def _hand_out_late(self, now):
     """Starts late jobs at idle workers, too."""
     out: list[Grant] = []
-    for due, worker, job in sorted(self._to_be_late()):
-      idle = [other for other in self._idle() if other != worker]
-      if due > now or not idle:
+    for due, _, job in sorted(self._late_jobs(now)):
+      idle = self._starters.first()
+      if due > now or idle is None:
         break
-      seq = self._ledger.next_seq.get(idle[0], 0)
-      self._write(now, idle[0], seq, job, base.SEND)
-      out.append(Grant(idle[0], seq, job, keep=False))
+      out.append(self._start(now, idle, job, keep=False))
     return out
 
-  def next_late(self) -> float:
+  def next_late(self, before: float = math.inf) -> float:
     """Returns when `grants` can start another job because one is late by then,
-    or infinity."""
-    idle = self._idle()
-    return min(
-      (due for due, worker, _ in self._to_be_late() if {*idle} - {worker}),
-      default=math.inf,
-    )
+    or infinity, also if that is not until `before`."""
+    return min((due for due, *_ in self._late_jobs(before)), default=math.inf)
 
-  def _idle(self):
-    """Workers that have ended all their jobs, and get no others."""
-    if self.rules.late == math.inf or self._granted < self.rules.round:
+  def _late_jobs(self, before):
+    """Returns (when it is late, worker, job) of jobs that an idle worker may
+    do, too: one that has ended all its jobs, and gets no others."""
+    arrivals = self._arrivals
+    if self.rules.late == math.inf or arrivals.granted < self.rules.round:
       return []
-    return [
-      worker
-      for worker in self.workers
-      if not self._places[worker].paused
-      and all((worker, seq) in self._arrived for seq in self.open(worker))
-    ]
-
-  def _to_be_late(self):
-    """Yields (when it is late, worker, job) of the jobs of this round that one
-    worker alone does."""
-    if self.rules.late == math.inf:
-      return
-    for worker, seq in self._copies.single(self._arrived):
-      ticket, usual = self._ledger.open[worker][seq], self._copies.usual(worker)
-      if ticket.round == self._round and usual is not None:
-        yield ticket.time + self.rules.late * usual, worker, ticket.job
+    if self._starters.first() is None:
+      return []
+    return arrivals.late_jobs(before)
 
   @property
   def _alone(self):
     """Whether one worker works alone, in a warm start."""
     return self.received < self.rules.warm_start
 
-  def _starters(self):
-    """Workers that may start a job: all, or the one of a warm start, which is
-    the one that has begun, or the first."""
-    if not self._alone:
-      return self.workers
-    busy = [worker for worker in self.workers if self._ledger.open[worker]]
-    free = [w for w in self.workers if not self._places[w].paused]
-    return (busy or free)[:1]
-
   def slowest(self) -> int:
     """The clock of the slowest worker that has a job to do; in a warm start, of
     the one that works."""
     if self._alone:
-      return max((p.finished for p in self._places.values()), default=0)
-    clocks = (
-      self._places[worker].finished
-      for worker in self._ledger.present
-      if self._ledger.open[worker] or self._take_job(worker) is not None
-    )
-    return min(clocks, default=0)
-
-  def _may_start(self, worker, slowest):
-    rules, tickets = self.rules, self._ledger.open[worker]
-    busy = len(tickets)
-    if rules.round:  # a message that waits for its round does not count
-      busy = sum((worker, seq) not in self._arrived for seq in tickets)
-    depth = 1 if self._alone else rules.depth
-    if busy >= depth or self._places[worker].paused:
-      return False
-    if rules.round:
-      return self._granted < rules.round + rules.backup
-    return self._clock(worker) - slowest <= rules.bound
+      return self._starters.most
+    everyone = self._fresh_jobs() > 0 or (bool(self._again) and not self._owned)
+    return self._starters.slowest(everyone=everyone)
 
   def _clock(self, worker):
     """The worker's clock when its open jobs will have ended."""
@@ -371,15 +325,28 @@ class Dispatcher:
       return not self._alone and ahead <= rules.bound
     return place.on_ticket < rules.fetch_every
 
-  def _lost_jobs(self, worker):
-    # A heap of those that the worker may do again.
-    return self._again[worker if self._owned else 0]
+  def _fresh_jobs(self):
+    """How many jobs were never started."""
+    return math.inf if self.jobs is None else self.jobs - self._next_job
 
   def _take_job(self, worker):
-    if lost := self._lost_jobs(worker):
+    if lost := self._again.get(worker if self._owned else 0):
       return lost[0]
-    all_started = self.jobs is not None and self._next_job >= self.jobs
-    return None if all_started else self._next_job
+    return self._next_job if self._fresh_jobs() > 0 else None
+
+  def _note(self, worker):
+    """Keeps the starters as a worker has changed."""
+    if worker not in self._ledger.present:
+      self._starters.remove(worker)
+      return
+    place, tickets = self._places[worker], self._ledger.open[worker]
+    free = not place.paused and self._arrivals.busy(worker) < self.rules.depth
+    self._starters.note(
+      worker,
+      place.finished,
+      has_job=bool(tickets) or (self._owned and worker in self._again),
+      ahead=place.finished + len(tickets) if free else None,
+    )
 
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
@@ -402,45 +369,49 @@ class Dispatcher:
       place = self._places[worker]
       place.paused, place.on_ticket = False, 0
       place.finished = max(place.finished, slowest)
+    self._note(worker)
 
   def _open(self, event, kept):
     """The ticket of a job that starts."""
     del kept
     job, place = event.job, self._places[event.worker]
-    lost = self._lost_jobs(event.worker)
+    owner = event.worker if self._owned else 0
+    lost = self._again.get(owner)
     if lost and lost[0] == job:
       heapq.heappop(lost)
+      if not lost:
+        del self._again[owner]
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
-      place.on_ticket, place.slowest = 0, self.slowest()
+      place.on_ticket = 0
+      if self.rules.cache:
+        self._note(event.worker)
+        place.slowest = self.slowest()
     place.on_ticket += 1
-    self._granted += self._copies.start(job, event.key)
-    return StartedJob(job, self._round, event.time)
+    ticket = StartedJob(job, self._arrivals.round, event.time)
+    self._arrivals.start(event)
+    return ticket
 
   def _end(self, event, ticket):
-    current = ticket.round == self._round
-    counts = event.action == base.RECEIVE
-    lost = self._copies.end(ticket.job, event.key, counts=counts)
-    self._arrived.pop(event.key, None)
-    if event.action == base.DROP:
-      return
-    if counts:
-      self._places[event.worker].finished += 1
+    lost = self._arrivals.end(event, ticket)
+    if event.action == base.RECEIVE:
+      place = self._places[event.worker]
+      place.finished += 1
       self.received += 1
-      if self.received == self.rules.warm_start:  # all clocks are the worker's
-        most = max(place.finished for place in self._places.values())
-        for place in self._places.values():
-          place.finished, place.on_ticket = most, 0
-      self._in_round += current
-      if self._in_round == self.rules.round:
-        self._round += 1
-        self._granted = self._in_round = 0
-      return
-    self.lost += 1
-    if not lost:
-      return  # another worker does it, or has done it
-    self._granted -= current
-    heapq.heappush(self._lost_jobs(event.worker), ticket.job)
+      if self.received == self.rules.warm_start:
+        self._end_warm_start(max(place.finished, self._starters.most))
+    elif event.action != base.DROP:
+      self.lost += 1
+      if lost:  # no other worker does it, or has done it
+        owner = event.worker if self._owned else 0
+        heapq.heappush(self._again.setdefault(owner, []), ticket.job)
+
+  def _end_warm_start(self, clock):
+    """All clocks are that of the worker that was alone."""
+    for place in self._places.values():
+      place.finished, place.on_ticket = clock, 0
+    for worker in list(self._starters.workers):
+      self._note(worker)
 
   @property
   def rows(self) -> int:
@@ -455,7 +426,7 @@ class Dispatcher:
   @property
   def workers(self) -> list[int]:
     """The indices of present workers."""
-    return sorted(self._ledger.present)
+    return list(self._starters.workers)
 
   def open(self, worker: int) -> dict[int, StartedJob]:
     """A worker's open jobs by seq."""

@@ -40,7 +40,7 @@ COLUMNS = ("time", "worker", "seq", "job", "action")
 JOURNAL_COLUMNS = (
   *(*COLUMNS, "version", "params", "message", "loss", "totals", "crc32"),
 )
-_DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
+DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
 HEADER = ",".join(COLUMNS)
 JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
 _NAMES = ", ".join(base.ACTIONS)
@@ -146,7 +146,7 @@ _READERS = [(name, _READ.get(name, _whole)) for name in JOURNAL_COLUMNS]
 def from_events(events: Iterable[Event]) -> base.Trace:
   """Returns E rows as columns, without those that only journals have."""
   columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
-  return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), _DTYPES))
+  return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), DTYPES))
 
 
 def events(
@@ -367,6 +367,45 @@ def follow(
   return ledger
 
 
+class Pairs(NamedTuple):
+  """Rows of the S tickets and the U messages of a trace, by worker."""
+
+  starts: npt.NDArray[np.intp]  # S, each worker's in their order
+  ends: npt.NDArray[np.intp]  # U, the same
+  started: npt.NDArray[np.intp]  # U, the place in `starts` of each of `ends`
+
+
+def pair(trace: base.Trace) -> Pairs | None:
+  """Finds the ticket of each message, of all at once.
+
+  Returns:
+    Pairs; or None for a trace with rows other than SEND, KEEP and RECEIVE, or
+    in which a worker's jobs do not have rising numbers, do not end in their
+    order or begin with a KEEP: such a one is read row by row.
+  """
+  _, worker, seq, job, action = trace
+  is_end = action == base.RECEIVE
+  if not (is_end | (action == base.SEND) | (action == base.KEEP)).all():
+    return None
+  starts, ends = np.flatnonzero(~is_end), np.flatnonzero(is_end)
+  starts = starts[np.argsort(worker[starts], kind="stable")]
+  ends = ends[np.argsort(worker[ends], kind="stable")]
+  of_start, of_end = worker[starts], worker[ends]
+  same = of_start[1:] == of_start[:-1]
+  if not (~same | (np.diff(seq[starts]) > 0)).all():
+    return None
+  firsts = starts[~np.append(False, same)] if len(starts) else starts
+  if (action[firsts] == base.KEEP).any():
+    return None
+  place = np.arange(len(ends)) - np.searchsorted(of_end, of_end)
+  started = np.searchsorted(of_start, of_end) + place
+  if len(ends) and started.max() >= len(starts):
+    return None
+  rows = starts[started]
+  equal = [column[rows] == column[ends] for column in (worker, seq, job)]
+  return Pairs(starts, ends, started) if np.all([*equal, rows < ends]) else None
+
+
 def staleness(
   trace: base.Trace, every: int = 1
 ) -> npt.NDArray[np.int32]:
@@ -392,7 +431,24 @@ def staleness(
     >>> orders.staleness(trace, every=3).tolist()
     [0, 0, 0, 1, 1, 0]
   """
+  pairs = pair(trace)
+  if pairs is None:
+    return _staleness_by_rows(trace, every)
+  starts, ends, started = pairs
+  received = np.cumsum(trace.action == base.RECEIVE)
+  place = np.arange(len(starts))
+  kept = trace.action[starts] == base.KEEP
+  sent = np.maximum.accumulate(np.where(kept, 0, place))
+  versions = received[starts[sent]] // every + (place - sent) * (every == 1)
+  number = received[ends] - 1
+  out = np.empty(len(ends), np.int32)
+  out[number] = number // every - versions[started]
+  return out
 
+
+def _staleness_by_rows(
+  trace: base.Trace, every: int
+) -> npt.NDArray[np.int32]:
   def version(event: Event, kept: int | None) -> int:
     del event
     if kept is None:

@@ -138,7 +138,7 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
     drawn = data.make_batches(
       rows, rows, batch_size=size, seed=seed, workers=workers
     )
-    return lambda worker, job: take(drawn(worker, job)[0])
+    return drawn._replace(take=take)
 
   def resize(size):
     return _of_rows(take, count, size)

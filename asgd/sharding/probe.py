@@ -50,14 +50,6 @@ def _halves(structs):
   return ShardPlan(2, shapes, tuple(cuts))
 
 
-def _operations(jaxpr):
-  """Yields the operations of a program and of those within it, in order."""
-  for eqn in jaxpr.eqns:
-    yield eqn.primitive.name
-    for inner in internals.jaxprs_in_params(eqn.params):
-      yield from _operations(inner)
-
-
 def _turn(algorithm, worker, staleness, params, state, sent, message):
   """One update, and the ticket after it."""
   delay = base.Delay(worker, staleness, sent)._asdict()
@@ -194,7 +186,8 @@ def check(
   try:
     if small != large:
       programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
-      if [*_operations(programs[0])] != [*_operations(programs[1])]:
+      one, other = (list(internals.operations(each)) for each in programs)
+      if one != other:
         reason = "it is another program at another number of rows"
     with jax.enable_x64(True):
       told = differences(algorithm, small, totals=totals)

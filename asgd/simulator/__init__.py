@@ -1,5 +1,15 @@
 """Simulators: obey a Trace on one machine, with the time of another."""
 
+from asgd.simulator.choice import (
+  AUTO,
+  CHUNK,
+  ENGINES,
+  HOST,
+  Choice,
+  Jobs,
+  choose,
+)
+from asgd.simulator.chunk import make_chunk
 from asgd.simulator.peers import (
   LinkTraffic,
   OnePeer,
@@ -18,6 +28,13 @@ from asgd.simulator.peers import (
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
 from asgd.simulator.sharded import Sharded, ShardOptions, run_sharded
+from asgd.simulator.simulation import (
+  SimulationState,
+  Simulator,
+  TraceRun,
+  initial,
+  run_whole,
+)
 from asgd.simulator.steps import (
   Steps,
   WorkerDevices,
@@ -26,11 +43,6 @@ from asgd.simulator.steps import (
   compile_work,
   start,
 )
-from asgd.simulator.stepwise import (
-  SimulationState,
-  StepwiseEngine,
-  StepwiseRun,
-  make_host,
-  run_whole,
-)
+from asgd.simulator.stepwise import StepwiseRun, begin_host, make_host
+from asgd.simulator.tickets import NotCompiled
 from asgd.simulator.traffic import ReceivedMessage, Sent, Traffic

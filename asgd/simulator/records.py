@@ -27,30 +27,50 @@ def records(
   messages: list[ReceivedMessage], observations: list[Observation]
 ) -> base.Records:
   """Fetches, once for all, what `Steps.receive` returned of each message."""
-  time, worker, job, bytes_up, bytes_down, residual_norm = (
-    zip(*messages, strict=True) if messages else ((),) * 6
-  )
+  columns = zip(*messages, strict=True) if messages else ((),) * 6
   rows = fetch(observations)
-  whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3).T
-  real = np.array([row.real for row in rows], np.float32).reshape(-1, 4).T
-  version, staleness, accepted = whole
-  gap, loss, message_norm, update_norm = real
+  whole = np.array([row.whole for row in rows], np.int32).reshape(-1, 3)
+  real = np.array([row.real for row in rows], np.float32).reshape(-1, 4)
+  return of_columns(*columns, whole=whole, real=real)
+
+
+def of_columns(
+  time: npt.ArrayLike,
+  worker: npt.ArrayLike,
+  job: npt.ArrayLike,
+  bytes_up: npt.ArrayLike,
+  bytes_down: npt.ArrayLike,
+  residual_norm: npt.ArrayLike,
+  *,
+  whole: npt.NDArray[np.int32],
+  real: npt.NDArray[np.float32],
+) -> base.Records:
+  """Returns records of U messages.
+
+  Args:
+    time, worker, job, bytes_up, bytes_down, residual_norm: [U], the fields of
+      `ReceivedMessage`.
+    whole: int32[U, 3], as of an Observation.
+    real: float32[U, 4], the same.
+  """
+  version, staleness, accepted = whole.T
+  gap, loss, message_norm, update_norm = real.T
   # What pushes nothing is not sent (`server.pushed`).
   sent = accepted.astype(bool) | (message_norm != 0)
   return base.Records(
     version,
-    np.array(time, np.float64),
-    np.array(worker, np.int32),
-    np.array(job, np.int32),
+    np.asarray(time, np.float64),
+    np.asarray(worker, np.int32),
+    np.asarray(job, np.int32),
     staleness,
     gap,
     loss,
     accepted.astype(bool),
     message_norm,
     update_norm,
-    np.where(sent, np.array(bytes_up, np.int64), 0),
-    np.array(bytes_down, np.int64),
-    np.array(residual_norm, np.float32),
+    np.where(sent, np.asarray(bytes_up, np.int64), 0),
+    np.asarray(bytes_down, np.int64),
+    np.asarray(residual_norm, np.float32),
   )
 
 

@@ -16,7 +16,8 @@ from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event
 from asgd.simulator import steps as steps_lib
 from asgd.simulator.records import fetch
-from asgd.simulator.stepwise import ServerReplay, needs_of
+from asgd.simulator.simulation import needs_of
+from asgd.simulator.stepwise import ServerReplay
 from asgd.simulator.traffic import Sent
 
 _Key = tuple[int, int]  # (worker, seq), which names a message

@@ -60,6 +60,52 @@ class WorkerDevices(NamedTuple):
 ALONE = WorkerDevices()
 
 
+class PureSteps(NamedTuple):
+  """The same functions before they are compiled, as parts of a program."""
+
+  # (state, ticket, batch, root, job) -> as Worker.work
+  work: Callable[..., Any]
+  send: Callable[[base.ServerState, jax.Array], base.Ticket]
+  # (ServerState, ticket, message, loss) -> (ServerState, Observation)
+  receive: Callable[..., tuple[base.ServerState, "Observation"]]
+  wire: str | None = None  # dtype in which parameters travel
+  codec: compression.Codec | None = None  # of messages
+
+
+def _pure_work(worker: base.Worker) -> Callable:
+  def work(state, ticket, batch, root, job):
+    key = worker_lib.job_key(root, ticket.worker, job)
+    return worker.work(state, ticket, batch, key)
+
+  return work
+
+
+def pure_steps(
+  server: base.Server, worker: base.Worker | None, wire: str | None = None
+) -> PureSteps:
+  """Returns what `compile_steps` compiles; arguments are as there."""
+  codec = server.codec
+
+  def receive(state, ticket, message, loss):
+    if codec is None:
+      message = _rounded(message, wire)
+    else:
+      message = compression.decode(codec, message)
+    state, report = server.receive(state, ticket, message)
+    # Two arrays for one message: a fetch costs as much for one number.
+    whole = jnp.stack([state.version, report.staleness, report.accepted])
+    real = report.gap, loss, report.message_norm, report.update_norm
+    real = jnp.stack([x.astype(jnp.float32) for x in real])
+    return state, Observation(whole.astype(jnp.int32), real)
+
+  def send(state, worker):
+    ticket = server.send(state, worker)
+    return ticket._replace(params=_rounded(ticket.params, wire))
+
+  work = _pure_work(worker) if worker else None
+  return PureSteps(work, send, receive, wire, codec)
+
+
 @functools.lru_cache(maxsize=32)
 def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   """Compiles a worker once, however many servers it serves.
@@ -71,10 +117,7 @@ def compile_work(worker: base.Worker, group=ALONE) -> Callable:
   ticket, batch, root, job) -> as Worker.work, whole on each device.
   """
 
-  def work(state, ticket, batch, root, job):
-    key = worker_lib.job_key(root, ticket.worker, job)
-    return worker.work(state, ticket, batch, key)
-
+  work = _pure_work(worker)
   if group.devices == 1:
     return jax.jit(work)
   devices = jax.local_devices()
@@ -141,24 +184,11 @@ def compile_steps(
   those of a live run lie in shared memory. The two are different programs,
   which need not agree in the last bit: a replay is compiled as the run was.
   """
-
-  codec = server.codec
-
-  def receive_message(state, ticket, message, loss):
-    if codec is None:
-      message = _rounded(message, wire)
-    else:
-      message = compression.decode(codec, message)
-    state, report = server.receive(state, ticket, message)
-    # Two arrays for one message: a fetch costs as much for one number.
-    whole = jnp.stack([state.version, report.staleness, report.accepted])
-    real = report.gap, loss, report.message_norm, report.update_norm
-    real = jnp.stack([x.astype(jnp.float32) for x in real])
-    return state, Observation(whole.astype(jnp.int32), real)
+  pure = pure_steps(server, worker, wire)
 
   def receive_parts(opt_state, inbox, message, params, version, ticket, loss):
     state = base.ServerState(params, opt_state, version, inbox)
-    return receive_message(state, ticket, message, loss)
+    return pure.receive(state, ticket, message, loss)
 
   donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
   reading = jax.jit(receive_parts, donate_argnums=(0, 1))
@@ -170,15 +200,14 @@ def compile_steps(
     parts = state.opt_state, state.inbox, message, state.params, state.version
     return step(*parts, ticket, loss)
 
-  def send(state, worker):
-    ticket = server.send(state, worker)
-    return ticket._replace(params=_rounded(ticket.params, wire))
-
+  send = server.send
   if not server.sends_current or wire is not None:
-    send = jax.jit(send)
+    send = jax.jit(pure.send)
   work = compile_work(worker, group) if worker else None
-  stage = jax.jit(sharding.staged(receive_message))
-  return Steps(work, send, receive, stage, wire, codec, server.alone)
+  stage = jax.jit(sharding.staged(pure.receive))
+  return Steps(
+    work, send, receive, stage, wire, server.codec, server.alone
+  )
 
 
 def as_totals(values: Sequence[float]) -> tuple[np.ndarray, ...]:

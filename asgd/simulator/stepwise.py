@@ -1,4 +1,4 @@
-"""The stepwise engine: replays a trace, one compiled step at a time.
+"""The host engine: replays a trace, one compiled step at a time.
 
 A Python loop calls the compiled functions of `asgd.simulator.steps` in the
 order of the trace. JAX arrays are immutable, so a ticket is a reference to
@@ -8,40 +8,24 @@ and sending costs nothing.
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from asgd import base, own_writes
+from asgd import base
 from asgd.orders import trace as trace_lib
 from asgd.simulator import steps as steps_lib
-from asgd.simulator.records import concatenate, fetch, records
+from asgd.simulator.records import fetch, records
+from asgd.simulator.simulation import (
+  SimulationState,
+  Simulator,
+  make_simulator,
+  needs_of,
+)
 from asgd.simulator.steps import Steps
-from asgd.simulator.traffic import NOTHING_SENT, ReceivedMessage, Sent, Traffic
-
-_CHUNK = 2000  # rows obeyed in one call
-
-
-class SimulationState(NamedTuple):
-  """Everything there is at an event boundary; a checkpoint is this."""
-
-  event: int  # the next row of the trace
-  server: base.ServerState
-  workers: tuple[Any, ...]  # N worker states
-  tickets: tuple[dict[int, base.Ticket], ...]  # N, the open ones by seq
-  kept: tuple[base.Ticket | None, ...]  # N, the last sent, if the trace keeps
-  marks: dict[int, base.ServerState]  # by row, for rollbacks to come
-  sent: Sent = NOTHING_SENT  # if updates are codes
-
-
-class StepwiseEngine(NamedTuple):
-  """The engine."""
-
-  init: Callable[[Any, int], SimulationState]  # (params, workers)
-  run: Callable[..., tuple[SimulationState, base.Records]]
-  begin: Callable[..., "StepwiseRun"]  # as `run`, but row by row
+from asgd.simulator.traffic import NOTHING_SENT, ReceivedMessage, Traffic
 
 
 def make_host(
@@ -50,58 +34,28 @@ def make_host(
   *,
   group: steps_lib.WorkerDevices = steps_lib.ALONE,
   **options: Any,
-) -> StepwiseEngine:
-  """Builds the engine for a server and its workers; arguments and options are
-  those of `compile_steps`.
+) -> Simulator:
+  """Builds the host engine of a server and its workers; arguments and options
+  are those of `compile_steps`."""
 
-  `init(params, workers)` starts a simulation. `run(simulation, trace, end, *,
-  batch, root)` replays the rows up to, not including, row `end`, and returns
-  the new simulation and the Records of the received messages. `batch` is
-  (worker, job) -> NumPy arrays, `root` the key of the run. It consumes the
-  simulation: buffers without a ticket are donated. It raises TraceError for a
-  row that cannot be replayed. Where jobs share a ticket, the workers are those
-  of `own_writes`; ValueError is raised if they cannot be. `begin(simulation, *,
-  batch, root)` starts a StepwiseRun, for an order that is made while it is
-  replayed.
-  """
+  def follow(own, simulation, trace, **data):
+    begin = begin_host(server, own, group=group, **options)
+    return begin(simulation, trace=trace, **data, **needs_of(trace))
+
+  return make_simulator(server, worker, follow)
+
+
+def begin_host(
+  server: base.Server,
+  worker: base.Worker,
+  *,
+  group: steps_lib.WorkerDevices = steps_lib.ALONE,
+  **options: Any,
+) -> Callable[..., "StepwiseRun"]:
+  """Returns StepwiseRun without its first argument, for an order that is made
+  while it is replayed; arguments are as of `make_host`."""
   steps = steps_lib.compile_steps(server, worker, group=group, **options)
-
-  def init(params, workers):
-    if server.workers is not None and workers > server.workers:
-      raise ValueError(
-        f"the algorithm was built for {server.workers} workers, the simulation"
-        f" has {workers}; build both with the same number"
-      )
-    state = steps_lib.start(server, params)
-    states = tuple(worker.init(state.params) for _ in range(workers))
-    tickets = tuple({} for _ in range(workers))
-    return SimulationState(0, state, states, tickets, (None,) * workers, {})
-
-  begin = functools.partial(StepwiseRun, (worker, steps, group))
-
-  def run(simulation, trace, end, *, batch, root):
-    most = int(trace.worker[simulation.event : end].max(initial=-1))
-    if most >= len(simulation.workers):
-      raise ValueError(
-        f"the trace has a worker {most}, the simulation only"
-        f" {len(simulation.workers)} workers, counted from 0"
-      )
-    needs = needs_of(trace)
-    own = own_writes.own_writes(worker, server) if needs["keeps"] else worker
-    if own is not worker:
-      host = make_host(server, own, group=group, **options)
-      params = simulation.server.params
-      states = [
-        own_writes.adopted(own, state, params) for state in simulation.workers
-      ]
-      simulation = simulation._replace(workers=tuple(states))
-      return host.run(simulation, trace, end, batch=batch, root=root)
-    going = begin(simulation, batch=batch, root=root, **needs)
-    for event in trace_lib.events(trace, simulation.event, end):
-      going.obey(event)
-    return going.pause()
-
-  return StepwiseEngine(init, run, begin)
+  return functools.partial(StepwiseRun, (worker, steps, group))
 
 
 class StepwiseRun:
@@ -112,11 +66,13 @@ class StepwiseRun:
   """
 
   def __init__(
-    self, parts, simulation, *, batch, root, keeps=True, returns=()
+    self, parts, simulation, *, batch, root, trace=None, keeps=True, returns=()
   ):
     """Continues a SimulationState, which is consumed; `parts` are worker, steps
-    and group, `keeps` and `returns` as of `needs_of`."""
+    and group, `trace` is that of `until`, `keeps` and `returns` as of
+    `needs_of`."""
     self._worker, self._steps, self._group = parts
+    self._trace = trace
     self._batch, self._root = batch, root
     self._states = list(simulation.workers)
     numbers = [jnp.int32(w) for w in range(len(self._states))]
@@ -177,11 +133,29 @@ class StepwiseRun:
     """Returns the bytes of a ticket that was sent, and is open."""
     return self._replay.traffic.sent_bytes(worker, seq)
 
-  def pause(self) -> tuple[SimulationState, base.Records]:
-    """Returns the simulation, and the records since the last pause. Messages
-    that were asked for ahead are computed again by another run."""
+  @property
+  def server(self) -> base.ServerState:
+    """The server's state."""
+    return self._replay.state
+
+  def until(self, end: int) -> base.Records:
+    """Replays the rows of the trace up to, not including, row `end`."""
+    start = self._replay.ledger.rows
+    for event in trace_lib.events(self._trace, start, end):
+      self.obey(event)
+    return self.records()
+
+  def records(self) -> base.Records:
+    """Returns the records that this has not returned yet."""
+    records = self._replay.records(self._told)
+    self._told += len(records.loss)
+    return records
+
+  def pause(self) -> SimulationState:
+    """Returns the simulation. Messages that were asked for ahead are computed
+    again by another run."""
     replay, workers = self._replay, range(len(self._states))
-    after = SimulationState(
+    return SimulationState(
       replay.ledger.rows,
       replay.state,
       tuple(self._states),
@@ -190,34 +164,6 @@ class StepwiseRun:
       replay.marks,
       replay.traffic.sent,
     )
-    records = replay.records(self._told)
-    self._told += len(records.loss)
-    return after, records
-
-
-def run_whole(
-  host: StepwiseEngine,
-  params: Any,
-  workers: int,
-  trace: base.Trace,
-  **data: Any,
-) -> tuple[SimulationState, base.Records]:
-  """Replays a whole trace of N `workers`; `data` are `batch` and `root`."""
-  simulation, parts = host.init(params, workers), []
-  while simulation.event < len(trace.time):
-    end = min(simulation.event + _CHUNK, len(trace.time))
-    simulation, part = host.run(simulation, trace, end, **data)
-    parts.append(part)
-  return simulation, concatenate(parts)
-
-
-def needs_of(trace: base.Trace) -> dict[str, Any]:
-  """Returns what the rows of a trace need: `keeps` if jobs share tickets, and
-  the rows to which it `returns`."""
-  return {
-    "keeps": bool((trace.action == base.KEEP).any()),
-    "returns": trace.job[trace.action == base.ROLLBACK].tolist(),
-  }
 
 
 class ServerReplay:

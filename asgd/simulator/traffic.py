@@ -13,7 +13,7 @@ import numpy as np
 
 from asgd import base, compression, wire
 from asgd.compression import packing
-from asgd.simulator.steps import Steps
+from asgd.simulator.steps import PureSteps, Steps
 
 
 class ReceivedMessage(NamedTuple):
@@ -43,7 +43,10 @@ class Traffic:
   """Bytes that are sent up and down, of one server or shard."""
 
   def __init__(
-    self, steps: Steps, state: base.ServerState, sent: Sent = NOTHING_SENT
+    self,
+    steps: Steps | PureSteps,
+    state: base.ServerState,
+    sent: Sent = NOTHING_SENT,
   ):
     """Reads shapes and dtypes of a server's state only; `sent` is as before."""
     params = state.params

@@ -1,63 +1,188 @@
 """Benchmarks: ratios against a baseline in the same run.
 
-  asgd bench simulator
-  asgd bench server
-  asgd bench pipeline
-  asgd bench parallel
-  asgd bench compression
-  asgd bench tables
-  asgd bench network
+  asgd bench                          lists them
+  asgd bench NAME [--json[=FILE]]     runs one
+  asgd bench --all [--json=FILE]      runs each, in a process of its own
+  asgd bench --table FILE...          joins FILEs of several runs in one table
 
 Machines are noisy, so each contestant takes turns with its baseline in short
 blocks, and what is printed is the median over rounds of its speed over the
-baseline's. A row is printed as soon as it is measured.
+baseline's, with the range. A row is printed as soon as it is measured. Each
+benchmark says what share of the cores other programs used before it and after
+it, and ends within 4 minutes on two free cores.
 """
 
-from asgd import names
+import contextlib
+import importlib
+import inspect
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
 
+import jax
+
+from asgd import names, safe_files
+
+from .. import __main__ as commands
 from .. import flags
-from . import (
-  compression,
-  network,
-  parallel,
-  pipeline,
-  server,
-  simulator,
-  tables,
-)
+from . import report, summary
 
-_BENCHMARKS = {  # name -> what runs it, its flags
-  "simulator": (simulator.run, ("rounds", "block", "batch_size")),
-  "server": (server.run, ("seconds", "sizes")),
-  "pipeline": (pipeline.run, ("rounds", "peer")),
-  "parallel": (parallel.run, ("rounds",)),
-  "compression": (compression.run, ("rounds", "seconds")),
-  "tables": (tables.run, ("rounds",)),
-  "network": (network.run, ("rounds", "seconds", "links")),
+BENCHMARKS = (  # modules with run(report, *, flags)
+  *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
+  "network",
+)
+_FLAGS = {
+  "rounds": (int, None, "Turns. Default: 3 or 5."),
+  "block": (int, None, "Updates of a turn (simulator). Default: by model."),
+  "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
+  "seconds": (float, None, "For each contestant. Default: 3."),
+  "links": (("threads", "tc"), None, "Which are slow (network)."),
+  "peer": (str, None, "Python with torch (simulator, pipeline)."),
 }
 _F = flags.define(
   {
-    "rounds": (int, None, "Turns. Default: 3, 5 or 9."),
-    "block": (int, 24, "Updates of a turn (simulator)."),
-    "batch_size": (int, 64, "Images in a batch (simulator)."),
-    "sizes": (list, [0.1, 1, 10, 100], "MB of parameters (server)."),
-    "seconds": (float, None, "For each contestant. Default: 3; 8 (network)."),
-    "links": (("threads", "tc"), "threads", "Which are slow (network)."),
-    "peer": (str, None, "Python with torch (pipeline). Default: this one."),
+    **_FLAGS,
+    "all": (bool, False, "Run all, one after the other."),
+    "json": ("optional", None, "Write numbers as JSON to FILE, or print them."),
+    "table": (bool, False, "Print the table of FILEs that --json has written."),
+    "page": (str, None, "With --table: put it in this page instead."),
   }
 )
+_BUSY = 0.1  # share of the cores from which on other programs matter
+_LONGEST = 240  # seconds
+_MOST = 1e5  # MB
+_CACHE = {  # of JAX: programs that are compiled quickly, too
+  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 
 
-def main(name: str = "") -> None:
-  """Runs one benchmark."""
-  if not name:
-    raise ValueError(f"which benchmark? one of: {', '.join(_BENCHMARKS)}")
-  run, takes = names.lookup("benchmark", name, _BENCHMARKS)
-  given = {k: f.value for k, f in _F.items() if f.value is not None}
-  if not all(given.get(k, 1) > 0 for k in ("rounds", "block", "seconds")):
+def _runner(name: str) -> Any:
+  return importlib.import_module(f"{__package__}.{name}").run
+
+
+def _given(name: str) -> dict[str, Any]:
+  """The flags that are given, of those that a benchmark takes."""
+  takes = inspect.signature(_runner(name)).parameters
+  given = {k: _F[k].value for k in _FLAGS if _F[k].value is not None}
+  if "sizes" in given:
+    given["sizes"] = list(map(float, given["sizes"]))
+  return {k: value for k, value in given.items() if k in takes}
+
+
+def _busy(when: str) -> float:
+  """Returns the share of the cores that others use; warns of a large one."""
+  share = report.busy_share()
+  if share > _BUSY:
+    print(
+      f"warning: {when} other programs use {share:.0%} of the cores: expect"
+      " noise, or wait until they are done",
+      file=sys.stderr,
+    )
+  return round(share, 3)
+
+
+def _measure(name: str) -> dict[str, Any]:
+  """Runs a benchmark; returns its results as JSON has them."""
+  given, rows, cores = _given(name), report.Report(), report.cores()
+  began = time.monotonic()
+  busy = [_busy("at the start")]
+  _runner(name)(rows, **given)
+  took = time.monotonic() - began
+  busy.append(_busy("at the end"))
+  if took > _LONGEST:
+    print(f"warning: it took over {_LONGEST} s", file=sys.stderr)
+  words = ["asgd", "bench", name]
+  if "peer" in given:
+    given["peer"] = Path(given["peer"]).name  # not where it is
+  words += [f"--{key}={_text(value)}" for key, value in given.items()]
+  result = {
+    "name": name,
+    "command": shlex.join(words),
+    "device": jax.devices()[0].device_kind,
+    "cores": cores,
+    "busy": busy,
+    "seconds": round(took, 1),
+  }
+  print(
+    f"\n{took:.0f} s on {cores} cores, of which other programs used"
+    f" {busy[0]:.0%} before and {busy[1]:.0%} after"
+  )
+  return {**result, "rows": rows.rows}
+
+
+def _text(value: Any) -> str:
+  return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _measure_all() -> list[dict[str, Any]]:
+  """Runs each benchmark in a process; returns the results of those that end,
+  and of the others the exit status. They share what JAX has compiled."""
+  results = []
+  with tempfile.TemporaryDirectory() as folder:
+    environment = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
+    for name in BENCHMARKS:
+      path = Path(folder) / f"{name}.json"
+      command = [sys.executable, "-m", __package__, name, f"--json={path}"]
+      command += [f"--{k}={_text(v)}" for k, v in _given(name).items()]
+      print(f"\n== {name}", flush=True)
+      ended = subprocess.run(command, env=environment, stdout=sys.stdout)
+      if path.exists():
+        results += report.read(path)
+      else:
+        results.append({"name": name, "failed": ended.returncode, "rows": []})
+  return results
+
+
+def _list() -> None:
+  for name in BENCHMARKS:
+    print(f"asgd bench {name:<12} {commands.summary(f'bench/{name}')}")
+
+
+def _check() -> None:
+  """Raises ValueError for flags out of range, before anything is printed."""
+  given = {k: _F[k].value for k in ("rounds", "block", "seconds")}
+  if not all(value is None or value > 0 for value in given.values()):
     raise ValueError("--rounds, --block and --seconds must be positive")
-  run(**{k: given[k] for k in takes if k in given})
+  peer = _F["peer"].value
+  if peer is not None and shutil.which(peer) is None:
+    raise ValueError(f"--peer={peer}: there is no such program")
+  try:
+    sizes = list(map(float, _F["sizes"].value or []))
+  except ValueError as error:
+    raise ValueError(f"--sizes must be numbers of MB: {error}") from error
+  if wrong := [size for size in sizes if not 0 < size <= _MOST]:
+    raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
+
+
+def main(name: str = "", *files: str) -> None:
+  """Runs one benchmark or all, lists them, or joins their results."""
+  _check()
+  if _F["table"].value:
+    paths = [Path(file) for file in (name, *files) if file]
+    summary.show(paths, _F["page"].value)
+    return
+  if name or not _F["all"].value:
+    if not name:
+      _list()
+      return
+    names.check("benchmark", name, BENCHMARKS)
+  to = _F["json"].value
+  aside = sys.stderr if to == flags.GIVEN else sys.stdout
+  with contextlib.redirect_stdout(aside):
+    results = [_measure(name)] if name else _measure_all()
+  if to == flags.GIVEN:
+    print(report.to_json(results), end="")
+  elif to is not None:
+    safe_files.write(Path(to), report.to_json(results))
+  if failed := [each["name"] for each in results if "failed" in each]:
+    raise flags.Failed(f"no results of: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-  flags.run(main, words=1)
+  flags.run(main, words=20)

@@ -19,6 +19,7 @@ from asgd.experiment import ray_runtime
 from asgd.live import ray_internals
 
 from . import turns
+from .report import Measured, Report
 from .turns import Contestant
 
 _RATE = 0.01  # of the update that a message ends in
@@ -250,40 +251,51 @@ def rate(like: Any, options: Options | None, seconds: float) -> Rate:
     ray.kill(server)
 
 
-def _stages(like, rounds):
+def _stages(report, like, rounds):
   """Speeds of each codec's stages, over that of a copy."""
   plain = copy(like)
   size = sum(x.nbytes for x in like.values())
-  header = ["codec", "bytes", "times less", "encode", "pack", "unpack"]
-  header += ["decode", "MB/s up", "MB/s down"]
-  table = turns.TimingTable(header, first=16)
+  table = report.table(
+    f"a message of {_MEGABYTES} MB of float32 in 4 leaves, one core",
+    "codec",
+    {"bytes": ".0f", "times less": ".1f", "encode": ".2f", "pack": ".2f"}
+    | {"unpack": ".2f", "decode": ".2f", "MB/s up": ".0f"}
+    | {"MB/s down": ".0f"},
+    {"up, of a copy": ".2f", "down, of a copy": ".2f"},
+    width=16,
+  )
   for label, options in _CODECS.items():
     stages = MessageStages(options, like)
     both = {"copy": plain, **stages.contestants()}
     once, *parts = turns.take_turns(both, rounds, 3, time.process_time).values()
-    shares = [f"{np.median(once / part):.2f}" for part in parts]
+    shares = [float(np.median(once / part)) for part in parts]
     length = stages.pack().size
-    up, down = parts[0] + parts[1], parts[2] + parts[3]
-    speeds = [f"{size / 1e6 / np.median(way):.0f}" for way in (up, down)]
-    table.row(label, str(length), f"{size / length:.1f}", *shares, *speeds)
-  print(f"\nof a copy, that is {size / 1e6 / np.median(once):.0f} MB/s\n")
+    ways = parts[0] + parts[1], parts[2] + parts[3]
+    speeds = [size / 1e6 / float(np.median(way)) for way in ways]
+    ratios = [Measured(once / way) for way in ways]
+    table.row(label, length, size / length, *shares, *speeds, *ratios)
+  print(f"\nof a copy, that is {size / 1e6 / np.median(once):.0f} MB/s")
 
 
-def _coder(rounds):
+def _coder(report, rounds):
   """Positions per second, and what one takes."""
-  table = turns.TimingTable(
-    ["density", "bits", "entropy", "M/s encoded", "M/s decoded"], first=8
+  table = report.table(
+    "the coder of positions",
+    "density",
+    {"bits": ".2f", "entropy": ".2f", "M/s encoded": ".0f"}
+    | {"M/s decoded": ".0f"},
+    {"bits of entropy": ".3f"},
+    width=8,
   )
   for p in _DENSITIES:
     both, bits = coder(p, _POSITIONS)
     entropy = -np.log2(p) - (1 - p) / p * np.log2(1 - p)
     taken = turns.take_turns(both, rounds, 3, time.process_time).values()
-    speeds = [f"{_POSITIONS / 1e6 / np.median(way):.0f}" for way in taken]
-    table.row(f"{p:g}", f"{bits:.2f}", f"{entropy:.2f}", *speeds)
-  print()
+    speeds = [_POSITIONS / 1e6 / float(np.median(way)) for way in taken]
+    table.row(f"{p:g}", bits, entropy, *speeds, Measured(bits / entropy))
 
 
-def _way(like, seconds):
+def _way(report, like, seconds):
   """Messages per second, of codecs and of the dense wire."""
   sent = {"dense": None, **{label: _CODECS[label] for label in _SENT}}
   rates = {label: [] for label in sent}
@@ -291,33 +303,34 @@ def _way(like, seconds):
     for label, options in sent.items():
       measured = rate(like, options, seconds / _TURNS)
       rates[label].append((measured.per_second, 1e3 * measured.cpu))
-  header = ["sent", "messages/s", "of dense", "range", "CPU ms", "of dense"]
-  table = turns.TimingTable(header, first=16)
+  table = report.table(
+    "from a worker to a server, each on a node of Ray, on one machine",
+    "sent",
+    {"messages/s": ".1f", "CPU ms": ".1f"},
+    {"of dense": ".2f", "CPU of dense": ".2f"},
+    width=16,
+  )
   dense = np.transpose(rates["dense"])
   for label, each in rates.items():
     mine = np.transpose(each)
-    speed, cpu = np.median(mine, axis=1)
-    share = turns.ratio_cells(mine[0] / dense[0])
-    of_dense = f"{np.median(mine[1] / dense[1]):.2f}"
-    table.row(label, f"{speed:.1f}", *share, f"{cpu:.1f}", of_dense)
+    speed, cpu = (float(x) for x in np.median(mine, axis=1))
+    table.row(label, speed, cpu, *map(Measured, mine / dense))
 
 
-def run(seconds: float = 3.0, rounds: int = 9) -> None:
+def run(report: Report, seconds: float = 3.0, rounds: int = 5) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, on one
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""
   like = message(_MEGABYTES)
-  print(f"{_MEGABYTES} MB of float32 in 4 leaves, one core\n", flush=True)
   cores = take_core(0)
-  _stages(like, rounds)
-  _coder(rounds)
+  _stages(report, like, rounds)
+  _coder(report, rounds)
   if cores:
     os.sched_setaffinity(0, cores)
-  print("from a worker to a server, each on a node of Ray, on one machine\n")
   memory = 2**29
   ray_runtime.start(None, memory=memory)
   try:
     with ray_internals.second_node(FAR, memory):
-      _way(like, seconds)
+      _way(report, like, seconds)
   finally:
     ray_runtime.stop()

@@ -32,7 +32,8 @@ from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
 from asgd.live import ray_internals
 
-from . import namespaces, turns
+from . import namespaces
+from .report import Measured, Report
 
 _ENGINES = {
   "simulate": simulate.SIMULATE,
@@ -45,8 +46,9 @@ _RATE = 0.01
 FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
+_NEAR = "0.85 to 1.15"  # wanted of simulated by live
 _JOBS = 40  # of a worker that meets nobody, in a live run
-_MUCH, _TRIES = 0.05, 5  # how late is taken again, and how often
+_MUCH, _TRIES = 0.05, 2  # how late is taken again, and how often
 _T = TypeVar("_T")
 _LEAST = 12  # of one that does; first ones do not count
 
@@ -237,7 +239,7 @@ class Threads:
   """Live workers and shards in this process, what they hand to each other
   delayed as over the network (`asgd.live.links.throttled`)."""
 
-  runs = tuple((n, s) for s in (1, 2) for n in (1, 2, 4, 8))  # workers, shards
+  runs = *((n, 1) for n in (1, 2, 4, 8)), (8, 2)  # workers, shards
   _links, _engine = LinkSpeeds(), "threads"
 
   def __init__(self, seconds: float):
@@ -338,11 +340,16 @@ class Turn(NamedTuple):
   late: float  # share by which jobs took longer than they were to
 
 
-def turn(runtime: Threads, workers: int, shards: int, seed: int) -> Turn:
-  """Measures one worker over fast links, simulates N over slow ones, and has N
-  live workers run over these."""
-  links = runtime.links
-  times, before = undisturbed(lambda: runtime.measured(_JOBS))
+def turn(
+  runtime: Threads,
+  workers: int,
+  shards: int,
+  seed: int,
+  one: tuple[Sequence[float], float],
+) -> Turn:
+  """Simulates N workers over slow links with the times of `one`, as measured
+  over fast links, and has N live workers run over the slow ones."""
+  links, (times, before) = runtime.links, one
   bound = links.bound(workers, shards, float(np.mean(times)))
   each = links.bound(workers, shards) / links.bound(1, 1) / workers
   size = workers, shards, workers * max(round(_JOBS * each), _LEAST)
@@ -351,25 +358,26 @@ def turn(runtime: Threads, workers: int, shards: int, seed: int) -> Turn:
   return Turn(bound, live, predicted, max(before, after))
 
 
-def run(links: str = "threads", seconds: float = 8.0, rounds: int = 3) -> None:
+def run(
+  report: Report, links: str = "threads", seconds: float = 3.0, rounds: int = 3
+) -> None:
   """Prints for numbers of workers and shards what their links allow, what live
   runs of so many seconds came to, and what had been simulated, in turns."""
   with RUNTIMES[links](seconds) as runtime:
     slow = runtime.links
-    print(
-      f"jobs of {slow.job:.3g} s, {slow.latency:.3g} s each way, a port takes"
-      f" {slow.port / slow.nbytes:.3g} messages a second\n",
-      flush=True,
+    table = report.table(
+      f"slow links, {links}: jobs of {slow.job:.3g} s, {slow.latency:.3g} s"
+      f" each way, a port takes {slow.port / slow.nbytes:.3g} messages/s",
+      "workers, shards",
+      {"at most/s": ".2f", "live/s": ".2f", "simulated/s": ".2f"}
+      | {"late %": ".1f"},
+      {"simulated of live": ".2f"},
+      width=15,
     )
-    header = ["workers", "shards", "at most/s", "live/s", "simulated/s"]
-    table = turns.TimingTable([*header, "of live", "range", "late %"], first=7)
+    ones = [undisturbed(lambda: runtime.measured(_JOBS)) for _ in range(rounds)]
     for workers, shards in runtime.runs:
-      taken = [
-        turn(runtime, workers, shards, seed)
-        for seed in range(rounds)
-      ]
+      taken = [turn(runtime, workers, shards, *one) for one in enumerate(ones)]
       bound, live, simulated, late = np.transpose(taken)
-      speeds = [f"{np.median(x):.2f}" for x in (bound, live, simulated)]
-      ratio = turns.ratio_cells(simulated / live)
-      late = f"{100 * late.max():.1f}"
-      table.row(str(workers), str(shards), *speeds, *ratio, late)
+      speeds = [float(np.median(x)) for x in (bound, live, simulated)]
+      ratio = Measured(simulated / live, _NEAR)
+      table.row(f"{workers}, {shards}", *speeds, 100 * late.max(), ratio)

@@ -15,9 +15,9 @@ device with the same cores, and what is lost is what sharing costs.
 - collectives written out, on two and on eight devices, against `jax.lax.psum`:
   with the sum in new memory, and in place (the argument is donated, which
   `psum` is copied for). These run in processes of their own:
-    - one as it comes. Large arrays are given back to the system after each
-      call, and the next one waits for new pages, which takes longer than to add
-      the numbers up;
+    - one as it comes, of the ring alone. Large arrays are given back to the
+      system after each call, and the next one waits for new pages, which takes
+      longer than to add the numbers up;
     - one that keeps the memory it has had, by what glibc reads from the
       environment (MALLOC_MMAP_MAX_ and others). Here times are those of
       messages, and beside them is what `asgd.parallel.costs` says, of a link
@@ -26,7 +26,6 @@ device with the same cores, and what is lost is what sharing costs.
 
 import itertools
 import os
-import subprocess
 import sys
 
 import jax
@@ -41,12 +40,14 @@ from asgd.parallel import collectives, costs, data_parallel, meshes, wait_free
 from asgd.parallel.tensor import column_dense, row_dense
 
 from . import turns
+from .report import Measured, Report
 from .turns import Contestant
 
 _DEVICES = 2
 _HIDDEN, _BATCH, _SMALL_BATCH = (512,) * 4, 2048, 256
 _WIDTH, _ROWS = 512, 1024  # of the tensor parallel MLP
 _SMALL, _LARGE = 1.0, 64.0  # MB of each device
+_TARGETS = "<= 1.3", "<= 1.1"  # of the ring by psum, and in place
 _ALL = 10**9  # bytes of a bucket that takes all gradients
 _KEPT = {  # what has glibc keep memory that is freed
   "MALLOC_MMAP_MAX_": "0",
@@ -223,79 +224,80 @@ def cells(
   size: float,
   times: np.ndarray,
   link: costs.LinkSpeed | None = None,
-) -> list[str]:
-  """Returns a row: what `measure` gave, and what the model says of a link."""
-  row = [name, f"{devices}", f"{size:g}"]
-  for mine, psum in zip(*times, strict=True):
-    row += [f"{1e3 * np.median(mine):.2f}", *turns.ratio_cells(mine / psum)]
+) -> list[float | None | Measured]:
+  """Returns a row's numbers, of what `measure` gave: milliseconds, and in
+  place; with a link the model's, and their share of those measured; and the
+  ratios to psum."""
+  milliseconds = [1e3 * float(np.median(mine)) for mine in times[0]]
+  if name == "psum":  # the measure of the others
+    return [*milliseconds, *[None] * (2 if link is None else 4)]
+  targets = _TARGETS if (name, size) == ("ring", _LARGE) else ("", "")
+  ratios = map(Measured, times[0] / times[1], targets)
   if link is None:
-    return row
-  if name == "psum":
-    return [*row, "", ""]
-  model = costs.seconds(cost(name, size, devices), link)
-  share = model / np.median(times[0, 1])
-  return [*row, f"{1e3 * model:.2f}", f"{share:.2f}"]
+    return [*milliseconds, *ratios]
+  model = 1e3 * costs.seconds(cost(name, size, devices), link)
+  return [*milliseconds, model, model / milliseconds[1], *ratios]
 
 
-def _measure_collectives(rounds, keeps_memory):
+def _measure_collectives(report, rounds, keeps_memory):
   """Measures all collectives in this process."""
-  header = ["collective", "devices", "MB", "ms", "x psum", "range"]
-  header += ["in place", "x psum", "range"]
+  values = {"ms": ".2f", "ms in place": ".2f"}
   if keeps_memory:
-    header += ["model", "of measured"]
+    values |= {"model ms": ".2f", "model of measured": ".2f"}
+  keeping = ", in a process that keeps its memory" if keeps_memory else ""
   for devices in (2, 8):
-    sizes, link = [_LARGE], None
+    sizes, link, kinds = [_LARGE], None, ["psum", "ring"]
     rings = {}  # MB -> times of the ring, which the link is fitted to
     if keeps_memory:
-      sizes, measured = [_SMALL, _LARGE], []
+      sizes, measured, kinds = [_SMALL, _LARGE], [], list(shapes(devices))
       for size in sizes:
         rings[size] = measure("ring", devices, size, rounds)
         seconds = float(np.median(rings[size][0, 1]))
         measured.append((cost("ring", size, devices), seconds))
       link = fit(*measured)
       print(
-        f"model: {link.bandwidth / 1e9:.2f} GB/s each way, and"
+        f"\nmodel: {link.bandwidth / 1e9:.2f} GB/s each way, and"
         f" {1e6 * link.latency:.0f} us a message",
         flush=True,
       )
-    table = turns.TimingTable(header, first=18)
-    for size, name in itertools.product(sizes, shapes(devices)):
+    table = report.table(
+      f"collectives of {devices} devices{keeping}",
+      "collective, MB",
+      values,
+      {"time of psum": ".2f", "in place, of psum": ".2f"},
+    )
+    for size, name in itertools.product(sizes, kinds):
       known = name == "ring" and size in rings
       times = rings[size] if known else measure(name, devices, size, rounds)
-      table.row(*cells(name, devices, size, times, link))
-    print(flush=True)
+      table.row(f"{name}, {size:g}", *cells(name, devices, size, times, link))
 
 
-def run(rounds: int = 5) -> None:
+def run(report: Report, rounds: int = 3) -> None:
   """Prints steps on two devices against one, and collectives against psum."""
   jax.config.update("jax_num_cpu_devices", _DEVICES)
-  load = os.getloadavg()[0]
-  print(f"{os.cpu_count()} cores, load {load:.1f} before it begins\n")
   parts = (
     (f"data parallel: MLP of {_HIDDEN}, Adam, batch {_BATCH}", data_steps),
     (f"tensor parallel: MLP {_WIDTH}-{4 * _WIDTH}, {_ROWS} rows", tensor_steps),
     (f"reducing gradients: MLP of {_HIDDEN}, batch {_SMALL_BATCH}", reductions),
   )
   for title, make in parts:
-    print(title, flush=True)
     (base, once), *others = make().items()
     contestants = {name: lambda other=other: other for name, other in others}
-    table = turns.TimingTable([f"against {base}", "ms", "of ideal", "range"])
+    table = report.table(
+      title, f"against {base}", {"ms": ".1f"}, {"of ideal": ".2f"}
+    )
     for name, theirs, mine in turns.against(once, contestants, rounds, calls=3):
-      ms = f"{1e3 * np.median(mine):.1f}"
-      table.row(name, ms, *turns.ratio_cells(theirs / mine))
-    print(flush=True)
+      ms = 1e3 * float(np.median(mine))
+      table.row(name, ms, Measured(theirs / mine))
   command = [sys.executable, "-m", f"{__package__}.parallel", str(rounds)]
-  for title, environment in (
-    ("collectives", {}),
-    ("collectives, in a process that keeps its memory", _KEPT),
-  ):
-    print(title, flush=True)
-    subprocess.run(command, env={**os.environ, **environment}, check=True)
+  for environment in ({}, _KEPT):
+    report.add_from(command, {**os.environ, **environment})
 
 
 if __name__ == "__main__":  # the process that measures collectives
   jax.config.update("jax_num_cpu_devices", 8)
+  child = Report()
   _measure_collectives(
-    int(sys.argv[1]), keeps_memory=_KEPT.items() <= os.environ.items()
+    child, int(sys.argv[1]), keeps_memory=_KEPT.items() <= os.environ.items()
   )
+  child.save(sys.argv[2])

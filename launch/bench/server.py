@@ -28,11 +28,18 @@ from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
 
 from . import compression, turns
+from .report import Measured, Report
 
 WORKERS = 2
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
-_MOST = 1e5  # MB
+_SIZES = 0.1, 1.0, 10.0, 100.0  # MB
 _TURNS = 2  # of each contestant
+_TARGETS = {  # MB -> times the Ray loop, time of the floor
+  0.1: (">= 6", "<= 10"),
+  1.0: (">= 6", "<= 6"),
+  10.0: (">= 4", "<= 1.5"),
+  100.0: (">= 2", "<= 1.5"),
+}
 
 
 def _make_server() -> base.Server:
@@ -155,16 +162,11 @@ def rate(once: turns.Contestant, seconds: float) -> float:
   return count / took
 
 
-def run(sizes: Sequence[str], seconds: float = 3.0) -> None:
+def run(
+  report: Report, sizes: Sequence[float] = _SIZES, seconds: float = 3.0
+) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
-  seconds for each contestant and size. ValueError for what is no size."""
-  try:
-    megabytes = [float(size) for size in sizes]
-  except ValueError as error:
-    raise ValueError(f"--sizes must be numbers of MB: {error}") from error
-  wrong = [size for size in megabytes if not 0 < size <= _MOST]
-  if wrong:
-    raise ValueError(f"--sizes must be above 0 to {_MOST:g} MB, not {wrong[0]}")
+  seconds for each contestant and size."""
   print(
     f"{WORKERS} workers, {os.cpu_count()} cores; floor: message"
     " in, update and parameters out in one thread of NumPy\n",
@@ -172,17 +174,26 @@ def run(sizes: Sequence[str], seconds: float = 3.0) -> None:
   )
   ray_runtime.start(None, memory=4 * 2**30)  # the Ray loop needs it
   try:
-    header = ["MB", "copies/s", "floor/s", "Ray loop/s", "ours/s", "MB/s"]
-    header += ["of Ray loop", "time of floor", "of 2 copies", "no log/s"]
-    table = turns.TimingTable([*header, "of Ray loop"], first=6)
-    for size in megabytes:
-      table.row(*_cells(compression.message(size), seconds / _TURNS))
+    table = report.table(
+      f"a server of {WORKERS} workers on Ray, by MB of parameters",
+      "MB",
+      {"copies/s": ".0f", "floor/s": ".0f", "Ray loop/s": ".1f"}
+      | {"ours/s": ".1f", "MB/s": ".0f", "no log/s": ".1f"},
+      {"of Ray loop": ".2f", "time of floor": ".2f", "of 2 copies": ".2f"}
+      | {"of no log": ".2f"},
+      width=6,
+    )
+    for size in sizes:
+      cells = _cells(compression.message(size), seconds / _TURNS)
+      table.row(f"{size:g}", *cells)
   finally:
     ray_runtime.stop()
 
 
-def _cells(params: dict[str, np.ndarray], seconds: float) -> list[str]:
-  """Has the contestants take turns; returns a row of the table."""
+def _cells(
+  params: dict[str, np.ndarray], seconds: float
+) -> list[float | Measured]:
+  """Has the contestants take turns; returns the numbers of a row."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
   target, floor_once = (
@@ -202,8 +213,12 @@ def _cells(params: dict[str, np.ndarray], seconds: float) -> list[str]:
     lambda: ours(params, seconds, 0),
   )
   rates = [[measure() for measure in contestants] for _ in range(_TURNS)]
-  copy, floor, theirs, mine, fast = np.median(rates, axis=0)
-  row = [megabytes, copy, floor, theirs, mine, 2 * megabytes * mine]
-  row += [mine / theirs, floor / mine, copy / 2 / mine, fast, fast / theirs]
-  digits = (1, 0, 0, 1, 1, 0, 1, 2, 2, 1, 1)
-  return [f"{value:.{n}f}" for value, n in zip(row, digits, strict=True)]
+  copy, floor, theirs, mine, fast = np.transpose(rates)
+  speeds = [np.median(x) for x in (copy, floor, theirs, mine)]
+  ratios = mine / theirs, floor / mine, copy / 2 / mine, mine / fast
+  wanted = _TARGETS.get(round(megabytes, 1), ("", ""))
+  targets = *wanted, "", ">= 0.95"
+  return [
+    *(*speeds, 2 * megabytes * speeds[-1], np.median(fast)),
+    *map(Measured, ratios, targets),
+  ]

@@ -1,25 +1,117 @@
-"""Updates per second of the simulator against a plain jitted optax loop."""
+"""Updates per second of the simulator beside a plain jitted optax loop.
 
+In the same run, in turns: the simulator's engine on a trace made before,
+`asgd.simulate` with all that it does, and a loop over one jitted optax step on
+the same model and batches with one worker. With torch, also the loop that a
+researcher would write in PyTorch, on the same order of workers
+(`launch/bench/torch_loop.py`). Data are drawn.
+"""
+
+import contextlib
 import functools
 import itertools
+import json
+import math
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
 
-from asgd import algorithms, models, orders, simulator
-from asgd import worker as worker_lib
+import asgd
+from asgd import base, models, orders, simulator
 from asgd.orders import durations
+from asgd.problems import Problem, own
+from asgd.problems.problem import classification_loss
 
 from . import turns
+from .report import Measured, Report
 
 _RATE = 0.01
-_RECIPES = ("asgd", "dc_asgd_a", "nag_asgd", "gap_aware", "dana_zero")
-_WORKERS = (8, 64)
+_EXAMPLES = 2048
+_MOST_WORKERS = 4096
+_CALLS = 3  # that start-up is measured in
+_CONTESTANTS = "plain", "engine", "simulate", "torch"
+_TORCH = 4  # of the updates of a turn PyTorch makes one in so many
+
+
+class BenchModel(NamedTuple):
+  """A model, and how it is measured."""
+
+  name: str
+  kind: str  # of `asgd.models`
+  widths: tuple[int, ...]  # of its layers but the last
+  shape: tuple[int, ...]  # of an example
+  batch: int  # examples
+  messages: int  # of all turns of a contestant, at least
+  workers: tuple[int, ...]
+  targets: Mapping[str, str]  # recipe -> times the plain loop
+
+  def layers(self) -> models.Layers:
+    """Returns the layers."""
+    if self.kind == "mlp":
+      return models.mlp(10, hidden=self.widths)
+    *features, hidden = self.widths
+    return models.cnn(10, features=features, hidden=hidden)
+
+  def parts(self) -> tuple[Callable, Callable, Any]:
+    """Returns (loss, params, data), as `asgd.simulate` takes them."""
+    layers, example = self.layers(), np.zeros((1, *self.shape), np.float32)
+
+    def loss(params, batch):
+      logits, _ = models.apply(layers, params, batch[0])
+      return classification_loss(logits, batch)
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((_EXAMPLES, *self.shape), np.float32)
+    labels = rng.integers(0, 10, _EXAMPLES, np.int32)
+    return loss, lambda key: models.init(layers, key, example), (x, labels)
+
+  def problem(self, recipe: asgd.Recipe) -> Problem:
+    """Returns the problem that `asgd.simulate` makes of the parts."""
+    given = own.Objects(*self.parts(), recipe, batch_size=self.batch)
+    return given.problem()
+
+  def updates_of(self, workers: int, count: int) -> int:
+    """Returns the updates of one of `count` turns, which are a whole number of
+    messages of each worker together.
+
+    Example:
+      >>> MODELS[0].updates_of(8, 6), MODELS[-1].updates_of(64, 6)
+      (2048, 32)
+    """
+    least = workers // math.gcd(workers, count)
+    return math.ceil(self.messages / count / least) * least
+
+
+_DIGITS = {"asgd": ">= 2.5", "dana_zero": ">= 1.5"}
+_LARGE = dict.fromkeys(_DIGITS, ">= 0.8")
+_IMAGE = (28, 28, 1)
+_CNN = dict.fromkeys(_DIGITS, ">= 0.95")
+_CNN |= dict.fromkeys(("dc_asgd_a", "nag_asgd", "gap_aware"), "")
+MODELS = (
+  BenchModel(
+    *("digits MLP", "mlp", (64,), (64,), 16, 12_288),
+    *((8, 64, 512, _MOST_WORKERS), _DIGITS),
+  ),
+  BenchModel("MLP", "mlp", (64,), _IMAGE, 16, 3072, (64,), _LARGE),
+  BenchModel("MLP", "mlp", (256, 256), _IMAGE, 16, 3072, (64,), _LARGE),
+  BenchModel("MLP", "mlp", (1024, 1024), _IMAGE, 64, 192, (64,), _LARGE),
+  BenchModel("CNN", "cnn", (16, 32, 64), _IMAGE, 64, 144, (8, 64), _CNN),
+)
+
+
+# Contestants: each call makes the updates of a turn.
 
 
 def _plain_sgd(problem, updates) -> turns.Contestant:
-  """Makes so many updates with one worker and no simulator."""
+  """Trains with one worker and no simulator."""
   tx = optax.sgd(_RATE)
   step = turns.plain_step(problem, tx)
   batch, key = problem.batches(0, 1), jax.random.key(0)
@@ -36,48 +128,215 @@ def _plain_sgd(problem, updates) -> turns.Contestant:
   return turns.repeated(block, (params, tx.init(params)))
 
 
-def _simulated(problem, name, workers, updates, rounds) -> turns.Contestant:
-  """Simulates so many messages of a recipe in each of `rounds` + 1 calls."""
-  recipe = algorithms.build(name, _RATE, workers)
-  worker = worker_lib.gradient_worker(problem.loss)
-  host = simulator.make_host(recipe.server(), worker)
-  trace = orders.asynchronous(
-    durations.homogeneous(), workers=workers, messages=(rounds + 1) * updates
+def _trace(workers: int, messages: int) -> base.Trace:
+  return orders.asynchronous(
+    durations.homogeneous(), workers=workers, messages=messages
   )
+
+
+def _choice(recipe, problem, trace, messages) -> simulator.Choice:
+  """The engine that `asgd.simulate` would choose."""
+  worker = recipe.make_worker(problem.loss)
+  params = jax.eval_shape(problem.init, jax.random.key(0))
+  jobs = simulator.Jobs(params, problem.batches(0, 1)(0, 0), messages)
+  return simulator.choose(recipe.server(), worker, trace, jobs)
+
+
+def _engine(choice, problem, trace, workers, updates) -> turns.Contestant:
+  """Replays so many messages of a trace more in each call."""
+  engine = choice.simulator
   ends = iter(simulator.end_of_message(trace)[updates - 1 :: updates])
   batch, root = problem.batches(0, workers), jax.random.key(0)
-  simulation = host.init(problem.init(root), workers)
-
-  def once():
-    nonlocal simulation
-    end = int(next(ends))
-    simulation, _ = host.run(simulation, trace, end, batch=batch, root=root)
-
-  return once
+  simulation = engine.init(problem.init(root), workers)
+  run = engine.follow(simulation, trace, batch=batch, root=root)
+  return lambda: run.until(int(next(ends)))
 
 
-def run(block: int, batch_size: int, rounds: int = 9) -> None:
-  """Prints updates/s and their ratio to the plain loop's, over so many rounds
-  of `block` updates, with the CNN of configs/fashion.py."""
-  layers = models.build("cnn", 10)
-  problem = turns.image_problem(layers, 2048, batch_size)
-  parameters = models.count(problem.init(jax.random.key(0)))
-  print(
-    f"CNN of {parameters:,} parameters, batch {batch_size}, on"
-    f" {jax.default_backend()}; {rounds} rounds of {block} updates\n",
-    flush=True,
-  )
-  contestants = {
-    f"{name}, {workers} workers": functools.partial(
-      _simulated, problem, name, workers, block, rounds
+def _with_simulate(
+  call: Callable[..., Any],
+  updates: int,
+  messages: int,
+  others: turns.Contestants,
+) -> dict[str, np.ndarray]:
+  """Returns seconds of each turn, of `call`, an `asgd.simulate`, and of others.
+
+  The call evaluates after each turn; meanwhile the others have theirs. The
+  first turns, in which programs are compiled, are not counted.
+  """
+  seconds: dict[str, list[float]] = {"simulate": [], **{k: [] for k in others}}
+  began = time.perf_counter()
+
+  def evaluate(params):
+    nonlocal began
+    jax.block_until_ready(params)
+    seconds["simulate"].append(time.perf_counter() - began)
+    for name, once in others.items():
+      began = time.perf_counter()
+      once()
+      seconds[name].append(time.perf_counter() - began)
+    began = time.perf_counter()
+    return 0.0
+
+  call(messages=messages, every=updates, evaluate=evaluate)
+  return {name: np.array(each[1:]) for name, each in seconds.items()}
+
+
+class TorchProcess:
+  """PyTorch's loop, in a process of another Python."""
+
+  def __init__(self, python: str):
+    """Starts it."""
+    script = Path(__file__).with_name("torch_loop.py")
+    self._process = subprocess.Popen(
+      [python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    for name in _RECIPES
-    for workers in _WORKERS
-  }
-  table = turns.TimingTable(
-    ["algorithm", "updates/s", "plain/s", "of plain", "range"]
+
+  def _write(self, **line):
+    try:
+      print(json.dumps(line), file=self._process.stdin, flush=True)
+    except BrokenPipeError:
+      raise self._failed() from None
+
+  def _failed(self):
+    command = f"{self._process.args[0]} {self._process.args[1]}"
+    return ValueError(f"{command} has failed: has this Python torch?")
+
+  def loop(
+    self, model: BenchModel, trace: base.Trace, workers: int, updates: int
+  ) -> turns.Contestant:
+    """Returns a contestant that makes so many updates in the trace's order, in
+    place of the loop before."""
+    order = trace.worker[trace.action == base.RECEIVE].tolist()
+    keys = "kind", "widths", "shape", "batch"
+    sizes = {key: getattr(model, key) for key in keys}
+    self._write(**sizes, rate=_RATE, workers=workers, order=order)
+
+    def once():
+      self._write(updates=updates)
+      if not self._process.stdout.readline():
+        raise self._failed()
+
+    return once
+
+  def close(self) -> None:
+    """Ends the process."""
+    with contextlib.suppress(BrokenPipeError):
+      self._process.stdin.close()
+    self._process.wait()
+    self._process.stdout.close()
+
+
+# Tables.
+
+
+def _rates(model, plain, name, workers, rounds, torch):
+  """Returns the engine's name, and updates a second in each turn: plain,
+  engine, simulate, and torch, or None if there is none of this recipe."""
+  updates = model.updates_of(workers, rounds + 1)
+  messages = (rounds + 1) * updates
+  recipe = asgd.build(name, _RATE, workers)
+  trace, problem = _trace(workers, messages), model.problem(recipe)
+  choice = _choice(recipe, problem, trace, messages)
+  engine = _engine(choice, problem, trace, workers, updates)
+  made = {"plain": model.updates_of(1, rounds + 1)}
+  made |= {"engine": updates, "simulate": updates}
+  others = {"plain": plain, "engine": engine}
+  if torch is not None and name == "asgd":
+    made["torch"] = max(updates // _TORCH, 1)
+    others["torch"] = torch.loop(model, trace, workers, made["torch"])
+  parts = *model.parts(), recipe
+
+  def call(**options):
+    asgd.simulate(*parts, batch_size=model.batch, progress=False, **options)
+
+  seconds = _with_simulate(call, updates, messages, others)
+  rates = {who: made[who] / each for who, each in seconds.items()}
+  return choice.name, [rates.get(who) for who in _CONTESTANTS]
+
+
+def _speed(report, model, rounds, torch):
+  """Prints updates/s, and their ratios to the plain loop's and PyTorch's."""
+  problem = model.problem(asgd.asgd(_RATE, workers=1))
+  parameters = models.count(problem.init(jax.random.key(0)))
+  names = ["plain/s", "engine/s", "simulate/s"]
+  ratios = ["engine, of plain", "simulate, of plain"]
+  if torch is not None:
+    names, ratios = [*names, "torch/s"], [*ratios, "simulate, of torch"]
+  table = report.table(
+    f"{model.name} of {parameters:,} parameters, batch {model.batch}",
+    "recipe, workers, engine",
+    dict.fromkeys(names, ".0f"),
+    dict.fromkeys(ratios, ".2f"),
+    width=23,
   )
-  plain = _plain_sgd(problem, block)
-  for name, base, mine in turns.against(plain, contestants, rounds):
-    speeds = (f"{block / np.median(seconds):.0f}" for seconds in (mine, base))
-    table.row(name, *speeds, *turns.ratio_cells(base / mine))
+  plain = _plain_sgd(problem, model.updates_of(1, rounds + 1))
+  for recipe, workers in itertools.product(model.targets, model.workers):
+    name, each = _rates(model, plain, recipe, workers, rounds, torch)
+    base, engine, simulate, theirs = each
+    speeds = [None if x is None else float(np.median(x)) for x in each]
+    ratios = [
+      Measured(engine / base),
+      Measured(simulate / base, model.targets[recipe]),
+      None if theirs is None else Measured(simulate / theirs, ">= 1"),
+    ]
+    shown = slice(None if torch else -1)
+    row = f"{recipe}, {workers}, {name}"
+    table.row(row, *speeds[shown], *ratios[shown])
+
+
+def _simulate_digits(workers: int, messages: int) -> None:
+  recipe = asgd.asgd(_RATE, workers=workers)
+  how = {"messages": messages, "batch_size": MODELS[0].batch, "progress": False}
+  asgd.simulate(*MODELS[0].parts(), recipe, **how)
+
+
+def _peak() -> float:
+  """The most bytes of memory that this process has had."""
+  unit = 1 if sys.platform == "darwin" else 1024
+  return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def _whole_calls(report):
+  """Prints how long a second call takes, and what workers add to memory. It is
+  the first of all: the peak of memory never falls."""
+  few, title = MODELS[0].workers[0], f"calls of asgd.simulate, {MODELS[0].name}"
+  table = report.table(title, "", {}, {"number": ".2f"}, width=46)
+  for messages in (few, _MOST_WORKERS):
+    call = functools.partial(_simulate_digits, few, messages)
+    (seconds,) = turns.take_turns({"": call}, _CALLS).values()
+    name = f"s of a second call, of {messages:,} messages"
+    table.row(name, Measured(seconds, "<= 1"))
+  _simulate_digits(few, 2 * _MOST_WORKERS)
+  before = _peak()
+  _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
+  problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
+  nbytes = 4 * models.count(problem.init(jax.random.key(0)))
+  copies = (_peak() - before) / (_MOST_WORKERS - few) / nbytes
+  table.row("copies of the parameters, for a worker more", Measured(copies))
+
+
+@contextlib.contextmanager
+def _torch(peer) -> Iterator[TorchProcess | None]:
+  """Yields PyTorch's process; None without torch."""
+  python = turns.python_with_torch(peer)
+  if python is None:
+    yield None
+    return
+  with contextlib.closing(TorchProcess(python)) as process:
+    yield process
+
+
+def run(
+  report: Report,
+  rounds: int = 5,
+  block: int | None = None,
+  peer: str | None = None,
+) -> None:
+  """Runs all of it, with so many turns, of about `block` updates unless that is
+  None; `peer` is a Python that has torch, None this one."""
+  _whole_calls(report)
+  with _torch(peer) as torch:
+    for model in MODELS:
+      if block is not None:
+        model = model._replace(messages=(rounds + 1) * block)
+      _speed(report, model, rounds, torch)

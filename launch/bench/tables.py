@@ -37,6 +37,7 @@ from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
 from . import turns
+from .report import Measured, Report
 from .server import CanonicalServer
 from .turns import Contestant
 
@@ -171,7 +172,7 @@ def contestants(rows: int) -> Iterator[dict[str, Contestant]]:
 
 
 def ratings_per_second(
-  workers: int, *, epochs: float = 160.0, batch_size: int = 10_000
+  workers: int, *, epochs: float = 100.0, batch_size: int = 10_000
 ) -> float:
   """Returns how many ratings live workers learn from in a second, of matrix
   factorisation by SSP on two shards, in the second half of the jobs; Ray
@@ -213,19 +214,28 @@ def ratings_per_second(
   return batch_size * (len(late) - 1) / float(late[-1] - late[0])
 
 
-def run(rounds: int = 5) -> None:
+def run(report: Report, rounds: int = 5) -> None:
   """Prints jobs of 1,000 rows against Ray's loop, then ratings by workers."""
-  print(f"pull and push of 1,000 rows of 64 float32, of {_ALL:,}\n")
   with running():
     with contestants(_ALL) as each:
       taken = turns.take_turns(each, rounds)
-    table = turns.TimingTable(["", "ms", "of sparse", "range"])
+    table = report.table(
+      f"pull and push of 1,000 rows of 64 float32, of {_ALL:,}",
+      "contestant",
+      {"ms": ".2f"},
+      {"time of sparse": ".2f"},
+    )
     for name, seconds in taken.items():
-      ratio = turns.ratio_cells(seconds / taken["sparse"])
-      table.row(name, f"{100 * np.median(seconds):.2f}", *ratio)
-    print("\nmatrix factorisation by SSP, on two shards\n", flush=True)
-    table = turns.TimingTable(["workers", "ratings/s", "of one", "range"])
+      ratio = Measured(seconds / taken["sparse"])
+      table.row(name, 100 * float(np.median(seconds)), ratio)
+    table = report.table(
+      "matrix factorisation by SSP, on two shards",
+      "workers",
+      {"ratings/s": ",.0f"},
+      {"of one": ".2f"},
+      width=7,
+    )
     rates = [[ratings_per_second(w) for w in (1, 4)] for _ in "123"]
   one, four = np.transpose(rates)
-  table.row("1", f"{np.median(one):,.0f}", "", "")
-  table.row("4", f"{np.median(four):,.0f}", *turns.ratio_cells(four / one))
+  table.row("1", float(np.median(one)), None)
+  table.row("4", float(np.median(four)), Measured(four / one, ">= 1.7"))

@@ -1,8 +1,10 @@
-"""What the benchmarks share: turns, ratios, tables, and a plain optax step."""
+"""What the benchmarks share: turns, and a plain optax step."""
 
 import functools
+import importlib.util
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -12,6 +14,7 @@ import optax
 from asgd import data, models, problems
 
 Contestant = Callable[[], object]  # does its work once, to the end
+Contestants = Mapping[str, Contestant]  # by name
 
 
 def alone(step: Callable, *args: Any) -> Contestant:
@@ -30,7 +33,7 @@ def repeated(step: Callable[[Any], Any], state: Any) -> Contestant:
 
 
 def take_turns(
-  contestants: Mapping[str, Contestant],
+  contestants: Contestants,
   rounds: int,
   calls: int = 1,
   clock: Callable[[], float] = time.perf_counter,
@@ -74,30 +77,6 @@ def against(
     yield name, *take_turns(pair, rounds, calls).values()
 
 
-def ratio_cells(ratio: np.ndarray) -> list[str]:
-  """Returns the median and the range of ratios, two cells of a table."""
-  return [f"{np.median(ratio):.2f}", f"{ratio.min():.2f}-{ratio.max():.2f}"]
-
-
-class TimingTable:
-  """A table whose rows are printed as soon as they are known."""
-
-  def __init__(self, header: Sequence[str], first: int = 24, least: int = 9):
-    """Prints the header: of a column of texts, `first` wide, and columns of
-    numbers, as wide as their headers and as `least`."""
-    self._widths = [first, *(max(len(h), least) for h in header[1:])]
-    print(line := self._line(header), "-" * len(line), sep="\n", flush=True)
-
-  def row(self, *cells: str) -> None:
-    """Prints a row."""
-    print(self._line(cells), flush=True)
-
-  def _line(self, cells):
-    first, *others = zip(cells, self._widths, strict=True)
-    padded = [first[0].ljust(first[1]), *(c.rjust(w) for c, w in others)]
-    return "  ".join(padded).rstrip()
-
-
 def image_problem(
   layers: models.Layers, images: int, batch_size: int
 ) -> problems.Problem:
@@ -110,6 +89,15 @@ def image_problem(
     "random", "drawn here", x, labels, x[:64], labels[:64], 10, mean, std
   )
   return problems.classification(dataset, layers, batch_size=batch_size)
+
+
+def python_with_torch(peer: str | None) -> str | None:
+  """Returns the Python that PyTorch is measured in: `peer`, or this one if it
+  has torch; else None, and prints how to name one."""
+  if peer is not None or importlib.util.find_spec("torch") is not None:
+    return peer or sys.executable
+  print("no torch to compare with: pip install torch, or --peer=PYTHON")
+  return None
 
 
 def plain_step(

@@ -8,9 +8,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from asgd import (
@@ -93,10 +94,19 @@ class ServerPlan:
     """Raises ValueError for an order that does not fit the rest of the plan."""
     server_orders.check(self)
 
-  @functools.cached_property
-  def host(self) -> simulator.StepwiseEngine:
-    """The engine that simulates the cells, compiled once for all seeds."""
-    return simulator.make_host(self.server, self.coded_worker())
+  def simulator(self, trace: base.Trace) -> simulator.Choice:
+    """Returns the engine that simulates a cell in this order; equal ones are
+    compiled once."""
+    shapes = jax.eval_shape(self.problem.init, jax.random.key(0))
+    messages = self.messages * len(self.run.config["seeds"])
+    batch = self.job_batches(0)(0, 0)
+    even = self.allocation is None
+    with checks.blame("simulator"):
+      return simulator.choose(
+        *(self.server, self.coded_worker(), trace),
+        simulator.Jobs(shapes, batch, messages, even),
+        asked=self.run.config["simulator"]["engine"],
+      )
 
   def coded_worker(
     self, split: sharding.ShardPlan | None = None
@@ -212,13 +222,7 @@ class ServerPlan:
   def job_batches(self, seed: int) -> problems.Batches:
     """Returns (worker, job) -> what the job is done on; its errors are
     ValueErrors, which say whose batch it is."""
-    batches = self._job_batches(seed)
-
-    def batch(worker, job):
-      with checks.batch_of(f"worker {worker}, job {job}"):
-        return batches(worker, job)
-
-    return batch
+    return _NamedBatches(self._job_batches(seed))
 
   def _job_batches(self, seed):
     steps, given, problem = self.recipe.steps, self.allocation, self.problem
@@ -234,6 +238,23 @@ class ServerPlan:
   def rules(self) -> protocol.Rules:
     """Returns the protocol of a live run; refuses others with ValueError."""
     return server_orders.rules(self.order, self.recipe.every, self.workers)
+
+
+class _NamedBatches(NamedTuple):
+  """Batches of jobs, whose errors say whose they are."""
+
+  batches: problems.Batches
+
+  def __call__(self, worker: int, job: int) -> base.Batch:
+    with checks.batch_of(f"worker {worker}, job {job}"):
+      return self.batches(worker, job)
+
+  def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
+    """Returns the batches of several jobs, stacked."""
+    if hasattr(self.batches, "of_jobs"):
+      with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
+        return stacking.of_jobs(self.batches, workers, jobs)
+    return stacking.stack(list(map(self, workers, jobs)))
 
 
 def check(run: Run) -> None:

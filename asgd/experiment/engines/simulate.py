@@ -11,6 +11,7 @@ import numpy as np
 
 from asgd import base, simulator
 from asgd.experiment import checkpoint, engines
+from asgd.experiment.checks import choice
 from asgd.experiment.engines import (
   by_protocol,
   live_clusters,
@@ -22,7 +23,7 @@ from asgd.experiment.engines import (
   traffic,
 )
 from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
-from asgd.experiment.schema import Run
+from asgd.experiment.schema import Run, Setting
 
 
 class SimulationEngine(SimulatedEngine):
@@ -31,24 +32,26 @@ class SimulationEngine(SimulatedEngine):
   def _begin(self, seed, params, root, restore):
     plan = self._plan
     batch = plan.job_batches(seed)
-    simulation = plan.host.init(params, plan.workers)
-    restored = restore(lambda saved: _unpack(saved, simulation))
-    new = simulation, simulator.concatenate([]), None
-    self._simulation, records, sizes = restored or new
-    self._order = simulated_orders.order_of(
-      *(plan, seed, batch, root), saved=sizes, rows=self._simulation.event
+    new = simulator.initial(
+      plan.server, plan.coded_worker(), params, plan.workers
     )
+    restored = restore(lambda saved: _unpack(saved, new))
+    state, records, sizes = restored or (new, simulator.concatenate([]), None)
+    self._order = simulated_orders.order_of(
+      *(plan, seed, batch, root), saved=sizes, rows=state.event
+    )
+    self._order.begin(state)
     self._parts = [records]
     return len(records.loss)
 
   def _run(self, end):
-    self._simulation, part = self._order.obey(self._simulation, self.done, end)
+    part = self._order.until(end)
     self._parts.append(part)
     return part
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
-    server = self._simulation.server
+    server = self._order.run.server
     clock = {
       "time": float(self._parts[-1].time[-1]),
       "megabytes": traffic.megabytes(self._parts),
@@ -59,9 +62,10 @@ class SimulationEngine(SimulatedEngine):
 
   def columns(self) -> dict[str, Any]:
     """Returns what the cell came to."""
-    state, records, plan = self._simulation.server, self.records(), self._plan
+    state, records, plan = self._order.run.server, self.records(), self._plan
     version, trace = int(state.version), self._order.trace
     row = parameter_server.columns(plan, records, version, trace)
+    row["simulator"] = str(self._order.choice)
     row["simulated_time"] = time = float(records.time[-1])
     use = self._order.use()
     if use is not None:
@@ -70,9 +74,10 @@ class SimulationEngine(SimulatedEngine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns server, worker states, tickets in flight and records."""
-    tree, notes = _pack(self._simulation)
+    simulation = self._order.run.pause()
+    tree, notes = _pack(simulation)
     notes["sizes"] = self._order.save()
-    return self._simulation.event, {**tree, "records": self.records()}, notes
+    return simulation.event, {**tree, "records": self.records()}, notes
 
 
 def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -141,6 +146,12 @@ def plan(experiment: Any, run: Run, workers: int) -> Any:
 def check(run: Run) -> None:
   """Checks a run with a server, before there are data."""
   parameter_server.check(run)
+  engine = run.config["simulator"]["engine"]
+  if server_orders.out_of_step(run) and engine != simulator.AUTO:
+    raise ValueError(
+      f"config.simulator.engine {engine!r} is not for shards that are out of"
+      " step, which have an engine of their own: leave it out"
+    )
   server_orders.check_delays(run)
 
 
@@ -151,9 +162,12 @@ def start(context: engines.Context) -> engines.Engine:
   return SimulationEngine(context)
 
 
+_SECTIONS = {
+  "simulator": {"engine": Setting(simulator.AUTO, choice(*simulator.ENGINES))}
+}
 SIMULATE = by_protocol.engine_kind(
   "simulate",
-  sections=parameter_server.SECTIONS,
+  sections=parameter_server.SECTIONS | _SECTIONS,
   settings=None,
   columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
 )

@@ -32,14 +32,16 @@ class MadeOrder:
       self._order.until(plan.messages)
       self.trace = self._order.trace()
     self._ends = simulator.end_of_message(self.trace)
+    self.choice: simulator.Choice = plan.simulator(self.trace)
 
-  def obey(
-    self, simulation: simulator.SimulationState, done: int, end: int
-  ) -> tuple[simulator.SimulationState, base.Records]:
-    """Goes on from message `done` to message `end`."""
-    del done
-    row = int(self._ends[end - 1])
-    return self._plan.host.run(simulation, self.trace, row, **self._data)
+  def begin(self, simulation: simulator.SimulationState) -> None:
+    """Starts to follow the order from a simulation."""
+    follow = self.choice.simulator.follow
+    self.run: simulator.TraceRun = follow(simulation, self.trace, **self._data)
+
+  def until(self, messages: int) -> base.Records:
+    """Goes on until so many messages are received in all."""
+    return self.run.until(int(self._ends[messages - 1]))
 
   def use(self) -> LinkUse | None:
     """Returns what the network bore by the end, None without one."""
@@ -70,7 +72,7 @@ class GrownOrder:
       way: {(w, seq): size for w, seq, size in (saved or {}).get(way, ())}
       for way in ("up", "down")
     }
-    self._going: simulator.StepwiseRun | None = None
+    self.choice = f"{simulator.HOST}: bytes of codes decide the order"
     self._next = 0  # row that is to be obeyed
     ways = (functools.partial(self._size, way) for way in ("up", "down"))
     sizes = play.Sizes(*ways)
@@ -78,30 +80,34 @@ class GrownOrder:
     while len(self._order.rows) < rows:
       self._order.advance()
     self._next = rows
+    made = self._order.rows[:rows]
+    self._received = sum(row.action == base.RECEIVE for row in made)
 
   @property
   def trace(self) -> base.Trace:
     """The rows that were obeyed."""
     return from_events(self._order.rows[: self._next])
 
-  def obey(
-    self, simulation: simulator.SimulationState, done: int, end: int
-  ) -> tuple[simulator.SimulationState, base.Records]:
-    """Goes on from message `done` to message `end`."""
-    if self._going is None:
-      self._going = self._plan.host.begin(simulation, **self._data)
-    while done < end:
+  def begin(self, simulation: simulator.SimulationState) -> None:
+    """Starts to follow the order from a simulation."""
+    plan = self._plan
+    begin = simulator.begin_host(plan.server, plan.coded_worker())
+    self.run: simulator.StepwiseRun = begin(simulation, **self._data)
+
+  def until(self, messages: int) -> base.Records:
+    """Goes on until so many messages are received in all."""
+    while self._received < messages:
       if self._next == len(self._order.rows):
         self._order.advance()
         continue
-      done += self._obey_row()
-    return self._going.pause()
+      self._obey_row()
+    return self.run.records()
 
   def _obey_row(self):
     event = self._order.rows[self._next]
-    self._going.obey(event)
+    self.run.obey(event)
     self._next += 1
-    return event.action == base.RECEIVE
+    self._received += event.action == base.RECEIVE
 
   def _size(self, way, worker, seq):
     """Bytes of a message or a ticket at each shard."""
@@ -110,10 +116,10 @@ class GrownOrder:
       while self._next < len(self._order.rows):  # tickets that were just sent
         self._obey_row()
       if way == "down":
-        nbytes = self._going.bytes_down(worker, seq)
+        nbytes = self.run.bytes_down(worker, seq)
       else:
         job = self._order.job(worker, seq)
-        nbytes = self._going.bytes_up(worker, seq, job)
+        nbytes = self.run.bytes_up(worker, seq, job)
       known[worker, seq] = nbytes
     return networks.divided(known[worker, seq], self._each)
 

@@ -141,6 +141,7 @@ PROTOCOL = Protocol(
       Refusal(f"network.{key}", _NO_SERVER, engines=("threads",))
       for key in ("port", "service", "incast")
     ),
+    Refusal("simulator", "its simulation has one engine"),
     Refusal("compress", _CODEC),
     Refusal("compress_down", _CODEC),
     *(

@@ -110,6 +110,7 @@ PROTOCOL = Protocol(
     Refusal(
       "compress_down", "its loss is that of the parameters as they are"
     ),
+    Refusal("simulator", "its simulation has one engine"),
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
     Refusal("order", "it has an order of its own (its portions)"),

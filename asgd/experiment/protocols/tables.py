@@ -121,6 +121,7 @@ PROTOCOL = Protocol(
   refusals=(
     Refusal("clip_norm", "a worker knows the rows of its batch alone"),
     Refusal("compress_down", "rows are sent as they are"),
+    Refusal("simulator", "its simulation has one engine"),
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
     Refusal("order", "it has an order of its own (its consistency)"),

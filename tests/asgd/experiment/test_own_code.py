@@ -88,8 +88,9 @@ def simulated(exp):
   plan = exp.plan(cell)
   init, root = jax.random.split(jax.random.key(cell.seed))
   params = plan.problem.init(init)
+  trace = plan.trace(cell.seed)
   simulation, _ = simulator.run_whole(
-    *(plan.host, params, 1, plan.trace(cell.seed)),
+    *(plan.simulator(trace).simulator, params, 1, trace),
     batch=plan.job_batches(cell.seed),
     root=root,
   )

@@ -1,0 +1,362 @@
+"""Orders made in columns, by NumPy: millions of rows in seconds.
+
+`asgd.orders.play` makes an order event by event, with the dispatcher that live
+runs have, and says what an order is. Here are the same rows, to the bit, of
+protocols in which each worker holds one ticket, no message takes time on its
+way and nobody joins or leaves. `make` returns None for others, which are
+played. `tests/asgd/orders/test_columns.py` compares the two on drawn protocols.
+
+Without rounds a worker starts its job k when it has ended the one before, and
+all workers have ended k - s, of a bound s:
+
+  end[w, k] = max(end[w, k - 1], max over v of end[v, k - s - 1]) + time[w, k]
+
+A job is granted when a message is received, its trigger, so jobs are numbered
+by trigger and then by worker. Rounds are computed one after the other.
+
+Index letters:
+  N  workers
+  M  messages
+"""
+
+import itertools
+import math
+
+import numpy as np
+
+from asgd import base
+from asgd.orders.durations import Durations
+from asgd.orders.protocol import Rules
+from asgd.orders.trace import DTYPES
+
+_BLOCK = 1024  # times of a worker that are drawn at once, at most
+
+
+class _Irregular(Exception):
+  """Times that are not positive, too small to count, or too few: they are left
+  to a Play."""
+
+
+def make(
+  rules: Rules, durations: Durations, workers: int, messages: int
+) -> base.Trace | None:
+  """Returns the order of a protocol, or None if it has to be played.
+
+  Args:
+    rules: the protocol.
+    durations: how long each job of the N workers takes.
+    workers: N.
+    messages: M; those that are received with the last one come on top.
+
+  Example:
+    >>> from asgd.orders import columns, durations, protocol
+    >>> clock = durations.constant(slowdown=[1, 3])
+    >>> trace = columns.make(protocol.Rules(bound=1), clock, 2, 4)
+    >>> trace.time.tolist(), trace.worker.tolist()
+    ([0.0, 0.0, 1.0, 1.0, 2.0, 3.0, 3.0, 3.0, 4.0], [0, 1, 0, 0, 0, 1, 0, 1, 0])
+    >>> columns.make(protocol.Rules(depth=2), clock, 2, 4) is None
+    True
+  """
+  if rules.depth > 1 or rules.cache or rules.late < math.inf:
+    return None
+  draws = _Draws(durations, workers, min(messages // workers + 8, _BLOCK))
+  try:
+    if rules.round:
+      return _Rounds(rules, draws, workers).until(messages)
+    return _without_rounds(rules, draws, workers, messages)
+  except _Irregular:
+    return None
+
+
+class _Draws:
+  """The next time of each worker."""
+
+  def __init__(self, durations, workers, block):
+    self._streams = [durations.stream(worker) for worker in range(workers)]
+    self._times = np.empty((workers, block))
+    self._used = np.full(workers, block)
+
+  def first(self, count: int) -> np.ndarray:
+    """Returns times of worker 0, before any other is drawn."""
+    return _taken(self._streams[0], count)
+
+  def peek(self, workers: np.ndarray) -> np.ndarray:
+    """Returns the next time of each of these workers."""
+    used, block = self._used[workers], self._times.shape[1]
+    if used.max(initial=0) == block:
+      for worker in workers[used == block].tolist():
+        self._times[worker] = _taken(self._streams[worker], block)
+        self._used[worker] = 0
+      used = self._used[workers]
+    return self._times[workers, used]
+
+  def use(self, workers: np.ndarray) -> None:
+    """Goes on to the time after that."""
+    self._used[workers] += 1
+
+
+def _taken(stream, count):
+  times = np.fromiter(itertools.islice(stream, count), float)
+  if len(times) < count or not (np.isfinite(times) & (times > 0)).all():
+    raise _Irregular
+  return times
+
+
+def _without_rounds(rules, draws, workers, messages):
+  """Rows of protocols with a bound, finite or not, and of a warm start."""
+  alone = min(rules.warm_start, messages)
+  ends = np.add.accumulate(draws.first(alone))
+  job = np.arange(alone)
+  times = np.repeat(np.append(0.0, ends), 2)[1:-1] if alone else ends
+  kept = np.where(job % rules.fetch_every, base.KEEP, base.SEND)
+  actions = np.stack([kept, np.full(alone, base.RECEIVE)], 1).ravel()
+  jobs = np.repeat(job, 2)
+  rows = [times, np.zeros(2 * alone), jobs, jobs, actions]
+  if messages > alone:
+    begin = float(ends[-1]) if alone else 0.0
+    levels = _Levels(rules, draws, workers, messages - alone, begin)
+    time, worker, seq, job, action = levels.rows()
+    seq[worker == 0] += alone
+    together = (time, worker, seq, job + alone, action)
+    rows = map(np.concatenate, zip(rows, together, strict=True))
+  return _trace(rows)
+
+
+def _trace(rows):
+  columns = zip(rows, DTYPES, strict=True)
+  return base.Trace(*(column.astype(dtype) for column, dtype in columns))
+
+
+class _Levels:
+  """Messages level by level: those of level k are the jobs k of workers."""
+
+  def __init__(self, rules, draws, workers, messages, begin):
+    self._workers, self._messages, self._begin = workers, messages, begin
+    self._every, bound = rules.fetch_every, rules.bound
+    self._bound = None if bound == math.inf else math.floor(bound)
+    levels = self._ends(draws)
+    sizes = [len(ends) for _, ends in levels]
+    self._offsets = np.cumsum([0, *sizes])
+    self._worker = np.concatenate([w for w, _ in levels]).astype(np.int32)
+    self._end = np.concatenate([ends for _, ends in levels])
+    self._level = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
+    self._before = self._predecessors()
+
+  def _ends(self, draws):
+    """Returns (workers, when they end) of each level, until all messages are
+    among them, and all that may be granted before the last."""
+    active = np.arange(self._workers)
+    latest = np.full(self._workers, self._begin)
+    levels, gates, known, horizon = [], [], 0, math.inf
+    due = self._messages  # known messages at which the horizon is looked for
+    while len(active):
+      starts = latest[active]
+      if self._bound is not None and len(levels) > self._bound:
+        gate = gates[len(levels) - self._bound - 1]
+        if gate > horizon:
+          break
+        starts = np.maximum(starts, gate)
+      ends = starts + draws.peek(active)
+      draws.use(active)
+      if (ends <= starts).any():
+        raise _Irregular
+      levels.append((active, ends))
+      latest[active] = ends
+      gates.append(ends.max() if len(active) == self._workers else math.inf)
+      known += len(active)
+      if known >= due:
+        # The last message is not after this, whatever is still to be found.
+        found = np.concatenate([ends for _, ends in levels])
+        last = self._messages - 1
+        horizon, due = np.partition(found, last)[last], known + known // 16
+      if horizon < math.inf and (ends > horizon).any():
+        active = active[ends <= horizon]
+    return levels
+
+  def _predecessors(self):
+    """The place of each message's predecessor of the same worker, or -1."""
+    order = np.argsort(self._worker, kind="stable")
+    before = np.full(len(order), -1)
+    before[order[1:]] = order[:-1]
+    before[: self._offsets[1]] = -1
+    return before
+
+  def _triggers(self, places, rank, level_ranks):
+    """The rank of the message that has these granted, -1 of none."""
+    before = self._before[places]
+    triggers = np.where(before < 0, -1, rank[before])
+    if self._bound is None:
+      return triggers
+    level = self._level[places] - self._bound - 1
+    gated = level >= 0
+    triggers[gated] = np.maximum(triggers[gated], level_ranks(level[gated]))
+    return triggers
+
+  def _ranks(self):
+    """Which message is received when: (places in this order, their inverse).
+    Of equal times, the job that was granted first is first."""
+    order = np.argsort(self._end, kind="stable")
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    known: dict[int, int] = {}
+
+    def level_ranks(levels):
+      out = np.empty(len(levels), np.int64)
+      for level in np.unique(levels).tolist():
+        if level not in known:
+          part = slice(self._offsets[level], self._offsets[level + 1])
+          known[level] = rank[part].max()
+        out[levels == level] = known[level]
+      return out
+
+    # What they are granted by is earlier, so groups go in the order of time.
+    ends = self._end[order]
+    tied = np.flatnonzero(ends[1:] == ends[:-1])
+    new = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
+    starts = tied[new]
+    stops = np.append(tied[new[1:] - 1], tied[-1:]) + 2
+    for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+      if start >= self._messages:
+        break
+      places = order[start:stop]
+      triggers = self._triggers(places, rank, level_ranks)
+      places = places[np.lexsort((self._worker[places], triggers))]
+      order[start:stop] = places
+      rank[places] = np.arange(start, stop)
+    return order, rank
+
+  def rows(self):
+    """Returns the columns of all rows, from the first grants on."""
+    order, rank = self._ranks()
+    last_ranks = np.maximum.reduceat(rank, self._offsets[:-1])
+    whole = np.diff(self._offsets) == self._workers
+    last_ranks[~whole] = len(rank)
+    every = np.arange(len(rank))
+    triggers = self._triggers(every, rank, last_ranks.__getitem__)
+    granted = np.flatnonzero(triggers < self._messages - 1)
+    # By trigger, and then by worker.
+    key = triggers[granted] * self._workers + self._worker[granted]
+    granted = granted[np.argsort(key)]
+    triggers = triggers[granted]
+    jobs = np.empty(len(rank), np.int64)
+    jobs[granted] = np.arange(len(granted))
+    received = order[: self._messages]
+
+    starts = np.arange(len(granted)) + triggers + 1  # their rows
+    ranks = np.arange(self._messages)
+    ends = ranks + np.searchsorted(triggers, ranks)
+    level = self._level[granted]
+    at = np.where(triggers < 0, self._begin, self._end[order[triggers]])
+    actions = np.where(level % self._every, base.KEEP, base.SEND)
+    places = np.empty(len(starts) + len(ends), np.int64)
+    times = np.empty(len(places))
+    action = np.full(len(places), base.RECEIVE, np.int8)
+    places[starts], places[ends] = granted, received
+    times[starts], times[ends] = at, self._end[received]
+    action[starts] = actions
+    return [
+      *(times, self._worker[places], self._level[places], jobs[places]),
+      action,
+    ]
+
+
+class _Rounds:
+  """Rounds of the first messages of workers, and late ones of earlier rounds.
+
+  While fewer jobs are granted than a round starts, each worker that hands in
+  gets another one of the same round.
+  """
+
+  def __init__(self, rules, draws, workers):
+    self._draws, self._size = draws, rules.round
+    self._most = rules.round + rules.backup
+    self._end = np.full(workers, math.inf)  # of those at work
+    self._seq = np.full(workers, -1)
+    self._job = np.zeros(workers, np.int64)
+    self._of = np.zeros(workers, np.int64)  # the round of its job
+    self._round = self._jobs = self._received = 0
+    self._rows = []  # arrays of columns
+
+  def until(self, messages: int) -> base.Trace:
+    """Returns the rows until so many messages are received."""
+    now = 0.0
+    while True:
+      now = self._play_round(now)
+      if self._received + self._size >= messages:
+        break
+      self._received += self._size
+    rows = list(map(np.concatenate, zip(*self._rows, strict=True)))
+    if self._received >= messages:  # before the round was complete
+      ends = np.flatnonzero(rows[-1] == base.RECEIVE)
+      rows = [column[: ends[messages - 1] + 1] for column in rows]
+    return _trace(rows)
+
+  def _start(self, workers, times):
+    """Workers start a job each; returns the rows."""
+    self._end[workers] = times + self._draws.peek(workers)
+    self._draws.use(workers)
+    self._seq[workers] += 1
+    self._job[workers] = self._jobs + np.arange(len(workers))
+    self._jobs += len(workers)
+    self._of[workers] = self._round
+    return self._columns(workers, times, base.SEND)
+
+  def _columns(self, workers, times, action):
+    times = np.broadcast_to(times, len(workers))
+    actions = np.full(len(workers), action)
+    return times, workers, self._seq[workers], self._job[workers], actions
+
+  def _play_round(self, now):
+    """Plays a round; returns when it is complete."""
+    starters = np.flatnonzero(self._end == math.inf)[: self._most]
+    self._rows.append(self._start(starters, now))
+    left = self._most - len(starters)  # jobs that the round may still start
+    handed_in = []  # rows of its messages
+    missing = self._size
+    while missing:
+      arrivals, restarts = self._next_arrivals(left, missing)
+      times = self._end[arrivals]
+      ends = self._columns(arrivals, times, base.RECEIVE)
+      on_time = self._of[arrivals] == self._round
+      missing -= int(on_time.sum())
+      handed_in.append([column[on_time] for column in ends])
+      late = [column[~on_time] for column in ends]
+      self._received += len(late[0])
+      self._end[arrivals] = math.inf
+      starts = self._start(arrivals[:restarts], times[:restarts])
+      left -= restarts
+      # The rows of an arrival: its message if it is late, and a new ticket.
+      places = np.flatnonzero(~on_time), np.arange(restarts)
+      order = np.argsort(np.concatenate(places), kind="stable")
+      both = map(np.concatenate, zip(late, starts, strict=True))
+      self._rows.append([column[order] for column in both])
+      now = times[-1]
+    self._round += 1
+    whole = list(map(np.concatenate, zip(*handed_in, strict=True)))
+    order = np.argsort(whole[3])  # their jobs
+    columns = [column[order] for column in whole]
+    columns[0] = np.full(len(order), now)
+    self._rows.append(columns)
+    return now
+
+  def _next_arrivals(self, left, missing):
+    """Returns workers whose messages come next, and how many of the first of
+    them start again; until the round is complete, or a job that is started
+    meanwhile may end."""
+    busy = np.flatnonzero(self._end < math.inf)
+    order = busy[np.lexsort((self._job[busy], self._end[busy]))]
+    on_time = np.cumsum(self._of[order] == self._round)
+    last = int(np.searchsorted(on_time, missing))  # completes the round
+    order = order[: last + 1]
+    restarts = min(left, last, len(order))
+    if restarts:
+      again = order[:restarts]
+      ends = self._end[again] + self._draws.peek(again)
+      first = np.full(len(order), math.inf)  # of those before, the first to end
+      first[1 : restarts + 1] = np.minimum.accumulate(ends)[: len(order) - 1]
+      first[restarts + 1 :] = ends.min()
+      sooner = self._end[order] > first
+      if sooner.any():
+        order = order[: int(np.argmax(sooner))]
+        restarts = min(restarts, len(order))
+    return order, restarts

@@ -1,0 +1,161 @@
+"""Which workers may start a job, kept up to date as each of them changes.
+
+A dispatcher notes what has changed at one worker, and asks for the workers that
+may start. Nothing here goes over all workers at an event: each is in a heap or
+two, and an entry that no longer holds is dropped when it comes up.
+"""
+
+import bisect
+import heapq
+
+
+class Clocks:
+  """Clocks of workers, and the least of them.
+
+  Example:
+    >>> from asgd.orders.starters import Clocks
+    >>> clocks = Clocks()
+    >>> clocks.put(0, 3), clocks.put(1, 5), clocks.put(0, 7)
+    (None, None, None)
+    >>> clocks.least()
+    5
+  """
+
+  def __init__(self) -> None:
+    self._clock: dict[int, int] = {}  # by worker
+    self._workers: dict[int, int] = {}  # how many have a clock
+    self._heap: list[int] = []  # clocks, some of which nobody has any more
+
+  def put(self, worker: int, clock: int | None) -> None:
+    """Sets the clock of a worker; None takes the worker out."""
+    before = self._clock.get(worker)
+    if before == clock:
+      return
+    if before is not None:
+      self._workers[before] -= 1
+      if not self._workers[before]:
+        del self._workers[before]
+    if clock is None:
+      del self._clock[worker]
+      return
+    self._clock[worker] = clock
+    if clock not in self._workers:
+      self._workers[clock] = 0
+      heapq.heappush(self._heap, clock)
+    self._workers[clock] += 1
+
+  def least(self) -> int:
+    """Returns the least clock, 0 without workers."""
+    while self._heap and self._heap[0] not in self._workers:
+      heapq.heappop(self._heap)
+    return self._heap[0] if self._heap else 0
+
+
+class Starters:
+  """Present workers, their clocks, and which of them are free for a job.
+
+  Attributes:
+    workers: indices of the present workers, sorted.
+    most: the largest clock that a worker has had.
+
+  Example:
+    Worker 2 is free at clock 1, worker 0 at clock 4.
+
+    >>> from asgd.orders.starters import Starters
+    >>> starters = Starters()
+    >>> starters.note(2, 1, has_job=False, ahead=1)
+    >>> starters.note(0, 4, has_job=False, ahead=4)
+    >>> starters.slowest(everyone=True), starters.take(3), starters.take(9)
+    (1, [2], [0])
+  """
+
+  def __init__(self) -> None:
+    self.workers: list[int] = []
+    self.most = 0
+    self._clocks, self._with_job = Clocks(), Clocks()
+    # Of the free workers, the clock at which each would start.
+    self._free: dict[int, int] = {}
+    # Each free worker is in `_held`, by its clock, until a limit has been above
+    # that, and then in the heap `_allowed`.
+    self._held: dict[int, list[int]] = {}
+    self._heap: list[int] = []  # clocks of `_held`
+    self._limit = -1.0
+    self._allowed: list[int] = []
+
+  def note(
+    self, worker: int, clock: int, *, has_job: bool, ahead: int | None
+  ) -> None:
+    """Notes the state of a present worker.
+
+    Args:
+      clock: jobs that it has finished.
+      has_job: whether it has a ticket or a job that only it can do.
+      ahead: the clock at which it would start a job, None if it is not free.
+    """
+    at = bisect.bisect_left(self.workers, worker)
+    if at == len(self.workers) or self.workers[at] != worker:
+      self.workers.insert(at, worker)
+    self.most = max(self.most, clock)
+    self._clocks.put(worker, clock)
+    self._with_job.put(worker, clock if has_job else None)
+    if ahead is None:
+      self._free.pop(worker, None)
+    elif self._free.get(worker) != ahead:
+      self._put(worker, ahead)
+
+  def remove(self, worker: int) -> None:
+    """Notes that a worker is not present."""
+    at = bisect.bisect_left(self.workers, worker)
+    if at < len(self.workers) and self.workers[at] == worker:
+      del self.workers[at]
+    self._clocks.put(worker, None)
+    self._with_job.put(worker, None)
+    self._free.pop(worker, None)
+
+  def slowest(self, *, everyone: bool) -> int:
+    """Returns the least clock of all, or of those with a job; 0 of nobody."""
+    return (self._clocks if everyone else self._with_job).least()
+
+  def allows(self, worker: int, limit: float) -> bool:
+    """Whether a worker is free and would start at a clock up to a limit."""
+    clock = self._free.get(worker)
+    return clock is not None and clock <= limit
+
+  def first(self) -> int | None:
+    """Returns the free worker of the least index."""
+    self._admit(float("inf"))
+    while self._allowed and self._allowed[0] not in self._free:
+      heapq.heappop(self._allowed)
+    return self._allowed[0] if self._allowed else None
+
+  def take(self, limit: float, most: float = float("inf")) -> list[int]:
+    """Returns free workers that would start at a clock up to a limit, `most` of
+    them at most, by index. They are free again when that is noted."""
+    self._admit(limit)
+    out: list[int] = []
+    while self._allowed and len(out) < most:
+      worker = heapq.heappop(self._allowed)
+      clock = self._free.pop(worker, None)
+      if clock is None:
+        continue
+      if clock <= limit:
+        out.append(worker)
+      else:
+        self._put(worker, clock)  # the slowest clock has become less
+    return out
+
+  def _put(self, worker, clock):
+    self._free[worker] = clock
+    if clock <= self._limit:
+      heapq.heappush(self._allowed, worker)
+    elif clock in self._held:
+      self._held[clock].append(worker)
+    else:
+      self._held[clock] = [worker]
+      heapq.heappush(self._heap, clock)
+
+  def _admit(self, limit):
+    self._limit = limit
+    while self._heap and self._heap[0] <= limit:
+      for worker in self._held.pop(heapq.heappop(self._heap)):
+        heapq.heappush(self._allowed, worker)

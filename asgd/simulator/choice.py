@@ -1,0 +1,128 @@
+"""Which engine simulates a trace, and why."""
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, compression, internals
+from asgd.simulator.chunk import make_chunk
+from asgd.simulator.simulation import Simulator
+from asgd.simulator.stepwise import make_host
+
+AUTO, HOST, CHUNK = "auto", "host", "chunk"
+ENGINES = (AUTO, HOST, CHUNK)
+
+# A chunk's program takes half a second more to compile than the functions of
+# the host engine, and saves 0.1 to 0.2 ms a message.
+_FEW = 3000
+_SLOW_IN_LOOPS = ("conv_general_dilated",)  # on CPUs, 9 times
+
+
+class Choice(NamedTuple):
+  """The engine of a simulation."""
+
+  name: str  # HOST or CHUNK
+  why: str
+  simulator: Simulator
+
+  def __str__(self) -> str:
+    return f"{self.name}: {self.why}"
+
+
+class Jobs(NamedTuple):
+  """What an engine is chosen by, beside server, worker and trace."""
+
+  params: base.Params  # or their shapes
+  batch: base.Batch  # of any job
+  messages: int  # that are simulated with one program
+  even: bool = True  # whether the batches of all jobs have one shape
+
+
+def choose(
+  server: base.Server,
+  worker: base.Worker,
+  trace: base.Trace,
+  jobs: Jobs,
+  *,
+  asked: str = AUTO,
+) -> Choice:
+  """Chooses the engine of a simulation.
+
+  Both engines come to the same parameters, to the bit in float32 on CPUs;
+  `message_norm` of records may differ in the last bits.
+
+  Args:
+    server, worker, trace: that are simulated.
+    jobs: what is known of the jobs.
+    asked: an engine, or "auto": the faster one.
+
+  Raises:
+    ValueError: for an engine that is unknown, or cannot simulate this.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd import orders, simulator
+    >>> worker = asgd.gradient_worker(lambda w, batch: (w * batch).mean())
+    >>> jobs = simulator.Jobs(jnp.zeros(()), jnp.zeros(3), messages=10_000)
+    >>> server = asgd.asgd(0.1, workers=2).server()
+    >>> trace = orders.fixed_delay(delay=1, messages=100)
+    >>> print(simulator.choose(server, worker, trace, jobs))
+    chunk: many messages in one program
+  """
+  if asked not in ENGINES:
+    raise ValueError(
+      f"the simulator's engine must be one of {', '.join(ENGINES)}, not"
+      f" {asked!r}"
+    )
+  why = asked != HOST and _obstacle(server, worker, trace, jobs)
+  if why and asked == CHUNK:
+    raise ValueError(
+      f"the engine {CHUNK!r} cannot simulate this: {why}; use {AUTO!r} or"
+      f" {HOST!r}"
+    )
+  if asked == AUTO:
+    why = why or _drawback(worker, jobs)
+  if why or asked == HOST:
+    return Choice(HOST, why or "as asked", make_host(server, worker))
+  why = "as asked" if asked == CHUNK else "many messages in one program"
+  return Choice(CHUNK, why, make_chunk(server, worker))
+
+
+def _obstacle(server, worker, trace, jobs) -> str:
+  """Why the chunk engine cannot simulate this, if it cannot."""
+  if not jobs.even:
+    return "batches of jobs differ in size"
+  if not jax.tree.leaves(jobs.batch):
+    return "a job has no arrays"
+  state = jax.eval_shape(server.init, jobs.params)
+  if compression.last_update(state.opt_state) is not None:
+    return "the server's updates are codes (compress_down)"
+  drops = (np.asarray(trace.action) == base.DROP).any()
+  if drops and jax.tree.leaves(jax.eval_shape(worker.init, jobs.params)):
+    return "a worker with a state has messages that are dropped"
+  if (np.asarray(trace.action) == base.ROLLBACK).any():
+    return "the order rolls back"
+  return ""
+
+
+def _drawback(worker, jobs) -> str:
+  """Why the chunk engine is no faster, if it is not."""
+  if jobs.messages < _FEW:
+    return f"{jobs.messages:,} messages are fewer than {_FEW:,}"
+  if jax.default_backend() == "cpu" and _convolves(worker, jobs):
+    return "convolutions are slow in the loops of a CPU's programs"
+  return ""
+
+
+def _convolves(worker, jobs) -> bool:
+  """Whether a job has a convolution."""
+  state = jax.eval_shape(worker.init, jobs.params)
+  number = jax.ShapeDtypeStruct((), np.int32)
+  fresh = jax.ShapeDtypeStruct((), np.bool_)
+  ticket = base.Ticket(number, number, jobs.params, fresh)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  made = jax.make_jaxpr(worker.work)(state, ticket, jobs.batch, key)
+  names = internals.operations(made.jaxpr)
+  return any(name in _SLOW_IN_LOOPS for name in names)

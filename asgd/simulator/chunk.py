@@ -1,0 +1,371 @@
+"""The chunk engine: many messages of a trace in one compiled program.
+
+A small model's step takes less time than the four calls by which the host
+engine makes it. Here one program has a loop over messages: it reads the ticket
+of each, does the worker's job, gives the server the message, and keeps the
+ticket that is sent next. Tickets are rows of one buffer (`tickets`), and so are
+the states of workers; each is written at the start of the next message, as XLA
+copies a buffer that is read and then written in one step of a loop.
+
+The loop counts to a number that is given to it, so a message is computed by the
+same instructions wherever a run is cut: a resumed run has the same bits.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from asgd import base, compression, stacking
+from asgd.simulator import steps as steps_lib
+from asgd.simulator.records import concatenate, fetch, of_columns
+from asgd.simulator.simulation import (
+  SimulationState,
+  Simulator,
+  make_simulator,
+)
+from asgd.simulator.tickets import NotCompiled, plan_tickets
+from asgd.simulator.traffic import Traffic
+from asgd.transforms import rows as rows_lib
+
+_MOST = 256  # messages of a call
+_MOST_BYTES = 2**25  # of the batches and the codes of a call
+_AHEAD = 2  # calls whose records have not been fetched
+
+
+class _Carry(NamedTuple):
+  """What a message leaves to the next one."""
+
+  server: base.ServerState
+  params: base.Params  # of tickets, S + 1 rows
+  version: jax.Array  # int32[S + 1], of tickets
+  put: jax.Array  # int32[], the row of the ticket that is sent now
+  to: jax.Array  # int32[], the worker of that ticket
+  workers: rows_lib.WorkerRows  # N states
+
+
+class _Messages(NamedTuple):
+  """What the program is told of each message of a call, [C]."""
+
+  worker: Any  # int32
+  job: Any  # int32
+  slot: Any  # int32, the row of its ticket
+  kept: Any  # int32, jobs before it on the same ticket
+  first: Any  # bool, the first of a worker that joined
+  put: Any  # int32, the row of the ticket that is sent after it
+  to: Any  # int32, the worker of that ticket
+
+
+class Program(NamedTuple):
+  """The compiled functions of the engine."""
+
+  # (carry, root, count, _Messages, batches) -> (carry, Observations, codes)
+  messages: Callable[..., tuple[_Carry, Any, Any]]
+  sends: Callable[..., _Carry]  # (carry, count, slots, workers)
+  pure: steps_lib.PureSteps
+
+
+@functools.lru_cache(maxsize=32)
+def compile_chunk(
+  server: base.Server, worker: base.Worker, wire: str | None, joins: bool
+) -> Program:
+  """Compiles the program of a server and its workers, once.
+
+  Args:
+    server: any.
+    worker: any.
+    wire: as of `compile_steps`.
+    joins: whether workers join, whose states then start anew.
+  """
+  pure = steps_lib.pure_steps(server, worker, wire)
+
+  def state_of(row, workers, params):
+    state, workers = rows_lib.read(workers, row.worker)
+    if joins:
+      new = worker.init(params)
+      state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
+    return state, workers
+
+  def sent(carry):
+    ticket = pure.send(carry.server, carry.to)
+    params, version = jax.tree.map(
+      lambda rows, x: rows.at[carry.put].set(x),
+      (carry.params, carry.version),
+      (ticket.params, ticket.version),
+    )
+    return carry._replace(params=params, version=version)
+
+  def receive(carry, root, row, batch):
+    carry = sent(carry)
+    params = jax.tree.map(lambda rows: rows[row.slot], carry.params)
+    version = carry.version[row.slot]
+    if server.alone:
+      version += row.kept
+    ticket = base.Ticket(row.worker, version, params, row.kept == 0)
+    state, workers = state_of(row, carry.workers, params)
+    state, message, metrics = pure.work(state, ticket, batch, root, row.job)
+    workers = rows_lib.write(workers, row.worker, state)
+    after, observation = pure.receive(
+      carry.server, ticket, message, metrics.loss
+    )
+    code = None if pure.codec is None else message
+    carry = carry._replace(server=after, put=row.put, to=row.to)
+    return carry._replace(workers=workers), (observation, code)
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def messages(carry, root, count, rows, batches):
+    def at(index):
+      return jax.tree.map(lambda x: x[index], (rows, batches))
+
+    shapes = jax.eval_shape(receive, carry, root, *at(0))[1]
+    out = jax.tree.map(
+      lambda x: jnp.zeros((len(rows.job), *x.shape), x.dtype), shapes
+    )
+
+    def step(index, both):
+      carry, out = both
+      carry, made = receive(carry, root, *at(index))
+      out = jax.tree.map(lambda x, y: x.at[index].set(y), out, made)
+      return carry, out
+
+    carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
+    return carry, *out
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def sends(carry, count, slots, workers):
+    def step(index, carry):
+      return sent(carry._replace(put=slots[index], to=workers[index]))
+
+    return jax.lax.fori_loop(0, count, step, carry)
+
+  return Program(messages, sends, pure)
+
+
+def make_chunk(
+  server: base.Server, worker: base.Worker, *, wire: str | None = None
+) -> Simulator:
+  """Builds the chunk engine of a server and its workers.
+
+  Args:
+    server: whose updates are not codes.
+    worker: whose jobs have batches of one shape.
+    wire: as of `compile_steps`.
+
+  Returns:
+    A Simulator. Its `follow` raises NotCompiled for a trace that the host
+    engine alone replays.
+  """
+
+  def follow(own, simulation, trace, *, batch, root):
+    parts = server, own, wire
+    return ChunkRun(parts, simulation, trace, batch=batch, root=root)
+
+  return make_simulator(server, worker, follow)
+
+
+class ChunkRun:
+  """A trace that is replayed in chunks; a TraceRun."""
+
+  def __init__(self, parts, simulation, trace, *, batch, root):
+    """Continues a SimulationState; `parts` are server, worker and wire."""
+    server, worker, _ = parts
+    _check(simulation, trace)
+    self._plan = plan = plan_tickets(trace, shared=server.sends_current)
+    self._trace, self._batch, self._root = trace, batch, root
+    self._worker = np.asarray(trace.worker)[plan.row]
+    self._job = np.asarray(trace.job)[plan.row]
+    self._program = compile_chunk(*parts, bool(plan.first.any()))
+    self._traffic = Traffic(self._program.pure, simulation.server)
+    self._alone, self._workers = server.alone, len(simulation.workers)
+    self._stops = np.array(sorted(plan.sends), np.int64)
+    self._event = simulation.event
+    # Messages received, and those before the latest of `plan.sends`.
+    self._done = self._sent = int(np.searchsorted(plan.row, self._event))
+    self._carry = _stacked(plan, trace, simulation, server.alone)
+    self._send(*_sends_from(plan, trace, self._event))
+
+  @property
+  def server(self) -> base.ServerState:
+    """The server's state; parameters are a copy, the rest is given up by the
+    next call of `until`."""
+    state = self._carry.server
+    return state._replace(params=jax.tree.map(jnp.copy, state.params))
+
+  def until(self, end: int) -> base.Records:
+    """Replays the rows up to, not including, row `end`."""
+    start, stop = self._done, int(np.searchsorted(self._plan.row, end))
+    self._event = end
+    waiting, parts = [], []
+    while self._done < stop:
+      self._send_between()
+      waiting.append(self._call(stop))
+      if len(waiting) > _AHEAD:
+        parts.append(self._fetch(*waiting.pop(0)))
+    parts += [self._fetch(*call) for call in waiting]
+    return self._records(slice(start, stop), parts)
+
+  def pause(self) -> SimulationState:
+    """Returns the simulation, in buffers of its own."""
+    self._send_between()
+    latest = self._carry.put, self._carry.to
+    self._send(*(np.asarray(x)[None] for x in latest))
+    carry, trace, starts = self._carry, self._trace, self._plan.starts
+    stored, versions = fetch((carry.params, carry.version))
+    states = fetch(rows_lib.settle(carry.workers))
+    params = functools.cache(lambda slot: _row(stored, slot))
+
+    def ticket(start):
+      slot, jobs = int(starts.slot[start]), int(starts.kept[start])
+      version = int(versions[slot]) + (jobs if self._alone else 0)
+      numbers = jnp.int32(trace.worker[starts.row[start]]), jnp.int32(version)
+      return base.Ticket(*numbers, params(slot), np.bool_(jobs == 0))
+
+    workers = range(self._workers)
+    tickets, kept = tuple({} for _ in workers), [None for _ in workers]
+    before = starts.row < self._event
+    for start in np.flatnonzero(before & (starts.end >= self._event)):
+      row = starts.row[start]
+      tickets[trace.worker[row]][int(trace.seq[row])] = ticket(start)
+    if starts.kept.any():
+      for start in np.flatnonzero(before):
+        kept[trace.worker[starts.row[start]]] = start
+      kept = [start if start is None else ticket(start) for start in kept]
+    return SimulationState(
+      self._event,
+      jax.tree.map(jnp.copy, carry.server),
+      tuple(_row(states, worker) for worker in workers),
+      tickets,
+      tuple(kept),
+      {},
+    )
+
+  def _send_between(self):
+    """Sends the tickets between two messages, if there are several."""
+    sends = self._plan.sends.get(self._done)
+    if sends is not None and self._sent < self._done:
+      self._send(*sends)
+      self._sent = self._done
+
+  def _send(self, slots, workers):
+    count = len(slots)
+    if not count:
+      return
+    size = 1 << (count - 1).bit_length()  # few programs for all counts
+    padded = (np.resize(x, size).astype(np.int32) for x in (slots, workers))
+    self._carry = self._program.sends(self._carry, np.int32(count), *padded)
+
+  @functools.cached_property
+  def _most(self):
+    """Messages of a call."""
+    batch = self._batch(int(self._worker[0]), int(self._job[0]))
+    size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
+    if self._program.pure.codec is not None:
+      size += self._traffic.dense
+    return max(1, min(_MOST, _MOST_BYTES // max(size, 1)))
+
+  def _call(self, stop):
+    """Starts to compute the next messages, not past `stop`; returns their count
+    and what is computed."""
+    begin, plan = self._done, self._plan
+    following = self._stops[np.searchsorted(self._stops, begin, "right") :]
+    end = min(stop, begin + self._most, *following[:1].tolist())
+    some, count = slice(begin, end), end - begin
+    columns = self._worker, self._job, plan.slot, plan.kept
+    columns += plan.first, plan.put, plan.to
+    rows = _Messages(*(_padded(x[some], self._most) for x in columns))
+    batches = stacking.of_jobs(
+      self._batch, self._worker[some].tolist(), self._job[some].tolist()
+    )
+    batches = jax.tree.map(lambda x: _padded(x, self._most), batches)
+    self._carry, *made = self._program.messages(
+      self._carry, self._root, np.int32(count), rows, batches
+    )
+    self._done = end
+    return count, *made
+
+  def _fetch(self, count, observations, codes):
+    """Returns Observations [count], bytes up and norms of residuals."""
+    observations = jax.tree.map(lambda x: x[:count], fetch(observations))
+    up, norms = self._traffic.dense, 0.0
+    if codes is not None:
+      codes = fetch(codes)
+      packed = [self._traffic.up(_row(codes, index)) for index in range(count)]
+      up, norms = zip(*packed, strict=True)
+    return *observations, *(np.resize(x, count) for x in (up, norms))
+
+  def _records(self, some, parts):
+    """Returns the records of some messages, from what `_fetch` returned."""
+    if not parts:
+      return concatenate([])
+    whole, real, up, norms = map(np.concatenate, zip(*parts, strict=True))
+    down = np.where(self._plan.kept[some] == 0, self._traffic.dense, 0)
+    time = np.asarray(self._trace.time)[self._plan.row[some]]
+    of_trace = time, self._worker[some], self._job[some]
+    return of_columns(*of_trace, up, down, norms, whole=whole, real=real)
+
+
+def _row(stored, index):
+  """A row of NumPy arrays, as arrays of JAX."""
+  return jax.tree.map(lambda x: jnp.array(x[index]), stored)
+
+
+def _padded(column, count):
+  """A column with at least as many rows as a call has messages."""
+  missing = count - len(column)
+  if not missing:
+    return column
+  rest = np.zeros((missing, *column.shape[1:]), column.dtype)
+  return np.concatenate([column, rest])
+
+
+def _check(simulation, trace):
+  """Raises NotCompiled for what the host engine alone replays."""
+  if compression.last_update(simulation.server.opt_state) is not None:
+    raise NotCompiled("the server's updates are codes (compress_down)")
+  stateful = bool(jax.tree.leaves(simulation.workers[:1]))
+  if stateful and (np.asarray(trace.action) == base.DROP).any():
+    raise NotCompiled("workers with a state do backup tasks")
+
+
+def _sends_from(plan, trace, event):
+  """The slots and workers of tickets that are sent from row `event` on, before
+  the next message."""
+  message = np.searchsorted(plan.row, event)
+  stop = plan.row[message] if message < len(plan.row) else len(trace.time)
+  starts = plan.starts
+  sent = (starts.row >= event) & (starts.row < stop) & (starts.kept == 0)
+  slots, first = np.unique(starts.slot[sent], return_index=True)
+  return slots, np.asarray(trace.worker)[starts.row[sent][first]]
+
+
+def _stacked(plan, trace, simulation, alone):
+  """The carry of a simulation: its tickets and worker states as rows."""
+  server, states = simulation.server, simulation.workers
+  blank = fetch((server.params, server.version))
+  stored = jax.tree.map(
+    lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), blank
+  )
+  starts = plan.starts
+  latest = {}  # of each worker, and the open ones
+  for start in np.flatnonzero(starts.row < simulation.event).tolist():
+    row = starts.row[start]
+    worker, seq = int(trace.worker[row]), int(trace.seq[row])
+    if starts.end[start] >= simulation.event:
+      latest[worker, seq] = start, simulation.tickets[worker][seq]
+    if simulation.kept[worker] is not None:
+      latest[worker] = start, simulation.kept[worker]
+  for start, ticket in latest.values():
+    version = int(ticket.version) - (int(starts.kept[start]) if alone else 0)
+    sent = ticket.params, version
+    for rows, value in zip(*map(jax.tree.leaves, (stored, sent)), strict=True):
+      rows[starts.slot[start]] = value
+  if all(state is states[0] for state in states):
+    workers = rows_lib.make_rows(states[0], len(states))
+  else:
+    rows = stacking.stack([fetch(state) for state in states])
+    workers = rows_lib.WorkerRows(rows, fetch(states[0]), np.int32(0))
+  carry = _Carry(server, *stored, np.int32(plan.slots), np.int32(0), workers)
+  return jax.tree.map(jnp.array, carry)

@@ -1,0 +1,139 @@
+"""A simulation between two rows of a trace, and what all engines share.
+
+An engine replays a trace. The host engine (`stepwise`) calls one compiled
+function after the other, the chunk engine (`chunk`) has many messages in one
+program. They start from, and give back, the same SimulationState.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from asgd import base, own_writes
+from asgd.simulator import steps as steps_lib
+from asgd.simulator.records import concatenate
+from asgd.simulator.traffic import NOTHING_SENT, Sent
+
+_ROWS = 2000  # rows that are replayed in one call
+
+
+class SimulationState(NamedTuple):
+  """Everything there is at an event boundary; a checkpoint is this."""
+
+  event: int  # the next row of the trace
+  server: base.ServerState
+  workers: tuple[Any, ...]  # N worker states
+  tickets: tuple[dict[int, base.Ticket], ...]  # N, the open ones by seq
+  kept: tuple[base.Ticket | None, ...]  # N, the last sent, if the trace keeps
+  marks: dict[int, base.ServerState]  # by row, for rollbacks to come
+  sent: Sent = NOTHING_SENT  # if updates are codes
+
+
+class TraceRun(Protocol):
+  """A trace that is being replayed."""
+
+  @property
+  def server(self) -> base.ServerState:
+    """The server's state, up to the next call of `until`."""
+
+  def until(self, end: int) -> base.Records:
+    """Replays the rows up to, not including, row `end`; returns the records of
+    the messages received. Raises TraceError for a row that has no meaning."""
+
+  def pause(self) -> SimulationState:
+    """Returns the simulation as it is, up to the next call of `until`."""
+
+
+# (worker, simulation, trace, *, batch, root) -> TraceRun
+Follow = Callable[..., TraceRun]
+
+
+class Simulator(NamedTuple):
+  """An engine for a server and its workers.
+
+  `init(params, workers)` starts a simulation of N workers. `follow(simulation,
+  trace, *, batch, root)` returns a TraceRun; `batch` is (worker, job) -> NumPy
+  arrays, `root` the key of the run. It consumes the simulation, whose buffers
+  may be donated. Where jobs share a ticket, the workers are those of
+  `own_writes`; ValueError is raised if they cannot be. `run(simulation, trace,
+  end, **data)` replays up to a row, and returns (simulation, Records).
+  """
+
+  init: Callable[[Any, int], SimulationState]
+  follow: Callable[..., TraceRun]
+
+  def run(
+    self, simulation: SimulationState, trace: base.Trace, end: int, **data: Any
+  ) -> tuple[SimulationState, base.Records]:
+    """Replays up to, not including, row `end`; see the class."""
+    run = self.follow(simulation, trace, **data)
+    records = run.until(end)
+    return run.pause(), records
+
+
+def initial(
+  server: base.Server, worker: base.Worker, params: Any, workers: int
+) -> SimulationState:
+  """Returns a simulation of N `workers` before the first row."""
+  if server.workers is not None and workers > server.workers:
+    raise ValueError(
+      f"the algorithm was built for {server.workers} workers, the simulation"
+      f" has {workers}; build both with the same number"
+    )
+  state = steps_lib.start(server, params)
+  # All of them start alike, as `Worker.init` reads shapes only.
+  states = (worker.init(state.params),) * workers
+  tickets = tuple({} for _ in range(workers))
+  return SimulationState(0, state, states, tickets, (None,) * workers, {})
+
+
+def make_simulator(
+  server: base.Server, worker: base.Worker, follow: Follow
+) -> Simulator:
+  """Builds an engine from its way to follow a trace."""
+
+  def init(params, workers):
+    return initial(server, worker, params, workers)
+
+  def follow_trace(simulation, trace, *, batch, root):
+    most = int(trace.worker.max(initial=-1))
+    if most >= len(simulation.workers):
+      raise ValueError(
+        f"the trace has a worker {most}, the simulation only"
+        f" {len(simulation.workers)} workers, counted from 0"
+      )
+    own = worker
+    if needs_of(trace)["keeps"]:
+      own = own_writes.own_writes(worker, server)
+    if own is not worker:
+      params = simulation.server.params
+      adopted = functools.partial(own_writes.adopted, own, params=params)
+      states = tuple(map(adopted, simulation.workers))
+      simulation = simulation._replace(workers=states)
+    return follow(own, simulation, trace, batch=batch, root=root)
+
+  return Simulator(init, follow_trace)
+
+
+def run_whole(
+  simulator: Simulator,
+  params: Any,
+  workers: int,
+  trace: base.Trace,
+  **data: Any,
+) -> tuple[SimulationState, base.Records]:
+  """Replays a whole trace of N `workers`; `data` are `batch` and `root`."""
+  run = simulator.follow(simulator.init(params, workers), trace, **data)
+  count = len(trace.time)
+  ends = [*range(_ROWS, count, _ROWS), count]
+  records = concatenate([run.until(end) for end in ends])
+  return run.pause(), records
+
+
+def needs_of(trace: base.Trace) -> dict[str, Any]:
+  """Returns what the rows of a trace need: `keeps` if jobs share tickets, and
+  the rows to which it `returns`."""
+  return {
+    "keeps": bool((trace.action == base.KEEP).any()),
+    "returns": trace.job[trace.action == base.ROLLBACK].tolist(),
+  }

@@ -1,0 +1,212 @@
+"""The chunk engine agrees with the host engine, wherever a run is cut."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from asgd import algorithms, base, compression, orders, problems, simulator
+from asgd import server as server_lib
+from asgd.orders import durations
+from asgd.simulator import chunk, tickets
+
+PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+ROOT = jax.random.key(0)
+WORKERS, MESSAGES = 4, 48
+WIRE = 64  # bytes of five parameters as they are
+DATA = {"batch": PROBLEM.batches(0, WORKERS), "root": ROOT}
+
+bulk = orders.bulk_synchronous
+
+
+def order_of(maker, seed=1, messages=MESSAGES, **options):
+  clock = durations.homogeneous(seed=seed)
+  return maker(clock, workers=WORKERS, messages=messages, **options)
+
+
+# Recipe, order and its options; each needs something that the others do not.
+CASES = {
+  "one version shared": ("ssgd", bulk, {}),
+  "sends that look ahead together": ("dana_zero", bulk, {}),
+  "sends that look ahead": ("dana_zero", orders.asynchronous, {}),
+  "reads what was sent": ("dc_asgd_a", orders.asynchronous, {"depth": 2}),
+  "tickets that are kept": (
+    *("asgd", orders.stale_synchronous),
+    {"bound": 2, "cache": True},
+  ),
+  "workers with a state": ("downpour", orders.asynchronous, {}),
+  "a warm start": ("nag_asgd", orders.asynchronous, {"warm_start": 9}),
+  "tasks that are dropped": ("ssgd", orders.backup_tasks, {"late": 1.1}),
+}
+
+
+def engines_of(name, **server):
+  recipe = algorithms.build(name, 0.01, WORKERS)
+  worker = recipe.make_worker(PROBLEM.loss)
+  parts = recipe.server(**server), worker
+  return simulator.make_host(*parts), simulator.make_chunk(*parts)
+
+
+def cut(engine, trace, ends, between=None):
+  """Replays up to each of some rows, as resumed runs do."""
+  state, parts = engine.init(PROBLEM.init(ROOT), WORKERS), []
+  for end in ends:
+    state, part = (between or engine).run(state, trace, end, **DATA)
+    parts.append(part)
+  return state, simulator.concatenate(parts)
+
+
+def same(one, other, dtype=np.float32):
+  """Whether two runs agree: to the bit in float32, as XLA compiles them here,
+  except for norms of messages, which it adds up in another order."""
+  exact = dict(rtol=0, atol=0) if dtype == np.float32 else dict(rtol=1e-12)
+  (state, records), (state2, records2) = one, other
+  for field, x, y in zip(records._fields, records, records2, strict=True):
+    norm = field == "message_norm" or dtype != np.float32
+    close = dict(rtol=1e-5) if norm and x.dtype == np.float32 else exact
+    np.testing.assert_allclose(y, x, err_msg=field, **close)
+  chex.assert_trees_all_close(state.server, state2.server, **exact)
+  assert state.event == state2.event
+  for held, held2 in zip(state.tickets, state2.tickets, strict=True):
+    assert held.keys() == held2.keys()
+    chex.assert_trees_all_close(held, held2, **exact)
+  chex.assert_trees_all_close(state.workers, state2.workers, **exact)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_agrees_with_the_host_engine(case, monkeypatch):
+  monkeypatch.setattr(chunk, "_MOST", 16)  # several calls
+  name, maker, options = CASES[case]
+  trace = order_of(maker, **options)
+  host, many = engines_of(name)
+  whole = cut(host, trace, [len(trace.time)])
+  same(whole, cut(many, trace, [len(trace.time)]))
+  # At a message, between sends, and from one engine to the other.
+  middle = int(simulator.end_of_message(trace)[17])
+  ends = [5, middle, middle + 1, len(trace.time)]
+  same(cut(host, trace, ends[:3]), cut(many, trace, ends[:3]))
+  same(whole, cut(many, trace, ends))
+  same(whole, cut(many, trace, ends, between=host))
+  same(whole, cut(host, trace, ends, between=many))
+
+
+@pytest.mark.parametrize(
+  "server",
+  [dict(gate=server_lib.max_staleness(2)), dict(every=3)],
+  ids=["a gate", "several messages"],
+)
+def test_a_gate_and_an_inbox_agree_in_float64(server):
+  with jax.enable_x64(True):
+    problem = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+    params = jnp.asarray(np.ones(5), jnp.float64)
+    data = {"batch": problem.batches(0, WORKERS), "root": ROOT}
+    trace = order_of(orders.asynchronous)
+    recipe = algorithms.build("asgd", 0.01, WORKERS)
+    recipe = recipe._replace(every=server.pop("every", recipe.every))
+    parts = recipe.server(**server), recipe.make_worker(problem.loss)
+    one, other = (
+      simulator.run_whole(make(*parts), params, WORKERS, trace, **data)
+      for make in (simulator.make_host, simulator.make_chunk)
+    )
+    same(one, other, np.float64)
+
+
+def test_codes_have_the_same_bytes_and_residuals():
+  trace = order_of(orders.asynchronous)
+  recipe = algorithms.build("asgd", 0.01, WORKERS)
+  codec = compression.named("top_k", density=0.4)
+  worker = compression.compressed(recipe.make_worker(PROBLEM.loss), codec)
+  parts = compression.decoding(recipe.server(), codec), worker
+  one, other = (
+    cut(make(*parts), trace, [len(trace.time)])
+    for make in (simulator.make_host, simulator.make_chunk)
+  )
+  same(one, other)
+  assert (one[1].bytes_up < WIRE).all()
+  assert one[1].residual_norm.any()
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_row_is_given_away_while_its_ticket_is_open(seed, shared):
+  """Reads each ticket from its row in the order of the trace."""
+  rng = np.random.default_rng(seed)
+  trace = order_of(
+    orders.stale_synchronous,
+    seed=seed,
+    bound=int(rng.integers(0, 4)),
+    depth=int(rng.integers(1, 4)),
+  )
+  plan = tickets.plan_tickets(trace, shared=shared)
+  rows, version, opened = {}, 0, {}
+  following = list(zip(plan.slot, plan.kept, plan.put, strict=True))
+  for worker, slot in zip(*plan.sends[0][::-1], strict=True):
+    rows[slot] = 0 if shared else (worker, 0)
+  for row in orders.trace.events(trace):
+    if row.action == base.SEND:
+      opened[row.key] = version if shared else (row.worker, version)
+      continue
+    slot, kept, put = following[version]
+    assert kept == 0 and rows[slot] == opened.pop(row.key)
+    version += 1
+    sends = plan.sends.get(version)
+    sent = [(put, None)] if sends is None else zip(*sends, strict=True)
+    for slot, worker in sent:
+      if worker is None and version <= len(plan.to):
+        worker = plan.to[version - 1]
+      rows[slot] = version if shared else (worker, version)
+  assert plan.slots <= MESSAGES
+
+
+def test_rows_are_as_many_as_versions_in_flight():
+  """A synchronous round has one version in flight, an asynchronous order as
+  many as workers."""
+  for maker, shared, count in (
+    (bulk, True, 1),
+    (bulk, False, WORKERS),
+    (orders.asynchronous, True, WORKERS),
+  ):
+    plan = tickets.plan_tickets(order_of(maker), shared=shared)
+    assert plan.slots <= count
+
+
+def test_what_one_engine_alone_replays_is_named():
+  _, many = engines_of("asgd")
+  trace = order_of(orders.asynchronous)
+  back = trace._replace(action=trace.action.copy(), job=trace.job.copy())
+  back.action[9], back.job[9] = base.ROLLBACK, 3
+  with pytest.raises(simulator.NotCompiled, match="rolls back"):
+    many.follow(many.init(PROBLEM.init(ROOT), WORKERS), back, **DATA)
+  wrong = trace._replace(action=trace.action.copy())
+  wrong.action[0] = base.RECEIVE
+  with pytest.raises(orders.trace.TraceError, match="was not sent"):
+    many.follow(many.init(PROBLEM.init(ROOT), WORKERS), wrong, **DATA)
+
+
+def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
+  recipe = algorithms.build("asgd", 0.01, WORKERS)
+  batch = more.pop("batch", PROBLEM.batches(0, 1)(0, 0))
+  jobs = simulator.Jobs(PROBLEM.init(ROOT), batch, messages, **more)
+  parts = recipe.server(), recipe.make_worker(loss)
+  return simulator.choose(
+    *parts, order_of(orders.asynchronous), jobs, asked=asked
+  )
+
+
+def test_an_engine_is_chosen_and_says_why():
+  def convolved(params, batch, key):
+    image = jnp.ones((1, 1, 8)) * params.sum()
+    out = jax.lax.conv_general_dilated(image, image, (1,), "SAME")
+    return out.sum(), PROBLEM.loss(params, batch, key)[1]
+
+  assert str(choice_of()) == "chunk: many messages in one program"
+  assert str(choice_of(messages=10)).startswith("host: 10 messages are fewer")
+  assert str(choice_of(messages=10, asked="chunk")) == "chunk: as asked"
+  assert str(choice_of(asked="host")) == "host: as asked"
+  assert str(choice_of(convolved)).startswith("host: convolutions are slow")
+  assert str(choice_of(even=False)) == "host: batches of jobs differ in size"
+  with pytest.raises(ValueError, match="cannot simulate this: batches of jobs"):
+    choice_of(even=False, asked="chunk")
+  with pytest.raises(ValueError, match="one of auto, host, chunk, not 'fast'"):
+    choice_of(asked="fast")
