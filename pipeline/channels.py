@@ -130,6 +130,10 @@ class Receivers:
       threading.Thread(
         target=self._receive, args=(sender,), daemon=True
       ).start()
+    self.close()
+
+  def close(self) -> None:
+    """Accepts no others."""
     self._listener.close()
     self._folder.cleanup()
 
