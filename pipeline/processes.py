@@ -37,7 +37,7 @@ import jax
 import numpy as np
 
 from asgd.live import ray_waits
-from asgd.live.hosts.site import keep_freed_memory, node_id
+from asgd.live.hosts.site import node_id
 from pipeline import channels, executor
 from pipeline import state as state_lib
 from pipeline.lanes import PipelineError, Stop, copy_to
@@ -110,9 +110,6 @@ class _StageProcess:
   def open(self, make, others, x64):
     """Starts JAX and compiles the stages of the lanes that are here; `others`
     are the actor, lanes, machine and path of every process."""
-    keep_freed_memory()
-    # A lane waits for its work, and another thread would cost two switches.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     jax.config.update("jax_enable_x64", x64)
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))

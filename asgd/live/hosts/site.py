@@ -60,20 +60,6 @@ class Site(NamedTuple):
     return slots.SharedMemory(folder, counts, like, compress=self.compress)
 
 
-def keep_freed_memory() -> None:
-  """Makes malloc keep what is freed. Each new version of the parameters is a
-  new array. By default glibc gets a large one from the kernel, page by page and
-  zeroed, and gives it back: that takes twice the time of an update itself.
-  Threads' heaps of 64 MB are given back unless two of them are within the pad.
-  """
-  trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
-  with contextlib.suppress(OSError, AttributeError):
-    malloc_option = ctypes.CDLL(None).mallopt
-    malloc_option(mmap_max, 0)
-    malloc_option(trim_threshold, 2**31 - 1)
-    malloc_option(top_pad, 2**28)
-
-
 def prepare_process(site: Site, worker: bool) -> None:
   """Sets malloc, and a JAX that was not used yet, in the process of a worker or
   a peer, or in that of a local kind."""
@@ -82,7 +68,15 @@ def prepare_process(site: Site, worker: bool) -> None:
       f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
       " install the same, or a replay could not come to the same bits"
     )
-  keep_freed_memory()
+  # Each new version of the parameters is a new array. By default glibc gets a
+  # large one from the kernel, page by page and zeroed, and gives it back: that
+  # takes twice the time of an update itself.
+  trim_threshold, top_pad, mmap_max = -1, -2, -4  # malloc.h
+  with contextlib.suppress(OSError, AttributeError):
+    malloc_option = ctypes.CDLL(None).mallopt
+    malloc_option(mmap_max, 0)
+    malloc_option(trim_threshold, 2**31 - 1)
+    malloc_option(top_pad, 2**26)
   if not worker or site.setup.rules.depth == 1:
     # Nothing is done while a result is waited for, and a second thread costs
     # two switches.
