@@ -184,3 +184,13 @@ def is_zero(value: float) -> bool:
   """Whether an argument is the number 0. A JAX array never is: a traced one, or
   one of `optax.inject_hyperparams`, may have another value at each update."""
   return not isinstance(value, jax.Array) and value == 0
+
+
+def batch_of(whose: str) -> contextlib.AbstractContextManager[None]:
+  """Returns a context that says whose batch it is in errors of what makes it,
+  which may be a user's function; a ValueError passes as it is."""
+  return user_code(
+    f"the batch of {whose} cannot be made",
+    ": mend the data, or the function that makes batches",
+    passes=(ValueError,),
+  )

@@ -54,7 +54,7 @@ def make_sharpness(
     return optax.tree.add_scale(product, shift, direction), quotient
 
   def iterate(params, shift):
-    direction = optax.tree.random_like(key, base.weights_of(params))
+    direction = _direction(key, base.weights_of(params))
     for _ in range(iterations):
       direction, value = step(params, direction, shift)
     return float(value)
@@ -67,6 +67,31 @@ def make_sharpness(
     return value
 
   return sharpness
+
+
+_AT_ONCE = 2**20  # numbers that are drawn by one program
+
+
+def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
+  """Returns `optax.tree.random_like(key, weights)`, which XLA compiles for each
+  shape, half a second each. So one program draws rows of equal length for all
+  small leaves: a number that threefry draws depends on its index alone."""
+  leaves = jax.tree.leaves(weights)
+  whole = len(leaves) * max((x.size for x in leaves), default=0)
+  alike = all(x.dtype == jnp.float32 for x in leaves)
+  if 0 < whole <= _AT_ONCE and alike and jax.config.jax_threefry_partitionable:
+    return _draw_rows(key, weights)
+  return optax.tree.random_like(key, weights)
+
+
+@jax.jit
+def _draw_rows(key, weights):
+  leaves, structure = jax.tree.flatten(weights)
+  longest = max(x.size for x in leaves)
+  draw = jax.vmap(lambda own: jax.random.normal(own, (longest,)))
+  rows = draw(jax.random.split(key, len(leaves)))
+  pairs = zip(rows, leaves, strict=True)
+  return structure.unflatten([r[: x.size].reshape(x.shape) for r, x in pairs])
 
 
 def curvature_limit(

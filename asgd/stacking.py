@@ -2,7 +2,7 @@
 workers take them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -84,3 +84,21 @@ def of_jobs(
     return together(workers, jobs)
   pairs = zip(workers, jobs, strict=True)
   return stack([batches(worker, job) for worker, job in pairs])
+
+
+class NamedBatches(NamedTuple):
+  """Batches of jobs, whose errors say whose they are."""
+
+  batches: Batches
+
+  def __call__(self, worker: int, job: int) -> base.Batch:
+    """Returns the batch of a job."""
+    with checks.batch_of(f"worker {worker}, job {job}"):
+      return self.batches(worker, job)
+
+  def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
+    """Returns the batches of several jobs, stacked."""
+    if not hasattr(self.batches, "of_jobs"):
+      return stack(list(map(self, workers, jobs)))
+    with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
+      return of_jobs(self.batches, workers, jobs)

@@ -5,6 +5,7 @@
     --node=8 --node_bandwidth=300 --flops=140 --out=plan.png
   asgd plan --config=configs/pipeline_gpt.py --devices=8 \\
     --bandwidth=1
+  asgd plan --config=configs/mesh_gpt.py --compile=v5e:2x4
 
 prints a table of strategies: whether a device's memory holds its part, and
 what a step takes in seconds: computing, sending, and waiting (for the slowest
@@ -26,7 +27,7 @@ from asgd.experiment import schema
 from asgd.parallel import costs, memory, strategies, strategy_charts, workloads
 from asgd.parallel.memory import GB
 
-from . import flags
+from . import compiled, flags
 
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
@@ -56,6 +57,7 @@ _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
   "heads": (int, None, "Of its attention."),
   "context": (int, None, "Positions of a sequence (2048)."),
   "vocabulary": (int, None, "Tokens (51200)."),
+  "compile": (str, None, compiled.HELP),
 }
 
 
@@ -170,6 +172,14 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
   """Prints the plan that the flags ask for; `_FLAGS` says what each is."""
   defaults = {name: default for name, (_, default, _) in _FLAGS.items()}
   given = {**defaults, **given, "config": config}
+  if given["compile"] is not None:
+    if config is None:
+      raise ValueError(
+        "--compile is for the programs of a config: give --config=FILE.py, with"
+        " engine mesh"
+      )
+    compiled.main(config, given["compile"], given["data_dir"])
+    return
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):
     if given[flag] is None:

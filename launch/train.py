@@ -54,7 +54,7 @@ from asgd.experiment.signals import Signals
 from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
 
-from . import flags, listing
+from . import compiled, flags, listing
 
 _FAULT = "On purpose: KIND:WORKER:SEQ,... (kill:1:20; slow:1:20:SECONDS), of "
 _FAULT += ", ".join(faults_lib.KINDS)
@@ -74,6 +74,7 @@ _F = flags.define(
     "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
     "profile": (str, None, "Folder for JAX's trace of 5 s of work."),
     "wandb": (bool, False, "Write runs for Weights & Biases, offline."),
+    "compile": (str, None, compiled.HELP),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
   }
 )
@@ -244,6 +245,10 @@ def main() -> None:
   role = processes.role(*(_F[name].value for name in of_role))
   resolved = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = resolved.runs
+  if _F["compile"].value is not None:
+    _start_float64(runs)
+    compiled.main(resolved, _F["compile"].value, _F["data_dir"].value)
+    return
   _check_mesh_only(runs, role)
   _check_used(runs)
   boards.ask(_F["wandb"].value)

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +17,11 @@ import jax
 from asgd import diagnosis, problems
 from asgd.experiment import build_cache, checks, problem, protocol, schema
 from asgd.experiment.schema import Engines, Run
-from asgd.parallel import meshes
+from asgd.parallel import ahead, meshes
+from asgd.parallel.targets import Target
 from asgd.problems import own
+
+_MOST_COMPILED = 10**13  # parameters of a model of which there are shapes alone
 
 
 class Cell(NamedTuple):
@@ -134,6 +137,48 @@ def build(
   """
   if not isinstance(config, schema.Resolved):
     config = schema.resolve(config, engines)
+  config = _checked(config, engines, dataset)
+  runs = config.runs.values()
+  devices = max(engines[run.engine].devices(run) for run in runs)
+  if jax.config.jax_num_cpu_devices < devices:
+    # Once JAX has started, engines use what there is.
+    with contextlib.suppress(RuntimeError):
+      jax.config.update("jax_num_cpu_devices", devices)
+  meshes.find_devices()
+  experiment = _load(config, engines, data_dir, dataset, measurements)
+  for cell in experiment.cells:
+    experiment.plan(cell)
+  return experiment
+
+
+def programs(
+  config: schema.Resolved,
+  target: Target,
+  *,
+  engines: Engines,
+  data_dir: str | None = None,
+) -> Iterator[ahead.Compilation]:
+  """Yields the programs of a config's runs, for devices that are not here.
+
+  ValueError as from `build`, for an engine that has no programs of its own, and
+  for a mesh that the devices of `target` do not make.
+  """
+  config = _checked(config, engines)
+  for run in config.runs.values():
+    if engines[run.engine].programs is None:
+      raise ValueError(
+        f"config.runs.{run.label}: engine {run.engine!r} computes in no program"
+        " of its own that could be compiled ahead: use engine=mesh"
+      )
+  experiment = _load(config, engines, data_dir, most=_MOST_COMPILED)
+  for run in config.runs.values():
+    kind = engines[run.engine]
+    for workers in dict.fromkeys(kind.workers(run)):
+      yield from kind.programs(experiment, run, workers, target)
+
+
+def _checked(config, engines, dataset=None) -> schema.Resolved:
+  """Checks what can be known without data and devices."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
     given = {"given": dataset.recipe, "codecs": dataset.codecs}
@@ -142,25 +187,23 @@ def build(
     protocol.check_engine(run, engines[run.engine].protocols())
     _check_codec(run, resolved, engines)
     engines[run.engine].check(run)
-  devices = max(engines[run.engine].devices(run) for run in runs.values())
-  if jax.config.jax_num_cpu_devices < devices:
-    # Once JAX has started, engines use what there is.
-    with contextlib.suppress(RuntimeError):
-      jax.config.update("jax_num_cpu_devices", devices)
-  meshes.find_devices()
-  dataset, shared = problem.load(resolved, data_dir=data_dir, dataset=dataset)
+  return config._replace(runs=runs)
+
+
+def _load(
+  config, engines, data_dir, dataset=None, measurements=None, **options
+) -> Experiment:
+  """Loads data and model; nothing is planned yet."""
+  resolved, runs = config
+  options |= {"data_dir": data_dir, "dataset": dataset}
+  dataset, shared = problem.load(resolved, **options)
   for run in runs.values():
     if shared.updates is not None and not protocol.of(run).updates:
       raise ValueError(
         f"config.problem: its workers compute no gradient, for the recipe"
         f" {run.recipe!r} of config.runs.{run.label}: use recipe='table'"
       )
-  experiment = Experiment(
-    resolved, engines, runs, dataset, shared, measurements
-  )
-  for cell in experiment.cells:
-    experiment.plan(cell)
-  return experiment
+  return Experiment(resolved, engines, runs, dataset, shared, measurements)
 
 
 def _check_codec(run, config, engines):

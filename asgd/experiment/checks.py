@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asgd import names
-from asgd.checks import shown, text_of, user_code
+from asgd.checks import shown, text_of
 
 Check = Callable[[Any, str], Any]
 
@@ -121,16 +121,6 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     first = message.split(" ")[0].split(".")[0].rstrip(":")
     mark = "." if first in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error
-
-
-def batch_of(whose: str) -> contextlib.AbstractContextManager[None]:
-  """Returns a context that says whose batch it is in errors of what makes it,
-  which may be a user's function; a ValueError passes as it is."""
-  return user_code(
-    f"the batch of {whose} cannot be made",
-    ": mend the data, or the function that makes batches",
-    passes=(ValueError,),
-  )
 
 
 def few_messages(config: Mapping[str, Any], messages: int) -> None:

@@ -24,10 +24,10 @@ _HALF = "Error reading persistent compilation cache entry"
 
 
 def folder() -> Path:
-  """Returns the folder of this user: XDG_CACHE_HOME/asgd/compiled."""
-  caches = os.environ.get("XDG_CACHE_HOME")
-  above = Path(caches) if caches else Path.home() / ".cache"
-  return above / "asgd" / "compiled"
+  """Returns the folder of this user, in that of downloads: of $ASGD_CACHE, else
+  of ~/.cache/asgd."""
+  above = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
+  return Path(above).expanduser() / "compiled"
 
 
 def is_own() -> bool:

@@ -43,10 +43,11 @@ def load(
   *,
   data_dir: str | None = None,
   dataset: Dataset | None = None,
+  most: int = _MOST_PARAMETERS,
 ) -> tuple[Dataset, problems.Problem]:
   """Loads the data and builds the model of a resolved config, checking that
-  they fit; arguments are those of `cells.build`. What the data are decides what
-  is learnt of them, not their name."""
+  they fit; `most` are the most parameters of a model, the other arguments those
+  of `cells.build`. What the data are decides what is learnt, not their name."""
   if isinstance(dataset, own_problem.Objects):
     return dataset, dataset.problem()
   if config["problem"]["name"] is not None:
@@ -86,7 +87,7 @@ def load(
     with where, _of_model(config):
       sizes = {"batch_size": config["batch_size"]}
       problem = make(dataset, layers, **sizes, **options)
-    _check_fit(config, problem)
+    _check_fit(config, problem, most)
     return problem
 
   if options.get("weights") is not None:  # of files, which may have changed
@@ -343,7 +344,7 @@ def _of_model(config) -> Iterator[None]:
     raise ValueError(f"config.model {name!r}: {error}") from error
 
 
-def _check_fit(config, problem):
+def _check_fit(config, problem, most):
   """Whether the model takes the data, and fits a machine."""
   key = jax.random.key(0)
   model, name = config["model"]["name"], config["data"]["name"]
@@ -362,11 +363,11 @@ def _check_fit(config, problem):
   if names.is_import(model) and problem.pieces is not None:
     with _of_model(config):
       own.check_layers(problem.init)
-  _check_size(shapes)
+  _check_size(shapes, most)
 
 
-def _check_size(shapes):
-  count, most = models.count(shapes), _MOST_PARAMETERS
+def _check_size(shapes, most=_MOST_PARAMETERS):
+  count = models.count(shapes)
   if count > most:
     size = f"config.model has {count:,} parameters"
     raise ValueError(f"{size}; use at most {most:,}")

@@ -40,6 +40,8 @@ class Runner(NamedTuple):
   check: Callable[[Any], None] = _nothing  # of a Run, as EngineKind.check
   workers: Callable[[Any], Sequence[int]] = lambda run: run.config["workers"]
   devices: Callable[[Any], int] = lambda run: 1  # CPU devices of a Run
+  # As EngineKind.programs, of a Run of this protocol.
+  programs: Callable[[Any, Any, int, Any], Iterator[Any]] | None = None
 
 
 class Recomputed(NamedTuple):

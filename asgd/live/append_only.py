@@ -73,13 +73,13 @@ class AppendOnlyFile:
         f" {GO_ON}, {ANEW}"
       )
     rest = memoryview(data)
-    with writing(self.name):
-      try:
-        while rest:
-          rest = rest[self._disk.write(self._file, rest) :]
-      except OSError:
-        with contextlib.suppress(OSError):
-          os.ftruncate(self._file, self._size)
+    try:
+      while rest:
+        rest = rest[self._disk.write(self._file, rest) :]
+    except OSError:
+      with contextlib.suppress(OSError):
+        os.ftruncate(self._file, self._size)
+      with writing(self.name):  # entered here alone: rows are many
         raise
     self._size += len(data)
 

@@ -275,7 +275,7 @@ class _Rounds:
     self._job = np.zeros(workers, np.int64)
     self._of = np.zeros(workers, np.int64)  # the round of its job
     self._round = self._jobs = self._received = 0
-    self._rows = []  # arrays of columns
+    self._rows = []  # float[5, R]: columns, whose numbers are exact so
 
   def until(self, messages: int) -> base.Trace:
     """Returns the rows until so many messages are received."""
@@ -285,10 +285,10 @@ class _Rounds:
       if self._received + self._size >= messages:
         break
       self._received += self._size
-    rows = list(map(np.concatenate, zip(*self._rows, strict=True)))
+    rows = np.concatenate(self._rows, axis=1)
     if self._received >= messages:  # before the round was complete
       ends = np.flatnonzero(rows[-1] == base.RECEIVE)
-      rows = [column[: ends[messages - 1] + 1] for column in rows]
+      rows = rows[:, : ends[messages - 1] + 1]
     return _trace(rows)
 
   def _start(self, workers, times):
@@ -302,9 +302,10 @@ class _Rounds:
     return self._columns(workers, times, base.SEND)
 
   def _columns(self, workers, times, action):
-    times = np.broadcast_to(times, len(workers))
-    actions = np.full(len(workers), action)
-    return times, workers, self._seq[workers], self._job[workers], actions
+    rows = np.empty((len(base.Trace._fields), len(workers)))
+    rows[0], rows[1], rows[2] = times, workers, self._seq[workers]
+    rows[3], rows[4] = self._job[workers], action
+    return rows
 
   def _play_round(self, now):
     """Plays a round; returns when it is complete."""
@@ -319,24 +320,21 @@ class _Rounds:
       ends = self._columns(arrivals, times, base.RECEIVE)
       on_time = self._of[arrivals] == self._round
       missing -= int(on_time.sum())
-      handed_in.append([column[on_time] for column in ends])
-      late = [column[~on_time] for column in ends]
-      self._received += len(late[0])
+      handed_in.append(ends[:, on_time])
+      late = ends[:, ~on_time]
+      self._received += late.shape[1]
       self._end[arrivals] = math.inf
       starts = self._start(arrivals[:restarts], times[:restarts])
       left -= restarts
       # The rows of an arrival: its message if it is late, and a new ticket.
       places = np.flatnonzero(~on_time), np.arange(restarts)
       order = np.argsort(np.concatenate(places), kind="stable")
-      both = map(np.concatenate, zip(late, starts, strict=True))
-      self._rows.append([column[order] for column in both])
+      self._rows.append(np.concatenate([late, starts], axis=1)[:, order])
       now = times[-1]
     self._round += 1
-    whole = list(map(np.concatenate, zip(*handed_in, strict=True)))
-    order = np.argsort(whole[3])  # their jobs
-    columns = [column[order] for column in whole]
-    columns[0] = np.full(len(order), now)
-    self._rows.append(columns)
+    whole = np.concatenate(handed_in, axis=1)
+    whole[0] = now
+    self._rows.append(whole[:, np.argsort(whole[3])])  # by their jobs
     return now
 
   def _next_arrivals(self, left, missing):

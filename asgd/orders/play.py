@@ -2,6 +2,9 @@
 
   grant --> ticket on its way --> compute --> message on its way --> receive
 
+What is closed and takes no time on its way is made in columns instead
+(`asgd.orders.columns`), with the same rows.
+
 A ticket is of the version at which it was granted, and that is the time of its
 SEND row; the time of a RECEIVE row is that at which the last shard has taken
 its part. A job on a kept ticket is granted by a message without parameters,
@@ -40,6 +43,11 @@ def fixed(up: Sequence[float], down: Sequence[float]) -> Sizes:
 
 class _Job:
   """A job from its grant until its message is received."""
+
+  __slots__ = (
+    *("worker", "seq", "number", "order", "length", "parts", "left"),
+    "computed",
+  )
 
   def __init__(self, grant: protocol.Grant, length: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job

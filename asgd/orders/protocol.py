@@ -5,6 +5,8 @@ message, leaves) and decides which jobs start. Each decision is a row of a
 Trace, and only the rows and the waiting messages are its state:
 `Dispatcher.obey` restores it from a recorded trace after a crash. Orders are
 made by driving it with drawn durations, live runs by driving it with real ones.
+An event costs O(log N) of N workers: who may start is kept by
+`asgd.orders.starters`, what may be received by `asgd.orders.arrivals`.
 
   rules                          protocol
   Rules()                        asynchronous
@@ -110,7 +112,7 @@ class Grant(NamedTuple):
   keep: bool  # on the ticket it holds already
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class _Place:
   """The state of one worker index, beside its tickets."""
 

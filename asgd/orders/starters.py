@@ -26,6 +26,9 @@ class Clocks:
     self._workers: dict[int, int] = {}  # how many have a clock
     self._heap: list[int] = []  # clocks, some of which nobody has any more
 
+  def __contains__(self, worker: int) -> bool:
+    return worker in self._clock
+
   def put(self, worker: int, clock: int | None) -> None:
     """Sets the clock of a worker; None takes the worker out."""
     before = self._clock.get(worker)
@@ -92,9 +95,8 @@ class Starters:
       has_job: whether it has a ticket or a job that only it can do.
       ahead: the clock at which it would start a job, None if it is not free.
     """
-    at = bisect.bisect_left(self.workers, worker)
-    if at == len(self.workers) or self.workers[at] != worker:
-      self.workers.insert(at, worker)
+    if worker not in self._clocks:
+      bisect.insort(self.workers, worker)
     self.most = max(self.most, clock)
     self._clocks.put(worker, clock)
     self._with_job.put(worker, clock if has_job else None)
@@ -105,9 +107,8 @@ class Starters:
 
   def remove(self, worker: int) -> None:
     """Notes that a worker is not present."""
-    at = bisect.bisect_left(self.workers, worker)
-    if at < len(self.workers) and self.workers[at] == worker:
-      del self.workers[at]
+    if worker in self._clocks:
+      del self.workers[bisect.bisect_left(self.workers, worker)]
     self._clocks.put(worker, None)
     self._with_job.put(worker, None)
     self._free.pop(worker, None)

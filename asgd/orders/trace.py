@@ -367,7 +367,7 @@ def follow(
   return ledger
 
 
-class Pairs(NamedTuple):
+class TicketRows(NamedTuple):
   """Rows of the S tickets and the U messages of a trace, by worker."""
 
   starts: npt.NDArray[np.intp]  # S, each worker's in their order
@@ -375,12 +375,12 @@ class Pairs(NamedTuple):
   started: npt.NDArray[np.intp]  # U, the place in `starts` of each of `ends`
 
 
-def pair(trace: base.Trace) -> Pairs | None:
+def pair(trace: base.Trace) -> TicketRows | None:
   """Finds the ticket of each message, of all at once.
 
   Returns:
-    Pairs; or None for a trace with rows other than SEND, KEEP and RECEIVE, or
-    in which a worker's jobs do not have rising numbers, do not end in their
+    TicketRows; or None for a trace with rows other than SEND, KEEP and RECEIVE,
+    or in which a worker's jobs do not have rising numbers, do not end in their
     order or begin with a KEEP: such a one is read row by row.
   """
   _, worker, seq, job, action = trace
@@ -403,7 +403,9 @@ def pair(trace: base.Trace) -> Pairs | None:
     return None
   rows = starts[started]
   equal = [column[rows] == column[ends] for column in (worker, seq, job)]
-  return Pairs(starts, ends, started) if np.all([*equal, rows < ends]) else None
+  if not np.all([*equal, rows < ends]):
+    return None
+  return TicketRows(starts, ends, started)
 
 
 def staleness(

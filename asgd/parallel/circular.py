@@ -61,6 +61,10 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
     last = stage == stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
 
+    # With one round all turns have the same weights: chosen outside of the
+    # loop, they are kept for the backward once, not for each turn.
+    only = jax.tree.map(lambda leaf: leaf[0], chunks)
+
     def step(carry, time):
       arriving, waiting, done = carry
       # At stage 0 outputs of the last stage wait for their next round.
@@ -78,7 +82,9 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       # zero times NaN would be NaN, in the backward too.
       h = jnp.where(at_work, h, fresh)
       mine = jax.random.fold_in(key, microbatch)
-      chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
+      chunk = only
+      if rounds > 1:
+        chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
       h = _apply_chunk(layer, chunk, h, turn * stages + stage, mine)
       done = _put(done, h, microbatch, at_work & last & (turn == rounds - 1))
       return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None

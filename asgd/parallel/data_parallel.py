@@ -68,7 +68,9 @@ class StepMetrics(NamedTuple):
 
 
 class Step(NamedTuple):
-  """A training step and the functions that go with it."""
+  """A training step and the functions that go with it. `init` and `place` of
+  shapes (jax.ShapeDtypeStruct) return shapes with their shardings, for which
+  `step` can be lowered on devices that are not here; not in the form "pmap"."""
 
   init: Callable[[optax.Params], StepState]  # whole parameters, which it copies
   step: Callable[..., tuple[StepState, StepMetrics]]  # (state, batch, key)
@@ -342,8 +344,8 @@ class _Program(NamedTuple):
     places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
     return jax.lax.with_sharding_constraint(tree, places)
 
-  def settle(self, state):
-    """Places a state as all states are placed between steps."""
+  def state_specs(self, state):
+    """The specs of a state between steps."""
     kept, parts = self.layouts(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
@@ -353,7 +355,11 @@ class _Program(NamedTuple):
     )
     scale = zero_lib.replicated(state.scale)
     each = jax.tree.map(lambda _: P(_AXIS), state.reducer)
-    return self.constrain(state, StepState(P(), kept, opt_specs, scale, each))
+    return StepState(P(), kept, opt_specs, scale, each)
+
+  def settle(self, state):
+    """Places a state as all states are placed between steps."""
+    return self.constrain(state, self.state_specs(state))
 
 
 def _function_of(value_and_grad):
@@ -377,6 +383,9 @@ def _shard_map_step(program):
   begin = jax.jit(lambda params: program.settle(program.begin(params)))
 
   def init(params):
+    if meshes.are_shapes(params):
+      state = jax.eval_shape(program.begin, params)
+      return meshes.place(state, mesh, program.state_specs(state))
     return begin(meshes.place(params, mesh, program.layouts(params)[0]))
 
   def step(state, batch, key):

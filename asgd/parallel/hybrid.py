@@ -50,6 +50,7 @@ def language(
   sequence: bool = False,
   microbatches: int = 1,
   rounds: int = 1,
+  recompute: bool = False,
 ) -> MeshModel:
   """Makes a GPT for the axes "tensor" and "pipe", as far as the mesh has them.
 
@@ -62,6 +63,8 @@ def language(
     sequence: split the stream by positions, see `asgd.parallel.tensor`.
     microbatches: into which a pipeline cuts a replica's examples.
     rounds: how often a microbatch passes through the stages.
+    recompute: a pipeline keeps the input of each block alone, and its backward
+      computes the block again.
 
   Raises:
     ValueError: as `tensor.parallel`, for other layers, blocks that the stages
@@ -91,8 +94,8 @@ def language(
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
     if pipelined:
-      how = {"microbatches": microbatches, "rounds": rounds}
-      out = _pipelined_logits(layers, params, tokens, key, **how)
+      how = microbatches, rounds, recompute
+      out = _pipelined_logits(layers, params, tokens, key, *how)
     else:
       out, _ = models.apply(layers, params, tokens, train=True, key=key)
     if splits:
@@ -132,7 +135,9 @@ def _check_gpt(layers):
   return unembed.vocabulary, len(blocks)
 
 
-def _pipelined_logits(layers, params, tokens, key, *, microbatches, rounds):
+def _pipelined_logits(
+  layers, params, tokens, key, microbatches, rounds, recompute
+):
   """Logits of a GPT with its blocks as stages: params as `_stack` returns."""
   first, stages, last = params
   x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
@@ -147,6 +152,8 @@ def _pipelined_logits(layers, params, tokens, key, *, microbatches, rounds):
       {"params": params}, x, train=True, rngs={"dropout": key}
     )
 
+  if recompute:
+    block = jax.checkpoint(block)
   cut = x.reshape(microbatches, -1, *x.shape[1:])
   y = circular.pipeline(block, rounds=rounds)(stages, cut, key)
   y = y.reshape(x.shape)
@@ -232,7 +239,13 @@ def make_step(
     model.loss, tx, mesh, specs=model.specs, **options
   )
   split, join = jax.jit(model.split), jax.jit(model.join)
+
+  def init(params):
+    if meshes.are_shapes(params):
+      return step.init(jax.eval_shape(model.split, params))
+    return step.init(split(params))
+
   return step._replace(
-    init=lambda params: step.init(split(params)),
+    init=init,
     params=lambda state: join(step.params(state)),
   )

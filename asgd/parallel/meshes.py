@@ -88,12 +88,12 @@ def make(
       f"the mesh {text(sizes)} needs {count} devices and the"
       f" {jax.process_count()} processes have {len(devices)}: use all of them"
     )
-  return jax.make_mesh(
-    tuple(sizes.values()),
-    tuple(sizes),
-    axis_types=(jax.sharding.AxisType.Auto,) * len(sizes),
-    devices=devices[:count],
-  )
+  kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
+  devices, shape = devices[:count], tuple(sizes.values())
+  if len({getattr(device, "slice_index", None) for device in devices}) > 1:
+    grid = np.array(devices).reshape(shape)  # slices are outermost
+    return Mesh(grid, tuple(sizes), axis_types=kinds)
+  return jax.make_mesh(shape, tuple(sizes), axis_types=kinds, devices=devices)
 
 
 def text(sizes: Mapping[str, int]) -> str:
@@ -115,6 +115,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 
   Args:
     tree: of arrays; every process has the same, or they are global already.
+      Of shapes (jax.ShapeDtypeStruct), the result is the same with shardings.
     mesh: of any processes.
     specs: a tree of PartitionSpecs like `tree`, or one for all leaves; None
       puts each array on every device. ValueError for one that does not divide
@@ -134,6 +135,8 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
         f" {np.shape(x)} cannot be divided as {spec} over the mesh"
         f" {text(mesh.shape)}"
       ) from error
+    if isinstance(x, jax.ShapeDtypeStruct):
+      return x.update(sharding=sharding)
     if isinstance(x, jax.core.Tracer):
       return jax.lax.with_sharding_constraint(x, sharding)
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -146,6 +149,12 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
 
   return jax.tree_util.tree_map_with_path(put, tree, specs)
+
+
+def are_shapes(tree: Any) -> bool:
+  """Whether the leaves are jax.ShapeDtypeStruct instead of arrays."""
+  leaves = jax.tree.leaves(tree)
+  return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:

@@ -107,10 +107,14 @@ class RoundProgram(NamedTuple):
   # (state, batches [n, ...], root, round) -> (state, RoundMetrics)
   round: Callable[..., tuple[RoundState, RoundMetrics]]
   place: Callable[[base.Batch], base.Batch]  # batches [n, ...], on the devices
+  phases: Callable[[int], Any]  # of a round: (phase, puts, mixes)
+  # Jitted: (phases, state, batches, root, round) -> as `round`. `init` and
+  # `place` of shapes return shapes, for which it can be lowered.
+  program: Callable[..., tuple[RoundState, RoundMetrics]]
 
 
-def _code_shapes(peer, params):
-  """The shapes of a message."""
+def message_shapes(peer: gossip.Peer, params: base.Params) -> Any:
+  """Returns the shapes of a message, of parameters or their shapes."""
 
   def code(params):
     return peer.put(peer.init(params), jnp.float32(1), jax.random.key(0))[1]
@@ -124,7 +128,7 @@ def message_bytes(
   """Returns the bytes of an uncompressed message of peers that each have this
   server, of parameters or their shapes."""
   peer = gossip.make_peer(server, how.rule, how.topology.slots)
-  return memory.bytes_of(_code_shapes(peer, params))
+  return memory.bytes_of(message_shapes(peer, params))
 
 
 class _Device(NamedTuple):
@@ -230,7 +234,7 @@ def make_rounds(
 
   def first(params):
     state = peer.init(params)
-    zeros = optax.tree.zeros_like(_code_shapes(peer, params))
+    zeros = optax.tree.zeros_like(message_shapes(peer, params))
     waiting = () if how.every == 1 else (zeros,)
     one = RoundState(state, worker.init(state.server.params), waiting)
     return meshes.repeat(one, n)
@@ -245,13 +249,19 @@ def make_rounds(
       check_vma=False,
     )(state, batch, root, k)
 
-  def run_round(state, batch, root, k):
+  def phases_of(k):
     phase = k // how.every % how.topology.period
-    phases = phase, k % how.every == 0, (k + 1) % how.every == 0
-    return program(phases, state, batch, root, jnp.int32(k))
+    return phase, k % how.every == 0, (k + 1) % how.every == 0
 
-  return RoundProgram(
-    jax.jit(first, out_shardings=rows),
-    run_round,
-    lambda batch: jax.tree.map(lambda x: jax.device_put(x, rows), batch),
-  )
+  def run_round(state, batch, root, k):
+    return program(phases_of(k), state, batch, root, jnp.int32(k))
+
+  place = partial(meshes.place, mesh=mesh, specs=P(axis))
+  begin = jax.jit(first, out_shardings=rows)
+
+  def init(params):
+    if meshes.are_shapes(params):
+      return place(jax.eval_shape(first, params))
+    return begin(params)
+
+  return RoundProgram(init, run_round, place, phases_of, program)

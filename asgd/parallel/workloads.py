@@ -4,13 +4,13 @@ GPT or counted on any problem of layers, for `asgd.parallel.strategies`."""
 import contextlib
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from asgd import base, models, problems
 from asgd.models import transformer
-from asgd.parallel import memory, wait_free
+from asgd.parallel import hlo, memory, wait_free
 
 RECIPES = ("asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -123,8 +123,12 @@ def of_gpt(
   )
 
 
-def _find_gpt(layers, tokens) -> memory.Gpt | None:
-  """The sizes of a GPT on tokens int[B, T]; None if the layers are none."""
+def find_gpt(
+  layers: models.Layers | models.Model, tokens: jax.ShapeDtypeStruct
+) -> memory.Gpt | None:
+  """Returns the sizes of a GPT on tokens int[B, T]; None for other layers."""
+  if not isinstance(layers, tuple):
+    return None
   blocks = [layer for layer in layers if isinstance(layer, transformer.Block)]
   first, last = layers[0], layers[-1]
   if not blocks or not isinstance(first, transformer.Embed):
@@ -136,6 +140,22 @@ def _find_gpt(layers, tokens) -> memory.Gpt | None:
     context=tokens.shape[1],
     vocabulary=getattr(last, "vocabulary", first.vocabulary),
   )
+
+
+def products(
+  loss: Callable[..., Any], params: Any, batch: Any, examples: int
+) -> int:
+  """Returns the additions and multiplications of the matrix products (and
+  convolutions) of a loss and its gradient, counted from the program for the
+  first `examples` of a batch. XLA's own count has all operations in it, and the
+  body of a loop once."""
+  some = jax.tree.map(lambda x: x.update(shape=(examples, *x.shape[1:])), batch)
+  key = jax.eval_shape(lambda: jax.random.key(0))
+  gradient = jax.jit(jax.grad(loss, has_aux=True))
+  lowered = gradient.lower(
+    *jax.tree.map(lambda x: x.update(sharding=None), (params, some, key))
+  )
+  return hlo.read(lowered.as_text(dialect="hlo")).flops
 
 
 def of_problem(
@@ -152,9 +172,8 @@ def of_problem(
   params = jax.eval_shape(problem.init, key)
   batch = problem.batches(0, 1)(0, 0)
   examples = len(jax.tree.leaves(batch)[0])
-  gradient = jax.jit(jax.grad(problem.loss, has_aux=True))
-  counted = gradient.lower(params, batch, key).cost_analysis()
-  flops = counted["flops"] / examples
+  shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, batch))
+  flops = products(problem.loss, params, shapes, examples) / examples
   kept, borders = _activations(pieces, params, batch, key)
   sizes = [models.count(weights) for weights in base.weights_of(params)]
   tokens = jax.eval_shape(
@@ -164,7 +183,7 @@ def of_problem(
   layers = sum(size > 0 for size in sizes)
   recomputing = options.activations == "full"
   each = (sum(borders) if recomputing else kept) / examples
-  gpt = _find_gpt(pieces.layers, tokens)
+  gpt = find_gpt(pieces.layers, tokens)
 
   def activations(examples, tensor):
     if tensor == 1 or recomputing:

@@ -6,7 +6,7 @@ from asgd.simulator.choice import (
   ENGINES,
   HOST,
   Choice,
-  Jobs,
+  JobShapes,
   choose,
 )
 from asgd.simulator.chunk import make_chunk

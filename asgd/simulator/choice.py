@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     return f"{self.name}: {self.why}"
 
 
-class Jobs(NamedTuple):
+class JobShapes(NamedTuple):
   """What an engine is chosen by, beside server, worker and trace."""
 
   params: base.Params  # or their shapes
@@ -43,7 +43,7 @@ def choose(
   server: base.Server,
   worker: base.Worker,
   trace: base.Trace,
-  jobs: Jobs,
+  jobs: JobShapes,
   *,
   asked: str = AUTO,
 ) -> Choice:
@@ -65,7 +65,7 @@ def choose(
     >>> import asgd
     >>> from asgd import orders, simulator
     >>> worker = asgd.gradient_worker(lambda w, batch: (w * batch).mean())
-    >>> jobs = simulator.Jobs(jnp.zeros(()), jnp.zeros(3), messages=10_000)
+    >>> jobs = simulator.JobShapes(jnp.zeros(()), jnp.zeros(3), messages=10_000)
     >>> server = asgd.asgd(0.1, workers=2).server()
     >>> trace = orders.fixed_delay(delay=1, messages=100)
     >>> print(simulator.choose(server, worker, trace, jobs))

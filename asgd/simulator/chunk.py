@@ -59,7 +59,7 @@ class _Messages(NamedTuple):
   to: Any  # int32, the worker of that ticket
 
 
-class Program(NamedTuple):
+class ChunkPrograms(NamedTuple):
   """The compiled functions of the engine."""
 
   # (carry, root, count, _Messages, batches) -> (carry, Observations, codes)
@@ -68,19 +68,10 @@ class Program(NamedTuple):
   pure: steps_lib.PureSteps
 
 
-@functools.lru_cache(maxsize=32)
-def compile_chunk(
-  server: base.Server, worker: base.Worker, wire: str | None, joins: bool
-) -> Program:
-  """Compiles the program of a server and its workers, once.
-
-  Args:
-    server: any.
-    worker: any.
-    wire: as of `compile_steps`.
-    joins: whether workers join, whose states then start anew.
-  """
-  pure = steps_lib.pure_steps(server, worker, wire)
+def _parts(server, worker, pure, joins):
+  """The two parts of the programs: (carry) -> the carry with the latest ticket
+  in its row; (carry, root, _Messages of one, batch) -> the carry after that
+  message, and (Observation, code)."""
 
   def state_of(row, workers, params):
     state, workers = rows_lib.read(workers, row.worker)
@@ -89,7 +80,7 @@ def compile_chunk(
       state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
     return state, workers
 
-  def sent(carry):
+  def send(carry):
     ticket = pure.send(carry.server, carry.to)
     params, version = jax.tree.map(
       lambda rows, x: rows.at[carry.put].set(x),
@@ -99,7 +90,7 @@ def compile_chunk(
     return carry._replace(params=params, version=version)
 
   def receive(carry, root, row, batch):
-    carry = sent(carry)
+    carry = send(carry)
     params = jax.tree.map(lambda rows: rows[row.slot], carry.params)
     version = carry.version[row.slot]
     if server.alone:
@@ -114,6 +105,24 @@ def compile_chunk(
     code = None if pure.codec is None else message
     carry = carry._replace(server=after, put=row.put, to=row.to)
     return carry._replace(workers=workers), (observation, code)
+
+  return send, receive
+
+
+@functools.lru_cache(maxsize=32)
+def compile_chunk(
+  server: base.Server, worker: base.Worker, wire: str | None, joins: bool
+) -> ChunkPrograms:
+  """Compiles the program of a server and its workers, once.
+
+  Args:
+    server: any.
+    worker: any.
+    wire: as of `compile_steps`.
+    joins: whether workers join, whose states then start anew.
+  """
+  pure = steps_lib.pure_steps(server, worker, wire)
+  send, receive = _parts(server, worker, pure, joins)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def messages(carry, root, count, rows, batches):
@@ -137,11 +146,11 @@ def compile_chunk(
   @functools.partial(jax.jit, donate_argnums=0)
   def sends(carry, count, slots, workers):
     def step(index, carry):
-      return sent(carry._replace(put=slots[index], to=workers[index]))
+      return send(carry._replace(put=slots[index], to=workers[index]))
 
     return jax.lax.fori_loop(0, count, step, carry)
 
-  return Program(messages, sends, pure)
+  return ChunkPrograms(messages, sends, pure)
 
 
 def make_chunk(

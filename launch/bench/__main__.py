@@ -35,15 +35,16 @@ from . import report, summary
 
 BENCHMARKS = (  # modules with run(report, *, flags)
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
-  "network",
+  *("network", "orders"),
 )
 _FLAGS = {
-  "rounds": (int, None, "Turns. Default: 3 or 5."),
+  "rounds": (int, None, "Turns. Default: 2, 3 or 5."),
   "block": (int, None, "Updates of a turn (simulator). Default: by model."),
   "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
   "seconds": (float, None, "For each contestant. Default: 3."),
   "links": (("threads", "tc"), None, "Which are slow (network)."),
   "peer": (str, None, "Python with torch (simulator, pipeline)."),
+  "large": (bool, None, "Orders of 10 M rows or 100,000 workers (orders)."),
 }
 _F = flags.define(
   {

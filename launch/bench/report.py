@@ -59,7 +59,7 @@ class Measured(NamedTuple):
     return f"{text} {self.target}".rstrip()
 
 
-class Table:
+class BenchTable:
   """A table whose rows are printed as soon as they are measured."""
 
   def __init__(
@@ -118,7 +118,7 @@ class Report:
     measured: Mapping[str, str],
     *,
     width: int = 24,
-  ) -> Table:
+  ) -> BenchTable:
     """Begins a table; titles, and names within a table, are unique.
 
     Args:
@@ -129,7 +129,7 @@ class Report:
         `Measured`.
       width: of the names, at least.
     """
-    return Table(self.rows, title, first, (values, measured), width)
+    return BenchTable(self.rows, title, first, (values, measured), width)
 
   def save(self, path: str) -> None:
     """Writes the rows for the process that called `add_from`."""

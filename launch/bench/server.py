@@ -5,14 +5,16 @@ server lets them, in processes of their own, with all records on. The peer is
 the asynchronous parameter-server loop that Ray's documentation shows.
 """
 
+import contextlib
 import functools
 import os
 import shutil
+import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +22,16 @@ import numpy as np
 
 from asgd import algorithms, base, orders, simulator
 from asgd.experiment import ray_runtime
+from asgd.live import frames, processes
 from asgd.live.duty import Duty
 from asgd.live.hosts.actors import ActorHosts
 from asgd.live.hosts.site import Site
+from asgd.live.journal import FileJournal
+from asgd.live.records import FileSink
 from asgd.live.server.cluster import ServerCluster
 from asgd.live.server.makers import ServerMakers
 from asgd.live.setup import Setup
+from asgd.orders.trace import Event
 
 from . import compression, turns
 from .report import Measured, Report
@@ -59,8 +65,34 @@ def _make_duty(params: Any) -> Duty:
   return Duty(step, worker.init, lambda *_: batch, root, params, None)
 
 
-def ours(params: Any, seconds: float, log: int) -> float:
-  """Updates per second of the Ray runtime."""
+class Speed(NamedTuple):
+  """A run of the Ray runtime, and what an update costs its processes."""
+
+  updates: float  # per second
+  shard: float  # us of CPU time an update
+  workers: float  # us of CPU time an update, of all workers
+  wakes: float  # times an update that a thread had waited
+
+
+def _usage(pids: Mapping[str, Mapping[int, int]]) -> np.ndarray:
+  """Returns float64[3]: CPU seconds of shards and of workers so far, and how
+  often a thread of theirs has waited."""
+  seconds, wakes = {"shard": 0.0, "worker": 0.0}, 0
+  for kind, parties in pids.items():
+    for pid in parties.values():
+      process = Path(f"/proc/{pid}")
+      fields = (process / "stat").read_text().rpartition(")")[2].split()
+      ticks = int(fields[11]) + int(fields[12])  # in user and kernel mode
+      seconds[kind] += ticks / os.sysconf("SC_CLK_TCK")
+      for task in (process / "task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended
+          status = (task / "status").read_text()
+          wakes += int(status.split("\nvoluntary_ctxt_switches:")[1].split()[0])
+  return np.array([*seconds.values(), wakes])
+
+
+def ours(params: Any, seconds: float, log: int) -> Speed:
+  """Returns the speed of the Ray runtime."""
   setup = Setup(orders.protocol.Rules(), WORKERS, 10**7, log=log)
   run = Path(tempfile.mkdtemp(prefix="asgd-bench-"))
   site = Site(setup, str(run), f"/dev/shm/{run.name}", time.monotonic())
@@ -74,11 +106,16 @@ def ours(params: Any, seconds: float, log: int) -> float:
     while True:
       cluster.check()
       status = cluster.status()
-      if status and status[0]["received"] > 20:
+      # A worker that still compiles would be measured with the others.
+      present = len(status[0]["workers"]) if status else 0
+      if present == WORKERS and status[0]["received"] > 20:
         now = time.perf_counter(), status[0]["received"]
-        first = first or now
+        used = _usage(processes.pids(Path(site.memory)))
+        first = first or (*now, used)
         if now[0] - first[0] >= seconds:
-          return (now[1] - first[1]) / (now[0] - first[0])
+          updates = now[1] - first[1]
+          costs = (used - first[2]) / updates * [1e6, 1e6, 1]
+          return Speed(updates / (now[0] - first[0]), *costs)
       time.sleep(0.05 if first is None else seconds / 4)
   finally:
     cluster.close()
@@ -153,6 +190,55 @@ def unavoidable(params: Any) -> turns.Contestant:
   return once
 
 
+def receive(params: Any) -> turns.Contestant:
+  """Returns the compiled receive and send of a shard, in this process."""
+  server = _make_server()
+  steps = simulator.compile_steps(server, None, keeps_messages=True)
+  state, worker = simulator.start(server, params), jnp.int32(0)
+  ticket = steps.send(state, worker)
+
+  def once():
+    nonlocal state, ticket
+    state, seen = steps.receive(state, ticket, params, np.float32(0))
+    ticket = steps.send(state, worker)
+    return jax.block_until_ready(seen)
+
+  return once
+
+
+def send_frames() -> turns.Contestant:
+  """Returns the frames of an update, PUSH, ACK and TICKET, which are packed,
+  sent through a socket and unpacked by one thread, so that none is woken."""
+  ends = socket.socketpair()
+  kinds = frames.PUSH, frames.ACK, frames.TICKET
+
+  def once():
+    for kind in kinds:
+      ends[0].sendall(frames.pack(frames.Frame(kind)))
+      frames.unpack(ends[1].recv(frames.SIZE))
+
+  return once
+
+
+def record(params: Any, folder: Path) -> turns.Contestant:
+  """Returns the rows that are written of an update: two of the journal, and a
+  record; of these a shard writes many at once, here 100."""
+  journal = FileJournal(folder / "trace-0.csv")
+  sink = FileSink(folder / "records-0.bin")
+  seen, count = receive(params)(), 0
+  message = simulator.ReceivedMessage(1.5, 0, 1)
+
+  def once():
+    nonlocal count
+    for action in (base.RECEIVE, base.SEND):
+      journal.append(Event(1.234567, 0, count, count, action, count, 1, 2))
+    count += 1
+    if count % 100 == 0:
+      sink.append(simulator.records([message] * 100, [seen] * 100))
+
+  return once
+
+
 def rate(once: turns.Contestant, seconds: float) -> float:
   """How often in a second something can be done."""
   count, start = 0, time.perf_counter()
@@ -183,17 +269,46 @@ def run(
       | {"of no log": ".2f"},
       width=6,
     )
+    speeds = {}
     for size in sizes:
-      cells = _cells(compression.message(size), seconds / _TURNS)
+      params = compression.message(size)
+      cells, speeds[size] = _cells(params, seconds / _TURNS)
       table.row(f"{size:g}", *cells)
+    _print_parts(report, speeds, seconds)
   finally:
     ray_runtime.stop()
 
 
+def _print_parts(
+  report: Report, speeds: Mapping[float, Sequence[Speed]], seconds: float
+) -> None:
+  """Prints where the time of an update goes, by MB of parameters."""
+  table = report.table(
+    "parts of an update by MB of parameters: CPU of the shard and the workers;"
+    " receive, frames and rows alone, in one thread",
+    "MB",
+    {"shard us": ".0f", "workers us": ".0f", "wakes": ".1f"}
+    | {"receive us": ".0f", "frames us": ".0f", "rows us": ".0f"},
+    {"rows, of an update": ".3f"},
+    width=6,
+  )
+  for size, each in speeds.items():
+    params = compression.message(size)
+    with tempfile.TemporaryDirectory() as folder:
+      alone = receive(params), send_frames(), record(params, Path(folder))
+      for once in alone:
+        once()  # which compiles
+      costs = [1e6 / rate(once, seconds / 8) for once in alone]
+    _, *used = np.median(each, axis=0)
+    share = np.array([costs[-1] * speed.updates / 1e6 for speed in each])
+    table.row(f"{size:g}", *used, *costs, Measured(share, "<= 0.05"))
+
+
 def _cells(
   params: dict[str, np.ndarray], seconds: float
-) -> list[float | Measured]:
-  """Has the contestants take turns; returns the numbers of a row."""
+) -> tuple[list[float | Measured], list[Speed]]:
+  """Has the contestants take turns; returns the numbers of a row, and the
+  speeds of the runs with a log."""
   megabytes = sum(x.nbytes for x in params.values()) / 1e6
   log = 128 if megabytes < 5 else 16 if megabytes < 50 else 4
   target, floor_once = (
@@ -209,16 +324,20 @@ def _cells(
     lambda: rate(copy_all, seconds / 4),
     lambda: rate(floor_once, seconds / 4),
     lambda: canonical(params, seconds),
-    lambda: ours(params, seconds, log),
-    lambda: ours(params, seconds, 0),
   )
-  rates = [[measure() for measure in contestants] for _ in range(_TURNS)]
+  logs, rates, logged = (log, 0), [], []
+  for _ in range(_TURNS):
+    others = [measure() for measure in contestants]
+    own = [ours(params, seconds, each) for each in logs]
+    logged.append(own[0])
+    rates.append([*others, *(speed.updates for speed in own)])
   copy, floor, theirs, mine, fast = np.transpose(rates)
   speeds = [np.median(x) for x in (copy, floor, theirs, mine)]
   ratios = mine / theirs, floor / mine, copy / 2 / mine, mine / fast
   wanted = _TARGETS.get(round(megabytes, 1), ("", ""))
   targets = *wanted, "", ">= 0.95"
-  return [
+  cells = [
     *(*speeds, 2 * megabytes * speeds[-1], np.median(fast)),
     *map(Measured, ratios, targets),
   ]
+  return cells, logged

@@ -138,7 +138,7 @@ def _choice(recipe, problem, trace, messages) -> simulator.Choice:
   """The engine that `asgd.simulate` would choose."""
   worker = recipe.make_worker(problem.loss)
   params = jax.eval_shape(problem.init, jax.random.key(0))
-  jobs = simulator.Jobs(params, problem.batches(0, 1)(0, 0), messages)
+  jobs = simulator.JobShapes(params, problem.batches(0, 1)(0, 0), messages)
   return simulator.choose(recipe.server(), worker, trace, jobs)
 
 

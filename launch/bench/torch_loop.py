@@ -1,10 +1,10 @@
 """Asynchronous SGD as a PyTorch loop: a peer for `asgd bench simulator`.
 
-The loop that a researcher writes: one process, and a list with a state dict of
-the sent parameters for each worker. An event loads the worker's snapshot into
-the model, computes a gradient, changes the server's parameters, and replaces
-the snapshot by a copy of them. It needs nothing but torch, which may be of
-another Python:
+The loop that a researcher writes: one process of one or two threads, whichever
+are faster at the model, and a list with a state dict of the sent parameters for
+each worker. An event loads the worker's snapshot into the model, computes a
+gradient, changes the server's parameters, and replaces the snapshot by a copy
+of them. It needs nothing but torch, which may be of another Python:
 
   python launch/bench/torch_loop.py
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 _EXAMPLES, _CLASSES = 2048, 10
-_THREADS = 2
+_THREADS, _TRIED = (2, 1), 8  # threads, and updates that each is tried with
 
 
 def _mlp(widths, shape):
@@ -91,10 +91,19 @@ class SnapshotLoop:
       self.done += 1
     return time.perf_counter() - began
 
+  def choose_threads(self):
+    """Uses as many threads as are fastest: small models gain none by a second,
+    and lose much while another program has its core."""
+    seconds = {}
+    for threads in _THREADS:
+      torch.set_num_threads(threads)
+      self.run(1)
+      seconds[threads] = self.run(_TRIED)
+    torch.set_num_threads(min(seconds, key=seconds.get))
+
 
 def main() -> None:
   """Obeys the lines of the standard input until it ends."""
-  torch.set_num_threads(_THREADS)
   loop = None
   for line in sys.stdin:
     given = json.loads(line)
@@ -102,6 +111,7 @@ def main() -> None:
       print(json.dumps({"seconds": loop.run(given["updates"])}), flush=True)
     else:
       loop = SnapshotLoop(given)
+      loop.choose_threads()
 
 
 if __name__ == "__main__":

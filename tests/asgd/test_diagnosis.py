@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 
@@ -256,3 +257,12 @@ def test_sharpness_needs_an_iteration(iterations):
   words = f"iterations must be .* not {iterations}"
   with pytest.raises(ValueError, match=words):
     diagnosis.make_sharpness(problem.loss, problem.probe, iterations=iterations)
+
+
+def test_directions_of_small_models_are_those_of_optax():
+  key = jax.random.key(3)
+  weights = [jnp.zeros(shape) for shape in ((3,), (5, 4), (), (2, 1, 3))]
+  drawn = diagnosis._direction(key, weights)
+  wanted = optax.tree.random_like(key, weights)
+  for mine, theirs in zip(drawn, wanted, strict=True):
+    np.testing.assert_array_equal(mine, theirs)

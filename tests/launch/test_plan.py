@@ -142,3 +142,10 @@ def test_nothing_fits(capsys):
   plan.main(**{**BASE, "memory": 0.01})
   said = capsys.readouterr().out
   assert "nothing fits: the least is" in said and "best" not in said
+
+
+def test_what_cannot_be_compiled_is_refused():
+  with pytest.raises(ValueError, match="give --config=FILE.py, with engine"):
+    plan.main(params="1e9", compile="v5e:2x2")
+  with pytest.raises(ValueError, match="cannot read the topology '4x4'"):
+    plan.main(config=_config("mesh_gpt"), compile="4x4")

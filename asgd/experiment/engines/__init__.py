@@ -10,7 +10,7 @@ config, the plan that the cells of a run share, and how a cell starts.
 
 import abc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -171,6 +171,9 @@ class EngineKind(NamedTuple):
   elsewhere: bool = False  # its work is done in processes of its own
   journaled: bool = False  # it goes on from a journal: evaluations are those of
   # the log, not those of the checkpoint
+  # (Experiment, Run, workers, target): yields programs to compile ahead of
+  # time, as `asgd.parallel.ahead.Compilation`; None: it has none of its own.
+  programs: Callable[[Any, Any, int, Any], Iterator[Any]] | None = None
   # () -> names of the protocols that it runs, of `asgd.experiment.protocol`
   protocols: Callable[[], Sequence[str]] = lambda: ("server",)
 

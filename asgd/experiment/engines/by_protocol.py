@@ -1,6 +1,6 @@
 """Engines whose runs are of several protocols, which know how they are run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from asgd.experiment import protocol, refusals
@@ -32,6 +32,20 @@ def engine_kind(
   def start(context: Context) -> Engine:
     return runner(context.plan.run).start(context)
 
+  def programs(
+    experiment: Any, run: Run, workers: int, target: Any
+  ) -> Iterator[Any]:
+    make = runner(run).programs
+    if make is None:
+      every = protocol.of(run).runners.items()
+      able = [f"engine={other}" for other, each in every if each.programs]
+      remedy = f"use {' or '.join(able)}" if able else "use another recipe"
+      raise ValueError(
+        f"config.runs.{run.label}: engine {name!r} computes in no program of"
+        f" its own that could be compiled ahead: {remedy}"
+      )
+    return make(experiment, run, workers, target)
+
   def describe(result: Mapping[str, Any]) -> str:
     return protocol.of_result(result).runners[name].describe(result)
 
@@ -47,6 +61,7 @@ def engine_kind(
     plan=plan,
     start=start,
     describe=describe,
+    programs=programs,
     protocols=protocols,
     **fields,
   )

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -84,6 +84,7 @@ SECTIONS: dict[str, Any] = {
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
     "microbatches": Setting(None, _SOME),  # axis pipe; None: one a stage
     "rounds": Setting(None, _SOME),  # axis pipe: how often around; None: once
+    "recompute": Setting(False, checks.flag),  # axis pipe: blocks, backward
     "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
   },
   # Of what each device sends of its gradient: a codec, or a reducer.
@@ -119,6 +120,7 @@ def check(run: Run) -> None:
   for key, axis, unset in (
     ("sequence", meshes.TENSOR, False),
     ("rounds", meshes.PIPE, None),
+    ("recompute", meshes.PIPE, False),
     ("microbatches", meshes.PIPE, None),
   ):
     if section[key] is not unset and axis not in axes:
@@ -139,7 +141,7 @@ def _check_batch(run, shape):
   """Raises ValueError for a batch that the mesh cannot divide."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
-  pieces, cut = replicas * accumulate, _microbatches(section, shape)
+  pieces, cut = replicas * accumulate, microbatches_of(section, shape)
   factors = f"config.mesh.axes.data {replicas} x config.mesh.accumulate"
   if size % pieces:
     raise ValueError(
@@ -154,7 +156,8 @@ def _check_batch(run, shape):
     )
 
 
-def _microbatches(section, shape):
+def microbatches_of(section: Mapping[str, Any], shape: Any) -> int:
+  """Returns into how many a pipeline cuts the examples of a replica."""
   return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
 
@@ -210,7 +213,22 @@ def _reducer(run, mesh, size) -> compression.Reducer | None:
 def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   """Builds mesh and step of a run, checking that they fit the model."""
   del workers
-  problem, mesh = experiment.problem_of(run), _make_mesh(run)
+  mesh = _make_mesh(run, jax.devices())
+  problem, step, peak, rate = step_of(experiment, run, mesh)
+  # Traced, so that what does not fit together is found now.
+  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
+  with _naming_mesh(run, mesh):
+    state = step.init(jax.eval_shape(problem.init, key))
+    jax.eval_shape(step.step, state, step.place(batch), key)
+  updates = max(round(learning_rates.passes(run, problem)), 1)
+  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
+
+
+def step_of(
+  experiment: Any, run: Run, mesh: jax.sharding.Mesh
+) -> tuple[problems.Problem, data_parallel.Step, float, Any]:
+  """Returns problem, step, peak and schedule of a run on a mesh."""
+  problem = experiment.problem_of(run)
   _check_batch(run, mesh.shape)
   peak = float(run.config["learning_rate"])
   rate = learning_rates.schedule(
@@ -224,13 +242,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
     lambda: _make_step(run, problem, mesh, rate, size),
     *(plain, rate, mesh, problem.loss, run.given),
   )
-  # Traced, so that what does not fit together is found now.
-  batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
-  with _naming_mesh(run, mesh):
-    state = jax.eval_shape(step.init, jax.eval_shape(problem.init, key))
-    jax.eval_shape(step.step, state, step.place(batch), key)
-  updates = max(round(learning_rates.passes(run, problem)), 1)
-  return MeshPlan(run, problem, mesh, step, peak, rate, updates)
+  return problem, step, peak, rate
 
 
 _steps = build_cache.BuildCache()
@@ -260,9 +272,9 @@ def _make_step(run, problem, mesh, rate, size):
     )
 
 
-def _make_mesh(run):
+def _make_mesh(run, here):
   axes = run.config["mesh"]["axes"]
-  here, wanted = jax.devices(), devices_of(run)
+  wanted = devices_of(run)
   if wanted is not None and wanted > len(here):
     raise ValueError(
       f"config.mesh.axes {meshes.text(axes) or 'data'} needs {wanted} devices"
@@ -271,15 +283,29 @@ def _make_mesh(run):
       " of the host's CPU as are needed"
     )
   with checks.blame("mesh.axes"):
-    return meshes.make(axes or {meshes.DATA: -1})
+    return meshes.make(axes or {meshes.DATA: -1}, here)
+
+
+def mesh_on(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
+  """Returns the mesh of a run on all of some devices; ValueError if it has
+  another number of them."""
+  mesh = _make_mesh(run, devices)
+  if mesh.size != len(devices):
+    raise ValueError(
+      f"config.mesh.axes {meshes.text(mesh.shape)} has {mesh.size} devices, and"
+      f" a program is compiled for all {len(devices)} of a topology: use -1 for"
+      " one of the axes, or another topology"
+    )
+  return mesh
 
 
 def _model(run, problem, mesh):
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
-    options["microbatches"] = _microbatches(section, mesh.shape)
+    options["microbatches"] = microbatches_of(section, mesh.shape)
     options["rounds"] = section["rounds"] or 1
+    options["recompute"] = section["recompute"]
   with _naming_mesh(run, mesh):
     return hybrid.mesh_model(problem, mesh, **options)
 

@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -104,7 +104,7 @@ class ServerPlan:
     with checks.blame("simulator"):
       return simulator.choose(
         *(self.server, self.coded_worker(), trace),
-        simulator.Jobs(shapes, batch, messages, even),
+        simulator.JobShapes(shapes, batch, messages, even),
         asked=self.run.config["simulator"]["engine"],
       )
 
@@ -222,7 +222,7 @@ class ServerPlan:
   def job_batches(self, seed: int) -> problems.Batches:
     """Returns (worker, job) -> what the job is done on; its errors are
     ValueErrors, which say whose batch it is."""
-    return _NamedBatches(self._job_batches(seed))
+    return stacking.NamedBatches(self._job_batches(seed))
 
   def _job_batches(self, seed):
     steps, given, problem = self.recipe.steps, self.allocation, self.problem
@@ -238,23 +238,6 @@ class ServerPlan:
   def rules(self) -> protocol.Rules:
     """Returns the protocol of a live run; refuses others with ValueError."""
     return server_orders.rules(self.order, self.recipe.every, self.workers)
-
-
-class _NamedBatches(NamedTuple):
-  """Batches of jobs, whose errors say whose they are."""
-
-  batches: problems.Batches
-
-  def __call__(self, worker: int, job: int) -> base.Batch:
-    with checks.batch_of(f"worker {worker}, job {job}"):
-      return self.batches(worker, job)
-
-  def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
-    """Returns the batches of several jobs, stacked."""
-    if hasattr(self.batches, "of_jobs"):
-      with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
-        return stacking.of_jobs(self.batches, workers, jobs)
-    return stacking.stack(list(map(self, workers, jobs)))
 
 
 def check(run: Run) -> None:

@@ -9,6 +9,7 @@ from asgd.experiment import live_files, storage
 from asgd.experiment.engines import (
   live,
   live_peers,
+  mesh_programs,
   parameter_server,
   peer_mesh,
   peers,
@@ -114,6 +115,7 @@ PROTOCOL = Protocol(
     ),
     "mesh": Runner(
       plan=peer_mesh.plan,
+      programs=mesh_programs.of_peers,
       start=peer_mesh.PeerMeshEngine,
       describe=peer_mesh.describe,
       check=peer_mesh.check,

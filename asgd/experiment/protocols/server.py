@@ -17,6 +17,7 @@ from asgd.experiment.engines import (
   live_server,
   mesh,
   mesh_plan,
+  mesh_programs,
   parameter_server,
   simulate,
 )
@@ -172,6 +173,7 @@ PROTOCOL = Protocol(
     ),
     "mesh": Runner(
       plan=mesh_plan.plan,
+      programs=mesh_programs.of_one_model,
       start=mesh.MeshEngine,
       describe=mesh.describe,
       check=mesh_plan.check,

@@ -9,13 +9,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
+from asgd import base, internals
 from asgd.live import slots
 from asgd.live.setup import Setup, slot_counts
 
 # Of a GPU's memory; the second is its former name. XLA reads them when JAX is
 # used first.
 _FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# Elements of an array that XLA does not divide among threads on the CPU.
+UNDIVIDED = 2**15
+_THREADS = "PJRT_NPROC"  # of XLA's pool on the CPU
 
 
 class Site(NamedTuple):
@@ -84,6 +89,58 @@ def prepare_process(site: Site, worker: bool) -> None:
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
   _choose_devices(site, worker)
+
+
+def receive_in_one_thread(server: base.Server, params: Any) -> bool:
+  """Makes JAX compute in one thread, in a process that has not used JAX yet, if
+  the program that receives a message has small arrays only.
+
+  XLA divides operations among a pool of threads, which spin while they wait: on
+  cores that workers need. Sums over many elements are divided by the pool's
+  size and then have other bits, so a replay would differ; an array of up to
+  `UNDIVIDED` elements is never divided.
+
+  Args:
+    server: of the shard.
+    params: the shard's part of the parameters, or their shapes and dtypes.
+
+  Returns:
+    Whether the program is small.
+  """
+  leaves = jax.tree.leaves(params)
+  if server.codec is not None or any(x.size > UNDIVIDED for x in leaves):
+    return False
+
+  def receive(params: Any, message: Any) -> Any:
+    state = server.init(params)
+    ticket = server.send(state, np.int32(0))
+    return server.receive(state, ticket, message)
+
+  try:
+    program = jax.make_jaxpr(receive)(params, params).jaxpr
+  except jax.errors.ConcretizationTypeError:  # an `init` that reads numbers
+    return False
+  if _largest(program) > UNDIVIDED:
+    return False
+  before = os.environ.get(_THREADS)
+  os.environ[_THREADS] = "1"
+  try:
+    jax.local_devices()  # XLA reads it when JAX is used first
+  finally:  # other processes that this one starts have a pool
+    os.environ.pop(_THREADS)
+    if before is not None:
+      os.environ[_THREADS] = before
+  return True
+
+
+def _largest(jaxpr: Any) -> int:
+  """The number of elements of the largest array in a program."""
+  most = 0
+  for eqn in jaxpr.eqns:
+    sizes = (getattr(x.aval, "size", 0) for x in (*eqn.invars, *eqn.outvars))
+    inner = map(_largest, internals.jaxprs_in_params(eqn.params))
+    most = max(most, *sizes, *inner)
+  return most
 
 
 def _choose_devices(site: Any, worker: bool) -> None:

@@ -20,7 +20,7 @@ from asgd import base, compression, simulator
 from asgd.compression.packing import BadCode
 from asgd.live import faults, frames, slot_formats, spans
 from asgd.live.hosts import Inside
-from asgd.live.hosts.site import Site
+from asgd.live.hosts.site import Site, receive_in_one_thread
 from asgd.live.links.base import Disconnected
 from asgd.live.links.remote import Session, Token
 from asgd.live.links.sockets import ShardServer, UnixNetwork
@@ -190,6 +190,8 @@ class ShardMaker(NamedTuple):
     """Compiles, opens the files, and listens."""
     site, index, setup = self.site, self.index, self.site.setup
     server = self.make_server()
+    if self.steps is None:  # in a process of its own
+      receive_in_one_thread(server, self.params)
     steps = self.steps or simulator.compile_steps(
       server, None, wire=site.compress, keeps_messages=True
     )

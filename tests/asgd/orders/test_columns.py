@@ -42,7 +42,7 @@ def played(rules, clock, workers, messages):
   return order.trace()
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", range(2))
 def test_columns_are_the_order_that_is_played(part, monkeypatch):
   for seed in range(50 * part, 50 * (part + 1)):
     rng = random.Random(seed)
@@ -112,7 +112,7 @@ def outcome(read, *args, **kwargs):
 @pytest.mark.parametrize("depth", [1, 2, 1.5, math.inf])
 def test_columns_are_read_as_rows_are(depth):
   clock, refused = durations.heterogeneous(seed=2), 0
-  for seed in range(150):
+  for seed in range(70):
     rng = random.Random(seed)
     options = dict(depth=rng.randint(1, 2), fetch_every=rng.randint(1, 3))
     sizes = dict(workers=3, messages=rng.choice([2, 12]))
@@ -126,7 +126,7 @@ def test_columns_are_read_as_rows_are(depth):
     for every in (1, 2):
       expected = outcome(trace._staleness_by_rows, one, every)
       assert outcome(orders.staleness, one, every) == expected
-  assert 30 < refused < 145
+  assert 20 < refused < 65
 
 
 def test_rows_that_are_not_of_tickets_alone_are_read_one_by_one():

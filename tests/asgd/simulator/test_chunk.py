@@ -91,6 +91,23 @@ def test_it_agrees_with_the_host_engine(case, monkeypatch):
   same(whole, cut(host, trace, ends, between=many))
 
 
+def test_a_worker_that_is_replaced_starts_anew():
+  host, many = engines_of("dana_slim")  # its workers have momentum
+  rows = list(orders.trace.events(order_of(orders.asynchronous)))
+  place = next(
+    i for i in range(40, len(rows)) if rows[i].action == base.RECEIVE
+  )
+  row = rows[place]._replace(seq=orders.trace.NO_SEQ, job=1)
+  leave, join = (row._replace(action=x) for x in (base.LEAVE, base.JOIN))
+  rows[place + 1 : place + 1] = [leave, join]
+  trace = orders.trace.from_events(rows)
+  ends = [len(rows)]
+  with_state = cut(many, trace, ends)
+  same(cut(host, trace, ends), with_state)
+  kept, _ = cut(many, order_of(orders.asynchronous), [len(rows) - 2])
+  assert (kept.server.params != with_state[0].server.params).any()
+
+
 @pytest.mark.parametrize(
   "server",
   [dict(gate=server_lib.max_staleness(2)), dict(every=3)],
@@ -187,7 +204,7 @@ def test_what_one_engine_alone_replays_is_named():
 def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
   recipe = algorithms.build("asgd", 0.01, WORKERS)
   batch = more.pop("batch", PROBLEM.batches(0, 1)(0, 0))
-  jobs = simulator.Jobs(PROBLEM.init(ROOT), batch, messages, **more)
+  jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, **more)
   parts = recipe.server(), recipe.make_worker(loss)
   return simulator.choose(
     *parts, order_of(orders.asynchronous), jobs, asked=asked

@@ -1,0 +1,148 @@
+"""The programs of runs on a mesh, to compile for devices that are not here.
+
+They are those that train: the step of one model on all axes, and the rounds of
+peers, with and without messages (local SGD, if peers average every few rounds).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from asgd.experiment import schema
+from asgd.experiment.engines import mesh_plan, parameter_server
+from asgd.experiment.engines.peers import PeerPlan
+from asgd.experiment.schema import Run
+from asgd.parallel import (
+  ahead,
+  halo,
+  memory,
+  meshes,
+  peers,
+  precision,
+  transfers,
+  workloads,
+)
+from asgd.parallel.targets import Target, find_key
+
+
+def _shapes(tree: Any) -> Any:
+  """The shapes of arrays, in the dtypes that JAX gives them."""
+  return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
+
+
+def of_one_model(
+  experiment: Any, run: Run, workers: int, target: Target
+) -> Iterator[ahead.Compilation]:
+  """Yields the step of a run."""
+  del workers
+  section = run.config["mesh"]
+  if section["form"] != "shard_map":
+    raise ValueError(
+      f"config.mesh.form {section['form']!r} has no program of global arrays:"
+      " use form='shard_map'"
+    )
+  mesh = mesh_plan.mesh_on(run, target.devices)
+  problem, made, _, _ = mesh_plan.step_of(experiment, run, mesh)
+  key = meshes.place(find_key(), mesh)
+  params = jax.eval_shape(problem.init, key)
+  state = made.init(params)
+  batch = made.place(_shapes(problem.batches(0, 1)(0, 0)))
+  planned = _plan(run, problem, mesh, params, state, batch)
+  arguments = state, batch, key
+  yield ahead.Compilation(run.label, made.step, arguments, mesh, planned)
+
+
+def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
+  """The plan of a step; what it does not say of compressed gradients, and of
+  tiles of images, stays open."""
+  section, size = run.config["mesh"], run.config["batch_size"]
+  each = size // mesh.shape[meshes.DATA]
+  accumulate = section["accumulate"]
+  policy = section["precision"]
+  numbers = precision.POLICIES.get(policy, precision.Policy())
+  width = 8 if policy == mesh_plan.DOUBLE else 4
+  sizes = (
+    jnp.dtype(dtype).itemsize if dtype else width
+    for dtype in (numbers.compute, numbers.reduce)
+  )
+  how = transfers.Replicas(section["zero"], accumulate, *sizes)
+  if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
+    return ahead.ProgramPlan(None)
+  pieces = problem.pieces
+  tokens = jax.tree.leaves(batch)[0]
+  gpt = pieces and workloads.find_gpt(
+    pieces.layers, tokens.update(shape=(size, tokens.shape[-1] - 1))
+  )
+  if not gpt:
+    flops = workloads.products(problem.loss, params, batch, each)
+    sent = [*transfers.of_weights(state.params, mesh, how)]
+    return ahead.ProgramPlan(sent, flops)
+  stream = transfers.GptStream(
+    *(gpt, each // accumulate, section["sequence"]),
+    mesh_plan.microbatches_of(section, mesh.shape),
+    *(section["rounds"] or 1, section["recompute"]),
+  )
+  also = frozenset({meshes.TENSOR} if stream.sequence else ())
+  turns = transfers.turns_of(stream, mesh)
+  sent = [
+    *transfers.of_weights(state.params, mesh, how, also=also, turns=turns),
+    *transfers.of_stream(stream, mesh, how),
+  ]
+  flops = accumulate * memory.step_flops(
+    *(gpt, stream.sequences, stream.microbatches, stream.rounds),
+    tensor=mesh.shape.get(meshes.TENSOR, 1),
+    stages=mesh.shape.get(meshes.PIPE, 1),
+    recompute=stream.recompute,
+  )
+  temporary = memory.step_temporary(
+    *(gpt, stream.sequences, stream.microbatches, stream.rounds),
+    parameters=transfers.parameters_here(state.params, mesh),
+    stages=mesh.shape.get(meshes.PIPE, 1),
+    tensor=mesh.shape.get(meshes.TENSOR, 1),
+    sequence=stream.sequence,
+    itemsize=how.compute,
+    recompute=stream.recompute,
+    zero=how.zero,
+  )
+  return ahead.ProgramPlan(sent, flops, temporary)
+
+
+def of_peers(
+  experiment: Any, run: Run, workers: int, target: Target
+) -> Iterator[ahead.Compilation]:
+  """Yields the different rounds of peers. In one that sends no message nothing
+  is sent, between slices neither."""
+  defaults = schema.default_of(parameter_server.SECTIONS)
+  run = run._replace(config={**defaults, **run.config})
+  if workers != len(target.devices):
+    raise ValueError(
+      f"config.workers {workers} on engine mesh are as many devices, and"
+      f" {target.name} has {len(target.devices)}: use as many workers"
+    )
+  plan = parameter_server.plan(experiment, run, workers, PeerPlan)
+  mesh = meshes.make({meshes.DATA: workers}, target.devices)
+  rounds = peers.make_rounds(plan.gossip, plan.server, plan.worker, mesh)
+  key = find_key()
+  params = jax.eval_shape(plan.problem.init, key)
+  one = _shapes(plan.job_batches(0)(0, 0))
+  batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), one)
+  number = jax.ShapeDtypeStruct((), jnp.int32)
+  arguments = (
+    *(rounds.init(params), rounds.place(batch)),
+    *meshes.place((key, number), mesh),
+  )
+  code = peers.message_shapes(plan.peer, params)
+  how, seen = plan.gossip, set()
+  for k in range(how.every * how.topology.period):
+    phases = rounds.phases(k)
+    if phases in seen:
+      continue
+    seen.add(phases)
+    sent = transfers.of_round(how, code, mesh, meshes.DATA, phases)
+    planned = ahead.ProgramPlan([*sent], crosses=phases[2])
+    name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
+    yield ahead.Compilation(
+      *(name, rounds.program, arguments, mesh, planned, (phases,))
+    )

@@ -1,0 +1,163 @@
+"""Devices that are not here, to compile programs for.
+
+TPU topologies come from libtpu (`pip install 'asgd[tpu]'`), which needs no TPU.
+For GPUs the CUDA plugin of JAX (`pip install 'asgd[cuda]'`) compiles for a
+description of a GPU, and needs none: no kernel is timed to choose among
+several, as XLA does where there is one.
+"""
+
+import os
+import re
+from typing import Any, NamedTuple
+
+import jax
+from jax.experimental import topologies
+
+from asgd import names
+
+_SIZES = r"(\d+(?:x\d+)*)"
+_FORM = re.compile(rf"([a-z0-9]+):{_SIZES}(?:\*(\d+))?")
+_MOST_SLICES = 64
+_GIB = 2**30
+
+
+class Kind(NamedTuple):
+  """What a device of a kind has, as its maker says."""
+
+  memory: int  # bytes
+  flops: float  # a second, of bfloat16 products, at most
+  bandwidth: float  # bytes a second of all its links together, each way
+
+
+TPUS = {
+  "v5e": Kind(16 * _GIB, 197e12, 100e9),
+  "v5p": Kind(95 * _GIB, 459e12, 300e9),
+  "v6e": Kind(32 * _GIB, 918e12, 224e9),
+}
+
+
+class Gpu(NamedTuple):
+  """A GPU as XLA's compiler has to know it."""
+
+  kind: Kind
+  cores: int
+  capability: int  # CUDA's, the major number
+  cache: int  # bytes, of level 2
+  speed: float  # bytes a second, of its memory
+  clock: float  # GHz
+  name: str
+
+
+GPUS = {
+  "h100": Gpu(
+    Kind(84942979072, 989e12, 450e9),
+    *(132, 9, 52428800, 3.35e12, 1.98, "NVIDIA H100 80GB HBM3"),
+  ),
+  "h200": Gpu(
+    Kind(151397597184, 989e12, 450e9),
+    *(132, 9, 52428800, 4.8e12, 1.98, "NVIDIA H200 141GB HBM3e"),
+  ),
+  "b200": Gpu(
+    Kind(191514411008, 2250e12, 900e9),
+    *(148, 10, 132644864, 7.67e12, 1.965, "NVIDIA B200"),
+  ),
+}
+_CONFIG = """
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  shared_memory_per_block_optin: 232448
+  threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: {speed:.0f} l2_cache_size: {cache}
+  clock_rate_ghz: {clock} device_memory_size: {kind.memory}
+  cuda_compute_capability {{ major: {capability} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }}
+runtime_version {{ major: 12 minor: 8 }}
+device_description_str: "{name}"
+"""
+
+
+class Target(NamedTuple):
+  """Devices to compile for."""
+
+  name: str
+  kind: Kind
+  devices: list[Any]  # in the order of their slices
+  slices: int  # groups of devices with fast links inside
+  options: dict[str, Any]  # of the compiler
+
+
+def find(text: str) -> Target:
+  """Returns the devices of a text: v5p:4x4x4, two slices v5e:2x2*2, h100:8.
+
+  ValueError for another text, a topology that libtpu does not know, or where
+  libtpu (or JAX's CUDA plugin) is not installed.
+  """
+  match = _FORM.fullmatch(text.strip())
+  if match is None:
+    raise ValueError(
+      f"cannot read the topology {text!r}: give a kind of device and its grid,"
+      " as v5e:4x4, v5p:4x4x4, two slices as v5e:2x2*2, or GPUs as h100:8"
+    )
+  kind, sizes, slices = match[1], match[2], int(match[3] or 1)
+  names.lookup("kind of device", kind, {**TPUS, **GPUS})
+  if not 1 <= slices <= _MOST_SLICES:
+    raise ValueError(f"slices of {text!r} must be 1 to {_MOST_SLICES}")
+  if kind in GPUS:
+    return _gpus(text, kind, sizes, slices)
+  return _tpus(text, kind, sizes, slices)
+
+
+def _tpus(text, kind, sizes, slices) -> Target:
+  # libtpu asks the machine's metadata server otherwise, and waits for it; and
+  # several processes may compile at once, as none of them uses a TPU.
+  for name, value in (
+    ("ALLOW_MULTIPLE_LIBTPU_LOAD", "1"),
+    ("TPU_SKIP_MDS_QUERY", "1"),
+    ("TPU_WORKER_HOSTNAMES", "localhost"),
+    ("TPU_ACCELERATOR_TYPE", f"{kind}-1"),
+  ):
+    os.environ.setdefault(name, value)
+  grid = {} if slices == 1 else {"num_slices": slices}
+  try:
+    topology = topologies.get_topology_desc(f"{kind}:{sizes}", "tpu", **grid)
+  except Exception as error:  # of XLA, of which kind it does not say
+    line = " ".join(str(error).split())[:200]
+    if "not installed" in line:
+      line = f"libtpu is not installed: pip install 'asgd[tpu]' ({line})"
+    raise ValueError(f"the topology {text!r}: {line}") from error
+  return Target(text, TPUS[kind], list(topology.devices), slices, {})
+
+
+def _gpus(text, kind, sizes, slices) -> Target:
+  gpu = GPUS[kind]
+  if not sizes.isdecimal():
+    raise ValueError(
+      f"GPUs have no grid: give their number on a host, as {kind}:8, or of two"
+      f" hosts as {kind}:8*2; not {text!r}"
+    )
+  try:
+    topology = topologies.get_topology_desc(
+      kind,
+      "cuda",
+      target_config=_CONFIG.format(**gpu._asdict()),
+      topology=f"1x{slices}x{sizes}",
+    )
+  except Exception as error:
+    raise ValueError(
+      f"{text!r} needs JAX's CUDA plugin, which compiles for a GPU without one:"
+      f" pip install 'asgd[cuda]' ({' '.join(str(error).split())[:200]})"
+    ) from error
+  # There is nothing here to time kernels on.
+  options = {"xla_gpu_autotune_level": 0}
+  return Target(text, gpu.kind, list(topology.devices), slices, options)
+
+
+def find_key() -> jax.ShapeDtypeStruct:
+  """Returns the shape of a key of `jax.random`."""
+  return jax.eval_shape(lambda: jax.random.key(0))

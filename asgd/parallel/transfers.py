@@ -1,0 +1,235 @@
+"""What a step on a mesh sends: the planner's list of collectives.
+
+Of each array that devices share in a step: along which axes, of how many
+elements, how often. The list follows from shapes and shardings alone, by the
+formulas of the papers that `data_parallel`, `tensor`, `circular` and `peers`
+cite; `asgd.parallel.ahead` compares it with compiled programs.
+
+Index letters:
+  L  blocks of a GPT, of all stages
+  B  sequences of a replica, of one accumulated piece
+  T  positions
+  C  features
+  M  microbatches
+  S  stages, v rounds
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from asgd import base, gossip
+from asgd.parallel import memory, meshes, peers, zero
+
+REDUCE, SCATTER, GATHER, PERMUTE = (
+  *("all-reduce", "reduce-scatter", "all-gather", "collective-permute"),
+)
+
+
+class Transfer(NamedTuple):
+  """What devices along some axes send of arrays of one size."""
+
+  kind: str  # one of the four above
+  axes: frozenset[str]  # those along which devices send
+  elements: int  # of a device's whole array: before a scatter, after a gather
+  itemsize: int  # bytes of an element, at most
+  times: int  # in a step, at most
+  least: int | None = None  # in a step, at least; None: as often as `times`
+  pairs: tuple[tuple[int, int], ...] = ()  # of PERMUTE: (from, to)
+  what: str = ""
+  # XLA may add up a part of each array, 1 / parts, once it is scattered along
+  # another axis.
+  parts: int = 1
+
+  @property
+  def bytes(self) -> int:
+    """Bytes of a device's whole arrays in a step."""
+    return self.elements * self.itemsize * self.times
+
+
+class Replicas(NamedTuple):
+  """How the axis "data" is used, as in `data_parallel.StepOptions`."""
+
+  zero: int = 0
+  accumulate: int = 1
+  compute: int = 4  # bytes of a number in the loss
+  reduce: int = 4  # of a gradient that is added up
+
+
+class GptStream(NamedTuple):
+  """How a GPT uses the axes "tensor" and "pipe"."""
+
+  gpt: memory.Gpt
+  sequences: int  # B
+  sequence: bool = False
+  microbatches: int = 1
+  rounds: int = 1
+  recompute: bool = False
+
+
+def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
+  """Returns one of each sort, as often as all of them together."""
+  found: dict[Any, Transfer] = {}
+  for one in transfers:
+    least = one.times if one.least is None else one.least
+    key = one._replace(times=0, least=0)
+    have = found.get(key, key)
+    times = have.times + one.times
+    found[key] = one._replace(times=times, least=(have.least or 0) + least)
+  return list(found.values())
+
+
+def _local(leaf, mesh, spec) -> int:
+  """Elements of a device's part."""
+  sharding = jax.sharding.NamedSharding(mesh, spec)
+  return math.prod(sharding.shard_shape(leaf.shape))
+
+
+def parameters_here(params: Any, mesh: Mesh) -> int:
+  """Returns the parameters of one replica's device: shapes with shardings, as
+  `data_parallel.Step.init` returns, of which the axis "data" divides none."""
+  return sum(
+    _local(leaf, mesh, _without_data(leaf.sharding.spec))
+    for leaf in jax.tree.leaves(base.weights_of(params))
+  )
+
+
+def _without_data(spec: P) -> P:
+  return P(*(None if entry == meshes.DATA else entry for entry in spec))
+
+
+def of_weights(
+  params: Any,
+  mesh: Mesh,
+  how: Replicas,
+  *,
+  also: frozenset[str] = frozenset(),
+  turns: int = 1,
+) -> Iterator[Transfer]:
+  """Yields what replicas send of gradients and weights.
+
+  Args:
+    params: shapes with their shardings, as `data_parallel.Step.init` returns.
+    mesh: with the axis "data".
+    how: of the step.
+    also: further axes along which gradients of weights that are whole there
+      are added up: "tensor", if the stream is split by positions.
+    turns: of a pipeline, which adds those of a block up in each of them.
+  """
+  data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
+  pieces, size = how.accumulate, how.reduce
+  for leaf in jax.tree.leaves(base.weights_of(params)):
+    spec = _without_data(leaf.sharding.spec)
+    count = _local(leaf, mesh, spec)
+    divided = zero.divided(leaf.shape, spec, parts) if how.zero else spec
+    whole = zero.dimension(divided) == zero.WHOLE
+    for axis in also - {axis for axis in spec if axis is not None}:
+      part, along = 1 if whole else parts, frozenset({axis})
+      one = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
+      if meshes.PIPE in spec:  # [v, L / v, ...]
+        blocks = leaf.shape[1] // mesh.shape[meshes.PIPE]
+        each = count // (leaf.shape[0] * blocks)
+        one = Transfer(REDUCE, along, each, size, blocks * turns * pieces)
+      yield one._replace(what="gradients")
+    if parts == 1:
+      continue
+    if whole:
+      yield Transfer(REDUCE, data, count, size, 1, what="gradients")
+      continue
+    # XLA may add pieces up first, as sums may be exchanged.
+    times = pieces if how.zero > 1 else 1
+    yield Transfer(SCATTER, data, count, size, times, 1, what="gradients")
+    if how.zero < 3:
+      itemsize = leaf.dtype.itemsize
+      yield Transfer(GATHER, data, count, itemsize, 1, what="weights")
+    else:  # the backward does not need all of them again
+      itemsize = max(how.compute, 4)  # of biases XLA sends float32
+      times = 2 * pieces
+      yield Transfer(GATHER, data, count, itemsize, times, 1, what="weights")
+
+
+def _ring(mesh: Mesh, step: int) -> tuple[tuple[int, int], ...]:
+  """Pairs of neighbours along the axis "pipe"."""
+  return _pairs(
+    mesh, meshes.PIPE, [(s, s + step) for s in range(mesh.shape[meshes.PIPE])]
+  )
+
+
+def _pairs(mesh, axis, pairs) -> tuple[tuple[int, int], ...]:
+  """Pairs along an axis as pairs of the mesh's devices, by number."""
+  grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
+  rows = np.moveaxis(grid, list(mesh.shape).index(axis), -1)
+  rows = rows.reshape(-1, mesh.shape[axis])
+  n = mesh.shape[axis]
+  return tuple(
+    sorted((int(row[i % n]), int(row[j % n])) for row in rows for i, j in pairs)
+  )
+
+
+def turns_of(stream: GptStream, mesh: Mesh) -> int:
+  """Returns the turns of a pipeline in a step, v M + S - 1; 1 without one."""
+  stages = mesh.shape.get(meshes.PIPE, 1)
+  return stream.microbatches * stream.rounds + stages - 1 if stages > 1 else 1
+
+
+def of_stream(
+  stream: GptStream, mesh: Mesh, how: Replicas
+) -> Iterator[Transfer]:
+  """Yields what devices of a replica send of activations of a GPT, forward and
+  backward."""
+  depth, width, _, length, _ = stream.gpt
+  tensor = mesh.shape.get(meshes.TENSOR, 1)
+  stages = mesh.shape.get(meshes.PIPE, 1)
+  pieces, size = how.accumulate, how.compute
+  positions = stream.sequences * length
+  whole = positions * width  # the stream of a replica
+  turns, blocks, micro = turns_of(stream, mesh), depth, whole
+  if stages > 1:
+    micro = whole // stream.microbatches
+    blocks = depth // (stages * stream.rounds)
+  if tensor > 1:
+    axes = frozenset({meshes.TENSOR})
+    kinds = [REDUCE]
+    if stream.sequence:
+      kinds = [GATHER, SCATTER]
+    for kind in kinds:
+      # Embedding and logits have one each; a block two, forward and backward.
+      yield Transfer(kind, axes, whole, size, 2 * pieces, what="ends")
+      # A block is computed again without its last sum, which nothing reads.
+      again = (2 if kind == GATHER else 1) if stream.recompute else 0
+      times = (4 + again) * blocks * turns * pieces
+      yield Transfer(kind, axes, micro, size, times, what="blocks")
+    # The largest logit, the sum of exponentials, and the label's.
+    yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, what="loss")
+  if stages > 1:
+    axes, part = frozenset({meshes.PIPE}), tensor if stream.sequence else 1
+    yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, what="ends")
+    for step, way in ((1, "forward"), (-1, "backward")):
+      # The message of the last turn is not read, so XLA may leave it out.
+      times = turns * pieces
+      pairs = _ring(mesh, step)
+      yield Transfer(
+        *(PERMUTE, axes, micro // part, size, times, times - pieces),
+        *(pairs, f"stages, {way}"),
+      )
+
+
+def of_round(
+  how: gossip.Gossip, code: Any, mesh: Mesh, axis: str, phases: Any
+) -> Iterator[Transfer]:
+  """Yields what peers send in a round; `code` are shapes of a message, `phases`
+  (phase, puts, mixes) of `peers`. A round that does not mix sends nothing."""
+  phase, _, mixes = phases
+  if not mixes:
+    return
+  for pairs in peers.turns(how.topology, phase).pairs:
+    for leaf in jax.tree.leaves(code):
+      yield Transfer(
+        *(PERMUTE, frozenset({axis}), math.prod(leaf.shape)),
+        *(leaf.dtype.itemsize, 1, None, _pairs(mesh, axis, pairs), "messages"),
+      )

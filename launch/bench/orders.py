@@ -1,0 +1,127 @@
+"""Microseconds to make, check and summarise a row of an order.
+
+Closed orders over an instant network are made in columns; beside them is the
+same order played event by event, by the dispatcher that live runs have. Growth
+is the time of a row with 8,192 workers over that with 8.
+"""
+
+import multiprocessing
+import resource
+import sys
+import time
+
+import numpy as np
+
+from asgd import orders
+from asgd.orders import durations, play
+from asgd.orders.protocol import Rules
+
+from .report import Measured, Report
+
+_WORKERS = (8, 64, 512, 8192)
+_MESSAGES, _PLAYED = 200_000, 10_000  # of a turn
+_LARGE = {10_000: 5_000_000, 100_000: 500_000}  # workers -> messages
+
+
+def _protocols(workers: int, messages: int) -> dict[str, Rules]:
+  backup = workers // 8
+  return {
+    "asynchronous": Rules(),
+    "bulk synchronous": Rules(bound=0),
+    "stale synchronous, 3": Rules(bound=3),
+    "backup workers, 1/8": Rules(round=workers - backup, backup=backup),
+    "warm start": Rules(warm_start=messages // 100),
+  }
+
+
+def _make(rules: Rules, workers: int, messages: int) -> int:
+  """Makes, checks and summarises an order in columns; returns its rows."""
+  clock = durations.homogeneous()
+  trace = play.played(rules, clock, workers, messages)
+  # A worker of a round with backups holds messages that wait, too.
+  orders.check(trace, depth=messages if rules.round else 1)
+  orders.staleness(trace).mean()
+  return len(trace.time)
+
+
+def _in_columns(rules: Rules, workers: int) -> float:
+  """Returns the microseconds of a row, of this process's CPU."""
+  began = time.process_time()
+  rows = _make(rules, workers, _MESSAGES)
+  return (time.process_time() - began) / rows * 1e6
+
+
+def _played(rules: Rules, workers: int) -> float:
+  """Returns the same of an order that is played event by event, once all
+  workers are at work."""
+  order = play.begin(rules, durations.homogeneous(), workers)
+  order.until(start := 2 * workers + rules.warm_start)
+  before, began = len(order.rows), time.process_time()
+  order.until(start + _PLAYED)
+  seconds = time.process_time() - began
+  return seconds / (len(order.rows) - before) * 1e6
+
+
+def _by_workers(report, title, measure, rounds):
+  """Prints the times of a row; workers take turns."""
+  table = report.table(
+    title,
+    "protocol",
+    {f"us, {workers:,}": ".2f" for workers in _WORKERS},
+    {"growth": ".2f"},
+  )
+  for name in _protocols(8, 1):
+    turns = [
+      [measure(_protocols(n, _MESSAGES)[name], n) for n in _WORKERS]
+      for _ in range(rounds)
+    ]
+    times = np.array(turns).T
+    growth = Measured(times[-1] / times[0], "<= 1.5")
+    table.row(name, *np.median(times, axis=1), growth)
+
+
+def _alone(name: str, workers: int, messages: int, results) -> None:
+  """Puts (rows, seconds, peak in GB) of a process that makes one order."""
+  began = time.perf_counter()
+  rows = _make(_protocols(workers, messages)[name], workers, messages)
+  seconds = time.perf_counter() - began
+  unit = 1e9 if sys.platform == "darwin" else 1e6
+  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+  results.put((rows, seconds, peak))
+
+
+def _large(report: Report) -> None:
+  table = report.table(
+    "Large orders, made, checked and summarised in a process of their own",
+    "protocol, workers",
+    {"M rows": ".2f", "us a row": ".2f"},
+    {"s": ".1f", "GB at most": ".2f"},
+    width=30,
+  )
+  spawned = multiprocessing.get_context("spawn")
+  for workers, messages in _LARGE.items():
+    for name in _protocols(workers, messages):
+      results = spawned.SimpleQueue()
+      given = name, workers, messages, results
+      process = spawned.Process(target=_alone, args=given)
+      process.start()
+      process.join()
+      if process.exitcode:
+        raise ValueError(f"{name} of {workers:,} workers has failed")
+      rows, seconds, peak = results.get()
+      table.row(
+        f"{name}, {workers:,}",
+        *(rows / 1e6, seconds / rows * 1e6),
+        *(Measured(seconds, "<= 60"), Measured(peak, "<= 4")),
+      )
+
+
+def run(report: Report, rounds: int = 2, *, large: bool = False) -> None:
+  """Runs all of it with so many turns; `large` orders instead: 10 M rows of
+  10,000 workers and 1 M of 100,000."""
+  if large:
+    _large(report)
+    return
+  made = "in columns, checked and summarised"
+  _by_workers(report, f"us a row, {made}", _in_columns, rounds)
+  _by_workers(report, "us a row, played event by event", _played, rounds)
