@@ -180,6 +180,8 @@ def gather(
   total = add(total, message)
   numbers = first, ticket.version, oldest.version
   if not any(isinstance(x, jax.core.Tracer) for x in numbers):
+    if ticket is oldest:  # no number need be fetched
+      return total, ticket
     older = first or int(ticket.version) < int(oldest.version)
     return total, ticket if older else oldest
   older = first | (ticket.version < oldest.version)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import base, checks
+from pipeline import by_slot
 from pipeline import spans as spans_lib
 from pipeline import table as table_lib
 from pipeline import validate as validate_lib
@@ -138,15 +139,40 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
     ValueError: for costs of another number of stages.
   """
   check_costs(cost, schedule.stages)
-  count, every = len(schedule.time), schedule.every
-  durations = np.zeros(count)  # of tasks by themselves
+  durations = np.zeros(len(schedule.time))  # of tasks by themselves
   for action, name in COST_OF.items():
     mine = schedule.action == action
     durations[mine] = getattr(cost, name)[schedule.stage[mine]]
   for action, value in cost.own.items():
     durations[schedule.action == action] = value
-  own = durations.tolist()
-  first, second, delay = _needs(schedule, cost)
+  needs = _needs(schedule, cost)
+  flush = schedule.flush and schedule.microbatches > schedule.every
+  wide = by_slot.times(
+    (schedule.time, schedule.device),
+    durations,
+    cost.overlap,
+    needs,
+    _updates(schedule) if flush else None,
+  )
+  if wide is not None:
+    return spans_lib.Timing(*wide)
+  return _times_by_row(schedule, cost, durations.tolist(), needs)
+
+
+def _updates(schedule):
+  """Numbers of updates: int[T], of the one that a forward waits for, and of the
+  one that a backward counts for; -1 for none."""
+  batch = schedule.microbatch // schedule.every
+  number = schedule.stage * (batch.max() + 1) + batch
+  later = (schedule.action == FORWARD) & (batch > 0)
+  counted = np.isin(schedule.action, (BACKWARD, WEIGHT))
+  return np.where(later, number - 1, -1), np.where(counted, number, -1)
+
+
+def _times_by_row(schedule, cost, own, needs):
+  """`times`, row by row: narrow tables have few rows in a slot."""
+  count, every = len(own), schedule.every
+  first, second, delay = needs
   flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
   columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
@@ -403,7 +429,6 @@ def analyze(
   sent = np.zeros(schedule.devices)
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
   pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
-  pairs = np.array(pairs, int).reshape(-1, 2)
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
   return Analysis(
@@ -432,8 +457,7 @@ def _peaks(schedule, timing, activation):
   change = size * (1.0 * begun - freed)
   when = np.where(begun, timing.start, timing.end)
   # At the same time, memory is freed first.
-  order = np.lexsort((change, when))
-  for d in range(schedule.devices):
-    mine = order[schedule.device[order] == d]
+  order = np.lexsort((change, when, schedule.device))
+  for d, mine in enumerate(schedule.rows_of_devices(order)):
     out[d] = np.cumsum(change[mine]).max(initial=0.0)
   return out

@@ -1,8 +1,9 @@
 """Stages in processes of their own, on one machine or many: actors of Ray.
 
 Each process has some of a table's lanes and obeys them as `executor.Executor`
-does; entries for a lane of another process are sent as NumPy arrays, by a call
-from actor to actor. The driver receives losses and records, and the state when
+does; entries for a lane of another process are sent as NumPy arrays, through
+shared memory (`pipeline.channels`), or to another machine by a call from actor
+to actor. The driver receives losses and records, and the state when
 it fetches it.
 
 Processes of `jax.distributed` run one program and end together; stages run
@@ -36,9 +37,10 @@ import jax
 import numpy as np
 
 from asgd.live import ray_waits
-from pipeline import executor
+from asgd.live.hosts.site import node_id
+from pipeline import channels, executor
 from pipeline import state as state_lib
-from pipeline.lanes import PipelineError, Stop
+from pipeline.lanes import PipelineError, Stop, copy_to
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import Schedule
 
@@ -60,19 +62,33 @@ class RemoteState(NamedTuple):
   serial: int  # only the latest is held
 
 
+class _RemoteSender:
+  """The way to a process of another machine; as `channels.Sender`."""
+
+  def __init__(self, actor):
+    self._actor, self._calls = actor, []
+
+  def put(self, lane, key, value):
+    self._calls.append(self._actor.put.remote(lane, key, value))
+
+  def flush(self):
+    import ray
+
+    ray.get(self._calls)
+    self._calls.clear()
+
+
 class _Away(NamedTuple):
   """The queue of a lane that another process has."""
 
   lane: int
-  actor: Any
-  sent: list[Any]  # calls
+  sender: channels.Sender | _RemoteSender  # to its process
 
   def put(self, item):
     """Sends (key, value). The driver stops the other process's lanes."""
     if item is not Stop:
       key, value = item
-      value = state_lib.to_host(value)
-      self.sent.append(self.actor.put.remote(self.lane, key, value))
+      self.sender.put(self.lane, key, state_lib.to_host(value))
 
 
 class _StageProcess:
@@ -84,36 +100,49 @@ class _StageProcess:
       os.sched_setaffinity(0, cores)
     self._lanes, self._state = lanes, None
     self._untaken: str | None = None  # what came and could not be taken
+    self._senders: list[channels.Sender | _RemoteSender] = []
 
-  def open(self, make, actors, x64):
-    """Starts JAX and compiles the stages of the lanes that are here; `actors`
-    are those of each lane."""
+  def listen(self):
+    """Returns the machine, and the path where this process listens."""
+    self._receivers = channels.Receivers(self._take)
+    return node_id(), self._receivers.path
+
+  def open(self, make, others, x64):
+    """Starts JAX and compiles the stages of the lanes that are here; `others`
+    are the actor, lanes, machine and path of every process."""
     jax.config.update("jax_enable_x64", x64)
     # Where there are others than CPUs, this does no harm.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
-    self._away = {
-      lane: _Away(lane, actor, [])
-      for lane, actor in enumerate(actors)
-      if lane not in self._lanes
-    }
+    others = [other for other in others if other[1] != self._lanes]
+    near = [machine == node_id() for *_, (machine, _) in others]
+    away, accepting = {}, self._receivers.accept(sum(near))
+    for (actor, lanes, (_, path)), is_near in zip(others, near, strict=True):
+      sender = channels.Sender(path) if is_near else _RemoteSender(actor)
+      self._senders.append(sender)
+      away.update((lane, _Away(lane, sender)) for lane in lanes)
+    accepting.join()
     here = jax.local_devices()
     self._executor = executor.Executor(
       **make(),
       devices=[here[i % len(here)] for i in range(len(self._lanes))],
-      elsewhere=self._away,
+      elsewhere=away,
     )
 
   def put(self, lane, key, value):
     """Takes what another process has made for a lane."""
-    device = self._executor.devices[lane]
     try:
-      # A copy: this is Ray's memory, and a lane may donate its entries.
-      value = jax.device_put(jax.tree.map(np.array, value), device)
+      # A copy: this is memory of others, and a lane may donate its entries.
+      value = copy_to(self._executor.devices[lane], value)
+      jax.block_until_ready(value)
     except Exception as error:  # a lane waits for it
       self._untaken = f"what came for device {lane} cannot be taken: {error}"
       self.stop()
       raise
     self._executor.inboxes[lane].put((key, value))
+
+  def _take(self, *entry):
+    with contextlib.suppress(Exception):  # of which the next run says more
+      self.put(*entry)
 
   def is_alive(self):
     return True
@@ -161,12 +190,9 @@ class _StageProcess:
   def _enter(self, state):
     """Keeps a state, when all entries that were sent elsewhere have arrived. If
     one never does, the driver finds the other process silent, and ends this."""
-    import ray
-
     self._state = state
-    for queue in self._away.values():
-      ray.get(queue.sent)
-      queue.sent.clear()
+    for sender in self._senders:
+      sender.flush()
 
 
 class Processes:
@@ -226,9 +252,10 @@ class Processes:
     self._actors = list(map(actor.remote, self.lanes, cores or [None] * count))
     self._broken, self._serial = None, 0
     pairs = zip(self._actors, self.lanes, strict=True)
-    of_lane = [actor for actor, lanes in pairs for _ in lanes]
     try:
-      self._all("open", make, of_lane, bool(jax.config.jax_enable_x64))
+      addresses = self._all("listen")
+      others = [(*pair, at) for pair, at in zip(pairs, addresses, strict=True)]
+      self._all("open", make, others, bool(jax.config.jax_enable_x64))
     except BaseException:
       self.close()
       raise
@@ -279,7 +306,9 @@ class Processes:
         what = 2, f"{process} failed: {type(cause).__name__}: {cause}"
         if isinstance(cause, PipelineError):
           what = 1, str(cause)
-        elif isinstance(cause, self._ray.exceptions.RayError):
+        elif isinstance(
+          cause, (ConnectionError, self._ray.exceptions.RayError)
+        ):
           what = 3, f"{process} cannot reach another"
         reasons.append(what)
       except self._ray.exceptions.RayActorError:

@@ -114,8 +114,9 @@ def _sorted(device, stage, microbatch, action, start, end):
 def idle(run: Timeline, devices: int) -> Idle:
   """Returns how much of a run is bubble."""
   makespan, busy = float(run.end.max(initial=0.0)), np.zeros(devices)
-  for device in range(devices):
-    mine = run.device == device
+  order = np.argsort(run.device, kind="stable")
+  cuts = np.searchsorted(run.device[order], np.arange(1, devices))
+  for device, mine in enumerate(np.split(order, cuts)):
     start, end = run.start[mine], run.end[mine]
     reach = np.maximum.accumulate([0.0, *end])[:-1]
     busy[device] = np.maximum(end - np.maximum(start, reach), 0.0).sum()

@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import checks
+from pipeline import by_slot
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 KNOWN = (FORWARD, BACKWARD, INPUT, WEIGHT)
@@ -81,6 +82,14 @@ class Schedule(NamedTuple):
     columns = (column.tolist() for column in self[1:6])
     return [Task(*row) for row in zip(*columns, strict=True)]
 
+  def rows_of_devices(self, order: np.ndarray | None = None):
+    """Returns the rows of each device, int[D][...]. `order` is an order of the
+    rows that has each device's together; None is that of the table."""
+    if order is None:
+      order = np.argsort(self.device, kind="stable")
+    ends = np.bincount(self.device).cumsum()
+    return np.split(order, ends[:-1])
+
   def places(self) -> list[list[int]]:
     """Returns the devices of each stage; several, if it is replicated."""
     # Not those of a user's own actions, which may be anywhere.
@@ -123,7 +132,7 @@ def make(
   for row in rows:
     if len(row) != 5:
       raise ScheduleError(f"task {row!r} must be ({', '.join(Task._fields)})")
-    if not isinstance(row[4], str) or not _NAME.fullmatch(row[4]):
+    if not isinstance(row[4], str) or not NAME.fullmatch(row[4]):
       raise ScheduleError(
         f"action {row[4]!r} of {row!r} must be a name of letters and _"
       )
@@ -196,6 +205,17 @@ def lay_out(
   Raises:
     ScheduleError: for a deadlock, with the table as far as it came.
   """
+  if isinstance(every, int) and every > 0:
+    wide = by_slot.lay_out(orders, KNOWN, NAME, every=every, flush=flush)
+    if wide is not None:
+      return from_columns(name, *wide, every=every, flush=flush)
+  return lay_out_by_task(name, orders, every=every, flush=flush)
+
+
+def lay_out_by_task(
+  name: str, orders: Sequence[Sequence[Any]], *, every: int, flush: bool
+) -> Schedule:
+  """`lay_out`, task by task: for narrow tables, and for the error of others."""
   blocks = [
     [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
     for order in orders
@@ -273,7 +293,7 @@ class _Clock:
 
 # Forms.
 
-_NAME = re.compile(r"[A-Za-z_]+")
+NAME = re.compile(r"[A-Za-z_]+")
 _HEADING = ("name", "every", "flush")  # fields that are no columns
 # More digits are no number that a table has, and int() would not read them all.
 _CELL = re.compile(r"([A-Za-z_]+)(\d{1,20})?(?:@(\d{1,20}))?")

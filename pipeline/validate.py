@@ -228,29 +228,27 @@ def in_flight(schedule: Schedule) -> np.ndarray:
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, _ACTIONS.weight)] = -1
   out = np.empty_like(change)
-  for device in range(schedule.devices):
-    mine = schedule.device == device
+  for mine in schedule.rows_of_devices():
     # What is released is there until the task ends.
     out[mine] = np.cumsum(change[mine]) - np.minimum(change[mine], 0)
   return out
 
 
-def transfers(schedule: Schedule, where: TableRows) -> list[tuple[int, int]]:
-  """Returns (row that makes it, row that needs it) of all that goes from one
-  device to another."""
+def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
+  """Returns int[N, 2], (row that makes it, row that needs it) of all that goes
+  from one device to another."""
   sides = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
     sides.append((where.backward[1:], where.backward[:-1]))
   both = np.concatenate([np.stack(pair, -1).reshape(-1, 2) for pair in sides])
   devices = schedule.device[both]
-  moved = both[devices[:, 0] != devices[:, 1]]
-  return [tuple(pair) for pair in moved.tolist()]
+  return both[devices[:, 0] != devices[:, 1]]
 
 
 def _check_rendezvous(schedule, where):
   """Runs the table with sends that wait for the other side."""
   before, after = collections.defaultdict(list), collections.defaultdict(list)
-  for pair in transfers(schedule, where):
+  for pair in map(tuple, transfers(schedule, where).tolist()):
     after[pair[0]].append(pair)
     before[pair[1]].append(pair)
   programs = [[] for _ in range(schedule.devices)]

@@ -28,7 +28,7 @@ References:
   doubling, for any number of devices.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from asgd import checks, names
+from asgd.parallel import costs
 from asgd.parallel.memory import bytes_of
 
 Axis = str | tuple[str, ...]
@@ -266,6 +267,27 @@ def lookup(reduce: str | Reduce) -> Reduce:
   if callable(reduce):
     return reduce
   return names.lookup("collective", reduce, COLLECTIVES)
+
+
+def fastest(
+  link: costs.LinkSpeed,
+  among: Sequence[str] = (
+    "ring", "halving_doubling", "recursive_doubling", "tree",
+  ),
+) -> Reduce:
+  """Returns an all-reduce by the collective of `among` that takes the least
+  time for its array's size, by the model of a link (`costs.fastest`), such as
+  one that was fitted to measured times. By default those of one link."""
+  for name in among:
+    names.lookup("collective with a cost", name, costs.COSTS)
+
+  def reduce(x: jax.Array, axis: Axis) -> jax.Array:
+    x = jnp.asarray(x)
+    devices, grain = jax.lax.axis_size(axis), x.dtype.itemsize
+    name = costs.fastest(bytes_of(x), devices, link, among, grain=grain)
+    return COLLECTIVES[name](x, axis)
+
+  return reduce
 
 
 def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:

@@ -170,6 +170,32 @@ COSTS: dict[str, Callable[..., Cost]] = {
 }  # and `hierarchical`, of two numbers of devices
 
 
+def fastest(
+  size: float,
+  devices: int,
+  link: LinkSpeed,
+  among: Iterable[str] = tuple(COSTS),
+  *,
+  grain: int = 1,
+) -> str:
+  """Returns the collective of `COSTS` that takes the least time on such links;
+  of several, the first of `among`.
+
+  Example:
+    A small array is sent whole, as a round costs more than its bytes.
+
+    >>> slow_start = link(1e9, 1e-3)
+    >>> one_link = ("ring", "halving_doubling", "recursive_doubling")
+    >>> [fastest(size, 8, slow_start, one_link) for size in (1e3, 1e8)]
+    ['recursive_doubling', 'halving_doubling']
+  """
+
+  def takes(name: str) -> float:
+    return seconds(COSTS[name](size, devices, grain=grain), link)
+
+  return min(among, key=takes)
+
+
 def factors(
   rows: int, inputs: int, outputs: int, devices: int, *, grain: int = 4
 ) -> Cost:

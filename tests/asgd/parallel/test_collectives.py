@@ -75,6 +75,28 @@ def test_it_is_psum(name, devices):
   assert_psum(name, "data", devices)
 
 
+def test_the_fastest_is_psum_and_depends_on_the_size():
+  link = costs.link(1e6, 1e-3)  # a round takes as long as 1,000 bytes
+  reduce = collectives.fastest(link)
+  assert_psum(reduce, "data", 6)
+  rounds = []
+  for count in (10, 10_000):
+    found = messages(
+      lambda x: reduce(x, "data"), np.zeros((8, count), np.float32), 8
+    )
+    among = [
+      costs.COSTS[name](4 * count, 8, grain=4)
+      for name in ("ring", "halving_doubling", "recursive_doubling", "tree")
+    ]
+    least = min(costs.seconds(cost, link) for cost in among)
+    rounds.append(len(found))
+    moved = sum(bytes_ for _, bytes_, _ in found)
+    assert costs.seconds(costs.Cost(len(found), moved, 0), link) == least
+  assert rounds[0] < rounds[1]
+  with pytest.raises(ValueError, match="'rings'"):
+    collectives.fastest(link, ["rings"])
+
+
 def test_alone_it_is_what_it_was_given():
   x = arrays(1)
 
