@@ -287,18 +287,24 @@ def loop_activations(
   return context * sequences * width * (whole + split / tensor)
 
 
+class GptStream(NamedTuple):
+  """How a GPT uses the axes "tensor" and "pipe"."""
+
+  gpt: Gpt
+  sequences: int  # B
+  sequence: bool = False
+  microbatches: int = 1
+  rounds: int = 1
+  recompute: bool = False
+
+
 def step_temporary(
-  gpt: Gpt,
-  sequences: int,
-  microbatches: int,
-  rounds: int,
+  stream: GptStream,
   *,
   parameters: int,
   stages: int,
   tensor: int = 1,
-  sequence: bool = False,
   itemsize: int = 2,
-  recompute: bool = False,
   zero: int = 0,
 ) -> float:
   """Returns the bytes of a step on one device, beside its state.
@@ -315,13 +321,14 @@ def step_temporary(
   `parameters` are those of the device; other arguments as of `step_flops` and
   `loop_activations`. It was fitted to programs of libtpu 0.0.42.
   """
+  gpt, sequences, sequence, microbatches, rounds, recompute = stream
   small = itemsize if itemsize < 4 else 0  # of weights that are cast
   total = 4 * sequences * gpt.context * gpt.vocabulary / tensor
   total += parameters * small
   ends = parameters * (small + (8 if zero in (1, 2) else 4))
   if stages == 1:
-    stream = gpt.context * sequences * gpt.width * itemsize
-    each = stream * (12 + gpt.heads * gpt.context / gpt.width) / tensor
+    inputs = gpt.context * sequences * gpt.width * itemsize
+    each = inputs * (12 + gpt.heads * gpt.context / gpt.width) / tensor
     return max(total + gpt.depth * each, ends, 4 * parameters + each)
   turns = microbatches * rounds + stages - 1
   blocks = gpt.depth // (stages * rounds)
@@ -329,8 +336,8 @@ def step_temporary(
   kept = loop_activations(gpt, sequences // microbatches, **how)
   if recompute:  # inputs of blocks, and all of one block
     part = tensor if sequence else 1
-    stream = sequences // microbatches * gpt.context * gpt.width * itemsize
-    total += (turns + 1) * blocks * stream / part + kept
+    inputs = sequences // microbatches * gpt.context * gpt.width * itemsize
+    total += (turns + 1) * blocks * inputs / part + kept
   else:
     total += (turns + 1) * blocks * kept
   total += 4 * parameters

@@ -61,17 +61,6 @@ class Replicas(NamedTuple):
   reduce: int = 4  # of a gradient that is added up
 
 
-class GptStream(NamedTuple):
-  """How a GPT uses the axes "tensor" and "pipe"."""
-
-  gpt: memory.Gpt
-  sequences: int  # B
-  sequence: bool = False
-  microbatches: int = 1
-  rounds: int = 1
-  recompute: bool = False
-
-
 def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
   """Returns one of each sort, as often as all of them together."""
   found: dict[Any, Transfer] = {}
@@ -171,14 +160,14 @@ def _pairs(mesh, axis, pairs) -> tuple[tuple[int, int], ...]:
   )
 
 
-def turns_of(stream: GptStream, mesh: Mesh) -> int:
+def turns_of(stream: memory.GptStream, mesh: Mesh) -> int:
   """Returns the turns of a pipeline in a step, v M + S - 1; 1 without one."""
   stages = mesh.shape.get(meshes.PIPE, 1)
   return stream.microbatches * stream.rounds + stages - 1 if stages > 1 else 1
 
 
 def of_stream(
-  stream: GptStream, mesh: Mesh, how: Replicas
+  stream: memory.GptStream, mesh: Mesh, how: Replicas
 ) -> Iterator[Transfer]:
   """Yields what devices of a replica send of activations of a GPT, forward and
   backward."""

@@ -90,7 +90,7 @@ def _busy(when: str) -> float:
 
 def _measure(name: str) -> dict[str, Any]:
   """Runs a benchmark; returns its results as JSON has them."""
-  given, rows, cores = _given(name), report.Report(), report.cores()
+  given, rows, cores = _given(name), report.BenchReport(), report.cores()
   began = time.monotonic()
   busy = [_busy("at the start")]
   _runner(name)(rows, **given)

@@ -19,7 +19,7 @@ from asgd.experiment import ray_runtime
 from asgd.live import ray_internals
 
 from . import turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 from .turns import Contestant
 
 _RATE = 0.01  # of the update that a message ends in
@@ -317,7 +317,7 @@ def _way(report, like, seconds):
     table.row(label, speed, cpu, *map(Measured, mine / dense))
 
 
-def run(report: Report, seconds: float = 3.0, rounds: int = 5) -> None:
+def run(report: BenchReport, seconds: float = 3.0, rounds: int = 5) -> None:
   """Prints speeds of codecs, of packing and of the coder of positions, on one
   core by its CPU time; then with so many seconds for each contestant messages
   per second to a server, and what CPU time they take."""

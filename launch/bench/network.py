@@ -33,7 +33,7 @@ from asgd.experiment.progress import Silent
 from asgd.live import ray_internals
 
 from . import namespaces
-from .report import Measured, Report
+from .report import BenchReport, Measured
 
 _ENGINES = {
   "simulate": simulate.SIMULATE,
@@ -359,7 +359,10 @@ def turn(
 
 
 def run(
-  report: Report, links: str = "threads", seconds: float = 3.0, rounds: int = 3
+  report: BenchReport,
+  links: str = "threads",
+  seconds: float = 3.0,
+  rounds: int = 3,
 ) -> None:
   """Prints for numbers of workers and shards what their links allow, what live
   runs of so many seconds came to, and what had been simulated, in turns."""

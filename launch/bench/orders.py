@@ -16,7 +16,7 @@ from asgd import orders
 from asgd.orders import durations, play
 from asgd.orders.protocol import Rules
 
-from .report import Measured, Report
+from .report import BenchReport, Measured
 
 _WORKERS = (8, 64, 512, 8192)
 _MESSAGES, _PLAYED = 200_000, 10_000  # of a turn
@@ -90,7 +90,7 @@ def _alone(name: str, workers: int, messages: int, results) -> None:
   results.put((rows, seconds, peak))
 
 
-def _large(report: Report) -> None:
+def _large(report: BenchReport) -> None:
   table = report.table(
     "Large orders, made, checked and summarised in a process of their own",
     "protocol, workers",
@@ -116,7 +116,7 @@ def _large(report: Report) -> None:
       )
 
 
-def run(report: Report, rounds: int = 2, *, large: bool = False) -> None:
+def run(report: BenchReport, rounds: int = 2, *, large: bool = False) -> None:
   """Runs all of it with so many turns; `large` orders instead: 10 M rows of
   10,000 workers and 1 M of 100,000."""
   if large:

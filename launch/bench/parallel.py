@@ -40,7 +40,7 @@ from asgd.parallel import collectives, costs, data_parallel, meshes, wait_free
 from asgd.parallel.tensor import column_dense, row_dense
 
 from . import turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 from .turns import Contestant
 
 _DEVICES = 2
@@ -272,7 +272,7 @@ def _measure_collectives(report, rounds, keeps_memory):
       table.row(f"{name}, {size:g}", *cells(name, devices, size, times, link))
 
 
-def run(report: Report, rounds: int = 3) -> None:
+def run(report: BenchReport, rounds: int = 3) -> None:
   """Prints steps on two devices against one, and collectives against psum."""
   jax.config.update("jax_num_cpu_devices", _DEVICES)
   parts = (
@@ -296,7 +296,7 @@ def run(report: Report, rounds: int = 3) -> None:
 
 if __name__ == "__main__":  # the process that measures collectives
   jax.config.update("jax_num_cpu_devices", 8)
-  child = Report()
+  child = BenchReport()
   _measure_collectives(
     child, int(sys.argv[1]), keeps_memory=_KEPT.items() <= os.environ.items()
   )

@@ -49,7 +49,7 @@ from pipeline import stage as stage_lib
 from pipeline.state import KEPT
 
 from . import turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 
 _STAGES, _MICROBATCHES = 2, 8
 _DEPTH, _WIDTH, _HEADS, _LENGTH, _BATCH = 4, 256, 4, 64, 8
@@ -318,7 +318,7 @@ def _memory(report):
       printed.row(f"{table.name}, {device}", *megabytes)
 
 
-def run(report: Report, rounds: int = 3, peer: str | None = None) -> None:
+def run(report: BenchReport, rounds: int = 3, peer: str | None = None) -> None:
   """Runs all of it; `peer` is a Python that has torch, None this one."""
   jax.config.update("jax_num_cpu_devices", _STAGES)
   _speed(report, rounds, peer)

@@ -1,7 +1,7 @@
 """What a benchmark prints, and the same numbers as JSON.
 
-A benchmark gets a `Report`, asks it for tables, and adds rows: each is printed
-at once and kept. JSON of benchmarks is a list of objects:
+A benchmark gets a `BenchReport`, asks it for tables, and adds rows: each is
+printed at once and kept. JSON of benchmarks is a list of objects:
 
   name, command   such as "simulator", and its command line
   device, cores   JAX's platform, and the cores that this process may use
@@ -70,7 +70,7 @@ class BenchTable:
     columns: tuple[Mapping[str, str], Mapping[str, str]],
     width: int,
   ):
-    """Prints title and header. See `Report.table`; rows go to `rows` too."""
+    """Prints title and header. See `BenchReport.table`; `rows` gets rows."""
     self._rows, self.title = rows, title
     self._values, self._measured = columns
     header = [first, *self._values, *self._measured]
@@ -104,7 +104,7 @@ class BenchTable:
     return "  ".join(padded).rstrip()
 
 
-class Report:
+class BenchReport:
   """All rows of a benchmark."""
 
   def __init__(self):

@@ -34,7 +34,7 @@ from asgd.live.setup import Setup
 from asgd.orders.trace import Event
 
 from . import compression, turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 
 WORKERS = 2
 _LEARNING_RATE, _CURVATURE = 0.01, 0.01  # gradients are curvature x parameters
@@ -249,7 +249,7 @@ def rate(once: turns.Contestant, seconds: float) -> float:
 
 
 def run(
-  report: Report, sizes: Sequence[float] = _SIZES, seconds: float = 3.0
+  report: BenchReport, sizes: Sequence[float] = _SIZES, seconds: float = 3.0
 ) -> None:
   """Prints updates/s and MB/s by MB of parameters, and the ratios, with so many
   seconds for each contestant and size."""
@@ -280,7 +280,7 @@ def run(
 
 
 def _print_parts(
-  report: Report, speeds: Mapping[float, Sequence[Speed]], seconds: float
+  report: BenchReport, speeds: Mapping[float, Sequence[Speed]], seconds: float
 ) -> None:
   """Prints where the time of an update goes, by MB of parameters."""
   table = report.table(

@@ -31,7 +31,7 @@ from asgd.problems import Problem, own
 from asgd.problems.problem import classification_loss
 
 from . import turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 
 _RATE = 0.01
 _EXAMPLES = 2048
@@ -327,7 +327,7 @@ def _torch(peer) -> Iterator[TorchProcess | None]:
 
 
 def run(
-  report: Report,
+  report: BenchReport,
   rounds: int = 5,
   block: int | None = None,
   peer: str | None = None,

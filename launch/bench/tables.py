@@ -37,7 +37,7 @@ from asgd.tables.shard import TableShard
 from asgd.tables.worker import TableWorker
 
 from . import turns
-from .report import Measured, Report
+from .report import BenchReport, Measured
 from .server import CanonicalServer
 from .turns import Contestant
 
@@ -214,7 +214,7 @@ def ratings_per_second(
   return batch_size * (len(late) - 1) / float(late[-1] - late[0])
 
 
-def run(report: Report, rounds: int = 5) -> None:
+def run(report: BenchReport, rounds: int = 5) -> None:
   """Prints jobs of 1,000 rows against Ray's loop, then ratings by workers."""
   with running():
     with contestants(_ALL) as each:

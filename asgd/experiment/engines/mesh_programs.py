@@ -79,7 +79,7 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
     flops = workloads.products(problem.loss, params, batch, each)
     sent = [*transfers.of_weights(state.params, mesh, how)]
     return ahead.ProgramPlan(sent, flops)
-  stream = transfers.GptStream(
+  stream = memory.GptStream(
     *(gpt, each // accumulate, section["sequence"]),
     mesh_plan.microbatches_of(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
@@ -97,19 +97,17 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
     recompute=stream.recompute,
   )
   temporary = memory.step_temporary(
-    *(gpt, stream.sequences, stream.microbatches, stream.rounds),
+    stream,
     parameters=transfers.parameters_here(state.params, mesh),
     stages=mesh.shape.get(meshes.PIPE, 1),
     tensor=mesh.shape.get(meshes.TENSOR, 1),
-    sequence=stream.sequence,
     itemsize=how.compute,
-    recompute=stream.recompute,
     zero=how.zero,
   )
   return ahead.ProgramPlan(sent, flops, temporary)
 
 
-def of_peers(
+def peer_rounds(
   experiment: Any, run: Run, workers: int, target: Target
 ) -> Iterator[ahead.Compilation]:
   """Yields the different rounds of peers. In one that sends no message nothing

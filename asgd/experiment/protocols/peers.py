@@ -115,7 +115,7 @@ PROTOCOL = Protocol(
     ),
     "mesh": Runner(
       plan=peer_mesh.plan,
-      programs=mesh_programs.of_peers,
+      programs=mesh_programs.peer_rounds,
       start=peer_mesh.PeerMeshEngine,
       describe=peer_mesh.describe,
       check=peer_mesh.check,

@@ -3,14 +3,14 @@
 import pytest
 
 from launch.bench import orders
-from launch.bench.report import Report
+from launch.bench.report import BenchReport
 
 
 def test_each_protocol_is_measured_by_workers(monkeypatch, capsys):
   monkeypatch.setattr(orders, "_WORKERS", (4, 8))
   monkeypatch.setattr(orders, "_MESSAGES", 40)
   monkeypatch.setattr(orders, "_PLAYED", 20)
-  report = Report()
+  report = BenchReport()
   orders.run(report, rounds=2)
   names = [*orders._protocols(8, 1)]
   assert [row["name"] for row in report.rows] == 2 * names
@@ -24,7 +24,7 @@ def test_a_large_order_is_made_in_a_process_of_its_own(monkeypatch):
   name = "bulk synchronous"
   monkeypatch.setattr(orders, "_protocols", lambda *sizes: {name: sizes})
   monkeypatch.setattr(orders, "_make", None)  # this process makes none
-  report = Report()
+  report = BenchReport()
   orders.run(report, large=True)
   (row,) = report.rows
   assert row["name"] == f"{name}, 16"

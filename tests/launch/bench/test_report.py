@@ -14,7 +14,7 @@ RATIOS = np.array([0.5, 1.0, 0.75])
 
 
 def rows(ratio, target=""):
-  made = report.Report()
+  made = report.BenchReport()
   table = made.table("MLP", "who", {"ms": ".1f"}, {"of it": ".2f"}, width=8)
   table.row("a", 12.04, None)
   table.row("b", None, Measured(ratio, target))
@@ -67,11 +67,11 @@ def test_another_file_is_refused(text, tmp_path):
 
 def test_rows_of_another_process_are_added():
   code = (
-    "import sys; from launch.bench import report; r = report.Report();"
+    "import sys; from launch.bench import report; r = report.BenchReport();"
     " r.table('MLP', 'who', {}, {'s': '.0f'}).row('a', report.Measured(2.0));"
     " r.save(sys.argv[1])"
   )
-  made = report.Report()
+  made = report.BenchReport()
   made.add_from([sys.executable, "-c", code], None)
   (row,) = made.rows
   assert row["measured"] == {"s": {"median": 2.0, "range": [2.0, 2.0]}}

@@ -6,7 +6,7 @@ import pytest
 
 import asgd
 from launch.bench import simulator
-from launch.bench.report import Report
+from launch.bench.report import BenchReport
 
 SMALL = simulator.MODELS[0]._replace(
   widths=(8,),
@@ -61,7 +61,7 @@ def test_others_have_their_turns_while_simulate_evaluates():
 
 def test_a_row_has_all_ratios(monkeypatch):
   monkeypatch.setattr(simulator.turns, "python_with_torch", lambda peer: None)
-  report = Report()
+  report = BenchReport()
   simulator._speed(report, SMALL, 1, None)
   (row,) = report.rows
   assert row["table"] == "digits MLP of 130 parameters, batch 4"
