@@ -99,6 +99,7 @@ class NamedBatches(NamedTuple):
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
     """Returns the batches of several jobs, stacked."""
     if not hasattr(self.batches, "of_jobs"):
-      return stack(list(map(self, workers, jobs)))
+      pairs = zip(workers, jobs, strict=True)
+      return stack([self(*pair) for pair in pairs])
     with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
       return of_jobs(self.batches, workers, jobs)
