@@ -128,7 +128,9 @@ class BatchRun(WorldRun):
 
   def _from_where(self, resumed):
     """The notes of the last driver, if its memory is there; a checkpoint."""
-    if resumed and self._notes is not None and self.memory.exists():
+    if not self.memory.exists():
+      self._notes = None  # they lie in it
+    if resumed and self._notes is not None:
       return SavedRun(copy.deepcopy(self._notes), None)
     # Without notes a shard has said that its files are unfit.
     return copy.deepcopy(self._saved) if resumed else None

@@ -23,7 +23,7 @@ from asgd.orders.protocol import Dispatcher, Rules
 SEEDS = {
   "server": [*range(120), 13711],
   "tables": [*range(60), 89, 204],
-  "sandblaster": [*range(62), 4745],
+  "sandblaster": [*range(62), 4745, 52733],
   "gossip": [*range(60), 63, 204, 8671],
 }
 
