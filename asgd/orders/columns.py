@@ -59,6 +59,10 @@ def make(
   """
   if rules.depth > 1 or rules.cache or rules.late < math.inf:
     return None
+  # No worker has more jobs; NumPy has no larger numbers.
+  rules = rules._replace(fetch_every=min(rules.fetch_every, messages + 1))
+  if rules.bound > messages:
+    rules = rules._replace(bound=math.inf)
   draws = _Draws(durations, workers, min(messages // workers + 8, _BLOCK))
   try:
     if rules.round:

@@ -52,7 +52,7 @@ def test_without_a_command_all_are_listed(run):
   assert module is None
   named = dict(re.findall(r"^asgd (\w+) +(\S.*)\.$", out, re.MULTILINE))
   files = (kit.ROOT / "launch").glob("[!_]*.py")
-  commands = {path.stem for path in files} - {"flags", "listing"}
+  commands = {path.stem for path in files} - {"compiled", "flags", "listing"}
   assert named.keys() == commands | {"bench"}
   assert run("--help") == (None, [], out)
   assert run("--version")[2].startswith("asgd ")

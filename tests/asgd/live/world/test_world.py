@@ -17,7 +17,8 @@ from asgd.live.slots import SharedMemory
 from asgd.live.worker import Lease, WorkerLoop
 from asgd.live.world import explore, run, scenario, table_run
 from asgd.live.world.scheduler import Scheduler, Stuck
-from asgd.orders.protocol import Dispatcher, Rules
+from asgd.orders.protocol import Rules
+from asgd.orders.starters import Starters
 
 # The last ones have what seldom happens.
 SEEDS = {
@@ -235,11 +236,11 @@ def counts_one_update_less(patch):
 def waits_for_nobody(patch):
   """Workers come further ahead of the slowest than the bound allows."""
 
-  def may_start(self, worker, slowest):
-    return original(self, worker, math.inf)
+  def take(self, limit, most):
+    return original(self, math.inf, most)
 
-  original = Dispatcher._may_start
-  patch.setattr(Dispatcher, "_may_start", may_start)
+  original = Starters.take
+  patch.setattr(Starters, "take", take)
   bound = [case for case in scenario.CASES if case.rules.bound < math.inf]
   patch.setattr(scenario, "CASES", bound)
 
