@@ -1,12 +1,13 @@
 """Which engine simulates a trace, and why."""
 
+import functools
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
-from asgd import base, compression, internals
-from asgd.simulator.chunk import make_chunk
+from asgd import base, internals
+from asgd.simulator.chunk import make_chunk, obstacle
 from asgd.simulator.simulation import Simulator
 from asgd.simulator.stepwise import make_host
 
@@ -31,7 +32,7 @@ class Choice(NamedTuple):
 
 
 class JobShapes(NamedTuple):
-  """What an engine is chosen by, beside server, worker and trace."""
+  """Shapes and number of jobs, by which an engine is chosen."""
 
   params: base.Params  # or their shapes
   batch: base.Batch  # of any job
@@ -96,33 +97,32 @@ def _obstacle(server, worker, trace, jobs) -> str:
     return "batches of jobs differ in size"
   if not jax.tree.leaves(jobs.batch):
     return "a job has no arrays"
-  state = jax.eval_shape(server.init, jobs.params)
-  if compression.last_update(state.opt_state) is not None:
-    return "the server's updates are codes (compress_down)"
-  drops = (np.asarray(trace.action) == base.DROP).any()
-  if drops and jax.tree.leaves(jax.eval_shape(worker.init, jobs.params)):
-    return "a worker with a state has messages that are dropped"
-  if (np.asarray(trace.action) == base.ROLLBACK).any():
-    return "the order rolls back"
-  return ""
+  server_state = jax.eval_shape(server.init, jobs.params)
+  worker_state = jax.eval_shape(worker.init, jobs.params)
+  return obstacle(server_state.opt_state, worker_state, trace)
 
 
 def _drawback(worker, jobs) -> str:
   """Why the chunk engine is no faster, if it is not."""
   if jobs.messages < _FEW:
     return f"{jobs.messages:,} messages are fewer than {_FEW:,}"
-  if jax.default_backend() == "cpu" and _convolves(worker, jobs):
+  shapes = jax.eval_shape(lambda *x: x, jobs.params, jobs.batch)
+  leaves, structure = jax.tree.flatten(shapes)
+  on_cpu = jax.default_backend() == "cpu"
+  if on_cpu and _convolves(worker, structure, tuple(leaves)):
     return "convolutions are slow in the loops of a CPU's programs"
   return ""
 
 
-def _convolves(worker, jobs) -> bool:
-  """Whether a job has a convolution."""
-  state = jax.eval_shape(worker.init, jobs.params)
+@functools.lru_cache(maxsize=32)  # cells of one worker ask again
+def _convolves(worker, structure, leaves) -> bool:
+  """Whether a job has a convolution; `leaves` are shapes of (params, batch)."""
+  params, batch = jax.tree.unflatten(structure, leaves)
+  state = jax.eval_shape(worker.init, params)
   number = jax.ShapeDtypeStruct((), np.int32)
   fresh = jax.ShapeDtypeStruct((), np.bool_)
-  ticket = base.Ticket(number, number, jobs.params, fresh)
+  ticket = base.Ticket(number, number, params, fresh)
   key = jax.eval_shape(lambda: jax.random.key(0))
-  made = jax.make_jaxpr(worker.work)(state, ticket, jobs.batch, key)
+  made = jax.make_jaxpr(worker.work)(state, ticket, batch, key)
   names = internals.operations(made.jaxpr)
   return any(name in _SLOW_IN_LOOPS for name in names)

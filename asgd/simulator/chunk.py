@@ -37,7 +37,7 @@ _AHEAD = 2  # calls whose records have not been fetched
 
 
 class _Carry(NamedTuple):
-  """What a message leaves to the next one."""
+  """The state between two messages."""
 
   server: base.ServerState
   params: base.Params  # of tickets, S + 1 rows
@@ -48,7 +48,7 @@ class _Carry(NamedTuple):
 
 
 class _Messages(NamedTuple):
-  """What the program is told of each message of a call, [C]."""
+  """Inputs of the program for the messages of a call, [C]."""
 
   worker: Any  # int32
   job: Any  # int32
@@ -175,13 +175,33 @@ def make_chunk(
   return make_simulator(server, worker, follow)
 
 
+def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
+  """Returns why the host engine alone replays a trace, "" if it does not.
+
+  Args:
+    opt_state: of the server, or its shapes.
+    worker_state: of a worker, or its shapes.
+    trace: that is replayed.
+  """
+  if compression.last_update(opt_state) is not None:
+    return "the server's updates are codes (compress_down)"
+  action = np.asarray(trace.action)
+  if (action == base.ROLLBACK).any():
+    return "the order rolls back"
+  if (action == base.DROP).any() and jax.tree.leaves(worker_state):
+    return "a worker with a state has messages that are dropped"
+  return ""
+
+
 class ChunkRun:
   """A trace that is replayed in chunks; a TraceRun."""
 
   def __init__(self, parts, simulation, trace, *, batch, root):
     """Continues a SimulationState; `parts` are server, worker and wire."""
     server, worker, _ = parts
-    _check(simulation, trace)
+    state = simulation.server.opt_state
+    if why := obstacle(state, simulation.workers[:1], trace):
+      raise NotCompiled(why)
     self._plan = plan = plan_tickets(trace, shared=server.sends_current)
     self._trace, self._batch, self._root = trace, batch, root
     self._worker = np.asarray(trace.worker)[plan.row]
@@ -234,14 +254,12 @@ class ChunkRun:
 
     workers = range(self._workers)
     tickets, kept = tuple({} for _ in workers), [None for _ in workers]
-    before = starts.row < self._event
-    for start in np.flatnonzero(before & (starts.end >= self._event)):
-      row = starts.row[start]
-      tickets[trace.worker[row]][int(trace.seq[row])] = ticket(start)
+    opened, latest = _held(starts, trace, self._event)
+    for (worker, seq), start in opened.items():
+      tickets[worker][seq] = ticket(start)
     if starts.kept.any():
-      for start in np.flatnonzero(before):
-        kept[trace.worker[starts.row[start]]] = start
-      kept = [start if start is None else ticket(start) for start in kept]
+      for worker, start in latest.items():
+        kept[worker] = ticket(start)
     return SimulationState(
       self._event,
       jax.tree.map(jnp.copy, carry.server),
@@ -263,8 +281,8 @@ class ChunkRun:
     if not count:
       return
     size = 1 << (count - 1).bit_length()  # few programs for all counts
-    padded = (np.resize(x, size).astype(np.int32) for x in (slots, workers))
-    self._carry = self._program.sends(self._carry, np.int32(count), *padded)
+    rows = _padded(slots, size), _padded(workers, size)
+    self._carry = self._program.sends(self._carry, np.int32(count), *rows)
 
   @functools.cached_property
   def _most(self):
@@ -300,9 +318,10 @@ class ChunkRun:
     observations = jax.tree.map(lambda x: x[:count], fetch(observations))
     up, norms = self._traffic.dense, 0.0
     if codes is not None:
-      codes = fetch(codes)
-      packed = [self._traffic.up(_row(codes, index)) for index in range(count)]
-      up, norms = zip(*packed, strict=True)
+      leaves, structure = jax.tree.flatten(fetch(codes))
+      each = ([x[i, ...] for x in leaves] for i in range(count))
+      messages = map(functools.partial(jax.tree.unflatten, structure), each)
+      up, norms = zip(*map(self._traffic.up, messages), strict=True)
     return *observations, *(np.resize(x, count) for x in (up, norms))
 
   def _records(self, some, parts):
@@ -322,7 +341,7 @@ def _row(stored, index):
 
 
 def _padded(column, count):
-  """A column with at least as many rows as a call has messages."""
+  """A column with so many rows, zeros at its end."""
   missing = count - len(column)
   if not missing:
     return column
@@ -330,13 +349,15 @@ def _padded(column, count):
   return np.concatenate([column, rest])
 
 
-def _check(simulation, trace):
-  """Raises NotCompiled for what the host engine alone replays."""
-  if compression.last_update(simulation.server.opt_state) is not None:
-    raise NotCompiled("the server's updates are codes (compress_down)")
-  stateful = bool(jax.tree.leaves(simulation.workers[:1]))
-  if stateful and (np.asarray(trace.action) == base.DROP).any():
-    raise NotCompiled("workers with a state do backup tasks")
+def _held(starts, trace, event):
+  """Returns the starts whose tickets are held at row `event`: the open ones by
+  (worker, seq), and the latest one of each worker."""
+  before = np.flatnonzero(starts.row < event)
+  worker, seq = (np.asarray(x)[starts.row[before]] for x in trace[1:3])
+  still = starts.end[before] >= event
+  keys = zip(worker[still].tolist(), seq[still].tolist(), strict=True)
+  opened = dict(zip(keys, before[still].tolist(), strict=True))
+  return opened, dict(zip(worker.tolist(), before.tolist(), strict=True))
 
 
 def _sends_from(plan, trace, event):
@@ -358,15 +379,14 @@ def _stacked(plan, trace, simulation, alone):
     lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), blank
   )
   starts = plan.starts
-  latest = {}  # of each worker, and the open ones
-  for start in np.flatnonzero(starts.row < simulation.event).tolist():
-    row = starts.row[start]
-    worker, seq = int(trace.worker[row]), int(trace.seq[row])
-    if starts.end[start] >= simulation.event:
-      latest[worker, seq] = start, simulation.tickets[worker][seq]
-    if simulation.kept[worker] is not None:
-      latest[worker] = start, simulation.kept[worker]
-  for start, ticket in latest.values():
+  opened, latest = _held(starts, trace, simulation.event)
+  held = [(i, simulation.tickets[w][seq]) for (w, seq), i in opened.items()]
+  held += [
+    (start, simulation.kept[worker])
+    for worker, start in latest.items()
+    if simulation.kept[worker] is not None
+  ]
+  for start, ticket in held:
     version = int(ticket.version) - (int(starts.kept[start]) if alone else 0)
     sent = ticket.params, version
     for rows, value in zip(*map(jax.tree.leaves, (stored, sent)), strict=True):

@@ -94,17 +94,20 @@ class ServerPlan:
     """Raises ValueError for an order that does not fit the rest of the plan."""
     server_orders.check(self)
 
+  @functools.cached_property
+  def _job_shapes(self) -> simulator.JobShapes:
+    """Of all cells together: they are simulated with one program."""
+    shapes = jax.eval_shape(self.problem.init, jax.random.key(0))
+    messages = self.messages * len(self.run.config["seeds"])
+    batch, even = self.job_batches(0)(0, 0), self.allocation is None
+    return simulator.JobShapes(shapes, batch, messages, even)
+
   def simulator(self, trace: base.Trace) -> simulator.Choice:
     """Returns the engine that simulates a cell in this order; equal ones are
     compiled once."""
-    shapes = jax.eval_shape(self.problem.init, jax.random.key(0))
-    messages = self.messages * len(self.run.config["seeds"])
-    batch = self.job_batches(0)(0, 0)
-    even = self.allocation is None
     with checks.blame("simulator"):
       return simulator.choose(
-        *(self.server, self.coded_worker(), trace),
-        simulator.JobShapes(shapes, batch, messages, even),
+        *(self.server, self.coded_worker(), trace, self._job_shapes),
         asked=self.run.config["simulator"]["engine"],
       )
 
