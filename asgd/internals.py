@@ -64,13 +64,18 @@ jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
 get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
 
 
-def operations(jaxpr: Any) -> Iterator[str]:
-  """Yields the names of the operations of a traced program, and of those
-  within it, in order."""
+def equations(jaxpr: Any) -> Iterator[Any]:
+  """Yields the equations of a traced program, and of those within it, in
+  order."""
   for equation in jaxpr.eqns:
-    yield equation.primitive.name
+    yield equation
     for inner in jaxprs_in_params(equation.params):
-      yield from operations(inner)
+      yield from equations(inner)
+
+
+def operations(jaxpr: Any) -> Iterator[str]:
+  """Yields the names of the operations of `equations`."""
+  return (equation.primitive.name for equation in equations(jaxpr))
 
 
 def xla_library() -> Any:

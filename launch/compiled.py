@@ -31,10 +31,10 @@ def main(
     print(ahead.describe(compiled, target), end="\n\n")
     for line in differences:
       print(f"  not as planned: {shortened(line, _LONGEST)}")
-    if compiled.peak > target.kind.memory:
+    if compiled.peak > target.memory:
       failed.append(
         f"{job.name} needs {compiled.peak / GB:.3g} GB of a device, which has"
-        f" {target.kind.memory / GB:.3g}: use another mesh"
+        f" {target.memory / GB:.3g}: use another mesh"
       )
     if differences:
       failed.append(f"{job.name} is not as planned on {topology}")

@@ -156,7 +156,8 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   )
   if wide is not None:
     return spans_lib.Timing(*wide)
-  return _times_by_row(schedule, cost, durations.tolist(), needs)
+  own = durations.tolist()
+  return _times_by_row(schedule, cost.overlap, own, needs, flush=flush)
 
 
 def _updates(schedule):
@@ -169,11 +170,10 @@ def _updates(schedule):
   return np.where(later, number - 1, -1), np.where(counted, number, -1)
 
 
-def _times_by_row(schedule, cost, own, needs):
+def _times_by_row(schedule, overlap, own, needs, *, flush):
   """`times`, row by row: narrow tables have few rows in a slot."""
   count, every = len(own), schedule.every
   first, second, delay = needs
-  flush = schedule.flush and schedule.microbatches > every
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
   columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
   free = [0.0] * schedule.devices
@@ -195,7 +195,7 @@ def _times_by_row(schedule, cost, own, needs):
     end[row] = free[d] = begin + own[row]
     if block:
       both = own[row - 1] + own[row]
-      finish = begin + (both if cost.overlap is None else cost.overlap)
+      finish = begin + (both if overlap is None else overlap)
       start[row - 1] = begin
       end[row] = end[row - 1] = free[d] = finish
     if flush and action in (BACKWARD, WEIGHT):

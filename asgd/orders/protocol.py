@@ -27,6 +27,7 @@ import collections
 import dataclasses
 import functools
 import heapq
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
@@ -262,7 +263,7 @@ class Dispatcher:
       if self._arrivals.tickets:
         return ()
       free = (w for w in starters.workers if not self._places[w].paused)
-      return [worker for worker in (next(free, None),) if worker is not None]
+      return list(itertools.islice(free, 1))
     limit, most = math.inf, len(starters.workers)
     if rules.round:
       most = rules.round + rules.backup - self._arrivals.granted
@@ -331,8 +332,12 @@ class Dispatcher:
     """How many jobs were never started."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
+  def _owner(self, worker):
+    """Whose heap has the jobs that a worker lost: its own, or that of all."""
+    return worker if self._owned else 0
+
   def _take_job(self, worker):
-    if lost := self._again.get(worker if self._owned else 0):
+    if lost := self._again.get(self._owner(worker)):
       return lost[0]
     return self._next_job if self._fresh_jobs() > 0 else None
 
@@ -377,7 +382,7 @@ class Dispatcher:
     """The ticket of a job that starts."""
     del kept
     job, place = event.job, self._places[event.worker]
-    owner = event.worker if self._owned else 0
+    owner = self._owner(event.worker)
     lost = self._again.get(owner)
     if lost and lost[0] == job:
       heapq.heappop(lost)
@@ -405,8 +410,8 @@ class Dispatcher:
     elif event.action != base.DROP:
       self.lost += 1
       if lost:  # no other worker does it, or has done it
-        owner = event.worker if self._owned else 0
-        heapq.heappush(self._again.setdefault(owner, []), ticket.job)
+        again = self._again.setdefault(self._owner(event.worker), [])
+        heapq.heappush(again, ticket.job)
 
   def _end_warm_start(self, clock):
     """All clocks are that of the worker that was alone."""

@@ -361,7 +361,7 @@ def describe(compiled: Compiled, target: Target) -> str:
   job, program, plan = compiled.job, compiled.program, compiled.job.plan
   mib, unknown = 2**20, "-"
   logical = sum(array.bytes for array in program.arguments)
-  peak, has = compiled.peak / memory.GB, target.kind.memory / memory.GB
+  peak, has = compiled.peak / memory.GB, target.memory / memory.GB
   total, hidden = hidden_bytes(program)
   heading = (
     f"{job.name}: {meshes.text(job.mesh.shape)} on {target.name}\n"

@@ -10,7 +10,6 @@ import os
 import re
 from typing import Any, NamedTuple
 
-import jax
 from jax.experimental import topologies
 
 from asgd import names
@@ -21,25 +20,14 @@ _MOST_SLICES = 64
 _GIB = 2**30
 
 
-class Kind(NamedTuple):
-  """What a device of a kind has, as its maker says."""
-
-  memory: int  # bytes
-  flops: float  # a second, of bfloat16 products, at most
-  bandwidth: float  # bytes a second of all its links together, each way
-
-
-TPUS = {
-  "v5e": Kind(16 * _GIB, 197e12, 100e9),
-  "v5p": Kind(95 * _GIB, 459e12, 300e9),
-  "v6e": Kind(32 * _GIB, 918e12, 224e9),
-}
+# Bytes of a device's memory, as its maker says.
+TPUS = {"v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _GIB}
 
 
 class Gpu(NamedTuple):
   """A GPU as XLA's compiler has to know it."""
 
-  kind: Kind
+  memory: int  # bytes
   cores: int
   capability: int  # CUDA's, the major number
   cache: int  # bytes, of level 2
@@ -50,16 +38,13 @@ class Gpu(NamedTuple):
 
 GPUS = {
   "h100": Gpu(
-    Kind(84942979072, 989e12, 450e9),
-    *(132, 9, 52428800, 3.35e12, 1.98, "NVIDIA H100 80GB HBM3"),
+    84942979072, 132, 9, 52428800, 3.35e12, 1.98, "NVIDIA H100 80GB HBM3"
   ),
   "h200": Gpu(
-    Kind(151397597184, 989e12, 450e9),
-    *(132, 9, 52428800, 4.8e12, 1.98, "NVIDIA H200 141GB HBM3e"),
+    151397597184, 132, 9, 52428800, 4.8e12, 1.98, "NVIDIA H200 141GB HBM3e"
   ),
   "b200": Gpu(
-    Kind(191514411008, 2250e12, 900e9),
-    *(148, 10, 132644864, 7.67e12, 1.965, "NVIDIA B200"),
+    191514411008, 148, 10, 132644864, 7.67e12, 1.965, "NVIDIA B200"
   ),
 }
 _CONFIG = """
@@ -71,7 +56,7 @@ gpu_device_info {{
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535
   block_dim_limit_z: 65535
   memory_bandwidth: {speed:.0f} l2_cache_size: {cache}
-  clock_rate_ghz: {clock} device_memory_size: {kind.memory}
+  clock_rate_ghz: {clock} device_memory_size: {memory}
   cuda_compute_capability {{ major: {capability} }}
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
 }}
@@ -86,7 +71,7 @@ class Target(NamedTuple):
   """Devices to compile for."""
 
   name: str
-  kind: Kind
+  memory: int  # bytes of a device
   devices: list[Any]  # in the order of their slices
   slices: int  # groups of devices with fast links inside
   options: dict[str, Any]  # of the compiler
@@ -155,9 +140,4 @@ def _gpus(text, kind, sizes, slices) -> Target:
     ) from error
   # There is nothing here to time kernels on.
   options = {"xla_gpu_autotune_level": 0}
-  return Target(text, gpu.kind, list(topology.devices), slices, options)
-
-
-def find_key() -> jax.ShapeDtypeStruct:
-  """Returns the shape of a key of `jax.random`."""
-  return jax.eval_shape(lambda: jax.random.key(0))
+  return Target(text, gpu.memory, list(topology.devices), slices, options)

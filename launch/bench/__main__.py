@@ -15,7 +15,6 @@ it, and ends within 4 minutes on two free cores.
 import contextlib
 import importlib
 import inspect
-import os
 import shlex
 import shutil
 import subprocess
@@ -28,6 +27,7 @@ from typing import Any
 import jax
 
 from asgd import names, safe_files
+from asgd.experiment import provenance
 
 from .. import __main__ as commands
 from .. import flags
@@ -58,9 +58,6 @@ _F = flags.define(
 _BUSY = 0.1  # share of the cores from which on other programs matter
 _LONGEST = 240  # seconds
 _MOST = 1e5  # MB
-_CACHE = {  # of JAX: programs that are compiled quickly, too
-  "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-}
 
 
 def _runner(name: str) -> Any:
@@ -90,7 +87,7 @@ def _busy(when: str) -> float:
 
 def _measure(name: str) -> dict[str, Any]:
   """Runs a benchmark; returns its results as JSON has them."""
-  given, rows, cores = _given(name), report.BenchReport(), report.cores()
+  given, rows, cores = _given(name), report.BenchReport(), provenance.cores()
   began = time.monotonic()
   busy = [_busy("at the start")]
   _runner(name)(rows, **given)
@@ -123,16 +120,15 @@ def _text(value: Any) -> str:
 
 def _measure_all() -> list[dict[str, Any]]:
   """Runs each benchmark in a process; returns the results of those that end,
-  and of the others the exit status. They share what JAX has compiled."""
+  and of the others the exit status."""
   results = []
   with tempfile.TemporaryDirectory() as folder:
-    environment = {**_CACHE, "JAX_COMPILATION_CACHE_DIR": folder, **os.environ}
     for name in BENCHMARKS:
       path = Path(folder) / f"{name}.json"
       command = [sys.executable, "-m", __package__, name, f"--json={path}"]
       command += [f"--{k}={_text(v)}" for k, v in _given(name).items()]
       print(f"\n== {name}", flush=True)
-      ended = subprocess.run(command, env=environment, stdout=sys.stdout)
+      ended = subprocess.run(command, stdout=sys.stdout)
       if path.exists():
         results += report.read(path)
       else:

@@ -6,8 +6,6 @@ is the time of a row with 8,192 workers over that with 8.
 """
 
 import multiprocessing
-import resource
-import sys
 import time
 
 import numpy as np
@@ -16,7 +14,7 @@ from asgd import orders
 from asgd.orders import durations, play
 from asgd.orders.protocol import Rules
 
-from .report import BenchReport, Measured
+from .report import BenchReport, Measured, peak_bytes
 
 _WORKERS = (8, 64, 512, 8192)
 _MESSAGES, _PLAYED = 200_000, 10_000  # of a turn
@@ -85,9 +83,7 @@ def _alone(name: str, workers: int, messages: int, results) -> None:
   began = time.perf_counter()
   rows = _make(_protocols(workers, messages)[name], workers, messages)
   seconds = time.perf_counter() - began
-  unit = 1e9 if sys.platform == "darwin" else 1e6
-  peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
-  results.put((rows, seconds, peak))
+  results.put((rows, seconds, peak_bytes() / 1e9))
 
 
 def _large(report: BenchReport) -> None:

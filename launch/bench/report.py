@@ -14,6 +14,7 @@ printed at once and kept. JSON of benchmarks is a list of objects:
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import safe_files
+from asgd.experiment import provenance
 
 Number = float | np.floating | None
 _WIDTH, _RATIO_WIDTH = 9, 24  # least widths of columns
@@ -159,11 +161,10 @@ def _rounded(number: Number) -> float | None:
 # The machine, and how busy it is.
 
 
-def cores() -> int:
-  """Returns how many cores this process may use."""
-  if hasattr(os, "sched_getaffinity"):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
+def peak_bytes() -> float:
+  """Returns the most bytes of memory that this process has had."""
+  unit = 1 if sys.platform == "darwin" else 1024
+  return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def _cpu_times() -> tuple[float, float] | None:
@@ -188,7 +189,7 @@ def busy_share(
   sleep(seconds)
   after = cpu_times()
   if before is None or after is None:
-    return min(os.getloadavg()[0] / cores(), 1.0)
+    return min(os.getloadavg()[0] / provenance.cores(), 1.0)
   busy, total = np.subtract(after, before)
   return float(busy / total) if total > 0 else 0.0
 

@@ -12,9 +12,7 @@ import functools
 import itertools
 import json
 import math
-import resource
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,7 +29,7 @@ from asgd.problems import Problem, own
 from asgd.problems.problem import classification_loss
 
 from . import turns
-from .report import BenchReport, Measured
+from .report import BenchReport, Measured, peak_bytes
 
 _RATE = 0.001  # at which none of the recipes diverges
 _EXAMPLES = 2048
@@ -290,12 +288,6 @@ def _simulate_digits(workers: int, messages: int) -> None:
   asgd.simulate(*MODELS[0].parts(), recipe, **how)
 
 
-def _peak() -> float:
-  """The most bytes of memory that this process has had."""
-  unit = 1 if sys.platform == "darwin" else 1024
-  return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def _whole_calls(report):
   """Prints how long a second call takes, and what workers add to memory. It is
   the first of all: the peak of memory never falls."""
@@ -307,11 +299,11 @@ def _whole_calls(report):
     name = f"s of a second call, of {messages:,} messages"
     table.row(name, Measured(seconds, "<= 1"))
   _simulate_digits(few, 2 * _MOST_WORKERS)
-  before = _peak()
+  before = peak_bytes()
   _simulate_digits(_MOST_WORKERS, 2 * _MOST_WORKERS)
   problem = MODELS[0].problem(asgd.asgd(_RATE, workers=1))
   nbytes = 4 * models.count(problem.init(jax.random.key(0)))
-  copies = (_peak() - before) / (_MOST_WORKERS - few) / nbytes
+  copies = (peak_bytes() - before) / (_MOST_WORKERS - few) / nbytes
   table.row("copies of the parameters, for a worker more", Measured(copies))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import kit
 import pytest
 
+from asgd.experiment import provenance
 from launch.bench import __main__ as command
 from launch.bench import report
 
@@ -63,7 +64,7 @@ def test_numbers_are_printed_as_json(monkeypatch):
     "name": "simulator",
     "command": "asgd bench simulator --rounds=7",
     "device": "cpu",
-    "cores": report.cores(),
+    "cores": provenance.cores(),
     "busy": [0.25, 0.25],
   }
   # What is printed for a reader goes elsewhere, with a warning at both ends.

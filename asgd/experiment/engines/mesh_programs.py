@@ -24,12 +24,17 @@ from asgd.parallel import (
   transfers,
   workloads,
 )
-from asgd.parallel.targets import Target, find_key
+from asgd.parallel.targets import Target
 
 
 def _shapes(tree: Any) -> Any:
   """The shapes of arrays, in the dtypes that JAX gives them."""
   return jax.eval_shape(lambda: jax.tree.map(jnp.asarray, tree))
+
+
+def _key() -> jax.ShapeDtypeStruct:
+  """The shape of a key of `jax.random`."""
+  return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def of_one_model(
@@ -45,7 +50,7 @@ def of_one_model(
     )
   mesh = mesh_plan.mesh_on(run, target.devices)
   problem, made, _, _ = mesh_plan.step_of(experiment, run, mesh)
-  key = meshes.place(find_key(), mesh)
+  key = meshes.place(_key(), mesh)
   params = jax.eval_shape(problem.init, key)
   state = made.init(params)
   batch = made.place(_shapes(problem.batches(0, 1)(0, 0)))
@@ -122,7 +127,7 @@ def peer_rounds(
   plan = parameter_server.plan(experiment, run, workers, PeerPlan)
   mesh = meshes.make({meshes.DATA: workers}, target.devices)
   rounds = peers.make_rounds(plan.gossip, plan.server, plan.worker, mesh)
-  key = find_key()
+  key = _key()
   params = jax.eval_shape(plan.problem.init, key)
   one = _shapes(plan.job_batches(0)(0, 0))
   batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), one)

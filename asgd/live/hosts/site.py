@@ -135,12 +135,12 @@ def receive_in_one_thread(server: base.Server, params: Any) -> bool:
 
 def _largest(jaxpr: Any) -> int:
   """The number of elements of the largest array in a program."""
-  most = 0
-  for eqn in jaxpr.eqns:
-    sizes = (getattr(x.aval, "size", 0) for x in (*eqn.invars, *eqn.outvars))
-    inner = map(_largest, internals.jaxprs_in_params(eqn.params))
-    most = max(most, *sizes, *inner)
-  return most
+  arrays = (
+    array
+    for equation in internals.equations(jaxpr)
+    for array in (*equation.invars, *equation.outvars)
+  )
+  return max((getattr(x.aval, "size", 0) for x in arrays), default=0)
 
 
 def _choose_devices(site: Any, worker: bool) -> None:
