@@ -1,8 +1,8 @@
-"""Functions at the server: what a push does to rows.
+"""Functions at the server: how a push changes rows.
 
-`add` takes increments, as Petuum's tables do. `by_row` takes gradients and runs
-any optax transform on the rows that are pushed, each with a state of its own:
-a row that nobody pushes keeps its moments, its count and its value.
+`add` adds increments, as Petuum's tables do. `by_row` takes gradients and runs
+any optax transform on the pushed rows. Each row has a state of its own: a row
+that no worker pushes keeps its moments, its count and its value.
 """
 
 import functools
@@ -20,22 +20,23 @@ ADD, PROXIMAL = "add", "proximal"  # names of functions
 
 
 class RowFunction(NamedTuple):
-  """A user's function at the server; both are pure.
+  """A pure function at the server, and the state that it keeps for each row.
 
-  `init` gives the state of some rows, a tree of arrays [n, ...]; `apply` what
-  they and their states come to with the values that were pushed.
+  `init` returns the state of some rows, a tree of arrays [n, ...]. `apply`
+  returns the rows and their states after a push of values.
   """
 
   init: Callable[[Any], Any]  # rows [n, ...] -> state
   apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
-  additive: bool = False  # rows + values: a worker knows what its push does
-  name: str = "by_row"  # for the problems that need a certain one
-  # Applied once a clock, to the sums of what all workers have pushed of it.
+  # Whether `apply` adds: a worker then knows the effect of its own push.
+  additive: bool = False
+  name: str = "by_row"  # checked by problems that need a certain function
+  # Whether `apply` gets, once a clock, the sum of all workers' values.
   aggregates: bool = False
 
 
 def add() -> RowFunction:
-  """The function that adds what is pushed.
+  """Returns the function that adds pushed values to rows.
 
   Returns:
     A RowFunction without a state.
@@ -58,13 +59,13 @@ def add() -> RowFunction:
 
 
 def bucket(count: int) -> int:
-  """Returns the number of rows that a compiled program for so many has: the
-  next power of two, 8 at least."""
+  """Returns the padded number of rows of the compiled program for `count` rows:
+  the next power of two, at least 8."""
   return 1 << max(count - 1, 7).bit_length()
 
 
 def padded(rows: Any, count: int) -> Any:
-  """Returns rows [n, ...] with zeros after them, [count, ...]."""
+  """Returns rows [n, ...] padded with zeros to [count, ...]."""
   if isinstance(rows, jax.Array):
     return jnp.pad(rows, [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1))
   out = np.zeros((count, *rows.shape[1:]), rows.dtype)
