@@ -1,8 +1,8 @@
-"""A shard of Sandblaster in a host: it obeys commands, and is asked by workers.
+"""A shard of Sandblaster in a host: it executes commands, and serves workers.
 
-All that it was told is in files before it answers, so its process may be killed
-at any time: the next one has the same vectors, to the bit, and gives the same
-answers.
+The shard writes each command and message to files before it answers. So its
+process may be killed at any time: the next one has the same vectors, to the
+bit, and gives the same answers.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Rows = Any  # a tree of arrays: a shard's part of a vector
 
 
 class LiveShard(VectorShard):
-  """One shard."""
+  """A VectorShard whose image, journal and messages are in files."""
 
   def __init__(
     self,
@@ -33,16 +33,26 @@ class LiveShard(VectorShard):
     *,
     anew: bool,
   ):
-    """Resumes from the files in its folder, or starts from an image, in an
-    evaluation, if it begins `anew`. Raises ValueError for files that were
-    changed or are gone."""
+    """Resumes from the files of the folder, or starts from an image.
+
+    Args:
+      inside: of the host.
+      folder: of the shard's files.
+      image: to start from; its `point` has the shapes and dtypes of rows.
+      evaluation: of the image.
+      anew: whether to start from the image, and remove the files.
+
+    Raises:
+      ValueError: if files were changed, or are missing and `anew` is False.
+    """
     safe_files.make_private(folder)
     like = image.vectors["point"]
     self._store = ShardStore(folder, like, inside.disk, anew=anew)
     stored = self._store.load()
     self._evaluation = evaluation
-    self._sent = image.vectors.get("trial")  # what workers fetch
-    self._dropped: set[int] = set()  # jobs whose messages are used
+    self._sent = image.vectors.get("trial")  # rows that workers fetch
+    # Jobs of this evaluation whose messages were summed and discarded.
+    self._dropped: set[int] = set()
     if stored is None and not anew:
       raise store.Changed(folder)
     if stored is None:
@@ -57,18 +67,18 @@ class LiveShard(VectorShard):
       self._first = self._journal[0][0].number
     self._slots = {message_name(*k): v for k, v in stored.messages.items()}
     for command, _ in self._journal:
-      self._mind(command)
-    self._vectors = None  # comes back from the image and the commands since
+      self._note_discard(command)
+    self._vectors = None  # `_alive` rebuilds them by executing the journal
 
-  # Told by the driver.
+  # Methods that the driver calls.
 
   def obey_all(self, commands: Sequence[Command]) -> list[float | None]:
-    """Obeys some commands, one after the other; returns their answers."""
+    """Executes commands one after the other; returns their answers."""
     return [self.obey(command) for command in commands]
 
   def begin(self, evaluation: int, number: int) -> None:
-    """An evaluation begins, at `trial` as it is; nobody will ask again for the
-    answers to commands below a number."""
+    """Begins an evaluation at the present `trial`, unless it has begun. Drops
+    the answers of commands below `number`, which no driver will repeat."""
     if evaluation <= self._evaluation:
       return
     sent = self.read("trial")
@@ -79,50 +89,51 @@ class LiveShard(VectorShard):
     self._store.keep(evaluation)
 
   def image_at(self, number: int) -> Image | None:
-    """Returns its vectors as of a command that it has obeyed all commands
-    before; None if it has obeyed that one, too, of a driver before this one."""
+    """Returns the vectors before the command of a number; None if that command
+    was executed already, for an earlier driver."""
     if self.number < number:
       raise ValueError(f"the shard is at command {self.number}, not {number}")
     if self.number > number:
       return None
     return Image(number, dict(self._alive()))
 
-  # Told by workers.
+  # Methods that workers call.
 
   def fetch(self, evaluation: int) -> Rows | None:
-    """Returns its rows of the parameters of an evaluation; None if that is
-    over."""
+    """Returns the shard's rows of an evaluation's parameters; None if the
+    evaluation has ended."""
     return self._sent if evaluation == self._evaluation else None
 
   def push(self, evaluation: int, job: int, rows: Rows) -> None:
-    """Takes a message. The first one of a job counts, and those of evaluations
-    that are over are dropped."""
+    """Stores the message of a job. Later messages of the job, and those of
+    ended evaluations, are dropped."""
     name = message_name(evaluation, job)
     if evaluation != self._evaluation or job in self._dropped:
       return
     if name in self._slots:
       return
     self._store.put(evaluation, job, rows)
-    # Copied: they may lie in memory that is needed for other messages.
+    # Copied, as the host may reuse the memory of the call's arguments.
     self.put(name, jax.tree.map(np.array, rows))
 
-  # What it writes down.
+  # Files.
 
   def _note(self, command, answer):
     super()._note(command, answer)
     self._store.add(command, answer)
-    self._mind(command)
+    self._note_discard(command)
 
-  def _mind(self, command):
-    """A message that is discarded is not taken again."""
+  def _note_discard(self, command: Command) -> None:
+    """Records a discarded message, so that it is not stored again when a worker
+    repeats its push."""
     if command.operation == "discard":
       evaluation, job = _of_message(command.target)
       if evaluation == self._evaluation:
         self._dropped.add(job)
 
   def image(self) -> Image:
-    """Takes its image, and frees the slots that are discarded."""
-    self._alive()
+    """Saves and returns an image, and frees the discarded slots."""
+    self._alive()  # after a restart this executes the journal
     used = set(self._used)
     image = super().image()
     self._store.image(*image, self._evaluation, self._sent)
@@ -131,7 +142,7 @@ class LiveShard(VectorShard):
     return image
 
   def close(self) -> None:
-    """Lets go of its files."""
+    """Closes the files."""
     self._store.close()
 
 

@@ -1,4 +1,4 @@
-"""Computes the result of a run again, from the jobs that were received."""
+"""Recomputes the result of a run from the jobs that were received."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from asgd.sandblaster.shard import Shards
 
 
 class RecomputedState(NamedTuple):
-  """The result."""
+  """The result of `recompute`."""
 
   state: State  # of the coordinator
   params: base.Params  # the last iterate
@@ -27,16 +27,17 @@ def count_jobs(
 ) -> tuple[set[int], int]:
   """Finds the jobs whose messages count.
 
-  A checkpoint has no message that the coordinator had not asked for. After a
-  resume from it that job is sent again, and its first message counts no more.
+  A checkpoint holds no message that the coordinator had not requested. After a
+  resume from it, such a job is sent again, and its earlier message counts no
+  more.
 
   Args:
     rows: (action, job) of the rows of a trace.
     accepted: of each RECEIVE row, whether its message was accepted.
 
   Returns:
-    The jobs, and the number of messages that count beside another one of the
-    same job; 0 in a correct run.
+    The jobs, and the number of messages that count although another one of the
+    same job does; 0 in a correct run.
 
   Example:
     >>> from asgd import base
@@ -58,14 +59,14 @@ def count_jobs(
 def recompute(
   settings: Settings, params: base.Params, work: Work, jobs: Collection[int]
 ) -> RecomputedState:
-  """Runs L-BFGS as far as it comes with some jobs, in one place.
+  """Runs L-BFGS in this process, as far as the given jobs allow.
 
   Args:
     settings: of the run.
-    params: before the first step, NumPy's.
+    params: before the first step, of NumPy.
     work: the loss and the gradient of a portion, a mean.
-    jobs: those whose messages were received, by the numbers of a trace: the
-      evaluation times the jobs of one, plus the job.
+    jobs: whose messages were received, numbered as in a trace: evaluation times
+      the jobs of an evaluation, plus the job.
 
   Example:
     >>> import jax
