@@ -228,7 +228,7 @@ FOUND = {
     Mutant("notes of no answers", 3, batch_driver.Driver, _notes=_first_notes),
   ],
   "gossip": [
-    Mutant("nothing passed on", 302, PeerCluster, _pass_on=_nothing),
+    Mutant("nothing passed on", 302, PeerCluster, _complete_broadcast=_nothing),
     Mutant(
       *("a frame is taken twice", 0, outbox.Inbox),
       new=lambda self, sender, life, first, frames: frames,
@@ -241,12 +241,15 @@ FOUND = {
     Mutant("no pause to join", 12, PeerCluster, _admit=_admit_at_once),
     Mutant("no LEAVE", 10, peer_files, leave=_left, last_residual_lost=_zero),
     Mutant("jobs by records", 20, peer_files, numbers_of=lambda events: []),
-    Mutant("a lost number", 19, _COUNTER, left=_nothing),
+    Mutant("a lost number", 19, _COUNTER, release=_nothing),
     Mutant(
       *("two numbers", 179, _COUNTER),
       take=lambda self, peer, life, ask: self._new(),
     ),
-    Mutant("a dead partner", 23, pairs.Pairs, gone=peer.LivePeer.gone),
+    Mutant(
+      *("a dead partner", 23, pairs.Pairs),
+      peer_exited=peer.LivePeer.peer_exited,
+    ),
     Mutant("nothing cut back", 3, peer_files, cut_back=_nothing),
     Mutant("resumes first params", 7, peer.LivePeer, restore=_restore_rounds),
   ],

@@ -27,17 +27,17 @@ def count_jobs(
 ) -> tuple[set[int], int]:
   """Finds the jobs whose messages count.
 
-  A checkpoint holds no message that the coordinator had not requested. After a
-  resume from it, such a job is sent again, and its earlier message counts no
-  more.
+  A checkpoint holds only messages that the coordinator has requested. After a
+  resume, the jobs of other messages are sent again, and their earlier messages
+  no longer count.
 
   Args:
     rows: (action, job) of the rows of a trace.
     accepted: of each RECEIVE row, whether its message was accepted.
 
   Returns:
-    The jobs, and the number of messages that count although another one of the
-    same job does; 0 in a correct run.
+    The jobs, and the number of surplus messages: if k messages of a job count,
+    k - 1. It is 0 in a correct run.
 
   Example:
     >>> from asgd import base
@@ -46,14 +46,14 @@ def count_jobs(
     ((set(), 0), ({3}, 0))
   """
   jobs: set[int] = set()
-  twice, verdicts = 0, iter(accepted)
+  surplus, verdicts = 0, iter(accepted)
   for action, job in rows:
-    if action in STARTS:
+    if action in STARTS:  # sent again: an earlier message was lost
       jobs.discard(job)
     elif action == base.RECEIVE and next(verdicts, False):
-      twice += job in jobs
+      surplus += job in jobs
       jobs.add(job)
-  return jobs, twice
+  return jobs, surplus
 
 
 def recompute(
@@ -74,8 +74,8 @@ def recompute(
     >>> from asgd.sandblaster import Settings
     >>> work = jax.value_and_grad(lambda x, p: (p + 1) * (x**2).sum())
     >>> settings = Settings(portions=2)
-    >>> again = recompute(settings, np.float32([3.0, 4.0]), work, range(4))
-    >>> print(again.state.iteration, f"{again.state.loss:.4f}")
+    >>> result = recompute(settings, np.float32([3.0, 4.0]), work, range(4))
+    >>> print(result.state.iteration, f"{result.state.loss:.4f}")
     1 24.0000
   """
   sums, sent = make_sums(work), params

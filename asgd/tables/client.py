@@ -4,9 +4,9 @@ The client has copies of rows, each with its clock, and the worker's own updates
 that were not sent. A read returns copy + own updates (read my writes), also
 after the copy was refreshed.
 
-A message has the updates that the filters pass, encoded by the codec. The rest
-stays with the client, except what is more than the rules allow a worker to hold
-back.
+A message has the updates that the filters pass, encoded by the codec. The
+client holds back the rest for a later message. Updates that are larger than the
+rules allow a worker to hold back bypass the filters and the codec.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,7 +97,7 @@ class Client:
     self.held = Held(0, 0)
     self.flushes = 0  # messages so far
     # Changes of the copies by the last message: table -> (keys, changes).
-    self.flight: dict[str, tuple[Keys, np.ndarray]] = {}
+    self.in_flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
   def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
     """Returns the columns of new rows, neither received nor written."""
@@ -131,7 +131,7 @@ class Client:
     a table without stale keys is left out."""
     need, out = self.rules.need(clock), {}
     for name, wanted in keys.items():
-      if not self.rules.anew:
+      if not self.rules.pulls_all:
         wanted = wanted[self.clocks(name, wanted) < need]
       if wanted.size:
         out[name] = wanted
@@ -159,7 +159,7 @@ class Client:
     message. The changes of that message are added to the new copies."""
     self.take(message)
     for name, (keys, _) in message.tables.items():
-      sent, changes = self.flight.get(name, (keys[:0], None))
+      sent, changes = self.in_flight.get(name, (keys[:0], None))
       mine = np.isin(sent, keys)
       if mine.any():
         self._rows[name].add(sent[mine], "copy", changes[mine])
@@ -197,18 +197,19 @@ class Client:
     """Returns the client's next message.
 
     Args:
-      clock: clocks that the worker has finished with the message.
+      clock: the worker's clock after this message.
       everything: whether to bypass the filters, as at the end of a run.
     """
+    # Each message draws from its own stream, so a replay draws the same.
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
-    out, self.flight = {}, {}
+    out, self.in_flight = {}, {}
     for table, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
         keys = self._filter(rows, keys, rng)
       if keys.size:
         out[name] = self._send(name, keys, table)
-      if self.rules.anew:  # each job pulls all its rows: drop the copies
+      if self.rules.pulls_all:  # each job pulls all its rows: drop the copies
         rows.keep(rows.columns["written"])
     self.flushes += 1
     return Push(self.worker, clock, out)
@@ -261,25 +262,27 @@ class Client:
         sent = values = own  # the codec would hold back too much
     else:
       sent = own
+    # The codec may send an approximation: the difference stays, to be sent
+    # later, and the copy gets exactly what the server will apply.
     rows.write(keys, "own", own - sent)
     has_rest = (own != sent).reshape(len(keys), -1).any(1)
     rows.write(keys, "written", has_rest)
     change = sent.dtype.type(self.factor) * sent
     rows.add(keys, "copy", change)
-    self.flight[name] = keys, change
+    self.in_flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
 
   def with_keys(self, push: Push) -> dict[str, RowValues]:
     """Returns the tables of the last message with all their keys, for a
     receiver that has cached no list of keys."""
     return {
-      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
+      name: RowValues(keys._replace(keys=self.in_flight[name][0]), values)
       for name, (keys, values) in push.tables.items()
     }
 
-  def again(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
-    """Returns the tables of another client's message, which have all their
-    keys, as this client sends them."""
+  def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
+    """Returns the tables of an earlier incarnation's message, which has all
+    keys, with the keys as this client's receiver needs them."""
     return {
       name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
       for name, sent in tables.items()
@@ -309,12 +312,12 @@ class Client:
       "held": self.held,
       "flushes": self.flushes,
       "factor": self.factor,
-      "flight": self.flight,
+      "flight": self.in_flight,
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a client with the same arguments has packed."""
+    """Restores the packed state of a client with the same arguments."""
     self._rows = {k: KeyedRows.unpack(x) for k, x in tree["rows"].items()}
     self.sender, self.held = KeyCache(tree["cached"]), Held(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
-    self.flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}
+    self.in_flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}

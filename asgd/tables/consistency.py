@@ -30,7 +30,7 @@ class Consistency(NamedTuple):
   need: Callable[["ConsistencyRules", int], int] = _within_bound
   numbers: tuple[str, ...] = ()  # required: "bound", "threshold", "budget"
   bound: int | None = None  # default of a recipe; None: there is no default
-  anew: bool = False  # each job pulls all its rows from the server
+  pulls_all: bool = False  # each job pulls all its rows from the server
   deferred: bool = False  # updates of a clock are applied together
   by_clock: bool = False  # the server sends rows when all finish a clock
   by_value: bool = False  # the server sends rows whose copies lack too much
@@ -54,9 +54,9 @@ _MODELS = (
   Consistency("value_bounded", _any_clock, ("threshold",), by_value=True),
   # A read has the server's values after all workers have finished the clocks
   # before c - tau (Li et al., OSDI 2014).
-  Consistency("delay_bounded", numbers=("bound",), anew=True),
+  Consistency("delay_bounded", numbers=("bound",), pulls_all=True),
   # A read has the server's values; no worker waits.
-  Consistency("asynchronous", _any_clock, anew=True),
+  Consistency("asynchronous", _any_clock, pulls_all=True),
 )
 # Models by name; a new model is a row of _MODELS.
 CONSISTENCIES: dict[str, Consistency] = {model.name: model for model in _MODELS}
@@ -82,9 +82,9 @@ class ConsistencyRules(NamedTuple):
   held: float = 0.0
 
   @property
-  def anew(self) -> bool:
+  def pulls_all(self) -> bool:
     """Whether each job pulls all its rows from the server."""
-    return self.consistency.anew
+    return self.consistency.pulls_all
 
   @property
   def deferred(self) -> bool:

@@ -70,6 +70,7 @@ class Division(NamedTuple):
     gets its share of a budget by its number of rows."""
     parts, total = {}, 0
     for name, rows in tables.items():
+      # A budget is shared over the rows of all shards, not of this one alone.
       total += len(rows)
       ranges = self.ranges[name]
       if shard < ranges.shards:
@@ -125,6 +126,7 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
     name: ranges_lib.by_load(np.ones(len(rows)), min(shards, len(rows)))
     for name, rows in tables.items()
   }
+  # Small tables may be on fewer shards, but each shard needs some row.
   most = max(each.shards for each in ranges.values())
   if shards > most:
     raise ValueError(
@@ -154,7 +156,8 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
   """
   out = {}
   for name in loads[0]:
-    parts = [mine[name] for mine in loads if name in mine]
+    # Shards are in the order of keys, and so are their rows.
+    parts = [each[name] for each in loads if name in each]
     ranges = ranges_lib.by_load(np.concatenate(parts), len(parts))
     out[name] = list(ranges.cuts)
   return out

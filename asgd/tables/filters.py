@@ -95,6 +95,7 @@ def random_skip(probability: float) -> Filter:
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rows
+    # `>=` sends every row at probability 0, as random numbers are in [0, 1).
     return Verdict(rng.random(len(values)) >= probability)
 
   return apply
@@ -160,6 +161,8 @@ def kkt(
           f" shape {np.shape(rows)[1:]}"
         )
       rows, values = rows[:, column], values[:, column]
+    # The worker's copy stands for the server's row, which may differ by the
+    # updates that the copy lacks.
     drop = (_largest(rows) == 0) & (_largest(values) <= l1 - slack)
     return Verdict(~drop, drop)
 

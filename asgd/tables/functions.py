@@ -74,14 +74,12 @@ def padded(rows: Any, count: int) -> Any:
 
 
 def by_row(tx: optax.GradientTransformation) -> RowFunction:
-  """Runs an optax transform on the rows that are pushed.
+  """Runs an optax transform on the pushed rows, each with its own state.
 
-    row, state <- row + u, state',   (u, state') = tx.update(value, state, row)
-
-  It is mapped over the rows: what it counts or normalises is of one row.
+  The transform is mapped over the rows: counts and norms in it are of one row.
 
   Args:
-    tx: any transform of gradients, as `optax.adagrad(0.1)`.
+    tx: any transform of gradients, such as `optax.adagrad(0.1)`.
 
   Returns:
     A RowFunction that takes gradients.
@@ -110,10 +108,11 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
   start = jax.jit(jax.vmap(tx.init))
 
   def on_padded(function, rows, *others):
+    # Padding to a power of two of rows bounds the number of compilations.
     count, size = len(rows), bucket(len(rows))
     trees = jax.tree.map(lambda x: padded(x, size), (rows, *others))
     out = jax.tree.map(lambda x: x[:count], function(*trees))
-    if not isinstance(rows, jax.Array):
+    if not isinstance(rows, jax.Array):  # a NumPy table is changed in place
       out = jax.tree.map(np.array, out)
     return out
 
@@ -126,23 +125,24 @@ def proximal(
   learning_rate: float = 1.0, *, l1: float, messages: int = 1
 ) -> RowFunction:
   """Delayed block proximal steps: descent along the gradient of a block of
-  features, scaled by its curvature, and zeros by L1.
+  features, scaled by its curvature, with zeros by L1.
 
     g, u = sums of a clock's values / messages
     x = w - a g / u;   w <- sign(x) max(|x| - a l1 / u, 0)
 
   which minimises g y + (y - w)^2 u / (2 a) + l1 |y|. Rows are (w, u), float[2],
-  with u that of the last step; values are (g, u). Rows for which nothing was
-  pushed, and those with u = 0, stay as they are.
+  where u is that of the last step. Values are (g, u). Rows without a pushed
+  value, and rows with u = 0, stay as they are.
 
   Args:
-    learning_rate: a, positive; 1 where u bounds the curvature and nothing is
-      delayed, less with delay: 1 / (L_var + tau L_cov) at most.
+    learning_rate: a, positive; 1 if u bounds the curvature and there is no
+      delay. With delay it must be less: at most 1 / (L_var + tau L_cov).
     l1: the penalty of |w|, 0 or more.
-    messages: values that are summed up in a clock, if each was of a mean.
+    messages: number of values that are summed in a clock, if each is a mean.
 
   Returns:
-    A RowFunction that is applied once a clock, to what all workers have pushed.
+    A RowFunction that is applied once a clock, to the sum of all workers'
+    values.
 
   Raises:
     ValueError: for a value out of its range.
@@ -201,8 +201,7 @@ def ftrl_proximal(
 
   Args:
     learning_rate: a, positive.
-    beta: 0 or more; with both 0 a gradient of 0 is divided by 0, so one of beta
-      and l2 should be above 0.
+    beta: 0 or more; beta and l2 must not both be 0.
     l1: 0 or more.
     l2: 0 or more.
 
@@ -230,7 +229,8 @@ def ftrl_proximal(
     checks.nonnegative(name, value)
   if not beta and not l2:
     raise ValueError(
-      "beta and l2 are both 0, and a first gradient of 0 would give 0 / 0"
+      "beta and l2 are both 0, so a first gradient of 0 would give 0 / 0: set"
+      " one of them above 0"
     )
 
   def init(params):

@@ -48,12 +48,13 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     first = checks.whole("the start of a range", first, _INT64.min)
     keys = range(first, checks.whole("the end of a range", last, _INT64.min))
   if isinstance(keys, range):
+    # Checked by its ends, before an array is made that might be too large.
     for key in (*keys[:1], *keys[-1:]):
       if key < start or key > _INT64.max or (stop is not None and key >= stop):
         raise _out_of_range(key, start, stop)
     keys = np.arange(keys.start, keys.stop, keys.step, np.int64)
   array = np.asarray(keys)
-  if not array.size and array.ndim == 1:
+  if not array.size and array.ndim == 1:  # NumPy makes [] an array of floats
     return np.zeros(0, np.int64)
   if array.ndim != 1 or array.dtype.kind not in "iu":
     raise ValueError(
@@ -63,6 +64,7 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
   if array.dtype.kind == "u" and array.max(initial=0) > _INT64.max:
     raise ValueError(f"key {array.max()} does not fit into 64 bits")
   array = array.astype(np.int64, copy=False)
+  # Lists and arrays are checked key by key.
   bad = array < start
   if stop is not None:
     bad |= array >= stop
@@ -109,6 +111,7 @@ def add_up(keys: Any, values: Any) -> tuple[Keys, np.ndarray]:
   """
   unique, where = np.unique(np.asarray(keys, np.int64), return_inverse=True)
   values = np.asarray(values)
+  # `add.at` counts repeated indices, which += would not.
   sums = np.zeros((len(unique), *values.shape[1:]), values.dtype)
   np.add.at(sums, where, values)
   return unique, sums

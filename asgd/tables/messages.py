@@ -67,10 +67,9 @@ class Rows(NamedTuple):
 
   clock: int  # the least of all workers' clocks
   tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
-  asked: bool = True  # whether the worker requested them: it has the keys
-  # Server push at a clock: keys of the worker's copies that are outdated, but
-  # not sent. All its other copies are then of this clock. None: not a server
-  # push at a clock.
+  asked: bool = True  # whether the worker requested them: then it has the keys
+  # Of a server push at a clock: keys of outdated copies of the worker that are
+  # not in `tables`. All other copies are of this clock. None otherwise.
   late: Mapping[str, Keys] | None = None
 
   @property
@@ -128,10 +127,10 @@ class KeyCache:
 
 
 class ValueCodec:
-  """A codec for values of rows, whose number differs between messages.
+  """A codec for values of any number of rows.
 
-  The codec is compiled for numbers of rows that are powers of two. It has no
-  error feedback: the client keeps what the codec does not send.
+  Values are padded to a power of two of rows, so that the codec is compiled for
+  few shapes. It has no error feedback: the client keeps what is not sent.
   """
 
   def __init__(self, name: str, **options: Any):
@@ -148,7 +147,8 @@ class ValueCodec:
     self._decode = jax.jit(self._codec.decode)
     self._layout = functools.cache(self._make_layout)
 
-  def _make_layout(self, shape, dtype):
+  def _make_layout(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the layout of a packet for values of a shape."""
     like = jax.ShapeDtypeStruct(shape, dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return packing.layout(jax.eval_shape(self._encode, like, key))

@@ -173,7 +173,7 @@ class NetworkEvents:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a queue of the same network and workers has packed."""
+    """Restores the packed state of a queue of the same network and workers."""
     self.now = tree["now"]
     self._count, self._sent = tree["counts"]
     for index, kind, direction, worker, sizes, data, parts, *counts in tree[

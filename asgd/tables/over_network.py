@@ -189,7 +189,7 @@ class OverNetwork(TableRun):
   def _end(self, worker: int) -> None:
     """Ends the computation of a job, and sends its push if it ends a clock."""
     push = self._compute(worker)
-    if push is None:
+    if push is None:  # the job ends no clock, so it ends without a message
       self._receive(worker, None)
       self._count(worker)
       self._put(self.now, START_JOB, _START, worker)
@@ -250,6 +250,7 @@ class OverNetwork(TableRun):
     sent = self._receive(worker, push)
     self._workers[worker].applied += 1
     self._count(worker)
+    # Sent first, so that the stream delivers the ack before these rows.
     ack = Message(ACK, DOWN, worker, dict.fromkeys(self._shards, 0.0))
     self._events.send(ack)
     for other, rows in sent.items():
@@ -313,8 +314,8 @@ class OverNetwork(TableRun):
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a run with the same arguments has packed. This run must not
-    have begun."""
+    """Restores the packed state of a run with the same arguments. This run must
+    not have begun."""
     super().unpack(tree)
     self._events.unpack(tree["carrier"])
     asked = map(requests.load_request, tree["asked"])

@@ -70,6 +70,7 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   for shard in range(1, shards):
     target = ends[-1] * shard / shards
     at = int(np.searchsorted(ends, target))
+    # The key before may end nearer to the target.
     at -= bool(at and target - ends[at - 1] <= ends[at] - target)
     # Each range has at least one key, even if one key has most of the load.
     cuts.append(min(max(at, cuts[-1] + 1), len(load) - (shards - shard)))
@@ -93,6 +94,7 @@ def moves(before: Ranges, after: Ranges) -> list[Move]:
     >>> tables.moves(tables.Ranges((0, 4, 8)), tables.Ranges((0, 6, 8)))
     [Move(start=4, stop=6, source=1, target=0)]
   """
+  # Between two edges all keys have one owner before and one after.
   edges = sorted({*before.cuts, *after.cuts})
   out = []
   for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -144,6 +146,7 @@ class RangeClocks:
   ) -> None:
     """Sets a worker's clock on start <= key < stop, or on all keys. A clock
     that is not later than the recorded one changes nothing."""
+    # `_split` may insert a start, so `last` is computed after `first`.
     first = 0 if start is None else self._split(start)
     last = len(self._starts) if stop is None else self._split(stop)
     clocks = self._clocks[worker]

@@ -213,7 +213,7 @@ def _replay_row(
   request = incarnation.asks.get(index) if incarnation else None
   if request is None or ACTIONS[request.kind] != event.action:
     return False
-  if not joins and request.number != event.seq:
+  if not joins and request.number != event.seq:  # a later request of the worker
     return False
   if shard.waits(request):
     raise OrdersError(
@@ -337,6 +337,7 @@ def replay(
     if at[s] < len(events):
       row = f"row {at[s]} of shard {s} ({events[at[s]].format()})"
       raise _inconsistent(f"{row} cannot be replayed")
+  # All shards have finished, so each RECEIVE row must have been matched.
   for (w, number), incarnation in incarnations.items():
     if incarnation.ends:
       raise _inconsistent(

@@ -48,7 +48,8 @@ class KeyedRows:
     self.columns: dict[str, Column] = dict(columns)
     self._index()
 
-  def _index(self):
+  def _index(self) -> None:
+    """Prepares the search for keys; called after each change of the keys."""
     keys = self.keys
     self._first = int(keys[0]) if keys.size else 0
     # Without gaps a row's position is the difference to the first key.
@@ -67,8 +68,9 @@ class KeyedRows:
       return (at >= 0) & (at < len(self))
     if not len(self):
       return np.zeros(len(keys), bool)
-    if self._are_all(keys):
+    if self._are_all(keys):  # cheaper than the search below
       return np.ones(len(keys), bool)
+    # A key beyond the last one would be found at an index past the end.
     at = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
     return self.keys[at] == keys
 
@@ -88,10 +90,16 @@ class KeyedRows:
   def insert(
     self, keys: Keys, make: Callable[[Keys], Mapping[str, Any]]
   ) -> None:
-    """Adds the rows of `make(new keys)` for keys that have none."""
+    """Adds a row for each key that has none.
+
+    Args:
+      keys: [n].
+      make: (keys without rows, ascending) -> columns of their rows.
+    """
     new = np.sort(keys[~self.has(keys)])
     if not new.size:
       return
+    # Inserted where they belong: the keys stay sorted.
     columns, where = make(new), np.searchsorted(self.keys, new)
     self.keys = np.insert(self.keys, where, new)
     for name, column in self.columns.items():
@@ -113,6 +121,7 @@ class KeyedRows:
 
   def add(self, keys: Any, name: str, values: Any) -> None:
     """Adds values to rows of a column; the keys must be distinct."""
+    # With equal keys NumPy's += would count only one of their values.
     at, column = self.positions(keys), self.columns[name]
     if isinstance(column, jax.Array):
       self.columns[name] = column.at[at].add(values)
@@ -165,6 +174,7 @@ class RowCopies:
   ):
     """Starts without copies; `shapes` are the shapes of rows, by table."""
     self._shapes = dict(shapes)
+    # Worker -> table -> rows of the worker's copies.
     self._copies = {worker: self._none() for worker in workers}
 
   def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
@@ -172,7 +182,7 @@ class RowCopies:
     lacks = np.zeros((len(keys), *self._shapes[name]))
     return {"lacks": lacks, "changed": np.zeros(len(keys), bool)}
 
-  def _none(self):
+  def _none(self) -> dict[str, KeyedRows]:
     return {name: KeyedRows([], self._made(name, ())) for name in self._shapes}
 
   def join(self, worker: int) -> None:
@@ -235,6 +245,7 @@ class RowCopies:
     for each in self._copies.values():
       keys = each[name].keys
       each[name].keep((keys >= start) & (keys < stop))
+    # Each part has the copies of all workers of one other shard's rows.
     for worker, tree in (pair for part in parts for pair in part):
       self._copies[worker][name].join(KeyedRows.unpack(tree))
 

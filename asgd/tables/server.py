@@ -102,7 +102,7 @@ class TableServer:
     out = {}
     for name, wanted in keys.items():
       out[name] = wanted, np.asarray(self.tables[name].pull(wanted))
-      if self.rules.registers:
+      if self.rules.registers:  # server push needs to know the copies
         self._copies.register(worker, name, wanted)
     return Rows(self.slowest, out)
 
@@ -118,6 +118,7 @@ class TableServer:
       ValueError: for values that a table rejects, with the worker. Nothing of
         the message is applied then.
     """
+    # `_values` checks the complete message before anything is changed.
     before, values = self.slowest, self._values(push)
     self.has_read(push.worker)
     if self.rules.deferred or self._aggregates:
@@ -126,6 +127,7 @@ class TableServer:
       self._apply(push.worker, values)
     for clocks in self.clocks.values():
       clocks.tell(push.worker, push.clock)
+    # This message may complete a clock whose messages were deferred.
     after = self.slowest
     self._apply_deferred(after)
     return after - before
@@ -167,6 +169,7 @@ class TableServer:
       arrived: workers whose next messages have arrived and wait; they have
         read.
     """
+    # A worker that has pushed since its reply has read it.
     others = self._reading.keys() - {push.worker, *arrived}
     for name, keys in self.keys_of(push).items() if others else ():
       change = self._change(name, keys, push.tables[name].values)
@@ -174,7 +177,7 @@ class TableServer:
         copies = self._copies.of(worker)[name]
         has, limit = copies.has(keys), self.rules.limit(self._reading[worker])
         lacks = copies.read(keys[has], "lacks") + change[has]
-        if not (np.abs(lacks) <= limit).all():
+        if not (np.abs(lacks) <= limit).all():  # True for NaN, too
           return True
     return False
 
@@ -378,9 +381,10 @@ class TableServer:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a server with the same arguments has packed."""
+    """Restores the packed state of a server with the same arguments."""
     for name, table in self.tables.items():
       table.unpack(tree["tables"][name])
+    # Workers that had left before the state was packed.
     for worker in set(self.workers) - set(tree["workers"]):
       self.leave(worker)
     self._copies.unpack(tree["copies"])

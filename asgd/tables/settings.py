@@ -109,7 +109,7 @@ class TableSettings(NamedTuple):
         nonzero = each.any(tuple(range(1, each.ndim)))
         out[name] = keys[name][nonzero], each[nonzero]
       return out
-    if self.function.additive:
+    if self.function.additive:  # workers apply the learning rate themselves
       rate = self.rate(clock)
       values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
     return {name: (keys[name], each) for name, each in values.items()}
@@ -118,6 +118,7 @@ class TableSettings(NamedTuple):
     """Returns the clock that a worker sends with its message after `done` of
     its `jobs`; None if it sends no message then."""
     clock, rest = divmod(done, self.clock_every)
+    # value_bounded bounds unsent updates, so it sends after each job.
     if rest and done < jobs and not self.rules.by_value:
       return None
     # The last job completes its clock, even if the clock has fewer jobs.
@@ -271,7 +272,7 @@ def table(
       "the filter kkt is for gradients, but workers push increments: use kkt"
       " with ftrl, proximal or an optimizer"
     )
-  with checks.below("codec", codec or ()):
+  with checks.below("codec", codec or ()):  # errors name the option
     settings.make_codec()
   settings.of_run(workers, 1)  # raises for what value_bounded cannot bound
   return settings

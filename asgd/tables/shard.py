@@ -263,7 +263,7 @@ class TableShard:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a shard of the same index and tables has packed."""
+    """Restores the packed state of a shard of the same index and tables."""
     self.server.unpack(tree["server"])
     packed = tree["places"]
     self._sessions = {w: _WorkerSession.unpack(each) for w, each in packed}

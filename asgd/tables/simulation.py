@@ -70,6 +70,7 @@ class SimulatedTableWorker:
     """Restores what another instance has packed. None of the durations of this
     one may have been drawn."""
     vars(self).update(tree)
+    # Skip the durations that were drawn; a deque of length 0 keeps none.
     collections.deque(itertools.islice(self._stream, self._drawn), maxlen=0)
     self.ticket = self.ticket and TableTicket(*self.ticket)
 
@@ -257,6 +258,7 @@ class TableRun:
     values = client.read(keys)
     self.server.has_read(worker)
     clocks = {name: client.clocks(name, each) for name, each in keys.items()}
+    # The empty array makes the concatenation valid for a job without keys.
     every = np.concatenate([*clocks.values(), np.zeros(0, int)])
     lacks, counts = np.unique(every - 1 - clock, return_counts=True)
     pairs = zip(lacks.tolist(), counts.tolist(), strict=True)
@@ -352,8 +354,8 @@ class TableRun:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a run with the same arguments has packed. This run must not
-    have begun."""
+    """Restores the packed state of a run with the same arguments. This run must
+    not have begun."""
     self.server.unpack(tree["server"])
     for client, packed in zip(self._clients, tree["clients"], strict=True):
       client.unpack(packed)
@@ -467,6 +469,7 @@ class Simulation(TableRun):
     """Starts the worker's next job; returns False if the worker must wait."""
     keys, clock, stale = self._wants(worker)
     client = self._clients[worker]
+    # A worker without stale rows need not wait: it asks the server nothing.
     if stale and self.server.slowest < client.rules.need(clock):
       return False
     if stale:

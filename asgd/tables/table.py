@@ -70,7 +70,7 @@ class Table:
         f"a dense table has rows [K, ...], not {checks.shown(values)}"
       )
     if not isinstance(values, jax.Array):
-      values = np.array(values)
+      values = np.array(values)  # a copy, which pushes change in place
     checks.whole("start", start, 0)
     count = len(values)
     load = np.ones(count) if load is None else np.asarray(load, np.float64)
@@ -132,6 +132,7 @@ class Table:
 
   def _columns(self, values):
     """Returns the columns of new rows: values, load, leaves of the state."""
+    # Leaves of the state become columns, so that they move with their rows.
     leaves, self._structure = jax.tree.flatten(self.function.init(values))
     load = np.zeros(len(values))
     named = {f"state{i}": leaf for i, leaf in enumerate(leaves)}
@@ -177,16 +178,18 @@ class Table:
 
   def peek(self, keys: Keys) -> Any:
     """Returns rows as `pull` does, without checking keys or counting load."""
-    parts, places = [], []
-    for rows, mine in self._routed(keys):
-      parts.append(rows.read(keys[mine], _VALUES))
-      places.append(mine)
+    parts, positions = [], []
+    for rows, at in self._routed(keys):
+      parts.append(rows.read(keys[at], _VALUES))
+      positions.append(at)
     if len(parts) == 1:
       return parts[0]
     if not parts:
       return np.zeros((0, *self.shape), self.dtype)
+    # The parts are by shard: restore the order of the keys.
+    order = np.argsort(np.concatenate(positions))
     xp = jnp if isinstance(parts[0], jax.Array) else np
-    return xp.concatenate(parts)[np.argsort(np.concatenate(places))]
+    return xp.concatenate(parts)[order]
 
   def push(self, keys: Any, values: Any) -> None:
     """Applies the function to values [n, ...], one for each key's row.
@@ -201,7 +204,7 @@ class Table:
     for rows, mine in self._routed(keys):
       part = keys[mine]
       rows.add(part, _LOAD, 1.0)
-      if self.function.additive:
+      if self.function.additive:  # without states, and without compiling
         rows.add(part, _VALUES, values[mine])
       else:
         self._apply(rows, part, values[mine])
@@ -211,7 +214,7 @@ class Table:
     array = values if hasattr(values, "dtype") else np.asarray(values)
     if array.dtype == self.dtype:
       return array
-    cast = None
+    cast = None  # complex numbers, times, objects and text are rejected
     if array.dtype.kind not in "cmMOSU":
       with np.errstate(over="ignore", invalid="ignore"):
         # An overflow becomes infinite, which `check_values` rejects.
@@ -311,7 +314,7 @@ class Table:
     return {**out, "cuts": np.array(self.ranges.cuts)}
 
   def unpack(self, packed: dict[str, np.ndarray]) -> None:
-    """Restores what a table with the same arguments has packed."""
+    """Restores the packed state of a table with the same arguments."""
     packed = dict(packed)
     cuts = packed.pop("cuts").tolist()
     first = self._start = cuts[0]
@@ -319,6 +322,7 @@ class Table:
     on_jax = isinstance(self.shard_rows[0].columns[_VALUES], jax.Array)
 
     def column(name, part):
+      # Loads are counted in place, in NumPy, also for a table of JAX arrays.
       if on_jax and name != _LOAD:
         return jnp.asarray(part)
       return np.array(part)

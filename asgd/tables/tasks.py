@@ -140,6 +140,7 @@ class Tasks:
   def _may_start(self, number: int) -> bool:
     """Whether all tasks that a waiting task depends on have finished."""
     *_, after = self._waiting[number]
+    # With delay tau, all tasks before number - tau must have finished.
     first = None if self._delay is None else number - self._delay
     return not any(
       task in after or (first is not None and task < first)
@@ -165,6 +166,7 @@ class Tasks:
   def _wait(self, number: int) -> None:
     """Waits until the task, or one that it may depend on, has finished."""
     self.look()
+    # A task that has not started may depend on any running one.
     if number in self._running:
       task = number
     elif self._running:

@@ -65,6 +65,7 @@ def load(data: bytes) -> Any:
   head = data[_ALIGN:at]
   tree, like = json.loads(head)
   arrays = []
+  # Copies, as arrays on the buffer would be read-only and keep it alive.
   for name, shape in like:
     arrays.append(np.ndarray(shape, np.dtype(name), data, at).copy())
     at += arrays[-1].nbytes + _padding(arrays[-1].nbytes)

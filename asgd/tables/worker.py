@@ -131,7 +131,7 @@ class TableWorker:
     counts = [reply.done for reply in self.sessions.replies]
     message = saved(max(counts))
     if message is None:
-      # Jobs that only some shards have are computed again.
+      # Jobs that only some shards have are computed resend.
       self.done = min(counts)
       return
     self.done = message.done
@@ -140,7 +140,7 @@ class TableWorker:
     asks = {
       shard: self.sessions.ask(
         *(shard, PUSH, message.clock, message.done),
-        self._clients[shard].again(message.shards[shard]),
+        self._clients[shard].resend(message.shards[shard]),
       )
       for shard in shards
       if counts[shard] < message.done
@@ -215,7 +215,7 @@ class TableWorker:
     keys = self._work.keys(batch)
     parts = self._division.split(keys)
     clock = self.done // settings.clock_every
-    for client in self._clients:
+    for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
     begun(base.SEND if asks else base.KEEP)
@@ -256,9 +256,10 @@ class TableWorker:
     if ends is not None:
       last = self.done == self.jobs
       pushes = [x.flush(ends, everything=last) for x in self._clients]
+    # The record's residual is the RMS over shards of the clients' residuals.
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
-    if not pushes:
+    if not pushes:  # reported with the message of the clock
       self._records.append(self._with_bytes(record))
       return
     asks = {
@@ -369,7 +370,7 @@ class TableWorker:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what a worker with the same arguments has packed."""
+    """Restores the packed state of a worker with the same arguments."""
     for client, packed in zip(self._clients, tree["clients"], strict=True):
       client.unpack(packed)
     self.sessions.unpack(tree["mail"])

@@ -60,12 +60,12 @@ class HostMakers(NamedTuple):
   worker: Callable[[int], Make]  # (worker)
 
   def shard(
-    self, evaluation: int, index: int, image: Image, anew: bool
+    self, evaluation: int, index: int, image: Image, from_image: bool
   ) -> Make:
     """Returns what makes a shard in its host; arguments as of LiveShard."""
     folder = self.memory / f"shard-{index}"
     options = {"folder": folder, "image": image, "evaluation": evaluation}
-    return functools.partial(LiveShard, anew=anew, **options)
+    return functools.partial(LiveShard, from_image=from_image, **options)
 
 
 def _first_images(plan: Any, params: base.Params) -> list[Image]:
@@ -137,7 +137,7 @@ class Driver(BatchDriver, Cluster):
       supervisor,
       functools.partial(makers.shard, self._current),
       images or _first_images(plan, params),
-      anew=saved is None or images is not None,
+      from_images=saved is None or images is not None,
       number=notes.get("number", 0),
       unfit=lambda: note_down(None),
     )

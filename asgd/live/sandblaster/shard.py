@@ -31,7 +31,7 @@ class LiveShard(VectorShard):
     image: Image,
     evaluation: int = -1,
     *,
-    anew: bool,
+    from_image: bool,
   ):
     """Resumes from the files of the folder, or starts from an image.
 
@@ -40,20 +40,20 @@ class LiveShard(VectorShard):
       folder: of the shard's files.
       image: to start from; its `point` has the shapes and dtypes of rows.
       evaluation: of the image.
-      anew: whether to start from the image, and remove the files.
+      from_image: whether to remove the files and start from the image.
 
     Raises:
-      ValueError: if files were changed, or are missing and `anew` is False.
+      ValueError: if files were changed, or are missing without `from_image`.
     """
     safe_files.make_private(folder)
     like = image.vectors["point"]
-    self._store = ShardStore(folder, like, inside.disk, anew=anew)
+    self._store = ShardStore(folder, like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
     self._sent = image.vectors.get("trial")  # rows that workers fetch
     # Jobs of this evaluation whose messages were summed and discarded.
     self._dropped: set[int] = set()
-    if stored is None and not anew:
+    if stored is None and not from_image:
       raise store.Changed(folder)
     if stored is None:
       super().__init__(like, image)
@@ -62,6 +62,7 @@ class LiveShard(VectorShard):
     super().__init__(like, Image(stored.number, stored.vectors))
     self._evaluation, self._sent = stored.evaluation, stored.sent
     self._journal = stored.journal
+    # Without a journal, the next command is the one after the image.
     self._first = self.number - len(self._journal)
     if self._journal:
       self._first = self._journal[0][0].number
@@ -89,8 +90,8 @@ class LiveShard(VectorShard):
     self._store.keep(evaluation)
 
   def image_at(self, number: int) -> Image | None:
-    """Returns the vectors before the command of a number; None if that command
-    was executed already, for an earlier driver."""
+    """Returns the vectors as they were just before a command. None if the shard
+    has executed that command already, for an earlier driver."""
     if self.number < number:
       raise ValueError(f"the shard is at command {self.number}, not {number}")
     if self.number > number:

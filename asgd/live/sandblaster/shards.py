@@ -26,7 +26,7 @@ class LiveShards:
     make: MakeShard,
     images: Sequence[Image],
     *,
-    anew: bool,
+    from_images: bool,
     number: int = 0,
     unfit: Callable[[], None] = lambda: None,
   ):
@@ -37,7 +37,7 @@ class LiveShards:
       supervisor: of the processes.
       make: of a shard.
       images: by shard.
-      anew: whether shards start from the images; if not, from their files.
+      from_images: whether shards start from the images, or from their files.
       number: of the next command.
       unfit: called before an error about the files of a shard is raised, from
         which no driver can resume.
@@ -47,7 +47,7 @@ class LiveShards:
     # Commands without an answer, sent together with the next `dot`.
     self._pending: list[Command] = []
     self._images = list(images)
-    self._anew = anew  # True until all shards are made
+    self._from_images = from_images  # True until all shards are made
     self._starting: list[Party] = []  # restarted shards that are being made
 
   def start(self) -> None:
@@ -57,7 +57,7 @@ class LiveShards:
     self.check()
     # The files have the vectors from now on. A restart needs `point`, for its
     # shapes and dtypes.
-    self._anew = False
+    self._from_images = False
     self._images = [
       Image(image.number, {"point": image.vectors["point"]})
       for image in self._images
@@ -73,7 +73,7 @@ class LiveShards:
       parties = [self._restart(party.index) for party in exited]
 
   def _start(self, shard):
-    make = self._make(shard, self._images[shard], self._anew)
+    make = self._make(shard, self._images[shard], self._from_images)
     return self._supervisor.start(SHARD, shard, make)
 
   @property

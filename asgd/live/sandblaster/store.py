@@ -39,7 +39,7 @@ class ShardStore:
   """The files of one shard."""
 
   def __init__(
-    self, folder: Path, like: Rows, disk: Any = os, *, anew: bool = False
+    self, folder: Path, like: Rows, disk: Any = os, *, clear: bool = False
   ):
     """Opens the files in an existing folder.
 
@@ -47,12 +47,12 @@ class ShardStore:
       folder: of the files.
       like: with the shapes and dtypes of rows.
       disk: writes as `os` does.
-      anew: whether to remove all files first.
+      clear: whether to remove all files first.
 
     Raises:
       store.Changed: if the log of commands was changed.
     """
-    if anew:  # before the log is opened: an old one may be damaged
+    if clear:  # before the log is opened: an old one may be damaged
       for path in folder.iterdir():
         path.unlink()
     self._disk = disk

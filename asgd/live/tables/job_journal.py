@@ -57,9 +57,8 @@ class JobJournal(WorkerJournal):
     return self._open[-1][0]
 
   def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
-    """Writes a row, as the base class does; raises if the worker was killed,
-    which may write no more."""
-    self._inside.wait(0.0)
+    """Writes a row, as the base class does. A killed worker writes no more."""
+    self._inside.wait(0.0)  # raises if the worker was killed
     return super().write(seq, job, action, **more)
 
   def join(self) -> None:
@@ -104,7 +103,7 @@ class JobJournal(WorkerJournal):
     """Returns the saved message of an earlier incarnation.
 
     Args:
-      done: jobs that are done after the message.
+      done: the worker's finished jobs, those of the message included.
 
     Returns:
       The message, with the records of its jobs that were not received; None if
@@ -119,5 +118,6 @@ class JobJournal(WorkerJournal):
     records = [r for r in message.records if r.job not in received]
     if not records:
       return None
+    # Saved again as this incarnation's message, in case it is killed, too.
     self._last.write(row, message)
     return message._replace(records=records)

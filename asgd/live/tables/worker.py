@@ -71,7 +71,7 @@ class WorkerHost:
     self._steps: Any = None  # of the join or job that is under way
     self._asks: dict[int, bytes] = {}  # requests without a reply, by shard
     self._asked: dict[int, Call] = {}  # the calls with these, by shard
-    self._calls: dict[int, Call] = {}  # open calls of `listen`, by shard
+    self._polls: dict[int, Call] = {}  # open long polls (`listen`), by shard
     self._limit: int | None = None
     self._free = self._inside.clock()  # when the last span ended
     if image is None:
@@ -105,7 +105,8 @@ class WorkerHost:
     for shard, host in (restarted or {}).items():
       self._shards[shard] = self._inside.link(host)
       self._asked.pop(shard, None)
-      self._calls.pop(shard, None)
+      self._polls.pop(shard, None)
+    # The driver has collected the rows that shards had not sent to the worker.
     if ranges is not None:
       for shard, rows in enumerate(ranges.rows):
         self._worker.sessions.receive_rows(shard, rows)
@@ -120,13 +121,14 @@ class WorkerHost:
 
   def _run(self) -> str:
     while True:
-      # A join or job that waits for replies comes first: also after a return
-      # with LOST, its other replies are kept.
+      # [1] Continue a join or job that waits for replies. After a return with
+      # LOST, the replies of the other shards are still stored.
       if self._steps is not None:
         if not self._answer():
           return EXPELLED
         self._resume(self._steps)
         continue
+      # [2] Return if there is no job to start.
       worker = self._worker
       if worker.next is None:
         return ENDED
@@ -134,6 +136,7 @@ class WorkerHost:
         return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
+      # [3] Start the next job on the rows that have arrived.
       self._take()
       self._resume(
         worker.job(
@@ -164,10 +167,10 @@ class WorkerHost:
     for shard, data in self._asks.items():
       if shard not in self._asked:
         self._asked[shard] = self._shards[shard].call("hear", data)
-    # Every shard gets its request before a reply is waited for, even a shard
-    # that was lost and restarted. A shard may hold the reply to a push until
-    # other workers have pushed. Two workers that each left out a shard, and
-    # waited at the other's, would deadlock.
+    # All requests are sent before the first reply is awaited, also after a
+    # shard was lost. A shard may delay the reply to a push until other workers
+    # have pushed to it. If one worker awaited shard 0 before it sent to shard
+    # 1, and another one did the reverse, they would deadlock.
     for shard in [*self._asks]:
       reply = self._asked.pop(shard).result()
       if reply.number < 0:
@@ -184,21 +187,21 @@ class WorkerHost:
 
   def _listen(self, shard: int) -> None:
     """Opens a long poll at a shard, if none is open."""
-    if shard not in self._calls:
+    if shard not in self._polls:
       have = self._worker.sessions.available(shard)
       asked = self._journal.index, self._worker.sessions.incarnation, have
-      self._calls[shard] = self._shards[shard].call("listen", *asked)
+      self._polls[shard] = self._shards[shard].call("listen", *asked)
 
   def _hear_rows(self, shard: int) -> None:
     """Waits for the open long poll at a shard, and receives its rows."""
-    call = self._calls.pop(shard)
+    call = self._polls.pop(shard)
     self._worker.sessions.receive_rows(shard, call.result())
 
   def _take(self) -> None:
     """Takes the rows that have arrived, and keeps the long polls open."""
     for shard in self._shards:
       if self._worker.listens:
-        if shard in self._calls and self._calls[shard].done():
+        if shard in self._polls and self._polls[shard].done():
           self._hear_rows(shard)
         self._listen(shard)
       self._worker.take(shard, self._worker.sessions.available(shard))
@@ -231,14 +234,16 @@ class WorkerHost:
     self._journal.span("compute", began, self._free, seq, job)
     return out
 
-  def _spoil(self, gradient):
+  def _spoil(self, gradient: Any) -> Any:
+    """Returns a gradient with the injected faults of its job."""
     journal = self._journal
     return self._script.message(journal.index, journal.seq, gradient)
 
   def _begun_resent(self, record: JobRecord):
     self._journal.begin(record.job, base.SEND)
 
-  def _received(self, record: JobRecord):
+  def _received(self, record: JobRecord) -> None:
+    """Writes the row and record of a job that all shards have."""
     seq, time = self._journal.receive(record)
     began, self._free = self._free, time
     self._journal.span("push", began, time, seq, record.job)
