@@ -49,6 +49,7 @@ def correct_variance() -> base.Transform:
   def update(updates, state, params=None, **extra):
     del extra
 
+    # The first step has no predecessor to correct for.
     def corrected(u, x, before_u, before_x):
       return jnp.where(state.started, u - before_u + (x - before_x), u)
 

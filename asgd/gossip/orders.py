@@ -81,6 +81,7 @@ def rounds(
   start, rows = np.zeros(n), []
   put = start  # times at which the peers put their last messages
   for k in range(messages // n):
+    # [1] Times of the round: jobs end, then the last sender's message arrives.
     done = start + np.array([next(stream) for stream in streams])
     m, puts, mixes = k // every, k % every == 0, (k + 1) % every == 0
     if puts:
@@ -89,6 +90,7 @@ def rounds(
     if mixes:
       links = topology.links[m % topology.period]
       end = np.maximum(done, np.where(links, put[None], 0.0).max(1))
+    # [2] Rows of the round; the second to fifth entries order equal times.
     for i in range(n):
       job = k * n + i
       rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
@@ -101,6 +103,7 @@ def rounds(
           rows.append((end[i], k, 4, i, j, (i, m, j, base.TAKE)))
         rows.append((end[i], k, 4, i, n, (i, NO_SEQ, m, base.MIX)))
     start = end
+  # Peers may be rounds apart, so rows of different rounds interleave.
   rows.sort(key=lambda row: row[:5])
   return trace_lib.from_events(Event(float(row[0]), *row[5]) for row in rows)
 
@@ -179,6 +182,7 @@ def pairs(
     for one in (peer, other):
       puts[one] += 1
     rows.append(Event(time, peer, seq, job, base.RECEIVE))
+    # No job starts after the last message.
     if count + 1 < messages:
       send(peer, time)
   return trace_lib.from_events(rows)
@@ -254,7 +258,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   while ready:
     _, index = heapq.heappop(ready)
     event = queues[index].popleft()
-    time = max(time, event.time)
+    time = max(time, event.time)  # a slow clock must not order rows
     rows.append(event._replace(time=time))
     if event.action in trace_lib.PUTS:
       put.add(event.key)

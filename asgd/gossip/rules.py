@@ -26,6 +26,7 @@ def _add_weighted(
   total: base.Params, trees: Sequence[base.Params], weights: jax.Array
 ) -> base.Params:
   """Returns total + sum_k weights[k] trees[k], in the order of the trees."""
+  # A loop, not one stacked sum: the order of additions fixes the bits.
   for k, tree in enumerate(trees):
     total = jax.tree.map(
       lambda t, x, w=weights[k]: t + w.astype(t.dtype) * x, total, tree
@@ -56,6 +57,8 @@ def average() -> Rule:
   def mix(state, codes, weights, slots):
     del slots
     own_message = state.own
+    # Differences to the peer's own message, not to its present parameters: a
+    # gradient applied since then must not be averaged away.
     differences = [optax.tree.sub(code, own_message) for code in codes]
     params = _add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
@@ -107,10 +110,12 @@ def push_sum() -> Rule:
 
   def mix(state, codes, weights, slots):
     del slots
+    # The received masses, and the peer's new mass.
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
     total = state.own
     for part in parts:
       total = total + part.astype(total.dtype)
+    # The mean of all z, weighted by mass.
     params = jax.tree.map(
       lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
     )
@@ -120,6 +125,7 @@ def push_sum() -> Rule:
 
   def lend(state, slot):
     del slot
+    # The newcomer's mass is taken from its lenders: the total stays the same.
     half = state.own / 2
     return state._replace(own=half), half
 
@@ -193,6 +199,7 @@ def choco(codec: Any, gamma: float) -> Rule:
     own = state.own
     missing = optax.tree.sub(state.server.params, own.public)
     code, inner = codec.encode(own.codec, missing, key)
+    # The sender updates its public parameters exactly as its neighbours will.
     public = optax.tree.add(own.public, codec.decode(code))
     return state._replace(own=Choco(inner, public, own.copies)), code
 
@@ -288,6 +295,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
 
   def update(message, state, params=None, **extra):
     updates, inner = algorithm.update(message, state.inner, params, **extra)
+    # The server applies zeros; the update is applied when the peer mixes.
     zeros = optax.tree.zeros_like(updates)
     return zeros, Pending(inner, optax.tree.add(state.update, updates))
 
@@ -329,6 +337,7 @@ def share(codec: Any) -> Rule:
   def put(state, keep, key):
     pending = state.server.opt_state
     code, inner = codec.encode(state.own.codec, pending.update, key)
+    # The peer applies its own code, not its exact update, as all others do.
     total = _add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )

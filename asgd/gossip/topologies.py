@@ -53,8 +53,9 @@ def _circulant(workers: int, hops: Sequence[int]) -> Links:
   """Returns links by which every peer receives from those `hops` before it."""
   links = np.zeros((workers, workers), bool)
   for hop in hops:
+    # Row i, column i - hop: peer i receives from the peer `hop` before it.
     links[np.arange(workers), (np.arange(workers) - hop) % workers] = True
-  np.fill_diagonal(links, False)
+  np.fill_diagonal(links, False)  # a hop may be a multiple of n
   return links
 
 
@@ -93,11 +94,11 @@ def torus(
       )
   checks.whole("rows", rows)
   checks.multiple(workers, "peers", rows, "rows of a torus, which are {}")
-  at = np.arange(workers).reshape(rows, -1)
+  grid = np.arange(workers).reshape(rows, -1)
   links = np.zeros((workers, workers), bool)
   for axis, hop in itertools.product((0, 1), (1, -1)):
-    links[at.ravel(), np.roll(at, hop, axis).ravel()] = True
-  np.fill_diagonal(links, False)
+    links[grid.ravel(), np.roll(grid, hop, axis).ravel()] = True
+  np.fill_diagonal(links, False)  # along an axis of length 1
   return of_matrices("torus", of_links(links, weights))
 
 
@@ -132,6 +133,8 @@ def exponential(workers: int) -> Topology:
     >>> f"{topologies.second_singular_value(topologies.exponential(8)):.3f}"
     '0.500'
   """
+  # All peers have equally many receivers, so uniform weights have rows, too,
+  # that sum to 1.
   links = _circulant(workers, _hops(workers))
   return of_matrices("exponential", of_links(links, "uniform"))
 
@@ -178,7 +181,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     )
   ranks, dimensions = np.arange(workers), workers.bit_length() - 1
   rounds = np.zeros((dimensions, workers, workers), bool)
-  for k in range(dimensions):
+  for k in range(dimensions):  # neighbours differ in one bit of their index
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
     return of_matrices("hypercube", [of_links(links) for links in rounds])
@@ -226,6 +229,7 @@ def random_regular(
     for _ in range(20 * len(edges)):
       first, second = rng.integers(len(edges), size=2)
       (a, b), (c, d) = edges[first], edges[second][:: rng.choice((1, -1))]
+      # Not if the swap would make a loop or a link that exists.
       if len({a, b, c, d}) < 4 or links[a, d] or links[c, b]:
         continue
       for i, j, value in ((a, b, 0), (c, d, 0), (a, d, 1), (c, b, 1)):
@@ -260,6 +264,7 @@ def erdos_renyi(
   checks.portion("probability", probability)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
   for _ in range(100):
+    # Each pair of peers is drawn once, above the diagonal.
     half = np.triu(rng.random((workers, workers)) < probability, 1)
     links = half | half.T
     if reaches(links):
@@ -313,7 +318,7 @@ def random_digraph(
   degree = min(2, most) if degree is None else degree
   most = checks.whole("degree", degree, 1, most)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
-  links = _circulant(workers, [1])
+  links = _circulant(workers, [1])  # a ring keeps the graph connected
   for sender in range(workers):
     others = np.setdiff1d(
       np.arange(workers), [sender, (sender + 1) % workers]
@@ -343,7 +348,7 @@ def graph(
     ValueError: for an edge that is no pair of two different peers.
   """
   checks.flag("directed", directed)
-  if isinstance(edges, np.ndarray):
+  if isinstance(edges, np.ndarray):  # lists are checked the same way
     edges = edges.tolist()
   if isinstance(edges, str) or not isinstance(edges, Sequence):
     raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
@@ -452,6 +457,7 @@ def build(
   if isinstance(topology, str):
     topology = {"name": topology}
   if isinstance(topology, Mapping):
+    # `workers` comes from the run, so a config must not set it.
     options = dict(topology)
     name = options.pop("name", None)
     maker = names.lookup("topology", name, TOPOLOGIES)

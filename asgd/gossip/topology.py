@@ -117,8 +117,8 @@ def of_links(links: Links, weights: str | None = None) -> Matrix:
   else:
     degree = links.sum(1)
     matrix = links / (1 + np.maximum(degree[:, None], degree[None]))
-  # The diagonal completes the columns. Metropolis weights are symmetric, so
-  # their rows sum to 1, too.
+  # The diagonal, which is the weight that a peer gives itself, completes the
+  # columns. Metropolis weights are symmetric, so their rows sum to 1, too.
   return matrix + np.diag(1 - matrix.sum(0))
 
 
@@ -127,6 +127,7 @@ def _reached(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
   reached = np.zeros(len(links), bool)
   reached[start] = True
   while True:
+    # Add the receivers of all peers that are reached.
     more = reached | links[:, reached].any(1)
     if (more == reached).all():
       return reached
@@ -184,6 +185,7 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
 
 
 def _sums(matrices, axis):
+  # A user's weights may overflow: the caller reports the sum.
   with np.errstate(over="ignore", invalid="ignore"):
     return matrices.sum(axis)
 
@@ -200,6 +202,7 @@ def _remedy(matrices: Any, axis: int) -> str:
     return "use finite weights, from 0 to 1"
   if not sums.all():
     return "give each peer a positive weight of itself, on the diagonal"
+  # Dividing rows by their sums must not break the columns, and vice versa.
   divided = matrices / np.expand_dims(sums, axis)
   if all(_one(divided.sum(each)).all() for each in (1, 2)):
     return "divide by the sum"
@@ -251,6 +254,7 @@ def check_constant(
 
 
 def _product(topology: Topology) -> Matrix:
+  # Round 0 is applied first, so it is the rightmost factor.
   return functools.reduce(lambda a, b: b @ a, topology.matrices)
 
 
@@ -292,7 +296,7 @@ def two_colours(topology: Topology) -> list[int] | None:
   """
   links = topology.union | topology.union.T
   colour = np.full(topology.workers, -1)
-  colour[0], waiting = 0, [0]
+  colour[0], waiting = 0, [0]  # a connected graph has one colouring at most
   while waiting:
     peer = waiting.pop()
     for other in np.flatnonzero(links[peer]):

@@ -62,6 +62,7 @@ class PeerMaker(NamedTuple):
     script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
+    # Only pairs have a counter of jobs.
     if counter is None:
       peer: LivePeer = Rounds(inside, rows, **options)
     else:

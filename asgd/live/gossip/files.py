@@ -103,6 +103,7 @@ def numbers_of(events: Sequence[Event]) -> list[int]:
     elif event.action == base.LOST:
       numbers.pop(event.job, None)
     elif event.action == base.LEAVE:
+      # The peer left without them, so the counter assigns them again.
       for number in refused:
         numbers.pop(number, None)
       refused = []
@@ -127,7 +128,7 @@ def leave(
     incarnations += event.action == base.LEAVE
   if joined and incarnations == incarnation:
     now = max([now, *(event.time for event in journal.events()[-1:])])
-    if last and end is None:
+    if last and end is None:  # its last job was open
       journal.append(Event(now, index, last.seq, last.job, base.LOST))
     journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
   return Left(begun, [last.job] if last and end != base.RECEIVE else [])

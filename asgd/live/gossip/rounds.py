@@ -122,6 +122,7 @@ class Rounds(LivePeer):
 
   def _step(self):
     how = self.duty.gossip
+    # [1] Begin a round: its job and, with `put_first`, its message.
     if self._phase == _IDLE:
       if self.rounds >= self.limit:
         return False
@@ -130,6 +131,7 @@ class Rounds(LivePeer):
         self._send_all()
       self._compute()
       self._phase = _COMPUTING
+    # [2] End the job, and put the message.
     elif self._phase == _COMPUTING:
       if self._work is None:
         return False
@@ -137,6 +139,7 @@ class Rounds(LivePeer):
         if not how.put_first:
           self._send_all()
         self._phase = _WAITING
+    # [3] Mix the messages of the round once they have arrived.
     else:
       return self._end_round()
     return True

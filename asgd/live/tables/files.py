@@ -174,6 +174,7 @@ def done_again(run: Path, workers: int) -> int:
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):
       count += event.action in (base.LOST, base.REJECT)
+      # A start without `totals` is of a saved message: not computed again.
       count -= event.action in STARTS and not event.totals
   return count
 
@@ -182,6 +183,7 @@ def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
   """Writes LOST for each open job of a worker that has exited, and LEAVE."""
   journal = FileJournal(journal_path(run, worker), disk=disk)
   events = journal.events()
+  # The worker's clock may have been ahead; times of rows do not decrease.
   now = max([now, *(event.time for event in events[-1:])])
   for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
