@@ -25,7 +25,35 @@ from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
-  from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
+  from asgd.algorithms import (
+    PEER_RECIPES,
+    RECIPES,
+    Recipe,
+    ad_psgd,
+    asgd,
+    build,
+    choco_sgd,
+    d2,
+    d_psgd,
+    dana_dc,
+    dana_slim,
+    dana_zero,
+    dc_asgd_a,
+    dc_asgd_c,
+    diloco,
+    downpour,
+    easgd,
+    fedasync,
+    gap_aware,
+    local_d_psgd,
+    model_averaging,
+    multi_asgd,
+    nag_asgd,
+    sgp,
+    ssgd,
+    staleness_aware,
+    threshold_sharing,
+  )
   from asgd.base import (
     Algorithm,
     Delay,
@@ -45,12 +73,14 @@ if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
   from asgd.transforms import (
     adaptive_delay_compensation,
     delay_compensation,
-    lookahead,
     per_worker,
     precede,
     scale_by_staleness,
   )
+  from asgd.transforms.lookahead import lookahead
   from asgd.worker import elastic_worker, gradient_worker, local_worker
+
+  __version__: str
 
 _RECIPES_ROOM = "algorithms"  # each of its recipes is a function of `asgd`
 _HOMES = {  # room -> names that are here, too
@@ -68,12 +98,14 @@ _HOMES = {  # room -> names that are here, too
   ),
   "worker": ("elastic_worker", "gradient_worker", "local_worker"),
 }
-_ROOMS = "algorithms", "compression", "data", "gossip", "models"
-_ROOMS += "optimizers", "orders", "problems", "simulator", "transforms"
+_ROOMS = (
+  *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
+  *("orders", "problems", "simulator", "transforms"),
+)
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def _attribute(name: str) -> Any:
   """Imports a name at its first use: JAX alone takes a second."""
   if name == "__version__":
     return _version()
@@ -92,7 +124,11 @@ def __getattr__(name: str) -> Any:
   return value
 
 
-def _imported(name):
+if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+  __getattr__ = _attribute
+
+
+def _imported(name: str) -> Any:
   room = importlib.import_module
   if util.find_spec(f"asgd.{name}"):
     return room(f"asgd.{name}")
@@ -116,4 +152,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-  return sorted(__getattr__("__all__"))
+  return sorted(_attribute("__all__"))
