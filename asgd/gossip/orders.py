@@ -43,7 +43,7 @@ def rounds(
 
   Args:
     durations: of jobs.
-    topology: which peer takes whose message.
+    topology: which peers take messages of which.
     messages: jobs, a multiple of the peers.
     put_first: whether a peer puts before its job.
     every: rounds between two messages. If it does not divide the rounds, the
@@ -114,7 +114,7 @@ def pairs(
   """Pairs: a peer that ends a job meets one neighbour; other peers do not wait.
 
   Both put, take and mix at once, even if the other one is computing a job. Then
-  the peer whose job has ended applies the job to its present parameters, and
+  the peer that has ended its job applies the job to its present parameters, and
   starts the next one. Jobs are numbered in the order of their sends.
 
   Args:
@@ -205,8 +205,8 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   """Joins the traces of peers, each with its own rows, into one trace.
 
   Each take follows the put of its message. Otherwise rows are ordered by time,
-  and a row before whose time another row was placed gets the time of that row.
-  So clocks that differ cannot break the order.
+  but no row gets an earlier time than the row before it. So clocks that differ
+  cannot break the order.
 
   Args:
     traces: of each peer, in any order.
@@ -237,7 +237,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     for t in traces
   ]
   put: set[tuple[int, int]] = set()  # (sender, seq) of merged puts
-  # (sender, seq) -> indices of queues whose first row takes that message.
+  # (sender, seq) -> indices of queues that begin with a take of that message.
   waiting: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
   ready: list[tuple[float, int]] = []  # (time, index) of first rows
 
@@ -268,7 +268,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   heads = [queue[0] for queue in queues if queue]
   if heads:
     later = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
-    # Report a take whose put is in no trace. Other takes wait for puts behind
+    # Report a take without a put in any trace. Other takes wait for puts behind
     # such a take.
     lacks = [event for event in heads if (event.job, event.seq) not in later]
     event = (lacks or heads)[0]

@@ -16,7 +16,7 @@ which concern the peer's own server, and these, each applied by one peer:
                                                  i], message_key(root, i, seq))
   take    receiver   of the message   sender j   keeps the code for its next mix
   mix     peer       -1               round k    state = mix(state, codes, W,
-                                                 slots) of what it has taken
+                                                 slots) of the taken messages
   lend    lender     of the message   other      state, loan = lend(state, slot)
   adopt   receiver   of the message   lender     state = adopt(state, loan,
                                                  slot, first)

@@ -39,10 +39,10 @@ def average() -> Rule:
 
       m_j = x_j;   x_i <- x_i + sum_j W_ij (m_j - m_i)
 
-  over the neighbours j whose message arrived. If x_i has not changed since it
-  was put, this is sum_j W_ij x_j, where W_ii is 1 minus the others. A gradient
-  that was applied since then is kept in full. With a symmetric W the mean over
-  peers is kept if two neighbours always take each other's messages.
+  over the neighbours j with a message that arrived. If x_i has not changed
+  since it was put, this is sum_j W_ij x_j, where W_ii is 1 minus the others. A
+  gradient that was applied since then is kept in full. With a symmetric W the
+  mean over peers is kept if two neighbours always take each other's messages.
 
   Source:
     Lian et al., "Can decentralized algorithms outperform centralized
@@ -280,7 +280,7 @@ def proved_gamma(topology: Topology, delta: float) -> float:
 
 
 class Pending(NamedTuple):
-  """State of an algorithm whose updates `share` puts."""
+  """State of an algorithm that leaves its updates to `share`."""
 
   inner: optax.OptState
   update: optax.Updates  # like parameters, not yet put

@@ -246,7 +246,7 @@ def erdos_renyi(
   seed: int = 0,
   weights: str | None = None,
 ) -> Topology:
-  """A random connected graph whose links are drawn independently.
+  """A random connected graph with independent links.
 
   Args:
     workers: n.

@@ -38,7 +38,7 @@ class BatchWorker:
 
   def __init__(self):
     self.alive = True  # according to the rows of the trace
-    self.fetched = -1  # the evaluation whose parameters the worker has
+    self.fetched = -1  # the evaluation of the worker's parameters
     self.seq = 0  # number of the next job
     self.holder = 0  # the present incarnation, counted from 0
     # The running job, or None. Its first fields are evaluation, job, seq. It
@@ -135,7 +135,7 @@ class BatchDriver:
 
     Args:
       settings: of the run.
-      params: whose shapes and dtypes alone are read.
+      params: with the shapes and dtypes of parameters; no values are read.
       run_log: of the run.
       notes: from `_notes` of the earlier driver; None starts a run.
     """

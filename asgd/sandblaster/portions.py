@@ -2,7 +2,7 @@
 
 A job is a few portions of the batch. An idle worker gets
 
-  1. a job that it computed in the last evaluation, whose data it has;
+  1. a job that it computed in the last evaluation, as it has the data;
   2. a job that no worker has computed before;
   3. the last job of the worker that has the most jobs left;
   4. a copy of a running job (a backup task), the oldest first.

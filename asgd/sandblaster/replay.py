@@ -25,7 +25,7 @@ class RecomputedState(NamedTuple):
 def count_jobs(
   rows: Iterable[tuple[int, int]], accepted: Iterable[bool]
 ) -> tuple[set[int], int]:
-  """Finds the jobs whose messages count.
+  """Finds the jobs with a message that counts.
 
   A checkpoint holds only messages that the coordinator has requested. After a
   resume, the jobs of other messages are sent again, and their earlier messages
@@ -65,7 +65,7 @@ def recompute(
     settings: of the run.
     params: before the first step, of NumPy.
     work: the loss and the gradient of a portion, a mean.
-    jobs: whose messages were received, numbered as in a trace: evaluation times
+    jobs: the jobs that were received, numbered as in a trace: evaluation times
       the jobs of an evaluation, plus the job.
 
   Example:

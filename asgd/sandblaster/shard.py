@@ -24,7 +24,7 @@ def dot(x: Rows, y: Rows) -> float:
   """Returns the dot product of two trees of arrays.
 
   NumPy arrays are multiplied and summed (pairwise) in float64, whatever their
-  dtype, and without BLAS, whose bits depend on its threads. JAX arrays are
+  dtype, and without BLAS, as its bits depend on its threads. JAX arrays are
   summed in float64 if `jax_enable_x64` is set, else in float32.
 
   Example:
@@ -73,7 +73,7 @@ class VectorShard:
   """One shard: vectors by name, a journal of commands, and slots for messages.
 
   Commands are idempotent: a repeated command returns the stored answer. So a
-  restarted coordinator can repeat commands whose answers it has lost.
+  restarted coordinator can repeat commands to get their answers again.
 
   Example:
     >>> import numpy as np

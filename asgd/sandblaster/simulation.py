@@ -68,7 +68,7 @@ class _SimulatedWorker(BatchWorker):
     Loads run one after the other, and loaded data are kept.
 
     Args:
-      job: whose data are needed.
+      job: that needs its data.
       needs: time of the load.
       now: the present time.
     """

@@ -1,14 +1,14 @@
 """Tables of keyed rows: a parameter server that workers pull rows from.
 
   worker: Work -> Client -- Push -->  TableServer -> Table (RowFunction)
-                         <-- Rows --  ConsistencyRules: who waits, what is sent
+                         <-- Rows --  ConsistencyRules: waits, and rows to send
 
 - `table` returns the settings of a run, `Work` is the computation of workers.
 - `Table` has rows by key on the shards of a server. `Client` and `TableServer`
   are the two sides of the consistency models (`Consistency`).
 - `Simulation` and `OverNetwork` run them in simulated time (`TableRun`).
 - `shard`, `worker` and `requests` are the participants of a live run
-  (`asgd.live.tables`), whose shards order requests independently; `replay`
+  (`asgd.live.tables`), where shards order requests independently; `replay`
   recomputes such a run.
 
 Begin with `settings.table`, then `simulation`. See docs/tables.md.

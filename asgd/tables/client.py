@@ -29,7 +29,7 @@ class RowNotFinite(ValueError):
 
 
 class TableSpec(NamedTuple):
-  """What a client must know about a table."""
+  """The shape, type and range of keys of a table, as clients need them."""
 
   shape: tuple[int, ...]  # of a row
   dtype: Any

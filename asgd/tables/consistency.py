@@ -33,14 +33,14 @@ class Consistency(NamedTuple):
   pulls_all: bool = False  # each job pulls all its rows from the server
   deferred: bool = False  # updates of a clock are applied together
   by_clock: bool = False  # the server sends rows when all finish a clock
-  by_value: bool = False  # the server sends rows whose copies lack too much
+  by_value: bool = False  # the server sends rows when copies lack too much
 
 
 _MODELS = (
   # A read has exactly the updates of all clocks before c, and the worker's own.
   Consistency("bulk_synchronous", deferred=True),
   # A read has all updates of the clocks before c - s, and the worker's own. The
-  # worker reads cached copies, and pulls a row whose copy is older (Ho et al.,
+  # worker reads cached copies, and pulls a row if its copy is older (Ho et al.,
   # NIPS 2013).
   Consistency("ssp", numbers=("bound",), bound=3),
   # As ssp; the server also sends changed rows when the slowest clock advances
@@ -99,7 +99,7 @@ class ConsistencyRules(NamedTuple):
 
   @property
   def by_value(self) -> bool:
-    """Whether the server sends the rows whose copies at a worker lack too
+    """Whether the server sends the rows of which a worker's copies lack too
     much."""
     return self.consistency.by_value
 

@@ -17,7 +17,7 @@ from asgd.tables.server import TableServer
 from asgd.tables.settings import TableSettings
 from asgd.tables.table import Table
 
-# Of one shard: name -> (positions of its keys in a message, its keys).
+# One shard's part of a message: table -> (positions of its keys, its keys).
 Parts = dict[str, tuple[np.ndarray, Keys]]
 Cuts = Mapping[str, Sequence[int]]  # name -> int[S + 1], as `Ranges.cuts`
 

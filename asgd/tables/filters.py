@@ -36,7 +36,7 @@ def _largest(values: Any) -> np.ndarray:
 def significantly_modified(
   threshold: float, *, relative: bool = False
 ) -> Filter:
-  """Sends rows whose summed updates exceed a threshold.
+  """Sends a row once its summed updates exceed a threshold.
 
     sent if max_i |v_i| > threshold,   relative: > threshold max_i |w_i|
 

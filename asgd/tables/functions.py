@@ -1,8 +1,8 @@
 """Functions at the server: how a push changes rows.
 
 `add` adds increments, as Petuum's tables do. `by_row` takes gradients and runs
-any optax transform on the pushed rows. Each row has a state of its own: a row
-that no worker pushes keeps its moments, its count and its value.
+any optax transform on the pushed rows. Each row has its own state: a row that
+no worker pushes keeps its moments, its count and its value.
 """
 
 import functools
@@ -28,7 +28,7 @@ class RowFunction(NamedTuple):
 
   init: Callable[[Any], Any]  # rows [n, ...] -> state
   apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
-  # Whether `apply` adds: a worker then knows the effect of its own push.
+  # Whether `apply` adds: a worker then knows the effect of its push.
   additive: bool = False
   name: str = "by_row"  # checked by problems that need a certain function
   # Whether `apply` gets, once a clock, the sum of all workers' values.
@@ -43,7 +43,7 @@ def add() -> RowFunction:
 
   Source:
     Ho et al., "More effective distributed ML via a stale synchronous parallel
-    parameter server", NIPS 2013, whose tables are changed by Inc alone.
+    parameter server", NIPS 2013: Inc is the only change of their tables.
 
   Example:
     >>> from asgd import tables
@@ -112,7 +112,7 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
     count, size = len(rows), bucket(len(rows))
     trees = jax.tree.map(lambda x: padded(x, size), (rows, *others))
     out = jax.tree.map(lambda x: x[:count], function(*trees))
-    if not isinstance(rows, jax.Array):  # a NumPy table is changed in place
+    if not isinstance(rows, jax.Array):  # the caller's table is of NumPy
       out = jax.tree.map(np.array, out)
     return out
 

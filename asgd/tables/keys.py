@@ -20,8 +20,8 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
   """Returns keys as int64[n]; a slice or range stands for all keys in it.
 
   Args:
-    keys: integers, an array of them, a range, or a slice, whose ends default to
-      `start` and `stop`.
+    keys: integers, an array of them, a range, or a slice; a slice without ends
+      goes from `start` to `stop`.
     start: the least valid key.
     stop: 1 + the largest valid key; None: no upper limit.
 

@@ -68,8 +68,8 @@ class Rows(NamedTuple):
   clock: int  # the least of all workers' clocks
   tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
   asked: bool = True  # whether the worker requested them: then it has the keys
-  # Of a server push at a clock: keys of outdated copies of the worker that are
-  # not in `tables`. All other copies are of this clock. None otherwise.
+  # A server push at a clock has the keys of the worker's outdated copies that
+  # are not in `tables`; all other copies are of this clock. None otherwise.
   late: Mapping[str, Keys] | None = None
 
   @property
@@ -130,7 +130,7 @@ class ValueCodec:
   """A codec for values of any number of rows.
 
   Values are padded to a power of two of rows, so that the codec is compiled for
-  few shapes. It has no error feedback: the client keeps what is not sent.
+  few shapes. It has no error feedback: the client keeps the rest.
   """
 
   def __init__(self, name: str, **options: Any):
@@ -138,8 +138,9 @@ class ValueCodec:
     self._codec = compression.named(name, error_feedback=False, **options)
     if self._codec.feedback == compression.codec.OWN:
       raise ValueError(
-        f"codec {name!r} keeps what it does not send, and needs values of one"
-        " fixed shape; use another codec for rows, such as top_k or int8"
+        f"codec {name!r} keeps the part of values that it does not send, which"
+        " needs values of one fixed shape; use another codec for rows, such as"
+        " top_k or int8"
       )
     self._encode = jax.jit(
       lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]

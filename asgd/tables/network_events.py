@@ -50,7 +50,7 @@ class Message:
 
 
 class NetworkEvents:
-  """The events to come of a run over a network, in the order of time.
+  """The future events of a run over a network, in the order of time.
 
   Attributes:
     now: time of the last popped event.
@@ -84,8 +84,8 @@ class NetworkEvents:
   def put(self, time: float, rank: int, kind: str, subject: Any) -> None:
     """Schedules an event at a time.
 
-    Ties go by `rank`. Among WAITING events, whose subject is a worker, ties go
-    by worker, and otherwise by insertion.
+    Ties go by `rank`. The subject of a WAITING event is a worker: among these
+    events ties go by worker. All other ties go by insertion.
     """
     self._count += 1
     order = subject if rank == WAITING else 0

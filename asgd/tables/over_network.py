@@ -1,4 +1,4 @@
-"""Simulation of tables whose messages take time on a network.
+"""Simulation of tables with messages that take time on a network.
 
   pull   worker --> shards    requests the rows that a job needs
   reply  worker <-- shards    once all workers have finished the needed clocks
@@ -52,7 +52,7 @@ class OverNetwork(TableRun):
   """A run of tables over a network.
 
   Example:
-    One worker, whose jobs take 1. Pull, reply, push and ack take 0.5 each.
+    Jobs of the one worker take 1. Pull, reply, push and ack take 0.5 each.
 
     >>> import numpy as np
     >>> from asgd import orders, tables
@@ -76,8 +76,8 @@ class OverNetwork(TableRun):
   """
 
   def __init__(self, *args: Any, network: Network, **options: Any):
-    """Takes the arguments of `TableRun` and a network, whose number of shards
-    is replaced by that of the tables."""
+    """Takes the arguments of `TableRun` and a network. The network gets the
+    number of shards of the tables."""
     super().__init__(*args, **options)
     shards = self._settings.shards
     network = network._replace(shards=shards)
@@ -181,7 +181,7 @@ class OverNetwork(TableRun):
   def _begin_job(
     self, worker: int, keys: Mapping[str, Keys], clock: int
   ) -> None:
-    """Starts to compute a job whose rows the worker has."""
+    """Starts to compute a worker's next job; the worker has its rows."""
     self._read(worker, keys, clock, self._workers[worker].row)
     end = self.now + self._workers[worker].draw()
     self._put(end, END_JOB, _COMPUTED, worker)
@@ -290,7 +290,7 @@ class OverNetwork(TableRun):
     """Returns the bytes of each shard's part of a message.
 
     Args:
-      parts: (table, keys, bytes), whose bytes go to the owners of the keys.
+      parts: (table, keys, bytes); the bytes go to the owners of the keys.
       shards: that share the bytes of the headers equally.
       headers: of the message.
     """

@@ -76,11 +76,11 @@ class _Incarnation:
     self.worker, self._before = worker, before
     starts = [e for e in events if e.action in STARTS]
     self._starts = [e for e in starts if e.totals]
-    # Jobs of an earlier incarnation, whose message this one resends.
+    # Jobs of the earlier incarnation's message that this one resends.
     self._resent = {e.job for e in starts if not e.totals}
     # Its last two messages, by the number of jobs done with each.
     self._messages: dict[int, ClockMessage] = {}
-    # RECEIVE rows whose jobs the replay has not finished.
+    # RECEIVE rows of jobs that the replay has not finished.
     self.ends = [e for e in events if e.action == base.RECEIVE]
     self.asks: dict[int, Request] = {}  # by shard, without a reply yet
     self.records: list[tuple[float, JobRecord]] = []
@@ -121,11 +121,11 @@ class _Incarnation:
       self.asks = {s: requests.load_request(x) for s, x in asks.items()}
 
   def advance(self, shards: Sequence[TableShard]) -> bool:
-    """Does the next step whose inputs exist; returns whether there was one."""
+    """Does the next step if its inputs exist; returns whether they did."""
     worker = self.worker
     self.receive_rows(shards)
 
-    # [1] Continue a job whose requests all have replies and rows.
+    # [1] Continue a job once all its requests have replies and rows.
     if self._steps is not None:
       if self.asks or any(map(worker.sessions.lacks_rows, range(len(shards)))):
         return False

@@ -56,7 +56,7 @@ class Reply(NamedTuple):
   # PULL: the reply ends before the row of this number. PUSH: the rows before
   # this number lack the message.
   upto: int = 0
-  done: int = 0  # JOIN: jobs of the worker whose updates the shard has
+  done: int = 0  # JOIN: jobs of the worker that the shard has received
   version: int = 0  # messages that the shard has applied
   squares: float = 0.0  # PUSH: sum over elements of the squared change
   size: int = 0  # PUSH: number of these elements

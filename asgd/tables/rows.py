@@ -1,7 +1,7 @@
 """Keyed rows: columns of equal length, sorted by their keys.
 
 Tables, clients and the server's records of clients consist of them. A column is
-an array [K, ...] of NumPy, which is updated in place, or of JAX, which is
+an array [K, ...] of NumPy or JAX. NumPy arrays are mutated, JAX arrays
 replaced.
 """
 
@@ -31,7 +31,7 @@ def rms(arrays: Iterable[Any]) -> float:
 
 
 class KeyedRows:
-  """Columns whose rows are found by key.
+  """Columns of equal length, with a key for each row.
 
   Example:
     >>> import numpy as np
@@ -186,7 +186,7 @@ class RowCopies:
     return {name: KeyedRows([], self._made(name, ())) for name in self._shapes}
 
   def join(self, worker: int) -> None:
-    """Forgets the copies of a worker, whose new incarnation has none."""
+    """Clears the copies of a worker: its new incarnation has none."""
     self._copies[worker] = self._none()
 
   def leave(self, worker: int) -> None:

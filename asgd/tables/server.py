@@ -72,7 +72,7 @@ class TableServer:
       for name, t in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
-    # (clock, worker, values) of messages whose clock not all have finished.
+    # (clock, worker, values) of messages until all have finished their clock.
     self._deferred: list[tuple[int, int, _Values]] = []
     shapes = {name: table.shape for name, table in self.tables.items()}
     self._copies = RowCopies(shapes, workers)
@@ -83,7 +83,7 @@ class TableServer:
 
   @property
   def specs(self) -> dict[str, TableSpec]:
-    """What clients must know about the tables."""
+    """The specs of the tables, for clients."""
     return {
       name: TableSpec(table.shape, np.dtype(table.dtype), table.stop)
       for name, table in self.tables.items()
@@ -127,7 +127,7 @@ class TableServer:
       self._apply(push.worker, values)
     for clocks in self.clocks.values():
       clocks.tell(push.worker, push.clock)
-    # This message may complete a clock whose messages were deferred.
+    # This message may complete a clock that has deferred messages.
     after = self.slowest
     self._apply_deferred(after)
     return after - before
@@ -166,7 +166,7 @@ class TableServer:
 
     Args:
       push: of a worker, which reads nothing until the message is received.
-      arrived: workers whose next messages have arrived and wait; they have
+      arrived: workers with a next message that has arrived and waits; they have
         read.
     """
     # A worker that has pushed since its reply has read it.
@@ -331,8 +331,8 @@ class TableServer:
     return keys, np.asarray(self.tables[name].pull(keys))
 
   def by_value(self, worker: int, clock: int) -> Rows | None:
-    """Returns the rows whose copies lack too much for a worker to read at
-    `clock`, or None; records that the worker is about to read (`has_read`)."""
+    """Returns the rows of which a worker's copies lack too much for a read at
+    `clock`, or None. Records that the worker is about to read (`has_read`)."""
     limit, tables = self.rules.limit(clock), {}
     self._reading[worker] = clock
     for name, copies in self._copies.of(worker).items():

@@ -39,7 +39,7 @@ class _WorkerSession:
   """A shard's state of one worker; the fields are keys of images."""
 
   life: int = -1  # the latest incarnation that joined; -1: none has
-  done: int = 0  # jobs whose updates the shard has
+  done: int = 0  # jobs that the shard has received
   number: int = -1  # of the last request
   sent: int = 0  # rows that were made for this incarnation
   # Number -> row, for the rows that the incarnation may not have taken.
@@ -97,8 +97,8 @@ class TableShard:
 
   def defers(self, request: Request, arrived: Collection[int]) -> bool:
     """Whether a push must wait until other workers have read their replies, as
-    they would lack too much (`TableServer.defers`). `arrived` are the workers
-    whose pushes have arrived."""
+    they would lack too much (`TableServer.defers`). The pushes of the workers
+    `arrived` have arrived."""
     if request.kind != PUSH or not self.server.rules.by_value:
       return False
     if request.done <= self._sessions[request.worker].done:
@@ -157,7 +157,7 @@ class TableShard:
 
   def _pull(self, request: Request) -> None:
     """Makes the rows of a reply: the requested ones and, under value_bounded,
-    those whose copies lack too much."""
+    those of which the worker's copies lack too much."""
     worker, server = request.worker, self.server
     self._add_rows(worker, server.pull(worker, request.tables))
     by_value = server.rules.by_value
@@ -238,7 +238,7 @@ class TableShard:
     return self._sessions[worker].life
 
   def done(self) -> dict[int, int]:
-    """Returns the number of each worker's jobs whose updates the shard has."""
+    """Returns, by worker, the number of jobs that the shard has received."""
     return {worker: session.done for worker, session in self._sessions.items()}
 
   def reply(self, request: Request, start: int = 0) -> Reply:

@@ -3,7 +3,7 @@
 A run writes rows of a trace: SEND where a job starts and read rows from the
 server, KEEP where a job starts on the worker's copies alone, RECEIVE where a
 job ends. A worker's own updates are sent and applied at the end of a clock. A
-worker whose next read would be too old for the consistency model waits.
+worker waits if its next read would be too old for the consistency model.
 
 `Simulation.obey` replays a recorded trace, with the same bits.
 """
@@ -375,7 +375,7 @@ def request_bytes(keys: Mapping[str, Keys]) -> int:
 
 
 class Simulation(TableRun):
-  """A run of tables whose messages take no time.
+  """A run of tables with messages that take no time.
 
   Job j always belongs to worker j modulo N, however fast the workers are.
 

@@ -70,7 +70,7 @@ class Table:
         f"a dense table has rows [K, ...], not {checks.shown(values)}"
       )
     if not isinstance(values, jax.Array):
-      values = np.array(values)  # a copy, which pushes change in place
+      values = np.array(values)  # a copy, which pushes mutate
     checks.whole("start", start, 0)
     count = len(values)
     load = np.ones(count) if load is None else np.asarray(load, np.float64)
@@ -322,7 +322,7 @@ class Table:
     on_jax = isinstance(self.shard_rows[0].columns[_VALUES], jax.Array)
 
     def column(name, part):
-      # Loads are counted in place, in NumPy, also for a table of JAX arrays.
+      # Loads are NumPy arrays, also in a table of JAX arrays.
       if on_jax and name != _LOAD:
         return jnp.asarray(part)
       return np.array(part)

@@ -151,7 +151,7 @@ class Tasks:
     """Waits for a task and returns its result; may be called once for a task.
 
     Raises:
-      ValueError: for a task that was not issued, or whose result was returned
+      ValueError: for a task that was not issued, or if its result was returned
         before.
       Exception: the exception of the task.
     """

@@ -1,6 +1,6 @@
 """The driver of a run of peers: it introduces, pauses and replaces them.
 
-The driver sees no message of the training. It notifies peers of who joins or
+The driver sees no message of the training. It notifies peers when one joins or
 exits. It can make all of them end the same round (`pause`), for checkpoints and
 before a newcomer joins. Its supervisor starts, watches and replaces peers.
 """
@@ -37,7 +37,7 @@ Image = tuple[Any, dict[str, Any]]  # of a peer: (tree of arrays, JSON)
 
 
 class PeerMaker(NamedTuple):
-  """What makes a peer in its host; it is sent to the peer's process."""
+  """Makes a peer in its host; the maker is sent to the peer's process."""
 
   make_duty: Callable[[], PeerDuty]
   run: Path

@@ -48,8 +48,8 @@ class Pairs(LivePeer):
     self._number: int | None = None  # of the next job, from the counter
     self._partner: int | None = None  # of the exchange after the open job
     self._granted: PeerFrame | None = None  # the partner's code
-    # The peer whose exchange holds this peer's lock, and those that wait for
-    # it; this peer's own index stands for an exchange that it initiates.
+    # The initiator of the exchange that holds this peer's lock, and initiators
+    # that wait for it. This peer's own index is among them if it initiates one.
     self._lock_owner: int | None = None
     self._queue: collections.deque[int] = collections.deque()
     self._no_job_left = False
@@ -61,8 +61,8 @@ class Pairs(LivePeer):
     self._counter, self._number = counter, None
 
   def numbered(self, counter: Host, call: Future[int | None]) -> None:
-    """Handles the end of a call of a counter, whose connection may have
-    failed."""
+    """Handles the end of a call of a counter, or the loss of its
+    connection."""
 
     def take():
       self._asked = False

@@ -21,7 +21,7 @@ from asgd.live.hosts import Gone, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
-AGAIN = 0.05  # seconds until the retry of a call whose connection failed
+AGAIN = 0.05  # seconds until the retry of a call after its connection failed
 # Results of `run`.
 REJECTED = "rejected"
 ALONE = "found no lender"
@@ -51,7 +51,7 @@ class LivePeer:
   The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
   threads report by `delivered` and `computed`. After each call the peer does
   all steps that it can (`_step`). An error ends the peer, and is raised by
-  `run`; a neighbour whose call led to it only gets Gone.
+  `run`. If a neighbour's call led to the error, the neighbour only gets `Gone`.
   """
 
   def __init__(
@@ -97,7 +97,7 @@ class LivePeer:
     return self._ended
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
-    """Calls a method by name, for the driver. Raises Gone if the peer has
+    """Calls a method by name, for the driver. Raises `Gone` if the peer has
     ended."""
     return self._handle(lambda: getattr(self, name)(*args, **options))
 
@@ -127,8 +127,8 @@ class LivePeer:
     return self._handle(take)
 
   def delivered(self, outbox: Outbox, call: Future[int]) -> None:
-    """Handles the end of a call of `deliver`, whose connection may have
-    failed."""
+    """Handles the end of a call of `deliver`, or the loss of its
+    connection."""
 
     def take():
       outbox.busy = False

@@ -31,7 +31,7 @@ class PeerDuty(NamedTuple):
   batch: Callable[[int, int], base.Batch]
   root: jax.Array  # key
   wire: Wire
-  keep_at: frozenset[int] = frozenset()  # rounds whose parameters are kept
+  keep_at: frozenset[int] = frozenset()  # rounds; their parameters are kept
   slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
 
   @property
@@ -56,7 +56,7 @@ class PeerDuty(NamedTuple):
       self.warm_up(peer)
 
   def warm_up(self, index: int) -> None:
-    """Compiles the functions of a peer, by calls whose results are dropped."""
+    """Compiles the functions of a peer by calling them; drops the results."""
     steps = self.steps
     number, zero = np.int32(index), np.int32(0)
     state = self.peer.init(self.params)

@@ -29,7 +29,7 @@ class Rounds(LivePeer):
     self._messages: dict[tuple[int, int], PeerFrame] = {}
     # Sender -> number of its first message for this peer; absent: 0.
     self._first: dict[int, int] = {}
-    # Lost senders whose messages no longer count, unless they are forwarded.
+    # Lost senders: only forwarded messages of them still count.
     self._dying: set[int] = set()
     self.kept: dict[int, View] = {}  # by number of rounds ended
 
@@ -100,7 +100,7 @@ class Rounds(LivePeer):
     )
 
   def peer_exited(self, peer):
-    """Removes the peer, whose last messages were forwarded before."""
+    """Removes the peer; its last messages were forwarded before."""
     super().peer_exited(peer)
     self._dying.discard(peer)
 

@@ -22,7 +22,7 @@ Rows = Any  # a tree of arrays: a shard's part of a vector
 
 
 class LiveShard(VectorShard):
-  """A VectorShard whose image, journal and messages are in files."""
+  """A VectorShard with its image, journal and messages in files."""
 
   def __init__(
     self,
@@ -51,7 +51,7 @@ class LiveShard(VectorShard):
     stored = self._store.load()
     self._evaluation = evaluation
     self._sent = image.vectors.get("trial")  # rows that workers fetch
-    # Jobs of this evaluation whose messages were summed and discarded.
+    # Jobs of this evaluation with a message that was summed and discarded.
     self._dropped: set[int] = set()
     if stored is None and not from_image:
       raise store.Changed(folder)

@@ -133,7 +133,7 @@ class LiveWorker:
       job: its index in the evaluation.
       seq: count of earlier jobs of this worker index.
       shards: hosts, by shard.
-      coming: a job that may come next, whose data are loaded.
+      coming: a job that may come next; the worker loads its data.
 
     Raises:
       Gone: if a shard has exited. When called again for the job, the worker

@@ -10,8 +10,8 @@ in its folder (`files`, `job_journal`; times are the run's seconds):
                  `asgd.tables.shard`). `seq` is the number of the request,
                  `version` that of the shard before it. `job` is for JOIN the
                  incarnation, for RECEIVE the jobs that the worker has finished,
-                 for MOVE the new version of the division, whose cuts of all
-                 tables are in `totals`, one table after the other
+                 for MOVE the new version of the division. `totals` of MOVE are
+                 the cuts of all tables, one table after the other
   trace-K.csv    trace of worker K: SEND or KEEP when a job begins, before its
                  first request, with the number of rows taken from each shard in
                  `totals`; RECEIVE once all shards have its updates; the driver

@@ -43,7 +43,8 @@ class Images(NamedTuple):
 
 
 class Makers(NamedTuple):
-  """Functions that return what a host calls to make its shard or worker."""
+  """Factories: each returns a function that makes a shard or worker in its
+  host."""
 
   shard: Callable[[int, bytes | None], Make]  # (index, image)
   # (index, hosts by shard, image)
@@ -159,8 +160,8 @@ class TableCluster(Cluster):
     # [1] Shards first: workers cannot continue without them.
     for party in supervisor.lost(SHARD):
       self._restart(party.index)
-    # [2] Workers whose `run` has returned, which have exited, or which had lost
-    # a shard that is alive again.
+    # [2] Workers that have returned from `run`, that have exited, or that had
+    # lost a shard which is alive again.
     lost = supervisor.lost(WORKER)
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():

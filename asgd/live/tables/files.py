@@ -168,8 +168,8 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
 
 
 def done_again(run: Path, workers: int) -> int:
-  """Returns how many jobs were computed more than once: lost jobs, except those
-  whose message was saved (their rows have no `totals`)."""
+  """Returns how many jobs were computed more than once: the lost jobs without a
+  saved message (a row that resumes a saved message has no `totals`)."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):

@@ -71,16 +71,16 @@ class JobJournal(WorkerJournal):
     self._open.append((self._row.seq, job))
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
-    """Writes the row and record of the first open job, whose updates all shards
-    have. Returns (seq, time)."""
+    """Writes the row and record of the first open job, which all shards have
+    received. Returns (seq, time)."""
     seq, job = self._open.pop(0)
     row = self.write(seq, job, base.RECEIVE, loss=record.loss)
     self._sink.append(files.columns([(row.time, record)]))
     return seq, row.time
 
   def reject(self) -> None:
-    """Writes REJECT for the last open job, whose update was not finite, and
-    LOST for the others."""
+    """Writes REJECT for the last open job, because its update was not finite,
+    and LOST for the others."""
     for seq, job in self._open:
       last = (seq, job) == self._open[-1]
       self.write(seq, job, base.REJECT if last else base.LOST)

@@ -39,8 +39,8 @@ class _Waiting(NamedTuple):
 class Status(NamedTuple):
   """The progress of workers at a shard."""
 
-  done: dict[int, int]  # worker -> jobs whose updates the shard has
-  waiting: set[int]  # workers whose requests wait for other workers
+  done: dict[int, int]  # worker -> jobs that the shard has received
+  waiting: set[int]  # workers with a request that waits for other workers
 
 
 class Given(NamedTuple):

@@ -140,7 +140,7 @@ MISTAKES = (
   ({"bound": -1}, "runs.run.bound must be .*, 0 or more, not -1"),
   ({"clip_norm": 1.0}, "clip_norm 1.0 is not for the recipe 'table'"),
   ({"filters": [{"name": "kkt"}]}, "filter 'kkt' needs the argument 'l1'"),
-  ({"compress": "dgc"}, "keeps what it does not send, and"),
+  ({"compress": "dgc"}, "keeps the part of values that it"),
   ({"compress": "sign", "codec": "int8"}, "codec 'int8' and config.compress"),
   ({"codec": {}}, "runs.run.codec must be a name or a dict .* {};"),
   ({"filters": "nosuch"}, "unknown filter 'nosuch'"),

@@ -261,5 +261,5 @@ def test_packed_values_come_back_and_are_fewer_bytes():
   back = codec.unpack(packet, 100, (16,), np.float32)
   assert len(packet) < values.nbytes / 3
   np.testing.assert_allclose(back, values, atol=0.05)
-  with pytest.raises(ValueError, match="keeps what it does not send, and"):
+  with pytest.raises(ValueError, match="keeps the part of values that it"):
     tables.ValueCodec("dgc", density=0.1)
