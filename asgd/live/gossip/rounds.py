@@ -120,7 +120,8 @@ class Rounds(LivePeer):
       if links[peer, self.index]:
         self._send(peer, frame)
 
-  def _step(self):
+  def _step(self) -> bool:
+    """Begins a round, ends its job, or ends the round."""
     how = self.duty.gossip
     # [1] Begin a round: its job and, with `put_first`, its message.
     if self._phase == _IDLE:

@@ -315,7 +315,8 @@ class Driver(BatchDriver, Cluster):
 
   # Checkpoints.
 
-  def _notes(self):
+  def _notes(self) -> dict[str, Any]:
+    """Returns the notes of the base class, and those of a live run."""
     losses: dict[int, float] = {}  # of messages that are not yet summed
     if isinstance(self.request, Await):
       first = self.request.job

@@ -155,6 +155,7 @@ class TableCluster(Cluster):
     return self._supervisor.take_news()
 
   def _look(self) -> None:
+    """Handles exits and results of shards and workers, as `check`."""
     supervisor = self._supervisor
 
     # [1] Shards first: workers cannot continue without them.
