@@ -243,7 +243,7 @@ def test_options_in_one_flag():
 GPIPE = {"schedule": "gpipe", "options": {"stages": "2", "microbatches": "2"}}
 BROKEN = "# t; every 1\n0 | B0 F0\n"
 MISTAKES = (
-  ({}, "which table. give --schedule=NAME, one of breadth_first, "),
+  ({}, "give a table: either --schedule=NAME, one of breadth_first, "),
   ({**GPIPE, "table": "x"}, "and not both"),
   ({"schedule": "one_f_1b"},
    "unknown schedule 'one_f_1b'; did you mean 'one_f_one_b'"),

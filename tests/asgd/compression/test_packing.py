@@ -330,7 +330,7 @@ def test_numbers_of_any_width_come_back(width):
 def test_what_no_layout_can_hold_is_refused():
   int8, scales = np.zeros(2, np.int8), ONE
   for leaf, words in (
-    (jax.random.key(0), "send a key as jax.random.key_data"),
+    (jax.random.key(0), "send a random key as jax.random.key_data"),
     (Symbols(int8.astype(np.uint8), scales, 1), "must be int8"),
     (Symbols(int8.astype(np.int64), scales, 1), "must be int8"),
     (Symbols(int8, scales, 0), "must be from 1 to 127"),
@@ -346,7 +346,7 @@ def test_a_code_of_another_layout_is_refused():
   for code, words in (
     ({"v": symbols([1, 0])}, "the layout is of"),
     ({"w": symbols([1, 0], 3)}, "the layout is of"),
-    ({"w": symbols([1, 0, 0])}, r"\['w'\].symbols is int8\[3\], in the layout"),
+    ({"w": symbols([1, 0, 0])}, r"\['w'\].symbols is int8\[3\], but the layout"),
     ({"w": symbols([1, 0], dtype=np.int16)}, r"is int16\[2\]"),
   ):
     with pytest.raises(ValueError, match=words):
