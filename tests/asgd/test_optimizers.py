@@ -276,5 +276,6 @@ def test_what_an_optimizer_has_of_its_own_is_not_given_twice(name):
   if option not in algorithms.options(name):
     return
   optimizer = "outer_optimizer" if name == "diloco" else "optimizer"
-  with pytest.raises(ValueError, match=f"{option} is an option of the recipe's built-in SGD"):
+  words = f"{option} is an option of the recipe's built-in SGD"
+  with pytest.raises(ValueError, match=words):
     algorithms.build(name, 0.1, 2, **{option: 0.123, optimizer: "adam"})

@@ -88,8 +88,8 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
   "arguments, message",
   [
     (["{}"], "--config to train one|holds no finished live cell"),
-    ([], "which run"),
-    (["{}", "--config=configs/straggler_digits.py"], "has its own config: drop"),
+    ([], "no run is named"),
+    (["{}", "--config=configs/straggler_digits.py"], "has its own config:"),
     (["--config=configs/digits.py"], "no run of this config is live"),
     (["{}/cells/nope"], "is not the folder of a cell|no event"),
     (["{}", "{}"], "is given twice: give each folder once"),

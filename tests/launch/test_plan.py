@@ -95,7 +95,7 @@ def _config(name):
 
 MISTAKES = {
   "neither": (dict(params=None), "give one model: either"),
-  "both": (dict(config={}), "not both"),
+  "both": (dict(config={}), "give one model: either"),
   "params": (dict(params="big"), "parameters must be 1 or more, such"),
   "negative": (dict(params="-3B"), "parameters must be 1 or more"),
   "devices": (dict(devices=None), "give --devices"),

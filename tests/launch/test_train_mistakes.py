@@ -37,8 +37,8 @@ MISTAKES = (
   ([FILE, FILE, "--config.epochs=1"],
    "--config is given 2 times: give one file"),
   ([FILE, "--config.=3"], "--config.=3 has no valid key; write"),
-  ([FILE, "--config.model.=3"], "--config.model.=3 names no"),
-  ([FILE, "--noconfig.x"], "--noconfig.x names no key"),
+  ([FILE, "--config.model.=3"], "--config.model.=3 has no valid"),
+  ([FILE, "--noconfig.x"], "--noconfig.x has no valid key"),
   ([FILE, "--config.workers[0]=3"], "workers[0]=3 has no valid key"),
   ([FILE, "--config.nosuch=3"],
    "unknown config key 'nosuch'; known: allocation, batch_size"),
@@ -57,7 +57,8 @@ MISTAKES = (
   ([FILE, "--cells=3/2"], "--cells must be I/N with I from 1 to N"),
   ([], "no --config; try --config=configs/digits.py"),
   (["--config=configs/nope.py"], "there is no such file"),
-  (["digits"], "'digits'; flags start with --; for a config write --config=digits"),
+  (["digits"],
+   "'digits'; flags start with --; for a config write --config=digits"),
   (["--config.epochs=0.1", "digits"],
    "'config.epochs': a config comes first, as --config=configs/digits.py"),
   ([FILE, "--config.runs.asgd.title='a\\nb'"],
@@ -81,7 +82,7 @@ OF_LIVE_RUNS = (
   (["--grace_seconds=-1"], "to 1e+09, not -1"),
   (["--spans"],
    "--spans is for engine pipeline, but no run here uses it: add --engine"),
-  (["--address=192.0.2.1:6379"], "runs on it: add --engine=ray"),
+  (["--address=192.0.2.1:6379"], "no run here uses it: add --engine=ray"),
   (["--config.server.shards=2", "--config.runs.dana_zero.recipe=ssgd"],
    "set config.server.consistent=True, or config.server.shards=1"),
 )
@@ -101,7 +102,7 @@ def test_a_mistake_is_one_line_with_the_remedy(tmp_path, arguments, message):
 @pytest.mark.parametrize(
   "body, message",
   [
-    ("import sys; sys.exit(5)", "ended the program (status 5)"),
+    ("import sys; sys.exit(5)", "the file called sys.exit (status 5)"),
     ("assert False", "FILE.py: AssertionError"),
     ("return {}['foo']", "FILE.py: KeyError: 'foo'"),
     ("raise TypeError('of mine')", "FILE.py: TypeError: of mine"),

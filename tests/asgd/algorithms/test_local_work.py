@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_local_worker_is_named():
   tx = optax.sgd(0.1)
   with pytest.raises(ValueError, match="displacement.*not 'gradient'"):
     local(tx, 1, "gradient")
-  with pytest.raises(ValueError, match="push_every must be 1 for displacements, not 2"):
+  with pytest.raises(ValueError, match="must be 1 for displacements, not 2"):
     local(tx, 1, push_every=2)
   for alpha in (0.0, 1.5, float("nan")):
     with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):

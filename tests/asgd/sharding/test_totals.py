@@ -179,7 +179,7 @@ def test_a_gate_hides_the_total_of_a_shard():
   state = made.init(TREE.weights)
   ticket = made.send(state, np.int32(0))
   step = sharding.staged(made.receive)
-  with pytest.raises(ValueError, match="a server that gates messages, or averages"):
+  with pytest.raises(ValueError, match="server that gates messages, or aver"):
     step((), state, ticket, TREE.weights)
 
 
