@@ -176,9 +176,10 @@ def _known(what, ids, known, path):
   if strange.any():
     first = int(np.argmax(strange))
     raise ValueError(
-      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]}, which"
-      f" has no rating in the training part ({int(strange.sum())} of {len(ids)}"
-      " ratings are like this); leave such ratings out, or add a training rating"
+      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]},"
+      f" which has no rating in the training part ({int(strange.sum())} of"
+      f" {len(ids)} ratings are like this); leave such ratings out, or add one to"
+      " the training part"
     )
   return at
 

@@ -7,7 +7,7 @@ import pytest
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ([], "give one figure: a NAME a NAME (bounded_delay, codecs, dana, delayed_"),
+    ([], "give one figure: a NAME (bounded_delay, codecs, dana, delayed_"),
     (["dano"], "unknown figure 'dano'; did you mean 'dana'"),
     (["no/file.py"], "no/file.py: there is no such file"),
     (["dana", "--all"], "give one figure: a NAME"),

@@ -128,7 +128,8 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
      "  claims = [dict(bound, of='a', above='x')]\n"
      "  return dict(title='t', paper='p', about='a', claims=claims)",
      "claim 'c' of kind 'bound': above must be a number"),
-    ("import sys; sys.exit('bye')", r"the file called sys.exit \(status 'bye'\)"),
+    ("import sys; sys.exit('bye')",
+     r"the file called sys.exit \(status 'bye'\)"),
     ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):
     path = tmp_path / "mine.py"
@@ -190,7 +191,8 @@ def docs(tmp_path):
     (lambda d, c, p: d["versions"].pop("jax"), "versions needs 'jax'"),
     (lambda d, c, p: p.update(low="abc"), "low must be a number, not 'abc'"),
     (lambda d, c, p: p.update(above=None), "above must be a number, not None"),
-    (lambda d, c, p: p.update(values={"x": 1}), "value under a key that is not a seed number"),
+    (lambda d, c, p: p.update(values={"x": 1}),
+     "value under a key that is not a seed number"),
     (lambda d, c, p: p.update(values={"0": "x"}), "0 must be a number"),
   ],
 )

@@ -306,10 +306,10 @@ FIRST = {"kind": "first", "column": "test_accuracy"}
 COLUMNS = (
   ({"kind": "reech"}, "did you mean 'reach'"),
   ({"kind": "reach"}, "column 'x' needs 'loss'"),
-  ({"kind": "until", "column": "test_loss"}, "needs 'below' or 'above'"),
+  ({"kind": "until", "column": "test_loss"}, "needs either 'below' or 'above'"),
   (UNTIL | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
   ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
-  ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
+  ({"kind": "first", "column": "test_accuracy"}, "needs either 'below' or 'above'"),
   ({"kind": "quotient", "of": "nope", "by": "messages"},
    "column 'x': unknown of: 'nope'"),
   ({"kind": "reach", "los": 1}, "has no key 'los'"),
