@@ -28,7 +28,35 @@ from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
-  from asgd.algorithms import PEER_RECIPES, RECIPES, Recipe, build
+  from asgd.algorithms import (
+    PEER_RECIPES,
+    RECIPES,
+    Recipe,
+    ad_psgd,
+    asgd,
+    build,
+    choco_sgd,
+    d2,
+    d_psgd,
+    dana_dc,
+    dana_slim,
+    dana_zero,
+    dc_asgd_a,
+    dc_asgd_c,
+    diloco,
+    downpour,
+    easgd,
+    fedasync,
+    gap_aware,
+    local_d_psgd,
+    model_averaging,
+    multi_asgd,
+    nag_asgd,
+    sgp,
+    ssgd,
+    staleness_aware,
+    threshold_sharing,
+  )
   from asgd.base import (
     Algorithm,
     Delay,
@@ -48,12 +76,14 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
   from asgd.transforms import (
     adaptive_delay_compensation,
     delay_compensation,
-    lookahead,
     per_worker,
     precede,
     scale_by_staleness,
   )
+  from asgd.transforms.lookahead import lookahead
   from asgd.worker import elastic_worker, gradient_worker, local_worker
+
+  __version__: str
 
 _RECIPES_ROOM = "algorithms"  # each of its recipes is a function of `asgd`
 _HOMES = {  # module -> those of its names that are also names of `asgd`
@@ -71,12 +101,14 @@ _HOMES = {  # module -> those of its names that are also names of `asgd`
   ),
   "worker": ("elastic_worker", "gradient_worker", "local_worker"),
 }
-_ROOMS = "algorithms", "compression", "data", "gossip", "models"
-_ROOMS += "optimizers", "orders", "problems", "simulator", "transforms"
+_ROOMS = (
+  *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
+  *("orders", "problems", "simulator", "transforms"),
+)
 _HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def _attribute(name: str) -> Any:
   """Imports a name at its first use: JAX alone takes a second."""
   if name == "__version__":
     return _version()
@@ -93,6 +125,10 @@ def __getattr__(name: str) -> Any:
       gc.enable()
   globals()[name] = value  # later uses do not call __getattr__
   return value
+
+
+if not TYPE_CHECKING:  # to a type checker an unknown name is an error
+  __getattr__ = _attribute
 
 
 def _imported(name: str) -> Any:
@@ -120,4 +156,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-  return sorted(__getattr__("__all__"))
+  return sorted(_attribute("__all__"))

@@ -10,10 +10,11 @@ import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
 
 import jax
 import numpy as np
+import optax
 
 from asgd import algorithms, base, calls, checks, compression
 from asgd.experiment import (
@@ -34,12 +35,25 @@ from asgd.experiment.engines.simulate import SIMULATE
 from asgd.experiment.folder import only_cell
 from asgd.experiment.machine import Machine
 from asgd.problems import descriptions, own
+from asgd.sandblaster.settings import Settings as SandblasterSettings
+from asgd.tables.settings import TableSettings
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
-_FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
+FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
 # Columns of an evaluation's row that a caller gets.
-_OF_A_ROW = "message", "update", "time", "seconds", "megabytes", "train_loss"
-_OF_A_ROW += ("staleness_mean", "gap_mean", "test_loss", "test_accuracy")
+_OF_A_ROW = (
+  *("message", "update", "time", "seconds", "megabytes", "train_loss"),
+  *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
+)
+
+# Forms of a recipe; the settings of tables and of Sandblaster are two more.
+RecipeLike: TypeAlias = (
+  algorithms.Recipe
+  | base.Algorithm
+  | optax.GradientTransformation
+  | TableSettings
+  | SandblasterSettings
+)
 
 
 class Result(NamedTuple):
@@ -58,12 +72,50 @@ class RunOptions(NamedTuple):
   messages: int
   workers: int | None = None  # None: the recipe's
   batch_size: int | None = None
-  folder: str | os.PathLike | None = None
+  folder: str | os.PathLike[str] | None = None
   seed: int = 0
   evaluate: Callable[[Any], Any] | None = None
   every: int | None = None
   progress: bool = True
   machine: Machine | None = None
+
+
+class CallOptions(TypedDict, total=False):
+  """Keyword arguments that every call takes; see `simulate`."""
+
+  seed: int
+  evaluate: Callable[[Any], Any] | None
+  every: int | None
+  progress: bool
+  machine: Machine | None
+  clip_norm: float | None
+
+
+class ServerOptions(CallOptions, total=False):
+  """Keyword arguments of `simulate` and `train_live`: keys of a config."""
+
+  on_nan: str
+  checkpoint_seconds: float | None
+  order: Mapping[str, Any]
+  durations: Mapping[str, Any]
+  gate: Mapping[str, Any]
+  allocation: Mapping[str, Any]
+  network: Mapping[str, Any]
+  server: Mapping[str, Any]
+  compress: compression.Codec | str | Mapping[str, Any] | None
+  compress_down: compression.Codec | str | Mapping[str, Any] | None
+
+
+class SimulateOptions(ServerOptions, total=False):
+  """Further keyword arguments of `simulate`."""
+
+  simulator: Mapping[str, Any]
+
+
+class LiveOptions(ServerOptions, total=False):
+  """Further keyword arguments of `train_live`."""
+
+  live: Mapping[str, Any]
 
 
 def read_options(
@@ -85,13 +137,13 @@ def simulate(
   loss: Any,
   params: Any,
   data: Any,
-  recipe: Any,
+  recipe: RecipeLike,
   *,
   messages: int,
   workers: int | None = None,
   batch_size: int | None = None,
-  folder: str | os.PathLike | None = None,
-  **options: Any,
+  folder: str | os.PathLike[str] | None = None,
+  **options: Unpack[SimulateOptions],
 ) -> Result:
   """Trains with many workers in simulated time.
 
@@ -159,14 +211,14 @@ def train_live(
   loss: Any,
   params: Any,
   data: Any,
-  recipe: Any,
+  recipe: RecipeLike,
   *,
   messages: int,
   workers: int | None = None,
   runtime: str = "threads",
   batch_size: int | None = None,
-  folder: str | os.PathLike | None = None,
-  **options: Any,
+  folder: str | os.PathLike[str] | None = None,
+  **options: Unpack[LiveOptions],
 ) -> Result:
   """Trains with real workers, in real time; for other arguments see `simulate`.
 
@@ -186,14 +238,19 @@ def train_live(
   return _train(engine, parts, *read_options(named, options))
 
 
-def _train(engine, parts, options, config) -> Result:
-  """Trains a caller's (loss, parameters, data, recipe) on an engine."""
-  *parts, recipe = parts
+def _train(
+  engine: tuple[str, EngineKind],
+  parts: tuple[Any, ...],
+  options: RunOptions,
+  config: Mapping[str, Any],
+) -> Result:
+  """Trains a caller's (loss, parameters, data, recipe)."""
+  loss, params, data, recipe = parts
   recipe = calls.read_recipe(recipe, options.workers)
   codecs, config = calls.codecs_of(config)
   with calls.in_words_of_calls():
     given = own.Objects(
-      *(*parts, recipe),
+      *(loss, params, data, recipe),
       batch_size=options.batch_size,
       evaluate=options.evaluate,
       codecs=codecs,
@@ -202,7 +259,7 @@ def _train(engine, parts, options, config) -> Result:
 
 
 def replay(
-  folder: str | os.PathLike,
+  folder: str | os.PathLike[str],
   loss: Any = None,
   params: Any = None,
   data: Any = None,
@@ -233,6 +290,7 @@ def replay(
     ValueError: if there is nothing to replay, the trace cannot be replayed, or
       an argument is not what the run was trained on.
   """
+  folder = Path(folder)
   was = replay_lib.trained(folder)
   if was.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
@@ -240,9 +298,9 @@ def replay(
         f"{folder} was trained from a config, which names loss, params, data"
         " and recipe: call asgd.replay(folder) alone"
       )
-    return replay_lib.replay(Path(folder), data_dir=data_dir, trust=trust)
+    return replay_lib.replay(folder, data_dir=data_dir, trust=trust)
   if loss is None:
-    code.check_trusted(only_cell(Path(folder)), was, trust=trust)
+    code.check_trusted(only_cell(folder), was, trust=trust)
     loss, params, data, recipe = _imported(folder, was)
   built = was.get("build") or {}
   count, asked = built.get("workers"), getattr(recipe, "workers", None)
@@ -261,12 +319,14 @@ def replay(
       batch_size=was.get("batch_size"),
       codecs={key: codec for key, codec in codecs.items() if codec},
     )
-    replayed = replay_lib.replay(Path(folder), given=given, trust=trust)
+    replayed = replay_lib.replay(folder, given=given, trust=trust)
   return replayed._replace(params=given.outward(replayed.params))
 
 
-def _imported(folder, was):
-  """Returns the (loss, params, data, recipe) that a run's folder names."""
+def _imported(
+  folder: Path, was: Mapping[str, Any]
+) -> tuple[Any, ...]:
+  """What was given to a run, by the names that its folder has."""
   parts = {
     key: descriptions.importable(was[key]) for key in ("loss", "params", "data")
   }
@@ -283,8 +343,10 @@ def _imported(folder, was):
   return *parts.values(), algorithms.build(**build, **options)
 
 
-def _config(given, name, options) -> dict[str, Any]:
-  """Returns the config of an experiment with one run, of given objects."""
+def _config(
+  given: own.Objects, name: str, options: RunOptions
+) -> dict[str, Any]:
+  """The config of an experiment whose one run was given objects."""
   recipe, messages = given.recipe, options.messages
   made = getattr(recipe, "made", None)
   label = made.name if made and made.name.isidentifier() else "run"
@@ -302,7 +364,7 @@ def _config(given, name, options) -> dict[str, Any]:
     "batch_size": given.size,
     "examples": messages * recipe.steps * given.size,
     "learning_rate": float(rate),
-    "evaluations": messages // options.every,
+    "evaluations": messages // (options.every or messages),
     "curvature_checks": 0,
   }
 
@@ -329,7 +391,7 @@ def train(
       of {} workers"); None: the messages of a round of workers.
   """
   name, kind = engine
-  messages, place = options.messages, options.folder
+  messages, kept_in = options.messages, options.folder
   checks.whole("messages", messages)
   checks.whole("seed", options.seed, 0, 2**32 - 1)
   rounds = options.workers or given.recipe.workers, "rounds of {} workers"
@@ -341,13 +403,13 @@ def train(
       f"{messages} messages are not a multiple of every={every}, the messages"
       f" between two evaluations; use {max(messages // every, 1) * every}"
     )
-  known = *kind.sections, *_FURTHER
+  known = *kind.sections, *FURTHER
   for key in config:
     if key not in known:
       raise ValueError(
         f"unknown argument {key!r}; further ones are {', '.join(known)}"
       )
-  whole = _config(given, name, options._replace(every=every)) | config
+  whole = _config(given, name, options._replace(every=every)) | dict(config)
   experiment = cells.build(whole, engines={name: kind}, dataset=given)
   (cell,), machine = experiment.cells, options.machine or _machine()
   plan = experiment.plan(cell)
@@ -357,14 +419,15 @@ def train(
   kept: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
-    workdir = place
-    if place is None and kind.journaled:
-      workdir = stack.enter_context(
+    workdir, cell_folder = None, None
+    if kept_in is None and kind.journaled:
+      kept_in = stack.enter_context(
         tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
       )
-    if workdir is not None:
-      workdir = folder.open_folder(os.fspath(workdir), cell.label, experiment)
-    bar = progress.Silent()
+    if kept_in is not None:
+      workdir = folder.open_folder(os.fspath(kept_in), cell.label, experiment)
+      cell_folder = workdir / "cells" / cell.name
+    bar: progress.ProgressBar | progress.Silent = progress.Silent()
     if options.progress:
       bar = progress.ProgressBar(
         plan.messages, describe=lambda name, row: kind.describe(row)
@@ -376,19 +439,24 @@ def train(
       machine=machine,
       ended=lambda *what: kept.extend(what),
     )
-    if place is not None:
+    if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
-    if not kept:
-      kept = _read(workdir / "cells" / cell.name, experiment, cell)
+    if not kept and cell_folder is not None:  # the cell had finished before
+      kept += _read(cell_folder, experiment, cell)
     records, params, rows = kept
-    trace = _trace(plan, cell, workdir)
+    trace = _trace(plan, cell, cell_folder)
   params = given.outward(params)
   rows = [_row(row) for row in rows]
-  return Result(params, records, trace, rows, Path(place) if place else None)
+  results = None if options.folder is None else Path(options.folder)
+  return Result(params, records, trace, rows, results)
 
 
-def _report(workdir, experiment, bar) -> None:
-  """Writes the report. A full disk is only a warning: the caller still gets the
+def _report(
+  workdir: Path,
+  experiment: cells.Experiment,
+  bar: progress.ProgressBar | progress.Silent,
+) -> None:
+  """Writes the report; a full disk is a warning, as the caller gets the
   result."""
   try:
     report.write(workdir, experiment, bar.notes)
@@ -397,13 +465,17 @@ def _report(workdir, experiment, bar) -> None:
     warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
 
 
-def _trace(plan, cell, workdir):
-  """Returns the trace of a run: drawn in advance, or recorded by the lead."""
-  if plan.run.engine in _RUNTIMES:
-    return replay_lib.trace_of(workdir / "cells" / cell.name)
+def _trace(
+  plan: Any, cell: cells.Cell, cell_folder: Path | None
+) -> base.Trace | None:
+  """Returns the order of a cell: read from the lead's journal, or drawn; None
+  if the engine has no trace."""
+  if cell_folder is not None and plan.run.engine in _RUNTIMES:
+    return replay_lib.trace_of(cell_folder)
   if not hasattr(plan, "trace"):
     return None
-  return plan.of_seed(cell.seed).trace(cell.seed)
+  trace: base.Trace = plan.of_seed(cell.seed).trace(cell.seed)
+  return trace
 
 
 def _machine() -> Machine:
@@ -415,8 +487,8 @@ def _machine() -> Machine:
   return Machine(memory_dir=memory)
 
 
-def _row(row):
-  """Returns an evaluation's row with the caller's names and without NaNs."""
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+  """An evaluation as the caller knows it."""
   out = {key: row[key] for key in _OF_A_ROW if row.get(key) is not None}
   out |= {
     key.removeprefix("test_"): value
@@ -430,17 +502,20 @@ def _row(row):
   }
 
 
-def _read(place, experiment, cell):
+def _read(
+  cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
+) -> tuple[Any, Any, list[dict[str, Any]]]:
   """Returns records, parameters and evaluations of a finished cell."""
-  records = named = cell_files.read_records(place)
-  if set(named) == set(base.Records._fields):
-    records = base.Records(**named)
+  columns = cell_files.read_records(cell_folder)
+  records: Any = columns
+  if set(columns) == set(base.Records._fields):
+    records = base.Records(**columns)
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))
-  content = cell_files.read_file(place, "params.msgpack")
+  content = cell_files.read_file(cell_folder, "params.msgpack")
   params = storage.params_of(content, like)
-  return records, params, folder.read_rows(place)
+  return records, params, folder.read_rows(cell_folder)
 
 
 __all__ = ["Result", "replay", "simulate", "train_live"]

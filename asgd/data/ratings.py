@@ -178,8 +178,8 @@ def _known(what, ids, known, path):
     raise ValueError(
       f"{path}: rating {first + 1} is of the unknown {what} {ids[first]},"
       f" which has no rating in the training part ({int(strange.sum())} of"
-      f" {len(ids)} ratings are like this); leave such ratings out, or add one to"
-      " the training part"
+      f" {len(ids)} ratings are like this); leave such ratings out, or add one"
+      " to the training part"
     )
   return at
 

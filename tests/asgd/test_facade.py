@@ -1,9 +1,11 @@
 """The facade: what a call trains is what the parts it is made of train."""
 
+import ast
 import dataclasses
 import errno
 import functools
 import importlib
+import inspect
 import linecache
 import subprocess
 import sys
@@ -19,9 +21,11 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-from asgd import orders, sandblaster, simulator, tables
+from asgd import facade, orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_hosts
+from asgd.experiment.engines.live import RAY
+from asgd.experiment.engines.simulate import SIMULATE
 from asgd.orders import durations
 from asgd.problems import descriptions, own
 
@@ -78,6 +82,36 @@ def test_importing_asgd_leaves_what_takes_long_to_others():
     [sys.executable, "-c", code], capture_output=True, text=True, check=True
   )
   assert done.stdout == "set()\n"
+
+
+def test_type_checkers_see_every_name_of_the_package():
+  tree = ast.parse(inspect.getsource(asgd))
+  (block,) = (
+    node
+    for node in tree.body
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+  )
+  seen = {
+    alias.name
+    for node in block.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+  }
+  rooms = {n for n in asgd.__all__ if inspect.ismodule(getattr(asgd, n))}
+  assert seen == {*asgd.__all__} - rooms - {"__version__"}
+
+
+@pytest.mark.parametrize(
+  "options, kind",
+  [
+    (facade.SimulateOptions, SIMULATE),
+    (facade.LiveOptions, RAY),
+  ],
+)
+def test_typed_options_are_those_of_a_call(options, kind):
+  named = {"messages", "workers", "batch_size", "folder"}
+  keys = {*facade.RunOptions._fields, *kind.sections, *facade.FURTHER}
+  assert {*options.__annotations__} | named == keys
 
 
 def test_every_name_of_the_package_is_there():
