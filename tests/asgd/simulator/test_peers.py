@@ -639,9 +639,12 @@ def test_overlap_hides_a_peer_that_is_slow_for_a_moment():
       lambda: asgd.choco_sgd(0.1, 8, codec={"name": "topk"}),
       "unknown codec 'topk'; did you mean 'top_k'",
     ),
-    (lambda: asgd.threshold_sharing(0.1, 8, codec={}), "{} has none: use one"),
+    (
+      lambda: asgd.threshold_sharing(0.1, 8, codec={}),
+      "codec {} has no name: add one of",
+    ),
     (lambda: asgd.d_psgd(0.1, 1), "there is 1 worker: use 2 or more"),
-    (lambda: asgd.ssgd(0.1, 4).peer(), "the recipe has a server, and no peers"),
+    (lambda: asgd.ssgd(0.1, 4).peer(), "the recipe has a server and no peers"),
     (lambda: asgd.d_psgd(0.1, 4, momentum=1), "momentum must be in"),
   ],
 )
