@@ -1,5 +1,5 @@
-"""Jobs of several batches: the batches stacked on a leading axis, as local
-workers take them."""
+"""Jobs of several batches, stacked on a leading axis, as local workers take
+them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,18 +28,18 @@ def stack(batches: Sequence[Any]) -> Any:
 
 
 def job_batches(batches: Batches, steps: int) -> Batches:
-  """Makes jobs of several batches out of jobs of one.
+  """Makes jobs of several batches from jobs of one batch.
 
   Args:
     batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
     steps: H, 1 or more.
 
   Returns:
-    (worker, job) -> NumPy arrays [H, B, ...]: job j is the jobs j H, ...,
-    j H + H - 1. With one step it is `batches` itself.
+    (worker, job) -> NumPy arrays [H, B, ...]: job j holds the batches of jobs
+    j H, ..., j H + H - 1. With one step the function returns `batches` itself.
 
   Raises:
-    ValueError: for steps that are no positive whole number.
+    ValueError: for steps that are no positive integer.
 
   Example:
     >>> import numpy as np
@@ -64,8 +64,8 @@ def of_jobs(
   """Returns the batches of several jobs, stacked.
 
   Args:
-    batches: (worker, job) -> NumPy arrays [B, ...]. One with a method
-      `of_jobs(workers, jobs)` makes them itself, at once.
+    batches: (worker, job) -> NumPy arrays [B, ...]. If it has a method
+      `of_jobs(workers, jobs)`, that is called once for all jobs.
     workers: C, of the jobs.
     jobs: C.
 
@@ -87,7 +87,7 @@ def of_jobs(
 
 
 class NamedBatches(NamedTuple):
-  """Batches of jobs, whose errors say whose they are."""
+  """Batches of jobs, whose errors name the worker and the job."""
 
   batches: Batches
 

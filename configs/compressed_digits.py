@@ -1,16 +1,16 @@
-"""Compressed messages: what few bytes cost, with and without a residual.
+"""Compressed messages: bytes and accuracy, with and without a residual.
 
-Asynchronous SGD with momentum on handwritten digits, whose four
-workers send gradients through a codec: Strom's threshold (Interspeech 2015),
-the largest hundredth of each leaf, signs (Seide et al. 2014), and 4-bit numbers
-of QSGD (Alistarh et al. 2017); and in rounds with signs in both directions.
+Asynchronous SGD with momentum on handwritten digits. Four workers send
+gradients through a codec: Strom's threshold (Interspeech 2015), the largest
+hundredth of each leaf, signs (Seide et al. 2014), and 4-bit numbers of QSGD
+(Alistarh et al. 2017). One run has rounds, with signs in both directions.
 
   python -m launch.train --config=configs/compressed_digits.py
   python -m launch.train --config=configs/compressed_digits.py \
       --config.engine=threads --config.only=dense,threshold
 
-Accuracy in percent, mean and standard deviation of three seeds, and how many
-times fewer bytes messages are than dense ones, in two minutes on one core:
+Accuracy in percent, mean and standard deviation of three seeds; and the bytes
+of dense messages over those of the codec. In two minutes on one core:
 
   dense                        96.7 ± 0.0     1
   threshold                    96.8 ± 0.2    43

@@ -1,13 +1,13 @@
-"""The main job: what staleness costs, and what cures it, in minutes.
+"""The main job: what staleness costs, and which algorithms reduce the cost.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
-digits (scikit-learn, 1,437 images); times of workers follow the homogeneous
-gamma model of the DANA paper (Hakimi et al. 2019).
+digits (scikit-learn, 1,437 images). Durations follow the homogeneous gamma
+model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/digits.py
 
-Test accuracy in percent, mean and standard deviation of three seeds, in forty
-seconds on two cores, twenty once its programs are compiled:
+Test accuracy in percent, mean and standard deviation of three seeds. It takes
+40 seconds on two cores, or 20 once its programs are compiled:
 
                8 workers     16 workers    32 workers
   DANA-Zero    96.0 ± 0.3    96.5 ± 0.2    96.4 ± 1.0

@@ -1,7 +1,7 @@
-"""What staleness costs a small CNN on Fashion-MNIST.
+"""The cost of staleness for a small CNN on Fashion-MNIST.
 
-The comparison of `digits` on real images of a larger set: 60,000 for
-training. The data is looked for in --data_dir, in Debian's package
+The comparison of `digits` on a larger set of real images, 60,000 for training.
+The data are searched in --data_dir and in Debian's package
 dataset-fashion-mnist, and downloaded otherwise.
 
   python -m launch.train --config=configs/fashion.py
@@ -17,8 +17,8 @@ seeds, in 12 minutes on two cores:
   ASGD         81.6 ± 0.7    79.8 ± 1.0
   one worker   88.3 ± 0.3
 
-`configs/fashion.py:smoke` is the same in a minute: one seed, 8 workers
-and a tenth of an epoch.
+`configs/fashion.py:smoke` is a version of one minute: one seed, 8 workers and a
+tenth of an epoch.
 """
 
 import ml_collections

@@ -35,7 +35,7 @@ CODECS = {  # label -> title, codec
   "int8": ("int8", dict(name="int8")),
   "e3m0": ("E3M0", dict(name="e3m0")),
 }
-# A tau in the unit of gradients is none of updates.
+# Without codecs that have a tau: one for gradients does not fit updates.
 DOWN = "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
 SPARSE = "threshold", "top_k", "dgc"
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
@@ -58,7 +58,7 @@ def get_config(arg=None):
   ssgd = dict(recipe="ssgd", momentum=0.9, learning_rate=0.016)
   runs = dict(dense=dict(nag, title="dense"))
   for label, (title, codec) in CODECS.items():
-    # DGC has the momentum at the worker.
+    # DGC applies momentum at the worker, so the recipe has none.
     recipe = dict(recipe="asgd") if label == "dgc" else nag
     runs[label] = dict(recipe, title=title, compress=codec)
   runs["rounds"] = dict(ssgd, title="rounds, dense")

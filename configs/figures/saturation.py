@@ -1,12 +1,13 @@
 """When a server saturates: throughput against workers, with 1, 2 and 4 shards.
 
-Asynchronous SGD on handwritten digits in simulated time, where messages take
-time (config.network): a batch takes 1 in the mean (gamma, V = 0.1), each way
-0.05, and the port of a shard carries a whole message in 0.1. Messages that meet
-there wait for each other. One worker is through after
-c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the busiest shard, B its bandwidth), no
-more than B / b messages pass in a unit of time, and so the throughput of N
-workers is N / c up to N = c B / b and B / b from there on.
+Asynchronous SGD on handwritten digits, in simulated time, over a network
+(config.network). A batch takes 1 on average (gamma, V = 0.1), each way 0.05,
+and the port of a shard transfers a complete message in 0.1. Messages that meet
+at a port queue.
+
+Without queues a worker's cycle is c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the
+busiest shard, B its bandwidth). At most B / b messages pass in a unit of time.
+So the throughput of N workers is N / c up to N = c B / b, and B / b above.
 
   asgd reproduce saturation
   python -m launch.train --config=configs/figures/saturation.py
@@ -20,8 +21,8 @@ WORKERS = 1, 4, 8, 16, 32, 64
 MESSAGES = 1280  # of a cell
 BATCH = 8
 NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
-BUSIEST = {1: 9664, 2: 4864, 4: 2496}  # bytes of a shard, where it has the most
-PORT = 10 * NBYTES  # bytes a unit of time
+BUSIEST = {1: 9664, 2: 4864, 4: 2496}  # bytes of the shard with the most
+PORT = 10 * NBYTES  # bytes per unit of time
 LATENCY = 0.05
 SHARDS = {1: "one", 2: "two", 4: "four"}
 TITLES = {1: "1 shard", 2: "2 shards", 4: "4 shards"}
@@ -56,17 +57,17 @@ def get_config(arg=None):
 
 
 def cycle(shards):
-  """Returns the time from ticket to ticket of a worker that meets nobody."""
+  """Returns the time from ticket to ticket of a worker that never queues."""
   return 1 + 2 * LATENCY + 2 * BUSIEST[shards] / PORT
 
 
 def most(shards):
-  """Returns the messages that pass in a unit of time."""
+  """Returns the most messages that pass in a unit of time."""
   return PORT / BUSIEST[shards]
 
 
 def knee(shards):
-  """Returns the number of workers from which on more bring nothing."""
+  """Returns the number of workers above which throughput does not grow."""
   return cycle(shards) * most(shards)
 
 
@@ -78,8 +79,8 @@ def ratio(name, says, of, to, above, below):
 
 
 def of_shards(shards, least):
-  """Returns the claims on both sides of the knee, which `least` workers are
-  before."""
+  """Returns the claims on both sides of the knee; `least` workers are below
+  it."""
   label, name, bend = SHARDS[shards], TITLES[shards], knee(shards)
   one = f"{label}@1"
   flat = (

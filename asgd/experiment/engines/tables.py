@@ -134,7 +134,7 @@ class TablePlan(outcomes.OutcomePlan):
 
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
-  ) -> tables.Jobs:
+  ) -> tables.TableRun:
     """Returns a cell that has not begun."""
     kind, options = tables.Simulation, {}
     if (network := self.call_network) is not None:

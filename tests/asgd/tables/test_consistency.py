@@ -330,7 +330,7 @@ def test_value_bounded_holds_back_no_more_than_its_share():
   ],
 )
 def test_value_bounded_refuses_what_changes_rows_by_an_unknown_value(options):
-  with pytest.raises(ValueError, match="value_bounded bounds all updates on"):
+  with pytest.raises(ValueError, match="value_bounded cannot bound updates"):
     tables.table(
       0.1, 2, consistency="value_bounded", threshold=1.0, **options
     )

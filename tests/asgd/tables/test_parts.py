@@ -139,7 +139,7 @@ class World:
     self.orders[s].append(shard.event(request, 0.0))
     self.log[s].append(self.asks[w][s])
     shard.obey(request)
-    self.workers[w].mail.hear(s, shard.reply(request))
+    self.workers[w].sessions.receive(s, shard.reply(request))
     del self.asks[w][s]
     return True
 
@@ -159,7 +159,8 @@ class World:
       shard.obey(request)
     for w, worker in enumerate(self.workers):
       for s, shard in enumerate(self.shards):
-        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+        rows = shard.unsent(w, worker.sessions.taken[s])
+        worker.sessions.receive_rows(s, rows)
       worker.divide(cuts)
     return True
 
@@ -178,9 +179,10 @@ class World:
       return False
     for s, shard in enumerate(self.shards):
       if self.draw.random() < 0.5:  # it has come, or not yet
-        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
-      worker.take(s, worker.mail.there(s))
-    taken = tuple(map(float, worker.mail.taken))
+        rows = shard.unsent(w, worker.sessions.taken[s])
+        worker.sessions.receive_rows(s, rows)
+      worker.take(s, worker.sessions.available(s))
+    taken = tuple(map(float, worker.sessions.taken))
 
     def begun(action):
       row = Event(0.0, w, 0, worker.next, action, totals=taken)
@@ -192,7 +194,7 @@ class World:
     return True
 
   def kill_worker(self, w):
-    self.workers[w] = self.worker(w, self.workers[w].mail.life + 1)
+    self.workers[w] = self.worker(w, self.workers[w].sessions.incarnation + 1)
     self.join(w)
 
   def kill_shard(self, s):

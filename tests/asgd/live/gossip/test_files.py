@@ -50,7 +50,7 @@ def test_a_journal_that_was_cut_is_found_by_the_message_that_lacks(run):
   path.write_text("".join(lines[: puts[-1]]))
   text = refused(run)
   assert text.startswith(f"{run}: the traces of peers do not belong together")
-  assert "of peer 2, which that one did not put" in text
+  assert "of peer 2, which peer 2 did not put" in text
   assert "trace-K.csv of one of these two peers was cut" in text
 
 

@@ -154,8 +154,8 @@ def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path):
   lost = one.residual_norm[one.job.tolist().index(1 + PEERS)]
   assert lost > 0
   assert (
-    "peer 1 died; the others go on, another takes its place; what its codec had"
-    f" kept back is lost (RMS {lost:.3g})"
+    "peer 1 died; it is replaced, the others continue; the update that its"
+    f" codec kept is lost (RMS {lost:.3g})"
   ) in run.news
 
 
@@ -227,9 +227,9 @@ def test_a_newcomer_whose_lenders_have_exited_does_no_job():
   newcomer = Rounds(INSIDE, rows, faults=None)
   others = {peer: Neighbour(0, None) for peer in (0, 2)}
   newcomer.ask("join", others, 2, [0, 2])
-  newcomer.ask("gone", 0)
+  newcomer.ask("peer_exited", 0)
   assert not newcomer.run().done()
-  newcomer.ask("gone", 2)
+  newcomer.ask("peer_exited", 2)
   assert newcomer.run().result() == ALONE
 
 

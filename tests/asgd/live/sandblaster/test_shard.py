@@ -20,12 +20,12 @@ MESSAGES = [
 ]
 
 
-def open_shard(folder, anew=None, **options):
-  """From its files, if it has some and is not to begin anew."""
-  if anew is None:
-    anew = not (folder / "image").exists()
+def open_shard(folder, from_image=None, **options):
+  """From its files, if it has some and is not to begin from_image."""
+  if from_image is None:
+    from_image = not (folder / "image").exists()
   image = Image(0, {"point": LIKE})
-  return LiveShard(INSIDE, folder, image, anew=anew, **options)
+  return LiveShard(INSIDE, folder, image, from_image=from_image, **options)
 
 
 def evaluation(number, first):
@@ -105,7 +105,7 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
   live.close()
   (tmp_path / "commands").write_bytes(b"damaged" * 8)  # read by nobody
   vectors = {"point": LIKE, "trial": MESSAGES[0]}
-  again = LiveShard(INSIDE, tmp_path, Image(7, vectors), 4, anew=True)
+  again = LiveShard(INSIDE, tmp_path, Image(7, vectors), 4, from_image=True)
   assert again.number == 7
   kit.same(again.read("point"), LIKE)
   kit.same(again.fetch(4), MESSAGES[0])
@@ -129,9 +129,9 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
     open_shard(tmp_path)
   assert "\n" not in str(e.value)
   assert len(str(e.value)) < 600
-  # Nothing of them keeps it from beginning anew.
+  # Nothing of them keeps it from beginning from_image.
   image = Image(0, {"point": LIKE})
-  again = LiveShard(INSIDE, tmp_path, image, anew=True)
+  again = LiveShard(INSIDE, tmp_path, image, from_image=True)
   assert again.number == 0
   kit.same(again.read("point"), LIKE)
   again.close()
@@ -161,4 +161,4 @@ def test_a_shard_whose_files_are_gone_does_not_start_from_the_first_image(
   open_shard(folder).close()
   shutil.rmtree(folder)
   with pytest.raises(ValueError, match="was removed or changed while the run"):
-    open_shard(folder, anew=False)
+    open_shard(folder, from_image=False)

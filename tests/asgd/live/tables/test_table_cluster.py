@@ -186,7 +186,7 @@ def test_a_shard_and_a_worker_die_and_nothing_is_lost(run_of, model):
   at = {7: kill("shard", 1), 10: kill("shard", 0), 11: kill("worker", 2)}
   run = run_of(model, at).train()
   assert run.cluster.replaced == {"worker": 1, "shard": 2}
-  assert any("worker 2 died; another" in line for line in run.news)
+  assert any("worker 2 died and is replaced" in line for line in run.news)
   check_whole(run)
   run.check_replay()
   bound = model.get("bound", 99)
