@@ -79,6 +79,7 @@ def of_jobs(
     >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
     [[0, 5], [1, 6]]
   """
+  # One indexing of an array is faster than stacking many batches.
   together = getattr(batches, "of_jobs", None)
   if together is not None:
     return together(workers, jobs)

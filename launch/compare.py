@@ -140,6 +140,7 @@ def main(*places: str) -> None:
     return
   if config:
     _check_live()
+    # Train by the command itself, which handles signals and exit statuses.
     where, command = flags.training_command("compare")
     status = subprocess.run(command).returncode
     if status in (flags.USAGE_ERROR, flags.INCOMPLETE):
@@ -148,6 +149,7 @@ def main(*places: str) -> None:
       raise flags.Failed(f"compare: asgd train ended with status {status}")
   else:
     where = Path(place)
+  # The folder of another user can be compared, but not written to.
   if out is None and not safe_files.is_writable(where):
     out = flags.next_free(Path("runs"), "compare")
   if (where / "cells").is_dir():

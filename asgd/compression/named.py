@@ -87,6 +87,7 @@ def named(
       f"codec {name!r} must return a compression.Codec, not"
       f" {checks.shown(codec)}"
     )
+  # A user's codec is checked while it is traced.
   if names.is_import(name):
     codec = own.checked(codec, checks.shown(name))
   checks.flag("error_feedback", error_feedback, none="where the codec needs it")
@@ -100,6 +101,7 @@ def named(
     codec = codec_lib.error_feedback(codec)
   if clip is not None:
     checks.positive("clip", clip)
+    # Outside of error feedback: the residual is not clipped again.
     codec = codec_lib.clip(codec, clip)
   checks.flag("entropy_coding", entropy_coding)
   return codec if entropy_coding else codec_lib.in_words(codec)

@@ -1,7 +1,7 @@
 """Image sets, and one table, by name, as four arrays.
 
 `load` searches `data_dir`, then an installed package, then downloads;
-`Dataset.source` tells where the data are from. If `data_dir` is given, it must
+`Dataset.source` names the source of the data. If `data_dir` is given, it must
 hold the files: nothing else is searched.
 
 Index letters used in shape comments:
@@ -27,7 +27,7 @@ class Dataset(NamedTuple):
   is (x - mean) / std. Labels are classes, or numbers to predict
   (regression)."""
 
-  name: str  # tells the pixels: "cifar10_jpeg" is not "cifar10"
+  name: str  # names the pixels: "cifar10_jpeg" is not "cifar10"
   source: str  # where they were found, for a log or a caption
   train_images: np.ndarray  # uint8[n, H, W, C]; or any other [n, ...]
   train_labels: np.ndarray  # int32[n]; float32[n] of a regression
@@ -195,6 +195,7 @@ def _stratified_split(
   remainder); both parts are shuffled. The split depends only on the labels."""
   exact = np.bincount(labels) * test_size / len(labels)
   quota = np.floor(exact).astype(int)
+  # Ascending order of quota - exact: the largest remainders first.
   by_remainder = np.argsort(quota - exact, kind="stable")
   quota[by_remainder[: test_size - quota.sum()]] += 1
   rng = np.random.default_rng(0)
@@ -289,6 +290,7 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     )
     arrays = formats.read_cifar_binary(path)
     return _dataset("cifar10", f"download {_CIFAR10_URL}", arrays)
+  # [1] A published form. [2] A folder of pictures. [3] The archive of JPEGs.
   for clue, read in _CIFAR10_FORMS:
     path = data_dir / clue
     if path.is_file():

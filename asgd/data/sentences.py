@@ -132,6 +132,7 @@ def _words(train: Examples):
     tokens[:, 1] = 0
     for row, sentences in enumerate(examples.sentences):
       parts = [numbers(sentence) for sentence in sentences]
+      # [CLS] and a [SEP] for each sentence take a position each.
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -185,6 +186,7 @@ def _load_topics(name, data_dir):
   prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
   labels, seen = [], set()
   for _ in range(_TOPICS):
+    # Count only sentences that no selected topic has.
     new = {key: len(set(prose[key]) - seen) for key in prose}
     labels.append(max(new, key=new.get))
     seen.update(prose[labels[-1]])

@@ -108,6 +108,7 @@ class EncoderBlock(nn.Module):
     dtype, not_padding = x.dtype, _not_padding(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     attention = transformer.attention(self, dtype, train)
+    # No word may attend to padding.
     h = attention(x, mask=not_padding[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
     h = _dense(self.hidden, dtype, "up")(x)
@@ -132,6 +133,7 @@ class EncoderHead(nn.Module):
   def __call__(self, x, train: bool = False):
     dtype = x.dtype
     if self.pooling == "mean":
+      # Padding is zero, so a sum over positions is a sum over words.
       count = jnp.maximum(_not_padding(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
@@ -261,6 +263,7 @@ def pretrained(
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
         shape = outputs, leaf.size // outputs
+        # A checkpoint has [outputs, inputs], flax has [inputs, outputs].
         value = read(f"{source}.weight", shape).T
       else:
         suffix = "bias" if kind == "bias" else "weight"
