@@ -94,7 +94,7 @@ class NamedBatches(NamedTuple):
 
   def __call__(self, worker: int, job: int) -> base.Batch:
     """Returns the batch of a job."""
-    with checks.batch_of(f"worker {worker}, job {job}"):
+    with checks.blame_batch(f"worker {worker}, job {job}"):
       return self.batches(worker, job)
 
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
@@ -102,5 +102,5 @@ class NamedBatches(NamedTuple):
     if not hasattr(self.batches, "of_jobs"):
       pairs = zip(workers, jobs, strict=True)
       return stack([self(*pair) for pair in pairs])
-    with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
+    with checks.blame_batch(f"jobs {jobs[0]} to {jobs[-1]}"):
       return of_jobs(self.batches, workers, jobs)
