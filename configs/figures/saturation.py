@@ -93,12 +93,10 @@ def of_shards(shards, least):
   bounds = 0.93 * least, 1.02 * least
   return [
     ratio(
-      *(f"below the knee, {name}", says_flat, f"{label}@{least}", one),
-      *bounds,
+      f"below the knee, {name}", says_flat, f"{label}@{least}", one, *bounds
     ),
     ratio(
-      *(f"knee, {name}", says_knee, f"{label}@64", one),
-      *(0.95 * bend, 1.02 * bend),
+      f"knee, {name}", says_knee, f"{label}@64", one, 0.95 * bend, 1.02 * bend
     ),
   ]
 
