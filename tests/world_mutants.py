@@ -200,7 +200,7 @@ FOUND = {
       *("a lost shard is left for later", 9049, table_worker.WorkerHost),
       _answer=_wait_for_all,
     ),
-    Mutant("rows of a predecessor", 4698, replay, _hand_over=_nothing),
+    Mutant("rows of a predecessor", 4698, replay, _deliver_rows=_nothing),
   ],
   "sandblaster": [
     Mutant(

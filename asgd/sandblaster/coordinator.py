@@ -139,6 +139,7 @@ factor=1.0)
     return self.state
 
   def _run(self, state: State) -> _Stream:
+    """Yields the requests of L-BFGS from a state on, and gets their answers."""
     do = _Numbers(state)
 
     # [1] The loss and gradient of the first point.

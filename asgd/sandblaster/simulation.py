@@ -173,7 +173,8 @@ class SandblasterSimulation(BatchDriver):
     self._shards.forget(self._shards.number)
     self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
 
-  def _ticket(self, worker, job, fresh):
+  def _ticket(self, worker: int, job: int, fresh: bool) -> PortionTicket:
+    """Starts a job once its data are loaded, and schedules its end."""
     state, settings = self._workers[worker], self._settings
     begin = max(self.now, self._load(state, job))
     if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
@@ -253,7 +254,8 @@ class SandblasterSimulation(BatchDriver):
     }
     return images, self.run_log.lengths
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: Saved) -> None:
+    """Restores a checkpoint."""
     notes, vectors = saved.notes, saved.arrays["vectors"]
     images = [Image(notes["number"], dict(each)) for each in vectors]
     self._shards = Shards(self._like, self._settings.shards, images)

@@ -151,6 +151,7 @@ class NetworkEvents:
   # Checkpoints.
 
   def _packed_events(self) -> Iterator[list[Any]]:
+    """Yields the events, with keys and numbers for parts and lines."""
     for *order, kind, subject in self._heap:
       if kind != _PART:
         yield [*order, kind, subject]

@@ -53,16 +53,9 @@ class TableServer:
     codec: ValueCodec | None = None,
     total: int | None = None,
   ):
-    """Takes ownership of the tables.
-
-    Args:
-      tables: by name.
-      rules: of reads.
-      workers: indices of the workers.
-      codec: of the clients' values.
-      total: rows of all shards, over which a budget is shared; None: this
-        server has all rows.
-    """
+    """Takes ownership of the tables. `codec` is that of the clients. A budget
+    is shared over the `total` rows of all shards; None: over the server's
+    rows."""
     self.tables, self.rules, self._total = dict(tables), rules, total
     self.workers = list(workers)
     self._codec = codec
@@ -110,13 +103,10 @@ class TableServer:
 
   def receive(self, push: Push) -> int:
     """Applies a message, at once or when all workers have finished its clock.
-
-    Returns:
-      By how much the slowest clock has advanced.
+    Returns by how much the slowest clock has advanced.
 
     Raises:
-      ValueError: for values that a table rejects, with the worker. Nothing of
-        the message is applied then.
+      ValueError: for values that a table rejects; nothing is applied then.
     """
     # `_values` checks the complete message before anything is changed.
     before, values = self.slowest, self._values(push)
@@ -133,12 +123,8 @@ class TableServer:
     return after - before
 
   def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
-    """Receives a message, and measures the change of its rows.
-
-    Returns:
-      (By how much the slowest clock has advanced, (sum of squares of the
-      change, number of elements)).
-    """
+    """Receives a message. Returns by how much the slowest clock has advanced,
+    and (sum of squares, number of elements) of the change of its rows."""
     keys = self.keys_of(push).items()
 
     def peek():
@@ -165,9 +151,8 @@ class TableServer:
     reply, and may not have read it yet, would lack more of a row than it may.
 
     Args:
-      push: of a worker, which reads nothing until the message is received.
-      arrived: workers with a next message that has arrived and waits; they have
-        read.
+      push: the message; its worker reads nothing until it is received.
+      arrived: workers with a waiting push; they have read their replies.
     """
     # A worker that has pushed since its reply has read it.
     others = self._reading.keys() - {push.worker, *arrived}
@@ -182,21 +167,17 @@ class TableServer:
     return False
 
   def has_read(self, worker: int) -> None:
-    """Records that a worker has read its last reply. A caller need not call
-    this before it passes the worker's next message, which implies it."""
+    """Records that a worker has read its last reply, which its next message
+    implies."""
     self._reading.pop(worker, None)
 
-  def _decoded(self, table: Table, keys: Keys, values: Any) -> Any:
-    """Returns values [n, ...], decoded if they are a packet."""
-    if isinstance(values, bytes):
-      return self._codec.unpack(values, len(keys), table.shape, table.dtype)
-    return values
+
 
   def _change(self, name: str, keys: Keys, values: Any) -> np.ndarray:
     """Returns the change of a table's rows by values; infinite if it is unknown
     before the function has applied them."""
     table = self.tables[name]
-    values = self._decoded(table, keys, values)
+    values = _decoded(self._codec, table, keys, values)
     if table.function.additive:
       return np.asarray(values, np.float64)
     return np.full(np.shape(values), np.inf)
@@ -208,16 +189,12 @@ class TableServer:
       self._receivers[push.worker].unpack(sent.keys)
 
   def _apply_deferred(self, clock: int) -> None:
-    """Applies the deferred messages of clocks that all workers have finished.
-
-    They are applied in the order of (clock, worker), so no bit depends on the
-    order of arrival. For functions that aggregate, the messages of a clock are
-    summed first.
-    """
+    """Applies the deferred messages of clocks that all workers have finished,
+    in the order of (clock, worker): no bit depends on the order of arrival."""
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
     due.sort(key=lambda each: each[:2])
-    if self._aggregates:
+    if self._aggregates:  # the messages of a clock are summed first
       for _, group in itertools.groupby(due, key=lambda each: each[0]):
         sent = [(worker, values) for _, worker, values in group]
         # No function that aggregates is additive, so `_apply` ignores which
@@ -237,7 +214,7 @@ class TableServer:
           raise ValueError(f"there is no table {name!r}; the tables: {known}")
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
-        values = self._decoded(table, keys, sent.values)
+        values = _decoded(self._codec, table, keys, sent.values)
         out[name] = table.read_keys(keys), values
         table.check_values(keys, values)
     except ValueError as error:
@@ -311,7 +288,7 @@ class TableServer:
     self, name: str, copies: KeyedRows, keys: Keys
   ) -> tuple[Keys, Keys]:
     """Splits keys into those with the largest relative change, within the
-    table's share of the budget, and the rest. Shares are by number of rows."""
+    table's share of the budget by number of rows, and the rest."""
     total = self._total or sum(map(len, self.tables.values()))
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
@@ -332,7 +309,7 @@ class TableServer:
 
   def by_value(self, worker: int, clock: int) -> Rows | None:
     """Returns the rows of which a worker's copies lack too much for a read at
-    `clock`, or None. Records that the worker is about to read (`has_read`)."""
+    `clock`, or None, and records that the worker is about to read them."""
     limit, tables = self.rules.limit(clock), {}
     self._reading[worker] = clock
     for name, copies in self._copies.of(worker).items():
@@ -358,9 +335,9 @@ class TableServer:
   def set_range(
     self, name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]]
   ) -> None:
-    """Sets the rows of a table to start <= key < stop: those of the server's
-    rows in that range, and `parts` from other shards. The clocks of all parts
-    must be equal, and no message deferred."""
+    """Sets the rows of a table to start <= key < stop: the server's rows in
+    that range, and `parts` of other shards, with equal clocks. No message may
+    be deferred."""
     rows = [KeyedRows.unpack(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
     self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
@@ -384,7 +361,6 @@ class TableServer:
     """Restores the packed state of a server with the same arguments."""
     for name, table in self.tables.items():
       table.unpack(tree["tables"][name])
-    # Workers that had left before the state was packed.
     for worker in set(self.workers) - set(tree["workers"]):
       self.leave(worker)
     self._copies.unpack(tree["copies"])
@@ -398,6 +374,13 @@ class TableServer:
       name: RangeClocks.unpack(each) for name, each in tree["clocks"].items()
     }
     self._reading, self.version = dict(tree["reading"]), tree["version"]
+
+
+def _decoded(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
+  """Returns values [n, ...], decoded if they are a packet."""
+  if isinstance(values, bytes):
+    return codec.unpack(values, len(keys), table.shape, table.dtype)
+  return values
 
 
 def _summed(messages: list[_Values]) -> _Values:

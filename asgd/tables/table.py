@@ -1,7 +1,7 @@
 """A table: rows by key, divided over the shards of a server."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -87,7 +87,14 @@ class Table:
     ]
     self._set(values.shape[1:], values.dtype, function, name, parts)
 
-  def _set(self, shape, dtype, function, name, parts):
+  def _set(
+    self,
+    shape: Sequence[int],
+    dtype: Any,
+    function: functions.RowFunction | None,
+    name: str,
+    parts: Iterable[tuple[Any, Any]],
+  ) -> None:
     """Sets the attributes of dense and sparse tables; parts are (keys,
     values)."""
     function = functions.add() if function is None else function
@@ -130,7 +137,7 @@ class Table:
     self._set(shape, np.dtype(dtype), function, name, parts)
     return self
 
-  def _columns(self, values):
+  def _columns(self, values: Any) -> dict[str, Any]:
     """Returns the columns of new rows: values, load, leaves of the state."""
     # Leaves of the state become columns, so that they move with their rows.
     leaves, self._structure = jax.tree.flatten(self.function.init(values))
@@ -148,7 +155,7 @@ class Table:
     except ValueError as error:
       raise ValueError(f"{self.name}: {error}") from None
 
-  def _routed(self, keys):
+  def _routed(self, keys: Keys) -> Iterator[tuple[KeyedRows, np.ndarray]]:
     """Yields (rows of a shard, positions of its keys in `keys`) for each shard
     with keys. A sparse table makes missing rows."""
     shards = self.ranges.shard_of(keys)
@@ -209,7 +216,7 @@ class Table:
       else:
         self._apply(rows, part, values[mine])
 
-  def _read_values(self, values):
+  def _read_values(self, values: Any) -> Any:
     """Returns values as an array of the table's dtype."""
     array = values if hasattr(values, "dtype") else np.asarray(values)
     if array.dtype == self.dtype:

@@ -18,7 +18,7 @@ from asgd.tables import requests, wire
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
 from asgd.tables.keys import Keys
-from asgd.tables.messages import Rows
+from asgd.tables.messages import Push, Rows
 from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
 from asgd.tables.settings import TableSettings, Values, Work
@@ -37,8 +37,7 @@ class TableWorker:
   It sends the requests that each step yields, and passes the replies to
   `sessions`.
 
-      join -> [PUSH]              resumes the last message of the incarnation
-      before
+      join -> [PUSH]              resumes an earlier incarnation's last message
       job  -> [PULL] [PULL] PUSH  waits for a clock, pulls, computes, pushes
   """
 
@@ -93,8 +92,8 @@ class TableWorker:
     return self._settings.rules.by_clock
 
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
-    """Takes the rows of a shard before the number `upto`, which must have
-    arrived. With `behind` the shard sent them before it had the worker's last
+    """Takes the rows of a shard before the number `upto`, all arrived; those
+    that are `behind` were sent before the shard had the worker's last
     message."""
     client = self._clients[shard]
     for data in self.sessions.take(shard, upto):
@@ -117,13 +116,10 @@ class TableWorker:
     have. If only some have it, and it was saved, it is sent to the others.
 
     Args:
-      saved: returns the saved message of an earlier incarnation that ends with
-        the given number of finished jobs, with the records of those jobs that
-        not all shards had acknowledged, at least one; None if there is no such
-        message.
-      begun: called with the record of each of these jobs before a request is
-        sent.
-      done: called with the record of each once all shards have its updates.
+      saved: (jobs done) -> the saved message of an earlier incarnation, with
+        the records of jobs that it had not reported, at least one; or None.
+      begun: called with each of these records before a request is sent.
+      done: called with each record once all shards have its updates.
     """
     shards = range(self._division.shards)
     yield {shard: self.sessions.ask(shard, JOIN) for shard in shards}
@@ -131,7 +127,7 @@ class TableWorker:
     counts = [reply.done for reply in self.sessions.replies]
     message = saved(max(counts))
     if message is None:
-      # Jobs that only some shards have are computed resend.
+      # Jobs that only some shards have are computed again.
       self.done = min(counts)
       return
     self.done = message.done
@@ -161,8 +157,7 @@ class TableWorker:
 
   @property
   def rests(self) -> bool:
-    """Whether the worker waits for the next division of the tables, as it has
-    ended the clock after which ranges move."""
+    """Whether the worker waits for the next division of the tables."""
     settings, division = self._settings, self._division
     every = settings.rebalance_every * settings.clock_every
     if not every or division.shards == 1 or self.next is None:
@@ -170,8 +165,8 @@ class TableWorker:
     return self.done >= (division.version + 1) * every
 
   def divide(self, cuts: Cuts) -> None:
-    """Takes the next division. All rows that shards sent must have arrived:
-    they are taken, and copies and updates move to the clients of their new
+    """Takes the next division. First it takes all rows that shards have sent,
+    which must have arrived; then rows move to the clients of their new
     shards."""
     for shard in range(self._division.shards):
       self.take(shard, self.sessions.available(shard))
@@ -242,6 +237,7 @@ class TableWorker:
         for shard, tables in asks.items()
       }
       self._take_replies(asks)
+
     # [3] Read the rows, compute, and add the updates to the clients' own.
     values, reads, oldest = self._read(keys, parts, clock)
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
@@ -251,35 +247,43 @@ class TableWorker:
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
+
     # [4] If the job ends a clock, push the updates of the clock to all shards.
     ends, pushes = settings.clock_of_message(self.done, self.jobs), []
     if ends is not None:
       last = self.done == self.jobs
       pushes = [x.flush(ends, everything=last) for x in self._clients]
-    # The record's residual is the RMS over shards of the clients' residuals.
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
-    if not pushes:  # reported with the message of the clock
-      self._records.append(self._with_bytes(record))
-      return
+    # The bytes of a push are counted for the job that ends the clock.
     asks = {
       shard: self.sessions.ask(shard, PUSH, push.clock, self.done, push.tables)
       for shard, push in enumerate(pushes)
     }
-    records = [*self._records, self._with_bytes(record)]
-    self._records = []
+    self._records.append(self._with_bytes(record))
+    if asks:
+      yield from self._push(pushes, asks, done, sends)
+
+  def _push(
+    self,
+    pushes: Sequence[Push],
+    asks: Asks,
+    done: Callable[[JobRecord], None],
+    sends: Callable[[ClockMessage], None],
+  ) -> Steps:
+    """Sends a push to each shard, and reports the records of its jobs."""
+    records, self._records = self._records, []
     shards = [
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(ClockMessage(ends, self.done, shards, records))
+    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
     yield asks
     for each in self._finish_push(records, asks):
       done(each)
 
   def _with_bytes(self, record: JobRecord) -> JobRecord:
-    """Returns a record with the bytes that were sent and taken since the last
-    one."""
+    """Returns a record with the bytes sent and taken since the last one."""
     up, down = self.sessions.count()
     return record._replace(
       bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
@@ -288,8 +292,8 @@ class TableWorker:
   def _finish_push(
     self, records: Sequence[JobRecord], shards: Iterable[int]
   ) -> list[JobRecord]:
-    """Takes the rows of shards' replies to a push. Returns the records of the
-    push, the last one with the size of the change."""
+    """Takes the rows of shards' replies to a push. Returns its records, the
+    last one with the size of the change."""
     for shard in shards:
       self.take(shard, self.sessions.replies[shard].upto, behind=True)
     *before, last = records

@@ -46,7 +46,8 @@ class JobCounter:
       self._given[peer] = incarnation, ask, number
     return number
 
-  def _new(self):
+  def _new(self) -> int | None:
+    """Returns a freed number, or else the next one; None if none is left."""
     if self._free:
       return heapq.heappop(self._free)
     if self._next >= self._jobs:

@@ -119,7 +119,8 @@ class Pairs(LivePeer):
       if self._lock_owner == self.index:
         self._lock_owner = None
 
-  def _receive_frame(self, frame):
+  def _receive_frame(self, frame: PeerFrame) -> None:
+    """Queues an ASK, stores a GRANT, or ends an exchange with an ANSWER."""
     if frame.kind == frames.ASK:
       self._queue.append(frame.sender)
     elif frame.kind == frames.GRANT:
@@ -131,7 +132,8 @@ class Pairs(LivePeer):
       self.rows.mix(0, [frame])
       self._lock_owner = None
 
-  def _step(self):
+  def _step(self) -> bool:
+    """Grants the lock, completes an exchange, or begins or ends a job."""
     # [1] Exchanges: grant the lock to the next in the queue, or complete the
     # exchange that this peer has initiated.
     if self._lock_owner is None and self._queue:

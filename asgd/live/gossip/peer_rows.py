@@ -109,7 +109,8 @@ class PeerJournal(WorkerJournal):
     self.begun = 0  # jobs of this incarnation
     super().__init__(*args)
 
-  def _note(self, event):
+  def _note(self, event: Event) -> None:
+    """Counts a row, which was read from the file or written."""
     super()._note(event)
     self.puts += event.action in PUTS
     self.incarnation += event.action == base.LEAVE

@@ -11,7 +11,7 @@ process dies.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -163,7 +163,11 @@ class ShardStore:
       raise store.Changed(self._folder / name)
     return wire.read(self._layout, body)
 
-  def _read_messages(self, evaluation):
+  def _read_messages(
+    self, evaluation: int
+  ) -> Iterator[tuple[tuple[int, int], Rows]]:
+    """Yields ((evaluation, job), rows) of an evaluation's messages, and removes
+    all other message files."""
     for path in self._folder.glob(f"{_MESSAGE}*"):
       if path.suffix:
         path.unlink()

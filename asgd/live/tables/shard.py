@@ -170,6 +170,7 @@ class ShardHost:
     return reply
 
   def _must_wait(self, request: Request) -> bool:
+    """Whether a pull or push must wait for other workers."""
     arrived = {
       worker
       for worker, each in self._waiting.items()

@@ -120,6 +120,7 @@ class WorkerHost:
       return REJECTED, 0
 
   def _run(self) -> str:
+    """Does jobs until one of the results of `run`, and returns it."""
     while True:
       # [1] Continue a join or job that waits for replies. After a return with
       # LOST, the replies of the other shards are still stored.
