@@ -1,4 +1,5 @@
-"""Reads the arguments of `simulate` and `train_live`; words their errors."""
+"""Reads the arguments of `simulate` and `train_live`, and adapts their errors.
+"""
 
 import contextlib
 import re
@@ -18,8 +19,8 @@ def read_recipe(recipe: Any, workers: int | None = None) -> Any:
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
-  of_settings = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
-  if of_settings and not isinstance(recipe, algorithms.Recipe):
+  has_protocol = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
+  if has_protocol and not isinstance(recipe, algorithms.Recipe):
     if workers is None:
       raise ValueError(
         f"the settings of {recipe.protocol} do not give the number of workers:"
@@ -28,9 +29,9 @@ def read_recipe(recipe: Any, workers: int | None = None) -> Any:
     checks.whole("workers", workers)
     return recipe
   if not isinstance(recipe, algorithms.Recipe):
-    asked = "such as asgd.dana_zero(0.01, workers=8)"
+    example = "such as asgd.dana_zero(0.01, workers=8)"
     raise ValueError(
-      f"the recipe must be one of asgd, {asked}, an asgd.Recipe or an optax"
+      f"the recipe must be one of asgd, {example}, an asgd.Recipe or an optax"
       f" transform, not {checks.shown(recipe)}"
     )
   if workers is None and recipe.workers is None:

@@ -259,8 +259,8 @@ def at_version(
 
     u = optimizer(eta(version)),   however many updates it has made itself
 
-  A worker knows that count from its ticket. A state that a server keeps for one
-  worker is updated less often than the server itself.
+  A worker knows the server's count from its ticket. A state that a server keeps
+  for one worker is updated less often than the server itself.
 
   Args:
     optimizer: takes a learning rate, as in `Optimizer`.
@@ -316,7 +316,8 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
   """Counts updates, and passes the count to a transform as `version`.
 
-  Optimizers of `at_version` get `version` from a server, or from this.
+  Optimizers of `at_version` need `version` from a server; without a server,
+  this transform supplies it.
 
   Args:
     tx: whose update may read the extra arg `version`, int32[].

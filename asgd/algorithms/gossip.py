@@ -15,7 +15,7 @@ from typing import Any
 import optax
 
 from asgd import base, checks, compression, gossip
-from asgd.algorithms.local_work import displacements, of_worker
+from asgd.algorithms.local_work import displacement_recipe, local_optimizer
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
 from asgd.gossip import rules, topologies
@@ -365,8 +365,8 @@ def local_d_psgd(
     >>> asgd.local_d_psgd(0.1, workers=8, steps=4).steps
     4
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)
 
 

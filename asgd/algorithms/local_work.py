@@ -18,7 +18,7 @@ from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
 from asgd.transforms import scale_by_sent_rate
 
 
-def of_worker(
+def local_optimizer(
   optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
 ):
   """Returns a worker's optimizer: SGD behind `first`, or the given one."""
@@ -31,7 +31,7 @@ def of_worker(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
   """A recipe whose workers send the start minus the end of their steps."""
   checks.whole("steps", steps)
 
@@ -61,16 +61,18 @@ def downpour(
 
   A job is gcd(n_fetch, n_push) batches. If that is fewer than n_push, the jobs
   between two pushes send zeros, which are no update and count no bytes. The
-  staleness of a push is that of its last ticket; if each job pushes, it does
-  not count the worker's own updates since its ticket.
+  staleness of a push counts the updates since its last ticket. If each job
+  pushes, the worker's own updates among them do not count.
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
       parameter by it, whatever the gradient.
     workers: N.
-    weight_decay: at the server, of each of the gradients in a push.
-    fetch_every: n_fetch, in batches; None is n_push, or the order's number. An
-      order with another number or a cache is refused.
+    weight_decay: 0 or more; the server adds weight_decay * params to a push,
+      once for each of its gradients.
+    fetch_every: n_fetch, in batches; None is n_push, or the order's
+      fetch_every. An order with another fetch_every, or with a cache, is
+      refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       otherwise a tenth of it, because Adagrad's is too large.
@@ -184,8 +186,8 @@ def model_averaging(
     5.0 8.0
     6.0 5.5
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps, keep_state=keep_state)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacement_recipe(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
 
@@ -236,7 +238,7 @@ def easgd(
   checks.portion("moving_rate", moving_rate)
   checks.whole("steps", steps)
   common = learning_rate, momentum, weight_decay
-  tx = of_worker(optimizer, *common, nesterov=True)
+  tx = local_optimizer(optimizer, *common, nesterov=True)
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -319,7 +321,7 @@ def diloco(
       decay_weights(weight_decay),
       scale_by_sent_rate(learning_rate),
     )
-  recipe = displacements(base.as_algorithm(outer), inner, steps)
+  recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
 
@@ -369,6 +371,6 @@ def fedasync(
   del workers
   s = transforms.make_discount(discount, decay, grace)
   pull = transforms.add_proximal_pull(proximal)
-  tx = of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
+  tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
-  return displacements(algorithm, tx, steps)._replace(mixes=True)
+  return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)
