@@ -13,7 +13,7 @@ from asgd.problems import own
 
 
 def read_recipe(recipe: Any, workers: int | None = None) -> Any:
-  """Returns what a caller gave as recipe, as a Recipe for `workers` workers.
+  """Returns a caller's `recipe` argument as a Recipe for `workers` workers.
   Settings of tables or of Sandblaster are returned as they are."""
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
@@ -65,6 +65,7 @@ def check_travels(given: own.Objects) -> None:
   """Raises ValueError for an object that cannot be sent to other processes."""
   from ray import cloudpickle
 
+  # Pickle the parts one by one, to name the one that fails.
   state = given.__getstate__()
   parts = {
     "the loss": [state["_loss"], state["_pieces"]],
@@ -89,6 +90,7 @@ def in_words_of_calls() -> Iterator[None]:
     for old, new in _WORDS:
       text = text.replace(old, new)
     text = re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
+    # A subclass with other arguments cannot be rebuilt from a text.
     plain = type(error).__init__ is ValueError.__init__
     if text == str(error) or not plain:
       raise

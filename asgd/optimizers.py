@@ -117,6 +117,7 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
     >>> "adamw" in optimizers.known(), "momo" in optimizers.known()
     (True, False)
   """
+  # A name of optax replaces the same name of optax.contrib.
   both = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
   return types.MappingProxyType({
     name: maker
@@ -168,6 +169,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     arguments = {"learning_rate": learning_rate, **options}
     return names.call("optimizer", name, maker, arguments)
 
+  # A partial of optax.sgd lets `momentum_of` recognise plain SGD.
   if maker is optax.sgd:
     return functools.partial(maker, **options)
   vars(optimizer)["searches"] = maker is lbfgs
@@ -195,6 +197,7 @@ def check(optimizer: Optimizer) -> None:
     loss: dict[str, Any] = {}
     if getattr(optimizer, "searches", False):
       loss = {"value": 0.0, "value_fn": lambda w: jnp.sum(w["w"])}
+    # Trace only: nothing is computed.
     updates, _ = jax.eval_shape(
       lambda w: tx.update(w, tx.init(w), w, **loss), like
     )
@@ -279,6 +282,7 @@ def at_version(
   """
   if not callable(learning_rate):
     return optax.with_extra_args_support(optimizer(learning_rate))
+  # inject_hyperparams calls a StatefulSchedule with the extra args of update.
   injected = optax.inject_hyperparams(
     lambda learning_rate: optimizer(learning_rate)
   )
@@ -313,7 +317,7 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
   """Counts updates, and passes the count to a transform as `version`.
 
-  It does for optimizers of `at_version` what a server does.
+  Optimizers of `at_version` get `version` from a server, or from this.
 
   Args:
     tx: whose update may read the extra arg `version`, int32[].

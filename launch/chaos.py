@@ -156,6 +156,7 @@ def _simulate() -> None:
     if given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
   room = _F["protocol"].value
+  # The seed draws the faults, too, so --faults can name them by index.
   drawn = explore.drawn(first, room)
   if numbers is not None:
     there = len(drawn.faults)
@@ -212,6 +213,7 @@ def main() -> None:
   protocols = {
     cell.name: protocol.of(exp.runs[cell.label]) for cell in exp.cells
   }
+  # [1] Train in other processes, which this one kills.
   victim = chaos.Victim(out, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
@@ -220,6 +222,7 @@ def main() -> None:
     raise flags.Failed(f"chaos: {error}") from error
   finally:
     victim.end()
+  # [2] Audit the results, unless the training itself failed.
   status = victim.process.returncode
   if status not in (0, flags.INCOMPLETE):  # the audit reports what is missing
     raise flags.Failed(f"chaos: asgd train ended with status {status}")

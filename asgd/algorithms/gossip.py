@@ -121,6 +121,7 @@ def d2(
   """
   checks.flag("lazy", lazy)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # D2 corrects updates, not gradients: it comes after the optimizer.
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
   built = topologies.build(topology, workers)
@@ -271,6 +272,7 @@ def choco_sgd(
   chosen = _codec(codec, error_feedback=False)
   built = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", built)
+  # With delta <= 0 errors may grow without bound.
   delta = chosen.delta
   if delta is not None and delta <= 0:
     raise ValueError(
@@ -313,8 +315,9 @@ def threshold_sharing(
     u_i = -eta v_i;   q_i = codec(u_i);   x <- x + (1 / N) sum_j q_j
 
   All peers begin with the same parameters and receive all messages, so their
-  parameters stay equal. What a codec leaves out of an update is added to the
-  next one (error feedback), as in Strom's method with its threshold.
+  parameters stay equal. The part of an update that a codec leaves out is
+  added to the next update (error feedback), as in Strom's method with its
+  threshold.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.

@@ -110,12 +110,14 @@ def downpour(
   fetch_every = push_every if fetch_every is None else fetch_every
   checks.whole("fetch_every", fetch_every)
   steps = math.gcd(fetch_every, push_every)
+  # Plain SGD at the server needs no smaller local rate.
   plain = optimizer and optimizers.momentum_of(optimizer) is not None
   fraction = 0.1 if local_rate is None and not plain else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
   tx = optax.chain(optax.scale(fraction), scale_by_sent_rate(local_rate))
   server = optax.chain(
+    # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
     (optimizer or _adagrad)(learning_rate),
   )

@@ -107,6 +107,7 @@ def gap_aware(
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
+  # The transform decides for plain SGD; other optimizers use "updates".
   plain = optimizer is None or optimizers.momentum_of(optimizer) is not None
   tx = transforms.gap_aware(
     at_server(learning_rate, momentum, optimizer=optimizer),

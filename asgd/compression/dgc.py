@@ -122,15 +122,18 @@ def dgc(
     old = jax.tree.leaves(state.velocity), jax.tree.leaves(state.residual)
     rows = []
     for g, u, v in zip(grads, *old, strict=True):
+      # [1] Momentum correction: accumulate velocities, not gradients.
       u = momentum * (u + g) if nesterov else momentum * u + g
       out = u + g if nesterov else u
       if g.ndim < 2 or not g.size:  # sent in full
         rows.append((leaves.as_leaf(out.reshape(-1), g), u, v))
         continue
       v = v + out
+      # [2] Select the largest elements, at the density of the current stage.
       counts = [count_of(each, g.size) for each in densities]
       mask = largest(v.reshape(-1), jnp.asarray(counts, jnp.int32)[stage])
       code = leaves.as_leaf(kept(v.reshape(-1), mask), g)
+      # [3] Factor masking: forget velocity and residual of sent elements.
       rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
       rows.append((code, *rest))
     codes, velocity, residual = (

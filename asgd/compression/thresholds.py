@@ -177,6 +177,7 @@ def _make(first, adapt, residual_clip, clip_every):
       flat = leaves.wide(x).reshape(-1)
       level = tau.astype(flat.dtype)
       above, below = flat > level, flat < -level
+      # 1 above tau, -1 below -tau, otherwise 0.
       symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
@@ -185,6 +186,7 @@ def _make(first, adapt, residual_clip, clip_every):
     return code, ThresholdState(state.count + 1, tau, density)
 
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
+    # Between two clippings the bound is infinite.
     due = state.count % clip_every == 0
     bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
 

@@ -197,6 +197,7 @@ class CellTable:
     """Returns the value of a cell; infinite if it diverged without one."""
     if (column, key) not in self._values:
       value = self._make(column, self._cells[key])
+      # A diverged run counts as infinitely far, late and large.
       if not math.isfinite(value) and self.diverged(*key):
         value = math.inf
       self._values[column, key] = value
@@ -231,6 +232,7 @@ def _reach(done, loss):
   arrays = cell_files.read_records(done.place)
   records = base.Records(*(arrays[key] for key in base.Records._fields))
   # Simulated time starts at 0, a live run's before its first ticket.
+  # The time to a loss counts from the beginning of the training.
   seconds = done.result.get("seconds")
   began = 0.0 if seconds is None else float(records.time[-1]) - seconds
   run = predict.Outcome(began, records, math.nan)

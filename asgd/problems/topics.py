@@ -210,12 +210,16 @@ class _Model:
     of_docs, words, totals = counts
     row, word, old, valid, uniform = position
     one = valid.astype(words.dtype)
+    # [1] Remove the word from the counts.
     of_docs = of_docs.at[row, old].add(-one)
     words, totals = words.at[word, old].add(-one), totals.at[old].add(-one)
+    # [2] Weigh each topic.
     weights = (of_docs[row] + self._alpha) * self.shares(words[word], totals)
     below = jnp.cumsum(weights)
+    # [3] Draw one by inversion; rounding may exceed the last index.
     drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
     new = jnp.where(valid, drawn, old).astype(old.dtype)
+    # [4] Add the word to the counts of its new topic.
     of_docs = of_docs.at[row, new].add(one)
     words, totals = words.at[word, new].add(one), totals.at[new].add(one)
     return (of_docs, words, totals), new

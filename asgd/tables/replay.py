@@ -133,6 +133,7 @@ class _Incarnation:
       return True
     if not self._starts or worker.next is None or worker.rests:
       return False
+
     # [2] Start the next job on the rows that its trace row counts.
     event = self._starts[0]
     upto = [int(number) for number in event.totals]

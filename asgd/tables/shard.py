@@ -107,8 +107,8 @@ class TableShard:
 
   def event(self, request: Request, time: float) -> Event:
     """Returns the trace row of a request."""
-    kind, worker, life, number, *_ = request
-    fields = (NO_SEQ, life) if kind == JOIN else (number, request.done)
+    kind, worker, incarnation, number, *_ = request
+    fields = (NO_SEQ, incarnation) if kind == JOIN else (number, request.done)
     totals: tuple[float, ...] = ()
     if kind == MOVE:
       fields = NO_SEQ, number
