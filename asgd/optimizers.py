@@ -21,6 +21,7 @@ from asgd import names, rates
 from asgd.checks import line_of, shown
 
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+OptimizerLike = Optimizer | str | Mapping[str, Any] | None  # see `named`
 
 # Optimizers that need more than a gradient (values, keys, gradients of single
 # examples) or another transform. `lbfgs` below replaces optax.lbfgs.

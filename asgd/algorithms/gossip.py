@@ -20,6 +20,7 @@ from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
 from asgd.gossip import rules, topologies
 from asgd.gossip.orders import check_pairs
+from asgd.optimizers import OptimizerLike
 
 _Topology = str | Mapping[str, Any] | gossip.Topology
 _Codec = str | Mapping[str, Any] | compression.Codec | None
@@ -39,8 +40,9 @@ def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
 
 
 def d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, adapt_first=False, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  adapt_first: bool = False, optimizer: OptimizerLike = None
 ) -> Recipe:
   """D-PSGD: each peer averages with its neighbours while it computes.
 
@@ -82,8 +84,9 @@ def d_psgd(
 
 
 def d2(
-  learning_rate, workers, *, topology: _Topology = _RING, lazy=True,
-  momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, lazy: bool = True, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """D2: D-PSGD with a correction for peers whose data differ.
 
@@ -138,8 +141,9 @@ def d2(
 
 
 def ad_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """AD-PSGD: a peer that ends a job averages with one neighbour; none waits.
 
@@ -173,8 +177,10 @@ def ad_psgd(
 
 
 def sgp(
-  learning_rate, workers, *, topology: _Topology = "one_peer_exponential",
-  overlap=0, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = "one_peer_exponential", overlap: int = 0,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Stochastic gradient push: SGD with push-sum, on any directed graph.
 
@@ -220,8 +226,10 @@ def sgp(
 
 
 def choco_sgd(
-  learning_rate, workers, *, codec: _Codec = None, gamma: float | None = None,
-  topology: _Topology = _RING, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  gamma: float | None = None, topology: _Topology = _RING,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """CHOCO-SGD: peers send, compressed, the difference to their public copies.
 
@@ -298,8 +306,9 @@ def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
 
 
 def threshold_sharing(
-  learning_rate, workers, *, codec: _Codec = None, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Decentralised threshold sharing: every peer applies every message.
 
@@ -336,8 +345,9 @@ def threshold_sharing(
 
 
 def local_d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, steps=8, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, steps: int = 8, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Local SGD on a graph: H local steps of each peer between two averages.
 

@@ -15,6 +15,7 @@ from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
+from asgd.optimizers import OptimizerLike
 from asgd.transforms import scale_by_sent_rate
 
 
@@ -44,9 +45,10 @@ def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
 
 
 def downpour(
-  learning_rate, workers, *, weight_decay=0.0, fetch_every: int | None = None,
-  push_every=1, local_rate: optax.ScalarOrSchedule | None = None,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, fetch_every: int | None = None,
+  push_every: int = 1, local_rate: optax.ScalarOrSchedule | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
@@ -143,8 +145,9 @@ def _adagrad(learning_rate) -> optax.GradientTransformation:
 
 
 def model_averaging(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  keep_state=True, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, keep_state: bool = True,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Local SGD: all workers take local steps, then the server averages models.
 
@@ -192,8 +195,9 @@ def model_averaging(
 
 
 def easgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  moving_rate=0.9, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, moving_rate: float = 0.9,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
 
@@ -250,8 +254,10 @@ def easgd(
 
 
 def diloco(
-  learning_rate, workers, *, weight_decay=0.1, steps=500, outer_rate=0.7,
-  outer_momentum=0.9, optimizer=None, outer_optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.1, steps: int = 500, outer_rate: float = 0.7,
+  outer_momentum: float = 0.9, optimizer: OptimizerLike = None,
+  outer_optimizer: OptimizerLike = None
 ) -> Recipe:
   """DiLoCo: AdamW at the workers, Nesterov's momentum at the server.
 
@@ -326,9 +332,10 @@ def diloco(
 
 
 def fedasync(
-  learning_rate, workers, *, weight_decay=0.0, steps=10, mixing=0.6,
-  discount="polynomial", decay: float | None = None, grace=4, proximal=0.0,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, steps: int = 10, mixing: float = 0.6,
+  discount: str = "polynomial", decay: float | None = None, grace: int = 4,
+  proximal: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """FedAsync: the server mixes in a worker's model, less if it is stale.
 
