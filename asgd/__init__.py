@@ -9,9 +9,9 @@
 `simulate` and `train_live` train your own loss; `replay` recomputes a live run.
 Recipes, such as `dana_zero`, are functions of a learning rate and a number of
 workers. The transforms inside them, such as `delay_compensation`, can be used
-in your own optax chains. All of them are in `asgd.transforms`, and here unless
-a recipe has the same name (`gap_aware` is the recipe, `transforms.gap_aware`
-its transform).
+in your own optax chains. All of them are in `asgd.transforms`, and most
+also in `asgd`. A name that a recipe and a transform share is the recipe here:
+`asgd.gap_aware` is the recipe, `asgd.transforms.gap_aware` its transform.
 
     order -> ticket -> message -> delay -> update -> record
 
@@ -85,9 +85,9 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
 
   __version__: str
 
-_RECIPES_ROOM = "algorithms"  # each of its recipes is a function of `asgd`
+_RECIPES_MODULE = "algorithms"  # each of its recipes is a function of `asgd`
 _HOMES = {  # module -> those of its names that are also names of `asgd`
-  _RECIPES_ROOM: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
+  _RECIPES_MODULE: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
   "base": (
     *("Algorithm", "Delay", "Records", "Report", "Server", "ServerState"),
     *("Ticket", "Trace", "Variables", "Worker", "as_algorithm"),
@@ -101,11 +101,13 @@ _HOMES = {  # module -> those of its names that are also names of `asgd`
   ),
   "worker": ("elastic_worker", "gradient_worker", "local_worker"),
 }
-_ROOMS = (
+_MODULES = (
   *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
   *("orders", "problems", "simulator", "transforms"),
 )
-_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+_HOME_OF = {
+  name: module for module, names in _HOMES.items() for name in names
+}
 
 
 def _attribute(name: str) -> Any:
@@ -133,14 +135,14 @@ if not TYPE_CHECKING:  # to a type checker an unknown name is an error
 
 def _imported(name: str) -> Any:
   """Returns a submodule, a name of `_HOMES`, a recipe or the list of names."""
-  room = importlib.import_module
+  load = importlib.import_module
   if util.find_spec(f"asgd.{name}"):
-    return room(f"asgd.{name}")
+    return load(f"asgd.{name}")
   if name in _HOME_OF:
-    return getattr(room(f"asgd.{_HOME_OF[name]}"), name)
-  algorithms = room(f"asgd.{_RECIPES_ROOM}")
+    return getattr(load(f"asgd.{_HOME_OF[name]}"), name)
+  algorithms = load(f"asgd.{_RECIPES_MODULE}")
   if name == "__all__":
-    return [*_HOME_OF, *_ROOMS, *algorithms.ALL, "__version__"]
+    return [*_HOME_OF, *_MODULES, *algorithms.ALL, "__version__"]
   if name not in algorithms.ALL:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return algorithms.called(name)

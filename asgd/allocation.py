@@ -74,12 +74,14 @@ def in_proportion(
   fastest = max(speeds)  # divide by it first: the sum could be infinite
   parts = [speed / fastest for speed in speeds]
   scale = units / math.fsum(parts)
+  # [1] Round proportional parts down, but to at least one unit.
   parts = [min(max(int(part * scale), 1), limit) for part in parts]
   # Raising parts to one unit may exceed the total: take units back, each from
   # the worker that takes longest.
   while sum(parts) > units:
     busy = [(parts[i] / speeds[i], i) for i in range(workers) if parts[i] > 1]
     parts[max(busy)[1]] -= 1
+  # [2] Give the remaining units, each to the worker that would finish it first.
   heap = [((parts[i] + 1) / speeds[i], i) for i in range(workers)]
   heapq.heapify(heap)
   for _ in range(units - sum(parts)):

@@ -136,7 +136,7 @@ class Report(NamedTuple):
 
 
 class Server(NamedTuple):
-  """The single place where staleness is measured; three pure functions.
+  """Measures staleness, alone in the library; three pure functions.
 
   `sends_current` says that a ticket's parameters are the server's own, so a
   runtime may hand out a reference instead of calling a compiled `send`.

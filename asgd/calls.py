@@ -1,4 +1,5 @@
-"""Reads the arguments of `simulate` and `train_live`; words their errors."""
+"""Reads the arguments of `simulate` and `train_live`, and adapts their errors.
+"""
 
 import contextlib
 import re
@@ -13,13 +14,13 @@ from asgd.problems import own
 
 
 def read_recipe(recipe: Any, workers: int | None = None) -> Any:
-  """Returns what a caller gave as recipe, as a Recipe for `workers` workers.
+  """Returns a caller's `recipe` argument as a Recipe for `workers` workers.
   Settings of tables or of Sandblaster are returned as they are."""
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
-  of_settings = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
-  if of_settings and not isinstance(recipe, algorithms.Recipe):
+  has_protocol = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
+  if has_protocol and not isinstance(recipe, algorithms.Recipe):
     if workers is None:
       raise ValueError(
         f"the settings of {recipe.protocol} do not give the number of workers:"
@@ -28,9 +29,9 @@ def read_recipe(recipe: Any, workers: int | None = None) -> Any:
     checks.whole("workers", workers)
     return recipe
   if not isinstance(recipe, algorithms.Recipe):
-    asked = "such as asgd.dana_zero(0.01, workers=8)"
+    example = "such as asgd.dana_zero(0.01, workers=8)"
     raise ValueError(
-      f"the recipe must be one of asgd, {asked}, an asgd.Recipe or an optax"
+      f"the recipe must be one of asgd, {example}, an asgd.Recipe or an optax"
       f" transform, not {checks.shown(recipe)}"
     )
   if workers is None and recipe.workers is None:
@@ -65,6 +66,7 @@ def check_travels(given: own.Objects) -> None:
   """Raises ValueError for an object that cannot be sent to other processes."""
   from ray import cloudpickle
 
+  # Pickle the parts one by one, to name the one that fails.
   state = given.__getstate__()
   parts = {
     "the loss": [state["_loss"], state["_pieces"]],
@@ -89,6 +91,7 @@ def in_words_of_calls() -> Iterator[None]:
     for old, new in _WORDS:
       text = text.replace(old, new)
     text = re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
+    # A subclass with other arguments cannot be rebuilt from a text.
     plain = type(error).__init__ is ValueError.__init__
     if text == str(error) or not plain:
       raise

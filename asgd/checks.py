@@ -108,10 +108,11 @@ def whole(
 
 
 def multiple(count: int, things: str, size: int, groups: str) -> None:
-  """Raises ValueError, naming the nearest counts, unless groups divide `count`.
+  """Raises ValueError unless `count` is a multiple of `size`.
 
-  `things` is a plural such as "messages"; `groups`, of `size` things each, is a
-  text such as "rounds of {} workers".
+  The error names the nearest multiples. `things` is a plural such as
+  "messages". `groups` is a text for `size` of them, such as "rounds of {}
+  workers".
   """
   if count % size:
     below = count - count % size
@@ -190,7 +191,7 @@ def is_zero(value: float) -> bool:
   return not isinstance(value, jax.Array) and value == 0
 
 
-def batch_of(whose: str) -> contextlib.AbstractContextManager[None]:
+def blame_batch(whose: str) -> contextlib.AbstractContextManager[None]:
   """Returns a context whose errors name `whose` batch could not be made. The
   maker may be a user's function; a ValueError passes unchanged."""
   return user_code(

@@ -81,6 +81,7 @@ def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
   leaves = jax.tree.leaves(weights)
   whole = len(leaves) * max((x.size for x in leaves), default=0)
   alike = all(x.dtype == jnp.float32 for x in leaves)
+  # Without partitionable threefry, a number depends on the shape, too.
   if 0 < whole <= _AT_ONCE and alike and jax.config.jax_threefry_partitionable:
     return _draw_rows(key, weights)
   return optax.tree.random_like(key, weights)
@@ -152,6 +153,7 @@ def _growth(server, worker, workers, rows, curvature):
       after, message, _ = worker.work(own, ticket, curvature, key)
       return server.receive(state, ticket, message)[0], (after, ticket)
 
+    # One event of the order, for worker w.
     state, place = jax.lax.cond(action == base.SEND, send, receive)
     places = jax.tree.map(lambda x, y: x.at[w].set(y), places, place)
     return (state, places), jnp.abs(state.params)

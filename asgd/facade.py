@@ -326,7 +326,7 @@ def replay(
 def _imported(
   folder: Path, was: Mapping[str, Any]
 ) -> tuple[Any, ...]:
-  """What was given to a run, by the names that its folder has."""
+  """Returns (loss, params, data, recipe) by the names in a run's folder."""
   parts = {
     key: descriptions.importable(was[key]) for key in ("loss", "params", "data")
   }
@@ -346,7 +346,7 @@ def _imported(
 def _config(
   given: own.Objects, name: str, options: RunOptions
 ) -> dict[str, Any]:
-  """The config of an experiment whose one run was given objects."""
+  """Returns the config of an experiment with one run, of given objects."""
   recipe, messages = given.recipe, options.messages
   made = getattr(recipe, "made", None)
   label = made.name if made and made.name.isidentifier() else "run"
@@ -409,6 +409,7 @@ def train(
       raise ValueError(
         f"unknown argument {key!r}; further ones are {', '.join(known)}"
       )
+  # [1] Make an experiment with one cell.
   whole = _config(given, name, options._replace(every=every)) | dict(config)
   experiment = cells.build(whole, engines={name: kind}, dataset=given)
   (cell,), machine = experiment.cells, options.machine or _machine()
@@ -419,6 +420,8 @@ def train(
   kept: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
+    # [2] Open its folder. A live run needs one for its journals, even if the
+    # caller keeps nothing.
     workdir, cell_folder = None, None
     if kept_in is None and kind.journaled:
       kept_in = stack.enter_context(
@@ -433,12 +436,14 @@ def train(
         plan.messages, describe=lambda name, row: kind.describe(row)
       )
       stack.callback(bar.close)
+    # [3] Train the cell.
     loop.train(
       *(experiment, cell, workdir),
       bar=bar,
       machine=machine,
       ended=lambda *what: kept.extend(what),
     )
+    # [4] Collect its results.
     if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
     if not kept and cell_folder is not None:  # the cell had finished before

@@ -60,7 +60,7 @@ Jaxpr = find("jax.extend.core.Jaxpr")
 Literal = find("jax.extend.core.Literal")
 jaxpr_as_fun = find("jax.extend.core.jaxpr_as_fun")
 jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
-# Tells whether two calls are inside the same trace (jit, scan or grad).
+# Shows whether two calls are inside the same trace (jit, scan or grad).
 get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
 
 

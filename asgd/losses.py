@@ -59,6 +59,7 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
       f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
       " arguments with functools.partial"
     )
+  # An optional third argument gets a key only if its name says so.
   return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
 
 
@@ -92,6 +93,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
     out = loss(params, batch, key) if takes_key else loss(params, batch)
+    # Every other value is taken as the loss itself, and checked below.
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     value, aux = out if pair else (out, Aux(()))
     _check_value(value)

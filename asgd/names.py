@@ -54,6 +54,7 @@ def imports(value: Any) -> Iterator[str]:
   elif is_import(value):
     for text in map(str.strip, value.split(",")):
       if all(part.isidentifier() for part in text.replace(":", ".").split(".")):
+        # A text without a colon is no import, so it is yielded 0 times.
         yield from [text] * is_import(text)
 
 
@@ -141,6 +142,7 @@ def _kind(cls: Any) -> type | None:
 def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
   """Raises ValueError if a value is plain data of a kind that the parameter's
   annotation (or, without one, its default) does not allow."""
+  # Without an annotation the type of the default decides.
   wanted, empty = parameter.annotation, parameter.empty
   if wanted is empty:
     wanted = empty if parameter.default is None else type(parameter.default)
@@ -185,6 +187,8 @@ def call(
   parameters = inspect.signature(maker).parameters
   try:
     return maker(**kwargs)
+  # Only a failed call is searched for a value of the wrong kind: a maker may
+  # accept more than its annotations.
   except (TypeError, AttributeError):
     for key in kwargs.keys() & parameters.keys():
       _check_kind(key, kwargs[key], parameters[key])

@@ -21,6 +21,7 @@ from asgd import names, rates
 from asgd.checks import line_of, shown
 
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+OptimizerLike = Optimizer | str | Mapping[str, Any] | None  # see `named`
 
 # Optimizers that need more than a gradient (values, keys, gradients of single
 # examples) or another transform. `lbfgs` below replaces optax.lbfgs.
@@ -116,6 +117,7 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
     >>> "adamw" in optimizers.known(), "momo" in optimizers.known()
     (True, False)
   """
+  # A name of optax replaces the same name of optax.contrib.
   both = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
   return types.MappingProxyType({
     name: maker
@@ -167,6 +169,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     arguments = {"learning_rate": learning_rate, **options}
     return names.call("optimizer", name, maker, arguments)
 
+  # A partial of optax.sgd lets `momentum_of` recognise plain SGD.
   if maker is optax.sgd:
     return functools.partial(maker, **options)
   vars(optimizer)["searches"] = maker is lbfgs
@@ -194,6 +197,7 @@ def check(optimizer: Optimizer) -> None:
     loss: dict[str, Any] = {}
     if getattr(optimizer, "searches", False):
       loss = {"value": 0.0, "value_fn": lambda w: jnp.sum(w["w"])}
+    # Trace only: nothing is computed.
     updates, _ = jax.eval_shape(
       lambda w: tx.update(w, tx.init(w), w, **loss), like
     )
@@ -256,8 +260,8 @@ def at_version(
 
     u = optimizer(eta(version)),   however many updates it has made itself
 
-  A worker knows that count from its ticket. A state that a server keeps for one
-  worker is updated less often than the server itself.
+  A worker knows the server's count from its ticket. A state that a server keeps
+  for one worker is updated less often than the server itself.
 
   Args:
     optimizer: takes a learning rate, as in `Optimizer`.
@@ -278,6 +282,7 @@ def at_version(
   """
   if not callable(learning_rate):
     return optax.with_extra_args_support(optimizer(learning_rate))
+  # inject_hyperparams calls a StatefulSchedule with the extra args of update.
   injected = optax.inject_hyperparams(
     lambda learning_rate: optimizer(learning_rate)
   )
@@ -312,7 +317,8 @@ def counting(
 ) -> optax.GradientTransformationExtraArgs:
   """Counts updates, and passes the count to a transform as `version`.
 
-  It does for optimizers of `at_version` what a server does.
+  Optimizers of `at_version` need `version` from a server; without a server,
+  this transform supplies it.
 
   Args:
     tx: whose update may read the extra arg `version`, int32[].

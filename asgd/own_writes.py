@@ -125,12 +125,16 @@ def own_writes(
     # The server's state may depend on the first parameters.
     first = server.init(ticket.params)
     own = optax.tree.where(state.begun, state.own, first)
+    # [1] A fresh ticket replaces the copy's parameters.
     own = optax.tree.where(ticket.fresh, _fetched(server, own, ticket), own)
+    # [2] The job reads the ticket, or on a kept ticket the copy.
     params = server.send(own, ticket.worker).params
     params = optax.tree.where(ticket.fresh, ticket.params, params)
     read = ticket._replace(params=params)
+    # [3] The wrapped worker computes its message.
     inner, message, metrics = worker.work(state.inner, read, batch, key)
     # A worker's message is not stale for its own copy.
+    # [4] The copy receives what the server will decode.
     mine = ticket._replace(version=own.version, params=params)
     own, _ = server.receive(own, mine, decoded(message))
     return OwnState(inner, own, jnp.bool_(True)), message, metrics

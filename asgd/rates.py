@@ -105,6 +105,7 @@ def warmup_steps(
   if not warmup and not boundaries:
     return peak
   counts = collections.Counter(map(int, boundaries))
+  # A boundary that is given twice multiplies the rate by factor^2.
   drops = optax.piecewise_constant_schedule(
     peak, {at - warmup: factor**count for at, count in counts.items()}
   )
@@ -195,8 +196,10 @@ def named(
       _updates("boundaries_and_scales", float(at) * unit): factor
       for at, factor in given["boundaries_and_scales"].items()
     }
+  # optax has three names for the peak; a schedule takes one of them.
   wanted = [key for key in _PEAKS if key in parameters][:1]
   given = {**dict.fromkeys(wanted, peak), **given}
+  # A warm-up starts at 0, unless the options say otherwise.
   if "peak_value" in parameters:
     given.setdefault("init_value", 0.0)
     if "init_value" not in parameters:

@@ -79,6 +79,7 @@ def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   rest = memoryview(content)
   with replacing(path, disk) as file:
     while rest:
+      # A write may be partial.
       rest = rest[disk.write(file.fileno(), rest) :]
 
 
@@ -133,6 +134,7 @@ def make_folder(path: Path) -> None:
   try:
     path.mkdir()
   except FileExistsError:
+    # Opening it checks that it is a folder and no link.
     os.close(_open_folder(path))
 
 
@@ -153,6 +155,8 @@ def hold_folder(path: Path) -> int:
   path.parent.mkdir(parents=True, exist_ok=True)
   with contextlib.suppress(FileExistsError):
     path.mkdir(mode=0o700)
+  # The descriptor keeps the folder that was checked, whatever happens at the
+  # path.
   held = _open_folder(path)
   if os.fstat(held).st_uid != os.geteuid():
     os.close(held)

@@ -329,6 +329,7 @@ def make_server(
     if every > 1:
       total = jax.tree.map(jnp.zeros_like, params)
       oldest = base.Ticket(version, version, params, jnp.bool_(True))
+    # `at_server` transforms get weights only; statistics are not scaled.
     message_state = scale.init(base.weights_of(params))
     inbox = PendingUpdate(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
@@ -347,9 +348,11 @@ def make_server(
     state: base.ServerState, ticket: base.Ticket, message: optax.Updates
   ) -> tuple[base.ServerState, base.Report]:
     delay = _delay(state, ticket)
+    # Measure against the ticket before the update changes the parameters.
     distance = gap(state.params, ticket.params)
     message_norm = rms(base.weights_of(message))
     accepted = gate(delay, message)
+    # Without a gate there is nothing to decide: no `cond` is compiled.
     if gate is accept_all:
       state, update_norm = accept(state, ticket, message)
     else:
@@ -404,6 +407,7 @@ def _update_reads_sent(
 
   zeros = [np.zeros(shape, dtype) for shape, dtype in shapes]
   params = jax.tree.unflatten(structure, zeros)
+  # The second half of the inputs are the sent parameters.
   made = jax.make_jaxpr(update)(params, params).jaxpr
   sent = made.invars[len(made.invars) // 2 :]
   return any(x is y for eqn in made.eqns for x in eqn.invars for y in sent)
@@ -446,6 +450,8 @@ def _make_accept(
   ) -> _Accepted:
     """Adds one message; applies the average of every `every` messages."""
     inbox = state.inbox
+    # `total` and `oldest` of an empty inbox hold zeros, or the last update's
+    # ticket.
     first = inbox.count == 0
     total, oldest = gather(
       inbox.total, inbox.oldest, message, ticket, first=first

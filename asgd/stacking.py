@@ -79,6 +79,7 @@ def of_jobs(
     >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
     [[0, 5], [1, 6]]
   """
+  # One indexing of an array is faster than stacking many batches.
   together = getattr(batches, "of_jobs", None)
   if together is not None:
     return together(workers, jobs)
@@ -93,7 +94,7 @@ class NamedBatches(NamedTuple):
 
   def __call__(self, worker: int, job: int) -> base.Batch:
     """Returns the batch of a job."""
-    with checks.batch_of(f"worker {worker}, job {job}"):
+    with checks.blame_batch(f"worker {worker}, job {job}"):
       return self.batches(worker, job)
 
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
@@ -101,5 +102,5 @@ class NamedBatches(NamedTuple):
     if not hasattr(self.batches, "of_jobs"):
       pairs = zip(workers, jobs, strict=True)
       return stack([self(*pair) for pair in pairs])
-    with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
+    with checks.blame_batch(f"jobs {jobs[0]} to {jobs[-1]}"):
       return of_jobs(self.batches, workers, jobs)

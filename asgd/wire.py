@@ -63,6 +63,7 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
     if compress and dtype in (np.float32, np.float64):
       stored = np.dtype(jnp.bfloat16)
     fields.append(Field(name, end, shape, dtype, stored))
+    # Round up to the next multiple of ALIGNMENT.
     end = -(-fields[-1].stop // ALIGNMENT) * ALIGNMENT
   return Layout(structure, tuple(fields), end)
 
@@ -134,6 +135,7 @@ def read(layout: Layout, buffer: Any) -> Any:
     x = _view(field, data)
     if field.stored != field.dtype:
       x = x.astype(field.dtype)
+    # A write would change the buffer, which others may still read.
     x.flags.writeable = False
     leaves.append(x)
   return jax.tree.unflatten(layout.structure, leaves)
@@ -142,7 +144,7 @@ def read(layout: Layout, buffer: Any) -> Any:
 def _difference(
   layout: Layout, tree: Any, structure: jax.tree_util.PyTreeDef
 ) -> str:
-  """Returns an error text that tells a tree from that of a layout."""
+  """Returns an error text: the difference between a tree and a layout's."""
   layout_paths = [field.path for field in layout.fields]
   leaves = jax.tree.leaves_with_path(tree)
   tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, checks
-from asgd.losses import Aux as Aux  # what a user's own loss returns
+from asgd.losses import Aux as Aux  # for users' losses
 from asgd.losses import Loss, as_loss
 
 _State = TypeVar("_State")
@@ -224,9 +224,11 @@ def _all_steps(
 
   if steps <= _UNROLLED:
     for h in range(steps):
+      # Step h uses batch h of the job.
       part = jax.tree.map(lambda x, h=h: x[h], batch)
       begun, _ = add_step(begun, (h, part))
     return begun
+  # A scan needs its carry before the first step: take the shapes of one step.
   first = jax.tree.map(lambda x: x[0], batch)
   weights, opt_state, _ = begun
   shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
@@ -395,11 +397,13 @@ def local_worker(
     state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> _Worked[LocalState]:
     sent = base.weights_of(ticket.params)
+    # On a kept ticket the job resumes where the last one stopped.
     start = optax.tree.where(ticket.fresh, sent, state.local)
     inner = state.inner if keep_state else tx.init(start)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
     out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     inner, accrued, jobs = inner if keep_state else (), (), ()
+    # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
       total = optax.tree.add(state.accrued, out)
@@ -493,6 +497,7 @@ def elastic_worker(
     centre = base.weights_of(ticket.params)
     start = optax.tree.where(state.started, state.local, centre)
     end, inner, sums = local_steps(start, state.inner, ticket, batch, key)
+    # The same pull moves both sides: x^i here, the centre by the message.
     pull = jax.tree.map(lambda x, c: alpha * (c - x), end, centre)  # -d
     state = ElasticState(inner, optax.tree.add(end, pull), jnp.bool_(True))
     return state, _message(ticket, pull, sums.stats), base.Metrics(sums.loss)

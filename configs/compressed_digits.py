@@ -30,20 +30,22 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
-  nag = dict(recipe="asgd", momentum=0.9)
+  momentum_sgd = dict(recipe="asgd", momentum=0.9)
   runs = dict(
-    dense=dict(**nag, title="dense"),
-    threshold=dict(**nag, title="threshold", compress=THRESHOLD),
+    dense=dict(**momentum_sgd, title="dense"),
+    threshold=dict(**momentum_sgd, title="threshold", compress=THRESHOLD),
     no_residual=dict(
-      **nag,
+      **momentum_sgd,
       title="threshold, no residual",
       compress=dict(**THRESHOLD, error_feedback=False),
     ),
     top_k=dict(
-      **nag, title="top 1 %", compress=dict(name="top_k", density=0.01)
+      **momentum_sgd, title="top 1 %", compress=dict(name="top_k", density=0.01)
     ),
-    onebit=dict(**nag, title="1 bit", compress="onebit"),
-    qsgd=dict(**nag, title="QSGD", compress=dict(name="qsgd", levels=7)),
+    onebit=dict(**momentum_sgd, title="1 bit", compress="onebit"),
+    qsgd=dict(
+      **momentum_sgd, title="QSGD", compress=dict(name="qsgd", levels=7)
+    ),
     rounds=dict(
       recipe="ssgd",
       momentum=0.9,

@@ -1,4 +1,4 @@
-"""Word embeddings on a parameter server, by rows of a batch's words.
+"""Word embeddings on a parameter server, which sends only the rows of a batch.
 
 Skip-gram with negative sampling on words of Python's manual. 4 simulated
 workers pull the rows of their pairs and negatives, by SSP and ESSP; one worker

@@ -32,7 +32,7 @@ def get_config(arg=None):
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
-    # Without momentum, so at a larger rate.
+    # DC-ASGD has no momentum, so its rate is larger.
     dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.016),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),

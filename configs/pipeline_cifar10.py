@@ -13,11 +13,11 @@ Each run has 640 microbatches of 16 images. Test loss and accuracy in percent on
   PipeDream, predicted   1.844  33.6  3 2 1 0  39
 
 One seed, a fifth of an epoch, 5 minutes on two cores: it shows only that the
-runs work and learn. 1F1B makes 80 updates, PipeDream 640; so early, 1F1B does
-not learn at rates of 0.1 and more. "FTPipe, stale" keeps its activations;
-FTPipe itself recomputes them with the newest weights. Another machine measures
-other layer times and cuts elsewhere, so its asynchronous runs have other
-numbers. `configs/pipeline_cifar10.py:smoke` makes two updates.
+runs work and learn. 1F1B makes 80 updates, PipeDream 640. In 80 updates
+1F1B does not learn at rates of 0.1 and more. "FTPipe, stale" keeps its
+activations; FTPipe itself recomputes them with the newest weights. Another
+machine measures other layer times and cuts elsewhere, so its asynchronous runs
+have other numbers. `configs/pipeline_cifar10.py:smoke` makes two updates.
 """
 
 import ml_collections

@@ -32,8 +32,9 @@ Then the run finishes undisturbed, and each cell is audited
 runs small live runs in a simulated world instead, one for each seed. The seed
 draws the clock, the network, the disk and the order of all steps. The same
 checks follow. For a seed that fails, the command that repeats it with as few
-faults as possible is printed. --protocol=tables, =sandblaster and =gossip use
-these instead of the parameter server. Ctrl-C ends with the counts so far.
+faults as possible is printed. --protocol=tables, --protocol=sandblaster and
+--protocol=gossip check these protocols instead of the parameter server. Ctrl-C
+ends with the counts so far.
 
 The exit status is 1 if a check fails, if nothing was injected, or if the run
 makes no progress for --patience seconds.
@@ -123,18 +124,20 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
 def _report(exp, out, victim, kinds) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, victim.failures)}\n")
-  data_dir, fine = _TRAINING["data_dir"].value, True
+  data_dir, passed = _TRAINING["data_dir"].value, True
   for cell in exp.cells:
     plan, place = exp.plan(cell), out / "cells" / cell.name
     failures = [f for f in victim.failures if f.cell == cell.name]
     for finding in audit.findings(plan, place, failures, data_dir=data_dir):
       _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
-      fine &= finding.well
+      passed &= finding.well
   alive = chaos.alive(victim.processes)  # waits for Ray to end its processes
-  left = [f"memory {path}" for path in sorted(victim.memories) if path.exists()]
-  left += [f"process {pid}" for pid in alive]
-  _print_finding("left behind", ", ".join(left) or "nothing", not left)
-  return fine and not left
+  memories = [path for path in sorted(victim.memories) if path.exists()]
+  leftovers = [f"memory {path}" for path in memories]
+  leftovers += [f"process {pid}" for pid in alive]
+  text = ", ".join(leftovers) or "nothing"
+  _print_finding("left behind", text, not leftovers)
+  return passed and not leftovers
 
 
 def _print_finding(what, text, well):
@@ -156,6 +159,7 @@ def _simulate() -> None:
     if given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
   room = _F["protocol"].value
+  # The seed draws the faults, too, so --faults can name them by index.
   drawn = explore.drawn(first, room)
   if numbers is not None:
     there = len(drawn.faults)
@@ -212,6 +216,7 @@ def main() -> None:
   protocols = {
     cell.name: protocol.of(exp.runs[cell.label]) for cell in exp.cells
   }
+  # [1] Train in other processes, which this one kills.
   victim = chaos.Victim(out, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
@@ -220,6 +225,7 @@ def main() -> None:
     raise flags.Failed(f"chaos: {error}") from error
   finally:
     victim.end()
+  # [2] Audit the results, unless the training itself failed.
   status = victim.process.returncode
   if status not in (0, flags.INCOMPLETE):  # the audit reports what is missing
     raise flags.Failed(f"chaos: asgd train ended with status {status}")

@@ -8,17 +8,17 @@
    and loss against time.
 
 In one simulation the jobs of a worker take their measured times, in order. In
-the other, times are drawn from those of each worker, as if workers were
-independent (on shared cores they are not). The time of a job includes the
-server's work and the wait for it, so a prediction holds for this number of
-workers on equally busy machines.
+the other, the time of a job is drawn from the measured times of its worker, as
+if workers were independent (on shared cores they are not). The time of a job
+includes the server's work and the wait for it, so a prediction holds for this
+number of workers on equally busy machines.
 
 Cells of peers, tables and Sandblaster, whose order no server decides, are
 compared with their replay; the first record that differs is named.
 
-WORKDIR alone compares all its live cells, also with each other: when each of
-them reached the same loss. --durations_of=WORKDIR/cells/OTHER takes the times
-of another cell.
+WORKDIR alone compares each of its live cells with its simulations, and prints
+when each cell reached a common loss. --durations_of=WORKDIR/cells/OTHER takes
+the times of another cell.
 
   asgd compare --config=configs/straggler_digits.py --engine=ray
 
@@ -51,7 +51,7 @@ _F = flags.define(
     "out": (str, None, "Folder to write to. Default: the cell's folder."),
   }
 )
-_MOST = 24  # experiments in one figure
+_MOST_FOLDERS = 24  # experiments in one figure
 
 
 def _draw(draw, *what):
@@ -64,25 +64,25 @@ def _draw(draw, *what):
     print(f"picture  not drawn: pip install 'asgd[viz]'; {stem}.csv")
 
 
-def _compare_cell(place, out):
+def _compare_cell(cell_folder, out):
   """Compares a cell, prints the result and writes it, by default in its
   folder."""
-  out, other = out or place, _F["durations_of"].value
-  both = comparison.compare(
-    place,
+  out, other = out or cell_folder, _F["durations_of"].value
+  result = comparison.compare(
+    cell_folder,
     durations_of=Path(other) if other else None,
     data_dir=_TRAINING["data_dir"].value,
     trust=_F["trust"].value,
   )
-  stem, rows = out / "compare", comparison.quantities(both)
+  stem, rows = out / "compare", comparison.quantities(result)
   with storage.naming_folder(out):
     safe_files.make_folder(out.resolve())
-    storage.write_csv(out / "compare.csv", comparison.points(both))
+    storage.write_csv(out / "compare.csv", comparison.points(result))
     storage.write_csv(out / "compare-table.csv", rows)
-    storage.write_csv(out / "durations.csv", both.jobs)
-    print(comparison.describe(both, rows, other))
-    _draw(comparison.draw, both, stem)
-  return both
+    storage.write_csv(out / "durations.csv", result.jobs)
+    print(comparison.describe(result, rows, other))
+    _draw(comparison.draw, result, stem)
+  return result
 
 
 def _compare_all(workdir, out):
@@ -96,8 +96,8 @@ def _compare_all(workdir, out):
       f"{workdir} holds no finished live cell to compare: train one with"
       f" --engine={' or --engine='.join(flags.LIVE)}"
     )
-  places = [workdir / "cells" / name for name in live]
-  cells = [_compare_cell(place, out and out / place.name) for place in places]
+  folders = [workdir / "cells" / name for name in live]
+  cells = [_compare_cell(each, out and out / each.name) for each in folders]
   if len(cells) == 1:
     return
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
@@ -119,13 +119,12 @@ def _check_live():
     )
 
 
-def main(*places: str) -> None:
-  """Compares the named cell or experiment, trains a config first, or compares
-  several experiments with each other."""
-  config, place = flags.has_config(), places[0] if places else None
-  if place is not None and config:
-    raise ValueError(f"{place} has its own config: drop --config")
-  if place is None and not config:
+def main(*folders: str) -> None:
+  """Runs one of the three forms of the command, see the module."""
+  config, first = flags.has_config(), folders[0] if folders else None
+  if first is not None and config:
+    raise ValueError(f"{first} has its own config: drop --config")
+  if first is None and not config:
     raise ValueError(
       "no run is named: write asgd compare WORKDIR/cells/NAME, a folder that"
       " asgd train made, or --config=FILE to train one"
@@ -133,13 +132,14 @@ def main(*places: str) -> None:
   out = Path(_F["out"].value) if _F["out"].value else None
   if out and any(path.is_file() for path in (out, *out.parents)):
     raise ValueError(f"--out={out} is a file, or is below one; choose a folder")
-  if len(places) > 1:
-    paths = list(map(Path, places))
+  if len(folders) > 1:
+    paths = list(map(Path, folders))
     out = out or flags.next_free(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
     return
   if config:
     _check_live()
+    # Train by the command itself, which handles signals and exit statuses.
     where, command = flags.training_command("compare")
     status = subprocess.run(command).returncode
     if status in (flags.USAGE_ERROR, flags.INCOMPLETE):
@@ -147,7 +147,8 @@ def main(*places: str) -> None:
     if status:
       raise flags.Failed(f"compare: asgd train ended with status {status}")
   else:
-    where = Path(place)
+    where = Path(first)
+  # The folder of another user can be compared, but not written to.
   if out is None and not safe_files.is_writable(where):
     out = flags.next_free(Path("runs"), "compare")
   if (where / "cells").is_dir():
@@ -157,4 +158,4 @@ def main(*places: str) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=_MOST)
+  flags.run(main, words=_MOST_FOLDERS)

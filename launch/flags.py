@@ -94,6 +94,8 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
     except Exception as error:  # a user's config file may raise anything
       fail(f"--config={path}: {_what_failed(error)}")
     texts = ml_collections.ConfigDict()
+    # ml_collections accepts an override only for a key of the returned config,
+    # so each overridden key gets a placeholder.
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
       *above, last = match[1].split(".")
       place = texts
@@ -315,8 +317,10 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     if stream is not None:
       # Line buffering keeps the order of lines if both go to one file.
       stream.reconfigure(errors="replace", line_buffering=True)
+  # Imports are done: Ctrl-C is a KeyboardInterrupt again.
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   if not gc.isenabled():
+    # Collections from now on skip the imported modules.
     gc.freeze()
     gc.enable()
   app.run(guarded, flags_parser=_parse)

@@ -36,6 +36,7 @@ def options(maker: Callable, known: Any = None) -> list[str]:
   parts = []
   for name, parameter in inspect.signature(maker).parameters.items():
     needed = parameter.default is parameter.empty
+    # Without `known`, list the options that have defaults.
     if name in known if known is not None else not needed:
       parts.append(name if needed else f"{name}={parameter.default!r}")
   return parts

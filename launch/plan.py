@@ -67,6 +67,7 @@ def _examples(resolved) -> int:
   for run in resolved.runs.values():
     workers = max(flags.ENGINES[run.engine].workers(run))
     pieces = run.config.get("pipeline", {}).get("microbatches", 1)
+    # A pipeline's batch size is that of a microbatch.
     counts.append(run.config["batch_size"] * workers * pieces)
   return max(counts)
 

@@ -62,6 +62,7 @@ def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
 def _work(cell, tracks):
   """Yields the spans of workers. The jobs of a worker with several tickets
   overlap, and the spans of a track must not: such jobs get several tracks."""
+  # One set of lanes for each worker; overlapping jobs take another lane.
   lanes = collections.defaultdict(tracks_lib.Lanes)
   for start, end, worker, job, pieces in sorted(_jobs(cell)):
     tid = _track(tracks, worker, lanes[worker].take(start, end))

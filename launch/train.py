@@ -172,9 +172,11 @@ def _open(resolved):
   make = functools.partial(
     build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
+  # All processes of a mesh build the same experiment.
   experiment = processes.together(make)
   text = json.dumps(experiment.config, sort_keys=True)
   content = [np.frombuffer(text.encode(), np.uint8)]
+  # Fail now if the processes were started with different flags or data.
   processes.same("config", storage.digest(content))
   processes.same("dataset", experiment.dataset_identity["sha256"])
   faults = [faults_lib.parse(text) for text in _F["fault"].value]
@@ -194,6 +196,7 @@ def _open(resolved):
     # A resumed run keeps the measurements that its orders were made of.
     stored = folder.read_measurements(workdir)
     if stored is not None and stored != experiment.measurements:
+      # Orders of a resumed run are made of the stored measurements.
       experiment = make(measurements=stored)
     print(f"data: {experiment.dataset.source}\nresults go to {workdir}")
   return experiment, workdir, where
@@ -249,6 +252,7 @@ def main() -> None:
     return
   of_role = "num_processes", "process_id", "coordinator", "start_seconds"
   role = processes.role(*(_F[name].value for name in of_role))
+  # [1] Read the config, and check the flags against it.
   resolved = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = resolved.runs
   if _F["compile"].value is not None:
@@ -261,11 +265,13 @@ def main() -> None:
   _jobs(), _share()  # check these flags before anything is written
   _start_float64(runs)
   _keep_off_accelerators(runs)
+  # [2] Find the role of this process in a mesh.
   devices = None
   if role.count != 1:
     for run in runs.values():
       mesh_plan.check(run)
     devices = max(mesh_plan.devices_of(run) or 1 for run in runs.values())
+  # [3] The first command starts N processes and only watches them.
   if role.supervises:
     processes.devices_of_each(devices, role.count)
     supervisor.supervise(role.count)
@@ -274,6 +280,7 @@ def main() -> None:
     with contextlib.closing(_crew(runs)) as crew:
       _train(resolved, crew)
     return
+  # [4] A process of a mesh joins the others, then trains its part.
   processes.join(role, devices)
   try:
     _train(resolved)

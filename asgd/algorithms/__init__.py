@@ -155,6 +155,7 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
       f" {checks.shown(recipe)}"
     )
   recipe = recipe._replace(workers=workers)
+  # `rebuild` compares these to detect a recipe that was changed by hand.
   parts = tuple(recipe[:-1])
   made = RecipeBuild(name, maker, learning_rate, dict(options), parts)
   return recipe._replace(made=made)

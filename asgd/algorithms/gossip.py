@@ -15,11 +15,12 @@ from typing import Any
 import optax
 
 from asgd import base, checks, compression, gossip
-from asgd.algorithms.local_work import displacements, of_worker
+from asgd.algorithms.local_work import displacement_recipe, local_optimizer
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
 from asgd.gossip import rules, topologies
 from asgd.gossip.orders import check_pairs
+from asgd.optimizers import OptimizerLike
 
 _Topology = str | Mapping[str, Any] | gossip.Topology
 _Codec = str | Mapping[str, Any] | compression.Codec | None
@@ -39,8 +40,9 @@ def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
 
 
 def d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, adapt_first=False, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  adapt_first: bool = False, optimizer: OptimizerLike = None
 ) -> Recipe:
   """D-PSGD: each peer averages with its neighbours while it computes.
 
@@ -82,8 +84,9 @@ def d_psgd(
 
 
 def d2(
-  learning_rate, workers, *, topology: _Topology = _RING, lazy=True,
-  momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, lazy: bool = True, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """D2: D-PSGD with a correction for peers whose data differ.
 
@@ -118,6 +121,7 @@ def d2(
   """
   checks.flag("lazy", lazy)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # D2 corrects updates, not gradients: it comes after the optimizer.
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
   built = topologies.build(topology, workers)
@@ -137,8 +141,9 @@ def d2(
 
 
 def ad_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """AD-PSGD: a peer that ends a job averages with one neighbour; none waits.
 
@@ -172,8 +177,10 @@ def ad_psgd(
 
 
 def sgp(
-  learning_rate, workers, *, topology: _Topology = "one_peer_exponential",
-  overlap=0, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = "one_peer_exponential", overlap: int = 0,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Stochastic gradient push: SGD with push-sum, on any directed graph.
 
@@ -219,8 +226,10 @@ def sgp(
 
 
 def choco_sgd(
-  learning_rate, workers, *, codec: _Codec = None, gamma: float | None = None,
-  topology: _Topology = _RING, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  gamma: float | None = None, topology: _Topology = _RING,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """CHOCO-SGD: peers send, compressed, the difference to their public copies.
 
@@ -263,6 +272,7 @@ def choco_sgd(
   chosen = _codec(codec, error_feedback=False)
   built = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", built)
+  # With delta <= 0 errors may grow without bound.
   delta = chosen.delta
   if delta is not None and delta <= 0:
     raise ValueError(
@@ -296,16 +306,18 @@ def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
 
 
 def threshold_sharing(
-  learning_rate, workers, *, codec: _Codec = None, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Decentralised threshold sharing: every peer applies every message.
 
     u_i = -eta v_i;   q_i = codec(u_i);   x <- x + (1 / N) sum_j q_j
 
   All peers begin with the same parameters and receive all messages, so their
-  parameters stay equal. What a codec leaves out of an update is added to the
-  next one (error feedback), as in Strom's method with its threshold.
+  parameters stay equal. The part of an update that a codec leaves out is
+  added to the next update (error feedback), as in Strom's method with its
+  threshold.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -333,8 +345,9 @@ def threshold_sharing(
 
 
 def local_d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, steps=8, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, steps: int = 8, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Local SGD on a graph: H local steps of each peer between two averages.
 
@@ -362,8 +375,8 @@ def local_d_psgd(
     >>> asgd.local_d_psgd(0.1, workers=8, steps=4).steps
     4
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)
 
 

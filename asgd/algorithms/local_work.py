@@ -15,10 +15,11 @@ from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
+from asgd.optimizers import OptimizerLike
 from asgd.transforms import scale_by_sent_rate
 
 
-def of_worker(
+def local_optimizer(
   optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
 ):
   """Returns a worker's optimizer: SGD behind `first`, or the given one."""
@@ -31,7 +32,7 @@ def of_worker(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
   """A recipe whose workers send the start minus the end of their steps."""
   checks.whole("steps", steps)
 
@@ -44,9 +45,10 @@ def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
 
 
 def downpour(
-  learning_rate, workers, *, weight_decay=0.0, fetch_every: int | None = None,
-  push_every=1, local_rate: optax.ScalarOrSchedule | None = None,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, fetch_every: int | None = None,
+  push_every: int = 1, local_rate: optax.ScalarOrSchedule | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
@@ -61,16 +63,18 @@ def downpour(
 
   A job is gcd(n_fetch, n_push) batches. If that is fewer than n_push, the jobs
   between two pushes send zeros, which are no update and count no bytes. The
-  staleness of a push is that of its last ticket; if each job pushes, it does
-  not count the worker's own updates since its ticket.
+  staleness of a push counts the updates since its last ticket. If each job
+  pushes, the worker's own updates among them do not count.
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
       parameter by it, whatever the gradient.
     workers: N.
-    weight_decay: at the server, of each of the gradients in a push.
-    fetch_every: n_fetch, in batches; None is n_push, or the order's number. An
-      order with another number or a cache is refused.
+    weight_decay: 0 or more; the server adds weight_decay * params to a push,
+      once for each of its gradients.
+    fetch_every: n_fetch, in batches; None is n_push, or the order's
+      fetch_every. An order with another fetch_every, or with a cache, is
+      refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
       otherwise a tenth of it, because Adagrad's is too large.
@@ -108,12 +112,14 @@ def downpour(
   fetch_every = push_every if fetch_every is None else fetch_every
   checks.whole("fetch_every", fetch_every)
   steps = math.gcd(fetch_every, push_every)
+  # Plain SGD at the server needs no smaller local rate.
   plain = optimizer and optimizers.momentum_of(optimizer) is not None
   fraction = 0.1 if local_rate is None and not plain else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
   tx = optax.chain(optax.scale(fraction), scale_by_sent_rate(local_rate))
   server = optax.chain(
+    # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
     (optimizer or _adagrad)(learning_rate),
   )
@@ -139,8 +145,9 @@ def _adagrad(learning_rate) -> optax.GradientTransformation:
 
 
 def model_averaging(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  keep_state=True, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, keep_state: bool = True,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Local SGD: all workers take local steps, then the server averages models.
 
@@ -182,14 +189,15 @@ def model_averaging(
     5.0 8.0
     6.0 5.5
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps, keep_state=keep_state)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacement_recipe(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
 
 def easgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  moving_rate=0.9, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, moving_rate: float = 0.9,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
 
@@ -234,7 +242,7 @@ def easgd(
   checks.portion("moving_rate", moving_rate)
   checks.whole("steps", steps)
   common = learning_rate, momentum, weight_decay
-  tx = of_worker(optimizer, *common, nesterov=True)
+  tx = local_optimizer(optimizer, *common, nesterov=True)
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -246,8 +254,10 @@ def easgd(
 
 
 def diloco(
-  learning_rate, workers, *, weight_decay=0.1, steps=500, outer_rate=0.7,
-  outer_momentum=0.9, optimizer=None, outer_optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.1, steps: int = 500, outer_rate: float = 0.7,
+  outer_momentum: float = 0.9, optimizer: OptimizerLike = None,
+  outer_optimizer: OptimizerLike = None
 ) -> Recipe:
   """DiLoCo: AdamW at the workers, Nesterov's momentum at the server.
 
@@ -317,14 +327,15 @@ def diloco(
       decay_weights(weight_decay),
       scale_by_sent_rate(learning_rate),
     )
-  recipe = displacements(base.as_algorithm(outer), inner, steps)
+  recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
 
 def fedasync(
-  learning_rate, workers, *, weight_decay=0.0, steps=10, mixing=0.6,
-  discount="polynomial", decay: float | None = None, grace=4, proximal=0.0,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, steps: int = 10, mixing: float = 0.6,
+  discount: str = "polynomial", decay: float | None = None, grace: int = 4,
+  proximal: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """FedAsync: the server mixes in a worker's model, less if it is stale.
 
@@ -367,6 +378,6 @@ def fedasync(
   del workers
   s = transforms.make_discount(discount, decay, grace)
   pull = transforms.add_proximal_pull(proximal)
-  tx = of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
+  tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
-  return displacements(algorithm, tx, steps)._replace(mixes=True)
+  return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)

@@ -11,6 +11,7 @@ import optax
 from asgd import optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, velocity
+from asgd.optimizers import OptimizerLike
 
 
 def _own(optimizer, momentum, weight_decay):
@@ -45,7 +46,8 @@ def _rolled(learning_rate, optimizer, workers, others) -> Recipe:
 
 
 def nag_asgd(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """NAG-ASGD: Nesterov's momentum at the server, asynchronously.
 
@@ -89,8 +91,9 @@ def nag_asgd(
 
 
 def multi_asgd(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, look_ahead=True,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, look_ahead: bool = True,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Multi-ASGD: the server keeps a velocity for each worker.
 
@@ -153,7 +156,8 @@ def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
 
 
 def dana_zero(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """DANA-Zero: a velocity for each worker, and a look-ahead over all of them.
 
@@ -194,7 +198,8 @@ def dana_zero(
 
 
 def dana_slim(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
@@ -250,8 +255,9 @@ def dana_slim(
 
 
 def dana_dc(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, strength=2.0,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, strength: float = 2.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """DANA-DC: DANA-Zero on gradients with delay compensation.
 

@@ -121,6 +121,8 @@ class Recipe(NamedTuple):
         "a Recipe needs an Algorithm, not an optax transform: wrap it with"
         " asgd.as_algorithm(tx)"
       )
+    # The algorithm gets weights; statistics of BatchNorm are averaged beside
+    # it.
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
     if self.push_every > 1:
       gate = server_lib.pushed(gate)

@@ -4,6 +4,7 @@ import optax
 
 from asgd import base, checks, optimizers
 from asgd.algorithms.recipe import Recipe
+from asgd.optimizers import OptimizerLike
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
@@ -74,7 +75,8 @@ def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
 
 
 def asgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
@@ -114,7 +116,8 @@ def asgd(
 
 
 def ssgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker.
 

@@ -1,13 +1,17 @@
 """Gradients that are corrected, or scaled down, for their delay."""
 
+import optax
+
 from asgd import base, optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import at_server, sgd
+from asgd.optimizers import OptimizerLike
 
 
 def staleness_aware(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0,
-  splits: int | None = None, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, splits: int | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Divides each gradient by its staleness: staleness-aware n-softsync.
 
@@ -60,8 +64,9 @@ def staleness_aware(
 
 
 def gap_aware(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0,
-  average: str | None = None, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, average: str | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Gap-Aware: divides gradients by the elementwise gap.
 
@@ -102,6 +107,7 @@ def gap_aware(
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
+  # The transform decides for plain SGD; other optimizers use "updates".
   plain = optimizer is None or optimizers.momentum_of(optimizer) is not None
   tx = transforms.gap_aware(
     at_server(learning_rate, momentum, optimizer=optimizer),
@@ -113,8 +119,9 @@ def gap_aware(
 
 
 def dc_asgd_c(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=0.04,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, strength: float = 0.04,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """DC-ASGD-c: delay compensation with a constant lambda.
 
@@ -158,8 +165,9 @@ def dc_asgd_c(
 
 
 def dc_asgd_a(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=2.0,
-  decay=0.95, scope="server", optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, strength: float = 2.0, decay: float = 0.95,
+  scope: str = "server", optimizer: OptimizerLike = None
 ) -> Recipe:
   """DC-ASGD-a: delay compensation with an adaptive lambda.
 

@@ -7,7 +7,7 @@ receive.
 
 A code is a tree of arrays of fixed shapes, because compiled programs need them.
 It has the same number of elements as the message, but smaller numbers or many
-zeros; packing makes it small. `Symbols` and `Values` tell the packing how;
+zeros; packing makes it small. `Symbols` and `Values` describe how;
 other arrays are sent unchanged.
 
 Index letters used in shape comments:
@@ -146,7 +146,7 @@ class Residual(NamedTuple):
 
 
 def error_feedback(codec: Codec) -> Codec:
-  """Makes a codec send later what it did not send.
+  """Makes a codec send its errors with later messages.
 
     sent = codec(message + residual)
     residual <- message + residual - sent

@@ -80,6 +80,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
   def encode(state, tree, key):
     del key
+    # The sent part leaves the momentum, so m is also the residual.
     momentum = jax.tree.map(lambda m, g: decay * m + g, state.residual, tree)
     code = jax.tree.map(lambda m: _encode(m, k, chunk), momentum)
     return code, DeMoState(optax.tree.sub(momentum, decode(code)))
@@ -141,11 +142,13 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
+  # Each chunk is a row of `flat`, and has its own border.
   numbers = selection.magnitudes(flat)
   most = min(k, flat.shape[1])
   border = jax.vmap(lambda row: selection.border(row, most))(numbers)
   sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
   most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
+  # Clip, so that no sum in the inverse transform overflows.
   sent = jnp.clip(sent, -most / unit, most / unit) * unit
   return leaves.as_leaf(Values(sent), x)
 

@@ -76,9 +76,8 @@ def dgc(
     A Codec, by leaf. Its error feedback is v.
 
   Raises:
-    ValueError: for a value out of its range. When it encodes: for a value of
-      `workers` or `epoch` that it needs and that neither the run nor the caller
-      gave.
+    ValueError: for a value out of its range. `encode` raises it if `workers` or
+      `epoch` is needed, and neither the run nor the caller gave it.
 
   Source:
     Lin et al., "Deep gradient compression: reducing the communication bandwidth
@@ -122,15 +121,18 @@ def dgc(
     old = jax.tree.leaves(state.velocity), jax.tree.leaves(state.residual)
     rows = []
     for g, u, v in zip(grads, *old, strict=True):
+      # [1] Momentum correction: accumulate velocities, not gradients.
       u = momentum * (u + g) if nesterov else momentum * u + g
-      out = u + g if nesterov else u
+      step = u + g if nesterov else u
       if g.ndim < 2 or not g.size:  # sent in full
-        rows.append((leaves.as_leaf(out.reshape(-1), g), u, v))
+        rows.append((leaves.as_leaf(step.reshape(-1), g), u, v))
         continue
-      v = v + out
+      v = v + step
+      # [2] Select the largest elements, at the density of the current stage.
       counts = [count_of(each, g.size) for each in densities]
       mask = largest(v.reshape(-1), jnp.asarray(counts, jnp.int32)[stage])
       code = leaves.as_leaf(kept(v.reshape(-1), mask), g)
+      # [3] Factor masking: forget velocity and residual of sent elements.
       rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
       rows.append((code, *rest))
     codes, velocity, residual = (
@@ -160,8 +162,10 @@ def _missing(warm_up, clip_norm, workers, epoch) -> str:
 
 
 def _stages(density: float, messages: float) -> tuple[list[float], list[int]]:
-  """Returns the densities of the stages of a warm-up of `messages` messages,
-  then the final one; and the first message of each but the first stage."""
+  """Returns (densities, starts) for a warm-up of `messages` messages.
+
+  The last density is the final one. starts[i] is the message at which
+  densities[i + 1] begins."""
   if not messages:
     return [density], []
   densities = [max(_RATIO ** (i + 1), density) for i in range(_STAGES)]

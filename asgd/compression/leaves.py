@@ -93,6 +93,7 @@ def make_codec(
     for i, (inner, x) in enumerate(zip(state, leaves, strict=True)):
       code: Any = ()
       if x.size:
+        # A key per leaf, so that leaves draw independently.
         code, inner = encode(inner, x, jax.random.fold_in(key, i))
       codes.append(as_leaf(code, x))
       states.append(inner)
@@ -211,6 +212,7 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   narrow = float32(x)
   words = jax.lax.bitcast_convert_type(narrow, jnp.int32)
   words += narrow.astype(x.dtype) < x  # undo rounding a float64 down
+  # Round the bits up, to a multiple of 2^drop.
   words = (words + mask) & ~mask
   most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
   most &= ~np.int32(mask)

@@ -103,7 +103,9 @@ def compressed(
       stats = part.stats if isinstance(part, base.Variables) else None
       parts.append(Coded(code, stats, residual_norm(after)))
       states.append(after)
+    # A narrow dtype may overflow although the message is finite.
     finite &= all_finite([(part.code, part.residual) for part in parts])
+    # A dropped message must not enter the residual.
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
     out = parts[0] if plan is None else Parts(tuple(parts))

@@ -24,7 +24,7 @@ _OTHERS = powersgd, demo, bf16, fp16, int8, e3m0, identity
 CODECS: dict[str, Callable[..., Codec]] = {
   maker.__name__: maker for maker in (*_SPARSE, *_FEW_LEVELS, *_OTHERS)
 }
-# Reducers are for devices in step; some are more than a codec on each device.
+# Methods for devices in step that are not the mean of each device's codec.
 REDUCERS: dict[str, Callable[..., Reducer]] = {
   "powersgd": powersgd_reducer,
   "onebit_adam": onebit_adam,
@@ -73,8 +73,8 @@ def named(
       "a codec needs a name, not None: leave the codec out for dense messages,"
       f" or use one of {', '.join(sorted(CODECS))}"
     )
-  known = [x for x in REDUCERS if x not in CODECS]
-  if name in known:
+  reducers_only = [x for x in REDUCERS if x not in CODECS]
+  if name in reducers_only:
     raise ValueError(
       f"{name} is only for devices in step (engine mesh); workers and peers"
       f" need another codec; known: {', '.join(sorted(CODECS))}"
@@ -87,6 +87,7 @@ def named(
       f"codec {name!r} must return a compression.Codec, not"
       f" {checks.shown(codec)}"
     )
+  # A user's codec is checked while it is traced.
   if names.is_import(name):
     codec = own.checked(codec, checks.shown(name))
   checks.flag("error_feedback", error_feedback, none="where the codec needs it")
@@ -100,6 +101,8 @@ def named(
     codec = codec_lib.error_feedback(codec)
   if clip is not None:
     checks.positive("clip", clip)
+    # The clip wraps error feedback, so that only the message is clipped, not
+    # the residual.
     codec = codec_lib.clip(codec, clip)
   checks.flag("entropy_coding", entropy_coding)
   return codec if entropy_coding else codec_lib.in_words(codec)

@@ -67,8 +67,8 @@ def onebit_adam(
   warm-up would freeze a v that is much too small.)
 
   There is no server process: each device computes the server's line from the
-  same numbers. Checkpoints hold both residuals e, so a resumed run computes
-  what it would have computed without the stop. (DeepSpeed resets them to 0.)
+  same numbers. Checkpoints hold both residuals e, so a resumed run
+  computes the same as a run without a stop. (DeepSpeed resets them to 0.)
 
   Args:
     warm_up: T, steps of uncompressed Adam, 1 or more; None: found by the rule.
@@ -134,10 +134,12 @@ def onebit_adam(
     return _judged(state, b2)
 
   def compressed(state, tree, axis):
+    # [1] Each worker compresses its momentum, with its residual.
     own = optax.tree.update_moment(tree, state.mu, b1, 1)
     total = optax.tree.add(own, state.residual)
     sent = jax.tree.map(_signs, total)
     residual = optax.tree.sub(total, sent)
+    # [2] The mean is compressed again, with the server's residual.
     total = optax.tree.add(jax.lax.pmean(sent, axis), state.server)
     mu = jax.tree.map(_signs, total)
     server = optax.tree.sub(total, mu)
@@ -172,6 +174,7 @@ def _judged(state: OnebitAdamState, b2: float) -> OnebitAdamState:
   wide = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
   norm = optax.tree.bias_correction(wide, b2, state.count)
   window = state.norms.size
+  # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
   before = state.norms[position]
   ended = (state.count > window) & (norm >= _RATIO * before) & (before > 0)

@@ -34,6 +34,7 @@ def _leaves(tree):
 def _check_like(what, result, found, like, wanted) -> None:
   """Raises ValueError, naming the first leaf that differs, unless two trees
   have the same structure, shapes and dtypes."""
+  # Texts instead of arrays, so that leaves can be compared and shown.
   texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
   ours, theirs = map(_leaves, texts)
   differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]

@@ -100,8 +100,8 @@ def powersgd_reducer(
     Q <- mean_w M_w^T P;   g <- P Q^T;   e_w <- M_w - g
 
   All devices have the same P and Q, and the same gradient g, of rank r for a
-  matrix. The optimizer runs after it. As in the paper, momentum is there, and
-  weight decay is not compressed.
+  matrix. The optimizer runs after it. As in the paper, it has the momentum,
+  and weight decay is not compressed.
 
   Args:
     rank: r. The mean of a leaf with r (m + n) >= m n is exact.
@@ -153,6 +153,7 @@ def powersgd_reducer(
     grads, structure = jax.tree.flatten(tree)
     rows = []
     for g, e, q in zip(grads, residuals, state.inner, strict=True):
+      # A leaf without Q is averaged exactly.
       if isinstance(q, tuple):
         rows.append((jax.lax.pmean(g, axis), e, q))
         continue
@@ -208,6 +209,7 @@ def _factors(x, q, axis=None):
   transposed = x.reshape(-1, x.shape[-1]).astype(q.dtype)  # M^T, [n, m]
   largest = jnp.abs(transposed).max()
   if axis is not None:
+    # All devices must divide by the same power of 2.
     largest = jax.lax.pmax(largest, axis)
   unit = power_below(largest)  # no product overflows
   transposed = transposed / unit
@@ -215,6 +217,7 @@ def _factors(x, q, axis=None):
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0
   q = mean(jnp.matmul(transposed, p, precision=_HIGHEST))
   most = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
+  # Clip, so that no sum in P Q^T overflows.
   sent = jnp.clip(q, -most / unit, most / unit) * unit
   return (p, sent), q
 

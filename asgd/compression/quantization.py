@@ -18,6 +18,7 @@ def _round(x: jax.Array, scales: jax.Array, levels: int, key: jax.Array):
   ratio = leaves.divide(jnp.abs(x), scales[:, None])
   below = jnp.floor(ratio)
   drawn = jax.random.uniform(key, x.shape, jnp.float32)
+  # Round up with the probability of the fraction: the mean is exact.
   level = jnp.minimum(below + (drawn < ratio - below), levels)
   return jnp.where(x < 0, -level, level)
 

@@ -66,9 +66,12 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
   def probe(at: _Bracket) -> jax.Array:
     low, high = at.low, at.high
+    # Bisection always ends; interpolation is faster near the end.
     middle = low + (high - low) // 2
     fraction = (at.at_low - k) / jnp.maximum(at.at_low - at.at_high, 1)
     between = low + ((high - low) * fraction).astype(dtype)
+    # Alternate, and interpolate only in a bracket where patterns are about
+    # linear in the numbers.
     turn = (at.passes % 2 == 1) & (high - low < _NEAR)
     number = jnp.where(turn, between, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
@@ -80,6 +83,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
   def narrow(at: _Bracket) -> _Bracket:
     number = probe(at)
+    # One pass over memory.
     count = (numbers >= number).sum(dtype=jnp.int32)
     enough = count >= k
     return _Bracket(

@@ -74,6 +74,7 @@ def sign(scale: str = "one") -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key
     flat = leaves.float32(x).reshape(-1)
+    # The sign of 0 is 0, a third symbol.
     symbols = jnp.sign(flat).astype(jnp.int8)
     return Symbols(symbols, scale_of(flat, scale)[None], 1), state
 

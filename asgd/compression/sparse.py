@@ -123,11 +123,13 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
     flat, k = x.reshape(-1), count_of(density, x.size)
+    # 31 random bits per element; the k largest are the sample.
     drawn = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
     drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
     values = kept(flat, drawn >= selection.border(drawn, k))
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
+      # Clip before scaling by L / k, so that it cannot overflow.
       most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
       wide = jnp.clip(wide, -most, most) * (x.size / k)
       values = Values(leaves.narrow(wide, x.dtype))

@@ -89,9 +89,9 @@ def adaptive_threshold(
     sent and residual: see `threshold`
     r <- min(max(r, -5 tau), 5 tau)   after every fifth message
 
-  Deeplearning4j sends a message with more than a 16th of its elements as a
-  bitmap, and does not count its density. Here such a message has the smallest
-  packed form, and the rule for tau is the same. Deeplearning4j encodes the
+  d is at most 1/16 because Deeplearning4j sends denser messages as bitmaps,
+  and does not count the elements of a bitmap. Here all messages have their
+  smallest packed form. Deeplearning4j encodes the
   updates of an updater (Adam, say), and averages tau over workers after each
   epoch; here each worker keeps a separate tau.
 
@@ -150,7 +150,7 @@ def _check(tau, residual_clip, clip_every) -> None:
   kind = f"from {_LEAST:.2g} to {_MOST:.2g}, because it is sent in float32"
   checks.real("tau", tau, lambda x: _LEAST <= x <= _MOST, kind)
   if residual_clip is not None:
-    remedy = ": it is in units of tau, the smallest number that is sent"
+    remedy = ": it is in units of tau"
     checks.real(
       "residual_clip", residual_clip, lambda x: x >= 1, "at least 1", remedy
     )
@@ -177,6 +177,7 @@ def _make(first, adapt, residual_clip, clip_every):
       flat = leaves.wide(x).reshape(-1)
       level = tau.astype(flat.dtype)
       above, below = flat > level, flat < -level
+      # 1 above tau, -1 below -tau, otherwise 0.
       symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
@@ -185,6 +186,7 @@ def _make(first, adapt, residual_clip, clip_every):
     return code, ThresholdState(state.count + 1, tau, density)
 
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
+    # Between two clippings the bound is infinite.
     due = state.count % clip_every == 0
     bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
 

@@ -91,12 +91,14 @@ def compressed_updates(
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     weights = base.weights_of(updates)
     finite = all_finite(weights)
+    # Codecs need finite numbers, even if the code is not used.
     safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
     code, after = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
     norm = jnp.where(finite, residual_norm(after), jnp.nan)
     coded = Coded(code, None, norm)
+    # Apply the decoded update: workers rebuild exactly this one.
     weights = optax.tree.where(finite, _decoded(codec, code), weights)
     after = optax.tree.where(finite, after, state.codec)
     state = CompressedUpdates(inner, after, coded, state.count + 1)

@@ -60,8 +60,8 @@ def make_batches(
   a global counter. An epoch is n // batch_size jobs and visits a newly drawn
   permutation, so jobs of one epoch share no example; a rest that does not fill
   a batch is dropped. The worker is ignored. If N divides the jobs of an epoch,
-  jobs r*N..r*N+N-1 together are job r of batches N times as large, which is
-  what a synchronous run of N workers uses.
+  jobs r*N..r*N+N-1 together are job r of batches N times as large, as in a
+  synchronous run of N workers.
 
   "sharded": worker i owns only the examples i, i + workers, i + 2*workers, ...
   Each of its jobs draws a batch from them without replacement.
@@ -121,10 +121,12 @@ def make_batches(
     if job < 0:
       raise ValueError(f"job must be at least 0, not {job}")
     if shared:
+      # A rest that does not fill a batch is dropped from each epoch.
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
       return _permutation(n, seed, epoch)[start : start + batch_size]
     if 0 <= worker < workers:
+      # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
       size = len(range(worker, n, workers))
       return worker + workers * rng.choice(size, batch_size, replace=False)

@@ -79,6 +79,7 @@ def generated(
   grid = np.arange(side * side).reshape(side, side)
   topics = np.zeros((2 * side, side * side))
   for i in range(side):
+    # Topic i is a row of the grid, topic side + i a column.
     topics[i, grid[i]] = topics[side + i, grid[:, i]] = 1 / side
   mixtures = rng.dirichlet([concentration] * len(topics), documents)
   drawn = [
@@ -109,7 +110,7 @@ def load(
 
   Words have three letters or more, in lower case, without the stop words of
   scikit-learn. A document without a word of the vocabulary is left out;
-  `source` tells how many there are.
+  `source` has their number.
 
   Args:
     name: one of these names.
@@ -185,6 +186,7 @@ def from_texts(
 def _vocabulary(pieces, source, least, most):
   """Returns the words that are neither rare nor too common, sorted."""
   counts = collections.Counter(w for words in pieces for w in set(words))
+  # In few documents the upper limit must not fall below `least`.
   limit = max(_COMMON * len(pieces), least)
   common = [w for w, n in counts.most_common() if least <= n <= limit]
   if not common:

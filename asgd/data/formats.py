@@ -106,6 +106,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
   """
   with reading(path):
     content = path.read_bytes()
+    # The magic number of gzip; the file's suffix may be wrong.
     if content[:2] == b"\x1f\x8b":
       content = gzip.decompress(content)
   start = 4 + 4 * dims
@@ -191,6 +192,7 @@ def _read_cifar(location: Path, suffix: str, parse) -> Arrays:
   arrays = []
   for part in (slice(-1), slice(-1, None)):
     planes = np.concatenate(images[part]).reshape(-1, 3, 32, 32)
+    # The files have channels first, models channels last.
     arrays.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
     arrays.append(np.concatenate(labels[part]).astype(np.int32))
   return check(Arrays(*arrays), location)

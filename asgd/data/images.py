@@ -1,7 +1,7 @@
 """Image sets, and one table, by name, as four arrays.
 
 `load` searches `data_dir`, then an installed package, then downloads;
-`Dataset.source` tells where the data are from. If `data_dir` is given, it must
+`Dataset.source` names the source of the data. If `data_dir` is given, it must
 hold the files: nothing else is searched.
 
 Index letters used in shape comments:
@@ -27,7 +27,7 @@ class Dataset(NamedTuple):
   is (x - mean) / std. Labels are classes, or numbers to predict
   (regression)."""
 
-  name: str  # tells the pixels: "cifar10_jpeg" is not "cifar10"
+  name: str  # of the data; lossy pictures have another: "cifar10_jpeg"
   source: str  # where they were found, for a log or a caption
   train_images: np.ndarray  # uint8[n, H, W, C]; or any other [n, ...]
   train_labels: np.ndarray  # int32[n]; float32[n] of a regression
@@ -105,8 +105,9 @@ def load(
 ) -> Dataset:
   """Loads an image set from the first source that has it.
 
-  The sources, in order: `data_dir`, and then no other; an installed package;
-  the published files, downloaded once into `cache_dir`.
+  With `data_dir`, it is the only source. Otherwise the sources are, in order,
+  an installed package and the published files, which are downloaded once into
+  `cache_dir`. Sizes are training / test examples.
 
     digits   1,437 / 360 of 8x8x1 with pixels 0..16, embedded in scikit-learn
     fashion  Fashion-MNIST, 60,000 / 10,000 of 28x28x1: IDX files, raw or .gz;
@@ -195,6 +196,7 @@ def _stratified_split(
   remainder); both parts are shuffled. The split depends only on the labels."""
   exact = np.bincount(labels) * test_size / len(labels)
   quota = np.floor(exact).astype(int)
+  # Ascending order of quota - exact: the largest remainders first.
   by_remainder = np.argsort(quota - exact, kind="stable")
   quota[by_remainder[: test_size - quota.sum()]] += 1
   rng = np.random.default_rng(0)
@@ -289,11 +291,12 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     )
     arrays = formats.read_cifar_binary(path)
     return _dataset("cifar10", f"download {_CIFAR10_URL}", arrays)
+  # [1] A published form. [2] A folder of pictures. [3] The archive of JPEGs.
   for clue, read in _CIFAR10_FORMS:
     path = data_dir / clue
     if path.is_file():
-      place = path if clue.endswith(".tar.gz") else path.parent
-      return _dataset("cifar10", f"file {place}", read(place))
+      location = path if clue.endswith(".tar.gz") else path.parent
+      return _dataset("cifar10", f"file {location}", read(location))
   if _has_pictures(data_dir):
     arrays, lossy = formats.read_image_folder(data_dir)
     name = "cifar10_jpeg" if lossy else "cifar10"
@@ -324,10 +327,10 @@ def _has_pictures(folder):
   return all((folder / split).is_dir() for split in ("train", "test"))
 
 
-def _pictures(name, place, arrays) -> Dataset:
+def _pictures(name, location, arrays) -> Dataset:
   # Classes are the folders with training pictures, so none is empty.
   classes = int(arrays.train_labels.max()) + 1
-  return _dataset(name, f"file {place}", arrays, classes)
+  return _dataset(name, f"file {location}", arrays, classes)
 
 
 DATASETS = {

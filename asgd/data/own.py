@@ -120,6 +120,7 @@ def from_arrays(
     std = np.asarray(1.0 if std is None else std, np.float32)
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and std.all()):
       raise ValueError("mean and std must be finite, and no std 0")
+  # `_array` made views, so the caller's arrays stay writable.
   sources.freeze(arrays.values())
   return Dataset(str(name), str(source), *arrays.values(), classes, mean, std)
 

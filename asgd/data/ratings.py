@@ -94,6 +94,7 @@ def _parted(name, source, pairs, values, users, items):
   for side, count in ((0, users), (1, items)):
     known = np.zeros(count, bool)
     known[pairs[~test, side]] = True
+    # Ratings of users and items without training ratings cannot be predicted.
     test &= known[pairs[:, side]]
   if not test.any():
     raise ValueError(
@@ -209,6 +210,7 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
     try:
       user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
+      # Lines before the first rating may be a header.
       if begun or number > _HEADER:
         raise ValueError(
           f"{path}, line {number} is no rating: {checks.shown(line)}; write a"

@@ -22,7 +22,7 @@ from asgd import checks, names
 from asgd.data import formats, sources
 from asgd.data.download import DataError, damaged
 
-PADDING = 0  # the word of a position without a word
+PADDING = 0  # number of the word [PAD], which fills short examples
 
 
 class Sentences(NamedTuple):
@@ -69,9 +69,9 @@ def load(
     name: one of these names.
     context: T. Longer examples are cut to it (in a pair, the longer sentence
       first), shorter ones padded.
-    data_dir: for tasks of GLUE: their archive, or a folder with a folder for
-      each task (SST-2, CoLA, MRPC, RTE) that has train.tsv and dev.tsv, or such
-      a task's folder.
+    data_dir: for tasks of GLUE. It is their archive, or a folder that contains
+      SST-2, CoLA, MRPC and RTE (folders with train.tsv and dev.tsv), or one of
+      these folders.
     tokenizer: a folder with the tokenizer.json of a pretrained model; it needs
       the package tokenizers. None makes a vocabulary of the training part's
       words.
@@ -90,9 +90,9 @@ def load(
   checks.whole("context", context, _LEAST)
   source, classes, train, test = loader(name, data_dir)
   if tokenizer is None:
-    vocabulary, encode = _words(train)
+    vocabulary, encode = _word_vocabulary(train)
   else:
-    vocabulary, encode = _pieces(Path(tokenizer))
+    vocabulary, encode = _pretrained_tokenizer(Path(tokenizer))
   arrays = []
   for part in (train, test):
     arrays += [encode(part, context), part.labels]
@@ -116,22 +116,23 @@ def split(sentence: str) -> list[str]:
   return _WORD.findall(sentence.lower())
 
 
-def _words(train: Examples):
+def _word_vocabulary(train: Examples):
   """Returns (size, encode) of a vocabulary of complete words."""
   counts = collections.Counter()
   for column in zip(*train.sentences, strict=True):
     counts.update(word for sentence in column for word in split(sentence))
   common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
-  number = {w: i for i, w in enumerate((*_SPECIAL, *common))}
+  number_of = {w: i for i, w in enumerate((*_SPECIAL, *common))}
 
   def numbers(sentence):
-    return [number.get(word, _UNKNOWN) for word in split(sentence)]
+    return [number_of.get(word, _UNKNOWN) for word in split(sentence)]
 
   def encode(examples, context):
     tokens = np.full((len(examples.sentences), 2, context), PADDING)
     tokens[:, 1] = 0
     for row, sentences in enumerate(examples.sentences):
       parts = [numbers(sentence) for sentence in sentences]
+      # [CLS] and a [SEP] for each sentence take a position each.
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -142,10 +143,10 @@ def _words(train: Examples):
       tokens[row, :, : len(words)] = words, kinds
     return tokens.astype(np.int32)
 
-  return len(number), encode
+  return len(number_of), encode
 
 
-def _pieces(folder: Path):
+def _pretrained_tokenizer(folder: Path):
   """Returns (size, encode) of the tokenizer of a pretrained model."""
   path = folder / "tokenizer.json"
   if not path.is_file():
@@ -185,14 +186,15 @@ def _load_topics(name, data_dir):
   prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
   labels, seen = [], set()
   for _ in range(_TOPICS):
-    new = {key: len(set(prose[key]) - seen) for key in prose}
-    labels.append(max(new, key=new.get))
+    # Count only sentences that no selected topic has.
+    new_counts = {key: len(set(prose[key]) - seen) for key in prose}
+    labels.append(max(new_counts, key=new_counts.get))
     seen.update(prose[labels[-1]])
   times = collections.Counter(s for key in labels for s in prose[key])
   parts = [], []
   for label, key in enumerate(labels):
-    own = [s for s in prose[key] if times[s] == 1]
-    for i, sentence in enumerate(own):
+    unique = [s for s in prose[key] if times[s] == 1]
+    for i, sentence in enumerate(unique):
       parts[i % _EVERY == _EVERY - 1].append((sentence, label))
   return "Python (embedded)", len(labels), *map(_examples, parts)
 

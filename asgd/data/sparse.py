@@ -74,6 +74,7 @@ def generated(
   # replacement, in proportion to the rates.
   rates = 1 / np.arange(1, features)
   times = rng.exponential(size=(examples, features - 1)) / rates
+  # Key 0 is the bias.
   keys = 1 + np.argpartition(times, nonzeros - 1, 1)[:, :nonzeros]
   weights = np.zeros(features)
   weights[1 : relevant + 1] = rng.normal(0, 2, relevant)
@@ -217,10 +218,12 @@ def _load_breast_cancer(data_dir):
     [np.searchsorted(np.quantile(x[train], inner), x) for x in numbers.T], 1
   )
   count = numbers.shape[1]
+  # A feature for each bin of each number.
   keys = [1 + _BINS * np.arange(count) + bins]
   first, left = 1 + _BINS * count, bins[:, :10]
   for i in range(10):
     for j in range(i):
+      # A feature for each pair of bins of numbers i and j.
       keys.append((first + _BINS * left[:, i] + left[:, j])[:, None])
       first += _BINS * _BINS
   keys = np.concatenate(keys, 1)

@@ -118,6 +118,7 @@ def _by_character(characters):
   different, counts = np.unique(list(characters), return_counts=True)
   common = different[counts >= _RARE]
   vocabulary = "".join(common) + _UNKNOWN
+  # A table from code point to number; rare characters share the last number.
   codes = np.full(int(different.view(np.uint32)[-1]) + 1, len(common), np.int32)
   codes[common.view(np.uint32)] = np.arange(len(common))
   return codes[np.array(list(characters)).view(np.uint32)], vocabulary

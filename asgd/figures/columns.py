@@ -12,10 +12,9 @@ latter by name:
                                      make it more precise
   dict(kind="last", column=C)        C of the last evaluation
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
-  dict(kind="change", column=C, since=0.5)  ln of C at the last evaluation over
-  C
-                                     at the evaluation after this part of the
-                                     run, from 0 (the default) to below 1
+  dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
+                                     evaluations; `since` is a part of the run,
+                                     from 0 (the default) to below 1
   dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
                                      run at which C is below (or `above`) that
 
@@ -55,7 +54,7 @@ RESULTS = (
   "compression_down",
   *OF_NETWORKS,
 )
-PROFILES = ("staleness.csv",)  # tables: rows read, by differential
+PROFILES = ("staleness.csv",)  # staleness of the rows that tables read
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
 ALONG = "time", "epoch"  # columns of evaluations that can be an x axis
@@ -95,7 +94,7 @@ def check(made: Made) -> None:
 
 
 def known(made: Made) -> list[str]:
-  """Returns the names of all columns, of the result and defined ones."""
+  """Returns the names of all columns: those of results and `made` ones."""
   return [*RESULTS, *made]
 
 
@@ -140,13 +139,14 @@ class CellTable:
   def values(
     self, column: str, label: str, workers: int | None
   ) -> dict[int, float]:
-    """Returns seed -> value; pass None as workers of a column over workers."""
-    own = [key for key in self._cells if key[0] == label]
+    """Returns seed -> value. If the column is over all numbers of workers, pass
+    None as `workers`."""
+    cells = [key for key in self._cells if key[0] == label]
     if is_over_workers(self._made, column):
-      seeds = sorted({seed for *_, seed in own})
+      seeds = sorted({seed for *_, seed in cells})
       return {seed: self._first(column, label, seed) for seed in seeds}
     return {
-      key[2]: self._value(column, key) for key in own if key[1] == workers
+      key[2]: self._value(column, key) for key in cells if key[1] == workers
     }
 
   def curve(
@@ -161,9 +161,9 @@ class CellTable:
     }
     out = []
     for i in range(max(map(len, rows.values()), default=0)):
-      own = {seed: each[i] for seed, each in rows.items() if i < len(each)}
-      xs = [_number(row.get(along)) for row in own.values()]
-      values = {seed: _number(row.get(column)) for seed, row in own.items()}
+      ith = {seed: each[i] for seed, each in rows.items() if i < len(each)}
+      xs = [_number(row.get(along)) for row in ith.values()]
+      values = {seed: _number(row.get(column)) for seed, row in ith.items()}
       out.append((sum(xs) / len(xs), values))
     return out
 
@@ -174,8 +174,8 @@ class CellTable:
     only in other seeds' files has a fraction of 0."""
     counts = {
       seed: _read_profile(done.place / name)
-      for (own, count, seed), done in sorted(self._cells.items())
-      if own == label and count == workers
+      for (run, count, seed), done in sorted(self._cells.items())
+      if run == label and count == workers
     }
     values = sorted({value for each in counts.values() for value in each})
     return {
@@ -187,8 +187,8 @@ class CellTable:
   def _first(self, column, label, seed):
     """Returns the fewest workers at which a column passes its bound."""
     how = self._made[column]
-    own = [key for key in self._cells if key[0] == label and key[2] == seed]
-    for key in sorted(own):
+    cells = [k for k in self._cells if k[0] == label and k[2] == seed]
+    for key in sorted(cells):
       if _is_beyond(how, self._value(how["column"], key)):
         return float(key[1])
     return math.inf
@@ -197,6 +197,7 @@ class CellTable:
     """Returns the value of a cell; infinite if it diverged without one."""
     if (column, key) not in self._values:
       value = self._make(column, self._cells[key])
+      # A diverged run counts as infinitely far, late and large.
       if not math.isfinite(value) and self.diverged(*key):
         value = math.inf
       self._values[column, key] = value
@@ -230,7 +231,8 @@ def _reach(done, loss):
   """Returns the time at which the smoothed training loss reaches a value."""
   arrays = cell_files.read_records(done.place)
   records = base.Records(*(arrays[key] for key in base.Records._fields))
-  # Simulated time starts at 0, a live run's before its first ticket.
+  # Count the time from the start of the training. It is 0 in simulated time;
+  # the time of a live run starts earlier, before its first ticket.
   seconds = done.result.get("seconds")
   began = 0.0 if seconds is None else float(records.time[-1]) - seconds
   run = predict.Outcome(began, records, math.nan)

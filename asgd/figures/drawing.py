@@ -25,6 +25,7 @@ def points(
   out."""
   rows = []
   for panel in figure.panels:
+    # Subtract the values of the same seed.
     base = _values(panel, panel.minus, table, counts)
     for series, places in panel.series.items():
       for place, spot in places:
@@ -151,6 +152,7 @@ def _draw_series(axis, panel, rows, style):
   by_x: dict[float, list[float]] = {}
   for row in rows:
     by_x.setdefault(row["x"], []).append(row["value"])
+  # A median is defined for infinite values, too.
   middles = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
   kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
   style = {**style, "label": figure_lib.plain_text(style["label"])}

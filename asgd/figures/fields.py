@@ -17,7 +17,7 @@ from asgd.experiment import checks
 
 
 class FieldCheck(NamedTuple):
-  """A field's check; and, if the field is needed, a text of what it must be."""
+  """A field's check; and, if the field is needed, a text that describes it."""
 
   check: checks.Check
   needed: str = ""

@@ -6,7 +6,7 @@ returns plain data:
 
   title    str.
   paper    str: authors, title, where, arXiv number.
-  about    str: what is shown, in a sentence or two.
+  about    str: the content, in a sentence or two.
   claims   list of dicts, see `Claim`.
   columns  name -> definition, see `asgd.figures.columns`.
   panels   list of dicts, see `PanelSpec`.
@@ -48,7 +48,7 @@ _TAKEN += ("figure", "compare", "cells", "tensorboard")
 
 
 class Claim(NamedTuple):
-  """One claim; `kind` tells what its effect is.
+  """One claim; `kind` defines its effect.
 
   ordering, monotone: `runs` are cells, or lists of cells that are not compared
     with each other. From each to the next, the column `order`s ("rises" or
@@ -401,7 +401,7 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
 
 def _check_cell(where, spot, counts, over):
   """Raises ValueError for a cell that the experiment does not have. `over`
-  tells whether the column is over all numbers of workers."""
+  is whether the column is over all numbers of workers."""
   try:
     _, workers = find_cell(spot, counts)
   except ValueError as error:

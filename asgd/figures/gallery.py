@@ -102,6 +102,7 @@ def _check(data):
         raise ValueError(
           f"{where} has a value under a key that is not a seed number"
         )
+    # The claim's verdict must follow from its parts, also in an edited file.
     said = statistics.conclude([part["verdict"] for part in claim["parts"]])
     if not claim["parts"] or said != claim["verdict"]:
       raise ValueError(f"claim {claim['name']!r} contradicts its parts")
@@ -261,6 +262,7 @@ def _claim_row(claim) -> list[str]:
   verdict."""
   parts, verdict = claim["parts"], claim["verdict"]
   held = _count(parts, statistics.PASS)
+  # The first part with the claim's verdict decides it.
   shown = next(part for part in parts if part["verdict"] == verdict)
   text = _part_text(shown)
   if len(parts) > 1:

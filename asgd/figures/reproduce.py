@@ -93,6 +93,7 @@ def load(
     raise ValueError(f"{path}: {error}") from error
   try:
     full = schema.resolve(config, engines)
+    # Claims are checked against the full size; --quick may lack cells.
     figure = figure_file.read(path.stem, given, _counts(full, engines))
     if quick and not figure.quick:
       raise ValueError(
@@ -206,7 +207,7 @@ def train(
     machine: where it trains; None: this machine.
     bar: (total messages) -> an `asgd.experiment.progress.ProgressBar`.
     count: simulated cells at once; None: one for each core.
-    signals: tells when to stop.
+    signals: requests to stop.
 
   Raises:
     ValueError: for another experiment's folder, or if a cell fails.
@@ -326,9 +327,12 @@ def reproduce(
   possible."""
   if docs is not None:
     gallery.check_place(docs, task.figure.name, size=_size(task))
+  # [1] Train.
   experiment, place = train(task, engines, **options)
   cell_log.join(place, experiment, folder.read_results(place))
+  # [2] Judge the claims.
   said, points, data = judge(task, experiment, place)
+  # [3] Draw and write.
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name
   cells_text = f"{data['cells']} of {data['of_cells']} cells"

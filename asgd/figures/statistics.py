@@ -72,6 +72,7 @@ def sign(values: Sequence[float]) -> Interval:
   middle = ordered[(count - 1) // 2 : count // 2 + 1]
   # The mean of two equal infinities would be NaN.
   median = float(middle[0] if middle[0] == middle[-1] else middle.mean())
+  # k: how many order statistics the test may leave out on each side.
   rank = sum(
     stats.binom.cdf(k, count, 0.5) <= _ERROR for k in range(count // 2)
   )

@@ -90,6 +90,7 @@ def _steps(claim, cells) -> Iterator[Effect]:
     yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
   for before, after in steps:
     for a, b in itertools.product(before, after):
+      # The claimed difference is positive in either direction.
       first, second, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
@@ -163,6 +164,8 @@ def decide(part: Effect, statistic: str) -> Decided:
   nothing = Interval(math.nan, -math.inf, math.inf, 0.0, "not run at this size")
   if not values:
     return Decided(part, nothing, UNDECIDED, nothing.why)
+  # A seed without a value makes the part undecided: leaving it out would be a
+  # choice.
   lacking = sum(map(math.isnan, values))
   if lacking:
     odd = ", infinite ones, or none above 0" if part.ratio else (

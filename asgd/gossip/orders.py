@@ -90,6 +90,7 @@ def rounds(
     if mixes:
       links = topology.links[m % topology.period]
       end = np.maximum(done, np.where(links, put[None], 0.0).max(1))
+
     # [2] Rows of the round; the second to fifth entries order equal times.
     for i in range(n):
       job = k * n + i

@@ -1,7 +1,7 @@
 """The layers of BERT, an encoder of sentences, and its trained weights.
 
-Blocks need to know which positions are padding. The activations between layers
-contain this: a padded position is exactly zero. No other position is, because
+Blocks need to know which positions are padding. They find it in the activations
+between layers: a padded position is exactly zero. No other position is, because
 each is the output of a layer norm. So a stage sends one array to the next,
 without a mask. (A word that dropout zeroes completely, with probability rate^C,
 counts as padding.)
@@ -83,10 +83,11 @@ class EncoderEmbed(nn.Module):
     length = tokens.shape[2]
     transformer.check_length(length, self.context)
     words, kinds = tokens[:, 0], tokens[:, 1]
-    table = self.param("words", _INIT, (self.vocabulary, self.width))
+    word_table = self.param("words", _INIT, (self.vocabulary, self.width))
     positions = self.param("positions", _INIT, (self.context, self.width))
-    of_kind = self.param("kinds", _INIT, (self.kinds, self.width))
-    x = jnp.take(table, words, axis=0) + jnp.take(of_kind, kinds, axis=0)
+    kind_table = self.param("kinds", _INIT, (self.kinds, self.width))
+    x = jnp.take(word_table, words, axis=0)
+    x += jnp.take(kind_table, kinds, axis=0)
     x = _norm(self.epsilon, x.dtype, "norm")(x + positions[:length])
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
     return jnp.where((words != PADDING)[..., None], x, 0)
@@ -95,7 +96,7 @@ class EncoderEmbed(nn.Module):
 class EncoderBlock(nn.Module):
   """Self-attention over words, then an MLP: float[B, T, C] -> the same.
 
-  Each is added to its input, and a layer norm follows. Padding stays zero.
+  Both have a residual connection and then a layer norm. Padding stays zero.
   """
 
   heads: int
@@ -108,6 +109,7 @@ class EncoderBlock(nn.Module):
     dtype, not_padding = x.dtype, _not_padding(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     attention = transformer.attention(self, dtype, train)
+    # No word may attend to padding.
     h = attention(x, mask=not_padding[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
     h = _dense(self.hidden, dtype, "up")(x)
@@ -132,6 +134,7 @@ class EncoderHead(nn.Module):
   def __call__(self, x, train: bool = False):
     dtype = x.dtype
     if self.pooling == "mean":
+      # Padding is zero, so a sum over positions is a sum over words.
       count = jnp.maximum(_not_padding(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
@@ -261,6 +264,7 @@ def pretrained(
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
         shape = outputs, leaf.size // outputs
+        # A checkpoint has [outputs, inputs], flax has [inputs, outputs].
         value = read(f"{source}.weight", shape).T
       else:
         suffix = "bias" if kind == "bias" else "weight"

@@ -115,6 +115,7 @@ class ConvPool(nn.Module):
     # Not nn.max_pool: its gradient is a scatter, so slow on XLA:CPU that the
     # step of a small CNN takes twice as long.
     b, h, w, c = x.shape
+    # Drop an odd last row and column.
     x = x[:, : h // 2 * 2, : w // 2 * 2]
     return x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))
 

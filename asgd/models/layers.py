@@ -46,6 +46,7 @@ def init(
     dict of statistics per layer (mean 0, variance 1).
   """
   weights, stats = [], []
+  # `lazy_init` needs the dtype that JAX will compute with.
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # float64 may be off
   x = jax.ShapeDtypeStruct(example.shape, dtype)
   if isinstance(layers, Model):
@@ -147,6 +148,7 @@ def apply(
     rngs = None
     if key is not None:
       rngs = {"dropout": jax.random.fold_in(key, first + i)}
+    # In training, flax returns the batch's statistics as changed variables.
     mutable = ["batch_stats"] if train else []
     x, new = layer.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
     stats.append(new.get("batch_stats", {}) if train else old_stats[i])

@@ -152,6 +152,7 @@ def _linen(module: nn.Module) -> Model:
 
   def init(key, example):
     rngs = {"params": key, "dropout": key}
+    # lazy_init computes only the variables, from the example's shape.
     variables = module.lazy_init(rngs, example, **_mode(arguments, False))
     others = sorted(set(variables) - {"params", "batch_stats"})
     if others:
@@ -173,6 +174,7 @@ def _linen(module: nn.Module) -> Model:
       y = module.apply(variables, x, rngs=rngs, **options)
       return y, params.stats if keeps else ()
     momenta: set[float] = set()
+    # The momentum is known only when the layers are called.
     with nn.intercept_methods(_listing(momenta)):
       y, new = module.apply(
         variables, x, rngs=rngs, mutable=["batch_stats"], **options
@@ -248,6 +250,7 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     return base.Variables(weights, stats) if stats else weights
 
   def put(module, kind, tree):
+    # Replace values by name; the module keeps its own structure.
     state = nnx.state(module, kind)
     nnx.replace_by_pure_dict(state, tree)
     nnx.update(module, state)

@@ -66,6 +66,7 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, train: bool = False):
     width, dtype = x.shape[-1], x.dtype
+    # GPT-2 scales the weights of outputs by 1 / sqrt(residual additions).
     output_init = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
     mask = nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype))

@@ -113,6 +113,7 @@ def _squares(params, examples):
   means = centres(params)
   cross = examples @ means.T
   return (
+    # |x - c|^2 = |x|^2 - 2 x.c + |c|^2: one matrix product for all pairs.
     jnp.square(examples).sum(1)[:, None] - 2 * cross + jnp.square(means).sum(1)
   )
 

@@ -50,6 +50,7 @@ def _code_of(value: Any) -> list[str]:
     return []
   try:
     text = textwrap.dedent(inspect.getsource(own))
+    # Without comments and layout, which do not change a run.
     text = ast.dump(ast.parse(text))
   except (OSError, TypeError):
     return []

@@ -60,7 +60,7 @@ def skip_gram(
   Returns:
     A Problem with parameters {"inner": float32[V, d], "outer": ...}, u and v.
     Its batches are (int32[B] words, int32[B, 1 + N] the nearby word and the
-    negatives), and it is keyed: they tell which rows they need.
+    negatives), and it is keyed: a batch determines the rows that it needs.
 
   Raises:
     ValueError: for a value out of its range, a text too short for the window,
@@ -140,6 +140,7 @@ def _drawing(data, window, negatives, power):
       f"power {power:g} is too large: counts of words to that power are not"
       " finite; 0.75 is usual"
     )
+  # Inversion: a uniform number selects the first cumulative weight above it.
   below = np.cumsum(weights / total)
 
   def pairs(tokens, count, rng):

@@ -69,8 +69,8 @@ def matrix_factorisation(
 
   Returns:
     A Problem with parameters {"users": float32[users, k], "items": ...}. Its
-    batches are (int32[B, 2], float32[B]), and it is keyed: they tell which rows
-    they need.
+    batches are (int32[B, 2], float32[B]), and it is keyed: a batch
+    determines the rows that it needs.
 
   Raises:
     ValueError: for a value out of its range, and for invalid ratings.

@@ -238,13 +238,16 @@ class Objects:
       )
     if isinstance(loss, (tuple, list)):
       self._model = model = _read_model(loss, self._stream.first)
+      # [1] The loss, from a model and a criterion or as given.
       raw = model.loss()
       made = read_params(model.init if params is None else params)
       self._init = lambda key: model.inward(made(key))
     else:
       raw, self._init = loss, read_params(params)
     self._loss = losses_lib.as_loss(raw)
+    # [2] Trace everything once.
     self._check()
+    # [3] Describe the objects for the results folder.
     self.identity = self._identify(loss, params, dataset, batch_size)
 
   def __getstate__(self):
@@ -317,6 +320,7 @@ class Objects:
       state = server.init(params)
       ticket = server.send(state, jnp.int32(0))
       message, start = ticket.params, worker.init(state.params)
+      # Local workers need stacked batches: trace their update only.
       if recipe.steps == 1:
         _, message, _ = worker.work(start, ticket, batch, key)
       return server.receive(state, ticket, message)
@@ -328,6 +332,7 @@ class Objects:
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
     """Returns the description in a results folder, as data for JSON."""
     stream, key = self._stream, jax.random.key(0)
+    # Two batches represent the data in the checksum.
     seen = [stream.batches(0, 1)(0, job) for job in range(2)]
     arrays = [jax.device_get(self._init(key)), stream.first, *seen]
     total = hashlib.sha256()

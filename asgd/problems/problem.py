@@ -136,6 +136,7 @@ def whole_loss(pieces: Pieces) -> losses_lib.Loss:
   """Returns the loss of all layers, in order."""
 
   def loss(params, batch, key):
+    # Augmentation and dropout draw from independent keys.
     prepare_key, model_key = jax.random.split(key)
     x = pieces.prepare(batch, prepare_key, dtype_of(params))
     y, stats = models.apply(pieces.layers, params, x, train=True, key=model_key)

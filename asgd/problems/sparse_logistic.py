@@ -68,8 +68,9 @@ def sparse_logistic_regression(
 
   Returns:
     A Problem with parameters {"weights": float32[K, 2]}: the weight of each
-    feature and its curvature in the last step. It is keyed: batches tell which
-    rows they need. Its workers compute updates, for the recipe `table`.
+    feature and its curvature in the last step. It is keyed: a batch
+    determines the rows that it needs. Its workers compute updates, for the
+    recipe `table`.
 
   Raises:
     ValueError: for a value out of its range, and for invalid examples.
@@ -121,6 +122,7 @@ def _batches(data, blocks, size):
   checks.whole("batch_size", size, most=n)
 
   def of(rows, block, weight):
+    # Programs need a fixed size: repeat rows, with weight 0.
     rows, real = np.resize(rows, size), np.arange(size) < len(rows)
     keys, values = data.train_keys[rows], data.train_values[rows]
     values = np.where(real[:, None], values, 0)

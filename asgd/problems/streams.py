@@ -74,6 +74,7 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   """
   if batch_size is not None:
     checks.whole("batch_size", batch_size)
+  # A tuple or a dict holds arrays; a list holds batches.
   if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
     return _of_arrays(given, batch_size)
   if isinstance(given, str) or given is None:
@@ -183,6 +184,7 @@ def _of_indexed(given, size):
   endless = count > _MOST_EXAMPLES  # repeat() has such a length
   first, last = element(0), element(1 if endless else count - 1)
   what = "batches" if size is None else "examples"
+  # Only the last batch of a data set can be smaller.
   if _shapes(first) != _shapes(last):
     remedy = "pad them"
     if size is None:
@@ -222,6 +224,7 @@ def _of_function(given, size):
     return as_batch(given(int(worker), int(job)), "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
+    # Call twice: a pure function returns the same bits.
     first, again = batch(0, 0), batch(0, 0)
   form = jax.tree.structure(first)
 

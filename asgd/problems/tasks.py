@@ -140,6 +140,7 @@ def _of_examples(
     )
 
   def normalise(images, dtype):
+    # Token numbers stay integers.
     if dataset.mean is None:
       floating = jnp.issubdtype(images.dtype, jnp.floating)
       return images.astype(dtype) if floating else jnp.asarray(images)
@@ -314,6 +315,7 @@ def language(
     hits = logits.argmax(-1) == tokens[:, 1:]
     return criterion(logits, tokens), hits.mean()
 
+  # Views, not copies: the text is in memory once.
   windows = np.lib.stride_tricks.sliding_window_view(text.test, context + 1)
   windows = windows[lib.spread(len(windows), evaluation_windows)]
 

@@ -24,7 +24,7 @@ from asgd.problems.problem import Evaluation, Problem
 
 _PROBE = 64  # documents of a Problem's probe
 _AT_ONCE = 500  # documents of one call in an evaluation
-_FOLDS = 50  # steps to estimate the topics of a test document
+_ESTIMATION_STEPS = 50  # steps to estimate the topics of a test document
 
 
 def lda(
@@ -44,9 +44,9 @@ def lda(
   where the counts leave out the sampled word. A job samples each word of its
   documents once, in order, on the counts that its worker has, and pushes the
   change of the counts. The topics of words are in a table, too. Only one worker
-  reads and writes the rows of a document. They are sent with the counts in one
-  message. So the server's counts are always the sums of its topics, and a
-  worker that fails loses no count.
+  reads and writes the rows of a document. A message contains the changes of
+  both tables. So the counts at the server always agree with its topics, even if
+  a worker fails.
 
   An evaluation estimates the topics of test documents from every other word.
   Its loss is the mean over the remaining words, in nats; `perplexity` is its
@@ -160,7 +160,7 @@ class _Model:
     self._topics, self._size = topics, size
     self._alpha, self._beta = alpha, beta
 
-  def shares(self, words, totals):
+  def word_frequencies(self, words, totals):
     """Returns the frequency of words in topics, float[..., T]. Counts of
     different ages can be negative; these count as 0."""
     words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
@@ -170,14 +170,14 @@ class _Model:
     """Returns the mean loss of words, given their documents' topics."""
     del key
     docs, words, lengths = batch
-    of_docs, valid = self._of_docs(params["assignments"][docs], lengths)
+    of_docs, valid = self._document_counts(params["assignments"][docs], lengths)
     of_docs += self._alpha
     theta = of_docs / of_docs.sum(1, keepdims=True)
-    phi = self.shares(params["words"][words], params["totals"][0])
+    phi = self.word_frequencies(params["words"][words], params["totals"][0])
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
     return losses.sum() / valid.sum(), losses_lib.Aux(())
 
-  def _of_docs(self, z, lengths):
+  def _document_counts(self, z, lengths):
     """Returns topic counts of documents, float[B, T], and which positions hold
     words."""
     valid = jnp.arange(z.shape[1]) < lengths[:, None]
@@ -188,7 +188,7 @@ class _Model:
     """Samples the topic of each word once; returns loss and changes."""
     docs, words, lengths = batch
     old = params["assignments"][docs]
-    of_docs, valid = self._of_docs(old, lengths)
+    of_docs, valid = self._document_counts(old, lengths)
     rows = jnp.broadcast_to(jnp.arange(len(docs))[:, None], words.shape)
     uniform = jax.random.uniform(key, words.shape)
     counts = of_docs, params["words"], params["totals"][0]
@@ -210,12 +210,17 @@ class _Model:
     of_docs, words, totals = counts
     row, word, old, valid, uniform = position
     one = valid.astype(words.dtype)
+    # [1] Remove the word from the counts.
     of_docs = of_docs.at[row, old].add(-one)
     words, totals = words.at[word, old].add(-one), totals.at[old].add(-one)
-    weights = (of_docs[row] + self._alpha) * self.shares(words[word], totals)
+    # [2] Weigh each topic.
+    frequencies = self.word_frequencies(words[word], totals)
+    weights = (of_docs[row] + self._alpha) * frequencies
     below = jnp.cumsum(weights)
+    # [3] Draw one by inversion; rounding may exceed the last index.
     drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
     new = jnp.where(valid, drawn, old).astype(old.dtype)
+    # [4] Add the word to the counts of its new topic.
     of_docs = of_docs.at[row, new].add(one)
     words, totals = words.at[word, new].add(one), totals.at[new].add(one)
     return (of_docs, words, totals), new
@@ -230,13 +235,13 @@ class _Model:
     of_words = phi[words]  # [B, L, T]
 
     def step(_, theta):
-      shares = theta[:, None] * of_words
-      shares = shares / shares.sum(2, keepdims=True) * read
-      theta = shares.sum(1) + self._alpha
+      weights = theta[:, None] * of_words
+      weights = weights / weights.sum(2, keepdims=True) * read
+      theta = weights.sum(1) + self._alpha
       return theta / theta.sum(1, keepdims=True)
 
     start = jnp.full((len(words), self._topics), 1 / self._topics)
-    theta = jax.lax.fori_loop(0, _FOLDS, step, start)
+    theta = jax.lax.fori_loop(0, _ESTIMATION_STEPS, step, start)
     rest = valid & (positions % 2 == 1)
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, of_words))
     return (losses * rest).sum(), rest.sum()
@@ -244,7 +249,7 @@ class _Model:
 
 def _evaluate(model, data, params) -> Evaluation:
   """Returns the test loss, and the overlap with the true topics."""
-  phi = model.shares(params["words"], params["totals"][0])
+  phi = model.word_frequencies(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
   score = functools.partial(model.completion, phi)
   total, count = lib.totals(score, arrays, _AT_ONCE).tolist()

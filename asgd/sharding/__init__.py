@@ -1,8 +1,8 @@
 """Parameters that are split over the shards of a server.
 
 - `ShardPlan`: which shard holds which rows; `split` and `join` use it.
-- `total`: a number of all rows, for a rule that needs one (a global norm), as
-  in `clip_by_global_norm`. `run_staged` adds it up over shards.
+- `total`: sums a number (such as a squared norm) over all shards, for a rule
+  that needs it, such as `clip_by_global_norm`; `run_staged` does the adding.
 - `combine`: one report from the reports of the parts.
 
     params --split--> part of shard s --server--> update --join--> params

@@ -58,6 +58,7 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
     )
   nbytes = sum(sizes)
   small = min(SMALL, nbytes // (8 * shards))
+  # Leaves without bytes need no shard.
   filled = [i for i, size in enumerate(sizes) if size]
   pieces = [1 if sizes[i] <= small else rows[i] for i in filled]
   if sum(pieces) < shards:
@@ -139,6 +140,7 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
     columns.append(leaves)
   out = []
   for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
+    # An empty leaf has no shard with rows: take the part of shard 0.
     filled = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
     pieces = [columns[s][i] for s in filled]
     if len(pieces) == 1:

@@ -126,6 +126,7 @@ def differences(
   for step, scale in enumerate(np.repeat((1e-3, 1.0, 1e3), (5, 5, 7))):
     message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
     if step == 15:  # the message before the last has a NaN
+      # One NaN must stay in its own row, too.
       leaf = max(jax.tree.leaves(message), key=np.size)
       leaf[(-1,) * leaf.ndim] = np.nan
     staleness = step % 4
@@ -185,6 +186,7 @@ def check(
   jax.eval_shape(once, structs, number)
   reason = failure = None
   try:
+    # A rule may depend on the number of rows: compare its traced programs.
     if small != large:
       programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
       one, other = (list(internals.operations(each)) for each in programs)

@@ -55,6 +55,7 @@ _CALLS = threading.local()  # .now: the staged call that runs in this thread
 def _ask(x: Any) -> Any:
   """Returns the next given total; without one, leaves the function."""
   call = _CALLS.now
+  # An exception cannot leave an inner trace without breaking it.
   if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
       "sharding.total was called inside jit, cond, scan, vmap or grad, where a"
@@ -64,6 +65,7 @@ def _ask(x: Any) -> Any:
     )
   call.asked += 1
   if call.asked > len(call.totals):
+    # The host has not added up this total yet: return its summands.
     raise _Asked(x)
   given = call.totals[call.asked - 1]
   shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, given)]

@@ -133,6 +133,7 @@ class _Incarnation:
       return True
     if not self._starts or worker.next is None or worker.rests:
       return False
+
     # [2] Start the next job on the rows that its trace row counts.
     event = self._starts[0]
     upto = [int(number) for number in event.totals]
@@ -256,7 +257,7 @@ def _move(
   joined = [
     incarnation
     for (worker, number), incarnation in incarnations.items()
-    if number == shards[0].joined_incarnation(worker)
+    if number == shards[0].active_incarnation(worker)
   ]
   if event.job != shards[0].version + 1 or not all(x.rests for x in joined):
     return False

@@ -2,7 +2,7 @@
 
 Its trace has a row for each operation, in their order:
 
-  JOIN     an incarnation of a worker joined; `seq` is no number
+  JOIN     an incarnation of a worker joined
   SEND     a pull was answered; `seq` is the number of the request
   RECEIVE  a push was applied; `seq` is the number of the request
   LEAVE    a worker left for good
@@ -107,8 +107,8 @@ class TableShard:
 
   def event(self, request: Request, time: float) -> Event:
     """Returns the trace row of a request."""
-    kind, worker, life, number, *_ = request
-    fields = (NO_SEQ, life) if kind == JOIN else (number, request.done)
+    kind, worker, incarnation, number, *_ = request
+    fields = (NO_SEQ, incarnation) if kind == JOIN else (number, request.done)
     totals: tuple[float, ...] = ()
     if kind == MOVE:
       fields = NO_SEQ, number
@@ -227,7 +227,7 @@ class TableShard:
     rows = self._sessions[worker].rows.items()
     return [(number, data) for number, data in rows if number >= start]
 
-  def joined_incarnation(self, worker: int) -> int | None:
+  def active_incarnation(self, worker: int) -> int | None:
     """The worker's latest incarnation; None before its first one joins, and
     after the worker has left for good."""
     session = self._sessions[worker]

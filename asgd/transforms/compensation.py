@@ -112,6 +112,7 @@ def adaptive_delay_compensation(
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
+    # The current gradient counts in its own mean square.
     mean_square = jax.tree.map(
       lambda m, g: decay * m + (1 - decay) * g * g, state.mean_square, updates
     )

@@ -123,6 +123,7 @@ def gap_aware(
     rate = rates.at(learning_rate, state.count)
     largest = jnp.maximum(state.largest_rate, rate)
     kind = average or _published(inner, params)
+    # [1] Published rule without momentum: average the gradient before its use.
     if kind == GRADIENTS:
       state = accumulate(state, updates, jnp.ones([]))
     if not checks.is_zero(weight_decay):
@@ -136,12 +137,15 @@ def gap_aware(
       penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
       return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
+    # [2] Divide by the gap, in units of a typical update.
     updates = jax.tree.map(
       penalise, updates, state.mean_square, params, sent_params
     )
+    # [3] Apply the optimizer.
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
     )
+    # [4] Published rule with momentum: average the update after its use.
     if kind == UPDATES:
       state = accumulate(state, updates, rate)
     state = state._replace(

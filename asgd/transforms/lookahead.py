@@ -99,7 +99,7 @@ def slim(
 
   DANA-Zero's look-ahead is the sum, over all workers' optimizers, of their
   updates so far (u) and of their next update on a zero gradient (a). So a
-  worker sends the change of its own part of that sum, with the sign of a
+  worker sends the change of its part of that sum, with the sign of a
   gradient. The server subtracts it: SGD with learning rate 1. For momentum the
   message is eta (gamma v + g).
 
@@ -133,6 +133,7 @@ def slim(
     update, inner = tx.update(updates, state.inner, params, **extra_args)
     zeros = optax.tree.zeros_like(updates)
     ahead, _ = tx.update(zeros, inner, params, **extra_args)
+    # The server subtracts the message.
     message = jax.tree.map(
       lambda before, u, after: before - u - after, state.ahead, update, ahead
     )
@@ -200,6 +201,7 @@ def velocity_lookahead(
     return updates, VelocityState(state.count + 1, momentum_state, rate)
 
   def send(opt_state, params, *, worker):
+    # The rate of the next update: `count` updates have been made.
     rate = rates.at(learning_rate, opt_state.count)
     ahead = velocity(opt_state.momentum, worker)
     return jax.tree.map(
@@ -318,6 +320,7 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     del params, extra_args
     old, rows = rows_lib.read(state.velocity, worker)
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
+    # Adding the change costs one row; a sum over workers would cost N.
     total = jax.tree.map(lambda t, n, o: t + (n - o), state.total, new, old)
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)

@@ -46,6 +46,7 @@ def read(
   rows: WorkerRows, worker: jax.Array
 ) -> tuple[optax.OptState, WorkerRows]:
   """Returns the row of a worker, int32[], and the rows to `write` to."""
+  # Write the pending row before any read, so that XLA works in place.
   stored = settle(rows)
   return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
 

@@ -64,6 +64,7 @@ def own_statistics(
     if not isinstance(updates, base.Variables):
       return weights, state
     stats = jax.tree.map(
+      # An update is added: old + (1 - decay) (new - old).
       lambda new, old: (1 - decay) * (new - old), updates.stats, params.stats
     )
     return base.Variables(weights, stats), state
@@ -72,6 +73,7 @@ def own_statistics(
     weights = algorithm.send(opt_state, base.weights_of(params), worker=worker)
     return base.with_weights(params, weights)
 
+  # Runtimes detect `send_current` to skip a compiled call.
   if algorithm.send is base.send_current:
     return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)

@@ -2,8 +2,8 @@
 
 Asynchronous SGD on handwritten digits, in simulated time, over a network
 (config.network). A batch takes 1 on average (gamma, V = 0.1), each way 0.05,
-and the port of a shard transfers a complete message in 0.1. Messages that meet
-at a port queue.
+and the port of a shard transfers a complete message in 0.1. Messages that reach
+a port at the same time wait in a queue.
 
 Without queues a worker's cycle is c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the
 busiest shard, B its bandwidth). At most B / b messages pass in a unit of time.
@@ -61,14 +61,14 @@ def cycle(shards):
   return 1 + 2 * LATENCY + 2 * BUSIEST[shards] / PORT
 
 
-def most(shards):
+def capacity(shards):
   """Returns the most messages that pass in a unit of time."""
   return PORT / BUSIEST[shards]
 
 
 def knee(shards):
   """Returns the number of workers above which throughput does not grow."""
-  return cycle(shards) * most(shards)
+  return cycle(shards) * capacity(shards)
 
 
 def ratio(name, says, of, to, above, below):
@@ -83,17 +83,21 @@ def of_shards(shards, least):
   it."""
   label, name, bend = SHARDS[shards], TITLES[shards], knee(shards)
   one = f"{label}@1"
-  flat = (
+  says_flat = (
     f"{least} workers have over 0.93 times the throughput of one, each"
   )
-  bends = (
+  says_knee = (
     f"64 workers have the throughput of {bend:.1f} times one, where bytes and"
     " bandwidth put the knee, less 5 % for a run's beginning"
   )
   bounds = 0.93 * least, 1.02 * least
   return [
-    ratio(f"below the knee, {name}", flat, f"{label}@{least}", one, *bounds),
-    ratio(f"knee, {name}", bends, f"{label}@64", one, 0.95 * bend, 1.02 * bend),
+    ratio(
+      f"below the knee, {name}", says_flat, f"{label}@{least}", one, *bounds
+    ),
+    ratio(
+      f"knee, {name}", says_knee, f"{label}@64", one, 0.95 * bend, 1.02 * bend
+    ),
   ]
 
 
@@ -151,7 +155,7 @@ def computed():
     dict(
       title=f"computed, {TITLES[shards]}",
       source="computed: the smaller of N / c and B / b",
-      points=[(n, min(n / cycle(shards), most(shards))) for n in WORKERS],
+      points=[(n, min(n / cycle(shards), capacity(shards))) for n in WORKERS],
       of=TITLES[shards],
       line="--",
       marker="",

@@ -37,20 +37,20 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
-  nag = dict(recipe="asgd", momentum=0.9)
-  runs = dict(dense=dict(nag, title="dense"))
+  momentum_sgd = dict(recipe="asgd", momentum=0.9)
+  runs = dict(dense=dict(momentum_sgd, title="dense"))
   for tau in TAUS:
     for residual in (True, False) if tau >= MIDDLE else (True,):
       codec = dict(name="threshold", tau=tau)
       if not residual:
         codec["error_feedback"] = False
       runs[label(tau, residual)] = dict(
-        nag,
+        momentum_sgd,
         title=f"tau {tau:g}" + ("" if residual else ", no residual"),
         compress=codec,
       )
   runs["words"] = dict(
-    nag,
+    momentum_sgd,
     title=f"tau {MIDDLE:g}, no entropy code",
     compress=dict(name="threshold", tau=MIDDLE, entropy_coding=False),
   )

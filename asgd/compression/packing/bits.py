@@ -32,6 +32,7 @@ def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   for part in _parts(width):
     plane = numbers >> numbers.dtype.type(shift) if shift else numbers
     plane = plane.astype(np.uint8, copy=False)
+    # Mask the bits above this part; the last part has none above it.
     if part < 8 and shift + part < width:
       plane = plane & np.uint8((1 << part) - 1)
     shift += part

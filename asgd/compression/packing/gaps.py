@@ -112,6 +112,8 @@ def decode(
       raise BadCode(beyond)
     ends <<= k
     low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
+    # A gap counts the elements between: the step to the next position is 1
+    # more.
     low += 1
     ends += np.cumsum(low)
     ends -= 1

@@ -145,6 +145,7 @@ def _streams(fields) -> tuple[PackedStream, ...]:
   """Groups fields into streams; a raw or large array is a separate stream."""
   groups = {}  # (kind, dtype, levels, coded, index if separate) -> indices
   for i, field in enumerate(fields):
+    # Small arrays with the same key share one stream.
     alone = field.kind == RAW or field.count >= LARGE
     how = field.kind, field.dtype, field.levels, field.coded
     key = *how, i if alone else None

@@ -66,6 +66,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   parts = [part.view(np.uint8) for part in parts]
   size = sum(part.size for part in parts)
   header = _FORMAT.pack(_MAGIC, _VERSION, 0, layout.checksum, size)
+  # The checksum runs over header and parts without joining them.
   crc = zlib.crc32(header)
   for part in parts:
     crc = zlib.crc32(part, crc)
@@ -127,6 +128,7 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
       f"a packed code has {HEADER_NBYTES} bytes or more, not {view.nbytes}"
     )
   data = np.frombuffer(view, np.uint8)
+  # Check the CRC before any count is believed.
   _check_header(layout, data)
   reader = streams.Reader(data[HEADER_NBYTES:])
   arrays = [None] * len(layout.fields)

@@ -71,6 +71,7 @@ def _pack_symbols(stream, symbols):
   parts, positions = sparse
   numbers = symbols[positions]
   _check_levels(stream, numbers)
+  # Size - 1 in the high bits, the sign in the lowest bit.
   digits = abs(numbers).view(words.dtype) - words.dtype.type(1)
   digits *= words.dtype.type(2)
   digits |= numbers < 0
@@ -135,6 +136,7 @@ def _positions(words):
   pieces = words[:aligned].view(np.uint64)
   # NumPy searches bools several times faster than numbers.
   hits = (pieces != 0).nonzero()[0]
+  # Too many hits: comparing each element is faster then.
   if 4 * hits.size > pieces.size:
     return (words != 0).nonzero()[0]
   positions = (pieces[hits].view(words.dtype) != 0).nonzero()[0]
@@ -253,6 +255,7 @@ def _unpack_ternary(data, count, dtype):
   for digits, place in zip(_DIGITS, symbols, strict=True):
     place[:] = digits[data]
   symbols, unused = np.split(symbols.reshape(-1), [count])
+  # 3^5 = 243 values are valid; unused digits are written as 0, symbol -1.
   if (data > 242).any() or (unused != -1).any():
     raise BadCode("a byte is no five of -1, 0 and 1")
   return symbols.astype(dtype, copy=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
-from asgd.checks import batch_of
+from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import learning_rates, outcomes
 from asgd.experiment.engines.simulated import SimulatedEngine, some
@@ -45,7 +45,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     batches = batches or self.problem.batches(seed, 1)
 
     def work(params, portion):
-      with batch_of(f"portion {portion}"):
+      with blame_batch(f"portion {portion}"):
         batch = batches(0, portion)
       key = _job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)

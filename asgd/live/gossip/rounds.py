@@ -30,7 +30,7 @@ class Rounds(LivePeer):
     # Sender -> number of its first message for this peer; absent: 0.
     self._first: dict[int, int] = {}
     # Lost senders: only forwarded messages of them still count.
-    self._dying: set[int] = set()
+    self._lost_senders: set[int] = set()
     self.kept: dict[int, View] = {}  # by number of rounds ended
 
   @property
@@ -45,12 +45,13 @@ class Rounds(LivePeer):
     self._first = dict.fromkeys(peers, self._next_put)
 
   def present(self, peer, newcomer, lend):
-    """Adds a newcomer, and drops messages that must not be mixed any more.
+    """Adds a newcomer between two rounds, and drops messages that must not be
+    mixed.
 
-    Messages that lost peers put for rounds to come are dropped: no peer has
-    mixed them, and the newcomer lacks them. If the newcomer lends its public
-    parameters, to which messages are added, all messages of its predecessor are
-    dropped, too.
+    - Messages of lost peers for rounds to come: no peer has mixed them, and the
+      newcomer will not receive them.
+    - All messages of the newcomer's predecessor, if the newcomer lends its
+      public parameters: the messages would be added to those.
     """
     super().present(peer, newcomer, lend)
     self._first[peer] = first = self._next_put
@@ -81,17 +82,18 @@ class Rounds(LivePeer):
 
   @property
   def _next_put(self) -> int:
-    """The number of the next message to put, before a round."""
+    """The number of the next message to put; valid between two rounds."""
     return -(-self.rounds // self.duty.gossip.every)
 
   @property
   def _to_come(self) -> range:
-    """The numbers of messages that were put and not mixed, before a round."""
+    """The numbers of messages that were put and not mixed, between two
+    rounds."""
     return range(self.rounds // self.duty.gossip.every, self._next_put)
 
   def _missing(self, number: int) -> bool:
-    """Whether the message of a number has not arrived from some neighbour
-    alive."""
+    """Whether the message of some neighbour alive has not arrived, for a
+    number."""
     return any(
       peer in self.incarnations
       and number >= self._first.get(peer, 0)
@@ -102,10 +104,10 @@ class Rounds(LivePeer):
   def peer_exited(self, peer):
     """Removes the peer; its last messages were forwarded before."""
     super().peer_exited(peer)
-    self._dying.discard(peer)
+    self._lost_senders.discard(peer)
 
   def _receive_frame(self, frame):
-    if frame.sender not in self._dying:
+    if frame.sender not in self._lost_senders:
       self.take_over(frame)
 
   def _send_all(self) -> None:
@@ -182,7 +184,7 @@ class Rounds(LivePeer):
   def received_from(self, peer: int) -> list[int]:
     """Returns the numbers of a lost peer's received messages. Later frames of
     that peer are dropped."""
-    self._dying.add(peer)
+    self._lost_senders.add(peer)
     return [number for sender, number in self._messages if sender == peer]
 
   def message_of(self, peer: int, number: int) -> PeerFrame | None:

@@ -53,7 +53,7 @@ class Options(NamedTuple):
 
 
 class HostMakers(NamedTuple):
-  """The hosts, and what makes each shard and worker in its host."""
+  """The hosts, and factories of the shards and workers in them."""
 
   hosts: Hosts
   memory: Path  # folder of the shards' files
@@ -62,7 +62,7 @@ class HostMakers(NamedTuple):
   def shard(
     self, evaluation: int, index: int, image: Image, from_image: bool
   ) -> Make:
-    """Returns what makes a shard in its host; arguments as of LiveShard."""
+    """Returns the factory of a shard; arguments as of LiveShard."""
     folder = self.memory / f"shard-{index}"
     options = {"folder": folder, "image": image, "evaluation": evaluation}
     return functools.partial(LiveShard, from_image=from_image, **options)
@@ -100,9 +100,9 @@ class Driver(BatchDriver, Cluster):
       workers: N.
       options: of watching.
       saved: the state to resume from.
-      note_down: called with the notes from which the next driver can resume the
-        evaluation, when one begins; called with None if the files of a shard
-        cannot be used, so that the next driver needs a checkpoint.
+      note_down: called when an evaluation begins, with the notes from which the
+        next driver can resume it. It is called with None if the files of a
+        shard are unusable, so that the next driver needs a checkpoint.
     """
     self._options = options = options or Options()
     self._note_down = note_down
@@ -233,6 +233,7 @@ class Driver(BatchDriver, Cluster):
         continue
       if not self._workers[worker].joined or self.received < until:
         self._end_call(worker)
+
     # [3] Exits without a call, late starts, jobs that take too long.
     self._handle_idle_exits()
     self._workers.end_late(passed, DEAD * self._options.ladder.start)
@@ -254,8 +255,8 @@ class Driver(BatchDriver, Cluster):
       else:
         self._end_job(worker, state.ticket.call.result())
     except ValueError:
-      # The error may come from a shard that could not be made, which the worker
-      # called: the shard's own error says why.
+      # If the worker failed because a shard could not be made, `check` raises
+      # the shard's own error, which has the reason.
       self._shards.check()
       raise
     except Gone as error:

@@ -1,4 +1,4 @@
-"""The driver of a run of tables: it starts workers again, and moves ranges.
+"""The driver of a run of tables: it replaces processes, and moves ranges.
 
 The driver handles no messages of training, only rows that move to another
 shard. Its supervisor starts, watches and ends shards and workers. They run in
@@ -161,6 +161,7 @@ class TableCluster(Cluster):
     # [1] Shards first: workers cannot continue without them.
     for party in supervisor.lost(SHARD):
       self._restart(party.index)
+
     # [2] Workers that have returned from `run`, that have exited, or that had
     # lost a shard which is alive again.
     lost = supervisor.lost(WORKER)
@@ -172,6 +173,7 @@ class TableCluster(Cluster):
         self._handle_exit(party, "died")
       elif self._standing[party.index].how == LOST:
         self._call_again(party)
+
     # [3] Workers that hang; then ranges, once all workers rest.
     self._end_hanging()
     if self._limit is None and self._all_are(RESTS):

@@ -1,4 +1,4 @@
-"""Topologies: weights, spectral gaps and what is refused."""
+"""Topologies: weights, spectral gaps and refused arguments."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ def test_one_peer_sequences_average_exactly_after_log2_n_rounds(name, n):
   options = {"one_peer": True} if name == "hypercube" else {}
   topology = topologies.build({"name": name, **options}, n)
   assert topology.period == math.log2(n) and topology.slots == topology.period
-  assert (topology.links.sum(2) == 1).all()  # they hear one a round
+  assert (topology.links.sum(2) == 1).all()  # one sender a round
   product = functools.reduce(lambda a, b: b @ a, topology.matrices)
   assert (product == 1 / n).all()
 
@@ -238,5 +238,5 @@ def test_a_drawing_has_a_picture_for_each_round():
     "round 1",
     "round 2",
   ]
-  # A link for each that hears, and a name for each peer.
+  # A line for each pair of linked peers, and a name for each peer.
   assert len(figure.axes[0].texts) == 8 + 8

@@ -1,4 +1,4 @@
-"""Shards obey numbered commands once, and come back as they were."""
+"""Shards execute numbered commands once, and are rebuilt to the same state."""
 
 import kit
 import numpy as np
@@ -43,7 +43,7 @@ def test_a_command_is_obeyed_once_in_its_turn():
     assert made.obey(double) is None
   assert made.obey(Command(2, "dot", "z", "z")) == 56
   made.obey(Command(3, "allocate", "z"))
-  assert made.obey(Command(2, "dot", "z", "z")) == 56  # what it was then
+  assert made.obey(Command(2, "dot", "z", "z")) == 56  # the stored answer
   early = "'5,allocate,z,,1.0' comes too early: the next number is 4"
   with pytest.raises(ValueError, match=early):
     made.obey(Command(5, "allocate", "z"))

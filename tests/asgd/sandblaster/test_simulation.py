@@ -1,4 +1,4 @@
-"""Sandblaster in simulated time: who computes what changes no iterate."""
+"""Sandblaster in simulated time: the assignment of jobs changes no iterate."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tables, what they are made of, and what is refused."""
+"""Tables, their parts, and refused arguments."""
 
 import jax
 import jax.numpy as jnp

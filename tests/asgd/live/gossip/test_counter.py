@@ -1,4 +1,5 @@
-"""Numbers of jobs: each is given once, whatever calls are lost or repeated."""
+"""Numbers of jobs: each is assigned once, even if calls are lost or
+repeated."""
 
 from asgd.live.gossip.counter import JobCounter
 

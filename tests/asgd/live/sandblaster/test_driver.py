@@ -1,4 +1,5 @@
-"""The driver of a live run, in threads: deaths change no iterate."""
+"""The driver of a live run, in threads: exits of processes change no
+iterate."""
 
 import threading
 import time
@@ -47,7 +48,7 @@ def batch(worker, portion):
 
 
 class Run:
-  """A run in a folder, of which drivers come and go."""
+  """A run in a folder, with one driver after the other."""
 
   def __init__(self, folder, faults=(), **settings):
     self.folder, self.faults = folder, faults
@@ -105,7 +106,8 @@ def finish(driver, until=40):
 
 
 def check(driver, deaths=0):
-  """What it came to is what its jobs come to in one place."""
+  """Asserts that the result equals that of its jobs recomputed in this
+  process."""
   records = driver.run_log.records()
   again = recompute(
     driver._settings, PARAMS, work, set(records.job.tolist())
@@ -138,7 +140,7 @@ def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
   class Slow(HostMakers):
     def shard(self, *args):
       def make(inside):
-        run.passed += 0.0 if args[-1] else 1000.0  # unless it begins anew
+        run.passed += 0.0 if args[-1] else 1000.0  # unless from an image
         return plain(inside)
 
       plain = super().shard(*args)
@@ -198,7 +200,7 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
 def test_a_checkpoint_is_of_use_after_a_driver_that_resumed_from_memory(
   tmp_path,
 ):
-  """That driver cut the files back, but for what the checkpoint counts."""
+  """The earlier driver cut the files back to the lengths of the checkpoint."""
   run = Run(tmp_path)
   for driver in run.drive():
     finish(driver, 8)
