@@ -27,7 +27,6 @@ UNFINISHED = {
     "asgd/live/server",
     "asgd/live/shard",
     "asgd/live/world",
-    "asgd/parallel",
     "asgd/simulator",
     "asgd/transforms",
     "configs/figures",
