@@ -257,7 +257,7 @@ def _define():
 
   def call():
     given, options = values(_FLAGS), values(takers)
-    # An option may be a flag of its own or part of --options, not both.
+    # An option may be a separate flag or part of --options, not both.
     extra = _pairs("options", given.pop("options"))
     own = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):

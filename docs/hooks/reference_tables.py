@@ -88,7 +88,7 @@ def transform_table() -> str:
 
 
 def schedule_table() -> str:
-  """All schedules: what each is, what it assumes, and its options."""
+  """All schedules with a description, their assumptions and their options."""
   rows = []
   for name, maker in schedules.SCHEDULES.items():
     traits = schedules.describe(name)
@@ -162,7 +162,7 @@ def refusal_table() -> str:
 def _made(
   header: str, functions: Mapping[str, Callable], derived: Iterable[str]
 ) -> str:
-  """What makes something by name; all arguments are options but `derived`."""
+  """A table of makers; all their arguments are options except `derived`."""
   rows = []
   for name, maker in functions.items():
     known = set(inspect.signature(maker).parameters) - set(derived)
@@ -204,8 +204,8 @@ _FEEDBACK = {"needed": "yes", "own": "its own", "optional": "no"}
 
 
 def codec_table() -> str:
-  """All codecs: what each sends, whether what is decoded has the right mean,
-  whether error feedback is there unless it is turned off, and the options."""
+  """All codecs: content of a message, whether the decoded mean is unbiased,
+  whether error feedback is on by default, and the options."""
   rows = []
   for name, maker in compression.CODECS.items():
     parameters = inspect.signature(maker).parameters
@@ -260,7 +260,7 @@ TABLES: dict[str, Callable[[], str]] = {
   "codecs": codec_table,
   "codec_sources": codec_sources,
 }
-# What is documented by name, from its docstring.
+# List of names -> dotted names that the page documents by their docstrings.
 NAMES: dict[str, Callable[[], list[str]]] = {
   "recipes": lambda: [f"asgd.algorithms.{name}" for name in algorithms.RECIPES],
   "peer_recipes": lambda: [

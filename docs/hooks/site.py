@@ -1,4 +1,4 @@
-"""What `mkdocs build` does beside rendering pages.
+"""Hooks of `mkdocs build`, beside the rendering of pages.
 
 The home page is the README, pages of the project's root are taken over where
 they exist, and tables come from the code (`reference_tables`).
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))  # commands are in launch/, which is not installed
 import reference_tables  # noqa: E402
 
 # Pages whose text is a file of the root. They, and figures.md, are in the
-# navigation once they are there.
+# navigation if they exist.
 FROM_ROOT = {
   "index.md": "README.md",
   "contributing.md": "CONTRIBUTING.md",
