@@ -5,8 +5,9 @@ Both sides know structure, shapes and dtypes, so only elements travel. A
 machine. Writing is one copy, reading is none.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -101,23 +102,58 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
   their places in a writable buffer of at least nbytes; bytes between and after
   them stay. ValueError, before anything is written, for a tree of another
   layout or a buffer that is too small."""
-  leaves, structure = jax.tree.flatten(tree)
-  if structure != layout.structure:
-    raise ValueError(_difference(layout, tree, structure))
-  leaves = fitting(layout.fields, leaves)
+  leaves = _leaves(layout, tree)
   data = _bytes(layout, buffer)
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
+  _copy(leaves, [_view(field, data) for field in layout.fields])
+
+
+def opened(
+  layout: Layout, buffer: Any
+) -> tuple[Callable[[Any], None], Callable[[], Any]]:
+  """Returns (write, read) of a writable buffer that is used again and again:
+  `write(tree)` and `read()` do what the functions of this module do, and look
+  for the places of the leaves once."""
+  data = _bytes(layout, buffer)
+  places = [_view(field, data) for field in layout.fields]
+  views = jax.tree.leaves(read(layout, buffer))
+  converted = any(field.stored != field.dtype for field in layout.fields)
+
+  def write_tree(tree):
+    _copy(_leaves(layout, tree), places)
+
+  def read_tree():
+    if converted:
+      return read(layout, buffer)
+    return jax.tree.unflatten(layout.structure, views)
+
+  return write_tree, read_tree
+
+
+def _leaves(layout, tree):
+  """The leaves of a tree of this layout, as arrays."""
+  leaves, structure = jax.tree.flatten(tree)
+  if structure != layout.structure:
+    raise ValueError(_difference(layout, tree, structure))
+  return fitting(layout.fields, leaves)
+
+
+def _copy(leaves, places):
+  """Copies leaves to their places."""
   # Of another device, all transfers start before the first is waited for; those
   # of the CPU are copied once, from where they lie.
   if leaves and _elsewhere(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
         x.copy_to_host_async()
-  # What is too large for the stored dtype becomes an infinity, silently.
-  with np.errstate(over="ignore"):
-    for field, x in zip(layout.fields, leaves, strict=True):
-      _view(field, data)[...] = np.asarray(x)
+  for place, x in zip(places, leaves, strict=True):
+    x = x if type(x) is np.ndarray else np.asarray(x)
+    if place.dtype == x.dtype:
+      place[...] = x
+    else:  # what is too large for it becomes an infinity, silently
+      with np.errstate(over="ignore"):
+        place[...] = x
 
 
 def read(layout: Layout, buffer: Any) -> Any:
@@ -151,9 +187,12 @@ def _difference(layout, tree, structure):
 
 
 def _elsewhere(x):
-  return isinstance(x, jax.Array) and any(
-    device.platform != "cpu" for device in x.devices()
-  )
+  return isinstance(x, jax.Array) and _off_cpu(x.sharding)
+
+
+@functools.lru_cache(maxsize=32)  # each message asks again
+def _off_cpu(sharding):
+  return any(device.platform != "cpu" for device in sharding.device_set)
 
 
 def _bytes(layout, buffer):
