@@ -119,8 +119,8 @@ def opened(
 ) -> tuple[Callable[[Any], None], Callable[[], Any]]:
   """Returns (write, read) of a writable buffer that is used again and again.
 
-  `write(tree)` and `read()` do what the functions of this module do, and compute
-  the offsets of the leaves once.
+  `write(tree)` and `read()` do what the functions of this module do, and look
+  for the places of the leaves once.
   """
   data = _bytes(layout, buffer)
   places = [_view(field, data) for field in layout.fields]
