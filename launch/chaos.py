@@ -62,7 +62,10 @@ _F = flags.define(
     "seed": (int, 0, "Of the failures' times and victims."),
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
     "simulate": (int, 0, "So many runs in a simulated world, from --seed on."),
-    "protocol": (tuple(explore.ROOMS), "server", "Of the runs of --simulate."),
+    "protocol": (
+      *(tuple(explore.PROTOCOLS), "server"),
+      "Protocol of the runs of --simulate.",
+    ),
     "faults": (list, None, "With --simulate=1, the numbers of those to come."),
     "jobs": (int, 1, "Processes for --simulate."),
   }
@@ -150,8 +153,8 @@ def _simulate() -> None:
   ):
     if given:
       raise ValueError(f"--simulate has runs of its own: drop --{name}")
-  room = _F["protocol"].value
-  drawn = explore.drawn(first, room)
+  protocol = _F["protocol"].value
+  drawn = explore.drawn(first, protocol)
   if numbers is not None:
     there = len(drawn.faults)
     if count != 1:
@@ -162,13 +165,13 @@ def _simulate() -> None:
         f" {there - 1}; name some of them, such as --faults=0,1"
       )
     keep = [int(x) for x in numbers]
-  seeds, tally = range(first, first + count), explore.Tally(room)
-  options = {"jobs": jobs, "keep": keep, "room": room}
+  seeds, tally = range(first, first + count), explore.Tally(protocol)
+  options = {"jobs": jobs, "keep": keep, "protocol": protocol}
   try:
     for outcome in explore.run_seeds(seeds, **options):
       tally.add(outcome)
       if outcome.error:
-        print(explore.explain(outcome, keep, room), flush=True)
+        print(explore.explain(outcome, keep, protocol), flush=True)
       elif count == 1:
         those = range(len(drawn.faults)) if keep is None else keep
         print(f"{drawn.describe(those)}\n")

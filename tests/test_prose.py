@@ -31,7 +31,6 @@ UNFINISHED = {
     "asgd/live/server",
     "asgd/live/shard",
     "asgd/live/tables",
-    "asgd/live/world",
     "asgd/models",
     "asgd/orders",
     "asgd/parallel",
