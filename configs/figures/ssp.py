@@ -1,7 +1,7 @@
-"""Matrix factorisation under SSP and ESSP: what staleness costs, and when.
+"""Matrix factorisation under SSP and ESSP: when staleness costs accuracy.
 
-8 workers on ratings that are generated (16,000 of 400 x 200, rank 4, noise
-0.1), at a rate at which all models train and at one at the edge, after Dai,
+8 workers on generated ratings (16,000 of 400 x 200, rank 4, noise 0.1), at a
+rate at which all models train and at one at the edge of stability. After Dai,
 Kumar, Wei, Ho, Gibson and Xing, "High-Performance Distributed ML at Scale
 through Parameter Server Consistency Models", AAAI 2015, arXiv 1410.8043.
 
