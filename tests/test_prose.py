@@ -20,7 +20,6 @@ UNFINISHED = {
     "asgd/data",
     "asgd/experiment",
     "asgd/experiment/engines",
-    "asgd/experiment/protocols",
     "asgd/figures",
     "asgd/live",
     "asgd/live/hosts",
