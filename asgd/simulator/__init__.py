@@ -5,6 +5,7 @@ from asgd.simulator.choice import (
   CHUNK,
   ENGINES,
   HOST,
+  ROUNDS,
   Choice,
   JobShapes,
   choose,

@@ -197,6 +197,8 @@ def test_rounds_are_close_in_float32():
   host, many = engines_of("ssgd", simulator.make_rounds)
   one, other = (cut(x, trace, [len(trace.time)]) for x in (host, many))
   chex.assert_trees_all_close(one[0].server, other[0].server, rtol=1e-5)
+  again = cut(many, trace, [5, 31, len(trace.time)])
+  same(other, again)  # to the bit
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -290,11 +292,13 @@ def test_what_one_engine_alone_replays_is_named():
 def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
   recipe = algorithms.build("asgd", 0.01, WORKERS)
   batch = more.pop("batch", PROBLEM.batches(0, 1)(0, 0))
-  jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, **more)
+  even = more.pop("even", True)
+  jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, even)
   parts = recipe.server(), recipe.make_worker(loss)
-  return simulator.choose(
-    *parts, order_of(orders.asynchronous), jobs, asked=asked
-  )
+  trace = more.pop("trace", None)
+  if trace is None:
+    trace = order_of(orders.asynchronous)
+  return simulator.choose(*parts, trace, jobs, asked=asked)
 
 
 def test_an_engine_is_chosen_and_says_why():
@@ -307,9 +311,18 @@ def test_an_engine_is_chosen_and_says_why():
   assert str(choice_of(messages=10)).startswith("host: 10 messages are fewer")
   assert str(choice_of(messages=10, asked="chunk")) == "chunk: as asked"
   assert str(choice_of(asked="host")) == "host: as asked"
+  assert str(choice_of(asked="rounds")) == "rounds: as asked"
+  clock = durations.homogeneous()
+  trace = bulk(clock, workers=64, messages=256)
+  assert str(choice_of(trace=trace)) == (
+    "rounds: 64 gradients at the same parameters are computed together"
+  )
   assert str(choice_of(convolved)).startswith("host: convolutions are slow")
   assert str(choice_of(even=False)) == "host: batches of jobs differ in size"
   with pytest.raises(ValueError, match="cannot simulate this: batches of jobs"):
     choice_of(even=False, asked="chunk")
-  with pytest.raises(ValueError, match="one of auto, host, chunk, not 'fast'"):
+  with pytest.raises(ValueError, match="'rounds' cannot simulate this"):
+    choice_of(even=False, asked="rounds")
+  known = "one of auto, host, chunk, rounds, not 'fast'"
+  with pytest.raises(ValueError, match=known):
     choice_of(asked="fast")
