@@ -7,13 +7,17 @@ of `asgd`; a stashed weight is a ticket. `pipeline.train` trains layers of one's
 own, in one call.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-
-def __getattr__(name: str) -> Any:
-  """Imports `train`, and the experiments of asgd with it, at its first use."""
-  if name != "train":
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:
   from pipeline.facade import train
+else:
 
-  return train
+  def __getattr__(name: str) -> Any:
+    """Imports `train`, and the experiments of asgd with it, at its first
+    use."""
+    if name != "train":
+      raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from pipeline.facade import train
+
+    return train

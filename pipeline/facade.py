@@ -1,16 +1,17 @@
 """Training one's own layers in a pipeline, in one call; see `asgd.facade`."""
 
-import contextlib
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import numpy as np
 from flax import linen as nn
 
 from asgd import calls, checks, facade, models, problems
+from asgd.parallel import meshes
 from asgd.problems import descriptions, own, streams
 from pipeline.engine import PIPELINE
 
@@ -20,12 +21,13 @@ class _Plain(nn.Module):
 
   inner: nn.Module
 
-  def setup(self):
+  def setup(self) -> None:
     nn.share_scope(self, self.inner)  # its weights have the same names
 
-  def __call__(self, x, train):
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     del train
-    return self.inner(x)
+    output: jax.Array = self.inner(x)
+    return output
 
 
 class _Function(nn.Module):
@@ -33,7 +35,7 @@ class _Function(nn.Module):
 
   function: Callable[[jax.Array], jax.Array]
 
-  def __call__(self, x, train):
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
     del train
     return self.function(x)
 
@@ -115,18 +117,44 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
   return tuple(out)
 
 
+class TrainOptions(facade.CallOptions, total=False):
+  """Further keyword arguments of `train`: settings of a pipeline, then options
+  of its schedule."""
+
+  batch_size: int | None
+  folder: str | os.PathLike[str] | None
+  cuts: str | Sequence[int]
+  weights: str | None
+  predict: bool
+  recompute: Any
+  device_megabytes: Any
+  partition: Any
+  bandwidth: float
+
+  chunks: int
+  group: int
+  reverse: bool
+  max_activations: Any
+  costs: Any
+  replicas: Sequence[int]
+  anneal: Any
+  decay: Any
+  stage_depth: int
+  supremum: int
+
+
 def train(
   layers: Sequence[Any],
   criterion: Callable[[jax.Array, Any], jax.Array],
   data: Any,
-  recipe: Any,
+  recipe: facade.RecipeLike,
   *,
   messages: int,
   params: Any = None,
   stages: int = 2,
   schedule: str = "pipedream",
   microbatches: int = 8,
-  **options: Any,
+  **options: Unpack[TrainOptions],
 ) -> facade.Result:
   """Trains layers that are cut into the stages of a pipeline.
 
@@ -167,11 +195,8 @@ def train(
     True 3
   """
   layers, named = read_layers(layers), (messages, 1)
-  run, options = facade.read_options(named, options)
-  with contextlib.suppress(RuntimeError):  # JAX has started: as it is
-    jax.config.update(
-      "jax_num_cpu_devices", max(stages, jax.config.jax_num_cpu_devices)
-    )
+  run, settings = facade.read_options(named, options)
+  meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls():
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
     first = streams.read_data(data, run.batch_size).first
@@ -179,7 +204,7 @@ def train(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )
 
-    def init(key):
+    def init(key: jax.Array) -> Any:
       return models.init(layers, key, own.input_of(first))
 
     given = own.Objects(
@@ -189,8 +214,8 @@ def train(
       evaluate=run.evaluate,
       pieces=pieces,
     )
-    config = {"clip_norm": options.pop("clip_norm", None)}
-    section = {"schedule": schedule, "stages": stages, **options}
+    config = {"clip_norm": settings.pop("clip_norm", None)}
+    section = {"schedule": schedule, "stages": stages, **settings}
     section["microbatches"] = checks.whole("microbatches", microbatches)
     if run.every is not None:
       groups = "batches of {} microbatches (every)"

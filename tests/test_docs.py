@@ -287,6 +287,22 @@ def test_configs_that_a_page_names_exist(page):
     assert (kit.ROOT / path).exists(), path
 
 
+def test_the_files_that_the_architecture_names_exist():
+  paths = re.findall(r"`(\w+/[\w/.]*)`", PAGES["architecture.md"])
+  assert len(set(paths)) > 80
+  assert [path for path in paths if not (kit.ROOT / path).exists()] == []
+
+
+def test_the_functions_that_the_architecture_names_exist():
+  text = PAGES["architecture.md"]
+  methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+  code = [path.read_text() for path in kit.ROOT.glob("asgd/**/*.py")]
+  assert len(methods) > 8
+  for owner, name in methods:
+    (module,) = (x for x in code if re.search(rf"^class {owner}\b", x, re.M))
+    assert re.search(rf"^  def {name}\(", module, re.M), (owner, name)
+
+
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.sh")))
 def test_a_script_is_one_of_bash(path):
   subprocess.run(["bash", "-n", str(path)], check=True)

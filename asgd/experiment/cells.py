@@ -6,13 +6,10 @@ written or trained.
 """
 
 import collections
-import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
-
-import jax
 
 from asgd import diagnosis, problems
 from asgd.experiment import build_cache, checks, problem, protocol, schema
@@ -140,10 +137,7 @@ def build(
   config = _checked(config, engines, dataset)
   runs = config.runs.values()
   devices = max(engines[run.engine].devices(run) for run in runs)
-  if jax.config.jax_num_cpu_devices < devices:
-    # Once JAX has started, engines use what there is.
-    with contextlib.suppress(RuntimeError):
-      jax.config.update("jax_num_cpu_devices", devices)
+  meshes.want_cpu_devices(devices)
   meshes.find_devices()
   experiment = _load(config, engines, data_dir, dataset, measurements)
   for cell in experiment.cells:

@@ -1,4 +1,13 @@
-"""Orders: which worker sends and receives when, as data."""
+"""Orders: which worker sends and receives when, as data.
+
+  rules + durations --> Dispatcher (`protocol`) --> rows --> base.Trace
+
+`makers` has one function for each protocol; `build` calls them by name. They
+play a `Dispatcher` with drawn `durations`, event by event (`play`) or in NumPy
+columns (`columns`), optionally over a `network`. `trace` defines the rows and
+the `Ledger` that follows them, `checking` finds rows that a protocol forbids.
+Start with the example in `trace`.
+"""
 
 from asgd.orders import (
   checking,

@@ -1,8 +1,8 @@
-"""Messages that have arrived and are not received: which may be received next.
+"""Messages that have arrived and were not received: which may be received next.
 
 A message waits for its worker's earlier ones, and in rounds for the others of
-its round. What may be received is kept as messages arrive and tickets close, so
-that a dispatcher does not look through all that wait.
+its round. Each arrival and each closed ticket updates the set of messages that
+may be received, so the dispatcher does not search all waiting messages.
 """
 
 import collections
@@ -28,16 +28,16 @@ class Arrivals:
   """Messages of a protocol without rounds, in the order of their arrival.
 
   Attributes:
-    round: of the jobs that start now.
-    granted: jobs that were started in it, without those that were lost.
-    tickets: how many are open.
+    round: index of the round of the jobs that start now.
+    granted: jobs that were started in it and were not lost.
+    tickets: number of open tickets.
   """
 
   def __init__(self, ledger: Ledger[StartedJob]):
     self._ledger = ledger
     self._number: dict[Key, int] = {}  # message -> how many arrived before it
     self._count = itertools.count()
-    # Messages whose worker has no earlier ticket, some of which have ended.
+    # Messages on the earliest ticket of their worker; some tickets are closed.
     self._first: list[Key] = []
     self.round = self.granted = self.tickets = 0
 
@@ -45,7 +45,7 @@ class Arrivals:
     return key in self._number
 
   def busy(self, worker: int) -> int:
-    """Returns how many tickets keep a worker from its next job."""
+    """Returns the number of tickets that count against the worker's depth."""
     return len(self._ledger.open[worker])
 
   def start(self, event: Event) -> None:
@@ -73,7 +73,7 @@ class Arrivals:
     return event.action != base.RECEIVE
 
   def beaten(self) -> list[Key]:
-    """Returns messages that came after another one of their job."""
+    """Returns messages that arrived after another message of their job."""
     return []
 
   def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
@@ -85,7 +85,7 @@ class Arrivals:
 
 
 class RoundArrivals(Arrivals):
-  """Messages of rounds: each round is received together, in the order of jobs.
+  """Messages of rounds: those of a round are received together, by their jobs.
 
   Args:
     size: messages of a round.
@@ -97,16 +97,17 @@ class RoundArrivals(Arrivals):
     self._size, self._late_factor = size, late
     self._copies = Copies()
     self._received = 0  # messages of this round
-    self._began = 0.0  # not after the first of this round's jobs
+    self._began = 0.0  # a lower bound of the times of this round's jobs
     self._waiting = collections.Counter[int]()  # worker -> arrived messages
-    # A message can be received if none is missing of those that its worker
-    # began before, which have a seq below that of `_front`.
+    # worker -> seq below which all its messages have arrived or ended. Only
+    # messages below it can be received.
     self._front: dict[int, int] = {}
-    self._on_time: dict[Key, None] = {}  # those of this round
-    self._late: set[int] = set()  # workers that may have some of earlier ones
+    self._on_time: dict[Key, None] = {}  # messages of this round below a front
+    self._late: set[int] = set()  # workers that may have earlier rounds' ones
 
   def busy(self, worker: int) -> int:
-    """Returns how many jobs a worker is at: messages that wait do not count."""
+    """Returns the number of jobs that a worker computes: open tickets without
+    those whose messages have arrived."""
     return len(self._ledger.open[worker]) - self._waiting[worker]
 
   def start(self, event: Event) -> None:
@@ -159,13 +160,13 @@ class RoundArrivals(Arrivals):
     self._on_time.clear()
 
   def beaten(self) -> list[Key]:
-    """Returns messages that came after another one of their job."""
+    """Returns messages that arrived after another message of their job."""
     return self._copies.beaten()
 
   def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
-    """Returns late messages, which the server drops, and those of the round if
-    it is complete: in the order of the largest job that the worker began so
-    far."""
+    """Returns late messages, which the server drops, then those of the round if
+    it is complete. Both are sorted by the largest job that their worker had
+    started up to the message."""
     late = [row for row in self._rows(self._late) if row[2] != self.round]
     chosen = sorted(late)
     self._late.clear()
@@ -179,8 +180,8 @@ class RoundArrivals(Arrivals):
     return [key for _, key, _ in chosen]
 
   def _rows(self, workers):
-    """Yields (largest job so far, message, round) of workers' messages that can
-    be received."""
+    """Yields (largest job so far, message, round) for the messages of workers
+    that can be received."""
     for worker in workers:
       most = 0
       for seq, ticket in self._ledger.open[worker].items():
@@ -190,8 +191,8 @@ class RoundArrivals(Arrivals):
         yield most, (worker, seq), ticket.round
 
   def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
-    """Returns (when it is late, worker, job) of the jobs of this round that one
-    worker alone does; of none if none is late until a time."""
+    """Returns (time at which it is late, worker, job) of this round's jobs that
+    have one open ticket; an empty list if none is late at `before`."""
     factor = self._late_factor
     if self._began + factor * self._copies.least_usual() > before:
       return []

@@ -1,12 +1,13 @@
-"""Backup tasks: what is late in a synchronous round is done twice.
+"""Backup tasks: an idle worker repeats a late job of a synchronous round.
 
   worker 0   |--job 0--|      |--job 2, again--|
   worker 1   |--job 1--|
   worker 2   |--job 2------------------------------------|  dropped
 
-When the rest of a round is done, an idle worker takes a job that is late, and
-the first of the two results counts. The other worker ends its own, which is
-dropped when it comes, and lacks in the rounds until then: others do two jobs.
+When the other jobs of a round have ended, an idle worker takes a late job, and
+the first of the two results counts. The late worker still finishes its copy,
+and the server drops it. Until then that worker is missing in the rounds, so
+another worker does two jobs.
 """
 
 import bisect
@@ -19,15 +20,15 @@ Key = tuple[int, int]  # (worker, seq)
 
 
 class Copies:
-  """The open tickets of each job, of which one counts.
+  """The open tickets of each job; the first message of a job counts.
 
   Attributes:
-    open: job -> its tickets, the first one first.
-    single: job -> its ticket, of jobs that are awaited from one worker alone.
-    awaited: jobs that are not done, and have no message that arrived.
+    open: job -> its tickets, oldest first.
+    single: awaited job -> its ticket, for jobs with one ticket.
+    awaited: jobs of which no message has arrived.
 
   Example:
-    Workers 0 and 1 do job 5. Worker 1 comes first.
+    Workers 0 and 1 compute job 5. Worker 1's message arrives first.
 
     >>> from asgd.orders.backups import Copies
     >>> copies = Copies()
@@ -45,20 +46,20 @@ class Copies:
     self.single: dict[int, Key] = {}
     self.awaited: set[int] = set()
     self._done: set[int] = set()  # open jobs of which a message was received
-    self._arrived: dict[int, list[Key]] = {}  # by job, the first one first
-    self._second: list[tuple[int, Key]] = []  # that may be beaten
+    self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
+    self._second: list[tuple[int, Key]] = []  # candidates for `beaten`
     self._time: dict[int, float] = {}  # worker -> time of its latest job
     self._times: list[float] = []  # the same, sorted
 
   def start(self, job: int, key: Key) -> bool:
-    """A ticket is opened; returns whether it is the only one of its job."""
+    """Notes an opened ticket; returns whether it is the only one of its job."""
     keys = self.open.setdefault(job, [])
     keys.append(key)
     self._note(job)
     return len(keys) == 1
 
   def arrive(self, job: int, key: Key) -> None:
-    """A message arrives."""
+    """Notes that a message has arrived."""
     keys = self._arrived.setdefault(job, [])
     keys.append(key)
     if len(keys) > 1 or job in self._done:
@@ -66,8 +67,9 @@ class Copies:
     self._note(job)
 
   def end(self, job: int, key: Key, *, counts: bool) -> bool:
-    """A ticket is closed, because its message `counts` or for another reason;
-    returns whether the job is open at no worker, and was not done."""
+    """Notes that a ticket was closed, because its message `counts` or for
+    another reason; returns whether the job is lost: no ticket is open, and no
+    message was received."""
     others, done = self.open[job], job in self._done
     others.remove(key)
     arrived = self._arrived.get(job, [])
@@ -84,7 +86,7 @@ class Copies:
     return not (counts or others or done)
 
   def _note(self, job):
-    """Keeps `awaited` and `single` of a job that has changed."""
+    """Updates `awaited` and `single` after a job has changed."""
     keys = self.open.get(job, ())
     if not keys or job in self._done or job in self._arrived:
       self.awaited.discard(job)
@@ -97,8 +99,8 @@ class Copies:
       self.single.pop(job, None)
 
   def beaten(self) -> list[Key]:
-    """Returns the messages that have arrived since the last call, in their
-    order, after another one of their job."""
+    """Returns the messages that arrived since the last call, in their order,
+    after another message of their job."""
     second, self._second = self._second, []
     out = []
     for job, key in second:
@@ -115,35 +117,38 @@ class Copies:
     bisect.insort(self._times, time)
 
   def usual(self, worker: int) -> float | None:
-    """Returns the median of the latest times of a worker's peers, if any."""
+    """Returns the median of the latest times of the other workers; None if no
+    other worker has one."""
     if worker not in self._time:
       return _median(self._times, None)
     own = bisect.bisect_left(self._times, self._time[worker])
     return _median(self._times, own)
 
   def least_usual(self) -> float:
-    """Returns what `usual` is at least, of any worker; infinity of none."""
+    """Returns a lower bound of `usual` for all workers; infinity if no worker
+    has a time."""
     most = len(self._times) - 1
     least = _median(self._times, most if most > 0 else None)
     return math.inf if least is None else least
 
 
-def _median(ordered, without):
-  """The median of sorted numbers, without the one at a place unless None."""
+def _median(ordered: list[float], without: int | None) -> float | None:
+  """Returns the median of sorted numbers, leaving out the one at the index
+  `without`; None if no number is left."""
   count = len(ordered) - (without is not None)
   if not count:
     return None
 
-  def at(place):
-    return ordered[place + (without is not None and place >= without)]
+  def at(index):
+    return ordered[index + (without is not None and index >= without)]
 
   half = count // 2
   return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
 
 
 def count_backups(trace: base.Trace) -> tuple[int, int]:
-  """Counts the jobs of a trace that two workers did: how many were started as
-  backup tasks, and how many of these came first."""
+  """Returns (backup tasks that were started, those whose result counted) of a
+  trace."""
   copies, started, first = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:

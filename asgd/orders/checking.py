@@ -1,4 +1,4 @@
-"""Whether a trace can be replayed: which rows protocols forbid."""
+"""Checks that a trace can be replayed: finds the rows that protocols forbid."""
 
 import math
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ def check(
   """
   if isinstance(trace, base.Trace) and _is_right(trace, depth):
     return int(trace.worker.max(initial=-1)) + 1
-  # It names the row, and knows all actions.
+  # The check row by row names the wrong row, and covers all actions.
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
@@ -64,7 +64,8 @@ def check(
 
 
 def _is_right(trace: base.Trace, depth: float) -> bool:
-  """Whether a trace of tickets and messages is right, of all rows at once."""
+  """Whether a trace of SEND, KEEP and RECEIVE rows is right, by NumPy: False
+  also where only the check row by row can decide."""
   time, worker, seq, job, _ = trace
   whole = np.stack([worker, job])
   if len(time) and not (time[0] >= 0 and time[-1] <= LATEST):
@@ -92,7 +93,8 @@ def _is_right(trace: base.Trace, depth: float) -> bool:
 def _forbidden(
   ledger: Ledger[Event], event: Event, depth: float
 ) -> str | None:
-  """Returns what a protocol forbids although the row has a meaning."""
+  """Returns why a protocol forbids a row that the ledger would accept, or
+  None."""
   time, worker, seq, job, action, *_ = event
   tickets = ledger.open[worker]
   if not 0 <= time <= LATEST:
@@ -100,10 +102,10 @@ def _forbidden(
   if not (0 <= worker <= _MOST and 0 <= job <= _MOST):
     return f"worker and job must be from 0 to {_MOST}"
   if time < ledger.time:
-    return f"time goes back from {ledger.time}"
+    return f"time is before that of the last row, {ledger.time}"
   if action in STARTS:
     if worker in ledger.ended:
-      return "the worker is gone and did not join again"
+      return "the worker has left and did not join again"
     if seq < ledger.next_seq.get(worker, 0):
       return BEGUN
     if len(tickets) >= depth:
@@ -117,10 +119,10 @@ def _forbidden(
   elif action in (base.JOIN, base.LEAVE) and tickets:
     return "the worker still holds a ticket"
   elif action in (*PUTS, *TAKES, base.MIX) and worker in ledger.ended:
-    return "the peer is gone and did not join again"
+    return "the peer has left and did not join again"
   elif action in TAKES:
     if job == worker:  # `job` is the other peer
       return "a peer is not its own neighbour"
     if seq <= ledger.taken.get((worker, job), NO_SEQ):
-      return "the peer has taken that message, or a later one, before"
+      return "the peer has taken that message, or a later one, already"
   return None

@@ -1,18 +1,19 @@
 """Orders made in columns, by NumPy: millions of rows in seconds.
 
-`asgd.orders.play` makes an order event by event, with the dispatcher that live
-runs have, and says what an order is. Here are the same rows, to the bit, of
-protocols in which each worker holds one ticket, no message takes time on its
-way and nobody joins or leaves. `make` returns None for others, which are
-played. `tests/asgd/orders/test_columns.py` compares the two on drawn protocols.
+`asgd.orders.play` makes an order event by event, with the dispatcher of live
+runs; it defines the order. This module makes the same rows, to the bit, for
+protocols in which each worker has one ticket, messages take no time, and no
+worker joins or leaves. `make` returns None for other protocols; the caller
+then plays them. `tests/asgd/orders/test_columns.py` compares the two on drawn
+protocols.
 
-Without rounds a worker starts its job k when it has ended the one before, and
-all workers have ended k - s, of a bound s:
+Without rounds and with a bound s, a worker starts its job k when it has ended
+its job k - 1 and all workers have ended their job k - s - 1:
 
   end[w, k] = max(end[w, k - 1], max over v of end[v, k - s - 1]) + time[w, k]
 
-A job is granted when a message is received, its trigger, so jobs are numbered
-by trigger and then by worker. Rounds are computed one after the other.
+The receipt of one message, the trigger, grants a job. So jobs are numbered by
+trigger and then by worker. Rounds are computed one after the other.
 
 Index letters:
   N  workers
@@ -33,8 +34,8 @@ _BLOCK = 1024  # times of a worker that are drawn at once, at most
 
 
 class _Irregular(Exception):
-  """Times that are not positive, too small to count, or too few: they are left
-  to a Play."""
+  """Raised for times that are not positive, that are lost in rounding, or that
+  end: the caller plays the protocol instead."""
 
 
 def make(
@@ -46,7 +47,8 @@ def make(
     rules: the protocol.
     durations: how long each job of the N workers takes.
     workers: N.
-    messages: M; those that are received with the last one come on top.
+    messages: M; messages that are received together with the last one are
+      added.
 
   Example:
     >>> from asgd.orders import columns, durations, protocol
@@ -59,7 +61,7 @@ def make(
   """
   if rules.depth > 1 or rules.cache or rules.late < math.inf:
     return None
-  # No worker has more jobs; NumPy has no larger numbers.
+  # No worker has more jobs, and a larger number may not fit into an int64.
   rules = rules._replace(fetch_every=min(rules.fetch_every, messages + 1))
   if rules.bound > messages:
     rules = rules._replace(bound=math.inf)
@@ -81,7 +83,7 @@ class _Draws:
     self._used = np.full(workers, block)
 
   def first(self, count: int) -> np.ndarray:
-    """Returns times of worker 0, before any other is drawn."""
+    """Returns the first `count` times of worker 0; no other is drawn yet."""
     return _taken(self._streams[0], count)
 
   def peek(self, workers: np.ndarray) -> np.ndarray:
@@ -95,7 +97,7 @@ class _Draws:
     return self._times[workers, used]
 
   def use(self, workers: np.ndarray) -> None:
-    """Goes on to the time after that."""
+    """Advances these workers to their following times."""
     self._used[workers] += 1
 
 
@@ -107,7 +109,8 @@ def _taken(stream, count):
 
 
 def _without_rounds(rules, draws, workers, messages):
-  """Rows of protocols with a bound, finite or not, and of a warm start."""
+  """Returns the trace of a protocol with a bound, finite or not, after its warm
+  start."""
   alone = min(rules.warm_start, messages)
   ends = np.add.accumulate(draws.first(alone))
   job = np.arange(alone)
@@ -132,7 +135,7 @@ def _trace(rows):
 
 
 class _Levels:
-  """Messages level by level: those of level k are the jobs k of workers."""
+  """Messages by level: level k has the job k of each worker."""
 
   def __init__(self, rules, draws, workers, messages, begin):
     self._workers, self._messages, self._begin = workers, messages, begin
@@ -147,12 +150,13 @@ class _Levels:
     self._before = self._predecessors()
 
   def _ends(self, draws):
-    """Returns (workers, when they end) of each level, until all messages are
-    among them, and all that may be granted before the last."""
+    """Returns (workers, times at which they end) of each level. The levels
+    include all M messages and every job that may be granted before the last of
+    them."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
     levels, gates, known, horizon = [], [], 0, math.inf
-    due = self._messages  # known messages at which the horizon is looked for
+    due = self._messages  # number of known messages at the next estimate
     while len(active):
       starts = latest[active]
       if self._bound is not None and len(levels) > self._bound:
@@ -169,7 +173,7 @@ class _Levels:
       gates.append(ends.max() if len(active) == self._workers else math.inf)
       known += len(active)
       if known >= due:
-        # The last message is not after this, whatever is still to be found.
+        # An upper bound of the last message's time: more levels only lower it.
         found = np.concatenate([ends for _, ends in levels])
         last = self._messages - 1
         horizon, due = np.partition(found, last)[last], known + known // 16
@@ -178,27 +182,28 @@ class _Levels:
     return levels
 
   def _predecessors(self):
-    """The place of each message's predecessor of the same worker, or -1."""
+    """Returns the index of the same worker's previous message, or -1."""
     order = np.argsort(self._worker, kind="stable")
     before = np.full(len(order), -1)
     before[order[1:]] = order[:-1]
     before[: self._offsets[1]] = -1
     return before
 
-  def _triggers(self, places, rank, level_ranks):
-    """The rank of the message that has these granted, -1 of none."""
-    before = self._before[places]
+  def _triggers(self, indices, rank, level_ranks):
+    """Returns the rank of the message that grants each job of `indices`; -1 if
+    the job is granted at the start."""
+    before = self._before[indices]
     triggers = np.where(before < 0, -1, rank[before])
     if self._bound is None:
       return triggers
-    level = self._level[places] - self._bound - 1
+    level = self._level[indices] - self._bound - 1
     gated = level >= 0
     triggers[gated] = np.maximum(triggers[gated], level_ranks(level[gated]))
     return triggers
 
   def _ranks(self):
-    """Which message is received when: (places in this order, their inverse).
-    Of equal times, the job that was granted first is first."""
+    """Returns (message indices in the order in which they are received, rank of
+    each message). At equal times the job that was granted first is first."""
     order = np.argsort(self._end, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
@@ -213,7 +218,8 @@ class _Levels:
         out[levels == level] = known[level]
       return out
 
-    # What they are granted by is earlier, so groups go in the order of time.
+    # Triggers are earlier than the messages that they grant. So groups of equal
+    # times are sorted in the order of time.
     ends = self._end[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
     new = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
@@ -222,11 +228,11 @@ class _Levels:
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
       if start >= self._messages:
         break
-      places = order[start:stop]
-      triggers = self._triggers(places, rank, level_ranks)
-      places = places[np.lexsort((self._worker[places], triggers))]
-      order[start:stop] = places
-      rank[places] = np.arange(start, stop)
+      group = order[start:stop]
+      triggers = self._triggers(group, rank, level_ranks)
+      group = group[np.lexsort((self._worker[group], triggers))]
+      order[start:stop] = group
+      rank[group] = np.arange(start, stop)
     return order, rank
 
   def rows(self):
@@ -238,7 +244,7 @@ class _Levels:
     every = np.arange(len(rank))
     triggers = self._triggers(every, rank, last_ranks.__getitem__)
     granted = np.flatnonzero(triggers < self._messages - 1)
-    # By trigger, and then by worker.
+    # Jobs are numbered by trigger and then by worker.
     key = triggers[granted] * self._workers + self._worker[granted]
     granted = granted[np.argsort(key)]
     triggers = triggers[granted]
@@ -252,23 +258,23 @@ class _Levels:
     level = self._level[granted]
     at = np.where(triggers < 0, self._begin, self._end[order[triggers]])
     actions = np.where(level % self._every, base.KEEP, base.SEND)
-    places = np.empty(len(starts) + len(ends), np.int64)
-    times = np.empty(len(places))
-    action = np.full(len(places), base.RECEIVE, np.int8)
-    places[starts], places[ends] = granted, received
+    messages = np.empty(len(starts) + len(ends), np.int64)
+    times = np.empty(len(messages))
+    action = np.full(len(messages), base.RECEIVE, np.int8)
+    messages[starts], messages[ends] = granted, received
     times[starts], times[ends] = at, self._end[received]
     action[starts] = actions
     return [
-      *(times, self._worker[places], self._level[places], jobs[places]),
+      *(times, self._worker[messages], self._level[messages], jobs[messages]),
       action,
     ]
 
 
 class _Rounds:
-  """Rounds of the first messages of workers, and late ones of earlier rounds.
+  """Rounds of the first messages, with late messages of earlier rounds.
 
-  While fewer jobs are granted than a round starts, each worker that hands in
-  gets another one of the same round.
+  A round starts a fixed number of jobs. While fewer have started, a worker
+  whose message arrives starts another job of the same round.
   """
 
   def __init__(self, rules, draws, workers):
@@ -279,7 +285,7 @@ class _Rounds:
     self._job = np.zeros(workers, np.int64)
     self._of = np.zeros(workers, np.int64)  # the round of its job
     self._round = self._jobs = self._received = 0
-    self._rows = []  # float[5, R]: columns, whose numbers are exact so
+    self._rows = []  # float[5, R]: columns; their integers are exact
 
   def until(self, messages: int) -> base.Trace:
     """Returns the rows until so many messages are received."""
@@ -296,7 +302,7 @@ class _Rounds:
     return _trace(rows)
 
   def _start(self, workers, times):
-    """Workers start a job each; returns the rows."""
+    """Starts a job at each of these workers; returns the rows."""
     self._end[workers] = times + self._draws.peek(workers)
     self._draws.use(workers)
     self._seq[workers] += 1
@@ -330,21 +336,22 @@ class _Rounds:
       self._end[arrivals] = math.inf
       starts = self._start(arrivals[:restarts], times[:restarts])
       left -= restarts
-      # The rows of an arrival: its message if it is late, and a new ticket.
-      places = np.flatnonzero(~on_time), np.arange(restarts)
-      order = np.argsort(np.concatenate(places), kind="stable")
+      # An arrival has a RECEIVE row if it is late, then a SEND row if the
+      # worker starts again.
+      arrival = np.flatnonzero(~on_time), np.arange(restarts)
+      order = np.argsort(np.concatenate(arrival), kind="stable")
       self._rows.append(np.concatenate([late, starts], axis=1)[:, order])
       now = times[-1]
     self._round += 1
     whole = np.concatenate(handed_in, axis=1)
     whole[0] = now
-    self._rows.append(whole[:, np.argsort(whole[3])])  # by their jobs
+    self._rows.append(whole[:, np.argsort(whole[3])])  # sorted by job
     return now
 
   def _next_arrivals(self, left, missing):
-    """Returns workers whose messages come next, and how many of the first of
-    them start again; until the round is complete, or a job that is started
-    meanwhile may end."""
+    """Returns (workers in the order of their next messages, number of the first
+    ones that start again). The list stops where the round is complete, or
+    before a job that one of them starts may end."""
     busy = np.flatnonzero(self._end < math.inf)
     order = busy[np.lexsort((self._job[busy], self._end[busy]))]
     on_time = np.cumsum(self._of[order] == self._round)

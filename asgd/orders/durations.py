@@ -172,7 +172,7 @@ def heterogeneous(mean: float = 1.0, *, seed: int = 0) -> Durations:
 
 
 def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
-  """Batch times with a heavy tail: now and then one takes very long.
+  """Batch times with a heavy tail: a few batches take very long.
 
     P(time > t) = (m / t)^alpha  for t > m,   m = mean (alpha - 1) / alpha
 
@@ -220,7 +220,7 @@ def bursts(
   mean: float = 1.0, *, seed: int = 0, variation: float = 0.1,
   slowdown: float = 5.0, every: float = 100.0, length: float = 10.0,
 ) -> Durations:
-  """Transient stragglers: each worker is slow for a few batches now and then.
+  """Transient stragglers: each worker is slow for short series of batches.
 
     time = slowdown^b x,   x as of `gamma`,   b in {0, 1} a Markov chain:
     P(0 -> 1) = 1 / every,   P(1 -> 0) = 1 / length
@@ -257,7 +257,8 @@ def bursts(
   quick = gamma(mean, seed=seed, variation=variation)
 
   def stream(worker):
-    # Of its own, so that the batches that are not slow are those of `gamma`.
+    # A separate generator, so that batches that are not slow take the times of
+    # `gamma` with this seed.
     rng, slow = np.random.default_rng((seed, worker, 1)), False
     for time in quick.stream(worker):
       slow = rng.random() < (1 - 1 / length if slow else 1 / every)
@@ -269,7 +270,7 @@ def bursts(
 def measured(
   samples: Sequence[Sequence[float]], *, resample: bool = False, seed: int = 0
 ) -> Durations:
-  """Times that were measured, played back over and over.
+  """Measured times, repeated without an end.
 
   Args:
     samples: rows of positive times; worker i uses row i, modulo their number.
@@ -280,7 +281,7 @@ def measured(
     Durations in the unit of `samples`.
 
   Source:
-    none: times are what was measured.
+    none: the times are measurements.
 
   Example:
     >>> import itertools

@@ -1,9 +1,9 @@
 """Makers of orders: a protocol is played with durations.
 
-Which worker may start when is all that distinguishes asynchronous from bulk or
-stale synchronous training. Each maker plays durations through one such protocol
-and returns a Trace; no model is involved, so a trace can be printed, checked,
-stored, and obeyed by any engine. `asgd.orders.trace` shows one.
+Asynchronous, bulk synchronous and stale synchronous training differ only in
+when a worker may start. Each maker plays durations through one such protocol
+and returns a Trace. It needs no model, so a trace can be printed, checked,
+stored, and replayed by any engine. `asgd.orders.trace` shows one.
 
 Jobs are numbered in the order of the sends: every arrival consumes the next
 batch, and an epoch is one pass in total over all workers. Shared options:
@@ -11,17 +11,17 @@ batch, and an epoch is one pass in total over all workers. Shared options:
 - `durations`: how long each job of the N workers takes; times of the trace have
   their unit;
 - `workers`: N;
-- `messages`: RECEIVE rows; the last one ends the trace, with what is received
-  together with it where a round is (`backup_workers`). Up to N depth - 1
-  tickets are open at the end;
-- `depth`: tickets that a worker may hold; 2 fetches while it computes. Its
-  message on the way is not in the parameters that it fetches;
+- `messages`: RECEIVE rows; the last one ends the trace. Messages of one round
+  are received together (`backup_workers`), so the last round may add some. Up
+  to N depth - 1 tickets are open at the end;
+- `depth`: tickets that a worker may hold; with 2 it fetches while it computes.
+  The fetched parameters then lack the message that it is computing;
 - `fetch_every`: jobs done on one ticket (Downpour's n_fetch);
 - `warm_start`: messages of one worker alone, which holds one ticket, before all
   of them start on the parameters of that moment, at equal clocks.
 
-Each maker raises ValueError for a value out of its range, and for a last round
-that is not whole.
+Each maker raises ValueError for a value out of its range, and for an incomplete
+last round.
 """
 
 from collections.abc import Mapping
@@ -45,15 +45,15 @@ def stale_synchronous(
     a worker that has finished c jobs may start another
     while the slowest has finished at least c - s
 
-  Bound s = 0 is bulk synchronous, an infinite bound is asynchronous. All
-  workers are sent to at time 0.
+  Bound s = 0 is bulk synchronous, an infinite bound is asynchronous. Every
+  worker is sent a ticket at time 0.
 
   Args:
     durations, workers, messages, depth, warm_start: shared options.
     bound: s, how many jobs a worker may be ahead of the slowest.
-    cache: a worker reads its own copy of the parameters, with its own writes
-      (`asgd.own_writes`), while that is fresh enough for the bound, as the
-      paper's clients do; otherwise it fetches before each job (eager SSP, Dai
+    cache: a worker reads a cached copy of the parameters, with its own writes
+      (`asgd.own_writes`), while the copy is fresh enough for the bound, as the
+      paper's clients do; without it, it fetches before each job (eager SSP, Dai
       et al. 2015).
     fetch_every: shared option; not beside a cache, which needs a finite bound.
 
@@ -138,11 +138,11 @@ def backup_workers(
 ) -> base.Trace:
   """Synchronous rounds of the fastest messages, with backup workers.
 
-    a round is N - b messages; what comes after its round is dropped
+    a round is N - b messages; a message after its round is dropped
 
   Use it with `make_server(..., every=workers - backup, gate=max_staleness(0))`,
-  which drops it. The messages of a round are received together, when it is
-  complete, in the order of their jobs.
+  whose gate drops late messages. The messages of a round are received together,
+  when it is complete, in the order of their jobs.
 
   Args:
     durations, workers, messages: shared options.
@@ -157,8 +157,9 @@ def backup_workers(
     gradients can win the race", AISTATS 2018, arXiv:1803.01113.
 
   Example:
-    The workers take 1, 2 and 4. At 2, the two fast ones complete the first
-    round; at 4, the second. The slow one's message comes then, a round late.
+    The workers take 1, 2 and 4. The two fast ones complete the first round at
+    2, and the second at 4. The slow worker's message arrives at 4, a round
+    late.
 
     >>> from asgd import orders
     >>> clock = orders.durations.constant(slowdown=[1, 2, 4])
@@ -187,20 +188,21 @@ def _backup_rules(workers: int, backup: int) -> protocol.Rules:
 def backup_tasks(
   durations: Durations, *, workers: int, messages: int, late: float
 ) -> base.Trace:
-  """Synchronous rounds in which late jobs are handed to idle workers, too.
+  """Synchronous rounds in which idle workers repeat late jobs.
 
-    a job is late after f times the median of its worker's peers' last times
+    a job is late after f times the median of the other workers' last times
 
   Use it with `make_server(..., every=workers)`. See `asgd.orders.backups`. The
-  messages of a round are received together, when one of each of its N jobs is
-  there: in the order of the jobs, but those of a worker in its order.
+  messages of a round are received together, when a message of each of its N
+  jobs has arrived. They are received in the order of the jobs; two messages of
+  one worker keep that worker's order.
 
   Args:
     durations, workers, messages: shared options; N messages for each round.
     late: f, 1 or more; infinite is no backup task, `bulk_synchronous`.
 
   Returns:
-    A Trace, whose DROP rows are of the results that were second.
+    A Trace. Its DROP rows are the second results of repeated jobs.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, as to
@@ -271,7 +273,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
     w_{t+1} = w_t - eta g(w_{t-tau}),   w_t = w_0 for t < 0
 
-  It is the round robin of tau + 1 workers, each taking as long as the others.
+  It is the round robin of tau + 1 workers of equal speed.
 
   Args:
     delay: tau, 0 or more, in updates.
@@ -282,7 +284,7 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
 
   Source:
     Yang et al., "PipeMare: asynchronous pipeline parallel DNN training", 2021,
-    arXiv:1910.05124, whose lemma says where it is stable on lambda w^2 / 2: at
+    arXiv:1910.05124. By its lemma the iteration is stable on lambda w^2 / 2 for
     eta lambda < 2 sin(pi / (4 tau + 2)).
 
   Example:
@@ -363,7 +365,7 @@ def start(
   name: str, durations: Durations, *, workers: int,
   network: Network | None = None, sizes: Sizes | None = None, **kwargs
 ) -> Play:
-  """Starts the order of a protocol over a network, to be made event by event.
+  """Returns a Play of a protocol over a network, which makes rows on demand.
 
   With a network that takes no time its rows are those of `build`.
 
@@ -371,13 +373,13 @@ def start(
     name: "asynchronous", "backup_tasks", "backup_workers",
       "bulk_synchronous" or "stale_synchronous".
     durations, workers: shared options.
-    network: what messages pass, in the unit of the durations.
+    network: the links between workers and shards, in the durations' unit.
     sizes: of messages and tickets, in bytes.
     **kwargs: options of the maker.
 
   Returns:
-    A Play; `until` makes its rows, `trace` returns them, and `links.use` says
-    what the network bore.
+    A Play; `until` makes its rows, `trace` returns them, and `links.use`
+    returns the use of the network.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, or a

@@ -1,21 +1,21 @@
-"""Networks: what the way between workers and shards adds to an order.
+"""Networks: the times of messages and tickets between workers and shards.
 
-A message goes from its worker's link to the ports of the shards, and waits at
-each for its turn; a ticket goes the other way:
+A message passes its worker's link and then the ports of the shards, where it
+may wait in a queue. A ticket takes the opposite way:
 
   worker --up--> latency --port--> service        a part for each shard
   worker <-down-- latency <-port-- shard
 
 Each arrow is a `Line`: it carries one part after the other, first come, first
-served, and a part of b bytes keeps it for b / bandwidth. Lines are cut-through,
-as switches are: while a part still leaves one line its first bytes enter the
-next, so that a part alone takes latency + b / (the slower
-bandwidth). What is received while a line is busy waits: that is incast. With
-`incast="share"` the port of a shard gives all parts that are there an equal
-share of its bandwidth instead.
+served, and a part of b bytes occupies it for b / bandwidth. Lines are
+cut-through, as in switches: the first bytes of a part enter the next line while
+the last bytes leave this one. So a part that meets no other takes latency + b /
+(the slower bandwidth). Parts that arrive at a busy line wait: this is incast.
+With `incast="share"` the port of a shard divides its bandwidth equally among
+the parts on it instead.
 
-`Links.advance` is given the time, drawn (`asgd.orders.play`) or real
-(`asgd.live.links.throttled`).
+The caller passes the time to `Links.advance`: a drawn one (`asgd.orders.play`)
+or a real one (`asgd.live.links.throttled`).
 """
 
 import heapq
@@ -29,10 +29,10 @@ INCAST = "queue", "share"
 
 
 class Network(NamedTuple):
-  """What messages pass; by default they take no time.
+  """The links between workers and shards; by default messages take no time.
 
-  Bandwidths are in bytes a unit of time, the unit of the durations (seconds of
-  a live run). Each direction of a link or a port has the whole of it.
+  Bandwidths are in bytes per unit of time, the unit of the durations (seconds
+  in a live run). Each direction of a link or a port has the full bandwidth.
 
   Example:
     >>> from asgd.orders.network import Network
@@ -42,11 +42,11 @@ class Network(NamedTuple):
 
   latency: float = 0.0  # one way, of every message and ticket
   up: float = math.inf  # bandwidth of a worker's link, to the shards
-  down: float = math.inf  # the same, from them
+  down: float = math.inf  # bandwidth of a worker's link, from the shards
   port: float = math.inf  # bandwidth of a shard's port, each way
-  service: float = 0.0  # time in which a shard takes a message, one by one
-  shards: int = 1  # S, which have a part of each message and ticket
-  incast: str = "queue"  # how messages that meet at a port pass it; or "share"
+  service: float = 0.0  # time in which a shard processes one message
+  shards: int = 1  # S; each has a part of each message and ticket
+  incast: str = "queue"  # at a port that is shared by messages; or "share"
 
   @property
   def is_instant(self) -> bool:
@@ -56,7 +56,7 @@ class Network(NamedTuple):
 
 
 def check(network: Network) -> Network:
-  """Returns the network, or raises ValueError for a time negative or not
+  """Returns the network; raises ValueError for a time that is negative or not
   finite, a bandwidth that is not positive, or an unknown rule of incast."""
   for name in ("latency", "service"):
     checks.nonnegative(name, getattr(network, name))
@@ -79,11 +79,11 @@ class Line:
   """Carries one part after the other, first come, first served."""
 
   def __init__(self) -> None:
-    self.free = 0.0  # when it has carried all that came
-    self._busy = 0.0  # time taken by all that came
+    self.free = 0.0  # time at which all parts so far are through
+    self._busy = 0.0  # time taken by all parts so far
 
   def take(self, now: float, length: float) -> float:
-    """Returns when a part begins that comes now and takes `length`."""
+    """Adds a part that takes `length`; returns the time at which it begins."""
     begin = max(now, self.free)
     self.free = begin + length
     self._busy += length
@@ -106,14 +106,15 @@ class Line:
 class SharedLine:
   """Carries all parts on it at the same time, each at an equal share.
 
-  Of n parts each has 1 / n of the bandwidth, so that "served" grows by time / n
-  and a part of length d that came at served V is through at V + d (processor
-  sharing; Kleinrock, "Queueing systems", volume 2, 1976, section 4.4).
+  With n parts on the line each has 1 / n of the bandwidth. The line counts
+  "served" time, which grows by time / n: a part of length d that entered at
+  served V is through at served V + d (processor sharing; Kleinrock, "Queueing
+  systems", volume 2, 1976, section 4.4).
   """
 
   def __init__(self) -> None:
     self._served = self._at = self._busy = 0.0
-    self._number = 0  # of parts that came
+    self._number = 0  # parts that entered so far
     self._heap: list[tuple[float, int, Any]] = []  # (served at its end, ...)
 
   def _move(self, now):
@@ -124,13 +125,14 @@ class SharedLine:
     self._at = now
 
   def join(self, now: float, length: float, part: Any) -> None:
-    """Adds a part, which alone would take `length`."""
+    """Adds a part that takes `length` if no other part is on the line."""
     self._move(now)
     heapq.heappush(self._heap, (self._served + length, self._number, part))
     self._number += 1
 
   def next_end(self) -> tuple[float, Any] | None:
-    """Returns (time, part) of the first to be through if none comes before."""
+    """Returns (time, part) of the first part to be through if no other part
+    enters before; None if the line is empty."""
     if not self._heap:
       return None
     until, _, part = self._heap[0]
@@ -158,13 +160,13 @@ class SharedLine:
 
 
 class Hop(NamedTuple):
-  """A line that a part passes."""
+  """A line on the way of a part."""
 
   line: Any  # Line or SharedLine
-  length: float  # time that it takes there alone
-  after: float = 0.0  # latency to the next
-  whole: bool = False  # begins when the last byte has come, not the first
-  own: bool = False  # of a worker: parts wait for each other only
+  length: float  # time that the part takes there if it meets no other
+  after: float = 0.0  # latency to the next line
+  whole: bool = False  # begins when the last byte has arrived, not the first
+  own: bool = False  # the worker's link: its queue is not counted as waiting
 
 
 class MessagePart:
@@ -174,8 +176,8 @@ class MessagePart:
     self.key, self._hops = key, hops  # the caller's key
     self.waited = 0.0  # time in queues of shards so far
     self._next = 0
-    self._ready = 0.0  # when it may begin at the hop that is next
-    self._last_byte = 0.0  # when all of it is there
+    self._ready = 0.0  # time at which it may begin at the next hop
+    self._last_byte = 0.0  # time at which its last byte is at the next hop
 
   @property
   def arrived(self) -> bool:
@@ -195,16 +197,16 @@ class MessagePart:
     self.waited, self._next, self._ready, self._last_byte = packed
 
 
-# (time, part, line): a part comes to its next line (None), or is through on a
-# shared one unless another came since.
+# (time, part, line): with line None the part enters its next line; else the
+# part is through on that shared line, unless another part has entered since.
 Happening = tuple[float, MessagePart | None, Any]
 
 
 class LinkUse(NamedTuple):
-  """What a network bore until a time."""
+  """The use of a network until a time."""
 
-  utilisation: float  # share of the time that the busiest port was busy
-  service: float  # the same, of the shard that is busiest taking messages
+  utilisation: float  # share of the time in which the busiest port was busy
+  service: float  # the same for the service of the busiest shard
   waited: float  # mean time of a message and its ticket in queues of shards
 
 
@@ -240,7 +242,7 @@ class Links:
   def up(
     self, key: Any, worker: int, shard: int, nbytes: float
   ) -> MessagePart:
-    """Returns the part of a message for a shard, of so many bytes."""
+    """Returns the part of a message for a shard, of `nbytes` bytes."""
     net = self.network
     hops = (
       Hop(self._up[worker], nbytes / net.up, net.latency, own=True),
@@ -252,7 +254,7 @@ class Links:
   def down(
     self, key: Any, worker: int, shard: int, nbytes: float
   ) -> MessagePart:
-    """Returns the part of a ticket from a shard, of so many bytes."""
+    """Returns the part of a ticket from a shard, of `nbytes` bytes."""
     net = self.network
     hops = (
       Hop(self._out[shard], nbytes / net.port, net.latency),
@@ -263,57 +265,66 @@ class Links:
   def advance(
     self, now: float, part: MessagePart | None, line: Any = None
   ) -> list[Happening]:
-    """Moves a part that has come to its next line, or one that is through on a
-    shared line. Returns what happens next, for a call of this at its time; a
-    part that has passed its last line is returned once more, `arrived`."""
+    """Moves a part to its next line, or takes it off a shared line.
+
+    Args:
+      now: the time of the happening.
+      part, line: of the happening.
+
+    Returns:
+      The happenings that follow. The caller passes each to `advance` at its
+      time, except for a part that has passed its last line: it is `arrived`.
+    """
     if line is None:
       return self._enter(now, part)
     due = line.next_end()
     if due is None or part is not due[1] or due[0] > now:
-      return []  # another came since, and it will take longer
+      return []  # another part has entered since: this one takes longer
     line.leave(now)
     out = [self._leave(now, part, part._ready, now)]
-    return out + self._tell(line)
+    return out + self._next_end(line)
 
   def _enter(self, now, part):
     line, length, _, _, own = part._hops[part._next]
     part._ready = ready = part._ready if part._next else now
     if isinstance(line, SharedLine):
       line.join(now, length, part)
-      return self._tell(line)
+      return self._next_end(line)
     begin = line.take(ready, length)
     part.waited += 0.0 if own else begin - ready
     return [self._leave(now, part, begin, begin + length)]
 
-  def _tell(self, line):
+  def _next_end(self, line: SharedLine) -> list[Happening]:
+    """Returns the next happening of a shared line, if a part is on it."""
     due = line.next_end()
     return [] if due is None else [(*due, line)]
 
   def _leave(self, now, part, began, ended):
-    """A part passes a line from `began` to `ended`: when it is at the next."""
+    """Returns the happening of a part at its next line, after it has passed
+    this one from `began` to `ended`."""
     hops, at = part._hops, part._next
     hop = hops[at]
     if isinstance(hop.line, SharedLine):
       part.waited += max(ended - began - hop.length, 0.0)
-    # The last byte may come later than the line would have it, where a line
-    # before is slower.
+    # If an earlier line is slower, the last byte arrives later than this line
+    # alone would deliver it.
     ended = max(ended, part._last_byte)
     part._next += 1
     part._ready = part._last_byte = ended + hop.after
     if not part.arrived and not hops[at + 1].whole:
-      # It may begin as soon as it can go on without a gap.
+      # Cut-through: it begins so late that the next line is busy without a gap.
       gap = max(ended - began - hops[at + 1].length, 0.0)
       part._ready = began + hop.after + gap
     return max(part._ready, now), part, None
 
   def received(self, waited: float) -> None:
-    """Counts a received message, whose parts, and its ticket's, have spent so
-    long in queues of shards."""
+    """Counts a received message. Its parts, and those of its ticket, have spent
+    `waited` in queues of shards."""
     self._messages += 1
     self._waited += waited
 
   def use(self, end: float) -> LinkUse:
-    """Returns the use until a time above 0, that of the last message."""
+    """Returns the use until `end`, the time of the last message, above 0."""
     most = max(line.busy(end) for line in (*self._in, *self._out))
     service = max(line.busy(end) for line in self._service)
     parts = max(self._messages, 1) * self.network.shards
@@ -326,11 +337,11 @@ class Links:
     return [*self._up, *self._down, *self._in, *self._out, *self._service]
 
   def number_of(self, line: Any) -> int | None:
-    """Returns the number of a line for `line_of`; of None it is None."""
+    """Returns the number of a line for `line_of`; None for None."""
     return None if line is None else list(map(id, self._lines)).index(id(line))
 
   def line_of(self, number: int | None) -> Any:
-    """Returns the line of a number."""
+    """Returns the line with a number; None for None."""
     return None if number is None else self._lines[number]
 
   def pack(self) -> list[Any]:
@@ -339,7 +350,7 @@ class Links:
     return [self._waited, self._messages, lines]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
-    """Restores what links of the same network have packed."""
+    """Restores the packed lines of a `Links` of the same network."""
     self._waited, self._messages, lines = packed
     for line, each in zip(self._lines, lines, strict=True):
       line.unpack(each, part_of)

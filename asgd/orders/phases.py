@@ -1,14 +1,15 @@
-"""A step of a model that is divided among machines: how long it takes.
+"""The time of one step of a model that is divided among machines.
 
-A step goes in phases, those of its layers, forward and then backward. In each
-phase a machine computes its part, and then sends others what they need of it:
+A step has phases, one for each layer, forward and then backward. In each phase
+a machine computes its part of the layer, and then sends to the other machines
+the values that they need:
 
   compute --> up --> latency --> port of the receiver --> service
 
-It begins the next phase once it has computed this one and has received all of
-its messages. Messages go over the lines of `asgd.orders.network`, where each
-machine has a link to send by, a port to receive by, and takes one message after
-the other.
+A machine begins the next phase once it has computed this one and has received
+all messages of this phase. Messages pass the lines of `asgd.orders.network`.
+Each machine has a link for sending and a port for receiving, and processes one
+message after the other.
 
 Index letters:
   K  phases of a step
@@ -28,14 +29,14 @@ from asgd.orders.network import Links, Network
 
 
 class Phase(NamedTuple):
-  """What each of P machines does between two of its waits."""
+  """The computation and the messages of P machines between two waits."""
 
-  flops: Sequence[float]  # P, floating point operations of each
-  sends: Sequence[Mapping[int, float]]  # P, of each: receiver -> bytes
+  flops: Sequence[float]  # P, floating point operations of each machine
+  sends: Sequence[Mapping[int, float]]  # P, receiver -> bytes of each machine
 
 
 def check(phases: Sequence[Phase], flops: float) -> int:
-  """Returns P of K phases and of the operations a second of a machine.
+  """Checks K phases and the operations per second of a machine; returns P.
 
   Raises ValueError for no phase or machine, phases of different numbers of
   machines, negative operations or bytes, a receiver that is none of the others,
@@ -77,8 +78,9 @@ class _Step:
     self._phases, self._lengths = phases, lengths
     self._links = Links(network._replace(shards=count), count)
     self._at = [0] * count  # phase that each machine is in
-    self._computed = [math.inf] * count  # when its part of that is computed
-    # [phase][machine]: messages that have not come yet, and when the last came.
+    self._computed = [math.inf] * count  # time at which its part is computed
+    # [phase][machine]: messages that have not arrived, and the time of the last
+    # arrival.
     self._missing = [[0] * count for _ in phases]
     self._came = [[0.0] * count for _ in phases]
     for missing, phase in zip(self._missing, phases, strict=True):
@@ -88,7 +90,7 @@ class _Step:
     self._heap, self._count, self._end = [], 0, 0.0
 
   def run(self) -> float:
-    """Returns when the last machine is through."""
+    """Returns the time at which the last machine is through."""
     for machine in range(len(self._at)):
       self._begin(machine, 0.0)
     while self._heap:
@@ -100,7 +102,7 @@ class _Step:
     return self._end
 
   def _begin(self, machine, now):
-    """A machine begins its present phase."""
+    """Starts the present phase of a machine."""
     length = self._lengths[self._at[machine]][machine]
     self._put(now + length, None, machine)
 
@@ -109,10 +111,11 @@ class _Step:
     heapq.heappush(self._heap, (time, self._count, part, what))
 
   def _compute(self, machine, now):
-    """A machine has computed its part of a phase, and sends."""
+    """Sends the messages of a machine that has computed its part of a phase."""
     number, count = self._at[machine], len(self._at)
     messages = self._phases[number].sends[machine]
-    # Each begins with the machine after it, or all would meet at the first.
+    # Each machine sends to the next higher one first. Otherwise all messages
+    # would meet at the port of the first machine.
     for receiver in sorted(messages, key=lambda to: (to - machine) % count):
       nbytes = messages[receiver]
       key = number, receiver
@@ -131,7 +134,7 @@ class _Step:
         self._put(time, following, on)
 
   def _end_phase(self, machine):
-    """A machine begins the next phase once no message is missing."""
+    """Starts a machine's next phase if it has computed and has all messages."""
     number, computed = self._at[machine], self._computed[machine]
     if computed == math.inf or self._missing[number][machine]:
       return
@@ -157,21 +160,21 @@ def step_seconds(
 
   Args:
     phases: K phases of P machines.
-    network: in seconds and bytes; `up` is of the link by which a machine sends,
-      `port` of that by which it receives, and `service` the time in which it
-      takes a message. Its number of shards, and `down`, do not matter.
-    flops: operations a second of a machine.
-    factors: float[K, P], by how much each is slower; None: none is.
+    network: in seconds and bytes. `up` is the bandwidth of a machine's sending
+      link, `port` that of its receiving port, `service` the time in which it
+      processes a message. `shards` and `down` are ignored.
+    flops: operations per second of a machine.
+    factors: float[K, P], slowdown of each machine in each phase; None is 1.
 
   Raises:
     ValueError: as `check`, and for a network out of range.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012, section 3,
-    divides a model so; the clock is ours.
+    for this division of a model. The model of time is ours.
 
   Example:
-    Two machines compute for 3 s and swap 8 bytes at 4 bytes a second.
+    Two machines compute for 3 s and swap 8 bytes at 4 bytes per second.
 
     >>> from asgd.orders import network, phases
     >>> swap = phases.Phase([6.0, 6.0], [{1: 8.0}, {0: 8.0}])
@@ -189,8 +192,8 @@ def step_seconds(
 def most_seconds(
   phases: Sequence[Phase], network: Network, *, flops: float
 ) -> float:
-  """Returns the seconds of a step if nothing is done at the same time, which
-  `step_seconds` of the same arguments is never above.
+  """Returns the seconds of a step without any overlap: an upper bound of
+  `step_seconds` with the same arguments.
 
   Example:
     >>> from asgd.orders import network, phases
@@ -211,24 +214,25 @@ def partitioned(
   phases: Sequence[Phase], network: Network, *, flops: float, mean: float = 1.0,
   variation: float = 0.1, seed: int = 0,
 ) -> Durations:
-  """A job takes as long as a step of a model that is divided among machines.
+  """Durations of jobs that are steps of a model divided among machines.
 
     time = mean T_P / T_1,   T_1 = sum of all operations / flops
 
-  The time that each machine takes for its part of a phase is drawn, so that a
-  phase waits for the slowest of those that send to it.
+  The time of each machine in each phase is drawn. A machine waits for the
+  slowest of the machines that send to it.
 
   Args:
     phases, network, flops: as of `step_seconds`.
-    mean: positive, of a step on one machine, in any unit of time.
+    mean: time of a step on one machine, positive, in any unit.
     variation: V of the time of a machine in a phase, 0 or more (`gamma`).
-    seed: 0 or more; the times of a worker are a function of it and the worker.
+    seed: 0 or more; a worker's times are a function of seed and worker index.
 
   Raises:
     ValueError: for a value out of its range, or no operations at all.
 
   Example:
-    Half of the computing and as much time for messages: no faster than one.
+    Two machines halve the computation, and messages take the other half: no
+    faster than one machine.
 
     >>> from asgd.orders import network, phases
     >>> swap = phases.Phase([6.0, 6.0], [{1: 6.0}, {0: 6.0}])

@@ -1,14 +1,14 @@
-"""A protocol played with durations and a network: an order, event by event.
+"""Plays a protocol with durations and a network: an order, event by event.
 
-  grant --> ticket on its way --> compute --> message on its way --> receive
+  grant --> ticket in transit --> compute --> message in transit --> receive
 
-What is closed and takes no time on its way is made in columns instead
-(`asgd.orders.columns`), with the same rows.
+If no worker joins or leaves and messages take no time, `asgd.orders.columns`
+makes the same rows faster.
 
-A ticket is of the version at which it was granted, and that is the time of its
-SEND row; the time of a RECEIVE row is that at which the last shard has taken
-its part. A job on a kept ticket is granted by a message without parameters,
-which takes the latency. All shards keep one order, the lead's.
+A ticket has the version at which it was granted, and its SEND row has that
+time. A RECEIVE row has the time at which the last shard has processed its part.
+A job on a kept ticket is granted by a message without parameters, which takes
+the latency. All shards keep one order, that of the lead.
 """
 
 import collections
@@ -27,9 +27,9 @@ from asgd.orders.trace import Event, from_events
 class Sizes(NamedTuple):
   """Bytes of messages and tickets, for each of S shards.
 
-  Both are called once for each job: `up` when its message is computed, `down`
-  when its ticket has been sent (the last row), so that sizes may depend on the
-  contents. A kept ticket has none.
+  Each function is called once for each job: `up` when its message is computed,
+  `down` when its ticket has been sent (the last row). So sizes may depend on
+  the contents. A kept ticket has no bytes.
   """
 
   up: Callable[[int, int], Sequence[float]]  # (worker, seq) -> S
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def fixed(up: Sequence[float], down: Sequence[float]) -> Sizes:
-  """Returns equal bytes of all messages, and of all tickets, of S shards."""
+  """Returns Sizes with the same bytes for all messages and for all tickets."""
   return Sizes(lambda worker, seq: up, lambda worker, seq: down)
 
 
@@ -51,10 +51,10 @@ class _Job:
 
   def __init__(self, grant: protocol.Grant, length: float):
     self.worker, self.seq, self.number = grant.worker, grant.seq, grant.job
-    self.order = grant.job, grant.worker  # of what happens at the same time
+    self.order = grant.job, grant.worker  # of events at the same time
     self.length = length  # time that it takes to compute
-    self.parts: list[MessagePart] = []  # of ticket, then message
-    self.left = 0  # of those that are on their way
+    self.parts: list[MessagePart] = []  # of the ticket, then of the message
+    self.left = 0  # parts in transit
     self.computed = False
 
 
@@ -64,10 +64,10 @@ class Play:
   Args:
     rules: the protocol.
     streams: times of each worker's jobs, N.
-    comes: when each worker joins. None: at time 0, without a row.
-    jobs: how many there are; None is no end.
-    network: what messages pass; None takes no time.
-    sizes: of messages and tickets; None is no bytes.
+    comes: time at which each worker joins. None: at time 0, without a row.
+    jobs: number of jobs; None is no end.
+    network: links between workers and shards; None takes no time.
+    sizes: bytes of messages and tickets; None is no bytes.
 
   Attributes:
     rows: of the trace so far.
@@ -77,7 +77,7 @@ class Play:
     ValueError: for rules or a network out of range.
 
   Example:
-    One worker, and a job of 3: 1 for the ticket's way, 1 for the message's.
+    One worker. A job takes 3, its ticket and its message 1 each.
 
     >>> import itertools
     >>> from asgd.orders import network, play, protocol
@@ -105,8 +105,9 @@ class Play:
     self._sizes = sizes or fixed(nothing, nothing)
     self._nothing, self._instant = nothing, self.links.network.is_instant
     self._streams, self._late = streams, rules.late < math.inf
-    self._free = list(comes or [0.0] * workers)  # has done all it was given
-    # Granted to each worker and not begun: jobs begin in their order.
+    # Time at which each worker has ended the jobs that it has begun.
+    self._free = list(comes or [0.0] * workers)
+    # Granted jobs of each worker that have not begun: they begin in this order.
     self._granted: list[collections.deque[_Job]] = [
       collections.deque() for _ in range(workers)
     ]
@@ -119,7 +120,7 @@ class Play:
         self._dispatcher.join(worker, 0.0)
       self.rows.clear()
     else:
-      # Before all jobs of that time, of which 0 is the first.
+      # A join is before all jobs at its time, which have an order from 0.
       for worker, time in enumerate(comes):
         self._put(time, (worker - workers, worker), self._join, worker)
 
@@ -129,11 +130,11 @@ class Play:
     return self._dispatcher.received
 
   def job(self, worker: int, seq: int) -> int:
-    """Returns the number of a job that is open."""
+    """Returns the job number of an open ticket."""
     return self._jobs[worker, seq].number
 
   def until(self, messages: int) -> None:
-    """Advances until so many messages are received in all."""
+    """Advances until `messages` messages have been received in all."""
     while self.received < messages:
       self.advance()
 
@@ -142,7 +143,7 @@ class Play:
     return from_events(self.rows)
 
   def advance(self) -> None:
-    """Starts the jobs that may start, and plays the next event."""
+    """Starts the jobs that may start, then plays the next event."""
     if self._may_send:
       self._send()
     if self._late:
@@ -177,7 +178,7 @@ class Play:
       self._set_out(job, self.links.down, range(len(sizes)), sizes)
 
   def _set_out(self, job, way, shards, sizes):
-    """Parts of a job's ticket, or of its message, begin their way."""
+    """Sends the parts of a job's ticket, or of its message."""
     parts = [way(job, job.worker, shard, sizes[shard]) for shard in shards]
     job.parts += parts
     job.left = len(parts)
@@ -193,13 +194,13 @@ class Play:
       self._put(time, following.key.order, self._move, (following, on))
 
   def _arrive(self, job):
-    """A part of a job has arrived at its worker, or at its shard."""
+    """Counts a part of a job that has arrived at its worker, or its shard."""
     job.left -= 1
     if not job.left:
       (self._arrived if job.computed else self._fetched)(job)
 
   def _arrived(self, job):
-    """All shards have taken a job's message."""
+    """Gives the dispatcher a message that all shards have processed."""
     self._may_send = True
     self._dispatcher.arrive(job.worker, job.seq, self.now)
     for worker, seq, _ in self._dispatcher.deliver(self.now):
@@ -207,7 +208,8 @@ class Play:
       self.links.received(sum(part.waited for part in parts))
 
   def _fetched(self, job):
-    """A job's ticket has arrived; later jobs of the worker may wait for it."""
+    """Begins the worker's jobs whose tickets, and all earlier ones, are at the
+    worker."""
     worker = job.worker
     waiting = self._granted[worker]
     while waiting and not waiting[0].left:
@@ -216,20 +218,21 @@ class Play:
       self._put(self._free[worker], job.order, self._compute, job)
 
   def _compute(self, job):
-    """A job's message is computed."""
+    """Sends a message that its worker has computed."""
     job.computed = True
     if self._instant:
       self._arrived(job)
       return
     sizes = self._sizes.up(job.worker, job.seq)
-    # The lead's part is the last to leave.
+    # The lead's part leaves last.
     self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)
 
 
 def begin(
   rules: protocol.Rules, durations: Durations, workers: int, **options: Any
 ) -> Play:
-  """Returns a Play of N workers with drawn times; `options` are of a Play."""
+  """Returns a Play of N workers with drawn times; `options` are those of Play.
+  """
   workers = checks.whole("workers", workers)
   streams = [durations.stream(worker) for worker in range(workers)]
   return Play(rules, streams, **options)
@@ -238,8 +241,8 @@ def begin(
 def played(
   rules: protocol.Rules, durations: Durations, workers: int, messages: int
 ) -> base.Trace:
-  """Returns the order of a protocol, until so many messages are received; those
-  that are received with the last one come on top."""
+  """Returns the order of a protocol until `messages` messages are received.
+  Messages that are received together with the last one are added."""
   checks.whole("messages", messages)
   checks.whole("workers", workers)
   protocol.check_rules(rules)

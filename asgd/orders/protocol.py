@@ -1,12 +1,12 @@
 """Which worker may start when, and on which data: protocols without a clock.
 
-A Dispatcher is called for each event (a worker joins, asks for work, hands in a
+A Dispatcher is called for each event (a worker joins, asks for work, sends a
 message, leaves) and decides which jobs start. Each decision is a row of a
-Trace, and only the rows and the waiting messages are its state:
-`Dispatcher.obey` restores it from a recorded trace after a crash. Orders are
-made by driving it with drawn durations, live runs by driving it with real ones.
-An event costs O(log N) of N workers: who may start is kept by
-`asgd.orders.starters`, what may be received by `asgd.orders.arrivals`.
+Trace. The rows and the waiting messages are the only state, so
+`Dispatcher.obey` restores it from a recorded trace after a crash. A simulated
+order calls it at drawn times, a live run at real ones. An event costs O(log N)
+for N workers: `asgd.orders.starters` keeps the workers that may start,
+`asgd.orders.arrivals` the messages that may be received.
 
   rules                          protocol
   Rules()                        asynchronous
@@ -15,9 +15,9 @@ An event costs O(log N) of N workers: who may start is kept by
                                  its own writes, while the bound allows it
   Rules(round=n)                 bulk synchronous, n messages an update
   Rules(round=n, backup=b)       n fastest of n + b (Chen et al. 2016)
-  Rules(round=n, late=f)         the same, and a job that takes f times as long
-                                 as those of its worker's peers is handed to an
-                                 idle worker, too; the first result counts
+  Rules(round=n, late=f)         rounds; an idle worker repeats a job that takes
+                                 f times the median of the other workers, and
+                                 the first result counts
   Rules(depth=2)                 fetch the next ticket while computing
   Rules(warm_start=n)            one worker alone for the first n messages (Dean
                                  et al. 2012)
@@ -56,8 +56,8 @@ class Rules(NamedTuple):
   fetch_every: int = 1  # jobs that a worker does on one ticket
   cache: bool = False  # keep a ticket for as long as `bound` allows it
   warm_start: int = 0  # messages of one worker, before the others start
-  # Times of its worker's peers, their median, after which a job of a round is
-  # another worker's, too.
+  # A job of a round is late after this many times the median of the other
+  # workers' latest times: an idle worker repeats it.
   late: float = math.inf
 
 
@@ -108,9 +108,9 @@ class Grant(NamedTuple):
   """A job that may start now."""
 
   worker: int
-  seq: int  # counts the worker's place's jobs; (worker, seq) names a message
+  seq: int  # counts the jobs of the worker index; (worker, seq) names a message
   job: int
-  keep: bool  # on the ticket it holds already
+  keep: bool  # computed on the ticket that the worker has
 
 
 @dataclasses.dataclass(slots=True)
@@ -128,7 +128,7 @@ class Dispatcher:
 
   Args:
     rules: the protocol.
-    jobs: how many there are, each to be received once; None is no end.
+    jobs: number of jobs, each of which is received once; None is no end.
     owned: jobs belong to workers (sharded data): a lost job goes to the next
       incarnation of the same worker, not to any worker.
     log: called with each row before it takes effect.
@@ -172,15 +172,20 @@ class Dispatcher:
       self._arrivals = RoundArrivals(self._ledger, rules.round, rules.late)
 
   def join(self, worker: int, now: float) -> int:
-    """Adds a worker at a free index; returns how many were there before."""
+    """Adds a worker at a free index; returns the number of its incarnation,
+    from 0."""
     if worker in self._ledger.present:
-      raise ValueError(f"the place of worker {worker} is taken")
+      raise ValueError(
+        f"worker {worker} is registered already: it must leave before its next"
+        " incarnation joins"
+      )
     holder = self._ledger.holders.get(worker, -1) + 1
     self._write(now, worker, NO_SEQ, holder, base.JOIN)
     return holder
 
   def leave(self, worker: int, now: float) -> list[int]:
-    """Removes a worker, whose open jobs go to others; returns their seqs."""
+    """Removes a worker and frees its open jobs for others; returns the seqs of
+    those jobs."""
     if worker not in self._ledger.present:
       return []
     tickets = self.open(worker)
@@ -197,15 +202,16 @@ class Dispatcher:
     return [seq, *self.leave(worker, now)]
 
   def pause(self, worker: int) -> None:
-    """Starts nothing new at a worker that is about to leave."""
+    """Grants no new job to a worker that is about to leave."""
     self._places[worker].paused = True
     self._note(worker)
 
   def arrive(
     self, worker: int, seq: int, now: float | None = None
   ) -> bool:
-    """Takes a message; False if its ticket is closed (a duplicate, or late).
-    The time is that of the job for `Rules.late`."""
+    """Takes a message that has arrived; returns False if its ticket is closed
+    (a duplicate, or a late message). `now` ends the job's time, which
+    `Rules.late` compares."""
     key, ticket = (worker, seq), self._ledger.open[worker].get(seq)
     if ticket is None or key in self._arrivals:
       return False
@@ -215,9 +221,9 @@ class Dispatcher:
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
-    """Returns the (worker, seq, job) for the server now, in order. Messages of
-    a round wait for each other and go in the order of the jobs, so that a sum
-    over them does not depend on which came first."""
+    """Returns the (worker, seq, job) that the server receives now, in order.
+    Messages of a round wait for each other. They are received in the order of
+    their jobs, so that a sum over them does not depend on their arrivals."""
     out = []
     for worker, seq in self._arrivals.beaten():
       job = self._ledger.open[worker][seq].job
@@ -229,8 +235,8 @@ class Dispatcher:
         out.append((worker, seq, job))
     return out
 
-  def _more_to_come(self):
-    """Whether a job is still to be started."""
+  def _more_to_come(self) -> bool:
+    """Whether a job has yet to start."""
     return self._fresh_jobs() > 0 or bool(self._again)
 
   def grants(self, now: float) -> list[Grant]:
@@ -245,7 +251,7 @@ class Dispatcher:
           continue
         keep = self._keeps(worker)
         out.append(self._start(now, worker, job, keep=keep))
-      # With one ticket each, those that could start are all at work now.
+      # With one ticket each, all workers that could start have started.
       if len(out) == before or (self.rules.depth == 1 and not self._owned):
         break
     return out + self._hand_out_late(now)
@@ -256,8 +262,9 @@ class Dispatcher:
     return Grant(worker, seq, job, keep)
 
   def _next_starters(self) -> Sequence[int]:
-    """Takes workers that may start a job each, if there is one for them, by
-    index. In a warm start it is the one that has begun, or the first."""
+    """Takes the workers that may start a job each, sorted by index, at most as
+    many as jobs are left. In a warm start this is the worker that has begun,
+    or the first."""
     rules, starters = self.rules, self._starters
     if self._alone:
       if self._arrivals.tickets:
@@ -277,8 +284,8 @@ class Dispatcher:
       return starters.take(limit, most)
     return sorted(w for w in self._again if starters.allows(w, limit))[:most]
 
-  def _hand_out_late(self, now):
-    """Starts late jobs at idle workers, too."""
+  def _hand_out_late(self, now: float) -> list[Grant]:
+    """Starts backup tasks: copies of late jobs at idle workers."""
     out: list[Grant] = []
     for due, _, job in sorted(self._late_jobs(now)):
       idle = self._starters.first()
@@ -288,13 +295,14 @@ class Dispatcher:
     return out
 
   def next_late(self, before: float = math.inf) -> float:
-    """Returns when `grants` can start another job because one is late by then,
-    or infinity, also if that is not until `before`."""
+    """Returns the next time at which a job is late, so that `grants` can start
+    a copy of it; infinity if no job is late before `before`."""
     return min((due for due, *_ in self._late_jobs(before)), default=math.inf)
 
-  def _late_jobs(self, before):
-    """Returns (when it is late, worker, job) of jobs that an idle worker may
-    do, too: one that has ended all its jobs, and gets no others."""
+  def _late_jobs(self, before: float) -> list[tuple[float, int, int]]:
+    """Returns (time at which it is late, worker, job) of each job that an idle
+    worker may repeat. A worker is idle if it has ended all its jobs and no
+    other job is left for it."""
     arrivals = self._arrivals
     if self.rules.late == math.inf or arrivals.granted < self.rules.round:
       return []
@@ -308,18 +316,19 @@ class Dispatcher:
     return self.received < self.rules.warm_start
 
   def slowest(self) -> int:
-    """The clock of the slowest worker that has a job to do; in a warm start, of
-    the one that works."""
+    """The clock of the slowest worker that has a job to do; in a warm start
+    that of the one worker that computes."""
     if self._alone:
       return self._starters.most
     everyone = self._fresh_jobs() > 0 or (bool(self._again) and not self._owned)
     return self._starters.slowest(everyone=everyone)
 
-  def _clock(self, worker):
-    """The worker's clock when its open jobs will have ended."""
+  def _clock(self, worker: int) -> int:
+    """The worker's clock once its open jobs have ended."""
     return self._places[worker].finished + len(self._ledger.open[worker])
 
-  def _keeps(self, worker):
+  def _keeps(self, worker: int) -> bool:
+    """Whether the worker computes its next job on its latest ticket."""
     rules, place = self.rules, self._places[worker]
     if not place.on_ticket:
       return False
@@ -328,12 +337,13 @@ class Dispatcher:
       return not self._alone and ahead <= rules.bound
     return place.on_ticket < rules.fetch_every
 
-  def _fresh_jobs(self):
-    """How many jobs were never started."""
+  def _fresh_jobs(self) -> float:
+    """The number of jobs that were never started; infinity without an end."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
-  def _owner(self, worker):
-    """Whose heap has the jobs that a worker lost: its own, or that of all."""
+  def _owner(self, worker: int) -> int:
+    """The key in `_again` of the jobs that a worker lost: its index if jobs
+    belong to workers, else 0."""
     return worker if self._owned else 0
 
   def _take_job(self, worker):
@@ -341,8 +351,8 @@ class Dispatcher:
       return lost[0]
     return self._next_job if self._fresh_jobs() > 0 else None
 
-  def _note(self, worker):
-    """Keeps the starters as a worker has changed."""
+  def _note(self, worker: int) -> None:
+    """Updates the starters after a worker has changed."""
     if worker not in self._ledger.present:
       self._starters.remove(worker)
       return
@@ -379,7 +389,7 @@ class Dispatcher:
     self._note(worker)
 
   def _open(self, event, kept):
-    """The ticket of a job that starts."""
+    """Returns the ticket of a job that starts."""
     del kept
     job, place = event.job, self._places[event.worker]
     owner = self._owner(event.worker)
@@ -409,12 +419,12 @@ class Dispatcher:
         self._end_warm_start(max(place.finished, self._starters.most))
     elif event.action != base.DROP:
       self.lost += 1
-      if lost:  # no other worker does it, or has done it
+      if lost:  # no copy of the job is open or was received
         again = self._again.setdefault(self._owner(event.worker), [])
         heapq.heappush(again, ticket.job)
 
-  def _end_warm_start(self, clock):
-    """All clocks are that of the worker that was alone."""
+  def _end_warm_start(self, clock: int) -> None:
+    """Sets all clocks to that of the worker that was alone."""
     for place in self._places.values():
       place.finished, place.on_ticket = clock, 0
     for worker in list(self._starters.workers):

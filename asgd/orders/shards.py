@@ -6,10 +6,10 @@
             grant  its tickets     its message
 
 Shard 0, the lead, decides which job starts. The worker asks each other shard
-for its part of the ticket, computes when it has all of them, and sends its
-message to every shard; each of these takes the delay of its way. So a ticket
-mixes versions, and shards receive messages in different orders. What one worker
-sends to one shard arrives in order.
+for its part of the ticket, computes when it has all parts, and sends its
+message to every shard. Each request and each message takes the delay of its
+(worker, shard) pair. So a ticket mixes versions, and shards receive messages in
+different orders. Messages of one worker to one shard arrive in order.
 """
 
 import heapq
@@ -27,16 +27,16 @@ from asgd.orders.trace import STARTS, Event, events, from_events
 
 
 class _Ways:
-  """From workers to shards: when a message arrives."""
+  """Arrival times of messages from workers at shards."""
 
   def __init__(self, delays: Durations | None, workers: int, shards: int):
     count, self._shards = workers * shards, shards
     delays = delays or Durations(lambda way: itertools.repeat(0.0))
     self._delays = [delays.stream(way) for way in range(count)]
-    self._last = [0.0] * count  # when the last message arrives
+    self._last = [0.0] * count  # arrival time of the last message
 
   def arrive(self, now: float, worker: int, shard: int) -> float:
-    """Returns when a message arrives that is sent now."""
+    """Returns the arrival time of a message that is sent now."""
     way = worker * self._shards + shard
     self._last[way] = max(self._last[way], now + next(self._delays[way]))
     return self._last[way]
@@ -46,31 +46,32 @@ def out_of_step(
   rules: protocol.Rules, durations: Durations, delays: Durations | None = None,
   *, workers: int, messages: int, shards: int,
 ) -> list[base.Trace]:
-  """Plays a protocol whose server is in shards, each with its own order.
+  """Plays a protocol with a server in shards that each have a separate order.
 
   Args:
     rules: the protocol, without rounds.
-    durations: how long each job of the N workers takes to compute.
-    delays: time of the way to a shard, in the same unit: of worker i and shard
-      s the stream i S + s. None is no time: each trace is that of one server.
+    durations: time that each job of the N workers takes to compute.
+    delays: time from a worker to a shard, in the same unit; stream i S + s is
+      that of worker i and shard s. None is no time: each trace is then that of
+      one server.
     workers: N.
-    messages: RECEIVE rows of the lead, and in the end of each other shard.
+    messages: RECEIVE rows of the lead. At the end each shard has this number.
     shards: S.
 
   Returns:
-    S traces, of which the first is the lead's. (worker, seq) names the same
-    message in all of them.
+    S traces; the first is the lead's. (worker, seq) names the same message in
+    all of them.
 
   Raises:
-    ValueError: for a count out of its range, rules that cannot be obeyed, or
-      rounds, of which the shards would make different ones.
+    ValueError: for a count out of its range, rules that do not fit, or rounds:
+      the shards would make different rounds.
 
   Source:
     Dean et al., "Large scale distributed deep networks", NIPS 2012: shards of
     the parameter server run independently of one another.
 
   Example:
-    The way to the lead takes 1, that to the other shard 2.
+    A message to the lead takes 1, one to the other shard 2.
 
     >>> from asgd import orders
     >>> from asgd.orders import protocol, shards
@@ -87,14 +88,14 @@ def out_of_step(
   checks.whole("shards", shards)
   if rules.round:
     raise ValueError(
-      f"rounds of {rules.round} messages are not for shards that are out of"
-      " step, each of which would make other rounds; use shards=1"
+      f"rounds of {rules.round} messages need shards in step: shards that are"
+      " out of step would make different rounds; use shards=1"
     )
   ways = _Ways(delays, workers, shards)
   streams = [durations.stream(worker) for worker in range(workers)]
-  free = [0.0] * workers  # when each worker has done all it was given
-  # Of each shard; a row goes by its time and, of the same time, by when the
-  # lead came to it.
+  free = [0.0] * workers  # time at which each worker has ended its jobs
+  # Rows of each shard. Rows of the same time keep the order in which the lead
+  # made them.
   rows: list[list[Event]] = [[] for _ in range(shards)]
   dispatcher = protocol.Dispatcher(rules, log=rows[0].append)
   for worker in range(workers):
@@ -114,7 +115,7 @@ def out_of_step(
       free[worker] = max(ready, free[worker]) + next(streams[worker])
       heapq.heappush(running, (free[worker], job, worker, seq, None))
     now, job, worker, seq, times = heapq.heappop(running)
-    if times is None:  # it is computed, and sent to all
+    if times is None:  # the job has ended: its message is sent to all shards
       times = [ways.arrive(now, worker, shard) for shard in range(shards)]
       heapq.heappush(running, (times[0], job, worker, seq, times))
       continue
@@ -127,8 +128,8 @@ def out_of_step(
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
-  """Counts how far the shards were apart in what they sent for each message:
-  int32[U], of the lead's messages in their order.
+  """Counts how far apart the versions of the parts of each ticket were: returns
+  int32[U], for the lead's messages in their order.
 
     spread = most - least messages that a shard had received before it sent
 

@@ -1,8 +1,8 @@
-"""Which workers may start a job, kept up to date as each of them changes.
+"""The workers that may start a job, kept up to date as each of them changes.
 
-A dispatcher notes what has changed at one worker, and asks for the workers that
-may start. Nothing here goes over all workers at an event: each is in a heap or
-two, and an entry that no longer holds is dropped when it comes up.
+A dispatcher notes each change of a worker, and asks for the workers that may
+start. No event loops over all workers: each worker is in one or two heaps, and
+an outdated heap entry is dropped when it reaches the top.
 """
 
 import bisect
@@ -23,8 +23,8 @@ class Clocks:
 
   def __init__(self) -> None:
     self._clock: dict[int, int] = {}  # by worker
-    self._workers: dict[int, int] = {}  # how many have a clock
-    self._heap: list[int] = []  # clocks, some of which nobody has any more
+    self._workers: dict[int, int] = {}  # clock -> workers that have it
+    self._heap: list[int] = []  # clocks; some are outdated
 
   def __contains__(self, worker: int) -> bool:
     return worker in self._clock
@@ -76,10 +76,9 @@ class Starters:
     self.workers: list[int] = []
     self.most = 0
     self._clocks, self._with_job = Clocks(), Clocks()
-    # Of the free workers, the clock at which each would start.
-    self._free: dict[int, int] = {}
-    # Each free worker is in `_held`, by its clock, until a limit has been above
-    # that, and then in the heap `_allowed`.
+    self._free: dict[int, int] = {}  # free worker -> clock at its next start
+    # A free worker is in `_held`, under its clock, until a limit reaches that
+    # clock; then it moves to the heap `_allowed`.
     self._held: dict[int, list[int]] = {}
     self._heap: list[int] = []  # clocks of `_held`
     self._limit = -1.0
@@ -114,11 +113,13 @@ class Starters:
     self._free.pop(worker, None)
 
   def slowest(self, *, everyone: bool) -> int:
-    """Returns the least clock of all, or of those with a job; 0 of nobody."""
+    """Returns the least clock of all workers, or of those with a job; 0 if no
+    worker qualifies."""
     return (self._clocks if everyone else self._with_job).least()
 
   def allows(self, worker: int, limit: float) -> bool:
-    """Whether a worker is free and would start at a clock up to a limit."""
+    """Whether a worker is free and would start at a clock of at most `limit`.
+    """
     clock = self._free.get(worker)
     return clock is not None and clock <= limit
 
@@ -130,8 +131,8 @@ class Starters:
     return self._allowed[0] if self._allowed else None
 
   def take(self, limit: float, most: float = float("inf")) -> list[int]:
-    """Returns free workers that would start at a clock up to a limit, `most` of
-    them at most, by index. They are free again when that is noted."""
+    """Returns at most `most` free workers that would start at a clock of at
+    most `limit`, sorted by index. They are not free until `note` says so."""
     self._admit(limit)
     out: list[int] = []
     while self._allowed and len(out) < most:
@@ -145,7 +146,8 @@ class Starters:
         self._put(worker, clock)  # the slowest clock has become less
     return out
 
-  def _put(self, worker, clock):
+  def _put(self, worker: int, clock: int) -> None:
+    """Files a free worker under the clock at which it would start."""
     self._free[worker] = clock
     if clock <= self._limit:
       heapq.heappush(self._allowed, worker)
@@ -155,7 +157,8 @@ class Starters:
       self._held[clock] = [worker]
       heapq.heappush(self._heap, clock)
 
-  def _admit(self, limit):
+  def _admit(self, limit: float) -> None:
+    """Moves workers whose clocks the limit allows into `_allowed`."""
     self._limit = limit
     while self._heap and self._heap[0] <= limit:
       for worker in self._held.pop(heapq.heappop(self._heap)):

@@ -31,10 +31,10 @@ from asgd import base
 T = TypeVar("T")
 STARTS = base.SEND, base.KEEP
 ENDS = base.RECEIVE, base.LOST, base.REJECT, base.DROP
-PUTS = base.PUT, base.LEND  # make a message for other peers
-TAKES = base.TAKE, base.ADOPT  # take one
-NO_SEQ = -1  # of rows that are about no message
-LATEST = 1e15  # time in a file
+PUTS = base.PUT, base.LEND  # rows of a peer that makes a message
+TAKES = base.TAKE, base.ADOPT  # rows of a peer that takes one
+NO_SEQ = -1  # of rows that have no message
+LATEST = 1e15  # the largest time in a file
 
 COLUMNS = ("time", "worker", "seq", "job", "action")
 JOURNAL_COLUMNS = (
@@ -50,23 +50,24 @@ _LEAST, _MOST = int(_INT32.min), int(_INT32.max)
 
 
 class Event(NamedTuple):
-  """A row of a trace; what follows the action is in journals only."""
+  """A row of a trace; the fields after `action` are in journals only."""
 
   time: float  # seconds, or the unit of the durations
   worker: int
-  seq: int  # of the job among those of the worker's place, or NO_SEQ
-  job: int  # which piece of data; JOIN, LEAVE: holder; ROLLBACK: row; of rows
-  # between peers: the round, or the other peer (see base.PUT)
+  seq: int  # index of the job among those of the worker index, or NO_SEQ
+  # The piece of data. JOIN, LEAVE: the incarnation. ROLLBACK: a row. Rows
+  # between peers: the round, or the other peer (see base.PUT).
+  job: int
   action: int  # one of base.ACTIONS
   version: int = -1  # SEND: of the ticket
   params: int = -1  # SEND: slot of the parameters
   message: int = -1  # slot of the message; TAKE, ADOPT: its bytes
-  loss: float = 0.0  # RECEIVE
-  totals: tuple[float, ...] = ()  # RECEIVE: over all shards, if it needs some
+  loss: float = 0.0  # RECEIVE: of the message's batch
+  totals: tuple[float, ...] = ()  # RECEIVE: sums over all shards, if needed
 
   @property
   def key(self) -> tuple[int, int]:
-    """(worker, seq), the name of the message."""
+    """(worker, seq), which names the message."""
     return self.worker, self.seq
 
   def format(self, *, journal: bool = False) -> str:
@@ -94,7 +95,7 @@ class Event(NamedTuple):
     if len(values) == len(JOURNAL_COLUMNS):
       crc32 = checksum(line.rpartition(",")[0])
       if values.pop() != crc32:
-        raise ValueError(f"it was changed, as its crc32 is {crc32}")
+        raise ValueError(f"it was changed: its crc32 is {crc32}")
     row: list[Any] = [
       read(name, value)
       for (name, read), value in zip(_READERS, values, strict=False)
@@ -103,7 +104,7 @@ class Event(NamedTuple):
 
 
 def checksum(line: str) -> str:
-  """Returns the crc32 of a line, as files have it: 8 hexadecimal digits."""
+  """Returns the crc32 of a line as 8 hexadecimal digits."""
   return f"{zlib.crc32(line.encode()):08x}"
 
 
@@ -144,7 +145,7 @@ _READERS = [(name, _READ.get(name, _whole)) for name in JOURNAL_COLUMNS]
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
-  """Returns E rows as columns, without those that only journals have."""
+  """Returns E rows as columns, without the fields of journals."""
   columns = list(zip(*(event[: len(COLUMNS)] for event in events), strict=True))
   return base.Trace(*map(np.array, columns or [()] * len(COLUMNS), DTYPES))
 
@@ -158,7 +159,7 @@ def events(
 
 
 def dump(trace: base.Trace) -> str:
-  """Returns the trace as CSV, one line a row; times keep all their bits.
+  """Returns the trace as CSV, one line for each row; times keep all their bits.
 
   Example:
     >>> from asgd import orders
@@ -176,8 +177,8 @@ def read(lines: Iterable[str]) -> list[Event]:
 
   Args:
     lines: a file opened with newline="\\n", or the lines of a text with their
-      ends. A last line without its newline was cut off while being written: it
-      is dropped.
+      ends. A last line without its newline was cut off while it was written,
+      and is dropped.
 
   Raises:
     ValueError: for a line that cannot be read, naming it.
@@ -192,7 +193,7 @@ def read(lines: Iterable[str]) -> list[Event]:
     if number == 1:
       if line.endswith("\r\n"):
         raise ValueError(
-          "line 1 ends as lines of Windows do (CRLF); a trace has LF"
+          "line 1 ends in CRLF, as on Windows; the lines of a trace end in LF"
         )
       if line.rstrip("\n") not in (HEADER, JOURNAL_HEADER):
         raise ValueError(f"line 1 is {line.strip()!r}; a trace has {HEADER!r}")
@@ -206,14 +207,14 @@ def read(lines: Iterable[str]) -> list[Event]:
 
 
 def _is_row(text: str) -> bool:
-  """Whether a text is a whole row of a journal, as its checksum says."""
+  """Whether a text is a complete row of a journal with a correct checksum."""
   values = text.split(",")
   whole = text.rpartition(",")[0]
   return len(values) == len(JOURNAL_COLUMNS) and values[-1] == checksum(whole)
 
 
 def load(lines: Iterable[str]) -> base.Trace:
-  """Reads a trace as `read` does, but as columns; ValueError without a row.
+  """Reads a trace like `read`, as columns; ValueError if it has no row.
 
   Example:
     >>> from asgd import orders
@@ -234,24 +235,24 @@ class TraceError(ValueError):
   def __init__(
     self, row: int, event: Event, why: str, path: object = None
   ):
-    place = f"{path}, line {row + 2}" if path else f"trace row {row}"
-    super().__init__(f"{place} ({event.format()}): {why}")
+    where = f"{path}, line {row + 2}" if path else f"trace row {row}"
+    super().__init__(f"{where} ({event.format()}): {why}")
     self.row, self.why = row, why
 
 
 class Ledger(Generic[T]):
   """Follows a trace row by row and keeps the open tickets.
 
-  A ticket is whatever the caller makes of a SEND: the parameters in a
-  simulator, the row itself in an analysis. The ledger keeps it until the row
-  that ends its job. It accepts every row that has a meaning; `orders.check`
-  finds the rows that protocols forbid.
+  The caller chooses what a ticket is: the parameters in a simulator, the SEND
+  row in an analysis. The ledger keeps it until the row that ends its job. The
+  ledger accepts every row that has a meaning; `orders.check` finds the rows
+  that protocols forbid.
 
   Args:
-    start: (SEND or KEEP, the kept ticket) -> the ticket of the job; None stands
-      for the row itself. It is called before the ticket is open.
-    keeps: whether the latest ticket of each worker is held for a KEEP.
-    path: of the rows' file, for errors.
+    start: (SEND or KEEP row, the kept ticket) -> the ticket of the job. It is
+      called before the ticket is open. None: the row is the ticket.
+    keeps: whether to keep the latest ticket of each worker for a KEEP row.
+    path: file of the rows, for errors.
   """
 
   def __init__(
@@ -268,19 +269,19 @@ class Ledger(Generic[T]):
     # worker -> seq -> ticket, in the order in which they were started
     self.open: dict[int, dict[int, T]] = collections.defaultdict(dict)
     self.latest: dict[int, T] = {}  # worker -> the ticket of its latest job
-    self.next_seq: dict[int, int] = {}  # worker -> jobs started at its place
-    self.holders: dict[int, int] = {}  # worker -> its latest JOIN's number
-    self.present: set[int] = set()  # workers that joined, or were sent to
+    self.next_seq: dict[int, int] = {}  # worker -> jobs that it has started
+    self.holders: dict[int, int] = {}  # worker -> its latest incarnation
+    self.present: set[int] = set()  # workers that joined, or were sent a ticket
     self.ended: set[int] = set()  # workers that lost a ticket or left
     self.received: list[int] = []  # rows of the messages in the state
     self._undone: list[int] = []  # messages, of each ROLLBACK row
-    self.puts: dict[int, int] = {}  # peer -> messages it put or lent
-    # (receiver, sender) -> the last message that was taken
+    self.puts: dict[int, int] = {}  # peer -> messages that it put or lent
+    # (receiver, sender) -> seq of the last message that was taken
     self.taken: dict[tuple[int, int], int] = {}
 
   def obey(self, event: Event) -> T | None:
     """Applies the next row; returns the ticket that it opens or closes, if any.
-    Raises TraceError if the row has no meaning after those before it."""
+    Raises TraceError if the row has no meaning after the rows before it."""
     _, worker, seq, job, action, *_ = event
     ticket: T | None = None
     if action in STARTS:
@@ -304,7 +305,7 @@ class Ledger(Generic[T]):
       self.latest.pop(worker, None)
     elif action == base.ROLLBACK:
       if job > self.rows:
-        self.refuse(event, "that row is still to come")
+        self.refuse(event, "that row is later than this one")
       before = len(self.received)
       self.received = [row for row in self.received if row < job]
       self._undone.append(before - len(self.received))
@@ -344,12 +345,12 @@ class Ledger(Generic[T]):
 
   @property
   def rollbacks(self) -> int:
-    """ROLLBACK rows."""
+    """The number of ROLLBACK rows."""
     return len(self._undone)
 
   @property
   def undone(self) -> int:
-    """Messages that rollbacks undid."""
+    """The number of messages that rollbacks undid."""
     return sum(self._undone)
 
   def refuse(self, event: Event, why: str) -> NoReturn:
@@ -360,7 +361,7 @@ class Ledger(Generic[T]):
 def follow(
   rows: Iterable[Event], ledger: Ledger[Any] | None = None
 ) -> Ledger[Any]:
-  """Returns the ledger after rows that follow those of `ledger`."""
+  """Returns `ledger`, or a new one, after applying `rows`."""
   ledger = ledger or Ledger()
   for event in rows:
     ledger.obey(event)
@@ -370,18 +371,18 @@ def follow(
 class TicketRows(NamedTuple):
   """Rows of the S tickets and the U messages of a trace, by worker."""
 
-  starts: npt.NDArray[np.intp]  # S, each worker's in their order
-  ends: npt.NDArray[np.intp]  # U, the same
-  started: npt.NDArray[np.intp]  # U, the place in `starts` of each of `ends`
+  starts: npt.NDArray[np.intp]  # S, rows of SEND and KEEP, by worker and time
+  ends: npt.NDArray[np.intp]  # U, rows of RECEIVE, by worker and time
+  started: npt.NDArray[np.intp]  # U, index into `starts` of each end's ticket
 
 
 def pair(trace: base.Trace) -> TicketRows | None:
-  """Finds the ticket of each message, of all at once.
+  """Finds the ticket of each message of a trace, by NumPy.
 
   Returns:
-    TicketRows; or None for a trace with rows other than SEND, KEEP and RECEIVE,
-    or in which a worker's jobs do not have rising numbers, do not end in their
-    order or begin with a KEEP: such a one is read row by row.
+    TicketRows. None for a trace that has to be read row by row: one with rows
+    other than SEND, KEEP and RECEIVE, or one in which the jobs of a worker
+    begin with a KEEP, do not have rising `seq` or do not end in their order.
   """
   _, worker, seq, job, action = trace
   is_end = action == base.RECEIVE
@@ -397,8 +398,8 @@ def pair(trace: base.Trace) -> TicketRows | None:
   firsts = starts[~np.append(False, same)] if len(starts) else starts
   if (action[firsts] == base.KEEP).any():
     return None
-  place = np.arange(len(ends)) - np.searchsorted(of_end, of_end)
-  started = np.searchsorted(of_start, of_end) + place
+  nth = np.arange(len(ends)) - np.searchsorted(of_end, of_end)
+  started = np.searchsorted(of_start, of_end) + nth
   if len(ends) and started.max() >= len(starts):
     return None
   rows = starts[started]
@@ -415,11 +416,11 @@ def staleness(
 
     staleness = floor(received now / every) - floor(received at send / every)
 
-  A job on a kept ticket has its worker's own updates since, if each message is
-  an update: these are not counted.
+  A worker that computes a job on a kept ticket has applied its own updates to
+  its copy, if each message is an update. These updates are not counted.
 
   Args:
-    trace: in which all messages are accepted, and nothing is rolled back.
+    trace: one in which all messages are accepted, and without a rollback.
     every: messages that are averaged into one parameter change.
 
   Returns:
@@ -438,10 +439,11 @@ def staleness(
     return _staleness_by_rows(trace, every)
   starts, ends, started = pairs
   received = np.cumsum(trace.action == base.RECEIVE)
-  place = np.arange(len(starts))
+  index = np.arange(len(starts))
   kept = trace.action[starts] == base.KEEP
-  sent = np.maximum.accumulate(np.where(kept, 0, place))
-  versions = received[starts[sent]] // every + (place - sent) * (every == 1)
+  # The SEND of each start: the last start that is not a KEEP.
+  sent = np.maximum.accumulate(np.where(kept, 0, index))
+  versions = received[starts[sent]] // every + (index - sent) * (every == 1)
   number = received[ends] - 1
   out = np.empty(len(ends), np.int32)
   out[number] = number // every - versions[started]
@@ -451,6 +453,8 @@ def staleness(
 def _staleness_by_rows(
   trace: base.Trace, every: int
 ) -> npt.NDArray[np.int32]:
+  """Counts the staleness of each message, row by row."""
+
   def version(event: Event, kept: int | None) -> int:
     del event
     if kept is None:

@@ -10,6 +10,7 @@ varies. A value that does not vary is cast where it meets one that does, and the
 derivative of that cast is a sum over the axis. `vary` is this cast.
 """
 
+import contextlib
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,13 @@ from asgd import checks
 
 DATA, TENSOR, PIPE = "data", "tensor", "pipe"
 ROWS, COLUMNS = "rows", "columns"
+
+
+def want_cpu_devices(count: int) -> None:
+  """Gives JAX at least `count` CPU devices if it has not started yet."""
+  if jax.config.jax_num_cpu_devices < count:
+    with contextlib.suppress(RuntimeError):  # JAX has started
+      jax.config.update("jax_num_cpu_devices", count)
 
 
 def find_devices() -> None:
@@ -63,7 +71,9 @@ def make(
   sizes = dict(shape)
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
-    raise ValueError(f"only one axis can have what is left, not {free}")
+    raise ValueError(
+      f"only one axis can have all remaining devices, not {free}"
+    )
   for name, size in sizes.items():
     if size != -1:
       checks.whole(f"the size of the mesh's axis {name!r}", size)

@@ -1,9 +1,11 @@
 """The facade: what a call trains is what the parts it is made of train."""
 
+import ast
 import dataclasses
 import errno
 import functools
 import importlib
+import inspect
 import linecache
 import subprocess
 import sys
@@ -19,9 +21,11 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-from asgd import orders, sandblaster, simulator, tables
+from asgd import facade, orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_hosts
+from asgd.experiment.engines.live import RAY
+from asgd.experiment.engines.simulate import SIMULATE
 from asgd.orders import durations
 from asgd.problems import descriptions, own
 
@@ -78,6 +82,36 @@ def test_importing_asgd_leaves_what_takes_long_to_others():
     [sys.executable, "-c", code], capture_output=True, text=True, check=True
   )
   assert done.stdout == "set()\n"
+
+
+def test_type_checkers_see_every_name_of_the_package():
+  tree = ast.parse(inspect.getsource(asgd))
+  (block,) = (
+    node
+    for node in tree.body
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+  )
+  seen = {
+    alias.name
+    for node in block.body
+    if isinstance(node, ast.ImportFrom)
+    for alias in node.names
+  }
+  rooms = {n for n in asgd.__all__ if inspect.ismodule(getattr(asgd, n))}
+  assert seen == {*asgd.__all__} - rooms - {"__version__"}
+
+
+@pytest.mark.parametrize(
+  "options, kind",
+  [
+    (facade.SimulateOptions, SIMULATE),
+    (facade.LiveOptions, RAY),
+  ],
+)
+def test_typed_options_are_those_of_a_call(options, kind):
+  named = {"messages", "workers", "batch_size", "folder"}
+  keys = {*facade.RunOptions._fields, *kind.sections, *facade.FURTHER}
+  assert {*options.__annotations__} | named == keys
 
 
 def test_every_name_of_the_package_is_there():
@@ -596,35 +630,35 @@ MISTAKES = (
   ({"params": lambda key: Affine(abs, key)}, "params.w is <built-in"),
   ({"params": {"w": abs}}, "eqx.combine(params, rest)"),
   ({"params": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "params.mean"),
-  ({"params": Tied(nnx.Rngs(0))}, "as tied weights are"),
+  ({"params": Tied(nnx.Rngs(0))}, "holds an array twice .tied weights."),
   ({"params": Net()}, "holds no parameters: give its variables"),
   ({"loss": (Affine(**PARAMS), loss)}, "holds its arrays as params"),
   ({"params": lambda: PARAMS}, "a function of a key"),
   ({"data": iter([X])}, "cannot be indexed"),
   ({"data": (x for x in X)}, "is an iterator"),
   ({"data": "train.csv"}, "data cannot be 'train.csv'"),
-  ({"data": 7}, "of no form known"),
+  ({"data": 7}, "of no known form"),
   ({"data": [], "batch_size": None}, "len(data) is 0"),
   ({"data": Indexed({"a": 1}), "batch_size": None}, "KeyError"),
   ({"batch_size": None}, "batch_size=32"),
   ({"batch_size": 100}, "use at most 48"),
   ({"batch_size": 2.5}, "batch_size"),
-  ({"data": (X, X[:5])}, "as many in each"),
+  ({"data": (X, X[:5])}, "of equal length, not"),
   ({"data": lambda job: X, "batch_size": None}, "it takes (job)"),
-  ({"data": batch}, "makes its batches itself"),
+  ({"data": batch}, "decides the size itself"),
   ({"data": noisy, "batch_size": None}, "two different batches"),
   ({"data": RAGGED, "batch_size": None}, "drop_remainder"),
   ({"data": TEXTS, "batch_size": None}, "dtype <U1"),
   ({"recipe": "dana_zero"}, "asgd.dana_zero(0.01, workers=8)"),
-  ({"recipe": optax.sgd(0.1)}, "give workers="),
-  ({"workers": 3}, "the recipe is for 4"),
+  ({"recipe": optax.sgd(0.1)}, "add workers="),
+  ({"workers": 3}, "the recipe was built for 4"),
   ({"messages": 18}, "use 16 or 20"),
   ({"every": 7}, "multiple of every=7"),
   ({"evry": 8}, "unknown argument 'evry'"),
   ({"order": {"name": "fifo"}}, "unknown order 'fifo'"),
   ({"evaluate": 3}, "evaluate must be a function"),
   ({"evaluate": lambda p: "good"}, "not 'good'"),
-  ({"data": drifting, "batch_size": None}, "must be of one form"),
+  ({"data": drifting, "batch_size": None}, "must have one structure"),
   ({"data": late, "batch_size": None}, "job 3 cannot be made (KeyErr"),
   ({"loss": Net()}, "(module, criterion)"),
   ({"loss": (Net(), "mse")}, "(output, batch)"),

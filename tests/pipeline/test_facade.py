@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,9 @@ from flax import nnx
 
 import asgd
 import pipeline
+from asgd import facade
+from pipeline import schedules
+from pipeline.engine import PIPELINE
 from pipeline.facade import read_layers
 
 X = np.float32(kit.normal(32, 3))
@@ -43,6 +47,18 @@ train = functools.partial(
   microbatches=4,
   progress=False,
 )
+
+
+def test_typed_options_are_those_of_pipelines():
+  makers = map(inspect.signature, schedules.SCHEDULES.values())
+  settings = {name for maker in makers for name in maker.parameters}
+  settings |= {*PIPELINE.sections["pipeline"].keys}
+  # Named by `train`, given by what it names, or options of a call.
+  settings -= {"stages", "schedule", "microbatches", "devices", "batches"}
+  settings -= {"rule", "flush", "name"}  # of `custom`, which takes functions
+  calls = {*facade.RunOptions._fields, "clip_norm"} - {"messages", "workers"}
+  typed = {*pipeline.facade.TrainOptions.__annotations__}
+  assert typed == settings | calls
 
 
 def test_a_flush_schedule_trains_as_one_device_does(tmp_path):

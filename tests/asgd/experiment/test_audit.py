@@ -116,7 +116,7 @@ def test_it_finds_a_message_that_was_received_twice(cell, messages):
     "updates": (
       f"{messages + 1} received, {messages} records, {messages} updates"
     ),
-    **refused(cell, end, "the worker is gone and did not join again"),
+    **refused(cell, end, "the worker has left and did not join again"),
   }
 
 

@@ -174,7 +174,7 @@ def test_a_digit_that_changed_is_refused_and_the_line_named(tmp_path):
   path = tmp_path / "trace-0.csv"
   text = path.read_text()
   path.write_text(text.replace("1.0,0,0,0,receive", "1.5,0,0,0,receive"))
-  message = f"{path}, line 6 is no event: .* it was changed, as its crc32 is"
+  message = f"{path}, line 6 is no event: .* it was changed: its crc32 is"
   with pytest.raises(ValueError, match=f"{message} .* Put the file back"):
     read_journal(path)
 
@@ -212,8 +212,8 @@ def changed(row, **fields):
     ([*EVENTS[:5], *EVENTS[4:]], r"line 7 .*: that job was not sent"),
     ([*EVENTS[:4], *EVENTS[3:]], r"line 6 .*: the worker has begun"),
     (EVENTS[:1] + EVENTS[2:], r"line 5 .*: that job was not sent"),
-    (changed(4, time=0.25), "line 6 .*: time goes back"),
-    ([*EVENTS, event(2.0, 0, 99, base.ROLLBACK)], "still to come"),
+    (changed(4, time=0.25), "line 6 .*: time is before that of the last row"),
+    ([*EVENTS, event(2.0, 0, 99, base.ROLLBACK)], "later than this one"),
   ],
 )
 def test_a_journal_that_no_shard_wrote_is_refused(events, message):

@@ -390,7 +390,7 @@ def test_a_message_of_the_dead_does_not_arrive():
 def test_a_place_has_one_holder():
   run = Run(Rules())
   assert run.it.join(3, 0.0) == 0
-  with pytest.raises(ValueError, match="the place of worker 3 is taken"):
+  with pytest.raises(ValueError, match="worker 3 is registered already"):
     run.it.join(3, 0.0)
   run.it.leave(3, 0.0)
   assert run.it.join(3, 0.0) == 1

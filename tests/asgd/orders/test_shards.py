@@ -68,5 +68,5 @@ def test_what_shards_out_of_step_do_can_be_obeyed():
 
 def test_rounds_are_not_for_shards_out_of_step():
   rules, clock = protocol.Rules(round=2), durations.constant()
-  with pytest.raises(ValueError, match="rounds of 2 messages are not for"):
+  with pytest.raises(ValueError, match="rounds of 2 messages need shards"):
     shards.out_of_step(rules, clock, **SMALL)

@@ -34,7 +34,7 @@ TIME = "time must be finite, 0 or more and at most 1e+15"
   [
     ("1.0,-1,2,send", "worker and job must be from 0 to 2147483647"),
     ("1.0,0,-2,receive", "worker and job must be from 0 to 2147483647"),
-    ("0.5,0,0,receive", "time goes back from 1.0"),
+    ("0.5,0,0,receive", "time is before that of the last row, 1.0"),
     ("nan,0,0,receive", TIME),
     ("inf,0,0,receive", TIME),
     ("1e16,0,0,receive", TIME),
@@ -137,7 +137,7 @@ def test_what_was_written_before_a_cut_is_kept():
     ("", "it has 1 values"),
     ("1,0,0,0,receive,1,2,3,x,,e4adde5d", "loss 'x' is no number"),
     ("1,0,0,0,receive,1,2,3,0,1;x,03bfd9c8", "totals 'x' is no number"),
-    ("1,0,0,0,receive,1,2,4,0,,dc0d1b50", "it was changed, as its crc32 is"),
+    ("1,0,0,0,receive,1,2,4,0,,dc0d1b50", "it was changed: its crc32 is"),
   ],
 )
 def test_load_names_a_line_that_is_no_event(line, why):
@@ -152,7 +152,7 @@ def test_load_names_a_first_line_that_is_no_header():
   words += "'time,worker,seq,job,action'$"
   with pytest.raises(ValueError, match=words):
     orders.load(["0.0,0,0,0,send\n"])
-  with pytest.raises(ValueError, match="line 1 ends as lines of Windows do"):
+  with pytest.raises(ValueError, match="line 1 ends in CRLF, as on Windows"):
     orders.load([f"{orders.HEADER}\r\n"])
 
 
@@ -184,15 +184,15 @@ def test_check_accepts_all_actions():
 @pytest.mark.parametrize(
   ("row", "why"),
   [
-    ("5.0,1,3,send", "the worker is gone and did not join again"),
-    ("5.0,1,3,keep", "the worker is gone and did not join again"),
+    ("5.0,1,3,send", "the worker has left and did not join again"),
+    ("5.0,1,3,keep", "the worker has left and did not join again"),
     ("5.0,0,3,keep", "the worker holds a ticket already"),
     ("5.0,2,3,keep", "the worker was sent no ticket to keep"),
     ("5.0,1,2,lost", "that job was not sent to the worker"),
     ("5.0,0,3,reject", "that job was not sent to the worker"),
     ("5.0,0,1,leave", "the worker still holds a ticket"),
     ("5.0,0,1,join", "the worker still holds a ticket"),
-    ("5.0,0,13,rollback", "that row is still to come"),
+    ("5.0,0,13,rollback", "that row is later than this one"),
   ],
 )
 def test_check_names_what_is_wrong_with_who_comes_and_goes(row, why):
@@ -297,7 +297,7 @@ def test_a_ledger_counts_what_rollbacks_undo():
     (Event(1.0, 0, 0, 0, base.SEND), "has begun that number (seq) before"),
     (Event(1.0, 1, 0, 0, base.KEEP), "was sent no ticket to keep"),
     (Event(1.0, 0, 1, 0, base.RECEIVE), "was not sent to the worker"),
-    (Event(1.0, 0, -1, 2, base.ROLLBACK), "that row is still to come"),
+    (Event(1.0, 0, -1, 2, base.ROLLBACK), "that row is later than this one"),
     (Event(1.0, 0, 0, 0, 99), "action must be one of send"),
   ],
 )

@@ -1,0 +1,98 @@
+"""Prose keeps to the field's words: one mark in 1,000 words at most."""
+
+import pathlib
+
+import pytest
+
+from tests import prose
+
+ROOT = pathlib.Path(__file__).parents[1]
+MOST = 1.0  # marks in 1,000 words
+ALLOWED = 2  # marks in a folder of few words
+# Folders whose prose has not been rewritten. The list only becomes shorter: a
+# folder that keeps the limit has to leave it.
+UNFINISHED = {
+    ".",
+    "asgd",
+    "asgd/algorithms",
+    "asgd/compression",
+    "asgd/compression/packing",
+    "asgd/experiment",
+    "asgd/experiment/engines",
+    "asgd/experiment/protocols",
+    "asgd/figures",
+    "asgd/live",
+    "asgd/live/hosts",
+    "asgd/live/links",
+    "asgd/live/server",
+    "asgd/live/shard",
+    "asgd/live/world",
+    "asgd/parallel",
+    "asgd/simulator",
+    "asgd/transforms",
+    "configs/figures",
+    "docs/hooks",
+    "launch",
+    "launch/bench",
+    "pipeline",
+    "pipeline/partition",
+    "pipeline/schedules",
+}
+
+
+def folders() -> dict[str, list[pathlib.Path]]:
+  """Returns folder -> its pages and modules."""
+  roots = ["docs", "asgd", "pipeline", "launch", "configs", "examples"]
+  files = list(prose.files([ROOT / root for root in roots]))
+  files += sorted(ROOT.glob("*.md"))
+  folders = {}
+  for path in files:
+    name = path.relative_to(ROOT).parent.as_posix()
+    folders.setdefault(name, []).append(path)
+  return folders
+
+
+@pytest.mark.parametrize("folder", folders())
+def test_folder_keeps_to_plain_words(folder):
+  marks, words = prose.count(folders()[folder])
+  plain = len(marks) <= max(ALLOWED, MOST * words / 1000)
+  if folder in UNFINISHED:
+    assert not plain, f"take {folder!r} out of UNFINISHED"
+  else:
+    assert plain, "\n".join(marks)
+
+
+def test_list_names_folders():
+  assert set(folders()) >= UNFINISHED
+
+
+def test_marks_of_a_module(tmp_path):
+  path = tmp_path / "module.py"
+  path.write_text('''"""What a place is.
+
+Nobody reads `place` as prose.
+
+>>> place = 1
+"""
+
+place = "place"  # it goes on
+
+
+def fail():
+  raise ValueError(f"{place}: a holder is gone")
+''')
+  marks, words = prose.count([path])
+  found = sorted(mark.split(": ")[1].split(" in ")[0] for mark in marks)
+  assert found == sorted(map(repr, [
+      "what a", "What", "place", "nobody", "goes on", "holder", "gone"]))
+  assert words == 17
+
+
+def test_marks_of_a_page_leave_code_out(tmp_path):
+  path = tmp_path / "page.md"
+  path.write_text(
+    "A worker is told, in place.\n\n```bash\nasgd tells\n```\n\n`tells`\n"
+  )
+  marks, words = prose.count([path])
+  assert [mark.split(": ")[1][:9] for mark in marks] == ["'is told'"]
+  assert words == 7
