@@ -291,18 +291,21 @@ def replay(
       an argument is not what the run was trained on.
   """
   folder = Path(folder)
-  was = replay_lib.trained(folder)
-  if was.get("name") != own.Objects.name:
+  recorded = replay_lib.trained(folder)
+  # [1] A run of a config names all that it needs.
+  if recorded.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
       raise ValueError(
         f"{folder} was trained from a config, which names loss, params, data"
         " and recipe: call asgd.replay(folder) alone"
       )
     return replay_lib.replay(folder, data_dir=data_dir, trust=trust)
+  # [2] A run of objects needs them again: given, or imported by their names.
   if loss is None:
-    code.check_trusted(only_cell(folder), was, trust=trust)
-    loss, params, data, recipe = _imported(folder, was)
-  built = was.get("build") or {}
+    code.check_trusted(only_cell(folder), recorded, trust=trust)
+    loss, params, data, recipe = _imported(folder, recorded)
+  # [3] A recipe for another number of workers would be another computation.
+  built = recorded.get("build") or {}
   count, asked = built.get("workers"), getattr(recipe, "workers", None)
   if None not in (count, asked) and count != asked:
     raise ValueError(
@@ -312,33 +315,34 @@ def replay(
   if count is None:
     count = replay_lib.workers_of(folder)
   recipe = calls.read_recipe(recipe, count)
+  # [4] Recompute the run.
   codecs = {"compress": compress, "compress_down": compress_down}
   with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
-      batch_size=was.get("batch_size"),
+      batch_size=recorded.get("batch_size"),
       codecs={key: codec for key, codec in codecs.items() if codec},
     )
     replayed = replay_lib.replay(folder, given=given, trust=trust)
   return replayed._replace(params=given.outward(replayed.params))
 
 
-def _imported(
-  folder: Path, was: Mapping[str, Any]
-) -> tuple[Any, ...]:
+def _imported(folder: Path, recorded: Mapping[str, Any]) -> tuple[Any, ...]:
   """Returns (loss, params, data, recipe) by the names in a run's folder."""
   parts = {
-    key: descriptions.importable(was[key]) for key in ("loss", "params", "data")
+    key: descriptions.importable(recorded[key])
+    for key in ("loss", "params", "data")
   }
+  # A lambda or a nested function has no name that can be imported.
   missing = [key for key, value in parts.items() if value is None]
-  missing += [] if was["build"] else ["recipe"]
+  missing += [] if recorded["build"] else ["recipe"]
   if missing:
     raise ValueError(
       f"{folder} was trained on objects that cannot be imported"
       f" ({', '.join(missing)}): pass them, asgd.replay(folder, loss, params,"
       " data, recipe)"
     )
-  build = dict(was["build"])
+  build = dict(recorded["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
 
@@ -349,6 +353,8 @@ def _config(
   """Returns the config of an experiment with one run, of given objects."""
   recipe, messages = given.recipe, options.messages
   made = getattr(recipe, "made", None)
+  # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
+  # only a record then.
   label = made.name if made and made.name.isidentifier() else "run"
   rate = made.learning_rate if made else 1.0
   if callable(rate):  # a schedule: the config records its peak
@@ -403,6 +409,7 @@ def train(
       f"{messages} messages are not a multiple of every={every}, the messages"
       f" between two evaluations; use {max(messages // every, 1) * every}"
     )
+  # An unknown key would otherwise be ignored.
   known = *kind.sections, *FURTHER
   for key in config:
     if key not in known:
@@ -513,8 +520,11 @@ def _read(
   """Returns records, parameters and evaluations of a finished cell."""
   columns = cell_files.read_records(cell_folder)
   records: Any = columns
+  # Servers and simulators write `Records`; peers, tables and Sandblaster have
+  # columns of their own.
   if set(columns) == set(base.Records._fields):
     records = base.Records(**columns)
+  # The file holds arrays alone; the initial parameters give their structure.
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))

@@ -54,7 +54,6 @@ def lbfgs(
     A transform. Its update reads two extra args: `value`, the loss at the
     parameters, and `value_fn`, the loss as a function of parameters. It ignores
     others. It raises ValueError if one of the two is missing.
-    ignored. Without them it raises ValueError.
 
   Source:
     Nocedal and Wright, "Numerical optimization", algorithms 3.5, 3.6 and 7.4.
@@ -201,6 +200,7 @@ def check(optimizer: Optimizer) -> None:
     updates, _ = jax.eval_shape(
       lambda w: tx.update(w, tx.init(w), w, **loss), like
     )
+    # A transform may return a scalar, or drop a leaf.
     shapes = [jax.tree.structure(tree) for tree in (updates, like)]
   except Exception as error:  # a user's optimizer may raise anything
     raise ValueError(
@@ -230,6 +230,7 @@ def momentum_of(optimizer: Optimizer) -> float | None:
     optimizer, options = optimizer.func, optimizer.keywords
   if optimizer is not optax.sgd or set(options) - {"momentum", "nesterov"}:
     return None
+  # A momentum that is a schedule or an array has no closed form here.
   momentum = options.get("momentum") or 0.0
   plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
   return float(momentum) if plain else None
@@ -346,6 +347,7 @@ def counting(
     return CountingState(jnp.zeros([], jnp.int32), tx.init(params))
 
   def update_fn(updates, state, params=None, **extra_args):
+    # It replaces a `version` that a server gives.
     extra_args["version"] = state.count
     updates, inner = tx.update(updates, state.inner, params, **extra_args)
     return updates, CountingState(state.count + 1, inner)

@@ -59,6 +59,7 @@ def after_warmup(
   """
   if not warmup:
     return schedule
+  # join_schedules restarts the count of `schedule` at the boundary.
   rise = optax.linear_schedule(start, peak, warmup)
   return optax.join_schedules([rise, schedule], [warmup])
 
@@ -104,6 +105,7 @@ def warmup_steps(
     )
   if not warmup and not boundaries:
     return peak
+  # `drops` counts from the end of the warm-up.
   counts = collections.Counter(map(int, boundaries))
   # A boundary that is given twice multiplies the rate by factor^2.
   drops = optax.piecewise_constant_schedule(
@@ -187,6 +189,7 @@ def named(
   maker = names.resolve("schedule", name, known())
   parameters = inspect.signature(maker).parameters
   given = dict(options or {})
+  # Options may count in epochs; optax counts in updates.
   for key in _LENGTHS:
     if key in given:
       checks.nonnegative(key, given[key])
@@ -261,6 +264,7 @@ def scale_by_sent_rate(
 
   def update_fn(updates, state, params=None, *, version, **extra_args):
     del params, extra_args
+    # A worker does not know the server's count; its ticket's version is it.
     rate = at(learning_rate, version)
     return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 

@@ -88,11 +88,13 @@ def _hardware(given) -> strategies.Hardware:
   bandwidth = _positive("bandwidth", given["bandwidth"])
   latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
   node = _positive("node", given["node"], _MOST_DEVICES)
+  # Links inside a node may be faster than those between nodes.
   near = given["node_bandwidth"]
   if near is not None:
     if node == 1:
       raise ValueError("--node_bandwidth needs --node, the devices of a node")
     near = costs.link(_positive("node_bandwidth", near) * 1e9, latency)
+  # A node may be larger than the number of devices.
   if node < devices and devices % node:
     raise ValueError(
       f"--node={node} does not divide --devices={devices}: use full nodes"
@@ -137,6 +139,7 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
       "give one model: either --params=1.5e9 (a GPT of that size) or"
       " --config=FILE.py"
     )
+  # Flags of the GPT's shape fit --params only; a config has its own model.
   sizes = {name: given[name] for name in memory.Gpt._fields}
   for name, value in sizes.items():
     if resolved is not None and value is not None:
@@ -147,6 +150,7 @@ def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
   if resolved is None:
     parameters = workloads.count_of(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
+    # Without --batch, 8 examples for each device.
     chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
   chosen = _options(given, _examples(resolved))
@@ -184,6 +188,7 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
       )
     compiled.main(config, given["compile"], given["data_dir"])
     return
+  # Check --out before the costs are computed.
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):
     if given[flag] is None:

@@ -28,10 +28,13 @@ _RING = "ring"
 
 
 def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
-  """Makes a recipe one of peers, and checks that its topology fits."""
+  """Returns a recipe as one of peers; ValueError if its topology is unfit."""
   built = topologies.build(topology, workers)
   topologies.check_sums(built, columns=rule.columns)
+  # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
+  # only, as its weights w correct the rows.
   made = gossip.Gossip(rule, built, **how)
+  # A pair is one random neighbour; a round mixes with all neighbours of W.
   if made.order == gossip.PAIRS:
     check_pairs(built)
   else:
@@ -78,6 +81,8 @@ def d_psgd(
   """
   checks.flag("adapt_first", adapt_first)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # A peer that puts its message before its job overlaps the transfer with the
+  # computation.
   rule, put_first = rules.average(), not adapt_first
   recipe = Recipe(algorithm)
   return _with_peers(recipe, rule, topology, workers, put_first=put_first)
@@ -127,8 +132,10 @@ def d2(
   built = topologies.build(topology, workers)
   topologies.check_constant("d2", built, symmetric=True)
   if lazy:
+    # (W + I) / 2 has eigenvalues from 0 to 1.
     built = topologies.lazy(built)
   smallest = topologies.smallest_eigenvalue(built)
+  # 1e-9 allows for the rounding of the eigenvalue.
   if smallest <= -1 / 3 + 1e-9:
     raise ValueError(
       "d2 is stable only if the smallest eigenvalue of W is above -1/3, and for"
@@ -280,6 +287,7 @@ def choco_sgd(
       f" than its input (delta {delta:.3g}): use one that does not scale up, as"
       " random_k with scaled=False, or top_k"
     )
+  # delta is 1 for a codec without error; then gamma = 1 is exact averaging.
   if gamma is None and delta != 1:
     raise ValueError(_no_gamma(built, delta))
   return _with_peers(

@@ -33,7 +33,7 @@ def local_optimizer(
 
 
 def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
-  """A recipe whose workers send the start minus the end of their steps."""
+  """Returns a recipe whose workers send the start minus the end of a job."""
   checks.whole("steps", steps)
 
   def worker(loss):
@@ -111,6 +111,8 @@ def downpour(
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
   checks.whole("fetch_every", fetch_every)
+  # Both intervals are whole numbers of jobs, so that fetches and pushes happen
+  # only between jobs.
   steps = math.gcd(fetch_every, push_every)
   # Plain SGD at the server needs no smaller local rate.
   plain = optimizer and optimizers.momentum_of(optimizer) is not None
@@ -190,6 +192,8 @@ def model_averaging(
     6.0 5.5
   """
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  # A displacement is the start minus the end, so SGD with rate 1 on the mean
+  # displacement sets the mean of the models.
   recipe = displacement_recipe(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
@@ -243,6 +247,9 @@ def easgd(
   checks.whole("steps", steps)
   common = learning_rate, momentum, weight_decay
   tx = local_optimizer(optimizer, *common, nesterov=True)
+  # The message is alpha (x - x^i), and SGD with rate 1 subtracts it. `mixes`:
+  # the message depends on the ticket's parameters, so no two jobs share a
+  # ticket.
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -313,6 +320,7 @@ def diloco(
     outer_optimizer, outer_momentum=(outer_momentum, 0.9)
   )
   if outer_optimizer is not None:
+    # The server treats a displacement as a gradient.
     outer = outer_optimizer(outer_rate)
   else:
     outer = optax.chain(
@@ -323,6 +331,7 @@ def diloco(
     inner = optimizers.at_version(optimizer, learning_rate)
   else:
     inner = optax.chain(
+      # AdamW: decay is added after Adam's scaling, before the rate.
       optax.scale_by_adam(),
       decay_weights(weight_decay),
       scale_by_sent_rate(learning_rate),
@@ -377,6 +386,7 @@ def fedasync(
   """
   del workers
   s = transforms.make_discount(discount, decay, grace)
+  # The pull is towards the ticket's parameters, before weight decay.
   pull = transforms.add_proximal_pull(proximal)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))

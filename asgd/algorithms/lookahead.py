@@ -15,19 +15,21 @@ from asgd.optimizers import OptimizerLike
 
 
 def _own(optimizer, momentum, weight_decay):
-  """Returns (momentum, None) if an update on a zero gradient has a closed form,
-  as with SGD; otherwise (None, the optimizer)."""
+  """Returns (momentum, None) for SGD, whose look-ahead has a closed form, and
+  (None, optimizer) for others, which are stepped on zero gradients."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is None:
     return momentum, None
+  # optax.sgd with a momentum is recognised, and uses the closed form, too.
   known = optimizers.momentum_of(optimizer)
   return known, None if known is not None else optimizer
 
 
 def _looking_ahead(momentum, learning_rate, velocity_of, weight_decay):
-  """Momentum behind weight decay, which sends params - eta velocity_of(...)."""
+  """Returns a recipe of weight decay, then momentum, that sends params - eta
+  velocity_of(state, worker)."""
   algorithm = transforms.velocity_lookahead(
     momentum, learning_rate, velocity_of
   )
@@ -35,11 +37,15 @@ def _looking_ahead(momentum, learning_rate, velocity_of, weight_decay):
 
 
 def _rolled(learning_rate, optimizer, workers, others) -> Recipe:
-  """An optimizer that sends parameters rolled forward on zero gradients of the
-  `others`. It has a state for each of `workers` (None: one for all)."""
+  """Returns a recipe that sends the parameters after `optimizer` has been
+  stepped on zero gradients of `others(worker)`.
+
+  The optimizer has a state for each of `workers`, or one for all (None).
+  """
   tx = optimizers.at_version(optimizer, learning_rate)
   if workers is not None:
     tx = transforms.per_worker(tx, workers)
+  # The server sends without a `version`, so the state counts the updates.
   if callable(learning_rate):
     tx = optimizers.counting(tx)
   return Recipe(transforms.lookahead(tx, others))
@@ -81,6 +87,7 @@ def nag_asgd(
   del workers
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # One update on a zero gradient, with the one state of all workers.
     return _rolled(learning_rate, optimizer, None, lambda worker: worker[None])
   return _looking_ahead(
     velocity(momentum),
@@ -127,6 +134,7 @@ def multi_asgd(
   """
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # Without a look-ahead the slice is empty: no update is made.
     return _rolled(
       learning_rate, optimizer, workers, lambda i: i[None][: int(look_ahead)]
     )
@@ -142,9 +150,10 @@ def multi_asgd(
 
 
 def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
-  """DANA-Zero, also behind delay compensation as DANA-DC."""
+  """Returns the recipe that DANA-Zero and DANA-DC share."""
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # One update of each worker's state, in the order of the workers.
     everyone = np.arange(workers, dtype=np.int32)
     return _rolled(learning_rate, optimizer, workers, lambda _: everyone)
   return _looking_ahead(
@@ -246,6 +255,7 @@ def dana_slim(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is not None:
+    # The worker's optimizer applies the learning rate, so the server's is 1.
     own = optimizers.at_version(optimizer, learning_rate)
     return Recipe(sgd(1.0), at_worker=transforms.slim(own))
   nesterov = optax.chain(
@@ -292,5 +302,6 @@ def dana_dc(
     8.0 6.0
     5.0 3.0
   """
+  # `at_server` transforms a gradient before DANA's momentum sees it.
   recipe = _dana(learning_rate, workers, momentum, weight_decay, optimizer)
   return recipe._replace(at_server=transforms.delay_compensation(strength))

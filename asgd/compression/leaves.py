@@ -158,6 +158,7 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
   last block; a leaf with fewer than `size` elements is one block."""
   x = x.reshape(-1)
   size = min(size, x.size)
+  # Elements that the last block lacks.
   rest = -x.size % size
   return (jnp.pad(x, (0, rest)) if rest else x).reshape(-1, size)
 
@@ -167,6 +168,7 @@ def symbols_of(
 ) -> Symbols:
   """Returns the first `size` of some integers as Symbols with float32[...]
   scales. The integers have any dtype and are from -levels to levels."""
+  # Packing stores fewer bits; these are the dtypes in memory.
   dtype = jnp.int8 if levels < 2**7 else jnp.int16
   symbols = numbers.reshape(-1)[:size].astype(dtype)
   return Symbols(symbols, scales.reshape(-1), levels)
@@ -187,6 +189,7 @@ def scaled(leaf: Leaf) -> jax.Array:
 
 def wide(x: jax.Array) -> jax.Array:
   """Returns an array as float32, or unchanged if its dtype is wider."""
+  # bfloat16 and float16 become float32; float64 stays.
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
@@ -216,13 +219,16 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   words = (words + mask) & ~mask
   most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
   most &= ~np.int32(mask)
+  # Bits of positive floats are ordered as the numbers are.
   words = jnp.minimum(words, most)
   scale = jax.lax.bitcast_convert_type(words, jnp.float32)
+  # XLA may flush subnormal numbers to 0, in one program and not in another.
   return jnp.where(scale < _TINY, 0.0, scale)
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
   """Returns x / scale, or 0 if the scale is 0."""
+  # The inner `where` avoids 0 / 0, a NaN that jax_debug_nans would report.
   return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 

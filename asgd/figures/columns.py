@@ -160,6 +160,7 @@ class CellTable:
       if key[:2] == (label, workers)
     }
     out = []
+    # A seed that diverged may have fewer evaluations than others.
     for i in range(max(map(len, rows.values()), default=0)):
       ith = {seed: each[i] for seed, each in rows.items() if i < len(each)}
       xs = [_number(row.get(along)) for row in ith.values()]
@@ -187,6 +188,7 @@ class CellTable:
   def _first(self, column, label, seed):
     """Returns the fewest workers at which a column passes its bound."""
     how = self._made[column]
+    # Keys sort by their number of workers.
     cells = [k for k in self._cells if k[0] == label and k[2] == seed]
     for key in sorted(cells):
       if _is_beyond(how, self._value(how["column"], key)):
@@ -266,6 +268,7 @@ def _until(done, how):
 def _change(done, column, since):
   """Returns ln(last / first) of a column of evaluations."""
   rows = folder.read_rows(done.place)
+  # `since` is a fraction of the evaluations, to leave out the start.
   first = _number(rows[int(since * (len(rows) - 1))].get(column))
   last = _number(rows[-1].get(column))
   if not storage.is_finite(last) or not first > 0 or not last > 0:

@@ -42,7 +42,7 @@ def _is_value(value):
 
 _TEXT = FieldCheck(fields.text, "a text")
 _NOTE = FieldCheck(fields.note, "a text")
-_COUNT = FieldCheck(checks.whole(0), "a whole number")
+_COUNT = FieldCheck(checks.whole_number(0), "a whole number")
 _LIST = FieldCheck(fields.any_list, "a list")
 _MAPPING = FieldCheck(fields.mapping, "a dict")
 _VALUE = FieldCheck(fields.must(_is_value, "a number"), "a number or null")
@@ -54,7 +54,7 @@ _KEPT: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
   "size": FieldCheck(fields.named(("full", "quick")), "full or quick"),
-  "seeds": FieldCheck(checks.several(checks.whole(0)), "a list"),
+  "seeds": FieldCheck(checks.several(checks.whole_number(0)), "a list"),
   **dict.fromkeys(("cells", "of_cells", "diverged", "messages"), _COUNT),
   "seconds": FieldCheck(checks.number(), "a number"),
   **dict.fromkeys(("versions", "machine"), _MAPPING),
@@ -139,6 +139,7 @@ def check_place(docs: Path, name: str, *, size: str = "full") -> None:
       f"{docs} does not exist: --docs needs a checkout; run it in the"
       " checkout's root, or leave --docs out"
     )
+  # A folder that cannot be written must be found before hours of training.
   for place in (docs, kept):
     if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
       raise ValueError(
@@ -164,6 +165,7 @@ def keep(place: Path, name: str, docs: Path) -> None:
   data = storage.read_json(place / f"{name}.json") or {}
   check_place(docs, name, size=data.get("size", "full"))
   kept = docs / _FOLDER
+  # Check both files before either is copied.
   for suffix in (".json", ".svg"):
     if not (place / f"{name}{suffix}").exists():
       raise ValueError(
@@ -182,6 +184,7 @@ def _one_line(value: Any) -> Any:
   if isinstance(value, list):
     return [_one_line(each) for each in value]
   if isinstance(value, str):
+    # Only a "<" that may begin a tag: "a < b" stays readable.
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(value.split()))
   return value
 
@@ -220,6 +223,7 @@ def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
   rows = []
   for name, data in figures.items():
     claims = data["claims"]
+    # One column for each verdict, then the size and the time.
     counts = [_count(claims, v) for v in statistics.VERDICTS]
     rows.append(
       [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
@@ -310,6 +314,7 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     *_details(claims),
   ]
   if data["published"]:
+    # Several lines of one source are one entry.
     lines.append("Drawn beside it:\n")
     of_source: dict[str, list[str]] = {}
     for known in data["published"]:

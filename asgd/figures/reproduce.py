@@ -85,6 +85,7 @@ def load(
 ) -> Reproduction:
   """Reads a figure's file. ValueError, on one line, for anything wrong in
   it."""
+  # The file may import modules of its folder.
   code.add_folder(path.parent)
   try:
     figure_file.check_name(path.stem)
@@ -99,6 +100,7 @@ def load(
       raise ValueError(
         "get_figure() has no 'quick', the keys of a small version"
       )
+    # Check the quick keys, also when the full size is trained.
     if figure.quick:
       small = overrides.override(config, figure.quick, engines)
       small = schema.resolve(small, engines)
@@ -218,6 +220,7 @@ def train(
   experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))
+  # The two sizes never share a folder.
   name += "-quick" if task.quick else ""
   place = folder.open_folder(workdir, name, experiment)
   order = list(experiment.cells)
@@ -247,6 +250,7 @@ def judge(
   """Returns the verdicts on a trained experiment, the points of the figure, and
   the content of NAME.json."""
   figure, machine = task.figure, provenance.machine()
+  # Cells that did not run, or failed, are missing: their claims are UNDECIDED.
   done = columns.read(workdir, experiment.cells)
   table = columns.CellTable(done, figure.columns)
   said = verdicts.judge(figure.claims, table, task.counts)

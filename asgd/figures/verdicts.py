@@ -84,11 +84,13 @@ def _steps(claim, cells) -> Iterator[Effect]:
   """Yields the differences from each cell to the next."""
   runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
   if isinstance(runs, str):
+    # "monotone" names one run: its cells by the number of workers.
     runs = cells.along(runs)
   steps = list(itertools.pairwise(figure_file.groups(runs)))
   if not steps:
     yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
   for before, after in steps:
+    # Each cell of a group is compared with each cell of the next group.
     for a, b in itertools.product(before, after):
       # The claimed difference is positive in either direction.
       first, second, sign = (b, a, "<") if (
@@ -136,6 +138,7 @@ def _threshold(claim, cells) -> Iterator[Effect]:
   """Yields the x at which the column crosses the claimed level."""
   data = claim.data
   columns = [(x, cells(spot)) for spot, x in data["runs"]]
+  # A crossing needs the values of one seed at every x.
   seeds = set.intersection(*(set(column) for _, column in columns))
   xs = [x for x, _ in columns]
   values = {
@@ -177,6 +180,7 @@ def decide(part: Effect, statistic: str) -> Decided:
     interval = statistics.of_ratios(statistic, values)
   else:
     interval = statistics.STATISTICS[statistic](values)
+  # The interval, not the effect alone, must lie between the bounds.
   verdict, why = statistics.judge(interval, part.above, part.below)
   return Decided(part, interval, verdict, why)
 
@@ -196,7 +200,7 @@ def judge(
 
 
 def number(value: float | None) -> str:
-  """Returns a number as text; JSON has None for NaN and infinities."""
+  """Returns a number as text; "-" for NaN, which is None in JSON."""
   if value is None or math.isnan(value):
     return "-"
   return f"{value:.4g}"

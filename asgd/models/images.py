@@ -110,6 +110,7 @@ class ConvPool(nn.Module):
         f"no 2x2 patch to pool in an image of shape {x.shape[1:]}; give fewer"
         f" features or larger images"
       )
+    # A norm adds a bias, so the convolution needs none.
     x = _conv(self.features, bias=self.norm == "none", name="conv")(x)
     x = nn.relu(_norm(self, x, train, "norm"))
     # Not nn.max_pool: its gradient is a scatter, so slow on XLA:CPU that the
@@ -220,6 +221,7 @@ def _check_norm(norm, groups, channels, *, residual=False) -> None:
   """Raises ValueError unless the norm fits the channels of all layers."""
   names.check("norm", norm, NORMS)
   checks.whole("groups", groups, most=MOST_FEATURES)
+  # GroupNorm needs groups of equal size.
   for c in channels if norm == "group" else ():
     if c % groups:
       raise ValueError(
@@ -280,6 +282,7 @@ def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
 def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
   """Returns three groups of blocks; the second and third halve the image."""
   return [
+    # Stride 2 in the first block of the second and third group.
     block(width * widen, 2 if widen > 1 and i == 0 else 1, norm, groups)
     for widen in (1, 2, 4)
     for i in range(count)
@@ -299,8 +302,12 @@ def wide_resnet(
   checks.whole("widen", widen, most=MOST_FEATURES)
   if depth < 10 or depth % 6 != 4:
     raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
+  # Norms act on 16, 16 k, 32 k and 64 k channels; a divisor of 16 k divides the
+  # last two.
   _check_norm(norm, groups, (16, 16 * widen), residual=True)
   blocks = _blocks(WideBlock, 16 * widen, (depth - 4) // 6, norm, groups)
+  # Each block begins with its norm, so the stem has none, and the head norms
+  # the last block's output.
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 

@@ -76,6 +76,7 @@ def _as_arrays(given: Any) -> Any:
       why = "and parameters are arrays: drop it, or bind it to the loss with"
       raise refused(path, leaf, f"{why} functools.partial") from error
 
+  # Tied weights are one array with two paths; as a tree, they are two leaves.
   arrays = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
   if of_model and len({id(x) for x in arrays}) < len(arrays):
     raise ValueError(
@@ -187,6 +188,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
       "the criterion beside a model must be a function (output, batch) ->"
       f" scalar, not {checks.shown(criterion)}"
     )
+  # Parameters are made for one example: they do not depend on the batch size.
   x = jnp.asarray(input_of(first))
   example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
   return _OfModel(model, criterion, example, is_linen)
@@ -230,6 +232,7 @@ class Objects:
         f" a dict of numbers, not {checks.shown(evaluate)}"
       )
     self._stream = streams.read_data(dataset, batch_size)
+    # [1] The loss and parameters, of a model and a criterion or as given.
     self._model: _OfModel | None = None
     if isinstance(loss, nn.Module):
       raise ValueError(
@@ -238,7 +241,6 @@ class Objects:
       )
     if isinstance(loss, (tuple, list)):
       self._model = model = _read_model(loss, self._stream.first)
-      # [1] The loss, from a model and a criterion or as given.
       raw = model.loss()
       made = read_params(model.init if params is None else params)
       self._init = lambda key: model.inward(made(key))
@@ -336,6 +338,7 @@ class Objects:
     seen = [stream.batches(0, 1)(0, job) for job in range(2)]
     arrays = [jax.device_get(self._init(key)), stream.first, *seen]
     total = hashlib.sha256()
+    # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
       total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
     of_settings = {}
@@ -398,6 +401,7 @@ def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
       "evaluate must return a number, or a dict of numbers, not"
       f" {checks.shown(said)}"
     ) from error
+  # Other names get columns with the prefix "test_".
   of_all = [values.pop(key, _NAN) for key in ("loss", "accuracy")]
   more = {f"test_{key}": value for key, value in values.items()}
   return Evaluation(*of_all, more=more)

@@ -147,6 +147,7 @@ def _of_examples(
     mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
     return (images.astype(dtype) - mean) / std
 
+  # The shape and dtype of an example suffice to initialise the model.
   stored = jax.ShapeDtypeStruct((1, *shape), dataset.train_images.dtype)
   example = jax.eval_shape(lambda x: normalise(x, jnp.float32), stored)
 
@@ -163,6 +164,7 @@ def _of_examples(
     output, _ = models.apply(layers, params, images)
     return task.score(output, labels)
 
+  # 0 means all test examples.
   count = evaluation_examples or None
   test_images = dataset.test_images[:count]
   test_labels = dataset.test_labels[:count]
@@ -172,6 +174,7 @@ def _of_examples(
     sums = lib.totals(score_of, (test_images, test_labels), _IMAGES)
     return task.conclude(sums, test_labels)
 
+  # Workers draw from all examples, or each from its part of a partition.
   data_of = lib.examples_of(
     dataset.train_images, dataset.train_labels, partition
   )
@@ -205,6 +208,7 @@ def classify_sentences(
       such as the classifier's, are drawn.
   """
   first = None if isinstance(layers, models.Model) else layers[0]
+  # The vocabulary of a model in one piece is not known.
   words = getattr(first, "vocabulary", task.vocabulary)
   if task.vocabulary > words:
     raise ValueError(
@@ -224,6 +228,7 @@ def classify_sentences(
     params = models.init(layers, key, example)
     return params if weights is None else _replace(params, weights)
 
+  # The evaluated examples are the same at each evaluation.
   test = len(task.test_labels)
   indices = lib.spread(test, evaluation_examples or test)
   labels = task.test_labels[indices]
@@ -234,6 +239,8 @@ def classify_sentences(
       rows = indices[start : start + _SENTENCES]
       batch = task.test_tokens[rows], task.test_labels[rows]
       results.append(jax.device_get(_score(layers, params, *batch)))
+    # Scores such as F1 are no means over batches, so predictions are joined
+    # first.
     loss, predicted = map(np.concatenate, zip(*results, strict=True))
     hits = predicted == labels
     evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
@@ -260,6 +267,7 @@ def _replace(params, weights):
   """Returns `params`, with the given weights of each layer replaced."""
   layers = []
   for number, (old, new) in enumerate(zip(params, weights, strict=True)):
+    # `new` may lack entries, such as the classifier's, which stay as drawn.
     layer = {**old, **jax.tree.map(jnp.asarray, dict(new))}
     if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, old):
       raise ValueError(
@@ -329,6 +337,8 @@ def language(
         text.train, batch_size=size, context=context, seed=seed
       )
 
+    # Windows are drawn at random; an epoch is as many characters as the text
+    # has.
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 
@@ -362,6 +372,7 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
     del workers
 
     def batch(worker, job):
+      # A batch depends on (seed, worker, job) only, so a replay draws it again.
       rng = np.random.default_rng((seed, worker, job))
       return (noise * rng.standard_normal(curvatures.shape)).astype(np.float32)
 

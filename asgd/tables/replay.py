@@ -257,7 +257,7 @@ def _move(
   joined = [
     incarnation
     for (worker, number), incarnation in incarnations.items()
-    if number == shards[0].joined_incarnation(worker)
+    if number == shards[0].active_incarnation(worker)
   ]
   if event.job != shards[0].version + 1 or not all(x.rests for x in joined):
     return False

@@ -167,8 +167,7 @@ class TableServer:
     return False
 
   def has_read(self, worker: int) -> None:
-    """Records that a worker has read its last reply, which its next message
-    implies."""
+    """Records that a worker has read its last reply; `receive` implies it."""
     self._reading.pop(worker, None)
 
 
@@ -272,7 +271,8 @@ class TableServer:
     return {worker: self._changed(worker) for worker in self.workers}
 
   def _changed(self, worker: int) -> Rows:
-    """Returns the changed rows of a worker's copies, within the budget."""
+    """Returns the changed rows of which a worker has copies, within the
+    budget."""
     tables, late = {}, {}
     for name, copies in self._copies.of(worker).items():
       keys = copies.keys[copies.columns["changed"]]

@@ -2,7 +2,7 @@
 
 Its trace has a row for each operation, in their order:
 
-  JOIN     an incarnation of a worker joined; `seq` is no number
+  JOIN     an incarnation of a worker joined
   SEND     a pull was answered; `seq` is the number of the request
   RECEIVE  a push was applied; `seq` is the number of the request
   LEAVE    a worker left for good
@@ -227,7 +227,7 @@ class TableShard:
     rows = self._sessions[worker].rows.items()
     return [(number, data) for number, data in rows if number >= start]
 
-  def joined_incarnation(self, worker: int) -> int | None:
+  def active_incarnation(self, worker: int) -> int | None:
     """The worker's latest incarnation; None before its first one joins, and
     after the worker has left for good."""
     session = self._sessions[worker]

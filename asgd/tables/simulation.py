@@ -67,8 +67,8 @@ class SimulatedTableWorker:
     return {k: x for k, x in vars(self).items() if k != "_stream"}
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Restores what another instance has packed. None of the durations of this
-    one may have been drawn."""
+    """Restores what another instance has packed. This instance must not have
+    drawn a duration yet."""
     vars(self).update(tree)
     # Skip the durations that were drawn; a deque of length 0 keeps none.
     collections.deque(itertools.islice(self._stream, self._drawn), maxlen=0)
@@ -88,11 +88,11 @@ class Read(NamedTuple):
 
 
 class TableRun:
-  """Base class of simulated runs: the server, the workers, the trace, the
-  records.
+  """Base class of simulated runs.
 
-  A subclass decides the order of steps. Its `_begin` schedules the first
-  events, and its `_step` handles the next event.
+  It has the server, the workers, the trace and the records. A subclass decides
+  the order of steps: its `_begin` schedules the first events, and its `_step`
+  handles the next one.
   """
 
   def __init__(
@@ -185,11 +185,12 @@ class TableRun:
     return sum(h.back for h in both), sum(h.dropped for h in both)
 
   def records(self, start: int = 0) -> base.Records:
-    """Returns a record for each job, from the job that ended as number `start`.
+    """Returns the records of the ended jobs, in the order of their ends,
+    without the first `start` ones.
 
     `update` counts the messages applied, `staleness` the clocks that the oldest
-    row lacked. `gap` is the RMS, over the rows that the job read, of their
-    change since.
+    row lacked. `gap` is the RMS of the change of the job's rows since it read
+    them.
     """
     return base.Records.of(self._records[start:])
 

@@ -169,6 +169,8 @@ def mix_models(
     updates, state, params=None, *, staleness, sent_params, **extra_args
   ):
     del extra_args
+    # x_new - x, where x_new = sent - d. A rate of the leaf's dtype keeps
+    # bfloat16 leaves in bfloat16.
     rate = mixing * discount(staleness)
 
     def mix(d, sent, now):

@@ -28,6 +28,7 @@ def get_config(arg=None):
     name="asgd.problems.factorisation:matrix_factorisation", rank=4
   )
   runs = {}
+  # Every consistency model at both rates.
   for side, rate in RATES.items():
     entry = dict(recipe="table", clock_every=2, learning_rate=rate)
     runs[f"bsp-{side}"] = dict(
@@ -49,6 +50,7 @@ def get_config(arg=None):
   config.durations = dict(name="gamma", variation=0.1)
   config.evaluations = 4
   config.curvature_checks = 0
+  # A run that diverges is a result here, not an error.
   config.on_nan = "record"
   if arg == "tiny":
     config.workers, config.seeds, config.epochs = (2,), (0,), 1.0

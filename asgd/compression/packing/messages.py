@@ -56,6 +56,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   """
   arrays = [x.reshape(-1) for x in _arrays(layout, code)]
   parts = []
+  # Small arrays of one kind are joined to one stream.
   for stream in layout.streams:
     of_stream = [arrays[i] for i in stream.fields]
     joined = of_stream[0] if len(of_stream) == 1 else np.concatenate(of_stream)
@@ -74,6 +75,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   if buffer is None:
     return b"".join([header, *parts])
   data = np.frombuffer(buffer, np.uint8)
+  # Check the buffer before the first byte is written.
   length = HEADER_NBYTES + size
   if data.size < length:
     raise ValueError(
@@ -167,6 +169,7 @@ def first_length(data: Any) -> int:
       f"a packed code has {HEADER_NBYTES} bytes or more, not {available}"
     )
   *_, size = _FORMAT.unpack_from(data)
+  # A count that was received may be anything.
   if size > available - HEADER_NBYTES:
     raise BadCode(
       f"a packed code claims {size} bytes after its header, but there are"

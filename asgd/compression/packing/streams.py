@@ -57,6 +57,7 @@ def _pack_symbols(stream, symbols):
   """Returns the arrays of a stream of Symbols."""
   levels, words = stream.levels, symbols.view(_UNSIGNED[symbols.itemsize])
   width = _width(levels)
+  # Without zeros, a sign is one bit.
   signs = levels == 1 and np.count_nonzero(words) == words.size
   dense = bits.nbytes(words.size, 1) if signs else stream.dense_nbytes
   sparse = _sparse(stream, words, dense, width)
@@ -66,6 +67,7 @@ def _pack_symbols(stream, symbols):
       return [_form(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
     if levels == 1:
       return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
+    # From 0 to 2 levels: without a sign.
     digits = (symbols + symbols.dtype.type(levels)).view(words.dtype)
     return [_form(_DENSE), *bits.pack(digits, stream.width)]
   parts, positions = sparse
@@ -111,6 +113,7 @@ def _sparse(stream, words, dense, width):
       return None
     if values + gaps.least_nbytes(count, _last(words)) >= dense:
       return None
+  # The exact size, without encoding yet.
   coded = gaps.measure(_positions(words))
   form = _form(_SPARSE + coded.k, count, coded.unary)
   nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
@@ -121,6 +124,7 @@ def _sparse(stream, words, dense, width):
 
 def _last(words):
   """Returns the position of the last nonzero element; there must be one."""
+  # Windows that double, from the end: the last element is usually near it.
   size, stop = 4096, words.size
   while not words[max(stop - size, 0) : stop].any():
     stop, size = stop - size, 2 * size

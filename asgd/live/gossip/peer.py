@@ -266,6 +266,7 @@ class LivePeer:
       self._receive_frame(frame)
 
   def _receive_frame(self, frame: PeerFrame) -> None:
+    """Processes a frame other than a loan."""
     raise NotImplementedError
 
   def _step(self) -> bool:

@@ -51,7 +51,7 @@ class LiveBatchWorker(BatchWorker):
     return self.ticket and self.ticket.call
 
   def reset(self) -> None:
-    """Clears the process, too."""
+    """Clears the state of the base class, and the process."""
     super().reset()
     self.party, self.joined = None, False
 
@@ -67,13 +67,13 @@ class LiveBatchWorkers(BatchWorkers):
     make: Callable[[int], Make],
     run_log: LiveRunLog,
   ):
-    """Takes the number of workers; none is started.
+    """Prepares the states of all workers, without starting any.
 
     Args:
       count: N.
       jobs: in one evaluation.
       supervisor: of the processes.
-      make: worker -> what makes it in its host.
+      make: worker -> factory of the worker in its host.
       run_log: of the run.
     """
     self._supervisor, self._make = supervisor, make
@@ -155,6 +155,6 @@ class LiveBatchWorkers(BatchWorkers):
       state.waited = 0.0  # do not end it again before its exit is noticed
 
   def leave(self, worker: int) -> LiveJob | None:
-    """Drops the process, too."""
+    """Writes the rows of the base class, and drops the process."""
     self._supervisor.drop(self.all[worker].party)
     return super().leave(worker)

@@ -25,7 +25,7 @@ from asgd.sandblaster.run_log import Lengths, RunLog
 
 
 class LiveRunLog(RunLog):
-  """A log of a run that writes rows and messages to files, too."""
+  """A RunLog that also writes rows and messages to files."""
 
   def __init__(
     self, run: Path, lengths: Lengths | None = None, **options: Any

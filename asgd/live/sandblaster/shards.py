@@ -11,7 +11,7 @@ from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.supervisor import Party, Supervisor
 from asgd.sandblaster import Command, Image
 
-# (shard, image, whether it starts from the image) -> what makes it in its host
+# (shard, image, whether it starts from the image) -> its factory in a host
 MakeShard = Callable[[int, Image, bool], Make]
 
 

@@ -1,4 +1,4 @@
-"""The driver of a run of tables: it starts workers again, and moves ranges.
+"""The driver of a run of tables: it replaces processes, and moves ranges.
 
 The driver handles no messages of training, only rows that move to another
 shard. Its supervisor starts, watches and ends shards and workers. They run in

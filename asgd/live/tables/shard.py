@@ -160,7 +160,7 @@ class ShardHost:
     if self._must_wait(request):
       answer = before.answer if before else Future()
       self._waiting[worker] = _Waiting(request, data, answer)
-      self._wake()  # a push may wait for this worker to have read its reply
+      self._wake()  # a push shows that its worker has read its reply
       return answer
     self._do(request, data)
     reply = self._reply(request)

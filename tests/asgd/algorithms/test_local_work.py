@@ -165,7 +165,7 @@ def test_one_worker_is_a_plain_run_of_its_optimizer(steps):
   batches = features(0, 4 * steps)
   tx = optax.adamw(0.05, weight_decay=0.1)
   expected, losses = optimize(tx, LINE, batches)
-  recipe = local_work.displacements(sgd(1.0), tx, steps)
+  recipe = local_work.displacement_recipe(sgd(1.0), tx, steps)
   trace = one_after_the_other(4)
   simulation, records = run(recipe, trace, batches, LINE, loss=least_squares)
   close(simulation.server.params, expected, rtol=1e-11)

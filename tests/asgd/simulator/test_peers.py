@@ -551,7 +551,7 @@ def test_a_peer_that_left_adopts_what_its_neighbours_lend(name):
   [
     ("5.0,0,1,0,put", "its next message is 2"),
     ("5.0,0,3,1,take", "peer 1 has put no message 3 yet"),
-    ("5.0,0,0,2,take", "has taken that message, or a later one, before"),
+    ("5.0,0,0,2,take", "has taken that message, or a later one, already"),
     ("5.0,0,0,0,take", "a peer is not its own neighbour"),
   ],
 )
@@ -622,7 +622,7 @@ def test_overlap_hides_a_peer_that_is_slow_for_a_moment():
     ),
     (
       lambda: asgd.d2(0.1, 8, lazy=False),
-      "topology 'ring' of 8 peers is -0.333: use lazy=True",
+      "topology 'ring' of 8 peers it is -0.333: use lazy=True",
     ),
     (
       lambda: asgd.d2(0.1, 8, topology="one_peer_exponential"),
@@ -634,7 +634,7 @@ def test_overlap_hides_a_peer_that_is_slow_for_a_moment():
     ),
     (lambda: asgd.sgp(0.1, 8, overlap=-1), "overlap must be a whole number, 0"),
     (lambda: asgd.choco_sgd(0.1, 8, gamma=1.5), "gamma must be in (0, 1]"),
-    (lambda: asgd.choco_sgd(0.1, 8, codec=1), "codec must be the name"),
+    (lambda: asgd.choco_sgd(0.1, 8, codec=1), "codec must be a name"),
     (
       lambda: asgd.choco_sgd(0.1, 8, codec={"name": "topk"}),
       "unknown codec 'topk'; did you mean 'top_k'",
