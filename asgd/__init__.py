@@ -6,17 +6,20 @@
     loss, params, data, asgd.dana_zero(0.01, workers=8), messages=400
   )
 
-`simulate` and `train_live` train a loss of one's own, and `replay` computes a
-live run again. Recipes, such as `dana_zero`, are functions of a learning rate
-and a number of workers. The transforms that they are made of, such as
-`delay_compensation`, are for optax chains of one's own: all are in
-`asgd.transforms`, and here unless a recipe has that name (`gap_aware` is the
-recipe, `transforms.gap_aware` its transform).
+`simulate` and `train_live` train your own loss; `replay` recomputes a live run.
+Recipes, such as `dana_zero`, are functions of a learning rate and a number of
+workers. The transforms inside them, such as `delay_compensation`, can be used
+in your own optax chains. All of them are in `asgd.transforms`, and most
+also in `asgd`. A name that a recipe and a transform share is the recipe here:
+`asgd.gap_aware` is the recipe, `asgd.transforms.gap_aware` its transform.
 
-The contract is in `asgd.base`, the algorithms in `asgd.algorithms`, the orders
-in which workers receive parameters and send gradients in `asgd.orders`, and a
-simulator of any of them in `asgd.simulator`. Experiments, which have files and
-clocks, are in `asgd.experiment`. All are imported when they are asked for.
+    order -> ticket -> message -> delay -> update -> record
+
+Where to begin: the contract is in `asgd.base`, the two sides of a message in
+`asgd.server` and `asgd.worker`, the algorithms in `asgd.algorithms`. An order
+(`asgd.orders`) says when workers receive parameters and send gradients;
+`asgd.simulator` runs any order. Experiments, which have files and clocks, are
+in `asgd.experiment`. Each module is imported at its first use.
 """
 
 import gc
@@ -24,7 +27,7 @@ import importlib
 from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
+if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
   from asgd.algorithms import (
     PEER_RECIPES,
     RECIPES,
@@ -82,9 +85,9 @@ if TYPE_CHECKING:  # a type checker sees names; `_HOMES` has them for Python
 
   __version__: str
 
-_RECIPES_ROOM = "algorithms"  # each of its recipes is a function of `asgd`
-_HOMES = {  # room -> names that are here, too
-  _RECIPES_ROOM: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
+_RECIPES_MODULE = "algorithms"  # each of its recipes is a function of `asgd`
+_HOMES = {  # module -> those of its names that are also names of `asgd`
+  _RECIPES_MODULE: ("PEER_RECIPES", "RECIPES", "Recipe", "build"),
   "base": (
     *("Algorithm", "Delay", "Records", "Report", "Server", "ServerState"),
     *("Ticket", "Trace", "Variables", "Worker", "as_algorithm"),
@@ -98,11 +101,13 @@ _HOMES = {  # room -> names that are here, too
   ),
   "worker": ("elastic_worker", "gradient_worker", "local_worker"),
 }
-_ROOMS = (
+_MODULES = (
   *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
   *("orders", "problems", "simulator", "transforms"),
 )
-_HOME_OF = {name: room for room, names in _HOMES.items() for name in names}
+_HOME_OF = {
+  name: module for module, names in _HOMES.items() for name in names
+}
 
 
 def _attribute(name: str) -> Any:
@@ -112,15 +117,15 @@ def _attribute(name: str) -> Any:
   if name.startswith("_") and name != "__all__":
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   collects = gc.isenabled()
-  # What is imported, JAX with it, stays: to look for garbage in it, again and
-  # again, would take a quarter of the time.
+  # Imported modules stay, JAX included. Garbage collections during the import
+  # would find nothing and take a quarter of its time.
   gc.disable()
   try:
     value = _imported(name)
   finally:
     if collects:
       gc.enable()
-  globals()[name] = value  # and is looked up once
+  globals()[name] = value  # later uses do not call __getattr__
   return value
 
 
@@ -129,22 +134,23 @@ if not TYPE_CHECKING:  # to a type checker an unknown name is an error
 
 
 def _imported(name: str) -> Any:
-  room = importlib.import_module
+  """Returns a submodule, a name of `_HOMES`, a recipe or the list of names."""
+  load = importlib.import_module
   if util.find_spec(f"asgd.{name}"):
-    return room(f"asgd.{name}")
+    return load(f"asgd.{name}")
   if name in _HOME_OF:
-    return getattr(room(f"asgd.{_HOME_OF[name]}"), name)
-  algorithms = room(f"asgd.{_RECIPES_ROOM}")
+    return getattr(load(f"asgd.{_HOME_OF[name]}"), name)
+  algorithms = load(f"asgd.{_RECIPES_MODULE}")
   if name == "__all__":
-    return [*_HOME_OF, *_ROOMS, *algorithms.ALL, "__version__"]
+    return [*_HOME_OF, *_MODULES, *algorithms.ALL, "__version__"]
   if name not in algorithms.ALL:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
   return algorithms.called(name)
 
 
 def _version() -> str:
-  """What pyproject.toml says, as it was installed; where only the code is, as
-  on the machines of a Ray cluster, it is not known."""
+  """Returns the installed version; "unknown" if only the source is present, as
+  on the machines of a Ray cluster."""
   try:
     return metadata.version("asgd")
   except metadata.PackageNotFoundError:

@@ -1,10 +1,10 @@
 """Work by speed: larger batches, or longer jobs, for faster workers.
 
-Workers of different speed that get the same work wait for each other in rounds,
-and without rounds the slow ones hand in stale gradients. With work in
-proportion to speed all take as long, while the global batch, the examples of a
-message from every worker, stays what it was. The steps of a job are those of
-DyLU (Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling").
+If all workers get the same work, faster workers wait for slower ones in rounds;
+without rounds, slow workers send stale gradients. With work in proportion to
+speed, all jobs take the same time. The global batch (the examples of one
+message from every worker) keeps its size. The steps of a job are those of DyLU
+(Liu et al. 2024, "Asynchronous Local-SGD Training for Language Modeling").
 
 Index letters used in shape comments:
   N  workers
@@ -25,34 +25,35 @@ from asgd.worker import Uneven
 
 
 class Allocation(NamedTuple):
-  """What a job of each worker is."""
+  """The batch size and the number of steps of each worker's job."""
 
   batch_sizes: tuple[int, ...]  # int[N], examples of a batch
   steps: tuple[int, ...]  # int[N], batches of a job
 
   @property
   def by_steps(self) -> bool:
-    """Whether workers differ in the batches of a job."""
+    """Whether workers differ in the number of batches of a job."""
     return len(set(self.steps)) > 1
 
 
 def in_proportion(
   speeds: Sequence[float], total: int, *, unit: int = 1, most: int | None = None
 ) -> tuple[int, ...]:
-  """Divides `total` into parts, one for each speed, that take as long.
+  """Divides `total` into one part for each speed, so that all take equally
+  long.
 
-  What is left of the proportional parts, rounded down, goes unit by unit to
-  whom it would keep busy for the shortest time. So the slowest part is as fast
-  as whole units allow.
+  Proportional parts are rounded down to units. Each unit that is left goes to
+  the worker that would then finish first. So the part that takes longest is as
+  short as whole units allow.
 
   Args:
     speeds: of N workers, positive; only their ratios count.
-    total: what is divided, at least a unit for each.
+    total: the amount to divide, at least one unit for each worker.
     unit: each part is a multiple of it, as is `total`.
-    most: of one part; None is `total`.
+    most: the largest allowed part; None is `total`.
 
   Raises:
-    ValueError: if the speeds are not positive, or `total` cannot be divided so.
+    ValueError: if the speeds are not positive, or no such parts exist.
 
   Example:
     >>> in_proportion([1.0, 3.0], 64), in_proportion([1.0, 3.0], 64, most=40)
@@ -67,16 +68,20 @@ def in_proportion(
   limit = units if most is None else min(most // unit, units)
   if not workers <= units <= limit * workers:
     raise ValueError(
-      f"{total} cannot be divided among {workers} workers, each with {unit} to"
-      f" {limit * unit}"
+      f"{total} cannot be divided among {workers} workers with {unit} to"
+      f" {limit * unit} each"
     )
-  fastest = max(speeds)  # or the sum might be infinite
+  fastest = max(speeds)  # divide by it first: the sum could be infinite
   parts = [speed / fastest for speed in speeds]
   scale = units / math.fsum(parts)
+  # [1] Round proportional parts down, but to at least one unit.
   parts = [min(max(int(part * scale), 1), limit) for part in parts]
-  while sum(parts) > units:  # of whom a unit is more than was due
+  # Raising parts to one unit may exceed the total: take units back, each from
+  # the worker that takes longest.
+  while sum(parts) > units:
     busy = [(parts[i] / speeds[i], i) for i in range(workers) if parts[i] > 1]
     parts[max(busy)[1]] -= 1
+  # [2] Give the remaining units, each to the worker that would finish it first.
   heap = [((parts[i] + 1) / speeds[i], i) for i in range(workers)]
   heapq.heapify(heap)
   for _ in range(units - sum(parts)):
@@ -91,20 +96,21 @@ def in_proportion(
 def job_batches(
   batches: Batches, given: Allocation, *, stacked: bool
 ) -> Batches:
-  """Makes the jobs of an allocation out of jobs that are one batch, of the
-  largest size in it.
+  """Makes the jobs of an allocation out of jobs of one batch, each of the
+  largest batch size.
 
-  A worker's batch is the first examples of that, and its job the first batches
-  of as many as the longest has: (worker, job) says what is drawn, whatever the
-  allocation, and no example is in two jobs of an epoch.
+  A worker's batch is the first examples of the large batch. Its job is the
+  first batches of a job with the largest number of steps. So (worker, job)
+  decides which examples are drawn, whatever the allocation, and no example is
+  in two jobs of an epoch.
 
   Args:
     batches: (worker, job) -> NumPy arrays [max(batch_sizes), ...].
-    given: what the job of each worker is.
+    given: the job of each worker.
     stacked: whether jobs are of several batches, [H, B, ...], wrapped in
-      `asgd.worker.Uneven`; False asks for one step each.
+      `asgd.worker.Uneven`; False requires one step for each worker.
 
-  Raises ValueError, when called, for arrays of another leading axis.
+  Raises ValueError, when called, for an array with another leading axis.
   """
   largest, longest = max(given.batch_sizes), max(given.steps)
 
@@ -114,8 +120,8 @@ def job_batches(
     def first(leaf):
       if leaf.shape[:1] != (largest,):
         raise ValueError(
-          f"a batch holds an array of shape {leaf.shape}, whose first axis is"
-          f" not that of its {largest} examples: it cannot be made smaller"
+          f"a batch has an array of shape {leaf.shape}, whose first axis is not"
+          f" its {largest} examples: it cannot be cut to a smaller batch"
         )
       return leaf[:size]
 

@@ -1,14 +1,15 @@
 """The contract: the few types that every algorithm and every runtime share.
 
-Delay is one concept. A worker computes a message (usually a gradient) against a
-`Ticket`: the parameters it was sent and their version. When the message comes
-back, the server compares the ticket with its current state; the result is a
-`Delay`. It is passed to an ordinary optax transform as keyword extra args. So
-an algorithm against staleness is an optax transform that reads `worker`,
+Delay is one concept:
+
+1. The server sends a worker a `Ticket`: parameters and their version.
+2. The worker computes a message (usually a gradient) on these parameters.
+3. When the server receives the message, it compares the ticket with its current
+   state. The result is a `Delay`.
+4. The Delay is passed to an ordinary optax transform as keyword extra args.
+
+So an algorithm against staleness is an optax transform that reads `worker`,
 `staleness` or `sent_params`; no other part of the library depends on it.
-
-Data flows one way: order -> ticket -> message -> delay -> update -> record.
-
 Index letters used in shape comments, here and elsewhere:
   N  workers
   E  rows (events) of a trace
@@ -32,17 +33,17 @@ Transform = optax.GradientTransformationExtraArgs  # may read a Delay
 class Variables(NamedTuple):
   """Parameters of a model that also carries statistics (BatchNorm).
 
-  The server owns the statistics, and averages in those that a message holds of
-  its batch (`asgd.transforms.statistics`). Models without statistics use a bare
-  pytree of weights.
+  The server owns the statistics. A message holds those of its batch, and the
+  server averages them into its own (`asgd.transforms.statistics`). Models
+  without statistics use a bare pytree of weights.
   """
 
-  weights: Params  # what is trained
+  weights: Params  # the part that is trained
   stats: Params  # running means and variances, never differentiated
 
 
 def weights_of(params: Params) -> Params:
-  """Returns the trained part of `params`: what gap and norms are taken over."""
+  """Returns the trained part of `params`; gap and norms are taken over it."""
   return params.weights if isinstance(params, Variables) else params
 
 
@@ -54,13 +55,16 @@ def with_weights(tree: Params, weights: Params) -> Params:
 
 
 class Ticket(NamedTuple):
-  """What a message is computed against. A stashed weight is a ticket."""
+  """The parameters that a message is computed on, and their version.
+
+  A weight that a pipeline stage stashes is a ticket.
+  """
 
   worker: jax.Array  # int32[], the gradient stream, never a stage
-  version: jax.Array  # int32[], parameter changes made when it was sent
+  version: jax.Array  # int32[], parameter changes before the server sent it
   params: Params  # the parameters sent (predicted ones, for DANA)
-  # bool[], False if an earlier job of the worker was done on the same ticket:
-  # the worker has its own writes since, which `version` counts.
+  # bool[], False if the worker already did a job on this ticket. Its copy then
+  # has its own writes, and `version` counts these too.
   fresh: Any = np.True_
 
 
@@ -68,20 +72,20 @@ class Delay(NamedTuple):
   """How late a message is; passed to `update` as keyword extra args."""
 
   worker: jax.Array  # int32[], the worker that sent the message
-  # int32[], parameter changes since, on a kept ticket those of other workers;
-  # 0 = synchronous
+  # int32[], parameter changes since the ticket was sent; 0 = synchronous. If
+  # the worker kept its ticket, the changes by its own messages do not count.
   staleness: jax.Array
-  sent_params: Params  # what the message was computed against
+  sent_params: Params  # the parameters that the message was computed on
 
 
-# (opt_state, params, *, worker) -> what the worker is to compute on
+# (opt_state, params, *, worker) -> the parameters to send to the worker
 SendFn = Callable[..., Params]
 
 
 def send_current(
   opt_state: optax.OptState, params: Params, *, worker: jax.Array
 ) -> Params:
-  """The send rule of algorithms that do not look ahead: the parameters."""
+  """The send rule of algorithms without look-ahead: returns `params`."""
   del opt_state, worker
   return params
 
@@ -107,10 +111,10 @@ def as_algorithm(
 
 
 class ServerState(NamedTuple):
-  """The whole state of a server.
+  """The complete state of a server.
 
-  `version` counts parameter changes, not messages, so that staleness is right
-  also where messages are accumulated or dropped.
+  `version` counts parameter changes, not messages. So staleness stays correct
+  if the server averages several messages or drops some.
   """
 
   params: Params
@@ -123,8 +127,8 @@ class Report(NamedTuple):
   """Measurements that the server made on one message."""
 
   staleness: jax.Array  # int32[]
-  # float32[], RMS over parameters of current minus sent; of a kept ticket,
-  # without the worker's own writes
+  # float32[], RMS over parameters of current minus sent. If the worker kept
+  # its ticket, its own writes do not count.
   gap: jax.Array
   accepted: jax.Array  # bool[], False when the gate dropped the message
   message_norm: jax.Array  # float32[], RMS of the message
@@ -132,7 +136,7 @@ class Report(NamedTuple):
 
 
 class Server(NamedTuple):
-  """The single place where staleness is measured; three pure functions.
+  """Measures staleness, alone in the library; three pure functions.
 
   `sends_current` says that a ticket's parameters are the server's own, so a
   runtime may hand out a reference instead of calling a compiled `send`.
@@ -144,34 +148,34 @@ class Server(NamedTuple):
     [ServerState, Ticket, optax.Updates], tuple[ServerState, Report]
   ]
   sends_current: bool
-  workers: int | None = None  # most workers it can serve; None is any
-  # How its messages are coded (`asgd.compression.Codec`): runtimes decode them
-  # before `receive`. None: they come as they are.
+  workers: int | None = None  # most workers it can serve; None: no limit
+  # The codec of its messages (`asgd.compression.Codec`): runtimes decode them
+  # before `receive`. None: messages are not coded.
   codec: Any = None
-  # Whether each message is an update: then a worker that keeps a ticket knows
-  # what its own messages did.
+  # Whether each message is an update by itself: never averaged, never dropped.
+  # Only then can a worker that keeps a ticket compute its own writes.
   alone: bool = False
   # (params) -> whether an update depends on `Delay.sent_params`. None: unknown.
   reads_sent: Callable[[Params], bool] | None = None
 
 
 class Metrics(NamedTuple):
-  """What a worker reports beside a message."""
+  """Measurements that a worker sends beside a message."""
 
   loss: jax.Array  # float[], mean over the batches of the message
 
 
-# What a worker computes on if it keeps a ticket for another job.
-SENT = "sent"  # the ticket's parameters, unless `asgd.own_writes` changes that
-OWN = "own"  # a copy of its own, with its own writes
-NEVER = "never"  # nothing: each of its jobs needs a ticket that was sent for it
+# The parameters that a worker uses if it keeps a ticket for another job.
+SENT = "sent"  # the ticket's parameters; `asgd.own_writes` can change that
+OWN = "own"  # the worker's copy, to which it has applied its own writes
+NEVER = "never"  # none: each job needs a ticket that was sent for it
 
 
 class Worker(NamedTuple):
   """Everything done between receiving a ticket and sending a message.
 
-  `init` reads shapes and dtypes only. So a worker that joins late, or replaces
-  one that died, starts like any other; values come with its first ticket.
+  `init` reads shapes and dtypes only; values arrive with the first ticket. So a
+  worker that joins late, or replaces one that failed, starts like any other.
   """
 
   init: Callable[[Params], Any]
@@ -190,31 +194,34 @@ class Trace(NamedTuple):
 
   time: npt.NDArray[np.float64]  # [E], seconds or the unit of the durations
   worker: npt.NDArray[np.int32]  # [E]
-  seq: npt.NDArray[np.int32]  # [E], counts the jobs of the worker's place:
-  # (worker, seq) names a message; -1 in rows that are about none
+  # [E], index of the message among those of this worker index: (worker, seq)
+  # names a message. -1 in rows without a message.
+  seq: npt.NDArray[np.int32]
   job: npt.NDArray[np.int32]  # [E], which data: batch = f(seed, worker, job)
   action: npt.NDArray[np.int8]  # [E], one of ACTIONS
 
 
-SEND = 0  # the worker is sent a ticket and starts the job on it
-RECEIVE = 1  # the job's message is given to the server
-KEEP = 2  # the worker starts the job on the ticket of its last job, with its
-# own writes since
-LOST = 3  # the job ends without a message: its worker died, hung or left
-REJECT = 4  # the job's message was refused: not finite, or incomplete
-JOIN = 5  # a new worker takes the place `worker`; job counts those before it
-LEAVE = 6  # the worker in that place goes
-ROLLBACK = 7  # the server goes back to what it was before row `job`
-# Of peers, which have no server (`asgd.gossip.peer`). Their `seq` counts what a
-# place put and lent.
+SEND = 0  # the server sends the worker a ticket; the worker starts the job
+RECEIVE = 1  # the server receives the job's message
+# The worker starts the job on the ticket of its last job, with its own writes.
+KEEP = 2
+LOST = 3  # the job ends without a message: its worker failed, hung or left
+REJECT = 4  # the server refused the job's message: not finite, or incomplete
+# A new worker joins with this worker index; `job` counts the workers that had
+# the index before.
+JOIN = 5
+LEAVE = 6  # the worker with this index leaves
+ROLLBACK = 7  # the server rolls back to its state before row `job`
+# Actions of peers, which have no server (`asgd.gossip.peer`). Here `seq` counts
+# the messages that this worker index has put or lent.
 PUT = 8  # the peer puts message `seq` for its neighbours, in round `job`
 TAKE = 9  # the peer takes message `seq` of peer `job`, for its next mix
-MIX = 10  # the peer mixes what it has taken, in round `job`
+MIX = 10  # the peer mixes the messages that it has taken, in round `job`
 LEND = 11  # the peer lends peer `job` its parameters, as message `seq`
 ADOPT = 12  # the peer adopts message `seq`, which peer `job` lent it
-# Of a job that two workers did (`asgd.orders.backups`).
-DROP = 13  # the job's message is not used: another worker's came first
-# Of shards of tables (`asgd.tables.shard`).
+# A job that two workers did (`asgd.orders.backups`).
+DROP = 13  # the server drops the message: it has another worker's for this job
+# Shards of tables (`asgd.tables.shard`).
 MOVE = 14  # ranges of keys move to other shards, for the `job`-th time
 ACTIONS = (
   *("send", "receive", "keep", "lost", "reject", "join", "leave"),
@@ -243,17 +250,18 @@ class Records(NamedTuple):
   message_norm: npt.NDArray[np.float32]  # [U]
   update_norm: npt.NDArray[np.float32]  # [U]
   bytes_up: npt.NDArray[np.int64]  # [U], of the message as it was sent
-  bytes_down: npt.NDArray[np.int64]  # [U], of the parameters that were sent for
-  # it; 0 on a ticket that was kept
-  residual_norm: npt.NDArray[np.float32]  # [U], RMS of what the worker's codec
-  # kept of this message and those before; 0 without a codec
+  # [U], of the parameters sent for the message; 0 if the worker kept a ticket
+  bytes_down: npt.NDArray[np.int64]
+  # [U], RMS of what the worker's codec has left out of its messages so far; 0
+  # without a codec
+  residual_norm: npt.NDArray[np.float32]
 
   @classmethod
   def of(cls, rows: Sequence[tuple[Any, ...]]) -> "Records":
-    """Returns the columns of rows, whose values are in the order of fields."""
+    """Returns Records of rows whose values are in the order of the fields."""
     columns = list(zip(*rows, strict=True)) or [()] * len(_RECORD)
     return cls(*map(np.array, columns, _RECORD))
 
   def rows(self) -> list[tuple[Any, ...]]:
-    """Returns the rows, of Python's numbers."""
+    """Returns the rows, as tuples of Python numbers."""
     return list(zip(*(column.tolist() for column in self), strict=True))

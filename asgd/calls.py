@@ -1,4 +1,5 @@
-"""What callers give to functions of scripts, and errors in their words."""
+"""Reads the arguments of `simulate` and `train_live`, and adapts their errors.
+"""
 
 import contextlib
 import re
@@ -13,34 +14,36 @@ from asgd.problems import own
 
 
 def read_recipe(recipe: Any, workers: int | None = None) -> Any:
-  """Returns a recipe for so many workers, from what a caller gave as one; or
-  the settings of tables or of Sandblaster, as they are."""
+  """Returns a caller's `recipe` argument as a Recipe for `workers` workers.
+  Settings of tables or of Sandblaster are returned as they are."""
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
-  of_settings = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
-  if of_settings and not isinstance(recipe, algorithms.Recipe):
+  has_protocol = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
+  if has_protocol and not isinstance(recipe, algorithms.Recipe):
     if workers is None:
       raise ValueError(
-        f"the settings of {recipe.protocol} do not say how many workers: give"
-        " workers="
+        f"the settings of {recipe.protocol} do not give the number of workers:"
+        " add workers="
       )
     checks.whole("workers", workers)
     return recipe
   if not isinstance(recipe, algorithms.Recipe):
-    asked = "such as asgd.dana_zero(0.01, workers=8)"
+    example = "such as asgd.dana_zero(0.01, workers=8)"
     raise ValueError(
-      f"the recipe must be one of asgd, {asked}, an asgd.Recipe or an optax"
+      f"the recipe must be one of asgd, {example}, an asgd.Recipe or an optax"
       f" transform, not {checks.shown(recipe)}"
     )
   if workers is None and recipe.workers is None:
-    raise ValueError("the recipe does not say how many workers: give workers=")
+    raise ValueError(
+      "the recipe does not give the number of workers: add workers="
+    )
   if workers is not None:
     checks.whole("workers", workers)
     if recipe.workers not in (None, workers):
       raise ValueError(
-        f"workers={workers}, and the recipe is for {recipe.workers}: drop"
-        " workers=, or build the recipe with as many"
+        f"workers={workers}, but the recipe was built for {recipe.workers}:"
+        f" drop workers=, or build the recipe with workers={workers}"
       )
     recipe = recipe._replace(workers=workers)
   return recipe
@@ -49,8 +52,8 @@ def read_recipe(recipe: Any, workers: int | None = None) -> Any:
 def codecs_of(
   config: Mapping[str, Any],
 ) -> tuple[dict[str, compression.Codec], dict[str, Any]]:
-  """Returns (codecs, config) of a call whose codecs may be objects, which stand
-  in a config as given."""
+  """Returns (codecs, config) of a call. Each codec that the caller gave as an
+  object is replaced in the config by the mark `schema.GIVEN`."""
   codecs = {
     key: value
     for key, value in config.items()
@@ -60,9 +63,10 @@ def codecs_of(
 
 
 def check_travels(given: own.Objects) -> None:
-  """Raises ValueError for what no other process can be given."""
+  """Raises ValueError for an object that cannot be sent to other processes."""
   from ray import cloudpickle
 
+  # Pickle the parts one by one, to name the one that fails.
   state = given.__getstate__()
   parts = {
     "the loss": [state["_loss"], state["_pieces"]],
@@ -79,7 +83,7 @@ def check_travels(given: own.Objects) -> None:
 
 @contextlib.contextmanager
 def in_words_of_calls() -> Iterator[None]:
-  """Turns errors in the words of commands into those of calls."""
+  """Replaces command-line words in errors by those of function calls."""
   try:
     yield
   except ValueError as error:
@@ -87,13 +91,14 @@ def in_words_of_calls() -> Iterator[None]:
     for old, new in _WORDS:
       text = text.replace(old, new)
     text = re.sub(r"\bconfig\.(runs\.\w+\.)?", "", text)
+    # A subclass with other arguments cannot be rebuilt from a text.
     plain = type(error).__init__ is ValueError.__init__
     if text == str(error) or not plain:
       raise
     raise type(error)(text) from error.__cause__
 
 
-# They are used from first to last.
+# Replaced from the first to the last: a longer text is before its parts.
 _WORDS = (
   ("choose another folder with --workdir", "choose another folder"),
   ("--workdir=", "folder="),

@@ -1,7 +1,7 @@
 """Checks of arguments; their errors show the name and the value.
 
-Checks of numbers let values pass that JAX traces, so that callers can be
-wrapped by `optax.inject_hyperparams`.
+Checks of numbers accept values that JAX traces. So callers can be wrapped by
+`optax.inject_hyperparams`.
 """
 
 import contextlib
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-_MOST_SHOWN = 120  # characters of a value
+_MOST_SHOWN = 120  # characters of a value in an error
 
 
 def shortened(text: str, most: int) -> str:
-  """Returns a text of at most so many characters, without its middle."""
+  """Returns a text of at most `most` characters; its middle is left out."""
   mark = " [...] "
   kept = most - len(mark)
   if len(text) <= most:
@@ -26,12 +26,12 @@ def shortened(text: str, most: int) -> str:
 
 
 def text_of(error: BaseException, most: int = 300) -> str:
-  """Returns what an error says on one line, a long one without its middle."""
+  """Returns an error's message on one line, shortened to `most` characters."""
   return shortened(" ".join(str(error).split()), most)
 
 
 def line_of(error: BaseException, most: int = 300) -> str:
-  """Returns an error's kind, and what it says, on one line."""
+  """Returns an error's type and message on one line."""
   return f"{type(error).__name__}: {text_of(error, most)}"
 
 
@@ -42,12 +42,12 @@ def user_code(
   *,
   passes: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-  """Turns whatever a user's code raises into a ValueError of one line.
+  """Turns any exception of a user's code into a ValueError of one line.
 
   Args:
-    failure: what fails, as in "the loss fails on the first batch".
-    remedy: what follows the user's error.
-    passes: errors that pass as they are, because they name the remedy already.
+    failure: the call that fails, as in "the loss fails on the first batch".
+    remedy: text after the user's error.
+    passes: errors that are raised unchanged: they name the remedy already.
 
   Example:
     >>> with user_code("data[3] fails", "; drop it"):
@@ -65,8 +65,10 @@ def user_code(
 
 @contextlib.contextmanager
 def below(key: str, keys: Collection[str]) -> Iterator[None]:
-  """Prefixes errors with the name of a dict: "density must be ..." becomes
-  "codec.density must be ...", "unknown codec 'x'" "codec: unknown codec 'x'".
+  """Prefixes errors about a key of a dict with the dict's name.
+
+  "density must be ..." becomes "codec.density must be ...", and "unknown codec
+  'x'" becomes "codec: unknown codec 'x'".
   """
   try:
     yield
@@ -80,8 +82,7 @@ def below(key: str, keys: Collection[str]) -> Iterator[None]:
 
 
 def shown(value: Any) -> str:
-  """Returns a value as errors show it: on one line, a long one without its
-  middle."""
+  """Returns the repr of a value for an error: on one line, and shortened."""
   text = repr(value)
   if "\n" in text:  # an array
     text = " ".join(text.split())
@@ -91,8 +92,8 @@ def shown(value: Any) -> str:
 def whole(
   name: str, value: int, least: int = 1, most: int | None = None
 ) -> int:
-  """Returns `value` as an int; raises ValueError unless it is whole (a bool is
-  not), `least` or more, and no more than `most`."""
+  """Returns `value` as an int. Raises ValueError unless it is an integer (a
+  bool is not one), `least` or more, and at most `most`."""
   integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
   if not integral or value < least:
     more = f"whole number, {least} or more"
@@ -107,9 +108,11 @@ def whole(
 
 
 def multiple(count: int, things: str, size: int, groups: str) -> None:
-  """Raises ValueError, naming the nearest counts, unless `count` fits groups.
+  """Raises ValueError unless `count` is a multiple of `size`.
 
-  `things` are as "messages", `groups` as "rounds of {} workers", of `size`.
+  The error names the nearest multiples. `things` is a plural such as
+  "messages". `groups` is a text for `size` of them, such as "rounds of {}
+  workers".
   """
   if count % size:
     below = count - count % size
@@ -121,7 +124,7 @@ def multiple(count: int, things: str, size: int, groups: str) -> None:
 
 
 def one_of(name: str, value: object, known: Sequence[str]) -> None:
-  """Raises ValueError unless `value` is one of some names."""
+  """Raises ValueError unless `value` is one of the strings in `known`."""
   if not isinstance(value, str) or value not in known:
     raise ValueError(
       f"{name} must be one of {', '.join(known)}, not {shown(value)}"
@@ -129,8 +132,8 @@ def one_of(name: str, value: object, known: Sequence[str]) -> None:
 
 
 def flag(name: str, value: bool | None, *, none: str | None = None) -> None:
-  """Raises ValueError unless `value` is True or False, or, where `none` says
-  what that means, None."""
+  """Raises ValueError unless `value` is True or False. None is also valid if
+  `none` is given, which explains the meaning of None."""
   if isinstance(value, bool | np.bool_) or (value is None and none is not None):
     return
   kinds = "True or False" if none is None else f"True, False or None ({none})"
@@ -146,12 +149,14 @@ def real(
   *,
   finite: bool = True,
 ) -> None:
-  """Raises ValueError unless a value is a number of which `holds` is true, in
-  words a `kind`; `finite`: and no infinity. A traced value passes."""
+  """Raises ValueError unless a value is a number for which `holds` is true.
+
+  `kind` names that condition in the error. With `finite` an infinity is an
+  error, too. A traced value passes."""
   if isinstance(value, jax.core.Tracer):
     return
   try:
-    number = np.asarray(value).dtype.kind not in "bc"  # no truth value
+    number = np.asarray(value).dtype.kind not in "bc"  # no bool, no complex
     valid = number and bool(holds(value))
     valid = valid and (not finite or math.isfinite(float(value)))
   except (TypeError, ValueError, OverflowError):  # no number, or too large
@@ -181,14 +186,14 @@ def portion(name: str, value: float, remedy: str = "") -> None:
 
 
 def is_zero(value: float) -> bool:
-  """Whether an argument is the number 0. A JAX array never is: a traced one, or
-  one of `optax.inject_hyperparams`, may have another value at each update."""
+  """Whether an argument is the number 0. False for any JAX array: one that is
+  traced, or made by `optax.inject_hyperparams`, may change at each update."""
   return not isinstance(value, jax.Array) and value == 0
 
 
-def batch_of(whose: str) -> contextlib.AbstractContextManager[None]:
-  """Returns a context that says whose batch it is in errors of what makes it,
-  which may be a user's function; a ValueError passes as it is."""
+def blame_batch(whose: str) -> contextlib.AbstractContextManager[None]:
+  """Returns a context whose errors name `whose` batch could not be made. The
+  maker may be a user's function; a ValueError passes unchanged."""
   return user_code(
     f"the batch of {whose} cannot be made",
     ": mend the data, or the function that makes batches",

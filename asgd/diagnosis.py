@@ -3,10 +3,10 @@
 On a quadratic of curvature lambda, SGD with a fixed delay tau is stable while
 eta lambda < 2 sin(pi / (4 tau + 2)) (the lemma behind PipeMare, Yang et al.
 2021). Momentum lowers the bound about tenfold as soon as tau is 1; algorithms
-against staleness raise it again. So the bound of a recipe is measured, by
-running it on the scalar quadratic along a given order. The curvature of the
-real loss (its sharpness, the largest eigenvalue of the Hessian) comes from
-power iteration.
+against staleness raise it. So the bound of a recipe is measured by running it
+on the scalar quadratic along a given order. Power iteration estimates the
+curvature of the real loss (its sharpness, the largest eigenvalue of the
+Hessian).
 """
 
 import functools
@@ -28,13 +28,13 @@ def make_sharpness(
 ) -> Callable[[optax.Params], float]:
   """Builds an estimate of a loss's largest Hessian eigenvalue on `batch`.
 
-  Power iteration, driven from the host one compiled step at a time, because
-  XLA runs convolutions badly inside loops on CPU. The loss is called with one
-  fixed key. Each of the `iterations` costs about three gradients.
+  The host drives power iteration, one compiled step at a time, because XLA is
+  slow with convolutions inside loops on CPU. Each call of the loss gets the
+  same random key. Each of the `iterations` costs about three gradients.
 
   Returns:
-    params -> the Rayleigh quotient after the last product, an estimate from
-    below. Only weights are varied. Not finite where the loss is not.
+    params -> the Rayleigh quotient after the last product, which is at most the
+    eigenvalue. Only weights are varied. Not finite if the loss is not.
   """
   checks.whole("iterations", iterations)
   key = jax.random.key(0)
@@ -45,7 +45,7 @@ def make_sharpness(
       lambda w: loss(base.with_weights(params, w), batch, key)[0]
     )
     norm = optax.tree.norm(direction)
-    # Where the loss is flat, the product is 0, and so is the sharpness.
+    # A flat loss has a product of 0, and a sharpness of 0.
     direction = optax.tree.scale(1 / jnp.where(norm == 0, 1, norm), direction)
     (value, _), (_, product) = jax.jvp(
       value_and_gradient, (base.weights_of(params),), (direction,)
@@ -63,30 +63,34 @@ def make_sharpness(
   def sharpness(params):
     value = iterate(params, 0.0)
     if value < 0:
-      # The eigenvalue of largest size is negative: shift all above 0.
+      # The eigenvalue of largest magnitude is negative: shift all above 0.
       value = iterate(params, -value)
     return value
 
   return sharpness
 
 
-_AT_ONCE = 2**20  # numbers that are drawn by one program
+_AT_ONCE = 2**20  # most numbers drawn by one program
 
 
 def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
-  """Returns `optax.tree.random_like(key, weights)`, which XLA compiles for each
-  shape, half a second each. So one program draws rows of equal length for all
-  small leaves: a number that threefry draws depends on its index alone."""
+  """Returns `optax.tree.random_like(key, weights)`.
+
+  XLA compiles that function for each shape, half a second each. So here one
+  program draws rows of equal length for all small leaves. The numbers are the
+  same: a number that threefry draws depends on its index alone."""
   leaves = jax.tree.leaves(weights)
   whole = len(leaves) * max((x.size for x in leaves), default=0)
   alike = all(x.dtype == jnp.float32 for x in leaves)
+  # Without partitionable threefry, a number depends on the shape, too.
   if 0 < whole <= _AT_ONCE and alike and jax.config.jax_threefry_partitionable:
     return _draw_rows(key, weights)
   return optax.tree.random_like(key, weights)
 
 
 @jax.jit
-def _draw_rows(key, weights):
+def _draw_rows(key: jax.Array, weights: optax.Params) -> optax.Params:
+  """Draws a row of the longest leaf's length for each leaf, and cuts it."""
   leaves, structure = jax.tree.flatten(weights)
   longest = max(x.size for x in leaves)
   draw = jax.vmap(lambda own: jax.random.normal(own, (longest,)))
@@ -100,12 +104,19 @@ def curvature_limit(
 ) -> float:
   """Finds the largest curvature at which a recipe is stable along an order.
 
-  Runs the recipe on f(w) = lambda w^2 / 2, for `points` values of lambda from
-  1e-4 to 4 over the learning rate (48 give steps of a quarter), and takes the
-  last before the first at which w does not shrink from the second to the last
-  quarter of the order. The result is below the true limit by up to one step of
-  the grid; it is 0.0 if not even the smallest is stable. The recipe was built
-  with that constant learning rate; the order has ten messages a worker or more.
+  The recipe runs on f(w) = lambda w^2 / 2, for `points` values of lambda from
+  1e-4 to 4 over the learning rate (48 give steps of a quarter). A value is
+  stable if w shrinks from the second to the last quarter of the order.
+
+  Args:
+    recipe: built with that constant learning rate.
+    trace: the order, with ten messages a worker or more.
+    learning_rate: positive.
+    points: values of lambda.
+
+  Returns:
+    The last stable lambda before the first unstable one, less than the true
+    limit by up to one step of the grid; 0.0 if not even the smallest is stable.
   """
   workers = int(trace.worker.max()) + 1
   server = recipe.server()
@@ -128,12 +139,11 @@ def curvature_limit(
   return float(curvatures[first - 1]) if first else 0.0
 
 
-_START = 1e-3  # initial w, so small that all rules are linear there
+_START = 1e-3  # initial w, small enough that all rules are linear at it
 
 
 def _growths(server, worker, places, workers, actions, count, curvatures):
-  """Returns the log of how much |w| grew from the second to the last quarter
-  of the order, float[P].
+  """Returns float[P], log(|w| in the order's last quarter / in its second).
 
   Args:
     server, worker: of the recipe.

@@ -1,4 +1,4 @@
-"""Training from a script: one's own loss, parameters and data, in one call.
+"""Training from a script: your own loss, parameters and data, in one call.
 
 Each function makes an experiment of one cell from objects, and trains it as
 `asgd.experiment` trains configs, so it can be stopped, resumed and replayed.
@@ -40,6 +40,7 @@ from asgd.tables.settings import TableSettings
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
 FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
+# Columns of an evaluation's row that a caller gets.
 _OF_A_ROW = (
   *("message", "update", "time", "seconds", "megabytes", "train_loss"),
   *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
@@ -56,20 +57,20 @@ RecipeLike: TypeAlias = (
 
 
 class Result(NamedTuple):
-  """What a training came to."""
+  """The results of a training."""
 
   params: Any  # the final parameters, in the caller's form
   records: Any  # a row for each message: loss, staleness, gap, ...
-  trace: base.Trace | None  # the order of sends and receives; None: a table's
-  evaluations: list[dict[str, Any]]  # what `evaluate` said, and when
-  folder: Path | None  # of the results; None if they were not to be kept
+  trace: base.Trace | None  # the order of sends and receives; None for tables
+  evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
+  folder: Path | None  # of the results; None if they are not kept
 
 
 class RunOptions(NamedTuple):
-  """How much a call trains, and what it keeps and shows; see `simulate`."""
+  """How long a call trains, and which results it keeps and shows."""
 
   messages: int
-  workers: int | None = None  # None: as many as the recipe has
+  workers: int | None = None  # None: the recipe's
   batch_size: int | None = None
   folder: str | os.PathLike[str] | None = None
   seed: int = 0
@@ -123,8 +124,8 @@ def read_options(
   """Returns (options, keys of a config) of a call.
 
   Args:
-    named: the first fields of `RunOptions`.
-    further: the other fields that are given, and keys of a config.
+    named: values of the first fields of `RunOptions`.
+    further: values of its other fields, and keys of a config.
   """
   fields = RunOptions._fields[len(named) :]
   known = {key: further[key] for key in fields if key in further}
@@ -150,41 +151,41 @@ def simulate(
     loss: a function (params, batch) or (params, batch, key) that returns a
       scalar or (scalar, aux); or a pair (model, criterion), with
       criterion(output, batch) -> scalar. The model is a flax module, functions
-      (init, apply) or a function rngs -> nnx module, and called on the first of
-      a batch that is a tuple, or on "x" of a dict.
-    params: a tree of arrays, or a function of a key that makes one. A model of
-      Equinox or an nnx module is a tree of arrays if all its leaves can be
-      trained; split it otherwise (eqx.partition, nnx.split). With BatchNorm
-      in plain JAX `asgd.Variables`, and its loss returns (value, the batch's
-      statistics). Of a flax module its variables; None draws them. A key's
-      function is called with one that follows from the seed.
+      (init, apply) or a function rngs -> nnx module. It is called on the first
+      element of a batch that is a tuple, or on "x" of a dict.
+    params: a tree of arrays, or a function of a random key that makes one. A
+      model of Equinox or an nnx module is a tree of arrays if all its leaves
+      can be trained; split it otherwise (eqx.partition, nnx.split). With
+      BatchNorm in plain JAX give `asgd.Variables`, and a loss that returns
+      (value, the batch's statistics). For a flax module give its variables;
+      None draws them from the seed.
     data: arrays with a leading axis of examples, in a tuple or a dict, with
       `batch_size`; anything with len() and an index (a grain.MapDataset, a list
-      of batches), of batches, or with `batch_size` of examples; or a function
-      (worker, job) -> batch, which is pure. Jobs are numbered over all workers.
+      of batches), of batches, or with `batch_size` of examples; or a pure
+      function (worker, job) -> batch. Jobs are counted over all workers.
     recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
       `asgd.Recipe`; an optax transform, which may read a Delay; or the settings
       of `asgd.tables.table` or `asgd.sandblaster.sandblaster`, with `workers`.
     messages: how many the server receives, a multiple of the workers.
-    workers: needed where the recipe does not say how many.
-    batch_size: examples in a batch, where data are not batches already.
+    workers: needed if the recipe does not give the number.
+    batch_size: examples in a batch, unless the data are batches already.
     folder: where results, a report.html and checkpoints are kept; the same call
-      goes on from there. None keeps nothing.
+      resumes from them. None keeps nothing.
     seed: of the initial parameters, the order of examples and the durations.
     evaluate: called with the parameters; returns a number or a dict of numbers.
       "loss" and "accuracy" are those of a test.
-    every: messages between two evaluations, of which `messages` is a multiple.
-      None is `messages`: one, at the end.
-    progress: show how far it is, on the standard error.
+    every: messages between two evaluations; it divides `messages`. None is
+      `messages`: one evaluation, at the end.
+    progress: whether a progress bar is printed on the standard error.
     machine: an `asgd.experiment.machine.Machine`.
-    options: `seed` (0) to `machine` (None), which are above, and further keys
-      of a config, such as order={"name": "fixed_delay"}, durations={...},
-      gate={"max_staleness": 8}, clip_norm=1.0, allocation={"batch_size":
-      "speed"} (see asgd.allocation), or compress: a codec of messages
-      (asgd.compression), its name, or a dict of its name and options;
-      compress_down the same, of the server's updates.
+    options: `seed` (0) to `machine` (None), described above, and further keys
+      of a config. Some are order={"name": "fixed_delay"}, durations={...},
+      gate={"max_staleness": 8}, clip_norm=1.0 and allocation={"batch_size":
+      "speed"} (`asgd.allocation`). `compress` is a codec of messages
+      (`asgd.compression`), its name, or a dict of its name and options;
+      `compress_down` is a codec of the server's updates.
 
-  Raises ValueError for whatever does not fit, before anything runs.
+  Raises ValueError for arguments that do not fit, before anything runs.
 
   Example:
     >>> import jax.numpy as jnp
@@ -219,14 +220,14 @@ def train_live(
   folder: str | os.PathLike[str] | None = None,
   **options: Unpack[LiveOptions],
 ) -> Result:
-  """Trains with real workers, in real time; arguments are as of `simulate`.
+  """Trains with real workers, in real time; for other arguments see `simulate`.
 
-  What a run did can be computed again from its folder (`asgd.replay`).
+  `asgd.replay` recomputes a run from its folder.
 
   Args:
     runtime: "threads" of this process, or "ray": processes of a cluster, on
-      this machine unless `machine` names another. Functions and data travel to
-      them by Ray's cloudpickle; `evaluate` is called here.
+      this machine unless `machine` names another. Ray's cloudpickle sends
+      functions and data to them; `evaluate` is called in this process.
     options: also further keys of a config, such as server={"shards": 2}, or
       live={"slowdown": (1, 3)}.
   """
@@ -269,76 +270,79 @@ def replay(
   data_dir: str | None = None,
   trust: bool = False,
 ) -> replay_lib.Replay:
-  """Computes again what a live run computed, from its traces.
+  """Recomputes a live run from its traces.
 
   Args:
     folder: of `train_live`; or WORKDIR/cells/NAME of asgd train, or a WORKDIR
       that has one cell.
-    loss, params, data, recipe: of a run of `train_live` as they were given to
-      it. They may be left out if all three are functions of modules that can be
-      imported, and the recipe is a name's with plain options.
-    compress, compress_down: the codecs, of a run that was given some as
-      objects.
-    data_dir: of a run of asgd train: where the dataset's files are.
-    trust: whether functions may be imported and run that the folder of another
-      user names.
+    loss, params, data, recipe: for a run of `train_live`, the objects that it
+      was given. They may be left out if the first three are functions of
+      modules that can be imported, and the recipe was built by name with plain
+      options.
+    compress, compress_down: the codecs, if the run was given them as objects.
+    data_dir: for a run of asgd train: where the dataset's files are.
+    trust: whether to import and run functions that another user's folder names.
 
   Returns:
-    A `Replay`; its `same` says whether it came to the bits of the run.
+    A `Replay`; its `same` says whether it equals the run to the bit.
 
   Raises:
-    ValueError: if there is nothing to replay, it cannot be obeyed, or what is
-      given is not what was trained.
+    ValueError: if there is nothing to replay, the trace cannot be replayed, or
+      an argument is not what the run was trained on.
   """
   folder = Path(folder)
-  was = replay_lib.trained(folder)
-  if was.get("name") != own.Objects.name:
+  recorded = replay_lib.trained(folder)
+  # [1] A run of a config names all that it needs.
+  if recorded.get("name") != own.Objects.name:
     if any(part is not None for part in (loss, params, data, recipe)):
       raise ValueError(
-        f"{folder} is of a config, which says what was trained: call"
-        " asgd.replay(folder) alone"
+        f"{folder} was trained from a config, which names loss, params, data"
+        " and recipe: call asgd.replay(folder) alone"
       )
     return replay_lib.replay(folder, data_dir=data_dir, trust=trust)
+  # [2] A run of objects needs them again: given, or imported by their names.
   if loss is None:
-    code.check_trusted(only_cell(folder), was, trust=trust)
-    loss, params, data, recipe = _imported(folder, was)
-  built = was.get("build") or {}
+    code.check_trusted(only_cell(folder), recorded, trust=trust)
+    loss, params, data, recipe = _imported(folder, recorded)
+  # [3] A recipe for another number of workers would be another computation.
+  built = recorded.get("build") or {}
   count, asked = built.get("workers"), getattr(recipe, "workers", None)
   if None not in (count, asked) and count != asked:
     raise ValueError(
-      f"{folder} is of {count} workers, and the recipe is for {asked}: build it"
-      f" with workers={count}"
+      f"{folder} has {count} workers, but the recipe was built for {asked}:"
+      f" build it with workers={count}"
     )
   if count is None:
     count = replay_lib.workers_of(folder)
   recipe = calls.read_recipe(recipe, count)
+  # [4] Recompute the run.
   codecs = {"compress": compress, "compress_down": compress_down}
   with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
-      batch_size=was.get("batch_size"),
+      batch_size=recorded.get("batch_size"),
       codecs={key: codec for key, codec in codecs.items() if codec},
     )
     replayed = replay_lib.replay(folder, given=given, trust=trust)
   return replayed._replace(params=given.outward(replayed.params))
 
 
-def _imported(
-  folder: Path, was: Mapping[str, Any]
-) -> tuple[Any, ...]:
-  """What was given to a run, by the names that its folder has."""
+def _imported(folder: Path, recorded: Mapping[str, Any]) -> tuple[Any, ...]:
+  """Returns (loss, params, data, recipe) by the names in a run's folder."""
   parts = {
-    key: descriptions.importable(was[key]) for key in ("loss", "params", "data")
+    key: descriptions.importable(recorded[key])
+    for key in ("loss", "params", "data")
   }
+  # A lambda or a nested function has no name that can be imported.
   missing = [key for key, value in parts.items() if value is None]
-  missing += [] if was["build"] else ["recipe"]
+  missing += [] if recorded["build"] else ["recipe"]
   if missing:
     raise ValueError(
       f"{folder} was trained on objects that cannot be imported"
-      f" ({', '.join(missing)}): give them again, asgd.replay(folder, loss,"
-      " params, data, recipe)"
+      f" ({', '.join(missing)}): pass them, asgd.replay(folder, loss, params,"
+      " data, recipe)"
     )
-  build = dict(was["build"])
+  build = dict(recorded["build"])
   options = build.pop("options")
   return *parts.values(), algorithms.build(**build, **options)
 
@@ -346,12 +350,14 @@ def _imported(
 def _config(
   given: own.Objects, name: str, options: RunOptions
 ) -> dict[str, Any]:
-  """The config of an experiment whose one run was given objects."""
+  """Returns the config of an experiment with one run, of given objects."""
   recipe, messages = given.recipe, options.messages
   made = getattr(recipe, "made", None)
+  # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
+  # only a record then.
   label = made.name if made and made.name.isidentifier() else "run"
   rate = made.learning_rate if made else 1.0
-  if callable(rate):  # its peak
+  if callable(rate):  # a schedule: the config records its peak
     at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
     rate = max(float(rate(update)) for update in at)
   return {
@@ -369,7 +375,7 @@ def _config(
   }
 
 
-# What the functions above share with that of pipelines.
+# `pipeline` uses the functions below, too.
 
 
 def train(
@@ -380,15 +386,15 @@ def train(
   *,
   quantum: tuple[int, str] | None = None,
 ) -> Result:
-  """Trains what a caller gave on an engine.
+  """Trains the objects that a caller gave on an engine.
 
   Args:
-    given: of the caller.
+    given: the caller's objects.
     engine: (name, kind).
     config: further keys of a config.
     options: of the call.
-    quantum: (how many messages are counted together, what of {} of them); None:
-      those of a round of workers.
+    quantum: (how many messages must be counted together, a text such as "rounds
+      of {} workers"); None: the messages of a round of workers.
   """
   name, kind = engine
   messages, kept_in = options.messages, options.folder
@@ -403,12 +409,14 @@ def train(
       f"{messages} messages are not a multiple of every={every}, the messages"
       f" between two evaluations; use {max(messages // every, 1) * every}"
     )
+  # An unknown key would otherwise be ignored.
   known = *kind.sections, *FURTHER
   for key in config:
     if key not in known:
       raise ValueError(
         f"unknown argument {key!r}; further ones are {', '.join(known)}"
       )
+  # [1] Make an experiment with one cell.
   whole = _config(given, name, options._replace(every=every)) | dict(config)
   experiment = cells.build(whole, engines={name: kind}, dataset=given)
   (cell,), machine = experiment.cells, options.machine or _machine()
@@ -419,6 +427,8 @@ def train(
   kept: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
+    # [2] Open its folder. A live run needs one for its journals, even if the
+    # caller keeps nothing.
     workdir, cell_folder = None, None
     if kept_in is None and kind.journaled:
       kept_in = stack.enter_context(
@@ -433,12 +443,14 @@ def train(
         plan.messages, describe=lambda name, row: kind.describe(row)
       )
       stack.callback(bar.close)
+    # [3] Train the cell.
     loop.train(
       *(experiment, cell, workdir),
       bar=bar,
       machine=machine,
       ended=lambda *what: kept.extend(what),
     )
+    # [4] Collect its results.
     if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
     if not kept and cell_folder is not None:  # the cell had finished before
@@ -479,6 +491,8 @@ def _trace(
 
 
 def _machine() -> Machine:
+  """Returns the default machine, with a temporary folder if it has no shared
+  memory."""
   memory = Machine.memory_dir
   if not os.path.isdir(memory):
     memory = tempfile.gettempdir()
@@ -506,8 +520,11 @@ def _read(
   """Returns records, parameters and evaluations of a finished cell."""
   columns = cell_files.read_records(cell_folder)
   records: Any = columns
+  # Servers and simulators write `Records`; peers, tables and Sandblaster have
+  # columns of their own.
   if set(columns) == set(base.Records._fields):
     records = base.Records(**columns)
+  # The file holds arrays alone; the initial parameters give their structure.
   key, _ = jax.random.split(jax.random.key(cell.seed))
   problem = experiment.problem_of(experiment.runs[cell.label])
   like = jax.device_get(problem.init(key))

@@ -1,8 +1,8 @@
-"""What JAX and Ray have, but do not promise to keep: found here, or refused.
+"""Names of JAX and Ray without a promise of stability: found here, or refused.
 
-Nothing else in this repository imports `jax.extend`, `jax._src` or a private
-module of Ray, but for `asgd.live.ray_internals` through this module. A version
-that lacks one is refused with the versions of pyproject.toml.
+No other module of this repository imports `jax.extend`, `jax._src` or a private
+module of Ray (`asgd.live.ray_internals` uses `find`). If the installed version
+lacks a name, the error gives the versions of pyproject.toml.
 """
 
 import importlib
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def versions(library: str) -> str:
-  """Returns the requirement of this package on a library, as pip takes it.
+  """Returns this package's requirement on a library, as pip takes it.
 
   Example:
     >>> versions("no-such-library")
@@ -21,7 +21,7 @@ def versions(library: str) -> str:
   """
   try:
     requirements = metadata.requires("asgd") or []
-  except metadata.PackageNotFoundError:  # only the code is here
+  except metadata.PackageNotFoundError:  # asgd is not installed, only present
     requirements = []
   for requirement in requirements:
     match = re.match(r"([\w.-]+)(?:\[.*?\])?\s*([^;]*)", requirement)
@@ -31,11 +31,11 @@ def versions(library: str) -> str:
 
 
 def find(path: str) -> Any:
-  """Returns what a dotted name stands for, imported.
+  """Imports a dotted name and returns its value.
 
   Raises:
-    ImportError: if the installed version of the library has it no longer, or
-      not yet; it names the versions that have it.
+    ImportError: if the installed version of the library does not have it; the
+      error names the versions that do.
 
   Example:
     >>> find("jax.extend.core.Literal").__name__
@@ -53,20 +53,20 @@ def find(path: str) -> Any:
     ) from error
 
 
-# Programs as JAX traces them, taken apart and put together again.
+# JAX's types for traced programs, which asgd inspects and rebuilds.
 ClosedJaxpr = find("jax.extend.core.ClosedJaxpr")
 DebugInfo = find("jax.extend.core.DebugInfo")
 Jaxpr = find("jax.extend.core.Jaxpr")
 Literal = find("jax.extend.core.Literal")
 jaxpr_as_fun = find("jax.extend.core.jaxpr_as_fun")
 jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
-# Whether a function is called within the same jit, scan or grad as another.
+# Shows whether two calls are inside the same trace (jit, scan or grad).
 get_opaque_trace_state = find("jax.extend.core.get_opaque_trace_state")
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
-  """Yields the equations of a traced program, and of those within it, in
-  order."""
+  """Yields the equations of a traced program in order, with those of its inner
+  programs."""
   for equation in jaxpr.eqns:
     yield equation
     for inner in jaxprs_in_params(equation.params):
@@ -79,12 +79,12 @@ def operations(jaxpr: Any) -> Iterator[str]:
 
 
 def xla_library() -> Any:
-  """Returns JAX's compiled library, which makes the connections of several
-  processes on CPUs."""
+  """Returns JAX's compiled library, whose functions connect several processes
+  on CPUs."""
   return find("jax._src.xla_bridge._jax")
 
 
 def has_devices() -> bool:
-  """Whether JAX has looked for its devices, after which a process is not to be
+  """Whether JAX has initialised its devices. Such a process must not be
   forked."""
   return bool(find("jax._src.xla_bridge.backends_are_initialized")())

@@ -1,7 +1,7 @@
-"""Losses: what workers differentiate, in the one form that they call.
+"""Losses: the functions that workers differentiate, in one common form.
 
-A user's loss may take a key or not, and return a scalar alone or with something
-beside it. `as_loss` makes it (params, batch, key) -> (value, Aux).
+A user's loss may take a key or not, and return a scalar alone or with a second
+value. `as_loss` turns it into (params, batch, key) -> (value, Aux).
 """
 
 import inspect
@@ -16,7 +16,7 @@ from asgd import base, checks
 
 
 class Aux(NamedTuple):
-  """What a loss returns beside its value."""
+  """The second value that a loss returns."""
 
   stats: Any  # the batch's own statistics, as `Variables.stats`; () if none
 
@@ -27,22 +27,22 @@ Loss = Callable[
 
 
 class LossError(ValueError):
-  """A loss takes or returns something else than losses do."""
+  """A loss has the wrong arguments or the wrong return value."""
 
 
-_KEYS = "key", "rng"  # what a third argument that is optional may be called
+_KEYS = "key", "rng"  # names by which an optional third argument gets a key
 _FORMS = "(params, batch) or (params, batch, key)"
 
 
 def _takes_key(loss: Callable[..., Any]) -> bool:
-  """Whether a loss is to be given a key; LossError for other arguments."""
+  """Whether to pass a key to a loss; LossError for other arguments."""
   if not callable(loss):
     raise LossError(
       f"the loss must be a function {_FORMS}, not {checks.shown(loss)}"
     )
   try:
     parameters = inspect.signature(loss).parameters.values()
-  except (TypeError, ValueError):  # of a builtin
+  except (TypeError, ValueError):  # a builtin has no signature
     return False
   kind, empty = inspect.Parameter, inspect.Parameter.empty
   place = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
@@ -59,23 +59,24 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
       f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
       " arguments with functools.partial"
     )
+  # An optional third argument gets a key only if its name says so.
   return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
 
 
 def as_loss(loss: Callable[..., Any]) -> Loss:
-  """Returns a user's loss in the one form that workers call.
+  """Returns a user's loss in the form that workers call.
 
   Args:
     loss: (params, batch) or (params, batch, key) -> a float[], or (float[],
-      aux). Of parameters that are `Variables`, aux is the batch's own
-      statistics; of others what a loss says beside its value is dropped.
+      aux). If the parameters are `Variables`, aux is the batch's own
+      statistics; otherwise aux is dropped.
 
   Returns:
     (params, batch, key) -> (float[], Aux).
 
   Raises:
-    LossError: for a function of other arguments, and, when it is traced, for a
-      value that is no scalar or statistics of another structure.
+    LossError: for a function of other arguments; when traced, for a value that
+      is no scalar, or for statistics of another structure.
 
   Example:
     >>> import jax
@@ -92,6 +93,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
     out = loss(params, batch, key) if takes_key else loss(params, batch)
+    # Every other value is taken as the loss itself, and checked below.
     pair = isinstance(out, (tuple, list)) and len(out) == 2
     value, aux = out if pair else (out, Aux(()))
     _check_value(value)
@@ -105,6 +107,7 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
 
 
 def _check_value(value: Any) -> None:
+  """Raises LossError unless a loss's value is a float scalar."""
   if not hasattr(value, "dtype") and not isinstance(value, float):
     raise LossError(
       "the loss must return a scalar, or (scalar, aux), not"
@@ -123,6 +126,7 @@ def _check_value(value: Any) -> None:
 
 
 def _check_stats(stats: Any, like: Any) -> None:
+  """Raises LossError unless statistics have the parameters' structure."""
   def shapes(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
     return jax.tree.structure(tree), [x.shape for x in jax.tree.leaves(tree)]
 

@@ -1,4 +1,4 @@
-"""Lookups by name; their errors show the nearest valid name and all others."""
+"""Lookups by name; errors show the nearest valid name and all others."""
 
 import difflib
 import importlib
@@ -14,7 +14,7 @@ from asgd import checks
 def nearest(name: str, valid: Iterable[str]) -> str:
   """Returns a hint for a misspelt name: the nearest, if any, and all valid.
 
-  A name of several words is also recognised by its initials, as lr.
+  The initials of a name of several words count as near, as "lr" does.
   """
   valid = sorted(set(valid))
   words = {each: each.split("_") for each in valid if "_" in each}
@@ -26,7 +26,7 @@ def nearest(name: str, valid: Iterable[str]) -> str:
 
 
 def check(kind: str, name: str, valid: Iterable[str]) -> None:
-  """Raises ValueError, with the nearest name, unless `name` is valid."""
+  """Raises ValueError, naming the nearest name, unless `name` is valid."""
   if not isinstance(name, str) or name not in valid:
     hint = nearest(name, valid)
     raise ValueError(f"unknown {kind} {checks.shown(name)}; {hint}")
@@ -38,8 +38,8 @@ def is_import(name: Any) -> bool:
 
 
 def imports(value: Any) -> Iterator[str]:
-  """Yields each MODULE:FUNCTION in plain data, lists in one text among it;
-  nothing is imported.
+  """Yields each MODULE:FUNCTION in plain data, also those in a text that lists
+  several. Nothing is imported.
 
   Example:
     >>> list(imports({"name": "own:make", "runs": [{"recipe": "asgd"}]}))
@@ -54,12 +54,13 @@ def imports(value: Any) -> Iterator[str]:
   elif is_import(value):
     for text in map(str.strip, value.split(",")):
       if all(part.isidentifier() for part in text.replace(":", ".").split(".")):
+        # A text without a colon is no import, so it is yielded 0 times.
         yield from [text] * is_import(text)
 
 
 def imported(kind: str, name: str) -> Callable[..., Any]:
-  """Returns what MODULE:FUNCTION names; ValueError if it cannot be imported, or
-  is no function.
+  """Returns the function that MODULE:FUNCTION names. Raises ValueError if it
+  cannot be imported or is no function.
 
   Example:
     >>> imported("schedule", "optax:cosine_decay_schedule").__name__
@@ -72,7 +73,7 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
     raise ValueError(f"{what}: write MODULE:FUNCTION, as in mymodule:make")
   try:
     found: Any = importlib.import_module(module)
-  except Exception as error:  # whatever a user's module raises
+  except Exception as error:  # a user's module may raise anything
     remedy = ""
     if isinstance(error, ModuleNotFoundError):
       remedy = "; its folder must be that of the config file, or on PYTHONPATH"
@@ -91,22 +92,21 @@ def imported(kind: str, name: str) -> Callable[..., Any]:
     inspect.signature(found)
   except (TypeError, ValueError):
     raise ValueError(
-      f"{what} is {checks.shown(found)}, which is no function of Python: name"
-      " one"
+      f"{what} is {checks.shown(found)}, not a Python function: name a function"
     ) from None
   function: Callable[..., Any] = found
   return function
 
 
 def resolve(kind: str, name: str, table: Mapping[str, Any]) -> Any:
-  """Returns table[name], or what MODULE:FUNCTION names; raises as `check` and
-  `imported`."""
+  """Returns table[name], or the function that MODULE:FUNCTION names; raises the
+  errors of `check` and `imported`."""
   if is_import(name):
     return imported(kind, name)
   try:
     return lookup(kind, name, table)
   except ValueError as error:
-    own = "; or MODULE:FUNCTION, one's own" if isinstance(name, str) else ""
+    own = "; or MODULE:FUNCTION, your own" if isinstance(name, str) else ""
     raise ValueError(f"{error}{own}") from None
 
 
@@ -116,7 +116,7 @@ def lookup(kind: str, name: str, table: Mapping[str, Any]) -> Any:
   return table[name]
 
 
-# Kinds of plain data, as a config has them; a bool is no number.
+# Kinds of plain data in configs; a bool does not count as a number.
 _KINDS = {
   bool: "True or False",
   float: "a number",
@@ -140,8 +140,9 @@ def _kind(cls: Any) -> type | None:
 
 
 def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
-  """Raises ValueError for plain data of another kind than those that a
-  parameter's annotation names, or else that of its default."""
+  """Raises ValueError if a value is plain data of a kind that the parameter's
+  annotation (or, without one, its default) does not allow."""
+  # Without an annotation the type of the default decides.
   wanted, empty = parameter.annotation, parameter.empty
   if wanted is empty:
     wanted = empty if parameter.default is None else type(parameter.default)
@@ -158,8 +159,8 @@ def _check_kind(key: str, value: Any, parameter: inspect.Parameter) -> None:
 def check_arguments(
   kind: str, name: str, maker: Callable[..., Any], given: Iterable[str]
 ) -> None:
-  """Raises ValueError, naming the argument, if one that is given is unknown or
-  one that is needed is not given."""
+  """Raises ValueError, naming the argument, for an unknown argument or a
+  missing one without a default."""
   given = list(given)
   parameters = inspect.signature(maker).parameters
   kinds = {key: parameter.kind for key, parameter in parameters.items()}
@@ -180,12 +181,14 @@ def call(
   maker: Callable[..., Any],
   kwargs: Mapping[str, Any],
 ) -> Any:
-  """Calls maker(**kwargs); raises ValueError if one is unknown or missing, or
-  if the maker fails and one is of the wrong kind."""
+  """Calls maker(**kwargs). Raises ValueError for an unknown or missing
+  argument, and if the maker fails and an argument is of the wrong kind."""
   check_arguments(kind, name, maker, kwargs)
   parameters = inspect.signature(maker).parameters
   try:
     return maker(**kwargs)
+  # Only a failed call is searched for a value of the wrong kind: a maker may
+  # accept more than its annotations.
   except (TypeError, AttributeError):
     for key in kwargs.keys() & parameters.keys():
       _check_kind(key, kwargs[key], parameters[key])

@@ -1,4 +1,4 @@
-"""Optimizers: any of optax or one's own, as parts of recipes.
+"""Optimizers: any of optax, or a user's own, as parts of recipes.
 
 An `Optimizer` is a function from a learning rate to an optax transform, such as
 `functools.partial(optax.adamw, b2=0.95)`. A recipe decides whether it runs at
@@ -21,17 +21,18 @@ from asgd import names, rates
 from asgd.checks import line_of, shown
 
 Optimizer = Callable[[optax.ScalarOrSchedule], optax.GradientTransformation]
+OptimizerLike = Optimizer | str | Mapping[str, Any] | None  # see `named`
 
-# They need more than a gradient (values, keys, gradients of single examples),
-# or another transform. optax.lbfgs is known as `lbfgs` below.
+# Optimizers that need more than a gradient (values, keys, gradients of single
+# examples) or another transform. `lbfgs` below replaces optax.lbfgs.
 _NOT = ("dpsgd", "momo", "momo_adam", "noisy_sgd", "schedule_free")
 _NOT += ("sophia",)
 
 
 _NEEDS_VALUE = (
-  "optimizer 'lbfgs' searches along a line, for which it needs the loss of a"
-  " batch as a function of the parameters, and a server is sent gradients"
-  " alone: use engine='mesh', or the recipe 'sandblaster'"
+  "optimizer 'lbfgs' searches along a line, so it needs the loss of a batch as"
+  " a function of the parameters, and a server receives only gradients: use"
+  " engine='mesh', or the recipe 'sandblaster'"
 )
 
 
@@ -41,7 +42,7 @@ def lbfgs(
   memory_size: int = 10,
   scale_init_precond: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-  """`optax.lbfgs` with its zoom line search, for updates that are told a loss.
+  """`optax.lbfgs` with its zoom line search, for updates that get a loss.
 
   Args:
     learning_rate: not used: the search finds the step, and tries 1 first.
@@ -50,9 +51,9 @@ def lbfgs(
       pair.
 
   Returns:
-    A transform. Its update reads the extra args `value`, the loss at the
-    parameters, and `value_fn`, that as a function of parameters; others are
-    ignored. Without them it raises ValueError.
+    A transform. Its update reads two extra args: `value`, the loss at the
+    parameters, and `value_fn`, the loss as a function of parameters. It ignores
+    others. It raises ValueError if one of the two is missing.
 
   Source:
     Nocedal and Wright, "Numerical optimization", algorithms 3.5, 3.6 and 7.4.
@@ -89,7 +90,7 @@ def lbfgs(
 
 
 def searches(value: str | Mapping[str, Any] | None) -> bool:
-  """Whether an optimizer, as of `named` or None, searches along a line.
+  """Whether an optimizer, as `named` takes it, or None, searches along a line.
 
   Example:
     >>> from asgd import optimizers
@@ -100,21 +101,22 @@ def searches(value: str | Mapping[str, Any] | None) -> bool:
 
 
 def refuse_search(value: str | Mapping[str, Any] | None) -> None:
-  """Raises ValueError for an optimizer, as of `named` or None, that searches
-  along a line, where an update is made of gradients alone."""
+  """Raises ValueError if an optimizer (as `named` takes it, or None) searches
+  along a line, because updates here are made from gradients alone."""
   if searches(value):
     raise ValueError(_NEEDS_VALUE)
 
 
 @functools.cache
 def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
-  """Returns optax's optimizers by their names: what takes a learning rate.
+  """Returns optax's optimizers that take a learning rate, by name.
 
   Example:
     >>> from asgd import optimizers
     >>> "adamw" in optimizers.known(), "momo" in optimizers.known()
     (True, False)
   """
+  # A name of optax replaces the same name of optax.contrib.
   both = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
   return types.MappingProxyType({
     name: maker
@@ -126,7 +128,7 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
 
 
 def named(value: str | Mapping[str, Any]) -> Optimizer:
-  """Returns an optimizer as a config has it.
+  """Returns the optimizer that a config names.
 
   Args:
     value: its name, or a dict of its `name` and options. The name is one of
@@ -136,7 +138,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     The Optimizer.
 
   Raises:
-    ValueError: for what is unknown, with the nearest known name, and for a
+    ValueError: for an unknown name, with the nearest known one, and for a
       learning rate among the options.
 
   Example:
@@ -149,16 +151,16 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     value = {"name": value}
   if not isinstance(value, Mapping) or "name" not in value:
     raise ValueError(
-      "optimizer must be the name of one, or a dict with its name and options,"
-      f" not {shown(value)}"
+      "optimizer must be a name, or a dict of a name and options, not"
+      f" {shown(value)}"
     )
   options = dict(value)
   name = options.pop("name")
   maker = names.resolve("optimizer", name, known())
   if "learning_rate" in options:
     raise ValueError(
-      f"optimizer {name!r} is given learning_rate, which is that of the run:"
-      " set config.learning_rate"
+      f"optimizer {name!r} has a learning_rate among its options, but the rate"
+      " is the run's: set config.learning_rate"
     )
   names.check_arguments("optimizer", name, maker, {"learning_rate", *options})
 
@@ -166,6 +168,7 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
     arguments = {"learning_rate": learning_rate, **options}
     return names.call("optimizer", name, maker, arguments)
 
+  # A partial of optax.sgd lets `momentum_of` recognise plain SGD.
   if maker is optax.sgd:
     return functools.partial(maker, **options)
   vars(optimizer)["searches"] = maker is lbfgs
@@ -173,8 +176,8 @@ def named(value: str | Mapping[str, Any]) -> Optimizer:
 
 
 def check(optimizer: Optimizer) -> None:
-  """Raises ValueError unless a user's optimizer makes updates like the
-  parameters from gradients alone.
+  """Raises ValueError unless a user's optimizer makes, from gradients alone,
+  updates with the structure of the parameters.
 
   Example:
     >>> import optax
@@ -193,22 +196,25 @@ def check(optimizer: Optimizer) -> None:
     loss: dict[str, Any] = {}
     if getattr(optimizer, "searches", False):
       loss = {"value": 0.0, "value_fn": lambda w: jnp.sum(w["w"])}
+    # Trace only: nothing is computed.
     updates, _ = jax.eval_shape(
       lambda w: tx.update(w, tx.init(w), w, **loss), like
     )
+    # A transform may return a scalar, or drop a leaf.
     shapes = [jax.tree.structure(tree) for tree in (updates, like)]
-  except Exception as error:  # whatever somebody's optimizer raises
+  except Exception as error:  # a user's optimizer may raise anything
     raise ValueError(
       f"optimizer: an update cannot be made ({line_of(error)})"
     ) from error
   if shapes[0] != shapes[1]:
     raise ValueError(
-      "optimizer: its update has another structure than the gradients"
+      "optimizer: its update has a different structure than the gradients;"
+      " return one leaf for each parameter"
     )
 
 
 def momentum_of(optimizer: Optimizer) -> float | None:
-  """Returns the momentum of plain SGD, 0 without; None of anything else.
+  """Returns the momentum of plain SGD (0 without), None for other optimizers.
 
   Example:
     >>> import functools
@@ -224,13 +230,14 @@ def momentum_of(optimizer: Optimizer) -> float | None:
     optimizer, options = optimizer.func, optimizer.keywords
   if optimizer is not optax.sgd or set(options) - {"momentum", "nesterov"}:
     return None
+  # A momentum that is a schedule or an array has no closed form here.
   momentum = options.get("momentum") or 0.0
   plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
   return float(momentum) if plain else None
 
 
 class _RateOfVersion(optax.schedules.StatefulSchedule):
-  """A schedule that looks at the extra arg `version` instead of a count."""
+  """A schedule that reads the extra arg `version` instead of a count."""
 
   def __init__(self, learning_rate):
     self._rate = learning_rate
@@ -252,18 +259,18 @@ def at_version(
 ) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer whose schedule counts the server's updates.
 
-    u = optimizer(eta(version)),   whatever number of updates it has made
+    u = optimizer(eta(version)),   however many updates it has made itself
 
-  A worker knows that count from its ticket, and the states that a server keeps
-  for each worker are updated less often than the server.
+  A worker knows the server's count from its ticket. A state that a server keeps
+  for one worker is updated less often than the server itself.
 
   Args:
-    optimizer: whose learning rate it is.
+    optimizer: takes a learning rate, as in `Optimizer`.
     learning_rate: eta, a number, or a schedule over the server's updates.
 
   Returns:
-    A transform; of a schedule, its update reads the extra arg `version`,
-    int32[], 0 without it.
+    A transform. For a schedule, its update reads the extra arg `version`,
+    int32[], which is 0 if missing.
 
   Example:
     >>> import jax.numpy as jnp
@@ -276,6 +283,7 @@ def at_version(
   """
   if not callable(learning_rate):
     return optax.with_extra_args_support(optimizer(learning_rate))
+  # inject_hyperparams calls a StatefulSchedule with the extra args of update.
   injected = optax.inject_hyperparams(
     lambda learning_rate: optimizer(learning_rate)
   )
@@ -285,15 +293,16 @@ def at_version(
 def refuse_beside(
   optimizer: Optimizer | None, **given: tuple[Any, Any]
 ) -> None:
-  """Raises ValueError for options of a recipe's own SGD, each given as (value,
-  default), that are not their defaults beside an optimizer."""
+  """Raises ValueError if options of a recipe's built-in SGD, each given as
+  (value, default), are changed although there is an optimizer."""
   if optimizer is None:
     return
   for name, (value, default) in given.items():
     if value != default:
       raise ValueError(
-        f"{name} is of the recipe's own SGD, and {shown(value)} means nothing"
-        f" beside an optimizer: drop it, or give the optimizer its {name}"
+        f"{name} is an option of the recipe's built-in SGD, so {shown(value)}"
+        f" has no effect with an optimizer: drop it, or set {name} in the"
+        " optimizer"
       )
 
 
@@ -307,9 +316,10 @@ class CountingState(NamedTuple):
 def counting(
   tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """Counts updates, and tells a transform how many there were before.
+  """Counts updates, and passes the count to a transform as `version`.
 
-  It does for the optimizers of `at_version` what a server does.
+  Optimizers of `at_version` need `version` from a server; without a server,
+  this transform supplies it.
 
   Args:
     tx: whose update may read the extra arg `version`, int32[].
@@ -337,6 +347,7 @@ def counting(
     return CountingState(jnp.zeros([], jnp.int32), tx.init(params))
 
   def update_fn(updates, state, params=None, **extra_args):
+    # It replaces a `version` that a server gives.
     extra_args["version"] = state.count
     updates, inner = tx.update(updates, state.inner, params, **extra_args)
     return updates, CountingState(state.count + 1, inner)

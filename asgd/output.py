@@ -1,4 +1,4 @@
-"""The standard output of commands, whose reader may close it at any time."""
+"""The standard output of commands. Its reader may close it at any time."""
 
 import contextlib
 import os
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def ends_with_its_reader() -> Iterator[None]:
-  """Ends the program silently, with SIGPIPE's exit status, if its output is
-  closed, as by `asgd --list | head -1`. Flushes the output at the end of the
-  block: a failure when Python exits would print a traceback.
+  """Exits silently, with SIGPIPE's status, if the output's reader closes it, as
+  in `asgd --list | head -1`. It flushes the output at the end of the block: a
+  failure while Python exits would print a traceback.
 
   Example:
     >>> @ends_with_its_reader()

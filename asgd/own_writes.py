@@ -1,23 +1,25 @@
-"""Read my writes: a worker that keeps a ticket computes on a copy of its own.
+"""Read my writes: a worker that keeps a ticket computes on its own copy.
 
-A client of a stale synchronous parameter server reads cached parameters and
+A client of a stale synchronous parameter server reads cached parameters with
 its own updates since they were fetched (Ho et al., NIPS 2013). A server applies
 a message by its own rule, which may have a momentum or a rate for each
-parameter. So the worker's copy is that of a server which receives the messages
+parameter. So the worker keeps a copy of the server that receives the messages
 of this worker alone:
 
-    fetched:   x^i <- params;   else it stays
-    message:   g = gradient(x^i);   x^i, s^i <- server's rule(x^i, s^i, g)
+    on a fetch:      x^i <- params
+    on a message:    g = gradient(x^i);   x^i, s^i <- server's rule(x^i, s^i, g)
 
-With one worker this is the server's own sequence, whatever the rule: there is
-no staleness at any bound. With several, a momentum or a mean of squares in the
-copy is of the worker's own messages. It is kept when the copy is fetched anew,
-and a schedule of learning rates counts on from the ticket's version.
+With one worker the copy is the server's own sequence, whatever the rule: there
+is no staleness at any bound. With several workers, a momentum or a mean of
+squares in the copy is of the worker's own messages. A fetch keeps this state
+s^i, and sets the count of a schedule of learning rates to the ticket's version.
 
-What a worker cannot know is refused: what others add to an update of several
-messages, what a gate drops, and an update that depends on the parameters that
-the message was computed on (DC-ASGD, Gap-Aware), as the server does not have
-the worker's copy.
+Three cases are refused, because a worker cannot compute its own writes:
+
+- an update averages several messages, some of other workers;
+- a gate may drop the message;
+- an update depends on the parameters that the message was computed on (DC-ASGD,
+  Gap-Aware), and the server does not have the worker's copy.
 """
 
 import functools
@@ -34,12 +36,12 @@ from asgd.transforms.lookahead import VelocityState
 class OwnState(NamedTuple):
   """State of a worker of `own_writes`."""
 
-  inner: Any  # the worker's
-  own: base.ServerState  # of a server with this worker's messages alone
+  inner: Any  # state of the wrapped worker
+  own: base.ServerState  # of the copy, which gets this worker's messages alone
   begun: jax.Array  # bool[], False until the first ticket gave it parameters
 
 
-@functools.lru_cache(maxsize=32)  # one Worker: one compilation
+@functools.lru_cache(maxsize=32)  # the same Worker is compiled only once
 def own_writes(
   worker: base.Worker,
   server: base.Server,
@@ -49,16 +51,16 @@ def own_writes(
 
   Args:
     worker: any; with its codec, if the server has one.
-    server: that gets its messages.
+    server: the receiver of its messages.
     plan: of a server in shards whose messages are coded for each; None: not.
 
   Returns:
-    A Worker, whose state holds a copy of the server's. One that has a copy of
-    its own already (`asgd.local_worker`) is returned as it is.
+    A Worker, whose state holds a copy of the server's. A worker that keeps such
+    a copy already (`asgd.local_worker`) is returned as it is.
 
   Raises:
-    ValueError: for a worker or a server whose jobs cannot share a ticket; of
-      the Worker's `init`, for an update that reads what was sent.
+    ValueError: for a worker or a server whose jobs cannot share a ticket; from
+      `init` of the Worker, for an update that reads the sent parameters.
 
   Source:
     Ho et al., "More effective distributed ML via a stale synchronous parallel
@@ -89,15 +91,15 @@ def own_writes(
     return worker
   if worker.kept == base.NEVER:
     raise ValueError(
-      "the messages of this worker are models or pulls on the server's, of"
-      " which each starts at a ticket that was sent for it (EASGD, FedAsync):"
-      " leave cache out, and fetch_every too"
+      "this worker sends models or pulls on the server's parameters, which must"
+      " start at a ticket sent for that job (EASGD, FedAsync): leave cache and"
+      " fetch_every out"
     )
   if not server.alone:
     raise ValueError(
-      "a worker that keeps a ticket must know what its messages do, and here"
-      " an update is of several messages, or a gate may drop them: leave cache"
-      " and fetch_every out, or the gate and the averaging"
+      "a worker that keeps a ticket must know what its messages do, but this"
+      " server averages several messages or may drop them by a gate: leave out"
+      " cache and fetch_every, or the gate and the averaging"
     )
 
   def decoded(message: Any) -> optax.Updates:
@@ -111,8 +113,8 @@ def own_writes(
     if server.reads_sent is None or server.reads_sent(params):
       raise ValueError(
         "the update depends on the parameters that a message was computed on,"
-        " and of a worker that keeps a ticket the server does not know them"
-        " (DC-ASGD, Gap-Aware): leave cache out, and fetch_every too"
+        " which the server does not know of a worker that keeps a ticket"
+        " (DC-ASGD, Gap-Aware): leave cache and fetch_every out"
       )
     zeros = optax.tree.zeros_like(params)
     return OwnState(worker.init(params), server.init(zeros), jnp.bool_(False))
@@ -120,15 +122,19 @@ def own_writes(
   def work(
     state: OwnState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> tuple[OwnState, optax.Updates, base.Metrics]:
-    # Its state may depend on the first parameters.
+    # The server's state may depend on the first parameters.
     first = server.init(ticket.params)
     own = optax.tree.where(state.begun, state.own, first)
+    # [1] A fresh ticket replaces the copy's parameters.
     own = optax.tree.where(ticket.fresh, _fetched(server, own, ticket), own)
+    # [2] The job reads the ticket, or on a kept ticket the copy.
     params = server.send(own, ticket.worker).params
     params = optax.tree.where(ticket.fresh, ticket.params, params)
     read = ticket._replace(params=params)
+    # [3] The wrapped worker computes its message.
     inner, message, metrics = worker.work(state.inner, read, batch, key)
-    # It is not stale to itself.
+    # A worker's message is not stale for its own copy.
+    # [4] The copy receives what the server will decode.
     mine = ticket._replace(version=own.version, params=params)
     own, _ = server.receive(own, mine, decoded(message))
     return OwnState(inner, own, jnp.bool_(True)), message, metrics
@@ -137,12 +143,11 @@ def own_writes(
 
 
 def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
-  """Returns the state of a worker of `own_writes` from that of the worker that
-  it was made of, before its first ticket; as it is if it is one already.
+  """Returns `state` as a state of `own_writes`, before the first ticket.
 
   Args:
     worker: of `own_writes`.
-    state: of either.
+    state: of it, which is returned as it is, or of the worker inside it.
     params: shapes and dtypes.
   """
   if isinstance(state, OwnState):
@@ -153,7 +158,7 @@ def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
 def _fetched(
   server: base.Server, own: base.ServerState, ticket: base.Ticket
 ) -> base.ServerState:
-  """The worker's own server, at the parameters of a ticket."""
+  """Returns the worker's copy of the server, at the parameters of a ticket."""
   own = own._replace(
     params=ticket.params,
     version=jnp.asarray(ticket.version),
@@ -161,7 +166,7 @@ def _fetched(
   )
   if server.sends_current:
     return own
-  # The ticket looks ahead; the server is as far behind it.
+  # The ticket is ahead of the server's parameters: go back by the same step.
   ahead = server.send(own, ticket.worker).params
   params = jax.tree.map(lambda x, y: x - (y - x), ticket.params, ahead)
   return own._replace(params=params)
@@ -171,7 +176,7 @@ _OF_SCHEDULES = optax.ScaleByScheduleState, VelocityState
 
 
 def _counted(opt_state: optax.OptState, version: jax.Array) -> optax.OptState:
-  """Sets counts of schedules to the server's; those of moments stay."""
+  """Sets the counts of schedules to the server's; counts of moments stay."""
 
   def of_schedule(node: Any) -> bool:
     return isinstance(node, _OF_SCHEDULES)

@@ -28,8 +28,8 @@ def at(rate: optax.ScalarOrSchedule, count: jax.Array) -> jax.Array:
 
 
 def check(name: str, rate: optax.ScalarOrSchedule) -> None:
-  """Raises ValueError for a number that is not positive and finite; schedules
-  pass."""
+  """Raises ValueError unless a number is positive and finite; a schedule
+  passes."""
   if not callable(rate):
     checks.positive(name, rate)
 
@@ -43,9 +43,9 @@ def after_warmup(
     eta(t) = schedule(t - warmup),                t >= warmup
 
   Args:
-    schedule: which counts from the end of the warm-up.
-    peak: the learning rate to which it goes.
-    warmup: updates it takes; 0 for none.
+    schedule: counts from the end of the warm-up.
+    peak: the learning rate at the end of the warm-up.
+    warmup: its length in updates; 0 for none.
     start: the learning rate of update 0.
 
   Returns:
@@ -59,6 +59,7 @@ def after_warmup(
   """
   if not warmup:
     return schedule
+  # join_schedules restarts the count of `schedule` at the boundary.
   rise = optax.linear_schedule(start, peak, warmup)
   return optax.join_schedules([rise, schedule], [warmup])
 
@@ -70,9 +71,9 @@ def warmup_steps(
 
   Args:
     peak: the learning rate after the warm-up.
-    warmup: updates it takes; 0 for none.
+    warmup: its length in updates; 0 for none.
     start: the learning rate of update 0; the DANA papers use peak / workers.
-    boundaries: updates from which the rate is multiplied by `factor` once more;
+    boundaries: at each of these updates the rate is multiplied by `factor`;
       none of them is inside the warm-up.
 
   Returns:
@@ -92,19 +93,21 @@ def warmup_steps(
   checks.positive("learning_rate", peak)
   if warmup < 0 or not 0 <= start <= peak:
     raise ValueError(
-      f"warm-up must take 0 or more updates (not {warmup}) and start between 0"
-      f" and the peak {peak} (not at {start})"
+      f"warm-up must take 0 or more updates, not {warmup}, and start between 0"
+      f" and the peak {peak}, not at {start}"
     )
   if boundaries:
     checks.positive("decay factor", factor)
   if any(boundary < warmup for boundary in boundaries):
     raise ValueError(
       f"the learning rate drops at updates {tuple(boundaries)}, inside the"
-      f" warm-up of {warmup}"
+      f" warm-up of {warmup}: move the drops behind it, or shorten it"
     )
   if not warmup and not boundaries:
     return peak
+  # `drops` counts from the end of the warm-up.
   counts = collections.Counter(map(int, boundaries))
+  # A boundary that is given twice multiplies the rate by factor^2.
   drops = optax.piecewise_constant_schedule(
     peak, {at - warmup: factor**count for at, count in counts.items()}
   )
@@ -112,7 +115,7 @@ def warmup_steps(
 
 
 STEPS = "steps"  # the name of `warmup_steps` among schedules
-_NOT = "join", "inject"  # no schedules of a few numbers
+_NOT = "join", "inject"  # prefixes of functions that take other schedules
 _LENGTHS = "decay_steps", "transition_steps", "warmup_steps", "transition_begin"
 _PEAKS = "peak_value", "init_value", "value"
 
@@ -136,8 +139,8 @@ def known() -> Mapping[str, Callable[..., optax.Schedule]]:
 
 
 def arguments(name: str) -> list[str]:
-  """Returns the arguments of a schedule of `known`, or MODULE:FUNCTION;
-  ValueError for an unknown name, with the nearest known one.
+  """Returns the argument names of a schedule of `known`, or of MODULE:FUNCTION.
+  Raises ValueError for an unknown name, with the nearest known one.
 
   Example:
     >>> from asgd import rates
@@ -156,25 +159,26 @@ def named(
   unit: float = 1.0,
   options: Mapping[str, Any] | None = None,
 ) -> optax.Schedule:
-  """Returns a schedule over updates, of optax or one's own.
+  """Returns a schedule over updates, of optax or a user's own.
 
   Args:
     name: of `known`, or MODULE:FUNCTION of a function that takes some of the
-      arguments that optax's schedules have.
-    peak: the learning rate. It is the schedule's peak_value, or the init_value
-      or value of one without.
-    updates: for how many it lasts, unless its options say something else: its
-      decay_steps or transition_steps.
-    unit: updates in one of the units in which the options count: numbers of
-      steps (decay_steps, transition_steps, warmup_steps, transition_begin) and
-      the keys of boundaries_and_scales.
+      arguments of optax's schedules.
+    peak: the learning rate. It is the schedule's peak_value, or else its
+      init_value or value.
+    updates: the schedule's length (its decay_steps or transition_steps) unless
+      `options` give one.
+    unit: updates in one unit of the options. It scales decay_steps,
+      transition_steps, warmup_steps, transition_begin and the keys of
+      boundaries_and_scales.
     options: further arguments.
 
   Returns:
     A schedule update -> learning rate.
 
   Raises:
-    ValueError: for what is unknown, or missing, and for what makes no schedule.
+    ValueError: for an unknown or missing argument, and for a function that
+      does not return a schedule.
 
   Example:
     >>> from asgd import rates
@@ -185,6 +189,7 @@ def named(
   maker = names.resolve("schedule", name, known())
   parameters = inspect.signature(maker).parameters
   given = dict(options or {})
+  # Options may count in epochs; optax counts in updates.
   for key in _LENGTHS:
     if key in given:
       checks.nonnegative(key, given[key])
@@ -194,15 +199,17 @@ def named(
       _updates("boundaries_and_scales", float(at) * unit): factor
       for at, factor in given["boundaries_and_scales"].items()
     }
+  # optax has three names for the peak; a schedule takes one of them.
   wanted = [key for key in _PEAKS if key in parameters][:1]
   given = {**dict.fromkeys(wanted, peak), **given}
+  # A warm-up starts at 0, unless the options say otherwise.
   if "peak_value" in parameters:
     given.setdefault("init_value", 0.0)
     if "init_value" not in parameters:
       del given["init_value"]
   if "end_value" in parameters:
     given.setdefault("end_value", 0.0)
-  # An optax schedule that decays does so until the last update.
+  # By default an optax schedule decays until the last update.
   for key in ("decay_steps", "transition_steps"):
     if key in parameters:
       given.setdefault(key, updates)
@@ -215,20 +222,21 @@ def named(
   return schedule
 
 
-def _updates(key, count):
+def _updates(key: str, count: float) -> int:
+  """Returns a count of updates as an integer; ValueError beyond int32."""
   if not math.isfinite(count) or count > 2**31 - 1:
-    raise ValueError(f"{key} is {count:.3g} updates, more than can be counted")
+    raise ValueError(f"{key} is {count:.3g} updates, more than 2^31 - 1")
   return round(count)
 
 
 def scale_by_sent_rate(
   learning_rate: optax.ScalarOrSchedule,
 ) -> optax.GradientTransformationExtraArgs:
-  """Scales by minus the learning rate that was in force at the ticket.
+  """Scales by minus the learning rate at the ticket's version.
 
     u <- -eta(version) u
 
-  It is for the optimizer of a local worker (`asgd.worker.local_worker`). A
+  It is for the local optimizer of a worker (`asgd.worker.local_worker`). A
   schedule counts the server's updates; a worker knows that count from its
   ticket.
 
@@ -236,11 +244,11 @@ def scale_by_sent_rate(
     learning_rate: eta, a number, or a schedule over the server's updates.
 
   Returns:
-    A transform without a state; of a schedule, its update needs the extra arg
+    A transform without a state. For a schedule, its update needs the extra arg
     `version`, int32[].
 
   Source:
-    none: with one rate for all it is SGD's.
+    none: with one rate for all updates it is SGD's.
 
   Example:
     >>> import jax.numpy as jnp
@@ -256,6 +264,7 @@ def scale_by_sent_rate(
 
   def update_fn(updates, state, params=None, *, version, **extra_args):
     del params, extra_args
+    # A worker does not know the server's count; its ticket's version is it.
     rate = at(learning_rate, version)
     return jax.tree.map(lambda u: -rate.astype(u.dtype) * u, updates), state
 

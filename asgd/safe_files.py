@@ -1,8 +1,8 @@
 """Files and folders that a symbolic link cannot lead elsewhere.
 
 Writing through a link changes its target, and emptying a linked folder empties
-the target. So a file is replaced by a new one, a growing file is opened without
-following links, and a folder is made or opened as a folder itself.
+the target. So a write replaces the file by a new one, a file that grows is
+opened without following links, and a folder is opened only if it is no link.
 """
 
 import contextlib
@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-_NO_LINK = (errno.ELOOP, errno.ENOTDIR)  # of O_NOFOLLOW, and of O_DIRECTORY
+_NO_LINK = (errno.ELOOP, errno.ENOTDIR)  # errors of O_NOFOLLOW and O_DIRECTORY
 
 
 def _link(path: Path) -> ValueError:
+  """Returns the error for a path that is a symbolic link."""
   return ValueError(
     f"{path} is a symbolic link, and results are not written through one:"
     " remove it"
@@ -25,7 +26,7 @@ def _link(path: Path) -> ValueError:
 
 @contextlib.contextmanager
 def _naming_folders(path: Path) -> Iterator[None]:
-  """Says which folder is in the place of a file, and the remedy."""
+  """Adds the folder's name and the remedy if a folder replaces a file."""
   try:
     yield
   except IsADirectoryError as error:
@@ -35,12 +36,13 @@ def _naming_folders(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
-  """Opens a new file that replaces `path` at the end of the block, and is
-  removed if the block fails. The target of a link at `path` stays as it was.
-  `disk` replaces as `os` does."""
+  """Opens a new file that replaces `path` at the end of the block.
+
+  If the block fails, the new file is removed. If `path` is a link, its target
+  stays unchanged. `disk` has a `replace` like that of `os`."""
   temporary = path.with_name(path.name + ".tmp")
   with _naming_folders(temporary), contextlib.suppress(FileNotFoundError):
-    temporary.unlink()  # of a process that was killed
+    temporary.unlink()  # left by a process that was killed
   with contextlib.ExitStack() as stack:
     file = stack.enter_context(temporary.open("x+b"))
     try:
@@ -55,12 +57,13 @@ def replacing(path: Path, disk: Any = os) -> Iterator[IO[bytes]]:
 
 
 def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
-  """Writes a file that is there whole or not at all, see `replacing`.
+  """Writes a file atomically: complete or not at all, see `replacing`.
 
   Args:
     path: of the file.
-    content: all of it; a text is encoded as UTF-8.
-    disk: writes and replaces as `os` does; a simulation has its own.
+    content: all of it; a str is encoded as UTF-8.
+    disk: has `write` and `replace` like those of `os`; a simulation passes its
+      own.
 
   Example:
     >>> folder = getfixture("tmp_path")
@@ -76,12 +79,13 @@ def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   rest = memoryview(content)
   with replacing(path, disk) as file:
     while rest:
+      # A write may be partial.
       rest = rest[disk.write(file.fileno(), rest) :]
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
-  """Writes a matplotlib figure, in the format of the path's suffix, as `write`
-  does; options are those of `savefig`."""
+  """Writes a matplotlib figure atomically, in the format of the path's suffix;
+  options are those of `savefig`."""
   with replacing(path) as file:
     figure.savefig(file, format=path.suffix[1:], **options)
 
@@ -97,20 +101,20 @@ def descriptor(path: Path | str, flags: int, mode: int = 0o666) -> int:
 
 
 def appending(path: Path, buffering: int = -1) -> IO[bytes]:
-  """Opens a file to be added to, and makes it if it is not there; `buffering`
-  is as of `open`. ValueError if it is a symbolic link."""
+  """Opens a file for appending, and creates it if it is missing. `buffering` is
+  that of `open`. ValueError if the path is a symbolic link."""
   flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
   return os.fdopen(descriptor(path, flags), "ab", buffering=buffering)
 
 
 def truncate(path: Path, size: int) -> None:
-  """Cuts a file to so many bytes; ValueError if it is a symbolic link."""
+  """Cuts a file to `size` bytes; ValueError if it is a symbolic link."""
   with os.fdopen(descriptor(path, os.O_WRONLY), "wb") as file:
     file.truncate(size)
 
 
 def _open_folder(path: Path) -> int:
-  """Returns a descriptor of a folder that is no link."""
+  """Returns a descriptor of a folder; ValueError if it is a link or a file."""
   try:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
   except OSError as error:
@@ -119,37 +123,40 @@ def _open_folder(path: Path) -> int:
     if path.is_symlink():
       raise _link(path) from error
     raise ValueError(
-      f"{path} is a file, and a folder is to be there: remove it"
+      f"{path} is a file, but a folder is needed at this path: remove it"
     ) from error
 
 
 def make_folder(path: Path) -> None:
-  """Makes a folder, and those above it, unless it is there. ValueError if a
-  file or a symbolic link is there; links above it are followed."""
+  """Makes a folder and its parents, unless they exist. ValueError if the path
+  is a file or a symbolic link; links among the parents are followed."""
   path.parent.mkdir(parents=True, exist_ok=True)
   try:
     path.mkdir()
   except FileExistsError:
+    # Opening it checks that it is a folder and no link.
     os.close(_open_folder(path))
 
 
 def hold_folder(path: Path) -> int:
-  """Makes a folder that only this user can open, and those above it, or takes
-  the one that is there.
+  """Opens a folder that only this user can open. It and its parents are made if
+  they are missing.
 
   Args:
     path: of the folder; those above it may be links.
 
   Returns:
-    A descriptor of the folder. `/proc/self/fd/DESCRIPTOR` is this very folder,
-    whatever comes to be at `path` later.
+    A descriptor of the folder. `/proc/self/fd/DESCRIPTOR` names this folder
+    even if another one replaces it at `path` later.
 
   Raises:
-    ValueError: if a link, a file or a folder of another user is there.
+    ValueError: if the path is a link, a file or a folder of another user.
   """
   path.parent.mkdir(parents=True, exist_ok=True)
   with contextlib.suppress(FileExistsError):
     path.mkdir(mode=0o700)
+  # The descriptor keeps the folder that was checked, whatever happens at the
+  # path.
   held = _open_folder(path)
   if os.fstat(held).st_uid != os.geteuid():
     os.close(held)
@@ -158,8 +165,8 @@ def hold_folder(path: Path) -> int:
 
 
 def make_private(path: Path) -> None:
-  """Makes a folder as `hold_folder` does, or takes it, and closes it to others;
-  the same errors."""
+  """Makes or opens a folder as `hold_folder` does, and removes the access of
+  other users; raises the same errors."""
   held = hold_folder(path)
   try:
     os.fchmod(held, stat.S_IRWXU)
@@ -168,6 +175,6 @@ def make_private(path: Path) -> None:
 
 
 def is_writable(folder: Path) -> bool:
-  """Whether this user can make files in a folder."""
+  """Whether this user can create files in a folder."""
   wanted = os.W_OK | os.X_OK
   return os.access(folder, wanted, effective_ids=True)

@@ -17,10 +17,10 @@ import optax
 
 from asgd import base, checks
 
-_FEW_LEAVES = 100  # of which a chain of additions compiles in a second
+_FEW_LEAVES = 100  # XLA compiles a chain of this many additions in a second
 
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
-# The state after a message, and float32[], the RMS of the parameters' change.
+# The state after a message; and float32[], the RMS of the parameters' change.
 _Accepted = tuple[base.ServerState, jax.Array]
 
 
@@ -28,8 +28,8 @@ def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
   """The gate that drops nothing.
 
   Args:
-    delay: of the message; not looked at.
-    message: not looked at.
+    delay: of the message; not used.
+    message: not used.
 
   Returns:
     True, as bool[].
@@ -87,7 +87,7 @@ def finite(delay: base.Delay, message: optax.Updates) -> jax.Array:
   """A gate that drops messages holding a NaN or an infinity.
 
   Args:
-    delay: of the message; not looked at.
+    delay: of the message; not used.
     message: any tree of float arrays.
 
   Returns:
@@ -107,7 +107,7 @@ def all_finite(tree: Any) -> jax.Array:
   """Returns whether a tree holds no NaN and no infinity, bool[].
 
   Args:
-    tree: of arrays, whole numbers among them.
+    tree: of arrays; those of integers or bools count as finite.
   """
   leaves = jax.tree.leaves(tree)
   real = (x for x in leaves if jnp.result_type(x).kind not in "iub")
@@ -116,13 +116,13 @@ def all_finite(tree: Any) -> jax.Array:
 
 
 def pushed(gate: Gate = accept_all) -> Gate:
-  """A gate that drops the messages of jobs that pushed nothing: zeros.
+  """A gate that drops messages of zeros, from jobs that pushed nothing.
 
-  A worker that accrues over several jobs (`asgd.worker.local_worker`) hands in
-  zeros for each of them but the last, which are no update of the server.
+  A worker that accrues gradients over several jobs (`asgd.worker.local_worker`)
+  sends zeros for each job but the last; they are no update of the server.
 
   Args:
-    gate: that the others have to pass as well.
+    gate: a second gate, which a message has to pass as well.
 
   Returns:
     A gate, (delay, message) -> bool[].
@@ -162,25 +162,25 @@ def gather(
   first: Any = False,
   add: Callable[..., optax.Updates] = optax.tree.add,
 ) -> tuple[optax.Updates, base.Ticket]:
-  """Adds a message to the sum that an update is made of.
+  """Adds a message to the sum of an update.
 
   Args:
     total: the sum of the messages before.
-    oldest: the ticket of the stalest of them, of which the update is told the
-      Delay.
+    oldest: the ticket of the stalest of them; the update gets its Delay.
     message: like `total`.
     ticket: of the message.
-    first: bool[], whether there was none before; then `oldest` is not read.
+    first: bool[], whether the message is the first one; then `oldest` is not
+      read.
+    add: adds two trees; another function may donate the first one's buffers.
     add: adds two trees; another one may donate the first's buffers.
 
-  Returns:
-    The sum, and the ticket of the stalest message; outside of a compiled
-    program that is one of the two given, and no parameters are copied.
+    The sum, and the ticket of the stalest message. Outside of a compiled
+    program that is one of the two given tickets: no parameters are copied.
   """
   total = add(total, message)
   numbers = first, ticket.version, oldest.version
   if not any(isinstance(x, jax.core.Tracer) for x in numbers):
-    if ticket is oldest:  # no number need be fetched
+    if ticket is oldest:  # no need to fetch the versions from the device
       return total, ticket
     older = first or int(ticket.version) < int(oldest.version)
     return total, ticket if older else oldest
@@ -189,11 +189,11 @@ def gather(
 
 
 def mean(total: optax.Updates, count: int) -> optax.Updates:
-  """Returns the message of an update, from the sum of several.
+  """Returns the message of an update: the mean of several, from their sum.
 
   Args:
     total: their sum.
-    count: how many they are.
+    count: how many messages were added.
   """
   average: optax.Updates = jax.tree.map(lambda x: x / count, total)
   return average
@@ -217,8 +217,8 @@ def rms(tree: optax.Params) -> jax.Array:
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return jnp.zeros([], jnp.float32)
-  # The minor axis last: XLA's CPU loops vectorize over it, where a sum over
-  # everything at once is one chain of dependent additions.
+  # Sum each leaf over its leading axes first. XLA's CPU loops vectorize over
+  # the last axis; a sum over all axes at once is one chain of additions.
   squares = [
     jnp.square(x).sum(axis=tuple(range(x.ndim - 1))).sum() for x in leaves
   ]
@@ -227,8 +227,10 @@ def rms(tree: optax.Params) -> jax.Array:
 
 
 def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
-  """The same sum, in the same order, as a loop. XLA copies a chain of additions
-  into all that reads it, and its time grows with the cube of their number."""
+  """Returns the sum of `numbers`, added in their order by a loop.
+
+  XLA copies a chain of additions into each of its readers, and its compile time
+  grows with the cube of their number."""
   terms = jnp.stack(numbers)
 
   def add(i: int, total: jax.Array) -> jax.Array:
@@ -240,14 +242,14 @@ def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
 
 
 def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
-  """Distance between the parameters and those a message was computed at.
+  """Distance between the parameters and those that a message was computed on.
 
     gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
 
   Args:
     params: the server's, when the message is received.
-    sent_params: like `params`; of an algorithm that looks ahead, the
-      look-ahead, not the parameters of its time.
+    sent_params: like `params`. For an algorithm that looks ahead these are the
+      predicted parameters that were sent.
 
   Returns:
     float32[], in the unit of a parameter.
@@ -282,23 +284,23 @@ def make_server(
     params <- params + algorithm(mean of `every` accepted messages)
 
   Args:
-    algorithm: what one update does with a message.
+    algorithm: turns a message into an update of the parameters.
     every: accepted messages averaged into one update; the number of workers
       gives synchronous SGD under a bulk synchronous order, anything else is
-      n-softsync (Zhang et al. 2016). The update is told the oldest's Delay.
-    gate: says which messages count. A dropped message changes nothing, not even
-      the version.
+      n-softsync (Zhang et al. 2016). The update gets the Delay of the oldest.
+    gate: decides which messages count. A dropped message changes nothing, not
+      even the version.
     at_server: a transform that scales each message by its own Delay before
       it is averaged, such as `scale_by_staleness`.
-    workers: how many workers the algorithm was built for, if it keeps something
+    workers: how many workers the algorithm was built for, if it keeps a state
       for each; runtimes refuse more.
 
   Returns:
     A Server: three pure functions, which may be compiled.
 
   Raises:
-    ValueError: for an `every` that is no positive whole number; of its `init`,
-      for parameters of an integer type.
+    ValueError: for an `every` that is no positive integer; from `init` of the
+      Server, for parameters of an integer type.
 
   Example:
     Any optax optimizer, on means of two messages.
@@ -327,6 +329,7 @@ def make_server(
     if every > 1:
       total = jax.tree.map(jnp.zeros_like, params)
       oldest = base.Ticket(version, version, params, jnp.bool_(True))
+    # `at_server` transforms get weights only; statistics are not scaled.
     message_state = scale.init(base.weights_of(params))
     inbox = PendingUpdate(version, total, oldest, message_state)
     return base.ServerState(params, algorithm.init(params), version, inbox)
@@ -345,9 +348,11 @@ def make_server(
     state: base.ServerState, ticket: base.Ticket, message: optax.Updates
   ) -> tuple[base.ServerState, base.Report]:
     delay = _delay(state, ticket)
+    # Measure against the ticket before the update changes the parameters.
     distance = gap(state.params, ticket.params)
     message_norm = rms(base.weights_of(message))
     accepted = gate(delay, message)
+    # Without a gate there is nothing to decide: no `cond` is compiled.
     if gate is accept_all:
       state, update_norm = accept(state, ticket, message)
     else:
@@ -371,20 +376,23 @@ def make_server(
 def _reads_sent(
   algorithm: base.Algorithm, scale: base.Transform, params: base.Params
 ) -> bool:
-  """Whether anything in an update depends on the parameters that were sent."""
+  """Whether an update depends on the parameters that were sent."""
   leaves, structure = jax.tree.flatten(params)
   shapes = tuple((jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves)
   return _update_reads_sent(algorithm, scale, structure, shapes)
 
 
-@functools.lru_cache(maxsize=64)  # each start of a worker asks again
+@functools.lru_cache(maxsize=64)  # called at each start of a worker
 def _update_reads_sent(
   algorithm: base.Algorithm,
   scale: base.Transform,
   structure: jax.tree_util.PyTreeDef,
   shapes: tuple[tuple[tuple[int, ...], Any], ...],
 ) -> bool:
-  """Returns the same, of parameters of these shapes."""
+  """Returns `_reads_sent` for parameters of the given shapes.
+
+  It traces one update: an input of the program that no equation uses is not
+  read."""
 
   def update(params: base.Params, sent: base.Params) -> None:
     zero, weights = jnp.zeros([], jnp.int32), base.weights_of(params)
@@ -399,14 +407,15 @@ def _update_reads_sent(
 
   zeros = [np.zeros(shape, dtype) for shape, dtype in shapes]
   params = jax.tree.unflatten(structure, zeros)
+  # The second half of the inputs are the sent parameters.
   made = jax.make_jaxpr(update)(params, params).jaxpr
   sent = made.invars[len(made.invars) // 2 :]
   return any(x is y for eqn in made.eqns for x in eqn.invars for y in sent)
 
 
 def _check_weights(weights: base.Params) -> None:
-  """Raises ValueError for a leaf that cannot be trained: an update would be
-  rounded to what its dtype holds."""
+  """Raises ValueError for a leaf of an integer type. It cannot be trained: each
+  update would be rounded to an integer."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       name = jax.tree_util.keystr(path)
@@ -419,8 +428,8 @@ def _check_weights(weights: base.Params) -> None:
 def _make_accept(
   algorithm: base.Algorithm, every: int, scale: base.Transform
 ) -> Callable[[base.ServerState, base.Ticket, optax.Updates], _Accepted]:
-  """Returns (state, ticket, message) -> the state after an accepted message and
-  the RMS of the parameters' change."""
+  """Returns (state, ticket, message) -> (the state after an accepted message,
+  the RMS of the parameters' change)."""
 
   def apply(
     state: base.ServerState, message: optax.Updates, delay: base.Delay
@@ -429,7 +438,7 @@ def _make_accept(
       message, state.opt_state, state.params, **delay._asdict()
     )
     params = optax.apply_updates(state.params, updates)
-    # Not of `updates`, which nothing else needs as an array.
+    # The norm of `updates` would keep that tree as an array only for this.
     norm = gap(params, state.params)
     state = state._replace(
       params=params, opt_state=opt_state, version=state.version + 1
@@ -439,8 +448,10 @@ def _make_accept(
   def enqueue(
     state: base.ServerState, message: optax.Updates, ticket: base.Ticket
   ) -> _Accepted:
-    """Adds one message; applies the average when `every` have come."""
+    """Adds one message; applies the average of every `every` messages."""
     inbox = state.inbox
+    # `total` and `oldest` of an empty inbox hold zeros, or the last update's
+    # ticket.
     first = inbox.count == 0
     total, oldest = gather(
       inbox.total, inbox.oldest, message, ticket, first=first
@@ -485,6 +496,6 @@ def _make_accept(
 
 
 def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:
-  # A server that was rolled back may be younger than a ticket.
+  # After a rollback the server's version may be less than a ticket's.
   staleness = jnp.maximum(state.version - ticket.version, 0)
   return base.Delay(ticket.worker, staleness, ticket.params)

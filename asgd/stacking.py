@@ -1,5 +1,5 @@
-"""Jobs of several batches: the batches stacked on a leading axis, as local
-workers take them."""
+"""Jobs of several batches, stacked on a leading axis, as local workers take
+them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,18 +28,18 @@ def stack(batches: Sequence[Any]) -> Any:
 
 
 def job_batches(batches: Batches, steps: int) -> Batches:
-  """Makes jobs of several batches out of jobs of one.
+  """Makes jobs of several batches from jobs of one batch.
 
   Args:
     batches: (worker, job) -> NumPy arrays [B, ...], as of `Problem.batches`.
     steps: H, 1 or more.
 
   Returns:
-    (worker, job) -> NumPy arrays [H, B, ...]: job j is the jobs j H, ...,
-    j H + H - 1. With one step it is `batches` itself.
+    (worker, job) -> NumPy arrays [H, B, ...]: job j holds the batches of jobs
+    j H, ..., j H + H - 1. With one step the function returns `batches` itself.
 
   Raises:
-    ValueError: for steps that are no positive whole number.
+    ValueError: for steps that are no positive integer.
 
   Example:
     >>> import numpy as np
@@ -64,8 +64,8 @@ def of_jobs(
   """Returns the batches of several jobs, stacked.
 
   Args:
-    batches: (worker, job) -> NumPy arrays [B, ...]. One with a method
-      `of_jobs(workers, jobs)` makes them itself, at once.
+    batches: (worker, job) -> NumPy arrays [B, ...]. If it has a method
+      `of_jobs(workers, jobs)`, that is called once for all jobs.
     workers: C, of the jobs.
     jobs: C.
 
@@ -79,6 +79,7 @@ def of_jobs(
     >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
     [[0, 5], [1, 6]]
   """
+  # One indexing of an array is faster than stacking many batches.
   together = getattr(batches, "of_jobs", None)
   if together is not None:
     return together(workers, jobs)
@@ -87,13 +88,13 @@ def of_jobs(
 
 
 class NamedBatches(NamedTuple):
-  """Batches of jobs, whose errors say whose they are."""
+  """Batches of jobs, whose errors name the worker and the job."""
 
   batches: Batches
 
   def __call__(self, worker: int, job: int) -> base.Batch:
     """Returns the batch of a job."""
-    with checks.batch_of(f"worker {worker}, job {job}"):
+    with checks.blame_batch(f"worker {worker}, job {job}"):
       return self.batches(worker, job)
 
   def of_jobs(self, workers: Sequence[int], jobs: Sequence[int]) -> base.Batch:
@@ -101,5 +102,5 @@ class NamedBatches(NamedTuple):
     if not hasattr(self.batches, "of_jobs"):
       pairs = zip(workers, jobs, strict=True)
       return stack([self(*pair) for pair in pairs])
-    with checks.batch_of(f"jobs {jobs[0]} to {jobs[-1]}"):
+    with checks.blame_batch(f"jobs {jobs[0]} to {jobs[-1]}"):
       return of_jobs(self.batches, workers, jobs)

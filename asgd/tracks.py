@@ -1,34 +1,34 @@
-"""Pieces of time in tracks, in Chrome's format: see https://ui.perfetto.dev."""
+"""Timelines in Chrome's trace format, for https://ui.perfetto.dev."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 Event = dict[str, Any]
 
-_FIRST_TID = 11  # 0 is the idle task, and the others are left for pids
+_FIRST_TID = 11  # 0 is the idle task, and smaller ones may equal a pid
 
 
 def event(phase: str, name: str, pid: int, tid: int, **fields) -> Event:
-  """Returns an event: "X" a piece, "i" a moment, "C" a counter, "M" a name."""
+  """Returns an event. Phases: "X" span, "i" instant, "C" counter, "M" name."""
   return {"name": name, "ph": phase, "pid": pid, "tid": tid, **fields}
 
 
 def microseconds(seconds: float) -> int:
-  """Returns the time of an event."""
+  """Returns a time in the integer unit of the format."""
   return round(1e6 * seconds)
 
 
 def piece(
   name: str, pid: int, tid: int, start: float, end: float, **fields
 ) -> Event:
-  """Returns a piece of time; `start` and `end` are seconds."""
+  """Returns a span of time; `start` and `end` are seconds."""
   time = microseconds(start)
   length = microseconds(end) - time
   return event("X", name, pid, tid, ts=time, dur=length, **fields)
 
 
 class Lanes:
-  """Lanes for pieces that may overlap; those of a lane do not."""
+  """Lanes for spans that may overlap; spans of the same lane do not."""
 
   def __init__(self):
     self._free: list[float] = []
@@ -44,7 +44,7 @@ class Lanes:
 
 
 class Tracks:
-  """Tracks in groups, named when they are met."""
+  """Tracks in groups; each is named at its first use."""
 
   def __init__(self, groups: Mapping[int, str]):
     """Starts with no track; `groups` are pid -> name."""
@@ -55,7 +55,7 @@ class Tracks:
     ]
 
   def tid(self, pid: int, name: str, place: int) -> int:
-    """Returns the number of a track, to be shown at a place in its group."""
+    """Returns the id of a track; `place` is its position in its group."""
     key = pid, name
     if key not in self._tids:
       self._tids[key] = tid = _FIRST_TID + len(self._tids)
@@ -71,5 +71,5 @@ class Tracks:
 
 
 def document(events: list[Event]) -> dict[str, Any]:
-  """Returns what is to be written, as JSON."""
+  """Returns the JSON document of a timeline."""
   return {"displayTimeUnit": "ms", "traceEvents": events}

@@ -1,4 +1,4 @@
-"""flax's TrainState, for one's own loop around transforms that read a Delay."""
+"""flax's TrainState for a user's own loop with transforms that read a Delay."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from flax.training import train_state
 
 
 class TrainState(train_state.TrainState):
-  """A TrainState whose transform is told what else `apply_gradients` is given.
+  """A TrainState that passes extra args of `apply_gradients` to its transform.
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -26,8 +26,8 @@ class TrainState(train_state.TrainState):
   """
 
   def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
-    """Returns the state after an update. `kwargs` that name a field replace it;
-    others (sent_params, staleness, worker) are the transform's extra args."""
+    """Returns the state after an update. A keyword that names a field replaces
+    it; others (sent_params, staleness, worker) go to the transform."""
     fields = {field.name for field in dataclasses.fields(self)}
     own = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
     tx = optax.with_extra_args_support(self.tx)

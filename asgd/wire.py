@@ -1,8 +1,8 @@
-"""A tree of arrays as bytes, in memory that is shared or in a message.
+"""A tree of arrays as bytes, in shared memory or in a message.
 
-Both sides know structure, shapes and dtypes, so only elements travel. A
-`Layout` places each leaf at a multiple of 64 bytes, in the byte order of the
-machine. Writing is one copy, reading is none.
+Sender and receiver know structure, shapes and dtypes, so only elements are
+sent. A `Layout` puts each leaf at a multiple of 64 bytes, in the machine's byte
+order. Writing copies each leaf once, reading copies nothing.
 """
 
 import math
@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-ALIGNMENT = 64  # bytes: a cache line, and what XLA wants of what it aliases
+ALIGNMENT = 64  # bytes: a cache line; XLA needs it to alias a buffer
 COMPRESSIONS = (None, "bfloat16")
 
 
 class Field(NamedTuple):
-  """Where a leaf lies."""
+  """The location of a leaf in a buffer."""
 
-  path: str  # like ['w'], for messages
+  path: str  # like ['w'], for errors
   offset: int  # bytes
   shape: tuple[int, ...]
   dtype: np.dtype  # in the tree
@@ -28,12 +28,12 @@ class Field(NamedTuple):
 
   @property
   def stop(self) -> int:
-    """Where it ends, in bytes."""
+    """The offset behind the leaf, in bytes."""
     return self.offset + math.prod(self.shape) * self.stored.itemsize
 
 
 class Layout(NamedTuple):
-  """Where the leaves of a tree lie in a buffer; equal for equal trees."""
+  """The locations of a tree's leaves in a buffer; equal for equal trees."""
 
   structure: jax.tree_util.PyTreeDef
   fields: tuple[Field, ...]  # in jax.tree.leaves order
@@ -41,14 +41,14 @@ class Layout(NamedTuple):
 
 
 def layout(tree: Any, *, compress: str | None = None) -> Layout:
-  """Returns where the leaves of `tree` are to lie: a function of its structure,
-  shapes and dtypes alone. Raises ValueError for an unknown compression, or
-  leaves that are not numbers.
+  """Returns the Layout of `tree`, which depends on its structure, shapes and
+  dtypes alone. Raises ValueError for an unknown compression, or for leaves that
+  are not numbers.
 
-  `compress="bfloat16"` stores floats of 32 and 64 bits in 16: each is rounded
-  to the nearest, ties to even (one of 64 bits is rounded to 32 before). The
+  `compress="bfloat16"` stores floats of 32 and 64 bits in 16. Each is rounded
+  to the nearest, ties to even (one of 64 bits is first rounded to 32). The
   relative error of a normal number is at most 2^-8; from 3.3962e38 on it
-  becomes an infinity. The rest is stored as it is, and NaN stays NaN.
+  becomes an infinity. Other dtypes are stored unchanged, and NaN stays NaN.
   """
   if compress not in COMPRESSIONS:
     raise ValueError(
@@ -63,44 +63,49 @@ def layout(tree: Any, *, compress: str | None = None) -> Layout:
     if compress and dtype in (np.float32, np.float64):
       stored = np.dtype(jnp.bfloat16)
     fields.append(Field(name, end, shape, dtype, stored))
+    # Round up to the next multiple of ALIGNMENT.
     end = -(-fields[-1].stop // ALIGNMENT) * ALIGNMENT
   return Layout(structure, tuple(fields), end)
 
 
 def shape_and_dtype(path: str, x: Any) -> tuple[tuple[int, ...], np.dtype]:
-  """Returns what a layout says of a leaf, its dtype in the machine's own byte
-  order. Raises ValueError, naming its path, for one that is not of numbers."""
+  """Returns the shape and dtype of a leaf in a layout; the dtype has the
+  machine's byte order. Raises ValueError, naming the path, for a leaf that is
+  not numbers."""
   x = x if hasattr(x, "dtype") else np.asarray(x)
-  # Keys have dtypes that NumPy does not know; numbers of 16 bits and less have
-  # some that NumPy takes for no numbers.
+  # NumPy does not know the dtypes of random keys, and takes some numbers of 16
+  # bits and less (bfloat16) for no numbers. So ask JAX.
   is_number = jnp.issubdtype(x.dtype, jnp.number)
   if not is_number and not jnp.issubdtype(x.dtype, jnp.bool_):
     raise ValueError(
-      f"the leaf {path} is of {x.dtype}, which is no number; send a key as"
-      " jax.random.key_data(key)"
+      f"the leaf {path} has dtype {x.dtype}, which is no number; send a random"
+      " key as jax.random.key_data(key)"
     )
   return tuple(x.shape), np.dtype(x.dtype).newbyteorder("=")
 
 
 def fitting(fields: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
-  """Returns leaves as arrays, of NumPy or jax. Raises ValueError for one that
-  has not the shape and dtype of its field."""
-  # With `write`'s, these loops take most of the time of a message of a few MB.
+  """Returns leaves as arrays of NumPy or jax. Raises ValueError if one does not
+  have the shape and dtype of its field."""
+  # This loop and that of `write` take most of the time of a message of a few
+  # MB.
   leaves = [x if hasattr(x, "dtype") else np.asarray(x) for x in leaves]
   for field, x in zip(fields, leaves, strict=True):
     if x.shape != field.shape or x.dtype != field.dtype:
       raise ValueError(
-        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, in the layout"
+        f"the leaf {field.path} is {x.dtype}{list(x.shape)}, but the layout has"
         f" {field.dtype}{list(field.shape)}"
       )
   return leaves
 
 
 def write(layout: Layout, tree: Any, buffer: Any) -> None:
-  """Copies the leaves of a tree (NumPy arrays, or jax arrays of any device) to
-  their places in a writable buffer of at least nbytes; bytes between and after
-  them stay. ValueError, before anything is written, for a tree of another
-  layout or a buffer that is too small."""
+  """Copies the leaves of a tree to their offsets in a writable buffer.
+
+  Leaves are NumPy arrays, or jax arrays of any device. The buffer has at least
+  `nbytes`; bytes between and behind the leaves stay unchanged. Raises
+  ValueError, before it writes anything, for a tree of another layout or a
+  buffer that is too small."""
   leaves, structure = jax.tree.flatten(tree)
   if structure != layout.structure:
     raise ValueError(_difference(layout, tree, structure))
@@ -108,34 +113,38 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
   data = _bytes(layout, buffer)
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
-  # Of another device, all transfers start before the first is waited for; those
-  # of the CPU are copied once, from where they lie.
+  # Start all transfers from another device before waiting for the first one.
+  # Leaves on the CPU need no transfer: they are copied once, into the buffer.
   if leaves and _elsewhere(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
         x.copy_to_host_async()
-  # What is too large for the stored dtype becomes an infinity, silently.
+  # A number too large for the stored dtype silently becomes an infinity.
   with np.errstate(over="ignore"):
     for field, x in zip(layout.fields, leaves, strict=True):
       _view(field, data)[...] = np.asarray(x)
 
 
 def read(layout: Layout, buffer: Any) -> Any:
-  """Returns the tree in a buffer as read-only NumPy arrays: views of it, copies
-  of leaves that are stored in another dtype. ValueError if the buffer is too
-  small."""
+  """Returns the tree in a buffer as read-only NumPy arrays. They are views of
+  the buffer, but copies of leaves that are stored in another dtype. ValueError
+  if the buffer is too small."""
   data = _bytes(layout, buffer)
   leaves = []
   for field in layout.fields:
     x = _view(field, data)
     if field.stored != field.dtype:
       x = x.astype(field.dtype)
+    # A write would change the buffer, which others may still read.
     x.flags.writeable = False
     leaves.append(x)
   return jax.tree.unflatten(layout.structure, leaves)
 
 
-def _difference(layout, tree, structure):
+def _difference(
+  layout: Layout, tree: Any, structure: jax.tree_util.PyTreeDef
+) -> str:
+  """Returns an error text: the difference between a tree and a layout's."""
   layout_paths = [field.path for field in layout.fields]
   leaves = jax.tree.leaves_with_path(tree)
   tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]
@@ -150,17 +159,18 @@ def _difference(layout, tree, structure):
   )
 
 
-def _elsewhere(x):
+def _elsewhere(x: Any) -> bool:
+  """Whether an array is on another device than a CPU."""
   return isinstance(x, jax.Array) and any(
     device.platform != "cpu" for device in x.devices()
   )
 
 
-def _bytes(layout, buffer):
-  """The buffer as uint8[nbytes]."""
+def _bytes(layout: Layout, buffer: Any) -> np.ndarray:
+  """Returns the buffer as uint8[nbytes]; ValueError if it does not fit."""
   data = buffer
   if not isinstance(buffer, np.ndarray):
-    empty = not memoryview(buffer).nbytes  # which frombuffer does not take
+    empty = not memoryview(buffer).nbytes  # frombuffer refuses an empty one
     data = np.empty(0, np.uint8) if empty else np.frombuffer(buffer, np.uint8)
   if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
     raise ValueError(
@@ -174,6 +184,6 @@ def _bytes(layout, buffer):
   return data
 
 
-def _view(field, data):
-  """The place of a leaf, as an array of the stored dtype."""
+def _view(field: Field, data: np.ndarray) -> np.ndarray:
+  """Returns a leaf as a view of the buffer, in the stored dtype."""
   return np.ndarray(field.shape, field.stored, data, field.offset)

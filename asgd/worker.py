@@ -1,9 +1,12 @@
 """The worker: everything between receiving a ticket and sending a message.
 
-A gradient worker sends one gradient for each ticket. The others work locally: a
-job is several batches, on which the worker runs an optimizer of its own, and
-its message is the displacement (parameter averaging, DiLoCo, FedAsync), the sum
-of the gradients (Downpour) or a pull on the server's parameters (EASGD).
+A gradient worker sends one gradient for each ticket. The others work locally:
+a job is several batches, on which the worker runs a local optimizer. Its
+message is one of:
+
+- the displacement of the parameters (parameter averaging, DiLoCo, FedAsync);
+- the sum of the gradients (Downpour);
+- a pull on the server's parameters (EASGD).
 
 Index letters used in shape comments:
   H  steps of a job, each on one batch
@@ -18,7 +21,7 @@ import jax.numpy as jnp
 import optax
 
 from asgd import base, checks
-from asgd.losses import Aux as Aux  # what a user's own loss returns
+from asgd.losses import Aux as Aux  # for users' losses
 from asgd.losses import Loss, as_loss
 
 _State = TypeVar("_State")
@@ -32,7 +35,7 @@ class WorkerState(NamedTuple):
 
 
 def job_key(root: jax.Array, worker: jax.Array, job: jax.Array) -> jax.Array:
-  """The key of one piece of work.
+  """Returns the random key of one job.
 
   It is a function of (seed, worker, job) only, so that no order of events and
   no restart can change it.
@@ -66,16 +69,16 @@ def gradient_worker(
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in any
       form that `as_loss` takes.
-    at_worker: a transform with a state of its own, such as DANA-Slim's
-      momentum. It sees the parameters that were sent, also as the extra arg
-      `sent_params`, beside `version`, int32[], the ticket's.
+    at_worker: a transform with a state, such as DANA-Slim's momentum. Its
+      update gets the sent parameters as `params` and as the extra arg
+      `sent_params`, and the ticket's `version`, int32[].
 
   Returns:
     A Worker. Its message has the structure of the parameters; if those are
     `Variables`, its `stats` are the batch's own.
 
   Raises:
-    LossError: as `as_loss`.
+    LossError: see `as_loss`.
 
   Example:
     >>> import jax
@@ -116,29 +119,29 @@ def gradient_worker(
 
 
 class Uneven(NamedTuple):
-  """A job of as many batches as this worker takes, not as all take."""
+  """A job whose number of batches is particular to its worker."""
 
   batches: Any  # [H, B, ...], H of this worker
 
 
 def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
-  """Has each message of a worker count as the examples that it is of.
+  """Scales each message of a worker by its number of examples.
 
       message <- B / batch_size message,   B the examples of its batches
 
-  So the mean over workers is the mean over examples if `batch_size` is that of
-  a worker on average. What several batches add up to counts them already.
-  Statistics of BatchNorm stay those of the batch.
+  If `batch_size` is the average over workers, the mean over workers is then the
+  mean over examples. The sum over several batches needs no other factor.
+  Statistics of BatchNorm are not scaled.
 
   Args:
     worker: any.
-    batch_size: examples of a batch that count as one message.
+    batch_size: a message of this many examples per batch has weight 1.
 
   Returns:
     A Worker.
 
   Raises:
-    ValueError: for a size that is no positive whole number.
+    ValueError: for a size that is no positive integer.
 
   Example:
     >>> import jax
@@ -178,24 +181,24 @@ class _Sums(NamedTuple):
 
 
 class _Stepped(NamedTuple):
-  """What is left of a job after some of its steps."""
+  """The state of a job after some of its steps."""
 
   weights: base.Params
   opt_state: optax.OptState
   sums: Any  # _Sums; None before the first step
 
 
-# (weights, opt_state, ticket, batch, key) -> the same after a step, or after H
+# (weights, opt_state, ticket, batch, key) -> the state after one step, or all H
 _Step = Callable[
   [base.Params, optax.OptState, base.Ticket, base.Batch, jax.Array], _Stepped
 ]
 
 
-# Up to so many steps are unrolled. XLA's CPU backend runs a convolution inside
-# a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times (ResNet-20, 780
-# against 31 ms) slower than outside. Compiling one more copy of a step takes
-# 0.06 s (MLP), 0.1 s (CNN) or 0.7 s (ResNet-20), which one or two jobs save
-# again. DiLoCo's 500 steps, unrolled, would compile for minutes.
+# Jobs of up to this many steps are unrolled. XLA's CPU backend runs a
+# convolution inside a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times
+# (ResNet-20, 780 against 31 ms) slower than outside. Compiling one more copy of
+# a step takes 0.06 s (MLP), 0.1 s (CNN) or 0.7 s (ResNet-20); one or two jobs
+# save that time again. DiLoCo's 500 steps, unrolled, would compile for minutes.
 _UNROLLED = 32
 
 
@@ -207,7 +210,7 @@ def _all_steps(
   key: jax.Array,
   steps: int,
 ) -> _Stepped:
-  """Takes all steps of a job; loss, statistics and gradient are sums."""
+  """Takes all steps of a job; loss, statistics and gradient are summed."""
 
   def add_step(carry: _Stepped, xs: tuple[Any, Any]) -> tuple[_Stepped, None]:
     h, part = xs
@@ -221,9 +224,11 @@ def _all_steps(
 
   if steps <= _UNROLLED:
     for h in range(steps):
+      # Step h uses batch h of the job.
       part = jax.tree.map(lambda x, h=h: x[h], batch)
       begun, _ = add_step(begun, (h, part))
     return begun
+  # A scan needs its carry before the first step: take the shapes of one step.
   first = jax.tree.map(lambda x: x[0], batch)
   weights, opt_state, _ = begun
   shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
@@ -234,8 +239,8 @@ def _all_steps(
 def _make_local_steps(
   loss: Loss, tx: base.Transform, steps: int, *, sum_gradients: bool
 ) -> _Step:
-  """Returns the steps of a job: loss and statistics are means over them, the
-  gradient is a sum."""
+  """Returns a function that takes all steps of a job. Its loss and statistics
+  are means over the steps, its gradient is a sum."""
   gradient = jax.value_and_grad(as_loss(loss), has_aux=True)
 
   def step(
@@ -268,12 +273,12 @@ def _make_local_steps(
       batch = batch.batches
       count = jax.tree.leaves(batch)[0].shape[0]
     elif steps == 1:
-      # The same key and the same operations as a gradient worker's.
+      # Use the same key and operations as a gradient worker.
       return step(weights, opt_state, ticket, batch, key)
     for leaf in jax.tree.leaves(batch):
       if jnp.shape(leaf)[:1] != (count,):
         raise ValueError(
-          f"a job of {count} steps is as many batches, stacked on a leading"
+          f"a job of {count} steps needs {count} batches stacked on a leading"
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.stacking.job_batches"
         )
@@ -298,10 +303,10 @@ def _message(
 class LocalState(NamedTuple):
   """State of `local_worker`."""
 
-  inner: optax.OptState  # of the local optimizer; () if it starts anew
-  local: optax.Params  # like weights, where the worker stopped
+  inner: optax.OptState  # of the local optimizer; () if each job resets it
+  local: optax.Params  # like weights, the worker's after its last job
   accrued: Any = ()  # like weights, not pushed yet; () if each job pushes
-  jobs: Any = ()  # int32[], of which `accrued` is the sum
+  jobs: Any = ()  # int32[], jobs summed in `accrued`
 
 
 MESSAGES = ("displacement", "gradients")
@@ -316,39 +321,40 @@ def local_worker(
   keep_state: bool = True,
   push_every: int = 1,
 ) -> base.Worker:
-  """A worker that takes `steps` optimizer steps of its own between messages.
+  """A worker that takes `steps` local optimizer steps between messages.
 
-  It starts from the ticket's parameters if the ticket is fresh. If it keeps an
-  earlier ticket it goes on from where it stopped: Downpour between two fetches,
-  the read-my-writes of SSP. Step h draws from fold_in(key, h), and from the key
-  itself if H is 1.
+  A job starts from the ticket's parameters if the ticket is fresh. If the
+  worker keeps an earlier ticket, the job starts from the end of the last job:
+  Downpour between two fetches, the read-my-writes of SSP. Step h draws from
+  fold_in(key, h), and from the key itself if H is 1.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in
       any form that `as_loss` takes.
-    tx: the local optimizer, learning rate included. Its update is told, as
-      extra args, `version` (int32[], the ticket's) and `sent_params`. Unless
+    tx: the local optimizer, learning rate included. Its update gets the extra
+      args `version` (int32[], the ticket's) and `sent_params`. Unless
       `keep_state=False`, its init reads shapes only.
     steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them.
-    message: "displacement", start minus end of the job: an outer gradient (in
-      DiLoCo's sign), which SGD with learning rate 1 at the server turns into
-      the end. Or "gradients", their sum on the way: Downpour's `accrued`
-      without the learning rate, which the server multiplies in, once.
-    keep_state: of `tx`, from job to job; otherwise each starts with a new one.
-    push_every: jobs whose gradients are one message, the last one's; those
-      before it hand in zeros (`asgd.server.pushed`). A fetch in between sets
-      the worker's parameters, and leaves what it has accrued.
-
+    message: "displacement" or "gradients". A displacement is the start minus
+      the end of the job: an outer gradient in DiLoCo's sign, and SGD with
+      learning rate 1 at the server moves the parameters to the end. "gradients"
+      is the sum of the job's gradients: Downpour's `accrued` without the
+      learning rate, which the server multiplies in once.
+    keep_state: whether the state of `tx` is kept from job to job; otherwise
+      each job starts with a new one.
+    push_every: jobs whose gradients are summed into one message. The last of
+      them sends it, the others send zeros (`asgd.server.pushed`). A fetch in
+      between replaces the worker's parameters and keeps the accrued gradients.
   Returns:
-    A Worker. Its message has the structure of the parameters. The loss and the
-    statistics in a message of `Variables` are means over the batches, each
-    where the worker was by then.
+    A Worker. Its message has the structure of the parameters. The loss, and the
+    statistics in a message of `Variables`, are means over the batches, each
+    computed at the parameters of its step.
 
   Raises:
-    ValueError: for steps or jobs that are no positive whole number, an unknown
+    ValueError: for steps or jobs that are no positive integer, an unknown
       message, displacements of several jobs, and, when it is traced, a job of
       another number of batches.
-    LossError: as `as_loss`.
+    LossError: see `as_loss`.
 
   Example:
     >>> import jax
@@ -374,8 +380,8 @@ def local_worker(
   checks.whole("push_every", push_every)
   if push_every > 1 and not sum_gradients:
     raise ValueError(
-      f"push_every {push_every} is of gradients, which are summed over jobs; a"
-      " displacement is of one job"
+      f"push_every must be 1 for displacements, not {push_every}: only"
+      " gradients are summed over jobs; use message='gradients'"
     )
   local_steps = _make_local_steps(loss, tx, steps, sum_gradients=sum_gradients)
 
@@ -391,11 +397,13 @@ def local_worker(
     state: LocalState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> _Worked[LocalState]:
     sent = base.weights_of(ticket.params)
+    # On a kept ticket the job resumes where the last one stopped.
     start = optax.tree.where(ticket.fresh, sent, state.local)
     inner = state.inner if keep_state else tx.init(start)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
     out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     inner, accrued, jobs = inner if keep_state else (), (), ()
+    # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
       total = optax.tree.add(state.accrued, out)
@@ -413,25 +421,27 @@ class ElasticState(NamedTuple):
 
   inner: optax.OptState  # of the local optimizer
   local: optax.Params  # like weights, x^i
-  started: jax.Array  # bool[], False until the first ticket gave it x^i
+  started: jax.Array  # bool[], False until the first ticket has set x^i
 
 
 def elastic_worker(
   loss: Loss, tx: optax.GradientTransformation, *, steps: int, alpha: float
 ) -> base.Worker:
-  """A worker with parameters of its own, tied to the server's by a spring.
+  """A worker with separate parameters, tied to the server's by a spring.
 
       H steps of tx on x^i;   d = alpha (x^i - x~);   x^i <- x^i - d
       message = -d, for a server of SGD with learning rate 1:   x~ <- x~ + d
 
-  It is that of asynchronous EASGD; with Nesterov's momentum in `tx`, of EAMSGD.
-  x^i is the worker's for good and starts as its first ticket; the centre x~ is
-  the server's parameters.
+  It is the worker of asynchronous EASGD; with Nesterov's momentum in `tx`, of
+  EAMSGD. x^i starts at the worker's first ticket, and later tickets do not
+  replace it; the centre x~ is the server's parameters.
 
-  It differs from the paper in two points. There a worker reads and moves the
-  centre at once; here x~ in d is the ticket's, as old as the job, an age that
-  is recorded as staleness. And there the step that follows an exchange takes
-  its gradient where x^i was before it; here, where x^i is.
+  It differs from the paper in two points:
+
+  - In the paper a worker reads and moves the centre at once. Here x~ in d is
+    the ticket's, as old as the job; this age is recorded as staleness.
+  - In the paper the step after an exchange takes its gradient at x^i before the
+    exchange; here, at x^i after it.
 
   Args:
     loss: differentiated with respect to the (weights of the) parameters; in
@@ -441,7 +451,7 @@ def elastic_worker(
       its x^i.
     steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them; tau
       of the paper.
-    alpha: in (0, 1], of the distance to the centre, closed from either side.
+    alpha: in (0, 1]. An exchange moves each side by this part of the distance.
 
   Returns:
     A Worker. Its message has the structure of the parameters.
@@ -449,7 +459,7 @@ def elastic_worker(
   Raises:
     ValueError: for a value out of its range, and, when it is traced, a job of
       another number of batches.
-    LossError: as `as_loss`.
+    LossError: see `as_loss`.
 
   Source:
     Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NIPS
@@ -487,6 +497,7 @@ def elastic_worker(
     centre = base.weights_of(ticket.params)
     start = optax.tree.where(state.started, state.local, centre)
     end, inner, sums = local_steps(start, state.inner, ticket, batch, key)
+    # The same pull moves both sides: x^i here, the centre by the message.
     pull = jax.tree.map(lambda x, c: alpha * (c - x), end, centre)  # -d
     state = ElasticState(inner, optax.tree.add(end, pull), jnp.bool_(True))
     return state, _message(ticket, pull, sums.stats), base.Metrics(sums.loss)

@@ -1,19 +1,20 @@
 """The settings of the DANA paper: ResNet-20 on CIFAR-10 (Hakimi et al. 2019).
 
-Batch 128 a worker, learning rate 0.1 whatever the number of workers, momentum
-0.9, weight decay 1e-4, 160 epochs in total over all workers, a tenth at epochs
-80 and 120, 5 epochs of warm-up from 0.1 / N, gamma durations, five seeds. The
-model has GroupNorm where the paper's has BatchNorm, with statistics that its
-simulator shares between all workers; `--config.model.norm=batch` gives
-BatchNorm with statistics that the server averages from the messages.
+Batch 128 a worker, learning rate 0.1 for any number of workers, momentum 0.9,
+weight decay 1e-4, 160 epochs over all workers together. The rate is a tenth
+from epochs 80 and 120 on, after 5 epochs of warm-up from 0.1 / N. Gamma
+durations, five seeds. The model has GroupNorm; the paper's has BatchNorm, with
+statistics that its simulator shares between all workers.
+`--config.model.norm=batch` gives BatchNorm with statistics that the server
+averages from the messages.
 
   python -m launch.train --config=configs/cifar10.py
 
-The orders to expect: gap of NAG-ASGD far above DANA-Zero and ASGD, which are
-near each other; NAG-ASGD collapses at 16 to 20 workers; DANA-DC and DANA-Zero
-stay above Multi-ASGD, and that above NAG-ASGD. This is 2 million updates of
-ResNet-20: a job for an accelerator. `configs/cifar10.py:smoke` runs
-two updates' worth of every algorithm at two workers.
+Expected: the gap of NAG-ASGD is far above those of DANA-Zero and ASGD, which
+are near each other. NAG-ASGD collapses at 16 to 20 workers. The accuracy of
+DANA-DC and DANA-Zero stays above that of Multi-ASGD, which stays above that of
+NAG-ASGD. The run has 2 million updates of ResNet-20 and needs an accelerator.
+`configs/cifar10.py:smoke` runs two updates of every algorithm with two workers.
 """
 
 import ml_collections
@@ -30,7 +31,7 @@ def get_config(arg=None):
     asgd=dict(recipe="asgd", title="ASGD", **decay),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD", **decay),
     multi_asgd=dict(recipe="multi_asgd", title="Multi-ASGD", **decay),
-    # As in that paper: with momentum, and lambda = 2 constant.
+    # As in that paper: with momentum, and a constant lambda of 2.
     dc_asgd=dict(
       recipe="dc_asgd_c", title="DC-ASGD", momentum=0.9, strength=2.0, **decay
     ),

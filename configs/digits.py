@@ -1,13 +1,13 @@
-"""The main job: what staleness costs, and what cures it, in minutes.
+"""The main job: what staleness costs, and which algorithms reduce the cost.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
-digits (scikit-learn, 1,437 images); times of workers follow the homogeneous
-gamma model of the DANA paper (Hakimi et al. 2019).
+digits (scikit-learn, 1,437 images). Durations follow the homogeneous gamma
+model of the DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/digits.py
 
-Test accuracy in percent, mean and standard deviation of three seeds, in forty
-seconds on two cores, twenty once its programs are compiled:
+Test accuracy in percent, mean and standard deviation of three seeds. It takes
+40 seconds on two cores, or 20 once its programs are compiled:
 
                8 workers     16 workers    32 workers
   DANA-Zero    96.0 ± 0.3    96.5 ± 0.2    96.4 ± 1.0
@@ -29,7 +29,7 @@ def get_config(arg=None):
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
-    # Without momentum, so at a larger rate.
+    # DC-ASGD has no momentum, so its rate is larger.
     dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.02),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),

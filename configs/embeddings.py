@@ -1,9 +1,9 @@
-"""Word embeddings on a parameter server: rows of the words of a batch.
+"""Word embeddings on a parameter server, which sends only the rows of a batch.
 
-Skip-gram with negative sampling on words of Python's manual: 4 simulated
-workers pull the rows of their pairs and of the negatives, SSP and ESSP beside
-one worker with plain SGD, where all end (test loss 2.68 to 2.69). Another text,
-as --data_dir, with the argument `file`.
+Skip-gram with negative sampling on words of Python's manual. 4 simulated
+workers pull the rows of their pairs and negatives, by SSP and ESSP; one worker
+uses plain SGD. All end at a test loss of 2.68 to 2.69. The variant `file`
+trains on another text, --data_dir.
 
   python -m launch.train --config=configs/embeddings.py
   python -m launch.train --config=configs/embeddings.py:file --data_dir=FILE
@@ -38,7 +38,7 @@ def get_config(arg=None):
   config.batch_size = 256
   config.epochs = 5.0
   config.learning_rate = 8.0
-  # At the full rate to the end, updates that are late make the loss jump.
+  # At the full rate to the end, late updates make the loss jump.
   config.learning_rate_schedule = dict(
     decay_epochs=(2.0, 3.5), decay_factor=0.35
   )

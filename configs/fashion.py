@@ -1,7 +1,7 @@
-"""What staleness costs a small CNN on Fashion-MNIST.
+"""The cost of staleness for a small CNN on Fashion-MNIST.
 
-The comparison of `digits` on real images of a larger set: 60,000 for
-training. The data is looked for in --data_dir, in Debian's package
+The comparison of `digits` on a larger set of real images, 60,000 for training.
+The data are searched in --data_dir and in Debian's package
 dataset-fashion-mnist, and downloaded otherwise.
 
   python -m launch.train --config=configs/fashion.py
@@ -17,8 +17,8 @@ seeds, in 12 minutes on two cores:
   ASGD         81.6 ± 0.7    79.8 ± 1.0
   one worker   88.3 ± 0.3
 
-`configs/fashion.py:smoke` is the same in a minute: one seed, 8 workers
-and a tenth of an epoch.
+`configs/fashion.py:smoke` is a version of one minute: one seed, 8 workers and a
+tenth of an epoch.
 """
 
 import ml_collections
@@ -32,7 +32,7 @@ def get_config(arg=None):
     sgd=dict(recipe="nag_asgd", title="SGD (1 worker)", workers=(1,)),
     asgd=dict(recipe="asgd", title="ASGD"),
     nag_asgd=dict(recipe="nag_asgd", title="NAG-ASGD"),
-    # Without momentum, so at a larger rate.
+    # DC-ASGD has no momentum, so its rate is larger.
     dc_asgd=dict(recipe="dc_asgd_a", title="DC-ASGD", learning_rate=0.016),
     gap_aware=dict(recipe="gap_aware", title="Gap-Aware"),
     dana_zero=dict(recipe="dana_zero", title="DANA-Zero"),

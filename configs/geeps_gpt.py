@@ -1,23 +1,23 @@
-"""A GPT whose weights are larger than what its device may hold of them.
+"""A GPT whose weights do not fit into its device's memory.
 
-One device does all eight stages; weights, momentum and sums of gradients are in
-the host's memory but for 2 MB, or 1, of 3.8 (Cui et al., "GeePS: scalable deep
-learning on distributed GPUs with a GPU-specialized parameter server", EuroSys
-2016). The same bits come out; what is moved is in the results.
+One device runs all eight stages. Weights, momentum and gradient sums (3.8 MB)
+are in the host's memory, except for 2 MB or 1 MB (Cui et al., "GeePS: scalable
+deep learning on distributed GPUs with a GPU-specialized parameter server",
+EuroSys 2016). Parameters are bit-equal; the moved bytes are in the results.
 
   python -m launch.train --config=configs/geeps_gpt.py
 
-40 updates of 8 microbatches; MB that instructions needed, that came here of
-the host's memory and that went there, and the most that the device held:
+40 updates of 8 microbatches. Columns, in MB: used by instructions, fetched from
+the host's memory, written back to it, and the peak on the device:
 
                       needed  fetched  written  held
   all on the device                             3.8
   2 MB                 1,268      103      101  2.0
   1 MB                 1,268      126      101  1.0
 
-Breadth first a batch fetches the weights of a stage once or twice, however many
-microbatches it has. All end with the same parameters, to the bit, after 16 to
-17 s of training.
+With the schedule breadth first, a batch fetches the weights of a stage once or
+twice, however many microbatches it has. All runs end with bit-equal parameters,
+after 16 to 17 s of training.
 """
 
 import ml_collections

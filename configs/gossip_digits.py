@@ -1,14 +1,14 @@
 """Training without a server: peers on a graph, against all-reduce.
 
-Handwritten digits, 8 workers. All-reduce SGD waits for all; D-PSGD on a ring
-and on the exponential graph for neighbours; SGP sends to one peer a round;
-AD-PSGD waits for nobody; local SGD, CHOCO-SGD with 1 % of the elements and the
-sharing of updates beyond a threshold send less.
+Handwritten digits, 8 workers. All-reduce SGD waits for all workers, D-PSGD (on
+a ring and on the exponential graph) for neighbours, AD-PSGD for none. SGP sends
+to one peer in a round. Three runs send less: local SGD, CHOCO-SGD with 1 % of
+the elements, and sharing of updates above a threshold.
 
   python -m launch.train --config=configs/gossip_digits.py
 
-Test accuracy in percent of the mean model, mean and standard deviation of
-three seeds; simulated time; what a link bears. In 75 seconds on two cores:
+Test accuracy of the mean model in percent, mean and standard deviation of three
+seeds; simulated time; MB over a link. In 75 seconds on two cores:
 
                        accuracy      time   MB/link
   all-reduce           95.7 ± 0.4    254

@@ -1,9 +1,9 @@
-"""Live peers: threads or Ray processes that talk to each other, no server.
+"""Live peers: threads or Ray processes that exchange messages, no server.
 
-Handwritten digits, 4 peers, each an actor of Ray. `dense` is all that a peer
-makes of a gradient, told to everybody; `threshold` tells about one number of a
-thousand, as +-tau, and the rest later. With a peer that is killed after 200
-jobs and comes back:
+Handwritten digits, 4 peers, each an actor of Ray. With `dense` a peer sends
+each update in full to all peers. With `threshold` it sends about one element in
+a thousand, as +-tau, and the rest later. The second command kills a peer after
+200 jobs; it is restarted:
 
   python -m launch.train --config=configs/gossip_live.py --config.only=dense
   python -m launch.train --config=configs/gossip_live.py \

@@ -1,9 +1,8 @@
 """k-means on a parameter server: centres as rows, digits, 4 workers.
 
-Clusters of scikit-learn's digits as sums and numbers of examples, to which 4
-simulated workers add theirs, reading centres that are up to 3 clocks old: it
-ends where one worker ends, and where scikit-learn's MiniBatchKMeans ends from
-the same centres.
+Clusters of scikit-learn's digits, as sums and numbers of examples. 4 simulated
+workers add to them, with centres that are up to 3 clocks old. The result is
+that of one worker, and of scikit-learn's MiniBatchKMeans from the same centres.
 
   python -m launch.train --config=configs/k_means.py
 """

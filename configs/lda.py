@@ -1,10 +1,10 @@
 """Topics of documents on a parameter server: LDA by Gibbs sampling.
 
-Counts of words by topic are a table, which 4 simulated workers sample with
+Counts of words by topic are a table. 4 simulated workers sample topics with
 counts that are up to 3 clocks old. Documents are generated from ten known
-topics, the rows and columns of a grid of words, which all runs find; or pages
-of Python's manual with the argument `pydoc`, and 20 newsgroups, where
-scikit-learn has it on disk, with `newsgroups`.
+topics, the rows and columns of a grid of words; all runs find them. The variant
+`pydoc` uses pages of Python's manual, and `newsgroups` uses 20 newsgroups, if
+scikit-learn has it on disk.
 
   python -m launch.train --config=configs/lda.py
   python -m launch.train --config=configs/lda.py:pydoc

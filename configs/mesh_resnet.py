@@ -1,11 +1,11 @@
-"""A ResNet on small images, examples on one axis and rows on the other.
+"""A ResNet on small images; a mesh divides examples and rows of images.
 
   python -m launch.train --config=configs/mesh_resnet.py
 
-ResNet-20 with GroupNorm on 8 x 8 digits, 160 updates of 64 by SGD with momentum
-on eight devices: four replicas of two devices, each with half of every image.
-Two devices are the most for images of 8 rows, of which the last layers have 2;
-CIFAR-10 (--config.data.name=cifar10 --config.data.augment=True) has room for 8.
+ResNet-20 with GroupNorm on 8 x 8 digits, 160 updates of 64 by SGD with
+momentum, on eight devices: four replicas of two devices, each with half of
+every image. Images of 8 rows cannot be divided further: the last layers have 2
+rows. CIFAR-10 (--config.data.name=cifar10 --config.data.augment=True) allows 8.
 
                                          train loss  test loss  accuracy %
   float32  data:4,rows:2 (the default)   0.0057      0.0776     97.5
@@ -13,8 +13,9 @@ CIFAR-10 (--config.data.name=cifar10 --config.data.augment=True) has room for 8.
   float64  data:4,rows:2                 0.0056      0.0839     96.9
            data:8                        0.0056      0.0839     96.9
 
-Round-off grows as this network learns; with --config.mesh.precision=float64 it
-stays below what is printed. One seed, a minute each on two cores.
+Rounding errors grow as this network learns. With
+--config.mesh.precision=float64 they stay below the printed digits. One seed, a
+minute each on two cores.
 """
 
 import ml_collections

@@ -1,9 +1,9 @@
-"""ResNet-20 on CIFAR-10 in pipelines of four stages, cut where time says.
+"""ResNet-20 on CIFAR-10 in pipelines of four stages, cut by measured time.
 
   python -m launch.train --config=configs/pipeline_cifar10.py
 
-640 microbatches of 16 images for every run. Test loss and accuracy in percent
-on 2,000 images, on the lossy archive `cifar10_jpeg.tar.xz`:
+Each run has 640 microbatches of 16 images. Test loss and accuracy in percent on
+2,000 images, from the lossy archive `cifar10_jpeg.tar.xz`:
 
                          loss   acc.  stale    activations MiB
   1F1B, rate 0.02        2.003  26.1  0 0 0 0  39
@@ -12,12 +12,12 @@ on 2,000 images, on the lossy archive `cifar10_jpeg.tar.xz`:
   PipeDream, Gap-Aware   1.882  30.7  3 2 1 0  39
   PipeDream, predicted   1.844  33.6  3 2 1 0  39
 
-One seed, a fifth of an epoch, 5 minutes on two cores: this shows that it runs
-and learns, and little more. 1F1B makes 80 updates where PipeDream makes 640,
-and does not learn at rates of 0.1 and more, so early. "FTPipe, stale" keeps its
-activations, which FTPipe itself recomputes with the newest weights. Another
-machine measures other layers, cuts elsewhere, and gives the asynchronous runs
-other numbers. `configs/pipeline_cifar10.py:smoke` makes two updates.
+One seed, a fifth of an epoch, 5 minutes on two cores: it shows only that the
+runs work and learn. 1F1B makes 80 updates, PipeDream 640. In 80 updates
+1F1B does not learn at rates of 0.1 and more. "FTPipe, stale" keeps its
+activations; FTPipe itself recomputes them with the newest weights. Another
+machine measures other layer times and cuts elsewhere, so its asynchronous runs
+have other numbers. `configs/pipeline_cifar10.py:smoke` makes two updates.
 """
 
 import ml_collections

@@ -2,9 +2,9 @@
 
   python -m launch.train --config=configs/pipeline_digits.py
 
-480 microbatches of 8 images for every run: 60 updates of a synchronous
-schedule, 480 of PipeDream. Test loss and accuracy in percent, mean of three
-seeds (the synchronous ones agree to the last digit that is shown):
+Each run has 480 microbatches of 8 images: 60 updates of a synchronous schedule,
+480 of PipeDream. Test loss and accuracy in percent, mean of three seeds (the
+synchronous schedules agree in all printed digits):
 
                            loss   accuracy  staleness of stages
   GPipe, 1F1B, ZB-H1, -V   0.256  92.3      0 0 0 0
@@ -14,9 +14,9 @@ seeds (the synchronous ones agree to the last digit that is shown):
   PipeDream, Gap-Aware     0.210  92.9      3 2 1 0
   PipeDream, predicted     0.122  96.1      3 2 1 0
 
-All 27 cells took 77 seconds of CPU time, which is 108 seconds on two busy
-cores. Tasks of so small a model take as long as starting them, so seconds say
-little here.
+All 27 cells took 77 seconds of CPU time, or 108 seconds on two busy cores. The
+tasks of so small a model take no longer than starting them, so seconds do not
+compare schedules.
 """
 
 import ml_collections

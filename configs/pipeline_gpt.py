@@ -2,10 +2,10 @@
 
   python -m launch.train --config=configs/pipeline_gpt.py
 
-317,000 parameters, 64 characters of context, four CPU devices; 640 microbatches
-of 4 windows for every run. Test loss (nats; 4.6 at first), accuracy of
-characters in percent, staleness of the stages, versions of the first stage's
-weights, activations of the fullest device in MiB, and bubble in percent, as
+317,000 parameters, 64 characters of context, four CPU devices. Each run has 640
+microbatches of 4 windows. Columns: test loss (nats; 4.6 at first), accuracy of
+characters in percent, staleness of each stage, weight versions of the first
+stage, activations of the fullest device in MiB, and the bubble in percent as
 predicted from measured durations:
 
                                loss   acc.  stale    versions  MiB   bubble
@@ -22,12 +22,12 @@ predicted from measured durations:
   PipeDream, DC-ASGD           2.460  38.4  3 2 1 0  4         16.6  21
   PipeDream, predicted         2.426  38.5  3 2 1 0  4         16.6  26
 
-One seed, 5 minutes (of which 2 are training) on two cores that others used,
-too. PipeDream makes eight updates where GPipe makes one. Two cores do the work
-of four devices, so seconds compare no schedules, and bubbles that are measured
-are larger than those predicted. A synchronous schedule clips by the norm of all
-stages, so that each is the same training; asynchronous stages each clip by
-their own.
+One seed, 5 minutes (2 of them training) on two cores that other programs used,
+too. PipeDream makes eight updates for each one of GPipe. Two cores do the work
+of four devices, so seconds do not compare schedules, and measured bubbles are
+larger than predicted ones. A synchronous schedule clips by the norm over all
+stages, so all synchronous schedules are the same training. Each asynchronous
+stage clips by its own norm.
 """
 
 import ml_collections
@@ -39,8 +39,8 @@ def _runs():
   gap_aware = dict(schedule="pipedream", recipe="gap_aware")
   two_bw = dict(sgd, schedule="pipedream_2bw", every=4)
   ftpipe = dict(sgd, schedule="ftpipe")
-  # One update of 2BW is older than elsewhere a few microbatches: with momentum
-  # 0.9 it diverges at these rates, unless the weights are predicted.
+  # With momentum 0.9, 2BW diverges at these rates unless the weights are
+  # predicted: one of its updates is older than elsewhere a few microbatches.
   slow = dict(momentum=0.5, learning_rate=0.05)
   predicted = dict(predict=True, learning_rate=0.025)
   return dict(

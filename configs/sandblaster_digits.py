@@ -1,8 +1,8 @@
 """Sandblaster L-BFGS and stochastic gradients, on the same simulated cluster.
 
-Batch training by a coordinator without parameters (Dean et al. 2012) beside
-asynchronous and synchronous SGD on handwritten digits (scikit-learn), all with
-8 workers of one of which is three times as slow.
+Batch training by a coordinator without parameters (Dean et al. 2012), and
+asynchronous and synchronous SGD, on handwritten digits (scikit-learn). All have
+8 workers, one of which is three times as slow.
 
   python -m launch.train --config=configs/sandblaster_digits.py
 
@@ -14,9 +14,9 @@ in batches of a fast worker:
   ASGD         97.0 ± 0.3   0.086         728   5,340 updates
   SSGD         97.3 ± 0.2   0.082        2001   667 updates
 
-SSGD waits for the slow worker at every update; Sandblaster hands portions to
-whoever is idle, and copies of the last ones too. But an iteration takes a pass
-over the data, by the end of which ASGD has made a hundred updates.
+SSGD waits for the slow worker at every update. Sandblaster sends portions to
+idle workers, and copies of the last portions as well. But an iteration takes a
+pass over the data; in that time ASGD makes a hundred updates.
 """
 
 import ml_collections
@@ -27,7 +27,7 @@ def get_config(arg=None):
   config.data = dict(name="digits")
   config.model = dict(name="mlp", hidden=(64, 64))
   config.runs = dict(
-    # 89 portions of 16 images, in jobs of 2: a seventh of what a worker does.
+    # 89 portions of 16 images. A job has 2 of them: a seventh of a worker's.
     lbfgs=dict(
       recipe="sandblaster",
       title="Sandblaster L-BFGS",

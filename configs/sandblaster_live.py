@@ -1,9 +1,9 @@
 """Sandblaster L-BFGS live: 4 workers and 2 shards, each a process of Ray.
 
-The same run twice, on handwritten digits (scikit-learn): `whole` is not
-disturbed; of `killed` a worker and a shard are killed on the way. Both have the
-same loss at each iteration, to the bit (iterates.csv of the two cells), which
-is that of engine `simulate` too:
+The same run twice, on handwritten digits (scikit-learn): `whole` without
+failures, `killed` with a worker and a shard killed during the run. Both have
+bit-equal losses at each iteration (iterates.csv of the two cells), and so has
+the engine `simulate`:
 
   python -m launch.train --config=configs/sandblaster_live.py
   python -m launch.train --config=configs/sandblaster_live.py \
@@ -24,7 +24,8 @@ def get_config(arg=None):
     whole=dict(title="Sandblaster L-BFGS", **batch),
     killed=dict(
       title="with a worker and a shard killed",
-      failures=((1.0, "worker", 1), (2.0, "shard", 1)),  # after so many seconds
+      # (seconds after the start, kind, index)
+      failures=((1.0, "worker", 1), (2.0, "shard", 1)),
       **batch,
     ),
   )

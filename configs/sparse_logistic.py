@@ -1,13 +1,15 @@
-"""Sparse logistic regression with L1 on a parameter server, by its delay.
+"""Sparse logistic regression with L1 on a parameter server, for several delays.
 
 4 simulated workers compute gradients of blocks of features on their examples,
-and the server takes proximal steps; workers go on before that by up to tau
-steps. All end at the objective of scikit-learn's solver, with the same weights
-at 0. Examples are generated (1,600 of 20 of 1,000 features); scikit-learn's
-breast cancer data in bins and pairs of bins, 3,121 features, with the argument
-`breast_cancer`, and words of SST-2 in --data_dir with `sst2`. Objectives at the
-end (scikit-learn; BSP; delay 2): 0.3823, 0.383, 0.384; of breast cancer, whose
-features are alike, 0.2413, 0.2417, 0.2425 after 1,200 clocks.
+and the server takes proximal steps. Workers may be up to tau steps ahead of the
+server. All runs end at the objective of scikit-learn's solver, with the same
+weights at 0. Examples are generated (1,600 with 20 of 1,000 features). The
+variant `breast_cancer` uses scikit-learn's data in bins and pairs of bins
+(3,121 features); `sst2` uses words of SST-2 in --data_dir.
+
+Final objectives of scikit-learn, BSP and delay 2: 0.3823, 0.383, 0.384. For
+breast cancer, whose features are similar: 0.2413, 0.2417, 0.2425, after 1,200
+clocks.
 
   python -m launch.train --config=configs/sparse_logistic.py
   python -m launch.train --config=configs/sparse_logistic.py:breast_cancer

@@ -1,12 +1,12 @@
-"""One worker of four takes three times as long: what waits, and what it costs.
+"""One worker of four takes three times as long: the cost of waiting for it.
 
-Asynchronous against bulk synchronous SGD, live, on handwritten digits, with
-batches so large that computing is nearly all of the work.
+Asynchronous and bulk synchronous SGD, live, on handwritten digits. Batches are
+so large that computing is nearly all of the work.
 
   python -m launch.compare --config=configs/straggler_digits.py
 
-trains both with real workers, in threads or with --engine=ray as processes of
-Ray, measures them, and prints when each reached a loss, beside simulations with
+trains both with real workers (threads, or with --engine=ray processes of Ray)
+and measures them. It prints when each reached a loss, next to simulations with
 the measured durations.
 """
 
@@ -28,9 +28,9 @@ def get_config(arg=None):
   config.epochs = 250.0
   config.learning_rate = 0.005
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
-  # Long deadlines, so that the slow worker is not taken for dead.
+  # Long deadlines, or the slow worker would count as dead.
   config.live = dict(slowdown=(1, 1, 1, 3), late_seconds=20.0, spans=True)
-  config.evaluations = 1  # at the end: they take the workers' cores
+  config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0
   if arg == "tiny":
     config.model.hidden, config.batch_size, config.epochs = (8,), 16, 0.2

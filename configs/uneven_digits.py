@@ -1,14 +1,14 @@
 """One worker of two takes three times as long: it gets a third of the work.
 
 Bulk synchronous SGD on handwritten digits, with batches of the same size for
-both workers, and with batches by the speed that is measured when a run starts.
-The examples of a round are the same, so that both come to the same loss after
-as many rounds, and the table says how long they took.
+both workers, and with batch sizes by the speed that is measured at the start of
+a run. A round has the same examples in both runs. So both have the same loss
+after the same number of rounds, and the table shows their times.
 
   python -m launch.train --config=configs/uneven_digits.py
 
-trains with threads, --config.engine=ray with processes of Ray, and
---config.engine=simulate with durations of 1 and 3 units.
+trains with threads. --config.engine=ray uses processes of Ray, and
+--config.engine=simulate uses durations of 1 and 3 units.
 """
 
 import ml_collections
@@ -34,7 +34,7 @@ def get_config(arg=None):
   config.learning_rate = 0.02
   config.learning_rate_schedule = dict(warmup_epochs=5.0)
   config.durations = dict(name="constant", slowdown=(1, 3))
-  # Long deadlines, so that the slow worker is not taken for dead.
+  # Long deadlines, or the slow worker would count as dead.
   config.live = dict(slowdown=(1, 3), late_seconds=20.0)
   config.curvature_checks = 0
   if arg == "tiny":

@@ -1,7 +1,7 @@
-"""Which algorithm stands more workers? Four of them, in simulated time.
+"""Compares how well four algorithms tolerate more workers, in simulated time.
 
-All have the same learning rate and the same order of messages. The gap is how
-far the parameters moved between sending and receiving.
+All have the same learning rate and the same order of messages. The gap is the
+distance that the parameters moved between sending and receiving.
 """
 
 import jax.numpy as jnp

@@ -1,8 +1,8 @@
-"""One transform in a loop of your own: SGD on gradients that come late.
+"""One transform in your own loop: SGD on delayed gradients.
 
-A queue of sent parameters stands for three other workers. A transform in front
-of the optimizer cures the staleness; the loop says how stale a gradient is, and
-where it was computed.
+A queue of sent parameters stands for three other workers. A transform before
+the optimizer compensates for the staleness. The loop passes the staleness of a
+gradient, and the parameters at which it was computed.
 """
 
 import collections

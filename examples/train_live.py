@@ -1,7 +1,7 @@
-"""Your own Flax model, trained live by four threads, and computed again.
+"""Trains your own Flax model live with four threads, and replays the run.
 
-The threads decide the order of messages, so every run is another one; the
-replay follows the order that was written down, and has the same bits.
+The threads decide the order of messages, so the order differs in every run. The
+replay follows the recorded order, and gives the same bits.
 """
 
 import tempfile

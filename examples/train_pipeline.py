@@ -1,7 +1,7 @@
-"""The same layers in two pipelines: with a flush, and without.
+"""Trains the same layers in two pipelines: with and without a flush.
 
-GPipe waits for every microbatch of a batch and computes what one device would;
-PipeDream never waits, and its first stage learns from older weights.
+GPipe waits for all microbatches of a batch, and computes the same result as one
+device. PipeDream never waits, and its first stage computes with older weights.
 """
 
 import flax.linen as nn

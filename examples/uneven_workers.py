@@ -1,8 +1,9 @@
-"""One of two workers is three times slower: equal work, and work by speed.
+"""Compares equal work and work by speed, with one of two workers three times
+slower.
 
-In rounds everybody waits for the slow worker. With batches in proportion to
-speed both take as long, and the same examples take less simulated time. The
-second half is a recipe of one's own: an optax transform that reads staleness.
+In rounds the fast worker waits for the slow one. With batches in proportion to
+speed both take the same time, and the same examples take less simulated time.
+The second recipe is your own: an optax transform that reads staleness.
 """
 
 import jax

@@ -1,4 +1,11 @@
-"""Commands. Flags, files, logs and clocks live here and nowhere else."""
+"""The commands of `asgd`: flags, exit statuses and printed lines.
+
+    asgd NAME --flag=... -> launch/NAME.py -> flags.run(main) -> asgd, pipeline
+
+`__main__` finds the command's module, `flags` parses its command line and turns
+errors into one line and a status. A function that can be imported belongs to
+`asgd` or `pipeline`. Begin with `train.py`.
+"""
 
 import gc
 import os
@@ -6,9 +13,10 @@ import signal
 import sys
 
 if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
-  # While libraries are imported, Ctrl-C just ends the command: an exception
-  # would come out of one of them as a page, or be swallowed there.
+  # Ctrl-C during the import of libraries ends the command at once. Otherwise
+  # KeyboardInterrupt is raised inside a library, which prints a page of
+  # traceback or swallows it.
   signal.signal(signal.SIGINT, signal.SIG_DFL)
-  # What is imported stays: to look for garbage in it takes a tenth of the time.
-  # `flags.run` looks again.
+  # Imported modules stay: garbage collections during the import would find
+  # nothing and take a tenth of the time. `flags.run` enables them again.
   gc.disable()

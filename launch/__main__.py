@@ -1,7 +1,7 @@
-"""The command `asgd`: lists the commands, and runs the one that is named.
+"""The command `asgd`: lists the commands, or runs the named one.
 
-`asgd train ...` is what `python -m launch.train ...` is in a checkout. `asgd
-train digits` means --config=digits, for the commands that take a config.
+In a checkout, `python -m launch.train ...` is the same as `asgd train ...`.
+`asgd train digits` means --config=digits, for commands that take a config.
 """
 
 import ast
@@ -12,16 +12,16 @@ from pathlib import Path
 import asgd
 from asgd import output
 
-COMMANDS = (  # in the order in which they are listed
+COMMANDS = (  # in the order of the list that --help prints
   *("train", "replay", "chaos", "compare", "reproduce", "timeline"),
   *("plan", "draw_schedule", "bench"),
 )
-_OF_CONFIG = "train", "chaos", "plan"  # a first word is their --config
+_OF_CONFIG = "train", "chaos", "plan"  # their first word is --config
 _USAGE_ERROR = 2  # exit status
 
 
 def summary(name: str) -> str:
-  """The first line of a command's docstring."""
+  """Returns the first line of a command's docstring, without importing it."""
   here = Path(__file__).parent
   folder = here / name
   path = folder / "__main__.py" if folder.is_dir() else here / f"{name}.py"
@@ -30,6 +30,7 @@ def summary(name: str) -> str:
 
 
 def _help() -> str:
+  """Returns the text of `asgd --help`."""
   width = max(map(len, COMMANDS))
   lines = [f"asgd {name.ljust(width)}  {summary(name)}" for name in COMMANDS]
   lines.append(
@@ -40,15 +41,16 @@ def _help() -> str:
 
 
 def _check(name: str) -> None:
+  """Raises ValueError for an unknown command."""
   if name not in COMMANDS:
-    from asgd import names  # with JAX, which --help does not need
+    from asgd import names  # imports JAX, which --help does not need
 
     names.check("command", name, COMMANDS)
 
 
 @output.ends_with_its_reader()
 def main() -> None:
-  """Runs the command that is named, with all other words."""
+  """Runs the named command with the other words as its command line."""
   name, *words = sys.argv[1:] or ["--help"]
   if name in ("--help", "-h", "--helpfull", "help"):
     print(_help())

@@ -1,38 +1,43 @@
-"""Kills the processes of a live run at random, and audits what comes of it.
+"""Kills the processes of a live run at random, and audits its results.
 
   asgd chaos --config=configs/digits.py --mtbf=5 \\
     --seconds=60 --kinds=worker,shard,hang,driver,term --seed=0 \\
     --config.workers=4 --config.only=dana_zero --config.seeds=0 \\
     --config.epochs=200
 
-Runs `asgd train` with the flags and the config that it is given (on engine
-ray unless --engine says threads), and from the first message on, for so
-many seconds, does one of these things after another to a process of it, at
-exponential times with a mean of --mtbf seconds, each kind once before any comes
-again. The seconds are those in which messages come: while a driver is started
-again nothing is done, and no time is counted.
+runs `asgd train` with the given flags and config (on engine ray, unless
+--engine is threads). From the first message on, for --seconds, it disturbs one
+process after another. The times between two failures are exponential, with a
+mean of --mtbf seconds; each kind of failure is used once before any is used
+again. Only seconds in which messages arrive count: while a driver restarts,
+nothing is injected.
 
   worker   SIGKILL to a worker
   shard    SIGKILL to a server shard
-  hang     SIGSTOP to a worker: it says nothing more, and no process is told
+  hang     SIGSTOP to a worker: it sends nothing more and does not exit
   term     SIGTERM to a worker, as a preemption notice
-  driver   SIGKILL to the driver, which is started again with the same command
+  driver   SIGKILL to the driver; the same command restarts it
 
-Then the run ends in peace, and each cell is audited (`asgd.experiment.audit`):
-every job received once, every acknowledged message an update and a row of the
-records, every death in the trace one of these, the order allowed, the replay
-the same to the bit, and no process and no memory left behind.
+Then the run finishes undisturbed, and each cell is audited
+(`asgd.experiment.audit`):
+
+- every job was received once;
+- every acknowledged message is an update and a row of the records;
+- every failure in the trace is an injected one;
+- the order was allowed, and the replay equals the run to the bit;
+- no process and no memory is left behind.
 
   asgd chaos --simulate=1000 --jobs=2
 
-runs small live runs in a simulated world instead, one for each seed, with the
-clock, the network, the disk and the order of all steps drawn from it, checks
-them in the same way, and prints for a seed that fails the command that repeats
-it with as few faults as possible. --protocol=tables, =sandblaster and =gossip
-run these instead of the parameter server. Ctrl-C ends with the count so far.
+runs small live runs in a simulated world instead, one for each seed. The seed
+draws the clock, the network, the disk and the order of all steps. The same
+checks follow. For a seed that fails, the command that repeats it with as few
+faults as possible is printed. --protocol=tables, --protocol=sandblaster and
+--protocol=gossip check these protocols instead of the parameter server. Ctrl-C
+ends with the counts so far.
 
-The exit status is 1 if anything fails, if nothing was done to it, or if the run
-stands still for --patience seconds.
+The exit status is 1 if a check fails, if nothing was injected, or if the run
+makes no progress for --patience seconds.
 """
 
 import collections
@@ -48,29 +53,29 @@ from asgd.live.world import explore
 
 from . import flags
 
-_EVERY = 500  # seeds between two lines of --simulate
+_EVERY = 500  # seeds between two printed lines of --simulate
 
 _CONFIG = flags.define_config()
 _TRAINING = flags.define(
-  {**flags.TRAINING, "engine": (flags.LIVE, "ray", "Of all runs.")}
+  {**flags.TRAINING, "engine": (flags.LIVE, "ray", "Engine of all runs.")}
 )
 _F = flags.define(
   {
     "mtbf": (float, 5.0, "Mean seconds between two failures."),
-    "seconds": (float, 60.0, "How long they are made, while messages come."),
-    "kinds": (list, list(chaos.KINDS), "What is done to which processes."),
-    "seed": (int, 0, "Of the failures' times and victims."),
+    "seconds": (float, 60.0, "How long to inject, while messages arrive."),
+    "kinds": (list, list(chaos.KINDS), "Kinds of failures to inject."),
+    "seed": (int, 0, "Seed of the failures' times and victims."),
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
-    "simulate": (int, 0, "So many runs in a simulated world, from --seed on."),
-    "protocol": (tuple(explore.ROOMS), "server", "Of the runs of --simulate."),
-    "faults": (list, None, "With --simulate=1, the numbers of those to come."),
+    "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
+    "protocol": (tuple(explore.ROOMS), "server", "Protocol of --simulate."),
+    "faults": (list, None, "With --simulate=1, indices of the faults to keep."),
     "jobs": (int, 1, "Processes for --simulate."),
   }
 )
 
 
 def _check_flags() -> None:
-  """Raises ValueError for what cannot be, before anything is started."""
+  """Raises ValueError for a time out of its range, before anything starts."""
   for name in ("mtbf", "seconds", "patience"):
     value = _F[name].value
     if not 0 < value < math.inf:
@@ -81,13 +86,13 @@ def _check_flags() -> None:
 
 
 def _check_kinds(engine: str) -> list[str]:
+  """Returns --kinds; ValueError for kinds that the engine does not have."""
   kinds, choose = _F["kinds"].value, f"choose of {','.join(chaos.KINDS)}"
   if not any(kinds):
     raise ValueError(f"--kinds is empty; {choose}")
   if not all(kinds):
     raise ValueError(
-      f"--kinds={','.join(kinds)} has a comma too many, or a kind too few;"
-      f" {choose}"
+      f"--kinds={','.join(kinds)} has an empty name between commas; {choose}"
     )
   for kind in kinds:
     if kind not in chaos.KINDS:
@@ -101,7 +106,7 @@ def _check_kinds(engine: str) -> list[str]:
 
 
 def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
-  """Says what was done, and what was to be and was not."""
+  """Returns a text of the injected failures, and of kinds never injected."""
   count = collections.Counter(failure.kind for failure in failures)
   done = ", ".join(
     f"{count[kind]} {kind}" for kind in chaos.KINDS if count[kind]
@@ -111,34 +116,37 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
   if not never:
     return text
   return (
-    f"{text}\nnever tried: {', '.join(never)}; give it more --seconds, more"
+    f"{text}\nnever injected: {', '.join(never)}; give it more --seconds, more"
     " --config.epochs or a smaller --mtbf"
   )
 
 
 def _report(exp, out, victim, kinds) -> bool:
-  """Prints what was done and what came of it; whether all is well."""
+  """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, victim.failures)}\n")
-  data_dir, fine = _TRAINING["data_dir"].value, True
+  data_dir, passed = _TRAINING["data_dir"].value, True
   for cell in exp.cells:
     plan, place = exp.plan(cell), out / "cells" / cell.name
     failures = [f for f in victim.failures if f.cell == cell.name]
     for finding in audit.findings(plan, place, failures, data_dir=data_dir):
       _print_finding(f"{cell.name}, {finding.what}", finding.text, finding.well)
-      fine &= finding.well
-  alive = chaos.alive(victim.processes)  # Ray takes its time
-  left = [f"memory {path}" for path in sorted(victim.memories) if path.exists()]
-  left += [f"process {pid}" for pid in alive]
-  _print_finding("left behind", ", ".join(left) or "nothing", not left)
-  return fine and not left
+      passed &= finding.well
+  alive = chaos.alive(victim.processes)  # waits for Ray to end its processes
+  memories = [path for path in sorted(victim.memories) if path.exists()]
+  leftovers = [f"memory {path}" for path in memories]
+  leftovers += [f"process {pid}" for pid in alive]
+  text = ", ".join(leftovers) or "nothing"
+  _print_finding("left behind", text, not leftovers)
+  return passed and not leftovers
 
 
 def _print_finding(what, text, well):
+  """Prints the line of one check."""
   print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
 
 
 def _simulate() -> None:
-  """Runs in a simulated world; see `asgd.live.world`."""
+  """Checks seeds in the simulated world, see `asgd.live.world`."""
   count, first, numbers = (_F[x].value for x in ("simulate", "seed", "faults"))
   jobs, keep = _F["jobs"].value, None
   for name, value in (("simulate", count), ("jobs", jobs)):
@@ -149,13 +157,14 @@ def _simulate() -> None:
     ("workdir", _TRAINING["workdir"].value is not None),
   ):
     if given:
-      raise ValueError(f"--simulate has runs of its own: drop --{name}")
+      raise ValueError(f"--simulate makes its own runs: drop --{name}")
   room = _F["protocol"].value
+  # The seed draws the faults, too, so --faults can name them by index.
   drawn = explore.drawn(first, room)
   if numbers is not None:
     there = len(drawn.faults)
     if count != 1:
-      raise ValueError("--faults are those of one seed: add --simulate=1")
+      raise ValueError("--faults selects faults of one seed: add --simulate=1")
     if not all(x.isdecimal() and int(x) < there for x in numbers):
       raise ValueError(
         f"--faults={','.join(numbers)}: seed {first} has faults 0 to"
@@ -189,12 +198,12 @@ def _simulate() -> None:
 
 
 def main() -> None:
-  """Runs, disturbs, audits."""
+  """Trains with injected failures, and audits the results."""
   if _F["simulate"].value:
     _simulate()
     return
   if _F["faults"].value is not None:
-    raise ValueError("--faults are those of --simulate=1: add it")
+    raise ValueError("--faults is for --simulate=1: add it")
   _check_flags()
   engine = _TRAINING["engine"].value
   kinds = _check_kinds(engine)
@@ -207,6 +216,7 @@ def main() -> None:
   protocols = {
     cell.name: protocol.of(exp.runs[cell.label]) for cell in exp.cells
   }
+  # [1] Train in other processes, which this one kills.
   victim = chaos.Victim(out, command, protocols)
   times = {name: _F[name].value for name in ("mtbf", "seconds", "patience")}
   try:
@@ -215,14 +225,15 @@ def main() -> None:
     raise flags.Failed(f"chaos: {error}") from error
   finally:
     victim.end()
+  # [2] Audit the results, unless the training itself failed.
   status = victim.process.returncode
   if status not in (0, flags.INCOMPLETE):  # the audit reports what is missing
     raise flags.Failed(f"chaos: asgd train ended with status {status}")
   if not _report(exp, out, victim, kinds):
     raise flags.Failed("chaos: the audit failed")
   if not victim.failures:
-    raise flags.Failed("chaos: nothing was injected, so nothing was tried")
-  print("\nthe audit found nothing wrong")
+    raise flags.Failed("chaos: no failure was injected, so nothing was tested")
+  print("\nthe audit found no fault")
 
 
 if __name__ == "__main__":

@@ -2,32 +2,35 @@
 
   asgd compare WORKDIR/cells/NAME
 
-measures how long the jobs of a live cell took, plays the same protocol with
-these times, trains the same cell in simulation, and draws both: how stale
-messages were, how many came in a second, and the loss against time. In one
-simulation the jobs of a worker take what they took, one after the other; in the
-other, times are drawn from those of each worker, as if workers were independent
-(on shared cores they are not). The time of a job includes that of the server
-and of waiting for it: it holds for this number of workers on machines as busy.
+1. measures how long each job of a live cell took;
+2. trains the same cell twice in simulation, by the same protocol;
+3. draws live cell and simulations: staleness of messages, messages a second,
+   and loss against time.
 
-A cell of peers, tables or Sandblaster, where no server decides the order, is
-compared with its replay; the first record that differs is named.
+In one simulation the jobs of a worker take their measured times, in order. In
+the other, the time of a job is drawn from the measured times of its worker, as
+if workers were independent (on shared cores they are not). The time of a job
+includes the server's work and the wait for it, so a prediction holds for this
+number of workers on equally busy machines.
 
-With WORKDIR alone, all its live cells are compared, and with each other: when
-each of them reached the same loss. With --durations_of=WORKDIR/cells/OTHER,
-times are those of another cell. And
+Cells of peers, tables and Sandblaster, whose order no server decides, are
+compared with their replay; the first record that differs is named.
+
+WORKDIR alone compares each of its live cells with its simulations, and prints
+when each cell reached a common loss. --durations_of=WORKDIR/cells/OTHER takes
+the times of another cell.
 
   asgd compare --config=configs/straggler_digits.py --engine=ray
 
-trains a config before, as asgd train does with the same flags.
+first trains a config, as asgd train does with the same flags.
 
   asgd compare WORKDIR OTHER_WORKDIR ...
 
-lays experiments over each other, whatever their engines: one figure, one table
-and one report.html, in --out or the next of runs/compare-001, -002, ... It
-imports no code that their configs name. The simulations of the other forms run
-that code, and ask for --trust if another user made the folder; what they make
-of a folder that can only be read is in runs/compare-001, -002, ..., too.
+draws experiments of any engines in one figure, with one table and one
+report.html, in --out or the next free runs/compare-001, -002, ... It imports no
+code that their configs name. The simulations of the other forms run that code,
+so they require --trust if another user made the folder. If that folder is
+read-only, their results are written to runs/compare-001, -002, ..., too.
 """
 
 import subprocess
@@ -43,16 +46,16 @@ _CONFIG = flags.define_config()
 _TRAINING = flags.define(flags.TRAINING)
 _F = flags.define(
   {
-    "durations_of": (str, None, "Take the times of this WORKDIR/cells/NAME."),
+    "durations_of": (str, None, "Use the times of this WORKDIR/cells/NAME."),
     "trust": flags.TRUST,
-    "out": (str, None, "Folder to write to. Default: that of the cell."),
+    "out": (str, None, "Folder to write to. Default: the cell's folder."),
   }
 )
-_MOST = 24  # experiments in one figure
+_MOST_FOLDERS = 24  # experiments in one figure
 
 
 def _draw(draw, *what):
-  """Draws; says where the picture is, or what is missing."""
+  """Draws a picture; prints where it is, or which package is missing."""
   stem = what[-1]
   try:
     draw(*what)
@@ -61,36 +64,40 @@ def _draw(draw, *what):
     print(f"picture  not drawn: pip install 'asgd[viz]'; {stem}.csv")
 
 
-def _compare_cell(place, out):
-  """Says what came of a cell and writes it down, by default in its folder."""
-  out, other = out or place, _F["durations_of"].value
-  both = comparison.compare(
-    place,
+def _compare_cell(cell_folder, out):
+  """Compares a cell, prints the result and writes it, by default in its
+  folder."""
+  out, other = out or cell_folder, _F["durations_of"].value
+  result = comparison.compare(
+    cell_folder,
     durations_of=Path(other) if other else None,
     data_dir=_TRAINING["data_dir"].value,
     trust=_F["trust"].value,
   )
-  stem, rows = out / "compare", comparison.quantities(both)
+  stem, rows = out / "compare", comparison.quantities(result)
   with storage.naming_folder(out):
     safe_files.make_folder(out.resolve())
-    storage.write_csv(out / "compare.csv", comparison.points(both))
+    storage.write_csv(out / "compare.csv", comparison.points(result))
     storage.write_csv(out / "compare-table.csv", rows)
-    storage.write_csv(out / "durations.csv", both.jobs)
-    print(comparison.describe(both, rows, other))
-    _draw(comparison.draw, both, stem)
-  return both
+    storage.write_csv(out / "durations.csv", result.jobs)
+    print(comparison.describe(result, rows, other))
+    _draw(comparison.draw, result, stem)
+  return result
 
 
 def _compare_all(workdir, out):
-  """Compares all live cells of an experiment, and them with each other."""
+  """Compares all live cells of an experiment, and then with each other."""
   results = folder.read_results(workdir)
   for fault in folder.faults(workdir):
     print(f"warning: {fault}; the cell is left out")
   live = [row["cell"] for row in results if row["engine"] in flags.LIVE]
   if not live:
-    raise ValueError(f"{workdir} holds no finished live cell to be compared")
-  places = [workdir / "cells" / name for name in live]
-  cells = [_compare_cell(place, out and out / place.name) for place in places]
+    raise ValueError(
+      f"{workdir} holds no finished live cell to compare: train one with"
+      f" --engine={' or --engine='.join(flags.LIVE)}"
+    )
+  folders = [workdir / "cells" / name for name in live]
+  cells = [_compare_cell(each, out and out / each.name) for each in folders]
   if len(cells) == 1:
     return
   loss, stem = comparison.common_loss(cells), (out or workdir) / "compare"
@@ -102,45 +109,46 @@ def _compare_all(workdir, out):
 
 
 def _check_live():
-  """Refuses a config that would be trained for nothing."""
+  """Raises ValueError for a config without a live run, before training it."""
   engine = _TRAINING["engine"].value
   resolved = flags.load_config("configs/straggler_digits.py", engine)
   if not any(run.engine in flags.LIVE for run in resolved.runs.values()):
     raise ValueError(
-      "no run of this config is live, and none can be compared with its"
-      f" simulation: add --engine={' or --engine='.join(flags.LIVE)}"
+      "no run of this config is live, and only live runs are compared with"
+      f" their simulation: add --engine={' or --engine='.join(flags.LIVE)}"
     )
 
 
-def main(*places: str) -> None:
-  """Compares the cell or the experiment that is named, or trains one before;
-  several experiments with each other."""
-  config, place = flags.has_config(), places[0] if places else None
-  if place is not None and config:
-    raise ValueError(f"{place} brings its own config; drop --config")
-  if place is None and not config:
+def main(*folders: str) -> None:
+  """Runs one of the three forms of the command, see the module."""
+  config, first = flags.has_config(), folders[0] if folders else None
+  if first is not None and config:
+    raise ValueError(f"{first} has its own config: drop --config")
+  if first is None and not config:
     raise ValueError(
-      "which run? write asgd compare WORKDIR/cells/NAME, a folder"
-      " that asgd train made, or --config=FILE to train one"
+      "no run is named: write asgd compare WORKDIR/cells/NAME, a folder that"
+      " asgd train made, or --config=FILE to train one"
     )
   out = Path(_F["out"].value) if _F["out"].value else None
   if out and any(path.is_file() for path in (out, *out.parents)):
-    raise ValueError(f"--out={out} is, or is in, a file; choose a folder")
-  if len(places) > 1:
-    paths = list(map(Path, places))
+    raise ValueError(f"--out={out} is a file, or is below one; choose a folder")
+  if len(folders) > 1:
+    paths = list(map(Path, folders))
     out = out or flags.next_free(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
     return
   if config:
     _check_live()
+    # Train by the command itself, which handles signals and exit statuses.
     where, command = flags.training_command("compare")
     status = subprocess.run(command).returncode
     if status in (flags.USAGE_ERROR, flags.INCOMPLETE):
-      sys.exit(status)  # it has said why
+      sys.exit(status)  # asgd train has printed the reason
     if status:
-      raise flags.Failed("compare: asgd train did not end well")
+      raise flags.Failed(f"compare: asgd train ended with status {status}")
   else:
-    where = Path(place)
+    where = Path(first)
+  # The folder of another user can be compared, but not written to.
   if out is None and not safe_files.is_writable(where):
     out = flags.next_free(Path("runs"), "compare")
   if (where / "cells").is_dir():
@@ -150,4 +158,4 @@ def main(*places: str) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=_MOST)
+  flags.run(main, words=_MOST_FOLDERS)

@@ -1,5 +1,5 @@
-"""--compile=TOPOLOGY of commands: the programs of a config, compiled for
-devices that are not here, and compared with the planner."""
+"""--compile=TOPOLOGY of commands: compiles the programs of a config for devices
+that this machine lacks, and compares them with the planner's numbers."""
 
 from asgd.checks import shortened
 from asgd.experiment import cells, schema
@@ -10,17 +10,17 @@ from . import flags
 
 HELP = (
   "Compile the programs of the config for v5e:4x4, v5p:4x4x4, two slices"
-  " v5e:2x2*2, or GPUs h100:8, none of which need be here, and compare them"
-  " with the planner."
+  " v5e:2x2*2, or GPUs h100:8, and compare them with the planner. This machine"
+  " needs none of these devices."
 )
-_LONGEST = 300  # characters of a difference
+_LONGEST = 300  # most characters of a printed difference
 
 
 def main(
   resolved: schema.Resolved, topology: str, data_dir: str | None = None
 ) -> None:
-  """Compiles, and prints a report of each program; `flags.Failed` if one is
-  not as planned, or does not fit."""
+  """Compiles the programs and prints a report of each. Raises `flags.Failed` if
+  a program differs from the plan, or does not fit into memory."""
   target, failed = targets.find(topology), []
   jobs = cells.programs(
     resolved, target, engines=flags.ENGINES, data_dir=data_dir
@@ -33,10 +33,10 @@ def main(
       print(f"  not as planned: {shortened(line, _LONGEST)}")
     if compiled.peak > target.memory:
       failed.append(
-        f"{job.name} needs {compiled.peak / GB:.3g} GB of a device, which has"
-        f" {target.memory / GB:.3g}: use another mesh"
+        f"{job.name} needs {compiled.peak / GB:.3g} GB on each device, which"
+        f" has {target.memory / GB:.3g} GB: use another mesh"
       )
     if differences:
-      failed.append(f"{job.name} is not as planned on {topology}")
+      failed.append(f"{job.name} differs from the plan on {topology}")
   if failed:
     raise flags.Failed("; ".join(failed))

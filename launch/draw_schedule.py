@@ -1,22 +1,22 @@
-"""Draws a pipeline's schedule and says what it costs.
+"""Draws a pipeline's schedule and prints its costs.
 
   asgd draw_schedule --schedule=one_f_one_b --stages=4 \\
     --microbatches=8 --backward=2 --out=FOLDER
 
-prints the table, its times and what can be read off them, and writes
+prints the table, its times and figures derived from them, and writes
 
   FOLDER/grid.txt        the table, a column for each slot
-         analysis.txt    its times, and what they cost
+         analysis.txt    its times and costs
          schedule.csv, schedule.json   the table in other forms
          gantt.png, .svg the picture
          trace.json      for https://ui.perfetto.dev
 
-A schedule's options are flags of their names, or --options=KEY=VALUE,...; any
-of grid.txt, schedule.csv and schedule.json can be changed by hand and given as
---table=FILE. Times are in a unit of your choice, each a number or one for each
-stage: --forward=1,1,2,1. A run that was measured (--measured=FILE.json, as
-`pipeline.spans` writes it) is drawn beside its plan, which then takes the
-medians that were measured, unless times are given.
+A schedule's options are flags of the same names, or --options=KEY=VALUE,... Any
+of grid.txt, schedule.csv and schedule.json can be edited and read with
+--table=FILE. Times are in any unit; each is one number, or one for each stage:
+--forward=1,1,2,1. A measured run (--measured=FILE.json, as `pipeline.spans`
+writes it) is drawn beside its plan. The plan then uses the medians of the
+measured times, unless times are given.
 """
 
 import collections
@@ -36,29 +36,29 @@ from pipeline.table import Schedule, ScheduleError
 
 from . import flags
 
-_MOST_CELLS = 2_000_000  # slots x devices
-_TERMINAL = 160  # columns, where there is no terminal
+_MOST_CELLS = 2_000_000  # slots x devices of a drawing
+_TERMINAL = 160  # columns, if the output is no terminal
 _CONSTANTS = {"true": True, "false": False, "none": None}
-_COSTS = {
+_COSTS = {  # flag -> help; defaults in parentheses
   "forward": "Time of a forward (1).",
   "backward": "Time of a backward (that of input + weight).",
   "input": "Time of a backward of inputs (1).",
   "weight": "Time of a backward of weights (1).",
-  "transfer": "Time from a stage to the next one, if it is elsewhere (0).",
-  "transfer_back": "The same of gradients (as transfer).",
+  "transfer": "Time from a stage to the next one, on another device (0).",
+  "transfer_back": "Time of a transfer of gradients (as transfer).",
   "overlap": "Time of a block of a forward and a backward (their sum).",
 }
 _FILES = ("grid.txt", "analysis.txt", "schedule.csv", "schedule.json")
 _FILES += ("trace.json", "gantt.png", "gantt.svg")
-# `custom` takes a function, which no flag can be.
+# `custom` takes a function, which a flag cannot pass.
 _SCHEDULES = {
   name: list(inspect.signature(maker).parameters)
   for name, maker in schedules.SCHEDULES.items()
   if "rule" not in inspect.signature(maker).parameters
 }
 _WEIGHTS_HELP = (
-  f"Which weights are read: {', '.join(analyze.WEIGHTS)}. Default: latest"
-  " with a flush, and without what the schedule's paper has, or stash."
+  f"Which weights are read: {', '.join(analyze.WEIGHTS)}. Default: latest with"
+  " a flush; otherwise those of the schedule's paper, or stash."
 )
 _FLAGS = {  # kind, default, help
   "schedule": (str, None, f"One of {', '.join(sorted(_SCHEDULES))}."),
@@ -67,14 +67,14 @@ _FLAGS = {  # kind, default, help
   "transfers": (str, "buffered", "Or rendezvous: sends wait for receives."),
   "measured": (str, None, "FILE.json of spans of a run."),
   "out": (str, None, "Folder to write to. Default: none."),
-  "max_in_flight": (int, None, "Refuse more forwards than that on a device."),
-  "own": (list, [], "NAME=TIME,... of actions of your own."),
+  "max_in_flight": (int, None, "Most forwards allowed in flight on a device."),
+  "own": (list, [], "NAME=TIME,... of user-defined actions."),
   "options": (list, [], "KEY=VALUE,... of the schedule."),
 }
 
 
 def _value(text: str) -> Any:
-  """Returns a number, a truth, None, a list of those, or the text."""
+  """Returns a number, a bool, None, a list of those, or else the text."""
   text = text.strip()
   if "," in text:
     return [_value(part) for part in text.rstrip(",").split(",")]
@@ -87,7 +87,8 @@ def _value(text: str) -> Any:
 
 
 def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
-  """Returns KEY=VALUE,...; a part without = goes on with the value before."""
+  """Returns the dict of KEY=VALUE,... A part without = extends the last
+  value."""
   out: dict[str, str] = {}
   key = None
   for text in texts:
@@ -103,6 +104,7 @@ def _pairs(flag: str, texts: list[str]) -> dict[str, str]:
 
 
 def _numbers(flag: str, text: str) -> float | list[float]:
+  """Returns the number of a flag, or a list of one for each stage."""
   try:
     values = [float(part) for part in text.split(",")]
   except ValueError:
@@ -113,6 +115,7 @@ def _numbers(flag: str, text: str) -> float | list[float]:
 
 
 def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
+  """Returns the analysis' costs from the texts of flags."""
   numbers = {name: _numbers(name, text) for name, text in given.items()}
   own = {name: _numbers("own", text) for name, text in own.items()}
   single = {"overlap": numbers.get("overlap"), **own}
@@ -123,12 +126,13 @@ def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
 
 
 def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
-  """Builds a schedule; one that depends on costs, for those that are given."""
+  """Builds a schedule. A schedule that depends on costs gets the given ones."""
   arguments = names.lookup("schedule", name, _SCHEDULES)
   values = {key: _value(text) for key, text in options.items()}
   if "costs" in values:
     raise ValueError("costs are flags: --forward=1 --backward=2 and so on")
-  # Before it is made, which takes long; most have twice as many cells.
+  # Check this before building, which is slow; most schedules have a backward
+  # for each forward.
   if (count := schedules.forwards(values)) >= _MOST_CELLS // 2:
     raise ValueError(
       f"{name} of {count:,} forwards is too large to be drawn: is there a"
@@ -142,21 +146,21 @@ def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
 
 
 def _free(folder: Path) -> Path:
-  """Returns a folder that holds nothing but what is written here."""
+  """Returns the folder; ValueError if it holds anything but a drawing."""
   if folder.exists() and not folder.is_dir():
     raise ValueError(f"--out={folder} is a file; choose a folder")
-  # A full disk leaves a temporary file.
+  # A full disk may have left a temporary file.
   there = {path.name.removesuffix(".tmp") for path in folder.glob("*")}
   if others := there - set(_FILES):
     raise ValueError(
-      f"--out={folder} holds {min(others)}, which is not of a drawing; choose"
-      " another folder"
+      f"--out={folder} holds {min(others)}, which is not part of a drawing;"
+      " choose another folder"
     )
   return folder
 
 
 def _write(folder: Path, drawn: render.Drawing) -> str:
-  """Writes the files; says where they are."""
+  """Writes the files; returns lines that name them."""
   perfetto = render.perfetto(drawn.table, drawn.facts.timing, drawn.measured)
   texts = {**render.texts(drawn), "trace.json": storage.to_json(perfetto)}
   safe_files.make_folder(folder.resolve())
@@ -176,16 +180,17 @@ def _write(folder: Path, drawn: render.Drawing) -> str:
 
 
 def _make(schedule, table, options, costs, own) -> Schedule:
+  """Builds the schedule that is named, or reads the table of a file."""
   if (schedule is None) == (table is None):
     raise ValueError(
-      "which table? give --schedule=NAME, one of"
-      f" {', '.join(sorted(_SCHEDULES))}, or --table=FILE, and not both"
+      "give a table: either --schedule=NAME, one of"
+      f" {', '.join(sorted(_SCHEDULES))}, or --table=FILE"
     )
   if table is None:
     return _build(schedule, options, costs, own)
   if options:
     raise ValueError(
-      f"--table has all that --{next(iter(options))} says; drop one of them"
+      f"--table already contains --{next(iter(options))}; drop one of them"
     )
   return table_lib.read(Path(table))
 
@@ -197,7 +202,7 @@ def main(
   own: Mapping[str, str] | None = None,
   **given: Any,
 ) -> None:
-  """Draws the table that the flags describe; `_FLAGS` says what each is."""
+  """Draws the table that the flags describe, see `_FLAGS`."""
   options, costs, own = options or {}, costs or {}, own or {}
   given = {name: default for name, (_, default, _) in _FLAGS.items()} | given
   folder = None if given["out"] is None else _free(Path(given["out"]))
@@ -222,7 +227,7 @@ def main(
     description = render.describe(picture)
   except ScheduleError as error:
     reason, _, grid = str(error).partition("\n")
-    if grid:  # its columns need their line ends
+    if grid:  # print it apart, with its line ends: `fail` prints one line
       print(grid, file=sys.stderr)
     raise ValueError(reason) from None
   columns = shutil.get_terminal_size((_TERMINAL, 24)).columns
@@ -252,10 +257,11 @@ def _define():
 
   def call():
     given, options = values(_FLAGS), values(takers)
+    # An option may be a flag of its own or part of --options, not both.
     extra = _pairs("options", given.pop("options"))
     own = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):
-      raise ValueError(f"{both[0]} is given twice, in --options, too")
+      raise ValueError(f"{both[0]} is given twice, also in --options; drop one")
     main(options=options | extra, costs=values(_COSTS), own=own, **given)
 
   return call

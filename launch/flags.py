@@ -1,10 +1,12 @@
-"""What every command does with its command line: parse it, and end with one
-clear line and a status that is not 0 when something is wrong.
+"""The command line of every command: flags, errors and exit statuses.
 
---config=FILE and --config.KEY=VALUE are read by ml_collections, as
-`--config FILE` and `--config.KEY VALUE` are. A value is a Python literal, or
-else a string. A KEY may be any that `asgd.experiment.schema` knows, whether the
-file has it or not.
+A command's `main` is called by `run`, which turns an error of the user into one
+line and a status that is not 0.
+
+ml_collections reads --config=FILE and --config.KEY=VALUE; `--config FILE` and
+`--config.KEY VALUE` work, too. A VALUE is a Python literal, or else a string. A
+KEY may be any that `asgd.experiment.schema` knows, also one that the file does
+not have.
 """
 
 import ast
@@ -40,26 +42,27 @@ from asgd.parallel import processes
 from pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
-GIVEN = "true"  # value of an optional text that is not given, as absl has it
-INCOMPLETE = processes.INCOMPLETE  # the same: cells without a valid result
+GIVEN = "true"  # absl's value of an optional text flag without a text
+INCOMPLETE = processes.INCOMPLETE  # exit status: a cell has no valid result
 ENGINES = {**_OWN, "pipeline": PIPELINE}
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
-_LONGEST = 600  # characters of an error
+_LONGEST = 600  # most characters of a printed error
 _OVERRIDE = re.compile(r"-{1,2}config\.([^=]+)")
 
 
 class Failed(Exception):
-  """What was asked for was done, and the answer is no."""
+  """The command did its work, and the result is a failure (exit status 1)."""
 
 
 def fail(message: object, status: int = USAGE_ERROR) -> NoReturn:
-  """Prints one line on stderr, without the middle of a long one, and exits."""
+  """Prints one line on stderr, shortened in its middle, and exits."""
   line = "error: " + " ".join(str(message).split())
   print(shortened(line, _LONGEST), file=sys.stderr)
   sys.exit(status)
 
 
 def _fail_of_flags(error: flags.Error | str) -> NoReturn:
+  """Fails with the remedy for an error of absl's parser."""
   unread = "ERROR:: Unable to open flagfile:"
   if "flag 'config." in str(error) and "config" in flags.FLAGS:
     error = f"{error}: a config comes first, as --config=configs/digits.py"
@@ -67,12 +70,13 @@ def _fail_of_flags(error: flags.Error | str) -> NoReturn:
 
 
 class _ConfigParser(parsers.ConfigFileFlagParser):
-  """Loads a config file, and leaves overrides, as text, to `overrides`:
-  ml_collections would take only keys that the file has, in their types, and
-  here keys depend on engines, recipes and models by name."""
+  """Loads a config file, and leaves overrides, as text, to `overrides`.
+
+  ml_collections would accept only keys of the file, in their types; here the
+  valid keys depend on the engines, recipes and models that the config names."""
 
   def parse(self, path: str) -> ml_collections.ConfigDict:
-    """Returns a config of the keys that are overridden, without values."""
+    """Returns a config whose keys are the overridden ones, without values."""
     try:
       path = shipped.find(path)
     except ValueError as error:
@@ -80,15 +84,18 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
     try:
       code.add_folder(Path(path.split(":")[0]).parent)
       self.config = super().parse(path)
-      getattr(self.config, "runs", None)  # tells of a file that the file lacks
+      # If the file reads another one that is missing, this raises its error.
+      getattr(self.config, "runs", None)
     except SystemExit as end:
       fail(
-        f"--config={path}: the file ended the program (status {end.code!r});"
-        " get_config() returns a config"
+        f"--config={path}: the file called sys.exit (status {end.code!r}); its"
+        " get_config() must return a config"
       )
-    except Exception as error:  # whatever a user's config file raises
+    except Exception as error:  # a user's config file may raise anything
       fail(f"--config={path}: {_what_failed(error)}")
     texts = ml_collections.ConfigDict()
+    # ml_collections accepts an override only for a key of the returned config,
+    # so each overridden key gets a placeholder.
     for match in filter(None, map(_OVERRIDE.match, sys.argv[1:])):
       *above, last = match[1].split(".")
       place = texts
@@ -102,10 +109,10 @@ class _ConfigParser(parsers.ConfigFileFlagParser):
 
 
 def define_config() -> flags.FlagHolder:
-  """Defines --config=FILE.py, once however many commands are imported."""
+  """Defines --config=FILE.py, only once if several commands are imported."""
   if "config" in flags.FLAGS:
     return flags.FLAGS["config"]
-  try:  # a --flagfile is read at once
+  try:  # absl reads a --flagfile at once, and can fail
     holder = config_flags.DEFINE_config_file(
       "config",
       None,
@@ -119,6 +126,7 @@ def define_config() -> flags.FlagHolder:
 
 
 def _literal(text: str) -> Any:
+  """Returns the value of a Python literal, or else the text."""
   try:
     return ast.literal_eval(text)
   except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -126,19 +134,20 @@ def _literal(text: str) -> Any:
 
 
 def _overrides() -> dict[str, str]:
-  """KEY -> VALUE of each --config.KEY=VALUE, in their order, as text."""
+  """Returns KEY -> VALUE, as text, of each --config.KEY=VALUE in order."""
   return config_flags.get_override_values(flags.FLAGS["config"])
 
 
 def config_name() -> str:
-  """Returns the config file's name, without folder and ending."""
+  """Returns the config file's name, without folder and suffix."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
   return Path(filename.split(":")[0]).stem
 
 
 def load_config(example: str, engine: str | None = None) -> schema.Resolved:
-  """Returns the resolved config of the flags, with all runs on `engine` unless
-  None. ValueError for a wrong key, or without a config, naming an `example`."""
+  """Returns the resolved config of the flags; `engine`, if not None, replaces
+  that of all runs. Raises ValueError for a wrong key, and without a config; the
+  error then names an `example`."""
   if not has_config():
     raise ValueError(f"no --config; try --config={example}")
   config = flags.FLAGS["config"].parser.config
@@ -155,8 +164,9 @@ def has_config() -> bool:
 
 
 def training_command(suffix: str) -> tuple[Path, list[str]]:
-  """Returns a folder, and the command line of asgd train with the flags of
-  TRAINING for it: --workdir, or the next free runs/CONFIG-SUFFIX-NNN."""
+  """Returns (folder, command line of asgd train with this command's flags).
+
+  The folder is --workdir, or the next free runs/CONFIG-SUFFIX-NNN."""
   filename = config_flags.get_config_filename(flags.FLAGS["config"])
   command = [sys.executable, "-m", f"{__package__}.train"]
   command += [f"--config={filename}"]
@@ -170,7 +180,7 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
 
 
 def next_free(above: Path, name: str) -> Path:
-  """Returns the first of ABOVE/NAME-001, -002, ... that is not there."""
+  """Returns the first of ABOVE/NAME-001, -002, ... that does not exist."""
   numbered = (above / f"{name}-{n:03d}" for n in itertools.count(1))
   return next(folder for folder in numbered if not folder.exists())
 
@@ -178,9 +188,10 @@ def next_free(above: Path, name: str) -> Path:
 def define(
   table: Mapping[str, tuple[type | Sequence[str], Any, str]],
 ) -> dict[str, flags.FlagHolder]:
-  """Defines flags from a table: name -> (kind, default, help). A kind is str,
-  int, float, bool, list, the names of an enum, or "optional": a text, GIVEN if
-  the flag has none."""
+  """Defines flags from a table: name -> (kind, default, help).
+
+  A kind is str, int, float, bool, list, the names of an enum, or "optional": a
+  text flag that may be given without a text, and is then GIVEN."""
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
@@ -191,7 +202,7 @@ def define(
   }
   holders = {}
   for name, (kind, default, text) in table.items():
-    if name in flags.FLAGS:  # another command is imported beside this one
+    if name in flags.FLAGS:  # defined by another command of this process
       holders[name] = flags.FLAGS[name]
     elif kind in makers:
       holders[name] = makers[kind](name, default, text)
@@ -201,75 +212,79 @@ def define(
 
 
 def _define_optional(name, default, text) -> flags.FlagHolder:
+  """Defines a flag that takes a text or none, as `define` describes."""
   parser, serializer = flags.ArgumentParser(), flags.ArgumentSerializer()
   flag = flags.Flag(parser, serializer, name, default, text, boolean=True)
   return flags.DEFINE_flag(flag)
 
 
 _WORKDIR = (
-  "Folder of results. Default: runs/CONFIG-NNN, the one that holds this very"
-  " experiment or the next that is free."
+  "Folder of results. Default: the runs/CONFIG-NNN that already holds this"
+  " experiment, or the next free one."
 )
-TRAINING = {  # of every command that trains
+TRAINING = {  # flags of every command that trains
   "workdir": (str, None, _WORKDIR),
-  "data_dir": (str, None, "Folder or file of the data. Default: look for it."),
-  "engine": (tuple(ENGINES), None, "For all runs, whatever the config says."),
-  "memory_dir": (str, "/dev/shm", "Where live runs make shared memory."),
-  "grace_seconds": (float, 20.0, "Seconds that live workers get to finish."),
+  "data_dir": (str, None, "Folder or file of the data. Default: search it."),
+  "engine": (tuple(ENGINES), None, "For all runs, instead of the config's."),
+  "memory_dir": (str, "/dev/shm", "Folder for the shared memory of live runs."),
+  "grace_seconds": (float, 20.0, "Seconds for live workers to end their jobs."),
   "address": (str, None, "Ray cluster to join. Default: one on this machine."),
   "allow_network": (
     bool,
     False,
-    "Let Ray listen beyond this machine (docs/howto/security.md).",
+    "Allow Ray to listen on other network interfaces (docs/howto/security.md).",
   ),
 }
 
 
-TRUST = (bool, False, "Run code that the folder of another user names.")
+TRUST = (bool, False, "Run code that another user's folder names.")
 
 
 def _what_failed(error: Exception) -> str:
-  """The kind of an error and what it says, of a traceback its last line."""
+  """Returns an error's type and message; of a traceback, its last line."""
   text, kind = str(error).strip(), type(error).__name__
   if "Traceback (most recent call last)" in text:
     return text.splitlines()[-1]
   return f"{kind}: {text}" if text else kind
 
 
-def _check_config(argv):
-  """Refuses a second --config, and --config.KEY=VALUE without a whole key."""
+def _check_config(argv: Sequence[str]) -> None:
+  """Fails for a second --config, and for --config.KEY without a full key."""
   files = [text for text in argv if re.fullmatch(r"--?config(=.*)?", text)]
   if len(files) > 1:
-    fail(f"--config is given {len(files)} times: choose one file")
+    fail(f"--config is given {len(files)} times: give one file")
   for text in argv:
     match = re.match(r"--?(no)?config\.[^=]*", text)
     if match and not re.fullmatch(r"--?config(\.[^.\[\]]+)+", match[0]):
-      fail(f"{text} names no key; write --config.KEY=VALUE")
+      fail(f"{text} has no valid key; write --config.KEY=VALUE")
 
 
 def _parse(argv: Sequence[str]) -> Sequence[str]:
+  """Returns the arguments that are no flags; fails with one line."""
   _check_config(argv)
   try:
     return flags.FLAGS(argv)
   except flags.Error as error:
     _fail_of_flags(error)
   except BrokenPipeError:
-    raise  # --help, see `output`
-  except Exception as error:  # of ml_collections, about a key
+    raise  # the reader of --help closed the output, see `asgd.output`
+  except Exception as error:  # ml_collections raises several for a wrong key
     fail(f"--config: {_what_failed(error)}")
 
 
 @output.ends_with_its_reader()
 def run(main: Callable[..., None], *, words: int = 0) -> None:
-  """Parses flags and runs main with the arguments that are no flags, at most
-  `words`. A ValueError or OSError is the user's and becomes one line, unless
-  ASGD_TRACEBACK is set in the environment; others keep their traceback."""
+  """Parses flags and runs main with the arguments that are no flags.
+
+  There may be `words` of these. A ValueError or OSError is the user's error and
+  becomes one line, unless ASGD_TRACEBACK is set in the environment; other
+  exceptions keep their traceback."""
 
   def guarded(argv):
     if argv[words + 1 :]:
       word, known = argv[words + 1], "config" in flags.FLAGS
-      meant = f", a config is --config={word}" if known else ""
-      fail(f"unexpected argument {word!r}; flags start with --{meant}")
+      hint = f"; for a config write --config={word}" if known else ""
+      fail(f"unexpected argument {word!r}; flags start with --{hint}")
     compiled.keep()
     try:
       main(*argv[1:])
@@ -282,12 +297,12 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       fail(end, INCOMPLETE)
     except KeyboardInterrupt:
       print(
-        "interrupted; run the same command again to go on from what was saved",
+        "interrupted; run the same command again to resume from the last save",
         file=sys.stderr,
       )
       sys.exit(128 + signal.SIGINT)
     except BrokenPipeError:
-      raise  # see `output`
+      raise  # see `asgd.output`
     except (ValueError, OSError) as error:
       if os.environ.get("ASGD_TRACEBACK"):
         raise
@@ -295,15 +310,17 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
 
   for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
     flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # for --help
-  # Libraries' own words about a failure come before our one line about it.
+  # Libraries would log a failure before our one line about it.
   logging.set_verbosity(logging.FATAL)
   std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
   for stream in (sys.stdout, sys.stderr):
     if stream is not None:
-      # Lines of both are in order where both go to one place.
+      # Line buffering keeps the order of lines if both go to one file.
       stream.reconfigure(errors="replace", line_buffering=True)
+  # Imports are done: Ctrl-C is a KeyboardInterrupt again.
   signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   if not gc.isenabled():
+    # Collections from now on skip the imported modules.
     gc.freeze()
     gc.enable()
   app.run(guarded, flags_parser=_parse)

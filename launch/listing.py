@@ -1,5 +1,5 @@
-"""What there is to choose from: recipes, schedules, engines, models, data and
-problems."""
+"""Lists all names that a config may use: recipes, schedules, engines, models,
+data and problems."""
 
 import functools
 import inspect
@@ -31,24 +31,27 @@ _OF_TABLES = (  # problems that pull rows
 
 
 def options(maker: Callable, known: Any = None) -> list[str]:
-  """The options of a maker with their defaults; of those that are `known`, also
-  what must be given."""
+  """Returns the options of a maker with their defaults. If `known` is given,
+  only these arguments are listed, also those without a default."""
   parts = []
   for name, parameter in inspect.signature(maker).parameters.items():
     needed = parameter.default is parameter.empty
+    # Without `known`, list the options that have defaults.
     if name in known if known is not None else not needed:
       parts.append(name if needed else f"{name}={parameter.default!r}")
   return parts
 
 
 def _entry(name: str, summary: str, known: str = "") -> str:
+  """Returns the lines of one name: its summary, and its options below."""
   wrap = functools.partial(textwrap.wrap, width=79, subsequent_indent="    ")
   lines = wrap(f"{name}: {summary}" if summary else name, initial_indent="  ")
   return "\n".join(lines + wrap(known, initial_indent=" " * 4))
 
 
 def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
-  """An entry for each maker; `known` says which options it takes, of a name."""
+  """Returns an entry for each maker; `known` returns the options of a name, or
+  None for all with defaults."""
   entries = []
   for name, maker in makers.items():
     summary = (inspect.getdoc(maker) or "").partition("\n\n")[0]
@@ -58,14 +61,14 @@ def _entries(makers: Mapping[str, Callable], known: Any = lambda _: None):
 
 
 def settings(node: Any) -> list[str]:
-  """The settings of a section of a config, with their defaults."""
+  """Returns the settings of a section of a config, with their defaults."""
   keys = schema.keys_of(node).items()
   return [f"{key}={schema.default_of(below)!r}" for key, below in keys]
 
 
 def text(engines: Mapping[str, Any]) -> str:
-  """Returns everything that a config may name, with its options, those of
-  engines by their names."""
+  """Returns every name that a config may use, with its options; `engines` are
+  the engines by name."""
   of_engines = []
   for name, kind in engines.items():
     lists = {k: ", ".join(settings(v)) for k, v in kind.sections.items()}

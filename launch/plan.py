@@ -1,4 +1,4 @@
-"""Says how a model can be trained on some devices, and what each way costs.
+"""Prints how a model can be trained on given devices, and each way's cost.
 
   asgd plan --params=1.5e9 --devices=64 --bandwidth=25 --memory=16
   asgd plan --params=175B --devices=1024 --bandwidth=25 \\
@@ -7,14 +7,14 @@
     --bandwidth=1
   asgd plan --config=configs/mesh_gpt.py --compile=v5e:2x4
 
-prints a table of strategies: whether a device's memory holds its part, and
-what a step takes in seconds: computing, sending, and waiting (for the slowest
-worker, or in a pipeline's bubble). Of --params alone a GPT of that size is
-assumed, 128 times as wide as deep, unless --depth, --width and others say more.
-A config is read, its model built and counted: parameters, operations, and what
-is kept for the backward. `asgd.parallel.strategies` lists the assumptions.
+prints a table of strategies. It shows whether a device's memory holds its part,
+and the seconds of a step: computing, sending, and waiting (for the slowest
+worker, or in a pipeline's bubble). --params alone assumes a GPT of that size,
+128 times as wide as deep, unless --depth, --width and others are given. With a
+config the model is built and measured: parameters, operations, and the memory
+that the backward needs. `asgd.parallel.strategies` lists the assumptions.
 
-Sizes are 10^9 bytes (GB); bandwidths 10^9 bytes a second, each way.
+GB are 10^9 bytes; bandwidths are 10^9 bytes a second in each direction.
 """
 
 import shutil
@@ -31,47 +31,49 @@ from . import compiled, flags
 
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
-_LEAST, _MOST = 1e-9, 1e15  # of any number that is positive
+_LEAST, _MOST = 1e-9, 1e15  # range of positive flags
 _FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
   "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
-  "data_dir": (str, None, "Where the config's data is."),
-  "devices": (int, None, "How many."),
-  "bandwidth": (float, None, "GB/s of a device's link, each way."),
+  "data_dir": (str, None, "Folder or file of the config's data."),
+  "devices": (int, None, "Number of devices."),
+  "bandwidth": (float, None, "GB/s of a device's link, in each direction."),
   "latency": (float, 5.0, "Microseconds of a message."),
   "node": (int, 1, "Devices of a node, with links of --node_bandwidth."),
-  "node_bandwidth": (float, None, "GB/s inside of a node."),
+  "node_bandwidth": (float, None, "GB/s inside a node."),
   "memory": (float, 80.0, "GB of a device."),
   "flops": (float, 100.0, "TFLOP/s that a device reaches (not its peak)."),
   "batch": (int, None, "Examples of a step. Default: the config's, or 8 each."),
-  "microbatch": (int, None, "Examples at once. Default: the best."),
+  "microbatch": (int, None, "Examples at once. Default: the best number."),
   "optimizer": (str, "adam", f"One of {', '.join(memory.OPTIMIZERS)}."),
   "precision": (str, "mixed", f"One of {', '.join(memory.PRECISIONS)}."),
   "activations": (str, "plain", f"One of {', '.join(memory.ACTIVATIONS)}."),
   "variation": (float, 0.1, "Coefficient of variation of batch times."),
   "overlap": (bool, False, "Reduce gradients behind the backward (wait-free)."),
-  "shards": (int, None, "Of the parameter server. Default: all devices."),
-  "recipes": (list, list(workloads.RECIPES), "Of asynchronous training."),
+  "shards": (int, None, "Parameter-server shards. Default: one per device."),
+  "recipes": (list, list(workloads.RECIPES), "Asynchronous recipes."),
   "out": (str, None, "Picture to write: FILE.png, .svg or .pdf."),
   "depth": (int, None, "Blocks of the GPT."),
-  "width": (int, None, "Features of its stream."),
-  "heads": (int, None, "Of its attention."),
+  "width": (int, None, "Features of the GPT's residual stream."),
+  "heads": (int, None, "Attention heads of the GPT."),
   "context": (int, None, "Positions of a sequence (2048)."),
-  "vocabulary": (int, None, "Tokens (51200)."),
+  "vocabulary": (int, None, "Size of the vocabulary (51200)."),
   "compile": (str, None, compiled.HELP),
 }
 
 
 def _examples(resolved) -> int:
-  """The most examples of a step, over the runs of a config."""
+  """Returns the most examples of a step, over the runs of a config."""
   counts = []
   for run in resolved.runs.values():
     workers = max(flags.ENGINES[run.engine].workers(run))
     pieces = run.config.get("pipeline", {}).get("microbatches", 1)
+    # A pipeline's batch size is that of a microbatch.
     counts.append(run.config["batch_size"] * workers * pieces)
   return max(counts)
 
 
 def _positive(flag, value, most=_MOST, *, or_zero=False):
+  """Returns a flag's value; ValueError if it is out of its range."""
   if not (_LEAST <= value <= most or (or_zero and value == 0)):
     least = "0 or more" if or_zero else "positive"
     least += f" ({_LEAST:g} at least)" if 0 < value < _LEAST else ""
@@ -81,18 +83,21 @@ def _positive(flag, value, most=_MOST, *, or_zero=False):
 
 
 def _hardware(given) -> strategies.Hardware:
+  """Returns the hardware that the flags describe."""
   devices = _positive("devices", given["devices"], _MOST_DEVICES)
   bandwidth = _positive("bandwidth", given["bandwidth"])
   latency = _positive("latency", given["latency"], or_zero=True) * 1e-6
   node = _positive("node", given["node"], _MOST_DEVICES)
+  # Links inside a node may be faster than those between nodes.
   near = given["node_bandwidth"]
   if near is not None:
     if node == 1:
       raise ValueError("--node_bandwidth needs --node, the devices of a node")
     near = costs.link(_positive("node_bandwidth", near) * 1e9, latency)
+  # A node may be larger than the number of devices.
   if node < devices and devices % node:
     raise ValueError(
-      f"--node={node} does not divide --devices={devices}: use whole nodes"
+      f"--node={node} does not divide --devices={devices}: use full nodes"
     )
   return strategies.Hardware(
     devices,
@@ -105,7 +110,7 @@ def _hardware(given) -> strategies.Hardware:
 
 
 def _options(given, batch: int) -> workloads.TrainingOptions:
-  """How it is trained; `batch` examples in a step, unless --batch says."""
+  """Returns the options of training; --batch replaces `batch` examples."""
   if given["batch"] is not None:
     batch = _positive("batch", given["batch"], _MOST_BATCH)
   names.lookup("optimizer", given["optimizer"], memory.OPTIMIZERS)
@@ -127,59 +132,63 @@ def _options(given, batch: int) -> workloads.TrainingOptions:
 
 
 def _workload(given) -> tuple[workloads.Workload, workloads.TrainingOptions]:
+  """Returns the work of a step, and the options, of a size or of a config."""
   resolved, params = given["config"], given["params"]
   if (resolved is None) == (params is None):
     raise ValueError(
-      "which model? give --params=1.5e9 (a GPT of that size) or"
-      " --config=FILE.py, and not both"
+      "give one model: either --params=1.5e9 (a GPT of that size) or"
+      " --config=FILE.py"
     )
+  # Flags of the GPT's shape fit --params only; a config has its own model.
   sizes = {name: given[name] for name in memory.Gpt._fields}
   for name, value in sizes.items():
     if resolved is not None and value is not None:
-      raise ValueError(f"the config says what --{name} does; drop it")
+      raise ValueError(f"--{name} is part of the config's model: drop the flag")
     if value is not None:
       _positive(name, value)
 
   if resolved is None:
     parameters = workloads.count_of(params)
     gpt = workloads.guess_gpt(parameters, **sizes)
+    # Without --batch, 8 examples for each device.
     chosen = _options(given, 8 * given["devices"])
     return workloads.of_gpt(gpt, round(parameters), chosen), chosen
   chosen = _options(given, _examples(resolved))
   config = resolved.config
   dataset, problem = problem_lib.load(config, data_dir=given["data_dir"])
-  name = dataset.name  # of a problem that is given as it is
+  name = dataset.name  # also of a problem without a separate model
   if problem.pieces is not None:
     name = f"{config['model']['name']} on {name}"
   return workloads.of_problem(problem, name, chosen), chosen
 
 
 def _picture(out: str | None) -> Path | None:
-  """Returns where to draw to, checked."""
+  """Returns the path of the picture, checked; None for none."""
   if out is None:
     return None
   path = Path(out)
   if path.suffix not in _PICTURES:
     raise ValueError(
-      f"--out={out} must end in {', '.join(_PICTURES)}, as it is a picture"
+      f"--out={out} must end in {', '.join(_PICTURES)} to be a picture"
     )
   if not path.parent.is_dir():
-    raise ValueError(f"--out={out}: there is no folder {path.parent}")
+    raise ValueError(f"--out={out}: the folder {path.parent} does not exist")
   return path
 
 
 def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
-  """Prints the plan that the flags ask for; `_FLAGS` says what each is."""
+  """Prints the plan for the flags, see `_FLAGS`."""
   defaults = {name: default for name, (_, default, _) in _FLAGS.items()}
   given = {**defaults, **given, "config": config}
   if given["compile"] is not None:
     if config is None:
       raise ValueError(
-        "--compile is for the programs of a config: give --config=FILE.py, with"
+        "--compile needs the programs of a config: add --config=FILE.py, with"
         " engine mesh"
       )
     compiled.main(config, given["compile"], given["data_dir"])
     return
+  # Check --out before the costs are computed.
   out = _picture(given["out"])
   for flag in ("devices", "bandwidth"):
     if given[flag] is None:

@@ -1,13 +1,13 @@
-"""Computes a live cell again from its trace: the same parameters, to the bit.
+"""Recomputes a live cell from its trace: the same parameters, to the bit.
 
   asgd replay WORKDIR/cells/NAME
 
-(or WORKDIR, of one cell). The exit status is 1 if the parameters differ. With
---restore it writes a lost or damaged params.msgpack anew.
+WORKDIR alone is enough if it has one cell. The exit status is 1 if the
+parameters differ. --restore rewrites a lost or damaged params.msgpack.
 
 A replay runs the functions that the run's config names (MODULE:FUNCTION, a
-model, a recipe, a dataset). If another user made the folder, it asks for
---trust before that.
+model, a recipe, a dataset). If another user made the folder, it requires
+--trust.
 """
 
 from asgd.experiment import replay
@@ -22,11 +22,11 @@ def main(
   trust: bool = False,
   write: bool = False,
 ) -> None:
-  """Replays the cell that is named, and says what came of it."""
+  """Replays the named cell and prints the result."""
   if folder is None:
     raise ValueError(
-      "which run? write asgd replay WORKDIR/cells/NAME, a folder"
-      " that asgd train made with engine threads or ray"
+      "no run is named: write asgd replay WORKDIR/cells/NAME, a folder that"
+      " asgd train made with engine threads or ray"
     )
   replayed = replay.replay(folder, data_dir=data_dir, trust=trust)
   print(replay.describe(replayed))
@@ -41,7 +41,7 @@ if __name__ == "__main__":
     {
       "data_dir": flags.TRAINING["data_dir"],
       "trust": flags.TRUST,
-      "restore": (bool, False, "Write params.msgpack anew."),
+      "restore": (bool, False, "Rewrite params.msgpack from the replay."),
     }
   )
   flags.run(

@@ -1,17 +1,17 @@
-"""Reproduces figures of papers, and says which of their claims hold.
+"""Reproduces figures of papers, and prints which of their claims hold.
 
   asgd reproduce --list
   asgd reproduce delayed_edge --quick
   asgd reproduce dana
 
 A figure is a file in configs/figures: an experiment, claims about it as data,
-and what the paper published (asgd.figures.figure_file). It is trained
-like any experiment, in a folder of its own: the same command goes on after a
-kill. Each claim is printed with its effect, the interval that decides it, and
-PASS, FAIL or UNDECIDED. The exit status does not depend on them: a claim that
-fails is a result. While a cell has no valid result no claim is judged, and the
-exit status is 3. --docs also puts verdicts and picture into docs/figures, and
-writes the page docs/figures.md anew; without a name it writes the page alone.
+and the values that the paper published (`asgd.figures.figure_file`). It is
+trained like any experiment, in a separate folder; the same command resumes it.
+Each claim is printed with its effect, the interval that decides it, and PASS,
+FAIL or UNDECIDED. A claim that fails is a result: it does not change the exit
+status. If a cell has no valid result, no claim is judged, and the exit status
+is 3. --docs also copies verdicts and picture to docs/figures and rewrites the
+page docs/figures.md; without a name it only rewrites the page.
 """
 
 from pathlib import Path
@@ -30,15 +30,16 @@ _TRAINING = flags.define(
 )
 _F = flags.define(
   {
-    "all": (bool, False, "All figures."),
-    "quick": (bool, False, "A small one of each: minutes on two cores."),
+    "all": (bool, False, "Reproduce all figures."),
+    "quick": (bool, False, "Train a small version: minutes on two cores."),
     "list": (bool, False, "List the figures."),
-    "docs": (bool, False, "Keep the verdicts in docs/, and write the page."),
+    "docs": (bool, False, "Copy the verdicts to docs/ and rewrite the page."),
   }
 )
 
 
 def _reproduce(task, signals):
+  """Trains and judges one figure with the flags of this command."""
   engines, data_dir = flags.ENGINES, _TRAINING["data_dir"].value
   reproduce.reproduce(
     *(task, engines),
@@ -54,10 +55,10 @@ def _reproduce(task, signals):
 
 
 def main(name: str | None = None) -> None:
-  """Reproduces the figure that is named, or all."""
+  """Reproduces the named figure, or all figures."""
   every, quick = _F["all"].value, _F["quick"].value
   if every and _TRAINING["workdir"].value:
-    raise ValueError("--workdir is the folder of one figure: drop it, or --all")
+    raise ValueError("--workdir is the folder of one figure: drop it or --all")
   if _F["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
     return

@@ -1,12 +1,12 @@
-"""Draws a live run: what each worker and each shard did when.
+"""Draws a live run on a time axis: the actions of each worker and each shard.
 
   asgd timeline WORKDIR/cells/NAME
 
-(or WORKDIR, of one run) writes timeline.json there, or into runs/timeline-001,
--002, ... if that can only be read: in Chrome's trace-event format, to be opened
-with Perfetto. What workers do on a job is known if the run wrote it down
-(--config.live.spans=True); without that, a job is one piece, from its ticket to
-its message.
+WORKDIR alone is enough if it has one run. The command writes timeline.json into
+that folder, or into runs/timeline-001, -002, ... if the folder is read-only.
+The format is Chrome's trace-event format, for Perfetto. The steps of a job are
+drawn if the run recorded them (--config.live.spans=True); otherwise a job is
+one span, from its ticket to its message.
 """
 
 import collections
@@ -32,21 +32,23 @@ _ENDS = {
 
 
 def _track(tracks, worker, lane=0) -> int:
+  """Returns the track of a worker; its tickets after the first have others."""
   name = f"worker {worker}" + (f", ticket {lane + 1}" if lane else "")
   return tracks.tid(_WORKERS, name, 100 * worker + lane)
 
 
 def _has_tables(cell) -> bool:
-  """Whether jobs are what workers wrote down, and not the first shard."""
+  """Whether workers recorded the jobs (tables), and not the first shard."""
   return cell.jobs is not cell.journals[0]
 
 
 def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
-  """Yields (start, end, worker, job, pieces of time) of each job."""
+  """Yields (start, end, worker, job, spans) of each job."""
   for worker, spans in cell.spans.items():
     of_job = collections.defaultdict(list)
     for name, start, end, seq, job in spans:
-      # Of tables, jobs of a clock are pushed one after the other at its end.
+      # With tables, the jobs of a clock are pushed one after the other at the
+      # end of the clock, so each kind of span is a job of the timeline.
       alone = name if _has_tables(cell) else ""
       of_job[seq, job, alone].append((name, start, end))
     for (_, job, _), pieces in of_job.items():
@@ -58,8 +60,9 @@ def _jobs(cell) -> Iterator[tuple[float, float, int, int, list[Any]]]:
 
 
 def _work(cell, tracks):
-  """Yields what workers did. Pieces of a track may not overlap, and the jobs of
-  a worker that holds several tickets do."""
+  """Yields the spans of workers. The jobs of a worker with several tickets
+  overlap, and the spans of a track must not: such jobs get several tracks."""
+  # One set of lanes for each worker; overlapping jobs take another lane.
   lanes = collections.defaultdict(tracks_lib.Lanes)
   for start, end, worker, job, pieces in sorted(_jobs(cell)):
     tid = _track(tracks, worker, lanes[worker].take(start, end))
@@ -69,7 +72,7 @@ def _work(cell, tracks):
 
 
 def _decisions(cell, shard, tracks):
-  """Yields what a shard did: its rows, and what they brought about."""
+  """Yields the events of a shard: its rows, and the counters they change."""
   tid = tracks.tid(_SERVER, f"shard {shard}", shard)
   spans = {} if _has_tables(cell) else cell.spans
   for start, end in live_files.served(cell.journals[shard], spans):
@@ -87,7 +90,7 @@ def _decisions(cell, shard, tracks):
     if row.action == base.ROLLBACK:
       args, scope = {"row": row.job}, "g"
     elif row.action in _OF_WORKERS:
-      if shard:  # the lead has said it
+      if shard:  # the lead's journal has this row, too
         continue
       where = _WORKERS, _track(tracks, row.worker)
     elif row.action != base.RECEIVE:
@@ -112,11 +115,11 @@ def events(cell: live_files.LiveFiles) -> list[dict[str, Any]]:
 
 
 def main(folder: str | None = None, *, out: str | None = None) -> None:
-  """Writes the timeline of the run that is named."""
+  """Writes the timeline of the named run."""
   if folder is None:
     raise ValueError(
-      "which run? write asgd timeline WORKDIR/cells/NAME, a folder"
-      " that asgd train made"
+      "no run is named: write asgd timeline WORKDIR/cells/NAME, a folder that"
+      " asgd train made"
     )
   place = live_files.only_cell(Path(folder))
   there = place
@@ -124,8 +127,8 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
     there = flags.next_free(Path("runs"), "timeline")
   path = Path(out or there / "timeline.json")
   if out and (path.is_dir() or not path.parent.is_dir()):
-    what = "is a folder" if path.is_dir() else "is in no folder that is there"
-    raise ValueError(f"--out={path} {what}: name a file in one that is")
+    what = "is a folder" if path.is_dir() else "is in a folder that is missing"
+    raise ValueError(f"--out={path} {what}: name a file in an existing folder")
   cell = live_files.read(place)
   safe_files.make_folder(path.parent.resolve())
   timeline = events(cell)
@@ -137,8 +140,8 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
   )
   if not cell.spans:
     print(
-      "each job is one piece: run asgd train with --config.live.spans=True to"
-      " see what workers do on it"
+      "each job is one span: run asgd train with --config.live.spans=True to"
+      " record its steps"
     )
 
 

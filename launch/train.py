@@ -1,26 +1,27 @@
-"""Trains the runs of a config, whatever their engines, and compares them.
+"""Trains the runs of a config, on any engine, and compares them.
 
   asgd train --config=configs/digits.py
   asgd train --config=configs/digits.py --engine=threads \\
     --config.workers=4 --config.only=dana_zero --config.seeds=0
   asgd train --config=configs/compare_engines.py
 
-The same command with the same folder goes on where it stopped: after Ctrl-C, a
+The same command with the same folder resumes where it stopped: after Ctrl-C, a
 kill or a requeued job. Runs, numbers of workers and seeds may be added to an
-experiment that has begun; another experiment's folder is refused. The exit
-status is 3 if a cell that was asked for has no valid result at the end, as one
-that another command is training, or if messages of a live cell are missing
-because workers or peers exited; the last line names the cell.
+experiment that has begun; the folder of another experiment is refused. The exit
+status is 3 if a requested cell has no valid result at the end: another command
+is training it, or messages of a live cell are missing because workers or peers
+exited. The last line names the cell.
 
-Simulated cells are independent: --jobs=N trains so many at once (default: one
-for each core), --jobs=ray as tasks of a Ray cluster, and --cells=I/N is a share
-of them, for commands on several machines with one --workdir. Live runs,
-pipelines and meshes, which are timed, are trained one cell after the other.
+Simulated cells are independent. --jobs=N trains N at once (default: one for
+each core), and --jobs=ray trains them as tasks of a Ray cluster. --cells=I/N
+trains a share of them, for commands on several machines with one --workdir.
+Live runs, pipelines and meshes are timed, so their cells are trained one after
+the other.
 
-With --num_processes=N a mesh's devices are in N processes of this machine. On
-several machines, start the same command on each with --num_processes,
---process_id and --coordinator=HOST_OF_0:PORT, or under Slurm (and others that
-JAX knows) with --coordinator=auto alone.
+With --num_processes=N a mesh's devices are divided over N processes of this
+machine. On several machines, start the same command on each with
+--num_processes, --process_id and --coordinator=HOST_OF_0:PORT. Under Slurm (and
+other launchers that JAX knows) --coordinator=auto is enough.
 
   asgd train --list
 
@@ -56,23 +57,23 @@ from asgd.parallel import processes, supervisor
 
 from . import compiled, flags, listing
 
-_FAULT = "On purpose: KIND:WORKER:SEQ,... (kill:1:20; slow:1:20:SECONDS), of "
-_FAULT += ", ".join(faults_lib.KINDS)
+_FAULT = "Faults to inject: KIND:WORKER:SEQ,... (kill:1:20;"
+_FAULT += " slow:1:20:SECONDS), of " + ", ".join(faults_lib.KINDS)
 _CONFIG = flags.define_config()
 _F = flags.define(
   {
     **flags.TRAINING,
     "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
-    "cells": (str, "1/1", "Share of the cells, I/N."),
+    "cells": (str, "1/1", "Share of the cells to train, I/N."),
     "fault": (list, [], _FAULT),
     "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
-    "gpus_per_process": (float, 0.0, "Reserved in Ray for each process."),
-    "spans": (bool, False, "Write what stages did when (the last batch)."),
-    "num_processes": (int, 1, "Processes of a mesh, on this machine or more."),
-    "process_id": (int, None, "This process's number, from 0."),
+    "gpus_per_process": (float, 0.0, "GPUs that Ray reserves for a process."),
+    "spans": (bool, False, "Write the time spans of stages in the last batch."),
+    "num_processes": (int, 1, "Processes of a mesh, on all its machines."),
+    "process_id": (int, None, "Index of this process, from 0."),
     "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
-    "start_seconds": (float, 60.0, "For all processes of a mesh to come."),
-    "profile": (str, None, "Folder for JAX's trace of 5 s of work."),
+    "start_seconds": (float, 60.0, "Limit for a mesh's processes to start."),
+    "profile": (str, None, "Folder for a JAX trace of 5 s of training."),
     "wandb": (bool, False, "Write runs for Weights & Biases, offline."),
     "compile": (str, None, compiled.HELP),
     "list": (bool, False, "List recipes, schedules, engines, models, data."),
@@ -81,10 +82,11 @@ _F = flags.define(
 
 
 def _jobs() -> int | str:
+  """Returns --jobs: "auto", "ray" or a number."""
   text = _F["jobs"].value
   if _F["profile"].value and text not in ("auto", "1"):
     raise ValueError(
-      f"--profile traces this process, and --jobs={text} trains in others: drop"
+      f"--profile traces this process, but --jobs={text} trains in others: drop"
       " one of the two"
     )
   if text in ("auto", "ray"):
@@ -97,6 +99,7 @@ def _jobs() -> int | str:
 
 
 def _share() -> tuple[int, int]:
+  """Returns --cells=I/N as (I - 1, N)."""
   text = _F["cells"].value
   match = re.fullmatch(r"(\d+)/(\d+)", text)
   if match is None or not 1 <= int(match[1]) <= int(match[2]):
@@ -107,32 +110,32 @@ def _share() -> tuple[int, int]:
 
 
 def _check_mesh_only(runs, role):
-  """Several processes train a mesh, and nothing else."""
+  """Raises ValueError if several processes would train another engine."""
   for run in runs.values():
     if role.count != 1 and run.engine != "mesh":
       raise ValueError(
-        f"--num_processes={role.count} is for engine mesh, and"
-        f" config.runs.{run.label} is of engine {run.engine}: choose runs with"
-        " --config.only, or add --engine=mesh"
+          f"--num_processes={role.count} is for engine mesh, but"
+          f" config.runs.{run.label} has engine {run.engine}: choose runs with"
+          " --config.only, or add --engine=mesh"
       )
 
 
 def _start_float64(runs):
-  """Turns on JAX's float64, which holds for all that a process computes."""
+  """Enables float64 in JAX if meshes need it. It holds for the process."""
   sections = (run.config.get("mesh", {}) for run in runs.values())
   double = {mesh.get("precision") == mesh_plan.DOUBLE for mesh in sections}
   if len(double) > 1:
     raise ValueError(
-      f"config.mesh.precision {mesh_plan.DOUBLE} is for all runs of a command,"
-      " and there are others: choose runs with --config.only"
+      f"config.mesh.precision {mesh_plan.DOUBLE} must be that of all runs of a"
+      " command, and others differ: choose runs with --config.only"
     )
   if True in double:
     jax.config.update("jax_enable_x64", True)
 
 
 def _keep_off_accelerators(runs):
-  """Keeps a driver that only watches over Ray's workers on the CPU, unless
-  JAX_PLATFORMS says more: JAX would take most of a GPU's memory from them."""
+  """Keeps a driver of Ray workers on the CPU, unless JAX_PLATFORMS is set. On a
+  GPU, JAX would take most of the memory that the workers need."""
   on_ray = all(run.engine == "ray" for run in runs.values())
   if on_ray and not os.environ.get("JAX_PLATFORMS"):
     jax.config.update("jax_platforms", "cpu")
@@ -149,28 +152,31 @@ _ON_RAY = " (--jobs=ray for simulations, --processes=N for pipelines)"
 
 
 def _check_used(runs):
-  """Refuses flags that no engine of these runs uses."""
+  """Raises ValueError for flags that no engine of these runs uses."""
   engines = {run.engine for run in runs.values()}
   stages = "pipeline" in engines and _F["processes"].value
-  on_ray = stages or _F["jobs"].value == "ray"  # whatever the engine
+  on_ray = stages or _F["jobs"].value == "ray"  # both use Ray on any engine
   for name, users in _USERS.items():
     used = engines & set(users) or (name == "address" and on_ray)
     if _F[name].value and not used:
       raise ValueError(
-        f"--{name} is for engine {' or '.join(users)}, and nothing here runs on"
+        f"--{name} is for engine {' or '.join(users)}, but no run here uses"
         f" it: add --engine={users[0]}{_ON_RAY if name == 'address' else ''},"
         f" or drop --{name}"
       )
 
 
 def _open(resolved):
-  """Builds the experiment and opens its folder; None where process 0 does."""
+  """Returns (experiment, its folder, machine). The folder is opened, but only
+  by process 0; it is None in the others."""
   make = functools.partial(
     build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
+  # All processes of a mesh build the same experiment.
   experiment = processes.together(make)
   text = json.dumps(experiment.config, sort_keys=True)
   content = [np.frombuffer(text.encode(), np.uint8)]
+  # Fail now if the processes were started with different flags or data.
   processes.same("config", storage.digest(content))
   processes.same("dataset", experiment.dataset_identity["sha256"])
   faults = [faults_lib.parse(text) for text in _F["fault"].value]
@@ -187,20 +193,23 @@ def _open(resolved):
     )
   )
   if workdir is not None:
+    # A resumed run keeps the measurements that its orders were made of.
     stored = folder.read_measurements(workdir)
     if stored is not None and stored != experiment.measurements:
+      # Orders of a resumed run are made of the stored measurements.
       experiment = make(measurements=stored)
     print(f"data: {experiment.dataset.source}\nresults go to {workdir}")
   return experiment, workdir, where
 
 
 def _train(resolved, crew=None) -> None:
+  """Trains this command's cells, and writes the report at the end."""
   experiment, workdir, where = _open(resolved)
-  if where.profile:  # refused now, if it cannot be made
+  if where.profile:  # fail now if the folder cannot be made
     os.makedirs(where.profile, exist_ok=True)
   signals, count = Signals(tells=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
-  if count == "auto":  # JAX has its devices by now
+  if count == "auto":  # JAX has initialised its devices by now
     count = 1 if where.profile else jobs.default_jobs()
   total = sum(experiment.plan(c).messages for c in cells)
   bar, naming = Silent(), contextlib.nullcontext()
@@ -228,8 +237,8 @@ def _train(resolved, crew=None) -> None:
 
 
 def _crew(runs) -> jobs.Crew:
-  """The processes for cells that are trained at once, which import nothing
-  again; none if there is one at a time."""
+  """Starts the processes that train cells at once. They inherit the imports of
+  this one; there are none if one cell is trained at a time."""
   count = provenance.cores() if _jobs() == "auto" else _jobs()
   if count == "ray" or _F["profile"].value:
     count = 1
@@ -237,12 +246,13 @@ def _crew(runs) -> jobs.Crew:
 
 
 def main() -> None:
-  """Trains what the flags describe."""
+  """Trains as the flags describe."""
   if _F["list"].value:
     print(listing.text(flags.ENGINES))
     return
   of_role = "num_processes", "process_id", "coordinator", "start_seconds"
   role = processes.role(*(_F[name].value for name in of_role))
+  # [1] Read the config, and check the flags against it.
   resolved = flags.load_config("configs/digits.py", _F["engine"].value)
   runs = resolved.runs
   if _F["compile"].value is not None:
@@ -252,14 +262,16 @@ def main() -> None:
   _check_mesh_only(runs, role)
   _check_used(runs)
   boards.ask(_F["wandb"].value)
-  _jobs(), _share()  # refuse what they cannot read, before anything is written
+  _jobs(), _share()  # check these flags before anything is written
   _start_float64(runs)
   _keep_off_accelerators(runs)
+  # [2] Find the role of this process in a mesh.
   devices = None
   if role.count != 1:
     for run in runs.values():
       mesh_plan.check(run)
     devices = max(mesh_plan.devices_of(run) or 1 for run in runs.values())
+  # [3] The first command starts N processes and only watches them.
   if role.supervises:
     processes.devices_of_each(devices, role.count)
     supervisor.supervise(role.count)
@@ -268,14 +280,15 @@ def main() -> None:
     with contextlib.closing(_crew(runs)) as crew:
       _train(resolved, crew)
     return
+  # [4] A process of a mesh joins the others, then trains its part.
   processes.join(role, devices)
   try:
     _train(resolved)
   except jax.errors.JaxRuntimeError as error:
     line = " ".join(str(error).split())[:200]
     raise ValueError(
-      "another process has ended, or cannot be reached; run the same command"
-      f" again to go on from what was saved ({line})"
+        "another process has exited or cannot be reached; run the same command"
+        f" again to resume from the last save ({line})"
     ) from error
 
 

@@ -13,7 +13,6 @@ A process may have some of the lanes only; `pipeline.processes` has the others.
 """
 
 import functools
-import queue
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from pipeline import lanes as lanes_lib
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
 from pipeline.instructions import TICKET, UPDATE
+from pipeline.lane_threads import Inbox
 from pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
 from pipeline.table import Schedule
 
@@ -111,10 +111,9 @@ class Executor:
     _check_parts(schedule, self.parts, how.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
-    self.inboxes = queues = None
+    self.inboxes: dict[int, Inbox] = {}
     if elsewhere is not None:
-      self.inboxes = {lane: queue.SimpleQueue() for lane in lanes}
-      queues = {**elsewhere, **self.inboxes}
+      self.inboxes = {lane: Inbox() for lane in lanes}
     weights = how.weights or ("latest" if schedule.flush else "stash")
     streams = _streams(schedule, self.parts, weights)
     program = instructions.write(
@@ -146,7 +145,8 @@ class Executor:
       program=program,
       parts=compiled,
       devices=self.devices,
-      queues=queues,
+      inboxes=self.inboxes,
+      elsewhere=elsewhere or {},
       extra=extra,
       how=how,
       waits=how.clock is not None or on_cpu,
@@ -231,7 +231,7 @@ class Executor:
         if lane in self.devices:
           entries[key] = ticket
         else:
-          self.compiled.queues[lane].put((key, ticket))
+          self.compiled.elsewhere[lane].put((key, ticket))
     return PipelineState(0, microbatch, tuple(servers), entries)
 
   def params(self, state: PipelineState) -> list[Any]:
@@ -251,7 +251,7 @@ class Executor:
         the state; for a state that is not of this table, or was consumed.
     """
     until = check_until(self.schedule, state.slot, until)
-    if self.inboxes is None:  # of one in parts, the rest may not have arrived
+    if not self.inboxes:  # of one in parts, the rest may not have arrived
       state_lib.check(state, self.compiled.program, self._at_worker)
     return lanes_lib.LaneRun(self.compiled, state, until).result()
 

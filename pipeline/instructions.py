@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pipeline import analyze, validate
-from pipeline.table import Schedule
+from pipeline.table import BACKWARD, FORWARD, INPUT, Schedule
 
 UPDATE = "update"  # the kind of an instruction that is no row of the table
 TICKET = "w"
@@ -34,6 +34,9 @@ class Instruction(NamedTuple):
   last: bool = False  # of an update's microbatches
   group: int = 0  # the update
   also: tuple["Instruction", ...] = ()  # updates that are made with it
+  # What the forward and the backward of its microbatch read.
+  tickets: tuple[TicketKey, ...] = ()
+  needs: tuple[tuple, ...] = ()  # keys of entries that it waits for
 
 
 class Program(NamedTuple):
@@ -57,15 +60,6 @@ class Program(NamedTuple):
       for slot in (first, until)
     )
     return self.lanes[lane][start:end]
-
-  def tickets_of(self, op: Instruction) -> list[TicketKey]:
-    """Returns the tickets that the forward and the backward of an instruction's
-    microbatch read."""
-    at = op.stage, op.microbatch
-    return [
-      (TICKET, op.stage, int(version[at]), op.replica, int(worker[at]))
-      for version, worker in self.reads
-    ]
 
 
 def write(
@@ -102,10 +96,25 @@ def write(
     schedule, together, tuple(lanes), places, where, order, reads, last_reads,
     readers,
   )
+  numbers = [(v.tolist(), w.tolist()) for v, w in reads]
+
+  def tickets_of(stage, microbatch, replica):
+    read = [(v[stage][microbatch], w[stage][microbatch]) for v, w in numbers]
+    return tuple((TICKET, stage, v, replica, w) for v, w in read)
+
   replica = [{d: i for i, d in enumerate(devices)} for devices in places]
   for slot, device, stage, microbatch, action in schedule.tasks:
-    mine = replica[stage][device] if action in validate.KNOWN else 0
-    lanes[device].append(Instruction(slot, action, stage, microbatch, mine))
+    op = Instruction(slot, action, stage, microbatch, 0)
+    if action in validate.KNOWN:
+      mine = replica[stage][device]
+      tickets = tickets_of(stage, microbatch, mine)
+      needs = [tickets[action != FORWARD]]
+      if action == FORWARD and stage:
+        needs.append(("x", stage, microbatch))
+      elif action in (BACKWARD, INPUT) and stage + 1 < schedule.stages:
+        needs.append(("g", stage, microbatch))
+      op = op._replace(replica=mine, tickets=tickets, needs=tuple(needs))
+    lanes[device].append(op)
   for stage, owners in enumerate(places):
     for number, microbatch in enumerate(order[stage].tolist()):
       row = where.weight[stage, microbatch]
@@ -114,9 +123,10 @@ def write(
       op = Instruction(
         slot, UPDATE, stage, microbatch, replica[stage][device],
         int(workers[stage, microbatch]), at + 1 == schedule.every, group,
+        needs=(("m", stage, microbatch),),
       )
       lanes[owners[0]].append(op)
-      for ticket in program.tickets_of(op):
+      for ticket in tickets_of(stage, microbatch, op.replica):
         last_reads[ticket] = max(slot, last_reads.get(ticket, slot))
   if together:
     lanes = _with_updates_together(lanes, schedule, where)
@@ -146,6 +156,7 @@ def _with_updates_together(lanes, schedule, where):
         groups[op.group].append(op._replace(slot=int(ends[op.group])))
     rest = [op for op in lane if not op.last]
     for first, *others in groups.values():
-      rest.append(first._replace(also=tuple(others)))
+      needs = sum((op.needs for op in (first, *others)), ())
+      rest.append(first._replace(also=tuple(others), needs=needs))
     out.append(rest)
   return out

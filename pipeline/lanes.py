@@ -1,14 +1,13 @@
-"""Lanes: threads that obey a program, and the entries that they send.
+"""Lanes: what obeys a program, and the entries that lanes send.
 
 Every device has a lane, which does the device's instructions in their order and
 waits for nothing else than what a task needs. A lane has a box with its entries
-of the state (`pipeline.state`), and a queue, where other lanes put entries,
-moved by `jax.device_put`, that it takes into the box when it needs them.
+of the state (`pipeline.state`), where other lanes put entries, too, copied to
+its device. `pipeline.lane_threads` has the threads.
 """
 
+import collections
 import functools
-import queue
-import threading
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from asgd import base, sharding, simulator
 from asgd import server as server_lib
 from pipeline import stage as stage_lib
 from pipeline.instructions import OF_NOW, TICKET, UPDATE, Program, TicketKey
+from pipeline.lane_threads import Inbox, LaneThreads, Stop
 from pipeline.residence import STATE, WEIGHTS, DeviceMemory
 from pipeline.spans import TaskSpan
 from pipeline.state import (
@@ -75,7 +75,8 @@ class CompiledProgram(NamedTuple):
   program: Program
   parts: tuple[CompiledPart, ...]  # S
   devices: dict[int, jax.Device]  # of the lanes that are here
-  queues: Mapping[int, Any] | None  # of all lanes, if some are elsewhere
+  inboxes: Mapping[int, Inbox]  # of the lanes here, if others are elsewhere
+  elsewhere: Mapping[int, Any]  # lane -> a queue, of those
   extra: Callable[[int, int], Any]
   how: ExecutorOptions
   # Whether a lane waits for its work: its own core does it, or it is timed.
@@ -86,11 +87,6 @@ class CompiledProgram(NamedTuple):
   def now(self, slot: int = 0) -> float:
     """Returns the time; without a clock it is that of the slot."""
     return self.how.clock() if self.how.clock else float(slot)
-
-  def settle(self, value: Any) -> None:
-    """Waits for a value, if lanes wait."""
-    if self.waits:
-      jax.block_until_ready(value)
 
   def homes(self) -> dict[int, jax.Device]:
     """Returns the devices of the servers that are here, by stage."""
@@ -119,10 +115,6 @@ class CompiledProgram(NamedTuple):
 _SMALL = 2**16  # bytes, of which a copy takes less than `jax.device_put`
 
 
-class Stop:
-  """Put into a lane's queue when another lane has failed."""
-
-
 class _Stopped(Exception):
   """Another lane failed."""
 
@@ -140,17 +132,24 @@ def _copies(device):
   return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=place)
 
 
-def copy_to(device: jax.Device, tree: Any) -> Any:
-  """Returns a copy of a tree of arrays, of NumPy or of any device, on a device;
-  no memory is shared. Small ones reach a CPU by a compiled program, which reads
-  them where they lie: `jax.device_put` takes ten times as long."""
+def copier_of(device: jax.Device, tree: Any) -> Callable[[Any], Any]:
+  """Returns what copies trees like this one, of NumPy's arrays or of any
+  device's, to a device; no memory is shared. Small ones reach a CPU by a
+  compiled program, which reads them where they lie: `jax.device_put` takes ten
+  times as long."""
   leaves = jax.tree.leaves(tree)
   # Keys have dtypes that NumPy does not know.
   numbers = all(isinstance(getattr(x, "dtype", x), np.dtype) for x in leaves)
   small = numbers and sum(x.nbytes for x in leaves) <= _SMALL
   if device.platform != "cpu" or not small:
-    return jax.device_put(tree, device, may_alias=False)
-  return _copies(device)(jax.tree.map(np.asarray, tree))
+    return lambda tree: jax.device_put(tree, device, may_alias=False)
+  copies = _copies(device)
+  return lambda tree: copies(jax.tree.map(np.asarray, tree))
+
+
+@functools.lru_cache
+def _one(dtype):
+  return np.ones((), dtype)
 
 
 class LaneRun:
@@ -162,12 +161,18 @@ class LaneRun:
     self._compiled, self._program = compiled, compiled.program
     self._state, self._until = state, until
     self._servers = list(state.servers)
-    self._queues = compiled.queues  # which hold something already, perhaps
-    if compiled.queues is None:
-      self._queues = {lane: queue.SimpleQueue() for lane in compiled.devices}
-    self._boxes = {lane: {} for lane in compiled.devices}
+    self._threads = LaneThreads(
+      self._obey, compiled.devices, compiled.inboxes
+    )
+    self._boxes = self._threads.boxes
     for key, value in state.entries.items():
       self._boxes[lane_of(self._program, key)][key] = value
+    self._ops = {
+      lane: collections.deque(self._program.of_lane(lane, state.slot, until))
+      for lane in self._boxes
+    }
+    self._copiers: dict[tuple, Callable] = {}  # of entries for other lanes
+    self._begun: dict[int, Any] = {}  # of lanes with a memory
     for lane in compiled.memories:
       self._adopt(lane)
     self._losses, self._spans = {}, []
@@ -185,24 +190,14 @@ class LaneRun:
   def result(self) -> PipelineResult:
     """Obeys the program until all lanes are at the last slot; raises the first
     PipelineError of any lane."""
-    # A context of the caller's thread, which is not that of a lane.
-    x64 = jax.config.jax_enable_x64
-    lanes = [
-      threading.Thread(
-        target=self._obey, args=(lane, x64), name=f"lane-{lane}", daemon=True
-      )
-      for lane in self._boxes
-    ]
-    for lane in lanes:
-      lane.start()
-    for lane in lanes:
-      lane.join()
+    self._threads.run()
     if self._failures:
       raise self._failures[0]
     entries = {}
+    for lane, inbox in self._compiled.inboxes.items():
+      late = [item for item in inbox.take() if item is not Stop]
+      self._boxes[lane].update(late)
     for lane, box in self._boxes.items():
-      while not self._queues[lane].empty():
-        self._take(lane)
       if lane in self._compiled.memories:
         self._give_back(lane)
       entries |= box
@@ -218,43 +213,35 @@ class LaneRun:
 
   # Entries.
 
-  def _take(self, lane):
-    item = self._queues[lane].get()
-    if item is Stop:
-      raise _Stopped
-    key, value = item
-    self._boxes[lane][key] = value
-
-  def _box_with(self, lane, key):
-    """Returns a lane's box, as soon as an entry is in it."""
-    while key not in self._boxes[lane]:
-      self._take(lane)
-    return self._boxes[lane]
-
-  def _wait(self, lane, key):
-    return self._box_with(lane, key).pop(key)
-
   def _give(self, lane, key, value):
     """Moves an entry that a lane has made to the lane that needs it."""
     target, devices = lane_of(self._program, key), self._compiled.devices
     if target == lane:
       self._boxes[lane][key] = value
-      return
-    if target in devices:
-      value = copy_to(devices[target], value)
-    self._queues[target].put((key, value))
+    elif target in devices:
+      like = *key[:2], target
+      if like not in self._copiers:
+        self._copiers[like] = copier_of(devices[target], value)
+      self._send(target, key, self._copiers[like](value))
+    else:
+      self._send(target, key, value)
 
-  def _ticket(self, lane, op, *, backward=False):
-    """The ticket that a microbatch's forward reads, or its backward."""
-    key = self._program.tickets_of(op)[backward]
-    return self._box_with(lane, key)[key]
+  def _send(self, lane, key, value):
+    if lane in self._boxes:
+      self._threads.put(lane, key, value)
+    else:
+      self._compiled.elsewhere[lane].put((key, value))
+
+  def _settle(self, value):
+    """Waits for a value, if lanes wait."""
+    if self._compiled.waits:
+      self._threads.settle(value)
 
   def _params(self, lane, op, *, backward=False):
     """The weights that a forward or a backward reads."""
-    ticket = self._ticket(lane, op, backward=backward)
     if lane in self._compiled.memories:
       return self._compiled.memories[lane].get((op.stage, WEIGHTS))
-    return ticket.params
+    return self._boxes[lane][op.tickets[backward]].params
 
   # Weights that are not all on a lane's device.
 
@@ -290,17 +277,23 @@ class LaneRun:
 
   # Instructions.
 
-  def _obey(self, lane, x64):
-    op, memory = None, self._compiled.memories.get(lane)
+  def _obey(self, lane):
+    """Obeys a lane until it lacks an entry. Returns whether it is done."""
+    op, ops = None, self._ops[lane]
+    memory = self._compiled.memories.get(lane)
     try:
-      with jax.enable_x64(x64):
-        for op in self._program.of_lane(lane, self._state.slot, self._until):
-          if memory is not None:
-            memory.begin(op)
-          start = self._does.get(op.kind, self._own)(lane, op)
-          if self._compiled.how.clock:
-            span = lane, op.stage, op.microbatch, op.kind, start
-            self._spans.append(TaskSpan(*span, self._compiled.now()))
+      while ops:
+        op = ops[0]
+        if memory is not None and self._begun.get(lane) is not op:
+          memory.begin(op)
+          self._begun[lane] = op
+        if not self._threads.has(lane, op.needs):
+          return False
+        start = self._does.get(op.kind, self._own)(lane, op)
+        if self._compiled.how.clock:
+          span = lane, op.stage, op.microbatch, op.kind, start
+          self._spans.append(TaskSpan(*span, self._compiled.now()))
+        ops.popleft()
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
@@ -314,8 +307,8 @@ class LaneRun:
       )
       failure.__cause__ = error
       self._failures.append(failure)
-      for other in self._boxes:
-        self._queues[other].put(Stop)
+      self._threads.stop()
+    return True
 
   def _own(self, lane, op):
     start = self._compiled.now()
@@ -324,7 +317,7 @@ class LaneRun:
 
   def _forward(self, lane, op):
     compiled, (stage, number) = self._compiled, (op.stage, op.microbatch)
-    x = self._wait(lane, ("x", stage, number)) if stage else ()
+    x = self._boxes[lane].pop(("x", stage, number)) if stage else ()
     params = self._params(lane, op)
     extra = compiled.extra(stage, self._state.microbatch + number)
     start = compiled.now()
@@ -335,7 +328,7 @@ class LaneRun:
     if stage == len(compiled.parts) - 1:
       self._losses[self._state.microbatch + number] = y
     else:
-      compiled.settle(y)
+      self._settle(y)
       self._give(lane, ("x", stage + 1, number), y)
     return start
 
@@ -345,7 +338,9 @@ class LaneRun:
     (kept, aux), half = box.pop((KEPT, *at)), box.pop((HALF, *at))
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
-    self._hand_in(lane, op, stage.weight(params, kept, half), aux)
+    gradient = stage.weight(params, kept, half)
+    self._settle(gradient)
+    self._hand_in(lane, op, gradient, aux)
     return start
 
   def _backward(self, lane, op):
@@ -353,9 +348,9 @@ class LaneRun:
     stage, number = at = op.stage, op.microbatch
     compiled = whole.parts[stage].stage
     if stage == len(whole.parts) - 1:
-      gy = [np.ones((), compiled.y.dtype)]
+      gy = [_one(compiled.y.dtype)]
     else:
-      gy = self._wait(lane, ("g", stage, number))
+      gy = box.pop(("g", stage, number))
     params = self._params(lane, op, backward=True)
     kept, aux = box.pop((KEPT, *at))
     start, again = whole.now(), whole.how.recompute[stage]
@@ -368,8 +363,9 @@ class LaneRun:
       gradient, gx = compiled.recompute(params, *kept, gy)
     else:
       gradient, gx = compiled.backward(params, kept, gy)
+    # Its results are there at the same time.
+    self._settle(gx if op.kind == INPUT else gradient)
     if stage:
-      whole.settle(gx)
       self._give(lane, ("g", stage - 1, number), gx)
     if op.kind == BACKWARD:
       self._hand_in(lane, op, gradient, aux)
@@ -378,22 +374,19 @@ class LaneRun:
   def _hand_in(self, lane, op, gradient, aux):
     """Gives a gradient to the stage's server, with the forward's ticket, and
     drops the tickets that no later microbatch reads."""
-    self._compiled.settle(gradient)
-    ticket = self._ticket(lane, op)
+    ticket = self._boxes[lane][op.tickets[0]]
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
     self._give(lane, ("m", op.stage, op.microbatch), (gradient, ticket))
-    for key in self._program.tickets_of(op):
+    for key in op.tickets:
       if self._program.last_reads[key] == op.slot:
         self._boxes[lane].pop(key, None)
 
   def _receive(self, lane, op):
     """Receives a message; the last of an update makes a new version."""
     ops = op, *op.also
-    # Waits for the last that comes before the clock is looked at.
-    messages = [
-      self._wait(lane, ("m", each.stage, each.microbatch)) for each in ops
-    ]
+    box = self._boxes[lane]
+    messages = [box.pop(("m", each.stage, each.microbatch)) for each in ops]
     start = self._compiled.now(op.slot)
     arguments = [
       self._arguments(lane, each, *message)
@@ -467,16 +460,19 @@ class LaneRun:
       }
       at = ops[0].group, len(totals)
       for other in others:
-        self._queues[other].put((("n", lane, *at), operands))
+        self._send(other, ("n", lane, *at), operands)
       for other in others:
-        operands |= self._wait(lane, ("n", other, *at))
+        received = self._threads.wait(lane, ("n", other, *at))
+        if received is None:
+          raise _Stopped
+        operands |= received
       # In the order of the stages, so that it is the same bits everywhere.
       ordered = [operands[stage] for stage in sorted(operands)]
       totals += (sharding.add_up(ordered),)
 
   def _publish(self, lane, op, server, row):
     """Keeps a new version, and sends it to the lanes that read it."""
-    self._compiled.settle(server.params)
+    self._settle(server.params)
     if lane in self._compiled.memories:
       memory = self._compiled.memories[lane]
       memory.keep((op.stage, WEIGHTS), server.params)
@@ -489,4 +485,4 @@ class LaneRun:
     for key, lane, ticket in self._compiled.tickets(
       op.stage, op.group + 1, server
     ):
-      self._queues[lane].put((key, ticket))
+      self._send(lane, key, ticket)

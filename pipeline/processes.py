@@ -40,7 +40,8 @@ from asgd.live import ray_waits
 from asgd.live.hosts.site import node_id
 from pipeline import channels, executor
 from pipeline import state as state_lib
-from pipeline.lanes import PipelineError, Stop, copy_to
+from pipeline.lane_threads import Stop
+from pipeline.lanes import PipelineError, copier_of
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import Schedule
 
@@ -132,7 +133,7 @@ class _StageProcess:
     """Takes what another process has made for a lane."""
     try:
       # A copy: this is memory of others, and a lane may donate its entries.
-      value = copy_to(self._executor.devices[lane], value)
+      value = copier_of(self._executor.devices[lane], value)(value)
       jax.block_until_ready(value)
     except Exception as error:  # a lane waits for it
       self._untaken = f"what came for device {lane} cannot be taken: {error}"
@@ -150,8 +151,7 @@ class _StageProcess:
   def forget(self):
     """Drops what was on its way to lanes that are here."""
     for inbox in self._executor.inboxes.values():
-      while not inbox.empty():
-        inbox.get()
+      inbox.take()
 
   def start(self):
     self._enter(self._executor.start())

@@ -1,4 +1,5 @@
-"""What tests of simulated peers share: each kind of peer is compiled once."""
+"""Helpers of the tests of simulated peers: each kind of peer is compiled
+once."""
 
 import functools
 

@@ -4,7 +4,8 @@ Prose is the text of pages, docstrings and comments, and the strings that users
 see: of errors, warnings, log lines, prints and flags. Code between backquotes
 and examples are not prose. A word of `DIALECT` has a plain term of the field,
 which `docs/glossary.md` gives; one of `UNNAMED` does not name the actor; one of
-`OPENING` puts a clause where the name of the thing is needed.
+`OPENING` puts a clause where the name of the thing is needed. "In place" is a
+term of the field: a buffer is updated in place.
 """
 
 import ast
@@ -16,7 +17,8 @@ import tokenize
 from collections.abc import Iterator
 
 DIALECT = re.compile(
-    r"\b(places?|holders?|(?:is|are|was|were|be) told|tells?|hears?|heard"
+    r"\b((?<!in )places?|holders?|(?:is|are|was|were|be) told|tells?"
+    r"|hears?|heard"
     r"|c[ao]mes? (?:to|of|back)|obey(?:s|ed)?|goes on|go on|gone"
     r"|of (?:its|their) own|(?:is|are) there|to be had|lets"
     r"|what (?:it|a|is|they|follows)|made anew)\b",

@@ -1,4 +1,4 @@
-"""What tests of tables share: short runs of them."""
+"""Helpers of the tests of tables: short runs."""
 
 import kit
 import numpy as np
@@ -83,7 +83,7 @@ def resumed(run, *args, **options):
 
 
 def same(one, two, but=()):
-  """Asserts that two simulations came to the same bits."""
+  """Asserts that two simulations have the same bits."""
   assert one.tables()["w"].tobytes() == two.tables()["w"].tobytes()
   for name, a, b in zip(
     base.Records._fields, one.records(), two.records(), strict=True

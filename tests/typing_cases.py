@@ -41,6 +41,7 @@ pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
 
 asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
 asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
+asgd.dana_zero(0.01, workers="4")  # type: ignore[arg-type]
 asgd.simulate(
   *(loss, np.zeros(3), DATA, RECIPE),
   messages="ten",  # type: ignore[arg-type]

@@ -12,8 +12,8 @@ from asgd.live.gossip import files as peer_files
 from asgd.live.gossip import outbox, pairs, peer, rounds
 from asgd.live.gossip.cluster import PeerCluster
 from asgd.live.hosts import Gone
+from asgd.live.sandblaster import batch_workers, shards, store
 from asgd.live.sandblaster import driver as batch_driver
-from asgd.live.sandblaster import places, shards, store
 from asgd.live.sandblaster import shard as batch_shard
 from asgd.live.sandblaster import worker as batch_worker
 from asgd.live.tables import cluster, files
@@ -105,12 +105,12 @@ def _image_of_any(self, number):
 def _hear_worker_alone(self, worker):
   self._shards.check, check = _nothing, self._shards.check
   try:
-    _hear(self, worker)
+    _end_call(self, worker)
   finally:
     self._shards.check = check
 
 
-_hear = batch_driver.Driver._hear
+_end_call = batch_driver.Driver._end_call
 
 
 def _first_notes(self):
@@ -151,6 +151,10 @@ def _left(*args):
 
 def _zero(*args):
   return 0.0
+
+
+def _before_all(rows):
+  return float("-inf")
 
 
 _SHARD, _TABLES = table_shard.ShardHost, cluster.TableCluster
@@ -196,7 +200,7 @@ FOUND = {
       *("a lost shard is left for later", 9049, table_worker.WorkerHost),
       _answer=_wait_for_all,
     ),
-    Mutant("rows of a predecessor", 4698, replay, _hand_over=_nothing),
+    Mutant("rows of a predecessor", 4698, replay, _deliver_rows=_nothing),
   ],
   "sandblaster": [
     Mutant(
@@ -207,21 +211,24 @@ FOUND = {
     Mutant("pushed, not written", 7, _STORE, put=_nothing),
     Mutant("jobs of the dead", 9, PortionJobs, lose=_nothing),
     Mutant("unfit files", 1, shards.LiveShards, __init__=_resume_from_unfit),
-    Mutant("times go back", 6, places, last_time=lambda rows: float("-inf")),
+    Mutant("times go back", 6, batch_workers, last_time=_before_all),
     Mutant("evaluated anew", 0, _LIVE, begin=_begin_anew),
     Mutant("checkpoint in a repeat", 1101, _LIVE, image_at=_image_of_any),
     Mutant("damaged twice", 1811, batch_worker, _TRIES=1),
-    Mutant("does not come up", 1804, places, _STARTS=1),
+    Mutant("does not come up", 1804, batch_workers, _STARTS=1),
     Mutant(
       *("nobody asks why a job failed", 1, batch_driver.Driver),
-      _hear=_hear_worker_alone,
+      _end_call=_hear_worker_alone,
     ),
-    Mutant("dead and not replaced", 13, batch_driver.Driver, _bury=_nothing),
+    Mutant(
+      *("dead and not replaced", 13, batch_driver.Driver),
+      _handle_exit=_nothing,
+    ),
     Mutant("restarted without files", 3, _STORE, load=lambda self: None),
     Mutant("notes of no answers", 3, batch_driver.Driver, _notes=_first_notes),
   ],
   "gossip": [
-    Mutant("nothing passed on", 302, PeerCluster, _pass_on=_nothing),
+    Mutant("nothing passed on", 302, PeerCluster, _complete_broadcast=_nothing),
     Mutant(
       *("a frame is taken twice", 0, outbox.Inbox),
       new=lambda self, sender, life, first, frames: frames,
@@ -234,12 +241,15 @@ FOUND = {
     Mutant("no pause to join", 12, PeerCluster, _admit=_admit_at_once),
     Mutant("no LEAVE", 10, peer_files, leave=_left, last_residual_lost=_zero),
     Mutant("jobs by records", 20, peer_files, numbers_of=lambda events: []),
-    Mutant("a lost number", 19, _COUNTER, left=_nothing),
+    Mutant("a lost number", 19, _COUNTER, release=_nothing),
     Mutant(
       *("two numbers", 179, _COUNTER),
       take=lambda self, peer, life, ask: self._new(),
     ),
-    Mutant("a dead partner", 23, pairs.Pairs, gone=peer.LivePeer.gone),
+    Mutant(
+      *("a dead partner", 23, pairs.Pairs),
+      peer_exited=peer.LivePeer.peer_exited,
+    ),
     Mutant("nothing cut back", 3, peer_files, cut_back=_nothing),
     Mutant("resumes first params", 7, peer.LivePeer, restore=_restore_rounds),
   ],

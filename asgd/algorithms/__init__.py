@@ -4,23 +4,28 @@ A `Recipe` says which part of an algorithm runs where: at the server, at the
 worker (the momentum of DANA-Slim, the local steps of Downpour, parameter
 averaging, EASGD, DiLoCo and FedAsync), or between (averages of messages).
 
+    name, options --build--> Recipe --server, make_worker--> Server, Worker
+                                    --peer----------------> Peer (no server)
+
 Every recipe takes the learning rate and the number of workers, then its
 options. Docstrings refer to these as the shared options:
 
-- `learning_rate`: eta, positive, or a schedule over the server's updates. Where
-  workers or peers take steps, it is the rate of these steps, and the schedule
-  of a peer counts the peer's updates;
+- `learning_rate`: eta, positive, or a schedule over the server's updates. If
+  workers or peers take steps, it is the rate of these steps; a peer's schedule
+  counts the peer's updates;
 - `workers`: N, or the number of peers, from 2;
 - `momentum`: gamma, in [0, 1): v <- gamma v + g; params <- params - eta v, so
-  that v does not contain the learning rate. It is the momentum of those steps;
-- `weight_decay`: 0 or more: weight_decay * params is added to a gradient, by
-  the server with the server's parameters, after any compensation and before the
-  momentum; by workers and peers with their own;
+  v does not contain the learning rate. It belongs to the steps with that rate;
+- `weight_decay`: 0 or more: weight_decay * params is added to a gradient. The
+  server adds its own parameters, after any compensation and before the
+  momentum; workers and peers add theirs;
 - `optimizer`: any optimizer (`asgd.optimizers.Optimizer`) instead of SGD; it
   has its own momentum and weight decay.
 
-A value out of its range raises ValueError when the recipe is built, and so does
-a momentum or a weight decay beside an optimizer.
+Building a recipe raises ValueError for a value out of its range, and for a
+momentum or a weight decay next to an optimizer.
+
+Where to begin: `recipe.py`, then `sgd.py`.
 """
 
 import functools
@@ -79,13 +84,15 @@ PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
 ALL = {**RECIPES, **PEER_RECIPES}
 
 
-_OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that may be named
+_OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that take a name, too
 
 
 def options(name: str) -> dict[str, Any]:
-  """Returns the options of a recipe, by name or MODULE:FUNCTION, with their
-  defaults; ValueError for an unknown name, with the nearest known one, or a
-  function without learning_rate and workers.
+  """Returns the options of a recipe and their defaults.
+
+  The recipe is given by name or MODULE:FUNCTION. Raises ValueError for an
+  unknown name, with the nearest known one, or a function without learning_rate
+  and workers.
 
   Example:
     >>> options("ssgd")
@@ -115,7 +122,7 @@ def build(
       may be given as `optimizers.named` takes it.
 
   Returns:
-    The Recipe, which has the record of its arguments.
+    The Recipe; its `made` holds these arguments.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, and
@@ -132,6 +139,7 @@ def build(
 
 
 def _make(name, maker, learning_rate, workers, options) -> Recipe:
+  """Calls a recipe's maker with checked arguments, and records them."""
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
   kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
@@ -147,6 +155,7 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
       f" {checks.shown(recipe)}"
     )
   recipe = recipe._replace(workers=workers)
+  # `rebuild` compares these to detect a recipe that was changed by hand.
   parts = tuple(recipe[:-1])
   made = RecipeBuild(name, maker, learning_rate, dict(options), parts)
   return recipe._replace(made=made)
@@ -155,10 +164,11 @@ def _make(name, maker, learning_rate, workers, options) -> Recipe:
 def rebuild(
   recipe: Recipe, learning_rate: optax.ScalarOrSchedule, workers: int
 ) -> Recipe:
-  """Returns a recipe at another learning rate, for another number of workers:
-  the recipe itself if it fits, else another one of the same options.
+  """Returns a recipe for another learning rate and number of workers.
 
-  Raises ValueError for one that was made, or changed, by hand and does not fit.
+  A recipe that fits is returned itself, otherwise another one is built of the
+  same options. Raises ValueError for a recipe that was made or changed by hand
+  and does not fit.
 
   Example:
     >>> recipe = build("easgd", 0.1, workers=8, moving_rate=0.5)
@@ -178,8 +188,8 @@ def rebuild(
       options = made.options
       return _make(made.name, made.maker, learning_rate, workers, options)
   raise ValueError(
-    f"the Recipe was made or changed by hand, for {recipe.workers} workers, and"
-    f" is needed for {workers}, at learning rate {checks.shown(learning_rate)}:"
+    f"the Recipe was made or changed by hand for {recipe.workers} workers, but"
+    f" {workers} are needed, at learning rate {checks.shown(learning_rate)}:"
     " enter it in asgd.RECIPES and build it by its name"
   )
 

@@ -1,12 +1,12 @@
-"""Recipes without a server: peers that talk to each other.
+"""Recipes without a server: peers that exchange messages.
 
 Each peer has its own parameters and optimizer. A job is one batch, and an epoch
-is one pass over the data in total over all peers. Two options are shared:
+is one pass of all peers together over the data. Two options are shared:
 
 - `topology`: a name of `asgd.gossip.topologies`, a dict of a name and its
   options, or a Topology; W are its weights;
 - `codec`: a name of `asgd.compression.CODECS`, a dict of a name and its
-  options, or a Codec. None sends all.
+  options, or a Codec. None sends uncompressed parameters.
 """
 
 from collections.abc import Mapping
@@ -15,11 +15,12 @@ from typing import Any
 import optax
 
 from asgd import base, checks, compression, gossip
-from asgd.algorithms.local_work import displacements, of_worker
+from asgd.algorithms.local_work import displacement_recipe, local_optimizer
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import sgd
 from asgd.gossip import rules, topologies
 from asgd.gossip.orders import check_pairs
+from asgd.optimizers import OptimizerLike
 
 _Topology = str | Mapping[str, Any] | gossip.Topology
 _Codec = str | Mapping[str, Any] | compression.Codec | None
@@ -27,10 +28,13 @@ _RING = "ring"
 
 
 def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
-  """Makes a recipe one of peers."""
+  """Returns a recipe as one of peers; ValueError if its topology is unfit."""
   built = topologies.build(topology, workers)
   topologies.check_sums(built, columns=rule.columns)
+  # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
+  # only, as its weights w correct the rows.
   made = gossip.Gossip(rule, built, **how)
+  # A pair is one random neighbour; a round mixes with all neighbours of W.
   if made.order == gossip.PAIRS:
     check_pairs(built)
   else:
@@ -39,21 +43,23 @@ def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
 
 
 def d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, adapt_first=False, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  adapt_first: bool = False, optimizer: OptimizerLike = None
 ) -> Recipe:
   """D-PSGD: each peer averages with its neighbours while it computes.
 
-    x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at x_i before that
+    x_i <- sum_j W_ij x_j - eta v_i,   v_i of the gradient at the old x_i
     with adapt_first:   x_i <- sum_j W_ij (x_j - eta v_j)
 
   Momenta are not averaged. On the full graph, with adapt_first and without
-  momentum, it is all-reduce SGD; as in the paper, a peer is ahead of the mean
-  by its last step.
+  momentum, it is all-reduce SGD. As in the paper, a peer's parameters differ
+  from the mean by its last step.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    topology: whose parameters a peer averages; rows and columns of W sum to 1.
+    topology: the neighbours that a peer averages with; rows and columns of W
+      sum to 1.
     adapt_first: a peer sends its parameters after its step, not before its job.
 
   Returns:
@@ -75,36 +81,39 @@ def d_psgd(
   """
   checks.flag("adapt_first", adapt_first)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # A peer that puts its message before its job overlaps the transfer with the
+  # computation.
   rule, put_first = rules.average(), not adapt_first
   recipe = Recipe(algorithm)
   return _with_peers(recipe, rule, topology, workers, put_first=put_first)
 
 
 def d2(
-  learning_rate, workers, *, topology: _Topology = _RING, lazy=True,
-  momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, lazy: bool = True, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """D2: D-PSGD for peers whose data differ, which it corrects for.
+  """D2: D-PSGD with a correction for peers whose data differ.
 
-    x_i <- sum_j W_ij (2 x_j - x_j' - eta (g_j - g_j')),   ' of the round before
+    x_i <- sum_j W_ij (2 x_j - x_j' - eta (g_j - g_j')),   ' of the last round
 
-  With a constant learning rate and full gradients it converges to the solution,
-  where D-PSGD stays as far from it as the data differ.
+  With a constant learning rate and full gradients it converges to the solution;
+  D-PSGD keeps a distance that grows with the difference of the data.
 
   Args:
     learning_rate, workers, momentum, weight_decay: shared options.
     topology: undirected, and constant.
-    lazy: has (W + I) / 2 in the place of W, which is stable on every graph.
-      Without it the smallest eigenvalue of W must be above -1/3, which it is
-      not on a ring of an even number of peers.
+    lazy: uses (W + I) / 2 instead of W, which is stable on every graph.
+      Otherwise the smallest eigenvalue of W must be above -1/3, which excludes
+      rings of an even number of peers.
     optimizer: of a peer, instead of SGD; g stands for its update.
 
   Returns:
     A Recipe of peers, in rounds.
 
   Raises:
-    ValueError: for a value out of its range, or a topology with which it is not
-      stable.
+    ValueError: for a value out of its range, or a topology on which the
+      algorithm is not stable.
 
   Source:
     Tang et al., "D2: decentralized training over decentralized data", ICML
@@ -117,17 +126,20 @@ def d2(
   """
   checks.flag("lazy", lazy)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # D2 corrects updates, not gradients: it comes after the optimizer.
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
   built = topologies.build(topology, workers)
   topologies.check_constant("d2", built, symmetric=True)
   if lazy:
+    # (W + I) / 2 has eigenvalues from 0 to 1.
     built = topologies.lazy(built)
   smallest = topologies.smallest_eigenvalue(built)
+  # 1e-9 allows for the rounding of the eigenvalue.
   if smallest <= -1 / 3 + 1e-9:
     raise ValueError(
-      f"d2 is stable if the smallest eigenvalue of W is above -1/3, and that of"
-      f" topology {built.name!r} of {workers} peers is {smallest:.3f}: use"
+      "d2 is stable only if the smallest eigenvalue of W is above -1/3, and for"
+      f" topology {built.name!r} of {workers} peers it is {smallest:.3f}: use"
       " lazy=True, or another topology or number of peers"
     )
   return _with_peers(
@@ -136,19 +148,20 @@ def d2(
 
 
 def ad_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
-  """AD-PSGD: no peer waits; one that ends a job averages with one neighbour.
+  """AD-PSGD: a peer that ends a job averages with one neighbour; none waits.
 
     x_i, x_j <- (x_i + x_j) / 2,   j a random neighbour, both at once
-    x_i <- x_i - eta v_i,   v_i of the gradient at x_i when the job was begun
+    x_i <- x_i - eta v_i,   v_i of the gradient at x_i at the start of the job
 
-  A gradient's staleness is how often its peer averaged with others meanwhile.
+  A gradient's staleness is how often its peer was averaged during the job.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    topology: undirected; a peer meets each neighbour with equal probability.
+    topology: undirected; a peer selects each neighbour with equal probability.
 
   Returns:
     A Recipe of peers, in pairs.
@@ -171,25 +184,30 @@ def ad_psgd(
 
 
 def sgp(
-  learning_rate, workers, *, topology: _Topology = "one_peer_exponential",
-  overlap=0, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = "one_peer_exponential", overlap: int = 0,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Stochastic gradient push: SGD with push-sum, on any directed graph.
 
     x_i <- x_i - eta v_i,   v_i of the gradient at z_i
     x_i <- sum_j W_ij x_j;   w_i <- sum_j W_ij w_j;   z_i = x_i / w_i
 
-  Columns of W sum to 1. With overlap tau it is overlap SGP: in rounds 0, tau,
-  2 tau, ... a peer sends (x_i, w_i) before its job, and keeps W_ii of both. It
-  mixes its neighbours' messages at the end of round tau - 1, 2 tau - 1, ...,
-  before it sends the next one; message m has matrix m of the topology.
+  Columns of W sum to 1. With overlap tau it is overlap SGP:
+
+  - In rounds 0, tau, 2 tau, ... a peer sends (x_i, w_i) before its job, and
+    keeps W_ii of both.
+  - At the end of rounds tau - 1, 2 tau - 1, ... it mixes its neighbours'
+    messages, before it sends the next one.
+  - Message m uses matrix m of the topology.
 
   Args:
     learning_rate, workers, momentum, optimizer: shared options.
     topology: which peer sends to which.
-    overlap: tau, 0 or more: the jobs that a peer does while a message is on its
-      way. With 0 it sends after its job, and waits.
-    weight_decay: of z.
+    overlap: tau, 0 or more: the jobs that a peer does while a message travels.
+      With 0 it sends after its job, and waits.
+    weight_decay: as shared, with z for the parameters.
 
   Returns:
     A Recipe of peers, in rounds.
@@ -215,34 +233,37 @@ def sgp(
 
 
 def choco_sgd(
-  learning_rate, workers, *, codec: _Codec = None, gamma: float | None = None,
-  topology: _Topology = _RING, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  gamma: float | None = None, topology: _Topology = _RING,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
-  """CHOCO-SGD: peers send, compressed, what their neighbours lack.
+  """CHOCO-SGD: peers send, compressed, the difference to their public copies.
 
     x_i <- x_i - eta v_i;   q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i
     x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
 
-  With the identity codec and gamma = 1 it is `d_psgd` with adapt_first.
+  x^_i is the copy of peer i's parameters that its neighbours keep. With the
+  identity codec and gamma = 1 it is `d_psgd` with adapt_first.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    codec: without error feedback, which it needs not.
+    codec: without error feedback, which the algorithm does not need.
     gamma: the consensus step, in (0, 1], smaller for coarser codecs. None is 1
-      without a codec, and refused with one: what is proved to converge
-      (`gossip.rules.proved_gamma`) is far below what is best, and beyond that
-      peers diverge.
-    topology: whose parameters a peer averages, the same in all rounds; rows and
-      columns of W sum to 1.
+      without a codec; with one it is an error. The proved value
+      (`gossip.rules.proved_gamma`) is far below the best one, and above the
+      best one peers diverge.
+    topology: the neighbours that a peer averages with, the same in all rounds;
+      rows and columns of W sum to 1.
 
   Returns:
     A Recipe of peers, in rounds. A peer keeps a copy of the parameters of each
     of its neighbours.
 
   Raises:
-    ValueError: for a value out of its range, a topology that changes, with
-      which copies would miss messages, a codec whose errors are larger than
-      what it encodes, or a codec without a gamma.
+    ValueError: for a value out of its range, a topology that changes (copies
+      would miss messages), a codec whose errors are larger than its input, or a
+      codec without a gamma.
 
   Source:
     Koloskova, Stich, Jaggi, "Decentralized stochastic optimization and gossip
@@ -258,13 +279,15 @@ def choco_sgd(
   chosen = _codec(codec, error_feedback=False)
   built = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", built)
+  # With delta <= 0 errors may grow without bound.
   delta = chosen.delta
   if delta is not None and delta <= 0:
     raise ValueError(
-      "choco_sgd converges with no gamma if a codec's errors are larger than"
-      f" what it encodes, as of this one (delta {delta:.3g}): use one that does"
-      " not scale up, as random_k with scaled=False, or top_k"
+      "choco_sgd converges for no gamma with this codec: its errors are larger"
+      f" than its input (delta {delta:.3g}): use one that does not scale up, as"
+      " random_k with scaled=False, or top_k"
     )
+  # delta is 1 for a codec without error; then gamma = 1 is exact averaging.
   if gamma is None and delta != 1:
     raise ValueError(_no_gamma(built, delta))
   return _with_peers(
@@ -275,37 +298,39 @@ def choco_sgd(
 
 
 def _no_gamma(topology: gossip.Topology, delta: float | None) -> str:
-  """Returns why `choco_sgd` needs a gamma, and which one is proved."""
+  """Returns the error for a missing gamma, with the proved value if any."""
   proved = "nothing is proved for this codec and topology"
   if delta is not None and topology.symmetric:
     value = rules.proved_gamma(topology, delta)
     rho = 1 - topologies.second_eigenvalue(topology)
     proved = (
       f"{value:.2g} is proved to converge (delta {delta:.3g} of the codec,"
-      f" spectral gap {rho:.3g}), and is far below what is best"
+      f" spectral gap {rho:.3g}), but is far below the best value"
     )
   return (
-    "choco_sgd with a codec needs gamma, the consensus step in (0, 1], as 1"
-    f" diverges with coarse codecs: {proved}; tune it, beginning with gamma=0.1"
+    "choco_sgd with a codec needs gamma, the consensus step in (0, 1]: 1"
+    f" diverges with coarse codecs; {proved}; tune it, beginning with gamma=0.1"
   )
 
 
 def threshold_sharing(
-  learning_rate, workers, *, codec: _Codec = None, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, codec: _Codec = None,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Decentralised threshold sharing: every peer applies every message.
 
     u_i = -eta v_i;   q_i = codec(u_i);   x <- x + (1 / N) sum_j q_j
 
-  All peers begin with the same parameters and receive all messages, so that
-  their parameters stay the same. What a codec leaves out of an update is added
-  to the next one (error feedback), as in Strom's with its threshold.
+  All peers begin with the same parameters and receive all messages, so their
+  parameters stay equal. The part of an update that a codec leaves out is
+  added to the next update (error feedback), as in Strom's method with its
+  threshold.
 
   Args:
-    learning_rate, workers, momentum, weight_decay, optimizer: shared options;
-      their updates are encoded, as by DL4J.
-    codec: with error feedback where it needs it.
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+      As in DL4J, the codec encodes their updates, not gradients.
+    codec: with error feedback if it needs that.
 
   Returns:
     A Recipe of peers, in rounds on the full graph.
@@ -328,10 +353,11 @@ def threshold_sharing(
 
 
 def local_d_psgd(
-  learning_rate, workers, *, topology: _Topology = _RING, steps=8, momentum=0.0,
-  weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, steps: int = 8, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """Local SGD on a graph: H steps of a peer's own between two averages.
+  """Local SGD on a graph: H local steps of each peer between two averages.
 
     x_i <- H steps of SGD from x_i;   x_i <- sum_j W_ij x_j
 
@@ -340,8 +366,9 @@ def local_d_psgd(
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options; a schedule
       counts rounds.
-    momentum: of the steps, kept across averages.
-    topology: whose parameters a peer averages; rows and columns of W sum to 1.
+    momentum: of the steps; it is not reset by an average.
+    topology: the neighbours that a peer averages with; rows and columns of W
+      sum to 1.
     steps: H, batches between averages.
 
   Returns:
@@ -356,13 +383,13 @@ def local_d_psgd(
     >>> asgd.local_d_psgd(0.1, workers=8, steps=4).steps
     4
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)
 
 
 def _codec(codec: Any, **options: Any) -> compression.Codec:
-  """Returns a recipe's codec; `options` are the defaults of a named one."""
+  """Returns a recipe's codec; `options` are defaults for a named one."""
   if codec is None:
     return compression.identity()
   if isinstance(codec, str):
@@ -370,14 +397,14 @@ def _codec(codec: Any, **options: Any) -> compression.Codec:
   if isinstance(codec, Mapping):
     if "name" not in codec:
       raise ValueError(
-        f"codec must have a name, and {checks.shown(dict(codec))} has none:"
-        f" use one of {', '.join(sorted(compression.CODECS))}"
+        f"codec {checks.shown(dict(codec))} has no name: add one of"
+        f" {', '.join(sorted(compression.CODECS))}"
       )
     with checks.below("codec", codec):
       return compression.named(**{**options, **codec})
   if not isinstance(codec, compression.Codec):
     raise ValueError(
-      "codec must be the name of one, a dict of a name and options, or a"
-      f" Codec of asgd.compression, not {checks.shown(codec)}"
+      "codec must be a name, a dict of a name and options, or a Codec of"
+      f" asgd.compression, not {checks.shown(codec)}"
     )
   return codec

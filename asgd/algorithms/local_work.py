@@ -1,9 +1,9 @@
 """Workers that take several local steps between two messages.
 
-The learning rate, momentum and weight decay are those of the workers' steps
-(Downpour's are the server's). A schedule counts the server's updates here, too:
-a job runs at the rate that was in force when its ticket was sent. `steps` is H,
-the batches in a job. No two jobs of EASGD and of FedAsync may share a ticket.
+Learning rate, momentum and weight decay are those of the workers' steps (for
+Downpour: of the server). A schedule counts the server's updates: a job runs at
+the rate of its ticket's version. `steps` is H, the batches in a job. No two
+jobs of EASGD or FedAsync may share a ticket.
 """
 
 import math
@@ -15,13 +15,14 @@ from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
+from asgd.optimizers import OptimizerLike
 from asgd.transforms import scale_by_sent_rate
 
 
-def of_worker(
+def local_optimizer(
   optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
 ):
-  """What a worker runs in its steps: SGD behind `first`, or the optimizer."""
+  """Returns a worker's optimizer: SGD behind `first`, or the given one."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -31,8 +32,8 @@ def of_worker(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
-  """A recipe of workers that send the start minus the end of their steps."""
+def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+  """Returns a recipe whose workers send the start minus the end of a job."""
   checks.whole("steps", steps)
 
   def worker(loss):
@@ -44,9 +45,10 @@ def displacements(algorithm, tx, steps, *, keep_state=True) -> Recipe:
 
 
 def downpour(
-  learning_rate, workers, *, weight_decay=0.0, fetch_every: int | None = None,
-  push_every=1, local_rate: optax.ScalarOrSchedule | None = None,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, fetch_every: int | None = None,
+  push_every: int = 1, local_rate: optax.ScalarOrSchedule | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Downpour SGD: workers push sums of gradients to a server with Adagrad.
 
@@ -56,26 +58,28 @@ def downpour(
     server: S <- S + d * d;   params <- params - eta d / sqrt(S),  elementwise
 
   t counts the batches of a worker. A fetch discards the worker's local steps
-  and keeps d, which is lost when the worker leaves or the run ends. With 1 and
-  1, the default, Downpour is ASGD with Adagrad at the server.
+  and keeps d; d is lost when the worker leaves or the run ends. With n_fetch =
+  n_push = 1, the default, Downpour is ASGD with Adagrad at the server.
 
-  A job is as many batches as divide both n_fetch and n_push. If that is fewer
-  than n_push, the jobs between two pushes hand in zeros, which are neither an
-  update nor bytes; the staleness of a push is that of its last ticket. If each
-  job pushes, the worker's own updates since its ticket are not counted.
+  A job is gcd(n_fetch, n_push) batches. If that is fewer than n_push, the jobs
+  between two pushes send zeros, which are no update and count no bytes. The
+  staleness of a push counts the updates since its last ticket. If each job
+  pushes, the worker's own updates among them do not count.
 
   Args:
     learning_rate: eta, the server's. Adagrad's first update moves each
       parameter by it, whatever the gradient.
     workers: N.
-    weight_decay: at the server, of each of the gradients in a push.
-    fetch_every: n_fetch, in batches; None is n_push, or as the order says. An
-      order with another number or a cache is refused.
+    weight_decay: 0 or more; the server adds weight_decay * params to a push,
+      once for each of its gradients.
+    fetch_every: n_fetch, in batches; None is n_push, or the order's
+      fetch_every. An order with another fetch_every, or with a cache, is
+      refused.
     push_every: n_push, in batches.
     local_rate: eta_local. None is the learning rate if the server has SGD, and
-      else a tenth of it, as Adagrad's is too large.
-    optimizer: of the server. None is Adagrad as the paper has it, with neither
-      an epsilon nor an initial value of the accumulator S.
+      otherwise a tenth of it, because Adagrad's is too large.
+    optimizer: of the server. None is the paper's Adagrad, with neither an
+      epsilon nor an initial value of the accumulator S.
 
   Returns:
     A Recipe for the asynchronous order, whose jobs are gcd(n_fetch, n_push)
@@ -107,13 +111,17 @@ def downpour(
   checks.whole("push_every", push_every)
   fetch_every = push_every if fetch_every is None else fetch_every
   checks.whole("fetch_every", fetch_every)
+  # Both intervals are whole numbers of jobs, so that fetches and pushes happen
+  # only between jobs.
   steps = math.gcd(fetch_every, push_every)
+  # Plain SGD at the server needs no smaller local rate.
   plain = optimizer and optimizers.momentum_of(optimizer) is not None
   fraction = 0.1 if local_rate is None and not plain else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
   tx = optax.chain(optax.scale(fraction), scale_by_sent_rate(local_rate))
   server = optax.chain(
+    # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
     (optimizer or _adagrad)(learning_rate),
   )
@@ -128,33 +136,34 @@ def downpour(
   )
 
 
-# Too small to change a square that differs from zero.
+# An epsilon too small to change the root of any square that is not zero.
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _adagrad(learning_rate):
+def _adagrad(learning_rate) -> optax.GradientTransformation:
+  """Adagrad as in the paper of Downpour."""
   scale = optax.scale_by_learning_rate(learning_rate)
   return optax.chain(optax.scale_by_rss(0.0, eps=_TINY), scale)
 
 
 def model_averaging(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  keep_state=True, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, keep_state: bool = True,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
-  """Local SGD: all workers take local steps, then models are averaged.
+  """Local SGD: all workers take local steps, then the server averages models.
 
     worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
             x^i <- x^i - eta v^i
     server: params <- (1 / N) sum_i x^i
 
-  With one step and no momentum it is `ssgd`. States of optimizers are not
-  averaged.
+  With one step and no momentum it is `ssgd`. Optimizer states are not averaged.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     steps: H, batches between averages.
-    keep_state: a worker keeps its momentum across an average; False starts each
-      job with none.
+    keep_state: whether a worker keeps its momentum after an average; if not, it
+      starts each job with none.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
@@ -182,29 +191,32 @@ def model_averaging(
     5.0 8.0
     6.0 5.5
   """
-  tx = of_worker(optimizer, learning_rate, momentum, weight_decay)
-  recipe = displacements(sgd(1.0), tx, steps, keep_state=keep_state)
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  # A displacement is the start minus the end, so SGD with rate 1 on the mean
+  # displacement sets the mean of the models.
+  recipe = displacement_recipe(sgd(1.0), tx, steps, keep_state=keep_state)
   return recipe.in_rounds(workers)
 
 
 def easgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, steps=10,
-  moving_rate=0.9, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, steps: int = 10, moving_rate: float = 0.9,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Elastic averaging SGD, asynchronous (EASGD; with momentum, EAMSGD).
 
     d = alpha (x^i - x);   x^i <- x^i - d;   x <- x + d,   alpha = beta / N
 
   Each worker trains its own parameters x^i. Every `steps` steps, x^i and the
-  server's parameters x, which are evaluated, are drawn to each other.
+  server's parameters x move towards each other; x is evaluated.
   `asgd.worker.elastic_worker` lists the differences from the paper.
 
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options.
-    momentum: of the workers, in Nesterov's form.
+    momentum: of the workers, Nesterov's.
     steps: batches between two exchanges of a worker (the paper's tau).
-    moving_rate: beta, in (0, 1]: each exchange closes alpha = beta / N of the
-      distance from either side.
+    moving_rate: beta, in (0, 1]: an exchange moves each side by alpha = beta /
+      N of the distance.
 
   Returns:
     A Recipe for the asynchronous order, whose jobs are `steps` batches.
@@ -234,7 +246,10 @@ def easgd(
   checks.portion("moving_rate", moving_rate)
   checks.whole("steps", steps)
   common = learning_rate, momentum, weight_decay
-  tx = of_worker(optimizer, *common, nesterov=True)
+  tx = local_optimizer(optimizer, *common, nesterov=True)
+  # The message is alpha (x - x^i), and SGD with rate 1 subtracts it. `mixes`:
+  # the message depends on the ticket's parameters, so no two jobs share a
+  # ticket.
   return Recipe(
     sgd(1.0),
     worker=lambda loss: worker_lib.elastic_worker(
@@ -246,26 +261,29 @@ def easgd(
 
 
 def diloco(
-  learning_rate, workers, *, weight_decay=0.1, steps=500, outer_rate=0.7,
-  outer_momentum=0.9, optimizer=None, outer_optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.1, steps: int = 500, outer_rate: float = 0.7,
+  outer_momentum: float = 0.9, optimizer: OptimizerLike = None,
+  outer_optimizer: OptimizerLike = None
 ) -> Recipe:
-  """DiLoCo: AdamW inside, Nesterov's momentum outside.
+  """DiLoCo: AdamW at the workers, Nesterov's momentum at the server.
 
     worker: x^i <- params;   H steps of AdamW on x^i;   send params - x^i
     server: D = (1 / N) sum_i (params - x^i);   v <- mu v + D
             params <- params - eta_outer (mu v + D)
 
-  Each worker keeps its state of AdamW. With an outer rate of 1 and an outer
-  momentum of 0 DiLoCo is parameter averaging.
+  Each worker keeps its state of AdamW. With eta_outer = 1 and mu = 0 DiLoCo is
+  parameter averaging.
 
   Args:
-    learning_rate, workers: AdamW's rate, and the messages of an outer step.
+    learning_rate: of AdamW, positive, or a schedule over the server's updates.
+    workers: N, the messages of an outer step.
     weight_decay: AdamW's, 0 or more, decoupled from the gradient.
     steps: H, batches in an outer step.
     outer_rate: eta_outer, positive, or a schedule over the server's updates.
     outer_momentum: mu, in [0, 1).
-    optimizer, outer_optimizer: of the workers, instead of AdamW, and of the
-      server, instead of Nesterov's momentum.
+    optimizer: of the workers, instead of AdamW.
+    outer_optimizer: of the server, instead of Nesterov's momentum.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
@@ -302,6 +320,7 @@ def diloco(
     outer_optimizer, outer_momentum=(outer_momentum, 0.9)
   )
   if outer_optimizer is not None:
+    # The server treats a displacement as a gradient.
     outer = outer_optimizer(outer_rate)
   else:
     outer = optax.chain(
@@ -312,34 +331,36 @@ def diloco(
     inner = optimizers.at_version(optimizer, learning_rate)
   else:
     inner = optax.chain(
+      # AdamW: decay is added after Adam's scaling, before the rate.
       optax.scale_by_adam(),
       decay_weights(weight_decay),
       scale_by_sent_rate(learning_rate),
     )
-  recipe = displacements(base.as_algorithm(outer), inner, steps)
+  recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
 
 def fedasync(
-  learning_rate, workers, *, weight_decay=0.0, steps=10, mixing=0.6,
-  discount="polynomial", decay: float | None = None, grace=4, proximal=0.0,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  weight_decay: float = 0.0, steps: int = 10, mixing: float = 0.6,
+  discount: str = "polynomial", decay: float | None = None, grace: int = 4,
+  proximal: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """FedAsync: the server mixes in whole models, less the staler they are.
+  """FedAsync: the server mixes in a worker's model, less if it is stale.
 
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
-  x_new are a worker's parameters after `steps` steps of SGD from those that it
-  was sent.
+  x_new are a worker's parameters after `steps` steps of SGD from the ones that
+  the server sent.
 
   Args:
     learning_rate, workers, weight_decay, optimizer: shared options.
     steps: batches of a job.
     mixing: alpha, in (0, 1].
-    discount: name of s, as of `transforms.make_discount`.
-    decay: a, as there.
-    grace: b, as there.
-    proximal: rho, 0 or more, of rho / 2 ||x - x_sent||^2 added to the local
+    discount: name of s, see `transforms.make_discount`.
+    decay: a, see there.
+    grace: b, see there.
+    proximal: rho, 0 or more: rho / 2 ||x - x_sent||^2 is added to the local
       loss.
 
   Returns:
@@ -365,7 +386,8 @@ def fedasync(
   """
   del workers
   s = transforms.make_discount(discount, decay, grace)
+  # The pull is towards the ticket's parameters, before weight decay.
   pull = transforms.add_proximal_pull(proximal)
-  tx = of_worker(optimizer, learning_rate, 0.0, weight_decay, pull)
+  tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
-  return displacements(algorithm, tx, steps)._replace(mixes=True)
+  return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)

@@ -1,4 +1,4 @@
-"""Momentum that looks ahead: Nesterov's, one for each worker, and DANA.
+"""Momentum that looks ahead: Nesterov's, one momentum per worker, and DANA.
 
 References:
   Hakimi, Barkai, Gabel, Schuster, "Taming momentum in a distributed
@@ -11,22 +11,25 @@ import optax
 from asgd import optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import decay_weights, sgd, velocity
+from asgd.optimizers import OptimizerLike
 
 
 def _own(optimizer, momentum, weight_decay):
-  """Returns (momentum, None) where an update on a zero gradient is known in
-  closed form, as with SGD, else (None, the optimizer)."""
+  """Returns (momentum, None) for SGD, whose look-ahead has a closed form, and
+  (None, optimizer) for others, which are stepped on zero gradients."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is None:
     return momentum, None
+  # optax.sgd with a momentum is recognised, and uses the closed form, too.
   known = optimizers.momentum_of(optimizer)
   return known, None if known is not None else optimizer
 
 
 def _looking_ahead(momentum, learning_rate, velocity_of, weight_decay):
-  """Momentum that sends params - eta velocity_of, behind weight decay."""
+  """Returns a recipe of weight decay, then momentum, that sends params - eta
+  velocity_of(state, worker)."""
   algorithm = transforms.velocity_lookahead(
     momentum, learning_rate, velocity_of
   )
@@ -34,25 +37,30 @@ def _looking_ahead(momentum, learning_rate, velocity_of, weight_decay):
 
 
 def _rolled(learning_rate, optimizer, workers, others) -> Recipe:
-  """Any optimizer, with a state for each of `workers` (None: one for all), that
-  sends parameters rolled forward on zero gradients of the `others`."""
+  """Returns a recipe that sends the parameters after `optimizer` has been
+  stepped on zero gradients of `others(worker)`.
+
+  The optimizer has a state for each of `workers`, or one for all (None).
+  """
   tx = optimizers.at_version(optimizer, learning_rate)
   if workers is not None:
     tx = transforms.per_worker(tx, workers)
+  # The server sends without a `version`, so the state counts the updates.
   if callable(learning_rate):
     tx = optimizers.counting(tx)
   return Recipe(transforms.lookahead(tx, others))
 
 
 def nag_asgd(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """NAG-ASGD: Nesterov's momentum at the server, asynchronously.
 
     v <- gamma v + g;   params <- params - eta v;   send params - eta gamma v
 
-  There is one velocity v for all workers. The look-ahead is of one update,
-  although N will come.
+  There is one velocity v for all workers. The look-ahead is by one update,
+  although N updates will follow before the message arrives.
 
   Args:
     learning_rate, workers, momentum, weight_decay: shared options.
@@ -79,6 +87,7 @@ def nag_asgd(
   del workers
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # One update on a zero gradient, with the one state of all workers.
     return _rolled(learning_rate, optimizer, None, lambda worker: worker[None])
   return _looking_ahead(
     velocity(momentum),
@@ -89,10 +98,11 @@ def nag_asgd(
 
 
 def multi_asgd(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, look_ahead=True,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, look_ahead: bool = True,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
-  """Multi-ASGD: a velocity for each worker at the server.
+  """Multi-ASGD: the server keeps a velocity for each worker.
 
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma v^i
@@ -100,8 +110,8 @@ def multi_asgd(
   Args:
     learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
-    look_ahead: False sends the parameters as they are.
-    optimizer: with a state for each worker; its look-ahead is an update on a
+    look_ahead: False sends the current parameters.
+    optimizer: has a state for each worker; its look-ahead is an update on a
       zero gradient.
 
   Returns:
@@ -124,6 +134,7 @@ def multi_asgd(
   """
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # Without a look-ahead the slice is empty: no update is made.
     return _rolled(
       learning_rate, optimizer, workers, lambda i: i[None][: int(look_ahead)]
     )
@@ -139,8 +150,10 @@ def multi_asgd(
 
 
 def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
+  """Returns the recipe that DANA-Zero and DANA-DC share."""
   momentum, optimizer = _own(optimizer, momentum, weight_decay)
   if optimizer is not None:
+    # One update of each worker's state, in the order of the workers.
     everyone = np.arange(workers, dtype=np.int32)
     return _rolled(learning_rate, optimizer, workers, lambda _: everyone)
   return _looking_ahead(
@@ -152,21 +165,22 @@ def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
 
 
 def dana_zero(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
-  """DANA-Zero: a velocity for each worker, and the look-ahead over all.
+  """DANA-Zero: a velocity for each worker, and a look-ahead over all of them.
 
     v^i <- gamma v^i + g^i;   params <- params - eta v^i
     send params - eta gamma sum_j v^j
 
-  The look-ahead is the parameters after one more message of every worker, but
-  for new gradients.
+  The look-ahead is the parameters after one more message of every worker, if
+  all new gradients were zero.
 
   Args:
     learning_rate, momentum, weight_decay: shared options.
     workers: N, velocities that the server keeps.
-    optimizer: with a state for each worker; its look-ahead is an update of each
-      on a zero gradient, N updates a ticket.
+    optimizer: has a state for each worker. Its look-ahead is an update of each
+      state on a zero gradient: N updates for a ticket.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -193,21 +207,22 @@ def dana_zero(
 
 
 def dana_slim(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """DANA-Slim: DANA-Zero with the velocities kept by the workers.
 
     worker: v^i <- gamma v^i + g^i;   send u^i = gamma v^i + g^i
     server: params <- params - eta u^i,   and sends params
 
-  The server is that of ASGD. Its parameters are DANA-Zero's look-ahead as long
-  as the learning rate is constant; their recorded gap is about twice as large.
+  The server is that of ASGD. Its parameters equal DANA-Zero's look-ahead while
+  the learning rate is constant. The recorded gap is about twice DANA-Zero's.
 
   Args:
     learning_rate, workers, momentum: shared options.
     weight_decay: added by a worker, with the parameters that it was sent.
-    optimizer: kept by each worker (`asgd.transforms.slim`); its learning rate
-      is in the message.
+    optimizer: kept by each worker (`asgd.transforms.slim`). Messages already
+      contain its learning rate.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -216,8 +231,8 @@ def dana_slim(
     Hakimi et al. 2019, DANA-Slim.
 
   Example:
-    The gradients of `dana_zero`'s example: the server holds what that one
-    sends.
+    With the gradients of `dana_zero`'s example, the server holds the parameters
+    that the server there sends.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -240,6 +255,7 @@ def dana_slim(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is not None:
+    # The worker's optimizer applies the learning rate, so the server's is 1.
     own = optimizers.at_version(optimizer, learning_rate)
     return Recipe(sgd(1.0), at_worker=transforms.slim(own))
   nesterov = optax.chain(
@@ -249,18 +265,19 @@ def dana_slim(
 
 
 def dana_dc(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0, strength=2.0,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, strength: float = 2.0,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """DANA-DC: DANA-Zero on gradients with delay compensation.
 
     g^i <- g^i + lambda g^i * g^i * (params - sent_params),   elementwise
 
-  It goes before the update of `dana_zero`. As look-aheads are sent, a gradient
-  that is not late is compensated, too.
+  Compensation is before the update of `dana_zero`. The server sends
+  look-aheads, so even a gradient without staleness is compensated.
 
   Args:
-    learning_rate, workers, momentum, weight_decay, optimizer: as `dana_zero`.
+    learning_rate, workers, momentum, weight_decay, optimizer: see `dana_zero`.
     strength: lambda, 0 or more, per unit of loss, as that of `dc_asgd_c`.
 
   Returns:
@@ -270,8 +287,8 @@ def dana_dc(
     Hakimi et al. 2019, DANA-DC.
 
   Example:
-    A worker's gradient of 4 leaves v = 4 and the parameter 6, of which it is
-    sent the look-ahead 5. Its next one, 2, becomes 2 + 0.5 2^2 (6 - 5) = 4.
+    A worker's gradient of 4 leaves v = 4 and the parameter 6; the look-ahead 5
+    is sent. The next gradient, 2, becomes 2 + 0.5 2^2 (6 - 5) = 4.
 
     >>> import jax.numpy as jnp
     >>> import asgd
@@ -285,5 +302,6 @@ def dana_dc(
     8.0 6.0
     5.0 3.0
   """
+  # `at_server` transforms a gradient before DANA's momentum sees it.
   recipe = _dana(learning_rate, workers, momentum, weight_decay, optimizer)
   return recipe._replace(at_server=transforms.delay_compensation(strength))

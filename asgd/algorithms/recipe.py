@@ -1,4 +1,4 @@
-"""What a recipe is: an algorithm of the literature, placed on its runtime."""
+"""The type of a recipe: an algorithm, and where each of its parts runs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,21 +13,22 @@ from asgd import server as server_lib
 from asgd import worker as worker_lib
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # so that a Recipe has a hash
+# eq=False: compared and hashed by identity, so that a Recipe has a hash.
+@dataclasses.dataclass(frozen=True, eq=False)
 class RecipeBuild:
-  """What a recipe was built of (`algorithms.build`)."""
+  """The arguments that a recipe was built of (`algorithms.build`)."""
 
   name: str
   maker: Callable[..., "Recipe"]
   learning_rate: optax.ScalarOrSchedule
-  options: Mapping[str, Any]  # as they were given
-  parts: tuple[Any, ...]  # the fields that it had then, without this one
+  options: Mapping[str, Any]  # as given to `build`
+  parts: tuple[Any, ...]  # the recipe's fields after building, without `made`
 
 
 class Recipe(NamedTuple):
   """An algorithm, and where each of its parts runs.
 
-  The functions of `asgd.algorithms` make one, and a user may.
+  The functions of `asgd.algorithms` make recipes; users may make their own.
 
   Example:
     Adam at the server, on messages divided by their staleness.
@@ -49,18 +50,19 @@ class Recipe(NamedTuple):
   at_worker: optax.GradientTransformation | None = None  # at the worker
   at_server: optax.GradientTransformation | None = None  # at the server
   every: int = 1  # messages per update
-  order: str = "asynchronous"  # the protocol it is meant for
-  workers: int | None = None  # most workers it can serve; None is any
+  order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
+  workers: int | None = None  # most workers it can serve; None: no limit
   # Makes a worker of a loss. None: a worker that sends one gradient.
   worker: Callable[[losses_lib.Loss], base.Worker] | None = None
   steps: int = 1  # batches in a job; `asgd.stacking.job_batches` stacks them
   fetch_every: int = 1  # jobs on one ticket
-  push_every: int = 1  # jobs that are one message; the others push nothing
-  # Messages are models: they do not count as examples, and each needs a ticket.
+  push_every: int = 1  # jobs summed in one message; the others send zeros
+  # Messages are models: the server does not count them as examples, and no two
+  # jobs share a ticket.
   mixes: bool = False
-  # Peers talk to each other; None: to a server.
+  # How peers exchange messages; None: workers exchange them with a server.
   gossip: gossip_lib.Gossip | None = None
-  made: RecipeBuild | None = None  # None: by hand
+  made: RecipeBuild | None = None  # None: the recipe was made by hand
 
   @property
   def protocol(self) -> str:
@@ -68,7 +70,7 @@ class Recipe(NamedTuple):
     return "peers" if self.gossip else "server"
 
   def in_rounds(self, workers: int) -> "Recipe":
-    """Makes each update one on the mean of N messages, one of every worker."""
+    """Returns the recipe with updates on the mean of one message per worker."""
     return self._replace(every=workers, order="bulk_synchronous")
 
   def one_message(self) -> base.Algorithm:
@@ -89,12 +91,12 @@ class Recipe(NamedTuple):
       return worker_lib.gradient_worker(loss, self.at_worker)
     if self.at_worker is not None:
       raise ValueError(
-        "the Recipe has a worker of its own, which would ignore its `at_worker`"
-        " transform; put that into the worker"
+        "the Recipe has a worker, which would ignore its `at_worker` transform;"
+        " put the transform into the worker"
       )
     worker = self.worker(loss)
-    # The server measures a model from its ticket, which a later job on the
-    # same ticket did not start at.
+    # To mix in a model, the server measures it from its ticket. A later job on
+    # the same ticket would have started elsewhere.
     return worker._replace(kept=base.NEVER) if self.mixes else worker
 
   def server(
@@ -103,22 +105,24 @@ class Recipe(NamedTuple):
     gate: server_lib.Gate = server_lib.accept_all,
     statistics_decay: float = 0.9,
   ) -> base.Server:
-    """Builds the server, which also owns the statistics of BatchNorm; of a
-    recipe of peers it is the part of each peer without its neighbours.
+    """Builds the server, which also owns the statistics of BatchNorm. For a
+    recipe of peers, it is the part of a peer that needs no neighbours.
 
     Args:
       gate: decides which messages count.
-      statistics_decay: what is kept of the statistics, in [0, 1).
+      statistics_decay: the part of the old statistics that is kept, in [0, 1).
 
     Raises:
-      ValueError: for a value out of its range, or an optax transform in the
-        place of the Algorithm.
+      ValueError: for a value out of its range, or if `algorithm` is an optax
+        transform.
     """
     if not hasattr(self.algorithm, "send"):
       raise ValueError(
         "a Recipe needs an Algorithm, not an optax transform: wrap it with"
         " asgd.as_algorithm(tx)"
       )
+    # The algorithm gets weights; statistics of BatchNorm are averaged beside
+    # it.
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
     if self.push_every > 1:
       gate = server_lib.pushed(gate)
@@ -142,7 +146,7 @@ class Recipe(NamedTuple):
     `server`; ValueError for a recipe with a server."""
     if not self.gossip:
       raise ValueError(
-        "the recipe has a server, and no peers: use d_psgd or another recipe of"
+        "the recipe has a server and no peers: use d_psgd or another recipe of"
         " asgd.PEER_RECIPES"
       )
     own = self.server(gate=gate, statistics_decay=statistics_decay)

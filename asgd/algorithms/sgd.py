@@ -1,13 +1,14 @@
-"""SGD at the server, asynchronous and synchronous, and the parts of recipes."""
+"""SGD at the server, asynchronous and synchronous, and parts of recipes."""
 
 import optax
 
 from asgd import base, checks, optimizers
 from asgd.algorithms.recipe import Recipe
+from asgd.optimizers import OptimizerLike
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
-  """Adds weight_decay * params, 0 or more, to gradients; nothing for 0."""
+  """Adds weight_decay * params to gradients; weight_decay is 0 or more."""
   checks.nonnegative("weight_decay", weight_decay)
   if checks.is_zero(weight_decay):
     return optax.identity()
@@ -15,10 +16,10 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
 
 
 def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
-  """Momentum, in [0, 1), in the form that does not hold the learning rate.
+  """Momentum, in [0, 1), in the form that does not contain the learning rate.
 
-    v <- momentum v + g,   and the update is v;
-                           momentum v + g, with the new v, for Nesterov's
+    v <- momentum v + g;   the update is v
+    Nesterov: the update is momentum v + g, with the new v
 
   Example:
     >>> tx = velocity(0.5)
@@ -36,7 +37,7 @@ def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
 def sgd_chain(
   scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
 ) -> optax.GradientTransformation:
-  """SGD behind other transforms: `first`, weight decay, momentum, `scale`,
+  """SGD behind other transforms: `first`, weight decay, momentum, then `scale`,
   which multiplies by minus the learning rate.
 
   Example:
@@ -56,7 +57,7 @@ def sgd_chain(
 def at_server(
   learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
 ) -> optax.GradientTransformation:
-  """The whole update of a server: SGD, or the optimizer that it was given."""
+  """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
     return optimizer(learning_rate)
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -64,8 +65,8 @@ def at_server(
 
 
 def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
-  """The Algorithm of SGD, or of another optimizer, that sends its parameters.
-  ValueError for a momentum or a weight decay beside an optimizer."""
+  """The Algorithm of SGD, or of another optimizer, without look-ahead.
+  ValueError for a momentum or a weight decay next to an optimizer."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
@@ -74,7 +75,8 @@ def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
 
 
 def asgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Asynchronous SGD: each message is an update, whatever its staleness.
 
@@ -90,10 +92,10 @@ def asgd(
 
   Source:
     Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612, where it is the baseline ASGD, without momentum.
+    2019, arXiv:1907.11612. Its baseline ASGD has no momentum.
 
   Example:
-    A gradient of 2 comes one update late, after another worker's of 4.
+    A gradient of 2 arrives one update late, after another worker's of 4.
 
     >>> import jax.numpy as jnp
     >>> import asgd
@@ -114,7 +116,8 @@ def asgd(
 
 
 def ssgd(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Synchronous SGD: one update on the mean of a message from every worker.
 
@@ -141,7 +144,7 @@ def ssgd(
     >>> tickets = [server.send(state, jnp.int32(i)) for i in range(2)]
     >>> for ticket, gradient in zip(tickets, (4.0, 2.0)):
     ...   state, _ = server.receive(state, ticket, jnp.float32(gradient))
-    ...   print(state.params)  # 8 - 0.5 (4 + 2) / 2, when both are there
+    ...   print(state.params)  # 8 - 0.5 (4 + 2) / 2, after both messages
     8.0
     6.5
     >>> recipe.order

@@ -1,22 +1,26 @@
-"""Gradients that are corrected for their delay, or count less for it."""
+"""Gradients that are corrected, or scaled down, for their delay."""
+
+import optax
 
 from asgd import base, optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import at_server, sgd
+from asgd.optimizers import OptimizerLike
 
 
 def staleness_aware(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0,
-  splits: int | None = None, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, splits: int | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Divides each gradient by its staleness: staleness-aware n-softsync.
 
     params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
 
-  The sum is over the c messages of an update, of stalenesses tau_l, from any
-  workers. A velocity takes in the mean. Weight decay is not divided. With an
-  optimizer that divides by the size of gradients, as Adam, staleness decides
-  how much a gradient counts beside others, not how far it moves.
+  The sum is over the c messages of an update, from any workers, with staleness
+  tau_l. A velocity takes in the mean. Weight decay is not divided. With an
+  optimizer that divides by the size of gradients, such as Adam, staleness only
+  weights gradients relative to each other; it does not shorten the step.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
@@ -60,22 +64,23 @@ def staleness_aware(
 
 
 def gap_aware(
-  learning_rate, workers, *, momentum=0.9, weight_decay=0.0,
-  average: str | None = None, optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, average: str | None = None,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """Gap-Aware: divides gradients by the elementwise gap.
 
     g <- g / (1 + |params - sent_params| / C)
 
   C is the size of a typical update of each parameter
-  (`asgd.transforms.gap_aware`). Weight decay is divided with the gradient; the
-  momentum is of what is left.
+  (`asgd.transforms.gap_aware`). Weight decay is divided with the gradient;
+  momentum is applied after the division.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
-    average: C is an average of "gradients" as they arrive, or of "updates",
-      penalties included. None is the published rule: "gradients" for SGD
-      without momentum, "updates" for all others.
+    average: C is an average of "gradients" as received, or of "updates" with
+      their penalties. None is the published rule: "gradients" for SGD without
+      momentum, "updates" for all others.
 
   Returns:
     A Recipe for the asynchronous order.
@@ -102,6 +107,7 @@ def gap_aware(
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
+  # The transform decides for plain SGD; other optimizers use "updates".
   plain = optimizer is None or optimizers.momentum_of(optimizer) is not None
   tx = transforms.gap_aware(
     at_server(learning_rate, momentum, optimizer=optimizer),
@@ -113,19 +119,20 @@ def gap_aware(
 
 
 def dc_asgd_c(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=0.04,
-  optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, strength: float = 0.04,
+  optimizer: OptimizerLike = None
 ) -> Recipe:
   """DC-ASGD-c: delay compensation with a constant lambda.
 
     g <- g + lambda g * g * (params - sent_params),   elementwise
 
-  It is done for each message, before weight decay and momentum.
+  Each message is compensated, before weight decay and momentum.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options;
       the paper has no momentum.
-    strength: lambda, 0 or more, per unit of loss; it has to fit the size of
+    strength: lambda, 0 or more, per unit of loss; choose it for the size of the
       gradients.
 
   Returns:
@@ -136,9 +143,9 @@ def dc_asgd_c(
     compensation", ICML 2017, arXiv:1609.08326.
 
   Example:
-    The loss w^2 / 2 has the gradient w. A worker computes it at 1; another's
-    gradient of 1 then moves the parameter to 0.5. With lambda = 1 = 1 / g^2 the
-    compensated gradient, 1 + 1 (0.5 - 1), is that at 0.5.
+    The loss w^2 / 2 has the gradient w. A worker computes it at 1; another
+    worker's gradient of 1 then moves the parameter to 0.5. With lambda = 1 = 1
+    / g^2 the compensated gradient, 1 + 1 (0.5 - 1), is the one at 0.5.
 
     >>> import jax.numpy as jnp
     >>> import asgd
@@ -158,8 +165,9 @@ def dc_asgd_c(
 
 
 def dc_asgd_a(
-  learning_rate, workers, *, momentum=0.0, weight_decay=0.0, strength=2.0,
-  decay=0.95, scope="server", optimizer=None
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
+  weight_decay: float = 0.0, strength: float = 2.0, decay: float = 0.95,
+  scope: str = "server", optimizer: OptimizerLike = None
 ) -> Recipe:
   """DC-ASGD-a: delay compensation with an adaptive lambda.
 
@@ -167,15 +175,15 @@ def dc_asgd_a(
     lambda = lambda_0 / sqrt(MeanSquare + 1e-7)
     g <- g + lambda g * g * (params - sent_params),   all elementwise
 
-  It is done for each message, before weight decay and momentum.
+  Each message is compensated, before weight decay and momentum.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options;
       the paper has no momentum.
     strength: lambda_0, 0 or more.
     decay: m, in [0, 1).
-    scope: "server" keeps one mean square, as the paper's text; "worker" one
-      for each worker, as its authors' code.
+    scope: "server" keeps one mean square, as the paper's text; "worker" keeps
+      one for each worker, as the authors' code.
 
   Returns:
     A Recipe for the asynchronous order.

@@ -1,7 +1,15 @@
 """Gradient compression: codecs, and messages as packed bytes.
 
-A `Codec` turns a message into a smaller code and back; it is pure, and keeps
-what it did not send (`error_feedback`) in a state of the worker's.
+A `Codec` turns a message into a smaller code, and the code back into a message.
+It is pure; a state at the worker holds the elements that were not sent yet
+(`error_feedback`).
+
+    message --encode--> code --packing.pack--> bytes --> unpack --decode-->
+    message
+
+A `Reducer` is the counterpart for devices in step: a mean of compressed
+gradients over a mesh axis. Where to begin: `codec.py` (the contract), then
+`sparse.py` (a short codec), `messages.py` (worker and server) and `packing/`.
 """
 
 from asgd.compression.codec import Codec as Codec

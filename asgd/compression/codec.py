@@ -1,13 +1,14 @@
 """The contract of codecs, and functions that compose codecs.
 
 A codec turns a tree of float arrays (a gradient, a displacement, a difference
-of models) into a code, and the code into a tree again. The code travels, as
-packed bytes; both functions are compiled as part of a worker's work and of a
-server's receive.
+of models) into a code, and the code into a tree again. The code is sent as
+packed bytes. Both functions are compiled into a worker's work and a server's
+receive.
 
-A code is a tree of arrays of fixed shapes, as compiled programs need them: it
-has as many elements as the message, in smaller numbers, and becomes small when
-it is packed. `Symbols` and `Values` say how; other arrays travel unchanged.
+A code is a tree of arrays of fixed shapes, because compiled programs need them.
+It has the same number of elements as the message, but smaller numbers or many
+zeros; packing makes it small. `Symbols` and `Values` describe how;
+other arrays are sent unchanged.
 
 Index letters used in shape comments:
   L  elements of a leaf
@@ -30,63 +31,64 @@ Code = Any  # a tree of arrays, Symbols and Values
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Symbols:
-  """Small whole numbers in place of a leaf, packed into few bits each or, if
-  most are 0, as positions and values."""
+  """A leaf as small integers. They are packed into few bits each or, if most
+  are 0, as positions and values."""
 
   symbols: jax.Array  # int8, int16 or int32 [L], from -levels to levels
-  scales: jax.Array  # float32[K], what `decode` makes numbers of them with
-  levels: int = dataclasses.field(metadata={"static": True})  # from 1
-  # Whether positions, where they are sent, are in an entropy code.
+  scales: jax.Array  # float32[K], factors of symbols in `decode`
+  levels: int = dataclasses.field(metadata={"static": True})  # 1 or more
+  # Whether an entropy code is used for positions, if these are sent.
   coded: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Values:
-  """The numbers of a leaf, most of which are 0; positions and values of the
-  others are packed. A -0.0 is a number."""
+  """A leaf whose elements are mostly 0; positions and values of the others are
+  packed. A -0.0 is sent like a number that is not 0."""
 
   values: jax.Array  # float[L], of any float dtype
-  # As of Symbols.
+  # See Symbols.
   coded: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
-# What a codec has to do with `error_feedback`.
-OPTIONAL = "optional"  # it may have it
-NEEDED = "needed"  # it is biased: what it leaves out must be sent later
-OWN = "own"  # its own state has what it did not send, in a field `residual`
+# How a codec relates to `error_feedback`.
+OPTIONAL = "optional"  # the codec works with and without it
+NEEDED = "needed"  # the codec is biased: the rest must be sent later
+OWN = "own"  # the codec keeps the rest itself, in a state field `residual`
 
 
 class Codec(NamedTuple):
-  """A smaller form of a message; pure functions.
+  """A smaller form of a message, as pure functions.
 
   `init` reads shapes and dtypes only. `encode` makes the code of a finite tree
-  of the same shapes; random numbers come from `key`, that of the worker's job.
-  `decode` needs only the code, and gives the same bits in any program.
+  of the same shapes; it draws random numbers from `key`, the key of the
+  worker's job. `decode` needs only the code, and returns the same bits in any
+  compiled program.
   """
 
   init: Callable[[base.Params], Any]  # shapes -> state
   # (state, tree, key) -> (code, state)
   encode: Callable[[Any, optax.Updates, jax.Array], tuple[Code, Any]]
   decode: Callable[[Code], optax.Updates]
-  unbiased: bool = False  # decode(encode(x)) is x in the mean over keys
+  unbiased: bool = False  # whether the mean of decode(encode(x)) over keys is x
   feedback: str = OPTIONAL  # or NEEDED, or OWN
-  # (state, residual) -> what `error_feedback` keeps of it; None: all
+  # (state, residual) -> the part that `error_feedback` keeps; None: all of it
   limit: Callable[[Any, optax.Updates], optax.Updates] | None = None
   # E ||decode(encode(x)) - x||^2 <= (1 - delta) ||x||^2 for each x, if leaves
   # are large and `encode` has no memory; None: no such delta is known
   delta: float | None = None
   # (workers, messages that each sends in an epoch; None: data have no end) ->
-  # the codec of such a run; None: it is the same for all runs
+  # the codec for such a run; None: the same codec fits all runs
   for_run: Callable[[int, float | None], "Codec"] | None = None
 
 
 def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
-  """Returns a codec, or a reducer, for a run of some size.
+  """Returns a codec, or a reducer, that fits the size of a run.
 
   Args:
     codec: a Codec or a Reducer; one without `for_run` is returned unchanged.
-    workers: N, whose messages are averaged.
+    workers: N; the mean is over their messages.
     epoch: messages that each worker sends, on average, in one pass over the
       data; None for data without an end.
 
@@ -103,14 +105,14 @@ def fitted(codec: Any, workers: int, epoch: float | None) -> Any:
 
 
 def composed(codec: Codec, compose: Callable[[Codec], Any]) -> Any:
-  """Returns the `for_run` of a codec that is composed of another."""
+  """Returns the `for_run` of a codec that wraps another one."""
   if codec.for_run is None:
     return None
   return lambda *size: compose(fitted(codec, *size))
 
 
 def identity() -> Codec:
-  """The codec that sends everything.
+  """The codec that sends the message unchanged.
 
   Returns:
     A Codec whose code is the message.
@@ -139,27 +141,27 @@ def identity() -> Codec:
 class Residual(NamedTuple):
   """State of `error_feedback`."""
 
-  residual: optax.Updates  # like a message: what is still to be sent
+  residual: optax.Updates  # like a message: the part not sent yet
   inner: Any  # state of the codec
 
 
 def error_feedback(codec: Codec) -> Codec:
-  """Has a codec send later what it did not send.
+  """Makes a codec send its errors with later messages.
 
     sent = codec(message + residual)
     residual <- message + residual - sent
 
-  The residual is of gradients as they are, so a learning rate may change while
-  it waits.
+  The residual is of gradients before the learning rate, so the rate may change
+  meanwhile.
 
   Args:
-    codec: any that does not keep what it did not send itself.
+    codec: any that does not keep a residual itself.
 
   Returns:
-    A Codec whose state has the residual, of the messages' dtypes.
+    A Codec whose state holds the residual, in the messages' dtypes.
 
   Raises:
-    ValueError: for a codec that keeps it itself (`dgc`, `demo`).
+    ValueError: for a codec that keeps a residual itself (`dgc`, `demo`).
 
   Source:
     Seide et al., "1-bit stochastic gradient descent and its application to
@@ -180,7 +182,7 @@ def error_feedback(codec: Codec) -> Codec:
   """
   if codec.feedback == OWN:
     raise ValueError(
-      "the codec has error feedback of its own: leave error_feedback out"
+      "the codec already has error feedback: leave error_feedback out"
     )
 
   def init(like: base.Params) -> Residual:
@@ -199,12 +201,12 @@ def error_feedback(codec: Codec) -> Codec:
 
 
 def clip(codec: Codec, norm: float) -> Codec:
-  """Clips a message to a global norm before a codec takes it.
+  """Clips a message to a global norm before the codec encodes it.
 
     message <- message min(1, norm / ||message||_2)
 
-  It belongs around `error_feedback`, so that what was left of earlier messages
-  is not clipped again.
+  Put it around `error_feedback`. Then the residual of earlier messages is not
+  clipped again.
 
   Args:
     codec: any.
@@ -240,20 +242,20 @@ def clip(codec: Codec, norm: float) -> Codec:
 
 
 def zeros(like: Any) -> Any:
-  """Returns a tree of zeros of the shapes and dtypes of another."""
+  """Returns a tree of zeros with the shapes and dtypes of another."""
   return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
 def in_words(codec: Codec) -> Codec:
-  """Has positions travel as words of 4 bytes, without an entropy code.
+  """Makes a codec send positions as words of 4 bytes, without an entropy code.
 
-  What is decoded is the same; more bytes are sent.
+  Messages have more bytes; the decoded values are the same.
 
   Args:
     codec: any.
 
   Returns:
-    A Codec, of the same state.
+    A Codec with the same state.
 
   Source:
     Strom 2015, whose messages are words of 31 bits of position and one of sign,
@@ -289,14 +291,15 @@ def in_words(codec: Codec) -> Codec:
 
 
 def power_below(x: jax.Array) -> jax.Array:
-  """Returns powers of 2 to divide by, so that nothing like x overflows.
+  """Returns powers of 2. x divided by them has a magnitude near 1, so sums and
+  squares do not overflow.
 
   Args:
     x: float[...], 0 or more, finite.
 
   Returns:
-    Like x, the largest power of 2 up to it, but for the very largest and least:
-    programs may multiply by the inverse, which must be normal, too.
+    Like x: the largest power of 2 that is at most x. It is limited at both ends
+    of the range, so that its inverse is a normal number, too.
 
   Example:
     >>> import jax.numpy as jnp
@@ -311,8 +314,8 @@ def power_below(x: jax.Array) -> jax.Array:
 
 
 def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
-  """Returns a tree of finite floats with at most a global norm (L2, above 0),
-  also where squares overflow."""
+  """Returns a tree of finite floats, scaled down to a global L2 norm (above 0)
+  if it exceeds it. Squares that would overflow are handled."""
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return tree

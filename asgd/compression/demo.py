@@ -1,8 +1,8 @@
 """Decoupled momentum: the strongest cosines of each block of a momentum.
 
 A momentum changes slowly over neighbouring parameters and messages, so a few
-cosines of a block have most of it. The rest stays in the worker's momentum, and
-is sent when it has grown.
+cosines of a block contain most of it. The rest stays in the worker's momentum,
+and is sent when it has grown.
 """
 
 import functools
@@ -33,35 +33,35 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
     q = the k largest of the cosine transform of each chunk of m
     sent = its inverse of q;   m <- m - sent
 
-  A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64;
-  where 64 does not divide a dimension, its largest divisor below. Leaves of
-  more dimensions are matrices with the last dimension as columns. The transform
-  is the orthonormal DCT-II.
+  A matrix is cut into chunks of 64 x 64 elements, a vector into chunks of 64.
+  If 64 does not divide a dimension, the next smaller divisor is used. A leaf of
+  more dimensions is taken as a matrix whose columns are the last dimension. The
+  transform is the orthonormal DCT-II.
 
-  The server takes the sign of the sum of messages, or of their mean:
+  The server takes the sign of the sum (or of the mean) of messages:
 
     asgd.ssgd(rate, workers, optimizer=optax.sign_sgd)
 
   (The authors' code averages each cosine over the workers that sent it, and
-  multiplies g by the learning rate before it is added up.)
+  multiplies g by the learning rate before adding it to m.)
 
   Args:
-    k: cosines of a chunk, 1 or more; equals of the k-th are sent too.
+    k: cosines of a chunk, 1 or more; cosines as large as the k-th are sent too.
     chunk: elements of a chunk in each dimension, 1 or more.
-    decay: beta, in [0, 1]; with 1 nothing is lost.
+    decay: beta, in [0, 1]; with 1 the momentum loses nothing.
 
   Returns:
-    A Codec, by leaf. It has error feedback of its own, m.
+    A Codec, by leaf. Its error feedback is m.
 
   Raises:
-    ValueError: for numbers out of their range.
+    ValueError: for a number out of its range.
 
   Source:
     Peng, Quesnelle, Kingma, "Decoupled momentum optimization", 2024,
     arXiv:2411.19870, algorithm 1.
 
   Example:
-    A constant is one cosine.
+    A constant vector has one cosine.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -80,6 +80,7 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
   def encode(state, tree, key):
     del key
+    # The sent part leaves the momentum, so m is also the residual.
     momentum = jax.tree.map(lambda m, g: decay * m + g, state.residual, tree)
     code = jax.tree.map(lambda m: _encode(m, k, chunk), momentum)
     return code, DeMoState(optax.tree.sub(momentum, decode(code)))
@@ -91,12 +92,13 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
 
 def _init(like: base.Params) -> DeMoState:
+  """Returns the state before the first message."""
   leaves.check(like)
   return DeMoState(zeros(like))
 
 
 def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:
-  """Rows and columns of a leaf, and those of its chunks."""
+  """Returns rows and columns of a leaf as a matrix, and those of its chunks."""
   columns = shape[-1] if shape else 1
   rows = int(np.prod(shape[:-1], dtype=np.int64))
   height, width = (
@@ -108,15 +110,16 @@ def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:
 
 @functools.cache
 def _cosines(length: int) -> np.ndarray:
-  """The orthonormal DCT-II, float64[cosine, place]."""
-  places = (2 * np.arange(length) + 1) * np.pi / (2 * length)
-  matrix = np.cos(np.arange(length)[:, None] * places)
+  """Returns the orthonormal DCT-II, float64[cosine, position]."""
+  angles = (2 * np.arange(length) + 1) * np.pi / (2 * length)
+  matrix = np.cos(np.arange(length)[:, None] * angles)
   matrix[0] /= np.sqrt(2)
   return matrix * np.sqrt(2 / length)
 
 
 def _transformed(x, sides, *, inverse):
-  """Rows x columns as chunks of cosines [y, x, height, width], or back."""
+  """Returns rows x columns as cosines of chunks [y, x, height, width], or the
+  inverse."""
   rows, columns, height, width = sides
   down, across = (
     jnp.asarray(_cosines(length), x.dtype) for length in (height, width)
@@ -131,6 +134,7 @@ def _transformed(x, sides, *, inverse):
 
 
 def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
+  """Returns the k largest cosines of each chunk of a leaf, all others as 0."""
   if not x.size:
     return leaves.as_leaf((), x)
   sides = _sides(x.shape, chunk)
@@ -138,17 +142,20 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
   cosines = _transformed(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
+  # Each chunk is a row of `flat`, and has its own border.
   numbers = selection.magnitudes(flat)
   most = min(k, flat.shape[1])
   border = jax.vmap(lambda row: selection.border(row, most))(numbers)
   sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
   most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
+  # Clip, so that no sum in the inverse transform overflows.
   sent = jnp.clip(sent, -most / unit, most / unit) * unit
   return leaves.as_leaf(Values(sent), x)
 
 
 def _decode(chunk: int, leaf: leaves.Leaf) -> jax.Array:
-  # Behind barriers, so that the numbers are the same in any program.
+  """Returns the leaf of some cosines. Barriers keep XLA from fusing it with
+  other code, which would round differently in another program."""
   sent = jax.lax.optimization_barrier(leaf.code.values)
   sides = _sides(leaf.shape, chunk)
   return jax.lax.optimization_barrier(_transformed(sent, sides, inverse=True))

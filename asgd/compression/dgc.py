@@ -1,8 +1,8 @@
 """Deep Gradient Compression: top-k with momentum at the worker.
 
-Where elements wait for a long time in a residual, a momentum at the server
-would see them late and all at once. So the worker has the momentum, adds up
-velocities rather than gradients, and forgets both of what it sent.
+Small elements wait for a long time in a residual; a momentum at the server
+would then get them late and all at once. So the worker has the momentum. It
+adds up velocities, not gradients, and resets both where an element was sent.
 """
 
 import math
@@ -18,8 +18,8 @@ from asgd.compression.codec import OWN, Code, Codec, Values, clipped, zeros
 from asgd.compression.sparse import check_density, count_of, kept, largest
 
 _STAGES = 4  # of a warm-up
-_RATIO = 0.25  # of densities of a stage and the one before
-_MOST = 2**31 - 1  # messages that are counted
+_RATIO = 0.25  # density of a stage / density of the stage before
+_MOST = 2**31 - 1  # the message count is an int32
 
 
 class DGCState(NamedTuple):
@@ -27,7 +27,7 @@ class DGCState(NamedTuple):
 
   count: jax.Array  # int32[], messages encoded
   velocity: optax.Updates  # u, like a message
-  residual: optax.Updates  # v, like a message: what is still to be sent
+  residual: optax.Updates  # v, like a message: the part not sent yet
 
 
 def dgc(
@@ -40,48 +40,49 @@ def dgc(
   workers: int | None = None,
   epoch: float | None = None,
 ) -> Codec:
-  """Deep Gradient Compression, with a velocity of each worker.
+  """Deep Gradient Compression, with a velocity at each worker.
 
     g <- g min(1, clip_norm N^-1/2 / ||g||_2)   over all leaves
     u <- gamma u + g;   v <- v + u                    (momentum correction)
-    u <- gamma (u + g);   v <- v + u + g              for Nesterov's
+    u <- gamma (u + g);   v <- v + u + g              for Nesterov's momentum
     sent = v where |v| is among the k largest of its leaf, else 0
-    v <- 0, u <- 0 where it was sent                  (factor masking)
+    v <- 0, u <- 0 for each element that was sent     (factor masking)
 
-  The server makes plain SGD steps, without a momentum. Leaves of one dimension
-  or none (biases, gains) are sent whole, as the velocity u (u + g for
+  The server takes plain SGD steps, without a momentum. Leaves of at most one
+  dimension (biases, gains) are sent in full, as the velocity u (u + g for
   Nesterov's), and have no residual.
 
-  During a warm-up the densities are 1/4, 1/16, 1/64, 1/256, each for a quarter
-  of it, and never below `density`: the published sparsity is 75, 93.75,
-  98.4375, 99.6 and then 99.9 %, an epoch each.
+  A warm-up has four stages of equal length, with densities of 1/4, 1/16, 1/64
+  and 1/256, but never below `density`. With the defaults these are the
+  published sparsities: 75, 93.75, 98.4375, 99.6 and then 99.9 %, an epoch each.
 
   A config and the calls of `asgd` give the codec the N and the epoch of their
-  run (`fitted`). Elsewhere both are arguments.
+  run (`fitted`). In other code pass both as arguments.
 
   Args:
     density: in (0, 1], of the elements of each leaf.
-    momentum: gamma, in [0, 1); 0 is top-k with error feedback.
-    nesterov: which of the two forms.
-    warm_up: epochs until the final density; 0: none. In messages: warm_up=1
-      and epoch=MESSAGES.
-    clip_norm: largest norm of the gradient of a whole batch; each worker's is
-      clipped to N^-1/2 of it, as if they were independent. None: any.
-    workers: N, of which a batch's gradient is the mean; None: those of the run.
+    momentum: gamma, in [0, 1); with 0 it is top-k with error feedback.
+    nesterov: whether the momentum is Nesterov's.
+    warm_up: epochs until the final density; 0: none. To give it in messages,
+      set warm_up=1 and epoch=MESSAGES.
+    clip_norm: largest norm of the gradient of a global batch. Each worker's
+      gradient is clipped to N^-1/2 of it, as for independent gradients. None:
+      no limit.
+    workers: N, whose gradients are averaged; None: those of the run.
     epoch: messages of one worker in a pass over the data; None: those of the
       run.
 
   Returns:
-    A Codec, by leaf. It has error feedback of its own, v.
+    A Codec, by leaf. Its error feedback is v.
 
   Raises:
-    ValueError: for a value out of its range; when it encodes, for `workers` or
-      `epoch` that it needs and that neither a run nor an argument gave.
+    ValueError: for a value out of its range. `encode` raises it if `workers` or
+      `epoch` is needed, and neither the run nor the caller gave it.
 
   Source:
     Lin et al., "Deep gradient compression: reducing the communication bandwidth
-    for distributed training", ICLR 2018, arXiv:1712.01887; their border is
-    that of a sample, here it is exact.
+    for distributed training", ICLR 2018, arXiv:1712.01887. There the border
+    comes from a sample; here it is exact.
 
   Example:
     >>> import jax
@@ -120,15 +121,18 @@ def dgc(
     old = jax.tree.leaves(state.velocity), jax.tree.leaves(state.residual)
     rows = []
     for g, u, v in zip(grads, *old, strict=True):
+      # [1] Momentum correction: accumulate velocities, not gradients.
       u = momentum * (u + g) if nesterov else momentum * u + g
-      out = u + g if nesterov else u
-      if g.ndim < 2 or not g.size:  # sent whole
-        rows.append((leaves.as_leaf(out.reshape(-1), g), u, v))
+      step = u + g if nesterov else u
+      if g.ndim < 2 or not g.size:  # sent in full
+        rows.append((leaves.as_leaf(step.reshape(-1), g), u, v))
         continue
-      v = v + out
+      v = v + step
+      # [2] Select the largest elements, at the density of the current stage.
       counts = [count_of(each, g.size) for each in densities]
       mask = largest(v.reshape(-1), jnp.asarray(counts, jnp.int32)[stage])
       code = leaves.as_leaf(kept(v.reshape(-1), mask), g)
+      # [3] Factor masking: forget velocity and residual of sent elements.
       rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
       rows.append((code, *rest))
     codes, velocity, residual = (
@@ -145,11 +149,11 @@ def dgc(
   return Codec(_init, encode, _decode, feedback=OWN, for_run=fit)
 
 
-def _missing(warm_up, clip_norm, workers, epoch):
-  """Returns what has to be known of a run, and is not, in words."""
+def _missing(warm_up, clip_norm, workers, epoch) -> str:
+  """Returns a text of the arguments that are needed and missing, or ""."""
   words = []
   if clip_norm is not None and workers is None:
-    words.append("workers=, whose gradients are averaged, for clip_norm")
+    words.append("workers=, the number of averaged gradients, for clip_norm")
   if warm_up and epoch is None:
     words.append(
       "epoch=, the messages of a worker in one pass over the data, or warm_up=0"
@@ -158,8 +162,10 @@ def _missing(warm_up, clip_norm, workers, epoch):
 
 
 def _stages(density: float, messages: float) -> tuple[list[float], list[int]]:
-  """Returns the densities of a warm-up of so many messages and of what comes
-  after it, and the messages from which on each but the first holds."""
+  """Returns (densities, starts) for a warm-up of `messages` messages.
+
+  The last density is the final one. starts[i] is the message at which
+  densities[i + 1] begins."""
   if not messages:
     return [density], []
   densities = [max(_RATIO ** (i + 1), density) for i in range(_STAGES)]
@@ -168,13 +174,15 @@ def _stages(density: float, messages: float) -> tuple[list[float], list[int]]:
 
 
 def _init(like: base.Params) -> DGCState:
+  """Returns the state before the first message."""
   leaves.check(like)
   return DGCState(jnp.int32(0), zeros(like), zeros(like))
 
 
 def _decode(code: Code) -> optax.Updates:
+  """Returns a tree of Values, and of the leaves that were sent in full."""
   def one(leaf: leaves.Leaf) -> jax.Array:
-    whole = not isinstance(leaf.code, Values)
-    return leaf.code if whole else leaf.code.values
+    in_full = not isinstance(leaf.code, Values)
+    return leaf.code if in_full else leaf.code.values
 
   return leaves.decode_all(one, code)

@@ -10,13 +10,13 @@ from asgd import checks
 from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Codec, Symbols
 
-_INT8 = 127
-_E3M0 = 7  # magnitudes that are not 0
+_INT8 = 127  # levels to either side of 0
+_E3M0 = 7  # magnitudes other than 0
 _MANTISSA = 23  # stored bits of a float32
 
 
 def _cast(dtype: Any) -> Codec:
-  """Sends numbers as another dtype; those beyond it as its largest."""
+  """Sends numbers in another dtype; larger ones as its largest number."""
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
     del key
@@ -74,7 +74,7 @@ def fp16() -> Codec:
 
 
 def int8(*, block: int = 256) -> Codec:
-  """Blocks of whole numbers, from -127 to 127, with a scale each.
+  """Blocks of integers from -127 to 127, with a scale for each block.
 
     scale = max |x_i| / 127 of the block, rounded up to 17 bits
     sent_i = scale round(x_i / scale)
@@ -86,11 +86,11 @@ def int8(*, block: int = 256) -> Codec:
     A Codec, by leaf.
 
   Raises:
-    ValueError: for a block that is no positive whole number.
+    ValueError: for a block that is no positive integer.
 
   Source:
     Dettmers, "8-bit approximations for parallelism in deep learning", ICLR
-    2016, arXiv:1511.04561, whose types are others; with a scale for each block,
+    2016, arXiv:1511.04561, with other number types. A scale for each block:
     Dettmers et al., "8-bit optimizers via block-wise quantization", ICLR 2022,
     arXiv:2110.02861.
 
@@ -121,22 +121,22 @@ def e3m0(*, block: int = 256) -> Codec:
   """4-bit floats: a sign, 3 bits of exponent, no mantissa.
 
     sent_i = sign(x_i) times the nearest of 0 and scale 2^-6, ..., 2^-1, 1
-    scale: the power of 2 that is nearest to max |x_i| of the block
+    scale: the power of 2 nearest to max |x_i| of the block
 
   Args:
     block: elements that share a scale, in the order of the leaf.
 
   Returns:
-    A Codec, by leaf. Its errors are up to a third: it needs error feedback,
-    which the paper, whose messages are sums of many steps, leaves out.
+    A Codec, by leaf. Its errors are up to a third of an element, so it needs
+    error feedback. The paper does without: its messages sum many steps.
 
   Raises:
-    ValueError: for a block that is no positive whole number.
+    ValueError: for a block that is no positive integer.
 
   Source:
     Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
-    arXiv:2501.18512, which sends displacements so; the blocks are not from
-    there.
+    arXiv:2501.18512, which sends displacements in this format; the blocks are
+    this library's.
 
   Example:
     >>> import jax
@@ -152,12 +152,12 @@ def e3m0(*, block: int = 256) -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key
     rows = leaves.blocks(leaves.float32(x), block)
-    # Symbol s is 2^(s - 1) units, so a unit is 2^-6 of the scale.
+    # Symbol s stands for 2^(s - 1) units, so a unit is 2^-6 of the scale.
     top = _nearest_power(jnp.abs(rows).max(axis=1))
     units = leaves.exact_scale(top / 2 ** (_E3M0 - 1), 2 ** (_E3M0 - 1))
     ratio = leaves.divide(jnp.abs(rows), units[:, None])
     words = jax.lax.bitcast_convert_type(ratio, jnp.int32)
-    # Half of a mantissa is added: 1.5 and more go to the next power.
+    # Adding half a mantissa moves 1.5 and more to the next power of 2.
     exponent = (words + (1 << _MANTISSA - 1) >> _MANTISSA) - 127
     level = jnp.clip(exponent + 1, 1, _E3M0)
     level = jnp.where(ratio >= 0.5, level, 0)
@@ -174,7 +174,7 @@ def e3m0(*, block: int = 256) -> Codec:
 
 
 def _nearest_power(x: jax.Array) -> jax.Array:
-  """The power of 2 that is nearest to a float32, 0 of 0."""
+  """Returns the power of 2 that is nearest to a float32; 0 for 0."""
   words = jax.lax.bitcast_convert_type(x, jnp.int32)
   words = words + (1 << _MANTISSA - 1) & ~((1 << _MANTISSA) - 1)
   words = jnp.minimum(words, 254 << _MANTISSA)

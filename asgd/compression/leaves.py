@@ -1,10 +1,10 @@
-"""What codecs share: a code for each leaf, and numbers that decode exactly.
+"""Shared parts of codecs: a code for each leaf, and exact decoding.
 
-A server decodes in another program than the worker that keeps a residual, and
-a compiler may join a product with the sum that it goes into (a fused multiply
-and add rounds once, not twice). So the product of a symbol and its scale is
-made exact: a scale has so few bits that both fit into a float32. Then the two
-programs agree to the bit.
+A server decodes in another program than the worker that keeps a residual. A
+compiler may fuse a product with the sum that uses it (a fused multiply-add
+rounds once, not twice), and then the two programs differ. So the product of a
+symbol and its scale is made exact: a scale has so few bits that the product
+fits into a float32. Then the two programs agree to the bit.
 
 Index letters used in shape comments:
   L  elements of a leaf
@@ -31,7 +31,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-  """The code of a leaf of a message, and what the leaf was like."""
+  """The code of a leaf of a message, with the leaf's shape and dtype."""
 
   code: Any  # arrays, Symbols or Values
   shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -48,15 +48,15 @@ def _is_leaf(x: Any) -> bool:
 
 
 def check(like: base.Params) -> None:
-  """Raises ValueError, with its path, for a leaf (an array, or its shape and
-  dtype) that is not of floating point."""
+  """Raises ValueError, naming the path, for a leaf (an array, or its shape and
+  dtype) that is not floating point."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(like):
     dtype = jnp.result_type(leaf)
     if not jnp.issubdtype(dtype, jnp.floating):
       name = jax.tree_util.keystr(path) or "the message"
       raise ValueError(
-        f"{name} is of {dtype}, and codecs take floating point only: keep it"
-        " out of what is trained, or cast it"
+        f"{name} has dtype {dtype}, but codecs take floating point only: keep"
+        " it out of the trained parameters, or cast it"
       )
 
 
@@ -72,11 +72,11 @@ def make_codec(
   """Makes a codec from functions of one leaf.
 
   Args:
-    encode: (state of the leaf, leaf, key of its own) -> (code, state); not
+    encode: (state of the leaf, leaf, key of the leaf) -> (code, state); not
       called for leaves without elements.
-    decode: Leaf -> its elements, in any shape, of a float dtype that is as
-      wide as the leaf's or wider; not called for leaves without elements.
-    init: (shape and dtype of the leaf, its number) -> state.
+    decode: Leaf -> its elements, in any shape. Their float dtype is at least as
+      wide as the leaf's. Not called for leaves without elements.
+    init: (shape and dtype of the leaf, its index) -> state.
     unbiased, feedback, delta: see `Codec`.
   """
 
@@ -93,6 +93,7 @@ def make_codec(
     for i, (inner, x) in enumerate(zip(state, leaves, strict=True)):
       code: Any = ()
       if x.size:
+        # A key per leaf, so that leaves draw independently.
         code, inner = encode(inner, x, jax.random.fold_in(key, i))
       codes.append(as_leaf(code, x))
       states.append(inner)
@@ -109,7 +110,7 @@ def make_codec(
 
 
 def as_leaf(code: Any, like: jax.Array) -> Leaf:
-  """Returns a code with the shape and the dtype of its leaf."""
+  """Returns a code as a Leaf, with the shape and dtype of `like`."""
   return Leaf(code, tuple(like.shape), jnp.result_type(like).name)
 
 
@@ -119,7 +120,7 @@ def of(code: Code) -> list[Leaf]:
 
 
 def decode_all(decode: Callable[[Leaf], jax.Array], code: Code) -> Any:
-  """Returns a tree of decoded leaves, of their own shapes and dtypes."""
+  """Returns a tree of decoded leaves, in their shapes and dtypes."""
 
   def one(leaf: Leaf) -> jax.Array:
     if not leaf.size:
@@ -130,8 +131,9 @@ def decode_all(decode: Callable[[Leaf], jax.Array], code: Code) -> Any:
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-  """Rounds float[...] to a dtype that is not wider, saturating; XLA's excess
-  precision does not leave it out."""
+  """Rounds float[...] to a dtype that is not wider; larger numbers become its
+  largest. XLA may compute with excess precision; `reduce_precision` forces the
+  rounding."""
   info = jnp.finfo(dtype)
   if jnp.finfo(x.dtype).bits > info.bits:
     x = jnp.clip(x, float(info.min), float(info.max))
@@ -140,22 +142,23 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def float32(x: jax.Array) -> jax.Array:
-  """Returns finite numbers as float32, those beyond it as its largest."""
+  """Returns finite numbers as float32; larger ones become its largest."""
   if x.dtype == jnp.float64:
     x = jnp.clip(x, -_LARGEST, _LARGEST)
   return x.astype(jnp.float32)
 
 
-def saturated(x: jax.Array) -> jax.Array:
-  """Returns float32 without infinities, which a rounding may have made."""
+def clip_to_float32(x: jax.Array) -> jax.Array:
+  """Returns float32 with infinities, made by rounding, set to its largest."""
   return jnp.clip(x, -_LARGEST, _LARGEST)
 
 
 def blocks(x: jax.Array, size: int) -> jax.Array:
-  """Cuts a leaf, float[...], into blocks: float[B, size]. The last one is
-  filled up with zeros; a smaller leaf is one block."""
+  """Cuts a leaf, float[...], into blocks: float[B, size]. Zeros fill up the
+  last block; a leaf with fewer than `size` elements is one block."""
   x = x.reshape(-1)
   size = min(size, x.size)
+  # Elements that the last block lacks.
   rest = -x.size % size
   return (jnp.pad(x, (0, rest)) if rest else x).reshape(-1, size)
 
@@ -163,16 +166,17 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
 def symbols_of(
   numbers: jax.Array, size: int, scales: jax.Array, levels: int
 ) -> Symbols:
-  """Returns the first `size` of some whole numbers, of any dtype and from
-  -levels to levels, as Symbols with float32[...] scales."""
+  """Returns the first `size` of some integers as Symbols with float32[...]
+  scales. The integers have any dtype and are from -levels to levels."""
+  # Packing stores fewer bits; these are the dtypes in memory.
   dtype = jnp.int8 if levels < 2**7 else jnp.int16
   symbols = numbers.reshape(-1)[:size].astype(dtype)
   return Symbols(symbols, scales.reshape(-1), levels)
 
 
 def products(leaf: Leaf, size: int) -> jax.Array:
-  """Returns float32[L], the Symbols of a leaf times the scales of their blocks
-  (of `size` elements, as of `blocks`)."""
+  """Returns float32[L]: the Symbols of a leaf times the scale of their block,
+  for `blocks` of `size` elements."""
   symbols = blocks(leaf.code.symbols, size)
   numbers = symbols.astype(jnp.float32) * leaf.code.scales[:, None]
   return numbers.reshape(-1)[: leaf.size]
@@ -184,19 +188,20 @@ def scaled(leaf: Leaf) -> jax.Array:
 
 
 def wide(x: jax.Array) -> jax.Array:
-  """Returns an array as float32, or as its own dtype if that is wider."""
+  """Returns an array as float32, or unchanged if its dtype is wider."""
+  # bfloat16 and float16 become float32; float64 stays.
   return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   """Returns scales, float32[...], whose products with symbols are exact.
 
-  They are rounded up to so few bits that a product with any whole number up to
-  `levels` is a float32. No scale is above 2^126, as its inverse must be normal,
-  and no product beyond the largest float32.
+  They are rounded up to so few bits that the product with any integer up to
+  `levels` is a float32. No scale is above 2^126, because its inverse must be a
+  normal number. No product is above the largest float32.
 
   Args:
-    x: float[...], 0 or more. 0, or less than a float32 holds, becomes 0.
+    x: float[...], 0 or more. Numbers below the smallest float32 become 0.
     levels: 1 or more, below 2^23.
 
   Example:
@@ -209,21 +214,25 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
   mask = (1 << drop) - 1
   narrow = float32(x)
   words = jax.lax.bitcast_convert_type(narrow, jnp.int32)
-  words += narrow.astype(x.dtype) < x  # a float64 may have been rounded down
+  words += narrow.astype(x.dtype) < x  # undo rounding a float64 down
+  # Round the bits up, to a multiple of 2^drop.
   words = (words + mask) & ~mask
   most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
   most &= ~np.int32(mask)
+  # Bits of positive floats are ordered as the numbers are.
   words = jnp.minimum(words, most)
   scale = jax.lax.bitcast_convert_type(words, jnp.float32)
+  # XLA may flush subnormal numbers to 0, in one program and not in another.
   return jnp.where(scale < _TINY, 0.0, scale)
 
 
 def divide(x: jax.Array, scale: jax.Array) -> jax.Array:
-  """Returns x / scale, 0 where the scale is 0."""
+  """Returns x / scale, or 0 if the scale is 0."""
+  # The inner `where` avoids 0 / 0, a NaN that jax_debug_nans would report.
   return jnp.where(scale > 0, x / jnp.where(scale > 0, scale, 1.0), 0.0)
 
 
 def power_at_least(count: int) -> float:
-  """Returns the least power of 2 that is `count` or more."""
+  """Returns the smallest power of 2 that is at least `count`."""
   return float(1 << (count - 1).bit_length())
 

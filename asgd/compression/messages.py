@@ -1,8 +1,8 @@
 """Messages as codes: the worker that encodes, and the server that decodes.
 
-The codec is the last step of a message at any worker, and the first at the
-server: algorithms, gates and norms see decoded messages. With several shards
-each gets a code of its part of the message.
+The worker applies the codec as the last step of a message, and the server
+decodes as the first: algorithms, gates and norms get decoded messages. With
+several shards, each gets a code of its part of the message.
 
 Index letters used in shape comments:
   S  shards of a server
@@ -21,15 +21,15 @@ from asgd.compression import packing
 from asgd.compression.codec import Code, Codec
 from asgd.server import all_finite, rms
 
-_CODEC = 0x636F6465  # folded into the key of a job: the codec's own stream
+_CODEC = 0x636F6465  # folded into the key of a job, for the codec's draws
 
 
 class Coded(NamedTuple):
-  """A message, or a shard's part of one, as it travels."""
+  """A message, or a shard's part of one, in the form that is sent."""
 
   code: Code  # of the codec
-  stats: Any  # those of BatchNorm, as they are; None without
-  residual: Any  # float32[], RMS of what the worker keeps of it; 0 of nothing
+  stats: Any  # statistics of BatchNorm, not encoded; None without
+  residual: Any  # float32[], RMS of the worker's residual; 0 without one
 
 
 class Parts(NamedTuple):
@@ -50,19 +50,19 @@ def compressed(
 ) -> base.Worker:
   """Passes a worker's message through a codec, as the last step of a job.
 
-  Random numbers follow from the key of the job, so a replay draws the same. A
-  message that is not finite is not encoded: the codec's state stays as it was,
-  and the reported loss is NaN; the same holds where the code is not finite (a
-  number that the codec's dtype does not hold).
+  Random numbers follow from the key of the job, so a replay draws the same. If
+  the message is not finite, it is not encoded: the codec's state stays
+  unchanged, and the reported loss is NaN. The same holds if the code is not
+  finite, because a number is too large for the codec's dtype.
 
   Args:
     worker: any.
     codec: any; its state, such as the residual, is the worker's.
-    plan: of a server in shards, which get a code each; None: one code.
+    plan: of a server in shards, each of which gets a code; None: one code.
 
   Returns:
-    A Worker whose message is a `Coded`, or `Parts` with a plan; for a server
-    that decodes it (`decoding`).
+    A Worker whose message is a `Coded`, or `Parts` with a plan. Its server must
+    decode it (`decoding`).
 
   Example:
     >>> import jax
@@ -93,7 +93,7 @@ def compressed(
     key = jax.random.fold_in(key, _CODEC)
     parts, states = [], []
     for s, part in enumerate(split_up(message)):
-      # What is drawn is thrown away where it is not finite.
+      # The codec is always called; its result is dropped if not finite.
       weights = jax.tree.map(
         lambda x: jnp.where(finite, x, 0), base.weights_of(part)
       )
@@ -103,7 +103,9 @@ def compressed(
       stats = part.stats if isinstance(part, base.Variables) else None
       parts.append(Coded(code, stats, residual_norm(after)))
       states.append(after)
+    # A narrow dtype may overflow although the message is finite.
     finite &= all_finite([(part.code, part.residual) for part in parts])
+    # A dropped message must not enter the residual.
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
     out = parts[0] if plan is None else Parts(tuple(parts))
@@ -116,11 +118,11 @@ def residual_norm(state: Any) -> jax.Array:
   """Returns the RMS of the residuals that codecs keep to send later.
 
   Args:
-    state: of codecs; all fields `residual` count, such as that of
+    state: of codecs; all fields named `residual` count, such as that of
       `error_feedback`.
 
   Returns:
-    float32[], in the unit of a message; 0 if nothing is kept.
+    float32[], in the unit of a message; 0 if there is none.
 
   Example:
     >>> import jax.numpy as jnp
@@ -132,17 +134,18 @@ def residual_norm(state: Any) -> jax.Array:
   return rms(_residuals(state))
 
 
-def _residuals(state):
-  kept = []
+def _residuals(state: Any) -> list[Any]:
+  """Returns all `residual` fields in a state, also nested ones."""
+  residuals = []
   for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "residual")):
     if hasattr(node, "residual"):
-      kept.append(node.residual)
-      kept += _residuals(tuple(node._replace(residual=())))
-  return kept
+      residuals.append(node.residual)
+      residuals += _residuals(tuple(node._replace(residual=())))
+  return residuals
 
 
 def decode(codec: Codec, message: Coded) -> optax.Updates:
-  """Returns the message, or the part of one, that a `Coded` of a codec is."""
+  """Returns the message (or the part of one) of a `Coded`."""
   weights = codec.decode(message.code)
   if message.stats is None:
     return weights
@@ -150,14 +153,14 @@ def decode(codec: Codec, message: Coded) -> optax.Updates:
 
 
 def decoding(server: base.Server, codec: Codec) -> base.Server:
-  """Returns a server whose messages come as codes of a codec: runtimes decode
-  them before `receive`, in the same compiled program."""
+  """Returns a server whose messages are codes. Runtimes decode them before
+  `receive`, in the same compiled program."""
   return server._replace(codec=codec)
 
 
 def split(plan: sharding.ShardPlan | None, message: Any) -> list[Any]:
-  """Returns each shard's part of a message; without a plan there is one. A
-  message of `compressed` was made with the same plan."""
+  """Returns each shard's part of a message; without a plan, the message alone.
+  A message of `compressed` must have been made with the same plan."""
   if plan is None:
     return [message]
   if isinstance(message, Parts):
@@ -166,7 +169,7 @@ def split(plan: sharding.ShardPlan | None, message: Any) -> list[Any]:
 
 
 def shapes(codec: Codec, params: base.Params) -> Coded:
-  """Returns shapes and dtypes of the messages to a shard with such parameters
+  """Returns shapes and dtypes of the messages to a shard with these parameters
   (shapes and dtypes are enough). Raises the codec's ValueError for parameters
   that it cannot encode."""
   structs = jax.tree.map(sharding.shape_of, params)
@@ -179,8 +182,8 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
 
 @functools.lru_cache(maxsize=64)
 def _code_shapes(codec, leaves, structure, wide):
-  """Traces a codec once for weights of some shapes; `wide`, whether 64-bit
-  types are on, is read by JAX itself."""
+  """Traces a codec once for weights of some shapes. `wide`, whether 64-bit
+  types are enabled, is only part of the cache's key."""
   del wide
 
   def encode(weights):
@@ -191,13 +194,13 @@ def _code_shapes(codec, leaves, structure, wide):
 
 
 def blank(codec: Codec | None, params: base.Params) -> Any:
-  """Returns a message of zeros, of NumPy arrays, to compile with; without a
+  """Returns a message of zeros, of NumPy arrays, to compile with. Without a
   codec it is like the parameters."""
   like = params if codec is None else shapes(codec, params)
   return jax.tree.map(lambda x: np.zeros(np.shape(x), x.dtype), like)
 
 
 def layout(codec: Codec | None, params: base.Params) -> Any:
-  """Returns the format of slots and packets of messages, a `CodeLayout`; the
-  parameters themselves without a codec."""
+  """Returns the `CodeLayout` of messages in slots and packets; without a codec,
+  the parameters themselves."""
   return params if codec is None else packing.layout(shapes(codec, params))

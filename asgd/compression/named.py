@@ -24,7 +24,7 @@ _OTHERS = powersgd, demo, bf16, fp16, int8, e3m0, identity
 CODECS: dict[str, Callable[..., Codec]] = {
   maker.__name__: maker for maker in (*_SPARSE, *_FEW_LEVELS, *_OTHERS)
 }
-# What devices that are in step do otherwise than by a codec of each.
+# Methods for devices in step that are not the mean of each device's codec.
 REDUCERS: dict[str, Callable[..., Reducer]] = {
   "powersgd": powersgd_reducer,
   "onebit_adam": onebit_adam,
@@ -39,15 +39,15 @@ def named(
   entropy_coding: bool = True,
   **options: Any,
 ) -> Codec:
-  """Builds one of CODECS, or a codec of one's own, by name.
+  """Builds one of CODECS, or a user's codec, by name.
 
   Args:
     name: of CODECS, or MODULE:FUNCTION of a function (**options) -> Codec.
-    error_feedback: whether what was not sent is sent later; None: where the
-      codec needs it.
-    clip: largest L2 norm of a message, which is clipped before what was left of
-      others is added; None: any.
-    entropy_coding: False: positions are words of 4 bytes (`in_words`).
+    error_feedback: whether the unsent part is sent later; None: if the codec
+      needs it.
+    clip: largest L2 norm of a message. It is clipped before the residual is
+      added. None: no limit.
+    entropy_coding: False sends positions as words of 4 bytes (`in_words`).
     **options: of the codec.
 
   Returns:
@@ -63,20 +63,20 @@ def named(
   Example:
     >>> from asgd import compression
     >>> codec = compression.named("threshold", tau=0.001)
-    >>> codec.feedback  # it was needed, and is there
+    >>> codec.feedback  # it was needed, so it was added
     'own'
     >>> codec.unbiased, compression.named("qsgd", levels=3).unbiased
     (False, True)
   """
   if name is None:
     raise ValueError(
-      "a codec needs a name, not None: leave it out where messages are to be"
-      f" dense, or use one of {', '.join(sorted(CODECS))}"
+      "a codec needs a name, not None: leave the codec out for dense messages,"
+      f" or use one of {', '.join(sorted(CODECS))}"
     )
-  known = [x for x in REDUCERS if x not in CODECS]
-  if name in known:
+  reducers_only = [x for x in REDUCERS if x not in CODECS]
+  if name in reducers_only:
     raise ValueError(
-      f"{name} is for devices that are in step (engine mesh): workers and peers"
+      f"{name} is only for devices in step (engine mesh); workers and peers"
       f" need another codec; known: {', '.join(sorted(CODECS))}"
     )
   codec = names.call(
@@ -87,6 +87,7 @@ def named(
       f"codec {name!r} must return a compression.Codec, not"
       f" {checks.shown(codec)}"
     )
+  # A user's codec is checked while it is traced.
   if names.is_import(name):
     codec = own.checked(codec, checks.shown(name))
   checks.flag("error_feedback", error_feedback, none="where the codec needs it")
@@ -95,28 +96,30 @@ def named(
   if error_feedback:
     if codec.feedback == codec_lib.OWN:
       raise ValueError(
-        f"error_feedback: {name} has one of its own; leave it out"
+        f"error_feedback: {name} already has error feedback; leave it out"
       )
     codec = codec_lib.error_feedback(codec)
   if clip is not None:
     checks.positive("clip", clip)
+    # The clip wraps error feedback, so that only the message is clipped, not
+    # the residual.
     codec = codec_lib.clip(codec, clip)
   checks.flag("entropy_coding", entropy_coding)
   return codec if entropy_coding else codec_lib.in_words(codec)
 
 
 def named_reducer(name: str, **options: Any) -> Reducer:
-  """Builds one of REDUCERS, or the mean of what codecs make, by name.
+  """Builds one of REDUCERS, or the average over devices' codecs, by name.
 
   Args:
-    name: of REDUCERS, or as of `named`.
-    **options: of the reducer; as of `named` for a codec.
+    name: of REDUCERS, or see `named`.
+    **options: of the reducer; for a codec see `named`.
 
   Returns:
     The Reducer.
 
   Raises:
-    ValueError: as `named`.
+    ValueError: see `named`.
 
   Source:
     none.

@@ -1,8 +1,8 @@
-"""1-bit Adam: signs of a momentum, over a variance that stands still.
+"""1-bit Adam: signs of a momentum, divided by a variance that is frozen.
 
-The signs of gradients cannot be divided by an Adam that follows them. So Adam
-runs uncompressed at first; then its variance is frozen, and only the momentum,
-which is linear in gradients, is exchanged, as signs.
+Adam's variance cannot be computed from signs of gradients. So Adam first runs
+uncompressed. Then its variance is frozen, and only the momentum, which is
+linear in gradients, is exchanged, as signs.
 """
 
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ from asgd.compression.codec import zeros
 from asgd.compression.reducers import MOST_STEPS, Reducer
 from asgd.compression.signs import scale_of
 
-_RATIO = 0.96  # of norms of v, from which on it is taken to stand still
-_LONGEST = 10**6  # norms that are kept
+_RATIO = 0.96  # v counts as steady when its norm ratio reaches this
+_LONGEST = 10**6  # most norms that are kept
 
 
 class OnebitAdamState(NamedTuple):
@@ -30,8 +30,8 @@ class OnebitAdamState(NamedTuple):
   norms: jax.Array  # float32[D], of v at the last D steps, by step modulo D
   mu: optax.Updates  # m, the same on all devices
   nu: optax.Updates  # v, the same on all devices; frozen after the warm-up
-  residual: optax.Updates  # of this device: what its signs left out
-  server: optax.Updates  # what the signs of the mean left out, the same on all
+  residual: optax.Updates  # the part that this device's signs left out
+  server: optax.Updates  # the part that the mean's signs left out; same on all
 
 
 def onebit_adam(
@@ -41,45 +41,44 @@ def onebit_adam(
   b2: float = 0.999,
   eps: float = 1e-8,
 ) -> Reducer:
-  """1-bit Adam: Adam's update, of compressed momenta after a warm-up.
+  """1-bit Adam: Adam's update, from compressed momenta after a warm-up.
 
     for T steps, Adam:
       g <- mean_w g_w;   m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
-    then, with v as it was:
+    then, with v constant:
       m_w <- b1 m + (1 - b1) g_w
       c_w = C(m_w + e_w);   e_w <- m_w + e_w - c_w            at each worker
       m <- C(mean_w c_w + e);   e <- mean_w c_w + e - m       at the server
     update = m / (1 - b1^t) / (sqrt(v / (1 - b2^min(t, T))) + eps)
     C(x) = ||x||_2 / sqrt(L) sign(x), by leaf; the sign of 0 is +
 
-  T is `warm_up`, or else the first step t > D where
+  T is `warm_up`, or else the first step t > D with
 
     ||v_t||_1 >= 0.96 ||v_{t-D}||_1,   D = 1 / (1 - b2),   over all leaves
 
-  Both norms have bias corrections: v starts at 0, and without them its first
-  D steps would always meet the rule. It does not know the learning rate, whose
-  own warm-up should be shorter.
+  Both norms are bias-corrected: v starts at 0, and without the correction its
+  first D steps would always meet the rule. The rule does not know the learning
+  rate, whose own warm-up should be shorter.
 
-  What it returns in the place of a gradient is Adam's update before the
-  learning rate, so the optimizer behind it is SGD without a momentum. Where v
-  is 0 after the warm-up nothing moves: a sign would be divided by eps alone.
-  (The paper leaves out the bias corrections; without them a short warm-up would
-  freeze a v that is much too small.)
+  The reducer returns, instead of a gradient, Adam's update before the learning
+  rate. So the optimizer behind it must be SGD without a momentum. An element
+  whose v is 0 after the warm-up does not move: its sign would be divided by eps
+  alone. (The paper leaves out the bias corrections; without them a short
+  warm-up would freeze a v that is much too small.)
 
-  Every device does what the server would do, as they all have the same numbers.
-  Checkpoints have both residuals e, and a run that resumes keeps them, so that
-  it computes what it would have computed without the stop. (DeepSpeed resets
-  them to 0.)
+  There is no server process: each device computes the server's line from the
+  same numbers. Checkpoints hold both residuals e, so a resumed run
+  computes the same as a run without a stop. (DeepSpeed resets them to 0.)
 
   Args:
-    warm_up: T, steps of uncompressed Adam, 1 or more; None: by the rule.
+    warm_up: T, steps of uncompressed Adam, 1 or more; None: found by the rule.
     b1: decay of m, in [0, 1).
     b2: decay of v, in [0, 1).
     eps: added to the root of v.
 
   Returns:
-    A Reducer for data parallel training. An asynchronous server has no momentum
-    that all workers share, so there is no codec of it.
+    A Reducer for data parallel training. There is no codec of it: workers of an
+    asynchronous server do not share a momentum.
 
   Raises:
     ValueError: for a value out of its range.
@@ -87,7 +86,7 @@ def onebit_adam(
   Source:
     Tang et al., "1-bit Adam: communication efficient large-scale training with
     Adam's convergence speed", ICML 2021, arXiv:2102.02888, algorithm 1 and its
-    rule for the length of the warm-up; C as in the authors' code.
+    rule for the length of the warm-up; C is that of the authors' code.
 
   Example:
     >>> import jax
@@ -113,8 +112,8 @@ def onebit_adam(
   window = 0 if warm_up else round(1 / (1 - b2))
   if window > _LONGEST:
     raise ValueError(
-      f"b2 {b2} asks for v of {window} steps before, more than {_LONGEST}: give"
-      " warm_up, a number of steps"
+      f"b2 {b2} needs the norms of v over {window} steps, more than {_LONGEST}:"
+      " give warm_up, a number of steps"
     )
 
   def init(like: base.Params) -> OnebitAdamState:
@@ -135,10 +134,12 @@ def onebit_adam(
     return _judged(state, b2)
 
   def compressed(state, tree, axis):
+    # [1] Each worker compresses its momentum, with its residual.
     own = optax.tree.update_moment(tree, state.mu, b1, 1)
     total = optax.tree.add(own, state.residual)
     sent = jax.tree.map(_signs, total)
     residual = optax.tree.sub(total, sent)
+    # [2] The mean is compressed again, with the server's residual.
     total = optax.tree.add(jax.lax.pmean(sent, axis), state.server)
     mu = jax.tree.map(_signs, total)
     server = optax.tree.sub(total, mu)
@@ -158,7 +159,7 @@ def onebit_adam(
 
 
 def _update(state, b1, b2, eps):
-  """Adam's, which is 0 where v is."""
+  """Returns Adam's update, with 0 for elements whose v is 0."""
   first = optax.tree.bias_correction(state.mu, b1, state.count)
   second = optax.tree.bias_correction(state.nu, b2, state.warm)
 
@@ -169,19 +170,20 @@ def _update(state, b1, b2, eps):
 
 
 def _judged(state: OnebitAdamState, b2: float) -> OnebitAdamState:
-  """Ends the warm-up if v is about what it was D steps before."""
+  """Ends the warm-up if the norm of v is near that of D steps before."""
   wide = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
   norm = optax.tree.bias_correction(wide, b2, state.count)
   window = state.norms.size
-  place = state.count % window
-  before = state.norms[place]
+  # A ring buffer: this position still has the norm of D steps before.
+  position = state.count % window
+  before = state.norms[position]
   ended = (state.count > window) & (norm >= _RATIO * before) & (before > 0)
-  norms = state.norms.at[place].set(norm)
+  norms = state.norms.at[position].set(norm)
   return state._replace(frozen=ended, norms=norms)
 
 
 def _signs(x: jax.Array) -> Any:
-  """C of a leaf."""
+  """Returns C of a leaf."""
   if not x.size:
     return x
   size = scale_of(leaves.float32(x).reshape(-1), "rms")

@@ -1,4 +1,4 @@
-"""What a codec of one's own must return, and errors that name it."""
+"""Checks of a user's codec, with errors that name it."""
 
 from typing import Any
 
@@ -14,26 +14,27 @@ _CONTRACT = {
 }
 
 
-def _naming(what, function):
-  """Names a codec in an error, and says what its function must do."""
+def _naming(what: str, function: str):
+  """Returns a context whose errors name the codec and its function's duty."""
   return checks.user_code(
     f"codec {what}: {function} fails", f"; {function} {_CONTRACT[function]}"
   )
 
 
-def _text(struct):
+def _text(struct: Any) -> str:
   return f"{struct.dtype}{[*struct.shape]}"
 
 
 def _leaves(tree):
-  """Leaves by their paths."""
+  """Returns path -> leaf."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def _check_like(what, result, found, like, wanted):
-  """Raises ValueError, naming the first leaf that differs, unless a tree has
-  the structure, the shapes and the dtypes of another."""
+def _check_like(what, result, found, like, wanted) -> None:
+  """Raises ValueError, naming the first leaf that differs, unless two trees
+  have the same structure, shapes and dtypes."""
+  # Texts instead of arrays, so that leaves can be compared and shown.
   texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
   ours, theirs = map(_leaves, texts)
   differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]
@@ -42,7 +43,7 @@ def _check_like(what, result, found, like, wanted):
   where = differs[0] if differs else ""
   if where:
     shown = [leaves.get(where, "missing") for leaves in (ours, theirs)]
-  else:  # a leaf alone, or other nodes
+  else:  # the tree is one leaf, or its inner nodes differ
     shown = [checks.shown(text).replace("'", "") for text in texts]
   raise ValueError(
     f"codec {what}: {result} must have the structure, shapes and dtypes of"
@@ -52,16 +53,16 @@ def _check_like(what, result, found, like, wanted):
 
 
 def checked(codec: Codec, what: str) -> Codec:
-  """Has a codec say by its name what it does wrong, where it is traced.
+  """Makes a codec raise errors that name it, when it is traced.
 
   Args:
     codec: of a caller, with any functions.
-    what: how errors name it.
+    what: the codec's name in errors.
 
   Returns:
     A Codec that computes the same. It raises ValueError, of one line, if a
-    function of the codec fails, if `encode` returns another kind of state than
-    it was given, and if `decode` does not return a tree like the message.
+    function of the codec fails, if `encode` returns a state of another kind
+    than it got, or if `decode` does not return a tree like the message.
 
   Example:
     >>> import jax

@@ -1,8 +1,8 @@
-"""PowerSGD: matrices of low rank, by one step of power iteration a message.
+"""PowerSGD: messages of low rank, by one step of power iteration each.
 
-A leaf of two dimensions or more is a matrix [out, in]: its last dimension is
-the outputs, all others together the inputs. What would not become smaller is
-sent whole, vectors among it.
+A leaf of two dimensions or more is a matrix [out, in]: its last dimension holds
+the outputs, all others together the inputs. Leaves that would not become
+smaller, such as vectors, are sent in full.
 
 Index letters used in shape comments:
   m  outputs of a leaf
@@ -22,31 +22,32 @@ from asgd.compression.codec import NEEDED, Codec, power_below, zeros
 from asgd.compression.reducers import MOST_STEPS, Reducer
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-_KEY = 0x504F5752  # of the first Q, the same at all workers
+_KEY = 0x504F5752  # key of the first Q, the same at all workers
 
 
 def powersgd(rank: int = 2) -> Codec:
-  """PowerSGD at one worker, for a server that takes messages as they come.
+  """PowerSGD at one worker, for a server that applies messages one by one.
 
     P <- M Q;   P <- an orthonormal basis of its columns
     Q <- M^T P;   sent = P Q^T
 
-  M is a leaf as a matrix [m, n], with what `error_feedback` adds. Q is kept
-  from message to message, so that the iterations go on, and is random at first.
+  M is a leaf as a matrix [m, n], with the residual of `error_feedback` added. Q
+  is random at first and kept from message to message, so each message continues
+  the power iteration.
 
-  In the paper P and Q are means over the workers, which must then be in step:
-  that is `powersgd_reducer`, for data parallel training. Here each worker has a
-  Q of its own, and the server adds up messages of up to N r ranks. Momentum is
-  the server's, after decompression, as in the paper.
+  In the paper P and Q are means over workers in step: that is
+  `powersgd_reducer`, for data parallel training. Here each worker has a
+  separate Q, so the server's sum of N messages has a rank of up to N r. As in
+  the paper, momentum is applied at the server, after decompression.
 
   Args:
-    rank: r. A leaf with r (m + n) >= m n is sent whole.
+    rank: r. A leaf with r (m + n) >= m n is sent in full.
 
   Returns:
     A Codec, by leaf. It needs error feedback.
 
   Raises:
-    ValueError: for a rank that is no positive whole number.
+    ValueError: for a rank that is no positive integer.
 
   Source:
     Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient
@@ -54,7 +55,7 @@ def powersgd(rank: int = 2) -> Codec:
     algorithm 1.
 
   Example:
-    A matrix of rank 1 is sent to round-off.
+    A matrix of rank 1 is sent exactly, up to rounding.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -85,8 +86,8 @@ class PowerSGDState(NamedTuple):
   """State of `powersgd_reducer`, of one device."""
 
   count: jax.Array  # int32[], steps
-  residual: Any  # e, like a gradient: what the mean lacks of this device's
-  inner: tuple[Any, ...]  # Q of each leaf, [n, r]; () of one that is exact
+  residual: Any  # e, like a gradient: this device's part missing in the mean
+  inner: tuple[Any, ...]  # Q of each leaf, [n, r]; () if its mean is exact
 
 
 def powersgd_reducer(
@@ -98,18 +99,18 @@ def powersgd_reducer(
     P <- mean_w M_w Q;   P <- an orthonormal basis of its columns
     Q <- mean_w M_w^T P;   g <- P Q^T;   e_w <- M_w - g
 
-  All devices have the same P and Q, and the gradient g of one matrix of rank r.
-  The optimizer comes after it: the paper has momentum there, and weight decay
-  outside of what is compressed.
+  All devices have the same P and Q, and the same gradient g, of rank r for a
+  matrix. The optimizer runs after it. As in the paper, it has the momentum,
+  and weight decay is not compressed.
 
   Args:
     rank: r. The mean of a leaf with r (m + n) >= m n is exact.
-    minimum_rate: so is that of a leaf with m n / (r (m + n)) below it. Above 0;
-      the authors' code and PyTorch's hook have 2.
-    start: steps whose means are exact, and which leave Q as it is.
+    minimum_rate: the mean of a leaf with m n / (r (m + n)) below it is exact,
+      too. Above 0; the authors' code and PyTorch's hook have 2.
+    start: steps at the beginning with exact means; they do not change Q.
 
   Returns:
-    A Reducer, with error feedback of its own.
+    A Reducer, which has error feedback.
 
   Raises:
     ValueError: for a value out of its range.
@@ -117,8 +118,8 @@ def powersgd_reducer(
   Source:
     Vogels, Karimireddy, Jaggi, "PowerSGD: practical low-rank gradient
     compression for distributed optimization", NeurIPS 2019, arXiv:1905.13727,
-    algorithms 1 and 2, in the order of the authors' code: what a worker keeps
-    is what the mean lacks.
+    algorithms 1 and 2, in the order of the authors' code: a worker keeps the
+    part of its matrix that is missing in the mean.
 
   Example:
     >>> import jax
@@ -152,6 +153,7 @@ def powersgd_reducer(
     grads, structure = jax.tree.flatten(tree)
     rows = []
     for g, e, q in zip(grads, residuals, state.inner, strict=True):
+      # A leaf without Q is averaged exactly.
       if isinstance(q, tuple):
         rows.append((jax.lax.pmean(g, axis), e, q))
         continue
@@ -180,6 +182,7 @@ def powersgd_reducer(
 
 
 def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
+  """Whether a leaf becomes smaller, by `minimum_rate` at least, as factors."""
   size = math.prod(like.shape)
   if len(like.shape) < 2 or not size:
     return False
@@ -188,17 +191,17 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
   return factors < size and size >= minimum_rate * factors
 
 
-def _first(like: Any, number: int, rank: int) -> jax.Array:
-  """Q of the first message, [n, r]: the same at each worker."""
+def _first(like: Any, index: int, rank: int) -> jax.Array:
+  """Returns Q of the first message, [n, r]: the same at each worker."""
   inputs = math.prod(like.shape[:-1])
-  key = jax.random.fold_in(jax.random.key(_KEY), number)
+  key = jax.random.fold_in(jax.random.key(_KEY), index)
   dtype = jnp.promote_types(like.dtype, jnp.float32)
   return jax.random.normal(key, (inputs, rank), dtype)
 
 
 def _factors(x, q, axis=None):
-  """P [m, r] and Q [n, r] of a leaf, or of its mean over an axis, and Q for the
-  next message."""
+  """Returns ((P [m, r], Q [n, r]) of a leaf, or of its mean over an axis; Q for
+  the next message)."""
 
   def mean(y: jax.Array) -> jax.Array:
     return y if axis is None else jax.lax.pmean(y, axis)
@@ -206,6 +209,7 @@ def _factors(x, q, axis=None):
   transposed = x.reshape(-1, x.shape[-1]).astype(q.dtype)  # M^T, [n, m]
   largest = jnp.abs(transposed).max()
   if axis is not None:
+    # All devices must divide by the same power of 2.
     largest = jax.lax.pmax(largest, axis)
   unit = power_below(largest)  # no product overflows
   transposed = transposed / unit
@@ -213,12 +217,14 @@ def _factors(x, q, axis=None):
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0
   q = mean(jnp.matmul(transposed, p, precision=_HIGHEST))
   most = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
+  # Clip, so that no sum in P Q^T overflows.
   sent = jnp.clip(q, -most / unit, most / unit) * unit
   return (p, sent), q
 
 
 def _product(p: jax.Array, q: jax.Array) -> jax.Array:
-  """M^T = Q P^T, [n, m], as the same numbers in any program."""
+  """Returns M^T = Q P^T, [n, m]. Barriers keep XLA from fusing it with other
+  code, so that the numbers are the same in any program."""
   p, q = jax.lax.optimization_barrier((p, q))
   product = jnp.matmul(q, p.T, precision=_HIGHEST)
   return jax.lax.optimization_barrier(product)

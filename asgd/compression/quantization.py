@@ -1,4 +1,4 @@
-"""Random rounding to few levels, with the right mean: QSGD and TernGrad."""
+"""Random rounding to few levels, unbiased: QSGD and TernGrad."""
 
 import functools
 from typing import Any
@@ -10,28 +10,29 @@ from asgd import checks
 from asgd.compression import leaves
 from asgd.compression.codec import Codec, Symbols, power_below
 
-_MOST_LEVELS = 2**15 - 1  # of an int16
+_MOST_LEVELS = 2**15 - 1  # the largest int16
 
 
 def _round(x: jax.Array, scales: jax.Array, levels: int, key: jax.Array):
-  """Whole numbers of which x / scales is the mean, float32[B, size]."""
+  """Returns integers, float32[B, size], whose mean over keys is x / scales."""
   ratio = leaves.divide(jnp.abs(x), scales[:, None])
   below = jnp.floor(ratio)
   drawn = jax.random.uniform(key, x.shape, jnp.float32)
+  # Round up with the probability of the fraction: the mean is exact.
   level = jnp.minimum(below + (drawn < ratio - below), levels)
   return jnp.where(x < 0, -level, level)
 
 
 def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
-  """QSGD: each bucket as its norm and random levels of the right mean.
+  """QSGD: the norm of each bucket, and random levels with the right mean.
 
     a_i = s |x_i| / ||x||_2,   l_i = floor(a_i) + 1 with probability
                                a_i - floor(a_i), else floor(a_i)
     sent_i = ||x||_2 sign(x_i) l_i / s
 
-  The mean of what is sent is x, and for a bucket of n elements
+  The mean of the sent values is x. For a bucket of n elements
   E ||sent - x||^2 <= min(n / s^2, sqrt(n) / s) ||x||^2. The norm over s is
-  rounded up to a few bits less than a float32 has, before anything is drawn, so
+  rounded up to fewer bits than a float32 has. This happens before the draws, so
   the mean stays right.
 
   Args:
@@ -43,14 +44,14 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     A Codec, by leaf, unbiased.
 
   Raises:
-    ValueError: for numbers out of their range.
+    ValueError: for a number out of its range.
 
   Source:
     Alistarh et al., "QSGD: communication-efficient SGD via gradient
     quantization and encoding", NIPS 2017, arXiv:1610.02132.
 
   Example:
-    The norm is 5; 3 / 5 and 4 / 5 of 5 levels are levels, nothing is drawn.
+    The norm is 5, so 3 / 5 and 4 / 5 are levels of s = 5: nothing is random.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -67,35 +68,35 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     rows = leaves.blocks(leaves.float32(x), bucket)
     unit = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
     norms = jnp.sqrt(jnp.square(rows / unit[:, None]).sum(axis=1))
-    scales = leaves.saturated(norms / levels * unit)
+    scales = leaves.clip_to_float32(norms / levels * unit)
     scales = leaves.exact_scale(scales, levels)
     numbers = _round(rows, scales, levels, key)
     return leaves.symbols_of(numbers, x.size, scales, levels), state
 
   decode = functools.partial(leaves.products, size=bucket)
-  # Leaves that are smaller than a bucket have a smaller error.
+  # Leaves with fewer elements than a bucket have a smaller error.
   delta = 1 - min(bucket / levels**2, bucket**0.5 / levels)
   delta = delta if delta > 0 else None
   return leaves.make_codec(encode, decode, unbiased=True, delta=delta)
 
 
 def terngrad(sigmas: float | None = 2.5) -> Codec:
-  """TernGrad: each leaf as -1, 0 and 1 times its largest magnitude.
+  """TernGrad: each leaf as -1, 0 and 1, times its largest magnitude.
 
     x <- x clipped to +-2.5 sigma,   sigma its standard deviation
     s = max |x_i|,   b_i = 1 with probability |x_i| / s, else 0
     sent_i = s sign(x_i) b_i
 
-  The mean of what is sent is the clipped x, and its variance E ||sent - x||^2
-  is sum_i |x_i| (s - |x_i|). Each worker has a scale s of its own; the paper
-  shares the largest, as its messages are added up while they travel.
+  The mean of the sent values is the clipped x; their variance E ||sent - x||^2
+  is sum_i |x_i| (s - |x_i|). Each worker has a separate scale s. The paper
+  shares the largest one, because its messages are summed on their way.
 
   Args:
     sigmas: where a leaf is clipped, in its standard deviations; above 0. None:
-      it is not, and the mean is x.
+      no clipping, and the mean is x.
 
   Returns:
-    A Codec, by leaf; unbiased where nothing is clipped.
+    A Codec, by leaf. It is unbiased without clipping.
 
   Raises:
     ValueError: for sigmas that are not above 0.
@@ -105,7 +106,7 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
     distributed deep learning", NIPS 2017, arXiv:1705.07878.
 
   Example:
-    An element as large as the largest is certain, and a 0 is sent as 0.
+    An element of the largest magnitude is sent with certainty, a 0 as 0.
 
     >>> import jax
     >>> import jax.numpy as jnp
@@ -124,8 +125,8 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
     if sigmas is not None:
       unit = power_below(largest)  # no square overflows
       sigma = jnp.std(row / unit[:, None], axis=1)
-      # One element, or equal ones, have no deviation to be clipped to.
-      bound = leaves.saturated(sigmas * sigma * unit)
+      # One element, or equal ones, have a deviation of 0: do not clip.
+      bound = leaves.clip_to_float32(sigmas * sigma * unit)
       bound = jnp.where(sigma > 0, bound, largest)
       row = jnp.clip(row, -bound[:, None], bound[:, None])
       largest = jnp.minimum(largest, bound)

@@ -1,7 +1,7 @@
-"""Means of compressed gradients, for devices that are in step.
+"""Means of compressed gradients, for devices that compute in step.
 
-A `Reducer` is called on every device of a mesh axis with its own gradient, and
-returns what an all-reduce would: one tree, the same on all of them.
+Every device of a mesh axis calls a `Reducer` with its own gradient. As with an
+all-reduce, all devices get the same tree.
 """
 
 from collections.abc import Callable
@@ -13,31 +13,32 @@ import optax
 from asgd import base
 from asgd.compression.codec import Codec, composed
 
-MOST_STEPS = 2**31 - 1  # that a reducer counts
+MOST_STEPS = 2**31 - 1  # a reducer counts steps in an int32
 
 
 class Reducer(NamedTuple):
-  """A mean over a mesh axis, of less than whole gradients."""
+  """A mean over a mesh axis, computed from compressed gradients."""
 
   init: Callable[[base.Params], Any]  # shapes -> the state of one device
   # (state, tree, key, axis) -> (mean, state); the key is the same on all
   reduce: Callable[
     [Any, optax.Updates, jax.Array, str], tuple[optax.Updates, Any]
   ]
-  # As of `Codec`; workers are devices, and messages steps.
+  # As in `Codec`; here workers are devices, and messages are steps.
   for_run: Callable[[int, float | None], "Reducer"] | None = None
 
 
 def average(codec: Codec) -> Reducer:
-  """Averages what each device's codec makes of its gradient.
+  """Averages the decoded gradients of all devices' codecs.
 
     g <- mean_w decode(encode_w(g_w))
 
-  Each device decodes its own code and the numbers are averaged: they are those
-  of devices that send codes, not fewer bytes on this machine's links.
+  Each device decodes its own code, and the decoded numbers are averaged. The
+  result is that of devices that send codes; the bytes sent between devices are
+  not fewer.
 
   Args:
-    codec: any; each device has a state of its own.
+    codec: any; each device has a separate state.
 
   Returns:
     A Reducer.

@@ -1,9 +1,9 @@
 """The k-th largest of many numbers, by counting.
 
-Sorting millions of numbers is slow, on CPUs above all. Counting those that
-reach a bound is as fast as memory, so counts close in the k-th, by
-interpolation and bisection; of many numbers, a sorted sample gives the first
-bounds.
+Sorting millions of numbers is slow, especially on CPUs. Counting the numbers
+above a bound is as fast as memory. So counts narrow a bracket around the k-th
+number, by interpolation and bisection. For many numbers, a sorted sample gives
+the first bounds.
 """
 
 from typing import Any, NamedTuple
@@ -11,45 +11,45 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-_SAMPLE = 4096
-_FEW = 1 << 16  # numbers of which none is taken
-_DEVIATIONS = 3.0  # of a count in the sample, to either side of the k-th
-_NEAR = 1 << 23  # patterns in which a float32 doubles
+_SAMPLE = 4096  # numbers in the sample
+_FEW = 1 << 16  # up to this many numbers, no sample is sorted
+_DEVIATIONS = 3.0  # of the sample's count: the margin on each side of the k-th
+_NEAR = 1 << 23  # bit patterns over which a float32 doubles
 _WORDS = {2: jnp.int16, 4: jnp.int32, 8: jnp.int64}
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-  """Returns the bit patterns of |x|, whole numbers in the same order: int32[L]
-  of float[L] of 16 or 32 bits, int64[L] of float64."""
+  """Returns the bit patterns of |x|, integers in the same order: int32[L] for
+  float[L] of 16 or 32 bits, int64[L] for float64."""
   words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
   patterns = words & jnp.iinfo(words.dtype).max
   return patterns.astype(jnp.promote_types(words.dtype, jnp.int32))
 
 
 class _Bracket(NamedTuple):
-  """At least k are `low` or larger, fewer than k are `high` or larger."""
+  """A bracket: at least k numbers are >= `low`, fewer than k are >= `high`."""
 
   low: jax.Array
   high: jax.Array
-  at_low: jax.Array  # how many are `low` or larger
-  at_high: jax.Array
-  passes: jax.Array
+  at_low: jax.Array  # count of numbers >= `low`
+  at_high: jax.Array  # count of numbers >= `high`
+  passes: jax.Array  # counts made so far
 
 
 def border(numbers: jax.Array, k: Any) -> jax.Array:
-  """Returns a number that k of some numbers reach.
+  """Returns a number such that k of the given numbers are at least as large.
 
     count(numbers >= border) = k
 
-  If smaller numbers equal the k-th largest, more than k reach it: then the
-  border is the k-th largest itself.
+  If smaller numbers equal the k-th largest, more than k are >= the border; it
+  is then the k-th largest itself.
 
   Args:
     numbers: int32 or int64 [L], 0 or more, below the largest of the type.
     k: int32[], from 1 to L.
 
   Returns:
-    A number of that type, which may be between two of `numbers`.
+    A number of that type, not necessarily one of `numbers`.
 
   Example:
     >>> import jax.numpy as jnp
@@ -66,12 +66,15 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
   def probe(at: _Bracket) -> jax.Array:
     low, high = at.low, at.high
+    # Bisection always ends; interpolation is faster near the end.
     middle = low + (high - low) // 2
-    share = (at.at_low - k) / jnp.maximum(at.at_low - at.at_high, 1)
-    between = low + ((high - low) * share).astype(dtype)
+    fraction = (at.at_low - k) / jnp.maximum(at.at_low - at.at_high, 1)
+    between = low + ((high - low) * fraction).astype(dtype)
+    # Alternate, and interpolate only in a bracket where patterns are about
+    # linear in the numbers.
     turn = (at.passes % 2 == 1) & (high - low < _NEAR)
     number = jnp.where(turn, between, middle)
-    # If most numbers are 0, so may be the k-th.
+    # If most numbers are 0, the k-th may be 0: test 1 first.
     number = jnp.where(low == 0, jnp.ones_like(low), number)
     for i, guess in enumerate(guesses):
       fits = (guess > low) & (guess < high)
@@ -80,6 +83,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
   def narrow(at: _Bracket) -> _Bracket:
     number = probe(at)
+    # One pass over memory.
     count = (numbers >= number).sum(dtype=jnp.int32)
     enough = count >= k
     return _Bracket(
@@ -99,14 +103,15 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
 
 
 def _guesses(numbers, k):
-  """Two numbers, of which probably fewer than k and more than k reach one."""
+  """Returns two numbers: probably fewer than k numbers are >= the first, and
+  more than k are >= the second."""
   size = numbers.size
   sample = jnp.sort(numbers[:: -(-size // _SAMPLE)])
-  expected = k * (sample.size / size)  # of them are among the k
+  expected = k * (sample.size / size)  # rank in the sample of the k-th number
   margin = _DEVIATIONS * jnp.sqrt(expected) + 2
 
   def largest(rank):
-    place = sample.size - jnp.round(rank).astype(jnp.int32)
-    return sample[jnp.clip(place, 0, sample.size - 1)]
+    index = sample.size - jnp.round(rank).astype(jnp.int32)
+    return sample[jnp.clip(index, 0, sample.size - 1)]
 
   return largest(expected - margin), largest(expected + margin)

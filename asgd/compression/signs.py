@@ -1,4 +1,4 @@
-"""One bit an element: signs with one number for a leaf, or two for a column."""
+"""One bit an element: signs, with one scale a leaf or two values a column."""
 
 from typing import Any, NamedTuple
 
@@ -10,19 +10,19 @@ from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, OPTIONAL, Codec, Symbols, power_below
 
 SCALES = "one", "mean", "rms"
-_WIDE = 32  # columns from which on rows are added up one after the other
+_WIDE = 32  # from this many columns on, rows are added one after the other
 
 
 def scale_of(x: jax.Array, scale: str) -> jax.Array:
-  """Returns float32[], the size that the signs of float32[L] stand for: 1
-  ("one"), the mean of |x| ("mean") or ||x||_2 / sqrt(L) ("rms")."""
+  """Returns float32[], the magnitude of the signs of float32[L]: 1 ("one"), the
+  mean of |x| ("mean") or ||x||_2 / sqrt(L) ("rms")."""
   if scale == "one":
     return jnp.float32(1)
-  sizes = jnp.abs(x)
-  unit = power_below(sizes.max())  # no sum or square overflows
-  ratios = sizes / unit
+  magnitudes = jnp.abs(x)
+  unit = power_below(magnitudes.max())  # no sum or square overflows
+  ratios = magnitudes / unit
   mean = ratios.mean() if scale == "mean" else jnp.sqrt((ratios**2).mean())
-  return leaves.saturated(mean * unit)
+  return leaves.clip_to_float32(mean * unit)
 
 
 def sign(scale: str = "one") -> Codec:
@@ -32,12 +32,12 @@ def sign(scale: str = "one") -> Codec:
     sent_i = mean_j |x_j| sign(x_i)    "mean", of a leaf, for error feedback
     sent_i = ||x||_2 / sqrt(L) sign(x_i)   "rms"
 
-  A 0 is sent as 0. A leaf without one takes 1 bit an element, another one 1.6
-  at most.
+  A 0 is sent as 0. A leaf without zeros takes 1 bit per element, one with zeros
+  at most 1.6.
 
-  signSGD with majority vote is this codec and a server that takes the sign of
-  the mean of all workers' messages, which is the sign of most of them (0 if
-  they are even):
+  signSGD with majority vote is this codec with a server that takes the sign of
+  the mean of all workers' messages. That is the sign of the majority (0 for a
+  tie):
 
     asgd.ssgd(rate, workers, optimizer=optax.sign_sgd)
 
@@ -45,7 +45,7 @@ def sign(scale: str = "one") -> Codec:
   Signum.
 
   Args:
-    scale: what the signs are multiplied by: "one", "mean" or "rms".
+    scale: the factor of the signs: "one", "mean" or "rms".
 
   Returns:
     A Codec, by leaf. With a scale of "mean" or "rms" it needs error feedback.
@@ -74,6 +74,7 @@ def sign(scale: str = "one") -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Symbols, Any]:
     del key
     flat = leaves.float32(x).reshape(-1)
+    # The sign of 0 is 0, a third symbol.
     symbols = jnp.sign(flat).astype(jnp.int8)
     return Symbols(symbols, scale_of(flat, scale)[None], 1), state
 
@@ -87,9 +88,9 @@ def onebit() -> Codec:
     sent_ij = mean of the x_kj >= 0 of column j   if x_ij >= 0
               mean of the x_kj < 0 of column j    else
 
-  A column is what leads to one output: all elements of a leaf with one last
-  index. A leaf of one dimension or none is one column. The two numbers are the
-  best of their signs: no others have a smaller squared error.
+  A column is all elements with the same last index (the weights into one
+  output). A leaf of at most one dimension is one column. The two values are the
+  best for these signs: no others have a smaller squared error.
 
   Returns:
     A Codec, by leaf. It needs error feedback.
@@ -112,27 +113,29 @@ def onebit() -> Codec:
 
 
 class _Sums(NamedTuple):
-  """Of columns."""
+  """Sums and counts of each column, by sign."""
 
-  above: jax.Array  # float32[C], of what is 0 or more
-  below: jax.Array  # float32[C], of the rest
-  count: jax.Array  # int32[C], of what is 0 or more
+  above: jax.Array  # float32[C], sum of elements that are 0 or more
+  below: jax.Array  # float32[C], sum of the others
+  count: jax.Array  # int32[C], elements that are 0 or more
 
 
 def _columns(leaf: Any) -> int:
+  """Returns the number of columns of a leaf."""
   return leaf.shape[-1] if len(leaf.shape) > 1 else 1
 
 
 def _encode_columns(state, x, key):
+  """Returns the code of `onebit`, and the state."""
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
-  # Divided by a power of 2 before they are added up, so that no sum overflows.
-  share = 1 / leaves.power_at_least(len(matrix))
+  # Divide by a power of 2 before adding, so that no sum overflows.
+  scale_down = 1 / leaves.power_at_least(len(matrix))
 
   def split(x: jax.Array) -> tuple[_Sums, jax.Array]:
     positive = x >= 0
     above, below = (
-      jnp.where(side, x * share, 0.0) for side in (positive, ~positive)
+      jnp.where(side, x * scale_down, 0.0) for side in (positive, ~positive)
     )
     symbols = jnp.where(positive, 1, -1).astype(jnp.int8)
     return _Sums(above, below, positive.astype(jnp.int32)), symbols
@@ -140,7 +143,7 @@ def _encode_columns(state, x, key):
   if matrix.shape[1] < _WIDE:
     parts, symbols = split(matrix)
     sums = jax.tree.map(lambda x: x.sum(axis=0), parts)
-  else:  # one pass over memory; on CPU a reduction of columns takes three
+  else:  # one pass over memory; on CPUs a reduction of columns takes three
 
     def add(sums: _Sums, row: jax.Array) -> tuple[_Sums, jax.Array]:
       part, symbols = split(row)
@@ -152,12 +155,13 @@ def _encode_columns(state, x, key):
   means = []
   counts = sums.count, len(matrix) - sums.count
   for total, count in zip((sums.above, sums.below), counts, strict=True):
-    part = count.astype(jnp.float32) * share
-    means.append(leaves.saturated(leaves.divide(total, part)))
+    part = count.astype(jnp.float32) * scale_down
+    means.append(leaves.clip_to_float32(leaves.divide(total, part)))
   return Symbols(symbols.reshape(-1), jnp.concatenate(means), 1), state
 
 
 def _decode_columns(leaf: leaves.Leaf) -> jax.Array:
+  """Returns the matrix of a leaf's signs and column values."""
   columns = _columns(leaf)
   above, below = leaf.code.scales.reshape(2, columns)
   return jnp.where(leaf.code.symbols.reshape(-1, columns) > 0, above, below)

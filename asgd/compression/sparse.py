@@ -1,7 +1,7 @@
 """The largest elements of each leaf, or random ones.
 
-The largest are chosen by leaf, not by message: a global border would leave out
-layers with small gradients.
+The largest are selected in each leaf, not in the message: a global border would
+leave out layers with small gradients.
 """
 
 from typing import Any
@@ -17,24 +17,24 @@ from asgd.compression.codec import NEEDED, Codec, Values
 
 def check_density(density: float) -> None:
   """Raises ValueError for a density that is not in (0, 1]."""
-  remedy = ": the part of the elements that is sent, as 0.001"
+  remedy = ": it is the part of the elements that is sent, such as 0.001"
   checks.portion("density", density, remedy)
 
 
 def count_of(density: float, size: int) -> int:
-  """Returns how many of `size` elements are sent at a density, at least 1."""
+  """Returns the number of `size` elements to send at a density, at least 1."""
   return min(max(round(density * size), 1), size)
 
 
 def largest(x: jax.Array, k: Any) -> jax.Array:
-  """Returns bool[L], the k largest elements of float[L] by magnitude, with all
-  equals of the k-th, so they may be more than k."""
+  """Returns bool[L], a mask of the k largest elements of float[L] by magnitude.
+  Elements as large as the k-th are included, so there may be more than k."""
   numbers = selection.magnitudes(x)
   return numbers >= selection.border(numbers, k)
 
 
 def kept(x: jax.Array, mask: jax.Array) -> Values:
-  """Returns the elements of a mask as Values, all others as 0."""
+  """Returns the elements in a mask as Values, with 0 for all others."""
   return Values(jnp.where(mask, x, jnp.zeros([], x.dtype)))
 
 
@@ -44,13 +44,13 @@ def decode(leaf: leaves.Leaf) -> jax.Array:
 
 
 def top_k(density: float = 0.001) -> Codec:
-  """The k largest elements of each leaf by magnitude, as they are.
+  """The k largest elements of each leaf by magnitude, unchanged.
 
     sent_i = r_i if |r_i| is among the k largest of its leaf, else 0
     k = density L, at least 1
 
-  All elements as large as the k-th are sent, so that nothing depends on their
-  order.
+  All elements as large as the k-th are sent, so the result does not depend on
+  their order.
 
   Args:
     density: in (0, 1], of the elements of each leaf.
@@ -63,8 +63,8 @@ def top_k(density: float = 0.001) -> Codec:
 
   Source:
     Aji, Heafield, "Sparse communication for distributed gradient descent",
-    EMNLP 2017, arXiv:1704.05021, who drop by one border of all leaves or by
-    one of each.
+    EMNLP 2017, arXiv:1704.05021. The paper has one border for all leaves, or
+    one for each.
 
   Example:
     >>> import jax
@@ -95,11 +95,11 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
 
   Args:
     density: in (0, 1], of the elements of each leaf.
-    scaled: multiply by L / k. False: they are sent as they are, for error
-      feedback, which it then needs.
+    scaled: whether values are multiplied by L / k. Unscaled values need error
+      feedback.
 
   Returns:
-    A Codec, by leaf. (Where the random numbers of two elements are equal at the
+    A Codec, by leaf. (If the random numbers of two elements are equal at the
     border, which happens once in 2^31 / L messages, both are sent.)
 
   Raises:
@@ -123,11 +123,13 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
 
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
     flat, k = x.reshape(-1), count_of(density, x.size)
+    # 31 random bits per element; the k largest are the sample.
     drawn = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
     drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
     values = kept(flat, drawn >= selection.border(drawn, k))
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
+      # Clip before scaling by L / k, so that it cannot overflow.
       most = float(jnp.finfo(wide.dtype).max) * (1 - 1e-6) * k / x.size
       wide = jnp.clip(wide, -most, most) * (x.size / k)
       values = Values(leaves.narrow(wide, x.dtype))

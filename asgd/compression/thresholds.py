@@ -1,8 +1,8 @@
-"""Threshold encoding: elements beyond tau are sent, as exactly +-tau.
+"""Threshold encoding: elements above tau are sent, as exactly +-tau.
 
-Strom's codec has one tau for the whole run, Deeplearning4j's moves it so that
-each message has about as many elements as is asked for. Both take all leaves
-together: tau is one number, and so is the density.
+Strom's codec has one tau for the complete run. Deeplearning4j's adapts it, so
+that each message has about the requested number of elements. Both treat all
+leaves together: there is one tau, and one density.
 """
 
 import functools
@@ -18,7 +18,7 @@ from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Code, Codec, Symbols
 
-_DENSE = 1 / 16  # density from which on Deeplearning4j sends a bitmap
+_DENSE = 1 / 16  # above this density Deeplearning4j sends a bitmap
 _LEAST, _MOST = float(np.finfo(np.float32).tiny), 1e37  # bounds of a tau
 
 _Adapt = Callable[[jax.Array, jax.Array], jax.Array]
@@ -28,25 +28,25 @@ class ThresholdState(NamedTuple):
   """State of `threshold` and `adaptive_threshold`."""
 
   count: jax.Array  # int32[], messages encoded
-  tau: jax.Array  # float32[], of the last of them
-  density: jax.Array  # float32[], of the last: sent / all; NaN: not counted
+  tau: jax.Array  # float32[], of the last message
+  density: jax.Array  # float32[], sent / all of the last; NaN: not counted
 
 
 def threshold(
   tau: float, *, residual_clip: float | None = None, clip_every: int = 5
 ) -> Codec:
-  """Strom's threshold: what is beyond tau is sent as tau.
+  """Strom's threshold: an element above tau is sent as tau.
 
     sent_i = tau if r_i > tau, -tau if r_i < -tau, else 0
     r <- r - sent,   r <- r + g before the next message
 
-  At most one quantum of an element is in a message, whatever it has added up
-  to; the rest stays in the residual r, which `error_feedback` keeps.
+  A message contains at most one tau per element, however large the sum is. The
+  rest stays in the residual r, which `error_feedback` keeps.
 
   Args:
     tau: above 0, in the unit of a message.
-    residual_clip: after some messages what is left is clipped to that many tau,
-      either way, and lost; at least 1. None: never.
+    residual_clip: in units of tau, at least 1. Every `clip_every` messages the
+      residual is clipped to this size, and the excess is lost. None: never.
     clip_every: messages between two clippings.
 
   Returns:
@@ -83,24 +83,24 @@ def adaptive_threshold(
 ) -> Codec:
   """Deeplearning4j's threshold: tau follows the density of messages.
 
-    d = 1/16 if more than a 16th of the last message was sent, else its density
+    d = min(1/16, density of the last message)
     tau <- decay tau   if d < least
     tau <- tau / decay   if d > most
-    sent and residual as of `threshold`
+    sent and residual: see `threshold`
     r <- min(max(r, -5 tau), 5 tau)   after every fifth message
 
-  There a message of more than a 16th of its elements travels as a bitmap, whose
-  density nobody counts; here it has whatever packed form is smallest, and the
-  rule for tau is the same. Deeplearning4j takes what an updater (Adam, say)
-  makes of gradients, and averages tau over workers after each epoch; here each
-  worker keeps its own.
+  d is at most 1/16 because Deeplearning4j sends denser messages as bitmaps,
+  and does not count the elements of a bitmap. Here all messages have their
+  smallest packed form. Deeplearning4j encodes the
+  updates of an updater (Adam, say), and averages tau over workers after each
+  epoch; here each worker keeps a separate tau.
 
   Args:
     tau: of the first message, above 0, in the unit of a message.
     least: density below which tau falls, in (0, 1].
-    most: density above which it grows, in (0, 1].
+    most: density above which tau grows, in (0, 1].
     decay: in (0, 1).
-    residual_clip: as of `threshold`; Deeplearning4j's default is 5.
+    residual_clip: see `threshold`; Deeplearning4j's default is 5.
     clip_every: messages between two clippings.
 
   Returns:
@@ -144,12 +144,13 @@ def adaptive_threshold(
   return _make(tau, adapt, residual_clip, clip_every)
 
 
-def _check(tau, residual_clip, clip_every):
+def _check(tau, residual_clip, clip_every) -> None:
+  """Raises ValueError for a value out of its range."""
   checks.positive("tau", tau)
-  kind = f"from {_LEAST:.2g} to {_MOST:.2g}, as it is sent in float32"
+  kind = f"from {_LEAST:.2g} to {_MOST:.2g}, because it is sent in float32"
   checks.real("tau", tau, lambda x: _LEAST <= x <= _MOST, kind)
   if residual_clip is not None:
-    remedy = ": it is in units of tau, the least that can be sent"
+    remedy = ": it is in units of tau"
     checks.real(
       "residual_clip", residual_clip, lambda x: x >= 1, "at least 1", remedy
     )
@@ -157,8 +158,8 @@ def _check(tau, residual_clip, clip_every):
 
 
 def _make(first, adapt, residual_clip, clip_every):
-  """`adapt` makes the tau of a message of that of the last and its density;
-  without it tau stays, and no density is counted."""
+  """Makes the codec. `adapt` turns tau and density of the last message into
+  tau; without it tau is constant, and no density is counted."""
 
   def init(like: base.Params) -> ThresholdState:
     leaves.check(like)
@@ -176,6 +177,7 @@ def _make(first, adapt, residual_clip, clip_every):
       flat = leaves.wide(x).reshape(-1)
       level = tau.astype(flat.dtype)
       above, below = flat > level, flat < -level
+      # 1 above tau, -1 below -tau, otherwise 0.
       symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
@@ -184,6 +186,7 @@ def _make(first, adapt, residual_clip, clip_every):
     return code, ThresholdState(state.count + 1, tau, density)
 
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
+    # Between two clippings the bound is infinite.
     due = state.count % clip_every == 0
     bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
 
@@ -203,7 +206,7 @@ def _make(first, adapt, residual_clip, clip_every):
 
 
 def _density(code: Code, tree: optax.Updates) -> jax.Array:
-  """Elements of a message that are sent, of all, float32[]."""
+  """Returns the part of a message's elements that is sent, float32[]."""
   sent = jnp.float32(0)
   for leaf in leaves.of(code):
     sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)

@@ -1,8 +1,9 @@
 """The server's updates as codes, from which workers rebuild its parameters.
 
-Parameters change by decoded updates alone. The server keeps what an update lost
-in its codec and adds it to the next (with `error_feedback`), as workers do with
-messages: compression in both directions.
+Parameters change by decoded updates alone. The server keeps the part that its
+codec left out of an update, and adds it to the next one (with
+`error_feedback`). Workers do the same with messages: both directions are
+compressed.
 """
 
 from typing import Any, NamedTuple
@@ -16,16 +17,16 @@ from asgd.compression.codec import Codec, zeros
 from asgd.compression.messages import Coded, residual_norm, shapes
 from asgd.server import all_finite
 
-_SEED = 0x646F776E  # of what codecs draw at a server
+_SEED = 0x646F776E  # of the random numbers of a server's codec
 
 
 class CompressedUpdates(NamedTuple):
   """State of `compressed_updates`."""
 
   inner: optax.OptState  # of the algorithm
-  codec: Any  # its state, such as the residual
-  # The last update, as it is sent; zeros before the first. Its residual is NaN
-  # where the update was not encoded.
+  codec: Any  # the codec's state, such as the residual
+  # The last update, in the form that is sent; zeros before the first. Its
+  # residual is NaN if the update was not encoded.
   coded: Coded
   count: jax.Array  # int32[], updates so far
 
@@ -33,22 +34,22 @@ class CompressedUpdates(NamedTuple):
 def compressed_updates(
   algorithm: base.Algorithm, codec: Codec
 ) -> base.Algorithm:
-  """Has the updates of an algorithm pass through a codec.
+  """Encodes the updates of an algorithm, and applies the decoded ones.
 
       code, residual = codec(algorithm(message), residual)
       params <- params + decode(code)
 
-  With `compression.compressed` workers it is compression in both directions.
-  An update that is not finite is not encoded, and goes through as it is; then
-  workers have to be sent the parameters.
+  With `compression.compressed` workers, both directions are compressed. An
+  update that is not finite is applied without encoding; then the server must
+  send the parameters to the workers.
 
   Args:
-    algorithm: one that sends the parameters as they are: predicted ones cannot
-      be rebuilt from updates.
+    algorithm: any without look-ahead: workers cannot rebuild predicted
+      parameters from updates.
     codec: any; its state is the server's.
 
   Returns:
-    An Algorithm, whose state has the code of the last update (`last_update`).
+    An Algorithm, whose state holds the code of the last update (`last_update`).
 
   Raises:
     ValueError: for an algorithm that looks ahead.
@@ -73,8 +74,9 @@ def compressed_updates(
   """
   if algorithm.send is not base.send_current:
     raise ValueError(
-      "an algorithm that looks ahead sends parameters which no worker can"
-      " rebuild from updates: compress its messages alone"
+      "an algorithm that looks ahead sends parameters that workers cannot"
+      " rebuild from updates: compress only its messages (leave compress_down"
+      " out)"
     )
 
   def init(params: base.Params) -> CompressedUpdates:
@@ -89,12 +91,14 @@ def compressed_updates(
     updates, inner = algorithm.update(message, state.inner, params, **extra)
     weights = base.weights_of(updates)
     finite = all_finite(weights)
+    # Codecs need finite numbers, even if the code is not used.
     safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
     code, after = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
     norm = jnp.where(finite, residual_norm(after), jnp.nan)
     coded = Coded(code, None, norm)
+    # Apply the decoded update: workers rebuild exactly this one.
     weights = optax.tree.where(finite, _decoded(codec, code), weights)
     after = optax.tree.where(finite, after, state.codec)
     state = CompressedUpdates(inner, after, coded, state.count + 1)
@@ -104,17 +108,18 @@ def compressed_updates(
 
 
 def _decoded(codec, code):
-  """Behind a barrier: a server and its workers round the same numbers once."""
+  """Decodes behind a barrier: server and workers then round alike."""
   return jax.lax.optimization_barrier(codec.decode(code))
 
 
 def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
-  """Returns a worker's parameters after one more update, the server's bits.
+  """Returns a worker's parameters after one more update, bit-equal to the
+  server's.
 
   Args:
     codec: of `compressed_updates`.
-    params: before the update. Statistics of BatchNorm do not change: they are
-      sent beside the codes.
+    params: before the update. Statistics of BatchNorm do not change here: they
+      are sent next to the codes.
     code: of the update, `last_update(...).code`.
 
   Example:
@@ -130,8 +135,8 @@ def rebuild(codec: Codec, params: base.Params, code: Any) -> base.Params:
 
 
 def last_update(opt_state: optax.OptState) -> Coded | None:
-  """Returns the last update of a server's state as it is sent, without
-  statistics; None for an algorithm with dense updates."""
+  """Returns the last update in a server's state in the form that is sent,
+  without statistics; None for an algorithm with dense updates."""
   nodes = jax.tree.leaves(
     opt_state, is_leaf=lambda x: isinstance(x, CompressedUpdates)
   )

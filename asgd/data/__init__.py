@@ -1,8 +1,11 @@
 """Data: image sets, text and sentences, and batches as pure functions.
 
-`load` reads an image set, `from_arrays` makes one of arrays, and `make_batches`
-cuts any arrays of examples into batches; characters are in `asgd.data.text`,
-sentences in `asgd.data.sentences`.
+    load("fashion") -> Dataset;   make_batches(images, labels, ...)(worker, job)
+
+`load` reads an image set, `from_arrays` makes one from arrays, and
+`make_batches` divides any arrays of examples into batches. Characters are in
+`asgd.data.text`, sentences in `asgd.data.sentences`; `ratings`, `documents`,
+`words` and `sparse` are for tables. Begin with `batches.py`.
 """
 
 from asgd.data.batches import ExampleBatches, augment, make_batches

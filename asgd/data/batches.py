@@ -1,8 +1,8 @@
 """Batches as pure functions of (seed, worker, job), and one augmentation.
 
-Nothing that was drawn before enters a batch. So a recorded order replays to the
-bit, a worker that restarts goes on where it stopped, and no random generator
-crosses the border of a process.
+No state from earlier draws enters a batch. So a recorded order replays to the
+bit, a worker that restarts resumes at the same batch, and processes send no
+random generators.
 
 Index letters used in shape comments:
   n  examples
@@ -22,10 +22,10 @@ from asgd import checks
 
 
 class ExampleBatches(NamedTuple):
-  """Batches of examples of an array: those of a job, or of many at once."""
+  """Batches of examples of an array, for one job or for many at once."""
 
   rows: Callable[[int, int], np.ndarray]  # (worker, job) -> int64[B]
-  take: Callable[[np.ndarray], Any]  # rows of any shape -> those examples
+  take: Callable[[np.ndarray], Any]  # row numbers of any shape -> examples
 
   def __call__(self, worker: int, job: int) -> Any:
     """Returns the batch of a job, its leaves [B, ...]."""
@@ -54,17 +54,17 @@ def make_batches(
   partition: str = "shared",
   workers: int = 1,
 ) -> ExampleBatches:
-  """Makes the function that gives the batch of a job.
+  """Makes the function that returns the batch of a job.
 
   "shared": workers take turns on one stream, as in the DANA papers. The job is
-  a global counter; an epoch is n // batch_size jobs and visits a permutation
-  drawn for it, so jobs of one epoch share no example, and what is left of an
-  epoch that does not fill a batch is dropped. The worker is ignored. When N
-  batches divide the examples, jobs r*N..r*N+N-1 together are job r of batches
-  N times as large, which is what a synchronous run of N workers sees.
+  a global counter. An epoch is n // batch_size jobs and visits a newly drawn
+  permutation, so jobs of one epoch share no example; a rest that does not fill
+  a batch is dropped. The worker is ignored. If N divides the jobs of an epoch,
+  jobs r*N..r*N+N-1 together are job r of batches N times as large, as in a
+  synchronous run of N workers.
 
-  "sharded": worker i owns the examples i, i + workers, i + 2*workers, ... and
-  no other; each of its jobs draws a batch from them without replacement.
+  "sharded": worker i owns only the examples i, i + workers, i + 2*workers, ...
+  Each of its jobs draws a batch from them without replacement.
 
   Args:
     images: uint8[n, H, W, C], or any other array [n, ...].
@@ -72,12 +72,12 @@ def make_batches(
     batch_size: B, examples of a batch.
     seed: at least 0; two seeds give unrelated streams.
     partition: "shared" or "sharded".
-    workers: how many shards; ignored when shared.
+    workers: number of shards; ignored when shared.
 
   Returns:
-    A function (worker, job) -> (uint8[B, H, W, C], int32[B]), or float32[B],
-    pure: calls in any order, in any process, give the same bits. It raises
-    ValueError for a negative job or a worker that has no shard.
+    A pure function (worker, job) -> (uint8[B, H, W, C], int32[B]), or
+    float32[B] labels: calls in any order, in any process, return the same bits.
+    It raises ValueError for a negative job or a worker without a shard.
 
   Raises:
     ValueError: if the data (or the smallest shard) does not fill a batch.
@@ -98,7 +98,7 @@ def make_batches(
   n = len(images)
   if labels.shape[:1] != (n,):
     raise ValueError(
-      f"labels must have shape ({n},), one per image, got {labels.shape}"
+      f"labels must have shape ({n},), one per image, not {labels.shape}"
     )
   checks.one_of("partition", partition, ("shared", "sharded"))
   shared = partition == "shared"
@@ -106,8 +106,8 @@ def make_batches(
   if not shared:
     if workers > n:
       raise ValueError(
-        f"workers {workers} is more than the {n} training examples to share"
-        f" out; use at most {n}"
+        f"workers {workers} is more than the {n} training examples to divide;"
+        f" use at most {n}"
       )
     most, of_what = n // workers, f" of a shard ({n} over {workers} workers)"
   if batch_size > most:
@@ -119,16 +119,18 @@ def make_batches(
   def rows_of(worker, job):
     worker, job = int(worker), int(job)
     if job < 0:
-      raise ValueError(f"job must be at least 0, got {job}")
+      raise ValueError(f"job must be at least 0, not {job}")
     if shared:
+      # A rest that does not fill a batch is dropped from each epoch.
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
       return _permutation(n, seed, epoch)[start : start + batch_size]
     if 0 <= worker < workers:
+      # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
       size = len(range(worker, n, workers))
       return worker + workers * rng.choice(size, batch_size, replace=False)
-    raise ValueError(f"worker must be in 0..{workers - 1}, got {worker}")
+    raise ValueError(f"worker must be in 0..{workers - 1}, not {worker}")
 
   return ExampleBatches(rows_of, lambda rows: (images[rows], labels[rows]))
 
@@ -137,9 +139,9 @@ def make_batches(
 def augment(images: jax.Array, key: jax.Array, *, pad: int = 4) -> jax.Array:
   """Shifts and mirrors every image at random, the CIFAR-10 recipe.
 
-  Each image is padded with zeros, cropped back to its size at an offset of its
-  own, and mirrored left to right with probability 1/2. Zero is the mean colour
-  only after normalisation, so raw pixels are refused.
+  Each image is padded with zeros, cropped to its old size at its own offset,
+  and mirrored left to right with probability 1/2. Zero is the mean colour only
+  after normalisation, so raw pixels are refused.
 
   Args:
     images: float[B, H, W, C], normalised.

@@ -19,14 +19,14 @@ from asgd import checks
 from asgd.data import sources, text
 from asgd.data.download import DataError
 
-_EVERY = 10  # one document of so many is of the test part
+_EVERY = 10  # every 10th document is in the test part
 _WORD = re.compile(r"[a-z]{3,}")
-_COMMON = 0.5  # words that are in a larger part of the documents are left out
+_COMMON = 0.5  # words in a larger part of the documents are left out
 
 
 class Documents(NamedTuple):
-  """Documents of words 0 to V - 1, of which positions beyond a length are 0.
-  Each has a word, those of the test part two."""
+  """Documents of words 0 to V - 1; positions behind a document's length are 0.
+  Each has at least one word, in the test part at least two."""
 
   name: str
   source: str  # where they were found, or how they were drawn
@@ -35,7 +35,7 @@ class Documents(NamedTuple):
   test_words: np.ndarray  # int32[m, L]
   test_lengths: np.ndarray  # int32[m]
   vocabulary: tuple[str, ...]  # [V]
-  topics: np.ndarray | None = None  # float[T, V] of which they were drawn
+  topics: np.ndarray | None = None  # float[T, V], the true topics, if known
 
 
 def generated(
@@ -46,17 +46,17 @@ def generated(
   concentration: float = 0.3,
   seed: int = 0,
 ) -> Documents:
-  """Draws documents of topics that are bars of a grid of words.
+  """Draws documents from topics that are bars of a grid of words.
 
-  Words are the places of a grid; each topic is a row or a column of it, whose
-  words are equally frequent. A document's topics are drawn by Dirichlet.
+  Words are the cells of a grid. Each topic is a row or a column of it, with
+  equally frequent words. A document's topics are drawn from a Dirichlet.
 
   Args:
     documents: n + m, of which a tenth is the test part.
-    side: of the grid: V = side^2, T = 2 side; 2 or more.
+    side: side of the grid: V = side^2, T = 2 side; 2 or more.
     length: L, words of each document; 2 or more.
     concentration: of the Dirichlet distribution, positive.
-    seed: of all that is drawn.
+    seed: of all random numbers.
 
   Raises:
     ValueError: for a value out of its range.
@@ -79,10 +79,11 @@ def generated(
   grid = np.arange(side * side).reshape(side, side)
   topics = np.zeros((2 * side, side * side))
   for i in range(side):
+    # Topic i is a row of the grid, topic side + i a column.
     topics[i, grid[i]] = topics[side + i, grid[:, i]] = 1 / side
-  shares = rng.dirichlet([concentration] * len(topics), documents)
+  mixtures = rng.dirichlet([concentration] * len(topics), documents)
   drawn = [
-    rng.choice(side * side, length, p=share @ topics) for share in shares
+    rng.choice(side * side, length, p=mixture @ topics) for mixture in mixtures
   ]
   words = tuple(f"{i}.{j}" for i in range(side) for j in range(side))
   source = f"generated: {documents} documents of {length} words, seed {seed}"
@@ -98,31 +99,31 @@ def load(
   longest: int = 100,
   **options: Any,
 ) -> Documents:
-  """Loads documents; each tenth is of the test part.
+  """Loads documents; every tenth is in the test part.
 
     generated   documents of known topics; see `generated`
-    pydoc       pages of the Python language reference, which is in Python
-                itself: about 450 pieces of pages (they vary with Python)
-    newsgroups  20 newsgroups, where scikit-learn has it on disk, in `data_dir`
-                or its own folder
+    pydoc       pages of the Python language reference, which is part of Python:
+                about 450 pieces of pages (they vary with Python's version)
+    newsgroups  20 newsgroups, if scikit-learn has it on disk, in `data_dir` or
+                its own folder
     file        the file `data_dir`, UTF-8, a document a line
 
-  Words are of three letters or more, in small letters, without the stop words
-  of scikit-learn. A document that has no word of the vocabulary is left out,
-  and counted in `source`.
+  Words have three letters or more, in lower case, without the stop words of
+  scikit-learn. A document without a word of the vocabulary is left out;
+  `source` has their number.
 
   Args:
-    name: one of these.
-    data_dir: see there.
-    least: documents in which a word must be.
-    most: words of the vocabulary: the most frequent.
-    longest: words at which a document is cut into several.
+    name: one of these names.
+    data_dir: see above.
+    least: a word must be in this many documents.
+    most: largest size of the vocabulary; the most frequent words are kept.
+    longest: longer documents are cut into pieces of this many words.
     **options: of `generated`.
 
   Raises:
     ValueError: for a value out of its range, an unknown name, a line without a
-      word, and a vocabulary of no words.
-    DataError: for what cannot be read, or is not there.
+      word, or an empty vocabulary.
+    DataError: for a file that is missing or cannot be read.
   """
   made = sources.drawn("documents", name, _LOADERS, data_dir, options)
   if made is not None:
@@ -145,11 +146,11 @@ def from_texts(
   most: int = 5000,
   longest: int = 100,
 ) -> Documents:
-  """Makes Documents of strings; see `load`.
+  """Makes Documents from strings; see `load`.
 
   Raises:
-    ValueError: for a string without a word, with its number from 1, and where
-      no word is left.
+    ValueError: for a string without a word (the error counts from 1), or if no
+      word is left.
 
   Example:
     >>> from asgd.data import documents
@@ -183,21 +184,22 @@ def from_texts(
 
 
 def _vocabulary(pieces, source, least, most):
-  """The words that are neither rare nor everywhere, in alphabetical order."""
+  """Returns the words that are neither rare nor too common, sorted."""
   counts = collections.Counter(w for words in pieces for w in set(words))
+  # In few documents the upper limit must not fall below `least`.
   limit = max(_COMMON * len(pieces), least)
   common = [w for w, n in counts.most_common() if least <= n <= limit]
   if not common:
     raise ValueError(
       f"the vocabulary of {source} has no word: none of {len(counts)} words is"
-      f" in {least} or more of {len(pieces)} documents, and in half of them at"
-      " most; lower least, or give more documents"
+      f" in at least {least} and at most half of {len(pieces)} documents; lower"
+      " least, or give more documents"
     )
   return tuple(sorted(common[:most]))
 
 
 def _parted(name, source, documents, vocabulary) -> Documents:
-  """Takes each tenth document as the test part, if it has two words."""
+  """Puts every tenth document into the test part, if it has two words."""
   test = [
     i % _EVERY == _EVERY - 1 and len(each) > 1
     for i, each in enumerate(documents)
@@ -211,7 +213,7 @@ def _parted(name, source, documents, vocabulary) -> Documents:
   arrays = []
   for part in (False, True):
     rows = [
-      d for d, held in zip(documents, test, strict=True) if held == part
+      d for d, in_test in zip(documents, test, strict=True) if in_test == part
     ]
     words = np.zeros((len(rows), longest), np.int32)
     for row, each in zip(words, rows, strict=True):
@@ -222,9 +224,10 @@ def _parted(name, source, documents, vocabulary) -> Documents:
 
 
 def _load_pydoc(data_dir):
+  """Returns (source, pieces of the pages of Python's language reference)."""
   source, characters = text.read("pydoc", data_dir=data_dir)
   paragraphs = re.split(r"\n\s*\n", characters)
-  # A page is of several paragraphs; pieces of it are documents.
+  # A page has several paragraphs; each document is a piece of 8 paragraphs.
   pages = [" ".join(paragraphs[i : i + 8]) for i in range(
     0, len(paragraphs), 8
   )]
@@ -232,6 +235,7 @@ def _load_pydoc(data_dir):
 
 
 def _load_newsgroups(data_dir):
+  """Returns (source, the messages of 20 newsgroups)."""
   from sklearn import datasets
 
   remove = "headers", "footers", "quotes"
@@ -245,7 +249,7 @@ def _load_newsgroups(data_dir):
       f"20 newsgroups is not on disk ({error}): fetch it once by"
       " sklearn.datasets.fetch_20newsgroups(), or use documents='pydoc'"
     ) from None
-  # Of some messages only the parts that are removed had words.
+  # Without headers, footers and quotes, some messages have no words.
   texts = [each for each in found.data if _WORD.search(each.lower())]
   return "scikit-learn (on disk)", texts
 

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 _log = logging.getLogger(__name__)
 
-_TIMEOUT = 30.0  # seconds, of connecting and of each read
+_TIMEOUT = 30.0  # seconds to connect, and for each read
 _md5 = functools.partial(hashlib.md5, usedforsecurity=False)
 
 
@@ -23,18 +23,20 @@ class DataError(ValueError):
 
 
 def damaged(what: str) -> DataError:
-  """Returns the error of a file that is not what was published."""
-  return DataError(f"{what}; replace it by a whole copy")
+  """Returns the error of a file that differs from the published one."""
+  return DataError(f"{what}; replace it by a complete copy")
 
 
 @contextlib.contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-  """Opens a file that becomes `path` at the end, or vanishes on an error."""
+  """Opens a file that becomes `path` at the end, or is removed on an error."""
   path.parent.mkdir(parents=True, exist_ok=True)
+  # A unique name: several processes may download the same file.
   part = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
   try:
     with open(part, "xb") as file:
       yield file
+    # Atomic: readers see the old file or the new one.
     os.replace(part, path)
   finally:
     part.unlink(missing_ok=True)
@@ -45,9 +47,9 @@ def fetch(
 ) -> Path:
   """Returns `path` once it holds the file published at `url` with an md5 sum.
 
-  A cached file that fails its checksum is fetched again. Readers never see a
+  A cached file with another checksum is downloaded again. Readers never see a
   partial file: the download has a temporary name until its checksum is right.
-  The remedy, what else a user may do, is the end of every message.
+  Each error ends with the remedy: what else a user may do.
   """
   if path.is_file():
     with open(path, "rb") as file:
@@ -78,7 +80,7 @@ def fetch(
       if digest.hexdigest() != md5:
         raise DataError(
           f"{url} arrived with md5 {digest.hexdigest()}, expected {md5}, and "
-          f"was thrown away; try again later, or {remedy}"
+          f"was deleted; try again later, or {remedy}"
         )
   except (OSError, http.client.HTTPException) as error:
     raise DataError(f"cannot download {url}: {error}; {remedy}") from error

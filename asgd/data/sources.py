@@ -1,4 +1,4 @@
-"""What the sources of data share: names, files, tokenizers, shared memory."""
+"""Shared parts of data sources: names, files, tokenizers, shared memory."""
 
 import importlib.util
 import os
@@ -27,15 +27,15 @@ def drawn(
   data_dir: str | os.PathLike | None,
   options: Mapping[str, Any],
 ) -> Any:
-  """Returns the data "generated", of its options; None for another name, of
-  which the caller loads the files.
+  """Returns the data "generated", made with its options; None for another name,
+  whose files the caller loads.
 
   Args:
     kind: of the data, for errors.
     name: of `loaders`, one of which is "generated".
     loaders: the functions by their names.
-    data_dir: of files; None for data that are drawn.
-    options: of the loader "generated" alone.
+    data_dir: path of files; must be None for "generated".
+    options: of the loader "generated" only.
 
   Raises:
     ValueError: for an unknown name, and for a folder or options that the data
@@ -44,7 +44,9 @@ def drawn(
   maker = names.lookup(kind, name, loaders)
   if name != "generated":
     for key in options:
-      raise ValueError(f"{key} is an option of {kind} 'generated'; drop it")
+      raise ValueError(
+        f"{key} is only an option of {kind} 'generated'; drop it"
+      )
     return None
   if data_dir is not None:
     raise ValueError(
@@ -54,8 +56,8 @@ def drawn(
 
 
 def embedded(name: str, data_dir: str | os.PathLike | None) -> ModuleType:
-  """Returns `sklearn.datasets`, for data that are in scikit-learn; ValueError
-  for a folder beside them."""
+  """Returns `sklearn.datasets`, for data that scikit-learn contains; ValueError
+  if a folder is given."""
   _refuse_folder(name, data_dir)
   from sklearn import datasets
 
@@ -65,9 +67,9 @@ def embedded(name: str, data_dir: str | os.PathLike | None) -> ModuleType:
 def embedded_file(
   name: str, data_dir: str | os.PathLike | None, filename: str
 ) -> Path:
-  """Returns the path of a data file of scikit-learn, without importing that,
-  which takes a second. ValueError for a folder beside it; DataError if the file
-  is not installed."""
+  """Returns the path of a data file of scikit-learn without importing it, which
+  would take a second. ValueError if a folder is given; DataError if the file is
+  not installed."""
   _refuse_folder(name, data_dir)
   path = file_of_package("sklearn", "datasets", "data", filename)
   if path is None:
@@ -78,16 +80,17 @@ def embedded_file(
   return path
 
 
-def _refuse_folder(name, data_dir):
+def _refuse_folder(name: str, data_dir: str | os.PathLike | None) -> None:
+  """Raises ValueError if a folder is given."""
   if data_dir is not None:
     raise ValueError(
-      f"{name} is embedded in scikit-learn and takes no data_dir, got"
+      f"{name} is embedded in scikit-learn and takes no data_dir, not"
       f" {str(data_dir)!r}; leave it out"
     )
 
 
 def file_of_package(package: str, *parts: str) -> Path | None:
-  """Returns the path of a file of an installed package, which is not imported;
+  """Returns the path of a file of an installed package, without importing it;
   None without the package or the file."""
   found = importlib.util.find_spec(package)
   for root in (found and found.submodule_search_locations) or ():
@@ -110,7 +113,7 @@ def read_tokenizer(path: Path) -> Any:
     import tokenizers
   except ImportError:
     raise DataError(
-      f"{path} is read by the package tokenizers; pip install tokenizers"
+      f"{path} needs the package tokenizers; pip install tokenizers"
     ) from None
-  with formats.reading(path, Exception):  # it raises no narrower type
+  with formats.reading(path, Exception):  # tokenizers raises plain Exceptions
     return tokenizers.Tokenizer.from_file(str(path))

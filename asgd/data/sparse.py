@@ -1,8 +1,8 @@
-"""Examples of few features out of many, of two classes.
+"""Examples with few nonzero features out of many, in two classes.
 
 Index letters used in shape comments:
   n, m  examples of the training and the test part
-  Z     features of the example that has most
+  Z     features of the example with the most
   K     features
 """
 
@@ -16,15 +16,15 @@ from asgd import checks
 from asgd.data import sentences, sources
 from asgd.data.download import DataError
 
-_EVERY = 5  # one example of so many is of the test part
-_BINS = 8  # of a number
-_SPECIAL = 4  # words of `sentences` that are none
+_EVERY = 5  # every 5th example is in the test part
+_BINS = 8  # bins of a number
+_SPECIAL = 4  # the first numbers in `sentences` stand for no word
 _CONTEXT = 64  # words of a sentence
 
 
 class Sparse(NamedTuple):
-  """Examples as keys and values of their features; where an example has fewer
-  than Z, values are 0. Feature 0 is 1 in each: the bias."""
+  """Examples as keys and values of their features. Rows are filled up to Z with
+  values of 0. Feature 0 is 1 in each example: the bias."""
 
   name: str
   source: str  # where they were found, or how they were drawn
@@ -45,16 +45,16 @@ def generated(
   relevant: int = 50,
   seed: int = 0,
 ) -> Sparse:
-  """Draws examples of a logistic model with few weights, as those of clicks:
-  some features are in many examples, most in few.
+  """Draws examples from a logistic model with few nonzero weights. As in data
+  of clicks, some features are in many examples, most in few.
 
   Args:
     examples: n + m, of which a fifth is the test part.
     features: K, with the bias.
-    nonzeros: features of an example, beside the bias.
-    relevant: features with a weight, drawn from N(0, 2^2), of the most
-      frequent ones.
-    seed: of all that is drawn.
+    nonzeros: features of an example, besides the bias.
+    relevant: number of features with a weight, from N(0, 2^2); they are the
+      most frequent ones.
+    seed: of all random numbers.
 
   Raises:
     ValueError: for a value out of its range.
@@ -70,9 +70,11 @@ def generated(
   checks.whole("nonzeros", nonzeros, most=features - 1)
   checks.whole("relevant", relevant, most=features - 1)
   rng = np.random.default_rng(checks.whole("seed", seed, 0))
-  # The smallest of independent exponential times: without replacement.
+  # The features with the smallest exponential times are drawn without
+  # replacement, in proportion to the rates.
   rates = 1 / np.arange(1, features)
   times = rng.exponential(size=(examples, features - 1)) / rates
+  # Key 0 is the bias.
   keys = 1 + np.argpartition(times, nonzeros - 1, 1)[:, :nonzeros]
   weights = np.zeros(features)
   weights[1 : relevant + 1] = rng.normal(0, 2, relevant)
@@ -93,25 +95,25 @@ def load(
   data_dir: str | os.PathLike | None = None,
   **options: Any,
 ) -> Sparse:
-  """Loads examples; each fifth is of the test part, of sst2 its own.
+  """Loads examples; every fifth is in the test part (sst2 has its own).
 
     generated      see `generated`
-    breast_cancer  569 examples, embedded in scikit-learn: which eighth of the
-                   30 numbers, and of each pair of the 10 means, it is in;
+    breast_cancer  569 examples, embedded in scikit-learn. A feature is the
+                   eighth of a number (of 30), or of a pair of the 10 means;
                    3,121 features
-    sst2           the different words of sentences of SST-2, in `data_dir`, as
-                   of `data.sentences.load`
+    sst2           the different words of sentences of SST-2, in `data_dir`, see
+                   `data.sentences.load`
     file           the file `data_dir`, lines of a label and KEY:VALUE pairs
                    (libsvm), keys from 1; feature 0 is added
 
   Args:
-    name: one of these.
-    data_dir: see there.
+    name: one of these names.
+    data_dir: see above.
     **options: of `generated`.
 
   Raises:
-    ValueError: for an unknown name, a file that is not given, and what
-      `from_rows` refuses.
+    ValueError: for an unknown name, a missing path, and the errors of
+      `from_rows`.
     DataError: for a file that cannot be read.
   """
   made = sources.drawn("sparse examples", name, _LOADERS, data_dir, options)
@@ -127,20 +129,20 @@ def from_rows(
   features: int | None = None,
   test: Any = None,
 ) -> Sparse:
-  """Makes Sparse of the keys and values of each example, adding the bias.
+  """Makes Sparse from the keys and values of each example, and adds the bias.
 
   Args:
-    rows: (whole numbers from 1, floats of as many) of each example.
-    labels: 0 or 1 of each.
-    name: for people.
-    source: the same.
-    features: K, above all keys; None: as few as there may be.
-    test: bool of each example; None: one of five is for tests.
+    rows: (integers from 1, the same number of floats) for each example.
+    labels: 0 or 1 for each example.
+    name: of the data, for people.
+    source: where the data are from, for people.
+    features: K, above all keys; None: the smallest possible.
+    test: bool for each example; None: every fifth is in the test part.
 
   Raises:
-    ValueError: for a key out of range, one that an example has twice, a value
-      that is not finite, and a label that is neither 0 nor 1; with the number
-      of the example, from 1.
+    ValueError: for a key out of range or twice in an example, a value that is
+      not finite, and a label that is neither 0 nor 1. It gives the number of
+      the example, from 1.
 
   Example:
     >>> from asgd.data import sparse
@@ -175,7 +177,7 @@ def from_rows(
     )
   if len(np.unique(labels[~test])) < 2:
     raise ValueError(
-      f"the training part of {source} has no two classes: give examples of both"
+      f"the training part of {source} has only one class: give examples of both"
     )
   arrays = []
   for part in (~test, test):
@@ -186,7 +188,8 @@ def from_rows(
 
 
 def _wrong(keys, values, label, features) -> str | None:
-  """What is wrong with an example."""
+  """Returns what is wrong with an example, as the end of a sentence, or
+  None."""
   if keys.shape != values.shape or keys.ndim != 1:
     return f"has {keys.size} keys and {values.size} values"
   out = (keys < 1) | (keys >= features)
@@ -206,6 +209,7 @@ def _wrong(keys, values, label, features) -> str | None:
 
 
 def _load_breast_cancer(data_dir):
+  """Returns the breast cancer data, with numbers as bins."""
   datasets = sources.embedded("breast_cancer", data_dir)
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
   train = np.arange(len(labels)) % _EVERY != _EVERY - 1
@@ -214,10 +218,12 @@ def _load_breast_cancer(data_dir):
     [np.searchsorted(np.quantile(x[train], inner), x) for x in numbers.T], 1
   )
   count = numbers.shape[1]
+  # A feature for each bin of each number.
   keys = [1 + _BINS * np.arange(count) + bins]
   first, left = 1 + _BINS * count, bins[:, :10]
   for i in range(10):
     for j in range(i):
+      # A feature for each pair of bins of numbers i and j.
       keys.append((first + _BINS * left[:, i] + left[:, j])[:, None])
       first += _BINS * _BINS
   keys = np.concatenate(keys, 1)
@@ -227,6 +233,7 @@ def _load_breast_cancer(data_dir):
 
 
 def _load_sst2(data_dir):
+  """Returns the sentences of SST-2 as sets of words."""
   task = sentences.load("sst2", context=_CONTEXT, data_dir=data_dir)
   tokens = np.concatenate([task.train_tokens, task.test_tokens])[:, 0]
   words = [np.unique(each[each >= _SPECIAL]) for each in tokens]
@@ -240,6 +247,7 @@ def _load_sst2(data_dir):
 
 
 def _load_file(data_dir):
+  """Returns the examples of a libsvm file."""
   path = sources.file_of("data", data_dir)
   from sklearn import datasets
 
@@ -253,7 +261,7 @@ def _load_file(data_dir):
     ) from None
   classes = np.unique(labels)
   if len(classes) != 2:
-    raise ValueError(f"{path} has {len(classes)} different labels: it needs 2")
+    raise ValueError(f"{path} has {len(classes)} different labels; give 2")
   ends = matrix.indptr
   rows = [
     (matrix.indices[start:stop].astype(np.int64) + 1, matrix.data[start:stop])

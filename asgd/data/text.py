@@ -1,6 +1,6 @@
 """Text as numbers: the characters of a file, or of Python's own manual.
 
-Instead of characters, numbers may be bytes, or what a tokenizer makes of it.
+A number stands for a character, a byte, or a token of a tokenizer.
 """
 
 from collections.abc import Callable
@@ -14,26 +14,26 @@ from asgd.data import sources
 from asgd.data.download import DataError
 from asgd.stacking import Batches
 
-_TEST = 0.1  # the last part of a text, held out
-_RARE = 10  # characters less frequent than that are one, "unknown"
+_TEST = 0.1  # the last part of a text, for tests
+_RARE = 10  # rarer characters share one number, "unknown"
 _UNKNOWN = "\ufffd"
 CHARACTERS, BYTES = "characters", "bytes"
-_LEAST = 1000  # characters of a text
+_LEAST = 1000  # fewest characters of a text
 
 
 class Text(NamedTuple):
-  """A text, cut into a training and a test part."""
+  """A text as numbers, cut into a training and a test part."""
 
   name: str
   source: str
   train: np.ndarray  # int32[n]
   test: np.ndarray  # int32[m]
-  # The character of each number; or how many there are.
+  # The character of each number; or, for other tokens, their count.
   vocabulary: str | int
 
   @property
   def classes(self) -> int:
-    """The number of different characters, or other tokens."""
+    """Number of different characters, or of other tokens."""
     if isinstance(self.vocabulary, int):
       return self.vocabulary
     return len(self.vocabulary)
@@ -45,21 +45,19 @@ def load(
   data_dir: str | None = None,
   tokenizer: str = CHARACTERS,
 ) -> Text:
-  """Loads a text, by default character by character.
+  """Loads a text, by default as characters; its last tenth is the test part.
 
-  The last tenth is the test part.
-
-    pydoc  the Python language reference, which is in Python itself: about
-           460,000 characters of English (they vary with Python's version)
+    pydoc  the Python language reference, which is part of Python: about 460,000
+           characters of English (they vary with Python's version)
     file   the file `data_dir`, UTF-8
 
   Args:
-    name: one of these.
-    data_dir: the file.
-    tokenizer: as of `from_string`.
+    name: one of these names.
+    data_dir: path of the file.
+    tokenizer: see `from_string`.
 
   Raises:
-    ValueError: for an unknown name, or a file that is not given.
+    ValueError: for an unknown name, or a missing path.
     DataError: for a file that cannot be read, or is too short.
 
   Example:
@@ -72,7 +70,7 @@ def load(
 
 
 def read(name: str, *, data_dir: str | None = None) -> tuple[str, str]:
-  """Returns where a text was found, and its characters; see `load`."""
+  """Returns the source of a text, and its characters; see `load`."""
   return names.lookup("text", name, _LOADERS)(data_dir)
 
 
@@ -83,17 +81,17 @@ def from_string(
   *,
   tokenizer: str = CHARACTERS,
 ) -> Text:
-  """Makes a Text of a string; its last tenth is the test part.
+  """Makes a Text from a string; its last tenth is the test part.
 
   Args:
     characters: 1,000 or more.
     name: of the text.
     source: where it is from.
-    tokenizer: "characters", of which those that occur less than 10 times share
-      one number; "bytes", of UTF-8; a file of the package tokenizers, which
-      ends in .json; or MODULE:FUNCTION of a function string -> list of ints
-      from 0, with an attribute `size`, how many there are (without it, the
-      largest in this text and one).
+    tokenizer: "characters": those that occur less than 10 times share one
+      number; "bytes": of UTF-8; a file of the package tokenizers, which ends in
+      .json; or MODULE:FUNCTION of a function string -> list of ints from 0. The
+      function may have an attribute `size`, the number of tokens; without it,
+      that is the largest int in this text + 1.
   """
   if len(characters) < _LEAST:
     raise DataError(
@@ -116,15 +114,18 @@ def from_string(
 
 
 def _by_character(characters):
+  """Returns (tokens, vocabulary) with a number for each common character."""
   different, counts = np.unique(list(characters), return_counts=True)
   common = different[counts >= _RARE]
   vocabulary = "".join(common) + _UNKNOWN
+  # A table from code point to number; rare characters share the last number.
   codes = np.full(int(different.view(np.uint32)[-1]) + 1, len(common), np.int32)
   codes[common.view(np.uint32)] = np.arange(len(common))
   return codes[np.array(list(characters)).view(np.uint32)], vocabulary
 
 
 def _by_file(path, characters):
+  """Returns (tokens, size) of a tokenizer's file."""
   if not Path(path).is_file():
     raise ValueError(f"tokenizer {path} is no file")
   tokenizer = sources.read_tokenizer(Path(path))
@@ -133,6 +134,7 @@ def _by_file(path, characters):
 
 
 def _by_function(name, characters):
+  """Returns (tokens, size) of a user's function."""
   encode = names.imported("tokenizer", name)
   tokens = np.asarray(encode(characters))
   if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not len(tokens):
@@ -152,7 +154,9 @@ def _by_function(name, characters):
 
 def _load_pydoc(data_dir):
   if data_dir is not None:
-    raise ValueError("pydoc is in Python: leave data_dir out, or use 'file'")
+    raise ValueError(
+      "pydoc is part of Python: leave data_dir out, or use 'file'"
+    )
   from pydoc_data import topics
 
   pages = (page for _, page in sorted(topics.topics.items()))
@@ -160,6 +164,7 @@ def _load_pydoc(data_dir):
 
 
 def _load_file(data_dir):
+  """Returns (path, characters) of a UTF-8 file."""
   path = sources.file_of("text", data_dir)
   try:
     return str(path), path.read_text(encoding="utf-8")
@@ -175,12 +180,12 @@ _LOADERS: dict[str, Callable] = {"pydoc": _load_pydoc, "file": _load_file}
 def make_batches(
   tokens: np.ndarray, *, batch_size: int, context: int, seed: int
 ) -> Batches:
-  """Makes the function that gives the batch of a job: random windows.
+  """Makes the function that returns the batch of a job: random windows.
 
   Args:
     tokens: int32[n].
     batch_size: B, windows of a batch.
-    context: T, characters that are predicted in each.
+    context: T, characters that are predicted in each window.
     seed: at least 0.
 
   Returns:

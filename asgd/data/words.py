@@ -1,4 +1,4 @@
-"""A text as words: those of Python's manual, or of a file.
+"""A text as words: Python's manual, or a file.
 
 Index letters used in shape comments:
   n, m  words of the training and the test part
@@ -14,13 +14,13 @@ import numpy as np
 from asgd import checks
 from asgd.data import sources, text
 
-_TEST = 0.1  # the last part of a text, held out
+_TEST = 0.1  # the last part of a text, for tests
 _WORD = re.compile(r"[^\W\d_]+(?:'[^\W\d_]+)?")
 
 
 class Words(NamedTuple):
-  """A text, cut into a training and a test part. Words that are rare are left
-  out, and those around them are neighbours."""
+  """A text, cut into a training and a test part. Rare words are left out, and
+  the words around them become neighbours."""
 
   name: str
   source: str
@@ -37,16 +37,16 @@ def load(
   least: int = 5,
   most: int = 20_000,
 ) -> Words:
-  """Loads a text as words, in small letters; its last tenth is the test part.
+  """Loads a text as words, in lower case; its last tenth is the test part.
 
   Args:
     name: of `data.text.load`: "pydoc", or "file".
-    data_dir: the file.
-    least: times that a word must be in the training part.
-    most: words of the vocabulary: the most frequent.
+    data_dir: path of the file.
+    least: a word must occur this often in the training part.
+    most: largest size of the vocabulary; the most frequent words are kept.
 
   Raises:
-    ValueError: for a value out of its range, and a vocabulary of no words.
+    ValueError: for a value out of its range, or an empty vocabulary.
     DataError: for a file that cannot be read.
 
   Example:
@@ -67,7 +67,7 @@ def from_string(
   least: int = 5,
   most: int = 20_000,
 ) -> Words:
-  """Makes Words of a string; see `load`."""
+  """Makes Words from a string; see `load`."""
   checks.whole("least", least)
   checks.whole("most", most, 2)
   words = _WORD.findall(characters.lower())
@@ -78,7 +78,7 @@ def from_string(
   if len(common) < 2:
     raise ValueError(
       f"the vocabulary of {source} has {len(common) or 'no'} word: of"
-      f" {len(counted)} different ones so many are there {least} times or more;"
+      f" {len(counted)} different words only these occur {least} times or more;"
       " lower least, or give a longer text"
     )
   number = {word: i for i, word in enumerate(common)}

@@ -1,7 +1,14 @@
-"""Claims of papers as data, judged on experiments that are run for them.
+"""Claims of papers as data, judged on experiments that are trained for them.
 
-`figure_file` says what a figure's file holds, and checks it by the tables of
-`fields`; `columns` says what claims are about, `statistics` how sure a number
-is, `verdicts` what came of each claim; `drawing` draws, `reproduce` does it
-all, and `gallery` makes the page of all figures.
+    figure_file -> reproduce.train -> columns -> statistics -> verdicts ->
+    gallery
+                                             \\-> drawing
+
+- `figure_file`: the content of a figure's file, checked with `fields`;
+- `columns`: the numbers that claims are about;
+- `statistics`: the interval of an effect, from one number for each seed;
+- `verdicts`: PASS, FAIL or UNDECIDED for each claim;
+- `drawing`: the picture;
+- `reproduce`: trains, judges and writes; begin here;
+- `gallery`: the page of all figures.
 """

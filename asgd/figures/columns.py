@@ -1,28 +1,29 @@
 """The numbers that claims are about: one for each cell, or each run and seed.
 
-A column of a figure is one of a cell's result (`result.json`: RESULTS), or made
-of what the cell recorded, as `get_figure()["columns"]` says by name:
+A column of a figure is a column of a cell's result (`result.json`: RESULTS), or
+is computed from the cell's records. `get_figure()["columns"]` defines the
+latter by name:
 
   dict(kind="reach", loss=0.3)       time until the training loss, a mean over a
-                                     fortieth of the run, is 0.3 for the first
-                                     time: simulated, or seconds of a live run
-  dict(kind="until", column=C, above=0.9)  time of the first evaluation whose C
-                                     is above (or `below`) that: the more
-                                     evaluations, the finer
+                                     fortieth of the run, first reaches 0.3:
+                                     simulated, or seconds of a live run
+  dict(kind="until", column=C, above=0.9)  time of the first evaluation with C
+                                     above (or `below`) that; more evaluations
+                                     make it more precise
   dict(kind="last", column=C)        C of the last evaluation
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
-  dict(kind="change", column=C, since=0.5)  ln of C of the last evaluation over
-                                     C of the one at that share of the run,
-                                     from 0 (which it is if left out) to below 1
+  dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
+                                     evaluations; `since` is a part of the run,
+                                     from 0 (the default) to below 1
   dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
                                      run at which C is below (or `above`) that
 
-A column of a diverged cell that has no finite value counts as infinite, and so
-does a loss that is never reached, and "first" if it never is: what diverges is
-late, far and large, and fails at no number of workers that was tried.
+Three values count as infinite: a column of a diverged cell without a finite
+value, a loss that is never reached, and a "first" that never occurs. So a run
+that diverges is late, far and large, and fails at no number of workers.
 
-Cells may leave histograms, too (PROFILES): files of two columns, a value and
-how often it was met, of which panels have the shares.
+Cells may also write histograms (PROFILES): files with two columns, a value and
+its count. Panels draw the counts as fractions.
 """
 
 import csv
@@ -53,29 +54,31 @@ RESULTS = (
   "compression_down",
   *OF_NETWORKS,
 )
-PROFILES = ("staleness.csv",)  # of tables: rows read at each differential
+PROFILES = ("staleness.csv",)  # staleness of the rows that tables read
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
-ALONG = "time", "epoch"  # what evaluations are drawn along
+ALONG = "time", "epoch"  # columns of evaluations that can be an x axis
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
 _KINDS: Mapping[str, fields.Table] = {
-  "reach": {"loss": FieldCheck(fields.number, "which is to be reached")},
+  "reach": {"loss": FieldCheck(fields.number, "the loss to be reached")},
   "until": {
-    "column": FieldCheck(fields.named(EVALUATED), "which is evaluated"),
+    "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
     **_SIDES,
   },
-  "last": {"column": FieldCheck(fields.named(EVALUATED), "which is evaluated")},
+  "last": {
+    "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+  },
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
   "first": {"column": _RESULT, **_SIDES},
 }
-Made = Mapping[str, Mapping[str, Any]]  # name -> how it is made
+Made = Mapping[str, Mapping[str, Any]]  # name -> definition of a column
 
 
 def check(made: Made) -> None:
-  """Raises ValueError for a column that cannot be made."""
+  """Raises ValueError for a definition of a column that is not valid."""
   fields.mapping(made, "columns")
   for name, how in made.items():
     where = f"column {shown(name)}"
@@ -87,29 +90,29 @@ def check(made: Made) -> None:
     kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
     if kind in ("first", "until") and len(_SIDES.keys() & set(how)) != 1:
-      raise ValueError(f"{where} needs 'below' or 'above', and not both")
+      raise ValueError(f"{where} needs either 'below' or 'above'")
 
 
 def known(made: Made) -> list[str]:
-  """Returns the names of all columns."""
+  """Returns the names of all columns: those of results and `made` ones."""
   return [*RESULTS, *made]
 
 
 def is_over_workers(made: Made, column: str) -> bool:
-  """Whether a column is of a run and a seed, over its numbers of workers."""
+  """Whether a column has one value for a run and seed, over its workers."""
   return made.get(column, {}).get("kind") == "first"
 
 
 class CellResult(NamedTuple):
-  """A finished cell."""
+  """The result of a finished cell, and its folder."""
 
   result: Mapping[str, Any]
-  place: Path  # its folder
+  place: Path  # the cell's folder
 
 
 def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, CellResult]:
-  """Returns the finished cells of an experiment: (label, workers, seed) ->
-  CellResult; of the folder's others none."""
+  """Returns (label, workers, seed) -> CellResult of the given cells that are
+  finished. Other cells in the folder are left out."""
   wanted = {cell.name for cell in cells}
   return {
     (row["label"], row["workers"], row["seed"]): CellResult(
@@ -121,10 +124,10 @@ def read(workdir: Path, cells: Sequence[Any]) -> dict[tuple, CellResult]:
 
 
 class CellTable:
-  """Values of columns, read or made once."""
+  """Values of columns; each is read or computed once."""
 
   def __init__(self, cells: Mapping[tuple, CellResult], made: Made):
-    """Starts with finished cells (`read`) and the columns that are made."""
+    """Starts with finished cells (`read`) and definitions of columns."""
     self._cells, self._made = cells, made
     self._values: dict[tuple, float] = {}
     self.seeds = sorted({seed for *_, seed in cells})
@@ -136,42 +139,44 @@ class CellTable:
   def values(
     self, column: str, label: str, workers: int | None
   ) -> dict[int, float]:
-    """Returns seed -> value; workers are None of a column over all of them."""
-    own = [key for key in self._cells if key[0] == label]
+    """Returns seed -> value. If the column is over all numbers of workers, pass
+    None as `workers`."""
+    cells = [key for key in self._cells if key[0] == label]
     if is_over_workers(self._made, column):
-      seeds = sorted({seed for *_, seed in own})
+      seeds = sorted({seed for *_, seed in cells})
       return {seed: self._first(column, label, seed) for seed in seeds}
     return {
-      key[2]: self._value(column, key) for key in own if key[1] == workers
+      key[2]: self._value(column, key) for key in cells if key[1] == workers
     }
 
   def curve(
     self, column: str, along: str, label: str, workers: int | None
   ) -> list[tuple[float, dict[int, float]]]:
-    """Returns the evaluations of a run: (mean of the column along which they
-    are, seed -> value), of the seeds that have so many."""
+    """Returns the evaluations of a run as (mean of the x column, seed ->
+    value). An evaluation lists only the seeds that have reached it."""
     rows = {
       key[2]: folder.read_rows(done.place)
       for key, done in self._cells.items()
       if key[:2] == (label, workers)
     }
     out = []
+    # A seed that diverged may have fewer evaluations than others.
     for i in range(max(map(len, rows.values()), default=0)):
-      own = {seed: each[i] for seed, each in rows.items() if i < len(each)}
-      xs = [_number(row.get(along)) for row in own.values()]
-      values = {seed: _number(row.get(column)) for seed, row in own.items()}
+      ith = {seed: each[i] for seed, each in rows.items() if i < len(each)}
+      xs = [_number(row.get(along)) for row in ith.values()]
+      values = {seed: _number(row.get(column)) for seed, row in ith.items()}
       out.append((sum(xs) / len(xs), values))
     return out
 
   def profiles(
     self, name: str, label: str, workers: int
   ) -> dict[int, dict[float, float]]:
-    """Returns seed -> value -> its share, of a file of PROFILES; a value that
-    another seed has met has a share of 0."""
+    """Returns seed -> value -> fraction, of a file of PROFILES. A value that is
+    only in other seeds' files has a fraction of 0."""
     counts = {
       seed: _read_profile(done.place / name)
-      for (own, count, seed), done in sorted(self._cells.items())
-      if own == label and count == workers
+      for (run, count, seed), done in sorted(self._cells.items())
+      if run == label and count == workers
     }
     values = sorted({value for each in counts.values() for value in each})
     return {
@@ -181,22 +186,27 @@ class CellTable:
     }
 
   def _first(self, column, label, seed):
+    """Returns the fewest workers at which a column passes its bound."""
     how = self._made[column]
-    own = [key for key in self._cells if key[0] == label and key[2] == seed]
-    for key in sorted(own):
+    # Keys sort by their number of workers.
+    cells = [k for k in self._cells if k[0] == label and k[2] == seed]
+    for key in sorted(cells):
       if _is_beyond(how, self._value(how["column"], key)):
         return float(key[1])
     return math.inf
 
   def _value(self, column, key):
+    """Returns the value of a cell; infinite if it diverged without one."""
     if (column, key) not in self._values:
       value = self._make(column, self._cells[key])
+      # A diverged run counts as infinitely far, late and large.
       if not math.isfinite(value) and self.diverged(*key):
         value = math.inf
       self._values[column, key] = value
     return self._values[column, key]
 
   def _make(self, column, done) -> float:
+    """Computes a column of a cell from its definition."""
     how = self._made.get(column, {"kind": None})
     match how["kind"]:
       case "reach":
@@ -215,14 +225,16 @@ class CellTable:
 
 
 def _number(value: Any) -> float:
-  """JSON has null for what is not finite."""
+  """Returns a number of JSON, which has null for NaN and infinities."""
   return math.nan if value is None else float(value)
 
 
 def _reach(done, loss):
+  """Returns the time at which the smoothed training loss reaches a value."""
   arrays = cell_files.read_records(done.place)
   records = base.Records(*(arrays[key] for key in base.Records._fields))
-  # Simulated time starts at 0, a live run's before its first ticket.
+  # Count the time from the start of the training. It is 0 in simulated time;
+  # the time of a live run starts earlier, before its first ticket.
   seconds = done.result.get("seconds")
   began = 0.0 if seconds is None else float(records.time[-1]) - seconds
   run = predict.Outcome(began, records, math.nan)
@@ -231,7 +243,7 @@ def _reach(done, loss):
 
 
 def _read_profile(path):
-  """What a file of PROFILES counts, value -> number; nothing without one."""
+  """Returns value -> count of a file of PROFILES; nothing without the file."""
   if not path.exists():
     return {}
   with path.open(newline="") as file:
@@ -240,12 +252,13 @@ def _read_profile(path):
 
 
 def _is_beyond(how, value):
-  """Whether a value is below, or above, what a column's kind says."""
+  """Whether a value is below, or above, a column's bound."""
   below, above = how.get("below", -math.inf), how.get("above", math.inf)
   return value < below or value > above
 
 
 def _until(done, how):
+  """Returns the time of the first evaluation beyond a column's bound."""
   for row in folder.read_rows(done.place):
     if _is_beyond(how, _number(row.get(how["column"]))):
       return _number(row.get("time", row.get("seconds")))
@@ -253,7 +266,9 @@ def _until(done, how):
 
 
 def _change(done, column, since):
+  """Returns ln(last / first) of a column of evaluations."""
   rows = folder.read_rows(done.place)
+  # `since` is a fraction of the evaluations, to leave out the start.
   first = _number(rows[int(since * (len(rows) - 1))].get(column))
   last = _number(rows[-1].get(column))
   if not storage.is_finite(last) or not first > 0 or not last > 0:

@@ -1,4 +1,4 @@
-"""The picture of a figure: every seed a point, beside what others published."""
+"""The picture of a figure: a point for each seed, beside published values."""
 
 import itertools
 import math
@@ -14,24 +14,26 @@ from asgd.figures.columns import PROFILES, CellTable
 from asgd.figures.figure_file import Counts, Figure, PanelSpec
 
 _GREY = "#555555"
-_PANEL = 3.4, 2.3  # inches of a panel, and its height
+_PANEL = 3.4, 2.3  # width and height of a panel, inches
 
 
 def points(
   figure: Figure, table: CellTable, counts: Counts
 ) -> list[dict[str, Any]]:
   """Returns the numbers in the picture: a row for each seed of each point, and
-  one for each published point. Points that were not run are left out."""
+  one for each published point. Points of cells that did not run are left
+  out."""
   rows = []
   for panel in figure.panels:
+    # Subtract the values of the same seed.
     base = _values(panel, panel.minus, table, counts)
     for series, places in panel.series.items():
       for place, spot in places:
         label, workers = figure_file.cell_of(spot, counts) or ("", None)
         for seed, x, value in _seeds(panel, place, (label, workers), table):
-          less = base.get(seed, math.nan) if panel.minus else 0.0
+          base_value = base.get(seed, math.nan) if panel.minus else 0.0
           row = {"panel": panel.title, "series": series, "x": x, "cell": spot}
-          row |= {"seed": seed, "value": panel.scale * (value - less)}
+          row |= {"seed": seed, "value": panel.scale * (value - base_value)}
           row["diverged"] = workers is not None and table.diverged(
             label, workers, seed
           )
@@ -45,14 +47,15 @@ def points(
 
 
 def _seeds(panel, x, cell, table):
-  """Yields (seed, x, value) of a cell's points."""
+  """Yields (seed, x, value) for the points of a cell."""
   label, workers = cell
   if not label:
     return
   if panel.column in PROFILES:
-    for seed, shares in table.profiles(panel.column, label, workers).items():
-      for value, share in shares.items():
-        yield seed, x + value, share
+    profiles = table.profiles(panel.column, label, workers)
+    for seed, fractions in profiles.items():
+      for value, fraction in fractions.items():
+        yield seed, x + value, fraction
     return
   if panel.along:
     for along, values in table.curve(panel.column, panel.along, *cell):
@@ -67,6 +70,7 @@ def _seeds(panel, x, cell, table):
 
 
 def _values(panel, spot, table, counts):
+  """Returns seed -> value of a cell; nothing if this size lacks it."""
   cell = figure_file.cell_of(spot, counts) if spot else None
   return table.values(panel.column, *cell) if cell else {}
 
@@ -74,10 +78,12 @@ def _values(panel, spot, table, counts):
 def draw(
   figure: Figure, rows: Sequence[Mapping[str, Any]], stem: Path, heading: str
 ) -> None:
-  """Draws `points` as STEM.png, .svg and .pdf: of each series the seeds as
-  points, diverged ones as crosses (at the upper edge if they are infinite), and
-  a line through their medians, as bars if it is a histogram; published points
-  are hollow. ImportError without the extra viz."""
+  """Draws `points` as STEM.png, .svg and .pdf.
+
+  Each series has its seeds as points and a line through their medians, or bars
+  if it is a histogram. Diverged seeds are crosses, at the upper edge if they
+  are infinite. Published points are hollow. Raises ImportError without the
+  extra viz."""
   count = len(figure.panels)
   columns = min(count, 2)
   lines = -(-count // columns)
@@ -97,6 +103,7 @@ def draw(
 
 
 def _draw_panel(axis, panel: PanelSpec, rows, styles):
+  """Draws a panel: its series, its published points and its axes."""
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   axis.set_title(figure_lib.plain_text(panel.title))
   axis.grid(True)
@@ -120,7 +127,7 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
   elif panel.xlog:
     axis.set_xscale("log", base=2)
     ticks = sorted({row["x"] for row in rows})
-    following = [*ticks[1:], math.inf]  # labels that would meet are left out
+    following = [*ticks[1:], math.inf]  # drop labels that would overlap
     ticks = [x for x, y in zip(ticks, following, strict=True) if y > 1.3 * x]
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.minorticks_off()
@@ -136,17 +143,20 @@ def _draw_panel(axis, panel: PanelSpec, rows, styles):
 
 
 def _drawable(panel, value):
+  """Whether a value is finite, and positive on a logarithmic axis."""
   return math.isfinite(value) and (value > 0 or panel.yscale != "log")
 
 
 def _draw_series(axis, panel, rows, style):
+  """Draws the seeds of a series, and the line through their medians."""
   by_x: dict[float, list[float]] = {}
   for row in rows:
     by_x.setdefault(row["x"], []).append(row["value"])
+  # A median is defined for infinite values, too.
   middles = {x: float(np.median(by_x[x])) for x in sorted(by_x)}
   kept = {x: y for x, y in middles.items() if _drawable(panel, y)}
   style = {**style, "label": figure_lib.plain_text(style["label"])}
-  if kept and panel.column in PROFILES:  # bars that stand on nothing
+  if kept and panel.column in PROFILES:  # bars that start and end at 0
     kept = {min(kept) - 1: 0.0, **kept, max(kept) + 1: 0.0}
     style |= {"ds": "steps-mid", "marker": ""}
   axis.plot(list(kept), list(kept.values()), **style)

@@ -1,8 +1,8 @@
-"""Checks of plain data by tables: which fields there are, and what each takes.
+"""Checks of plain data by tables: which fields exist, and which values fit.
 
-A table is name -> FieldCheck; a check is a function (value, name) as those of
-`asgd.experiment.checks`, which raises ValueError. `check` puts what the fields
-are of in front: a claim, a panel, a column, a file.
+A table is name -> FieldCheck. A check is a function (value, name) as those of
+`asgd.experiment.checks`, which raises ValueError. `check` prefixes the error
+with the owner of the fields: a claim, a panel, a column, a file.
 """
 
 import re
@@ -17,7 +17,7 @@ from asgd.experiment import checks
 
 
 class FieldCheck(NamedTuple):
-  """A field: its check, and what it is in words if there must be one."""
+  """A field's check; and, if the field is needed, a text that describes it."""
 
   check: checks.Check
   needed: str = ""
@@ -27,7 +27,7 @@ Table = Mapping[str, FieldCheck]
 
 
 def must(holds: Callable[[Any], bool], kind: str) -> checks.Check:
-  """A check that a value is of a kind, in words.
+  """Returns a check that a value is of a kind, which errors name.
 
   Example:
     >>> must(lambda value: value == 1, "one")(2, "by")
@@ -60,7 +60,7 @@ number = checks.number(-checks.MOST_NUMBER)
 
 
 def bound(check: checks.Check) -> checks.Check:
-  """The same, of a bound that can be left out."""
+  """Returns a check of a bound, whose error adds that it can be left out."""
 
   def either(value, key):
     try:
@@ -78,7 +78,7 @@ share = must(
 
 
 def named(known: Sequence[str]) -> checks.Check:
-  """One of a few names; errors show the nearest."""
+  """Returns a check for one of a few names; errors show the nearest."""
 
   def check(value, key):
     names.check(f"{key}:", value, known)
@@ -88,7 +88,7 @@ def named(known: Sequence[str]) -> checks.Check:
 
 
 def pairs(kind: str, first: checks.Check, second: checks.Check) -> checks.Check:
-  """A list of pairs, one at least."""
+  """Returns a check for a list of one or more pairs."""
 
   def check(value, key):
     must(lambda v: is_list(v) and v, f"a list of pairs {kind}")(value, key)
@@ -103,8 +103,8 @@ def pairs(kind: str, first: checks.Check, second: checks.Check) -> checks.Check:
 
 
 def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
-  """Raises ValueError unless data are a dict with the fields of a table, those
-  that are needed among them, and if `closed` no other.
+  """Raises ValueError unless data are a dict with valid fields of a table, all
+  needed fields included and, if `closed`, no others.
 
   Example:
     >>> check("claim 'c'", {"by": "x"}, {"by": FieldCheck(share)})
@@ -130,7 +130,7 @@ def check(where: str, data: Any, table: Table, *, closed: bool = True) -> None:
 
 
 def plain(value: Any) -> Any:
-  """Returns plain data with numbers of Python for those of numpy, and every
+  """Returns plain data with Python numbers instead of numpy's, and with every
   text on one line."""
   if isinstance(value, Mapping):
     return {plain(k): plain(v) for k, v in value.items()}

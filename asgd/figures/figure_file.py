@@ -1,24 +1,24 @@
-"""What a file in configs/figures says: an experiment, and claims about it.
+"""The content of a file in configs/figures: an experiment, and claims about it.
 
-The file has `get_config()`, which returns an ordinary config (those that are
-shipped take the name of a variant, as other configs do), and `get_figure()`,
-which returns plain data:
+The file has `get_config()`, which returns an ordinary config (the shipped ones
+take the name of a variant, like other configs), and `get_figure()`, which
+returns plain data:
 
   title    str.
   paper    str: authors, title, where, arXiv number.
-  about    str: what is shown, in a sentence or two.
+  about    str: the content, in a sentence or two.
   claims   list of dicts, see `Claim`.
-  columns  name -> how it is made, see `asgd.figures.columns`.
+  columns  name -> definition, see `asgd.figures.columns`.
   panels   list of dicts, see `PanelSpec`.
   quick    dotted key of the config -> value, for --quick.
   tuned    str: which settings were chosen on which seeds.
-  turns    bool: cells whose seconds are a result are trained seed by seed, in
-           the order of the runs and then backwards, so that runs of one seed
-           take turns on a machine that others use.
+  turns    bool, for cells whose seconds are a result. They are trained seed by
+           seed, alternately in and against the order of the runs, so that all
+           runs of a seed meet the same load of a shared machine.
 
-Cells are written LABEL@N: a run of the config at N workers; LABEL@most and
-LABEL@least are those with its most and its fewest, LABEL alone is for a run
-that has one number of workers, or for a column that is over all of them.
+A cell is written LABEL@N: a run of the config with N workers. LABEL@most and
+LABEL@least are those with its most and its fewest workers. LABEL alone is for a
+run with one number of workers, or for a column over all of them.
 """
 
 import math
@@ -42,23 +42,23 @@ _ORDERS = ("rises", "falls")
 _SCALES = ("linear", "log", "symlog")
 _LINES = ("", "-", "--", ":", "-.")
 _MARKERS = ("", *".,ov^<>12348spP*hH+xXDd|_")
-# Of files that an experiment writes beside those of the figure.
+# Files of an experiment beside those of the figure.
 _TAKEN = ("config", "measurements", "metrics", "results", "table", "report")
 _TAKEN += ("figure", "compare", "cells", "tensorboard")
 
 
 class Claim(NamedTuple):
-  """One claim; `kind` says what its effect is.
+  """One claim; `kind` defines its effect.
 
   ordering, monotone: `runs` are cells, or lists of cells that are not compared
-    with each other; from one to the next the column `order`s ("rises" or
-    "falls") by more than `by`, in each pair. Of "monotone" `runs` may be one
-    label: its cells, by their number of workers.
+    with each other. From each to the next, the column `order`s ("rises" or
+    "falls") by more than `by`. For "monotone" `runs` may be one label: its
+    cells, by their number of workers.
   difference: each of `of` minus each of `to` lies between `above` and `below`.
-  ratio: the same of `of` divided by `to`, both positive.
-  bound: each of `of` lies there.
-  threshold: `runs` are pairs (cell, x), along which the column crosses `level`;
-    where it does so first, linear in between, lies there.
+  ratio: the same for `of` divided by `to`, both positive.
+  bound: each of `of` lies between `above` and `below`.
+  threshold: `runs` are pairs (cell, x). The first x at which the column crosses
+    `level`, by linear interpolation, lies between `above` and `below`.
   """
 
   name: str
@@ -66,12 +66,12 @@ class Claim(NamedTuple):
   kind: str
   column: str
   statistic: str  # of `statistics.STATISTICS`
-  data: Mapping[str, Any]  # what else the file has of it
+  data: Mapping[str, Any]  # the other fields in the file
   note: str = ""  # why it holds or does not
 
   @property
   def bounds(self) -> tuple[float, float]:
-    """Between which its effect lies, infinite where there is none."""
+    """The bounds of its effect; infinite for a missing bound."""
     return _bounds_of(self.data)
 
 
@@ -80,33 +80,32 @@ def _bounds_of(data):
 
 
 class PanelSpec(NamedTuple):
-  """One pair of axes: series of cells at an x, beside what others published."""
+  """One pair of axes: series of cells at an x, beside published values."""
 
   title: str
-  # Or a file of `columns.PROFILES`: its shares, at its values plus x.
+  # Or a file of `columns.PROFILES`: its fractions, at its values plus x.
   column: str
   xlabel: str
   ylabel: str
   series: Mapping[str, Sequence[tuple[float, str]]] = {}  # -> (x, cell)s
-  # dicts of title, source, points (x, y), and of a series of the same colour
+  # dicts of title, source, points (x, y), and `of`, a series of the same colour
   published: Sequence[Mapping[str, Any]] = ()
-  minus: str | None = None  # a cell whose values are taken off, seed by seed
-  scale: float = 1.0  # of the values
+  minus: str | None = None  # a cell whose values are subtracted, seed by seed
+  scale: float = 1.0  # factor of the values
   xlog: bool = False
-  # A column of which the mean over seeds is the x of a cell, times `xscale`,
-  # such as its traffic; an x beside a cell is then where it stands if none is
-  # known.
+  # A column, such as traffic, whose mean over seeds is the x of a cell, times
+  # `xscale`. The x beside a cell is then only used if the column has no values.
   xcolumn: str | None = None
   xscale: float = 1.0
   # A column of evaluations, "time" or "epoch": a cell is a curve along it, and
-  # the x beside it is not drawn.
+  # the x beside the cell is not used.
   along: str | None = None
   yscale: str = "linear"  # or "log", "symlog"
   ylim: Sequence[float] | None = None
 
 
 class Figure(NamedTuple):
-  """What `get_figure()` returned, checked."""
+  """The checked result of `get_figure()`."""
 
   name: str
   title: str
@@ -121,8 +120,8 @@ class Figure(NamedTuple):
 
 
 def find_cell(spot: str, counts: Counts) -> Spot:
-  """Returns (label, workers) of LABEL@N, as a run has it; workers are None of a
-  label alone whose run has several. ValueError if there is no such cell.
+  """Returns (label, workers) of LABEL@N. workers is None for a label alone
+  whose run has several numbers. ValueError if there is no such cell.
 
   Example:
     >>> find_cell("a@most", {"a": (4, 8)})
@@ -140,20 +139,20 @@ def find_cell(spot: str, counts: Counts) -> Spot:
   if not text.isdecimal() or int(text) not in own:
     known = ", ".join(map(str, own))
     raise ValueError(
-      f"{shown(spot)}: run {label!r} has no cells with {text!r} workers; it has"
-      f" {known}"
+      f"{shown(spot)}: run {label!r} has no cells with {text!r} workers, only"
+      f" with {known}"
     )
   return label, int(text)
 
 
 def groups(value: Any) -> list[list[Any]]:
-  """Returns cells as lists of cells: one of one for a cell alone."""
+  """Returns cells as lists of cells; a single cell is a list of one list."""
   several = value if isinstance(value, (list, tuple)) else [value]
   return [list(g) if isinstance(g, (list, tuple)) else [g] for g in several]
 
 
 def spots_of(claim: Claim) -> Iterator[tuple[str, str]]:
-  """Yields (field, cell) of the cells that a claim names."""
+  """Yields (field, cell) for the cells that a claim names."""
   data = claim.data
   if claim.kind == "threshold":
     yield from (("runs", spot) for spot, _ in data["runs"])
@@ -164,6 +163,7 @@ def spots_of(claim: Claim) -> Iterator[tuple[str, str]]:
 
 
 def _are_cells(value):
+  """Whether a value is a cell, or a list of cells or of groups of cells."""
   return bool(value) and all(
     isinstance(spot, str) for group in groups(value) for spot in group or [None]
   )
@@ -184,7 +184,7 @@ _STEPS = {
 _PAIRS = fields.pairs("(cell, x)", fields.text, fields.number)
 _POINTS = fields.pairs("(x, y)", fields.number, fields.number)
 _TEXT = FieldCheck(fields.text, "a text")
-_KINDS: Mapping[str, fields.Table] = {  # -> fields that say what of
+_KINDS: Mapping[str, fields.Table] = {  # kind of a claim -> its own fields
   "ordering": _STEPS,
   "monotone": _STEPS,
   "difference": {"of": _CELLS, "to": _CELLS, **_BOUNDS},
@@ -209,6 +209,7 @@ _PUBLISHED = {
 
 
 def _is_range(value):
+  """Whether a value is None or a pair of finite, ascending numbers."""
   fits = value is None or (fields.is_list(value) and len(value) == 2)
   real = fits and all(type(v) in (int, float) for v in value or ())
   return real and (value is None or -math.inf < value[0] < value[1] < math.inf)
@@ -244,7 +245,7 @@ _FIGURE = {
 
 
 def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
-  """Reads a claim and checks all that needs no runs."""
+  """Reads a claim, and checks all that does not depend on the runs."""
   where = f"claim {number}"
   if isinstance(data, Mapping) and isinstance(data.get("name"), str):
     where = f"claim {shown(data['name'])}"
@@ -268,37 +269,40 @@ def _claim(data: Any, number: int, known: Sequence[str]) -> Claim:
 
 
 def _check_whole(where, kind, data):
-  """Raises ValueError for fields that do not go together."""
+  """Raises ValueError for fields that do not fit together."""
   if kind in _SPREAD:
     runs = data["runs"]
     along = kind == "monotone" and isinstance(runs, str)
     if not along and len(groups(runs)) < 2:
       raise ValueError(
-        f"{where}: runs must be two cells or groups of cells at least, not"
+        f"{where}: runs must be two or more cells or groups of cells, not"
         f" {shown(runs)}"
       )
     return
   low, high = _bounds_of(data)
   if low == -math.inf and high == math.inf:
-    raise ValueError(f"{where} needs 'above' or 'below', or holds of anything")
+    raise ValueError(
+      f"{where} needs 'above' or 'below', or it would always hold"
+    )
   if not low < high:
     raise ValueError(f"{where}: above {low} is not below {high}")
   if kind == "threshold":
     xs = [x for _, x in data["runs"]]
     if len(xs) < 2 or len(set(xs)) < len(xs):
       raise ValueError(
-        f"{where}: runs must be two pairs (cell, x) at least, each at another"
-        f" x, not {shown(data['runs'])}"
+        f"{where}: runs must be two or more pairs (cell, x), each at another x,"
+        f" not {shown(data['runs'])}"
       )
 
 
 def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
+  """Reads a panel, and checks all that does not depend on the runs."""
   where = f"panel {number}"
   if isinstance(data, Mapping) and isinstance(data.get("title"), str):
     where = f"panel {shown(data['title'])}"
   fields.check(where, data, _PANEL)
   if not data.get("series") and not data.get("published"):
-    raise ValueError(f"{where} has neither series nor what is published")
+    raise ValueError(f"{where} has neither series nor published values")
   panel = PanelSpec(**data)
   names.check(
     f"column of {where}:", panel.column, [*known, *columns_lib.PROFILES]
@@ -321,7 +325,7 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
     for key in ("xcolumn", "minus"):
       if getattr(panel, key) is not None:
         raise ValueError(
-          f"{where} is along {panel.along!r} and has {key}"
+          f"{where} is along {panel.along!r}, but has {key}"
           f" {shown(getattr(panel, key))}: drop one"
         )
   places = fields.pairs("(x, cell)", fields.number, fields.text)
@@ -334,40 +338,41 @@ def _panel(data: Any, number: int, known: Sequence[str]) -> PanelSpec:
   xs = [x for points in panel.series.values() for x, _ in points]
   xs += [x for each in panel.published for x, _ in each["points"]]
   if panel.xlog and min(xs) <= 0:
-    raise ValueError(f"{where}: xlog takes no x of {min(xs)}; leave it out")
+    raise ValueError(f"{where}: xlog cannot show x = {min(xs)}; leave xlog out")
   if panel.yscale == "log" and panel.ylim and panel.ylim[0] <= 0:
     raise ValueError(
-      f"{where}: ylim {shown(panel.ylim)} has no logarithm; begin above 0"
+      f"{where}: ylim {shown(panel.ylim)} must be above 0 for a log scale"
     )
   return panel
 
 
 def check_name(name: str) -> None:
-  """Raises ValueError for a figure's name whose files would have odd names, or
-  those of files of the experiment."""
+  """Raises ValueError for a figure's name that is no plain file name, or that
+  is the name of a file of the experiment."""
   if not re.fullmatch("[A-Za-z0-9_-]+", name):
     raise ValueError(
-      f"a figure has the name of its file, {shown(name)}: rename it to letters,"
+      f"a figure is named after its file, {shown(name)}: rename it to letters,"
       " digits, _ and -"
     )
   if name.lower() in _TAKEN:
     raise ValueError(
-      f"a figure {name!r} would overwrite files of its experiment, which has"
-      f" {', '.join(_TAKEN)}; rename the file"
+      f"a figure {name!r} would overwrite a file of its experiment, one of"
+      f" {', '.join(_TAKEN)}; rename the figure's file"
     )
 
 
 def _check_distinct(what, titles):
+  """Raises ValueError if two claims or panels have the same name."""
   for title in titles:
     if titles.count(title) > 1:
       raise ValueError(
-        f"two {what} have the name {shown(title)}; give each its own"
+        f"two {what} have the name {shown(title)}; give them different names"
       )
 
 
 def read(name: str, given: Any, counts: Counts) -> Figure:
-  """Returns what `get_figure()` of a file gave, checked against the numbers of
-  workers of the runs of its config; ValueError names what is wrong."""
+  """Returns the checked result of a file's `get_figure()`. `counts` are the
+  numbers of workers of its config's runs. ValueError names what is wrong."""
   check_name(name)
   if not isinstance(given, Mapping):
     raise ValueError(f"get_figure() must return a dict, not {shown(given)}")
@@ -375,8 +380,8 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
   fields.check("get_figure()", given, _FIGURE)
   if not given.get("claims"):
     raise ValueError(
-      "get_figure() has no claims: a figure without one is not reproduced but"
-      " drawn; give it a list of claims, or use launch.train"
+      "get_figure() has no claims: a figure without claims is only drawn; give"
+      " a list of claims, or use asgd train"
     )
   made = given.get("columns", {})
   columns_lib.check(made)
@@ -395,8 +400,8 @@ def read(name: str, given: Any, counts: Counts) -> Figure:
 
 
 def _check_cell(where, spot, counts, over):
-  """Raises ValueError for a cell that the experiment does not have; `over`: its
-  column is over all numbers of workers."""
+  """Raises ValueError for a cell that the experiment does not have. `over`
+  is whether the column is over all numbers of workers."""
   try:
     _, workers = find_cell(spot, counts)
   except ValueError as error:
@@ -409,6 +414,7 @@ def _check_cell(where, spot, counts, over):
 
 
 def _check_cells(figure, counts):
+  """Raises ValueError for claims and panels with cells that do not exist."""
   for claim in figure.claims:
     over = columns_lib.is_over_workers(figure.columns, claim.column)
     where, runs = f"claim {claim.name!r}", claim.data.get("runs")
@@ -416,8 +422,8 @@ def _check_cells(figure, counts):
       names.check(f"run of {where}:", runs, counts)
       if over or len(counts[runs]) < 2:
         raise ValueError(
-          f"{where}: runs {runs!r} is one cell, and nothing rises or falls"
-          " along it; name cells, or a run of several numbers of workers"
+          f"{where}: runs {runs!r} is one cell, along which nothing rises or"
+          " falls; name cells, or a run with several numbers of workers"
         )
       continue
     for key, spot in spots_of(claim):
@@ -438,8 +444,8 @@ def _check_cells(figure, counts):
 
 
 def cell_of(spot: str, counts: Counts) -> Spot | None:
-  """Returns what `find_cell` does; None for a cell that this size does not
-  have, such as a run that --quick leaves out."""
+  """Returns the result of `find_cell`, or None for a cell that this size does
+  not have, such as a run that --quick leaves out."""
   try:
     return find_cell(spot, counts)
   except ValueError:

@@ -1,7 +1,7 @@
-"""docs/figures.md: all figures whose verdicts are kept, and what holds of each.
+"""docs/figures.md: all figures with stored verdicts, and which claims hold.
 
-The page is a function of docs/figures/*.json alone: it says no more than what
-was run, judged and kept.
+The page depends only on docs/figures/*.json, so it contains only what was
+trained, judged and stored.
 """
 
 import os
@@ -21,14 +21,14 @@ _HEAD = """\
 # Figures of papers, and what holds here
 
 Each figure is a file in `configs/figures`: an experiment, claims about it as
-data, and what the paper published. `asgd reproduce NAME` trains it and says of
-each claim whether it holds at this size, on the seeds it is judged by: PASS if
-the interval of its effect lies where the claim says, FAIL if it lies outside,
-UNDECIDED if it reaches over the border or there are too few seeds. All parts of
-a claim must hold. What was tuned was tuned on other seeds, and a claim that
-fails stays. Numbers are taken seed by seed: an interval of 93.8 % is the range
-of five seeds around their median, as the one-sided sign test at 5 % has it; one
-of 95 % is Student's around the mean (of ratios the geometric mean).
+data, and the values that the paper published. `asgd reproduce NAME` trains it
+and prints for each claim whether it holds at this size, on the seeds for
+judging: PASS if the interval of its effect lies in the claimed range, FAIL if
+it lies outside, UNDECIDED if it contains a bound or there are too few seeds.
+All parts of a claim must hold. Settings were tuned on other seeds, and a claim
+that fails is kept. Intervals: with five seeds, the median and the range (93.8
+%, sign test); otherwise the mean and Student's t (95 %), geometric for ratios.
+Runs are compared seed by seed.
 
 This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
@@ -36,7 +36,7 @@ This page is written by `asgd reproduce --docs` from the verdicts in
 
 
 def _is_value(value):
-  """Whether a value is a number as `verdicts.plain` has it, or None."""
+  """Whether a value is None, or a number as `verdicts.plain` returns it."""
   return value in (None, "inf", "-inf") or type(value) in (int, float)
 
 
@@ -49,7 +49,7 @@ _VALUE = FieldCheck(fields.must(_is_value, "a number"), "a number or null")
 _BOUND = FieldCheck(
   fields.must(lambda v: v is not None and _is_value(v), "a number"), "a number"
 )
-_SAID = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
+_VERDICT = FieldCheck(fields.named(statistics.VERDICTS), "a verdict")
 _KEPT: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
@@ -63,12 +63,12 @@ _KEPT: fields.Table = {
 _CLAIM: fields.Table = {
   **dict.fromkeys(("name", "says", "kind", "column", "statistic"), _TEXT),
   "note": _NOTE,
-  "verdict": _SAID,
+  "verdict": _VERDICT,
   "parts": _LIST,
 }
 _PART: fields.Table = {
   "what": _TEXT,
-  "verdict": _SAID,
+  "verdict": _VERDICT,
   "why": _NOTE,
   **dict.fromkeys(("effect", "low", "high"), _VALUE),
   **dict.fromkeys(("above", "below"), _BOUND),
@@ -79,7 +79,7 @@ _PART: fields.Table = {
 
 
 def _check(data):
-  """Raises ValueError for verdicts that are damaged."""
+  """Raises ValueError for stored verdicts that are damaged."""
 
   def check(where, value, table):
     fields.check(where, value, table, closed=False)
@@ -99,21 +99,24 @@ def _check(data):
       seeds = [seed for seed in part["values"] if seed.isdecimal()]
       check(where, part["values"], dict.fromkeys(part["values"], _VALUE))
       if len(seeds) < len(part["values"]):
-        raise ValueError(f"{where} has values of what is no seed")
+        raise ValueError(
+          f"{where} has a value under a key that is not a seed number"
+        )
+    # The claim's verdict must follow from its parts, also in an edited file.
     said = statistics.conclude([part["verdict"] for part in claim["parts"]])
     if not claim["parts"] or said != claim["verdict"]:
-      raise ValueError(f"claim {claim['name']!r} is not what its parts say")
+      raise ValueError(f"claim {claim['name']!r} contradicts its parts")
 
 
 def read(docs: Path) -> dict[str, dict[str, Any]]:
-  """Returns the verdicts that are kept: name -> NAME.json. ValueError for a
-  file that is none, or damaged."""
+  """Returns the stored verdicts: name -> NAME.json. ValueError for a file that
+  holds none, or is damaged."""
   out = {}
   for path in sorted((docs / _FOLDER).glob("*.json")):
     data = storage.read_json(path)
     kept = data is not None and data.get("figure") == path.stem
     again = f"asgd reproduce {path.stem} --docs"
-    remedy = f"remove it, or make it anew with {again}"
+    remedy = f"remove it, or rewrite it with {again}"
     if not kept or data.get("version") != verdicts.VERSION:
       raise ValueError(
         f"{path} holds no verdicts of that figure, of version"
@@ -128,42 +131,46 @@ def read(docs: Path) -> dict[str, dict[str, Any]]:
 
 
 def check_place(docs: Path, name: str, *, size: str = "full") -> None:
-  """Raises ValueError if a figure of a size cannot be kept in docs/: before it
-  is trained. Verdicts of the full size are not replaced by quick ones."""
+  """Checks, before training, that the verdicts can be written to docs/. Raises
+  ValueError if not. Quick verdicts do not replace those of the full size."""
   kept = docs / _FOLDER
   if not docs.is_dir():
     raise ValueError(
-      f"{docs} is not there: --docs is for a checkout; run it in its root, or"
-      " leave it out"
+      f"{docs} does not exist: --docs needs a checkout; run it in the"
+      " checkout's root, or leave --docs out"
     )
+  # A folder that cannot be written must be found before hours of training.
   for place in (docs, kept):
     if place.exists() and not (place.is_dir() and os.access(place, os.W_OK)):
       raise ValueError(
-        f"{place} cannot be written, where --docs keeps verdicts; make it"
+        f"{place} cannot be written, but --docs stores verdicts there; make it"
         " writable, or leave --docs out"
       )
   if (kept / f"{name}.svg").exists() and not (kept / f"{name}.json").exists():
     raise ValueError(
-      f"{kept}/{name}.svg is of no figure, and --docs would overwrite it;"
+      f"{kept}/{name}.svg belongs to no figure, but --docs would overwrite it;"
       " rename the figure's file"
     )
   path = kept / f"{name}.json"
   if size == "quick" and (storage.read_json(path) or {}).get("size") == "full":
     raise ValueError(
-      f"{path} has the verdicts of the full size, which those of --quick would"
-      " replace: leave out --quick or --docs, or remove the file"
+      f"{path} has the verdicts of the full size, which --quick would replace:"
+      " leave out --quick or --docs, or remove the file"
     )
 
 
 def keep(place: Path, name: str, docs: Path) -> None:
-  """Puts the verdicts and the picture of a figure's folder into docs/figures;
-  ValueError as of `check_place`, or where there is no picture."""
+  """Copies the verdicts and the picture of a figure's folder to docs/figures.
+  Raises the errors of `check_place`, and ValueError without a picture."""
   data = storage.read_json(place / f"{name}.json") or {}
   check_place(docs, name, size=data.get("size", "full"))
   kept = docs / _FOLDER
+  # Check both files before either is copied.
   for suffix in (".json", ".svg"):
     if not (place / f"{name}{suffix}").exists():
-      raise ValueError(f"{place}/{name}{suffix} is not there, to be kept")
+      raise ValueError(
+        f"{place}/{name}{suffix} does not exist, so --docs cannot copy it"
+      )
   safe_files.make_folder(kept)
   for suffix in (".json", ".svg"):
     content = (place / f"{name}{suffix}").read_bytes()
@@ -171,18 +178,19 @@ def keep(place: Path, name: str, docs: Path) -> None:
 
 
 def _one_line(value: Any) -> Any:
-  """Returns data with each text on one line, and no tag of HTML in it."""
+  """Returns data with each text on one line, and without HTML tags."""
   if isinstance(value, Mapping):
     return {key: _one_line(each) for key, each in value.items()}
   if isinstance(value, list):
     return [_one_line(each) for each in value]
   if isinstance(value, str):
+    # Only a "<" that may begin a tag: "a < b" stays readable.
     return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", " ".join(value.split()))
   return value
 
 
 def page(docs: Path) -> str:
-  """Returns the page, from the verdicts that are kept."""
+  """Returns the page, from the stored verdicts."""
   figures = _one_line(read(docs))
   parts = [_HEAD, _summary(figures)]
   parts += [_section(name, data) for name, data in figures.items()]
@@ -190,13 +198,13 @@ def page(docs: Path) -> str:
 
 
 def write(docs: Path) -> Path:
-  """Writes the page; returns where it is. ValueError without any verdicts: a
-  page that is there stays."""
+  """Writes the page and returns its path. ValueError without any verdicts; an
+  existing page then stays unchanged."""
   path = docs / _PAGE
   if not read(docs):
     raise ValueError(
-      f"{docs / _FOLDER} holds no verdicts, and {path} is left as it is; run"
-      " asgd reproduce NAME --docs in a checkout's root"
+      f"{docs / _FOLDER} holds no verdicts, so {path} is not changed; run asgd"
+      " reproduce NAME --docs in a checkout's root"
     )
   safe_files.write(path, page(docs))
   return path
@@ -211,9 +219,11 @@ def _count(claims, verdict) -> int:
 
 
 def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
+  """Returns the table of all figures."""
   rows = []
   for name, data in figures.items():
     claims = data["claims"]
+    # One column for each verdict, then the size and the time.
     counts = [_count(claims, v) for v in statistics.VERDICTS]
     rows.append(
       [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
@@ -233,11 +243,12 @@ def _minutes(seconds: float) -> str:
 
 
 def _effect(part) -> str:
+  """Returns a part's effect, with its interval if it has one."""
   low, high = (_number(part[key]) for key in ("low", "high"))
   if not part["coverage"]:
     return _number(part["effect"])
-  share = f"{100 * part['coverage']:.1f}".removesuffix(".0")
-  return f"{_number(part['effect'])} ({low} to {high}, {share} %)"
+  percent = f"{100 * part['coverage']:.1f}".removesuffix(".0")
+  return f"{_number(part['effect'])} ({low} to {high}, {percent} %)"
 
 
 def _number(value: Any) -> str:
@@ -250,10 +261,12 @@ def _part_text(part) -> str:
   return f"{said}; {part['why']}" if part["why"] else said
 
 
-def _short(claim) -> list[str]:
-  """The row of a claim: the first part that does not hold, if there is one."""
+def _claim_row(claim) -> list[str]:
+  """Returns the row of a claim, with the first part that decides its
+  verdict."""
   parts, verdict = claim["parts"], claim["verdict"]
   held = _count(parts, statistics.PASS)
+  # The first part with the claim's verdict decides it.
   shown = next(part for part in parts if part["verdict"] == verdict)
   text = _part_text(shown)
   if len(parts) > 1:
@@ -263,7 +276,7 @@ def _short(claim) -> list[str]:
 
 
 def _details(claims) -> list[str]:
-  """The table of all parts, folded."""
+  """Returns the table of all parts, folded."""
   header = ["claim", "cells", "effect (interval)", "claimed", "verdict"]
   rows = []
   for claim in claims:
@@ -277,6 +290,7 @@ def _details(claims) -> list[str]:
 
 
 def _section(name: str, data: Mapping[str, Any]) -> str:
+  """Returns the section of a figure."""
   claims, machine = data["claims"], data["machine"]
   seeds = ", ".join(map(str, data["seeds"]))
   versions = ", ".join(f"{key} {data['versions'][key]}" for key in _VERSIONS)
@@ -295,11 +309,12 @@ def _section(name: str, data: Mapping[str, Any]) -> str:
     f" on {machine['cores']} cores ({machine['devices']}; {versions}).\n",
     f"Tuned: {(data['tuned'] or 'nothing').rstrip('.')}.\n",
     _table(
-      ["verdict", "claim", "what decides", "why"], list(map(_short, claims))
+      ["verdict", "claim", "what decides", "why"], list(map(_claim_row, claims))
     ),
     *_details(claims),
   ]
   if data["published"]:
+    # Several lines of one source are one entry.
     lines.append("Drawn beside it:\n")
     of_source: dict[str, list[str]] = {}
     for known in data["published"]:

@@ -1,7 +1,8 @@
-"""Trains what a figure is of, judges its claims, and writes what came of them.
+"""Trains the experiment of a figure, judges its claims, and writes the results.
 
-The experiment is an ordinary one: its folder is that of `launch.train` with the
-same config, and goes on after a kill. Beside what every experiment leaves there
+The experiment is an ordinary one: its folder is that of `asgd train` with the
+same config, and resumes after a kill. Besides the files of every experiment,
+the folder then has
 
   NAME.png, .svg, .pdf   the figure
   NAME.csv               its numbers: a row for each seed of each point
@@ -44,18 +45,18 @@ def files(place: Path) -> dict[str, Path]:
 
 
 def chosen(name: str | None, *, every: bool, place: Path) -> list[Path]:
-  """Returns the files of the figures that are asked for: one, or `every` one of
-  a folder; ValueError if that is not clear."""
+  """Returns the files of the requested figures: one, or `every` one of a
+  folder. ValueError unless exactly one of the two is requested."""
   known = files(place)
   if (name is None) != every:
     listed = ", ".join(known)
-    raise ValueError(f"which figure? a NAME ({listed}), a FILE.py, or --all")
+    raise ValueError(f"give one figure: a NAME ({listed}), a FILE.py, or --all")
   return list(known.values()) if name is None else [find(name, place)]
 
 
 def find(name: str, place: Path) -> Path:
-  """Returns the file of a figure, of a name in a folder or a path that ends in
-  .py; ValueError names the nearest."""
+  """Returns the file of a figure: a name in a folder, or a path that ends in
+  .py. ValueError names the nearest."""
   if name.endswith(".py"):
     if not Path(name).is_file():
       raise ValueError(f"{name}: there is no such file")
@@ -71,19 +72,20 @@ class _NoFigureError(ValueError):
 
 
 class Reproduction(NamedTuple):
-  """A figure, and the experiment that it is of, at one of its sizes."""
+  """A figure and its experiment, at one of its sizes."""
 
   figure: Figure
-  counts: Counts  # of its runs, at this size
-  resolved: schema.Resolved  # at this size
+  counts: Counts  # numbers of workers of its runs, at this size
+  resolved: schema.Resolved  # the config, at this size
   quick: bool
 
 
 def load(
   path: Path, engines: schema.Engines, *, quick: bool = False
 ) -> Reproduction:
-  """Returns what a figure's file says; ValueError for anything wrong with it,
-  on one line."""
+  """Reads a figure's file. ValueError, on one line, for anything wrong in
+  it."""
+  # The file may import modules of its folder.
   code.add_folder(path.parent)
   try:
     figure_file.check_name(path.stem)
@@ -92,9 +94,13 @@ def load(
     raise ValueError(f"{path}: {error}") from error
   try:
     full = schema.resolve(config, engines)
+    # Claims are checked against the full size; --quick may lack cells.
     figure = figure_file.read(path.stem, given, _counts(full, engines))
     if quick and not figure.quick:
-      raise ValueError("get_figure() has no 'quick', keys that make it small")
+      raise ValueError(
+        "get_figure() has no 'quick', the keys of a small version"
+      )
+    # Check the quick keys, also when the full size is trained.
     if figure.quick:
       small = overrides.override(config, figure.quick, engines)
       small = schema.resolve(small, engines)
@@ -105,7 +111,7 @@ def load(
 
 
 def _run(path):
-  """What the two functions of a figure's file return."""
+  """Returns the results of the two functions of a figure's file."""
   spec = importlib.util.spec_from_file_location(path.stem, path)
   module = importlib.util.module_from_spec(spec)
   try:
@@ -121,15 +127,15 @@ def _run(path):
     raise
   except SystemExit as end:
     raise ValueError(
-      f"the file ended the program (status {end.code!r}); get_config() and"
-      " get_figure() return what they say"
+      f"the file called sys.exit (status {end.code!r}); get_config() and"
+      " get_figure() must return their data"
     ) from None
-  except Exception as error:  # whatever a user's file raises
+  except Exception as error:  # a user's file may raise anything
     raise ValueError(line_of(error)) from error
 
 
 def _counts(resolved, engines) -> Counts:
-  """The numbers of workers of each run."""
+  """Returns the numbers of workers of each run."""
   return {
     label: list(engines[run.engine].workers(run))
     for label, run in resolved.runs.items()
@@ -137,7 +143,7 @@ def _counts(resolved, engines) -> Counts:
 
 
 def listing(place: Path, engines: schema.Engines) -> str:
-  """Returns the figures of a folder with their titles, a line each."""
+  """Returns the figures of a folder with their titles, one on each line."""
   known = files(place)
   width = max(map(len, known), default=0)
   titles = {k: load(path, engines).figure.title for k, path in known.items()}
@@ -145,9 +151,9 @@ def listing(place: Path, engines: schema.Engines) -> str:
 
 
 def in_turns(order: Sequence[cells.Cell]) -> list[cells.Cell]:
-  """Returns cells seed by seed, every second seed backwards: ABC CBA ABC. What
-  slows a machine for a while then hits all runs of a seed, and none is always
-  the first."""
+  """Returns cells seed by seed, every second seed backwards: ABC CBA ABC. A
+  slow phase of the machine then affects all runs of a seed, and no run is
+  always the first."""
   out = []
   for number, seed in enumerate(sorted({cell.seed for cell in order})):
     own = [cell for cell in order if cell.seed == seed]
@@ -160,19 +166,19 @@ def _size(task) -> str:
 
 
 def _check_size(task, experiment, place):
-  """Raises ValueError for a folder of the figure's other size: its verdicts
-  would be replaced by those of fewer cells."""
+  """Raises ValueError for a folder of the figure's other size, whose verdicts
+  would be replaced by those of other cells."""
   name, own = task.figure.name, _size(task)
   remedy = "choose another folder with --workdir"
   before = storage.read_json(place / f"{name}.json") or {}
   if before.get("size", own) != own:
     raise ValueError(
       f"--workdir={place} holds another experiment: {name} at its"
-      f" {before['size']} size, and this is the {own} one; {remedy}"
+      f" {before['size']} size, but this is the {own} size; {remedy}"
     )
   if not task.quick or before or not (place / "config.json").exists():
     return
-  written = folder.read_identity(place)  # not yet judged
+  written = folder.read_identity(place)  # trained, but not yet judged
   wanted = json.loads(storage.to_json(folder.identity(experiment)))
   if written["config"] != wanted["config"]:
     raise ValueError(
@@ -195,20 +201,26 @@ def train(
   """Trains the cells that are not finished; returns (experiment, its folder).
 
   Args:
-    workdir: None takes the next of runs/NAME-001, ..., or the one with this
-      very experiment; of a quick figure runs/NAME-quick-001, ....
-    bar: (messages in all) -> an `asgd.experiment.progress.ProgressBar`.
+    task: the figure and its config.
+    engines: by name.
+    workdir: None takes the runs/NAME-001, ..., with this experiment, or the
+      next free one; for a quick figure runs/NAME-quick-001, ....
+    data_dir: of the dataset's files.
+    machine: where it trains; None: this machine.
+    bar: (total messages) -> an `asgd.experiment.progress.ProgressBar`.
     count: simulated cells at once; None: one for each core.
+    signals: requests to stop.
 
   Raises:
     ValueError: for another experiment's folder, or if a cell fails.
-    Stopped: once all is saved.
+    Stopped: after a stop, when all is saved.
   """
   name, machine = task.figure.name, machine or Machine()
   experiment = cells.build(task.resolved, engines=engines, data_dir=data_dir)
   experiment.check_machine(machine)
   if workdir is not None and Path(workdir).is_dir():
     _check_size(task, experiment, Path(workdir))
+  # The two sizes never share a folder.
   name += "-quick" if task.quick else ""
   place = folder.open_folder(workdir, name, experiment)
   order = list(experiment.cells)
@@ -236,8 +248,9 @@ def judge(
   task: Reproduction, experiment: cells.Experiment, workdir: Path
 ) -> tuple[list[verdicts.ClaimVerdict], list[dict[str, Any]], dict[str, Any]]:
   """Returns the verdicts on a trained experiment, the points of the figure, and
-  all that NAME.json says."""
+  the content of NAME.json."""
   figure, machine = task.figure, provenance.machine()
+  # Cells that did not run, or failed, are missing: their claims are UNDECIDED.
   done = columns.read(workdir, experiment.cells)
   table = columns.CellTable(done, figure.columns)
   said = verdicts.judge(figure.claims, table, task.counts)
@@ -259,7 +272,7 @@ def judge(
     "seconds": sum(d.result["wall_seconds"] for d in done.values()),
     "versions": {
       **provenance.versions(),
-      "scipy": metadata.version("scipy"),  # of the statistics
+      "scipy": metadata.version("scipy"),  # computes the statistics
     },
     "machine": {key: machine[key] for key in ("cores", "devices")},
     "published": [
@@ -273,6 +286,7 @@ def judge(
 
 
 def _sizes(experiment) -> dict[str, Any]:
+  """Returns data, model, workers and sizes of an experiment, for JSON."""
   config = experiment.config
   shared = ("epochs", "examples", "batch_size", "learning_rate")
   return {
@@ -291,8 +305,8 @@ def write(
   data: Mapping[str, Any],
   place: Path,
 ) -> str:
-  """Writes picture, points and verdicts; returns where the picture is, or why
-  there is none."""
+  """Writes picture, points and verdicts. Returns the picture's files, or why it
+  was not drawn."""
   stem = place / figure.name
   storage.write_csv(stem.with_suffix(".csv"), list(points))
   storage.write_json(stem.with_suffix(".json"), data)
@@ -311,14 +325,18 @@ def reproduce(
   docs: Path | None = None,
   **options: Any,
 ) -> Path:
-  """Trains, judges and writes a figure, with the options of `train`, and says
-  what came of it; returns its folder. Of `docs` the verdicts are kept there
-  (`gallery.keep`), and whether they can be is asked before training."""
+  """Trains, judges and writes a figure, and prints the verdicts; returns its
+  folder. Options are those of `train`. With `docs` the verdicts are also copied
+  there (`gallery.keep`); before training it is checked that this is
+  possible."""
   if docs is not None:
     gallery.check_place(docs, task.figure.name, size=_size(task))
+  # [1] Train.
   experiment, place = train(task, engines, **options)
   cell_log.join(place, experiment, folder.read_results(place))
+  # [2] Judge the claims.
   said, points, data = judge(task, experiment, place)
+  # [3] Draw and write.
   drawn = write(task.figure, points, data, place)
   stem = place / task.figure.name
   cells_text = f"{data['cells']} of {data['of_cells']} cells"

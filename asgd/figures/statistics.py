@@ -1,24 +1,24 @@
-"""How sure a number is that was measured once for each seed.
+"""How certain a number is that was measured once for each seed.
 
-A claim is about one number a seed: a difference, a ratio, a value. Seeds are
-pairs: two runs of one seed have the same initial parameters, batches and drawn
-durations, so that what is compared is always taken seed by seed, and never mean
-against mean. Each statistic makes an `Interval` of the numbers of n seeds:
+A claim is about one number per seed: a difference, a ratio, a value. Two runs
+with the same seed have the same initial parameters, batches and drawn
+durations. So runs are compared seed by seed, never mean against mean. Each
+statistic makes an `Interval` from the numbers of n seeds:
 
 - `sign`: the median, between the order statistics x_(k) and x_(n+1-k), with k
-  the largest for which P(Binomial(n, 1/2) <= k - 1) <= 5 %. That is the sign
-  test turned into an interval (Conover, Practical Nonparametric Statistics,
-  3rd ed., section 3.2): above 0 if and only if the one-sided sign test says so
-  at 5 %. It takes no more than that seeds are independent, and five seeds at
-  least: with all five on one side it errs in 1 of 32 cases. Numbers may be
-  infinite; a tie counts against the claim.
-- `t`: the mean, plus and minus t_(n-1)(97.5 %) s / sqrt(n) (Student). With the
+  the largest for which P(Binomial(n, 1/2) <= k - 1) <= 5 %. This is the sign
+  test as an interval (Conover, Practical Nonparametric Statistics, 3rd ed.,
+  section 3.2): it lies above 0 if and only if the one-sided sign test rejects
+  at 5 %. It assumes only that seeds are independent, and needs five of them:
+  with all five on one side it errs in 1 of 32 cases. Numbers may be infinite; a
+  tie counts against the claim.
+- `t`: the mean, plus and minus t_(n-1)(97.5 %) s / sqrt(n) (Student). For
   logarithms of ratios it is the interval of their geometric mean.
 - `bootstrap`: the mean, between the BCa quantiles of 9,999 resamples (Efron
-  1987, as `scipy.stats.bootstrap` has it). Below ten seeds it is too narrow.
+  1987, by `scipy.stats.bootstrap`). Below ten seeds it is too narrow.
 
-A verdict asks where the interval lies: PASS inside of what is claimed, FAIL
-outside of it, UNDECIDED if it reaches over the border.
+A verdict follows from the interval's position: PASS inside the claimed range,
+FAIL outside of it, UNDECIDED if the interval contains a bound.
 """
 
 import math
@@ -30,27 +30,28 @@ import numpy as np
 from scipy import stats
 
 VERDICTS = PASS, FAIL, UNDECIDED = "PASS", "FAIL", "UNDECIDED"
-_ERROR = 0.05  # of the sign test, one-sided
-_LEVEL = 0.95  # of the other intervals, two-sided
+_ERROR = 0.05  # level of the sign test, one-sided
+_LEVEL = 0.95  # coverage of the other intervals, two-sided
 _RESAMPLES = 9999
 
 
 class Interval(NamedTuple):
-  """An effect, and the interval that it is known to lie in."""
+  """An effect, and the interval in which it is likely to lie."""
 
   effect: float
   low: float
   high: float
   coverage: float  # two-sided; 0 if there is no interval
-  why: str = ""  # there is none, if there is none
+  why: str = ""  # the reason if there is no interval
 
 
 def _unknown(effect: float, why: str) -> Interval:
+  """Returns an effect without an interval."""
   return Interval(effect, -math.inf, math.inf, 0.0, why)
 
 
 def least_seeds() -> int:
-  """Returns the seeds that the sign test needs at least: 5."""
+  """Returns the fewest seeds for the sign test: 5."""
   return math.ceil(-math.log2(_ERROR))
 
 
@@ -58,7 +59,7 @@ def sign(values: Sequence[float]) -> Interval:
   """The median, between two of the ordered values.
 
   Args:
-    values: float[n], one a seed; may be infinite.
+    values: float[n], one per seed; may be infinite.
 
   Example:
     >>> sign([3.0, 1.0, 2.0, 5.0, 4.0])
@@ -69,8 +70,9 @@ def sign(values: Sequence[float]) -> Interval:
   ordered = np.sort(np.asarray(values, float))
   count = len(ordered)
   middle = ordered[(count - 1) // 2 : count // 2 + 1]
-  # Of two equal infinities the mean is themselves.
+  # The mean of two equal infinities would be NaN.
   median = float(middle[0] if middle[0] == middle[-1] else middle.mean())
+  # k: how many order statistics the test may leave out on each side.
   rank = sum(
     stats.binom.cdf(k, count, 0.5) <= _ERROR for k in range(count // 2)
   )
@@ -87,7 +89,8 @@ def _seeds(count: int) -> str:
 
 
 def _of_mean(values: Sequence[float], between: Callable) -> Interval:
-  """The mean, and `between` of values that are finite and differ."""
+  """Returns the mean, and the interval of `between` if values are finite and
+  differ."""
   array = np.asarray(values, float)
   finite = np.isfinite(array)
   if not finite.all():
@@ -118,12 +121,12 @@ def t(values: Sequence[float]) -> Interval:
 
 
 def bootstrap(values: Sequence[float]) -> Interval:
-  """The mean, with the BCa bootstrap's interval of 95 %; the same numbers give
-  the same interval."""
+  """The mean, with the BCa bootstrap's interval of 95 %. The seed of the
+  resamples is fixed: the same numbers give the same interval."""
 
   def between(array):
     with warnings.catch_warnings():
-      warnings.simplefilter("ignore")  # of few values that are nearly equal
+      warnings.simplefilter("ignore")  # it warns for few, nearly equal values
       result = stats.bootstrap(
         (array,),
         np.mean,
@@ -145,14 +148,14 @@ STATISTICS: Mapping[str, Callable[[Sequence[float]], Interval]] = {
 
 
 def of_ratios(name: str, values: Sequence[float]) -> Interval:
-  """Returns a statistic's interval of ratios, float[n] from 0 on: that of their
-  logarithms, and back.
+  """Returns a statistic's interval for ratios, float[n] from 0 on, computed on
+  their logarithms.
 
   Example:
     >>> of_ratios("t", [2.0, 8.0]).effect
     4.0
   """
-  if name == "sign":  # the median of ratios is that of their logarithms
+  if name == "sign":  # the median commutes with the logarithm
     interval = sign(values)
     return interval._replace(low=max(interval.low, 0.0))
   with np.errstate(divide="ignore"):
@@ -162,7 +165,7 @@ def of_ratios(name: str, values: Sequence[float]) -> Interval:
 
 
 def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
-  """Returns (verdict, why it is UNDECIDED) of the claim that an effect lies
+  """Returns (verdict, why it is UNDECIDED) for the claim that an effect lies
   between two bounds, which may be infinite.
 
   Example:
@@ -175,7 +178,7 @@ def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
   """
   if interval.why:
     return UNDECIDED, interval.why
-  # An infinite bound is none: an infinite effect is inside of it.
+  # An infinite bound always holds, even for an infinite effect.
   is_above = above == -math.inf or interval.low > above
   is_below = below == math.inf or interval.high < below
   if is_above and is_below:
@@ -187,9 +190,10 @@ def judge(interval: Interval, above: float, below: float) -> tuple[str, str]:
 
 
 def conclude(verdicts: Sequence[str]) -> str:
-  """Returns the verdict of a claim that all its parts hold: PASS if all do,
-  each at its own level (an intersection-union test: the whole errs no more
-  often than one part), FAIL if one fails."""
+  """Returns the verdict of a claim that all its parts hold.
+
+  It is FAIL if one fails, and PASS if all pass, each at its own level. This is
+  an intersection-union test: the claim errs no more often than one part."""
   if FAIL in verdicts:
     return FAIL
   return PASS if verdicts and set(verdicts) == {PASS} else UNDECIDED

@@ -1,8 +1,8 @@
 """From claims and finished cells to verdicts.
 
-A claim falls apart into parts, one for each pair of cells (or cell) that it is
-about; a part is a number for each seed, and an interval of them that lies where
-the claim says it does, or not. All parts must hold.
+A claim has a part for each pair of cells (or cell) that it is about. A part has
+one number for each seed, and an interval of these numbers. The part holds if
+the interval lies in the claimed range; the claim holds if all parts hold.
 """
 
 import itertools
@@ -17,21 +17,21 @@ from asgd.figures.columns import CellTable
 from asgd.figures.figure_file import Claim, Counts
 from asgd.figures.statistics import UNDECIDED, Interval
 
-VERSION = 1  # of what is kept of them
+VERSION = 1  # of the format of stored verdicts
 
 
 class Effect(NamedTuple):
-  """One number a seed, and between which bounds it is claimed to lie."""
+  """One number for each seed, and the bounds that are claimed for them."""
 
   what: str
-  values: Mapping[int, float]  # seed -> number; none: cells were not run
+  values: Mapping[int, float]  # seed -> number; empty: cells did not run
   above: float
   below: float
   ratio: bool = False
 
 
 class Decided(NamedTuple):
-  """A part, and what came of it."""
+  """A part of a claim, with its interval and verdict."""
 
   part: Effect
   interval: Interval
@@ -40,7 +40,7 @@ class Decided(NamedTuple):
 
 
 class ClaimVerdict(NamedTuple):
-  """A claim, and what came of it."""
+  """A claim, with its verdict and its parts."""
 
   claim: Claim
   verdict: str
@@ -48,8 +48,8 @@ class ClaimVerdict(NamedTuple):
 
 
 def _paired(one, other, combine) -> dict[int, float]:
-  """combine(a, b) for the seeds that both have. Infinite is what was not met:
-  of two such numbers it is not known which is larger (NaN)."""
+  """Returns combine(a, b) for the seeds that both have. An infinite number was
+  never reached; of two such numbers the larger is not known (NaN)."""
   both = [seed for seed in one if seed in other]
   return {
     seed: math.nan
@@ -60,12 +60,12 @@ def _paired(one, other, combine) -> dict[int, float]:
 
 
 def _over(a, b):
-  """a / b of positive numbers; of others no ratio is known (NaN)."""
+  """Returns a / b for positive numbers, otherwise NaN."""
   return a / b if a > 0 and b > 0 else math.nan
 
 
 class _Cells:
-  """The values of a claim's column in cells, as the claim names them."""
+  """The values of a claim's column, for cells as the claim writes them."""
 
   def __init__(self, claim, table, counts):
     self._claim, self._table, self._counts = claim, table, counts
@@ -75,20 +75,24 @@ class _Cells:
     return self._table.values(self._claim.column, *cell) if cell else {}
 
   def along(self, label: str) -> list[str]:
-    """The cells of a run by their number of workers."""
+    """Returns the cells of a run, ordered by their number of workers."""
     counts = sorted(self._counts.get(label, ()))
     return [f"{label}@{count}" for count in counts]
 
 
 def _steps(claim, cells) -> Iterator[Effect]:
+  """Yields the differences from each cell to the next."""
   runs, margin = claim.data["runs"], float(claim.data.get("by", 0.0))
   if isinstance(runs, str):
+    # "monotone" names one run: its cells by the number of workers.
     runs = cells.along(runs)
   steps = list(itertools.pairwise(figure_file.groups(runs)))
   if not steps:
     yield Effect(str(claim.data["runs"]), {}, margin, math.inf)
   for before, after in steps:
+    # Each cell of a group is compared with each cell of the next group.
     for a, b in itertools.product(before, after):
+      # The claimed difference is positive in either direction.
       first, second, sign = (b, a, "<") if (
         claim.data["order"] == "rises"
       ) else (a, b, ">")
@@ -97,6 +101,7 @@ def _steps(claim, cells) -> Iterator[Effect]:
 
 
 def _pairs(claim, cells) -> Iterator[Effect]:
+  """Yields the difference or ratio of each pair of cells."""
   data, ratio = claim.data, claim.kind == "ratio"
   ofs = itertools.chain(*figure_file.groups(data["of"]))
   tos = list(itertools.chain(*figure_file.groups(data["to"])))
@@ -107,13 +112,14 @@ def _pairs(claim, cells) -> Iterator[Effect]:
 
 
 def _bounds(claim, cells) -> Iterator[Effect]:
+  """Yields the value of each cell."""
   for spot in itertools.chain(*figure_file.groups(claim.data["of"])):
     yield Effect(spot, cells(spot), *claim.bounds)
 
 
 def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
-  """Returns where a line through points, by x, crosses a level first; NaN if it
-  does not, or if before that a point is not finite.
+  """Returns the first x at which a line through points crosses a level. NaN if
+  it does not, or if an earlier point is not finite.
 
   Example:
     >>> crossing([1.0, 2.0], [-1.0, 3.0], 0.0)
@@ -129,8 +135,10 @@ def crossing(xs: Sequence[float], ys: Sequence[float], level: float) -> float:
 
 
 def _threshold(claim, cells) -> Iterator[Effect]:
+  """Yields the x at which the column crosses the claimed level."""
   data = claim.data
   columns = [(x, cells(spot)) for spot, x in data["runs"]]
+  # A crossing needs the values of one seed at every x.
   seeds = set.intersection(*(set(column) for _, column in columns))
   xs = [x for x, _ in columns]
   values = {
@@ -154,11 +162,13 @@ _PARTS = {
 
 
 def decide(part: Effect, statistic: str) -> Decided:
-  """Returns what a statistic says of a part."""
+  """Returns a part with its interval by a statistic, and its verdict."""
   values = list(part.values.values())
   nothing = Interval(math.nan, -math.inf, math.inf, 0.0, "not run at this size")
   if not values:
     return Decided(part, nothing, UNDECIDED, nothing.why)
+  # A seed without a value makes the part undecided: leaving it out would be a
+  # choice.
   lacking = sum(map(math.isnan, values))
   if lacking:
     odd = ", infinite ones, or none above 0" if part.ratio else (
@@ -170,6 +180,7 @@ def decide(part: Effect, statistic: str) -> Decided:
     interval = statistics.of_ratios(statistic, values)
   else:
     interval = statistics.STATISTICS[statistic](values)
+  # The interval, not the effect alone, must lie between the bounds.
   verdict, why = statistics.judge(interval, part.above, part.below)
   return Decided(part, interval, verdict, why)
 
@@ -177,7 +188,7 @@ def decide(part: Effect, statistic: str) -> Decided:
 def judge(
   claims: Sequence[Claim], table: CellTable, counts: Counts
 ) -> list[ClaimVerdict]:
-  """Returns the verdict of each claim, from finished cells; `counts` are the
+  """Returns the verdict of each claim, from finished cells. `counts` are the
   numbers of workers of each run of the experiment at this size."""
   out = []
   for claim in claims:
@@ -189,14 +200,14 @@ def judge(
 
 
 def number(value: float | None) -> str:
-  """A number in words; JSON has None for one that is not finite."""
+  """Returns a number as text; "-" for NaN, which is None in JSON."""
   if value is None or math.isnan(value):
     return "-"
   return f"{value:.4g}"
 
 
 def bounds_text(part: Effect) -> str:
-  """Where a part is claimed to lie, in words."""
+  """Returns the claimed bounds of a part as text."""
   if part.above == -math.inf:
     return f"< {number(part.below)}"
   if part.below == math.inf:
@@ -214,13 +225,13 @@ def text(verdicts: Sequence[ClaimVerdict]) -> str:
     rows = []
     for each in verdict.parts:
       low, high = number(each.interval.low), number(each.interval.high)
-      share = 100 * each.interval.coverage
+      percent = 100 * each.interval.coverage
       rows.append(
         [
           f"    {each.part.what}",
           number(each.interval.effect),
-          f"{low} to {high}" if share else "-",
-          f"{share:.1f} %" if share else "",
+          f"{low} to {high}" if percent else "-",
+          f"{percent:.1f} %" if percent else "",
           bounds_text(each.part),
           each.verdict,
           each.why,
@@ -232,14 +243,14 @@ def text(verdicts: Sequence[ClaimVerdict]) -> str:
 
 
 def plain(value: float) -> float | str | None:
-  """A number as JSON has it: an infinite one is a text, as float() reads it."""
+  """Returns a number for JSON: an infinite one is a text that float() reads."""
   if math.isnan(value):
     return None
   return value if math.isfinite(value) else str(value)
 
 
 def as_data(verdict: ClaimVerdict) -> dict[str, Any]:
-  """Returns a verdict as JSON has it."""
+  """Returns a verdict as data for JSON."""
   claim, parts = verdict.claim, []
   for part, interval, said, why in verdict.parts:
     bounds = {"above": plain(part.above), "below": plain(part.below)}
@@ -255,7 +266,7 @@ def as_data(verdict: ClaimVerdict) -> dict[str, Any]:
 
 
 def part_of(data: Mapping[str, Any]) -> Effect:
-  """Returns a part of `as_data`, as it was."""
+  """Returns the part that `as_data` wrote."""
   bounds = float(data["above"]), float(data["below"])
   values = {
     int(seed): math.nan if value is None else float(value)

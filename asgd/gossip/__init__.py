@@ -1,9 +1,15 @@
-"""Gossip: training without a server, by peers that talk to each other.
+"""Gossip: training without a server, by peers that exchange messages.
 
-Who tells whom is a `Topology`; how what is heard comes into a peer is a `Rule`;
-`make_peer` joins a rule to a peer's own server into a `Peer`, which is pure
-functions of one peer's state. `Gossip` says which of them an algorithm is made
-of, and `orders` makes the traces that simulators obey.
+  job -> own Server -> put -- message --> take -> mix (Rule, Topology)
+
+- A `Topology` defines which peer receives from which, with weights by round.
+- A `Rule` defines how received parameters change a peer (`rules`).
+- `make_peer` combines a rule with a peer's own server into a `Peer`: pure
+  functions of one peer's state.
+- `Gossip` holds the choices of an algorithm, and `orders` makes the traces that
+  simulators replay. Live peers are in `asgd.live.gossip`.
+
+Begin with `peer`, which defines the rows of a trace.
 """
 
 from asgd.gossip import orders, rules, topologies

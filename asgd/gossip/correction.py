@@ -1,4 +1,4 @@
-"""D2: what differs between the data of peers is corrected for."""
+"""D2: a correction for differences between the data of peers."""
 
 from typing import NamedTuple
 
@@ -18,12 +18,13 @@ class Before(NamedTuple):
 
 
 def correct_variance() -> base.Transform:
-  """Adds to an update what the step before it came to, as D2 does.
+  """Adds the change of the previous step to an update, as D2 does.
 
       update_k = u_k - u_{k-1} + x_k - x_{k-1},   u_0 the first
 
-  u_k = -eta g_k is what comes before it in a chain. With the mixing that
-  follows this is x_{k+1} = W (2 x_k - x_{k-1} - eta g_k + eta g_{k-1}).
+  u_k = -eta g_k is the update of the transforms before this one in a chain.
+  With the mixing that follows, this is x_{k+1} = W (2 x_k - x_{k-1} - eta g_k +
+  eta g_{k-1}).
 
   Returns:
     A transform, which reads the parameters.
@@ -48,6 +49,7 @@ def correct_variance() -> base.Transform:
   def update(updates, state, params=None, **extra):
     del extra
 
+    # The first step has no predecessor to correct for.
     def corrected(u, x, before_u, before_x):
       return jnp.where(state.started, u - before_u + (x - before_x), u)
 

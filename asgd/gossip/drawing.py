@@ -11,11 +11,11 @@ def draw(topology: Topology, *, size: float = 2.4) -> Any:
   """Draws each round of a topology: peers in a circle, links by their weight.
 
   Args:
-    topology: any.
+    topology: to draw.
     size: of a round, in inches.
 
   Returns:
-    A matplotlib Figure, without pyplot.
+    A matplotlib Figure, made without pyplot.
   """
   from matplotlib.figure import Figure
 
@@ -28,7 +28,7 @@ def draw(topology: Topology, *, size: float = 2.4) -> Any:
     links, weights = topology.links[k], topology.matrices[k]
     for receiver, sender in np.argwhere(links):
       both = links[sender, receiver]
-      if both and sender < receiver:
+      if both and sender < receiver:  # one line for both directions
         continue
       axes.annotate(
         "",

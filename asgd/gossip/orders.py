@@ -1,7 +1,6 @@
-"""Orders of peers: who works, puts, takes and mixes when, as a trace.
+"""Orders of peers: traces of when peers work, put, take and mix.
 
-What the rows mean is said in `asgd.gossip.peer`. Messages take no time on
-their way; only jobs do.
+`asgd.gossip.peer` explains the rows. Messages take no time, only jobs do.
 """
 
 import collections
@@ -29,31 +28,33 @@ def rounds(
   put_first: bool = False,
   every: int = 1,
 ) -> base.Trace:
-  """Rounds: each peer does a job, and mixes what its neighbours put.
+  """Rounds: each peer does a job, then mixes the messages of its neighbours.
 
-  A peer waits for its neighbours, not for all: it may be a round ahead of them.
-  Round k of a peer is send, receive, put, takes and mix; or, with `put_first`,
-  send, put, receive, takes and mix, so that what it puts is what the job was
-  computed on, and is on its way during the job. Job k n + i is peer i's.
+  A peer waits for its neighbours only: it may be a round ahead of them. Its
+  rows in round k are send, receive, put, takes and mix. With `put_first` they
+  are send, put, receive, takes and mix: the peer then puts the parameters on
+  which the job is computed, and the message travels during the job. Job k n + i
+  is peer i's in round k.
 
-  With `every` a peer puts message m in round m every, and mixes the messages m
-  of its neighbours at the end of round m every + every - 1: it has mixed each
-  message before it puts the next one. Put, take and mix rows have the number m
-  of the message, by which the topology's matrices are chosen.
+  With `every` a peer puts message m in round m every. It mixes the messages m
+  of its neighbours at the end of round m every + every - 1, before it puts the
+  next one. Put, take and mix rows have the number m, which selects the
+  topology's matrix.
 
   Args:
-    durations: how long each job takes.
-    topology: who takes whose message.
+    durations: of jobs.
+    topology: which peers take messages of which.
     messages: jobs, a multiple of the peers.
     put_first: whether a peer puts before its job.
-    every: rounds to a message. If they do not divide the rounds, the last
-      message is not taken.
+    every: rounds between two messages. If it does not divide the rounds, the
+      last message is not taken.
 
   Raises:
-    ValueError: for messages that are no whole rounds, or `every` below 1.
+    ValueError: for messages that do not make complete rounds, or `every` below
+      1.
 
   Example:
-    Two peers, the second half as fast.
+    Two peers; the second one is half as fast.
 
     >>> from asgd import orders
     >>> from asgd.gossip import orders as peers, topologies
@@ -78,8 +79,9 @@ def rounds(
   checks.whole("every", every)
   streams = [durations.stream(peer) for peer in range(n)]
   start, rows = np.zeros(n), []
-  put = start  # when peers put the last message
+  put = start  # times at which the peers put their last messages
   for k in range(messages // n):
+    # [1] Times of the round: jobs end, then the last sender's message arrives.
     done = start + np.array([next(stream) for stream in streams])
     m, puts, mixes = k // every, k % every == 0, (k + 1) % every == 0
     if puts:
@@ -88,10 +90,12 @@ def rounds(
     if mixes:
       links = topology.links[m % topology.period]
       end = np.maximum(done, np.where(links, put[None], 0.0).max(1))
+
+    # [2] Rows of the round; the second to fifth entries order equal times.
     for i in range(n):
       job = k * n + i
       rows.append((start[i], k, 0, i, 0, (i, k, job, base.SEND)))
-      if puts:  # before the job's end, or after it
+      if puts:  # the order of rows at equal times: before or after RECEIVE (2)
         order = 1 if put_first else 3
         rows.append((put[i], k, order, i, 0, (i, m, m, base.PUT)))
       rows.append((done[i], k, 2, i, 0, (i, k, job, base.RECEIVE)))
@@ -100,6 +104,7 @@ def rounds(
           rows.append((end[i], k, 4, i, j, (i, m, j, base.TAKE)))
         rows.append((end[i], k, 4, i, n, (i, NO_SEQ, m, base.MIX)))
     start = end
+  # Peers may be rounds apart, so rows of different rounds interleave.
   rows.sort(key=lambda row: row[:5])
   return trace_lib.from_events(Event(float(row[0]), *row[5]) for row in rows)
 
@@ -107,23 +112,24 @@ def rounds(
 def pairs(
   durations: Durations, topology: Topology, *, messages: int, seed: int = 0
 ) -> base.Trace:
-  """Pairs: whoever ends a job meets a neighbour, and nobody waits.
+  """Pairs: a peer that ends a job meets one neighbour; other peers do not wait.
 
-  Both put, take and mix at once, whatever the other is doing; then the one
-  whose job has ended applies it to what it has now, and starts the next. Jobs
-  are numbered in the order of their sends.
+  Both put, take and mix at once, even if the other one is computing a job. Then
+  the peer that has ended its job applies the job to its present parameters, and
+  starts the next one. Jobs are numbered in the order of their sends.
 
   Args:
-    durations: how long each job takes.
-    topology: who may meet whom, all as likely.
-    messages: jobs, of all peers together.
-    seed: 0 or more; whom a peer meets is a function of it and the peer.
+    durations: of jobs.
+    topology: which peers may meet, with equal probability.
+    messages: jobs of all peers together.
+    seed: 0 or more; the neighbours that a peer meets depend on the seed and the
+      peer.
 
   Returns:
     A Trace. Up to n - 1 jobs are open at its end.
 
   Raises:
-    ValueError: for a topology in which neighbours do not hear each other.
+    ValueError: for a topology with a link in one direction only.
 
   Source:
     Lian et al., "Asynchronous decentralized parallel stochastic gradient
@@ -177,29 +183,31 @@ def pairs(
     for one in (peer, other):
       puts[one] += 1
     rows.append(Event(time, peer, seq, job, base.RECEIVE))
+    # No job starts after the last message.
     if count + 1 < messages:
       send(peer, time)
   return trace_lib.from_events(rows)
 
 
 def check_pairs(topology: Topology) -> None:
-  """Raises ValueError unless peers that may meet hear each other."""
+  """Raises ValueError if a link of the topology has one direction only."""
   one_way = np.argwhere(topology.union & ~topology.union.T)
   if len(one_way):
     receiver, sender = one_way[0].tolist()
     raise ValueError(
-      f"the topology {topology.name!r} is directed (peer {receiver} hears"
-      f" {sender}, and is not heard by it), and two that meet tell each other:"
-      " use an undirected one, such as ring, or sgp"
+      f"the topology {topology.name!r} is directed (peer {receiver} receives"
+      f" from {sender}, but {sender} does not receive from {receiver}), and two"
+      " peers that meet send each other messages: use an undirected topology,"
+      " such as ring, or sgp"
     )
 
 
 def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
-  """Joins what peers wrote, each of itself, into one trace.
+  """Joins the traces of peers, each with its own rows, into one trace.
 
-  Each take follows the put of its message; otherwise rows go by their times,
-  which clocks that differ cannot spoil: a row that comes out of its time has
-  that of the row before it.
+  Each take follows the put of its message. Otherwise rows are ordered by time,
+  but no row gets an earlier time than the row before it. So clocks that differ
+  cannot break the order.
 
   Args:
     traces: of each peer, in any order.
@@ -208,7 +216,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     A Trace of all rows.
 
   Raises:
-    ValueError: if a message was taken that nobody put.
+    ValueError: if a peer took a message that no peer put.
 
   Example:
     The clock of peer 1 is slow.
@@ -216,10 +224,10 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     >>> from asgd import gossip, orders
     >>> from asgd.gossip import topologies
     >>> clock = orders.durations.constant()
-    >>> whole = gossip.orders.rounds(clock, topologies.full(2), messages=2)
+    >>> trace = gossip.orders.rounds(clock, topologies.full(2), messages=2)
     >>> one, two = (
-    ...   whole._replace(**{k: v[whole.worker == i] for k, v in
-    ...     whole._asdict().items()}) for i in range(2)
+    ...   trace._replace(**{k: v[trace.worker == i] for k, v in
+    ...     trace._asdict().items()}) for i in range(2)
     ... )
     >>> merged = gossip.orders.merge([one, two._replace(time=two.time - 0.5)])
     >>> orders.check(merged), len(merged.time)
@@ -229,9 +237,10 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     collections.deque(trace_lib.events(t) if isinstance(t, base.Trace) else t)
     for t in traces
   ]
-  put: set[tuple[int, int]] = set()
+  put: set[tuple[int, int]] = set()  # (sender, seq) of merged puts
+  # (sender, seq) -> indices of queues that begin with a take of that message.
   waiting: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
-  ready: list[tuple[float, int]] = []
+  ready: list[tuple[float, int]] = []  # (time, index) of first rows
 
   def offer(index: int) -> None:
     if not queues[index]:
@@ -250,7 +259,7 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
   while ready:
     _, index = heapq.heappop(ready)
     event = queues[index].popleft()
-    time = max(time, event.time)
+    time = max(time, event.time)  # a slow clock must not order rows
     rows.append(event._replace(time=time))
     if event.action in trace_lib.PUTS:
       put.add(event.key)
@@ -259,27 +268,29 @@ def merge(traces: Sequence[base.Trace | Iterable[Event]]) -> base.Trace:
     offer(index)
   heads = [queue[0] for queue in queues if queue]
   if heads:
-    left = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
-    # Others wait for those that wait for what is not there.
-    lacks = [event for event in heads if (event.job, event.seq) not in left]
+    later = {e.key for q in queues for e in q if e.action in trace_lib.PUTS}
+    # Report a take without a put in any trace. Other takes wait for puts behind
+    # such a take.
+    lacks = [event for event in heads if (event.job, event.seq) not in later]
     event = (lacks or heads)[0]
     raise ValueError(
       "the traces of peers do not belong together: peer"
       f" {event.worker} takes message {event.seq} of peer {event.job}, which"
-      f" that one did not put, at {event.format()} ({trace_lib.HEADER})"
+      f" peer {event.job} did not put, at {event.format()}"
+      f" ({trace_lib.HEADER})"
     )
   return trace_lib.from_events(rows)
 
 
 class Gossip(NamedTuple):
-  """Who talks to whom when, and how what is heard comes in."""
+  """The choices of a gossip algorithm: rule, topology and order."""
 
   rule: Rule
   topology: Topology
-  order: str = ROUNDS  # or PAIRS: whoever ends a job meets one neighbour
+  order: str = ROUNDS  # or PAIRS: a peer that ends a job meets one neighbour
   put_first: bool = False  # rounds: put before the job, not after it
   every: int = 1  # rounds from a message's put to its mix, and to the next put
-  compressed: bool = False  # what is put is not whole parameters
+  compressed: bool = False  # whether messages are codes, not all parameters
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
     """Returns the weight of a message that was put in a round."""
@@ -288,18 +299,18 @@ class Gossip(NamedTuple):
     return self.topology.weight(round, receiver, sender)
 
   def keep(self, round: int, peer: int) -> float:
-    """Returns the weight that a peer gives itself."""
+    """Returns the weight that a peer gives its own parameters."""
     return self.weight(round, peer, peer)
 
   def trace(
     self, durations: Durations, *, messages: int, seed: int = 0
   ) -> base.Trace:
-    """Returns the order in which peers of such speeds do what they do.
+    """Returns the order of a run as a trace.
 
     Args:
-      durations: how long each job takes.
-      messages: jobs, of all peers together; of rounds a multiple of the peers.
-      seed: 0 or more, of whom peers meet.
+      durations: of jobs.
+      messages: jobs of all peers together; for rounds a multiple of the peers.
+      seed: 0 or more, of the neighbours that peers meet.
     """
     if self.order == PAIRS:
       return pairs(durations, self.topology, messages=messages, seed=seed)

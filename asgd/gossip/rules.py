@@ -1,7 +1,7 @@
-"""How parameters of others come into a peer: one rule for each idea.
+"""Rules: how messages of other peers change a peer's parameters.
 
 In the equations x_i are the parameters of peer i, W_ij is the weight that peer
-i gives what comes from j, and m_j is what j put in the round.
+i gives a message of peer j, and m_j is the message that j put in the round.
 """
 
 from collections.abc import Sequence
@@ -26,6 +26,7 @@ def _add_weighted(
   total: base.Params, trees: Sequence[base.Params], weights: jax.Array
 ) -> base.Params:
   """Returns total + sum_k weights[k] trees[k], in the order of the trees."""
+  # A loop, not one stacked sum: the order of additions fixes the bits.
   for k, tree in enumerate(trees):
     total = jax.tree.map(
       lambda t, x, w=weights[k]: t + w.astype(t.dtype) * x, total, tree
@@ -34,14 +35,14 @@ def _add_weighted(
 
 
 def average() -> Rule:
-  """Weighted means of parameters, as D-PSGD and AD-PSGD take them.
+  """Weighted means of parameters, as in D-PSGD and AD-PSGD.
 
       m_j = x_j;   x_i <- x_i + sum_j W_ij (m_j - m_i)
 
-  over the neighbours j whose message came. If x_i did not change since it was
-  put this is sum_j W_ij x_j, where W_ii is what the others leave; a gradient
-  that was applied since stays whole. With W symmetric the mean over peers is
-  kept if each peer that takes a message has its own taken in turn.
+  over the neighbours j with a message that arrived. If x_i has not changed
+  since it was put, this is sum_j W_ij x_j, where W_ii is 1 minus the others. A
+  gradient that was applied since then is kept in full. With a symmetric W the
+  mean over peers is kept if two neighbours always take each other's messages.
 
   Source:
     Lian et al., "Can decentralized algorithms outperform centralized
@@ -55,8 +56,10 @@ def average() -> Rule:
 
   def mix(state, codes, weights, slots):
     del slots
-    mine = state.own
-    differences = [optax.tree.sub(code, mine) for code in codes]
+    own_message = state.own
+    # Differences to the peer's own message, not to its present parameters: a
+    # gradient applied since then must not be averaged away.
+    differences = [optax.tree.sub(code, own_message) for code in codes]
     params = _add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
 
@@ -64,13 +67,14 @@ def average() -> Rule:
 
 
 def _step_of_mass(state: PeerState, params: base.Params) -> base.Params:
-  """Of `push_sum`: an own update of x = w z as one of z, z + u / w."""
+  """Scales an own update for `push_sum`: u of x = w z is the update u / w of
+  z."""
   before = base.weights_of(state.server.params)
   scaled = jax.tree.map(
     lambda a, b: b + (a - b) / state.own.astype(b.dtype),
     *(base.weights_of(params), before),
   )
-  # While all have weight 1, not even a rounding error.
+  # With weight 1 the parameters are taken as they are, without rounding.
   weights = optax.tree.where(state.own == 1, base.weights_of(params), scaled)
   return base.with_weights(params, weights)
 
@@ -82,11 +86,11 @@ def push_sum() -> Rule:
       w_i' = w_i + sum_j W_ij w_j
       z_i <- (w_i z_i + sum_j W_ij w_j z_j) / w_i';   w_i <- w_i'
 
-  Columns of W sum to 1: W_ij is the part of j's mass that i is given. In the
-  paper a peer keeps x_i = w_i z_i; here it keeps z_i, on which gradients are
-  computed, and its own update u is one of x: z_i <- z_i + u / w_i. The sums of
-  w and of w z over peers and messages on their way are kept, on any graph, in
-  any order, however late messages are.
+  Columns of W sum to 1: W_ij is the part of j's mass that goes to i. In the
+  paper a peer keeps x_i = w_i z_i. Here it keeps z_i, on which gradients are
+  computed. Its own update u is one of x: z_i <- z_i + u / w_i. The sums of w
+  and of w z, over peers and messages on their way, stay constant on any graph,
+  in any order, and with any delay.
 
   Source:
     Assran et al., "Stochastic gradient push for distributed deep learning",
@@ -106,10 +110,12 @@ def push_sum() -> Rule:
 
   def mix(state, codes, weights, slots):
     del slots
+    # The received masses, and the peer's new mass.
     parts = [weights[k] * code[1] for k, code in enumerate(codes)]
     total = state.own
     for part in parts:
       total = total + part.astype(total.dtype)
+    # The mean of all z, weighted by mass.
     params = jax.tree.map(
       lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
     )
@@ -119,6 +125,7 @@ def push_sum() -> Rule:
 
   def lend(state, slot):
     del slot
+    # The newcomer's mass is taken from its lenders: the total stays the same.
     half = state.own / 2
     return state._replace(own=half), half
 
@@ -146,30 +153,30 @@ def push_sum() -> Rule:
 
 
 class Choco(NamedTuple):
-  """What `choco` keeps."""
+  """State of `choco`."""
 
   codec: Any  # state of the codec
-  public: base.Params  # x^_i, what all neighbours know of this peer
+  public: base.Params  # x^_i, this peer's parameters at its neighbours
   copies: base.Params  # x^_j of each neighbour, [slots, ...]
 
 
 def choco(codec: Any, gamma: float) -> Rule:
-  """CHOCO: peers mix what is publicly known, and send what that lacks.
+  """CHOCO: peers mix their public parameters, and send compressed differences.
 
       q_i = codec(x_i - x^_i);   x^_i <- x^_i + q_i,   at i and its neighbours
       x_i <- x_i + gamma sum_j W_ij (x^_j - x^_i)
 
-  A peer keeps a copy x^_j for each of its neighbours. All copies begin as the
-  parameters with which all peers begin, so that these need not be sent. A copy
-  is right only if the peer takes each message of its neighbour: the topology
-  must be the same in all rounds. With the identity codec x^_i is the x_i that
-  was put, and with gamma = 1 this is `average`.
+  A peer keeps a copy x^_j for each of its neighbours. All copies start as the
+  common first parameters, which need not be sent. A copy is correct only if the
+  peer takes every message of that neighbour, so the topology must be the same
+  in all rounds. With the identity codec x^_i is the x_i that was put, and with
+  gamma = 1 this is `average`.
 
   Args:
-    codec: as of `asgd.compression`; what it does not send stays in
-      x_i - x^_i, so it needs no error feedback.
-    gamma: the consensus step, in (0, 1]: the smaller, the coarser the codec;
-      see `proved_gamma`.
+    codec: of `asgd.compression`; the part that it does not send stays in x_i -
+      x^_i, so it needs no error feedback.
+    gamma: the consensus step, in (0, 1]; the coarser the codec, the smaller it
+      must be. See `proved_gamma`.
 
   Raises:
     ValueError: for a gamma out of its range.
@@ -192,6 +199,7 @@ def choco(codec: Any, gamma: float) -> Rule:
     own = state.own
     missing = optax.tree.sub(state.server.params, own.public)
     code, inner = codec.encode(own.codec, missing, key)
+    # The sender updates its public parameters exactly as its neighbours will.
     public = optax.tree.add(own.public, codec.decode(code))
     return state._replace(own=Choco(inner, public, own.copies)), code
 
@@ -216,7 +224,7 @@ def choco(codec: Any, gamma: float) -> Rule:
     copies = jax.tree.map(
       lambda c, x: c.at[slot].set(x), state.own.copies, loan
     )
-    # What a newcomer begins with, it tells its neighbours whole.
+    # A newcomer lends its complete parameters, so they are all public.
     params, public = optax.tree.where(
       first, (params, params), (state.server.params, state.own.public)
     )
@@ -237,14 +245,15 @@ def choco(codec: Any, gamma: float) -> Rule:
 
 
 def proved_gamma(topology: Topology, delta: float) -> float:
-  """Returns the consensus step with which CHOCO is proved to converge.
+  """Returns the consensus step for which CHOCO is proved to converge.
 
     gamma = rho^2 delta / (16 rho + rho^2 + 4 beta^2 + 2 rho beta^2
                            - 8 rho delta)
     rho = 1 - |lambda_2|,   beta = ||I - W||_2
 
-  It is far below the best one: on a ring of 8 peers with 1 % of the elements it
-  is 3.5e-5, at which peers hardly hear of each other, and 0.1 converges.
+  It is far below the best step. On a ring of 8 peers that send 1 % of the
+  elements it is 3.5e-5, with which peers hardly influence each other, while 0.1
+  converges.
 
   Args:
     topology: of symmetric weights W, the same in all rounds.
@@ -271,14 +280,14 @@ def proved_gamma(topology: Topology, delta: float) -> float:
 
 
 class Pending(NamedTuple):
-  """State of the algorithm of a peer that shares its updates."""
+  """State of an algorithm that leaves its updates to `share`."""
 
   inner: optax.OptState
   update: optax.Updates  # like parameters, not yet put
 
 
 def _hold(algorithm: base.Algorithm) -> base.Algorithm:
-  """Keeps updates back, for `share` to put them."""
+  """Makes an algorithm store its updates, for `share` to put them."""
 
   def init(params):
     zeros = optax.tree.zeros_like(params)
@@ -286,6 +295,7 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
 
   def update(message, state, params=None, **extra):
     updates, inner = algorithm.update(message, state.inner, params, **extra)
+    # The server applies zeros; the update is applied when the peer mixes.
     zeros = optax.tree.zeros_like(updates)
     return zeros, Pending(inner, optax.tree.add(state.update, updates))
 
@@ -293,30 +303,30 @@ def _hold(algorithm: base.Algorithm) -> base.Algorithm:
 
 
 class Share(NamedTuple):
-  """What `share` keeps."""
+  """State of `share`."""
 
   codec: Any  # state of the codec, with its residual
-  total: optax.Updates  # of the peer's own, put and not yet applied
+  total: optax.Updates  # the peer's own part of the next mix, as it was put
 
 
 def share(codec: Any) -> Rule:
-  """Every peer applies every message: Strom's threshold sharing, as DL4J.
+  """Every peer applies every message: Strom's threshold sharing, as in DL4J.
 
       q_i = codec(u_i);   x_i <- x_i + sum_j W_ij q_j,   i itself among the j
 
-  u_i is the update that the peer's optimizer made of its gradient. All peers
-  begin with the same parameters and hear the same messages, so that their
-  parameters stay the same but for rounding. W_ij = 1 / n is the mean: with the
+  u_i is the update that the peer's optimizer computed from its gradient. All
+  peers start from the same parameters and receive the same messages, so their
+  parameters stay equal except for rounding. W_ij = 1 / n is the mean: with the
   identity codec and no momentum this is all-reduce SGD.
 
   Args:
-    codec: as of `asgd.compression`; a biased one, as a threshold, with its
+    codec: of `asgd.compression`; a biased one, such as a threshold, with its
       error feedback.
 
   Source:
     Strom, "Scalable distributed DNN training using commodity GPU cloud
-    computing", Interspeech 2015, which encodes gradients; encoding what the
-    updater makes of them is DL4J's.
+    computing", Interspeech 2015, which encodes gradients; DL4J encodes updates,
+    as here.
   """
 
   def init(params, slots):
@@ -327,6 +337,7 @@ def share(codec: Any) -> Rule:
   def put(state, keep, key):
     pending = state.server.opt_state
     code, inner = codec.encode(state.own.codec, pending.update, key)
+    # The peer applies its own code, not its exact update, as all others do.
     total = _add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )

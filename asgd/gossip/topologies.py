@@ -1,22 +1,23 @@
-"""Topologies: who tells whom, and what it weighs, as data.
+"""Topologies by name: which peer receives from which, with weights, as data.
 
-A topology is a sequence of matrices W_k, one a round, over and over. W[i, j] is
-the weight that peer i gives what peer j tells it; an entry that is not 0, off
-the diagonal, is a link from j to i.
+A topology is a sequence of matrices W_k, one for each round, repeated. W[i, j]
+is the weight that peer i gives a message of peer j. A nonzero entry off the
+diagonal is a link from j to i.
 
 Rules that take means (`rules.average`, `choco`, `share`) need rows and columns
-that sum to 1; push-sum needs columns that do, and so works on any directed
-graph in which everybody hears of everybody. Undirected graphs get weights of
-Metropolis,
+that sum to 1. Push-sum needs columns that sum to 1, so it works on any strongly
+connected directed graph. Undirected graphs get Metropolis weights,
 
-    W_ij = 1 / (1 + max(d_i, d_j)) for neighbours,   W_ii = what is left,
+    W_ij = 1 / (1 + max(d_i, d_j)) for neighbours,
+    W_ii = 1 - the sum of the others,
 
-with d_i the neighbours of i; "uniform" weights are 1 / (1 + neighbours of the
-one who tells), which is the same where all have as many. Of each topology here
-`workers` is n, from 2, and `weights` one of WEIGHTS.
+where d_i is the number of i's neighbours. "uniform" weights are 1 / (1 + number
+of peers that receive from the sender), which is the same if all peers have
+equally many neighbours. For all makers here `workers` is n, at least 2, and
+`weights` is one of WEIGHTS.
 
-How fast gossip averages is said by |lambda_2|, the second largest modulus of an
-eigenvalue of W: the distance to the mean falls by that factor a round.
+|lambda_2|, the second largest modulus of an eigenvalue of W, is the speed of
+averaging: the distance to the mean falls by that factor per round.
 """
 
 import functools
@@ -49,11 +50,12 @@ _MOST = 1024  # peers; a matrix is dense
 
 
 def _circulant(workers: int, hops: Sequence[int]) -> Links:
-  """Everybody hears those that are some hops before it."""
+  """Returns links by which every peer receives from those `hops` before it."""
   links = np.zeros((workers, workers), bool)
   for hop in hops:
+    # Row i, column i - hop: peer i receives from the peer `hop` before it.
     links[np.arange(workers), (np.arange(workers) - hop) % workers] = True
-  np.fill_diagonal(links, False)
+  np.fill_diagonal(links, False)  # a hop may be a multiple of n
   return links
 
 
@@ -76,7 +78,9 @@ def torus(
   """Peers on a grid that is closed in both directions: four neighbours.
 
   Args:
+    workers: n.
     rows: a divisor of n; None is the largest that is at most sqrt(n).
+    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for rows that do not divide n, or a prime n without rows.
@@ -90,23 +94,23 @@ def torus(
       )
   checks.whole("rows", rows)
   checks.multiple(workers, "peers", rows, "rows of a torus, which are {}")
-  at = np.arange(workers).reshape(rows, -1)
+  grid = np.arange(workers).reshape(rows, -1)
   links = np.zeros((workers, workers), bool)
   for axis, hop in itertools.product((0, 1), (1, -1)):
-    links[at.ravel(), np.roll(at, hop, axis).ravel()] = True
-  np.fill_diagonal(links, False)
+    links[grid.ravel(), np.roll(grid, hop, axis).ravel()] = True
+  np.fill_diagonal(links, False)  # along an axis of length 1
   return of_matrices("torus", of_links(links, weights))
 
 
 def star(workers: int, *, weights: str | None = None) -> Topology:
-  """Peer 0 in the middle, and nobody else with more than one neighbour."""
+  """Peer 0 in the middle, linked with each other peer; no further links."""
   links = np.zeros((workers, workers), bool)
   links[0, 1:] = links[1:, 0] = True
   return of_matrices("star", of_links(links, weights))
 
 
 def full(workers: int) -> Topology:
-  """Everybody hears everybody: a round is an all-reduce."""
+  """Every peer receives from all others: a round is an all-reduce."""
   return of_matrices("full", np.full((workers, workers), 1 / workers))
 
 
@@ -115,7 +119,8 @@ def _hops(workers: int) -> list[int]:
 
 
 def exponential(workers: int) -> Topology:
-  """Everybody hears those 1, 2, 4, ... before it: directed, log2 n links.
+  """Every peer receives from those 1, 2, 4, ... before it: directed, log2 n
+  links.
 
     second singular value 1 - 2 / (log2 n + 1),   n a power of 2
 
@@ -128,12 +133,14 @@ def exponential(workers: int) -> Topology:
     >>> f"{topologies.second_singular_value(topologies.exponential(8)):.3f}"
     '0.500'
   """
+  # All peers have equally many receivers, so uniform weights have rows, too,
+  # that sum to 1.
   links = _circulant(workers, _hops(workers))
   return of_matrices("exponential", of_links(links, "uniform"))
 
 
 def one_peer_exponential(workers: int) -> Topology:
-  """Round k: everybody hears one peer, the one 2^(k mod log2 n) before it.
+  """In round k every peer receives from one, 2^(k mod log2 n) before it.
 
   If n is a power of 2, log2 n rounds average exactly.
 
@@ -159,8 +166,8 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
 
   Args:
     workers: n, a power of 2.
-    one_peer: round k averages pairs along dimension k mod log2 n alone, so that
-      log2 n rounds average exactly.
+    one_peer: whether round k averages pairs along dimension k mod log2 n alone,
+      so that log2 n rounds average exactly.
 
   Raises:
     ValueError: for an n that is no power of 2.
@@ -174,7 +181,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     )
   ranks, dimensions = np.arange(workers), workers.bit_length() - 1
   rounds = np.zeros((dimensions, workers, workers), bool)
-  for k in range(dimensions):
+  for k in range(dimensions):  # neighbours differ in one bit of their index
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
     return of_matrices("hypercube", [of_links(links) for links in rounds])
@@ -184,16 +191,16 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
 def random_regular(
   workers: int, *, degree: int | None = None, seed: int = 0
 ) -> Topology:
-  """A connected graph, drawn among those in which all have as many neighbours.
+  """A random connected graph in which all peers have equally many neighbours.
 
   Args:
-    workers: n, from 3.
-    degree: neighbours of each, from 2 to n - 1; n times it is even. None is 3,
-      and 2 if n is odd.
+    workers: n, at least 3.
+    degree: neighbours of each, from 2 to n - 1; n times degree must be even.
+      None is 3, or 2 if n is odd.
     seed: of the draw.
 
   Raises:
-    ValueError: for a degree that no such graph has, or less than 3 peers.
+    ValueError: for a degree that no such graph has, or fewer than 3 peers.
   """
   if workers < 3:
     raise ValueError(
@@ -211,7 +218,8 @@ def random_regular(
       " number of peers"
     )
   rng = np.random.default_rng((seed, workers, degree))
-  # From a circulant, edges a-b, c-d become a-d, c-b: each swap keeps degrees.
+  # Start from a circulant. Random pairs of edges a-b, c-d become a-d, c-b,
+  # which keeps degrees, until the graph is mixed and connected.
   links = _circulant(workers, [s * h for h in range(1, degree // 2 + 1)
     for s in (1, -1)])
   if degree % 2:
@@ -221,6 +229,7 @@ def random_regular(
     for _ in range(20 * len(edges)):
       first, second = rng.integers(len(edges), size=2)
       (a, b), (c, d) = edges[first], edges[second][:: rng.choice((1, -1))]
+      # Not if the swap would make a loop or a link that exists.
       if len({a, b, c, d}) < 4 or links[a, d] or links[c, b]:
         continue
       for i, j, value in ((a, b, 0), (c, d, 0), (a, d, 1), (c, b, 1)):
@@ -237,12 +246,14 @@ def erdos_renyi(
   seed: int = 0,
   weights: str | None = None,
 ) -> Topology:
-  """A connected graph, drawn with each link by itself.
+  """A random connected graph with independent links.
 
   Args:
+    workers: n.
     probability: of a link, in (0, 1]; None is 2 ln n / n, at most 1, with which
       most graphs are connected.
-    seed: of the draw; graphs that are not connected are drawn again.
+    seed: of the draw; a graph that is not connected is redrawn.
+    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for a probability out of its range, or so small that none of 100
@@ -253,6 +264,7 @@ def erdos_renyi(
   checks.portion("probability", probability)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers))
   for _ in range(100):
+    # Each pair of peers is drawn once, above the diagonal.
     half = np.triu(rng.random((workers, workers)) < probability, 1)
     links = half | half.T
     if reaches(links):
@@ -267,19 +279,20 @@ def erdos_renyi(
 def hierarchical(
   workers: int, *, group: int = 4, weights: str | None = None
 ) -> Topology:
-  """Groups in which everybody hears everybody; their first peers form a ring.
+  """Groups of fully linked peers; the first peers of the groups form a ring.
 
   Args:
     workers: n, a multiple of the group's size.
-    group: peers of a group, from 2.
+    group: peers of a group, at least 2.
+    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for an n that is no multiple of the group's size.
   """
   checks.whole("group", group, 2)
   checks.multiple(workers, "peers", group, "groups of {}")
-  of = np.arange(workers) // group
-  links = of[:, None] == of[None]
+  group_of = np.arange(workers) // group
+  links = group_of[:, None] == group_of[None]
   leaders = np.arange(0, workers, group)
   links[leaders, np.roll(leaders, 1)] = True
   links[np.roll(leaders, 1), leaders] = True
@@ -290,21 +303,22 @@ def hierarchical(
 def random_digraph(
   workers: int, *, degree: int | None = None, seed: int = 0
 ) -> Topology:
-  """A directed graph, drawn, in which peers tell differently many: irregular.
+  """A random directed graph in which peers have different numbers of receivers.
 
-  Each peer tells the next one, and 0 to `degree` - 1 others. Only push-sum
-  averages on it.
+  Each peer sends to the next one and to 0 to `degree` - 1 others. Only push-sum
+  averages on such a graph.
 
   Args:
-    degree: the largest number that a peer tells, from 1; None is 2, or 1 of
-      two peers.
+    workers: n.
+    degree: the largest number of receivers of a peer, at least 1; None is 2, or
+      1 for two peers.
     seed: of the draw.
   """
   most = max(workers - 1, 1)
   degree = min(2, most) if degree is None else degree
   most = checks.whole("degree", degree, 1, most)
   rng = np.random.default_rng((checks.whole("seed", seed, 0), workers, degree))
-  links = _circulant(workers, [1])
+  links = _circulant(workers, [1])  # a ring keeps the graph connected
   for sender in range(workers):
     others = np.setdiff1d(
       np.arange(workers), [sender, (sender + 1) % workers]
@@ -321,18 +335,20 @@ def graph(
   directed: bool = False,
   weights: str | None = None,
 ) -> Topology:
-  """A graph of one's own, by its links.
+  """A user's graph, given by its links.
 
   Args:
-    edges: pairs (i, j), or whole numbers [E, 2]; i tells j, and if not
-      `directed` also j tells i.
+    workers: n.
+    edges: pairs (i, j), or integers [E, 2]: i sends to j; unless `directed`, j
+      also sends to i.
     directed: whether links have one direction.
+    weights: one of WEIGHTS.
 
   Raises:
     ValueError: for an edge that is no pair of two different peers.
   """
   checks.flag("directed", directed)
-  if isinstance(edges, np.ndarray):
+  if isinstance(edges, np.ndarray):  # lists are checked the same way
     edges = edges.tolist()
   if isinstance(edges, str) or not isinstance(edges, Sequence):
     raise ValueError(f"edges must be pairs, not {checks.shown(edges)}")
@@ -347,8 +363,8 @@ def graph(
     sender, receiver = pair
     if sender == receiver:
       raise ValueError(
-        f"edges has {checks.shown(edge)}, and no peer is its own neighbour:"
-        " drop it; what a peer keeps is what its weights leave"
+        f"edges has {checks.shown(edge)}, but no peer is its own neighbour:"
+        " drop it; a peer's weight of itself is 1 minus the others"
       )
     links[receiver, sender] = True
     if not directed:
@@ -357,16 +373,17 @@ def graph(
 
 
 def matrix(workers: int, *, weights: Any = ()) -> Topology:
-  """Weights of one's own: a matrix, or a sequence of them, one a round.
+  """A user's weights: a matrix, or a sequence of matrices, one for each round.
 
   Args:
     workers: n.
     weights: `[n][n]` or `[T][n][n]`, none negative, whose columns sum to 1;
-      `[i][j]` is what peer i gives what j tells it, `[i][i]` what it gives
-      itself.
+      `[i][j]` is the weight that peer i gives a message of peer j, `[i][i]` the
+      weight that it gives itself.
 
   Raises:
-    ValueError: for weights of another shape, sign or sum, or no real numbers.
+    ValueError: for weights of another shape, sign or sum, or that are no real
+      numbers.
   """
   try:
     matrices = np.asarray(weights)
@@ -387,13 +404,13 @@ def matrix(workers: int, *, weights: Any = ()) -> Topology:
     )
   if not np.isfinite(matrices).all():
     bad = matrices[~np.isfinite(matrices)][0]
-    raise ValueError(f"weights must be finite, and one is {bad:g}: use 0 to 1")
+    raise ValueError(f"weights must be finite, but one is {bad:g}: use 0 to 1")
   if not len(matrices) or not (matrices >= 0).all():
     raise ValueError(
       f"weights must be 0 or more, not {checks.shown(weights)}"
     )
   topology = of_matrices("matrix", matrices)
-  check_sums(topology, columns=True)  # no rule can do with others
+  check_sums(topology, columns=True)  # every rule needs these sums
   return topology
 
 
@@ -410,16 +427,16 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 def build(
   topology: str | Mapping[str, Any] | Topology, workers: int
 ) -> Topology:
-  """Builds a topology by its name, and checks that all hear of all.
+  """Builds a topology by its name, and checks that it is connected.
 
   Args:
     topology: a name of TOPOLOGIES, a dict of a name and its options, or a
-      Topology of so many peers.
+      Topology of n peers.
     workers: n.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, for
-      what the maker raises it for, or a graph that is not connected.
+      an option that the maker rejects, and for a graph that is not connected.
 
   Example:
     >>> from asgd.gossip import topologies
@@ -432,21 +449,22 @@ def build(
   checks.whole("workers", workers)
   if workers < 2:
     raise ValueError(
-      "gossip is between peers, and there is 1 worker: use at least 2, or a"
-      " recipe with a server"
+      "gossip needs at least 2 peers, but there is 1 worker: use 2 or more, or"
+      " a recipe with a server"
     )
   if workers > _MOST:
     raise ValueError(f"gossip takes at most {_MOST} peers, not {workers}")
   if isinstance(topology, str):
     topology = {"name": topology}
   if isinstance(topology, Mapping):
+    # `workers` comes from the run, so a config must not set it.
     options = dict(topology)
     name = options.pop("name", None)
     maker = names.lookup("topology", name, TOPOLOGIES)
     if "workers" in options:
       raise ValueError(
-        f"topology has workers {checks.shown(options['workers'])}, and is of"
-        f" all {workers} workers: leave workers out of the topology"
+        f"topology has workers {checks.shown(options['workers'])}, but always"
+        f" is of all {workers} workers: leave workers out of the topology"
       )
     make = functools.partial(maker, workers)
     with checks.below("topology", options):
@@ -458,8 +476,8 @@ def build(
     )
   if topology.workers != workers:
     raise ValueError(
-      f"the topology has {topology.workers} peers, and there are {workers}"
-      " workers"
+      f"the topology has {topology.workers} peers, but there are {workers}"
+      " workers: build it for the same number"
     )
   check_connected(topology)
   return topology

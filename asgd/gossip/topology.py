@@ -1,6 +1,6 @@
-"""What a topology is: its weights, how fast it averages, what it must satisfy.
+"""The type of topologies, their speed of averaging, and their checks.
 
-`asgd.gossip.topologies` makes them by name.
+`asgd.gossip.topologies` makes topologies by name.
 """
 
 import dataclasses
@@ -12,49 +12,49 @@ import numpy.typing as npt
 
 from asgd import checks
 
-_ALIKE = 1e-9  # how far from 1 a modulus of an eigenvalue is 1
-_SUM = 1e-6  # how far from 1 rows and columns may sum
+_ALIKE = 1e-9  # tolerance for a modulus of an eigenvalue to equal 1
+_SUM = 1e-6  # tolerance for a row or column to sum to 1
 WEIGHTS = "metropolis", "uniform"
 
 Matrix = npt.NDArray[np.float64]
-Links = npt.NDArray[np.bool_]  # [n, n]: whether i hears j; not of itself
+Links = npt.NDArray[np.bool_]  # [n, n]: whether i receives from j, j != i
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class Topology:
-  """Who tells whom in which round, and what it weighs."""
+  """Which peer receives from which in each round, and the weights."""
 
   name: str
   matrices: npt.NDArray[np.float64]  # [T, n, n]; round k has matrix k mod T
 
   @property
   def workers(self) -> int:
-    """n, the peers."""
+    """Number of peers, n."""
     return int(self.matrices.shape[1])
 
   @property
   def period(self) -> int:
-    """T, the rounds until it begins again."""
+    """Number of rounds after which the matrices repeat, T."""
     return len(self.matrices)
 
   @functools.cached_property
   def links(self) -> npt.NDArray[np.bool_]:
-    """[T, n, n]: whether peer i hears peer j in a round."""
+    """[T, n, n]: whether peer i receives from peer j in a round."""
     diagonal = np.eye(self.workers, dtype=bool)
     return (self.matrices != 0) & ~diagonal
 
   @functools.cached_property
   def union(self) -> Links:
-    """[n, n]: whether peer i ever hears peer j."""
+    """[n, n]: whether peer i receives from peer j in any round."""
     return self.links.any(0)
 
   @functools.cached_property
-  def _heard(self) -> list[list[list[int]]]:
+  def _senders(self) -> list[list[list[int]]]:
     return [[np.flatnonzero(row).tolist() for row in m] for m in self.links]
 
   def neighbours(self, peer: int, round: int = 0) -> list[int]:
-    """Returns those that a peer hears in a round, in their order."""
-    return self._heard[round % self.period][peer]
+    """Returns the peers from which a peer receives in a round, ascending."""
+    return self._senders[round % self.period][peer]
 
   def weight(self, round: int, receiver: int, sender: int) -> float:
     """Returns the weight of a message put in a round."""
@@ -68,24 +68,25 @@ class Topology:
     ]
 
   def slot(self, receiver: int, sender: int) -> int:
-    """Returns the number of a neighbour among those that a peer ever hears."""
+    """Returns the index of a sender among all senders of a receiver, over all
+    rounds."""
     return self._slots[receiver][sender]
 
   @property
   def slots(self) -> int:
-    """The largest number of neighbours that a peer ever hears."""
+    """The largest number of senders of a peer, over all rounds."""
     return int(self.union.sum(1).max())
 
   @property
   def symmetric(self) -> bool:
-    """Whether peers that are linked hear each other, by the same weight."""
+    """Whether all links have both directions, with equal weights."""
     return np.allclose(
       self.matrices, self.matrices.transpose(0, 2, 1), 0, _SUM
     )
 
 
 def of_matrices(name: str, matrices: Any) -> Topology:
-  """Returns a topology of one matrix, or of several, one a round."""
+  """Returns a topology of one matrix, or of one matrix for each round."""
   matrices = np.asarray(matrices, np.float64)
   if matrices.ndim == 2:
     matrices = matrices[None]
@@ -96,12 +97,12 @@ def of_links(links: Links, weights: str | None = None) -> Matrix:
   """Returns the weights of a graph.
 
   Args:
-    links: bool[n, n], whether i hears j.
+    links: bool[n, n], whether i receives from j.
     weights: one of WEIGHTS; None is "metropolis" for undirected graphs and
-      "uniform" for others.
+      "uniform" for directed ones.
 
   Raises:
-    ValueError: for unknown weights, or those of Metropolis on a directed graph.
+    ValueError: for unknown weights, or Metropolis weights on a directed graph.
   """
   directed = not (links == links.T).all()
   weights = weights or ("uniform" if directed else "metropolis")
@@ -110,52 +111,57 @@ def of_links(links: Links, weights: str | None = None) -> Matrix:
     matrix = links / (1 + links.sum(0))
   elif directed:
     raise ValueError(
-      "weights 'metropolis' are for graphs in which neighbours hear each other,"
-      " and this one is directed; use 'uniform'"
+      "weights 'metropolis' are for undirected graphs, but this one is"
+      " directed: use 'uniform'"
     )
   else:
     degree = links.sum(1)
     matrix = links / (1 + np.maximum(degree[:, None], degree[None]))
-  # By columns, which are rows of Metropolis' symmetric ones.
+  # The diagonal, which is the weight that a peer gives itself, completes the
+  # columns. Metropolis weights are symmetric, so their rows sum to 1, too.
   return matrix + np.diag(1 - matrix.sum(0))
 
 
 def _reached(links: Links, start: int = 0) -> npt.NDArray[np.bool_]:
-  """Which peers hear of one, over others."""
-  known = np.zeros(len(links), bool)
-  known[start] = True
+  """Returns bool[n], the peers that messages from `start` reach over others."""
+  reached = np.zeros(len(links), bool)
+  reached[start] = True
   while True:
-    more = known | links[:, known].any(1)
-    if (more == known).all():
-      return known
-    known = more
+    # Add the receivers of all peers that are reached.
+    more = reached | links[:, reached].any(1)
+    if (more == reached).all():
+      return reached
+    reached = more
 
 
 def reaches(links: Links) -> bool:
-  """Whether everybody hears of everybody, over others."""
+  """Whether messages of every peer reach every other one over links."""
   return bool(_reached(links).all() and _reached(links.T).all())
 
 
 def check_connected(topology: Topology) -> None:
-  """Raises ValueError unless everybody hears of everybody, over any rounds."""
+  """Raises ValueError unless messages of every peer reach every other one, over
+  any number of rounds."""
   links, name = topology.union, topology.name
-  for graph_, how in ((links, "never hears"), (links.T, "is never heard by")):
-    known = _reached(graph_)
-    if not known.all():
-      peer = int(np.argmin(known))
+  for direction, path in (
+    (links, "from peer 0 to peer {}"),
+    (links.T, "from peer {} to peer 0"),
+  ):
+    reached = _reached(direction)
+    if not reached.all():
+      peer = int(np.argmin(reached))
       raise ValueError(
-        f"the topology {name!r} is not connected: peer {peer}"
-        f" {how} peer 0, over any others; add links between"
-        f" {int(known.sum())} of the peers and the other"
-        f" {int((~known).sum())}"
+        f"the topology {name!r} is not connected: no path of links leads"
+        f" {path.format(peer)}; add links between {int(reached.sum())} of the"
+        f" peers and the other {int((~reached).sum())}"
       )
 
 
 def check_sums(topology: Topology, *, columns: bool) -> None:
-  """Raises ValueError unless weights keep the mean over peers.
+  """Raises ValueError unless mixing with the weights keeps the mean over peers.
 
   Args:
-    topology: any.
+    topology: to check.
     columns: whether only columns need to sum to 1, as for push-sum.
   """
   kinds = [("column", 1)] if columns else [("row", 2), ("column", 1)]
@@ -173,28 +179,30 @@ def check_sums(topology: Topology, *, columns: bool) -> None:
     raise ValueError(
       f"{kind} {peer} of the weights of topology {topology.name!r}"
       f"{f', round {round_},' if topology.period > 1 else ''} sums to"
-      f" {sums[round_, peer]:.4g}, not to 1, and so would change the mean over"
-      f" peers: {remedy}"
+      f" {sums[round_, peer]:.4g}, not to 1, so mixing would change the mean"
+      f" over peers: {remedy}"
     )
 
 
 def _sums(matrices, axis):
+  # A user's weights may overflow: the caller reports the sum.
   with np.errstate(over="ignore", invalid="ignore"):
     return matrices.sum(axis)
 
 
 def _one(sums):
-  return np.abs(sums - 1) <= _SUM  # not of NaN
+  return np.abs(sums - 1) <= _SUM  # False for NaN
 
 
-def _remedy(matrices, axis):
-  """What makes rows (axis 2) or columns (1) of one's own weights sum to 1
-  without harm to the others."""
+def _remedy(matrices: Any, axis: int) -> str:
+  """Returns how a user can make the rows (axis 2) or columns (1) of a matrix
+  sum to 1, without breaking the other sums."""
   sums = _sums(matrices, axis)
   if not np.isfinite(sums).all():
     return "use finite weights, from 0 to 1"
   if not sums.all():
-    return "give each peer a weight of its own, on the diagonal"
+    return "give each peer a positive weight of itself, on the diagonal"
+  # Dividing rows by their sums must not break the columns, and vice versa.
   divided = matrices / np.expand_dims(sums, axis)
   if all(_one(divided.sum(each)).all() for each in (1, 2)):
     return "divide by the sum"
@@ -206,52 +214,63 @@ def _remedy(matrices, axis):
 
 
 def check_agrees(topology: Topology) -> None:
-  """Raises ValueError if peers that are linked never come to one mean: if the
-  second largest eigenvalue of the product of all rounds has the modulus 1."""
-  # With a weight of its own at each peer, any that is connected agrees.
-  own = np.diagonal(topology.matrices, axis1=1, axis2=2)
-  if topology.workers < 2 or (own > 0).all():
+  """Raises ValueError if peers never converge to one mean: if the second
+  largest eigenvalue of the product of all rounds has modulus 1."""
+  # A connected topology converges if each peer has a weight of itself.
+  diagonals = np.diagonal(topology.matrices, axis1=1, axis2=2)
+  if topology.workers < 2 or (diagonals > 0).all():
     return
   if second_eigenvalue(topology) < 1 - _ALIKE:
     return
-  peer = int(np.argwhere(own <= 0)[0, 1])
+  peer = int(np.argwhere(diagonals <= 0)[0, 1])
   raise ValueError(
     f"peers never agree by the weights of topology {topology.name!r}:"
-    " |lambda_2| is 1, as where two swap all that they have. Give each peer a"
-    f" positive weight of its own (peer {peer} has 0), as (W + I) / 2 does"
+    " |lambda_2| is 1, as if two peers always swapped their parameters. Give"
+    f" each peer a positive weight of itself (peer {peer} has 0), as"
+    " (W + I) / 2 does"
   )
 
 
 def check_constant(
   what: str, topology: Topology, *, symmetric: bool = False
 ) -> None:
-  """Raises ValueError, naming what needs it, unless the weights are the same in
-  all rounds, and symmetric if they must be."""
+  """Raises ValueError unless the weights are the same in all rounds, and
+  symmetric if `symmetric`.
+
+  Args:
+    what: the rule that needs such weights, for the error.
+    topology: to check.
+    symmetric: whether the weights must be symmetric.
+  """
   if topology.period > 1 or (symmetric and not topology.symmetric):
     kind = "symmetric and the same" if symmetric else "the same"
     raise ValueError(
-      f"{what} needs weights that are {kind} in all rounds, and those of"
+      f"{what} needs weights that are {kind} in all rounds, but those of"
       f" topology {topology.name!r} are not: use ring, or d_psgd"
     )
 
 
-# Facts.
+# Speeds of averaging, and variants.
 
 
 def _product(topology: Topology) -> Matrix:
+  # Round 0 is applied first, so it is the rightmost factor.
   return functools.reduce(lambda a, b: b @ a, topology.matrices)
 
 
 def second_eigenvalue(topology: Topology) -> float:
-  """Returns |lambda_2|, of a round: the second largest modulus of an
-  eigenvalue, of a sequence that of the product, to the power of 1 / T."""
+  """Returns |lambda_2| per round: the second largest modulus of an eigenvalue.
+  For several rounds it is that of their product, to the power of 1 / T."""
   moduli = np.sort(np.abs(np.linalg.eigvals(_product(topology))))[::-1]
   return float(moduli[1] ** (1 / topology.period))
 
 
 def second_singular_value(topology: Topology) -> float:
-  """Returns the same of singular values: how much of a distance to the mean
-  may be left after a round. It is |lambda_2| of symmetric weights."""
+  """Returns the second largest singular value per round.
+
+  It bounds the fraction of a distance to the mean that may remain after a
+  round, and equals |lambda_2| for symmetric weights.
+  """
   values = np.linalg.svd(_product(topology), compute_uv=False)
   return float(values[1] ** (1 / topology.period))
 
@@ -262,19 +281,22 @@ def smallest_eigenvalue(topology: Topology) -> float:
 
 
 def lazy(topology: Topology) -> Topology:
-  """Returns a topology with (W + I) / 2 in the place of W, whose eigenvalues
-  are all 0 or more if the weights are symmetric."""
+  """Returns a topology with (W + I) / 2 instead of W; its eigenvalues are 0 or
+  more if the weights are symmetric."""
   half = (topology.matrices + np.eye(topology.workers)) / 2
   return Topology(topology.name, half)
 
 
 def two_colours(topology: Topology) -> list[int] | None:
-  """Returns a colour for each peer, 0 or 1, such that none is linked to one of
-  its own; None if there is no such colouring. Those of colour 0 may ask while
-  those of colour 1 answer, and none waits for one that waits."""
+  """Returns a colour, 0 or 1, for each peer such that linked peers differ; None
+  if there is no such colouring.
+
+  If peers of colour 0 only ask, and peers of colour 1 only answer, no peer
+  waits for one that waits.
+  """
   links = topology.union | topology.union.T
   colour = np.full(topology.workers, -1)
-  colour[0], waiting = 0, [0]
+  colour[0], waiting = 0, [0]  # a connected graph has one colouring at most
   while waiting:
     peer = waiting.pop()
     for other in np.flatnonzero(links[peer]):

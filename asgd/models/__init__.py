@@ -1,8 +1,11 @@
 """Models, each a tuple of flax layers that a pipeline can cut anywhere.
 
-`build` makes one by name; `init`, `apply` and `count` work on any of them, or
-on a slice of layers. GPT is in `asgd.models.transformer`, BERT in
-`asgd.models.encoder`.
+    build(name, classes) -> layers;   init(layers, key, example) -> params
+    apply(layers, params, x) -> (output, statistics)
+
+`init`, `apply` and `count` also take a slice of layers, which is a pipeline
+stage. Models of images are in `images.py`, GPT in `transformer.py`, BERT in
+`encoder.py`; `own.py` adapts a user's model. Begin with `layers.py`.
 """
 
 import functools
@@ -38,9 +41,10 @@ MODELS: dict[str, Callable[..., Layers]] = {
 
 
 def build(name: str, classes: int, **kwargs) -> Layers | Model:
-  """Builds one of MODELS by name, with so many logits and its options; or a
-  user's model by MODULE:FUNCTION, which makes layers or a form of
-  `asgd.models.own`.
+  """Builds a model by name, with `classes` logits and its options.
+
+  The name is one of MODELS, or MODULE:FUNCTION of a user's function that
+  returns layers or a form of `asgd.models.own`.
 
   Raises ValueError for an unknown name or option, with the nearest known one.
 
@@ -68,8 +72,7 @@ def build(name: str, classes: int, **kwargs) -> Layers | Model:
 
 
 def takes(name: str, arguments: Iterable[str]) -> list[str]:
-  """Returns which of some arguments the function of a model's name takes by
-  name."""
+  """Returns those of `arguments` that a model's maker takes by name."""
   maker = names.resolve("model", name, MODELS)
   parameters = inspect.signature(maker).parameters
   return [each for each in arguments if each in parameters]

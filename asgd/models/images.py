@@ -22,8 +22,9 @@ _EPSILON = 1e-5  # added to variances, by both norms
 
 
 def _conv(features, size=3, *, stride=1, bias=False, name) -> nn.Conv:
-  # Not "SAME": with an even size and stride 2 that pads on the far side only,
-  # which centres the kernels on odd pixels, while shortcuts keep the even ones.
+  """Returns a convolution whose output has the size of its input / stride."""
+  # Not "SAME": with an even size and stride 2 that pads only at the far side,
+  # which centres the kernels on odd pixels, but shortcuts keep the even ones.
   return nn.Conv(
     features,
     (size, size),
@@ -36,11 +37,11 @@ def _conv(features, size=3, *, stride=1, bias=False, name) -> nn.Conv:
 
 
 def _norm(layer, x: jax.Array, train: bool, name: str) -> jax.Array:
-  """Applies the norm that a layer was made with."""
+  """Applies a layer's norm."""
   if layer.norm == "group":
     return nn.GroupNorm(layer.groups, epsilon=_EPSILON, name=name)(x)
   if layer.norm == "batch":
-    # Momentum 0 stores the batch's own statistics: the server averages.
+    # Momentum 0 returns the batch's own statistics; the server averages them.
     return nn.BatchNorm(
       use_running_average=not train, momentum=0.0, epsilon=_EPSILON, name=name
     )(x)
@@ -48,6 +49,7 @@ def _norm(layer, x: jax.Array, train: bool, name: str) -> jax.Array:
 
 
 def _check_images(x: jax.Array) -> None:
+  """Raises ValueError unless `x` has the axes of images."""
   if x.ndim != 4:
     raise ValueError(
       f"a convolution takes images [B, H, W, C], not an array of shape"
@@ -108,17 +110,19 @@ class ConvPool(nn.Module):
         f"no 2x2 patch to pool in an image of shape {x.shape[1:]}; give fewer"
         f" features or larger images"
       )
+    # A norm adds a bias, so the convolution needs none.
     x = _conv(self.features, bias=self.norm == "none", name="conv")(x)
     x = nn.relu(_norm(self, x, train, "norm"))
-    # The gradient of nn.max_pool is a scatter, which XLA:CPU runs so slowly
-    # that a small CNN's whole step takes twice as long.
+    # Not nn.max_pool: its gradient is a scatter, so slow on XLA:CPU that the
+    # step of a small CNN takes twice as long.
     b, h, w, c = x.shape
+    # Drop an odd last row and column.
     x = x[:, : h // 2 * 2, : w // 2 * 2]
     return x.reshape(b, h // 2, 2, w // 2, 2, c).max((2, 4))
 
 
 class Stem(nn.Module):
-  """A 3x3 convolution without bias; given a norm, then that norm and ReLU."""
+  """A 3x3 convolution without bias; with a norm, then the norm and ReLU."""
 
   features: int
   norm: str = "none"
@@ -136,7 +140,7 @@ class Stem(nn.Module):
 class Head(nn.Module):
   """The mean over the image, then an affine map to logits: [B, classes].
 
-  Given a norm, that norm and ReLU first, as pre-activation networks need.
+  With a norm, first the norm and ReLU, as pre-activation networks need.
   """
 
   classes: int
@@ -184,8 +188,8 @@ class BasicBlock(nn.Module):
 class WideBlock(nn.Module):
   """The pre-activation block of Zagoruyko and Komodakis 2016, as one layer.
 
-  x + conv(relu(norm(conv(relu(norm(x)))))). Where the shape changes, the
-  shortcut is a 1x1 convolution of the first activation instead of x.
+  x + conv(relu(norm(conv(relu(norm(x)))))). If the shape changes, the shortcut
+  is a 1x1 convolution of the first activation instead of x.
   """
 
   features: int
@@ -204,6 +208,7 @@ class WideBlock(nn.Module):
 
 
 def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
+  """Raises ValueError unless `widths` has at least `least` valid widths."""
   if isinstance(widths, str) or not isinstance(widths, Sequence):
     kind = f"a sequence of widths, as (64,), not {checks.shown(widths)}"
     raise ValueError(f"{name} must be {kind}")
@@ -213,8 +218,10 @@ def _check_widths(name: str, widths: Sequence[int], least: int) -> None:
 
 
 def _check_norm(norm, groups, channels, *, residual=False) -> None:
+  """Raises ValueError unless the norm fits the channels of all layers."""
   names.check("norm", norm, NORMS)
   checks.whole("groups", groups, most=MOST_FEATURES)
+  # GroupNorm needs groups of equal size.
   for c in channels if norm == "group" else ():
     if c % groups:
       raise ValueError(
@@ -224,8 +231,9 @@ def _check_norm(norm, groups, channels, *, residual=False) -> None:
       )
   if residual and norm == "none":
     raise ValueError(
-      "norm 'none' is for networks without shortcuts: each residual block would"
-      " double the variance of its input; use 'group' or 'batch'"
+      "norm 'none' is only for networks without shortcuts, because each"
+      " residual block would double the variance of its input; use 'group' or"
+      " 'batch'"
     )
 
 
@@ -239,11 +247,11 @@ def mlp(classes: int, *, hidden=(64,)) -> Layers:
 def cnn(
   classes: int, *, features=(16, 32), hidden=64, norm="none", groups=8
 ) -> Layers:
-  """A small convolutional network, quick on a CPU.
+  """A small convolutional network, fast on a CPU.
 
-  A ConvPool per entry of `features`, the channels, each of which halves the
-  image; Flatten; a Dense of `hidden` features; Classifier. With a norm, "group"
-  or "batch", a convolution has no bias.
+  It has a ConvPool for each entry of `features` (its channels), which halves
+  the image; Flatten; a Dense of `hidden` features; Classifier. With a norm,
+  "group" or "batch", a convolution has no bias.
   """
   checks.whole("classes", classes)
   _check_widths("features", features, least=1)
@@ -257,7 +265,7 @@ def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
   Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
-  of which the second and third halve the image, and Head.
+  and Head. The second and third group halve the image.
 
   The depth is 6 n + 2, counting layers with weights: 20, 32, 44, 56, 110. The
   norm is "group", which needs no statistics, or "batch", as in the paper.
@@ -272,8 +280,9 @@ def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
 
 
 def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
-  """Three groups of blocks; the second and third halve the image."""
+  """Returns three groups of blocks; the second and third halve the image."""
   return [
+    # Stride 2 in the first block of the second and third group.
     block(width * widen, 2 if widen > 1 and i == 0 else 1, norm, groups)
     for widen in (1, 2, 4)
     for i in range(count)
@@ -285,16 +294,20 @@ def wide_resnet(
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
-  As `resnet`, with WideBlocks of k = `widen` times the channels, and 6 n + 4
-  layers with weights.
+  Like `resnet`, but with WideBlocks of k = `widen` times the channels, and
+  6 n + 4 layers with weights.
   """
   checks.whole("classes", classes)
   checks.whole("depth", depth, most=MOST_LAYERS)
   checks.whole("widen", widen, most=MOST_FEATURES)
   if depth < 10 or depth % 6 != 4:
     raise ValueError(f"depth must be 6 n + 4 (16, 22, 28, 40), not {depth}")
+  # Norms act on 16, 16 k, 32 k and 64 k channels; a divisor of 16 k divides the
+  # last two.
   _check_norm(norm, groups, (16, 16 * widen), residual=True)
   blocks = _blocks(WideBlock, 16 * widen, (depth - 4) // 6, norm, groups)
+  # Each block begins with its norm, so the stem has none, and the head norms
+  # the last block's output.
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 

@@ -1,10 +1,11 @@
-"""Models as tuples of layers, so that a pipeline can cut any of them.
+"""Models as tuples of layers, which a pipeline can cut anywhere.
 
-A model is a tuple of modules: layers[a:b] with params[a:b] is a stage, and a
-model on one device is the stage a = 0, b = len(layers). A residual block with
-its skip connection is one layer. Parameters are a tuple too, one dict per
-layer, or `base.Variables` of two such tuples for models with BatchNorm. Models
-in one piece are a `Model` of `asgd.models.own`; the functions take both.
+A model is a tuple of modules. layers[a:b] with params[a:b] is a stage; the
+complete model is the stage with a = 0, b = len(layers). A residual block with
+its skip connection is one layer. Parameters are also a tuple, with one dict for
+each layer; models with BatchNorm have `base.Variables` of two such tuples. A
+model that cannot be cut is a `Model` of `asgd.models.own`; the functions take
+both.
 
 A layer is a flax module called as layer(x, train=bool). Index letters:
   B  examples
@@ -23,9 +24,9 @@ from asgd.models.own import Model
 
 Layers = tuple[nn.Module, ...]
 
-# Sizes beyond these are refused before a layer is made.
+# Larger sizes are refused before a layer is made.
 MOST_LAYERS = 200  # GPT-3 has 96 blocks, the ResNet of CIFAR 110 layers
-MOST_FEATURES = 10**6  # of a layer, and rows of a table
+MOST_FEATURES = 10**6  # features of a layer, or rows of a table
 
 
 def init(
@@ -35,9 +36,9 @@ def init(
 ) -> optax.Params:
   """Draws the parameters of every layer of a model, in float32.
 
-  Layer i draws from fold_in(key, i): its values depend on no other layer. Of
-  `example`, a batch of any size, only shape and dtype are read, and nothing but
-  the parameters is computed: this is cheap outside of jit and works under it.
+  Layer i draws from fold_in(key, i), so its values depend on no other layer.
+  `example` is a batch of any size, of which only shape and dtype are read. Only
+  the parameters are computed: this is cheap outside of jit, and works under it.
 
   Returns:
     A tuple with a dict of weights per layer, {} for a layer without any; if a
@@ -45,7 +46,8 @@ def init(
     dict of statistics per layer (mean 0, variance 1).
   """
   weights, stats = [], []
-  dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # NumPy's float64
+  # `lazy_init` needs the dtype that JAX will compute with.
+  dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # float64 may be off
   x = jax.ShapeDtypeStruct(example.shape, dtype)
   if isinstance(layers, Model):
     return layers.init(key, x)
@@ -69,8 +71,8 @@ def _draw(layer, key, x):
 
 
 def _steps_of_init(layer, x, key, wide):
-  """Returns a function of a key that takes the steps of `lazy_init`, one after
-  the other, without tracing the layer again: most of the time was that."""
+  """Returns a function of a key that repeats the steps of `lazy_init`, without
+  tracing the layer again: tracing took most of the time."""
   del wide
 
   def make(key):
@@ -83,7 +85,8 @@ def _steps_of_init(layer, x, key, wide):
 
 
 def _shape_of_output(layer, x, wide):
-  """Returns the shape and dtype of a layer's output; `wide`: of 64 bits."""
+  """Returns the shape and dtype of a layer's output. `wide`, whether JAX has
+  64-bit types, is only part of the cache's key."""
   del wide
   make = functools.partial(layer.init_with_output, train=False)
   key = jax.eval_shape(jax.random.key, 0)
@@ -92,14 +95,15 @@ def _shape_of_output(layer, x, wide):
 
 @functools.lru_cache(maxsize=2048)
 def _call(fn, *arguments):
+  """Calls a function, with a cache of results."""
   return fn(*arguments)
 
 
 def _remembered(fn, layer, *arguments):
-  """Calls a function of a layer, or returns its result of an earlier call."""
+  """Calls a function of a layer, or returns the result of an earlier call."""
   try:
     return _call(fn, layer, *arguments)
-  except TypeError:  # a layer with fields that have no hash
+  except TypeError:  # the layer cannot be hashed, so the result is not kept
     return fn(layer, *arguments)
 
 
@@ -113,17 +117,19 @@ def apply(
 
   Args:
     layers: the model, or layers[a:b] of it.
-    params: as from `init`, or its slice [a:b] (of `Variables`, both tuples').
+    params: see `init`, or a slice [a:b] (of both tuples of `Variables`).
     x: a batch.
-    train: normalise by the batch's statistics instead of those in `params`,
-      and let dropout-like layers drop.
-    key: for layers that draw "dropout", layer i from fold_in(key, i).
-    first: index of layers[0] in the whole model, whose draws a stage repeats.
+    train: normalise by the batch's statistics instead of those in `params`, and
+      apply dropout.
+    key: for layers that draw "dropout"; layer i draws from fold_in(key, i).
+    first: index of layers[0] in the complete model, so that a stage draws the
+      same.
 
   Returns:
-    (y, stats): the output, and the statistics normalised by, in the structure
-    of `params.stats`: the batch's own (mean and biased variance, not averaged
-    with anything) in training, those given otherwise; () for params without.
+    (y, stats): the output, and the statistics used, in the structure of
+    `params.stats`. In training they are the batch's own (mean and biased
+    variance, not averaged), otherwise the given ones; () for params without
+    statistics.
   """
   weights = base.weights_of(params)
   if isinstance(layers, Model):
@@ -131,7 +137,7 @@ def apply(
   if len(weights) != len(layers):
     raise ValueError(
       f"{len(layers)} layers need a dict of parameters each, not"
-      f" {len(weights)}; cut both at the same place"
+      f" {len(weights)}; cut both at the same layer"
     )
   has_stats = isinstance(params, base.Variables)
   old_stats = params.stats if has_stats else ({},) * len(layers)
@@ -142,6 +148,7 @@ def apply(
     rngs = None
     if key is not None:
       rngs = {"dropout": jax.random.fold_in(key, first + i)}
+    # In training, flax returns the batch's statistics as changed variables.
     mutable = ["batch_stats"] if train else []
     x, new = layer.apply(variables, x, train=train, rngs=rngs, mutable=mutable)
     stats.append(new.get("batch_stats", {}) if train else old_stats[i])

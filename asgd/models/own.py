@@ -1,10 +1,10 @@
 """Users' models: a flax module, an nnx module or a pair (init, apply).
 
-Such a model is in one piece. Statistics of BatchNorm follow the rule of this
-library: a message holds those of its batch, and the server averages them in.
-Flax averages by itself, new = m old + (1 - m) own, so own = (new - m old) /
-(1 - m), and the server gets the momentum m. One worker then keeps the
-statistics that a loop of flax and optax keeps.
+Such a model cannot be cut into stages. Statistics of BatchNorm follow the rule
+of this library: a message holds those of its batch, and the server averages
+them in. Flax averages by itself, new = m old + (1 - m) batch. So the batch's
+statistics are (new - m old) / (1 - m), and the server uses the momentum m. One
+worker then keeps the same statistics as a loop of flax and optax.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from flax import linen as nn
 
 from asgd import base, checks
 
-# Arguments that tell a model whether it is trained, and their values if it is.
+# Arguments that switch a model to training, and their values in training.
 _MODES = {"train": True, "training": True, "is_training": True}
 _MODES |= {"deterministic": False, "use_running_average": False}
 _KEYS = "key", "rng"
@@ -26,27 +26,27 @@ _FORMS = (
   "a flax.linen Module, a tuple of layers, a pair (init, apply) or, with an"
   " argument rngs, a flax.nnx Module"
 )
-DECAY = 0.9  # of statistics that a model gives as those of its batch
+DECAY = 0.9  # for statistics that a model returns as those of its batch
 
 
 class ModelError(ValueError):
-  """A model cannot be trained as it is."""
+  """A model cannot be trained in its current form."""
 
 
 class Model(NamedTuple):
-  """A model in one piece, as two functions."""
+  """A model that cannot be cut into stages, as two functions."""
 
   # (key, example) -> weights, or base.Variables of them and statistics
   init: Callable[..., optax.Params]
   # (params, x, train, key or None) -> (output, the batch's own statistics)
   apply: Callable[..., tuple[jax.Array, Any]]
-  # example -> what an update keeps of the statistics
+  # example -> the part of the old statistics that an update keeps
   decay: Callable[[Any], float] = lambda example: DECAY
 
 
 def as_model(value: Any) -> Any:
-  """Returns the result of a user's function: layers as they are, others as a
-  Model; ValueError for one that is no model."""
+  """Returns the result of a user's function: layers unchanged, other models as
+  a Model. Raises ValueError if it is no model."""
   if isinstance(value, Model):
     return value
   if isinstance(value, nn.Module):
@@ -56,7 +56,7 @@ def as_model(value: Any) -> Any:
       for layer in value:
         if "train" not in inspect.signature(type(layer).__call__).parameters:
           raise ValueError(
-            "a model of layers calls each as layer(x, train=...), and"
+            "a model of layers calls each as layer(x, train=...), but"
             f" {type(layer).__name__} takes no train; add it, or return one"
             " Module"
           )
@@ -67,53 +67,56 @@ def as_model(value: Any) -> Any:
 
 
 def _arguments(call, given: int, what: str) -> list[str]:
-  """Returns the names of a function's arguments after the first `given`;
-  ValueError for one without a value."""
+  """Returns the names of a function's arguments after the first `given`. Raises
+  ValueError if one of them needs a value that no caller has."""
   parameters = list(inspect.signature(call).parameters.values())
   several = any(p.kind is p.VAR_POSITIONAL for p in parameters)
   if len(parameters) < given and not several:
     raise ValueError(
-      f"{what} takes {len(parameters)} arguments, and is given {given} or more"
+      f"{what} takes {len(parameters)} arguments, but needs {given} or more"
     )
   variable = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
   rest = [p for p in parameters[given:] if p.kind not in variable]
   for p in rest:
     if p.default is p.empty and p.name not in (*_MODES, *_KEYS):
       raise ValueError(
-        f"{what} needs an argument {p.name!r}, which nothing gives; only a"
-        f" batch is given, and {', '.join((*_MODES, *_KEYS))} by name"
+        f"{what} needs an argument {p.name!r}, which has no value here: only a"
+        f" batch is passed, and {', '.join((*_MODES, *_KEYS))} by name"
       )
   return [p.name for p in rest]
 
 
 def _mode(arguments, train: bool) -> dict[str, bool]:
+  """Returns the keywords that switch a model to training or evaluation."""
   return {
     name: value is train for name, value in _MODES.items() if name in arguments
   }
 
 
 def _own(before, after, momentum):
-  """The batch's statistics, from those before and after flax averaged."""
+  """Returns the batch's statistics from flax's running ones before and
+  after."""
   return jax.tree.map(
     lambda old, new: (new - momentum * old) / (1 - momentum), before, after
   )
 
 
 def _one_momentum(momenta: set[float], name: str) -> float:
+  """Returns the only momentum; ModelError for several, none, or a bad one."""
   if len(momenta) > 1:
     raise ModelError(
-      f"{name} has BatchNorm of several momenta, {sorted(momenta)}, and the"
-      " server averages all statistics alike: give them one"
+      f"{name} has BatchNorm layers with several momenta, {sorted(momenta)},"
+      " but the server averages all statistics alike: give them one"
     )
   if not momenta:
     raise ModelError(
-      f"{name} keeps batch_stats that are not of flax's BatchNorm; only those"
-      " are averaged"
+      f"{name} keeps batch_stats that are not flax's BatchNorm; only those of"
+      " BatchNorm can be averaged"
     )
   (momentum,) = momenta
   if not 0 <= momentum < 1:
     raise ModelError(
-      f"{name} has BatchNorm of momentum {momentum}, which must be in [0, 1)"
+      f"{name} has BatchNorm with momentum {momentum}, which must be in [0, 1)"
     )
   return float(momentum)
 
@@ -122,17 +125,17 @@ def _one_momentum(momenta: set[float], name: str) -> float:
 
 
 def _traced(init, example, name) -> tuple[Any, set[float]]:
-  """Returns the shapes of what a module initialises, and the momenta of its
-  BatchNorm."""
+  """Returns the shapes of a module's variables, and the momenta of its
+  BatchNorm layers."""
   momenta: set[float] = set()
   try:
     with nn.intercept_methods(_listing(momenta)):
-      shapes = jax.eval_shape(  # of a function that JAX has not cached
+      shapes = jax.eval_shape(  # a new function: JAX has not cached its trace
         lambda key: init(key, example), jax.random.key(0)
       )
   except ModelError:
     raise
-  except Exception as error:  # whatever a module of the user's raises
+  except Exception as error:  # a user's module may raise anything
     form = f"{example.dtype}{list(example.shape)}"
     line = checks.text_of(error, 200)
     raise ModelError(f"{name} does not take examples {form}: {line}") from error
@@ -140,18 +143,21 @@ def _traced(init, example, name) -> tuple[Any, set[float]]:
 
 
 def _linen(module: nn.Module) -> Model:
+  """Returns the Model of a flax.linen module."""
   name = type(module).__name__
-  # After self and the batch.
+  # Arguments after self and the batch.
   arguments = _arguments(type(module).__call__, 2, f"{name}.__call__")
-  known: set[float] = set()  # momenta, of parts that JAX does not trace again
+  # Kept between calls: JAX does not trace some parts again.
+  momenta_seen: set[float] = set()
 
   def init(key, example):
     rngs = {"params": key, "dropout": key}
+    # lazy_init computes only the variables, from the example's shape.
     variables = module.lazy_init(rngs, example, **_mode(arguments, False))
     others = sorted(set(variables) - {"params", "batch_stats"})
     if others:
       raise ModelError(
-        f"{name} keeps {', '.join(others)}, and only params and batch_stats are"
+        f"{name} keeps {', '.join(others)}, but only params and batch_stats are"
         " trained and kept"
       )
     weights, stats = variables.get("params", {}), variables.get("batch_stats")
@@ -168,12 +174,13 @@ def _linen(module: nn.Module) -> Model:
       y = module.apply(variables, x, rngs=rngs, **options)
       return y, params.stats if keeps else ()
     momenta: set[float] = set()
+    # The momentum is known only when the layers are called.
     with nn.intercept_methods(_listing(momenta)):
       y, new = module.apply(
         variables, x, rngs=rngs, mutable=["batch_stats"], **options
       )
-    known.update(momenta)
-    momentum = _one_momentum(known, name)
+    momenta_seen.update(momenta)
+    momentum = _one_momentum(momenta_seen, name)
     return y, _own(params.stats, new["batch_stats"], momentum)
 
   def decay(example):
@@ -182,30 +189,30 @@ def _linen(module: nn.Module) -> Model:
       return DECAY
     if not arguments or not set(arguments) & set(_MODES):
       raise ModelError(
-        f"{name} has BatchNorm, and its __call__ takes no argument train, to"
-        " tell a batch's statistics from the running ones; add it"
+        f"{name} has BatchNorm, but its __call__ takes no argument train, which"
+        " selects the batch's or the running statistics; add it"
       )
-    known.update(momenta)
+    momenta_seen.update(momenta)
     return _one_momentum(momenta, name)
 
   return Model(init, apply, decay)
 
 
 def check_layers(init: Callable[[jax.Array], Any]) -> None:
-  """Raises ModelError if the layers of `init`, key -> parameters, average
-  statistics themselves: a message needs those of the batch."""
+  """Raises ModelError if the layers of `init`, key -> parameters, average their
+  statistics: a message needs the batch's own."""
   momenta: set[float] = set()
   with nn.intercept_methods(_listing(momenta)):
     jax.eval_shape(lambda key: init(key), jax.random.key(0))  # not cached
   if momenta - {0.0}:
     raise ModelError(
-      f"its layers have BatchNorm of momentum {max(momenta)}, and the server"
-      " averages: give it momentum=0.0, or return one Module"
+      f"its layers have BatchNorm with momentum {max(momenta)}, but the server"
+      " averages: set momentum=0.0, or return one Module"
     )
 
 
 def _listing(momenta: set[float]):
-  """An interceptor that adds the momentum of each BatchNorm called."""
+  """Returns an interceptor that adds the momentum of each called BatchNorm."""
 
   def intercept(call, args, kwargs, context):
     if isinstance(context.module, nn.BatchNorm):
@@ -219,15 +226,15 @@ def _listing(momenta: set[float]):
 
 
 def of_nnx(make: Callable[..., Any]) -> Model:
-  """Returns the Model of a function rngs -> nnx.Module, which is called for
-  each batch and filled with the values of parameters and statistics."""
+  """Returns the Model of a function rngs -> nnx.Module. It is called for each
+  batch, and its module filled with parameters and statistics."""
   from flax import nnx
 
   def built(params, dropout):
     module = make(rngs=nnx.Rngs(params=params, dropout=dropout))
     if not isinstance(module, nnx.Module):
       raise ModelError(
-        f"it takes rngs and returned {checks.shown(module)}; return a flax.nnx"
+        f"it takes rngs but returned {checks.shown(module)}; return a flax.nnx"
         " Module"
       )
     return module
@@ -243,6 +250,7 @@ def of_nnx(make: Callable[..., Any]) -> Model:
     return base.Variables(weights, stats) if stats else weights
 
   def put(module, kind, tree):
+    # Replace values by name; the module keeps its own structure.
     state = nnx.state(module, kind)
     nnx.replace_by_pure_dict(state, tree)
     nnx.update(module, state)
@@ -277,9 +285,11 @@ def of_nnx(make: Callable[..., Any]) -> Model:
 
 
 def _pair(init: Callable, apply: Callable) -> Model:
-  """init(key) or init(key, example); apply(params, x), by name also `train` and
-  `key`. Params that are base.Variables have apply return (output, the batch's
-  own statistics)."""
+  """Returns the Model of a pair (init, apply).
+
+  init is called as init(key) or init(key, example). apply is called as
+  apply(params, x), with `train` and `key` by name if it takes them. If params
+  are base.Variables, apply must return (output, the batch's own statistics)."""
   needed = [
     p
     for p in inspect.signature(init).parameters.values()

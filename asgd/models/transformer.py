@@ -1,6 +1,7 @@
 """The layers of a GPT: token and position embedding, blocks, logits.
 
-A block is one layer, as its skip connections do not leave it. Index letters:
+A block is one unit for pipeline cuts: no skip connection crosses its border.
+Index letters:
   B  sequences
   T  positions
   C  features
@@ -46,15 +47,16 @@ class Embed(nn.Module):
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", INIT, (self.vocabulary, self.width))
-    places = self.param("positions", INIT, (self.context, self.width))
-    x = jnp.take(table, tokens, axis=0) + places[:length]
+    positions = self.param("positions", INIT, (self.context, self.width))
+    x = jnp.take(table, tokens, axis=0) + positions[:length]
     return nn.Dropout(self.dropout, deterministic=not train)(x)
 
 
 class Block(nn.Module):
   """Causal self-attention, then an MLP: float[B, T, C] -> the same.
 
-  Each reads the layer norm of the stream and is added to the stream.
+  Each reads the layer norm of the residual stream and is output_init to the
+  stream.
   """
 
   heads: int
@@ -64,14 +66,16 @@ class Block(nn.Module):
   @nn.compact
   def __call__(self, x, train: bool = False):
     width, dtype = x.shape[-1], x.dtype
-    added = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
+    # GPT-2 scales the weights of outputs by 1 / sqrt(residual additions).
+    output_init = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
     mask = nn.make_causal_mask(jax.ShapeDtypeStruct(x.shape[:2], dtype))
-    h = attention(self, dtype, train, out_kernel_init=added)(h, mask=mask)
+    h = attention(self, dtype, train, out_kernel_init=output_init)(h, mask=mask)
     x = x + nn.Dropout(self.dropout, deterministic=not train)(h)
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
     h = nn.Dense(4 * width, dtype=dtype, kernel_init=INIT, name="up")(h)
-    h = nn.Dense(width, dtype=dtype, kernel_init=added, name="down")(nn.gelu(h))
+    down = nn.Dense(width, dtype=dtype, kernel_init=output_init, name="down")
+    h = down(nn.gelu(h))
     return x + nn.Dropout(self.dropout, deterministic=not train)(h)
 
 
@@ -90,7 +94,7 @@ class Unembed(nn.Module):
 
 
 def check_stream(depth: int, width: int, heads: int, dropout: float) -> None:
-  """Raises ValueError unless these describe a stack of attention blocks."""
+  """Raises ValueError unless these sizes fit a stack of attention blocks."""
   checks.whole("depth", depth, most=MOST_LAYERS)
   checks.whole("width", width, most=MOST_FEATURES)
   checks.whole("heads", heads, most=MOST_FEATURES)
@@ -106,7 +110,7 @@ def check_length(length: int, context: int) -> None:
   if length > context:
     raise ValueError(
       f"{length} positions do not fit into a context of {context}; give the"
-      " model a longer one, or the data a shorter one"
+      " model a longer context, or the data a shorter one"
     )
 
 
@@ -116,11 +120,13 @@ def gpt(
   """A GPT: Embed, `depth` Blocks, Unembed; predicts each token's next.
 
   Args:
-    classes: tokens of the vocabulary.
-    depth: blocks.
-    width: features of the stream; `heads` divide it.
+    classes: vocabulary size (called classes as in every model here).
+    depth: number of blocks.
+    width: features of the residual stream.
+    heads: attention heads of a block; they divide the width.
     context: most positions of a sequence.
-    dropout: rate, on what is added to the stream and on attention, in [0, 1).
+    dropout: rate in [0, 1), on attention and on the outputs that are
+      output_init to the residual stream.
   """
   checks.whole("classes", classes, most=MOST_FEATURES)
   checks.whole("context", context, most=MOST_FEATURES)

@@ -42,6 +42,7 @@ from asgd.parallel.memory import bytes_of
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
 BUCKET_BYTES = 4 * 1024 * 1024
+_MANY = 16  # devices up to which a program may have a branch for each
 
 
 def _cut(x: jax.Array, pieces: int) -> jax.Array:
@@ -59,6 +60,22 @@ def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
 
 def _ring(devices: int, step: int) -> list[tuple[int, int]]:
   return [(d, (d + step) % devices) for d in range(devices)]
+
+
+def _by_device(arrays, here, rows, step):
+  """Returns [rows, ...], of the arrays of devices 0, 1, ..., where `arrays` has
+  those of the devices 0, 1, ... steps before this one."""
+  devices = len(arrays)
+
+  def stack(device):
+    order = [(device - i) * step % devices for i in range(rows)]
+    return lambda arrays: jnp.stack([arrays[i] for i in order])
+
+  if devices <= _MANY:
+    # A copy of each. XLA's CPU backend chooses for each element otherwise.
+    return jax.lax.switch(here, list(map(stack, range(devices))), arrays)
+  order = (here - jnp.arange(rows)) * step % devices
+  return jnp.take(jnp.stack(arrays), order, axis=0)
 
 
 def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
@@ -86,9 +103,7 @@ def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   chunks = [jnp.asarray(x)]
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
-  # Row i is of the device i steps before.
-  order = (here - jnp.arange(devices)) * step % devices
-  return jnp.take(jnp.stack(chunks), order, axis=0)
+  return _by_device(chunks, here, devices, step)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
@@ -245,9 +260,7 @@ def parameter_server(
   for turn in range(1, devices):
     back = [(owner, worker) for worker, owner in pairs(turn)]
     sums.append(jax.lax.ppermute(total, axis, back))
-  # In turn i it received from the owner i devices after.
-  order = (jnp.arange(shards) - here) % devices
-  return _paste(jnp.take(jnp.stack(sums), order, axis=0), x)
+  return _paste(_by_device(sums, here, shards, -1), x)
 
 
 COLLECTIVES: dict[str, Reduce] = {

@@ -1,4 +1,4 @@
-"""What communication costs: formulas in seconds and bytes.
+"""Costs of communication: formulas in seconds and bytes.
 
 The alpha-beta model: a message of n bytes takes alpha + n / B seconds, alpha
 being the link's latency and B its bandwidth. A device has one link, which sends
@@ -9,7 +9,7 @@ collective and the bytes of the largest message of each round, exactly those of
 Index letters:
   N  devices
   P  shards of a parameter server
-  S  bytes of what is reduced
+  S  bytes of the reduced array
 
 References:
   Hockney, "The communication challenge for MPP", Parallel Computing 1994.

@@ -46,17 +46,17 @@ from asgd.parallel import zero as zero_lib
 # convolutions in loops many times slower (see `asgd.worker`).
 _UNROLLED = 8
 _AXIS = meshes.DATA
-_REDUCER = 0x726564  # folded into the key of a step: what a reducer draws
+_REDUCER = 0x726564  # folded into a step's key for the draws of a reducer
 
 
 class StepState(NamedTuple):
-  """What is kept from one step to the next; `step` donates it."""
+  """The state between two steps; `step` donates it."""
 
   count: jax.Array  # int32[], steps taken, skipped ones included
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
   opt_state: optax.OptState
   scale: Any  # precision.LossScale, or () without one
-  reducer: Any = ()  # [d, ...], what each device keeps of compression
+  reducer: Any = ()  # [d, ...], the compression state of each device
 
 
 class StepMetrics(NamedTuple):
@@ -89,7 +89,7 @@ class StepOptions(NamedTuple):
   # Scales the loss, and skips steps with a gradient that is not finite.
   loss_scale: precision.Dynamic | None = None
   form: str = "shard_map"  # or "pmap": one process, one axis, zero 0
-  statistics_decay: float = 0.9  # what a step keeps of the statistics
+  statistics_decay: float = 0.9  # weight of the old statistics in a step
   # Averages the devices' gradients, as `compression.named_reducer` does; None:
   # exactly. Not with ZeRO, other axes or the form "pmap". If one gradient is
   # not finite, nothing is sent and the mean is NaN. The mean is clipped.
@@ -117,8 +117,8 @@ def make_step(
   without draws and batch statistics gives the same for every d a. Metrics and
   updates are those of the mean over all examples.
 
-  Of `base.Variables` (BatchNorm) the statistics of the pieces are averaged, and
-  move the kept ones as the server does.
+  With `base.Variables` (BatchNorm) the statistics of the pieces are averaged,
+  and the running statistics are updated as the server updates them.
 
   Args:
     loss: (params, piece, key) -> (float[], Aux), the mean over the piece. In
@@ -126,8 +126,9 @@ def make_step(
       the mesh, and must return the same on all devices along every axis but
       "data". With other axes types are checked (check_vma): the carry of a scan
       must vary from the start as at the end (`meshes.vary`).
-    tx: any optax transform; or an Algorithm, whose gradient is taken at what it
-      sends to worker 0. The update gets a Delay of staleness 0.
+    tx: any optax transform; or an Algorithm: the gradient is then taken at the
+      parameters that it sends to worker 0. The update gets a Delay of staleness
+      0.
     mesh: with the axis "data", over which examples are divided.
     specs: how other axes of the mesh divide the parameters.
     **options: those of `StepOptions`.
@@ -174,7 +175,7 @@ def make_step(
 
 
 class _Program(NamedTuple):
-  """What both forms of a step are made of, checked by `make_step`."""
+  """The parts of both forms of a step, checked by `make_step`."""
 
   loss: losses_lib.Loss
   algorithm: base.Algorithm
@@ -237,10 +238,10 @@ class _Program(NamedTuple):
     return objective
 
   def gradient(self, params, batch, key, scale, kept, dims):
-    """Returns one device's mean loss, gradient and statistics, and what it
-    keeps of compression (before: `kept`).
+    """Returns one device's mean loss, gradient, statistics and compression
+    state (`kept` is the one before).
 
-    `dims` has for each weight its dimension that is divided, or WHOLE.
+    `dims` has the divided dimension of each weight, or WHOLE.
     """
     accumulate = self.how.accumulate
     weights = meshes.vary(base.weights_of(params), _AXIS)
@@ -286,8 +287,8 @@ class _Program(NamedTuple):
     return value, grads, stats, kept
 
   def reduce(self, grads, kept, key):
-    """Returns the mean of what devices send of their gradients, and what they
-    keep; NaNs and `kept` if one gradient is not finite."""
+    """Returns the mean of the gradients that devices send and the compression
+    state; NaNs and the old state if one gradient is not finite."""
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
     before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
     mean, after = self.how.reducer.reduce(
@@ -335,7 +336,7 @@ class _Program(NamedTuple):
     return between, parts
 
   def divided(self, leaf, spec):
-    """The spec of an array of which ZeRO divides what it may."""
+    """Returns the spec of an array that ZeRO divides if it can."""
     if not self.how.zero:
       return spec
     return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
@@ -358,7 +359,7 @@ class _Program(NamedTuple):
     return StepState(P(), kept, opt_specs, scale, each)
 
   def settle(self, state):
-    """Places a state as all states are placed between steps."""
+    """Returns the state with the shardings that states have between steps."""
     return self.constrain(state, self.state_specs(state))
 
 

@@ -1,4 +1,4 @@
-"""Images in tiles, whose neighbours exchange their boundaries.
+"""Images in tiles; neighbouring tiles exchange their boundaries.
 
 Each device of the axes "rows" and "columns", or of one of them, holds a tile of
 every image in all layers. The rows and columns beyond it that a convolution
@@ -157,7 +157,7 @@ def _intercept(method, args, kwargs, context):
       "the statistics of BatchNorm are not kept by tiles; use norm='group'"
     )
   if isinstance(module, nn.Dense) and isinstance(module.parent, models.Head):
-    # What comes is the mean over this device's tile.
+    # The input is the mean over this device's tile.
     return method(jax.lax.pmean(args[0], _axes()), **kwargs)
   return method(*args, **kwargs)
 

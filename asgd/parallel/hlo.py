@@ -54,7 +54,7 @@ class Array(NamedTuple):
 
 
 class Collective(NamedTuple):
-  """What devices send of one array, in one instruction."""
+  """One collective of one array, in one instruction."""
 
   kind: str  # of KINDS
   groups: tuple[tuple[int, ...], ...]  # of devices; pairs of a permutation

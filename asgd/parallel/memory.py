@@ -230,8 +230,8 @@ def step_flops(
 ) -> int:
   """Additions and multiplications of matrix products, of one device in a step.
 
-  Those of `gpt_flops` divided by the devices, and what a circular pipeline
-  computes beside: of v M + S - 1 turns S - 1 are dropped, and each stage
+  The operations of `gpt_flops` divided by the devices, and the surplus of a
+  circular pipeline: it drops S - 1 of its v M + S - 1 turns, and each stage
   computes all logits. The vocabulary is rounded up to a multiple of `tensor`.
 
   Args:
@@ -385,8 +385,8 @@ def activations(
   stream = context * sequences * width
   if kind == "full":
     return float(itemsize * stream)
-  # Of the 34: whole on each device (norms, inputs, two masks), and split by
-  # columns or heads.
+  # The 34 of the paper's formula: bytes that are complete on each device
+  # (norms, inputs, two masks), and bytes split by columns or heads.
   whole, split = 4 * itemsize + 2, 12 * itemsize
   scores = (2 * itemsize + 1) * heads * context / width
   if kind == "sequence":

@@ -71,7 +71,9 @@ def make(
   sizes = dict(shape)
   free = [name for name, size in sizes.items() if size == -1]
   if len(free) > 1:
-    raise ValueError(f"only one axis can have what is left, not {free}")
+    raise ValueError(
+      f"only one axis can have all remaining devices, not {free}"
+    )
   for name, size in sizes.items():
     if size != -1:
       checks.whole(f"the size of the mesh's axis {name!r}", size)

@@ -81,8 +81,8 @@ def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
 
 
 class RoundState(NamedTuple):
-  """What is kept from one round to the next; each leaf is [n, ...], a row on
-  each device. `round` donates it."""
+  """The state between two rounds; each leaf is [n, ...], a row on each device.
+  `round` donates it."""
 
   peers: gossip.PeerState
   workers: Any  # states of the workers
@@ -159,8 +159,8 @@ class _Device(NamedTuple):
     return self.peer.mix(state, codes, weights, slots)
 
   def round(self, phases, state, batch, root, k):
-    """Computes round k, whose message has the topology's matrix `phase`;
-    whether the round puts and mixes it are the others of `phases`."""
+    """Computes round k. `phases` is (index of the topology's matrix for its
+    message, whether the round puts the message, whether it mixes it)."""
     (phase, puts, mixes), how, peer = phases, self.how, self.peer
     state, batch = jax.tree.map(lambda x: x[0], (state, batch))
     own, i = state.peers, jax.lax.axis_index(self.axis)

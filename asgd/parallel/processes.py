@@ -149,7 +149,7 @@ def _connect(role, share):
     )
     os._exit(USAGE_ERROR)
 
-  # JAX would end the process with a trace of its own, and later.
+  # JAX would end the process later, with a traceback.
   timer = threading.Timer(role.start_seconds, give_up)
   timer.daemon = True
   timer.start()

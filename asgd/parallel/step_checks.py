@@ -1,4 +1,4 @@
-"""What data parallel steps refuse: options that exclude others, and batches."""
+"""Checks of data parallel steps: options that exclude others, and batches."""
 
 from collections.abc import Mapping
 from typing import Any

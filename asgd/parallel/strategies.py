@@ -59,7 +59,7 @@ class Strategy(NamedTuple):
   activations: float  # bytes of a device
   microbatch: int
   compute: float  # seconds of a step
-  communication: float  # seconds, what is not hidden
+  communication: float  # seconds that computation does not hide
   waiting: float  # seconds: for the slowest, or in a bubble
   stale: bool = False  # asynchronous: gradients of older weights
 

@@ -50,13 +50,15 @@ class _Supervisor:
 
   def run(self):
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      signal.signal(number, self._pass_on)
+      signal.signal(number, self._forward_signal)
     killed: list[str] = []
-    ours, theirs = os.pipe()  # both ends are closed when this process exits
+    # The processes inherit the read end. This process keeps the write end open:
+    # when it exits, they read an end of file and exit, too.
+    read_end, write_end = os.pipe()
     try:
       for number in range(self._count):
-        self._start(number, ours)
-      os.close(ours)
+        self._start(number, read_end)
+      os.close(read_end)
       failed = self._wait()
     finally:
       for child in self._children:
@@ -66,12 +68,12 @@ class _Supervisor:
         child.wait()
       for reader in self._readers:
         reader.join(_GRACE)
-      os.close(theirs)
+      os.close(write_end)
     if self._signal and killed:
       print(
         f"process {', '.join(killed)} of {self._count} did not stop in"
-        f" {_SAVING:g} s and was killed; the same command goes on from what was"
-        " saved",
+        f" {_SAVING:g} s and was killed; the same command resumes from the last"
+        " checkpoint",
         file=sys.stderr,
       )
     if self._signal:
@@ -120,7 +122,7 @@ class _Supervisor:
         if self._signal and line.startswith(
           ("Traceback (", "Could not import")
         ):
-          interrupted = True  # by Ctrl-C before it had a handler: no error
+          interrupted = True  # by Ctrl-C while Python started: no error
         if interrupted or number != 0:
           continue
         if not line.startswith(("error: ", _LOUD)):
@@ -129,18 +131,18 @@ class _Supervisor:
   def _await(self, number):
     self._exits.put((number, self._children[number].wait()))
 
-  def _pass_on(self, number, frame):
+  def _forward_signal(self, signum, frame):
     """Ends the processes by SIGTERM, as Python may lose a SIGINT while it
     starts."""
     del frame
-    self._signal = number
+    self._signal = signum
     for child in self._children:
       with contextlib.suppress(ProcessLookupError):
         child.terminate()
 
   def _wait(self):
-    """Waits for all processes; returns the first that failed, (number,
-    status)."""
+    """Waits until all processes have exited or the deadline has passed; returns
+    (number, status) of the first failure, or None."""
     failed, end, left = None, None, self._count
     while left:
       if end is None and self._signal:
@@ -161,7 +163,7 @@ class _Supervisor:
     how, remedy = f"failed with status {status}", ""
     if status < 0:
       how = f"was killed by {signal.Signals(-status).name}"
-      remedy = "; the same command goes on from what was saved"
+      remedy = "; the same command resumes from the last checkpoint"
     last = self._last_line(number).removeprefix("error: ")
     return f"process {number} of {self._count} {how}: {last}{remedy}"
 

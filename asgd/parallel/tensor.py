@@ -1,6 +1,6 @@
 """Tensor parallel layers: each device of an axis holds a part of every matrix.
 
-Of two consecutive matrices the first is split by columns and the second by
+The first of two consecutive matrices is split by columns and the second by
 rows, so that activations between them stay split: attention and MLP end with
 one sum each, in the backward too. Attention is split by heads, embedding and
 logits by the vocabulary; the cross-entropy is computed from split logits.
@@ -12,7 +12,7 @@ of the parameters. They have the names of the layers of
 
 Megatron's operators are f, the identity with an all-reduce as its derivative,
 and g, the reverse. Under shard_map with check_vma f is JAX's cast to a value
-that varies over devices, and g is psum. `enter` and `leave` place them
+that varies over devices, and g is psum. `enter` and `leave` apply them
 explicitly: JAX's own casts would make six all-reduces of a block's backward
 instead of two. With check_vma=False psum's derivative is another psum, and
 gradients taken inside shard_map are wrong: `enter` refuses it.
@@ -94,7 +94,7 @@ def _share(what: str, number: int, size: int | None = None) -> int:
 
 
 def _sum_out(dim: int | None) -> Callable[..., jax.Array]:
-  """Returns a product whose inner dimension is split; a bias is added later."""
+  """Returns a product over a split inner dimension; a bias is added later."""
 
   def dot_general(*args, **kwargs):
     return leave(jax.lax.dot_general(*args, **kwargs), dim)

@@ -1,7 +1,7 @@
-"""What a step on a mesh sends: the planner's list of collectives.
+"""The planner's list of the collectives in a step on a mesh.
 
-Of each array that devices share in a step: along which axes, of how many
-elements, how often. The list follows from shapes and shardings alone, by the
+Each entry gives the axes, the number of elements and the number of calls. The
+list follows from shapes and shardings alone, by the
 formulas of the papers that `data_parallel`, `tensor`, `circular` and `peers`
 cite; `asgd.parallel.ahead` compares it with compiled programs.
 
@@ -32,7 +32,7 @@ REDUCE, SCATTER, GATHER, PERMUTE = (
 
 
 class Transfer(NamedTuple):
-  """What devices along some axes send of arrays of one size."""
+  """Collectives along some axes, for arrays of one size."""
 
   kind: str  # one of the four above
   axes: frozenset[str]  # those along which devices send

@@ -64,7 +64,7 @@ class DenseGradient(NamedTuple):
 @contextlib.contextmanager
 def _watch(calls: list[tuple], taps: dict[Path, jax.Array]):
   """Records calls of nn.Dense, (path, float[..., M], float[..., N]), and adds
-  taps to what they return."""
+  taps to their results."""
 
   def intercept(next_call, args, kwargs, context):
     out = next_call(*args, **kwargs)
@@ -118,7 +118,7 @@ def choose(
 ) -> tuple[DenseGradient, ...]:
   """Chooses for every dense layer how its gradient is sent, in forward order.
 
-  Layers that are called twice, or whose kernel something else reads, are left
+  Layers that are called twice, or with a kernel that other code reads, are left
   out: their gradient is not one product. Params and batch, of one device, may
   be shapes. `factors` is "rule" for Poseidon's (`costs.prefers_factors`),
   "always" or "never"; ValueError for another word.

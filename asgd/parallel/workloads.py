@@ -161,7 +161,7 @@ def products(
 def of_problem(
   problem: problems.Problem, name: str, options: TrainingOptions
 ) -> Workload:
-  """Returns the workload of a problem, whose model is traced and counted."""
+  """Returns the workload of a problem, counted in the traced model."""
   pieces = problem.pieces
   if pieces is None:
     raise ValueError(

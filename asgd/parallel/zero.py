@@ -1,4 +1,4 @@
-"""Where ZeRO places parameters, gradients and optimizer state.
+"""The sharding of parameters, gradients and optimizer state in ZeRO.
 
 A leaf is divided over the data axis along its longest dimension that the axis
 divides and no other axis has, or kept whole if there is none. Its shape as a
@@ -21,7 +21,7 @@ from asgd.parallel import meshes, precision
 
 _AXIS = meshes.DATA
 Specs = Callable[[optax.Params], Any]  # params -> a tree of PartitionSpecs
-WHOLE = -1  # in the place of a dimension: the leaf is not divided
+WHOLE = -1  # instead of a dimension: the leaf is not divided
 
 
 def replicated(params: optax.Params) -> Any:

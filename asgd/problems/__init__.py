@@ -1,8 +1,14 @@
-"""Problems: what is trained, as functions.
+"""Problems: the functions to train with.
 
 A `Problem` joins data and model: initial parameters, a loss on a batch, an
-evaluation, and batches as a function of (worker, job). A runtime sees nothing
-else of either.
+evaluation, and batches as a function of (worker, job). Runtimes use nothing
+else of data and model.
+
+    data, layers -> tasks.classification(...) -> Problem -> runtime
+
+`tasks.py` has problems with a model and a gradient. `factorisation`,
+`embeddings`, `topics`, `clustering` and `sparse_logistic` train tables; `own`
+reads a user's loss and data. Begin with `problem.py`.
 """
 
 from asgd.problems.problem import (

@@ -1,4 +1,4 @@
-"""Problems whose answers are known, for configs: MODULE:FUNCTION of a problem.
+"""Problems with known solutions, for configs (MODULE:FUNCTION of a problem).
 
   config.problem = dict(name="asgd.problems.analytic:quadratic", dimensions=16)
 """
@@ -18,11 +18,11 @@ def quadratic(
   least: float = 0.05,
   noise: float = 0.0,
 ) -> Problem:
-  """f(w) = sum_i c_i w_i^2 / 2 with curvatures c from `least` to 1, from a
-  normal w.
+  """f(w) = sum_i c_i w_i^2 / 2 with curvatures c from `least` to 1. The initial
+  w is normally distributed.
 
   Args:
-    batch_size: of no effect; gradients are exact but for `noise`.
+    batch_size: not used; gradients are exact except for `noise`.
     dimensions: of w; curvatures are equally spaced on a logarithmic scale.
     least: the smallest curvature, up to 1; the largest is 1.
     noise: standard deviation of the gradient's noise.

@@ -1,4 +1,4 @@
-"""k-means on tables: sums of examples, and their number, by cluster.
+"""k-means on tables: for each cluster the sum of its examples and their number.
 
   config.problem = dict(name="asgd.problems.clustering:k_means", clusters=10)
 """
@@ -14,7 +14,7 @@ from asgd import losses as losses_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
-_AT_ONCE = 2000  # examples evaluated
+_AT_ONCE = 2000  # examples of one call in an evaluation
 
 
 def k_means(
@@ -25,31 +25,32 @@ def k_means(
   data_dir: str | None = None,
   partition: str = "shared",
 ) -> Problem:
-  """Mini-batch k-means: a centre is the mean of all examples given to it.
+  """Mini-batch k-means: a centre is the mean of all examples assigned to it.
 
     c = argmin_k |x - s_k / n_k|^2;   s_c <- s_c + x;   n_c <- n_c + 1
 
-  which is Sculley's step of the rate 1 / n_c, as increments: they commute, so
-  that workers may send them in any order. A centre begins as one example.
+  This is Sculley's step with the rate 1 / n_c, written as increments. They
+  commute, so workers may send them in any order. A centre begins as one
+  example.
 
-  Its evaluations have the mean squared distance of the test examples to their
-  centres as the loss, `inertia` is the same of the training examples, and the
-  measure the share of the test part's variance that the centres explain.
+  An evaluation has as loss the mean squared distance of the test examples to
+  their centres, as `inertia` that of the training examples, and as measure the
+  part of the test examples' variance that the centres explain.
 
   Args:
     batch_size: B, examples of a batch.
     clusters: k, 2 or more, at most the training examples.
     dataset: a name of `data.DATASETS`; examples are flattened.
-    data_dir: where its files are.
-    partition: "shared" or "sharded", as of `data.make_batches`.
+    data_dir: folder of its files.
+    partition: "shared" or "sharded", see `data.make_batches`.
 
   Returns:
-    A Problem with parameters float32[k, d + 1], sums and number of each
+    A Problem with parameters float32[k, d + 1], the sum and the number of each
     cluster. Its workers compute updates, for the recipe `table`.
 
   Raises:
     ValueError: for a value out of its range, and for an example that is not
-      finite, with its number.
+      finite; the error has its index.
 
   Source:
     Sculley, "Web-scale k-means clustering", WWW 2010, algorithm 1.
@@ -101,15 +102,18 @@ def k_means(
 
 
 def centres(params: jax.Array) -> jax.Array:
-  """Returns the means [k, d] of clusters, of sums and numbers [k, d + 1]."""
+  """Returns the centres [k, d] of clusters, from sums and numbers [k, d +
+  1]."""
   return params[:, :-1] / params[:, -1:]
 
 
 def _squares(params, examples):
-  """The squared distance of each example to each centre, float[B, k]."""
+  """Returns the squared distance of each example to each centre, float[B,
+  k]."""
   means = centres(params)
   cross = examples @ means.T
   return (
+    # |x - c|^2 = |x|^2 - 2 x.c + |c|^2: one matrix product for all pairs.
     jnp.square(examples).sum(1)[:, None] - 2 * cross + jnp.square(means).sum(1)
   )
 
@@ -120,7 +124,7 @@ def _total(params, examples):
 
 
 def _distance(params, examples) -> float:
-  """The mean squared distance to the nearest centre."""
+  """Returns the mean squared distance to the nearest centre."""
   total = lib.totals(functools.partial(_total, params), [examples], _AT_ONCE)
   return float(total) / len(examples)
 
@@ -132,7 +136,7 @@ def _loss(params, batch: base.Batch, key):
 
 
 def _updates(params, batch: base.Batch, key):
-  """The examples of each cluster, summed up, and their number."""
+  """Returns the loss, and the sum and number of each cluster's examples."""
   del key
   examples = jnp.asarray(batch[0], params.dtype)
   squares = _squares(params, examples)

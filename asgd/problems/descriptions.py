@@ -1,7 +1,7 @@
-"""Names, descriptions and source of the objects that a caller gives for a run.
+"""Texts that describe the objects of a caller: names, options, source code.
 
-A results folder holds them as text, to recognise the run: no address in memory
-may be part of it.
+A results folder holds them, to recognise the same run. So they must not contain
+an address in memory.
 """
 
 import ast
@@ -20,7 +20,7 @@ from asgd import algorithms, names
 
 
 def name_of(value: Any) -> str:
-  """Returns MODULE:NAME of a function, else what kind of thing it is."""
+  """Returns MODULE:NAME of a function, otherwise the name of a value's type."""
   if isinstance(value, functools.partial):
     options = ", ".join(f"{k}={name_of(v)}" for k, v in value.keywords.items())
     return f"{name_of(value.func)}({options})"
@@ -37,9 +37,9 @@ _LIBRARIES = {"asgd", "flax", "jax", "optax", "builtins", "functools"}
 
 
 def _code_of(value: Any) -> list[str]:
-  """Returns what there is to read of the source of functions and of modules of
-  layers: without comments, and with the plain values that a function closes
-  over. Of a library's, and of what was typed in, there is none."""
+  """Returns the source of functions and of modules of layers, without comments,
+  and the plain values that a function closes over. There is none for libraries'
+  functions, and for code typed into an interpreter."""
   if isinstance(value, functools.partial):
     return [*_code_of(value.func), *map(repr, value.args)]
   if isinstance(value, (tuple, list)):
@@ -50,23 +50,24 @@ def _code_of(value: Any) -> list[str]:
     return []
   try:
     text = textwrap.dedent(inspect.getsource(own))
+    # Without comments and layout, which do not change a run.
     text = ast.dump(ast.parse(text))
   except (OSError, TypeError):
     return []
   except SyntaxError:
-    pass  # a line with a lambda in the middle of a call
+    pass  # getsource cut a lambda out of the middle of a call: hash the text
   return [text, *(repr(x) for x in _closed_over(own) if _is_plain(x))]
 
 
 def _closed_over(function: Any) -> Iterator[Any]:
   """Yields the values of variables that a function closes over."""
   for cell in getattr(function, "__closure__", None) or ():
-    with contextlib.suppress(ValueError):  # it has none yet
+    with contextlib.suppress(ValueError):  # the variable has no value yet
       yield cell.cell_contents
 
 
 def importable(name: str) -> Any:
-  """Returns the function of MODULE:NAME, None if that cannot be imported."""
+  """Returns the function of MODULE:NAME, or None if it cannot be imported."""
   module, _, path = name.partition(":")
   if not names.is_import(name) or module == "__main__" or "<" in path:
     return None
@@ -76,10 +77,11 @@ def importable(name: str) -> Any:
     return None
 
 
-_UPDATES = 0, 1, 10, 100, 1000, 10_000
+_UPDATES = 0, 1, 10, 100, 1000, 10_000  # at which schedules are sampled
 
 
 def _rate(rate) -> str:
+  """Returns a learning rate as text, a schedule by samples."""
   if callable(rate):
     samples = ", ".join(f"{float(rate(at)):.6g}" for at in _UPDATES)
     return f"schedule({samples}, ...)"
@@ -87,13 +89,13 @@ def _rate(rate) -> str:
 
 
 def _made(recipe) -> Any:
-  """What a recipe was built of, None of one made by hand and of settings."""
+  """Returns the arguments a recipe was built of; None if there are none."""
   return getattr(recipe, "made", None)
 
 
 def _described(value) -> str:
-  """Describes settings field by field, by names that configs know: classes and
-  modules of asgd may be renamed, and a folder of the same run is no other."""
+  """Describes settings field by field, by the names of configs. Classes and
+  modules of asgd may be renamed, and the text of a run must not change then."""
   if hasattr(value, "_asdict"):
     fields = value._asdict().items()
     return f"({', '.join(f'{key}={_described(x)}' for key, x in fields)})"
@@ -105,7 +107,7 @@ def _described(value) -> str:
 
 
 def describe_recipe(recipe: Any) -> str:
-  """Returns how a recipe was built, or settings of another protocol are."""
+  """Returns a recipe's build call, or the settings of another protocol."""
   made = _made(recipe)
   if made is None and not isinstance(recipe, algorithms.Recipe):
     return f"{recipe.protocol}{_described(recipe)}"
@@ -120,6 +122,7 @@ def describe_recipe(recipe: Any) -> str:
 
 
 def _is_plain(value) -> bool:
+  """Whether a value is made of numbers, strings, lists and dicts."""
   if isinstance(value, Mapping):
     return all(map(_is_plain, value.values()))
   if isinstance(value, Sequence) and not isinstance(value, str):
@@ -128,7 +131,8 @@ def _is_plain(value) -> bool:
 
 
 def plain_arguments(recipe: Any) -> dict[str, Any] | None:
-  """Arguments of `algorithms.build`, if a name and plain data say it all."""
+  """Returns the arguments of `algorithms.build` for a recipe that was built
+  from plain data; None for others."""
   made = _made(recipe)
   if made is None or not _is_plain([made.learning_rate, made.options]):
     return None
@@ -141,7 +145,7 @@ def plain_arguments(recipe: Any) -> dict[str, Any] | None:
 
 
 def digest_of_code(recipe: Any, *given: Any) -> str:
-  """Returns a checksum of the source of functions: those `given`, and those
+  """Returns a checksum of the source of functions: the `given` ones, and those
   among the options of a recipe."""
   made = _made(recipe)
   options = made.options.values() if made else ()

@@ -20,7 +20,7 @@ from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
 _TESTED = 4000  # pairs of the test part
-_PROBE = 256  # pairs
+_PROBE = 256  # pairs of a Problem's probe
 _PROBE_SEED, _TEST_SEED = 2**32 - 1, 2**32 - 2
 
 
@@ -36,15 +36,15 @@ def skip_gram(
   least: int = 5,
   most: int = 20_000,
 ) -> Problem:
-  """Predicts the words around a word, told from words drawn at random.
+  """Predicts the words near a word, against words drawn at random.
 
     f = mean over pairs (c, o) of -log s(u_c . v_o) - sum_i log s(-u_c . v_i)
 
-  with s the logistic function and the words i drawn in proportion to their
-  count^power. A pair is a word and one that is `window` words away from it at
-  most. Its evaluations have f of pairs of the test part as the loss, with the
-  same negatives each time, and as the accuracy the share of pairs whose product
-  is above that of their first negative.
+  with s the logistic function, and words i drawn in proportion to count^power.
+  A pair is a word and another at most `window` words away. An evaluation has as
+  loss f over pairs of the test part, always with the same negatives. Its
+  accuracy is the part of pairs whose product is above that of their first
+  negative.
 
   Args:
     batch_size: B, pairs of a batch.
@@ -53,14 +53,14 @@ def skip_gram(
     negatives: N, 1 or more.
     power: 0 or more.
     text: "pydoc" or "file".
-    data_dir: the file.
-    least: times that a word is in the text; rarer ones are left out.
-    most: words of the vocabulary.
+    data_dir: path of the file.
+    least: rarer words, by their count in the text, are left out.
+    most: largest size of the vocabulary.
 
   Returns:
-    A Problem with parameters {"inner": float32[V, d], "outer": ...}, u and v,
-    whose batches are (int32[B] words, int32[B, 1 + N] the one beside it and
-    negatives) and tell which rows they need.
+    A Problem with parameters {"inner": float32[V, d], "outer": ...}, u and v.
+    Its batches are (int32[B] words, int32[B, 1 + N] the nearby word and the
+    negatives), and it is keyed: a batch determines the rows that it needs.
 
   Raises:
     ValueError: for a value out of its range, a text too short for the window,
@@ -87,7 +87,7 @@ def skip_gram(
   test = pairs(data.test, _TESTED, np.random.default_rng(_TEST_SEED))
 
   def init(key):
-    # As in word2vec: the first products are 0.
+    # As in word2vec, all first products are 0.
     inner = jax.random.uniform(key, (size, dimension), minval=-0.5, maxval=0.5)
     return {
       "inner": inner / dimension,
@@ -115,7 +115,7 @@ def skip_gram(
 
   return lib.of_data(
     *(data_of, batch_size, init, _loss, evaluate),
-    guess=float((1 + negatives) * np.log(2)),  # of products that are 0
+    guess=float((1 + negatives) * np.log(2)),  # the loss if products are 0
     keyed=lib.keyed(
       lambda batch: {"inner": (batch[0], True), "outer": (batch[1], True)},
       lambda batch, inner, outer: (inner, outer),
@@ -124,7 +124,7 @@ def skip_gram(
 
 
 def _drawing(data, window, negatives, power):
-  """Returns (tokens, count, generator) -> pairs, and negatives, drawn of some
+  """Returns (tokens, count, generator) -> drawn pairs with negatives, from some
   part of a text."""
   shortest = min(len(data.train), len(data.test))
   if shortest <= 2 * window:
@@ -133,20 +133,21 @@ def _drawing(data, window, negatives, power):
       f" window of {window}: use a longer text, or a smaller window"
     )
   with np.errstate(over="ignore"):
-    shares = data.counts.astype(float) ** power
-    total = shares.sum()
+    weights = data.counts.astype(float) ** power
+    total = weights.sum()
   if not np.isfinite(total):
     raise ValueError(
       f"power {power:g} is too large: counts of words to that power are not"
       " finite; 0.75 is usual"
     )
-  below = np.cumsum(shares / total)
+  # Inversion: a uniform number selects the first cumulative weight above it.
+  below = np.cumsum(weights / total)
 
   def pairs(tokens, count, rng):
     at = rng.integers(window, len(tokens) - window, count)
     away = rng.integers(1, window + 1, count) * rng.choice([-1, 1], count)
     drawn = np.searchsorted(below, rng.random((count, negatives)))
-    drawn = drawn.clip(max=len(below) - 1)  # where the sum is a little below 1
+    drawn = drawn.clip(max=len(below) - 1)  # rounding may leave a sum below 1
     outer = np.concatenate([tokens[at + away][:, None], drawn], 1)
     return tokens[at], outer.astype(np.int32)
 
@@ -154,13 +155,14 @@ def _drawing(data, window, negatives, power):
 
 
 def _products(params, batch):
-  """u_c . v_o and u_c . v_i of each pair, float[B, 1 + N]."""
+  """Returns u_c . v_o and u_c . v_i of each pair, float[B, 1 + N]."""
   inner, outer = batch
   u, v = params["inner"][inner], params["outer"][outer]
   return jnp.einsum("bd,bnd->bn", u, v)
 
 
 def _mean(products):
+  """Returns the mean loss of pairs from their products."""
   true, drawn = products[:, 0], products[:, 1:]
   losses = jax.nn.softplus(-true) + jax.nn.softplus(drawn).sum(1)
   return losses.mean()
@@ -173,6 +175,6 @@ def _loss(params, batch: base.Batch, key):
 
 @jax.jit
 def _score(params, batch):
-  """Returns (loss, share of pairs that are above their first negative)."""
+  """Returns (loss, part of pairs that are above their first negative)."""
   products = _products(params, batch)
   return _mean(products), (products[:, 0] > products[:, 1]).mean()

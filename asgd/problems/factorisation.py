@@ -19,11 +19,12 @@ from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
 _SIDES = "users", "items"
-_AT_ONCE = 100_000  # ratings evaluated
+_AT_ONCE = 100_000  # ratings of one call in an evaluation
 
 
 @functools.lru_cache(maxsize=4)
 def _load(name, test, options):
+  """Returns the ratings of a name or a file; ValueError for wrong options."""
   if name in ("generated", "movielens") and test is not None:
     raise ValueError(f"ratings {name!r} have a test part: drop test_ratings")
   if name == "generated":
@@ -52,8 +53,8 @@ def matrix_factorisation(
 
     f = mean over a batch of (r_ij - m - u_i . v_j)^2 + l2 (|u_i|^2 + |v_j|^2)
 
-  with m the mean training rating. Its evaluations have the mean squared error
-  of the test ratings as their loss, and R^2 as their measure.
+  with m the mean training rating. An evaluation has the mean squared error of
+  the test ratings as its loss, and R^2 as its measure.
 
   Args:
     batch_size: B, ratings of a batch.
@@ -63,16 +64,16 @@ def matrix_factorisation(
     rank: k, columns of the tables.
     l2: 0 or more.
     scale: standard deviation of the first u and v.
-    partition: "shared" or "sharded", as of `data.make_batches`.
+    partition: "shared" or "sharded", see `data.make_batches`.
     generate: arguments of `data.ratings.generated`.
 
   Returns:
-    A Problem with parameters {"users": float32[users, k], "items": ...}, whose
-    batches are (int32[B, 2], float32[B]) and tell which rows they need.
+    A Problem with parameters {"users": float32[users, k], "items": ...}. Its
+    batches are (int32[B, 2], float32[B]), and it is keyed: a batch
+    determines the rows that it needs.
 
   Raises:
-    ValueError: for a value out of its range, and for ratings that cannot be
-      used.
+    ValueError: for a value out of its range, and for invalid ratings.
 
   Source:
     Dai et al., "High-performance distributed ML at scale through parameter

@@ -1,8 +1,7 @@
-"""A problem of one's own: a loss, parameters and data that a caller gives.
+"""A user's problem: a loss, parameters and data that a caller gives.
 
-`Objects` reads them in the forms that users have them in, and checks them
-before anything runs. What is wrong is one ValueError, in words of what was
-given.
+`Objects` reads them in the forms that users have, and checks them before
+anything runs. Each error is one ValueError, in words of the caller's arguments.
 """
 
 import functools
@@ -23,7 +22,7 @@ from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
 _NAN = float("nan")
 _ARRAYS = jax.Array, np.ndarray, np.generic
-_INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # of a dict
+_INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # keys of a dict
 
 
 # Parameters and models.
@@ -39,17 +38,17 @@ _AS_PARAMS = (
 
 
 def _is_model(given: Any) -> bool:
-  """Whether a value can be called and has arrays of its own, as a model of
-  Equinox: it is then parameters, and no function that makes some."""
+  """Whether a value is callable and holds arrays, as a model of Equinox does.
+  It is then parameters, not a function that makes parameters."""
   arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(given))
   is_partial = isinstance(given, functools.partial)  # jax.tree_util.Partial is
   return callable(given) and not is_partial and any(arrays)
 
 
 def _is_constant(value: Any) -> bool:
-  """Whether a value is a variable of Flax NNX that is no parameter, such as
-  the statistics of BatchNorm."""
-  nnx = sys.modules.get("flax.nnx")  # whoever has a variable has imported it
+  """Whether a value is a variable of Flax NNX but no parameter, such as the
+  statistics of BatchNorm."""
+  nnx = sys.modules.get("flax.nnx")  # a variable exists only if it is imported
   return (
     nnx is not None
     and isinstance(value, nnx.Variable)
@@ -58,8 +57,8 @@ def _is_constant(value: Any) -> bool:
 
 
 def _as_arrays(given: Any) -> Any:
-  """Returns a tree as arrays of JAX; raises ValueError for a leaf that is no
-  array, and of a model for one that is not trained, such as a seed."""
+  """Returns a tree as arrays of JAX. Raises ValueError for a leaf that is no
+  array; in a model, also for one that is not trained, such as a seed."""
   of_model = _is_model(given)
 
   def refused(path, leaf, why):
@@ -77,20 +76,21 @@ def _as_arrays(given: Any) -> Any:
       why = "and parameters are arrays: drop it, or bind it to the loss with"
       raise refused(path, leaf, f"{why} functools.partial") from error
 
-  held = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
-  if of_model and len({id(x) for x in held}) < len(held):
+  # Tied weights are one array with two paths; as a tree, they are two leaves.
+  arrays = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
+  if of_model and len({id(x) for x in arrays}) < len(arrays):
     raise ValueError(
-      "params is a model that holds an array twice, as tied weights are, which"
-      f" would be trained apart: {_SPLIT}; or give a pair of a function rngs ->"
-      " nnx module, and a criterion"
+      "params is a model that holds an array twice (tied weights), and the two"
+      f" would be trained separately: {_SPLIT}; or give a pair of a function"
+      " rngs -> nnx module, and a criterion"
     )
   is_leaf = _is_constant if of_model else None
   return jax.tree_util.tree_map_with_path(array, given, is_leaf=is_leaf)
 
 
 def read_params(given: Any) -> Callable[[jax.Array], Any]:
-  """Returns (key) -> parameters, from a tree of arrays, which may be a model
-  that can be called, or a function of a key that makes one."""
+  """Returns (key) -> parameters. `given` is a tree of arrays, which may be a
+  callable model, or a function of a key that makes one."""
   if isinstance(given, nn.Module):
     raise ValueError(
       "params is a flax module, which holds no parameters: give its variables,"
@@ -113,33 +113,33 @@ def read_params(given: Any) -> Callable[[jax.Array], Any]:
 
 
 def input_of(batch: base.Batch) -> Any:
-  """Returns what a model is called on: the first of a tuple, the input of a
-  dict, the only array."""
+  """Returns the input of a model: the first element of a tuple, the input of a
+  dict, or the only array."""
   if isinstance(batch, Mapping):
     for key in _INPUTS:
       if key in batch:
         return batch[key]
     raise ValueError(
-      f"a batch is a dict of {', '.join(batch)}, and none is known for the"
+      f"a batch is a dict of {', '.join(batch)}, none of which is known as a"
       f" model's input: call it {_INPUTS[0]!r}, or give a loss (params, batch)"
     )
   return batch[0] if isinstance(batch, (tuple, list)) else batch
 
 
 class _OfModel(NamedTuple):
-  """A model and a criterion, as a loss."""
+  """A model and a criterion, which together are a loss."""
 
   model: models.Model
   criterion: Callable[[jax.Array, base.Batch], jax.Array]
-  example: jax.ShapeDtypeStruct  # the model's input
-  is_linen: bool  # its caller has parameters as flax's variables
+  example: jax.ShapeDtypeStruct  # of the model's input
+  is_linen: bool  # whether the caller's parameters are flax's variables
 
   def init(self, key: jax.Array) -> Any:
     """Draws parameters."""
     return self.model.init(key, self.example)
 
   def inward(self, params: Any) -> Any:
-    """Returns what is trained, from a module's variables or weights alone."""
+    """Returns the trained tree of a module's variables, or of weights alone."""
     of_flax = isinstance(params, Mapping) and "params" in params
     if not self.is_linen or not of_flax:
       return params
@@ -147,7 +147,7 @@ class _OfModel(NamedTuple):
     return base.Variables(weights, stats) if stats else weights
 
   def outward(self, params: Any) -> Any:
-    """Returns a module's variables."""
+    """Returns parameters in the caller's form: a linen module's variables."""
     if not self.is_linen:
       return params
     if isinstance(params, base.Variables):
@@ -155,7 +155,7 @@ class _OfModel(NamedTuple):
     return {"params": params}
 
   def loss(self) -> Callable:
-    """The loss, with the statistics of the batch as aux."""
+    """Returns the loss, with the statistics of the batch as aux."""
 
     def prepare(batch, key, dtype):
       del key, dtype
@@ -165,10 +165,11 @@ class _OfModel(NamedTuple):
 
 
 def _read_model(loss, first: base.Batch) -> _OfModel:
-  """Reads the pair of a model and a criterion that stands for a loss."""
+  """Reads a loss that is given as a pair (model, criterion)."""
   if len(loss) != 2:
     raise ValueError(
-      f"a loss that is a pair is (model, criterion), not {checks.shown(loss)}"
+      "a loss that is a pair must be (model, criterion), not"
+      f" {checks.shown(loss)}"
     )
   model, criterion = loss
   is_linen = isinstance(model, nn.Module)
@@ -178,8 +179,8 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
     model = models.own.as_model(model)
   if not isinstance(model, models.Model):
     raise ValueError(
-      "a loss that is a pair is (model, criterion), the model a flax module, a"
-      " pair (init, apply), or a function rngs -> nnx module, not"
+      "a loss that is a pair must be (model, criterion), the model a flax"
+      " module, a pair (init, apply), or a function rngs -> nnx module, not"
       f" {checks.shown(model)}{_AS_PARAMS if _is_model(model) else ''}"
     )
   if not callable(criterion) or not streams.accepts(criterion, 2):
@@ -187,19 +188,20 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
       "the criterion beside a model must be a function (output, batch) ->"
       f" scalar, not {checks.shown(criterion)}"
     )
+  # Parameters are made for one example: they do not depend on the batch size.
   x = jnp.asarray(input_of(first))
   example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
   return _OfModel(model, criterion, example, is_linen)
 
 
-# What a caller gave.
+# The objects of one run.
 
 
 class Objects:
-  """Everything that a caller gave for one run, as a problem and a recipe.
+  """All objects that a caller gave for one run, as a problem and a recipe.
 
-  It travels to other processes as the data of an experiment does, without the
-  evaluation, which is the driver's.
+  Processes receive it like the data of an experiment, but without the
+  evaluation, which only the driver calls.
   """
 
   name = "given"
@@ -217,9 +219,11 @@ class Objects:
     pieces: Pieces | None = None,
     codecs: Mapping[str, Any] | None = None,
   ):
-    """Reads and checks it all. Arguments are as of `asgd.simulate`; `pieces`
-    are those of a loss that can be cut, `codecs` by their arguments, `recipe`
-    is an `algorithms.Recipe` or the settings of another protocol."""
+    """Reads and checks the objects; for arguments see `asgd.simulate`.
+
+    `pieces` belong to a loss that can be cut, `codecs` are by argument name,
+    and `recipe` is an `algorithms.Recipe` or the settings of another protocol.
+    """
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
     self.codecs = dict(codecs or {})
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
@@ -228,6 +232,7 @@ class Objects:
         f" a dict of numbers, not {checks.shown(evaluate)}"
       )
     self._stream = streams.read_data(dataset, batch_size)
+    # [1] The loss and parameters, of a model and a criterion or as given.
     self._model: _OfModel | None = None
     if isinstance(loss, nn.Module):
       raise ValueError(
@@ -242,24 +247,27 @@ class Objects:
     else:
       raw, self._init = loss, read_params(params)
     self._loss = losses_lib.as_loss(raw)
+    # [2] Trace everything once.
     self._check()
+    # [3] Describe the objects for the results folder.
     self.identity = self._identify(loss, params, dataset, batch_size)
 
   def __getstate__(self):
+    """Leaves out the evaluation, see the class."""
     return {**self.__dict__, "evaluate": None}
 
   @property
   def size(self) -> int:
-    """Examples in a batch; 1 if that is not known."""
+    """Examples in a batch; 1 if the number is not known."""
     return self._stream.size
 
   @property
   def per_epoch(self) -> int | None:
-    """Batches in one pass over the data; None: there is no end."""
+    """Batches in one pass over the data; None if it has no end."""
     return self._stream.per_epoch
 
   def problem(self) -> Problem:
-    """Returns it as the runtimes know problems."""
+    """Returns the Problem for runtimes."""
     return self._problem(self._stream)
 
   def _problem(self, stream: streams.Stream) -> Problem:
@@ -280,40 +288,41 @@ class Objects:
 
   @functools.cached_property
   def _decay(self) -> float:
-    """What a server keeps of statistics."""
+    """The part of statistics that the server keeps in an update."""
     if self._model is None:
       return models.DECAY
     return self._model.model.decay(self._model.example)
 
   def outward(self, params: Any) -> Any:
-    """Returns parameters in the form in which the caller knows them."""
+    """Returns parameters in the caller's form."""
     return params if self._model is None else self._model.outward(params)
 
   def _evaluate(self, params) -> Evaluation:
     if self.evaluate is None:
       return Evaluation(_NAN, _NAN)
-    # Copied: the caller may keep them, and a runtime gives up its own.
+    # Copy: the caller may keep them, and a runtime donates its buffers.
     said = self.evaluate(self.outward(jax.tree.map(jnp.array, params)))
     return as_evaluation(said)
 
   def _check(self):
-    """Traces a job and its update, so that nothing of it fails later."""
+    """Traces a job and its update now, so that no error follows in the run."""
     first, recipe = self._stream.first, self.recipe
     shapes = check_loss(self._init, self._loss, first)
-    if isinstance(recipe, algorithms.Recipe):  # others are checked by plans
+    if isinstance(recipe, algorithms.Recipe):  # plans check other protocols
       self._check_job(shapes)
 
   def _check_job(self, shapes):
-    """Traces a job and its update of a recipe of gradients or models."""
+    """Traces a job and its update, for a recipe of gradients or models."""
     first, recipe = self._stream.first, self.recipe
     server = recipe.server(statistics_decay=self._decay)
-    jax.eval_shape(server.init, shapes)  # are they numbers to be trained?
+    jax.eval_shape(server.init, shapes)  # raises for integer parameters
     worker = recipe.make_worker(self._loss)
 
     def job(params, batch, key):
       state = server.init(params)
       ticket = server.send(state, jnp.int32(0))
       message, start = ticket.params, worker.init(state.params)
+      # Local workers need stacked batches: trace their update only.
       if recipe.steps == 1:
         _, message, _ = worker.work(start, ticket, batch, key)
       return server.receive(state, ticket, message)
@@ -323,11 +332,13 @@ class Objects:
       jax.eval_shape(job, shapes, first, jax.random.key(0))
 
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
-    """What a results folder says of it, as JSON has it."""
+    """Returns the description in a results folder, as data for JSON."""
     stream, key = self._stream, jax.random.key(0)
+    # Two batches represent the data in the checksum.
     seen = [stream.batches(0, 1)(0, job) for job in range(2)]
     arrays = [jax.device_get(self._init(key)), stream.first, *seen]
     total = hashlib.sha256()
+    # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
       total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())
     of_settings = {}
@@ -352,8 +363,8 @@ class Objects:
 def check_loss(
   init: Callable[[jax.Array], Any], loss: losses_lib.Loss, batch: base.Batch
 ) -> Any:
-  """Traces parameters and their loss on a batch; returns the shapes of the
-  parameters. Raises ValueError if one of the two functions fails."""
+  """Traces parameters and their loss on a batch. Returns the parameters'
+  shapes; raises ValueError if one of the two functions fails."""
   key = jax.random.key(0)
   with checks.user_code("params cannot be made", passes=(ValueError,)):
     shapes = jax.eval_shape(init, key)
@@ -365,12 +376,12 @@ def check_loss(
 
 
 def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
-  """Returns what a user's evaluation said as an Evaluation.
+  """Returns the result of a user's evaluation as an Evaluation.
 
   Args:
-    said: an Evaluation, a number, a dict of numbers by name, of which "loss"
-      and "accuracy" are those of a test, or None.
-    alone: the name of a number without one.
+    said: an Evaluation, a number, a dict of numbers by name, or None. The names
+      "loss" and "accuracy" are those of a test.
+    alone: the name to use for a single number.
 
   Raises:
     ValueError: for anything else.
@@ -390,6 +401,7 @@ def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
       "evaluate must return a number, or a dict of numbers, not"
       f" {checks.shown(said)}"
     ) from error
+  # Other names get columns with the prefix "test_".
   of_all = [values.pop(key, _NAN) for key in ("loss", "accuracy")]
   more = {f"test_{key}": value for key, value in values.items()}
   return Evaluation(*of_all, more=more)

@@ -1,4 +1,4 @@
-"""What a problem is: a model, its data and its loss, as functions."""
+"""The type of a problem: a model, its data and its loss, as functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from asgd import base, data, models
 from asgd import losses as losses_lib
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
-# What a worker pushes that computes no gradient: (parameters, batch, key) ->
-# ((float[], Aux), values like the parameters). A row of zeros is not pushed.
+# The updates of a worker that computes no gradient: (parameters, batch, key) ->
+# ((float[], Aux), values like the parameters). Rows of zeros are not pushed.
 Updates = Callable[..., tuple[tuple[jax.Array, losses_lib.Aux], Any]]
 
 _PROBE = 256  # training examples on which curvature is estimated
 
 
 class Evaluation(NamedTuple):
-  """How good parameters are on data that was not trained on."""
+  """The quality of parameters, on data that were not trained on."""
 
-  loss: float  # mean cross-entropy, nats; of a regression, squared error
-  accuracy: float = float("nan")  # fraction in [0, 1], of a classification
-  measure: float = float("nan")  # the task's own beside these, if it has one
+  loss: float  # mean cross-entropy in nats; for a regression, squared error
+  accuracy: float = float("nan")  # fraction in [0, 1], for a classification
+  measure: float = float("nan")  # a further measure of the task, if it has one
   more: Mapping[str, float] = {}  # further columns of an evaluation
 
 
@@ -40,11 +40,11 @@ class Pieces(NamedTuple):
 
 
 class Keyed(NamedTuple):
-  """Which rows of the parameters a batch needs: of problems whose leaves are
-  tables, their leading axes keys.
+  """Which rows of the parameters a batch needs, for problems whose leaves are
+  tables; keys are indices of their leading axis.
 
-  The loss of (rows of those keys, localise(batch, keys)) is that of (all rows,
-  batch); rows beyond them may follow.
+  The loss of (the rows of those keys, localise(batch, keys)) equals the loss of
+  (all rows, batch). More rows may follow those of the keys.
   """
 
   keys: Callable[[base.Batch], Any]  # like the parameters, int64[n] ascending
@@ -58,10 +58,10 @@ def keyed(
   """Returns which rows of a dict of tables a batch needs.
 
   Args:
-    rows: batch -> by table, int[...] rows and bool[...] which of them count, or
-      True.
-    replace: (batch, for each table int32[...], places among the rows that are
-      needed, 0 where none counts) -> batch.
+    rows: batch -> for each table, int[...] rows and bool[...] which of them
+      count, or True.
+    replace: (batch, for each table int32[...] indices into the needed rows, 0
+      for rows that do not count) -> batch.
   """
 
   def parts(batch):
@@ -75,20 +75,20 @@ def keyed(
     }
 
   def localise(batch, keys):
-    places = {
+    indices = {
       name: np.where(counts, np.searchsorted(keys[name], numbers), 0)
       for name, numbers, counts in parts(batch)
     }
-    return replace(batch, **{k: x.astype(np.int32) for k, x in places.items()})
+    return replace(batch, **{k: x.astype(np.int32) for k, x in indices.items()})
 
   return Keyed(keys, localise)
 
 
 class Problem(NamedTuple):
-  """Something to train, for one batch size.
+  """A model with its data and loss, for one batch size.
 
-  It holds no seed: seeds are arguments, so that runs which differ in the seed
-  share what is compiled.
+  It holds no seed: seeds are arguments, so runs with different seeds share
+  their compiled programs.
   """
 
   init: Callable[[jax.Array], optax.Params]  # key -> parameters
@@ -97,27 +97,27 @@ class Problem(NamedTuple):
   batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
   probe: base.Batch  # training examples to measure curvature on
   batches_per_epoch: int  # batches in one pass over the training data
-  pieces: Pieces | None = None  # None: it cannot be cut
+  pieces: Pieces | None = None  # None: it cannot be cut into stages
   rebatch: Callable[[int], "Problem"] | None = None  # batch size -> Problem
   guess: float = float("nan")  # loss of the best constant answer, if known
-  statistics_decay: float = models.DECAY  # as of `transforms.own_statistics`
+  statistics_decay: float = models.DECAY  # see `transforms.own_statistics`
   keyed: Keyed | None = None  # None: a batch needs all rows
-  # In the place of the gradient, for the recipe `table` alone; None: there is
-  # a gradient of the loss.
+  # Replaces the gradient, for the recipe `table` alone; None: workers compute
+  # the gradient of the loss.
   updates: Updates | None = None
-  # The function at the server (`tables.RowFunction.name`) that takes the
+  # The function at the server (`tables.RowFunction.name`) that applies the
   # updates, and its options.
   function: tuple[str, Mapping[str, Any]] = ("add", {})
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.
 
-    It shares what was compiled for `init`, `loss`, `evaluate` and `pieces`.
-    ValueError is raised for a size that the data cannot fill.
+    It shares compiled programs of `init`, `loss`, `evaluate` and `pieces`.
+    Raises ValueError for a size that the data cannot fill.
     """
     if self.rebatch is None:
       raise ValueError(
-        "the data came in batches, which cannot be made larger or smaller: give"
+        "the data are given as batches, whose size cannot change: give"
         " examples, and batch_size"
       )
     return self.rebatch(batch_size)
@@ -128,14 +128,15 @@ DataOf = Callable[[int], tuple[Callable, base.Batch, int]]
 
 
 def dtype_of(params: optax.Params) -> Any:
-  """Returns the dtype in which a model computes: that of its parameters."""
+  """Returns the dtype in which a model computes: its parameters' dtype."""
   return jax.tree.leaves(params)[0].dtype
 
 
 def whole_loss(pieces: Pieces) -> losses_lib.Loss:
-  """Returns the loss of all layers, one after the other."""
+  """Returns the loss of all layers, in order."""
 
   def loss(params, batch, key):
+    # Augmentation and dropout draw from independent keys.
     prepare_key, model_key = jax.random.split(key)
     x = pieces.prepare(batch, prepare_key, dtype_of(params))
     y, stats = models.apply(pieces.layers, params, x, train=True, key=model_key)
@@ -150,7 +151,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def classification_loss(logits: jax.Array, batch: tuple) -> jax.Array:
-  """The criterion for batches (examples, labels): their mean, float[]."""
+  """The criterion for batches (examples, labels): the mean loss, float[]."""
   return cross_entropy(logits, batch[1]).mean()
 
 
@@ -160,25 +161,25 @@ def check_output(output: Any, wanted: tuple[int, ...], why: str) -> None:
   if shape != wanted:
     is_like = f"of shape {shape}" if shape else f"a {type(output).__name__}"
     raise models.ModelError(
-      f"the model's output is {is_like}, and {why} need {wanted}; give the"
+      f"the model's output is {is_like}, but {why} need {wanted}; give the"
       " model that many outputs"
     )
 
 
 def spread(count: int, limit: int) -> np.ndarray:
-  """Returns indices of `limit` of `count` things, or all: evenly spaced."""
+  """Returns `limit` evenly spaced indices of `count` things, or all indices."""
   return np.linspace(0, count - 1, min(limit, count)).astype(int)
 
 
 def totals(
   score: Callable, arrays: Sequence[np.ndarray], at_once: int
 ) -> np.ndarray:
-  """Returns the sums of what `score` gives of rows of arrays, so many at once.
+  """Returns the sums of a score over rows of arrays.
 
   Args:
-    score: rows of each of the arrays -> sums over them.
+    score: (some rows of each array) -> sums over them.
     arrays: each [m, ...].
-    at_once: rows of a call.
+    at_once: most rows in a call.
   """
   total: Any = 0
   for start in range(0, len(arrays[0]), at_once):
@@ -197,8 +198,9 @@ def join(
   example: jax.ShapeDtypeStruct,
   guess: float,
 ) -> Problem:
-  """Joins a model to its data, which may be cut again into other batches; a
-  model in one piece gives a problem without pieces. `example` is its input."""
+  """Joins a model to its data, and allows other batch sizes. A model that
+  cannot be cut gives a problem without pieces. `example` is the model's
+  input."""
   loss, decay = whole_loss(pieces), models.DECAY
   given: Pieces | None = pieces
   if isinstance(pieces.layers, models.Model):
@@ -220,8 +222,8 @@ def of_data(
   evaluate: Callable,
   **options: Any,
 ) -> Problem:
-  """Returns a problem whose data may be cut again into other batches; options
-  are the other fields of a Problem."""
+  """Returns a problem that allows other batch sizes; options are the other
+  fields of a Problem."""
 
   def rebatch(size):
     return Problem(
@@ -234,7 +236,7 @@ def of_data(
 def examples_of(
   examples: np.ndarray, labels: np.ndarray, partition: str = "shared"
 ) -> DataOf:
-  """Returns what cuts labelled examples, [n, ...] and int[n], into batches."""
+  """Returns the `DataOf` of labelled examples, [n, ...] and int[n]."""
   rows = spread(len(labels), _PROBE)
   probe = examples[rows], labels[rows]
 
@@ -249,7 +251,7 @@ def examples_of(
         workers=workers,
       )
 
-    batches(0, 1)  # raises here, not in a run, what is wrong with arguments
+    batches(0, 1)  # raises for wrong arguments now, not in a run
     return batches, probe, len(labels) // size
 
   return data_of

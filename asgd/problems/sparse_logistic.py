@@ -6,7 +6,7 @@
 
 Index letters used in shape comments:
   n  examples; B of a batch
-  Z  features of an example
+  Z  nonzero features of an example
   K  features
 """
 
@@ -40,40 +40,40 @@ def sparse_logistic_regression(
 
     F(w) = mean over n examples of log(1 + exp(-y w.x)) + l1 |w|_1,  y = 1, -1
 
-  A worker has a fixed part of the examples. A job is of one block of features
-  (those of equal key modulo the blocks), and computes of its batch, for each
-  feature i of the block that is in it, the gradient g_i and a bound of the
-  curvature,
+  Each worker has a fixed part of the examples. A job is for one block of
+  features (those with the same key modulo `blocks`). For each feature i of the
+  block that occurs in its batch, it computes the gradient g_i and a bound of
+  the curvature,
 
-    u_i = 1/4 mean |x_i| sum of |x_j| over the block,
+    u_i = 1/4 mean |x_i| sum of |x_j| over the block.
 
-  with which the sum of u_i d_i^2 / 2 bounds the second order term of any step d
-  of the block. The server takes the step of `tables.functions.proximal` once
-  the batches of all workers have come; a worker goes on before that by the
-  delay that `consistency` allows.
+  The sum of u_i d_i^2 / 2 bounds the second order term of any step d of the
+  block. The server takes the step of `tables.functions.proximal` when it has
+  the batches of all workers. A worker may be ahead of that by the delay that
+  `consistency` allows.
 
   An evaluation has the log loss and the accuracy of the test examples,
-  `objective`, F of the training examples, and `nonzero`, the number of weights
-  that are not 0.
+  `objective` (F of the training examples) and `nonzero` (the number of weights
+  that are not 0).
 
   Args:
     batch_size: B. Worker i of N has the examples i, i + N, ..., in ceil(n / (N
-      B)) batches: with as many jobs in a clock (`clock_every`), steps are of
-      whole gradients, and end at the minimum of F.
-    l1: the penalty, positive; that of the function at the server follows.
-    blocks: of features, 1 or more.
+      B)) batches. With that many jobs in a clock (`clock_every`), steps use
+      full gradients, and converge to the minimum of F.
+    l1: the penalty, positive; the function at the server uses it, too.
+    blocks: number of blocks of features, 1 or more.
     examples: a name of `data.sparse.load`.
-    data_dir: where these are.
+    data_dir: folder of the examples.
     generate: arguments of `data.sparse.generated`.
 
   Returns:
-    A Problem with parameters {"weights": float32[K, 2]}, the weight of each
-    feature and its curvature in the last step; batches tell which rows they
-    need. Its workers compute updates, for the recipe `table`.
+    A Problem with parameters {"weights": float32[K, 2]}: the weight of each
+    feature and its curvature in the last step. It is keyed: a batch
+    determines the rows that it needs. Its workers compute updates, for the
+    recipe `table`.
 
   Raises:
-    ValueError: for a value out of its range, and for examples that cannot be
-      used.
+    ValueError: for a value out of its range, and for invalid examples.
 
   Source:
     Li et al., "Communication efficient distributed machine learning with the
@@ -114,14 +114,15 @@ def sparse_logistic_regression(
 
 
 def _batches(data, blocks, size):
-  """What a Problem has of batches: (int32[B, Z] keys, float32[B, Z] values,
-  int32[B] labels, float32[B] weights, bool[B, Z] whether a feature is of the
-  block). Beyond the examples of a worker weights are 0; their mean over all
-  batches is 1."""
+  """Returns the `DataOf` of batches: (int32[B, Z] keys, float32[B, Z] values,
+  int32[B] labels, float32[B] weights, bool[B, Z] whether a feature is in the
+  block). Rows behind the last example of a worker have weight 0; the mean
+  weight over all batches is 1."""
   n = len(data.train_labels)
   checks.whole("batch_size", size, most=n)
 
   def of(rows, block, weight):
+    # Programs need a fixed size: repeat rows, with weight 0.
     rows, real = np.resize(rows, size), np.arange(size) < len(rows)
     keys, values = data.train_keys[rows], data.train_values[rows]
     values = np.where(real[:, None], values, 0)
@@ -135,11 +136,11 @@ def _batches(data, blocks, size):
         f"workers {workers} is more than the {n} training examples; use at most"
         f" {n}"
       )
-    jobs = -(-n // (workers * size))  # of a worker in a pass
+    jobs = -(-n // (workers * size))  # of a worker in a pass over its part
     weight = workers * jobs * size / n
 
     def batch(worker, job):
-      del worker  # job j is that of worker j modulo N
+      del worker  # job j always belongs to worker j % N
       turn, owner = divmod(int(job), workers)
       number, part = divmod(turn, jobs)
       cycle, at = divmod(number, blocks)
@@ -154,6 +155,7 @@ def _batches(data, blocks, size):
 
 
 def _logits(params, keys, values):
+  """Returns w.x of sparse examples, float[B]."""
   return (params[_TABLE][:, 0][keys] * values).sum(1)
 
 
@@ -167,7 +169,7 @@ def _loss(params, batch: base.Batch, key):
 
 
 def _updates(params, batch: base.Batch, key):
-  """The gradient of each feature of the block, and its curvature."""
+  """Returns the loss, and gradient and curvature of the block's features."""
   keys, values, labels, weights, inside = batch
   logits = _logits(params, keys, values)
   slopes = weights * (jax.nn.sigmoid(logits) - labels)
@@ -181,14 +183,14 @@ def _updates(params, batch: base.Batch, key):
 
 @jax.jit
 def _score(params, keys, values, labels):
-  """Returns (mean log loss, share of hits)."""
+  """Returns (mean log loss, accuracy)."""
   logits = _logits(params, keys, values)
   losses = jax.nn.softplus(logits) - labels * logits
   return losses.mean(), ((logits > 0) == labels).mean()
 
 
 def _evaluate(data, l1, params) -> Evaluation:
-  """How good weights are on test examples, and F on the training examples."""
+  """Evaluates weights on the test examples, and F on the training examples."""
   weights = np.asarray(params[_TABLE])[:, 0]
   loss, accuracy = _score(
     params, data.test_keys, data.test_values, data.test_labels

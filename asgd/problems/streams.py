@@ -1,4 +1,4 @@
-"""Data of a caller, in whatever form, as batches of jobs."""
+"""A caller's data, in any form, as batches of jobs."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +10,7 @@ import numpy as np
 from asgd import base, checks, data, stacking
 from asgd.problems.problem import Batches
 
-_MOST_EXAMPLES = 10**9  # of which an order can be drawn
+_MOST_EXAMPLES = 10**9  # for more, no random order is drawn
 _REMEDY = (
   "give arrays with batch_size=, something with len() and an index (a list of"
   " batches, a grain.MapDataset), or a function (worker, job) -> batch"
@@ -18,12 +18,12 @@ _REMEDY = (
 
 
 def accepts(function: Callable, count: int) -> bool:
-  """Whether a function can be called with so many positional arguments."""
+  """Whether a function can be called with `count` positional arguments."""
   try:
     inspect.signature(function).bind(*range(count))
   except TypeError:
     return False
-  except ValueError:  # of a builtin nothing is known
+  except ValueError:  # a builtin has no signature: assume that it can
     return True
   return True
 
@@ -37,7 +37,7 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def arguments_of(function: Callable) -> str:
-  """Returns the arguments of a function, as errors show them."""
+  """Returns a function's arguments as text, for errors."""
   try:
     return str(inspect.signature(function))
   except (TypeError, ValueError):
@@ -45,25 +45,25 @@ def arguments_of(function: Callable) -> str:
 
 
 class Stream(NamedTuple):
-  """Data, as batches of jobs."""
+  """Data as batches of jobs."""
 
   batches: Callable[[int, int], Batches]  # (seed, workers) -> Batches
   first: base.Batch  # of worker 0, job 0
-  size: int  # examples in a batch; 1 if that is not known
-  per_epoch: int | None  # batches; None: it has no end
-  # The same in batches of another size; None: they came as batches.
+  size: int  # examples in a batch; 1 if the number is not known
+  per_epoch: int | None  # batches in an epoch; None: the data have no end
+  # batch size -> the same data; None: they were given as batches.
   resize: "Callable[[int], Stream] | None" = None
 
 
 def read_data(given: Any, batch_size: int | None = None) -> Stream:
-  """Reads data in any form that a user may have them in.
+  """Reads data in any form that a user may have.
 
   Args:
     given: arrays with a leading axis of examples, in a tuple, a dict or alone;
-      anything with len() and an index, of examples, or of batches where there
-      is no `batch_size`; or a function (worker, job) -> batch, which is pure.
-    batch_size: examples in a batch. Each epoch visits them in an order drawn
-      for it; what is left of it that does not fill a batch is dropped.
+      anything with len() and an index, of examples, or of batches if there is
+      no `batch_size`; or a pure function (worker, job) -> batch.
+    batch_size: examples in a batch. Each epoch visits them in a newly drawn
+      order; a rest that does not fill a batch is dropped.
 
   Raises ValueError for anything else.
 
@@ -74,6 +74,7 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   """
   if batch_size is not None:
     checks.whole("batch_size", batch_size)
+  # A tuple or a dict holds arrays; a list holds batches.
   if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
     return _of_arrays(given, batch_size)
   if isinstance(given, str) or given is None:
@@ -84,21 +85,21 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
     return _of_function(given, batch_size)
   kind = type(given).__name__
   iterator = isinstance(given, Iterable) or hasattr(given, "__next__")
-  why = "is an iterator, and" if iterator else "is of no form known:"
+  why = "is an iterator, which" if iterator else "is of no known form and"
   raise ValueError(
-    f"data ({kind}) {why} cannot be indexed, so that a worker that restarts"
-    f" could not go on; {_REMEDY}"
+    f"data ({kind}) {why} cannot be indexed, so a worker that restarts could"
+    f" not resume; {_REMEDY}"
   )
 
 
 def as_batch(value: Any, what: str) -> base.Batch:
-  """Returns a batch as NumPy arrays; ValueError, which says `what` it is, for
-  what JAX cannot compute with."""
+  """Returns a batch as NumPy arrays. Raises ValueError, which names it as
+  `what`, for arrays that JAX cannot compute with."""
   batch = jax.tree.map(np.asarray, value)
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if leaf.dtype.kind not in "biufcV":
       raise ValueError(
-        f"{what}{jax.tree_util.keystr(path)} is of dtype {leaf.dtype}, and a"
+        f"{what}{jax.tree_util.keystr(path)} has dtype {leaf.dtype}, but a"
         " batch holds arrays of numbers: encode or drop it"
       )
   return batch
@@ -109,23 +110,23 @@ def _shapes(batch):
 
 
 def described(batch: base.Batch) -> str:
-  """Returns the shapes of a batch, in short."""
+  """Returns the shapes of a batch as a short text."""
   text = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", batch)
   return checks.shown(text).replace("'", "")
 
 
 def _size(batch) -> int:
-  """Returns the examples of a batch, 1 if its arrays do not agree."""
+  """Returns the number of examples in a batch; 1 if its arrays do not agree."""
   sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batch)}
   return max(*sizes.pop(), 1) if len(sizes) == 1 and () not in sizes else 1
 
 
 def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
-  """Data of which `take` returns given rows, as one batch."""
+  """Returns the stream of `count` examples; take(rows) is a batch of them."""
   if count > _MOST_EXAMPLES:
     raise ValueError(
-      f"data has {count:,} examples, of which no order can be drawn: give it"
-      " without repeat(), or in batches, without batch_size"
+      f"data has {count:,} examples, too many to draw an order: give it without"
+      " repeat(), or in batches, without batch_size"
     )
   if size > count:
     raise ValueError(
@@ -147,19 +148,20 @@ def _of_rows(take: Callable[[Any], Any], count: int, size: int) -> Stream:
 
 
 def _of_arrays(given, size):
+  """Reads arrays with a leading axis of examples."""
   arrays = as_batch(given, "data")
   shapes = [leaf.shape for leaf in jax.tree.leaves(arrays)]
   if not shapes or () in shapes or len({shape[0] for shape in shapes}) > 1:
     raise ValueError(
-      "data must be arrays with a leading axis of examples, as many in each,"
-      f" not of shapes {checks.shown(shapes)}; batches that are made already go"
-      " into a list"
+      "data must be arrays with a leading axis of examples, of equal length,"
+      f" not of shapes {checks.shown(shapes)}; if they are batches already, put"
+      " them into a list"
     )
   count = shapes[0][0]
   if size is None:
     raise ValueError(
-      f"data are arrays of {count:,} examples: say how many are in a batch,"
-      " batch_size=32"
+      f"data are arrays of {count:,} examples: give the number in a batch, such"
+      " as batch_size=32"
     )
 
   def take(rows):
@@ -169,6 +171,7 @@ def _of_arrays(given, size):
 
 
 def _of_indexed(given, size):
+  """Reads a list of batches, or a data set of examples."""
   count = len(given)
   if not count:
     raise ValueError("data is empty: len(data) is 0")
@@ -178,16 +181,17 @@ def _of_indexed(given, size):
       value = given[index]
     return as_batch(value, f"data[{index}]")
 
-  endless = count > _MOST_EXAMPLES  # as of repeat(): its end is never seen
+  endless = count > _MOST_EXAMPLES  # repeat() has such a length
   first, last = element(0), element(1 if endless else count - 1)
   what = "batches" if size is None else "examples"
+  # Only the last batch of a data set can be smaller.
   if _shapes(first) != _shapes(last):
     remedy = "pad them"
     if size is None:
       remedy += ", drop the last (drop_remainder=True), or give batch_size="
     raise ValueError(
-      f"data[0] is {described(first)}, and the last {described(last)}: {what}"
-      f" must be of one shape; {remedy}"
+      f"data[0] is {described(first)}, but the last is {described(last)}:"
+      f" {what} must have one shape; {remedy}"
     )
   if size is None:
 
@@ -204,6 +208,7 @@ def _of_indexed(given, size):
 
 
 def _of_function(given, size):
+  """Reads a function (worker, job) -> batch."""
   if not accepts(given, 2):
     raise ValueError(
       "data must be a function (worker, job) -> batch, two integers; it takes"
@@ -211,14 +216,15 @@ def _of_function(given, size):
     )
   if size is not None:
     raise ValueError(
-      "batch_size is that of arrays and datasets; a function (worker, job) ->"
-      " batch makes its batches itself: drop it"
+      "batch_size is for arrays and data sets; a function (worker, job) ->"
+      " batch decides the size itself: drop it"
     )
 
   def batch(worker, job):
     return as_batch(given(int(worker), int(job)), "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
+    # Call twice: a pure function returns the same bits.
     first, again = batch(0, 0), batch(0, 0)
   form = jax.tree.structure(first)
 
@@ -226,8 +232,8 @@ def _of_function(given, size):
     value = batch(worker, job)
     if jax.tree.structure(value) != form:
       raise ValueError(
-        f"data({worker}, {job}) is {described(value)}, and data(0, 0) was"
-        f" {described(first)}: batches must be of one form"
+        f"data({worker}, {job}) is {described(value)}, but data(0, 0) was"
+        f" {described(first)}: all batches must have one structure"
       )
     return value
 

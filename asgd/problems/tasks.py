@@ -1,4 +1,4 @@
-"""The problems: images, numbers, sentences and text, and a quadratic."""
+"""Problems with a model: images, numbers, sentences, text; and a quadratic."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ from asgd.data import text as text_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Pieces, Problem, cross_entropy
 
-_IMAGES, _SENTENCES = 500, 128  # evaluated at once
+_IMAGES, _SENTENCES = 500, 128  # examples of one call in an evaluation
 
 
 def classification(
@@ -27,20 +27,19 @@ def classification(
   partition: str = "shared",
   evaluation_examples: int = 0,
 ) -> Problem:
-  """Image classification with cross-entropy; or that of any other arrays.
+  """Classification of images, or of any other arrays, with cross-entropy.
 
-  Images travel as uint8 and are normalised per channel where they are used: the
-  batches are (uint8[B, H, W, C], int32[B]), or what the dataset has.
+  Batches hold images as uint8, and the model normalises each channel: batches
+  are (uint8[B, H, W, C], int32[B]), or the dataset's dtypes.
 
   Args:
-    dataset: from `data.load` or `data.from_arrays`; `layers` have as many
-      classes.
-    layers: or a model in one piece.
+    dataset: from `data.load` or `data.from_arrays`.
+    layers: or a model that cannot be cut; its outputs are the classes.
     batch_size: B, examples in one worker's batch.
     augment: pad, crop and flip training images at random.
-    partition: "shared", one epoch over all workers, or "sharded", each worker
-      drawing from examples of its own.
-    evaluation_examples: evaluate on the first so many test images; 0 is all.
+    partition: "shared", one epoch over all workers, or "sharded": each worker
+      draws only from its part of the examples.
+    evaluation_examples: number of test images to evaluate on; 0 is all.
   """
   classes = dataset.classes
   if classes is None:
@@ -57,7 +56,7 @@ def classification(
     return lib.classification_loss(logits, batch)
 
   def score(logits, labels):
-    """Returns (summed loss, number of hits)."""
+    """Returns (summed loss, number of correct predictions)."""
     check(logits, labels)
     hits = (logits.argmax(-1) == labels).sum()
     return cross_entropy(logits, labels).sum(), hits
@@ -79,13 +78,16 @@ def regression(
 ) -> Problem:
   """Regression with the mean squared error, over examples and outputs.
 
-  Its evaluations have no accuracy; their measure is R^2, the share of the test
-  labels' variance that is predicted. The arguments are those of
-  `classification`; the labels of the dataset are floats, [n] or [n, ...], and
-  the model has as many outputs for an example.
+  Its evaluations have no accuracy. Their measure is R^2, the part of the test
+  labels' variance that is predicted. For arguments see `classification`; the
+  labels of the dataset are floats, [n] or [n, ...], and the model has the same
+  number of outputs for an example.
   """
   if dataset.classes is not None:
-    raise ValueError(f"the labels of {dataset.name} are classes, not floats")
+    raise ValueError(
+      f"the labels of {dataset.name} are classes, not floats; use"
+      " classification"
+    )
 
   def errors(output, labels):
     count = labels[0].size
@@ -111,12 +113,12 @@ def regression(
 
 
 class _Task(NamedTuple):
-  """What is learned of examples with labels each."""
+  """The criterion and the scores of a task on labelled examples."""
 
   criterion: Callable  # (output, batch) -> float[]
   score: Callable  # (output, labels) -> sums
   conclude: Callable  # (sums over the test part, its labels) -> Evaluation
-  guess: float  # as of a Problem
+  guess: float  # see Problem
 
 
 def _of_examples(
@@ -128,22 +130,24 @@ def _of_examples(
   partition="shared",
   evaluation_examples=0,
 ) -> Problem:
-  """A problem on examples with labels each."""
+  """Returns the problem of a task on labelled examples."""
   checks.nonnegative("evaluation_examples", evaluation_examples)
   shape = dataset.train_images.shape[1:]
   if augment and len(shape) != 3:
     raise ValueError(
-      f"augment is for images [n, H, W, C], and examples of {dataset.name} have"
+      f"augment is for images [n, H, W, C], but examples of {dataset.name} have"
       f" the shape {shape}; leave it out"
     )
 
   def normalise(images, dtype):
+    # Token numbers stay integers.
     if dataset.mean is None:
       floating = jnp.issubdtype(images.dtype, jnp.floating)
       return images.astype(dtype) if floating else jnp.asarray(images)
     mean, std = (jnp.asarray(x, dtype) for x in (dataset.mean, dataset.std))
     return (images.astype(dtype) - mean) / std
 
+  # The shape and dtype of an example suffice to initialise the model.
   stored = jax.ShapeDtypeStruct((1, *shape), dataset.train_images.dtype)
   example = jax.eval_shape(lambda x: normalise(x, jnp.float32), stored)
 
@@ -160,6 +164,7 @@ def _of_examples(
     output, _ = models.apply(layers, params, images)
     return task.score(output, labels)
 
+  # 0 means all test examples.
   count = evaluation_examples or None
   test_images = dataset.test_images[:count]
   test_labels = dataset.test_labels[:count]
@@ -169,6 +174,7 @@ def _of_examples(
     sums = lib.totals(score_of, (test_images, test_labels), _IMAGES)
     return task.conclude(sums, test_labels)
 
+  # Workers draw from all examples, or each from its part of a partition.
   data_of = lib.examples_of(
     dataset.train_images, dataset.train_labels, partition
   )
@@ -194,24 +200,25 @@ def classify_sentences(
 
   Args:
     task: from `data.sentences.load`.
-    layers: `encoder.bert`, with as many classes as the task; or a model in one
-      piece.
+    layers: `encoder.bert`, with the task's number of classes; or a model that
+      cannot be cut.
     batch_size: B, examples in one worker's batch.
-    evaluation_examples: how many test examples, evenly spaced; 0 is all.
-    weights: initial weights of each layer, as of `encoder.pretrained`. Those
-      that are not given, such as the classifier's, are drawn.
+    evaluation_examples: number of test examples, evenly spaced; 0 is all.
+    weights: initial weights of each layer, from `encoder.pretrained`. Others,
+      such as the classifier's, are drawn.
   """
   first = None if isinstance(layers, models.Model) else layers[0]
+  # The vocabulary of a model in one piece is not known.
   words = getattr(first, "vocabulary", task.vocabulary)
   if task.vocabulary > words:
     raise ValueError(
-      f"{task.name} has {task.vocabulary:,} different words, and the model has"
+      f"{task.name} has {task.vocabulary:,} different words, but the model has"
       f" {words:,}; use the tokenizer that the model was trained with"
     )
   checks.nonnegative("evaluation_examples", evaluation_examples)
   if weights is not None and len(weights) != len(layers):
     raise ValueError(
-      f"{len(layers)} layers need weights each, not {len(weights)}"
+      f"{len(layers)} layers need a dict of weights each, not {len(weights)}"
     )
 
   shape = 1, *task.train_tokens.shape[1:]
@@ -221,6 +228,7 @@ def classify_sentences(
     params = models.init(layers, key, example)
     return params if weights is None else _replace(params, weights)
 
+  # The evaluated examples are the same at each evaluation.
   test = len(task.test_labels)
   indices = lib.spread(test, evaluation_examples or test)
   labels = task.test_labels[indices]
@@ -231,6 +239,8 @@ def classify_sentences(
       rows = indices[start : start + _SENTENCES]
       batch = task.test_tokens[rows], task.test_labels[rows]
       results.append(jax.device_get(_score(layers, params, *batch)))
+    # Scores such as F1 are no means over batches, so predictions are joined
+    # first.
     loss, predicted = map(np.concatenate, zip(*results, strict=True))
     hits = predicted == labels
     evaluation = Evaluation(float(loss.mean()), float(hits.mean()))
@@ -254,13 +264,14 @@ def classify_sentences(
 
 
 def _replace(params, weights):
-  """Returns `params` with the given weights of each layer in their places."""
+  """Returns `params`, with the given weights of each layer replaced."""
   layers = []
   for number, (old, new) in enumerate(zip(params, weights, strict=True)):
+    # `new` may lack entries, such as the classifier's, which stay as drawn.
     layer = {**old, **jax.tree.map(jnp.asarray, dict(new))}
     if jax.tree.map(jnp.shape, layer) != jax.tree.map(jnp.shape, old):
       raise ValueError(
-        f"the weights given for layer {number} are not of its sizes; build the"
+        f"the weights given for layer {number} have other sizes; build the"
         " model with the sizes that `encoder.pretrained` returns"
       )
     layers.append(layer)
@@ -269,7 +280,7 @@ def _replace(params, weights):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _score(layers, params, tokens, labels):
-  """Returns the loss of each example, and the class predicted for it."""
+  """Returns the loss and the predicted class of each example."""
   logits, _ = models.apply(layers, params, tokens)
   return cross_entropy(logits, labels), logits.argmax(-1)
 
@@ -284,14 +295,14 @@ def language(
 ) -> Problem:
   """Prediction of the next character (or token), with cross-entropy.
 
-  Its batches are int32[B, T + 1]; its accuracy is of characters.
+  Its batches are int32[B, T + 1]; its accuracy is that of characters.
 
   Args:
-    text: from `data.text.load`; `layers` have as many classes.
-    layers: or a model in one piece.
+    text: from `data.text.load`.
+    layers: or a model that cannot be cut; its outputs are the text's classes.
     batch_size: B, windows in one worker's batch.
     context: T, characters predicted in a window.
-    evaluation_windows: of the test part, evenly spaced; 1 or more.
+    evaluation_windows: windows of the test part, evenly spaced; 1 or more.
   """
   checks.whole("evaluation_windows", evaluation_windows)
 
@@ -312,6 +323,7 @@ def language(
     hits = logits.argmax(-1) == tokens[:, 1:]
     return criterion(logits, tokens), hits.mean()
 
+  # Views, not copies: the text is in memory once.
   windows = np.lib.stride_tricks.sliding_window_view(text.test, context + 1)
   windows = windows[lib.spread(len(windows), evaluation_windows)]
 
@@ -325,6 +337,8 @@ def language(
         text.train, batch_size=size, context=context, seed=seed
       )
 
+    # Windows are drawn at random; an epoch is as many characters as the text
+    # has.
     per_epoch = max(len(text.train) // (size * context), 1)
     return batches, batches(0, 1)(0, 0), per_epoch
 
@@ -339,9 +353,9 @@ def language(
 def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
   """A noisy quadratic: f(w) = sum_i curvature_i w_i^2 / 2, from w = 1.
 
-  Gradients carry Gaussian noise of standard deviation `noise`, through a linear
-  term of mean 0: a batch is that term, float32[K]. The accuracy is NaN. Raises
-  ValueError unless the curvatures, float[K], are all positive.
+  Gradients have Gaussian noise of standard deviation `noise`, from a linear
+  term with mean 0: a batch is that term, float32[K]. The accuracy is NaN.
+  Raises ValueError unless the curvatures, float[K], are all positive.
   """
   curvatures = np.asarray(curvatures, np.float64)
   if curvatures.ndim != 1 or not (curvatures > 0).all():
@@ -358,6 +372,7 @@ def quadratic(curvatures: Any, *, noise: float = 0.0) -> Problem:
     del workers
 
     def batch(worker, job):
+      # A batch depends on (seed, worker, job) only, so a replay draws it again.
       rng = np.random.default_rng((seed, worker, job))
       return (noise * rng.standard_normal(curvatures.shape)).astype(np.float32)
 

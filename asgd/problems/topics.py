@@ -22,9 +22,9 @@ from asgd.data import documents as documents_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
-_PROBE = 64  # documents
-_AT_ONCE = 500  # documents evaluated
-_FOLDS = 50  # steps in which the topics of a test document are found
+_PROBE = 64  # documents of a Problem's probe
+_AT_ONCE = 500  # documents of one call in an evaluation
+_ESTIMATION_STEPS = 50  # steps to estimate the topics of a test document
 
 
 def lda(
@@ -37,30 +37,30 @@ def lda(
   data_dir: str | None = None,
   words: dict[str, Any] | None = None,
 ) -> Problem:
-  """Latent Dirichlet allocation, sampled on counts that others change too.
+  """Latent Dirichlet allocation, sampled on counts that all workers change.
 
     p(z = k) ~ (n_dk + alpha) (n_wk + beta) / (n_k + V beta)
 
-  with the counts of all other words. A job samples each word of its documents
-  once, one after the other, on the counts that its worker has; what it pushes
-  is by how much they changed. The topic of each word is in a table too, in the
-  rows of its documents, which one worker alone reads and writes: it travels
-  with the counts in one message, so that these always are the sums of topics
-  that the server has, and a worker that is lost loses no count.
+  where the counts leave out the sampled word. A job samples each word of its
+  documents once, in order, on the counts that its worker has, and pushes the
+  change of the counts. The topics of words are in a table, too. Only one worker
+  reads and writes the rows of a document. A message contains the changes of
+  both tables. So the counts at the server always agree with its topics, even if
+  a worker fails.
 
-  An evaluation finds the topics of test documents by every other word, and has
-  the mean loss of the rest, in nats, `perplexity`, and of documents of known
-  topics as its measure the share that the topics found have in common with
-  them, in the best order.
+  An evaluation estimates the topics of test documents from every other word.
+  Its loss is the mean over the remaining words, in nats; `perplexity` is its
+  exponential. If the true topics are known, its measure is the overlap of the
+  estimated topics with them, in the best order.
 
   Args:
     batch_size: B, documents of a job. Worker i of N has the documents i, i + N,
-      ..., and goes round them: a pass over all takes N ceil(n / (N B)) jobs.
+      ..., and visits them cyclically: a pass takes N ceil(n / (N B)) jobs.
     topics: T, 2 or more.
-    alpha: of the Dirichlet prior of a document's topics, positive.
-    beta: of that of a topic's words, positive.
+    alpha: parameter of the Dirichlet prior of a document's topics, positive.
+    beta: parameter of the prior of a topic's words, positive.
     documents: a name of `data.documents.load`.
-    data_dir: where these are.
+    data_dir: folder of the documents.
     words: further arguments of `data.documents.load`.
 
   Returns:
@@ -69,13 +69,12 @@ def lda(
     `table`.
 
   Raises:
-    ValueError: for a value out of its range, and for documents that cannot be
-      used.
+    ValueError: for a value out of its range, and for invalid documents.
 
   Source:
     Griffiths and Steyvers, "Finding scientific topics", PNAS 2004, equation 5;
     Smola and Narayanamurthy, "An architecture for parallel topic models", VLDB
-    2010, and Li et al., OSDI 2014, who sample with stale counts.
+    2010, and Li et al., OSDI 2014, which sample with stale counts.
 
   Example:
     >>> import jax
@@ -113,7 +112,7 @@ def lda(
 
 
 def _batches(data, batch_size):
-  """What a Problem has of batches: (int32[B] documents, int32[B, L] words,
+  """Returns the `DataOf` of batches: (int32[B] documents, int32[B, L] words,
   int32[B] lengths), padded with documents of length 0."""
   n = len(data.train_lengths)
   checks.whole("batch_size", batch_size, most=n)
@@ -130,10 +129,10 @@ def _batches(data, batch_size):
         f"workers {workers} is more than the {n} documents; use at most {n}"
       )
     def batch(worker, job):
-      del worker  # job j is that of worker j modulo N
+      del worker  # job j always belongs to worker j % N
       turn, owner = divmod(int(job), workers)
       own = np.arange(owner, n, workers)
-      jobs = -(-len(own) // batch_size)  # in which it goes round them
+      jobs = -(-len(own) // batch_size)  # of one worker in a pass
       start = (turn % jobs) * batch_size
       return of(own[start : start + batch_size])
 
@@ -145,7 +144,7 @@ def _batches(data, batch_size):
 
 
 def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
-  """The rows of each table that a batch of documents needs."""
+  """Returns the rows of each table that a batch of documents needs."""
   docs, words, lengths = batch
   return {
     "assignments": (docs, lengths > 0),
@@ -155,46 +154,47 @@ def _rows(batch: base.Batch) -> dict[str, tuple[np.ndarray, Any]]:
 
 
 class _Model:
-  """The functions of LDA, of its sizes and priors."""
+  """The functions of LDA, for given sizes and priors."""
 
   def __init__(self, topics, size, alpha, beta):
     self._topics, self._size = topics, size
     self._alpha, self._beta = alpha, beta
 
-  def shares(self, words, totals):
-    """Returns how frequent words are in topics, float[..., T]. Counts that are
-    of different ages may come to less than 0."""
+  def word_frequencies(self, words, totals):
+    """Returns the frequency of words in topics, float[..., T]. Counts of
+    different ages can be negative; these count as 0."""
     words, totals = jnp.maximum(words, 0), jnp.maximum(totals, 0)
     return (words + self._beta) / (totals + self._size * self._beta)
 
   def loss(self, params, batch: base.Batch, key):
-    """Returns the mean loss of words, given the topics of their documents."""
+    """Returns the mean loss of words, given their documents' topics."""
     del key
     docs, words, lengths = batch
-    of_docs, valid = self._of_docs(params["assignments"][docs], lengths)
+    of_docs, valid = self._document_counts(params["assignments"][docs], lengths)
     of_docs += self._alpha
     theta = of_docs / of_docs.sum(1, keepdims=True)
-    phi = self.shares(params["words"][words], params["totals"][0])
+    phi = self.word_frequencies(params["words"][words], params["totals"][0])
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, phi)) * valid
     return losses.sum() / valid.sum(), losses_lib.Aux(())
 
-  def _of_docs(self, z, lengths):
-    """The topics of documents, float[B, T], and which places are words."""
+  def _document_counts(self, z, lengths):
+    """Returns topic counts of documents, float[B, T], and which positions hold
+    words."""
     valid = jnp.arange(z.shape[1]) < lengths[:, None]
     ones = jax.nn.one_hot(z, self._topics) * valid[..., None]
     return ones.sum(1), valid
 
   def updates(self, params, batch: base.Batch, key):
-    """Samples the topic of each word once; returns what that changes."""
+    """Samples the topic of each word once; returns loss and changes."""
     docs, words, lengths = batch
     old = params["assignments"][docs]
-    of_docs, valid = self._of_docs(old, lengths)
+    of_docs, valid = self._document_counts(old, lengths)
     rows = jnp.broadcast_to(jnp.arange(len(docs))[:, None], words.shape)
     uniform = jax.random.uniform(key, words.shape)
     counts = of_docs, params["words"], params["totals"][0]
-    places = rows, words, old, valid, uniform
+    positions = rows, words, old, valid, uniform
     (_, counts, totals), new = jax.lax.scan(
-      self._sample, counts, jax.tree.map(jnp.ravel, places)
+      self._sample, counts, jax.tree.map(jnp.ravel, positions)
     )
     change = new.reshape(old.shape) - old
     updates = {
@@ -205,46 +205,51 @@ class _Model:
     after = jax.tree.map(jnp.add, params, updates)
     return self.loss(after, batch, key), updates
 
-  def _sample(self, counts, place):
-    """Draws the topic of a word, on the counts of all others."""
+  def _sample(self, counts, position):
+    """Draws the topic of one word, on the counts of all other words."""
     of_docs, words, totals = counts
-    row, word, old, valid, uniform = place
+    row, word, old, valid, uniform = position
     one = valid.astype(words.dtype)
+    # [1] Remove the word from the counts.
     of_docs = of_docs.at[row, old].add(-one)
     words, totals = words.at[word, old].add(-one), totals.at[old].add(-one)
-    weights = (of_docs[row] + self._alpha) * self.shares(words[word], totals)
+    # [2] Weigh each topic.
+    frequencies = self.word_frequencies(words[word], totals)
+    weights = (of_docs[row] + self._alpha) * frequencies
     below = jnp.cumsum(weights)
+    # [3] Draw one by inversion; rounding may exceed the last index.
     drawn = (below <= uniform * below[-1]).sum().clip(max=self._topics - 1)
     new = jnp.where(valid, drawn, old).astype(old.dtype)
+    # [4] Add the word to the counts of its new topic.
     of_docs = of_docs.at[row, new].add(one)
     words, totals = words.at[word, new].add(one), totals.at[new].add(one)
     return (of_docs, words, totals), new
 
   @functools.partial(jax.jit, static_argnums=0)
   def completion(self, phi, words, lengths):
-    """Returns (summed loss, number) of every other word of documents, whose
-    topics are found by the rest; phi is float[V, T]."""
-    places = jnp.arange(words.shape[1])
-    valid = places < lengths[:, None]
-    read = (valid & (places % 2 == 0))[..., None]
+    """Returns (summed loss, number) of the odd words of documents. Their topics
+    are estimated from the even words; phi is float[V, T]."""
+    positions = jnp.arange(words.shape[1])
+    valid = positions < lengths[:, None]
+    read = (valid & (positions % 2 == 0))[..., None]
     of_words = phi[words]  # [B, L, T]
 
     def step(_, theta):
-      shares = theta[:, None] * of_words
-      shares = shares / shares.sum(2, keepdims=True) * read
-      theta = shares.sum(1) + self._alpha
+      weights = theta[:, None] * of_words
+      weights = weights / weights.sum(2, keepdims=True) * read
+      theta = weights.sum(1) + self._alpha
       return theta / theta.sum(1, keepdims=True)
 
     start = jnp.full((len(words), self._topics), 1 / self._topics)
-    theta = jax.lax.fori_loop(0, _FOLDS, step, start)
-    rest = valid & (places % 2 == 1)
+    theta = jax.lax.fori_loop(0, _ESTIMATION_STEPS, step, start)
+    rest = valid & (positions % 2 == 1)
     losses = -jnp.log(jnp.einsum("bk,blk->bl", theta, of_words))
     return (losses * rest).sum(), rest.sum()
 
 
 def _evaluate(model, data, params) -> Evaluation:
-  """The loss of test documents, and the topics that were found."""
-  phi = model.shares(params["words"], params["totals"][0])
+  """Returns the test loss, and the overlap with the true topics."""
+  phi = model.word_frequencies(params["words"], params["totals"][0])
   arrays = data.test_words, data.test_lengths
   score = functools.partial(model.completion, phi)
   total, count = lib.totals(score, arrays, _AT_ONCE).tolist()
@@ -257,11 +262,11 @@ def _evaluate(model, data, params) -> Evaluation:
 
 
 def in_common(found: np.ndarray, known: np.ndarray) -> float:
-  """Returns the share that topics have in common, in the best order of them.
+  """Returns the overlap of two sets of topics, in their best order.
 
   Args:
     found: float[T', V], rows that sum to 1.
-    known: float[T, V], the same.
+    known: float[T, V], rows that sum to 1.
 
   Returns:
     The mean over the known topics of sum_w min(found, known), from 0 to 1.
@@ -272,7 +277,7 @@ def in_common(found: np.ndarray, known: np.ndarray) -> float:
     >>> topics.in_common(np.eye(3)[[2, 0, 1]], np.eye(3))
     1.0
   """
-  from scipy import optimize  # a third of a second
+  from scipy import optimize  # the import takes a third of a second
 
   both = np.minimum(found[:, None], known[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)

@@ -1,16 +1,20 @@
-"""Sandblaster: batch training by a coordinator without parameters.
+"""Sandblaster: batch training by a coordinator that holds no parameters.
 
-It tells the shards of a server by numbered commands what to do with their rows
-(`commands`, `shard`), runs L-BFGS with them (`coordinator`, `line_search`), and
-has idle workers compute the batch in portions (`portions`, `simulation`).
+  coordinator -- commands --> shards     vectors by rows: dot, axpy, ...
+  coordinator -- jobs -----> workers     fetch parameters, compute portions
+  workers     -- messages --> shards     sums of gradients
+
+The coordinator (`coordinator`, `line_search`) runs L-BFGS by numbered commands
+(`commands`) to the shards of a server (`shard`). Idle workers compute the batch
+in portions (`portions`). A driver carries out the coordinator's requests
+(`batch_driver`), in simulated time (`simulation`) or live
+(`asgd.live.sandblaster`). Begin with `coordinator`.
 
 Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
-from asgd.sandblaster.again import RecomputedState, count_jobs, recompute
 from asgd.sandblaster.batch_driver import coordinator_from
-from asgd.sandblaster.book import Iterate
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (
   Await,
@@ -20,6 +24,8 @@ from asgd.sandblaster.coordinator import (
   message_name,
 )
 from asgd.sandblaster.portions import Work, make_sums, message_norm
+from asgd.sandblaster.replay import RecomputedState, count_jobs, recompute
+from asgd.sandblaster.run_log import Iterate
 from asgd.sandblaster.settings import PlannedKill, Settings, sandblaster
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
 from asgd.sandblaster.simulation import (
@@ -28,4 +34,4 @@ from asgd.sandblaster.simulation import (
   template,
 )
 
-RECIPES = {"sandblaster": sandblaster}  # that a coordinator drives
+RECIPES = {"sandblaster": sandblaster}  # recipes that this protocol trains

@@ -1,6 +1,6 @@
-"""The driver of a coordinator: it hands out jobs and logs events.
+"""The driver of a coordinator: it assigns jobs to workers and logs events.
 
-Two subclasses say how time passes and where shards and workers run: in
+Two subclasses define how time passes and where shards and workers run: in
 simulated time (`simulation`), or in hosts (`asgd.live.sandblaster.driver`).
 """
 
@@ -11,7 +11,6 @@ import jax
 
 from asgd import base
 from asgd.orders.trace import NO_SEQ, Event
-from asgd.sandblaster.book import RunLog
 from asgd.sandblaster.commands import Command
 from asgd.sandblaster.coordinator import (
   Begin,
@@ -21,31 +20,34 @@ from asgd.sandblaster.coordinator import (
   State,
 )
 from asgd.sandblaster.portions import PortionJobs
+from asgd.sandblaster.run_log import RunLog
 from asgd.sandblaster.settings import Settings
 
 
 class Counts(NamedTuple):
-  """Events over all evaluations."""
+  """Counts of events over all evaluations."""
 
-  copies: int = 0  # backup tasks
+  copies: int = 0  # backup tasks started
   first: int = 0  # backup tasks that ended before the original
-  recoveries: int = 0  # shards that were restarted
+  recoveries: int = 0  # restarts of shards
 
 
-class Place:
-  """The state of one worker rank, over its incarnations."""
+class BatchWorker:
+  """The state of one worker index, over the worker's incarnations. Attributes
+  are keys of checkpoints."""
 
   def __init__(self):
-    self.alive = True  # by the rows of the trace
-    self.fetched = -1  # the evaluation whose parameters the worker has
+    self.alive = True  # according to the rows of the trace
+    self.fetched = -1  # the evaluation of the worker's parameters
     self.seq = 0  # number of the next job
-    self.holder = 0  # number of earlier incarnations
-    # The running job: evaluation, job, seq, `fresh` if the parameters are
-    # fetched for it, and `loss` if a copy of the job has ended.
+    self.holder = 0  # the present incarnation, counted from 0
+    # The running job, or None. Its first fields are evaluation, job, seq. It
+    # has `fresh`, whether the worker fetches parameters for the job, and
+    # `loss`, which is set if a copy of the job has ended.
     self.ticket: Any = None
 
-  def empty(self) -> None:
-    """Drops the job and the parameters of a worker that has exited."""
+  def reset(self) -> None:
+    """Clears the job and the parameters of a worker that has exited."""
     self.fetched, self.ticket = -1, None
 
   @property
@@ -54,19 +56,26 @@ class Place:
     return self.alive and self.ticket is None
 
 
-class Places:
-  """The state of all workers; writes their rows of the trace."""
+class BatchWorkers:
+  """The states of all workers; writes their rows of the trace."""
 
   def __init__(
     self,
-    places: Sequence[Any],
+    states: Sequence[Any],
     jobs: int,
-    book: RunLog,
+    run_log: RunLog,
     clock: Callable[[], float],
   ):
-    """`jobs` is the number of jobs in one evaluation."""
-    self.all = list(places)
-    self._jobs, self._book, self._clock = jobs, book, clock
+    """Takes the states by worker.
+
+    Args:
+      states: a BatchWorker for each worker.
+      jobs: in one evaluation.
+      run_log: of the run.
+      clock: returns the time of a row.
+    """
+    self.all = list(states)
+    self._jobs, self._run_log, self._clock = jobs, run_log, clock
 
   def __getitem__(self, worker: int) -> Any:
     return self.all[worker]
@@ -74,17 +83,18 @@ class Places:
   @property
   def idle(self) -> list[int]:
     """The workers that wait for a job."""
-    return [worker for worker, place in enumerate(self.all) if place.idle]
+    return [worker for worker, state in enumerate(self.all) if state.idle]
 
   def write(self, worker: int, action: int) -> Event:
     """Writes a row of a worker, and returns it."""
-    place = self.all[worker]
-    seq, job = NO_SEQ, place.holder
-    if place.ticket is not None:
-      evaluation, job, seq, *_ = place.ticket
+    state = self.all[worker]
+    # A row of the worker itself (JOIN, LEAVE) has the incarnation as its job.
+    seq, job = NO_SEQ, state.holder
+    if state.ticket is not None:
+      evaluation, job, seq, *_ = state.ticket
       job += evaluation * self._jobs
     row = Event(self._clock(), worker, seq, job, action)
-    self._book.write(row)
+    self._run_log.write(row)
     return row
 
   def join(self, worker: int) -> None:
@@ -93,47 +103,54 @@ class Places:
       self.all[worker].alive = True
       self.write(worker, base.JOIN)
 
-  def empty(self, worker: int) -> Any:
-    """Writes that a worker has exited; returns its running job, or None."""
-    place = self.all[worker]
-    ticket = place.ticket
+  def leave(self, worker: int) -> Any:
+    """Writes LOST and LEAVE of a worker that has exited. Returns its running
+    job, or None."""
+    state = self.all[worker]
+    ticket = state.ticket
     if ticket is not None:
       self.write(worker, base.LOST)
-    place.empty()
-    if place.alive:
-      place.alive = False
+    state.reset()
+    if state.alive:
+      state.alive = False
       self.write(worker, base.LEAVE)
-      place.holder += 1
+      state.holder += 1
     return ticket
 
 
 class BatchDriver:
-  """Runs L-BFGS: carries out the requests of the coordinator."""
+  """Runs L-BFGS by carrying out the requests of the coordinator."""
 
   _shards: Any  # `Shards` in simulated time, `LiveShards` in hosts
-  _places: Places
+  _workers: BatchWorkers
 
   def __init__(
     self,
     settings: Settings,
     params: base.Params,
-    book: RunLog,
+    run_log: RunLog,
     notes: Mapping[str, Any] | None,
   ):
-    """Starts, or resumes from `notes` of an earlier driver. Only the shapes and
-    dtypes of `params` are read."""
-    self._settings, self._like, self.book = settings, params, book
+    """Starts a run, or resumes one from the notes of an earlier driver.
+
+    Args:
+      settings: of the run.
+      params: with the shapes and dtypes of parameters; no values are read.
+      run_log: of the run.
+      notes: from `_notes` of the earlier driver; None starts a run.
+    """
+    self._settings, self._like, self.run_log = settings, params, run_log
     notes = notes or {"state": State()._asdict(), "answers": []}
-    self._begun = notes  # at the start of this evaluation
+    self._begun = notes  # saved at the start of this evaluation
     self._coordinator = coordinator_from(settings, notes)
     self._jobs = PortionJobs(
       settings.jobs, settings.backup, dict(notes.get("owners", ()))
     )
     self.counts = Counts(*notes.get("counts", ()))
-    # The evaluation that workers compute, and job -> its loss.
+    # The evaluation that workers compute, and job -> loss of its done jobs.
     self._current, self._losses = notes.get("evaluation", -1), {}
 
-  # Reading.
+  # State.
 
   @property
   def now(self) -> float:
@@ -142,27 +159,27 @@ class BatchDriver:
 
   @property
   def request(self) -> Request | None:
-    """The open request of the coordinator; None at the end."""
+    """The coordinator's open request; None at the end of the run."""
     return self._coordinator.request
 
   @property
   def received(self) -> int:
-    """The number of messages."""
-    return len(self.book.messages)
+    """Count of received messages."""
+    return len(self.run_log.messages)
 
   @property
   def state(self) -> State:
-    """The state of the coordinator after the last iterate."""
+    """The coordinator's state after the last iterate."""
     return self._coordinator.state
 
   @property
   def ended(self) -> bool:
-    """Whether the coordinator has no request any more."""
+    """Whether the coordinator has ended the run."""
     return self.request is None
 
   @property
   def recoveries(self) -> int:
-    """The number of restarts of shards."""
+    """Count of restarts of shards."""
     return self.counts.recoveries + self._shards.recoveries
 
   def params(self) -> base.Params:
@@ -172,9 +189,13 @@ class BatchDriver:
   # Running.
 
   def _run(self, until: int, wait: Callable[[], bool]) -> int:
-    """Runs until `until` messages are received or the coordinator ends, and
-    returns the number of messages. `wait` waits for the next event; it returns
-    False when no time is left."""
+    """Runs until `until` messages are received, the coordinator ends, or no
+    time is left. Returns the count of received messages.
+
+    Args:
+      until: messages of the run.
+      wait: waits for the next event; returns False when no time is left.
+    """
     while not self.ended:
       request = self.request
       if isinstance(request, Command):
@@ -187,13 +208,14 @@ class BatchDriver:
         break
     return self.received
 
-  def _answer(self, value):
+  def _answer(self, value: float | None) -> None:
+    """Answers the coordinator's request, and logs the result."""
     self._coordinator.answer(value)
-    self.book.note(self._coordinator, self.now)
+    self.run_log.note(self._coordinator, self.now)
 
-  def _begin(self, evaluation):
-    """Starts an evaluation. A coordinator that was killed repeats its request:
-    an evaluation that has begun is acknowledged and not started again."""
+  def _begin(self, evaluation: int) -> None:
+    """Starts an evaluation, at most once: a restarted coordinator repeats its
+    request, which is then only acknowledged."""
     if evaluation > self._current:
       self._prepare(evaluation)
       self._current, self._losses = evaluation, {}
@@ -202,25 +224,25 @@ class BatchDriver:
     self._answer(None)
 
   def _prepare(self, evaluation: int) -> None:
-    """Saves the state before an evaluation and the parameters of its jobs."""
+    """Saves the state and the jobs' parameters before an evaluation starts."""
     raise NotImplementedError
 
   def _start_idle(self):
-    for worker in self._places.idle:
+    for worker in self._workers.idle:
       self._start(worker)
 
-  def _start(self, worker):
-    """Gives an idle worker a job, if there is one."""
-    place, jobs = self._places[worker], self._jobs
+  def _start(self, worker: int) -> None:
+    """Starts the next job on an idle worker, if a job is left."""
+    state, jobs = self._workers[worker], self._jobs
     job = jobs.take(worker)
     if job is None:
       return
     copies = self.counts.copies + (len(jobs.workers(job)) > 1)
     self.counts = self.counts._replace(copies=copies)
-    fresh, place.fetched = place.fetched != self._current, self._current
-    place.ticket = self._ticket(worker, job, fresh)
-    place.seq += 1
-    self._places.write(worker, base.SEND if fresh else base.KEEP)
+    fresh, state.fetched = state.fetched != self._current, self._current
+    state.ticket = self._ticket(worker, job, fresh)
+    state.seq += 1
+    self._workers.write(worker, base.SEND if fresh else base.KEEP)
 
   def _ticket(self, worker: int, job: int, fresh: bool) -> Any:
     """Starts a job on a worker; returns the ticket."""
@@ -229,10 +251,16 @@ class BatchDriver:
   def _receive(
     self, worker: int, result: Callable[[bool], tuple[float, float]]
   ) -> None:
-    """Takes the result of a worker's job. `result(accepted)` returns the loss
-    and the norm of its gradient."""
-    place, jobs = self._places[worker], self._jobs
-    ticket = place.ticket
+    """Processes the result of a worker's job.
+
+    Args:
+      worker: its index.
+      result: (whether the message is accepted) -> (loss, norm of the gradient).
+    """
+    state, jobs = self._workers[worker], self._jobs
+    ticket = state.ticket
+    # A message is late if its evaluation has ended. It is recorded as received
+    # and not accepted, like the second message of a job.
     late, job = self._current - ticket.evaluation, ticket.job
     others = jobs.workers(job) if not late else ()
     accepted = not late and jobs.finish(worker, job)
@@ -241,31 +269,31 @@ class BatchDriver:
       first = self.counts.first + (others[0] != worker)
       self.counts = self.counts._replace(first=first)
       self._losses[job] = loss
-      for other in others:  # a copy of it has the same loss
-        copy = self._places[other].ticket
-        self._places[other].ticket = copy._replace(loss=loss)
-    row, place.ticket = self._places.write(worker, base.RECEIVE), None
+      for other in others:  # copies of the job, which have the same loss
+        copy = self._workers[other].ticket
+        self._workers[other].ticket = copy._replace(loss=loss)
+    row, state.ticket = self._workers.write(worker, base.RECEIVE), None
     count = len(self._settings.portions_of(job))
     nbytes = sum(leaf.nbytes for leaf in jax.tree.leaves(self._like))
-    self.book.receive(
+    self.run_log.receive(
       *(max(self.state.iteration, 0), row.time, worker, row.job),
       *(late, 0.0, loss / count, accepted, norm, 0.0),
       *(nbytes, nbytes * ticket.fresh, 0.0),
     )
 
-  def _empty(self, worker):
-    """Takes the exit of a worker; its job is given to another one."""
-    ticket = self._places.empty(worker)
+  def _leave(self, worker: int) -> None:
+    """Processes the exit of a worker; its job is assigned to another one."""
+    ticket = self._workers.leave(worker)
     if ticket is not None and ticket.evaluation == self._current:
       self._jobs.lose(worker, ticket.job)
 
-  def _lose_coordinator(self):
-    """Kills the coordinator. Its successor starts from the journal at the start
-    of this evaluation."""
+  def _lose_coordinator(self) -> None:
+    """Replaces the coordinator by one that starts from the notes saved at the
+    start of this evaluation."""
     self._coordinator = coordinator_from(self._settings, self._begun)
 
   def _notes(self) -> dict[str, Any]:
-    """Returns the state that another driver resumes from, as JSON."""
+    """Returns the state, as JSON, from which another driver can resume."""
     return {
       "number": self._shards.number,
       "state": self.state._asdict(),
@@ -284,5 +312,5 @@ def coordinator_from(
   pairs = tuple(Pair(*pair) for pair in state.pairs)
   state = state._replace(pairs=pairs)
   coordinator = Coordinator(settings, state, notes["answers"])
-  coordinator.news.clear()  # they are in the log already
+  coordinator.news.clear()  # the log has them already
   return coordinator

@@ -1,17 +1,17 @@
-"""Commands: what a coordinator may tell the shards of a server to do.
+"""Commands of a coordinator to the shards of a server.
 
-A command is plain data with a number. It names vectors, of which each shard
-holds its rows, and is done by every shard on those. So a coordinator needs no
-parameters, and a journal of commands is all that a shard did.
+A command is plain data with a number. It names vectors. Every shard executes it
+on its own rows of these vectors. So a coordinator needs no parameters, and the
+journal of commands determines a shard's vectors.
 
-  operation  what it does to the rows                     its answer
+  operation  effect on the rows                           answer
   allocate   target <- 0
   copy       target <- source
   scale      target <- factor target
   axpy       target <- target + factor source
   multiply   target <- target source, by coefficient
   dot                                                     target . source
-  discard    target is forgotten
+  discard    removes target
 
 Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2: "a small set of operations (e.g., dot product, scaling, coefficient-wise
@@ -45,20 +45,20 @@ class Command(NamedTuple):
 
   number: int  # counts the commands of a run from 0
   operation: str  # one of OPERATIONS
-  target: str  # the vector that is written; of dot, one of the two
-  source: str = ""  # the vector that is read, if there is one
+  target: str  # the vector that is written; for dot, the first operand
+  source: str = ""  # the vector that is read; "" if the operation reads none
   factor: float = 1.0  # of scale and axpy
 
   def format(self) -> str:
-    """Returns the command as a line of a journal, without newline; the factor
+    """Returns the command as a line of a journal, without newline. The factor
     keeps all its bits."""
     number, *words, factor = self
     return ",".join([str(number), *words, repr(float(factor))])
 
   @classmethod
   def parse(cls, line: str) -> "Command":
-    """Returns the Command of a line; ValueError, which shows it, if it is
-    none."""
+    """Returns the Command of a line; ValueError, which shows the line, if the
+    line is no command."""
     try:
       number, operation, target, source, factor = line.strip().split(",")
       command = cls(int(number), operation, target, source, float(factor))
@@ -72,8 +72,7 @@ class Command(NamedTuple):
 
 
 def check(command: Command) -> None:
-  """Raises ValueError, which names the field, for a command that no shard can
-  obey."""
+  """Raises ValueError, which names the field, for an invalid command."""
   number, operation, target, source, factor = command
   checks.whole("number", number, 0)
   names.check("operation", operation, OPERATIONS)

@@ -1,16 +1,15 @@
 """The coordinator of L-BFGS, which holds no parameters.
 
-It is a function of the answers that it was given: it asks for one thing after
-the other, and what it asks for next follows from what it was answered so far.
-So it is started again from its `State` of the last iteration and the answers
-since, and what it knows of vectors are their names:
+It makes one request after the other, and each depends only on the answers so
+far. So it can be restarted from its `State` after the last iteration and the
+answers since then. It refers to vectors by name:
 
-  point, gradient           x and g of the last iterate; while a pair is made,
-                            gradient is y
-  direction                 d; while a pair is made, s
+  point, gradient           x and g of the last iterate; gradient is y while a
+                            pair is made
+  direction                 d; it is s while a pair is made
   trial, trial_gradient     x + a d, and the gradient there
   s0, y0, s1, y1, ...       the history: differences of points and of gradients
-  message/EVALUATION/JOB    what a worker sent: the sum of its gradients
+  message/EVALUATION/JOB    a worker's message: the sum of its gradients
 """
 
 import math
@@ -25,13 +24,13 @@ _EPSILON = 2.0**-52  # of float64: pairs with less curvature are skipped
 
 
 class Begin(NamedTuple):
-  """Asks that workers fetch `trial` and start the jobs of an evaluation."""
+  """Requests that workers fetch `trial` and start the jobs of an evaluation."""
 
   evaluation: int
 
 
 class Await(NamedTuple):
-  """Asks for the loss of a job, once its message is with the shards."""
+  """Requests the loss of a job, once the shards have its message."""
 
   evaluation: int
   job: int
@@ -41,7 +40,7 @@ Request = Command | Begin | Await
 
 
 def message_name(evaluation: int, job: int) -> str:
-  """Returns the name of the vector that a worker sends.
+  """Returns the name of the vector that a worker sends for a job.
 
   Example:
     >>> message_name(3, 0)
@@ -58,18 +57,18 @@ class Pair(NamedTuple):
 
 
 class State(NamedTuple):
-  """What the coordinator knows after an iteration; plain data."""
+  """The coordinator's state after an iteration; plain data."""
 
   number: int = 0  # of the next command
-  iteration: int = -1  # steps taken; -1: nothing is computed yet
-  evaluations: int = 0  # of the whole batch
+  iteration: int = -1  # steps taken; -1: the first loss is not computed
+  evaluations: int = 0  # of the complete batch
   loss: float = math.nan  # f of the point
   square: float = math.nan  # g . g
-  step: float = 0.0  # the last one taken
-  gamma: float = 1.0  # scaling of the first approximation, of the last pair
+  step: float = 0.0  # the last step taken
+  gamma: float = 1.0  # s . y / y . y of the last pair, scales the initial H
   pairs: tuple[Pair, ...] = ()  # oldest first
-  fallbacks: int = 0  # times that the history was forgotten
-  reason: str = ""  # why it has ended
+  fallbacks: int = 0  # count of times that the history was cleared
+  reason: str = ""  # why the run has ended; "" while it runs
 
   @property
   def norm(self) -> float:
@@ -81,7 +80,7 @@ _Stream = Generator[Request, float | None, Any]
 
 
 class _Numbers:
-  """Counts commands and evaluations."""
+  """Numbers commands and evaluations; makes the next Command when called."""
 
   def __init__(self, state: State):
     self.command, self.evaluation = state.number, state.evaluations
@@ -93,7 +92,7 @@ class _Numbers:
 
 
 class Coordinator:
-  """Runs L-BFGS by asking and being answered.
+  """Runs L-BFGS by making requests, which its caller answers.
 
   Example:
     >>> from asgd.sandblaster import Coordinator, Settings
@@ -112,35 +111,38 @@ factor=1.0)
     state: State | None = None,
     answers: Iterable[float | None] = (),
   ):
-    """Starts, or goes on from a state and what was answered since."""
+    """Starts, or resumes from a state and the answers since then."""
     self.state = state or State()
     self.answers: list[float | None] = []  # since that state
-    self.news: list[str] = []  # what the user should be told
+    self.news: list[str] = []  # lines for the user
     self._settings = settings
     self._stream = self._run(self.state)
-    # What is asked for; None: it has ended, and the state says why.
+    # The open request; None: the run has ended, for `state.reason`.
     self.request: Request | None = next(self._stream, None)
     for answer in answers:
       self.answer(answer)
 
   def answer(self, value: float | None) -> None:
-    """Answers what is asked for."""
+    """Answers the open request."""
     self.answers.append(value)
     try:
       self.request = self._stream.send(value)
     except StopIteration:
       self.request = None
 
-  def _keep(self, state, numbers):
-    """An iteration is over: answers before it are not needed any more."""
+  def _keep(self, state: State, numbers: _Numbers) -> State:
+    """Completes an iteration: drops its answers, and numbers the state."""
     self.state = state._replace(
       number=numbers.command, evaluations=numbers.evaluation
     )
     self.answers = []
     return self.state
 
-  def _run(self, state) -> _Stream:
+  def _run(self, state: State) -> _Stream:
+    """Yields the requests of L-BFGS from a state on, and gets their answers."""
     do = _Numbers(state)
+
+    # [1] The loss and gradient of the first point.
     if state.iteration < 0:
       yield do("copy", "trial", "point")
       loss = yield from self._evaluate(do)
@@ -151,6 +153,8 @@ factor=1.0)
     while not state.reason:
       reason = self._reason(state)
       if not reason:
+        # [2] A line search along the direction of L-BFGS; if it finds no
+        # descent, one along steepest descent.
         found = yield from self._step(do, state)
         if found is None and state.pairs:
           state = state._replace(pairs=(), fallbacks=state.fallbacks + 1)
@@ -159,6 +163,7 @@ factor=1.0)
             " along the direction of L-BFGS; steepest descent is tried once"
           )
           found = yield from self._step(do, state)
+        # [3] The step, or the end of the run.
         if found is not None:
           state = yield from self._take(do, state, *found)
         else:
@@ -172,8 +177,8 @@ factor=1.0)
         state = state._replace(reason=reason)
       state = self._keep(state, do)
 
-  def _reason(self, state) -> str:
-    """Why it ends here; "" if it does not."""
+  def _reason(self, state: State) -> str:
+    """Returns why the run ends at a state; "" if it continues."""
     if not (math.isfinite(state.loss) and math.isfinite(state.square)):
       return (
         f"not finite: the loss is {state.loss} and the gradient's norm"
@@ -187,9 +192,9 @@ factor=1.0)
       )
     return ""
 
-  def _evaluate(self, do) -> _Stream:
-    """Computes the loss and `trial_gradient` at `trial`: means over the
-    portions, added up in their order, and the weight decay."""
+  def _evaluate(self, do: _Numbers) -> _Stream:
+    """Computes the loss, which it returns, and `trial_gradient` at `trial`:
+    means over the portions, summed in their order, plus the weight decay."""
     settings, evaluation = self._settings, do.evaluation
     do.evaluation += 1
     yield do("allocate", "trial_gradient")
@@ -208,9 +213,9 @@ factor=1.0)
       loss += decay / 2 * (yield do("dot", "trial", "trial"))
     return loss
 
-  def _step(self, do, state) -> _Stream:
-    """Returns the (step, loss) to take, with `trial` there; None if no descent
-    is found."""
+  def _step(self, do: _Numbers, state: State) -> _Stream:
+    """Searches a step along a new direction. Returns (step, loss) with `trial`
+    at that step, or None if no step decreases the loss."""
     yield from self._direction(do, state)
     slope = yield do("dot", "gradient", "direction")
     if not slope < 0:
@@ -226,18 +231,19 @@ factor=1.0)
       tried.append(line_search.Tried(advice.step, value, its_slope))
     if not advice.found:
       return None
-    if advice.step != tried[-1].step:  # one before it was the best
+    if advice.step != tried[-1].step:  # `trial` must be at the step to take
       value = yield from self._try(do, advice.step)
     return advice.step, value
 
-  def _try(self, do, step) -> _Stream:
+  def _try(self, do: _Numbers, step: float) -> _Stream:
+    """Moves `trial` to a step along the direction; returns the loss there."""
     yield do("copy", "trial", "point")
     yield do("axpy", "trial", "direction", step)
     return (yield from self._evaluate(do))
 
-  def _direction(self, do, state) -> _Stream:
-    """Makes d = -H g by the two-loop recursion (Nocedal and Wright, algorithm
-    7.4); without pairs, steepest descent of length 1 at most."""
+  def _direction(self, do: _Numbers, state: State) -> _Stream:
+    """Computes d = -H g by the two-loop recursion (Nocedal and Wright,
+    algorithm 7.4); without pairs, steepest descent of length at most 1."""
     alphas = []
     yield do("copy", "direction", "gradient")
     for slot, rho in reversed(state.pairs):
@@ -251,9 +257,14 @@ factor=1.0)
       yield do("axpy", "direction", f"s{slot}", alphas.pop() - beta)
     yield do("scale", "direction", factor=-1.0)
 
-  def _take(self, do, state, step, loss) -> _Stream:
-    """Moves to `trial`. The new differences s and y are made in `direction` and
-    `gradient`, so that a pair which is skipped replaces none of the history."""
+  def _take(
+    self, do: _Numbers, state: State, step: float, loss: float
+  ) -> _Stream:
+    """Moves `point` to `trial`, and adds the new pair to the history.
+
+    The differences s and y are computed in `direction` and `gradient`, so a
+    skipped pair overwrites nothing of the history.
+    """
     yield do("copy", "direction", "trial")
     yield do("axpy", "direction", "point", -1.0)
     yield do("copy", "point", "trial")
@@ -262,9 +273,9 @@ factor=1.0)
     curvature = yield do("dot", "gradient", "direction")
     y_square = yield do("dot", "gradient", "gradient")
     pairs, gamma = state.pairs, state.gamma
-    if curvature > _EPSILON * y_square:  # else the pair says nothing
+    if curvature > _EPSILON * y_square:  # else H would not stay positive
       slot = len(pairs)
-      if slot == self._settings.history:
+      if slot == self._settings.history:  # reuse the slot of the oldest pair
         slot, pairs = pairs[0].slot, pairs[1:]
       yield do("copy", f"s{slot}", "direction")
       yield do("copy", f"y{slot}", "gradient")

@@ -1,15 +1,16 @@
-"""The line search: which step to try next, given what was found so far.
+"""The line search: which step to try next, given the results so far.
 
 It is optax's zoom line search (strong Wolfe conditions; Nocedal and Wright,
-"Numerical optimization", algorithms 3.5 and 3.6), of which only the public
-transform is called: on one number, the step a, with the function
+"Numerical optimization", algorithms 3.5 and 3.6). Only the public transform is
+called, on one number, the step a, with the function
 
   phi(a) = f(x + a d),   phi'(a) = g(x + a d) . d
 
-Its answers are looked up in a table. A step that is not in the table yet is
-answered with -inf and slope 0, which meets both conditions: so the search ends
-there, and returns the very step that it asks for. A search is its table, which
-is plain data, and goes on from it anywhere.
+The transform's calls of phi are answered from a table of tried steps. For a
+step that is not in the table the answer is -inf with slope 0, which meets both
+conditions. So the search stops there and returns that step, which is the one to
+try next. The state of a search is its table: plain data, from which it can
+resume.
 """
 
 import functools
@@ -23,35 +24,34 @@ import optax
 
 from asgd import checks, names
 
-# Of optax.lbfgs.
-DEFAULTS: Mapping[str, Any] = {"max_linesearch_steps": 20}
-_NOT = "initial_guess_strategy", "verbose"
-_OR_NONE = "max_learning_rate", "approx_dec_rtol"
+DEFAULTS: Mapping[str, Any] = {"max_linesearch_steps": 20}  # as optax.lbfgs
+_FIXED = "initial_guess_strategy", "verbose"  # options that users cannot set
+_OPTIONAL = "max_learning_rate", "approx_dec_rtol"  # may be None
 _FRACTIONS = "slope_rtol", "curv_rtol"  # c1 and c2 of the Wolfe conditions
 
 
 class Tried(NamedTuple):
-  """A step that was tried."""
+  """A step that was tried, with its result."""
 
   step: float  # a
-  value: float  # phi(a); NaN or inf where it is not defined
+  value: float  # phi(a); NaN or inf where phi is not defined
   slope: float  # phi'(a)
 
 
 class Advice(NamedTuple):
-  """What comes next."""
+  """The next step of a search."""
 
-  step: float  # to try; or, at the end, to take
-  done: bool  # it is to be taken, if it was found
-  found: bool = False  # it decreases the function enough
+  step: float  # to try, or to take if `done` and `found`
+  done: bool  # whether the search has ended
+  found: bool = False  # whether `step` decreases the function enough
 
 
 def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-  """Returns the options of a line search, with its defaults.
+  """Returns the options of a line search, completed by defaults.
 
   Args:
-    given: arguments of `optax.scale_by_zoom_linesearch`, but
-      `initial_guess_strategy` (it is "one") and `verbose`.
+    given: arguments of `optax.scale_by_zoom_linesearch`, except
+      `initial_guess_strategy` (which is "one") and `verbose`.
 
   Raises:
     ValueError: for an unknown option, or one out of its range.
@@ -66,7 +66,7 @@ def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
       f" optax.scale_by_zoom_linesearch, not {checks.shown(given)}"
     )
   maker, options = optax.scale_by_zoom_linesearch, {**DEFAULTS, **given}
-  for name in _NOT:
+  for name in _FIXED:
     if name in options:
       raise ValueError(f"line_search.{name} cannot be set; drop it")
   names.check_arguments("line_search", "zoom", maker, options)
@@ -74,13 +74,14 @@ def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     for name, value in options.items():
       if name == "max_linesearch_steps":
         options[name] = checks.whole(name, value, most=1000)
-      elif value is not None or name not in _OR_NONE:
+      elif value is not None or name not in _OPTIONAL:
         _check(name, value)
         options[name] = float(value)
   return tuple(options.items())
 
 
-def _check(name, value):
+def _check(name: str, value: Any) -> None:
+  """Raises ValueError for an option out of its range."""
   if name in _FRACTIONS:
     checks.fraction(name, value)
     return
@@ -89,13 +90,13 @@ def _check(name, value):
   checks.nonnegative(name, value)
   if name == "increase_factor" and value <= 1:
     raise ValueError(
-      f"increase_factor must be more than 1, not {checks.shown(value)}: steps"
-      " are multiplied by it until one is long enough"
+      f"increase_factor must be more than 1, not {checks.shown(value)}: the"
+      " search multiplies steps by it until one is long enough"
     )
 
 
 def _index(step, table):
-  """The row of a step, or the one after all that are filled."""
+  """Returns the column of a step in the table, or the first free column."""
   filled = jnp.sum(~jnp.isnan(table[0]))
   same = table[0] == step
   return jnp.where(same.any(), jnp.argmax(same), filled)
@@ -137,7 +138,8 @@ def _program(options: tuple[tuple[str, Any], ...]) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """The CPU; None where JAX_PLATFORMS leaves it out: the default device."""
+  """Returns the CPU; None, for the default device, if JAX_PLATFORMS excludes
+  it."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -155,19 +157,19 @@ def advise(
   Args:
     value: phi(0).
     slope: phi'(0), negative.
-    tried: what was found at the steps that were advised before, in order.
-    options: of `options_of`.
+    tried: results at the steps that were advised before, in order.
+    options: from `options_of`.
 
   Returns:
-    The Advice. It is a function of the arguments, in float64 on the CPU, if
-    there is one, whatever JAX's defaults are.
+    The Advice. It depends on the arguments alone: the search runs in float64,
+    on the CPU if there is one, regardless of JAX's defaults.
 
   Source:
     Nocedal and Wright, "Numerical optimization", algorithms 3.5 and 3.6;
     Hager and Zhang, "Algorithm 851: CG_DESCENT", 2006, equations 23 and 26.
 
   Example:
-    Of phi(a) = (a - 20)^2, steps are doubled until the slope is small enough.
+    For phi(a) = (a - 20)^2 steps are doubled until the slope is small enough.
 
     >>> tried, advice = [], advise(400.0, -40.0)
     >>> while not advice.done:
@@ -178,17 +180,18 @@ def advise(
     ([1.0, 2.0], 2.0, True)
   """
   most = dict(options)["max_linesearch_steps"]
-  # NaN is no step; one row more, for the step that is asked for.
+  # Columns are (step, phi, phi'), NaN where free. One column more than steps,
+  # for the step that the search asks for.
   table = np.full((3, most + 1), np.nan)
-  for i, (step, found, its_slope) in enumerate(tried):
-    # -inf means that it is asked for, and is no decrease to believe in.
-    table[:, i] = step, found if found > -np.inf else np.nan, its_slope
+  for i, (step, phi, its_slope) in enumerate(tried):
+    # -inf marks the step that is asked for, so a real -inf becomes NaN.
+    table[:, i] = step, phi if phi > -np.inf else np.nan, its_slope
   table[1:, len(tried)] = -np.inf, 0.0
   with jax.enable_x64(True), jax.default_device(_cpu()):
     numbers = map(np.float64, (value, slope))
     step, reached, error = map(float, _program(options)(*numbers, table))
-  if reached == -np.inf:
+  if reached == -np.inf:  # the search stopped at the marked step
     return Advice(step, done=False)
   last = tried[-1].step if tried else 0.0
-  # A step that is taken though it was not the last is known to decrease.
+  # A step other than the last tried one was kept because it decreases phi.
   return Advice(step, True, step > 0 and (step != last or error <= 0))

@@ -1,11 +1,11 @@
-"""Jobs of an evaluation: which worker computes which, and what; no clock.
+"""Jobs of an evaluation: which worker computes which portions; no clock.
 
 A job is a few portions of the batch. An idle worker gets
 
-  1. a job that it did in the evaluation before, whose data it has;
-  2. one that no worker has done yet;
-  3. the last one of the worker that has the most left;
-  4. a copy of one that is under way (a backup task), the oldest first.
+  1. a job that it computed in the last evaluation, as it has the data;
+  2. a job that no worker has computed before;
+  3. the last job of the worker that has the most jobs left;
+  4. a copy of a running job (a backup task), the oldest first.
 
 Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2: portions much smaller than 1/N, backup tasks, data affinity.
@@ -27,11 +27,11 @@ Work = Callable[[base.Params, int], tuple[Any, base.Params]]
 
 
 class PortionJobs:
-  """The jobs of one evaluation after the other.
+  """The jobs of an evaluation, and which worker computes which.
 
   Example:
-    Worker 1 gets two of three jobs, and is then given a copy of that of worker
-    0, which is slow. Its result counts; that of worker 0 comes late.
+    Worker 1 gets two of three jobs. Then it gets a copy of the job of worker 0,
+    which is slow. The result of the copy counts; worker 0's comes late.
 
     >>> from asgd.sandblaster.portions import PortionJobs
     >>> jobs = PortionJobs(3, backup=1)
@@ -45,18 +45,24 @@ class PortionJobs:
   def __init__(
     self, count: int, backup: int = 1, owners: dict[int, int] | None = None
   ):
-    """`backup` is the number of copies of a job beside it; `owners` says which
-    worker has done which job last."""
+    """Starts without an evaluation.
+
+    Args:
+      count: jobs of an evaluation.
+      backup: copies of a job that may run beside the original.
+      owners: job -> the worker that finished it last.
+    """
     self._count, self._backup = count, backup
     self.owners: dict[int, int] = dict(owners or {})
+    # Owner -> its jobs that were not started; None: jobs without an owner.
     self._waiting: dict[int | None, collections.deque[int]] = {}
-    # Started and not done: job -> its workers; oldest first.
+    # Job -> its workers, for jobs that were started; oldest first.
     self._running: dict[int, list[int]] = {}
     self._done: set[int] = set()
 
   def begin(self, first: int = 0, done: Iterable[int] = ()) -> None:
-    """Starts the next evaluation: every job is to be done, or those from
-    `first` on but for some that are `done`."""
+    """Starts the next evaluation with the jobs from `first` on, without those
+    in `done`."""
     self._waiting = collections.defaultdict(collections.deque)
     self._running.clear()
     self._done = {*range(first), *done}
@@ -65,7 +71,8 @@ class PortionJobs:
         self._waiting[self.owners.get(job)].append(job)
 
   def _source(self, worker: int) -> tuple[int | None, bool] | None:
-    """Whose job it would get, and whether that is the owner's last one."""
+    """Returns (owner, last) of the next job for a worker: the queue's owner,
+    and whether the worker takes the queue's last job; None if no job waits."""
     waiting = self._waiting
     for owner in (worker, None):
       if owner in waiting:
@@ -75,7 +82,7 @@ class PortionJobs:
     return max(waiting, key=lambda owner: (len(waiting[owner]), owner)), True
 
   def peek(self, worker: int) -> int | None:
-    """Returns the job that a worker would get if it asked now; no copy."""
+    """Returns the job that the worker would get next, without backup tasks."""
     source = self._source(worker)
     if source is None:
       return None
@@ -83,7 +90,7 @@ class PortionJobs:
     return self._waiting[owner][-1 if last else 0]
 
   def take(self, worker: int) -> int | None:
-    """Gives a job to an idle worker; None if there is nothing for it."""
+    """Assigns a job to an idle worker; returns None if there is none."""
     source = self._source(worker)
     if source is not None:
       owner, last = source
@@ -100,11 +107,11 @@ class PortionJobs:
     return None
 
   def workers(self, job: int) -> tuple[int, ...]:
-    """Returns the workers of a job that is not done, in the order of start."""
+    """Returns the workers of a running job, in the order of their starts."""
     return tuple(self._running.get(job, ()))
 
   def finish(self, worker: int, job: int) -> bool:
-    """Takes a result; False if there was one before it."""
+    """Ends a job; returns False if another worker's result came before."""
     if job in self._done:
       return False
     del self._running[job]
@@ -113,7 +120,8 @@ class PortionJobs:
     return True
 
   def lose(self, worker: int, job: int) -> None:
-    """A worker has died on a job; it goes to another, unless that has it."""
+    """Removes a worker that exited from its job. The job waits again, unless
+    another worker computes it."""
     workers = self._running.get(job)
     if not workers:
       return
@@ -131,9 +139,9 @@ def _add(x, y):
 def make_sums(
   work: Work,
 ) -> Callable[[base.Params, Iterable[int]], tuple[float, base.Params]]:
-  """Returns (parameters, portions) -> the sums of their losses and of their
-  gradients, in the order of the portions; gradients are added up on the device
-  and are then NumPy's.
+  """Returns a function (parameters, portions) -> (sum of losses, sum of
+  gradients), in the order of the portions. Gradients are summed on the device,
+  and the sum is returned as NumPy arrays.
 
   Example:
     >>> import jax
@@ -156,7 +164,7 @@ def make_sums(
 
 
 def message_norm(message: base.Params, portions: int) -> float:
-  """Returns the root mean square of the mean gradient that the sum over some
-  portions is of."""
+  """Returns the root mean square of a message's mean gradient; the message is a
+  sum over `portions` portions."""
   size = sum(leaf.size for leaf in jax.tree.leaves(message))
   return math.sqrt(dot(message, message) / max(size, 1)) / portions

@@ -1,4 +1,4 @@
-"""What a run of Sandblaster L-BFGS may be given."""
+"""Settings of a run of Sandblaster L-BFGS."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,13 +14,14 @@ _MOST_PORTIONS = 10**7
 class PlannedKill(NamedTuple):
   """A process that is killed on purpose."""
 
-  time: float  # when, in the unit of the durations; live, in seconds
-  what: str  # one of FAILURES
-  index: int  # which worker or shard; of the coordinator, 0
+  time: float  # simulated: unit of the durations; live: seconds
+  what: str  # kind of process, one of FAILURES
+  index: int  # of the worker or shard; 0 for the coordinator
 
 
 class Settings(NamedTuple):
-  """L-BFGS, its batch and the servers' shards; see `sandblaster`."""
+  """Settings of L-BFGS, its batch and the shards; `sandblaster` explains
+  them."""
 
   history: int = 10
   portions: int = 1
@@ -37,7 +38,7 @@ class Settings(NamedTuple):
 
   @property
   def protocol(self) -> str:
-    """Name of the protocol that trains it."""
+    """Name of the protocol that trains with these settings."""
     return "sandblaster"
 
   @property
@@ -47,7 +48,7 @@ class Settings(NamedTuple):
 
   @property
   def jobs(self) -> int:
-    """What the portions of an evaluation are handed out in."""
+    """Jobs of an evaluation, of `push_every` portions each."""
     return -(-self.portions // self.push_every)
 
   def portions_of(self, job: int) -> range:
@@ -78,29 +79,29 @@ def sandblaster(
     d = -H g;   x <- x + a d,   a by a line search (strong Wolfe),
     H from the last m pairs s = x' - x, y = g' - g (two-loop recursion)
 
-  The loss is the mean over a fixed batch, of which workers compute portions;
-  an idle worker is handed the next ones. There is no learning rate.
+  The loss is the mean over a fixed batch. Workers compute portions of it; an
+  idle worker gets the next ones. There is no learning rate.
 
   Args:
     learning_rate: not used: the line search finds the step.
     workers: N.
     history: m, pairs (s, y) that the shards keep.
-    portions: batches of the config's batch_size that make the batch; None is
-      one pass over the training data.
+    portions: number of portions, each one batch of the config's batch_size;
+      None: one pass over the training data.
     push_every: portions of a job: a worker sends the sum of their gradients.
-    backup: copies of a job that idle workers start when no other is left; 0 is
-      none. The first result counts.
-    shards: over which the rows of all vectors are divided.
+    backup: copies of a job that idle workers may start when no other job is
+      left; 0: none. The first result counts.
+    shards: number of shards over which the rows of all vectors are divided.
     weight_decay: 0 or more; weight_decay |x|^2 / 2 is added to the loss.
     tolerance: norm of the gradient at which the run ends.
-    loading: time that the data of a portion take until they are with a worker,
-      which keeps them; in the unit of the durations, and of simulations only.
+    loading: time to load the data of a portion, which the worker then keeps; in
+      the unit of the durations, for simulations only.
     prefetch: load the data of the next job while computing.
-    restart: time until a killed worker is back, of simulations only.
+    restart: time until a killed worker restarts, for simulations only.
     line_search: arguments of `optax.scale_by_zoom_linesearch`.
-    failures: (time, "worker", "shard" or "coordinator", index) of processes
-      that are killed, live in seconds after the first job; no iterate is
-      changed by it.
+    failures: (time, "worker", "shard" or "coordinator", index) of processes to
+      kill; in live runs the time is in seconds after the first job. Failures
+      change no iterate.
 
   Returns:
     Settings, with `portions` 0 for None.
@@ -152,11 +153,12 @@ _search_options = line_search.options_of
 
 
 def _failure(given: Sequence[Any], workers: int, shards: int) -> PlannedKill:
+  """Returns a failure of a config, checked."""
   try:
     time, what, index = given
   except (TypeError, ValueError):
     raise ValueError(
-      "failures must be of (time, what, index), as (12.5, 'worker', 0), not"
+      "a failure must be (time, what, index), as (12.5, 'worker', 0), not"
       f" {checks.shown(given)}"
     ) from None
   checks.nonnegative("the time of failures", time)

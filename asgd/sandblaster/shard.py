@@ -1,8 +1,8 @@
-"""A shard that holds named vectors, and all shards together.
+"""A shard that holds its rows of named vectors, and all shards together.
 
-Vectors are trees of arrays, NumPy's or JAX's, each shard's its rows of them.
-No array is ever written to: an operation makes another one. So an image of a
-shard is a dict of references.
+A vector is a tree of NumPy or JAX arrays, and each shard has its rows. Arrays
+are never changed: an operation makes new ones. So an image of a shard is a dict
+of references.
 """
 
 import functools
@@ -17,15 +17,15 @@ from asgd import base, sharding
 from asgd.sandblaster.commands import Command, check
 
 Rows = Any  # a tree of arrays: a shard's part of a vector
-_IMAGE_EVERY = 64  # commands, after which a shard's image is taken again
+_IMAGE_EVERY = 64  # commands between two images of a shard
 
 
 def dot(x: Rows, y: Rows) -> float:
   """Returns the dot product of two trees of arrays.
 
-  NumPy's are multiplied and added up (pairwise) in float64, whatever they are,
-  and without BLAS, whose bits depend on its threads; JAX's in float64 where
-  that is on (`jax_enable_x64`), else in float32.
+  NumPy arrays are multiplied and summed (pairwise) in float64, whatever their
+  dtype, and without BLAS, as its bits depend on its threads. JAX arrays are
+  summed in float64 if `jax_enable_x64` is set, else in float32.
 
   Example:
     >>> import numpy as np
@@ -53,7 +53,7 @@ def _scaled(x: Any, factor: float) -> Any:
   return x * x.dtype.type(factor)
 
 
-# operation -> (factor, element of the target, of the source) -> new element
+# operation -> function (factor, target array[, source array]) -> new array
 _WRITE: dict[str, Callable[..., Any]] = {
   "scale": lambda factor, x: _scaled(x, factor),
   "axpy": lambda factor, x, y: x + _scaled(y, factor),
@@ -62,18 +62,18 @@ _WRITE: dict[str, Callable[..., Any]] = {
 
 
 class Image(NamedTuple):
-  """What a shard is at some command; from it and the commands since, and the
-  messages in their slots, it comes back."""
+  """A shard's vectors at some command. A shard is rebuilt from its image, the
+  commands since then, and the messages in its slots."""
 
   number: int  # of the next command
   vectors: dict[str, Rows]
 
 
 class VectorShard:
-  """One shard: vectors by name, a journal, and slots for messages.
+  """One shard: vectors by name, a journal of commands, and slots for messages.
 
-  A command is obeyed once. One that is said again is answered as before, so
-  that a coordinator which does not know what it was answered can ask again.
+  Commands are idempotent: a repeated command returns the stored answer. So a
+  restarted coordinator can repeat commands to get their answers again.
 
   Example:
     >>> import numpy as np
@@ -91,53 +91,56 @@ class VectorShard:
 
   def __init__(self, like: Rows, image: Image | None = None):
     """Starts without vectors, or from an image; `like` has the shapes and
-    dtypes of its rows."""
+    dtypes of the shard's rows."""
     self._zeros = jax.tree.map(_zeros, like)
-    # What outlives the process: image, journal and slots.
+    # State that outlives the process: image, journal and slots.
     self._image = image or Image(0, {})
     self._journal: list[tuple[Command, float | None]] = []
     self._first = self._image.number  # of the first command in the journal
-    self._slots: dict[str, Rows] = {}  # messages, as they were put
-    # What does not; None: it was lost.
+    self._slots: dict[str, Rows] = {}  # messages by vector name
+    # State that is lost with the process; `_vectors` is None after a loss.
     self._vectors: dict[str, Rows] | None = dict(self._image.vectors)
-    self._used: set[str] = set()  # slots that are discarded
+    self._used: set[str] = set()  # slots that a command has discarded
     self.recoveries = 0
 
   @property
   def number(self) -> int:
-    """Of the next command."""
+    """Number of the next command."""
     return self._first + len(self._journal)
 
   def put(self, name: str, rows: Rows) -> None:
-    """Takes a message into a slot, as a vector of that name. The first one
-    counts: what comes by the same name later is dropped."""
+    """Stores a message as a vector. A later message of the same name is
+    dropped."""
     self._slots.setdefault(name, rows)
 
   def read(self, name: str) -> Rows:
-    """Returns its rows of a vector; ValueError if there is no such vector."""
+    """Returns the shard's rows of a vector; ValueError if there is no such
+    vector."""
     vectors = self._alive()
     rows = vectors.get(name)
     if rows is None and name not in self._used:
       rows = self._slots.get(name)
     if rows is None:
-      known = ", ".join([*vectors, *self._slots]) or "none"
-      raise ValueError(f"there is no vector {name!r}; there are {known}")
+      names = {**vectors, **self._slots}.keys() - self._used.difference(vectors)
+      known = ", ".join(sorted(names)) or "none"
+      raise ValueError(f"there is no vector {name!r}; the vectors: {known}")
     return rows
 
   def obey(self, command: Command) -> float | None:
-    """Does what is commanded; returns the answer.
+    """Executes a command, and returns its answer.
 
     Raises:
-      ValueError: for a command that is none, that comes before its turn, that
-        is another than was said by that number, or that is forgotten.
+      ValueError: for an invalid command, a number that is not the next one,
+        another command than was executed under that number, and a command that
+        the journal has dropped.
     """
     check(command)
     if command.number < self.number:
       return self._answer_again(command)
     if command.number > self.number:
       raise ValueError(
-        f"command {command.format()!r} comes before its turn: {self.number} is"
-        " next"
+        f"command {command.format()!r} comes too early: the next number is"
+        f" {self.number}"
       )
     answer = self._apply(self._alive(), command)
     self._note(command, answer)
@@ -148,18 +151,25 @@ class VectorShard:
   def _note(self, command: Command, answer: float | None) -> None:
     self._journal.append((command, answer))
 
-  def _answer_again(self, command):
+  def _answer_again(self, command: Command) -> float | None:
+    """Returns the stored answer of an executed command."""
     number, line = command.number, command.format()
     if number < self._first:
       raise ValueError(
-        f"command {line!r} is forgotten: the journal starts at {self._first}"
+        f"command {line!r} was dropped: the journal starts at {self._first}"
       )
     before, answer = self._journal[number - self._first]
     if before != command:
-      raise ValueError(f"command {line!r} was {before.format()!r} before")
+      raise ValueError(
+        f"command {line!r} differs from {before.format()!r}, which was"
+        " executed under its number"
+      )
     return answer
 
-  def _apply(self, vectors, command):
+  def _apply(
+    self, vectors: dict[str, Rows], command: Command
+  ) -> float | None:
+    """Executes a command on vectors; returns its answer."""
     operation, target = command.operation, command.target
     if operation == "dot":
       return dot(self.read(target), self.read(command.source))
@@ -178,25 +188,27 @@ class VectorShard:
     return None
 
   def image(self) -> Image:
-    """Takes its image, and frees the slots that are discarded."""
+    """Saves and returns an image, and frees the discarded slots."""
     self._image = Image(self.number, dict(self._alive()))
     self._slots = {k: v for k, v in self._slots.items() if k not in self._used}
     self._used.clear()
     return self._image
 
   def forget(self, before: int) -> None:
-    """Drops the answers to commands below a number: nobody asks again."""
+    """Drops the stored answers of commands below a number, which no coordinator
+    will repeat."""
     self.image()
     if before > self._first:
       del self._journal[: before - self._first]
       self._first = min(before, self._image.number)
 
   def lose(self) -> None:
-    """Its process is killed: the vectors are gone."""
+    """Loses the vectors, as if the process was killed."""
     self._vectors, self._used = None, set()
 
   def _alive(self) -> dict[str, Rows]:
-    """Its vectors; after a loss from the image and the commands since."""
+    """Returns the vectors; rebuilds them after a loss from the image and the
+    commands since then."""
     if self._vectors is None:
       self._vectors = dict(self._image.vectors)
       self.recoveries += 1
@@ -206,7 +218,7 @@ class VectorShard:
 
 
 class Shards:
-  """All shards of a server, which obey the same commands.
+  """All shards of a server, which execute the same commands.
 
   Example:
     >>> import numpy as np
@@ -225,9 +237,8 @@ class Shards:
     *,
     start: Mapping[str, base.Params] | None = None,
   ):
-    """Starts `count` shards with the vectors `start`, or goes on from an image
-    of each; `like` are parameters, of which only shapes, dtypes and kinds are
-    read."""
+    """Starts `count` shards with the vectors `start`, or resumes from their
+    images; of the parameters `like` only shapes, dtypes and kinds are read."""
     self.plan = sharding.make_plan(like, count)
     if images is None:
       vectors = (start or {}).items()
@@ -244,25 +255,25 @@ class Shards:
 
   @property
   def number(self) -> int:
-    """Of the next command."""
+    """Number of the next command."""
     return self._shards[0].number
 
   def obey(self, command: Command) -> float | None:
-    """Has every shard obey; returns the total of their answers, which is the
-    sum in the order of the shards."""
+    """Executes a command on every shard. Returns the sum of their answers, in
+    the order of the shards, for `dot`; else None."""
     answers = [shard.obey(command) for shard in self._shards]
     if command.operation != "dot":
       return None
     return float(sharding.add_up(answers))
 
   def put(self, name: str, tree: base.Params) -> None:
-    """Puts each shard's rows of a message into its slot."""
+    """Stores each shard's rows of a message."""
     parts = sharding.split(self.plan, tree)
     for shard, rows in zip(self._shards, parts, strict=True):
       shard.put(name, rows)
 
   def read(self, name: str) -> base.Params:
-    """Returns a whole vector."""
+    """Returns a complete vector."""
     return sharding.join(self.plan, [s.read(name) for s in self._shards])
 
   def images(self) -> list[Image]:
@@ -270,15 +281,16 @@ class Shards:
     return [shard.image() for shard in self._shards]
 
   def forget(self, before: int) -> None:
-    """Has every shard drop its answers to commands below a number."""
+    """Makes every shard drop the answers of commands below a number."""
     for shard in self._shards:
       shard.forget(before)
 
   def lose(self, shard: int) -> None:
-    """The process of one shard is killed; it comes back when it is asked."""
+    """Loses the vectors of one shard, which rebuilds them at its next
+    command."""
     self._shards[shard].lose()
 
   @property
   def recoveries(self) -> int:
-    """How often a shard came back."""
+    """Count of rebuilds of shards."""
     return sum(shard.recoveries for shard in self._shards)

@@ -1,13 +1,12 @@
-"""Sandblaster in simulated time: workers take drawn durations.
+"""Simulation of Sandblaster: jobs take drawn durations.
 
-The coordinator gives its next request; commands to shards take no time,
-jobs take the time of their portions. What happens is written down as rows of a
-trace: SEND where a worker fetches the parameters, KEEP where it starts another
-job on those that it has, RECEIVE where its message comes. A message that comes
-after the first of its job is received too, and not accepted.
+Commands to shards take no time, and a job takes the time of its portions. Trace
+rows are SEND where a worker fetches the parameters for a job, KEEP where it
+starts another job on parameters that it has, RECEIVE where its message arrives.
+A later message of the same job is received, too, but not accepted.
 
-Checkpoints are of the beginning of an evaluation: what comes after it happens
-again, bit by bit.
+A checkpoint has the state at the beginning of an evaluation. The events since
+then are repeated after a resume, with the same bits.
 """
 
 import heapq
@@ -21,14 +20,15 @@ import jax.numpy as jnp
 
 from asgd import base, sharding
 from asgd.orders.durations import Durations
-from asgd.sandblaster.batch_driver import BatchDriver, Place, Places
-from asgd.sandblaster.book import Lengths, RunLog
+from asgd.sandblaster.batch_driver import BatchDriver, BatchWorker, BatchWorkers
 from asgd.sandblaster.coordinator import message_name
 from asgd.sandblaster.portions import Work, make_sums, message_norm
+from asgd.sandblaster.run_log import Lengths, RunLog
 from asgd.sandblaster.settings import COORDINATOR, SHARD, WORKER, Settings
 from asgd.sandblaster.shard import Image, Shards
 
-_RETURN, _FINISH = "return", "finish"  # of a killed worker, and of a job
+# Kinds of events beside planned kills: a worker restarts, a job finishes.
+_RETURN, _FINISH = "return", "finish"
 
 
 class PortionTicket(NamedTuple):
@@ -37,46 +37,53 @@ class PortionTicket(NamedTuple):
   evaluation: int
   job: int
   seq: int
-  finish: float  # when it will be done
-  fresh: bool  # the parameters were fetched for it
-  loss: float = math.nan  # of a copy of it that ended before
+  finish: float  # time at which the job will be done
+  fresh: bool  # whether the parameters were fetched for this job
+  loss: float = math.nan  # set if a copy of the job ended before
 
 
-class _BatchWorker(Place):
+class _SimulatedWorker(BatchWorker):
   """A worker in simulated time."""
 
   def __init__(self, stream):
     super().__init__()
-    self._stream = stream
+    self._stream = stream  # of durations of portions
     self._drawn = 0  # durations so far
-    self.empty()
+    self.reset()
 
-  def empty(self) -> None:
-    """See the base."""
-    super().empty()
-    self._ready: dict[int, float] = {}  # job -> when its data are here
-    self._loader = 0.0  # when all that it loads is here
+  def reset(self) -> None:
+    """Clears the loaded data, too."""
+    super().reset()
+    self._ready: dict[int, float] = {}  # job -> time when its data are loaded
+    self._loader = 0.0  # time when the last load ends
 
   def draw(self, count: int) -> float:
-    """The time of so many portions."""
+    """Returns the time that `count` portions take."""
     self._drawn += count
     return sum(itertools.islice(self._stream, count))
 
   def load(self, job: int, needs: float, now: float) -> float:
-    """Returns when the data of a job are here, which are kept; loading them
-    takes so long, one after the other."""
+    """Returns the time when the data of a job are loaded.
+
+    Loads run one after the other, and loaded data are kept.
+
+    Args:
+      job: that needs its data.
+      needs: time of the load.
+      now: the present time.
+    """
     if job not in self._ready:
       self._loader = max(now, self._loader) + needs
       self._ready[job] = self._loader
     return self._ready[job]
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as JSON."""
+    """Returns the state as JSON."""
     ready = list(self._ready.items())
     return {**vars(self), "_stream": None, "_ready": ready}
 
   def unpack(self, packed: Mapping[str, Any]) -> None:
-    """Becomes what was packed; its stream is at the beginning."""
+    """Restores what `pack` returned. The durations' stream must be new."""
     ready, stream = dict(packed["_ready"]), self._stream
     vars(self).update(packed, _stream=stream, _ready=ready, _drawn=0)
     self.draw(packed["_drawn"])
@@ -84,9 +91,9 @@ class _BatchWorker(Place):
 
 
 class Saved(NamedTuple):
-  """All there is when an evaluation begins."""
+  """A checkpoint: the complete state when an evaluation begins."""
 
-  number: int  # grows
+  number: int  # increases with each evaluation
   arrays: dict[str, Any]
   notes: dict[str, Any]  # JSON
 
@@ -108,9 +115,9 @@ class SandblasterSimulation(BatchDriver):
     ... )
     >>> run.advance(until=14)
     14
-    >>> [(each.time, each.loss) for each in run.book.iterates]
+    >>> [(each.time, each.loss) for each in run.run_log.iterates]
     [(5.0, 87.5), (10.0, 56.0)]
-    >>> run.book.records().worker[:6].tolist()  # of 7, one is a late copy
+    >>> run.run_log.records().worker[:6].tolist()  # of 7, one is a late copy
     [0, 0, 1, 0, 0, 0]
   """
 
@@ -126,18 +133,26 @@ class SandblasterSimulation(BatchDriver):
     workers: int,
     saved: Saved | None = None,
   ):
-    """Starts from parameters, which are NumPy's, or resumes from what was
-    saved. `work` is the loss and the gradient of a portion, a mean."""
+    """Starts a run, or resumes a saved one.
+
+    Args:
+      settings: of the run.
+      params: before the first step, of NumPy.
+      work: the loss and the gradient of a portion, a mean.
+      durations: of portions.
+      workers: N.
+      saved: the checkpoint to resume from.
+    """
     super().__init__(settings, params, RunLog(), saved and saved.notes)
     self._add_up = make_sums(work)
     self._params: base.Params = None  # of the evaluation, on the device
-    self._places = Places(
-      [_BatchWorker(durations.stream(i)) for i in range(workers)],
-      *(settings.jobs, self.book, lambda: self.now),
+    self._workers = BatchWorkers(
+      [_SimulatedWorker(durations.stream(i)) for i in range(workers)],
+      *(settings.jobs, self.run_log, lambda: self.now),
     )
-    # What is to come: (time, number, what, to whom).
+    # Events to come: (time, count, kind, index of the worker or shard).
     self._agenda: list[tuple[float, int, str, int]] = []
-    self._pushed = 0
+    self._event_count = 0
     if saved is None:
       self._shards = Shards(params, settings.shards, start={"point": params})
       for failure in settings.failures:
@@ -149,60 +164,64 @@ class SandblasterSimulation(BatchDriver):
   # Running.
 
   def advance(self, until: int) -> int:
-    """Simulates until so many messages are received or the coordinator ends;
-    returns how many are."""
-    return self._run(until, self._happen)
+    """Simulates until `until` messages are received or the coordinator ends;
+    returns the count of received messages."""
+    return self._run(until, self._step)
 
   def _prepare(self, evaluation):
     self._saved = self._pack()
     self._shards.forget(self._shards.number)
     self._params = jax.tree.map(jnp.asarray, self._shards.read("trial"))
 
-  def _ticket(self, worker, job, fresh):
-    place, settings = self._places[worker], self._settings
-    begin = max(self.now, self._load(place, job))
+  def _ticket(self, worker: int, job: int, fresh: bool) -> PortionTicket:
+    """Starts a job once its data are loaded, and schedules its end."""
+    state, settings = self._workers[worker], self._settings
+    begin = max(self.now, self._load(state, job))
     if settings.prefetch and (coming := self._jobs.peek(worker)) is not None:
-      self._load(place, coming)
-    finish = begin + place.draw(len(settings.portions_of(job)))
+      self._load(state, coming)
+    finish = begin + state.draw(len(settings.portions_of(job)))
     self._push(finish, _FINISH, worker)
-    return PortionTicket(self._current, job, place.seq, finish, fresh)
+    return PortionTicket(self._current, job, state.seq, finish, fresh)
 
-  def _load(self, place, job):
-    """Returns when the data of a job are with a worker."""
+  def _load(self, state: _SimulatedWorker, job: int) -> float:
+    """Returns the time when a worker has loaded the data of a job."""
     settings = self._settings
     needs = settings.loading * len(settings.portions_of(job))
-    return place.load(job, needs, self.now)
+    return state.load(job, needs, self.now)
 
-  def _push(self, time, what, index):
-    heapq.heappush(self._agenda, (time, self._pushed, what, index))
-    self._pushed += 1
+  def _push(self, time: float, kind: str, index: int) -> None:
+    heapq.heappush(self._agenda, (time, self._event_count, kind, index))
+    self._event_count += 1
 
-  def _happen(self):
-    """The next thing in time happens."""
-    time, _, what, index = heapq.heappop(self._agenda)
+  def _step(self) -> bool:
+    """Handles the next event; there always is one."""
+    time, _, kind, index = heapq.heappop(self._agenda)
     self.now = max(time, self.now)
-    if what == SHARD:
+    if kind == SHARD:
       self._shards.lose(index)
-    elif what == COORDINATOR:
+    elif kind == COORDINATOR:
       self._lose_coordinator()
-    elif what == _RETURN:
-      self._places.join(index)
+    elif kind == _RETURN:
+      self._workers.join(index)
       self._start(index)
-    elif what == WORKER:
+    elif kind == WORKER:
       self._kill(index)
-    elif (ticket := self._places[index].ticket) and ticket.finish == time:
+    # A finish at another time is of a job that was lost with its worker.
+    elif (ticket := self._workers[index].ticket) and ticket.finish == time:
       self._finish(index, ticket)
     return True
 
   def _kill(self, worker):
-    if self._places[worker].alive:
-      self._empty(worker)
+    if self._workers[worker].alive:
+      self._leave(worker)
       self._push(self.now + self._settings.restart, _RETURN, worker)
       self._start_idle()  # an idle worker may take its job
 
-  def _finish(self, worker, ticket):
+  def _finish(self, worker: int, ticket: PortionTicket) -> None:
+    """Ends a job of a worker, and starts its next one."""
+
     def result(accepted):
-      if not accepted:
+      if not accepted:  # the gradient is not needed, so it is not computed
         return ticket.loss, 0.0
       portions = self._settings.portions_of(ticket.job)
       loss, message = self._add_up(self._params, portions)
@@ -215,42 +234,43 @@ class SandblasterSimulation(BatchDriver):
   # Checkpoints.
 
   def save(self) -> Saved:
-    """Returns its state when the last evaluation began."""
+    """Returns a checkpoint of the beginning of the present evaluation."""
     images, lengths = self._saved
     vectors = {"vectors": [image.vectors for image in images]}
-    arrays = {**vectors, **self.book.arrays(lengths)}
+    arrays = {**vectors, **self.run_log.arrays(lengths)}
     return Saved(self._begun["evaluation"] + 1, arrays, self._begun)
 
   def _pack(self) -> tuple[list[Image], Lengths]:
-    """Notes all there is; returns images of the shards, and how far the book is
-    written."""
+    """Saves the present state in `_begun`. Returns images of the shards, and
+    the lengths of the log."""
     images = self._shards.images()
     self._begun = {
       **self._notes(),
       "vectors": sorted(images[0].vectors),
       "now": self.now,
       "agenda": list(self._agenda),
-      "pushed": self._pushed,
-      "places": [place.pack() for place in self._places.all],
+      "pushed": self._event_count,
+      "places": [state.pack() for state in self._workers.all],
     }
-    return images, self.book.lengths
+    return images, self.run_log.lengths
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: Saved) -> None:
+    """Restores a checkpoint."""
     notes, vectors = saved.notes, saved.arrays["vectors"]
     images = [Image(notes["number"], dict(each)) for each in vectors]
     self._shards = Shards(self._like, self._settings.shards, images)
-    self.now, self._pushed = notes["now"], notes["pushed"]
+    self.now, self._event_count = notes["now"], notes["pushed"]
     self._agenda = [tuple(each) for each in notes["agenda"]]
-    for place, packed in zip(self._places.all, notes["places"], strict=True):
-      place.unpack(packed)
-    self.book.read(saved.arrays)
+    for state, packed in zip(self._workers.all, notes["places"], strict=True):
+      state.unpack(packed)
+    self.run_log.read(saved.arrays)
 
 
 def template(
   notes: Mapping[str, Any], params: base.Params, settings: Settings
 ) -> dict[str, Any]:
-  """Returns trees like the arrays that were saved with some notes; of records,
-  trace and iterates, of another length."""
+  """Returns trees that have the structure of the saved arrays of some notes.
+  Their records, trace and iterates are empty."""
   parts = sharding.split(sharding.make_plan(params, settings.shards), params)
   return {
     "vectors": [dict.fromkeys(notes["vectors"], part) for part in parts],

@@ -1,10 +1,15 @@
 """Parameters that are split over the shards of a server.
 
-A `ShardPlan` says which shard holds which rows; `split` and `join` go there and
-back. It is the same training as without shards if the algorithm keeps rows
-apart (`probe.check` finds out), as SGD, Adam, delay compensation, gap-awareness
-and DANA do. A rule that needs a number of the whole asks for it by `total`, as
-`clip_by_global_norm` does; `combine` makes one report of the parts'.
+- `ShardPlan`: which shard holds which rows; `split` and `join` use it.
+- `total`: sums a number (such as a squared norm) over all shards, for a rule
+  that needs it, such as `clip_by_global_norm`; `run_staged` does the adding.
+- `combine`: one report from the reports of the parts.
+
+    params --split--> part of shard s --server--> update --join--> params
+
+Training on shards equals training without them if the algorithm keeps rows
+apart, as SGD, Adam, delay compensation, gap-awareness and DANA do;
+`probe.check` tests this. Begin with `plan.py`.
 """
 
 from asgd.sharding import probe

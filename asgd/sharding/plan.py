@@ -1,7 +1,7 @@
 """Plans: which rows of which leaf each shard of a server holds.
 
-Each of S shards holds some rows (indices of the leading axis) of every leaf and
-runs the pure Server on them as if they were the whole.
+Each of S shards holds some rows (indices of the leading axis) of every leaf. It
+runs the pure Server on these rows as if they were all parameters.
 """
 
 import bisect
@@ -18,28 +18,28 @@ import optax
 from asgd import base
 from asgd.checks import whole
 
-SMALL = 64 * 1024  # bytes; a leaf of no more is not split, if it can be helped
+SMALL = 64 * 1024  # bytes; leaves up to this size are split only if necessary
 
 
 class ShardPlan(NamedTuple):
-  """Which rows of which leaf a shard holds; L leaves as jax.tree.leaves has
-  them. Plain numbers: it can be compared, printed and sent."""
+  """Which rows of which leaf a shard holds, for L leaves in jax.tree.leaves
+  order. It holds plain numbers: it can be compared, printed and sent."""
 
   shards: int  # S
-  shapes: tuple[tuple[int, ...], ...]  # [L] of the whole leaves
+  shapes: tuple[tuple[int, ...], ...]  # [L], of the full leaves
   cuts: tuple[tuple[int, ...], ...]  # [L][S + 1], shard s: [cut[s], cut[s + 1])
 
 
 def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   """Splits parameters so that S shards hold about the same number of bytes.
 
-  The leaves are laid one after the other and cut at S - 1 places: where equal
+  The leaves are laid end to end and cut at S - 1 points. A point is where equal
   parts would end, moved to the nearest end of a piece. A piece is a row of a
-  leaf, or a whole leaf if it is small: no more than 64 KiB and than an eighth
-  of a shard. So a shard holds at most the S-th part and one piece more, and
-  none holds nothing. If there are fewer pieces than shards, small leaves are
-  split too. Only shapes and dtypes are read. Raises ValueError if `shards` is
-  not a positive whole number, or more than there are rows.
+  leaf, or a complete leaf if it is small: at most 64 KiB and at most an eighth
+  of a shard. So a shard holds at most the S-th part and one piece more, and no
+  shard is empty. If there are fewer pieces than shards, small leaves are split,
+  too. Only shapes and dtypes are read. Raises ValueError if `shards` is not a
+  positive integer, or is more than there are rows.
 
   Example:
     >>> params = {"b": np.zeros(6), "w": np.zeros((4, 3))}
@@ -58,6 +58,7 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
     )
   nbytes = sum(sizes)
   small = min(SMALL, nbytes // (8 * shards))
+  # Leaves without bytes need no shard.
   filled = [i for i, size in enumerate(sizes) if size]
   pieces = [1 if sizes[i] <= small else rows[i] for i in filled]
   if sum(pieces) < shards:
@@ -66,20 +67,21 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   first_byte = list(itertools.accumulate((sizes[i] for i in filled), initial=0))
 
   def nearest(shard):
-    """The piece that starts nearest to where an equal part would."""
+    """Returns the piece that starts nearest to the end of an equal part."""
     at = bisect.bisect_right(first_byte, shard * nbytes // shards) - 1
-    # In units of an S-th of a byte, to stay with whole numbers.
+    # Count in S-ths of a byte, to stay with integers.
     inside = shard * nbytes - first_byte[at] * shards
     piece = (first_byte[at + 1] - first_byte[at]) * shards // pieces[at]
     return first_piece[at] + (2 * inside + piece) // (2 * piece)
 
   bounds = [0]
   for shard in range(1, shards):
-    latest = first_piece[-1] - (shards - shard)  # leaves one for each to come
+    # Leave one piece for each of the later shards.
+    latest = first_piece[-1] - (shards - shard)
     bounds.append(min(max(nearest(shard), bounds[-1] + 1), latest))
   bounds.append(first_piece[-1])
 
-  # What has no bytes is shown where the tree starts.
+  # A leaf without bytes belongs to the first shard.
   cuts = [(0,) + (n,) * shards for n in rows]
   for i, start, count in zip(filled, first_piece, pieces, strict=False):
     step = rows[i] // count
@@ -99,10 +101,10 @@ def trained_sizes(plan: ShardPlan, params: optax.Params) -> tuple[int, ...]:
 def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
   """Returns one shard's part of a tree of arrays, or of their structs.
 
-  Each leaf is a slice of the leading axis, with no rows where the shard holds
-  none; a leaf without axes becomes [1] or [0]. NumPy leaves are views, and
-  undivided jax leaves the very arrays. Raises ValueError if the shapes are not
-  the plan's; dtypes may differ.
+  Each leaf is a slice of the leading axis, without rows if the shard holds
+  none; a leaf without axes becomes [1] or [0]. NumPy leaves are views, and jax
+  leaves that are not divided are the given arrays. Raises ValueError if the
+  shapes are not the plan's; dtypes may differ.
   """
   leaves, structure = jax.tree.flatten(tree)
   _check_shapes(tree, leaves, plan.shapes, "the plan")
@@ -119,11 +121,11 @@ def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
 
 
 def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
-  """Joins the S parts of `split`, trees of one structure, their jax arrays on
+  """Joins the S parts of `split`: trees of one structure, with jax arrays on
   one device. A leaf that lies in one shard is not copied. Raises ValueError for
   another number of parts, or shapes that are not the plan's."""
   if len(parts) != plan.shards:
-    raise ValueError(f"the plan is of {plan.shards} shards, not {len(parts)}")
+    raise ValueError(f"the plan has {plan.shards} shards, not {len(parts)}")
   structure = jax.tree.structure(parts[0])
   columns = []  # [S][L]
   for s, tree in enumerate(parts):
@@ -138,6 +140,7 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
     columns.append(leaves)
   out = []
   for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
+    # An empty leaf has no shard with rows: take the part of shard 0.
     filled = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
     pieces = [columns[s][i] for s in filled]
     if len(pieces) == 1:
@@ -154,7 +157,8 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
   return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def _rows(x, start, stop):
+def _rows(x: Any, start: int, stop: int) -> Any:
+  """Returns rows [start, stop) of a leaf: a view if it is NumPy's."""
   if isinstance(x, jax.ShapeDtypeStruct):
     return jax.ShapeDtypeStruct((stop - start, *x.shape[1:]), x.dtype)
   x = x if isinstance(x, jax.Array) else np.asarray(x)
@@ -162,7 +166,9 @@ def _rows(x, start, stop):
   return x if stop - start == x.shape[0] else x[start:stop]
 
 
-def _check_shapes(tree, leaves, shapes, plan):
+def _check_shapes(tree, leaves, shapes, plan) -> None:
+  """Raises ValueError unless leaves have the shapes that `plan` (a text)
+  has."""
   if len(leaves) != len(shapes):
     raise ValueError(
       f"a tree of {len(leaves)} leaves, where {plan} has {len(shapes)}"
@@ -184,11 +190,12 @@ def paths_of(tree: Any) -> list[str]:
 def combine(
   reports: Sequence[base.Report], sizes: Sequence[int]
 ) -> base.Report:
-  """Makes the Report of a message from those of its parts.
+  """Makes the Report of a message from the S reports of its parts.
 
-  The S reports are of numbers, or of columns of one length; `sizes` are the
-  `trained_sizes`. The whole's has NumPy arrays: root mean squares over all
-  trained elements, the largest staleness, and accepted if all accepted it.
+  The reports hold numbers, or columns of one length; `sizes` are the
+  `trained_sizes`. The result holds NumPy arrays: root mean squares over all
+  trained elements, the largest staleness, and `accepted` if all parts accepted
+  the message.
   """
   if len(reports) != len(sizes) or not reports:
     raise ValueError(f"{len(reports)} reports and {len(sizes)} sizes")

@@ -1,9 +1,9 @@
 """A probe that decides whether an algorithm may be split into shards by rows.
 
-The whole algorithm and its two parts run on the same random messages, in
-float64, over several steps and scales, with delays and with a message that is
-not finite. Parts with other updates, or other sent parameters, than the whole
-read more than their own rows.
+The algorithm runs on all rows and on two parts of them, with the same random
+messages, in float64. It takes several steps at several scales, with delays and
+with one message that is not finite. If the parts differ from the complete run
+in updates or sent parameters, the algorithm reads more than its own rows.
 """
 
 import functools
@@ -21,14 +21,15 @@ from asgd.sharding import totals as totals_lib
 from asgd.sharding.plan import ShardPlan, join, paths_of, shape_of, split
 
 _ROWS = 5  # of a leaf, at most
-_ELEMENTS = 4096  # of all leaves, about at most; rows are never shortened more
-# Relative to the largest element of a leaf: schedules make their rates in
-# float32, which compilers round in more than one way.
+_ELEMENTS = 4096  # of all leaves, roughly; rows are never shortened further
+# Relative to the largest element of a leaf. Schedules compute rates in float32,
+# which compilers round in more than one way.
 _CLOSE = 1e-6
 
 
-def _shorten(structs, most, widest=math.inf):
-  """Shapes of two to `most` rows, and of `widest` in other axes at most."""
+def _shorten(structs, most: float, widest: float = math.inf):
+  """Returns shapes of two to `most` rows, and at most `widest` in other
+  axes."""
 
   def shorten(x):
     if not math.prod(x.shape):
@@ -41,7 +42,7 @@ def _shorten(structs, most, widest=math.inf):
 
 
 def _halves(structs):
-  """Cuts the leaves at different rows; of the last of four, part 1 has all."""
+  """Cuts each leaf at another row; part 1 gets every fourth leaf undivided."""
   shapes = tuple(x.shape for x in jax.tree.leaves(structs))
   cuts = []
   for i, (rows, *_) in enumerate(shapes):
@@ -51,7 +52,7 @@ def _halves(structs):
 
 
 def _turn(algorithm, worker, staleness, params, state, sent, message):
-  """One update, and the ticket after it."""
+  """Makes one update, and the ticket after it."""
   delay = base.Delay(worker, staleness, sent)._asdict()
   updates, state = algorithm.update(message, state, params, **delay)
   params = optax.apply_updates(params, updates)
@@ -60,7 +61,7 @@ def _turn(algorithm, worker, staleness, params, state, sent, message):
 
 
 def _compare(plan, what, whole, *parts):
-  """Yields where the parts are not the whole."""
+  """Yields a text for each leaf in which the joined parts differ."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
   except ValueError as error:
@@ -77,8 +78,8 @@ def _compare(plan, what, whole, *parts):
 def differences(
   algorithm: base.Algorithm, structs: optax.Params, *, totals: bool = False
 ) -> Iterator[str]:
-  """Yields where the parts of an algorithm, trained on random messages in one
-  program, differ from the whole.
+  """Yields a text for each difference between an algorithm on two parts and on
+  all rows, trained on random messages in one program.
 
   Args:
     algorithm: to be probed.
@@ -86,7 +87,7 @@ def differences(
     totals: see `check`.
   """
   plan, rng = _halves(structs), np.random.default_rng(0)
-  quickly = functools.partial(  # as compiling takes most of the time
+  quickly = functools.partial(  # compiling takes most of the time
     jax.jit,
     compiler_options={
       "xla_backend_optimization_level": 0,
@@ -103,7 +104,7 @@ def differences(
     return [tree, *split(plan, tree)]
 
   def each(fn, *columns):
-    """Calls `fn` for the whole and for both parts."""
+    """Calls `fn` for all rows and for both parts."""
     whole, *parts = zip(*columns, strict=True)
     if not totals:
       return [fn(*args) for args in (whole, *parts)]
@@ -119,12 +120,13 @@ def differences(
 
   params = pieces(jax.tree.map(draw, structs))
   states = quickly(functools.partial(each, algorithm.init))(params)
-  drift = jax.tree.map(draw, structs)  # gradients agree about a direction
+  drift = jax.tree.map(draw, structs)  # a direction common to all gradients
   sent = [params]
-  # Rules that clip, damp or branch do so at one of these scales.
+  # Rules that clip, damp or branch act at one of these scales.
   for step, scale in enumerate(np.repeat((1e-3, 1.0, 1e3), (5, 5, 7))):
     message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
-    if step == 15:  # of 17
+    if step == 15:  # the message before the last has a NaN
+      # One NaN must stay in its own row, too.
       leaf = max(jax.tree.leaves(message), key=np.size)
       leaf[(-1,) * leaf.ndim] = np.nan
     staleness = step % 4
@@ -134,7 +136,7 @@ def differences(
     )
     sent.append(ticket)
     yield from _compare(plan, "the update of", *updates)
-    yield from _compare(plan, "what is sent of", *ticket)
+    yield from _compare(plan, "the sent value of", *ticket)
 
 
 def check(
@@ -144,15 +146,15 @@ def check(
   totals: bool = False,
 ) -> None:
   """Raises ValueError, naming the leaf, unless an algorithm does the same on
-  parts as on the whole.
+  parts as on all rows.
 
-  It does, if a row (of the leading axis) of a leaf of updates and sent
-  parameters depends on nothing but the same row of the parameters, messages and
-  tickets, and on state without rows, like a count or a learning rate. The probe
-  uses random numbers, so a rule that reads other rows only in rare cases
-  passes. Parameters are small random arrays; for large ones, the program has to
-  be the same as at the given shapes. Gates, transforms of single messages
-  (`at_server`; check them alone) and workers are not probed.
+  It does so if each row (of the leading axis) of updates and sent parameters
+  depends only on the same row of parameters, messages and tickets, and on state
+  without rows, such as a count or a learning rate. The probe uses random
+  numbers, so a rule that reads other rows only in rare cases passes. The probe
+  uses small random arrays; at the given shapes it checks only that the traced
+  program is the same. Gates, transforms of single messages (`at_server`; check
+  them separately) and workers are not probed.
 
   Args:
     algorithm: an Algorithm or an optax transform.
@@ -179,11 +181,12 @@ def check(
   def once(x, number):
     return _turn(algorithm, number, number, x, algorithm.init(x), x, x)
 
-  # The algorithm's own errors, at the shapes it is for, are not ours.
+  # Errors of the algorithm itself, at its own shapes, are raised unchanged.
   number = jax.ShapeDtypeStruct((), np.int32)
   jax.eval_shape(once, structs, number)
   reason = failure = None
   try:
+    # A rule may depend on the number of rows: compare its traced programs.
     if small != large:
       programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
       one, other = (list(internals.operations(each)) for each in programs)

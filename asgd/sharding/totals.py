@@ -1,8 +1,8 @@
-"""Totals: numbers of the whole for a rule that runs on one shard.
+"""Totals: numbers over all rows, for a rule that runs on one shard.
 
 A rule that needs one number of all rows (a global norm) calls `total`, which is
-the identity without shards. `staged` cuts the rule at its totals, so that a
-host can carry them between shards.
+the identity without shards. `staged` cuts the rule at its totals, so that the
+host can add them up between shards.
 """
 
 import functools
@@ -18,55 +18,60 @@ import optax
 
 from asgd import checks, internals
 
-# This shard's summands -> the sums over shards; part of the key of compiled
-# functions, so that none that was traced without shards is used with them.
+# This shard's summands -> the sums over shards. As a JAX user context it is
+# part of the key of compiled functions: one traced without shards is not
+# reused.
 _EXCHANGE = jax.make_user_context(default_value=None)
 
 
 def total(x: Any) -> Any:
-  """Returns the sum of `x` over all shards; without shards, x itself. It is an
-  array or a tree of arrays, each a sum over this shard's rows, like
+  """Returns the sum of `x` over all shards; without shards, x itself. `x` is an
+  array or a tree of arrays, each a sum over this shard's rows, such as
   jnp.sum(jnp.square(g))."""
   exchange = _EXCHANGE.value
   return x if exchange is None else exchange(x)
 
 
 class Ask(NamedTuple):
-  """A staged function needs one more total."""
+  """A staged function needs one more total: the result of a step."""
 
   operand: Any  # this shard's summands
 
 
 class Done(NamedTuple):
-  """A staged function has ended."""
+  """A staged function has returned: the result of the last step."""
 
   result: Any
 
 
 class _Asked(BaseException):
-  """Leaves the rule at a total; its `except Exception` does not catch this."""
+  """Leaves the rule at a total. `except Exception` in a rule does not catch
+  it."""
 
 
-_CALLS = threading.local()  # .now: the staged function at work in this thread
+_CALLS = threading.local()  # .now: the staged call that runs in this thread
 
 
-def _ask(x):
+def _ask(x: Any) -> Any:
+  """Returns the next given total; without one, leaves the function."""
   call = _CALLS.now
+  # An exception cannot leave an inner trace without breaking it.
   if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
       "sharding.total was called inside jit, cond, scan, vmap or grad, where a"
       " staged function cannot be left: call it outside, and pass the total in"
-      " (a server that gates or averages messages, every > 1, updates inside a"
-      " cond)"
+      " (a server that gates messages, or averages them with every > 1, updates"
+      " inside a cond)"
     )
   call.asked += 1
   if call.asked > len(call.totals):
+    # The host has not added up this total yet: return its summands.
     raise _Asked(x)
   given = call.totals[call.asked - 1]
   shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, given)]
   if shapes[0] != shapes[1]:
     raise ValueError(
-      f"total number {call.asked} is asked for {shapes[0]}, but given as"
+      f"total {call.asked} was asked for shapes {shapes[0]}, but given as"
       f" {shapes[1]}"
     )
   return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), given, x)
@@ -75,12 +80,14 @@ def _ask(x):
 def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
   """Cuts a function at its calls of `total`.
 
-  Each shard evaluates step(totals, *args) with the totals so far, which returns
-  an Ask if `fn` needs one more, otherwise a Done; the host between them adds up
-  the operands (`add_up`) and calls them again. The code before the k-th total
-  is computed again in each of the steps after it. Both are trees of arrays:
-  jax.jit(step) compiles once for each number of totals. `fn` calls `total`
-  equally often for every shard, and not inside jit, cond, scan, vmap or grad.
+  1. Each shard evaluates step(totals, *args) with the totals so far. The result
+     is an Ask if `fn` needs one more total, otherwise a Done.
+  2. The host adds up the operands of the Asks (`add_up`), and calls again.
+
+  The code before the k-th total is recomputed in each of the later steps. Ask
+  and Done are trees of arrays: jax.jit(step) compiles once for each number of
+  totals. `fn` calls `total` equally often for every shard, and not inside jit,
+  cond, scan, vmap or grad.
 
   Example:
     >>> step = jax.jit(staged(lambda x: x / total(x.sum())))
@@ -106,7 +113,7 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
       _CALLS.now = outer
     if call.asked < len(call.totals):
       raise ValueError(
-        f"{len(call.totals)} totals were given to a function that asks for"
+        f"{len(call.totals)} totals were given to a function that asks for only"
         f" {call.asked}"
       )
     return Done(result)
@@ -115,7 +122,7 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
 
 
 def add_up(operands: Sequence[Any]) -> Any:
-  """Sums trees in the order of the shards, in their own dtypes, with NumPy: the
+  """Sums trees in the order of the shards, in their own dtypes. NumPy gives the
   same bits on any machine."""
   return jax.tree.map(
     lambda *xs: functools.reduce(np.add, map(np.asarray, xs)), *operands
@@ -128,8 +135,8 @@ def run_staged(
   add: Callable[[Sequence[Any]], Any] = add_up,
 ) -> list[Any]:
   """Evaluates a staged function for S shards in one process: S tuples of
-  arguments -> S results. Raises ValueError if some shards ask for more totals
-  than others."""
+  arguments -> S results. Raises ValueError if shards ask for different numbers
+  of totals."""
   totals = ()
   while True:
     outs = [step(totals, *these) for these in args]
@@ -139,17 +146,17 @@ def run_staged(
     if any(done):
       raise ValueError(
         f"after {len(totals)} totals shards {np.flatnonzero(done).tolist()} are"
-        " done and the others ask for more: the calls of total may not depend"
-        " on what a shard holds"
+        " done and the others ask for more: the number of calls of total must"
+        " not depend on a shard's rows"
       )
     totals += (add([out.operand for out in outs]),)
 
 
-_MOST_NORM = 1e30  # so that float32 holds it
+_MOST_NORM = 1e30  # the largest clipping norm; float32 must hold it
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
-  """`optax.clip_by_global_norm`, of the norm over all shards: one total.
+  """`optax.clip_by_global_norm` with the norm over all shards: one total.
 
   Raises:
     ValueError: if `max_norm` is no positive number, or infinite.

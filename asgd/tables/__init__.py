@@ -1,8 +1,17 @@
 """Tables of keyed rows: a parameter server that workers pull rows from.
 
-`Table` has rows by key on the shards of a server; `Client` and `TableServer`
-are the two sides of the consistency models (`Consistency`); `Simulation` runs
-them in simulated time. See docs/tables.md.
+  worker: Work -> Client -- Push -->  TableServer -> Table (RowFunction)
+                         <-- Rows --  ConsistencyRules: waits, and rows to send
+
+- `table` returns the settings of a run, `Work` is the computation of workers.
+- `Table` has rows by key on the shards of a server. `Client` and `TableServer`
+  are the two sides of the consistency models (`Consistency`).
+- `Simulation` and `OverNetwork` run them in simulated time (`TableRun`).
+- `shard`, `worker` and `requests` are the participants of a live run
+  (`asgd.live.tables`), where shards order requests independently; `replay`
+  recomputes such a run.
+
+Begin with `settings.table`, then `simulation`. See docs/tables.md.
 """
 
 from asgd.tables import filters as filters
@@ -35,10 +44,10 @@ from asgd.tables.server import TableServer as TableServer
 from asgd.tables.settings import TableSettings as TableSettings
 from asgd.tables.settings import Work as Work
 from asgd.tables.settings import table as table
-from asgd.tables.simulation import Jobs as Jobs
 from asgd.tables.simulation import Read as Read
 from asgd.tables.simulation import Simulation as Simulation
+from asgd.tables.simulation import TableRun as TableRun
 from asgd.tables.table import Table as Table
 from asgd.tables.tasks import Tasks as Tasks
 
-RECIPES = {"table": table}  # that tables serve
+RECIPES = {"table": table}  # recipes that this protocol trains

@@ -1,9 +1,12 @@
 """A client: the worker's side of tables.
 
-It has copies of rows, each with its clock, and the worker's own updates that
-are not sent. A read gives copy + own updates (read my writes), also after the
-copy was refreshed. A message takes what filters let through, as the codec has
-it; the rest stays, but for what is more than the rules let a worker hold back.
+The client has copies of rows, each with its clock, and the worker's own updates
+that were not sent. A read returns copy + own updates (read my writes), also
+after the copy was refreshed.
+
+A message has the updates that the filters pass, encoded by the codec. The
+client holds back the rest for a later message. Updates that are larger than the
+rules allow a worker to hold back bypass the filters and the codec.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +21,7 @@ from asgd.tables.keys import Keys
 from asgd.tables.messages import KeyCache, Push, Rows, RowValues, ValueCodec
 from asgd.tables.rows import KeyedRows, rms
 
-_NEVER = -1  # the clock of a row that was never read
+_NEVER = -1  # clock of a row that the client never received
 
 
 class RowNotFinite(ValueError):
@@ -26,22 +29,22 @@ class RowNotFinite(ValueError):
 
 
 class TableSpec(NamedTuple):
-  """What a client knows of a table."""
+  """The shape, type and range of keys of a table, as clients need them."""
 
   shape: tuple[int, ...]  # of a row
   dtype: Any
-  stop: int | None = None  # the first key beyond those of a dense one
+  stop: int | None = None  # 1 + the last key of a dense table; None: sparse
 
 
 class Held(NamedTuple):
-  """Rows that filters have kept from messages."""
+  """Counts of rows that filters removed from messages."""
 
-  back: int  # they are sent later
-  dropped: int
+  back: int  # held back: sent later
+  dropped: int  # never sent
 
 
 class Client:
-  """One worker's copies and updates.
+  """One worker's copies of rows and its unsent updates.
 
   Example:
     >>> import numpy as np
@@ -76,69 +79,73 @@ class Client:
     """Starts without rows.
 
     Args:
-      worker: its number.
+      worker: its index.
       specs: of the tables, by name.
       rules: of reads.
-      filters: of messages, each of what those before let through.
+      filters: of messages; each filter gets the rows that the one before
+        passed.
       codec: of values.
-      key: of what the codec draws.
-      seed: of what filters draw.
+      key: JAX key of the codec's random numbers.
+      seed: of the filters' random numbers.
     """
     self.worker, self.rules = worker, rules
     self._specs, self._filters = dict(specs), tuple(filters)
     self._codec, self._key, self._seed = codec, key, seed
     self._rows = {name: KeyedRows([], self._made(name, ())) for name in specs}
-    self.factor = 1.0  # what a value that is written does to a read
+    self.factor = 1.0  # a read shows copy + factor * own updates
     self.sender = KeyCache()
     self.held = Held(0, 0)
-    self.flushes = 0
-    # What its last message changed of its copies: table -> (keys, changes).
-    self.flight: dict[str, tuple[Keys, np.ndarray]] = {}
+    self.flushes = 0  # messages so far
+    # Changes of the copies by the last message: table -> (keys, changes).
+    self.in_flight: dict[str, tuple[Keys, np.ndarray]] = {}
 
-  def _made(self, name, keys):
-    """New rows, which no one has read or written."""
+  def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
+    """Returns the columns of new rows, neither received nor written."""
     spec = self._specs[name]
     shape = len(keys), *spec.shape
     return {
       "copy": np.zeros(shape, spec.dtype),
-      "own": np.zeros(shape, spec.dtype),  # as it is to be pushed
-      "written": np.zeros(len(keys), bool),
+      "own": np.zeros(shape, spec.dtype),  # updates to push
+      "written": np.zeros(len(keys), bool),  # whether there are any
       "clock": np.full(len(keys), _NEVER),
     }
 
   def _insert(self, name, keys):
-    """Returns the rows of a table, which have some keys."""
+    """Returns the rows of a table, after adding rows for keys that have
+    none."""
     self._rows[name].insert(keys, lambda new: self._made(name, new))
     return self._rows[name]
 
   # Reading.
 
   def clocks(self, name: str, keys: Keys) -> np.ndarray:
-    """Returns int[n]: the clock of each copy, -1 of a row that it has not."""
+    """Returns int[n], the clock of each copy; -1 where the client has no
+    copy."""
     rows, out = self._rows[name], np.full(len(keys), _NEVER)
     has = rows.has(keys)
     out[has] = rows.read(keys[has], "clock")
     return out
 
   def stale(self, keys: Mapping[str, Keys], clock: int) -> dict[str, Keys]:
-    """Returns the keys that must be read from the server before a read at a
-    clock; tables without any are left out."""
+    """Returns the keys that must be pulled before a read at `clock`, by table;
+    a table without stale keys is left out."""
     need, out = self.rules.need(clock), {}
     for name, wanted in keys.items():
-      if not self.rules.anew:
+      if not self.rules.pulls_all:
         wanted = wanted[self.clocks(name, wanted) < need]
       if wanted.size:
         out[name] = wanted
     return out
 
   def take(self, message: Rows) -> None:
-    """Takes rows of the server; its own updates stay."""
+    """Stores rows of the server as copies; the client's own updates stay."""
     for name, (keys, values) in message.tables.items():
       rows = self._insert(name, keys)
       rows.write(keys, "copy", values)
       rows.write(keys, "clock", message.clock)
     if message.late is None:
       return
+    # A server push at a clock: every copy that is not late is of this clock.
     for name, rows in self._rows.items():
       old = message.late.get(name)
       clock = rows.columns["clock"]
@@ -148,17 +155,17 @@ class Client:
       clock[known] = message.clock
 
   def take_behind(self, message: Rows) -> None:
-    """Takes rows that the server sent before it had this worker's last message,
-    which they are then brought up to."""
+    """Stores rows that the server sent before it had this worker's last
+    message. The changes of that message are added to the new copies."""
     self.take(message)
     for name, (keys, _) in message.tables.items():
-      sent, changes = self.flight.get(name, (keys[:0], None))
+      sent, changes = self.in_flight.get(name, (keys[:0], None))
       mine = np.isin(sent, keys)
       if mine.any():
         self._rows[name].add(sent[mine], "copy", changes[mine])
 
   def read(self, keys: Mapping[str, Keys]) -> dict[str, np.ndarray]:
-    """Returns rows, with its own updates; they must not be stale."""
+    """Returns rows with the client's own updates; no row may be stale."""
     out = {}
     for name, wanted in keys.items():
       rows = self._rows[name]
@@ -169,8 +176,11 @@ class Client:
   # Writing.
 
   def write(self, values: Mapping[str, tuple[Keys, Any]]) -> None:
-    """Adds the worker's updates of rows that it has read. RowNotFinite for a
-    row that is not finite; nothing is written then."""
+    """Adds the worker's updates to rows that it has read.
+
+    Raises:
+      RowNotFinite: for a row that is not finite; nothing is written then.
+    """
     for name, (keys, more) in values.items():
       bad = ~np.isfinite(np.asarray(more)).reshape(len(keys), -1).all(1)
       if bad.any():
@@ -184,25 +194,33 @@ class Client:
       rows.write(keys, "written", True)
 
   def flush(self, clock: int, *, everything: bool = False) -> Push:
-    """Returns its message with so many clocks finished; with `everything` it is
-    not filtered."""
+    """Returns the client's next message.
+
+    Args:
+      clock: the worker's clock after this message.
+      everything: whether to bypass the filters, as at the end of a run.
+    """
+    # Each message draws from its own stream, so a replay draws the same.
     rng = np.random.default_rng((self._seed, self.worker, self.flushes))
-    out, self.flight = {}, {}
-    for number, (name, rows) in enumerate(self._rows.items()):
+    out, self.in_flight = {}, {}
+    for table, (name, rows) in enumerate(self._rows.items()):
       keys = rows.keys[rows.columns["written"]]
       if keys.size and not everything:
         keys = self._filter(rows, keys, rng)
       if keys.size:
-        out[name] = self._send(name, keys, number)
-      if self.rules.anew:  # copies are not read again
+        out[name] = self._send(name, keys, table)
+      if self.rules.pulls_all:  # each job pulls all its rows: drop the copies
         rows.keep(rows.columns["written"])
     self.flushes += 1
     return Push(self.worker, clock, out)
 
-  def _filter(self, rows, keys, rng):
-    """Returns the keys that filters let through, or may not hold back."""
-    late = self._beyond(rows.read(keys, "own"))
-    urgent, keys = keys[late], keys[~late]
+  def _filter(
+    self, rows: KeyedRows, keys: Keys, rng: np.random.Generator
+  ) -> Keys:
+    """Returns the keys that the filters pass, and those with more updates than
+    the rules allow the worker to hold back."""
+    excess = self._beyond(rows.read(keys, "own"))
+    urgent, keys = keys[excess], keys[~excess]
     for each in self._filters:
       if not keys.size:
         break
@@ -210,89 +228,96 @@ class Client:
       verdict = each(copy, own, rng)
       dropped = 0
       if verdict.drop is not None and verdict.drop.any():
-        gone, dropped = keys[verdict.drop], int(verdict.drop.sum())
-        rows.write(gone, "own", 0)
-        rows.write(gone, "written", False)
-      back, lost = self.held
-      back += int((~verdict.send).sum()) - dropped
-      self.held = Held(back, lost + dropped)
+        unneeded, dropped = keys[verdict.drop], int(verdict.drop.sum())
+        rows.write(unneeded, "own", 0)
+        rows.write(unneeded, "written", False)
+      held_back = int((~verdict.send).sum()) - dropped
+      back, dropped_before = self.held
+      self.held = Held(back + held_back, dropped_before + dropped)
       keys = keys[verdict.send]
     return np.sort(np.concatenate([keys, urgent]))
 
-  def _beyond(self, own):
-    """Which rows are more than may be held back, bool[n]."""
+  def _beyond(self, own: np.ndarray) -> np.ndarray:
+    """Returns bool[n], whether own updates exceed what may be held back."""
     change = np.abs(own.reshape(len(own), -1)).max(1, initial=0)
     return abs(self.factor) * change > self.rules.hold
 
-  def _send(self, name, keys, number):
-    """Returns the updates of some rows as they travel. What the codec leaves
-    out stays its own."""
+  def _send(self, name: str, keys: Keys, table: int) -> RowValues:
+    """Returns own updates of some rows as they are sent, and applies them to
+    the copies. What the codec leaves out stays in the own updates.
+
+    Args:
+      name: of the table.
+      keys: of the rows.
+      table: index of the table; the codec draws differently for each.
+    """
     rows = self._rows[name]
     own = values = rows.read(keys, "own")
     if self._codec is not None:
       key = jax.random.fold_in(self._key, self.flushes)
-      packet = self._codec.pack(own, jax.random.fold_in(key, number))
+      packet = self._codec.pack(own, jax.random.fold_in(key, table))
       sent = self._codec.unpack(packet, len(keys), own.shape[1:], own.dtype)
       values = packet
       if self._beyond(own - sent).any():
-        sent = values = own
+        sent = values = own  # the codec would hold back too much
     else:
       sent = own
+    # The codec may send an approximation: the difference stays, to be sent
+    # later, and the copy gets exactly what the server will apply.
     rows.write(keys, "own", own - sent)
-    left = (own != sent).reshape(len(keys), -1).any(1)
-    rows.write(keys, "written", left)
+    has_rest = (own != sent).reshape(len(keys), -1).any(1)
+    rows.write(keys, "written", has_rest)
     change = sent.dtype.type(self.factor) * sent
     rows.add(keys, "copy", change)
-    self.flight[name] = keys, change
+    self.in_flight[name] = keys, change
     return RowValues(self.sender.pack(keys), values)
 
   def with_keys(self, push: Push) -> dict[str, RowValues]:
-    """Returns the tables of its last message with all keys, for one who knows
-    none."""
+    """Returns the tables of the last message with all their keys, for a
+    receiver that has cached no list of keys."""
     return {
-      name: RowValues(keys._replace(keys=self.flight[name][0]), values)
+      name: RowValues(keys._replace(keys=self.in_flight[name][0]), values)
       for name, (keys, values) in push.tables.items()
     }
 
-  def again(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
-    """Returns the tables of a message of another client, which come with all
-    keys, as this one sends them."""
+  def resend(self, tables: Mapping[str, RowValues]) -> dict[str, RowValues]:
+    """Returns the tables of an earlier incarnation's message, which has all
+    keys, with the keys as this client's receiver needs them."""
     return {
       name: RowValues(self.sender.pack(sent.keys.keys), sent.values)
       for name, sent in tables.items()
     }
 
   def residual(self) -> float:
-    """Returns the RMS of its updates that are not sent, over elements of rows
-    that it has."""
+    """Returns the RMS of the unsent updates, over all elements of its rows."""
     return rms(rows.columns["own"] for rows in self._rows.values())
 
-  # Another division of tables, between two messages.
+  # Ranges of keys that move to another shard, between two messages.
 
   def cut(self, name: str, start: int, stop: int) -> KeyedRows:
     """Removes and returns the rows start <= key < stop."""
     return self._rows[name].cut(start, stop)
 
   def join(self, name: str, part: KeyedRows) -> None:
-    """Takes in what was taken out of the client of another shard."""
+    """Adds rows that the client of another shard has cut."""
     self._rows[name].join(part)
 
   # Checkpoints.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the client as a tree of arrays and JSON."""
     return {
       "rows": {name: rows.pack() for name, rows in self._rows.items()},
       "cached": list(self.sender.lists.items()),
       "held": self.held,
       "flushes": self.flushes,
       "factor": self.factor,
-      "flight": self.flight,
+      "flight": self.in_flight,
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what a client like this one has packed."""
+    """Restores the packed state of a client with the same arguments."""
     self._rows = {k: KeyedRows.unpack(x) for k, x in tree["rows"].items()}
     self.sender, self.held = KeyCache(tree["cached"]), Held(*tree["held"])
     self.flushes, self.factor = tree["flushes"], tree["factor"]
-    self.flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}
+    self.in_flight = {name: (k, x) for name, (k, x) in tree["flight"].items()}

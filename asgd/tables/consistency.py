@@ -1,9 +1,9 @@
-"""Consistency: what a worker may read, as one table of models.
+"""Consistency models: how old the rows may be that a worker reads.
 
-The number of a worker's clocks is c. A row's clock is the least of all workers'
-clocks when the row was read from the server: it has all their updates of the
-clocks before that, and perhaps some later ones. The clock differential of a
-read is (row's clock) - 1 - c.
+A worker that has finished c clocks is at clock c. A row's clock is the least
+clock of all workers at the time when the row was read from the server. The row
+has all updates of the clocks before that, and perhaps some later ones. The
+clock differential of a read is (row's clock) - 1 - c.
 """
 
 import math
@@ -26,44 +26,44 @@ class Consistency(NamedTuple):
   """A consistency model: a row of `CONSISTENCIES`."""
 
   name: str
-  # (rules, clock) -> the clock below which a row is too old to be read
+  # (rules, worker's clock) -> the least clock that a row must have to be read
   need: Callable[["ConsistencyRules", int], int] = _within_bound
-  numbers: tuple[str, ...] = ()  # that it needs: "bound", "threshold", "budget"
-  bound: int | None = None  # where a recipe gives none; None: it is needed
-  anew: bool = False  # each job reads all its rows from the server
+  numbers: tuple[str, ...] = ()  # required: "bound", "threshold", "budget"
+  bound: int | None = None  # default of a recipe; None: there is no default
+  pulls_all: bool = False  # each job pulls all its rows from the server
   deferred: bool = False  # updates of a clock are applied together
   by_clock: bool = False  # the server sends rows when all finish a clock
-  by_value: bool = False  # it sends rows by what a worker's copy lacks
+  by_value: bool = False  # the server sends rows when copies lack too much
 
 
 _MODELS = (
-  # Exactly the updates of all clocks before c, and its own.
+  # A read has exactly the updates of all clocks before c, and the worker's own.
   Consistency("bulk_synchronous", deferred=True),
-  # All updates of the clocks before c - s, and its own: cached copies, read
-  # anew when one is older (Ho et al., NIPS 2013).
+  # A read has all updates of the clocks before c - s, and the worker's own. The
+  # worker reads cached copies, and pulls a row if its copy is older (Ho et al.,
+  # NIPS 2013).
   Consistency("ssp", numbers=("bound",), bound=3),
-  # The same; the server sends what changed when the slowest clock advances
+  # As ssp; the server also sends changed rows when the slowest clock advances
   # (Dai et al., AAAI 2015).
   Consistency("essp", numbers=("bound",), bound=3, by_clock=True),
-  # The same, but only the rows that changed most, as far as a budget goes (Wei
-  # et al., SoCC 2015).
+  # As essp, but the server sends the rows that changed most, within a budget
+  # (Wei et al., SoCC 2015).
   Consistency("managed", numbers=("bound", "budget"), bound=3, by_clock=True),
-  # Rows that lack updates of others which sum up to v0 / sqrt(c + 1) or less in
-  # each element, those that filters and codecs hold back among them (Dai et
-  # al., AAAI 2015).
+  # In each element a read lacks at most v0 / sqrt(c + 1) of others' updates,
+  # including what filters and codecs hold back (Dai et al., AAAI 2015).
   Consistency("value_bounded", _any_clock, ("threshold",), by_value=True),
-  # What the server has, once all have finished the clocks before c - tau (Li et
-  # al., OSDI 2014).
-  Consistency("delay_bounded", numbers=("bound",), anew=True),
-  # What the server has.
-  Consistency("asynchronous", _any_clock, anew=True),
+  # A read has the server's values after all workers have finished the clocks
+  # before c - tau (Li et al., OSDI 2014).
+  Consistency("delay_bounded", numbers=("bound",), pulls_all=True),
+  # A read has the server's values; no worker waits.
+  Consistency("asynchronous", _any_clock, pulls_all=True),
 )
-# By name; a new model is a row here.
+# Models by name; a new model is a row of _MODELS.
 CONSISTENCIES: dict[str, Consistency] = {model.name: model for model in _MODELS}
 
 
 class ConsistencyRules(NamedTuple):
-  """A consistency model and its numbers.
+  """A consistency model and the numbers that it requires.
 
   Example:
     >>> from asgd import tables
@@ -76,19 +76,20 @@ class ConsistencyRules(NamedTuple):
   bound: int = 0  # s or tau, in clocks
   threshold: float = math.inf  # v0, in the unit of a parameter
   budget: int = 0  # rows that the server may send to a worker in one clock
-  # Of value_bounded: what filters and a codec may hold back of an element, at a
-  # worker, and at all others than the one that reads.
+  # value_bounded: the most that filters and a codec may hold back of an
+  # element, at one worker (`hold`), and at all but the reading worker (`held`).
   hold: float = math.inf
   held: float = 0.0
 
   @property
-  def anew(self) -> bool:
-    """Whether each job reads all its rows from the server."""
-    return self.consistency.anew
+  def pulls_all(self) -> bool:
+    """Whether each job pulls all its rows from the server."""
+    return self.consistency.pulls_all
 
   @property
   def deferred(self) -> bool:
-    """Whether updates of a clock are applied together, when all have come."""
+    """Whether updates of a clock are applied together, once all have
+    arrived."""
     return self.consistency.deferred
 
   @property
@@ -98,37 +99,40 @@ class ConsistencyRules(NamedTuple):
 
   @property
   def by_value(self) -> bool:
-    """Whether the server sends rows by what a worker's copy lacks."""
+    """Whether the server sends the rows of which a worker's copies lack too
+    much."""
     return self.consistency.by_value
 
   @property
   def budgeted(self) -> bool:
-    """Whether the server sends no more rows a clock than `budget`."""
+    """Whether the server sends at most `budget` rows per clock."""
     return "budget" in self.consistency.numbers
 
   @property
   def registers(self) -> bool:
-    """Whether the server knows which rows a worker has."""
+    """Whether the server tracks which rows a worker has."""
     return self.by_clock or self.by_value
 
   def need(self, clock: int) -> int:
-    """Returns the clock below which a row is too old to be read at a clock."""
+    """Returns the least clock of a row that a worker at `clock` may read."""
     return self.consistency.need(self, clock)
 
   def limit(self, clock: int) -> float:
-    """Returns what an element may lack at a clock of what the server has: v0 /
-    sqrt(c + 1), without what it may lack that other workers hold back."""
+    """Returns the most that a copy may lack of an element's value at the
+    server, when read at `clock`: v0 / sqrt(c + 1) less what other workers may
+    hold back."""
     return self.threshold / math.sqrt(clock + 1) - self.held
 
   def holding(self, workers: int, clocks: int) -> "ConsistencyRules":
     """Returns the rules of value_bounded for N workers that hold back updates.
 
-    Half of the least bound, v0 / sqrt(C + 1), is for what they hold back: the
-    other workers' shares add up to it, whatever their clocks.
+    Half of the least bound of the run, v0 / sqrt(C + 1), is reserved for
+    updates that are held back: N - 1 workers may hold back equal shares of that
+    half.
 
     Args:
       workers: N.
-      clocks: C, of the whole run.
+      clocks: C, of the complete run.
     """
     half = self.threshold / math.sqrt(clocks + 1) / 2
     return self._replace(hold=half / max(workers - 1, 1), held=half)
@@ -147,11 +151,12 @@ def rules(
     consistency: a name of CONSISTENCIES, or a Consistency.
     bound: s of ssp, essp and managed, tau of delay_bounded: clocks, 0 or more.
     threshold: v0 of value_bounded, positive.
-    budget: rows a clock and worker of managed, 0 or more.
+    budget: of managed: rows that the server sends a worker per clock, 0 or
+      more.
 
   Raises:
     ValueError: for an unknown model, and for a number that is missing, out of
-      its range or of another model.
+      its range, or not used by the model.
   """
   if not isinstance(consistency, Consistency):
     consistency = names.lookup("consistency", consistency, CONSISTENCIES)

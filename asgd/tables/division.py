@@ -1,4 +1,4 @@
-"""How tables are divided over shards that each have a server of their own.
+"""The division of tables over shards, each with a server.
 
 Index letters used in shape comments:
   S  shards
@@ -17,12 +17,13 @@ from asgd.tables.server import TableServer
 from asgd.tables.settings import TableSettings
 from asgd.tables.table import Table
 
-Parts = dict[str, tuple[np.ndarray, Keys]]  # name -> (where they are, keys)
+# One shard's part of a message: table -> (positions of its keys, its keys).
+Parts = dict[str, tuple[np.ndarray, Keys]]
 Cuts = Mapping[str, Sequence[int]]  # name -> int[S + 1], as `Ranges.cuts`
 
 
 class Division(NamedTuple):
-  """Which shard has which rows of which table, and what rows are like.
+  """Which shard owns which rows of which table, and the specs of the tables.
 
   Example:
     >>> import numpy as np
@@ -35,11 +36,11 @@ class Division(NamedTuple):
   ranges: Mapping[str, ranges_lib.Ranges]
   specs: Mapping[str, TableSpec]
   shards: int
-  version: int = 0  # divisions before it
+  version: int = 0  # count of earlier divisions of the run
 
   def split(self, keys: Mapping[str, Keys]) -> list[Parts]:
-    """Returns the keys of each shard, by table, and where they were; tables of
-    which a shard has none are left out."""
+    """Splits the keys of a message by shard. Tables of which a shard has no key
+    are left out of its part."""
     out: list[Parts] = [{} for _ in range(self.shards)]
     for name, wanted in keys.items():
       wanted = np.asarray(wanted, np.int64)
@@ -51,7 +52,7 @@ class Division(NamedTuple):
     return out
 
   def of_shard(self, shard: int) -> dict[str, TableSpec]:
-    """Returns the specs of the tables that a shard has rows of."""
+    """Returns the specs of the tables of which a shard owns rows."""
     return {
       name: spec
       for name, spec in self.specs.items()
@@ -65,10 +66,11 @@ class Division(NamedTuple):
     settings: TableSettings,
     workers: int,
   ) -> TableServer:
-    """Returns the server of a shard, of whole tables [K, ...]. A budget is
-    shared by the number of rows."""
+    """Returns the server of a shard, given complete tables [K, ...]. The server
+    gets its share of a budget by its number of rows."""
     parts, total = {}, 0
     for name, rows in tables.items():
+      # A budget is shared over the rows of all shards, not of this one alone.
       total += len(rows)
       ranges = self.ranges[name]
       if shard < ranges.shards:
@@ -85,20 +87,20 @@ class Division(NamedTuple):
     )
 
   def cuts_of(self, numbers: Sequence[float]) -> Cuts:
-    """Returns the cuts of all tables, which a row of a shard's order has one
-    after the other."""
-    left, cuts = iter(numbers), {}
+    """Returns cuts by table from their flat form in a MOVE row: the cuts of all
+    tables, one table after the other."""
+    flat, cuts = iter(numbers), {}
     for name, ranges in self.ranges.items():
-      cuts[name] = [int(n) for n in itertools.islice(left, ranges.shards + 1)]
+      cuts[name] = [int(n) for n in itertools.islice(flat, ranges.shards + 1)]
     return cuts
 
   def moves_to(self, other: "Division") -> int:
-    """Returns how many ranges go to another shard."""
+    """Returns the number of ranges that move to another shard."""
     pairs = [(self.ranges[name], other.ranges[name]) for name in self.ranges]
     return sum(len(ranges_lib.moves(*pair)) for pair in pairs)
 
   def next(self, cuts: Cuts) -> "Division":
-    """Returns the division that follows, with other cuts."""
+    """Returns the next division of the run, with other cuts."""
     ranges = {
       name: ranges_lib.Ranges(tuple(map(int, mine)))
       for name, mine in cuts.items()
@@ -106,7 +108,7 @@ class Division(NamedTuple):
     return self._replace(ranges=ranges, version=self.version + 1)
 
   def join(self, parts: list[Mapping[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns whole tables of those of each shard."""
+    """Returns complete tables from the parts of all shards."""
     return {
       name: np.concatenate([part[name] for part in parts if name in part])
       for name in self.ranges
@@ -114,16 +116,17 @@ class Division(NamedTuple):
 
 
 def divide(tables: Mapping[str, Any], shards: int) -> Division:
-  """Divides tables [K, ...] into ranges of as many rows; a table of fewer rows
-  than shards is on the first ones.
+  """Divides tables [K, ...] into ranges of equal size. A table with fewer rows
+  than shards is on the first shards.
 
   Raises:
-    ValueError: for a shard without a row.
+    ValueError: if a shard would have no row of any table.
   """
   ranges = {
     name: ranges_lib.by_load(np.ones(len(rows)), min(shards, len(rows)))
     for name, rows in tables.items()
   }
+  # Small tables may be on fewer shards, but each shard needs some row.
   most = max(each.shards for each in ranges.values())
   if shards > most:
     raise ValueError(
@@ -138,10 +141,10 @@ def divide(tables: Mapping[str, Any], shards: int) -> Division:
 
 
 def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
-  """Returns where tables are to be cut, so that each shard has as much load.
+  """Returns cuts of all tables that give the shards about equal loads.
 
   Args:
-    loads: of each shard, by table: float[k], of its rows, in their order.
+    loads: of each shard, by table: float[k], the load of each of its rows.
 
   Example:
     >>> import numpy as np
@@ -153,7 +156,8 @@ def by_load(loads: Sequence[Mapping[str, np.ndarray]]) -> Cuts:
   """
   out = {}
   for name in loads[0]:
-    parts = [mine[name] for mine in loads if name in mine]
+    # Shards are in the order of keys, and so are their rows.
+    parts = [each[name] for each in loads if name in each]
     ranges = ranges_lib.by_load(np.concatenate(parts), len(parts))
     out[name] = list(ranges.cuts)
   return out

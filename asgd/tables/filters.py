@@ -1,9 +1,11 @@
 """Filters: which rows of a message are sent.
 
-What a filter holds back stays with the worker, is added to what comes later,
-and is sent at the end of the run; value_bounded has them hold back little
-(`ConsistencyRules.hold`). Only `kkt` drops, what can make no difference. At the
-end of a run nothing is held back.
+A filter may hold back rows. Their updates stay with the worker, later updates
+are added to them, and they are sent at the end of the run at the latest. Under
+value_bounded a worker may hold back little (`ConsistencyRules.hold`).
+
+Only `kkt` drops rows: gradients that cannot change the weights. The last
+message of a worker bypasses all filters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +17,10 @@ from asgd import checks, names
 
 
 class Verdict(NamedTuple):
-  """What becomes of the rows of a message."""
+  """A filter's decision on the rows of a message."""
 
-  send: np.ndarray  # bool[n]
-  drop: np.ndarray | None = None  # bool[n]; None: none
+  send: np.ndarray  # bool[n]; rows neither sent nor dropped are held back
+  drop: np.ndarray | None = None  # bool[n]; None: drops no row
 
 
 # (the worker's copies of the rows [n, ...], values to be pushed [n, ...],
@@ -27,24 +29,24 @@ Filter = Callable[[Any, Any, np.random.Generator], Verdict]
 
 
 def _largest(values: Any) -> np.ndarray:
-  """The largest absolute value of each row, float[n]."""
+  """Returns the largest absolute value of each row, float[n]."""
   return np.abs(np.asarray(values)).reshape(len(values), -1).max(1, initial=0)
 
 
 def significantly_modified(
   threshold: float, *, relative: bool = False
 ) -> Filter:
-  """Sends rows whose values have added up to more than a threshold.
+  """Sends a row once its summed updates exceed a threshold.
 
     sent if max_i |v_i| > threshold,   relative: > threshold max_i |w_i|
 
   Args:
     threshold: 0 or more, and finite.
-    relative: to the row.
+    relative: whether the threshold is a fraction of the row's largest value.
 
   Raises:
-    ValueError: for a threshold out of its range: an infinite one would send
-      nothing.
+    ValueError: for a threshold out of its range; an infinite one would hold
+      back every row.
 
   Source:
     Li et al., "Scaling distributed machine learning with the parameter
@@ -75,7 +77,7 @@ def random_skip(probability: float) -> Filter:
     probability: from 0, below 1.
 
   Raises:
-    ValueError: for a probability out of its range: 1 would send nothing.
+    ValueError: for a probability out of its range; 1 would hold back every row.
 
   Source:
     Li et al., "Communication efficient distributed machine learning with the
@@ -93,6 +95,7 @@ def random_skip(probability: float) -> Filter:
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
     del rows
+    # `>=` sends every row at probability 0, as random numbers are in [0, 1).
     return Verdict(rng.random(len(values)) >= probability)
 
   return apply
@@ -101,24 +104,27 @@ def random_skip(probability: float) -> Filter:
 def kkt(
   l1: float, *, slack: float = 0.0, column: int | None = None
 ) -> Filter:
-  """Drops gradients that L1 would not let change a row of zeros.
+  """Drops gradients that an L1 penalty would keep from changing a row of zeros.
 
     dropped if w = 0 and max_i |g_i| <= l1 - slack
 
-  A weight of 0 is optimal where its gradient is not above the penalty
-  (Karush-Kuhn-Tucker). It is for gradients, and a server whose function has
-  that penalty, as `ftrl_proximal` and `proximal`. What is dropped is a part
-  of the gradient, of one worker's examples, that stands for all of it: the
-  more slack, the less often a weight that should move stays at 0.
+  A weight of 0 is optimal if its gradient does not exceed the penalty
+  (Karush-Kuhn-Tucker conditions). The filter is for gradients, and for a
+  function at the server with that penalty, such as `ftrl_proximal` and
+  `proximal`.
+
+  The filter sees one worker's part of the gradient and decides as if it were
+  the full gradient. A larger slack makes it rarer that a weight stays at 0
+  although the full gradient would move it.
 
   Args:
     l1: the penalty, positive, in the unit of a gradient.
-    slack: from 0, below `l1`: how near to it gradients are sent.
-    column: of rows and values that have more than weights and gradients: where
-      these are; None: all are.
+    slack: from 0, below `l1`; gradients within `slack` of the penalty are sent.
+    column: of the weights in rows, and of the gradients in values, where rows
+      have other columns, too; None: all columns are weights.
 
   Returns:
-    A Filter, which drops.
+    A Filter.
 
   Raises:
     ValueError: for a value out of its range.
@@ -142,7 +148,8 @@ def kkt(
     checks.whole("column", column, 0)
   if slack >= l1:
     raise ValueError(
-      f"slack {slack} must be below l1, {l1}: nothing would be dropped"
+      f"slack {slack} must be below l1, which is {l1}: no gradient would be"
+      " dropped"
     )
 
   def apply(rows: Any, values: Any, rng: np.random.Generator) -> Verdict:
@@ -154,6 +161,8 @@ def kkt(
           f" shape {np.shape(rows)[1:]}"
         )
       rows, values = rows[:, column], values[:, column]
+    # The worker's copy stands for the server's row, which may differ by the
+    # updates that the copy lacks.
     drop = (_largest(rows) == 0) & (_largest(values) <= l1 - slack)
     return Verdict(~drop, drop)
 
@@ -166,8 +175,8 @@ FILTERS: dict[str, Callable[..., Filter]] = {
 
 
 def check(values: Any) -> tuple[str | Mapping[str, Any], ...]:
-  """Returns filters as a config has them; ValueError if they are no list of
-  names and dicts."""
+  """Returns the filters of a config; ValueError if they are no list of names
+  and dicts."""
   listed = isinstance(values, Sequence) and not isinstance(values, str)
   if not listed or not all(isinstance(x, str | Mapping) for x in values):
     raise ValueError(
@@ -179,11 +188,12 @@ def check(values: Any) -> tuple[str | Mapping[str, Any], ...]:
 
 
 def named(value: str | Mapping[str, Any]) -> Filter:
-  """Returns a filter as a config has it: a dict of its `name` and options.
+  """Returns the filter that a config describes: a name, or a dict of a `name`
+  and options.
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, and
-      for what the filter raises it for.
+      for a value that the filter rejects.
 
   Example:
     >>> from asgd import tables

@@ -1,8 +1,8 @@
-"""Functions at the server: what a push does to rows.
+"""Functions at the server: how a push changes rows.
 
-`add` takes increments, as Petuum's tables do. `by_row` takes gradients and runs
-any optax transform on the rows that are pushed, each with a state of its own:
-a row that nobody pushes keeps its moments, its count and its value.
+`add` adds increments, as Petuum's tables do. `by_row` takes gradients and runs
+any optax transform on the pushed rows. Each row has its own state: a row that
+no worker pushes keeps its moments, its count and its value.
 """
 
 import functools
@@ -20,29 +20,30 @@ ADD, PROXIMAL = "add", "proximal"  # names of functions
 
 
 class RowFunction(NamedTuple):
-  """A user's function at the server; both are pure.
+  """A pure function at the server, and the state that it keeps for each row.
 
-  `init` gives the state of some rows, a tree of arrays [n, ...]; `apply` what
-  they and their states come to with the values that were pushed.
+  `init` returns the state of some rows, a tree of arrays [n, ...]. `apply`
+  returns the rows and their states after a push of values.
   """
 
   init: Callable[[Any], Any]  # rows [n, ...] -> state
   apply: Callable[[Any, Any, Any], tuple[Any, Any]]  # (rows, state, values)
-  additive: bool = False  # rows + values: a worker knows what its push does
-  name: str = "by_row"  # for the problems that need a certain one
-  # Applied once a clock, to the sums of what all workers have pushed of it.
+  # Whether `apply` adds: a worker then knows the effect of its push.
+  additive: bool = False
+  name: str = "by_row"  # checked by problems that need a certain function
+  # Whether `apply` gets, once a clock, the sum of all workers' values.
   aggregates: bool = False
 
 
 def add() -> RowFunction:
-  """The function that adds what is pushed.
+  """Returns the function that adds pushed values to rows.
 
   Returns:
     A RowFunction without a state.
 
   Source:
     Ho et al., "More effective distributed ML via a stale synchronous parallel
-    parameter server", NIPS 2013, whose tables are changed by Inc alone.
+    parameter server", NIPS 2013: Inc is the only change of their tables.
 
   Example:
     >>> from asgd import tables
@@ -58,13 +59,13 @@ def add() -> RowFunction:
 
 
 def bucket(count: int) -> int:
-  """Returns the number of rows that a compiled program for so many has: the
-  next power of two, 8 at least."""
+  """Returns the padded number of rows of the compiled program for `count` rows:
+  the next power of two, at least 8."""
   return 1 << max(count - 1, 7).bit_length()
 
 
 def padded(rows: Any, count: int) -> Any:
-  """Returns rows [n, ...] with zeros after them, [count, ...]."""
+  """Returns rows [n, ...] padded with zeros to [count, ...]."""
   if isinstance(rows, jax.Array):
     return jnp.pad(rows, [(0, count - len(rows))] + [(0, 0)] * (rows.ndim - 1))
   out = np.zeros((count, *rows.shape[1:]), rows.dtype)
@@ -73,14 +74,12 @@ def padded(rows: Any, count: int) -> Any:
 
 
 def by_row(tx: optax.GradientTransformation) -> RowFunction:
-  """Runs an optax transform on the rows that are pushed.
+  """Runs an optax transform on the pushed rows, each with its own state.
 
-    row, state <- row + u, state',   (u, state') = tx.update(value, state, row)
-
-  It is mapped over the rows: what it counts or normalises is of one row.
+  The transform is mapped over the rows: counts and norms in it are of one row.
 
   Args:
-    tx: any transform of gradients, as `optax.adagrad(0.1)`.
+    tx: any transform of gradients, such as `optax.adagrad(0.1)`.
 
   Returns:
     A RowFunction that takes gradients.
@@ -109,10 +108,11 @@ def by_row(tx: optax.GradientTransformation) -> RowFunction:
   start = jax.jit(jax.vmap(tx.init))
 
   def on_padded(function, rows, *others):
+    # Padding to a power of two of rows bounds the number of compilations.
     count, size = len(rows), bucket(len(rows))
     trees = jax.tree.map(lambda x: padded(x, size), (rows, *others))
     out = jax.tree.map(lambda x: x[:count], function(*trees))
-    if not isinstance(rows, jax.Array):
+    if not isinstance(rows, jax.Array):  # the caller's table is of NumPy
       out = jax.tree.map(np.array, out)
     return out
 
@@ -125,23 +125,24 @@ def proximal(
   learning_rate: float = 1.0, *, l1: float, messages: int = 1
 ) -> RowFunction:
   """Delayed block proximal steps: descent along the gradient of a block of
-  features, scaled by its curvature, and zeros by L1.
+  features, scaled by its curvature, with zeros by L1.
 
     g, u = sums of a clock's values / messages
     x = w - a g / u;   w <- sign(x) max(|x| - a l1 / u, 0)
 
   which minimises g y + (y - w)^2 u / (2 a) + l1 |y|. Rows are (w, u), float[2],
-  with u that of the last step; values are (g, u). Rows for which nothing was
-  pushed, and those with u = 0, stay as they are.
+  where u is that of the last step. Values are (g, u). Rows without a pushed
+  value, and rows with u = 0, stay as they are.
 
   Args:
-    learning_rate: a, positive; 1 where u bounds the curvature and nothing is
-      delayed, less with delay: 1 / (L_var + tau L_cov) at most.
+    learning_rate: a, positive; 1 if u bounds the curvature and there is no
+      delay. With delay it must be less: at most 1 / (L_var + tau L_cov).
     l1: the penalty of |w|, 0 or more.
-    messages: values that are summed up in a clock, if each was of a mean.
+    messages: number of values that are summed in a clock, if each is a mean.
 
   Returns:
-    A RowFunction that is applied once a clock, to what all workers have pushed.
+    A RowFunction that is applied once a clock, to the sum of all workers'
+    values.
 
   Raises:
     ValueError: for a value out of its range.
@@ -200,8 +201,7 @@ def ftrl_proximal(
 
   Args:
     learning_rate: a, positive.
-    beta: 0 or more; with both 0 a gradient of 0 is divided by 0, so one of beta
-      and l2 should be above 0.
+    beta: 0 or more; beta and l2 must not both be 0.
     l1: 0 or more.
     l2: 0 or more.
 
@@ -229,7 +229,8 @@ def ftrl_proximal(
     checks.nonnegative(name, value)
   if not beta and not l2:
     raise ValueError(
-      "beta and l2 are both 0, and a first gradient of 0 would give 0 / 0"
+      "beta and l2 are both 0, so a first gradient of 0 would give 0 / 0: set"
+      " one of them above 0"
     )
 
   def init(params):

@@ -1,4 +1,4 @@
-"""Keys: which rows of a table are meant.
+"""Keys: the identifiers of a table's rows.
 
 Index letters used in shape comments, here and in the other files of this room:
   n  keys of a message
@@ -17,17 +17,17 @@ _INT64 = np.iinfo(np.int64)
 
 
 def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
-  """Returns keys as int64[n]; a slice or range as all keys in it.
+  """Returns keys as int64[n]; a slice or range stands for all keys in it.
 
   Args:
-    keys: whole numbers, an array of them, a range, or a slice, whose ends
-      default to `start` and `stop`.
-    start: the least key there may be.
-    stop: the first beyond the largest; None: there is no largest.
+    keys: integers, an array of them, a range, or a slice; a slice without ends
+      goes from `start` to `stop`.
+    start: the least valid key.
+    stop: 1 + the largest valid key; None: no upper limit.
 
   Raises:
-    ValueError: for what are no whole numbers, for a key out of range, and for
-      one that comes twice.
+    ValueError: for values that are no integers, for a key out of range, and for
+      a key that occurs twice.
 
   Example:
     >>> from asgd.tables import keys
@@ -42,26 +42,29 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
     last = stop if keys.stop is None else keys.stop
     if last is None or keys.step not in (None, 1):
       raise ValueError(
-        f"a range of keys needs an end, and no step, not {checks.shown(keys)}"
+        "a range of keys needs an end and no step; this one is"
+        f" {checks.shown(keys)}"
       )
     first = checks.whole("the start of a range", first, _INT64.min)
     keys = range(first, checks.whole("the end of a range", last, _INT64.min))
   if isinstance(keys, range):
+    # Checked by its ends, before an array is made that might be too large.
     for key in (*keys[:1], *keys[-1:]):
       if key < start or key > _INT64.max or (stop is not None and key >= stop):
         raise _out_of_range(key, start, stop)
     keys = np.arange(keys.start, keys.stop, keys.step, np.int64)
   array = np.asarray(keys)
-  if not array.size and array.ndim == 1:
+  if not array.size and array.ndim == 1:  # NumPy makes [] an array of floats
     return np.zeros(0, np.int64)
   if array.ndim != 1 or array.dtype.kind not in "iu":
     raise ValueError(
-      "keys must be a list of whole numbers, not"
+      "keys must be a list of integers, not"
       f" {checks.shown(keys)} ({array.dtype}{list(array.shape)})"
     )
   if array.dtype.kind == "u" and array.max(initial=0) > _INT64.max:
     raise ValueError(f"key {array.max()} does not fit into 64 bits")
   array = array.astype(np.int64, copy=False)
+  # Lists and arrays are checked key by key.
   bad = array < start
   if stop is not None:
     bad |= array >= stop
@@ -71,32 +74,33 @@ def read(keys: Any, *, start: int = 0, stop: int | None = None) -> Keys:
   return array
 
 
-def _out_of_range(key, start, stop):
+def _out_of_range(key: int, start: int, stop: int | None) -> ValueError:
   most = "or more" if stop is None else f"to {stop - 1}"
   return ValueError(
     f"key {key} is out of range: the table has the keys {start} {most}"
   )
 
 
-def _check_doubled(keys):
-  ascending = np.diff(keys) > 0
+def _check_doubled(keys: Keys) -> None:
+  """Raises ValueError for a key that occurs twice."""
+  ascending = np.diff(keys) > 0  # the usual case, without a sort
   if ascending.all():
     return
   ordered = np.sort(keys)
   twice = ordered[1:] == ordered[:-1]
   if twice.any():
     raise ValueError(
-      f"key {ordered[1:][np.argmax(twice)]} comes twice: add up the values of"
+      f"key {ordered[1:][np.argmax(twice)]} occurs twice: add up the values of"
       " equal keys first (tables.keys.add_up)"
     )
 
 
 def add_up(keys: Any, values: Any) -> tuple[Keys, np.ndarray]:
-  """Returns keys that differ, ascending, and the sums of their values.
+  """Returns the distinct keys, ascending, and the sum of each key's values.
 
   Args:
     keys: int[n], which may repeat.
-    values: [n, ...], a value for each.
+    values: [n, ...], one for each key.
 
   Example:
     >>> import numpy as np
@@ -107,6 +111,7 @@ def add_up(keys: Any, values: Any) -> tuple[Keys, np.ndarray]:
   """
   unique, where = np.unique(np.asarray(keys, np.int64), return_inverse=True)
   values = np.asarray(values)
+  # `add.at` counts repeated indices, which += would not.
   sums = np.zeros((len(unique), *values.shape[1:]), values.dtype)
   np.add.at(sums, where, values)
   return unique, sums

@@ -1,7 +1,7 @@
 """Messages between clients and the server: plain data.
 
-A list of keys that the receiver has seen is sent as its digest (key caching);
-values may be a packet of a codec instead of an array.
+A list of keys that the receiver has cached is sent as its digest (key caching).
+Values are an array, or the packet of a codec.
 """
 
 import collections
@@ -18,19 +18,19 @@ from asgd.compression import packing
 from asgd.tables import functions
 from asgd.tables.keys import Keys
 
-_HEADER = 16  # bytes of a message: what it is, who sent it, its clock
-_CACHED = 64  # lists of keys that each side keeps
+_HEADER = 16  # bytes of a message's header: kind, sender, clock
+_CACHED = 64  # lists of keys that each side remembers
 
 
 class KeyList(NamedTuple):
-  """Keys as they travel."""
+  """Keys in a message."""
 
-  digest: bytes  # 8, of the keys
-  keys: Keys | None  # None: the receiver has them
+  digest: bytes  # 8 bytes, of the keys
+  keys: Keys | None  # None: the receiver has cached them
 
   @property
   def nbytes(self) -> int:
-    """On the wire."""
+    """Bytes on the wire."""
     return len(self.digest) + (0 if self.keys is None else 8 * len(self.keys))
 
 
@@ -42,7 +42,7 @@ class RowValues(NamedTuple):
 
   @property
   def nbytes(self) -> int:
-    """On the wire."""
+    """Bytes on the wire."""
     values = self.values
     size = len(values) if isinstance(values, bytes) else values.nbytes
     return self.keys.nbytes + size
@@ -57,23 +57,24 @@ class Push(NamedTuple):
 
   @property
   def nbytes(self) -> int:
-    """On the wire."""
+    """Bytes on the wire."""
     return _HEADER + sum(each.nbytes for each in self.tables.values())
 
 
 class Rows(NamedTuple):
-  """Rows as the server has them, for a worker that asked, or that has them."""
+  """Rows of the server for a worker: those it requested, or changed rows of
+  which the worker has copies."""
 
   clock: int  # the least of all workers' clocks
   tables: Mapping[str, tuple[Keys, Any]]  # name -> (keys, rows [n, ...])
-  asked: bool = True  # the worker knows the keys: it asked for them
-  # Of a server push at a clock: what the worker has and was changed, but is not
-  # sent; all else that it has is of this clock. None: nothing is said of it.
+  asked: bool = True  # whether the worker requested them: then it has the keys
+  # A server push at a clock has the keys of the worker's outdated copies that
+  # are not in `tables`; all other copies are of this clock. None otherwise.
   late: Mapping[str, Keys] | None = None
 
   @property
   def nbytes(self) -> int:
-    """On the wire."""
+    """Bytes on the wire."""
     size = _HEADER
     for keys, rows in self.tables.values():
       size += rows.nbytes + (0 if self.asked else 8 * len(keys))
@@ -81,8 +82,8 @@ class Rows(NamedTuple):
 
 
 class KeyCache:
-  """One side's memory of lists of keys; sender and receiver, given the same
-  lists in the same order, remember the same.
+  """One side's cache of lists of keys. A sender and a receiver that process the
+  same lists in the same order have the same cache.
 
   Example:
     >>> import numpy as np
@@ -97,45 +98,49 @@ class KeyCache:
   """
 
   def __init__(self, lists: Iterable[tuple[bytes, Keys]] = ()):
-    """Remembers lists by their digests, the oldest first."""
+    """Takes the cached lists by digest, the oldest first."""
     self.lists = collections.OrderedDict(lists)
 
-  def _remember(self, digest, keys):
+  def _remember(self, digest: bytes, keys: Keys) -> None:
+    """Caches a list as the latest, and drops the oldest beyond `_CACHED`."""
     self.lists[digest] = keys
     self.lists.move_to_end(digest)
     if len(self.lists) > _CACHED:
       self.lists.popitem(last=False)
 
   def pack(self, keys: Keys) -> KeyList:
-    """Returns keys as they travel, and remembers them."""
+    """Returns keys as they are sent, and caches them."""
     digest = hashlib.blake2b(keys.tobytes(), digest_size=8).digest()
     new = digest not in self.lists
     self._remember(digest, keys)
     return KeyList(digest, keys if new else None)
 
   def unpack(self, sent: KeyList) -> Keys:
-    """Returns keys that were sent, and remembers them; KeyError for a digest of
-    none that are known: they must be asked for."""
+    """Returns the keys of a message, and caches them.
+
+    Raises:
+      KeyError: for a digest that is not cached; the sender must send the keys.
+    """
     keys = self.lists[sent.digest] if sent.keys is None else sent.keys
     self._remember(sent.digest, keys)
     return keys
 
 
 class ValueCodec:
-  """A codec for values of rows, whose number differs from message to message:
-  compiled for as many as the next power of two.
+  """A codec for values of any number of rows.
 
-  What it does not send is for the client to keep: it has no error feedback of
-  its own.
+  Values are padded to a power of two of rows, so that the codec is compiled for
+  few shapes. It has no error feedback: the client keeps the rest.
   """
 
   def __init__(self, name: str, **options: Any):
-    """Takes a codec as `compression.named` does."""
+    """Takes the arguments of `compression.named`."""
     self._codec = compression.named(name, error_feedback=False, **options)
     if self._codec.feedback == compression.codec.OWN:
       raise ValueError(
-        f"codec {name!r} keeps what it does not send itself, for values of a"
-        " fixed shape; rows need another one, as top_k or int8"
+        f"codec {name!r} keeps the part of values that it does not send, which"
+        " needs values of one fixed shape; use another codec for rows, such as"
+        " top_k or int8"
       )
     self._encode = jax.jit(
       lambda x, key: self._codec.encode(self._codec.init(x), x, key)[0]
@@ -143,13 +148,14 @@ class ValueCodec:
     self._decode = jax.jit(self._codec.decode)
     self._layout = functools.cache(self._make_layout)
 
-  def _make_layout(self, shape, dtype):
+  def _make_layout(self, shape: tuple[int, ...], dtype: Any) -> Any:
+    """Returns the layout of a packet for values of a shape."""
     like = jax.ShapeDtypeStruct(shape, dtype)
     key = jax.eval_shape(lambda: jax.random.key(0))
     return packing.layout(jax.eval_shape(self._encode, like, key))
 
   def pack(self, values: np.ndarray, key: jax.Array) -> bytes:
-    """Returns values [n, ...] as a packet."""
+    """Returns values [n, ...] as a packet; `key` is the codec's JAX key."""
     padded = functions.padded(values, functions.bucket(len(values)))
     code = jax.device_get(self._encode(padded, key))
     return bytes(packing.pack(self._layout(padded.shape, padded.dtype), code))
@@ -158,6 +164,6 @@ class ValueCodec:
     self, packet: bytes, count: int, shape: tuple[int, ...], dtype: Any
   ) -> np.ndarray:
     """Returns the values [count, *shape] of a packet."""
-    whole = functions.bucket(count), *shape
-    code = packing.unpack(self._layout(whole, np.dtype(dtype)), packet)
+    padded = functions.bucket(count), *shape
+    code = packing.unpack(self._layout(padded, np.dtype(dtype)), packet)
     return np.asarray(self._decode(code))[:count]

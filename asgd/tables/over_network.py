@@ -1,22 +1,23 @@
-"""Tables in simulated time whose messages take time, too.
+"""Simulation of tables with messages that take time on a network.
 
-  pull   worker --> shards    a request for the rows that a job needs
-  reply  worker <-- shards    once all have finished the clocks it needs
+  pull   worker --> shards    requests the rows that a job needs
+  reply  worker <-- shards    once all workers have finished the needed clocks
   push   worker --> shards    at the end of a clock
-  ack    worker <-- shards    the push was taken: the next job may start
-  rows   worker <-- shards    that changed, as the slowest clock advances
+  ack    worker <-- shards    the push was received: the next job may start
+  rows   worker <-- shards    changed rows, when the slowest clock advances
 
-Each message has a part for each shard that it concerns, whose bytes are those
-of its rows; what is said of no row (16 bytes, what it is and of whom) is
-divided equally. A request that must wait does so at the shards. All shards have
-one order: a request is answered, and a push applied, when the last of them has
-taken its part. Of value_bounded, a push then waits for replies on their way to
-workers that would lack too much with it. An ack has no bytes, and comes before
-rows that the push has caused to be sent. A worker of a model of server push
-that lacks changed rows waits for these, and asks for others alone.
+- Each message has a part for each shard that it concerns. A part has the bytes
+  of that shard's rows, and an equal share of the 16 bytes of the header.
+- All shards share one order: a request is answered, and a push is applied, once
+  the last shard has received its part.
+- A pull that must wait does so at the shards. Under value_bounded a push waits
+  there, too, while a reply is on its way to a worker that would lack too much.
+- An ack has no bytes, and arrives before the rows that its push caused.
+- Under a model of server push, a worker that lacks changed rows waits for them,
+  and requests only rows that it never had.
 
-A row SEND of the trace has the time of the answer, a row RECEIVE that at which
-the push is applied.
+A SEND row of the trace has the time of the reply, a RECEIVE row the time at
+which the push is applied.
 """
 
 from collections.abc import Iterable, Mapping
@@ -26,25 +27,32 @@ import numpy as np
 
 from asgd import base
 from asgd.orders.network import LinkUse, Network
-from asgd.tables import carrier as carrier_lib
 from asgd.tables import requests, wire
-from asgd.tables.carrier import DOWN, MESSAGE, UP, Carrier, Message
 from asgd.tables.keys import Keys
-from asgd.tables.messages import Rows
+from asgd.tables.messages import Push, Rows
+from asgd.tables.network_events import (
+  DOWN,
+  END_JOB,
+  MESSAGE,
+  START_JOB,
+  UP,
+  WAITING,
+  Message,
+  NetworkEvents,
+)
 from asgd.tables.requests import PULL, PUSH, Request
-from asgd.tables.simulation import Jobs, request_bytes
+from asgd.tables.simulation import TableRun, request_bytes
 
 REPLY, ACK, ROWS = "reply", "ack", "rows"
-_START, _ANSWER, _COMPUTED = "start", "answer", "computed"
-_HEADER = 16  # bytes of a message beside its keys and rows
+_START, _ANSWER, _COMPUTED = "start", "answer", "computed"  # kinds of events
+_HEADER = 16  # bytes of a message without its keys and rows
 
 
-class OverNetwork(Jobs):
+class OverNetwork(TableRun):
   """A run of tables over a network.
 
   Example:
-    One worker, a job of 1. Request, reply and ack take 0.5 each; so does the
-    push.
+    Jobs of the one worker take 1. Pull, reply, push and ack take 0.5 each.
 
     >>> import numpy as np
     >>> from asgd import orders, tables
@@ -68,114 +76,123 @@ class OverNetwork(Jobs):
   """
 
   def __init__(self, *args: Any, network: Network, **options: Any):
-    """As a run without a network, whose arguments these are; the network has
-    the shards of the tables."""
+    """Takes the arguments of `TableRun` and a network. The network gets the
+    number of shards of the tables."""
     super().__init__(*args, **options)
     shards = self._settings.shards
     network = network._replace(shards=shards)
-    self._carrier = Carrier(network, len(self._places))
+    self._events = NetworkEvents(network, len(self._workers))
     self._shards = range(shards)
-    self._asked: dict[int, Request] = {}  # that wait at the shards, by worker
+    # Worker -> its request that waits at the shards.
+    self._waiting: dict[int, Request] = {}
 
   def use(self) -> LinkUse:
-    """Returns what the network has borne until the last job ended."""
-    return self._carrier.links.use(self.now)
+    """Returns the load of the links until the last event."""
+    return self._events.links.use(self.now)
 
-  # What happens next.
+  # The event loop.
 
   def _begin(self):
-    for worker in range(len(self._places)):
-      self._put(0.0, carrier_lib.NEXT, _START, worker)
+    for worker in range(len(self._workers)):
+      self._put(0.0, START_JOB, _START, worker)
 
-  def _put(self, time, rank, kind, worker):
-    self._carrier.put(time, rank, kind, worker)
+  def _put(self, time: float, rank: int, kind: str, worker: int) -> None:
+    self._events.put(time, rank, kind, worker)
 
-  def _happen(self):
-    kind, what = self._carrier.pop()
-    self.now = self._carrier.now
+  def _step(self) -> None:
+    """Handles the next event; an update that is not finite raises ValueError,
+    and leaves the event in the queue."""
+    kind, subject = self._events.pop()  # a worker's index, or a Message
+    self.now = self._events.now
     steps = {_START: self._start, _ANSWER: self._may_answer}
-    steps |= {_COMPUTED: self._end, MESSAGE: self._come}
+    steps |= {_COMPUTED: self._end, MESSAGE: self._deliver}
     try:
-      steps[kind](what)
+      steps[kind](subject)
     except ValueError:
-      self._carrier.put_back(what)
+      self._events.put_back(subject)
       raise
 
-  def _come(self, message):
-    """A message has come."""
+  def _deliver(self, message: Message) -> None:
+    """Handles a message that has arrived, at the shards or at its worker."""
     worker = message.worker
-    self._places[worker].queued += message.waited
+    self._workers[worker].queued += message.waited
     if message.kind == PULL:
-      self._asked[worker] = requests.load_request(message.data[0])
+      self._waiting[worker] = requests.load_request(message.data[0])
       self._may_answer(worker)
     elif message.kind == PUSH:
-      self._asked[worker] = requests.load_request(message.data[0])
-      self._may_push()
+      self._waiting[worker] = requests.load_request(message.data[0])
+      self._apply_pushes()
     elif message.kind == ACK:
-      self._put(self.now, carrier_lib.NEXT, _START, worker)
+      self._put(self.now, START_JOB, _START, worker)
     else:
       self._take(message)
 
   # The worker.
 
-  def _start(self, worker):
-    """A worker starts its next job, if it has one and may."""
-    place, rules = self._places[worker], self._settings.rules
-    place.waits = False
-    if place.started == self._jobs:
+  def _start(self, worker: int) -> None:
+    """Starts the worker's next job on its copies, or requests the rows it
+    lacks, or waits for rows that the shards will send."""
+    state, rules = self._workers[worker], self._settings.rules
+    state.waits = False
+    if state.started == self._jobs:
       return
     keys, clock, stale = self._wants(worker)
     if not stale and not rules.by_value:
       self._write(worker, self._next(worker), base.KEEP)
-      self._places[worker].row = len(self.rows) - 1
-      self._go(worker, keys, clock)
-    elif rules.by_clock and self._places[worker].heard < rules.need(clock):
-      place.waits = True  # what has changed is sent
+      self._workers[worker].row = len(self.rows) - 1
+      self._begin_job(worker, keys, clock)
+    elif rules.by_clock and self._workers[worker].heard < rules.need(clock):
+      # The shards send the changed rows when the slowest clock advances.
+      state.waits = True
     else:
       self._ask(worker, clock, stale)
 
-  def _ask(self, worker, clock, stale):
+  def _ask(self, worker: int, clock: int, stale: Mapping[str, Keys]) -> None:
+    """Sends a pull for the stale rows of a worker's next job."""
     request = Request(PULL, worker, 0, 0, 0, clock, tables=stale)
-    self._places[worker].up += request_bytes(stale)
+    self._workers[worker].up += request_bytes(stale)
     parts = [(name, each, 8 * len(each)) for name, each in stale.items()]
-    # Shards without its rows, too, send those that lack too much.
+    # Under value_bounded every shard is asked: one without stale rows may have
+    # copies of the worker that lack too much.
     sizes = self._sizes(
       parts, self._shards if self._settings.rules.by_value else self._of(stale)
     )
     data = [requests.dump_request(request)]
-    self._carrier.send(Message(PULL, UP, worker, sizes, data))
+    self._events.send(Message(PULL, UP, worker, sizes, data))
 
-  def _take(self, message):
-    """Rows have come to a worker."""
+  def _take(self, message: Message) -> None:
+    """Delivers rows to a worker, which may start a job with them."""
     worker = message.worker
-    client, place = self._clients[worker], self._places[worker]
-    # Of a message that is on its way the shards did not know yet.
-    behind = message.number < client.flushes
+    client, state = self._clients[worker], self._workers[worker]
+    # The shards sent these rows before they had the worker's last push.
+    behind = message.applied < client.flushes
     for data in message.data:
       rows = Rows(*wire.load(data))
-      place.heard = max(place.heard, rows.clock)
+      state.heard = max(state.heard, rows.clock)
       (client.take_behind if behind else client.take)(rows)
     if message.kind == REPLY:
       keys, clock, _ = self._wants(worker)
-      self._go(worker, keys, clock)
-      self._may_push()
-    elif place.waits:  # once, though more rows may come at the same time
-      place.waits = False
-      self._put(self.now, carrier_lib.WAITING, _START, worker)
+      self._begin_job(worker, keys, clock)
+      self._apply_pushes()
+    elif state.waits:  # other rows may arrive at this time: retry only once
+      state.waits = False
+      self._put(self.now, WAITING, _START, worker)
 
-  def _go(self, worker, keys, clock):
-    """A worker has all that its job needs."""
-    self._read(worker, keys, clock, self._places[worker].row)
-    end = self.now + self._places[worker].draw()
-    self._put(end, carrier_lib.END, _COMPUTED, worker)
+  def _begin_job(
+    self, worker: int, keys: Mapping[str, Keys], clock: int
+  ) -> None:
+    """Starts to compute a worker's next job; the worker has its rows."""
+    self._read(worker, keys, clock, self._workers[worker].row)
+    end = self.now + self._workers[worker].draw()
+    self._put(end, END_JOB, _COMPUTED, worker)
 
-  def _end(self, worker):
-    """A job is computed."""
+  def _end(self, worker: int) -> None:
+    """Ends the computation of a job, and sends its push if it ends a clock."""
     push = self._compute(worker)
-    if push is None:
+    if push is None:  # the job ends no clock, so it ends without a message
       self._receive(worker, None)
       self._count(worker)
-      self._put(self.now, carrier_lib.NEXT, _START, worker)
+      self._put(self.now, START_JOB, _START, worker)
       return
     lists = self._clients[worker].sender.lists
     sizes = self._sizes(
@@ -187,69 +204,79 @@ class OverNetwork(Jobs):
     )
     request = Request(PUSH, worker, 0, 0, 0, push.clock, tables=push.tables)
     data = [requests.dump_request(request)]
-    self._carrier.send(Message(PUSH, UP, worker, sizes, data))
+    self._events.send(Message(PUSH, UP, worker, sizes, data))
 
   # The shards.
 
-  def _may_answer(self, worker):
-    """A request is answered, unless others have to finish a clock first."""
-    request = self._asked.get(worker)
+  def _may_answer(self, worker: int) -> None:
+    """Answers a worker's pull, unless another worker must finish a clock
+    first."""
+    request = self._waiting.get(worker)
     if request is None or request.kind == PUSH or self._must_wait(request):
       return
-    del self._asked[worker]
+    del self._waiting[worker]
     rows = self._answer(worker, request.clock, dict(request.tables))
-    self._places[worker].row = len(self.rows) - 1
+    self._workers[worker].row = len(self.rows) - 1
     self._send_rows(REPLY, worker, rows, self._of(request.tables))
 
-  def _must_wait(self, request):
+  def _must_wait(self, request: Request) -> bool:
     need = self._settings.rules.need(request.clock)
     return bool(request.tables) and self.server.slowest < need
 
-  def _count(self, worker):
-    """The time that a job's messages were in queues is known."""
-    self._carrier.links.received(self._places[worker].queued)
-    self._places[worker].queued = 0.0
+  def _count(self, worker: int) -> None:
+    """Reports to the links how long the messages of a received job queued."""
+    self._events.links.received(self._workers[worker].queued)
+    self._workers[worker].queued = 0.0
 
-  def _may_push(self):
-    """Messages are applied, unless a worker whose reply is on its way would
-    lack too much with them: they wait until it has read."""
-    pushes = {w: r for w, r in self._asked.items() if r.kind == PUSH}
+  def _apply_pushes(self) -> None:
+    """Applies the pushes at the shards that need not wait.
+
+    Under value_bounded a push waits while a reply is on its way to a worker
+    that would then lack too much. The push is applied once that worker has
+    read.
+    """
+    pushes = {w: r for w, r in self._waiting.items() if r.kind == PUSH}
     for worker, request in pushes.items():
       if not self.server.defers(request.push, pushes):
         self._push(request.push)
-        del self._asked[worker]
-        self._may_push()  # those that waited for it
+        del self._waiting[worker]
+        self._apply_pushes()  # another push may have waited for this one
         return
 
-  def _push(self, push):
-    """A worker's message is applied."""
+  def _push(self, push: Push) -> None:
+    """Applies a push, sends its ack and the rows that follow from it, and
+    schedules the answers of pulls that waited for it."""
     worker = push.worker
     sent = self._receive(worker, push)
-    self._places[worker].applied += 1
+    self._workers[worker].applied += 1
     self._count(worker)
+    # Sent first, so that the stream delivers the ack before these rows.
     ack = Message(ACK, DOWN, worker, dict.fromkeys(self._shards, 0.0))
-    self._carrier.send(ack)
+    self._events.send(ack)
     for other, rows in sent.items():
       self._send_rows(ROWS, other, [rows], self._shards)
-    for other, request in self._asked.items():
+    for other, request in self._waiting.items():
       if request.kind == PULL and not self._must_wait(request):
-        self._put(self.now, carrier_lib.WAITING, _ANSWER, other)
+        self._put(self.now, WAITING, _ANSWER, other)
 
-  def _send_rows(self, kind, worker, every: list[Rows], shards):
+  def _send_rows(
+    self, kind: str, worker: int, batch: list[Rows], shards: Iterable[int]
+  ) -> None:
+    """Sends rows of some shards to a worker as one message."""
     parts = []
-    for rows in every:
+    for rows in batch:
       for name, (keys, values) in rows.tables.items():
         nbytes = values.nbytes + (0 if rows.asked else 8 * len(keys))
         parts.append((name, keys, nbytes))
       late = rows.late or {}
       parts += [(name, keys, 8 * len(keys)) for name, keys in late.items()]
-    sizes = self._sizes(parts, shards or self._shards, len(every))
-    data = list(map(wire.dump, every))
-    applied = self._places[worker].applied
-    self._carrier.send(Message(kind, DOWN, worker, sizes, data, applied))
+    sizes = self._sizes(parts, shards or self._shards, len(batch))
+    data = list(map(wire.dump, batch))
+    applied = self._workers[worker].applied
+    self._events.send(Message(kind, DOWN, worker, sizes, data, applied))
 
   def _of(self, keys: Mapping[str, Keys]) -> list[int]:
-    """Returns the shards that have some keys."""
+    """Returns the shards that own at least one of the keys."""
     tables = self.server.tables
     owners = [tables[name].ranges.shard_of(x) for name, x in keys.items()]
     return np.unique(np.concatenate([*owners, np.zeros(0, int)])).tolist()
@@ -260,8 +287,13 @@ class OverNetwork(Jobs):
     shards: Iterable[int],
     headers: int = 1,
   ) -> dict[int, float]:
-    """Returns the bytes of each shard's part, of (table, keys, bytes), with
-    those of no row divided over some shards."""
+    """Returns the bytes of each shard's part of a message.
+
+    Args:
+      parts: (table, keys, bytes); the bytes go to the owners of the keys.
+      shards: that share the bytes of the headers equally.
+      headers: of the message.
+    """
     shards = list(shards)
     out = dict.fromkeys(shards, headers * _HEADER / len(shards))
     for name, keys, nbytes in parts:
@@ -274,16 +306,17 @@ class OverNetwork(Jobs):
   # Checkpoints.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the state of the run as a tree of arrays and JSON."""
     return {
       **super().pack(),
-      "carrier": self._carrier.pack(),
-      "asked": list(map(requests.dump_request, self._asked.values())),
+      "carrier": self._events.pack(),
+      "asked": list(map(requests.dump_request, self._waiting.values())),
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what a run like this one, which has not begun, has packed."""
+    """Restores the packed state of a run with the same arguments. This run must
+    not have begun."""
     super().unpack(tree)
-    self._carrier.unpack(tree["carrier"])
+    self._events.unpack(tree["carrier"])
     asked = map(requests.load_request, tree["asked"])
-    self._asked = {request.worker: request for request in asked}
+    self._waiting = {request.worker: request for request in asked}

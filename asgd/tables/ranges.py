@@ -1,4 +1,4 @@
-"""Ranges of keys: which shard has which, by load, and clocks of ranges.
+"""Ranges of keys: the shard that owns each key, and clocks of ranges.
 
 Index letters used in shape comments:
   S  shards
@@ -15,37 +15,36 @@ from asgd.tables.keys import Keys
 
 
 class Ranges(NamedTuple):
-  """Which shard has which keys: shard s those with cuts[s] <= key <
-  cuts[s + 1]. Plain numbers."""
+  """Ownership of keys by range: shard s owns cuts[s] <= key < cuts[s + 1]."""
 
   cuts: tuple[int, ...]  # S + 1, ascending
 
   @property
   def shards(self) -> int:
-    """S."""
+    """Number of shards, S."""
     return len(self.cuts) - 1
 
   def shard_of(self, keys: Keys) -> np.ndarray:
-    """Returns int[n], each key's shard."""
+    """Returns int[n], the shard that owns each key."""
     return _inner(self.cuts).searchsorted(keys, side="right")
 
 
 @functools.lru_cache(maxsize=256)
 def _inner(cuts):
-  """The cuts but the first and the last."""
+  """Returns the cuts without the first and the last."""
   return np.array(cuts[1:-1], np.int64)
 
 
 def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
-  """Cuts keys into ranges of about the same load.
+  """Cuts keys into ranges of about equal load.
 
-  A cut is where equal parts would end, at the nearest key; so no range has more
-  than its S-th part and the load of one key.
+  A cut is at the key nearest to the ideal end of a range. So the load of a
+  range exceeds a fraction 1/S of the total by at most the load of one key.
 
   Args:
-    load: float[K], 0 or more, of each key from `start` on; without any, ranges
-      have as many keys.
-    shards: S, as many as keys at most.
+    load: float[K], 0 or more, of each key from `start` on; if all are 0, the
+      ranges have equal numbers of keys.
+    shards: S, at most the number of keys.
     start: the first key.
 
   Raises:
@@ -71,14 +70,15 @@ def by_load(load: Any, shards: int, *, start: int = 0) -> Ranges:
   for shard in range(1, shards):
     target = ends[-1] * shard / shards
     at = int(np.searchsorted(ends, target))
+    # The key before may end nearer to the target.
     at -= bool(at and target - ends[at - 1] <= ends[at] - target)
-    # Each range has a key, also where one key has most of the load.
+    # Each range has at least one key, even if one key has most of the load.
     cuts.append(min(max(at, cuts[-1] + 1), len(load) - (shards - shard)))
   return Ranges(tuple(start + at for at in (*cuts, len(load))))
 
 
 class Move(NamedTuple):
-  """Keys that go from one shard to another: start <= key < stop."""
+  """Keys start <= key < stop that move from one shard to another."""
 
   start: int
   stop: int
@@ -87,13 +87,14 @@ class Move(NamedTuple):
 
 
 def moves(before: Ranges, after: Ranges) -> list[Move]:
-  """Returns what must move to come from some ranges to others.
+  """Returns the moves that turn the ranges `before` into those `after`.
 
   Example:
     >>> from asgd import tables
     >>> tables.moves(tables.Ranges((0, 4, 8)), tables.Ranges((0, 6, 8)))
     [Move(start=4, stop=6, source=1, target=0)]
   """
+  # Between two edges all keys have one owner before and one after.
   edges = sorted({*before.cuts, *after.cuts})
   out = []
   for start, stop in zip(edges[:-1], edges[1:], strict=True):
@@ -105,10 +106,10 @@ def moves(before: Ranges, after: Ranges) -> list[Move]:
 
 
 class RangeClocks:
-  """Clocks of ranges of keys, of several workers: one number for each worker
-  and range, in the place of one for each key.
+  """Clocks of several workers by range of keys: one number for each worker and
+  range, instead of one for each worker and key.
 
-  A range is split where a clock is told of a part of it.
+  A range is split when a worker's clock advances on a part of it.
 
   Example:
     >>> from asgd import tables
@@ -128,8 +129,9 @@ class RangeClocks:
   def __len__(self) -> int:
     return len(self._starts)
 
-  def _split(self, key):
-    """Has a range begin at a key; returns its number."""
+  def _split(self, key: int) -> int:
+    """Splits the range that contains `key` there, if needed; returns the index
+    of the range that starts at `key`."""
     starts = self._starts
     at = int(np.searchsorted(starts, key))
     if key < self._stop and (at == len(starts) or starts[at] != key):
@@ -142,19 +144,20 @@ class RangeClocks:
     self, worker: int, clock: int, start: int | None = None,
     stop: int | None = None,
   ) -> None:
-    """A worker has finished so many clocks on start <= key < stop, or on all
-    keys; what is not later than what is known changes nothing."""
+    """Sets a worker's clock on start <= key < stop, or on all keys. A clock
+    that is not later than the recorded one changes nothing."""
+    # `_split` may insert a start, so `last` is computed after `first`.
     first = 0 if start is None else self._split(start)
     last = len(self._starts) if stop is None else self._split(stop)
     clocks = self._clocks[worker]
     clocks[first:last] = [max(clock, old) for old in clocks[first:last]]
 
   def leave(self, worker: int) -> None:
-    """A worker has gone: nobody waits for it."""
+    """Removes a worker that has left: its clock holds back no other worker."""
     del self._clocks[worker]
 
   def least(self, keys: Any) -> np.ndarray:
-    """Returns int[n]: for each key the least of all workers' clocks."""
+    """Returns int[n], the least of all workers' clocks for each key."""
     least = np.min(list(self._clocks.values()), axis=0)
     at = np.searchsorted(self._starts, np.asarray(keys), side="right") - 1
     return least[at]
@@ -165,13 +168,13 @@ class RangeClocks:
     return min(min(clocks) for clocks in self._clocks.values())
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as JSON."""
+    """Returns the clocks as JSON."""
     clocks = [[worker, each] for worker, each in self._clocks.items()]
     return {"starts": self._starts, "stop": self._stop, "clocks": clocks}
 
   @classmethod
   def unpack(cls, packed: Mapping[str, Any]) -> "RangeClocks":
-    """Returns what was packed."""
+    """Returns clocks from what `pack` returned."""
     clocks = {worker: list(each) for worker, each in packed["clocks"]}
     out = cls(list(clocks), 0, packed["stop"])
     out._starts, out._clocks = list(packed["starts"]), clocks

@@ -1,9 +1,9 @@
-"""A live run of tables obeyed again, from the orders of its shards and workers.
+"""Replays a live run of tables from the traces of its shards and workers.
 
-No order of all of it is known, as shards and workers are in different places;
-none is needed. Each shard obeys its own rows, each holder of a worker's place
-does its own jobs on what it had taken when they began, and both wait for what
-the other has to make first.
+A live run has no order of all events, as shards and workers are separate
+processes. The replay needs none. Each shard replays its own rows. Each
+incarnation of a worker does its own jobs on the rows that it had taken when
+they began. Either waits for what the other must make first.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,32 +23,32 @@ from asgd.tables.worker import TableWorker
 
 
 class OrdersError(ValueError):
-  """What shards and workers wrote down cannot be obeyed together."""
+  """The traces of shards and workers cannot be replayed together."""
 
 
-def _apart(why: str) -> OrdersError:
-  return OrdersError(f"the orders do not belong together: {why}")
+def _inconsistent(reason: str) -> OrdersError:
+  return OrdersError(f"the orders do not belong together: {reason}")
 
 
 class Orders(NamedTuple):
-  """What a live run wrote down."""
+  """The traces of a live run."""
 
   shards: Sequence[Sequence[Event]]  # S, see `tables.shard`
   workers: Sequence[Sequence[Event]]  # N, see `tables.worker`
 
 
 class Replayed(NamedTuple):
-  """The result of a run."""
+  """The result of a replay."""
 
-  tables: dict[str, np.ndarray]  # whole
-  records: list[list[tuple[float, JobRecord]]]  # of each worker: (time, record)
+  tables: dict[str, np.ndarray]  # complete, [K, ...] by name
+  records: list[list[tuple[float, JobRecord]]]  # by worker: (time, record)
 
 
-def lives(events: Sequence[Event]) -> list[list[Event]]:
-  """Returns a worker's rows by the holders of its place, each without its JOIN.
+def by_incarnation(events: Sequence[Event]) -> list[list[Event]]:
+  """Splits a worker's rows by incarnation, and drops the JOIN rows.
 
   Raises:
-    ValueError: for a row before the first JOIN.
+    OrdersError: for a row before the first JOIN.
   """
   out: list[list[Event]] = []
   for event in events:
@@ -63,53 +63,56 @@ def lives(events: Sequence[Event]) -> list[list[Event]]:
   return out
 
 
-class _Holder:
-  """A holder of a place, and its rows."""
+class _Incarnation:
+  """One incarnation of a worker, with its rows of the trace."""
 
   def __init__(
     self,
     worker: TableWorker,
     events: Sequence[Event],
-    before: Sequence["_Holder"],
+    before: Sequence["_Incarnation"],
   ):
-    """`before` are those who had the place, in their order."""
+    """`before` are the worker's earlier incarnations, in their order."""
     self.worker, self._before = worker, before
     starts = [e for e in events if e.action in STARTS]
     self._starts = [e for e in starts if e.totals]
-    # Jobs of a holder before it, whose message it sends again.
-    self._again = {e.job for e in starts if not e.totals}
-    self._messages: dict[int, ClockMessage] = {}  # the last two, by jobs done
-    # What its rows say that it received, and that has not been done.
+    # Jobs of the earlier incarnation's message that this one resends.
+    self._resent = {e.job for e in starts if not e.totals}
+    # Its last two messages, by the number of jobs done with each.
+    self._messages: dict[int, ClockMessage] = {}
+    # RECEIVE rows of jobs that the replay has not finished.
     self.ends = [e for e in events if e.action == base.RECEIVE]
-    self.asks: dict[int, Request] = {}  # by shard: not answered yet
+    self.asks: dict[int, Request] = {}  # by shard, without a reply yet
     self.records: list[tuple[float, JobRecord]] = []
-    self._steps = worker.join(self._left, done=self._record)
-    self._go_on()
+    self._steps = worker.join(self._saved_message, done=self._record)
+    self._run_steps()
 
-  def _left(self, done):
-    """The message that it sends again, if its rows say so."""
-    if not self._again:
+  def _saved_message(self, done: int) -> ClockMessage | None:
+    """Returns the message to resend, if the rows have jobs of one."""
+    if not self._resent:
       return None
-    for holder in reversed(self._before):
-      if message := holder._messages.get(done):
+    for incarnation in reversed(self._before):
+      if message := incarnation._messages.get(done):
         self._keep(message)
-        mine = [r for r in message.records if r.job in self._again]
-        return message._replace(records=mine)
-    raise _apart(
-      f"holder {self.worker.mail.life} of worker {self.worker.worker} sends a"
-      " message again that no holder made"
+        records = [r for r in message.records if r.job in self._resent]
+        return message._replace(records=records)
+    raise _inconsistent(
+      f"incarnation {self.worker.sessions.incarnation} of worker"
+      f" {self.worker.worker} resends a message that no incarnation made"
     )
 
-  def _keep(self, message):
+  def _keep(self, message: ClockMessage) -> None:
     self._messages[message.done] = message
-    if len(self._messages) > 2:  # the last may not have been sent
+    # A resent message is the last one that reached a shard. That may be the
+    # one before the last, so two are kept.
+    if len(self._messages) > 2:
       del self._messages[min(self._messages)]
 
-  def _go_on(self):
-    """Goes to the next request, or to the end of a job."""
+  def _run_steps(self) -> None:
+    """Runs the worker to its next requests, or to the end of a job."""
     try:
       asks = next(self._steps, None)
-    except RowNotFinite:  # the holder ended
+    except RowNotFinite:  # the live incarnation ended here
       self._steps, self._starts = None, []
       return
     if asks is None:
@@ -118,19 +121,23 @@ class _Holder:
       self.asks = {s: requests.load_request(x) for s, x in asks.items()}
 
   def advance(self, shards: Sequence[TableShard]) -> bool:
-    """Does what can be done; whether it did something."""
+    """Does the next step if its inputs exist; returns whether they did."""
     worker = self.worker
-    self.hear(shards)
+    self.receive_rows(shards)
+
+    # [1] Continue a job once all its requests have replies and rows.
     if self._steps is not None:
-      if self.asks or any(map(worker.mail.lacks, range(len(shards)))):
+      if self.asks or any(map(worker.sessions.lacks_rows, range(len(shards)))):
         return False
-      self._go_on()
+      self._run_steps()
       return True
     if not self._starts or worker.next is None or worker.rests:
       return False
+
+    # [2] Start the next job on the rows that its trace row counts.
     event = self._starts[0]
     upto = [int(number) for number in event.totals]
-    if any(worker.mail.there(s) < end for s, end in enumerate(upto)):
+    if any(worker.sessions.available(s) < end for s, end in enumerate(upto)):
       return False
     if event.job != worker.next:
       raise OrdersError(
@@ -143,23 +150,24 @@ class _Holder:
 
     def begun(action):
       if action != event.action:
-        raise OrdersError(f"{event.format()} was {base.ACTIONS[action]}")
+        actual = base.ACTIONS[action]
+        raise OrdersError(f"{event.format()}: the replayed job is a {actual}")
 
     self._steps = worker.job(begun, self._record, sends=self._keep)
-    self._go_on()
+    self._run_steps()
     return True
 
-  def hear(self, shards: Sequence[TableShard]) -> None:
-    """Keeps the rows that shards have for it."""
+  def receive_rows(self, shards: Sequence[TableShard]) -> None:
+    """Receives the rows that shards have for the incarnation."""
     worker = self.worker
-    for number, shard in enumerate(shards):
-      if shard.life(worker.worker) == worker.mail.life:
-        rows = shard.unsent(worker.worker, worker.mail.taken[number])
-        worker.mail.hear_rows(number, rows)
+    for s, shard in enumerate(shards):
+      if shard.incarnation(worker.worker) == worker.sessions.incarnation:
+        rows = shard.unsent(worker.worker, worker.sessions.taken[s])
+        worker.sessions.receive_rows(s, rows)
 
   @property
   def rests(self) -> bool:
-    """Whether it waits for another division of the tables."""
+    """Whether the worker waits for another division of the tables."""
     return self._steps is None and self.worker.rests
 
   def _record(self, record):
@@ -168,30 +176,45 @@ class _Holder:
       self.records.append((event.time, record))
 
 
-def _hand_over(shards, number, event, holders) -> None:
-  """A shard is about to forget the holder of a place, which may have taken all
-  rows that the shard had sent by then: jobs that it had begun may need them."""
-  life = shards[number].life(event.worker)
-  if holder := holders.get((event.worker, life)):
-    holder.hear(shards)
+# (worker, number of the incarnation) -> it.
+_Incarnations = Mapping[tuple[int, int], _Incarnation]
 
 
-def _obey(shards, number, event, holders) -> bool:
-  """Obeys a shard's next row; False if its request is not there yet."""
-  shard = shards[number]
+def _deliver_rows(
+  shards: Sequence[TableShard],
+  shard: TableShard,
+  worker: int,
+  incarnations: _Incarnations,
+) -> None:
+  """Delivers a shard's rows before the shard forgets a worker's incarnation,
+  which may have begun jobs on them in the live run."""
+  number = shard.incarnation(worker)
+  if incarnation := incarnations.get((worker, number)):
+    incarnation.receive_rows(shards)
+
+
+def _replay_row(
+  shards: Sequence[TableShard],
+  index: int,
+  event: Event,
+  incarnations: _Incarnations,
+) -> bool:
+  """Replays the next row of shard `index`; returns False if no worker has made
+  its request yet."""
+  shard = shards[index]
   if event.action == base.LEAVE:
-    _hand_over(shards, number, event, holders)
+    _deliver_rows(shards, shard, event.worker, incarnations)
     shard.leave(event.worker)
     return True
-  if event.action == base.MOVE:  # which all shards do together
+  if event.action == base.MOVE:  # `_move` replays it for all shards at once
     return False
   joins = event.action == base.JOIN
-  life = event.job if joins else shard.life(event.worker)
-  holder = holders.get((event.worker, life))
-  request = holder.asks.get(number) if holder else None
+  number = event.job if joins else shard.incarnation(event.worker)
+  incarnation = incarnations.get((event.worker, number))
+  request = incarnation.asks.get(index) if incarnation else None
   if request is None or ACTIONS[request.kind] != event.action:
     return False
-  if not joins and request.number != event.seq:
+  if not joins and request.number != event.seq:  # a later request of the worker
     return False
   if shard.waits(request):
     raise OrdersError(
@@ -199,39 +222,54 @@ def _obey(shards, number, event, holders) -> bool:
       " model allows it"
     )
   if joins:
-    _hand_over(shards, number, event, holders)
+    _deliver_rows(shards, shard, event.worker, incarnations)
   shard.obey(request)
-  del holder.asks[number]
-  holder.worker.mail.hear(number, shard.reply(request))
+  del incarnation.asks[index]
+  incarnation.worker.sessions.receive(index, shard.reply(request))
   return True
 
 
-def _move(shards, rows, holders, division) -> bool:
-  """Moves ranges, as a MOVE row says that all shards have next which a run that
-  was cut short has let write it; False if some have another, or a holder of a
-  place does not wait for it."""
+def _move(
+  shards: Sequence[TableShard],
+  rows: Sequence[Event | None],
+  incarnations: _Incarnations,
+  division: Division,
+) -> bool:
+  """Moves ranges between shards, if all next rows are the same MOVE row.
+
+  Args:
+    shards: of the run.
+    rows: the next row of each shard; None where the trace has ended, as a run
+      may end before all shards have written their MOVE row.
+    incarnations: of all workers.
+    division: the first one.
+
+  Returns:
+    Whether the ranges have moved: not if rows differ, or if a worker that has
+    joined does not rest.
+  """
   event = next((row for row in rows if row is not None), None)
   if event is None or any(
     row is not None and (row.action, row.totals) != (base.MOVE, event.totals)
     for row in rows
   ):
     return False
-  there = [
-    holder
-    for (worker, life), holder in holders.items()
-    if life == shards[0].holder(worker)
+  joined = [
+    incarnation
+    for (worker, number), incarnation in incarnations.items()
+    if number == shards[0].active_incarnation(worker)
   ]
-  if event.job != shards[0].version + 1 or not all(x.rests for x in there):
+  if event.job != shards[0].version + 1 or not all(x.rests for x in joined):
     return False
   cuts = division.cuts_of(event.totals)
   given = [shard.give(cuts) for shard in shards]
-  for number, shard in enumerate(shards):
-    parts = [mine[number] for mine in given if number in mine]
+  for s, shard in enumerate(shards):
+    parts = [each[s] for each in given if s in each]
     data = requests.dump_move(event.job, cuts, parts)
     shard.obey(requests.load_request(data))
-  for holder in there:
-    holder.hear(shards)
-    holder.worker.divide(cuts)
+  for incarnation in joined:
+    incarnation.receive_rows(shards)
+    incarnation.worker.divide(cuts)
   return True
 
 
@@ -245,71 +283,76 @@ def replay(
   jobs: int,
   seed: int = 0,
 ) -> Replayed:
-  """Computes again what a live run computed.
+  """Recomputes the result of a live run.
 
   Args:
     settings: of the run.
-    tables: whole, [K, ...] by name, as they were at first.
-    division: of them over shards.
-    work: what workers compute.
-    orders: what was written down.
+    tables: complete, [K, ...] by name, before the first job.
+    division: of the tables, the first of the run.
+    work: computed by the workers.
+    orders: the traces of the run.
     jobs: of each worker.
     seed: of filters and codecs.
 
   Raises:
-    OrdersError: for rows that do not belong together.
+    OrdersError: for traces that do not belong together.
   """
   workers = len(orders.workers)
   shards = [
     TableShard(s, division.server(s, tables, settings, workers))
     for s in range(division.shards)
   ]
-  holders: dict[tuple[int, int], _Holder] = {}
+  incarnations: dict[tuple[int, int], _Incarnation] = {}
   for w, events in enumerate(orders.workers):
-    before: list[_Holder] = []
-    for life, rows in enumerate(lives(events)):
+    before: list[_Incarnation] = []
+    for number, rows in enumerate(by_incarnation(events)):
       worker = TableWorker(
-        *(w, life, settings, division, work),
+        *(w, number, settings, division, work),
         workers=workers,
         jobs=jobs,
         seed=seed,
       )
-      holders[w, life] = _Holder(worker, rows, [*before])
-      before.append(holders[w, life])
-  at = [0 for _ in shards]
-  moved = True
-  while moved:
-    moved = False
+      incarnations[w, number] = _Incarnation(worker, rows, [*before])
+      before.append(incarnations[w, number])
+  at = [0 for _ in shards]  # index of each shard's next row
+  progress = True
+  while progress:
+    progress = False
     for s, events in enumerate(orders.shards):
-      while at[s] < len(events) and _obey(shards, s, events[at[s]], holders):
+      while at[s] < len(events) and _replay_row(
+        shards, s, events[at[s]], incarnations
+      ):
         at[s] += 1
-        moved = True
-    for holder in holders.values():
-      while holder.advance(shards):
-        moved = True
-    if not moved:
+        progress = True
+    for incarnation in incarnations.values():
+      while incarnation.advance(shards):
+        progress = True
+    if not progress:  # all shards may be at a MOVE row
       rows = [
         events[i] if i < len(events) else None
         for i, events in zip(at, orders.shards, strict=True)
       ]
-      if moved := _move(shards, rows, holders, division):
+      if progress := _move(shards, rows, incarnations, division):
         at = [i + (row is not None) for i, row in zip(at, rows, strict=True)]
   for s, events in enumerate(orders.shards):
     if at[s] < len(events):
       row = f"row {at[s]} of shard {s} ({events[at[s]].format()})"
-      raise _apart(f"{row} cannot be obeyed")
-  for (w, life), holder in holders.items():
-    if holder.ends:
-      raise _apart(f"holder {life} of worker {w} received a job no shard has")
-  whole = division.join(
+      raise _inconsistent(f"{row} cannot be replayed")
+  # All shards have finished, so each RECEIVE row must have been matched.
+  for (w, number), incarnation in incarnations.items():
+    if incarnation.ends:
+      raise _inconsistent(
+        f"incarnation {number} of worker {w} received a job that no shard has"
+      )
+  complete = division.join(
     [
       {name: table.whole() for name, table in shard.server.tables.items()}
       for shard in shards
     ]
   )
   records = [
-    [row for (w, _), h in sorted(holders.items()) if w == worker
+    [row for (w, _), h in sorted(incarnations.items()) if w == worker
       for row in h.records]
     for worker in range(workers)
   ]
-  return Replayed(whole, records)
+  return Replayed(complete, records)

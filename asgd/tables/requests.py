@@ -1,14 +1,15 @@
-"""What workers ask shards and what shards reply: plain data, as bytes.
+"""Requests of workers to shards and the shards' replies: plain data, as bytes.
 
-A holder of a worker's place numbers its requests to a shard, and asks the next
-once the last was answered: one that is sent again, as a shard has died, is done
-once. A shard numbers the rows that it sends a holder, whether it was asked for
-them or not: `Mail` keeps them until they are taken in that order.
+An incarnation of a worker numbers its requests to each shard, and sends the
+next one after it received the reply to the last. So a request that is sent
+again, because the shard was killed, is executed at most once. A shard numbers
+the rows that it sends to an incarnation, requested or not. `ShardSessions`
+keeps received rows until the worker takes them in that order.
 
-A worker writes its message at the end of a clock down (`ClockMessage`) before
-any shard has it. If it dies after some of the shards have it, and others not,
-the next holder of its place sends it to the others: the clock's jobs are
-computed once, and all shards have the same updates of them.
+A worker saves its message of a clock (`ClockMessage`) before it sends the
+message to any shard. If the worker is killed while only some shards have the
+message, its next incarnation sends the message to the others. The jobs of the
+clock are computed once, and all shards have the same updates of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,55 +22,57 @@ from asgd.tables.division import Cuts
 from asgd.tables.messages import KeyList, Push, RowValues
 
 JOIN, PULL, PUSH = "join", "pull", "push"
-MOVE = "move"  # of the driver: to have other ranges of keys
-DRIVER = -1  # in the place of a worker
+MOVE = "move"  # sent by the driver: the shard gets other ranges of keys
+DRIVER = -1  # the driver's index among workers, in a request
 BINS = 32  # of clock differentials in a record: -1, -2, ..., -32 or less
 
 
 class Request(NamedTuple):
-  """What a worker asks of a shard."""
+  """A request of a worker, or of the driver, to a shard."""
 
   kind: str  # JOIN, PULL or PUSH, or MOVE
   worker: int
-  life: int  # holders of the place before this one
-  number: int  # of the holder's requests to this shard; MOVE: of the division
-  taken: int  # rows that it was sent, and has
-  # PULL: clocks that the worker has finished; PUSH: with this message.
+  incarnation: int  # of the worker, counted from 0
+  number: int  # count of earlier requests to this shard; MOVE: new version
+  taken: int  # rows of this shard that the worker has taken
+  # PULL: clocks that the worker has finished; PUSH: including this message.
   clock: int = 0
-  done: int = 0  # PUSH: jobs that it has finished with this message
-  # PULL: Keys; PUSH: RowValues; MOVE: cuts, and parts of other shards.
+  done: int = 0  # PUSH: jobs finished by the worker, including this message's
+  # By table. PULL: Keys; PUSH: RowValues. MOVE: cuts, and parts of others.
   tables: Mapping[str, Any] = {}
 
   @property
   def push(self) -> Push:
-    """The message of a PUSH."""
+    """The message in a PUSH."""
     return Push(self.worker, self.clock, self.tables)
 
 
 class Reply(NamedTuple):
-  """A shard's answer to a request."""
+  """A shard's reply to a request."""
 
-  number: int  # of the request; -1: another holder has the place
-  rows: list[tuple[int, bytes]]  # (number, Rows), perhaps some of them again
-  # PULL: rows before this number answer it; PUSH: they lack the message.
+  number: int  # of the request; -1: a later incarnation has joined
+  # (number, dumped Rows); after a retry some may be sent twice.
+  rows: list[tuple[int, bytes]]
+  # PULL: the reply ends before the row of this number. PUSH: the rows before
+  # this number lack the message.
   upto: int = 0
-  done: int = 0  # JOIN: jobs of the place that the shard has
+  done: int = 0  # JOIN: jobs of the worker that the shard has received
   version: int = 0  # messages that the shard has applied
   squares: float = 0.0  # PUSH: sum over elements of the squared change
-  size: int = 0  # PUSH: so many elements
-  limit: int | None = None  # jobs that the worker may do before it asks again
-  # JOIN: the division of tables, and its cuts if it is not the first.
+  size: int = 0  # PUSH: number of these elements
+  limit: int | None = None  # jobs after which the worker halts; None: no limit
+  # JOIN: (version of the division, its cuts if it is not the first).
   division: tuple[int, Cuts] | None = None
 
 
 class JobRecord(NamedTuple):
-  """What is recorded of a job, beside its time; as `base.Records`."""
+  """The record of a job without its time; fields as in `base.Records`."""
 
-  update: int  # messages that the first shard had applied, as it said last
+  update: int  # messages applied by the first shard, as of its last reply
   worker: int
   job: int
   staleness: int  # clocks that the oldest row lacked
-  gap: float  # not known: no shard knows what a worker has
+  gap: float  # NaN: no shard knows which values the worker read
   loss: float
   accepted: bool
   message_norm: float
@@ -81,16 +84,16 @@ class JobRecord(NamedTuple):
 
 
 class ClockMessage(NamedTuple):
-  """What a worker sends to all shards at the end of a clock."""
+  """A worker's message to all shards at the end of a clock."""
 
-  clock: int  # clocks that it has finished with it
-  done: int  # jobs that it has finished with it
-  shards: Sequence[Mapping[str, RowValues]]  # with their keys, by shard
-  records: Sequence[JobRecord]  # of its jobs, as they are before any answer
+  clock: int  # clocks that the worker has finished, including this one
+  done: int  # jobs that the worker has finished, including these
+  shards: Sequence[Mapping[str, RowValues]]  # with all keys, by shard
+  records: Sequence[JobRecord]  # of the jobs, as known before any reply
 
 
 def dump_request(request: Request) -> bytes:
-  """Returns a request as it travels."""
+  """Returns a request as bytes."""
   tables: dict[str, Any] = {}
   for name, each in request.tables.items():
     if request.kind != PUSH:
@@ -104,19 +107,19 @@ def dump_request(request: Request) -> bytes:
 
 
 def dump_move(version: int, cuts: Cuts, parts: Sequence[bytes]) -> bytes:
-  """Returns the request that a shard has other ranges from now on.
+  """Returns, as bytes, the request that gives a shard its ranges of a division.
 
   Args:
     version: of the division.
     cuts: of all shards.
-    parts: of other shards, as `TableShard.give` gives them.
+    parts: of other shards for this one, from `TableShard.give`.
   """
   tables = {"cuts": dict(cuts), "parts": list(parts)}
   return dump_request(Request(MOVE, DRIVER, 0, version, 0, tables=tables))
 
 
 def load_request(data: bytes) -> Request:
-  """Returns the request that bytes are of."""
+  """Returns the request that `dump_request` wrote."""
   *numbers, tables = wire.load(data)
   request = Request(*numbers)
   if request.kind != PUSH:
@@ -138,8 +141,8 @@ def dump_message(message: ClockMessage) -> bytes:
     >>> sent = {"w": messages.RowValues(keys, np.ones((2, 1)))}
     >>> message = requests.ClockMessage(1, 2, [sent], [])
     >>> data = requests.dump_message(message)
-    >>> again = requests.load_message(data)
-    >>> again.done, again.shards[0]["w"].keys.keys.tolist()
+    >>> loaded = requests.load_message(data)
+    >>> loaded.done, loaded.shards[0]["w"].keys.keys.tolist()
     (2, [0, 1])
   """
   clock, done, shards, records = message
@@ -151,33 +154,35 @@ def dump_message(message: ClockMessage) -> bytes:
 
 
 def load_message(data: bytes) -> ClockMessage:
-  """Returns the message that bytes are of."""
+  """Returns the message that `dump_message` wrote."""
   clock, done, pushes, records = wire.load(data)
   shards = [load_request(push).tables for push in pushes]
   return ClockMessage(clock, done, shards, [JobRecord(*x) for x in records])
 
 
-class Mail:
-  """One holder's requests, the replies, and the rows that are not taken.
+class ShardSessions:
+  """The sessions of one incarnation of a worker, one for each shard: numbers of
+  requests, last replies, and received rows that were not taken.
 
   Example:
     >>> from asgd.tables import requests
-    >>> mine = requests.Mail(worker=0, life=0, shards=2)
-    >>> mine.hear_rows(1, [(0, b"ab"), (2, b"c")])
-    >>> mine.there(1), list(mine.open(1, 1)), mine.taken
+    >>> sessions = requests.ShardSessions(worker=0, incarnation=0, shards=2)
+    >>> sessions.receive_rows(1, [(0, b"ab"), (2, b"c")])
+    >>> sessions.available(1), list(sessions.take(1, 1)), sessions.taken
     (1, [b'ab'], [0, 1])
-    >>> mine.count()
+    >>> sessions.count()
     (0, 2)
   """
 
-  def __init__(self, worker: int, life: int, shards: int):
-    """Starts with nothing asked."""
-    self.worker, self.life = worker, life
-    self.taken = [0] * shards  # rows of each
-    self.replies = [Reply(0, []) for _ in range(shards)]  # the last ones
+  def __init__(self, worker: int, incarnation: int, shards: int):
+    """Starts without requests."""
+    self.worker, self.incarnation = worker, incarnation
+    self.taken = [0] * shards  # rows taken, by shard
+    self.replies = [Reply(0, []) for _ in range(shards)]  # the last, by shard
+    # By shard: received rows that were not taken, by number.
     self._inbox: list[dict[int, bytes]] = [{} for _ in range(shards)]
     self._numbers = [0] * shards  # of the next request
-    self._up = self._down = 0  # bytes since the last count
+    self._up = self._down = 0  # bytes since the last `count`
 
   def ask(
     self,
@@ -191,36 +196,38 @@ class Mail:
     number = self._numbers[shard]
     self._numbers[shard] += 1
     taken = self.taken[shard]
-    head = kind, self.worker, self.life, number, taken, clock, done
+    head = kind, self.worker, self.incarnation, number, taken, clock, done
     data = dump_request(Request(*head, tables or {}))
     self._up += len(data)
     return data
 
-  def hear(self, shard: int, reply: Reply) -> None:
-    """Takes the reply to the last request to a shard."""
+  def receive(self, shard: int, reply: Reply) -> None:
+    """Stores a shard's reply to the last request, and its rows."""
     self.replies[shard] = reply
-    self.hear_rows(shard, reply.rows)
+    self.receive_rows(shard, reply.rows)
 
-  def hear_rows(self, shard: int, rows: Sequence[tuple[int, bytes]]) -> None:
-    """Keeps rows until they are taken; those that it has had are dropped."""
+  def receive_rows(
+    self, shard: int, rows: Sequence[tuple[int, bytes]]
+  ) -> None:
+    """Stores rows of a shard; rows that were taken before are dropped."""
     for number, data in rows:
       if number >= self.taken[shard]:
         self._inbox[shard][number] = data
 
-  def lacks(self, shard: int) -> bool:
-    """Whether rows are still to come that a reply of a shard speaks of."""
-    return self.there(shard) < self.replies[shard].upto
+  def lacks_rows(self, shard: int) -> bool:
+    """Whether rows that a shard's last reply refers to have not arrived."""
+    return self.available(shard) < self.replies[shard].upto
 
-  def there(self, shard: int) -> int:
-    """Returns the number up to which rows of a shard could be taken."""
+  def available(self, shard: int) -> int:
+    """Returns the number before which all rows of a shard have arrived."""
     end = self.taken[shard]
     while end in self._inbox[shard]:
       end += 1
     return end
 
-  def open(self, shard: int, upto: int) -> Iterator[bytes]:
-    """Yields the rows of a shard before a number, which are taken then; they
-    must be there."""
+  def take(self, shard: int, upto: int) -> Iterator[bytes]:
+    """Takes and yields the rows of a shard before the number `upto`; all of
+    them must have arrived."""
     for number in range(self.taken[shard], upto):
       data = self._inbox[shard].pop(number)
       self._down += len(data)
@@ -228,21 +235,22 @@ class Mail:
       yield data
 
   def count(self) -> tuple[int, int]:
-    """Returns (bytes asked, bytes taken) since the last count."""
-    both = self._up, self._down
+    """Returns (bytes of requests, bytes of rows taken) since the last count."""
+    counts = self._up, self._down
     self._up = self._down = 0
-    return both
+    return counts
 
   def change(self) -> float:
-    """Returns the RMS of what its last message changed, as shards say."""
+    """Returns the RMS of the change that the last push made, from the
+    replies."""
     squares = sum(reply.squares for reply in self.replies)
     size = sum(reply.size for reply in self.replies)
     return float(np.sqrt(squares / max(size, 1)))
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the sessions as a tree of arrays and JSON."""
     return {
-      "life": self.life,
+      "life": self.incarnation,
       "taken": self.taken,
       "numbers": self._numbers,
       "replies": [reply._replace(rows=[]) for reply in self.replies],
@@ -251,8 +259,8 @@ class Mail:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what one like it has packed."""
-    self.life, self.taken = tree["life"], tree["taken"]
+    """Restores what `pack` returned."""
+    self.incarnation, self.taken = tree["life"], tree["taken"]
     self._numbers = tree["numbers"]
     self.replies = [Reply(*reply) for reply in tree["replies"]]
     self._inbox = [dict(rows) for rows in tree["inbox"]]

@@ -1,8 +1,8 @@
-"""Rows by key: columns of equal length, sorted by their keys.
+"""Keyed rows: columns of equal length, sorted by their keys.
 
-Tables, clients and the server's notes on clients are made of them. A column is
-an array [K, ...] of NumPy, which is written to in place, or of JAX, which is
-not.
+Tables, clients and the server's records of clients consist of them. A column is
+an array [K, ...] of NumPy or JAX. NumPy arrays are mutated, JAX arrays
+replaced.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ Column = Any  # [K, ...], of NumPy or JAX
 
 
 def squares(arrays: Iterable[Any]) -> tuple[float, int]:
-  """Returns the sum of the squares of all elements, and how many they are."""
+  """Returns (sum of the squares of all elements, number of elements)."""
   arrays = [np.asarray(x) for x in arrays]
   total = sum(float(np.square(x, dtype=float).sum()) for x in arrays)
   return total, sum(x.size for x in arrays)
@@ -31,7 +31,7 @@ def rms(arrays: Iterable[Any]) -> float:
 
 
 class KeyedRows:
-  """Columns whose rows have keys.
+  """Columns of equal length, with a key for each row.
 
   Example:
     >>> import numpy as np
@@ -48,11 +48,12 @@ class KeyedRows:
     self.columns: dict[str, Column] = dict(columns)
     self._index()
 
-  def _index(self):
+  def _index(self) -> None:
+    """Prepares the search for keys; called after each change of the keys."""
     keys = self.keys
     self._first = int(keys[0]) if keys.size else 0
-    # The keys are a range: a position is a difference.
-    self._whole = bool(
+    # Without gaps a row's position is the difference to the first key.
+    self._contiguous = bool(
       keys.size and int(keys[-1]) - self._first + 1 == keys.size
     )
 
@@ -60,47 +61,54 @@ class KeyedRows:
     return len(self.keys)
 
   def has(self, keys: Any) -> np.ndarray:
-    """Returns bool[n], which keys have rows."""
+    """Returns bool[n], whether each key has a row."""
     keys = np.asarray(keys, np.int64)
-    if self._whole:
+    if self._contiguous:
       at = keys - self._first
       return (at >= 0) & (at < len(self))
     if not len(self):
       return np.zeros(len(keys), bool)
-    if self._are_all(keys):
+    if self._are_all(keys):  # cheaper than the search below
       return np.ones(len(keys), bool)
+    # A key beyond the last one would be found at an index past the end.
     at = np.searchsorted(self.keys, keys).clip(max=len(self) - 1)
     return self.keys[at] == keys
 
   def positions(self, keys: Any) -> np.ndarray:
-    """Returns int[n], where the rows of keys are, which there must be."""
+    """Returns int[n], the positions of the keys' rows, which must exist."""
     keys = np.asarray(keys, np.int64)
-    if self._whole:
+    if self._contiguous:
       return keys - self._first
     if self._are_all(keys):
       return np.arange(len(keys))
     return np.searchsorted(self.keys, keys)
 
-  def _are_all(self, keys):
-    """Whether keys are those that there are: often a worker has no others."""
+  def _are_all(self, keys: Keys) -> bool:
+    """Whether `keys` are all keys in order: often a worker has no others."""
     return len(keys) == len(self) and bool((keys == self.keys).all())
 
   def insert(
     self, keys: Keys, make: Callable[[Keys], Mapping[str, Any]]
   ) -> None:
-    """Makes rows for keys that have none."""
+    """Adds a row for each key that has none.
+
+    Args:
+      keys: [n].
+      make: (keys without rows, ascending) -> columns of their rows.
+    """
     new = np.sort(keys[~self.has(keys)])
     if not new.size:
       return
-    made, where = make(new), np.searchsorted(self.keys, new)
+    # Inserted where they belong: the keys stay sorted.
+    columns, where = make(new), np.searchsorted(self.keys, new)
     self.keys = np.insert(self.keys, where, new)
     for name, column in self.columns.items():
       xp = jnp if isinstance(column, jax.Array) else np
-      self.columns[name] = xp.insert(column, where, made[name], axis=0)
+      self.columns[name] = xp.insert(column, where, columns[name], axis=0)
     self._index()
 
   def read(self, keys: Any, name: str) -> Any:
-    """Returns rows of a column, a copy."""
+    """Returns a copy of rows of a column."""
     return self.columns[name][self.positions(keys)]
 
   def write(self, keys: Any, name: str, values: Any) -> None:
@@ -112,7 +120,8 @@ class KeyedRows:
       column[at] = values
 
   def add(self, keys: Any, name: str, values: Any) -> None:
-    """Adds to rows of a column; the keys differ."""
+    """Adds values to rows of a column; the keys must be distinct."""
+    # With equal keys NumPy's += would count only one of their values.
     at, column = self.positions(keys), self.columns[name]
     if isinstance(column, jax.Array):
       self.columns[name] = column.at[at].add(values)
@@ -120,81 +129,84 @@ class KeyedRows:
       column[at] += values
 
   def between(self, start: int, stop: int) -> "KeyedRows":
-    """Returns the rows with start <= key < stop; arrays may be shared."""
+    """Returns the rows with start <= key < stop; arrays may share memory."""
     left, right = np.searchsorted(self.keys, [start, stop])
     columns = {k: x[left:right] for k, x in self.columns.items()}
     return KeyedRows(self.keys[left:right], columns)
 
   def cut(self, start: int, stop: int) -> "KeyedRows":
-    """Takes out the rows with start <= key < stop, and returns them."""
+    """Removes and returns the rows with start <= key < stop."""
     part = self.between(start, stop)
     self.keep((self.keys < start) | (self.keys >= stop))
     return part
 
-  def keep(self, which: np.ndarray) -> None:
-    """Drops all rows but some, bool[K]."""
-    self.keys = self.keys[which]
-    self.columns = {name: x[which] for name, x in self.columns.items()}
+  def keep(self, selected: np.ndarray) -> None:
+    """Keeps only the rows selected by bool[K]."""
+    self.keys = self.keys[selected]
+    self.columns = {name: x[selected] for name, x in self.columns.items()}
     self._index()
 
   def join(self, part: "KeyedRows") -> None:
-    """Takes rows in that `cut` has taken out elsewhere."""
+    """Adds rows that another instance has cut."""
     self.insert(part.keys, lambda keys: part.columns)
 
   def pack(self) -> dict[str, np.ndarray]:
-    """Returns it as a tree of arrays."""
+    """Returns the rows as a tree of arrays."""
     columns = {name: np.asarray(x) for name, x in self.columns.items()}
     return {"keys": self.keys, **columns}
 
   @classmethod
   def unpack(cls, tree: Mapping[str, np.ndarray]) -> "KeyedRows":
-    """Returns the rows that were packed; arrays are shared."""
+    """Returns rows from what `pack` returned; arrays are shared."""
     columns = dict(tree)
     return cls(columns.pop("keys"), columns)
 
 
 class RowCopies:
-  """Which rows each worker has, and what its copies of them lack, as the server
-  of tables knows them.
+  """The server's record of the workers' copies: which rows each worker has, and
+  what each copy lacks.
 
-  A copy lacks the sum of the changes of its row since the row was sent.
+  A copy lacks the sum of the changes of its row since the server sent the row.
   """
 
   def __init__(
     self, shapes: Mapping[str, tuple[int, ...]], workers: Sequence[int]
   ):
-    """Begins with no copies; `shapes` are those of rows, by table."""
+    """Starts without copies; `shapes` are the shapes of rows, by table."""
     self._shapes = dict(shapes)
+    # Worker -> table -> rows of the worker's copies.
     self._copies = {worker: self._none() for worker in workers}
 
-  def _made(self, name, keys):
+  def _made(self, name: str, keys: Any) -> dict[str, np.ndarray]:
+    """Returns the columns of new copies."""
     lacks = np.zeros((len(keys), *self._shapes[name]))
     return {"lacks": lacks, "changed": np.zeros(len(keys), bool)}
 
-  def _none(self):
+  def _none(self) -> dict[str, KeyedRows]:
     return {name: KeyedRows([], self._made(name, ())) for name in self._shapes}
 
   def join(self, worker: int) -> None:
-    """Forgets the copies of a worker that begins anew."""
+    """Clears the copies of a worker: its new incarnation has none."""
     self._copies[worker] = self._none()
 
   def leave(self, worker: int) -> None:
-    """Drops a worker."""
+    """Removes a worker."""
     del self._copies[worker]
 
   def of(self, worker: int) -> dict[str, KeyedRows]:
-    """Returns the copies of a worker, by table: columns `lacks`, and `changed`,
-    whether the row was changed since it was sent."""
+    """Returns the copies of a worker, by table. The columns are `lacks` and
+    `changed`, whether the row has changed since the server sent it."""
     return self._copies[worker]
 
   def register(self, worker: int, name: str, keys: Keys) -> None:
-    """Notes that rows of a table are sent to a worker, which asks for them."""
+    """Records that a worker requested rows of a table, and that they are
+    sent."""
     copies = self._copies[worker][name]
     copies.insert(keys, lambda new: self._made(name, new))
     self.sent(worker, name, keys)
 
   def sent(self, worker: int, name: str, keys: Keys) -> None:
-    """Notes that rows are sent to a worker that has copies of them."""
+    """Records that rows are sent to a worker that has copies of them."""
     copies = self._copies[worker][name]
     copies.write(keys, "lacks", 0)
     copies.write(keys, "changed", False)
@@ -202,8 +214,15 @@ class RowCopies:
   def change(
     self, sender: int | None, name: str, keys: Keys, change: np.ndarray
   ) -> None:
-    """Adds a change of rows to what copies lack, but for those of a sender,
-    which has its own increments. None: no worker has it."""
+    """Adds a change of rows to what the workers' copies lack.
+
+    Args:
+      sender: the worker that pushed the change and has applied it to its
+        copies; None: no worker has.
+      name: of the table.
+      keys: of the rows.
+      change: [n, ...].
+    """
     for worker, copies in self._copies.items():
       has = copies[name].has(keys)
       if worker != sender and has.any():
@@ -211,7 +230,7 @@ class RowCopies:
         copies[name].write(keys[has], "changed", True)
 
   def part(self, name: str, start: int, stop: int) -> list[list[Any]]:
-    """Returns (worker, copies) of rows start <= key < stop of a table, as
+    """Returns (worker, copies) of the rows start <= key < stop of a table, as
     trees of arrays."""
     return [
       [worker, each[name].between(start, stop).pack()]
@@ -221,11 +240,12 @@ class RowCopies:
   def set_range(
     self, name: str, start: int, stop: int, parts: Sequence[list[list[Any]]]
   ) -> None:
-    """Keeps the copies of rows start <= key < stop of a table, and adds those
-    of `parts` of other shards."""
+    """Keeps the copies of rows start <= key < stop of a table, and adds the
+    copies in `parts` of other shards."""
     for each in self._copies.values():
       keys = each[name].keys
       each[name].keep((keys >= start) & (keys < stop))
+    # Each part has the copies of all workers of one other shard's rows.
     for worker, tree in (pair for part in parts for pair in part):
       self._copies[worker][name].join(KeyedRows.unpack(tree))
 
@@ -237,7 +257,7 @@ class RowCopies:
     ]
 
   def unpack(self, packed: Sequence[Any]) -> None:
-    """Takes over copies that were packed."""
+    """Restores the copies that `pack` returned."""
     self._copies = {
       worker: {name: KeyedRows.unpack(tree) for name, tree in each.items()}
       for worker, each in packed

@@ -1,7 +1,8 @@
-"""The server of tables: applies messages, counts clocks, sends rows.
+"""The server of tables: applies messages, counts clocks, and selects rows to
+send.
 
-It decides no order: a runtime gives it messages one by one, asks whether a
-worker may be answered, and takes the rows that it sends.
+It decides no order: a runtime passes messages to it one by one, asks whether a
+worker's pull may be answered, and sends the rows that it returns.
 """
 
 import itertools
@@ -24,10 +25,11 @@ _Values = dict[str, tuple[Keys, np.ndarray]]
 
 
 class TableServer:
-  """Tables by name, and what workers have of them.
+  """Tables by name, with the workers' clocks and a record of their copies.
 
   Example:
-    A row that a worker has is sent to it when the slowest clock advances.
+    The server sends a worker the changed rows of which it has copies, when the
+    slowest clock advances.
 
     >>> import numpy as np
     >>> from asgd import tables
@@ -51,8 +53,9 @@ class TableServer:
     codec: ValueCodec | None = None,
     total: int | None = None,
   ):
-    """Takes the tables over; `codec` is that of the clients, `total` the rows
-    of all shards, over which a budget is spread; None: it has them all."""
+    """Takes ownership of the tables. `codec` is that of the clients. A budget
+    is shared over the `total` rows of all shards; None: over the server's
+    rows."""
     self.tables, self.rules, self._total = dict(tables), rules, total
     self.workers = list(workers)
     self._codec = codec
@@ -62,17 +65,18 @@ class TableServer:
       for name, t in tables.items()
     }
     self._receivers = {worker: KeyCache() for worker in workers}
+    # (clock, worker, values) of messages until all have finished their clock.
     self._deferred: list[tuple[int, int, _Values]] = []
     shapes = {name: table.shape for name, table in self.tables.items()}
     self._copies = RowCopies(shapes, workers)
-    # Of value_bounded: workers that were answered and may not have read yet,
-    # and their clocks.
+    # value_bounded: worker -> its clock, if the worker was sent a reply that it
+    # may not have read yet.
     self._reading: dict[int, int] = {}
     self.version = 0  # messages applied
 
   @property
   def specs(self) -> dict[str, TableSpec]:
-    """What clients know of the tables."""
+    """The specs of the tables, for clients."""
     return {
       name: TableSpec(table.shape, np.dtype(table.dtype), table.stop)
       for name, table in self.tables.items()
@@ -86,25 +90,25 @@ class TableServer:
   # Reading.
 
   def pull(self, worker: int, keys: Mapping[str, Keys]) -> Rows:
-    """Returns rows for a worker that asks for them; it is registered for them
-    if the rules say so."""
+    """Returns requested rows for a worker, and records the worker's copies if
+    the rules require it."""
     out = {}
     for name, wanted in keys.items():
       out[name] = wanted, np.asarray(self.tables[name].pull(wanted))
-      if self.rules.registers:
+      if self.rules.registers:  # server push needs to know the copies
         self._copies.register(worker, name, wanted)
     return Rows(self.slowest, out)
 
   # Writing.
 
   def receive(self, push: Push) -> int:
-    """Applies a message, at once or when all of its clock have come; returns by
-    how much the slowest clock has advanced.
+    """Applies a message, at once or when all workers have finished its clock.
+    Returns by how much the slowest clock has advanced.
 
     Raises:
-      ValueError: for what a table refuses, with the worker; nothing of the
-        message is applied then.
+      ValueError: for values that a table rejects; nothing is applied then.
     """
+    # `_values` checks the complete message before anything is changed.
     before, values = self.slowest, self._values(push)
     self.has_read(push.worker)
     if self.rules.deferred or self._aggregates:
@@ -113,13 +117,14 @@ class TableServer:
       self._apply(push.worker, values)
     for clocks in self.clocks.values():
       clocks.tell(push.worker, push.clock)
+    # This message may complete a clock that has deferred messages.
     after = self.slowest
     self._apply_deferred(after)
     return after - before
 
   def measure(self, push: Push) -> tuple[int, tuple[float, int]]:
-    """Receives a message; returns by how much the slowest clock has advanced,
-    and of the change the sum of squares and the number of elements."""
+    """Receives a message. Returns by how much the slowest clock has advanced,
+    and (sum of squares, number of elements) of the change of its rows."""
     keys = self.keys_of(push).items()
 
     def peek():
@@ -129,25 +134,27 @@ class TableServer:
     return advanced, squares(map(np.subtract, peek(), before))
 
   def keys_of(self, push: Push) -> dict[str, Keys]:
-    """Returns the keys of a message, by table, before it is received."""
+    """Returns the keys of a message by table, without changing the cache."""
     lists, out = self._receivers[push.worker].lists, {}
-    told = {  # a list may be of several tables, and told with the first
+    # If several tables share a list, the message has it with the first only.
+    new_lists = {
       sent.keys.digest: sent.keys.keys for sent in push.tables.values()
       if sent.keys.keys is not None
     }
     for name, sent in push.tables.items():
       digest = sent.keys.digest
-      out[name] = told[digest] if digest in told else lists[digest]
+      out[name] = new_lists[digest] if digest in new_lists else lists[digest]
     return out
 
   def defers(self, push: Push, arrived: Collection[int] = ()) -> bool:
-    """Whether a message must wait: with it, a worker that was answered, and may
-    not have read yet, would lack more of a row than it may.
+    """Whether a message must wait: after it, another worker that was sent a
+    reply, and may not have read it yet, would lack more of a row than it may.
 
     Args:
-      push: of a worker, which reads nothing until it is received.
-      arrived: workers whose next messages are here, and wait.
+      push: the message; its worker reads nothing until it is received.
+      arrived: workers with a waiting push; they have read their replies.
     """
+    # A worker that has pushed since its reply has read it.
     others = self._reading.keys() - {push.worker, *arrived}
     for name, keys in self.keys_of(push).items() if others else ():
       change = self._change(name, keys, push.tables[name].values)
@@ -155,62 +162,58 @@ class TableServer:
         copies = self._copies.of(worker)[name]
         has, limit = copies.has(keys), self.rules.limit(self._reading[worker])
         lacks = copies.read(keys[has], "lacks") + change[has]
-        if not (np.abs(lacks) <= limit).all():
+        if not (np.abs(lacks) <= limit).all():  # True for NaN, too
           return True
     return False
 
   def has_read(self, worker: int) -> None:
-    """Notes that a worker has read the rows it was answered; its next message
-    says so at the latest."""
+    """Records that a worker has read its last reply; `receive` implies it."""
     self._reading.pop(worker, None)
 
-  def _decoded(self, table, keys, values):
-    if isinstance(values, bytes):
-      return self._codec.unpack(values, len(keys), table.shape, table.dtype)
-    return values
 
-  def _change(self, name, keys, values):
-    """By how much values change the rows of a table; infinite if that is not
-    known before it has them."""
+
+  def _change(self, name: str, keys: Keys, values: Any) -> np.ndarray:
+    """Returns the change of a table's rows by values; infinite if it is unknown
+    before the function has applied them."""
     table = self.tables[name]
-    values = self._decoded(table, keys, values)
+    values = _decoded(self._codec, table, keys, values)
     if table.function.additive:
       return np.asarray(values, np.float64)
     return np.full(np.shape(values), np.inf)
 
   def skip(self, push: Push) -> None:
-    """Takes note of the keys of a message that is not to be applied: those to
-    come may have only their digests."""
+    """Caches the keys of a message that is not applied: later messages may have
+    only their digests."""
     for sent in push.tables.values():
       self._receivers[push.worker].unpack(sent.keys)
 
-  def _apply_deferred(self, clock):
-    """Applies what is of a clock that all have finished, in the order of the
-    workers: no bit depends on the order of arrival. What is for functions that
-    aggregate is summed up before."""
+  def _apply_deferred(self, clock: int) -> None:
+    """Applies the deferred messages of clocks that all workers have finished,
+    in the order of (clock, worker): no bit depends on the order of arrival."""
     due = [each for each in self._deferred if each[0] <= clock]
     self._deferred = [each for each in self._deferred if each[0] > clock]
     due.sort(key=lambda each: each[:2])
-    if self._aggregates:
+    if self._aggregates:  # the messages of a clock are summed first
       for _, group in itertools.groupby(due, key=lambda each: each[0]):
         sent = [(worker, values) for _, worker, values in group]
-        # Nobody's copy has what came of it: the sender stands for no worker.
+        # No function that aggregates is additive, so `_apply` ignores which
+        # worker is the sender.
         self._apply(sent[0][0], _summed([values for _, values in sent]))
       return
     for _, worker, values in due:
       self._apply(worker, values)
 
-  def _values(self, push) -> _Values:
-    """What a message says, checked."""
+  def _values(self, push: Push) -> _Values:
+    """Returns the keys and values of a message, decoded and checked."""
     out = {}
     try:
       for name, sent in push.tables.items():
         if name not in self.tables:
           known = ", ".join(self.tables)
-          raise ValueError(f"there is no table {name!r}; there are {known}")
+          raise ValueError(f"there is no table {name!r}; the tables: {known}")
         table = self.tables[name]
         keys = self._receivers[push.worker].unpack(sent.keys)
-        values = self._decoded(table, keys, sent.values)
+        values = _decoded(self._codec, table, keys, sent.values)
         out[name] = table.read_keys(keys), values
         table.check_values(keys, values)
     except ValueError as error:
@@ -219,7 +222,8 @@ class TableServer:
       ) from None
     return out
 
-  def _apply(self, worker, values: _Values):
+  def _apply(self, worker: int, values: _Values) -> None:
+    """Pushes values to the tables, and adds the change to what copies lack."""
     self.version += 1
     for name, (keys, more) in values.items():
       table = self.tables[name]
@@ -229,22 +233,23 @@ class TableServer:
       old = np.array(table.peek(keys))
       table.push(keys, more)
       change = np.asarray(table.peek(keys)) - old
-      # Of others than increments, the sender does not know the change.
+      # A sender has applied its own increments to its copies. It cannot know
+      # the change that another function makes.
       sender = worker if table.function.additive else None
       self._copies.change(sender, name, keys, change)
 
-  # Workers that come and go.
+  # Workers that join and leave.
 
   def join(self, worker: int) -> None:
-    """Another takes a worker's place: it has no rows, and knows no keys. The
-    clocks of the place stay."""
+    """Registers a new incarnation of a worker: it has no copies and no cached
+    keys. The worker's clocks stay."""
     self._copies.join(worker)
     self._receivers[worker] = KeyCache()
     self._reading.pop(worker, None)
 
   def leave(self, worker: int) -> int:
-    """Removes a worker, of several, for good: no other waits for it. Returns
-    by how much the slowest clock has advanced."""
+    """Removes one of several workers for good; no other worker waits for it.
+    Returns by how much the slowest clock has advanced."""
     before = self.slowest
     self.workers.remove(worker)
     self._copies.leave(worker)
@@ -259,12 +264,15 @@ class TableServer:
   # Sending.
 
   def at_clock(self) -> dict[int, Rows]:
-    """Returns what is sent to each worker as the slowest clock has advanced."""
+    """Returns the rows to send to each worker after the slowest clock has
+    advanced."""
     if not self.rules.by_clock:
       return {}
     return {worker: self._changed(worker) for worker in self.workers}
 
-  def _changed(self, worker):
+  def _changed(self, worker: int) -> Rows:
+    """Returns the changed rows of which a worker has copies, within the
+    budget."""
     tables, late = {}, {}
     for name, copies in self._copies.of(worker).items():
       keys = copies.keys[copies.columns["changed"]]
@@ -276,9 +284,11 @@ class TableServer:
         tables[name] = self._sent(worker, name, keys)
     return Rows(self.slowest, tables, asked=False, late=late)
 
-  def _largest(self, name, copies, keys):
-    """Returns the keys that the budget is spent on, and the others; a table has
-    its part of it by its number of rows."""
+  def _largest(
+    self, name: str, copies: KeyedRows, keys: Keys
+  ) -> tuple[Keys, Keys]:
+    """Splits keys into those with the largest relative change, within the
+    table's share of the budget by number of rows, and the rest."""
     total = self._total or sum(map(len, self.tables.values()))
     budget = round(self.rules.budget * len(self.tables[name]) / total)
     if len(keys) <= budget:
@@ -287,17 +297,19 @@ class TableServer:
       np.abs(np.asarray(x)).reshape(len(keys), -1).max(1)
       for x in (copies.read(keys, "lacks"), self.tables[name].peek(keys))
     ]
+    # `tiny` avoids a division by 0 for a row of zeros.
     change = sizes[0] / (sizes[1] + np.finfo(np.float64).tiny)
     order = np.argsort(-change, kind="stable")
     return np.sort(keys[order[:budget]]), np.sort(keys[order[budget:]])
 
-  def _sent(self, worker, name, keys):
+  def _sent(self, worker: int, name: str, keys: Keys) -> tuple[Keys, Any]:
+    """Returns rows to send, and records that the worker's copies have them."""
     self._copies.sent(worker, name, keys)
     return keys, np.asarray(self.tables[name].pull(keys))
 
   def by_value(self, worker: int, clock: int) -> Rows | None:
-    """Returns the rows of a worker at a clock that lack more than they may, if
-    there are any. It is about to read (`has_read`)."""
+    """Returns the rows of which a worker's copies lack too much for a read at
+    `clock`, or None, and records that the worker is about to read them."""
     limit, tables = self.rules.limit(clock), {}
     self._reading[worker] = clock
     for name, copies in self._copies.of(worker).items():
@@ -309,11 +321,11 @@ class TableServer:
         tables[name] = self._sent(worker, name, keys)
     return Rows(self.slowest, tables, asked=False) if tables else None
 
-  # Another range of keys.
+  # Moving ranges of keys between shards.
 
   def part(self, name: str, start: int, stop: int) -> dict[str, Any]:
-    """Returns the rows start <= key < stop of a table as a tree of arrays, with
-    their states and what copies of them lack."""
+    """Returns the rows start <= key < stop of a table, with their states and
+    what copies of them lack, as a tree of arrays."""
     (rows,) = self.tables[name].shard_rows
     return {
       "rows": rows.between(start, stop).pack(),
@@ -323,9 +335,9 @@ class TableServer:
   def set_range(
     self, name: str, start: int, stop: int, parts: Sequence[Mapping[str, Any]]
   ) -> None:
-    """Has the rows start <= key < stop of a table from now on: those that it
-    had before, and `parts` of other shards. All have the same clocks then, and
-    no message is deferred."""
+    """Sets the rows of a table to start <= key < stop: the server's rows in
+    that range, and `parts` of other shards, with equal clocks. No message may
+    be deferred."""
     rows = [KeyedRows.unpack(part["rows"]) for part in parts]
     self.tables[name].set_range(start, stop, rows)
     self._copies.set_range(name, start, stop, [x["copies"] for x in parts])
@@ -333,7 +345,7 @@ class TableServer:
   # Checkpoints.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the server as a tree of arrays and JSON."""
     return {
       "tables": {name: table.pack() for name, table in self.tables.items()},
       "copies": self._copies.pack(),
@@ -346,7 +358,7 @@ class TableServer:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what a server like this one has packed."""
+    """Restores the packed state of a server with the same arguments."""
     for name, table in self.tables.items():
       table.unpack(tree["tables"][name])
     for worker in set(self.workers) - set(tree["workers"]):
@@ -362,6 +374,13 @@ class TableServer:
       name: RangeClocks.unpack(each) for name, each in tree["clocks"].items()
     }
     self._reading, self.version = dict(tree["reading"]), tree["version"]
+
+
+def _decoded(codec: Any, table: Table, keys: Keys, values: Any) -> Any:
+  """Returns values [n, ...], decoded if they are a packet."""
+  if isinstance(values, bytes):
+    return codec.unpack(values, len(keys), table.shape, table.dtype)
+  return values
 
 
 def _summed(messages: list[_Values]) -> _Values:

@@ -1,4 +1,4 @@
-"""What a run of tables may be given, and what its workers compute."""
+"""Settings of a run of tables, and the computation of its workers."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,17 +17,17 @@ Values = Mapping[str, Any]  # table -> [n, ...]
 
 
 class Work(NamedTuple):
-  """What workers compute, as functions of plain arrays."""
+  """The computation of workers, as functions of plain arrays."""
 
   batch: Callable[[int, int], base.Batch]  # (worker, job)
-  keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows it needs
-  # (rows, batch, keys, worker, job) -> (loss, the gradient of each row, or what
-  # is pushed to it: `TableSettings.direct`)
+  keys: Callable[[base.Batch], Mapping[str, Keys]]  # of the rows to read
+  # (rows, batch, keys, worker, job) -> (loss, values): the gradient of each
+  # row, or with `TableSettings.direct` the value to push to it.
   gradient: Callable[..., tuple[float, Values]]
 
 
 class TableSettings(NamedTuple):
-  """How tables are served; see `table`."""
+  """Settings of a run of tables; `table` explains them."""
 
   rules: consistency_lib.ConsistencyRules
   function: functions.RowFunction
@@ -37,12 +37,12 @@ class TableSettings(NamedTuple):
   rebalance_every: int = 0
   filters: tuple[filters_lib.Filter, ...] = ()
   codec: tuple[tuple[str, Any], ...] = ()
-  # Workers compute what is pushed (`Problem.updates`), and not a gradient.
+  # Whether workers compute values to push (`Problem.updates`), no gradients.
   direct: bool = False
 
   @property
   def protocol(self) -> str:
-    """Name of the protocol that trains it."""
+    """Name of the protocol that trains with these settings."""
     return "tables"
 
   @property
@@ -51,25 +51,25 @@ class TableSettings(NamedTuple):
     return 1
 
   def of_run(self, workers: int, jobs: int) -> "TableSettings":
-    """Returns the settings for a run: value_bounded counts what its filters and
-    its codec hold back.
+    """Returns the settings for a run. The rules of value_bounded then count the
+    updates that filters and a codec hold back.
 
     Args:
       workers: N.
-      jobs: of each.
+      jobs: of each worker.
 
     Raises:
-      ValueError: if it is not known what that would change.
+      ValueError: if value_bounded cannot bound the effect of held-back updates.
     """
     holds, function = bool(self.filters or self.codec), self.function
     if not self.rules.by_value:
       return self
     if function.aggregates or (holds and not function.additive):
       raise ValueError(
-        "value_bounded bounds all updates on their way, and of an optimizer,"
-        " ftrl or proximal at the server it is not known what the updates"
-        " change that filters, a codec or other workers hold back: leave"
-        " filters, codec and compress out, or use another consistency"
+        "value_bounded cannot bound updates that filters, a codec or other"
+        " workers hold back if the server has an optimizer, ftrl or proximal,"
+        " as their effect is unknown: leave filters, codec and compress out,"
+        " or use another consistency"
       )
     if not holds:
       return self
@@ -82,9 +82,9 @@ class TableSettings(NamedTuple):
     return float(rate(clock) if callable(rate) else rate)
 
   def factor(self, clock: int) -> float:
-    """Returns what a read shows of a value that a worker is to push: all of an
-    increment, of a gradient a step of gradient descent, and nothing where
-    others' values are needed to know."""
+    """Returns the factor at which a read includes the worker's unsent values: 1
+    for increments, minus the learning rate for gradients (a step of gradient
+    descent), 0 where the effect depends on other workers' values."""
     if self.function.aggregates:
       return 0.0
     return 1.0 if self.function.additive else -self.rate(clock)
@@ -92,45 +92,51 @@ class TableSettings(NamedTuple):
   def written(
     self, clock: int, keys: Mapping[str, Keys], values: Values
   ) -> dict[str, tuple[Keys, Any]]:
-    """Returns what a worker writes of a job, by table.
+    """Returns the values that a worker pushes for a job, by table.
 
-    Where the function adds, a gradient g becomes the increment -a g. Of what a
-    problem computes itself, which is written as it is, rows of zeros are left
-    out.
+    If the function at the server adds, a gradient g becomes the increment -a g.
+    Values that a problem computes itself are pushed as they are, without rows
+    of zeros.
 
     Args:
       clock: of the worker.
-      keys: of the rows that the job was done on.
-      values: [n, ...], of `Work.gradient`.
+      keys: of the rows that the job read.
+      values: [n, ...], from `Work.gradient`.
     """
     if self.direct:
       out = {}
       for name, each in values.items():
-        some = each.any(tuple(range(1, each.ndim)))
-        out[name] = keys[name][some], each[some]
+        nonzero = each.any(tuple(range(1, each.ndim)))
+        out[name] = keys[name][nonzero], each[nonzero]
       return out
-    if self.function.additive:
+    if self.function.additive:  # workers apply the learning rate themselves
       rate = self.rate(clock)
       values = {k: x * x.dtype.type(-rate) for k, x in values.items()}
     return {name: (keys[name], each) for name, each in values.items()}
 
   def clock_of_message(self, done: int, jobs: int) -> int | None:
-    """Returns the clocks that a worker has finished with its message after so
-    many of its jobs; None if it sends none then."""
+    """Returns the clock that a worker sends with its message after `done` of
+    its `jobs`; None if it sends no message then."""
     clock, rest = divmod(done, self.clock_every)
+    # value_bounded bounds unsent updates, so it sends after each job.
     if rest and done < jobs and not self.rules.by_value:
       return None
-    # With its last job a worker has no more clocks to wait for.
+    # The last job completes its clock, even if the clock has fewer jobs.
     return clock + (done == jobs and rest > 0)
 
   def make_codec(self) -> ValueCodec | None:
-    """Returns the codec of messages, if there is one."""
+    """Returns the codec of messages, or None."""
     return ValueCodec(**dict(self.codec)) if self.codec else None
 
 
-def _function_at_server(options, learning_rate, *, messages):
-  """Returns the function that one of the options, by name, asks for: a sum of
-  increments if all are None. Raises ValueError for two of them."""
+def _function_at_server(
+  options: Mapping[str, Any],
+  learning_rate: optax.ScalarOrSchedule,
+  *,
+  messages: int,
+) -> functions.RowFunction:
+  """Returns the function that the one given option selects, or the sum of
+  increments if all options are None. Raises ValueError for two of them."""
   given = {k: value for k, value in options.items() if value is not None}
   if len(given) > 1:
     raise ValueError(
@@ -175,41 +181,42 @@ def table(
   proximal: Mapping[str, float] | None = None,
   optimizer: Any = None,
 ) -> TableSettings:
-  """A parameter server of keyed rows, under a consistency model.
+  """Recipe of a parameter server of keyed rows, under a consistency model.
 
     row <- row + sum of the increments pushed,   an increment is -a g
     or row, state <- tx(row, state, g) with an optax transform by row
 
   A worker computes on the rows that its batch needs, and pushes once a clock.
-  The leaves of the parameters are tables, their leading axes keys.
+  The leaves of the parameters are tables; their leading axes are keys.
 
   Args:
-    learning_rate: a, or a schedule of it, in clocks; of an optimizer, in
-      updates of a row.
+    learning_rate: a, or a schedule of it over clocks; over updates of a row if
+      an optimizer is given.
     workers: N.
-    consistency: of `tables.CONSISTENCIES`.
-    bound: s or tau, in clocks; 3 of ssp, essp and managed if left out.
-    threshold: v0 of value_bounded; of this, filters and a codec hold back half
-      of the least bound of the run at most.
-    budget: rows of managed.
-    clock_every: jobs in a clock. Of value_bounded, messages are sent after each
-      job all the same.
-    shards: over which the rows of each table are divided.
-    rebalance_every: clocks after which keys are divided anew by load; 0 never.
-      Live, workers rest until that is done.
-    filters: of messages, names or dicts of a `name` and options (`FILTERS`);
-      one alone is a list of one.
+    consistency: a name of `tables.CONSISTENCIES`.
+    bound: s or tau, in clocks; by default 3 for ssp, essp and managed.
+    threshold: v0 of value_bounded; filters and a codec may hold back at most
+      half of the least bound of the run.
+    budget: rows that the server of `managed` sends a worker per clock.
+    clock_every: jobs in a clock; value_bounded sends a message after each job
+      nevertheless.
+    shards: number of shards over which the rows of each table are divided.
+    rebalance_every: clocks after which keys are divided again by load; 0 never.
+      In a live run, workers rest meanwhile.
+    filters: of messages, a list of names or dicts of a `name` and options
+      (`FILTERS`); a single one may be given without the list.
     codec: of values, a name of `compression.CODECS`, or a dict of a `name` and
-      options; None is none.
-    ftrl: options of `ftrl_proximal`, which is then the function at the server.
-    proximal: options of `functions.proximal`, the same; its learning rate is
-      the run's, and a problem is needed that computes its values, as
-      `sparse_logistic.sparse_logistic_regression`.
-    optimizer: an `optimizers.Optimizer` by row at the server; None adds.
+      options; None: values are sent as they are.
+    ftrl: options of `ftrl_proximal`, which becomes the function at the server.
+    proximal: options of `functions.proximal`, which becomes the function at the
+      server with the run's learning rate. It requires a problem that computes
+      its values, such as `sparse_logistic.sparse_logistic_regression`.
+    optimizer: an `optimizers.Optimizer`, which runs by row at the server; None:
+      the server adds increments.
 
   Raises:
-    ValueError: for a value out of its range, or of another model, and for what
-      value_bounded cannot bound.
+    ValueError: for a value out of its range or not used by the model, and for
+      settings that value_bounded cannot bound.
 
   Source:
     Li et al., OSDI 2014; Ho et al., "More effective distributed ML via a stale
@@ -262,40 +269,45 @@ def table(
   )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(
-      "the filter kkt is for gradients, and increments are pushed: use it with"
-      " ftrl, proximal or an optimizer"
+      "the filter kkt is for gradients, but workers push increments: use kkt"
+      " with ftrl, proximal or an optimizer"
     )
-  with checks.below("codec", codec or ()):
+  with checks.below("codec", codec or ()):  # errors name the option
     settings.make_codec()
-  settings.of_run(workers, 1)  # or it is refused
+  settings.of_run(workers, 1)  # raises for what value_bounded cannot bound
   return settings
 
 
-def _codec_options(codec):
-  """The options of a codec, with its name; () for none."""
+def _codec_options(codec: Any) -> tuple[tuple[str, Any], ...]:
+  """Returns the options of a codec, its name among them; () for no codec."""
   if codec is None:
     return ()
   options = {"name": codec} if isinstance(codec, str) else codec
   if not isinstance(options, Mapping) or "name" not in options:
     raise ValueError(
-      "codec must be the name of one or a dict of a name and options, as"
+      "codec must be a name or a dict of a name and options, as"
       f" dict(name='int8'), not {checks.shown(codec)}; None is no codec"
     )
   return tuple(options.items())
 
 
-def _from_options(name, make, options, learning_rate, **needed):
-  """What `make` returns for options of a config."""
+def _from_options(
+  name: str,
+  make: Callable[..., Any],
+  options: Any,
+  learning_rate: Any,
+  **required: Any,
+) -> Any:
+  """Returns `make` of the options of a config; errors name the option."""
   if not isinstance(options, Mapping):
     raise ValueError(
       f"{name} must be a dict of options, as dict(l1=0.1), not"
       f" {checks.shown(options)}"
     )
   with checks.below(name, ("learning_rate", *options)):
-    options = {"learning_rate": learning_rate, **options, **needed}
+    options = {"learning_rate": learning_rate, **options, **required}
     return names.call("function", name, make, options)
 
 
 def _is_kkt(value):
   return value.get("name") == "kkt"
-

@@ -1,11 +1,16 @@
-"""A shard of tables that orders requests by itself: no clock, no files.
+"""A shard of tables that orders requests independently: no clock, no files.
 
-Its record is the order of its operations: a row for each JOIN (another holder
-has the place), SEND (it answered a pull), RECEIVE (it applied a push) and
-LEAVE, with the worker, and the number of the request as `seq`; and for each
-MOVE (ranges of keys went to other shards). The same requests in the same order
-give the same bits: so a shard that was killed is built again from an image and
-the requests since, and the whole run by a replay (`tables.replay`).
+Its trace has a row for each operation, in their order:
+
+  JOIN     an incarnation of a worker joined
+  SEND     a pull was answered; `seq` is the number of the request
+  RECEIVE  a push was applied; `seq` is the number of the request
+  LEAVE    a worker left for good
+  MOVE     ranges of keys moved between shards
+
+The same requests in the same order give the same bits. So a killed shard is
+rebuilt from an image and the requests since then, and a complete run by a
+replay (`tables.replay`).
 """
 
 import dataclasses
@@ -26,81 +31,84 @@ from asgd.tables.server import TableServer
 ACTIONS = {
   JOIN: base.JOIN, PULL: base.SEND, PUSH: base.RECEIVE, MOVE: base.MOVE
 }
-EXPELLED = Reply(-1, [])  # for a worker whose place another holder has
+EXPELLED = Reply(-1, [])  # for an incarnation after which another has joined
 
 
 @dataclasses.dataclass
-class _Place:
-  """What a shard knows of a worker's place."""
+class _WorkerSession:
+  """A shard's state of one worker; the fields are keys of images."""
 
-  life: int = -1  # of its holder; -1: there was none
-  done: int = 0  # jobs whose updates are here
+  life: int = -1  # the latest incarnation that joined; -1: none has
+  done: int = 0  # jobs that the shard has received
   number: int = -1  # of the last request
-  sent: int = 0  # rows that the holder was sent
-  rows: dict[int, bytes] = dataclasses.field(default_factory=dict)  # that the
-  # holder may not have
-  upto: int = 0
-  version: int = 0  # of the server, as the last request was done
-  change: tuple[float, int] = 0.0, 0  # sum of squares, elements: the last push
-  gone: bool = False  # for good
+  sent: int = 0  # rows that were made for this incarnation
+  # Number -> row, for the rows that the incarnation may not have taken.
+  rows: dict[int, bytes] = dataclasses.field(default_factory=dict)
+  upto: int = 0  # see `Reply`
+  version: int = 0  # of the server, after the last request
+  change: tuple[float, int] = 0.0, 0  # by the last push: squares, elements
+  gone: bool = False  # whether the worker has left for good
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of JSON and bytes."""
+    """Returns the session as a tree of JSON and bytes."""
     return {**vars(self), "rows": list(self.rows.items())}
 
   @classmethod
-  def unpack(cls, tree: Mapping[str, Any]) -> "_Place":
-    """Returns what was packed."""
+  def unpack(cls, tree: Mapping[str, Any]) -> "_WorkerSession":
+    """Returns a session from what `pack` returned."""
     rows, change = dict(tree["rows"]), tuple(tree["change"])
     return cls(**{**tree, "rows": rows, "change": change})
 
 
 class TableShard:
-  """A server of some rows, and what workers have of them.
+  """A server of some rows, and a session for each worker.
 
-  Its caller asks `waits` of each request, has `obey` do it once it need not
-  wait, and sends the `reply`.
+  For each request the caller asks whether it `waits`. Once it need not wait,
+  the caller applies it with `obey`, and sends the `reply`.
   """
 
   def __init__(self, index: int, server: TableServer):
-    """Takes a server over, of all places."""
+    """Takes ownership of a server; its workers have not joined."""
     self.index, self.server = index, server
-    self._places = {worker: _Place() for worker in server.workers}
-    self._division: tuple[int, Cuts] = 0, {}  # its version, its cuts
+    self._sessions = {worker: _WorkerSession() for worker in server.workers}
+    self._division: tuple[int, Cuts] = 0, {}  # (version, cuts)
 
-  # Deciding.
+  # Questions about a request.
 
   def is_old(self, request: Request) -> bool:
-    """Whether its worker has lost the place."""
-    place = self._places[request.worker]
-    return place.gone or request.life < place.life
+    """Whether a later incarnation of the request's worker has joined, or the
+    worker has left."""
+    session = self._sessions[request.worker]
+    return session.gone or request.incarnation < session.life
 
   def is_done(self, request: Request) -> bool:
-    """Whether it was done before."""
+    """Whether the request was applied before."""
     if request.kind == MOVE:
       return request.number <= self.version
-    place = self._places[request.worker]
-    return request.life == place.life and request.number <= place.number
+    session = self._sessions[request.worker]
+    same = request.incarnation == session.life
+    return same and request.number <= session.number
 
   def waits(self, request: Request) -> bool:
-    """Whether it must wait until others have finished a clock."""
+    """Whether a pull must wait until other workers have finished a clock."""
     if request.kind != PULL:
       return False
     return self.server.slowest < self.server.rules.need(request.clock)
 
   def defers(self, request: Request, arrived: Collection[int]) -> bool:
-    """Whether a push must wait until others that were answered have pushed,
-    too, as they would lack too much (`TableServer.defers`); `arrived` have."""
+    """Whether a push must wait until other workers have read their replies, as
+    they would lack too much (`TableServer.defers`). The pushes of the workers
+    `arrived` have arrived."""
     if request.kind != PUSH or not self.server.rules.by_value:
       return False
-    if request.done <= self._places[request.worker].done:
+    if request.done <= self._sessions[request.worker].done:
       return False
     return self.server.defers(request.push, arrived)
 
   def event(self, request: Request, time: float) -> Event:
-    """Returns the row that records a request."""
-    kind, worker, life, number, *_ = request
-    fields = (NO_SEQ, life) if kind == JOIN else (number, request.done)
+    """Returns the trace row of a request."""
+    kind, worker, incarnation, number, *_ = request
+    fields = (NO_SEQ, incarnation) if kind == JOIN else (number, request.done)
     totals: tuple[float, ...] = ()
     if kind == MOVE:
       fields = NO_SEQ, number
@@ -109,79 +117,88 @@ class TableShard:
     row = *fields, ACTIONS[kind], self.server.version
     return Event(time, worker, *row, totals=totals)
 
-  # Obeying.
+  # Applying requests.
 
   def obey(self, request: Request) -> None:
-    """Does what is asked, the next request of its holder."""
+    """Applies a request, which must be the next one of its incarnation."""
     if request.kind == MOVE:
       self._move(request)
       return
-    place = self._places[request.worker]
+    session = self._sessions[request.worker]
     if request.kind == JOIN:
-      place = _Place(request.life, place.done, change=place.change)
-      self._places[request.worker] = place
+      # The updates of earlier incarnations stay in the tables.
+      done, change = session.done, session.change
+      session = _WorkerSession(request.incarnation, done, change=change)
+      self._sessions[request.worker] = session
       self.server.join(request.worker)
-    place.number = request.number
-    place.rows = {n: x for n, x in place.rows.items() if n >= request.taken}
+    session.number = request.number
+    # The request acknowledges the rows before `taken`.
+    unread = {n: x for n, x in session.rows.items() if n >= request.taken}
+    session.rows = unread
     if request.kind == PULL:
       self._pull(request)
     elif request.kind == PUSH:
-      self._push(place, request)
-    place.version = self.server.version
+      self._push(session, request)
+    session.version = self.server.version
 
   def leave(self, worker: int) -> None:
-    """Removes a worker for good: no other waits for it."""
-    place = self._places[worker]
-    self._places[worker] = _Place(place.life, place.done, gone=True)
+    """Removes a worker for good: no other worker waits for it."""
+    life, done = self._sessions[worker].life, self._sessions[worker].done
+    self._sessions[worker] = _WorkerSession(life, done, gone=True)
     if len(self.server.workers) > 1 and self.server.leave(worker):
-      self._tell_changes()
+      self._send_changes()
 
-  def _put(self, worker, rows: Rows):
-    place = self._places[worker]
-    if place.life >= 0 and not place.gone:
-      place.rows[place.sent] = wire.dump(rows)
-      place.sent += 1
+  def _add_rows(self, worker: int, rows: Rows) -> None:
+    """Numbers rows for a worker, if it has joined and not left."""
+    session = self._sessions[worker]
+    if session.life >= 0 and not session.gone:
+      session.rows[session.sent] = wire.dump(rows)
+      session.sent += 1
 
-  def _pull(self, request):
+  def _pull(self, request: Request) -> None:
+    """Makes the rows of a reply: the requested ones and, under value_bounded,
+    those of which the worker's copies lack too much."""
     worker, server = request.worker, self.server
-    self._put(worker, server.pull(worker, request.tables))
+    self._add_rows(worker, server.pull(worker, request.tables))
     by_value = server.rules.by_value
     if by_value and (rows := server.by_value(worker, request.clock)):
-      self._put(worker, rows)
-    self._places[worker].upto = self._places[worker].sent
+      self._add_rows(worker, rows)
+    self._sessions[worker].upto = self._sessions[worker].sent
 
-  def _push(self, place, request):
+  def _push(self, session: _WorkerSession, request: Request) -> None:
+    """Applies a push, unless an earlier incarnation has sent its jobs."""
     push = request.push
-    place.upto = place.sent
-    if request.done <= place.done:  # of a holder that died after it
+    session.upto = session.sent  # rows made before this push lack it
+    if request.done <= session.done:
+      # The earlier incarnation was killed after it had sent the message.
       self.server.skip(push)
-      place.change = 0.0, 0
+      session.change = 0.0, 0
       return
-    advanced, place.change = self.server.measure(push)
-    place.done = request.done
+    advanced, session.change = self.server.measure(push)
+    session.done = request.done
     if advanced:
-      self._tell_changes()
+      self._send_changes()
 
-  def _tell_changes(self):
+  def _send_changes(self) -> None:
     for worker, rows in self.server.at_clock().items():
-      self._put(worker, rows)
+      self._add_rows(worker, rows)
 
-  # Moving ranges, when all workers have ended the same clock.
+  # Moving ranges, after all workers have ended the same clock.
 
   @property
   def version(self) -> int:
-    """Of the division of tables: how many there were before."""
+    """Version of the division of tables: count of earlier divisions."""
     return self._division[0]
 
   def load(self) -> dict[str, np.ndarray]:
-    """Returns float[k] by table: how often each row was pulled and pushed since
+    """Returns float[k] by table: how often each row was pulled or pushed since
     the last division."""
     tables = self.server.tables.items()
     return {name: table.load for name, table in tables}
 
   def give(self, cuts: Cuts) -> dict[int, bytes]:
-    """Returns what other shards are to have of its rows, by their numbers. It
-    has them still."""
+    """Returns the rows that other shards get under new cuts, as bytes by shard.
+    This shard keeps its rows until it receives a MOVE."""
     parts: dict[int, dict[str, Any]] = {}
     for name, table in self.server.tables.items():
       before = table.ranges.cuts
@@ -193,7 +210,8 @@ class TableShard:
           parts.setdefault(other, {})[name] = part
     return {other: wire.dump(mine) for other, mine in parts.items()}
 
-  def _move(self, request):
+  def _move(self, request: Request) -> None:
+    """Takes the ranges of a new division, with the parts of other shards."""
     cuts = request.tables["cuts"]
     trees = list(map(wire.load, request.tables["parts"]))
     for name in self.server.tables:
@@ -202,50 +220,51 @@ class TableShard:
       self.server.set_range(name, start, stop, mine)
     self._division = request.number, cuts
 
-  # Answering.
+  # Replies.
 
   def unsent(self, worker: int, start: int) -> list[tuple[int, bytes]]:
-    """Returns the rows for a place's holder, from a number on."""
-    rows = self._places[worker].rows.items()
+    """Returns the rows for a worker from the number `start` on."""
+    rows = self._sessions[worker].rows.items()
     return [(number, data) for number, data in rows if number >= start]
 
-  def holder(self, worker: int) -> int | None:
-    """The number of a place's holder, None before there was one, and when it
-    has gone for good."""
-    place = self._places[worker]
-    return None if place.gone or place.life < 0 else place.life
+  def active_incarnation(self, worker: int) -> int | None:
+    """The worker's latest incarnation; None before its first one joins, and
+    after the worker has left for good."""
+    session = self._sessions[worker]
+    return None if session.gone or session.life < 0 else session.life
 
-  def life(self, worker: int) -> int:
-    """The number of a place's holder, -1 before there was one."""
-    return self._places[worker].life
+  def incarnation(self, worker: int) -> int:
+    """The worker's latest incarnation that joined; -1 if none has."""
+    return self._sessions[worker].life
 
   def done(self) -> dict[int, int]:
-    """Returns the jobs of each place whose updates are here."""
-    return {worker: place.done for worker, place in self._places.items()}
+    """Returns, by worker, the number of jobs that the shard has received."""
+    return {worker: session.done for worker, session in self._sessions.items()}
 
   def reply(self, request: Request, start: int = 0) -> Reply:
-    """Returns the answer to the last request of a holder, with rows from a
-    number on."""
-    place = self._places[request.worker]
+    """Returns the reply to a worker's last request, with rows from the number
+    `start` on, without those that the request acknowledges."""
+    session = self._sessions[request.worker]
     rows = self.unsent(request.worker, max(start, request.taken))
     return Reply(
-      *(place.number, rows, place.upto, place.done, place.version),
-      *place.change,
+      *(session.number, rows, session.upto, session.done, session.version),
+      *session.change,
       division=self._division if request.kind == JOIN else None,
     )
 
   # Images.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the shard as a tree of arrays and JSON."""
     return {
       "server": self.server.pack(),
-      "places": [[w, place.pack()] for w, place in self._places.items()],
+      "places": [[w, session.pack()] for w, session in self._sessions.items()],
       "division": self._division,
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what one like it has packed."""
+    """Restores the packed state of a shard of the same index and tables."""
     self.server.unpack(tree["server"])
-    self._places = {w: _Place.unpack(place) for w, place in tree["places"]}
+    packed = tree["places"]
+    self._sessions = {w: _WorkerSession.unpack(each) for w, each in packed}
     self._division = tuple(tree["division"])

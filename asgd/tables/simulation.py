@@ -1,12 +1,11 @@
-"""Tables in simulated time: workers take drawn durations.
+"""Simulation of tables: jobs take drawn durations, messages take no time.
 
-Messages take no time, jobs do. What happens is written down as rows of a trace:
-SEND where a job starts and rows were read from the server for it, KEEP where it
-starts on the rows that the worker has, RECEIVE where it ends. A worker's own
-updates are applied at the end of a clock; a worker waits where it would read
-what is too old.
+A run writes rows of a trace: SEND where a job starts and read rows from the
+server, KEEP where a job starts on the worker's copies alone, RECEIVE where a
+job ends. A worker's own updates are sent and applied at the end of a clock. A
+worker waits if its next read would be too old for the consistency model.
 
-An order that was recorded can be obeyed again, with the same bits.
+`Simulation.obey` replays a recorded trace, with the same bits.
 """
 
 import collections
@@ -38,58 +37,62 @@ class TableTicket(NamedTuple):
   keys: Mapping[str, Keys]
   values: Values  # as they were read
   oldest: int  # clocks that the oldest row lacked
-  # What the worker has computed of it:
+  # Known once the job is computed:
   loss: float = math.nan
   norm: float = math.nan  # RMS of its updates
 
 
 class SimulatedTableWorker:
-  """How far a worker is in simulated time."""
+  """State of one worker in simulated time."""
 
   def __init__(self, stream):
-    self._stream = stream  # of the times of its jobs
-    self._drawn = self.started = self.done = 0
-    self.ticket: TableTicket | None = None
-    self.waits = False
+    self._stream = stream  # of the durations of its jobs
+    self._drawn = self.started = self.done = 0  # counts of jobs
+    self.ticket: TableTicket | None = None  # of the job that it computes
+    self.waits = False  # for others, before its next job can start
     self.up = self.down = 0  # bytes since its last record
-    # Over a network:
-    self.heard = 0  # the slowest clock, as rows that came said
-    self.applied = 0  # of its messages, by the shards
-    self.row = 0  # of the trace: the start of its job
-    self.queued = 0.0  # time of its messages in queues of shards
+    # Used over a network only:
+    self.heard = 0  # the slowest worker's clock in the rows that it received
+    self.applied = 0  # pushes that the shards have applied
+    self.row = 0  # index of the trace row that started its job
+    self.queued = 0.0  # time that its messages spent in queues of shards
 
   def draw(self) -> float:
-    """Returns the time of its next job."""
+    """Returns the duration of the worker's next job."""
     self._drawn += 1
     return next(self._stream)
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the state as a tree of arrays and JSON."""
     return {k: x for k, x in vars(self).items() if k != "_stream"}
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what one like it, of which nothing was drawn, has packed."""
+    """Restores what another instance has packed. This instance must not have
+    drawn a duration yet."""
     vars(self).update(tree)
+    # Skip the durations that were drawn; a deque of length 0 keeps none.
     collections.deque(itertools.islice(self._stream, self._drawn), maxlen=0)
     self.ticket = self.ticket and TableTicket(*self.ticket)
 
 
 class Read(NamedTuple):
-  """A job's read, for an observer: tests of a model check it."""
+  """One job's read, passed to an observer: tests of a consistency model check
+  it."""
 
-  row: int  # of the trace
+  row: int  # index of the trace row that started the job
   worker: int
   clock: int  # clocks that the worker has finished
   keys: Mapping[str, Keys]
   values: Values
-  clocks: Mapping[str, np.ndarray]  # of the rows
+  clocks: Mapping[str, np.ndarray]  # int[n], of the rows read
 
 
-class Jobs:
-  """The server and the workers of a run of tables, and its trace and records.
+class TableRun:
+  """Base class of simulated runs.
 
-  A class below it has an order for its steps: `_begin` is the first things that
-  happen, and `_happen` the next one.
+  It has the server, the workers, the trace and the records. A subclass decides
+  the order of steps: its `_begin` schedules the first events, and its `_step`
+  handles the next one.
   """
 
   def __init__(
@@ -104,14 +107,27 @@ class Jobs:
     seed: int = 0,
     observe: Callable[[Read], None] | None = None,
   ):
-    """Starts from tables, arrays [K, ...] by name, for so many jobs, a multiple
-    of the workers; `observe` is called with each read."""
+    """Starts a run.
+
+    Args:
+      settings: of the run.
+      tables: arrays [K, ...] by name.
+      work: computed by the workers.
+      durations: of jobs.
+      workers: N.
+      messages: jobs of the run, a multiple of N.
+      seed: of filters and codecs.
+      observe: called with each read.
+
+    Raises:
+      ValueError: if `messages` is no multiple of N.
+    """
     if messages % workers:
       raise ValueError(
         f"{messages} messages are not the same number for each of {workers}"
-        " workers"
+        f" workers: use a multiple of {workers}"
       )
-    self._jobs = messages // workers  # of each
+    self._jobs = messages // workers  # of each worker
     settings = settings.of_run(workers, self._jobs)
     self._settings, self._work, self._observe = settings, work, observe
     codec, shards = settings.make_codec(), settings.shards
@@ -137,24 +153,25 @@ class Jobs:
       )
       for worker in range(workers)
     ]
-    self._places = [
+    self._workers = [
       SimulatedTableWorker(durations.stream(i)) for i in range(workers)
     ]
     self.now = 0.0
     self.rows: list[Event] = []  # of the trace so far
     self._records: list[tuple[Any, ...]] = []  # rows of `base.Records`
-    # Rows read at each clock differential.
+    # Clock differential -> rows that were read at it.
     self.differentials: collections.Counter[int] = collections.Counter()
-    self.moved = 0  # ranges that went to another shard
-    self._heap: list[tuple[float, int, int]] = []  # (time, push, worker)
-    self._pushed = 0
+    self.moved = 0  # ranges that moved to another shard
+    # (time, count of events before it, worker): ties go by the second.
+    self._heap: list[tuple[float, int, int]] = []
+    self._event_count = 0
     self._begun = False
 
   # Reading.
 
   @property
   def received(self) -> int:
-    """Jobs that have ended."""
+    """Count of jobs that have ended."""
     return len(self._records)
 
   def tables(self) -> dict[str, Any]:
@@ -163,71 +180,86 @@ class Jobs:
 
   @property
   def held(self) -> tuple[int, int]:
-    """(rows that filters held back for later, rows that they dropped)."""
+    """Counts of rows: (held back by filters for later, dropped by filters)."""
     both = [client.held for client in self._clients]
     return sum(h.back for h in both), sum(h.dropped for h in both)
 
   def records(self, start: int = 0) -> base.Records:
-    """Returns a row for each job from job `start` on: the update is messages
-    applied, the staleness clocks that the oldest row lacked, the gap the RMS
-    over the rows read of their values since."""
+    """Returns the records of the ended jobs, in the order of their ends,
+    without the first `start` ones.
+
+    `update` counts the messages applied, `staleness` the clocks that the oldest
+    row lacked. `gap` is the RMS of the change of the job's rows since it read
+    them.
+    """
     return base.Records.of(self._records[start:])
 
   # Running.
 
   def advance(self, until: int) -> int:
-    """Simulates until so many jobs have ended; returns their number. ValueError
-    for an update that is not finite: its job has not ended then."""
+    """Simulates until `until` jobs have ended; returns the count of ended jobs.
+
+    Raises:
+      ValueError: for an update that is not finite. Its job has not ended then.
+    """
     if not self._begun:
       self._begun = True
       self._begin()
-    # What overflows is refused by the client, with its key.
+    # No warning for an overflow: the client raises an error that names the key.
     with np.errstate(over="ignore", invalid="ignore"):
-      while self.received < min(until, self._jobs * len(self._places)):
-        self._happen()
+      while self.received < min(until, self._jobs * len(self._workers)):
+        self._step()
     return self.received
 
   def _begin(self):
-    """All workers start what they may."""
+    """Schedules the first events."""
     raise NotImplementedError
 
-  def _happen(self):
-    """The next thing happens."""
+  def _step(self):
+    """Handles the next event."""
     raise NotImplementedError
 
   # Steps.
 
-  def _next(self, worker):
-    """The worker's next job."""
-    return self._places[worker].started * len(self._places) + worker
+  def _next(self, worker: int) -> int:
+    """Returns the index of the worker's next job."""
+    return self._workers[worker].started * len(self._workers) + worker
 
-  def _wants(self, worker):
-    """Returns the keys of the rows that a worker's next job is on, the clocks
-    that it has finished, and the keys that it has to ask for."""
-    place, client = self._places[worker], self._clients[worker]
+  def _wants(
+    self, worker: int
+  ) -> tuple[Mapping[str, Keys], int, dict[str, Keys]]:
+    """Returns, for a worker's next job, the keys of its rows, the clocks that
+    the worker has finished, and the keys that it must request."""
+    state, client = self._workers[worker], self._clients[worker]
     keys = self._work.keys(self._work.batch(worker, self._next(worker)))
-    clock = place.done // self._settings.clock_every
+    clock = state.done // self._settings.clock_every
     client.factor = self._settings.factor(clock)
     return keys, clock, client.stale(keys, clock)
 
-  def _answer(self, worker, clock, stale) -> list[Rows]:
-    """The server has what a worker's next job needs, and sends it."""
+  def _answer(
+    self, worker: int, clock: int, stale: Mapping[str, Keys]
+  ) -> list[Rows]:
+    """Returns the server's rows for a worker's next job, and writes the job's
+    start to the trace."""
     out = [self.server.pull(worker, stale)] if stale else []
     if self._settings.rules.by_value:
       rows = self.server.by_value(worker, clock)
       out += [rows] if rows else []
-    self._places[worker].down += sum(rows.nbytes for rows in out)
+    self._workers[worker].down += sum(rows.nbytes for rows in out)
     job = self._next(worker)
     self._write(worker, job, base.SEND if stale else base.KEEP)
     return out
 
-  def _read(self, worker, keys, clock, row):
-    """The worker's next job starts, on the rows that it has; `row` is the
-    trace's."""
-    place, client = self._places[worker], self._clients[worker]
+  def _read(
+    self, worker: int, keys: Mapping[str, Keys], clock: int, row: int
+  ) -> None:
+    """Starts the worker's next job on the rows of its client. `row` is the
+    index of the job's start in the trace."""
+    state, client = self._workers[worker], self._clients[worker]
     values = client.read(keys)
     self.server.has_read(worker)
     clocks = {name: client.clocks(name, each) for name, each in keys.items()}
+    # The empty array makes the concatenation valid for a job without keys.
     every = np.concatenate([*clocks.values(), np.zeros(0, int)])
     lacks, counts = np.unique(every - 1 - clock, return_counts=True)
     pairs = zip(lacks.tolist(), counts.tolist(), strict=True)
@@ -235,68 +267,71 @@ class Jobs:
     if self._observe is not None:
       self._observe(Read(row, worker, clock, keys, values, clocks))
     oldest = clock - int(every.min(initial=clock))
-    place.ticket = TableTicket(self._next(worker), keys, values, oldest)
-    place.started += 1
+    state.ticket = TableTicket(self._next(worker), keys, values, oldest)
+    state.started += 1
 
-  def _write(self, worker, job, action):
-    seq = job // len(self._places)
+  def _write(self, worker: int, job: int, action: int) -> None:
+    """Appends a row to the trace."""
+    seq = job // len(self._workers)
     self.rows.append(Event(self.now, worker, seq, job, action))
 
-  def _compute(self, worker) -> Push | None:
-    """A job's updates are the worker's own; returns its message, if a clock
-    ends."""
-    place, client = self._places[worker], self._clients[worker]
-    settings, ticket = self._settings, place.ticket
+  def _compute(self, worker: int) -> Push | None:
+    """Computes a job's gradient and adds its updates to the worker's own.
+    Returns the worker's message if the job ends a clock."""
+    state, client = self._workers[worker], self._clients[worker]
+    settings, ticket = self._settings, state.ticket
     job, keys = ticket.job, ticket.keys
     batch = self._work.batch(worker, job)
     loss, gradient = self._work.gradient(
       ticket.values, batch, keys, worker, job
     )
-    clock = place.done // settings.clock_every
+    clock = state.done // settings.clock_every
     written = settings.written(clock, keys, gradient)
     client.write(written)
-    place.done += 1
+    state.done += 1
     norm = rms(x for _, x in written.values())
-    place.ticket = ticket._replace(loss=loss, norm=norm)
-    after = settings.clock_of_message(place.done, self._jobs)
+    state.ticket = ticket._replace(loss=loss, norm=norm)
+    after = settings.clock_of_message(state.done, self._jobs)
     if after is None:
       return None
-    push = client.flush(after, everything=place.done == self._jobs)
-    place.up += push.nbytes
+    push = client.flush(after, everything=state.done == self._jobs)
+    state.up += push.nbytes
     return push
 
-  def _receive(self, worker, push) -> Mapping[int, Rows]:
-    """A job ends, with its message if it has one; returns what the server sends
-    to workers as the slowest clock advances."""
-    place, client = self._places[worker], self._clients[worker]
-    ticket = place.ticket
+  def _receive(self, worker: int, push: Push | None) -> Mapping[int, Rows]:
+    """Ends a job, and applies its message if there is one. Returns the rows
+    that the server then sends, by worker."""
+    state, client = self._workers[worker], self._clients[worker]
+    ticket = state.ticket
+    # The gap is measured before the worker's own message is applied.
     gap = rms(
       np.asarray(self.server.tables[name].peek(keys), float)
       - ticket.values[name]
       for name, keys in ticket.keys.items()
     )
     change, sent = (0.0, {}) if push is None else self._apply(push)
-    place.ticket = None
+    state.ticket = None
     self._write(worker, ticket.job, base.RECEIVE)
     self._records.append(
       (
         *(self.server.version, self.now, worker, ticket.job, ticket.oldest),
         *(gap, ticket.loss, True, ticket.norm, change),
-        *(place.up, place.down, client.residual()),
+        *(state.up, state.down, client.residual()),
       )
     )
-    place.up = place.down = 0
+    state.up = state.down = 0
     return sent
 
-  def _apply(self, push):
-    """Has the server apply a message; returns the RMS of what that changed, and
-    the rows that it sends to workers."""
+  def _apply(self, push: Push) -> tuple[float, Mapping[int, Rows]]:
+    """Applies a message at the server. Returns the RMS of the change of its
+    rows, and the rows that the server sends to workers."""
     advanced, (square, count) = self.server.measure(push)
     change, sent = np.sqrt(square / max(count, 1)), {}
     if advanced:
       sent = self.server.at_clock()
       for other, rows in sent.items():
-        self._places[other].down += rows.nbytes
+        self._workers[other].down += rows.nbytes
+      # Rebalance when the slowest clock passes a multiple of `every`.
       every, clock = self._settings.rebalance_every, self.server.slowest
       if every and clock // every > (clock - advanced) // every:
         for table in self.server.tables.values():
@@ -306,48 +341,48 @@ class Jobs:
   # Checkpoints.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the state of the run as a tree of arrays and JSON."""
     return {
       "server": self.server.pack(),
       "clients": [client.pack() for client in self._clients],
-      "places": [place.pack() for place in self._places],
+      "places": [state.pack() for state in self._workers],
       "trace": from_events(self.rows),
       "records": self.records(),
       "differentials": list(self.differentials.items()),
       "now": self.now,
       "heap": self._heap,
-      "counts": [self._pushed, self._begun, self.moved],
+      "counts": [self._event_count, self._begun, self.moved],
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what a run like this one, which has not begun, has packed."""
+    """Restores the packed state of a run with the same arguments. This run must
+    not have begun."""
     self.server.unpack(tree["server"])
-    for parties, packed in (
-      (self._clients, tree["clients"]), (self._places, tree["places"])
-    ):
-      for party, each in zip(parties, packed, strict=True):
-        party.unpack(each)
+    for client, packed in zip(self._clients, tree["clients"], strict=True):
+      client.unpack(packed)
+    for state, packed in zip(self._workers, tree["places"], strict=True):
+      state.unpack(packed)
     self.rows = list(events(base.Trace(*tree["trace"])))
     self._records = base.Records(*tree["records"]).rows()
     self.differentials = collections.Counter(dict(tree["differentials"]))
     self.now = tree["now"]
     self._heap = [(t, n, w) for t, n, w in tree["heap"]]
-    self._pushed, self._begun, self.moved = tree["counts"]
+    self._event_count, self._begun, self.moved = tree["counts"]
 
 
 def request_bytes(keys: Mapping[str, Keys]) -> int:
-  """Returns the bytes of a request for rows, by table."""
+  """Returns the bytes of a request for rows: a header and 8 per key."""
   return 16 + sum(8 * len(each) for each in keys.values())
 
 
-class Simulation(Jobs):
-  """A run of tables.
+class Simulation(TableRun):
+  """A run of tables with messages that take no time.
 
-  Job j of the run is that of worker j modulo N, in any order.
+  Job j always belongs to worker j modulo N, however fast the workers are.
 
   Example:
-    Two workers add their numbers to a row; the bound is 1, and the fast worker
-    waits where it would read without the slow one's first clock.
+    Two workers add numbers to one row. With a bound of 1 the fast worker waits
+    when it is more than one clock ahead of the slow one.
 
     >>> import numpy as np
     >>> from asgd import orders, tables
@@ -372,76 +407,81 @@ class Simulation(Jobs):
   """
 
   def _begin(self):
-    """All workers start what they may."""
-    for worker in range(len(self._places)):
+    """Starts the first job of each worker."""
+    for worker in range(len(self._workers)):
       self._try(worker)
 
-  def _happen(self):
-    """The next job ends, and what may start starts."""
-    time, number, worker = heapq.heappop(self._heap)
-    self.now = time
+  def _step(self) -> None:
+    """Ends the job that is due next, then starts the worker's next job and
+    those of waiting workers that may start now."""
+    event = heapq.heappop(self._heap)
+    self.now, _, worker = event
     try:
       self._end(worker)
     except ValueError:
-      heapq.heappush(self._heap, (time, number, worker))
+      # The job has not ended; a later `advance` tries again.
+      heapq.heappush(self._heap, event)
       raise
     self._try(worker)
-    for other, place in enumerate(self._places):
-      if place.waits:
+    for other, state in enumerate(self._workers):
+      if state.waits:
         self._try(other)
 
   def obey(self, trace: base.Trace) -> None:
-    """Obeys a recorded order in the place of durations.
+    """Replays a recorded trace: its rows give the order, instead of durations.
 
     Raises:
-      TraceError: for a row that cannot be obeyed: a job of another worker, a
-        read that the consistency model does not allow, or SEND in the place of
-        KEEP.
+      TraceError: for a row that this run could not have written: a job of
+        another worker, a read that the consistency model does not allow, or
+        SEND where the worker needs no rows (and KEEP where it does).
     """
     self._begun = True
     for event in events(trace):
-      self.now, place, why = event.time, self._places[event.worker], None
+      self.now, state, mismatch = event.time, self._workers[event.worker], None
       if event.action == base.RECEIVE:
-        if place.ticket is None or place.ticket.job != event.job:
-          why = "that job was not sent to the worker"
+        if state.ticket is None or state.ticket.job != event.job:
+          mismatch = "the worker is not computing that job"
         else:
           self._end(event.worker)
-      elif place.ticket is not None or event.job != self._next(event.worker):
-        why = "it is not the worker's next job"
+      elif state.ticket is not None or event.job != self._next(event.worker):
+        mismatch = "it is not the worker's next job"
       elif not self._start(event.worker):
-        why = "the worker would read rows that are too old"
+        mismatch = "the worker would read rows that are too old"
       elif self.rows[-1].action != event.action:
-        why = f"it was a {base.ACTIONS[self.rows[-1].action]}"
-      if why is not None:
-        raise TraceError(len(self.rows), event, why)
+        actual = base.ACTIONS[self.rows[-1].action]
+        mismatch = f"the replayed job starts with {actual}"
+      if mismatch is not None:
+        raise TraceError(len(self.rows), event, mismatch)
 
-  def _try(self, worker):
-    """Starts the worker's next job, if it has one and may."""
-    place = self._places[worker]
-    if place.started == self._jobs:
+  def _try(self, worker: int) -> None:
+    """Starts the worker's next job if it has one and the rules allow its
+    read."""
+    state = self._workers[worker]
+    if state.started == self._jobs:
       return
-    place.waits = not self._start(worker)
-    if not place.waits:
+    state.waits = not self._start(worker)
+    if not state.waits:
       heapq.heappush(
-        self._heap, (self.now + place.draw(), self._pushed, worker)
+        self._heap, (self.now + state.draw(), self._event_count, worker)
       )
-      self._pushed += 1
+      self._event_count += 1
 
-  def _start(self, worker):
-    """Starts the worker's next job; False if it must wait."""
+  def _start(self, worker: int) -> bool:
+    """Starts the worker's next job; returns False if the worker must wait."""
     keys, clock, stale = self._wants(worker)
     client = self._clients[worker]
+    # A worker without stale rows need not wait: it asks the server nothing.
     if stale and self.server.slowest < client.rules.need(clock):
       return False
     if stale:
-      self._places[worker].up += request_bytes(stale)
+      self._workers[worker].up += request_bytes(stale)
     for rows in self._answer(worker, clock, stale):
       client.take(rows)
     self._read(worker, keys, clock, len(self.rows) - 1)
     return True
 
-  def _end(self, worker):
-    """A job ends."""
+  def _end(self, worker: int) -> None:
+    """Computes and ends the worker's job, and delivers the rows that follow."""
     push = self._compute(worker)
     for other, rows in self._receive(worker, push).items():
       self._clients[other].take(rows)

@@ -1,7 +1,7 @@
-"""A table: rows by key, on the shards of a server, and what a push does."""
+"""A table: rows by key, divided over the shards of a server."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,14 +20,14 @@ _LAST = np.iinfo(np.int64).max
 
 
 class Table:
-  """Rows by key.
+  """Rows by key, and the function that pushes apply to them.
 
-  A dense table has the keys 0 to K - 1, or K others in a row if it is a part of
-  one. A sparse one has any keys from 0 on, and makes a row when its key is
-  first pulled or pushed.
+  A dense table has the keys 0 to K - 1; a part of one has K consecutive keys. A
+  sparse table has any keys from 0 on, and makes a row when its key is first
+  pulled or pushed.
 
-  A push is done as a whole or, if anything is wrong with it, not at all. `stop`
-  is the first key beyond those of a dense table, None of a sparse one.
+  A push changes all its rows or, if anything in it is invalid, none. `stop` is
+  1 + the last key of a dense table, and None for a sparse one.
 
   Example:
     >>> import numpy as np
@@ -52,22 +52,25 @@ class Table:
     start: int = 0,
     name: str = "table",
   ):
-    """Takes the rows [K, ...] of a dense table, which are copied.
+    """Makes a dense table from its rows [K, ...], which are copied.
 
     Args:
-      values: of NumPy or JAX, which the table stays.
+      values: rows, of NumPy or JAX; the table stays of that kind.
       function: of a push; None adds.
       shards: S, at most K.
-      load: float[K], by which keys are divided; None: as many to each shard.
-      start: the first key; of a part of a table it is not 0.
+      load: float[K], by which keys are divided; None: equal numbers of keys.
+      start: the first key, above 0 for a part of a table.
       name: for errors.
+
+    Raises:
+      ValueError: for values without rows, and for a load of another shape.
     """
     if np.ndim(values) < 1 or not len(values):
       raise ValueError(
         f"a dense table has rows [K, ...], not {checks.shown(values)}"
       )
     if not isinstance(values, jax.Array):
-      values = np.array(values)
+      values = np.array(values)  # a copy, which pushes mutate
     checks.whole("start", start, 0)
     count = len(values)
     load = np.ones(count) if load is None else np.asarray(load, np.float64)
@@ -84,8 +87,16 @@ class Table:
     ]
     self._set(values.shape[1:], values.dtype, function, name, parts)
 
-  def _set(self, shape, dtype, function, name, parts):
-    """Sets what dense and sparse tables have; parts are (keys, values)."""
+  def _set(
+    self,
+    shape: Sequence[int],
+    dtype: Any,
+    function: functions.RowFunction | None,
+    name: str,
+    parts: Iterable[tuple[Any, Any]],
+  ) -> None:
+    """Sets the attributes of dense and sparse tables; parts are (keys,
+    values)."""
     function = functions.add() if function is None else function
     if not isinstance(function, functions.RowFunction):
       raise ValueError(
@@ -94,7 +105,7 @@ class Table:
       )
     self.function, self.name = function, name
     self.shape, self.dtype = tuple(shape), dtype  # of a row, of its elements
-    # The rows of each shard, which are not to be changed by others.
+    # Rows by shard. Other classes read them only.
     self.shard_rows = [KeyedRows(k, self._columns(x)) for k, x in parts]
 
   @classmethod
@@ -108,14 +119,14 @@ class Table:
     ranges: ranges_lib.Ranges | None = None,
     name: str = "table",
   ) -> "Table":
-    """Returns a table without rows, of any keys from 0 on.
+    """Returns a table without rows, for any keys from 0 on.
 
     Args:
       shape: of a row.
       dtype: of its elements.
       function: of a push; None adds.
-      init: int64[n] keys -> [n, ...] their first values; None: zeros.
-      ranges: of the shards; None: there is one.
+      init: int64[n] keys -> [n, ...] their initial values; None: zeros.
+      ranges: of the shards; None: one shard.
       name: for errors.
     """
     self = cls.__new__(cls)
@@ -126,8 +137,9 @@ class Table:
     self._set(shape, np.dtype(dtype), function, name, parts)
     return self
 
-  def _columns(self, values):
-    """The columns of new rows."""
+  def _columns(self, values: Any) -> dict[str, Any]:
+    """Returns the columns of new rows: values, load, leaves of the state."""
+    # Leaves of the state become columns, so that they move with their rows.
     leaves, self._structure = jax.tree.flatten(self.function.init(values))
     load = np.zeros(len(values))
     named = {f"state{i}": leaf for i, leaf in enumerate(leaves)}
@@ -137,14 +149,15 @@ class Table:
     return sum(map(len, self.shard_rows))
 
   def read_keys(self, keys: Any) -> Keys:
-    """Returns keys of the table, as `tables.keys.read`."""
+    """Returns keys as int64[n], checked by `tables.keys.read`."""
     try:
       return keys_lib.read(keys, start=self._start, stop=self.stop)
     except ValueError as error:
       raise ValueError(f"{self.name}: {error}") from None
 
-  def _routed(self, keys):
-    """Yields (rows of a shard, where its keys are in the message)."""
+  def _routed(self, keys: Keys) -> Iterator[tuple[KeyedRows, np.ndarray]]:
+    """Yields (rows of a shard, positions of its keys in `keys`) for each shard
+    with keys. A sparse table makes missing rows."""
     shards = self.ranges.shard_of(keys)
     for number, rows in enumerate(self.shard_rows):
       (mine,) = (shards == number).nonzero()
@@ -160,10 +173,10 @@ class Table:
     """Returns rows [n, ...], in the order of the keys.
 
     Args:
-      keys: whole numbers that differ, or a slice or range of them.
+      keys: distinct integers, or a slice or range of them.
 
     Raises:
-      ValueError: for a key out of range, or one that comes twice.
+      ValueError: for a key out of range, or a key that occurs twice.
     """
     keys = self.read_keys(keys)
     for rows, mine in self._routed(keys):
@@ -171,23 +184,25 @@ class Table:
     return self.peek(keys)
 
   def peek(self, keys: Keys) -> Any:
-    """Returns rows as `pull` does, of keys that are right; it is no load."""
-    parts, places = [], []
-    for rows, mine in self._routed(keys):
-      parts.append(rows.read(keys[mine], _VALUES))
-      places.append(mine)
+    """Returns rows as `pull` does, without checking keys or counting load."""
+    parts, positions = [], []
+    for rows, at in self._routed(keys):
+      parts.append(rows.read(keys[at], _VALUES))
+      positions.append(at)
     if len(parts) == 1:
       return parts[0]
     if not parts:
       return np.zeros((0, *self.shape), self.dtype)
+    # The parts are by shard: restore the order of the keys.
+    order = np.argsort(np.concatenate(positions))
     xp = jnp if isinstance(parts[0], jax.Array) else np
-    return xp.concatenate(parts)[np.argsort(np.concatenate(places))]
+    return xp.concatenate(parts)[order]
 
   def push(self, keys: Any, values: Any) -> None:
-    """Gives values [n, ...] to the function, one for each key's row.
+    """Applies the function to values [n, ...], one for each key's row.
 
     Raises:
-      ValueError: for a key out of range or one that comes twice, for values of
+      ValueError: for a key out of range or that occurs twice, for values of
         another shape, and for a row with a NaN or an infinity; nothing is
         changed then.
     """
@@ -196,22 +211,23 @@ class Table:
     for rows, mine in self._routed(keys):
       part = keys[mine]
       rows.add(part, _LOAD, 1.0)
-      if self.function.additive:
+      if self.function.additive:  # without states, and without compiling
         rows.add(part, _VALUES, values[mine])
       else:
         self._apply(rows, part, values[mine])
 
-  def _read_values(self, values):
+  def _read_values(self, values: Any) -> Any:
     """Returns values as an array of the table's dtype."""
     array = values if hasattr(values, "dtype") else np.asarray(values)
     if array.dtype == self.dtype:
       return array
-    cast = None
+    cast = None  # complex numbers, times, objects and text are rejected
     if array.dtype.kind not in "cmMOSU":
       with np.errstate(over="ignore", invalid="ignore"):
-        cast = array.astype(self.dtype)  # what overflows is not finite
-    whole = np.dtype(self.dtype).kind in "iu"
-    if cast is None or (whole and not np.array_equal(cast, array)):
+        # An overflow becomes infinite, which `check_values` rejects.
+        cast = array.astype(self.dtype)
+    is_integer = np.dtype(self.dtype).kind in "iu"
+    if cast is None or (is_integer and not np.array_equal(cast, array)):
       raise ValueError(
         f"{self.name}: values of {array.dtype} do not fit into a table of"
         f" {self.dtype}"
@@ -219,7 +235,7 @@ class Table:
     return cast
 
   def check_values(self, keys: Keys, values: Any) -> None:
-    """Raises ValueError for values that cannot be pushed."""
+    """Raises ValueError for values of another shape or that are not finite."""
     if np.shape(values) != (len(keys), *self.shape):
       raise ValueError(
         f"{self.name}: values for {len(keys)} keys must have the shape"
@@ -235,7 +251,8 @@ class Table:
         " applied"
       )
 
-  def _apply(self, rows, keys, values):
+  def _apply(self, rows: KeyedRows, keys: Keys, values: Any) -> None:
+    """Applies a function that is not additive to rows and their states."""
     at = rows.positions(keys)
     names = [name for name in rows.columns if name not in (_VALUES, _LOAD)]
     state = jax.tree.unflatten(
@@ -249,14 +266,14 @@ class Table:
   # Shards.
 
   def rebalance(self) -> list[ranges_lib.Move]:
-    """Divides the keys anew by what was pulled and pushed of each since the
-    last time; rows go with their states. Returns what has moved."""
+    """Divides the keys again by the load since the last division; rows move
+    with their states. Returns the moves."""
     if self.stop is None:
       raise ValueError(f"{self.name}: a sparse table keeps its ranges")
     before = self.ranges
     after = ranges_lib.by_load(self.load, before.shards, start=self._start)
     out = ranges_lib.moves(before, after)
-    # Taken out before anything is put in: a range may go through a shard.
+    # Cut all ranges before joining any: a shard may both give and get rows.
     parts = [self.shard_rows[move.source].cut(*move[:2]) for move in out]
     for move, part in zip(out, parts, strict=True):
       self.shard_rows[move.target].join(part)
@@ -267,16 +284,19 @@ class Table:
 
   @property
   def load(self) -> np.ndarray:
-    """float[K], how often each row was pulled and pushed since the last
-    time."""
+    """float[K], how often each row was pulled or pushed since the last
+    division."""
     return np.concatenate([rows.columns[_LOAD] for rows in self.shard_rows])
 
   def set_range(
     self, start: int, stop: int, parts: Sequence[KeyedRows]
   ) -> None:
-    """Has the keys start <= key < stop from now on, as one shard's part of a
-    dense table: of those it had it keeps these, and takes in the others, which
-    are `parts` of the tables of other shards. Begins to count loads anew."""
+    """Sets the keys to start <= key < stop, for one shard's part of a dense
+    table.
+
+    The table keeps its rows in that range, and adds `parts` of other shards'
+    tables. Loads are counted from 0 again.
+    """
     (rows,) = self.shard_rows
     rows.keep((rows.keys >= start) & (rows.keys < stop))
     for part in parts:
@@ -286,7 +306,7 @@ class Table:
     self.ranges = ranges_lib.Ranges((start, stop))
 
   def whole(self) -> Any:
-    """Returns all rows [K, ...], by their keys; it is no load."""
+    """Returns all rows [K, ...] in the order of keys, without counting load."""
     parts = [rows.columns[_VALUES] for rows in self.shard_rows]
     xp = jnp if isinstance(parts[0], jax.Array) else np
     return xp.concatenate(parts)
@@ -294,22 +314,23 @@ class Table:
   # Checkpoints of a dense table.
 
   def pack(self) -> dict[str, np.ndarray]:
-    """Returns its columns, of all shards, and its cuts, as NumPy arrays."""
+    """Returns the columns of all shards, and the cuts, as NumPy arrays."""
     parts = [rows.pack() for rows in self.shard_rows]
     out = {name: np.concatenate([x[name] for x in parts]) for name in parts[0]}
     del out["keys"]
     return {**out, "cuts": np.array(self.ranges.cuts)}
 
   def unpack(self, packed: dict[str, np.ndarray]) -> None:
-    """Takes over what a table like this one has packed."""
+    """Restores the packed state of a table with the same arguments."""
     packed = dict(packed)
     cuts = packed.pop("cuts").tolist()
     first = self._start = cuts[0]
     self.stop, self.ranges = cuts[-1], ranges_lib.Ranges(tuple(cuts))
-    jaxed = isinstance(self.shard_rows[0].columns[_VALUES], jax.Array)
+    on_jax = isinstance(self.shard_rows[0].columns[_VALUES], jax.Array)
 
     def column(name, part):
-      if jaxed and name != _LOAD:
+      # Loads are NumPy arrays, also in a table of JAX arrays.
+      if on_jax and name != _LOAD:
         return jnp.asarray(part)
       return np.array(part)
 

@@ -1,10 +1,9 @@
 """Asynchronous tasks with dependencies: pushes and pulls that the caller does
 not wait for.
 
-A task is started when the tasks that it comes after have finished, which their
-answers say. Which these are, beside those that the caller names, is the
-consistency of the calls: none (eventual), the one before (sequential), or all
-but the last tau (bounded delay).
+A task is started once all tasks that it depends on have finished. These are the
+tasks that the caller names, and others by the delay: none (eventual), all
+earlier tasks (sequential), or all but the last tau (bounded delay).
 """
 
 import contextlib
@@ -14,22 +13,22 @@ from typing import Any, Protocol
 
 from asgd import checks
 
-EVENTUAL, SEQUENTIAL = None, 0  # delays
+EVENTUAL, SEQUENTIAL = None, 0  # values of `delay`
 
 
 class Answer(Protocol):
-  """What a call has come to, as a `concurrent.futures.Future` says it."""
+  """The result of a call, as a `concurrent.futures.Future` gives it."""
 
   def done(self) -> bool:
-    """Whether it has ended."""
+    """Whether the call has finished."""
 
   def result(self) -> Any:
-    """Returns what it answers, once it is there, or raises what it raised."""
+    """Waits for the call; returns its result, or raises its exception."""
 
 
 def at_once(target: Any) -> Callable[..., Answer]:
-  """Returns (method, *args) -> Answer of an object of this process, whose
-  methods are called as tasks start."""
+  """Returns a function (method, *args) -> Answer that calls a method of
+  `target` in this process at once."""
 
   def call(method: str, *args: Any) -> Answer:
     answer: Future[Any] = Future()
@@ -45,9 +44,8 @@ def at_once(target: Any) -> Callable[..., Answer]:
 class Tasks:
   """Tasks of one caller, numbered in the order in which they are issued.
 
-  What can be started is started as tasks are issued and waited for; `look` does
-  so in between. A task that fails has finished: its error is raised by
-  `result`.
+  Tasks are started when others are issued or waited for, and by `look`. A task
+  that fails counts as finished: `result` raises its error.
 
   Example:
     >>> import numpy as np
@@ -66,11 +64,11 @@ class Tasks:
     """Starts without tasks.
 
     Args:
-      call: (method, *args) -> Answer, of a table or what has its methods:
+      call: (method, *args) -> Answer, of a table or an object with its methods:
         `call` of a host (`asgd.live.hosts`), or `at_once` of a table.
-      delay: tau, 0 or more: a task starts when all but the tau tasks right
-        before it have finished. 0 is sequential, None eventual: all may run at
-        once.
+      delay: tau, 0 or more: a task starts when all tasks but the tau right
+        before it have finished. 0 is sequential; None is eventual: all may run
+        at once.
 
     Raises:
       ValueError: for a delay below 0.
@@ -81,32 +79,37 @@ class Tasks:
     """
     self._call = call
     self._delay = delay if delay is None else checks.whole("delay", delay, 0)
-    # number -> (method, args, tasks that it comes after), not started
+    # Task -> (method, args, tasks that must finish before it): not started.
     self._waiting: dict[int, tuple[str, tuple[Any, ...], set[int]]] = {}
     self._running: dict[int, Answer] = {}
-    self._ended: dict[int, Answer] = {}  # whose results were not asked for
+    self._ended: dict[int, Answer] = {}  # `result` was not called yet
     self._count = 0
 
   def __len__(self) -> int:
-    """Tasks that were issued."""
+    """Count of issued tasks."""
     return self._count
 
   @property
   def unfinished(self) -> list[int]:
-    """Tasks that have not finished, as the last look says."""
+    """Tasks that had not finished at the last `look`."""
     return sorted([*self._waiting, *self._running])
 
   def issue(self, method: str, *args: Any, after: Iterable[int] = ()) -> int:
-    """Issues a task, which calls a method; returns its number.
+    """Issues a task that calls a method; returns its number.
+
+    Args:
+      method: name of the method.
+      *args: of the call.
+      after: tasks that must finish first.
 
     Raises:
       ValueError: for a task in `after` that was not issued.
     """
     number, after = self._count, set(after)
-    strange = [task for task in after if not 0 <= task < number]
-    if strange:
+    unknown = [task for task in after if not 0 <= task < number]
+    if unknown:
       raise ValueError(
-        f"task {number} cannot come after {strange[0]}: {number} tasks were"
+        f"task {number} cannot come after {unknown[0]}: {number} tasks were"
         " issued, from 0 on"
       )
     self._count += 1
@@ -123,19 +126,21 @@ class Tasks:
     return self.issue("pull", keys, after=after)
 
   def look(self) -> None:
-    """Takes note of what has finished, and starts what may start."""
-    moved = True
-    while moved:
+    """Records which tasks have finished, and starts those that may start."""
+    started = True
+    while started:  # a started task may have finished at once (`at_once`)
       for number in [n for n, each in self._running.items() if each.done()]:
         self._ended[number] = self._running.pop(number)
-      may = [n for n in self._waiting if self._may_start(n)]
-      for number in may:
+      ready = [n for n in self._waiting if self._may_start(n)]
+      for number in ready:
         method, args, _ = self._waiting.pop(number)
         self._running[number] = self._call(method, *args)
-      moved = bool(may)
+      started = bool(ready)
 
-  def _may_start(self, number):
+  def _may_start(self, number: int) -> bool:
+    """Whether all tasks that a waiting task depends on have finished."""
     *_, after = self._waiting[number]
+    # With delay tau, all tasks before number - tau must have finished.
     first = None if self._delay is None else number - self._delay
     return not any(
       task in after or (first is not None and task < first)
@@ -143,35 +148,37 @@ class Tasks:
     )
 
   def result(self, number: int) -> Any:
-    """Returns what a task answers, once it has finished; it is asked for once.
+    """Waits for a task and returns its result; may be called once for a task.
 
     Raises:
-      ValueError: for a task that was not issued, or was asked for before.
-      Exception: what the call raised.
+      ValueError: for a task that was not issued, or if its result was returned
+        before.
+      Exception: the exception of the task.
     """
     while number in self._waiting or number in self._running:
       self._wait(number)
     if number not in self._ended:
       raise ValueError(
-        f"task {number} was not issued, or its result was asked for before"
+        f"task {number} was not issued, or its result was returned before"
       )
     return self._ended.pop(number).result()
 
-  def _wait(self, number):
-    """Waits until a task has finished that this one needs, or it itself."""
+  def _wait(self, number: int) -> None:
+    """Waits until the task, or one that it may depend on, has finished."""
     self.look()
+    # A task that has not started may depend on any running one.
     if number in self._running:
       task = number
     elif self._running:
       task = min(self._running)
     else:
       return
-    with contextlib.suppress(Exception):  # which its own `result` raises
+    with contextlib.suppress(Exception):  # `result` of that task raises it
       self._running[task].result()
     self._ended[task] = self._running.pop(task)
     self.look()
 
   def finish(self) -> None:
-    """Waits for all tasks; results may be asked for then."""
-    while left := self.unfinished:
-      self._wait(left[0])
+    """Waits for all tasks; their results can be read afterwards."""
+    while tasks := self.unfinished:
+      self._wait(tasks[0])

@@ -1,9 +1,9 @@
-"""Trees of arrays as bytes: what requests, answers and images travel as.
+"""Trees of arrays as bytes: the format of requests, replies and images.
 
-A tree is of dicts with names, lists, JSON, bytes and NumPy arrays. Its bytes
-are a text, where an array is its number, and the arrays one after the other,
-each at a multiple of 8 bytes. Nothing in it is run when it is read, as a pickle
-is.
+A tree consists of dicts with string keys, lists, JSON values, bytes and NumPy
+arrays. Its bytes are a JSON text, in which each array is replaced by its index,
+and the arrays one after the other, each at a multiple of 8 bytes. Loading runs
+no code of the data, unlike a pickle.
 """
 
 import functools
@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 _ALIGN = 8
-_ARRAY, _BYTES = "#", "$"  # a dict of this key alone is an array, or bytes
-
-_SHORT = ",", ":"  # separators
+# A dict with one of these as its only key stands for an array, or for bytes.
+_ARRAY, _BYTES = "#", "$"
+_SHORT = ",", ":"  # JSON separators without spaces
 
 
 @functools.cache
@@ -23,7 +23,8 @@ def _name(dtype):
   return dtype.name
 
 
-def _padded(size):
+def _padding(size):
+  """Returns the bytes that fill up `size` to a multiple of _ALIGN."""
   return -size % _ALIGN
 
 
@@ -50,25 +51,26 @@ def dump(tree: Any) -> bytes:
   text = json.dumps(tree, separators=_SHORT, default=plain)
   names = [[_name(x.dtype), x.shape] for x in arrays]
   head = f"[{text},{json.dumps(names, separators=_SHORT)}]".encode()
-  head += b" " * _padded(_ALIGN + len(head))
+  head += b" " * _padding(_ALIGN + len(head))
   parts = [len(head).to_bytes(_ALIGN, "little"), head]
   for x in arrays:
-    parts += [x.tobytes(), b"\0" * _padded(x.nbytes)]
+    parts += [x.tobytes(), b"\0" * _padding(x.nbytes)]
   return b"".join(parts)
 
 
 def load(data: bytes) -> Any:
-  """Returns the tree of some bytes, which shares no memory with them."""
+  """Returns the tree that `dump` wrote; it shares no memory with the bytes."""
   size = int.from_bytes(data[:_ALIGN], "little")
   at = _ALIGN + size
   head = data[_ALIGN:at]
   tree, like = json.loads(head)
   arrays = []
+  # Copies, as arrays on the buffer would be read-only and keep it alive.
   for name, shape in like:
     arrays.append(np.ndarray(shape, np.dtype(name), data, at).copy())
-    at += arrays[-1].nbytes + _padded(arrays[-1].nbytes)
+    at += arrays[-1].nbytes + _padding(arrays[-1].nbytes)
 
-  def whole(node):
+  def restored(node):
     if len(node) != 1:
       return node
     ((name, value),) = node.items()
@@ -76,5 +78,5 @@ def load(data: bytes) -> Any:
       return arrays[value]
     return arrays[value].tobytes() if name == _BYTES else node
 
-  # Once more, now that the arrays are there.
-  return json.loads(head, object_hook=whole)[0] if arrays else tree
+  # The first parse gave the shapes of the arrays; this one inserts them.
+  return json.loads(head, object_hook=restored)[0] if arrays else tree

@@ -1,13 +1,12 @@
-"""A holder of a worker's place, between shards that order by themselves: no
-clock, no files.
+"""One incarnation of a worker, between independent shards: no clock, no files.
 
-It has a client for each shard. The rows of shards that are there as a job
-begins decide all that follows, which rows it asks for among it. So its record
-has their number, for each shard (the column `totals` of SEND and KEEP rows),
-written before the job asks any shard.
+It has a client for each shard. The rows that it has taken when a job begins
+decide everything that follows, such as which rows it pulls. So the SEND or KEEP
+row of a job's start has, for each shard, the number of rows taken (the column
+`totals`). The row is written before the job sends a request.
 """
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,29 +17,34 @@ from asgd.tables import ranges as ranges_lib
 from asgd.tables import requests, wire
 from asgd.tables.client import Client
 from asgd.tables.division import Cuts, Division, Parts
-from asgd.tables.messages import Rows
+from asgd.tables.keys import Keys
+from asgd.tables.messages import Push, Rows
 from asgd.tables.requests import JOIN, PULL, PUSH, ClockMessage, JobRecord
 from asgd.tables.rows import rms
-from asgd.tables.settings import TableSettings, Work
+from asgd.tables.settings import TableSettings, Values, Work
 
 _NOT_KNOWN = float("nan")
 
-# What a holder yields: requests that must be answered before its next step.
+# Shard -> request. The caller sends them, and resumes after all replies.
 Asks = dict[int, bytes]
 Steps = Generator[Asks, None, None]
 
 
 class TableWorker:
-  """One holder's clients, and its jobs.
+  """The clients and jobs of one incarnation of a worker.
 
-  Its caller runs the steps of `join`, and then of one `job` after the other,
-  has each request answered, and gives the replies to its `mail`.
+  The caller runs the steps of `join`, then those of one `job` after the other.
+  It sends the requests that each step yields, and passes the replies to
+  `sessions`.
+
+      join -> [PUSH]              resumes an earlier incarnation's last message
+      job  -> [PULL] [PULL] PUSH  waits for a clock, pulls, computes, pushes
   """
 
   def __init__(
     self,
     worker: int,
-    life: int,
+    incarnation: int,
     settings: TableSettings,
     division: Division,
     work: Work,
@@ -52,17 +56,17 @@ class TableWorker:
     """Starts without rows.
 
     Args:
-      worker: its place.
-      life: holders of the place before it.
+      worker: its index.
+      incarnation: of the worker, counted from 0.
       settings: of the run.
       division: of its tables.
-      work: what is computed.
+      work: computed by the worker.
       workers: N.
-      jobs: of this place.
+      jobs: of this worker.
       seed: of filters and codecs.
     """
     self.worker, self.jobs = worker, jobs
-    self.mail = requests.Mail(worker, life, division.shards)
+    self.sessions = requests.ShardSessions(worker, incarnation, division.shards)
     settings = settings.of_run(workers, jobs)
     self._settings, self._division, self._work = settings, division, work
     self._workers = workers
@@ -78,82 +82,82 @@ class TableWorker:
       )
       for shard in shards
     ]
-    self.done = 0  # jobs
-    self._clocks = [0 for _ in shards]  # the slowest worker's, as it knows
-    self._records: list[JobRecord] = []  # of jobs that no shard has
+    self.done = 0  # jobs finished by the worker, earlier incarnations included
+    self._clocks = [0 for _ in shards]  # slowest worker's, in the last rows
+    self._records: list[JobRecord] = []  # of jobs of the unfinished clock
 
   @property
   def listens(self) -> bool:
-    """Whether shards send rows that the worker did not ask for."""
+    """Whether shards send rows that the worker did not request."""
     return self._settings.rules.by_clock
 
   def take(self, shard: int, upto: int, *, behind: bool = False) -> None:
-    """Takes the rows of a shard before a number; they must be there. Those that
-    are `behind` were sent before the shard had its last message."""
+    """Takes the rows of a shard before the number `upto`, all arrived; those
+    that are `behind` were sent before the shard had the worker's last
+    message."""
     client = self._clients[shard]
-    for data in self.mail.open(shard, upto):
+    for data in self.sessions.take(shard, upto):
       rows = Rows(*wire.load(data))
       (client.take_behind if behind else client.take)(rows)
       self._clocks[shard] = rows.clock
 
-  def _answered(self, shards):
-    """Takes what answers the pulls of some shards."""
+  def _take_replies(self, shards: Iterable[int]) -> None:
+    """Takes the rows of some shards' replies to pulls."""
     for shard in shards:
-      self.take(shard, self.mail.replies[shard].upto)
+      self.take(shard, self.sessions.replies[shard].upto)
 
   def join(
     self,
-    left: Callable[[int], ClockMessage | None] = lambda done: None,
+    saved: Callable[[int], ClockMessage | None] = lambda done: None,
     begun: Callable[[JobRecord], None] = lambda record: None,
     done: Callable[[JobRecord], None] = lambda record: None,
   ) -> Steps:
-    """Takes the place, and resumes after the last message that all shards have
-    of it; or that some have, if it is there to be sent to the others.
+    """Joins all shards, and resumes after the last message that all of them
+    have. If only some have it, and it was saved, it is sent to the others.
 
     Args:
-      left: returns the message of a holder before with which so many jobs are
-        done, with the records of those jobs that were not received by all, one
-        at least; None if there is no such message.
-      begun: is called with each of these jobs before anything is sent.
-      done: is called with the record of each once all shards have its updates.
+      saved: (jobs done) -> the saved message of an earlier incarnation, with
+        the records of jobs that it had not reported, at least one; or None.
+      begun: called with each of these records before a request is sent.
+      done: called with each record once all shards have its updates.
     """
     shards = range(self._division.shards)
-    yield {shard: self.mail.ask(shard, JOIN) for shard in shards}
-    self._set_division(*self.mail.replies[0].division)
-    has = [reply.done for reply in self.mail.replies]
-    message = left(max(has))
+    yield {shard: self.sessions.ask(shard, JOIN) for shard in shards}
+    self._set_division(*self.sessions.replies[0].division)
+    counts = [reply.done for reply in self.sessions.replies]
+    message = saved(max(counts))
     if message is None:
-      self.done = min(has)
+      # Jobs that only some shards have are computed again.
+      self.done = min(counts)
       return
     self.done = message.done
     for record in message.records:
       begun(record)
     asks = {
-      shard: self.mail.ask(
+      shard: self.sessions.ask(
         *(shard, PUSH, message.clock, message.done),
-        self._clients[shard].again(message.shards[shard]),
+        self._clients[shard].resend(message.shards[shard]),
       )
       for shard in shards
-      if has[shard] < message.done
+      if counts[shard] < message.done
     }
     if asks:
       yield asks
-    for record in self._answered_push(message.records, asks):
+    for record in self._finish_push(message.records, asks):
       done(record)
 
   @property
   def next(self) -> int | None:
-    """The job that it does next, None if it has done all."""
+    """The index of the next job; None if all jobs are done."""
     if self.done >= self.jobs:
       return None
     return self.done * self._workers + self.worker
 
-  # Other ranges.
+  # Moving ranges of keys between shards.
 
   @property
   def rests(self) -> bool:
-    """Whether it waits for the next division of the tables: it has ended the
-    clock after which they are divided anew."""
+    """Whether the worker waits for the next division of the tables."""
     settings, division = self._settings, self._division
     every = settings.rebalance_every * settings.clock_every
     if not every or division.shards == 1 or self.next is None:
@@ -161,22 +165,22 @@ class TableWorker:
     return self.done >= (division.version + 1) * every
 
   def divide(self, cuts: Cuts) -> None:
-    """Takes other ranges of keys. All rows that shards sent must be here: they
-    are taken, and copies and updates of rows move to the clients of their new
+    """Takes the next division. First it takes all rows that shards have sent,
+    which must have arrived; then rows move to the clients of their new
     shards."""
     for shard in range(self._division.shards):
-      self.take(shard, self.mail.there(shard))
+      self.take(shard, self.sessions.available(shard))
     before, self._division = self._division, self._division.next(cuts)
     for name, after in self._division.ranges.items():
       moves = ranges_lib.moves(before.ranges[name], after)
-      # Taken out before anything is put in: a range may go through a shard.
+      # Cut all ranges before joining any: a shard may both give and get rows.
       parts = [self._clients[move.source].cut(name, *move[:2])
         for move in moves]
       for move, part in zip(moves, parts, strict=True):
         self._clients[move.target].join(name, part)
 
-  def _set_division(self, version, cuts):
-    """Begins with a division that others have made."""
+  def _set_division(self, version: int, cuts: Cuts) -> None:
+    """Adopts the division that the shards have; version 0 is the first."""
     if version:
       division = self._division.next(cuts)
       self._division = division._replace(version=version)
@@ -190,13 +194,13 @@ class TableWorker:
     change: Callable[[Any], Any] = lambda gradient: gradient,
     sends: Callable[[ClockMessage], None] = lambda message: None,
   ) -> Steps:
-    """Does the next job.
+    """Does the next job, in steps.
 
     Args:
-      begun: is called with SEND if rows have to be asked for, else KEEP.
-      done: is called with the record of each job whose updates all shards have.
-      change: what becomes of a gradient; faults are there.
-      sends: is called with each message before any shard has it.
+      begun: called with SEND if the job requests rows, else with KEEP.
+      done: called with the record of each job once all shards have its updates.
+      change: applied to the gradient, to inject faults.
+      sends: called with each message before it is sent to any shard.
 
     Raises:
       ValueError: for an update that is not finite; nothing is sent then.
@@ -206,27 +210,35 @@ class TableWorker:
     keys = self._work.keys(batch)
     parts = self._division.split(keys)
     clock = self.done // settings.clock_every
-    for client in self._clients:
+    for client in self._clients:  # the learning rate may change per clock
       client.factor = settings.factor(clock)
     asks = self._stale(parts, clock)
     begun(base.SEND if asks else base.KEEP)
+
+    # [1] With server push, wait until late shards have the needed clock.
     late = []
     if settings.rules.by_clock:
       need = settings.rules.need(clock)
       late = [shard for shard in asks if self._clocks[shard] < need]
     if late:
-      # What they lack was changed before the clock advances: it is sent then.
-      yield {shard: self.mail.ask(shard, PULL, clock) for shard in late}
-      self._answered(late)
+      # A pull without keys is answered when the clock has advanced. The server
+      # push of that clock has the changed rows, which need no pull.
+      yield {shard: self.sessions.ask(shard, PULL, clock) for shard in late}
+      self._take_replies(late)
       asks = self._stale(parts, clock)
+
+    # [2] Pull stale rows. Under value_bounded every shard is asked: one without
+    # stale rows may have copies that lack too much.
     if settings.rules.by_value:
       asks = {shard: asks.get(shard, {}) for shard in range(len(parts))}
     if asks:
       yield {
-        shard: self.mail.ask(shard, PULL, clock, tables=tables)
+        shard: self.sessions.ask(shard, PULL, clock, tables=tables)
         for shard, tables in asks.items()
       }
-      self._answered(asks)
+      self._take_replies(asks)
+
+    # [3] Read the rows, compute, and add the updates to the clients' own.
     values, reads, oldest = self._read(keys, parts, clock)
     loss, gradient = self._work.gradient(values, batch, keys, self.worker, job)
     size = self._write(keys, change(gradient), clock)
@@ -235,52 +247,68 @@ class TableWorker:
       *(self._version, self.worker, job, oldest, _NOT_KNOWN, loss, True),
       *(size, 0.0, 0, 0, 0.0, reads),
     )
+
+    # [4] If the job ends a clock, push the updates of the clock to all shards.
     ends, pushes = settings.clock_of_message(self.done, self.jobs), []
     if ends is not None:
       last = self.done == self.jobs
       pushes = [x.flush(ends, everything=last) for x in self._clients]
     squares = [client.residual() ** 2 for client in self._clients]
     record = record._replace(residual_norm=float(np.sqrt(np.mean(squares))))
-    if not pushes:
-      self._records.append(self._with_bytes(record))
-      return
+    # The bytes of a push are counted for the job that ends the clock.
     asks = {
-      shard: self.mail.ask(shard, PUSH, push.clock, self.done, push.tables)
+      shard: self.sessions.ask(shard, PUSH, push.clock, self.done, push.tables)
       for shard, push in enumerate(pushes)
     }
-    records = [*self._records, self._with_bytes(record)]
-    self._records = []
+    self._records.append(self._with_bytes(record))
+    if asks:
+      yield from self._push(pushes, asks, done, sends)
+
+  def _push(
+    self,
+    pushes: Sequence[Push],
+    asks: Asks,
+    done: Callable[[JobRecord], None],
+    sends: Callable[[ClockMessage], None],
+  ) -> Steps:
+    """Sends a push to each shard, and reports the records of its jobs."""
+    records, self._records = self._records, []
     shards = [
       client.with_keys(push)
       for client, push in zip(self._clients, pushes, strict=True)
     ]
-    sends(ClockMessage(ends, self.done, shards, records))
+    sends(ClockMessage(pushes[0].clock, self.done, shards, records))
     yield asks
-    for each in self._answered_push(records, asks):
+    for each in self._finish_push(records, asks):
       done(each)
 
-  def _with_bytes(self, record):
-    """A record with what has been sent and taken since the last one."""
-    up, down = self.mail.count()
+  def _with_bytes(self, record: JobRecord) -> JobRecord:
+    """Returns a record with the bytes sent and taken since the last one."""
+    up, down = self.sessions.count()
     return record._replace(
       bytes_up=record.bytes_up + up, bytes_down=record.bytes_down + down
     )
 
-  def _answered_push(self, records, shards):
-    """Takes what came with the answers of some shards to a push; returns its
-    records, the last with the size of the change."""
+  def _finish_push(
+    self, records: Sequence[JobRecord], shards: Iterable[int]
+  ) -> list[JobRecord]:
+    """Takes the rows of shards' replies to a push. Returns its records, the
+    last one with the size of the change."""
     for shard in shards:
-      self.take(shard, self.mail.replies[shard].upto, behind=True)
+      self.take(shard, self.sessions.replies[shard].upto, behind=True)
     *before, last = records
-    last = last._replace(update=self._version, update_norm=self.mail.change())
+    change = self.sessions.change()
+    last = last._replace(update=self._version, update_norm=change)
     return [*before, self._with_bytes(last)]
 
   @property
   def _version(self):
-    return self.mail.replies[0].version
+    return self.sessions.replies[0].version
 
-  def _stale(self, parts: Sequence[Parts], clock):
-    """Returns the keys to be asked for, of the shards that have some."""
+  def _stale(
+    self, parts: Sequence[Parts], clock: int
+  ) -> dict[int, dict[str, Keys]]:
+    """Returns the keys to pull by shard, without shards that have none."""
     asks = {}
     for shard, part in enumerate(parts):
       keys = {name: each for name, (_, each) in part.items()}
@@ -288,48 +316,55 @@ class TableWorker:
         asks[shard] = stale
     return asks
 
-  def _read(self, keys, parts, clock):
+  def _read(
+    self, keys: Mapping[str, Keys], parts: Sequence[Parts], clock: int
+  ) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Returns the values of rows, the counts of rows by clock differential, and
+    the age of the oldest row in clocks."""
     values = {
       name: np.empty((len(each), *spec.shape), spec.dtype)
       for name, each in keys.items()
       for spec in [self._division.specs[name]]
     }
-    every = [np.zeros(0, np.int64)]
+    ages_by_part = [np.zeros(0, np.int64)]
     for client, part in zip(self._clients, parts, strict=True):
-      mine = {name: each for name, (_, each) in part.items()}
-      for name, rows in client.read(mine).items():
+      part_keys = {name: each for name, (_, each) in part.items()}
+      for name, rows in client.read(part_keys).items():
         values[name][part[name][0]] = rows
-        every.append(clock - client.clocks(name, mine[name]))
-    ages = np.concatenate(every).clip(min=0)
+        ages_by_part.append(clock - client.clocks(name, part_keys[name]))
+    # A row may be newer than the worker's clock; it counts as age 0.
+    ages = np.concatenate(ages_by_part).clip(min=0)
     bins = ages.clip(max=requests.BINS - 1)
     reads = np.bincount(bins, minlength=requests.BINS)
     return values, reads, int(ages.max(initial=0))
 
-  def _write(self, keys, gradient, clock):
-    """Keeps updates as its own; returns the RMS of the gradient."""
+  def _write(
+    self, keys: Mapping[str, Keys], gradient: Values, clock: int
+  ) -> float:
+    """Adds updates to the clients' own; returns the RMS of the gradient."""
     written = self._settings.written(clock, keys, gradient)
-    parts = self._division.split({k: mine for k, (mine, _) in written.items()})
+    parts = self._division.split({k: x for k, (x, _) in written.items()})
     for client, part in zip(self._clients, parts, strict=True):
       client.write(
         {
-          name: (mine, written[name][1][at])
-          for name, (at, mine) in part.items()
+          name: (part_keys, written[name][1][at])
+          for name, (at, part_keys) in part.items()
         }
       )
     return rms(gradient.values())
 
   def held(self) -> tuple[int, int]:
-    """(rows that filters held back for later, rows that they dropped)."""
+    """Returns counts of rows: (held back by filters, dropped by filters)."""
     both = [client.held for client in self._clients]
     return sum(h.back for h in both), sum(h.dropped for h in both)
 
   # Images, between two jobs of different clocks.
 
   def pack(self) -> dict[str, Any]:
-    """Returns it as a tree of arrays and JSON."""
+    """Returns the worker as a tree of arrays and JSON."""
     return {
       "clients": [client.pack() for client in self._clients],
-      "mail": self.mail.pack(),
+      "mail": self.sessions.pack(),
       "done": self.done,
       "clocks": self._clocks,
       "division": [
@@ -339,9 +374,9 @@ class TableWorker:
     }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over what one like it has packed."""
+    """Restores the packed state of a worker with the same arguments."""
     for client, packed in zip(self._clients, tree["clients"], strict=True):
       client.unpack(packed)
-    self.mail.unpack(tree["mail"])
+    self.sessions.unpack(tree["mail"])
     self.done, self._clocks = tree["done"], list(tree["clocks"])
     self._set_division(*tree["division"])

@@ -1,12 +1,14 @@
-"""One idea against staleness per file, each an optax transform.
+"""Optax transforms against staleness, one idea in each file.
 
-A factory raises ValueError for an argument out of its range.
+    message, Delay -> at_server transform -> algorithm's transform -> update
 
-Each transform keeps optax's contract: it ignores unknown extra args, its state
-is arrays, and `optax.inject_hyperparams` makes its numbers part of that state:
+A factory raises ValueError for an argument out of its range. Each transform
+keeps optax's contract: it ignores unknown extra args, and its state is arrays.
+`optax.inject_hyperparams` makes its numbers part of that state:
 `optax.inject_hyperparams(delay_compensation)(strength=schedule)`. An argument
-that is the size of something, such as `workers`, has to be in its
-`static_args`.
+that is a size, such as `workers`, must be in its `static_args`.
+
+Begin with `staleness.py`, the shortest, then `lookahead.py` and `rows.py`.
 
 References:
   Hakimi et al. 2019: "Taming momentum in a distributed asynchronous

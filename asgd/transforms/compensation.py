@@ -1,11 +1,12 @@
-"""Delay compensation: a first-order guess of the gradient at the server.
+"""Delay compensation: estimates the gradient at the server's parameters.
 
-DC-ASGD (Zheng et al. 2017) expands the gradient around the parameters at which
-it was computed, with lambda g*g for the diagonal of the Hessian.
+DC-ASGD (Zheng et al. 2017) expands the gradient to first order around the
+parameters at which it was computed, with lambda g*g for the diagonal of the
+Hessian.
 
-Compensate before weight decay, clipping or momentum see the gradient: the
-term is quadratic in g. `g` is the mean over a batch; with summed losses
-divide lambda by the batch size.
+Compensate before weight decay, clipping and momentum: the term is quadratic in
+g. `g` is the mean over a batch; for a sum of losses divide lambda by the batch
+size.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
 
   Args:
     strength: lambda, 0 or more, per unit of loss. It is 0.04 in the paper's
-      DC-ASGD-c and 2 in the DANA papers; the right one depends on the size of
+      DC-ASGD-c and 2 in the DANA papers; the best value depends on the size of
       the gradients.
 
   Returns:
@@ -76,10 +77,9 @@ def adaptive_delay_compensation(
     lambda = lambda_0 / sqrt(MeanSquare + eps)
     g <- g + lambda g * g * (params - sent_params),   all elementwise
 
-  The mean square takes in the incoming gradient first, then it is used. It
-  starts as 0 and is not bias-corrected. Wrap the transform in `per_worker` for
-  one average a worker, as the authors' code has it; the paper's text has one
-  for all.
+  The mean square includes the current gradient. It starts at 0 and is not
+  bias-corrected. The paper's text has one mean square for all workers. Wrap the
+  transform in `per_worker` for one per worker, as in the authors' code.
 
   Args:
     strength: lambda_0, 0 or more.
@@ -112,6 +112,7 @@ def adaptive_delay_compensation(
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
+    # The current gradient counts in its own mean square.
     mean_square = jax.tree.map(
       lambda m, g: decay * m + (1 - decay) * g * g, state.mean_square, updates
     )

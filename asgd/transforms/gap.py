@@ -1,7 +1,7 @@
-"""Gap-awareness: a gradient counts less, the further the parameters moved.
+"""Gap-awareness: a gradient counts less, the farther the parameters moved.
 
-Staleness counts updates; the gap is the distance that they covered, measured
-for each parameter in units of a typical update.
+Staleness counts updates since the ticket. The gap is the distance that they
+covered; here it is measured per parameter, in units of a typical update.
 """
 
 from typing import NamedTuple
@@ -32,34 +32,35 @@ def gap_aware(
   learning_rate: optax.ScalarOrSchedule, *, average: str | None = None,
   weight_decay: float = 0.0, decay: float = 0.999, eps: float = 1e-8,
 ) -> base.Transform:
-  """Gap-Aware: an optimizer that counts a gradient less, the larger its gap.
+  """Gap-Aware: an optimizer that divides gradients by their gap.
 
     g <- (g + weight_decay params) / (1 + |params - sent_params| / C)
     C = eta_max (sqrt(A / (1 - decay^t)) + eps)
     A <- decay A + (1 - decay) s * s,   all elementwise
 
   C is the size of a typical update of that parameter. eta_max is the largest
-  learning rate *so far*: after a decay of it gaps shrink and the penalty fades;
-  with the current rate it would not. s is one of two:
+  learning rate *so far*: when the rate decays, gaps shrink and the penalty
+  fades. With the current rate it would not. `average` selects s:
 
-  "gradients": the gradient as it arrived, without weight decay and penalty. A
-    takes it in before A is used, so t counts this one. It is the published rule
-    for SGD without momentum.
-  "updates": u, of the update -eta u that the optimizer made, penalties
-    included; with SGD u is the velocity. A takes it in after the update, so t
-    counts the ones before, and the first one of all is not penalised. It is the
-    published rule for an optimizer with momentum. (The authors' code counts the
-    velocity before the first update, 0, as a sample; here it is none.)
+  "gradients": s is the received gradient, without weight decay and penalty. A
+    is updated before its use, so t counts this gradient. It is the published
+    rule for SGD without momentum.
+  "updates": s is u, where the optimizer's update is -eta u, penalties included;
+    for SGD, u is the velocity. A is updated after its use, so t counts earlier
+    updates, and the very first one is not penalised. It is the published rule
+    for an optimizer with momentum. (The authors' code counts the velocity
+    before the first update, 0, as a sample; this one does not.)
 
-  An optimizer's own weight decay, decoupled from gradients, is not penalised.
+  Decoupled weight decay inside the optimizer is not penalised.
 
   Args:
-    optimizer: the whole of it, learning rate included.
+    optimizer: the complete optimizer, learning rate included.
     learning_rate: eta, as given to the optimizer.
-    average: "gradients" or "updates"; None is the published rule: "gradients"
-      unless the optimizer keeps a state of the size of the parameters, such as
-      a velocity. One without such a state whose update is not -eta times the
-      gradient, as `optax.sign_sgd`, needs "updates".
+    average: "gradients" or "updates". None is the published rule: "updates" for
+      an optimizer with a state of the size of the parameters, such as a
+      velocity, otherwise "gradients". An optimizer without such a state whose
+      update is not -eta times the gradient, as `optax.sign_sgd`, needs
+      "updates".
     weight_decay: 0 or more; weight_decay * params is added to a gradient, and
       penalised with it.
     decay: of the average, in [0, 1).
@@ -74,7 +75,7 @@ def gap_aware(
     pipe/pipeline/gap_aware), by authors of the same group.
 
   Example:
-    Gradients are 4, and so C is 0.5 4 = 2.
+    All gradients are 4, so C is 0.5 4 = 2.
 
     >>> import jax.numpy as jnp
     >>> import optax
@@ -104,7 +105,8 @@ def gap_aware(
     )
 
   def accumulate(state, updates, rate):
-    """Averages in updates over their learning rate; at 0 they have no size."""
+    """Adds updates over their learning rate to the average; skips a rate of 0,
+    at which the size is unknown."""
     moves = rate > 0
     scale = 1 / jnp.where(moves, rate, 1.0)
 
@@ -121,11 +123,12 @@ def gap_aware(
     rate = rates.at(learning_rate, state.count)
     largest = jnp.maximum(state.largest_rate, rate)
     kind = average or _published(inner, params)
+    # [1] Published rule without momentum: average the gradient before its use.
     if kind == GRADIENTS:
       state = accumulate(state, updates, jnp.ones([]))
     if not checks.is_zero(weight_decay):
       updates = optax.tree.add_scale(updates, weight_decay, params)
-    # Before there is a sample, there is no typical size: no penalty.
+    # Without a sample there is no typical size, and no penalty.
     correction = 1 - decay ** jnp.maximum(state.samples, 1)
     has_size = (state.samples > 0) & (largest > 0)
 
@@ -134,12 +137,15 @@ def gap_aware(
       penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
       return jnp.where(has_size, g / penalty, g).astype(g.dtype)
 
+    # [2] Divide by the gap, in units of a typical update.
     updates = jax.tree.map(
       penalise, updates, state.mean_square, params, sent_params
     )
+    # [3] Apply the optimizer.
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
     )
+    # [4] Published rule with momentum: average the update after its use.
     if kind == UPDATES:
       state = accumulate(state, updates, rate)
     state = state._replace(
@@ -153,8 +159,8 @@ def gap_aware(
 def _published(
   optimizer: optax.GradientTransformation, params: base.Params
 ) -> str:
-  """Returns what the published rule averages: UPDATES of an optimizer whose
-  state grows with the parameters, GRADIENTS of any other."""
+  """Returns the published average for an optimizer: UPDATES if its state grows
+  with the parameters, otherwise GRADIENTS."""
 
   def larger(p):
     return jax.ShapeDtypeStruct((2, *jnp.shape(p)), jnp.result_type(p))

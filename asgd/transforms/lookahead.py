@@ -1,15 +1,15 @@
-"""Look-ahead: send the parameters where they will be, not where they are.
+"""Look-ahead: sends predicted parameters instead of the current ones.
 
 A worker's gradient arrives after messages of other workers have moved the
-parameters. With momentum, most of that move is known when the ticket is sent:
-it is in the velocities. So a look-ahead is a *send* rule. It makes an Algorithm
-of a transform, as the last step of composing it.
+parameters. With momentum, the velocities already contain most of that move when
+the ticket is sent. So a look-ahead is a *send* rule: it turns a transform into
+an Algorithm, as the last step of composing it.
 
-`lookahead` states the idea for any optimizer: roll it forward on zero
-gradients, once for each message that is expected. `velocity_lookahead` is its
-fast form for momentum, where the roll-out has a closed form; DANA's is a
-running sum over workers (`dana_momentum`). The two agree while the learning
-rate is constant: a roll-out also moves through its schedule.
+`lookahead` works for any optimizer: it rolls it forward on zero gradients, one
+for each expected message. `velocity_lookahead` is its fast form for momentum,
+where the result has a closed form; DANA's is a running sum over workers
+(`dana_momentum`). The two agree while the learning rate is constant: a rolled
+optimizer also advances its schedule.
 """
 
 from collections.abc import Callable
@@ -32,19 +32,20 @@ def lookahead(
     for j in workers(i): params <- params + tx(0, worker=j);   send params
 
   The server's parameters and optimizer do not change. With momentum and one
-  worker it is Nesterov's look-ahead; with a velocity for each worker and all of
-  them, DANA's.
+  worker it is Nesterov's look-ahead. With a velocity for each worker, and all
+  workers rolled forward, it is DANA's.
 
   Args:
-    tx: the whole optimizer, learning rate included.
-    workers: int32[] -> int32[K]; of the worker that asks, the workers whose
-      messages are rolled forward, in order. Sending costs K updates.
+    tx: the complete optimizer, learning rate included.
+    workers: int32[] -> int32[K]. Takes the receiver of the ticket and returns
+      the workers whose messages are predicted, in order. A send costs K
+      updates.
 
   Returns:
     An Algorithm: `tx` with another send rule.
 
   Source:
-    Hakimi et al. 2019 for momentum; for any optimizer it is this library's.
+    Hakimi et al. 2019 for momentum; this library for other optimizers.
 
   Example:
     Momentum rolled forward twice: v = 4 becomes 2, then 1.
@@ -74,6 +75,7 @@ def lookahead(
       )
       return (optax.apply_updates(params, updates), opt_state), None
 
+    # A scan, as K may be large; each step is one predicted message.
     others = jnp.asarray(workers(worker), jnp.int32)
     (params, _), _ = jax.lax.scan(step, (params, opt_state), others)
     return params
@@ -85,30 +87,30 @@ class SlimState(NamedTuple):
   """State of `slim`."""
 
   inner: optax.OptState  # of the optimizer
-  ahead: optax.Updates  # like params, what a zero gradient would add now
+  ahead: optax.Updates  # like params, the update of a zero gradient now
 
 
 def slim(
   optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-  """DANA-Slim of any optimizer: the worker keeps it, and its look-ahead.
+  """DANA-Slim for any optimizer: the worker keeps it and sends its look-ahead.
 
     message = a_before - u - a,   u = tx(g), a = tx(0) after it
 
-  Parameters that are the sum of what all workers' optimizers did, u, and of
-  what each would do next on a zero gradient, a, are DANA-Zero's look-ahead. So
-  a worker sends by how much its own part of that sum changes, with the sign of
-  a gradient, and the server subtracts it: SGD with learning rate 1. For
-  momentum the message is eta (gamma v + g).
+  DANA-Zero's look-ahead is the sum, over all workers' optimizers, of their
+  updates so far (u) and of their next update on a zero gradient (a). So a
+  worker sends the change of its part of that sum, with the sign of a
+  gradient. The server subtracts it: SGD with learning rate 1. For momentum the
+  message is eta (gamma v + g).
 
   Args:
-    optimizer: the whole of it, learning rate included.
+    optimizer: the complete optimizer, learning rate included.
 
   Returns:
     A transform for a worker's gradients, such as the `at_worker` of a Recipe.
 
   Source:
-    Hakimi et al. 2019 for momentum; for any optimizer it is this library's.
+    Hakimi et al. 2019 for momentum; this library for other optimizers.
 
   Example:
     >>> import jax.numpy as jnp
@@ -128,11 +130,12 @@ def slim(
     return SlimState(tx.init(params), optax.tree.zeros_like(params))
 
   def update_fn(updates, state, params=None, **extra_args):
-    made, inner = tx.update(updates, state.inner, params, **extra_args)
+    update, inner = tx.update(updates, state.inner, params, **extra_args)
     zeros = optax.tree.zeros_like(updates)
     ahead, _ = tx.update(zeros, inner, params, **extra_args)
+    # The server subtracts the message.
     message = jax.tree.map(
-      lambda before, u, after: before - u - after, state.ahead, made, ahead
+      lambda before, u, after: before - u - after, state.ahead, update, ahead
     )
     return message, SlimState(inner, ahead)
 
@@ -142,7 +145,7 @@ def slim(
 class VelocityState(NamedTuple):
   """State of `velocity_lookahead`."""
 
-  count: jax.Array  # int32[], updates made
+  count: jax.Array  # int32[], updates update
   momentum: optax.OptState  # of the momentum transform
   rate: optax.OptState  # of the scaling by the learning rate
 
@@ -152,16 +155,16 @@ def velocity_lookahead(
   learning_rate: optax.ScalarOrSchedule,
   velocity: Callable[[optax.OptState, jax.Array], optax.Updates],
 ) -> base.Algorithm:
-  """Sends the parameters less a velocity, at the rate of the next update.
+  """Sends the parameters minus a velocity, at the rate of the next update.
 
     params <- params - eta momentum(g);   send params - eta velocity
 
   Args:
-    momentum: turns gradients into velocities that do not hold the learning
+    momentum: turns gradients into velocities that do not contain the learning
       rate, like `optax.trace`.
     learning_rate: eta, a number, or a schedule over updates.
-    velocity: (state of `momentum`, worker int32[]) -> how far to look ahead,
-      like the parameters.
+    velocity: (state of `momentum`, worker int32[]) -> the velocity to
+      subtract, like the parameters.
 
   Returns:
     An Algorithm.
@@ -198,6 +201,7 @@ def velocity_lookahead(
     return updates, VelocityState(state.count + 1, momentum_state, rate)
 
   def send(opt_state, params, *, worker):
+    # The rate of the next update: `count` updates have been made.
     rate = rates.at(learning_rate, opt_state.count)
     ahead = velocity(opt_state.momentum, worker)
     return jax.tree.map(
@@ -221,18 +225,18 @@ def precede(
 
     params <- params + algorithm(last(... first(g)))
 
-  `optax.chain` would drop the send rule.
+  `optax.chain` would drop the Algorithm's send rule.
 
   Args:
     algorithm: any; its send rule must not depend on the transforms.
     *transforms: of the gradient, the first one first; they must not depend on
-      the send rule. A Delay is passed on to them.
+      the send rule. They get the Delay.
 
   Returns:
-    An Algorithm; `algorithm` itself without transforms.
+    An Algorithm; without transforms, `algorithm` itself.
 
   Source:
-    none: it composes.
+    none.
 
   Example:
     >>> import jax.numpy as jnp
@@ -272,13 +276,13 @@ class DanaMomentumState(NamedTuple):
 
 
 def dana_momentum(workers: int, decay: float) -> base.Transform:
-  """A momentum for each worker, and their sum kept up to date.
+  """A momentum for each worker, and their running sum.
 
     v^i <- gamma v^i + g
     v^0 <- v^0 + (v^i new - v^i old),   so that v^0 = sum_j v^j
 
-  It is `per_worker(optax.trace(decay), N)` and a sum over workers, at a cost
-  that does not grow with N.
+  It equals `per_worker(optax.trace(decay), N)` with a sum over workers, at a
+  cost that does not grow with N.
 
   Args:
     workers: N.
@@ -316,6 +320,7 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     del params, extra_args
     old, rows = rows_lib.read(state.velocity, worker)
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
+    # Adding the change costs one row; a sum over workers would cost N.
     total = jax.tree.map(lambda t, n, o: t + (n - o), state.total, new, old)
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)

@@ -1,5 +1,7 @@
-"""Mixing of models: the server moves part of the way to a worker's model, as
-FedAsync (Xie et al. 2019) does. An alpha near 1 overwrites the server.
+"""Mixing of models: the server moves part of the way to a worker's model.
+
+FedAsync (Xie et al. 2019) does so. With alpha near 1 a message overwrites the
+server's parameters.
 """
 
 from collections.abc import Callable
@@ -38,7 +40,7 @@ def constant_discount(staleness: jax.Array) -> jax.Array:
 
 
 def polynomial_discount(decay: float = 0.5) -> Discount:
-  """Messages count less by a power of the staleness.
+  """Weights messages by a power of the staleness.
 
     s(staleness) = (staleness + 1)^-a
 
@@ -62,13 +64,13 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
 
 
 def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
-  """Messages count less beyond some staleness.
+  """Weights messages less beyond some staleness.
 
     s(staleness) = 1 / (a max(staleness - b, 0) + 1)
 
   Args:
     decay: a, positive.
-    grace: b, 0 or more, the most staleness that costs nothing.
+    grace: b, 0 or more, the largest staleness with weight 1.
 
   Returns:
     A function of the staleness, int32[] -> float[].
@@ -99,8 +101,8 @@ def make_discount(
 
   Args:
     name: "constant", "polynomial" or "hinge", in this order.
-    decay: a, positive; None is the discount's own default.
-    grace: b, of "hinge".
+    decay: a, positive; None is the discount's default.
+    grace: b, used by "hinge".
 
   Returns:
     A function of the staleness, int32[] -> float[].
@@ -130,20 +132,20 @@ def make_discount(
 def mix_models(
   mixing: float, discount: Discount = constant_discount
 ) -> base.Transform:
-  """Turns a displacement into a step towards the worker's model.
+  """Turns a worker's displacement into a step towards its model.
 
     x <- (1 - alpha_t) x + alpha_t x_new,   alpha_t = alpha s(staleness)
 
-  A message is d = x_sent - x_new, so x_new = x_sent - d whatever the server
-  has become since: the update is alpha_t (x_sent - d - x). Each message has to
-  start at its ticket: no worker may do two jobs on one.
+  A message is d = x_sent - x_new, so x_new = x_sent - d, however the server has
+  moved since. The update is alpha_t (x_sent - d - x). Each message must start
+  at its ticket: no worker may do two jobs on one.
 
   Args:
     mixing: alpha, in (0, 1].
     discount: s, int32[] -> float[].
 
   Returns:
-    A transform without a state that is the whole of a server's rule; its update
+    A transform without a state. It is the complete rule of a server; its update
     needs `params` and the extra args `staleness` and `sent_params`.
 
   Source:
@@ -167,6 +169,8 @@ def mix_models(
     updates, state, params=None, *, staleness, sent_params, **extra_args
   ):
     del extra_args
+    # x_new - x, where x_new = sent - d. A rate of the leaf's dtype keeps
+    # bfloat16 leaves in bfloat16.
     rate = mixing * discount(staleness)
 
     def mix(d, sent, now):
@@ -178,11 +182,11 @@ def mix_models(
 
 
 def add_proximal_pull(strength: float) -> base.Transform:
-  """Adds the gradient of a pull to what was sent.
+  """Adds the gradient of a pull towards the sent parameters.
 
     g <- g + rho (x - x_sent),   of rho / 2 ||x - x_sent||^2 in the loss
 
-  It is Option II of FedAsync, for the optimizer of a worker, to which
+  It is Option II of FedAsync, for the local optimizer of a worker;
   `local_worker` passes `sent_params`.
 
   Args:

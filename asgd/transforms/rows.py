@@ -1,7 +1,7 @@
 """A state for each worker, updated in place.
 
 Multi-ASGD, DANA and the per-worker form of DC-ASGD keep one momentum or one
-accumulator for each worker: the ordinary transform, wrapped in `per_worker`. An
+accumulator for each worker: an ordinary transform, wrapped in `per_worker`. An
 update costs one row of `WorkerRows`, whatever the number of workers.
 """
 
@@ -15,20 +15,20 @@ from asgd import base, checks
 
 
 class WorkerRows(NamedTuple):
-  """A tree for each worker, of which one is read and written at a time.
+  """A tree for each worker; an update reads and writes one of them.
 
-  XLA copies a whole [N, ...] buffer when a row of it is read and then written
-  in one program. So a new row waits beside the buffer and is written before
-  the next one is read: a write followed by a read is done in place.
+  XLA copies a complete [N, ...] buffer if one program reads a row and then
+  writes it. So a new row waits beside the buffer, and is written just before
+  the next read: XLA does a write followed by a read in place.
   """
 
-  stored: optax.OptState  # every leaf [N, ...], stale in row `owner`
-  pending: optax.OptState  # every leaf [...], the present row of `owner`
+  stored: optax.OptState  # every leaf [N, ...]; row `owner` is out of date
+  pending: optax.OptState  # every leaf [...], the current row of `owner`
   owner: jax.Array  # int32[]
 
 
 def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
-  """Returns the same row, a tree of arrays, for each of N workers."""
+  """Returns rows of N workers that all equal `row`, a tree of arrays."""
   stored = jax.tree.map(
     lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
@@ -46,6 +46,7 @@ def read(
   rows: WorkerRows, worker: jax.Array
 ) -> tuple[optax.OptState, WorkerRows]:
   """Returns the row of a worker, int32[], and the rows to `write` to."""
+  # Write the pending row before any read, so that XLA works in place.
   stored = settle(rows)
   return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
 
@@ -53,13 +54,12 @@ def read(
 def write(
   rows: WorkerRows, worker: jax.Array, row: optax.OptState
 ) -> WorkerRows:
-  """Returns `rows`, as the last `read` returned them, with the row replaced of
-  the worker that it read."""
+  """Replaces the row of a worker, in `rows` as returned by its `read`."""
   return rows._replace(pending=row, owner=worker)
 
 
 def peek(rows: WorkerRows, worker: jax.Array) -> optax.OptState:
-  """Returns a worker's row, for a caller that writes none.
+  """Returns a worker's row, for a caller that does not write.
 
   Args:
     rows: of all workers, such as `PerWorkerState.inner`.
@@ -104,15 +104,16 @@ def per_worker(
     state^i, u <- tx(g, state^i),   i the worker that sent g
 
   Args:
-    tx: any transform; a Delay is passed on to it.
+    tx: any transform; it gets the Delay.
     workers: N, states that are kept.
 
   Returns:
-    A transform whose update needs the extra arg `worker`, int32[]. One of N or
+    A transform whose update needs the extra arg `worker`, int32[]. An index of
+    N or more is not detected under jit; runtimes check it (`Server.workers`).
     more is not detected under jit; runtimes check it (`Server.workers`).
 
   Source:
-    Hakimi et al. 2019: of a momentum, it is that of Multi-ASGD.
+    Hakimi et al. 2019: with a momentum it is Multi-ASGD's.
 
   Example:
     >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Scaling by staleness: a gradient counts less, the later it comes."""
+"""Scaling by staleness: a gradient counts less, the staler it is."""
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +8,12 @@ from asgd import base
 
 
 def scale_by_staleness() -> base.Transform:
-  """Divides updates by their staleness; fresh ones stay as they are.
+  """Divides updates by their staleness, if it is 2 or more.
 
     g <- g / max(staleness, 1)
 
-  As the `at_server` transform of a server that averages several messages it
-  scales each of them by its own staleness, which is n-softsync of the paper.
+  As the `at_server` transform of a server that averages several messages, it
+  scales each message by its own staleness: the paper's n-softsync.
 
   Returns:
     A transform without a state, whose update needs the extra arg `staleness`,

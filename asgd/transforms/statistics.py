@@ -1,13 +1,13 @@
 """Statistics of BatchNorm: owned by the server, averaged from messages.
 
-BatchNorm's running means and variances have no natural owner when many workers
-train: each sees its own batches, and none sees the server's parameters. Here
-the server owns them. They ride with the weights in `base.Variables`; a
-message carries the statistics of one batch, and the server averages them in:
+With many workers, BatchNorm's running means and variances have no natural
+owner: each worker sees its own batches, and none has the server's parameters.
+Here the server owns them, beside the weights in `base.Variables`. A message
+carries the statistics of one batch, and the server averages them in:
 
   stats <- decay stats + (1 - decay) batch_stats.
 
-No gradient rule, momentum, look-ahead or gap ever touches them.
+No gradient rule, momentum, look-ahead or gap uses them.
 """
 
 import jax
@@ -18,23 +18,22 @@ from asgd import base, checks
 def own_statistics(
   algorithm: base.Algorithm, decay: float = 0.9
 ) -> base.Algorithm:
-  """Lets an algorithm on weights train `base.Variables`.
+  """Makes an algorithm on weights train `base.Variables`.
 
     stats <- decay stats + (1 - decay) batch_stats
 
-  The algorithm sees weights only. A tree that is not `Variables` passes
-  through, so this can wrap every algorithm.
+  The algorithm gets weights only. A tree that is not `Variables` passes through
+  unchanged, so this can wrap every algorithm.
 
   Args:
     algorithm: of weights.
-    decay: what is kept of the statistics, in [0, 1).
+    decay: the part of the old statistics that is kept, in [0, 1).
 
   Returns:
-    An Algorithm of `Variables`, whose messages are `Variables`, too.
+    An Algorithm of `Variables`, whose messages are `Variables`.
 
   Source:
-    none: an update of statistics as of BatchNorm's, with the server as their
-    owner.
+    none: BatchNorm's update of statistics, with the server as their owner.
 
   Example:
     >>> import jax.numpy as jnp
@@ -65,6 +64,7 @@ def own_statistics(
     if not isinstance(updates, base.Variables):
       return weights, state
     stats = jax.tree.map(
+      # An update is added: old + (1 - decay) (new - old).
       lambda new, old: (1 - decay) * (new - old), updates.stats, params.stats
     )
     return base.Variables(weights, stats), state
@@ -73,6 +73,7 @@ def own_statistics(
     weights = algorithm.send(opt_state, base.weights_of(params), worker=worker)
     return base.with_weights(params, weights)
 
+  # Runtimes detect `send_current` to skip a compiled call.
   if algorithm.send is base.send_current:
     return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)

@@ -1,8 +1,8 @@
-"""Sparse logistic regression: what a bounded delay wins, and what it costs.
+"""Sparse logistic regression: time gained by a bounded delay, and its cost.
 
 Four workers compute delayed block proximal steps on generated examples (1,600
-of 20 of 1,000 features) and go on before a step has come from all, by up to tau
-clocks. Durations vary by half (gamma), in simulated time.
+with 20 of 1,000 features). A worker may be up to tau clocks ahead of a step
+that is not complete. Durations vary by half (gamma), in simulated time.
 
   asgd reproduce bounded_delay
   python -m launch.train --config=configs/figures/bounded_delay.py
@@ -14,7 +14,7 @@ import ml_collections
 
 DELAYS = 0, 1, 2, 4, 8, 16
 RATES = {"stable": 1.5, "edge": 3.0}
-OBJECTIVE = 0.4  # to be reached
+OBJECTIVE = 0.4  # the objective to reach
 TIME, END = "time to objective", "objective in the end"
 
 

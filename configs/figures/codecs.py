@@ -1,9 +1,9 @@
 """Bytes against accuracy, of all codecs, in both directions.
 
 A small CNN on Fashion-MNIST. Up: four asynchronous workers send gradients
-through each codec. Down: rounds of four workers, whose server sends updates
-through each codec that can have a residual. Bytes are those of packed messages
-and updates.
+through each codec. Down: synchronous rounds of four workers, in
+which the server also sends its updates through a codec with a residual. Bytes
+are those of packed messages and updates.
 
   asgd reproduce codecs
   python -m launch.train --config=configs/figures/codecs.py
@@ -35,7 +35,7 @@ CODECS = {  # label -> title, codec
   "int8": ("int8", dict(name="int8")),
   "e3m0": ("E3M0", dict(name="e3m0")),
 }
-# A tau in the unit of gradients is none of updates.
+# Codecs for updates. Threshold codecs are left out: their tau fits gradients.
 DOWN = "top_k", "onebit", "sign", "powersgd", "int8", "bf16"
 SPARSE = "threshold", "top_k", "dgc"
 CLOSE = "onebit", "qsgd", "bf16", "fp16", "int8", "threshold"
@@ -54,12 +54,12 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
-  nag = dict(recipe="asgd", momentum=0.9)
+  momentum_sgd = dict(recipe="asgd", momentum=0.9)
   ssgd = dict(recipe="ssgd", momentum=0.9, learning_rate=0.016)
-  runs = dict(dense=dict(nag, title="dense"))
+  runs = dict(dense=dict(momentum_sgd, title="dense"))
   for label, (title, codec) in CODECS.items():
-    # DGC has the momentum at the worker.
-    recipe = dict(recipe="asgd") if label == "dgc" else nag
+    # DGC applies momentum at the worker, so the recipe has none.
+    recipe = dict(recipe="asgd") if label == "dgc" else momentum_sgd
     runs[label] = dict(recipe, title=title, compress=codec)
   runs["rounds"] = dict(ssgd, title="rounds, dense")
   for label in DOWN:

@@ -1,4 +1,4 @@
-"""DANA: whose gap grows with the number of workers, and what that costs.
+"""DANA: how the gap grows with the number of workers, and what that costs.
 
 Ten algorithms on handwritten digits at 4 to 32 simulated workers, on a cluster
 of equal machines (gamma model, V = 0.1) and one of unequal ones (V_mach = 0.6),
@@ -19,9 +19,9 @@ ALGORITHMS = {  # label -> title, entry
   "asgd": ("ASGD", dict(recipe="asgd")),
   "nag": ("NAG-ASGD", dict(recipe="nag_asgd")),
   "multi": ("Multi-ASGD", dict(recipe="multi_asgd")),
-  # As beside DANA: a constant lambda of 2, and the momentum that all have.
+  # As in the comparison with DANA: a constant lambda of 2, and momentum.
   "dc": ("DC-ASGD", dict(recipe="dc_asgd_c", momentum=0.9, strength=2.0)),
-  # As in its own paper: adaptive, without momentum, so at a rate of its own.
+  # As in its own paper: adaptive and without momentum, so with another rate.
   "dca": ("DC-ASGD-a", dict(recipe="dc_asgd_a", learning_rate=0.08)),
   "ga": ("Gap-Aware", dict(recipe="gap_aware")),
   "dana": ("DANA-Zero", dict(recipe="dana_zero")),
@@ -60,7 +60,7 @@ def get_config(arg=None):
   return config.lock()
 
 
-# What the numbers of the full run say of it.
+# Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of NAG-ASGD, equal": (
     "Of Multi-ASGD it holds, 2.9 times. DC-ASGD has here the momentum of 0.9"
@@ -297,7 +297,7 @@ TUNED = (
 
 
 def get_figure():
-  # SSGD's rate is not scaled with the workers: its accuracy is not drawn.
+  # SSGD's rate is not scaled with the workers, so its accuracy is not drawn.
   tuned = tuple(ALGORITHMS)[1:]
   gap = dict(
     column="gap_mean",

@@ -1,6 +1,6 @@
-"""Where SGD with a fixed delay stops being stable: 2 sin(pi / (4 tau + 2)).
+"""The largest stable rate of SGD with a fixed delay: 2 sin(pi / (4 tau + 2)).
 
-f(w) = sum_i c_i w_i^2 / 2 with the largest curvature 1, every gradient tau
+f(w) = sum_i c_i w_i^2 / 2 with the largest curvature 1, and every gradient tau
 updates old: w_{t+1} = w_t - eta grad f(w_{t - tau}). It converges for eta below
 the edge and diverges above (Yang et al., "PipeMare: Asynchronous Pipeline
 Parallel DNN Training", MLSys 2021, arXiv 1910.05124, the lemma on a fixed
@@ -16,7 +16,7 @@ import ml_collections
 
 DELAYS = 1, 2, 4, 8, 16, 32
 SIDES = {"below": 0.98, "above": 1.02}
-# Of heavy ball, momentum 0.9: from the roots of its characteristic polynomial.
+# Edges with heavy-ball momentum 0.9, from the roots of its polynomial.
 MOMENTUM = {1: 0.1, 8: 0.01394, 32: 0.00406}
 MOMENTUM_SIDES = {"below": 0.97, "above": 1.03}
 PAPER = (

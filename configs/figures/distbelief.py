@@ -1,8 +1,8 @@
-"""Figure 4 of DistBelief, in simulated time: who reaches a test loss when.
+"""Figure 4 of DistBelief: the simulated time to a test loss.
 
-Stochastic gradients of one worker, Downpour with 20 workers and a fixed rate,
-the same with Adagrad, Sandblaster L-BFGS, and Downpour with Adagrad and 200
-workers (Dean et al., "Large scale distributed deep networks", NIPS 2012), on
+Stochastic gradients of one worker; Downpour with 20 workers and a fixed rate,
+and with Adagrad; Sandblaster L-BFGS; and Downpour with Adagrad and 200 workers
+(Dean et al., "Large scale distributed deep networks", NIPS 2012). Trained on
 handwritten digits instead of speech.
 
   asgd reproduce distbelief
@@ -13,8 +13,8 @@ handwritten digits instead of speech.
 
 import ml_collections
 
-LOSS = 0.3  # to be reached
-RUNS = {  # label -> title, workers, entry; from slow to fast in the paper
+LOSS = 0.3  # the test loss to reach
+RUNS = {  # label -> title, workers, entry; slow to fast in the paper's order
   "sgd": ("SGD", 1, dict(recipe="asgd", learning_rate=0.2)),
   "downpour": (
     "Downpour, 20",

@@ -1,9 +1,10 @@
-"""One slow peer of eight: who waits for it, and who does not.
+"""One slow peer of eight: which algorithms wait for it.
 
-All-reduce SGD waits for everybody; D-PSGD on a ring for neighbours, and so, one
-after the other, for the slowest as well; AD-PSGD for nobody. One of eight peers
-is up to ten times slower, in simulated time (constant durations), on
-handwritten digits. A run is 20 epochs over all peers, whoever did them.
+All-reduce SGD waits for all peers. D-PSGD on a ring waits for neighbours, which
+wait for theirs, so finally for the slowest peer. AD-PSGD waits for none. One of
+eight peers is up to ten times slower, in simulated time (constant durations),
+on handwritten digits. A run is 20 epochs over all peers, whichever computed
+them.
 
   python -m launch.reproduce gossip_slow_peer
   python -m launch.train --config=configs/figures/gossip_slow_peer.py
@@ -14,8 +15,8 @@ handwritten digits. A run is 20 epochs over all peers, whoever did them.
 import ml_collections
 
 SLOWDOWNS = 1, 3, 10
-LOSS = 0.2  # to be reached
-MESSAGES = 1437 // 16 * 20 // 8 * 8  # of 20 epochs, in rounds of eight
+LOSS = 0.2  # the training loss to reach
+MESSAGES = 1437 // 16 * 20 // 8 * 8  # in 20 epochs, a multiple of eight
 RECIPES = {
   "allreduce": dict(recipe="ssgd"),
   "dpsgd": dict(recipe="d_psgd", topology="ring"),

@@ -1,8 +1,8 @@
-"""Who hears whom: accuracy, distance and traffic against the number of peers.
+"""Topologies: accuracy, distance and traffic against the number of peers.
 
 D-PSGD on a ring, on the static exponential graph and on the full graph, and SGP
 on the one-peer exponential graph, with 4 to 32 peers on handwritten digits. All
-have the same batch for each peer, the same learning rate and as many epochs.
+have the same batch for each peer, learning rate and number of epochs.
 
   python -m launch.reproduce gossip_topology
   python -m launch.train --config=configs/figures/gossip_topology.py
@@ -42,7 +42,7 @@ def get_config(arg=None):
   config.epochs = 20.0
   config.learning_rate = 0.05
   config.learning_rate_schedule = dict(warmup_epochs=1.0, decay_epochs=(14.0,))
-  # Half-way, before the learning rate drops and peers come together.
+  # The first is half-way, before the rate drops and peers' distance falls.
   config.evaluations = 2
   config.curvature_checks = 0
   if arg == "tiny":

@@ -1,12 +1,12 @@
 """Figure 3 of DistBelief, in simulated time: a model divided among machines.
 
-One replica of Downpour, whose step takes as long as that of a large model of
-which each machine has a part: the fully connected one for speech and locally
-connected ones for images (Dean et al., "Large scale distributed deep networks",
-NIPS 2012). Their shapes say what a machine computes and what it sends
-(`asgd.parallel.partitions`); messages wait for each other at links and ports
+One replica of Downpour, with the step time of a large model that is divided
+over machines: the fully connected one for speech and locally connected ones for
+images (Dean et al., "Large scale distributed deep networks", NIPS 2012). The
+models' shapes determine what a machine computes and sends
+(`asgd.parallel.partitions`); messages queue at links and ports
 (`asgd.orders.phases`). The large models are not trained: a cell trains a
-quadratic function by the clock of one of them.
+quadratic function with their step times.
 
   asgd reproduce partitions
   python -m launch.train --config=configs/figures/partitions.py
@@ -16,10 +16,10 @@ quadratic function by the clock of one of them.
 
 import ml_collections
 
-# Of a machine. Link and round trip are of Dean, "Designs, lessons and advice
-# from building large distributed systems", LADIS 2009: 1 MB in 10 ms, and 0.5
-# ms there and back. What it computes, and what a message costs it, are assumed,
-# as powers of ten: 16 cores of 2012, and 0.1 ms of software.
+# A machine. Link and round trip are from Dean, "Designs, lessons and advice
+# from building large distributed systems", LADIS 2009: 1 MB in 10 ms, and a
+# round trip of 0.5 ms. Its speed and the cost of a message are assumed, as
+# powers of ten: 16 cores of 2012, and 0.1 ms of software.
 MACHINE = dict(flops=1e11, bandwidth=1e8, latency=2.5e-4, service=1e-4)
 BATCH = 100  # examples of a step, assumed
 STEPS = 2  # of a cell
@@ -28,13 +28,13 @@ TILES = 1, 2, 4, 8, 16, 32, 81
 SPEECH = dict(
   model=dict(name="mlp", hidden=(2560,) * 4), inputs=(440,), classes=8192
 )
-# label -> title, maps of three layers; 10 x 10 pixels are connected to one.
+# label -> title, maps of three layers; a unit is connected to 10 x 10 pixels.
 IMAGES = {
   "images-8": ("images, 44 M", 8),
   "images-36": ("images, 514 M", 36),
   "images-70": ("images, 1.7 G", 70),
 }
-# label -> title, what differs of speech.
+# label -> title, differences from speech.
 VARIANTS = {
   "speech": ("speech, 42 M, fully connected", {}),
   "small": ("speech, 10 examples", dict(batch_size=10)),

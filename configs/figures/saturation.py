@@ -1,12 +1,13 @@
 """When a server saturates: throughput against workers, with 1, 2 and 4 shards.
 
-Asynchronous SGD on handwritten digits in simulated time, where messages take
-time (config.network): a batch takes 1 in the mean (gamma, V = 0.1), each way
-0.05, and the port of a shard carries a whole message in 0.1. Messages that meet
-there wait for each other. One worker is through after
-c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the busiest shard, B its bandwidth), no
-more than B / b messages pass in a unit of time, and so the throughput of N
-workers is N / c up to N = c B / b and B / b from there on.
+Asynchronous SGD on handwritten digits, in simulated time, over a network
+(config.network). A batch takes 1 on average (gamma, V = 0.1), each way 0.05,
+and the port of a shard transfers a complete message in 0.1. Messages that reach
+a port at the same time wait in a queue.
+
+Without queues a worker's cycle is c = 1 + 2 x 0.05 + 2 x b / B (b bytes at the
+busiest shard, B its bandwidth). At most B / b messages pass in a unit of time.
+So the throughput of N workers is N / c up to N = c B / b, and B / b above.
 
   asgd reproduce saturation
   python -m launch.train --config=configs/figures/saturation.py
@@ -20,8 +21,8 @@ WORKERS = 1, 4, 8, 16, 32, 64
 MESSAGES = 1280  # of a cell
 BATCH = 8
 NBYTES = 9664  # of a message: 64 x 32 and 32 x 10 weights, and biases
-BUSIEST = {1: 9664, 2: 4864, 4: 2496}  # bytes of a shard, where it has the most
-PORT = 10 * NBYTES  # bytes a unit of time
+BUSIEST = {1: 9664, 2: 4864, 4: 2496}  # bytes of the shard with the most
+PORT = 10 * NBYTES  # bytes per unit of time
 LATENCY = 0.05
 SHARDS = {1: "one", 2: "two", 4: "four"}
 TITLES = {1: "1 shard", 2: "2 shards", 4: "4 shards"}
@@ -56,18 +57,18 @@ def get_config(arg=None):
 
 
 def cycle(shards):
-  """Returns the time from ticket to ticket of a worker that meets nobody."""
+  """Returns the time from ticket to ticket of a worker that never queues."""
   return 1 + 2 * LATENCY + 2 * BUSIEST[shards] / PORT
 
 
-def most(shards):
-  """Returns the messages that pass in a unit of time."""
+def capacity(shards):
+  """Returns the most messages that pass in a unit of time."""
   return PORT / BUSIEST[shards]
 
 
 def knee(shards):
-  """Returns the number of workers from which on more bring nothing."""
-  return cycle(shards) * most(shards)
+  """Returns the number of workers above which throughput does not grow."""
+  return cycle(shards) * capacity(shards)
 
 
 def ratio(name, says, of, to, above, below):
@@ -78,21 +79,25 @@ def ratio(name, says, of, to, above, below):
 
 
 def of_shards(shards, least):
-  """Returns the claims on both sides of the knee, which `least` workers are
-  before."""
+  """Returns the claims on both sides of the knee; `least` workers are below
+  it."""
   label, name, bend = SHARDS[shards], TITLES[shards], knee(shards)
   one = f"{label}@1"
-  flat = (
+  says_flat = (
     f"{least} workers have over 0.93 times the throughput of one, each"
   )
-  bends = (
+  says_knee = (
     f"64 workers have the throughput of {bend:.1f} times one, where bytes and"
     " bandwidth put the knee, less 5 % for a run's beginning"
   )
   bounds = 0.93 * least, 1.02 * least
   return [
-    ratio(f"below the knee, {name}", flat, f"{label}@{least}", one, *bounds),
-    ratio(f"knee, {name}", bends, f"{label}@64", one, 0.95 * bend, 1.02 * bend),
+    ratio(
+      f"below the knee, {name}", says_flat, f"{label}@{least}", one, *bounds
+    ),
+    ratio(
+      f"knee, {name}", says_knee, f"{label}@64", one, 0.95 * bend, 1.02 * bend
+    ),
   ]
 
 
@@ -150,7 +155,7 @@ def computed():
     dict(
       title=f"computed, {TITLES[shards]}",
       source="computed: the smaller of N / c and B / b",
-      points=[(n, min(n / cycle(shards), most(shards))) for n in WORKERS],
+      points=[(n, min(n / cycle(shards), capacity(shards))) for n in WORKERS],
       of=TITLES[shards],
       line="--",
       marker="",

@@ -1,7 +1,7 @@
-"""Matrix factorisation under SSP and ESSP: what staleness costs, and when.
+"""Matrix factorisation under SSP and ESSP: when staleness costs accuracy.
 
-8 workers on ratings that are generated (16,000 of 400 x 200, rank 4, noise
-0.1), at a rate at which all models train and at one at the edge, after Dai,
+8 workers on generated ratings (16,000 of 400 x 200, rank 4, noise 0.1), at a
+rate at which all models train and at one at the edge of stability. After Dai,
 Kumar, Wei, Ho, Gibson and Xing, "High-Performance Distributed ML at Scale
 through Parameter Server Consistency Models", AAAI 2015, arXiv 1410.8043.
 
@@ -28,6 +28,7 @@ def get_config(arg=None):
     name="asgd.problems.factorisation:matrix_factorisation", rank=4
   )
   runs = {}
+  # Every consistency model at both rates.
   for side, rate in RATES.items():
     entry = dict(recipe="table", clock_every=2, learning_rate=rate)
     runs[f"bsp-{side}"] = dict(
@@ -49,6 +50,7 @@ def get_config(arg=None):
   config.durations = dict(name="gamma", variation=0.1)
   config.evaluations = 4
   config.curvature_checks = 0
+  # A run that diverges is a result here, not an error.
   config.on_nan = "record"
   if arg == "tiny":
     config.workers, config.seeds, config.epochs = (2,), (0,), 1.0

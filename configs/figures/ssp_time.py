@@ -1,11 +1,11 @@
-"""Matrix factorisation under SSP and ESSP by time, where messages take some.
+"""Matrix factorisation under SSP and ESSP, with messages that take time.
 
-The runs of `ssp` over a network, and with workers that take more or less time:
-square loss against simulated time, after Dai, Kumar, Wei, Ho, Gibson and Xing,
+The runs of `ssp` over a network, with workers whose durations vary: square loss
+against simulated time. After Dai, Kumar, Wei, Ho, Gibson and Xing,
 "High-Performance Distributed ML at Scale through Parameter Server Consistency
-Models", AAAI 2015, arXiv 1410.8043. A pull takes two latencies of a quarter of
-a batch each, and so does a push; rows that ESSP's server sends are on their way
-while workers compute.
+Models", AAAI 2015, arXiv 1410.8043. A pull takes two latencies, each a quarter
+of a batch, and so does a push. Rows that ESSP's server sends travel while
+workers compute.
 
   asgd reproduce ssp_time
   python -m launch.train --config=configs/figures/ssp_time.py
@@ -18,7 +18,7 @@ import ml_collections
 BOUNDS = 0, 2, 3, 5, 10
 EAGER = 0, 10
 RATES = {"stable": 1.5, "edge": 8.0}
-LEVELS = {"stable": 0.8, "edge": 0.2}  # of the test loss, 1.04 at the mean
+LEVELS = {"stable": 0.8, "edge": 0.2}  # test losses to reach; the mean has 1.04
 NETWORK = dict(latency=0.25, port=4e5)
 
 

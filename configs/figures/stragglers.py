@@ -1,23 +1,23 @@
-"""One slow worker of four: what waiting for it costs, and not waiting.
+"""One slow worker of four: the cost of waiting for it, and of not waiting.
 
-Synchronous SGD takes the mean of a gradient from every worker; asynchronous SGD
-takes each as it comes. One of four workers is up to ten times slower. Time
-until the training loss is 0.2 on handwritten digits, in simulated time
-(constant durations) and live (threads of this machine, real time).
+Synchronous SGD takes the mean of one gradient from every worker; asynchronous
+SGD applies each gradient on arrival. One of four workers is up to ten times
+slower. The figure shows the time until the training loss is 0.2 on handwritten
+digits, in simulated time (constant durations) and live (threads, real time).
 
   asgd reproduce stragglers
   python -m launch.train --config=configs/figures/stragglers.py
 
 80 cells, about 15 minutes on two cores; --quick in three. Live runs of one seed
-take turns, synchronous and asynchronous, and every second seed in the opposite
-order: what else the machine does meets both.
+alternate, synchronous and asynchronous, and every second seed in the opposite
+order. So other load on the machine affects both alike.
 """
 
 import ml_collections
 
 SLOWDOWNS = 1, 2, 3, 5, 10
 LIVE = 1, 3, 10
-LOSS = 0.2  # to be reached
+LOSS = 0.2  # the training loss to reach
 RATE = 0.01  # of one gradient; a synchronous update is the mean of four
 RECIPES = {"async": ("asgd", RATE), "sync": ("ssgd", 4 * RATE)}
 TITLES = {"async": "asynchronous", "sync": "synchronous"}
@@ -50,9 +50,9 @@ def get_config(arg=None):
   config.seeds = (0, 1, 2, 3, 4)
   config.batch_size = 256
   config.examples = 256 * 320  # 320 gradients
-  # Long deadlines, so that the slow worker is not taken for dead.
+  # Long deadlines, or the slow worker would count as dead.
   config.live = dict(late_seconds=20.0)
-  config.evaluations = 1  # at the end: they take the workers' cores
+  config.evaluations = 1  # at the end: an evaluation takes the workers' cores
   config.curvature_checks = 0
   if arg == "tiny":
     config.model.hidden, config.seeds = (), (0,)
@@ -68,7 +68,7 @@ def cells(label, slowdowns):
   return [f"{label}-{slow}" for slow in slowdowns]
 
 
-# What the numbers of the full run say of it.
+# Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "not waiting, simulated": (
     "1.31, as the workers' rates have it: 4 / 3.1 = 1.29."

@@ -1,11 +1,11 @@
-"""Threshold compression: traffic down a hundred times, at what accuracy.
+"""Threshold compression: accuracy at a hundredth of the traffic.
 
-Every worker sends plus or minus tau for the elements of its gradient whose
-residual has grown beyond it, and keeps the rest (Strom, "Scalable distributed
-DNN training using commodity GPU cloud computing", Interspeech 2015). A small
-CNN on Fashion-MNIST, 4 and 8 asynchronous workers, several tau, with and
-without the residual, and once with positions as words instead of an entropy
-code; bytes are those of packed messages.
+Every worker sends plus or minus tau for the elements whose residual exceeds
+tau, and keeps the rest (Strom, "Scalable distributed DNN training using
+commodity GPU cloud computing", Interspeech 2015). A small CNN on Fashion-MNIST,
+4 and 8 asynchronous workers, several tau, with and without the residual. One
+run sends positions as words instead of an entropy code. Bytes are those of
+packed messages.
 
   asgd reproduce threshold
   python -m launch.train --config=configs/figures/threshold.py
@@ -37,20 +37,20 @@ def get_config(arg=None):
   config = ml_collections.ConfigDict()
   config.data = dict(name="fashion")
   config.model = dict(name="cnn", features=(16, 32), hidden=64)
-  nag = dict(recipe="asgd", momentum=0.9)
-  runs = dict(dense=dict(nag, title="dense"))
+  momentum_sgd = dict(recipe="asgd", momentum=0.9)
+  runs = dict(dense=dict(momentum_sgd, title="dense"))
   for tau in TAUS:
     for residual in (True, False) if tau >= MIDDLE else (True,):
       codec = dict(name="threshold", tau=tau)
       if not residual:
         codec["error_feedback"] = False
       runs[label(tau, residual)] = dict(
-        nag,
+        momentum_sgd,
         title=f"tau {tau:g}" + ("" if residual else ", no residual"),
         compress=codec,
       )
   runs["words"] = dict(
-    nag,
+    momentum_sgd,
     title=f"tau {MIDDLE:g}, no entropy code",
     compress=dict(name="threshold", tau=MIDDLE, entropy_coding=False),
   )
@@ -86,7 +86,7 @@ def get_config(arg=None):
 
 
 def claims_at(count):
-  """Claims about the cells of so many workers."""
+  """Returns the claims about the cells of `count` workers."""
   return [*traffic_at(count), *losses_at(count), *beginnings_at(count)]
 
 
@@ -172,7 +172,8 @@ def beginnings_at(count):
 
 
 def along(workers):
-  """Points of a panel: their x is a column, these are their order."""
+  """Returns the points of a panel. A column is their x; these give the
+  order."""
   return {
     "with residual": [(t, f"{label(t)}@{workers}") for t in TAUS],
     "without residual": [

@@ -252,17 +252,17 @@ def _programs(engine, count):
     jax.device_put(server.params, devices[i])
     for i, server in enumerate(state.servers)
   ]
+  small = np.zeros(stages[0].y.shape, stages[0].y.dtype)
+  copiers = [lanes.copier_of(devices[i], small) for i in range(2)]
   x, one = engine.compiled.extra(0, 0), np.ones((), stages[1].y.dtype)
 
   def once(totals):
     for _ in range(count):
       y, _, kept = stages[0].forward(params[0], (), x)
-      y = lanes.copy_to(devices[1], y)
+      y = copiers[1](y)
       loss, _, kept_later = stages[1].forward(params[1], y, ())
       later, gy = stages[1].backward(params[1], kept_later, [one])
-      first, _ = stages[0].backward(
-        params[0], kept, lanes.copy_to(devices[0], gy)
-      )
+      first, _ = stages[0].backward(params[0], kept, copiers[0](gy))
       grads = first, later
       totals = [lanes.add(*pair) for pair in zip(totals, grads, strict=True)]
       jax.block_until_ready((loss, totals))

@@ -109,7 +109,7 @@ def test_a_job_is_the_first_of_the_largest():
   several = job_batches(largest, Allocation((6, 2), (1, 3)), stacked=True)
   assert several(0, 2).batches[0].tolist() == [[60, 61, 62, 63, 64, 65]]
   assert several(1, 2).batches[0].tolist() == [[60, 61], [70, 71], [80, 81]]
-  with pytest.raises(ValueError, match="not that of its 6 examples"):
+  with pytest.raises(ValueError, match="is not its 6 examples"):
     job_batches(lambda w, j: np.ones(5), given, stacked=False)(1, 0)
 
 

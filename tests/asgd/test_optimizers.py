@@ -251,12 +251,12 @@ def test_momentum_is_read_off_plain_sgd_only():
 test_a_wrong_optimizer_is_refused = kit.refuses(
   [
     ("adamm", "unknown optimizer 'adamm'; did you mean 'adam'"),
-    ({"b2": 0.9}, "must be the name of one, or a dict"),
+    ({"b2": 0.9}, "must be a name, or a dict of a name and"),
     ({"name": "adam", "b3": 1}, "'adam' takes no argument 'b3'; known: b1"),
     ({"name": "adam", "learning_rate": 1}, "set config.learning_rate"),
     ("no_such_module:make", "no_such_module cannot be imported"),
     ("optax:adamm", "optax has no 'adamm'; did you mean 'adam'"),
-    ("optax:__version__", "no function of Python"),
+    ("optax:__version__", "not a Python function"),
     ("optax:", "write MODULE:FUNCTION"),
     ("momo", "unknown optimizer 'momo'"),
   ],
@@ -276,5 +276,6 @@ def test_what_an_optimizer_has_of_its_own_is_not_given_twice(name):
   if option not in algorithms.options(name):
     return
   optimizer = "outer_optimizer" if name == "diloco" else "optimizer"
-  with pytest.raises(ValueError, match=f"{option} is of the recipe's own SGD"):
+  words = f"{option} is an option of the recipe's built-in SGD"
+  with pytest.raises(ValueError, match=words):
     algorithms.build(name, 0.1, 2, **{option: 0.123, optimizer: "adam"})

@@ -166,8 +166,8 @@ def test_a_copy_that_is_fetched_anew_has_the_updates_of_others():
 
 
 NOT_KEPT = {
-  "easgd": ("messages of this worker are models or pulls", {"steps": 1}),
-  "fedasync": ("messages of this worker are models or pulls", {"steps": 1}),
+  "easgd": ("this worker sends models or pulls", {"steps": 1}),
+  "fedasync": ("this worker sends models or pulls", {"steps": 1}),
   "dc_asgd_a": ("parameters that a message was computed on", {}),
   "dana_dc": ("parameters that a message was computed on", {}),
   "gap_aware": ("parameters that a message was computed on", {}),
@@ -181,7 +181,7 @@ def test_a_recipe_that_cannot_keep_a_ticket_is_refused(name):
   with pytest.raises(ValueError, match=message):
     run(recipe, ssp(2))
   rounds = asgd.asgd(0.1, workers=1)._replace(every=2)
-  with pytest.raises(ValueError, match="an update is of several messages"):
+  with pytest.raises(ValueError, match="this server averages several messages"):
     run(rounds, ssp(2))
   for key, order in (
     ("cache", dict(name="stale_synchronous", bound=2, cache=True)),

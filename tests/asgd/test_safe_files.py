@@ -71,7 +71,7 @@ def test_a_folder_is_no_link_and_no_file(mine, make):
     with pytest.raises(ValueError, match="link is a symbolic link"):
       make(link)
     link.unlink()
-  with pytest.raises(ValueError, match="is a file, and a folder is to be"):
+  with pytest.raises(ValueError, match="is a file, but a folder is needed"):
     make(mine)
 
 

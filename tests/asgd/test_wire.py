@@ -241,11 +241,11 @@ def test_a_tree_that_is_another_is_refused_and_nothing_written():
   refused({**TREE, "b": tuple(TREE["b"])}, "the layout is of a PyTreeDef")
   refused(
     {**TREE, "w": TREE["w"].T},
-    r"the leaf \['w'\] is float32\[3, 2\], in the layout float32\[2, 3\]",
+    r"the leaf \['w'\] is float32\[3, 2\], but the layout has float32\[2, 3\]",
   )
   refused(
     {**TREE, "w": TREE["w"].astype(np.float64)},
-    r"\['w'\] is float64\[2, 3\], in the layout float32",
+    r"\['w'\] is float64\[2, 3\], but the layout has float32",
   )
 
 
@@ -263,7 +263,7 @@ def test_a_buffer_that_does_not_fit_is_refused():
 
 
 def test_leaves_that_are_not_numbers_are_refused():
-  with pytest.raises(ValueError, match=r"\['k'\] is of key.*key_data"):
+  with pytest.raises(ValueError, match=r"\['k'\] has dtype key.*key_data"):
     wire.layout({"k": jax.random.key(0)})
   with pytest.raises(ValueError, match="is no number"):
     wire.layout(np.array(["a"]))

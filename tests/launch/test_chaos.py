@@ -60,7 +60,7 @@ def test_a_process_is_killed_and_nothing_is_lost(tmp_path):
   assert injected(result)["driver"] == len(said(result)) >= 1
   assert f"{MESSAGES} of {MESSAGES} received, 0 twice" in result.stdout
   assert "FAILED" not in result.stdout
-  assert "the audit found nothing wrong" in result.stdout
+  assert "the audit found no fault" in result.stdout
   assert "Traceback" not in result.stderr
 
 
@@ -120,9 +120,9 @@ def test_it_says_what_was_done_and_what_was_never_tried():
   assert some == "injected: 1 worker, 2 term"
   first, second = command.summary(chaos_lib.KINDS, failures).splitlines()
   assert first == some
-  assert second.startswith("never tried: shard, hang, driver; give it more")
+  assert second.startswith("never injected: shard, hang, driver; give it more")
   none = command.summary(["driver"], [])
-  assert none.startswith("injected: nothing\nnever tried: driver;")
+  assert none.startswith("injected: nothing\nnever injected: driver;")
 
 
 class Still:
@@ -203,7 +203,7 @@ def test_seeds_of_a_simulated_world_are_tallied():
   assert re.search(r"kill worker +\d", result.stdout)
   assert re.search(r"every job is received once +3", result.stdout)
   result = kit.call("chaos", "--simulate=2", "--faults=0", status=2)
-  kit.assert_one_line(result, "those of one seed: add --simulate=1")
+  kit.assert_one_line(result, "selects faults of one seed: add --simulate=1")
 
 
 def test_a_seed_says_which_faults_come_to_it():
@@ -216,7 +216,7 @@ def test_a_seed_says_which_faults_come_to_it():
 @pytest.mark.parametrize(
   ("args", "text"),
   [
-    (["--faults=0"], "--faults are those of --simulate=1: add it"),
+    (["--faults=0"], "--faults is for --simulate=1: add it"),
     (["--simulate=1", "--workdir=x"], "drop --workdir"),
     (["--simulate=1", "--config=configs/digits.py"], "drop --config"),
   ],

@@ -99,7 +99,7 @@ def test_any_file_that_is_written_is_a_table_again(tmp_path, capsys):
   # Drawing there again is allowed, and another experiment's folder is not.
   draw(capsys, None, str(out), table=str(out / "grid.txt"))
   (out / "config.json").write_text("{}")
-  with pytest.raises(ValueError, match="holds config.json, which is not of a"):
+  with pytest.raises(ValueError, match="holds config.json, which is not part"):
     draw(capsys, None, str(out), table=str(out / "grid.txt"))
 
 
@@ -243,8 +243,8 @@ def test_options_in_one_flag():
 GPIPE = {"schedule": "gpipe", "options": {"stages": "2", "microbatches": "2"}}
 BROKEN = "# t; every 1\n0 | B0 F0\n"
 MISTAKES = (
-  ({}, "which table. give --schedule=NAME, one of breadth_first, "),
-  ({**GPIPE, "table": "x"}, "and not both"),
+  ({}, "give a table: either --schedule=NAME, one of breadth_first, "),
+  ({**GPIPE, "table": "x"}, "give a table: either"),
   ({"schedule": "one_f_1b"},
    "unknown schedule 'one_f_1b'; did you mean 'one_f_one_b'"),
   ({"schedule": "custom"}, "unknown schedule 'custom'"),
@@ -331,7 +331,7 @@ def test_a_run_of_another_table_is_refused(tmp_path, capsys):
     draw_schedule.main(**GPIPE, measured=str(path))
   with pytest.raises(ValueError, match="run.json is a file; choose a folder"):
     draw_schedule.main(**GPIPE, out=str(path))
-  with pytest.raises(ValueError, match="--table has all that --stages says"):
+  with pytest.raises(ValueError, match="--table already contains --stages;"):
     draw_schedule.main(table="x", options={"stages": "2"})
   capsys.readouterr()
 
@@ -341,6 +341,6 @@ def test_the_exit_status_of_a_mistake_is_2(tmp_path):
     *("draw_schedule", "--schedule=gpipe", "--stages=3"),
     *("--options=stages=2", f"--out={tmp_path / 'out'}"),
   )
-  kit.assert_one_line(done, "stages is given twice, in --options, too")
+  kit.assert_one_line(done, "stages is given twice, also in --options; drop")
   assert done.stdout == ""
   assert not (tmp_path / "out").exists()

@@ -94,8 +94,8 @@ def _config(name):
 
 
 MISTAKES = {
-  "neither": (dict(params=None), "which model"),
-  "both": (dict(config={}), "not both"),
+  "neither": (dict(params=None), "give one model: either"),
+  "both": (dict(config={}), "give one model: either"),
   "params": (dict(params="big"), "parameters must be 1 or more, such"),
   "negative": (dict(params="-3B"), "parameters must be 1 or more"),
   "devices": (dict(devices=None), "give --devices"),
@@ -145,7 +145,7 @@ def test_nothing_fits(capsys):
 
 
 def test_what_cannot_be_compiled_is_refused():
-  with pytest.raises(ValueError, match="give --config=FILE.py, with engine"):
+  with pytest.raises(ValueError, match="add --config=FILE.py, with engine"):
     plan.main(params="1e9", compile="v5e:2x2")
   with pytest.raises(ValueError, match="cannot read the topology '4x4'"):
     plan.main(config=_config("mesh_gpt"), compile="4x4")

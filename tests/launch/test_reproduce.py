@@ -7,10 +7,10 @@ import pytest
 @pytest.mark.parametrize(
   ("arguments", "message"),
   [
-    ([], "which figure? a NAME (bounded_delay, codecs, dana, delayed_"),
+    ([], "give one figure: a NAME (bounded_delay, codecs, dana, delayed_"),
     (["dano"], "unknown figure 'dano'; did you mean 'dana'"),
     (["no/file.py"], "no/file.py: there is no such file"),
-    (["dana", "--all"], "which figure?"),
+    (["dana", "--all"], "give one figure: a NAME"),
     (["--all", "--workdir=x"], "--workdir is the folder of one figure"),
     (["dana", "stragglers"], "unexpected argument 'stragglers'"),
     (["{}"], "claim 'c', of: unknown run 'nag'; known: nag_asgd"),

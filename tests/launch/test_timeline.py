@@ -245,5 +245,5 @@ def test_the_command_writes_json_and_says_where_to_open_it(tmp_path, capsys):
 
 
 def test_a_folder_must_be_named():
-  with pytest.raises(ValueError, match="which run"):
+  with pytest.raises(ValueError, match="no run is named"):
     timeline.main()

@@ -33,7 +33,7 @@ from asgd.live import faults
 from asgd.live.cluster import Cluster
 from asgd.live.hosts.base import WORKER
 from asgd.live.records import read_records, records_path
-from asgd.live.sandblaster.book import LiveRunLog
+from asgd.live.sandblaster.run_log import LiveRunLog
 from asgd.live.supervisor import Supervisor, answer_of
 from asgd.orders.trace import NO_SEQ, Event, follow
 from asgd.simulator import concatenate

@@ -1,8 +1,10 @@
-"""The packed wire: a code as the fewest bytes of several forms.
+"""The packed wire format: a code in the fewest bytes of several forms.
 
-Both sides know the `CodeLayout` of a code (its structure, shapes, dtypes and
-levels), so a message tells its numbers alone: a header with a checksum, then
-each leaf in the smallest of its forms.
+Sender and receiver know the `CodeLayout` of a code (its structure, shapes,
+dtypes and levels). So a message holds only numbers: a header with a checksum,
+then streams of leaves, each in the smallest of its forms.
+
+    messages.pack -> streams.pack -> bits (dense), gaps (positions)
 """
 
 from asgd.compression.packing.bits import BadCode as BadCode

@@ -1,27 +1,27 @@
-"""Small whole numbers in a few bits each.
+"""Small integers in a few bits each.
 
-A number of, say, 7 bits is cut into parts of 4, 2 and 1 bits; each part of all
-numbers is a plane, which is folded in half until its bytes are full: the second
-half goes into the high bits of the first (single bits lie 8 neighbours to a
-byte). So all work is on whole arrays of bytes, of which processors handle 32 or
-64 at once.
+A number of, say, 7 bits is cut into parts of 4, 2 and 1 bits. The same part of
+all numbers is a plane. A plane is folded in half until its bytes are full: its
+second half moves into the high bits of the first. (Single bits are packed 8
+neighbours to a byte.) So all work is on complete arrays of bytes, 32 or 64 of
+which a processor handles at once.
 """
 
 import numpy as np
 
 
 class BadCode(ValueError):
-  """Bytes that are no packed code of a layout."""
+  """Bytes that are no valid packed code of a layout."""
 
 
 def _parts(width: int) -> list[int]:
-  """Bits of the planes of numbers with so many bits, from the lowest."""
+  """Returns the bits of each plane of numbers of `width` bits, lowest first."""
   return [8] * (width // 8) + [part for part in (4, 2, 1) if width & part]
 
 
 def nbytes(count: int, width: int) -> int:
-  """Returns the bytes of so many numbers of so many bits; each plane is a whole
-  number of bytes."""
+  """Returns the bytes of `count` numbers of `width` bits; each plane takes full
+  bytes."""
   return sum(-(-count * part // 8) for part in _parts(width))
 
 
@@ -32,6 +32,7 @@ def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   for part in _parts(width):
     plane = numbers >> numbers.dtype.type(shift) if shift else numbers
     plane = plane.astype(np.uint8, copy=False)
+    # Mask the bits above this part; the last part has none above it.
     if part < 8 and shift + part < width:
       plane = plane & np.uint8((1 << part) - 1)
     shift += part
@@ -39,13 +40,14 @@ def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   return planes
 
 
-def _fold(plane, part):
+def _fold(plane: np.ndarray, part: int) -> np.ndarray:
+  """Folds uint8[n], with `part` bits used in each, into full bytes."""
   if part == 1:
     return np.packbits(plane, bitorder="little")
   while part < 8:
     half = -(-plane.size // 2)
     folded = plane[:half].copy()
-    # Faster than <<, which NumPy does byte by byte.
+    # Faster than <<, which NumPy computes byte by byte.
     folded[: plane.size - half] |= plane[half:] * np.uint8(1 << part)
     plane, part = folded, 2 * part
   return plane
@@ -54,8 +56,8 @@ def _fold(plane, part):
 def unpack(
   data: np.ndarray, count: int, width: int, dtype: np.dtype
 ) -> np.ndarray:
-  """Returns dtype[count], an unsigned dtype, of so many bits each, from
-  uint8[nbytes(count, width)]. Raises BadCode for bits of no number."""
+  """Returns dtype[count], an unsigned dtype, of `width` bits each, from
+  uint8[nbytes(count, width)]. Raises BadCode if unused bits are set."""
   numbers, shift = np.zeros(0 if width else count, dtype), 0
   for part in _parts(width):
     size = -(-count * part // 8)
@@ -63,14 +65,14 @@ def unpack(
     plane = plane.astype(dtype, copy=False)
     if shift:
       numbers |= plane * dtype.type(1 << shift)
-    else:  # memory of its own
+    else:  # copy, as the first plane may be a view of `data`
       numbers = plane.copy() if part == 8 and dtype.itemsize == 1 else plane
     shift += part
   return numbers
 
 
 def _unfold(plane, count, part):
-  """uint8[count], from the folded plane."""
+  """Returns uint8[count] of a folded plane."""
   if part == 1:
     numbers = np.unpackbits(plane, bitorder="little")
     _check_unused(numbers[count:].any())
@@ -89,6 +91,7 @@ def _unfold(plane, count, part):
   return plane
 
 
-def _check_unused(is_set):
+def _check_unused(is_set: bool) -> None:
+  """Raises BadCode if bits behind the last number are set."""
   if is_set:
     raise BadCode("bits that belong to no number are set")

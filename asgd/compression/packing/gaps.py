@@ -1,9 +1,9 @@
 """Positions, as gaps in a Golomb-Rice code.
 
-A gap is the number of other elements between a position and the one before. Of
-a gap g, g >> k is written in unary and the k low bits unchanged; the best k is
-found by computing the size of the code. Unary and low bits are two streams, so
-that both are read and written as whole arrays.
+A gap is the number of other elements between a position and the previous one.
+The part g >> k of a gap g is written in unary, its k low bits unchanged. The
+best k is found by computing the size of the code. Unary and low bits are two
+streams, so that both are read and written as complete arrays.
 
 Index letters used in shape comments:
   N  positions
@@ -16,11 +16,11 @@ import numpy as np
 from asgd.compression.packing import bits
 from asgd.compression.packing.bits import BadCode
 
-MOST_BITS = 40  # k at most; leaves have fewer than 2**40 elements
+MOST_BITS = 40  # largest k; leaves have fewer than 2**40 elements
 
 
 class CodedGaps(NamedTuple):
-  """Gaps, and how they are coded in the fewest bytes."""
+  """Gaps, and the parameters of their smallest code."""
 
   positions: np.ndarray  # int64[N]
   gaps: np.ndarray  # int64[N]
@@ -48,12 +48,12 @@ def measure(positions: np.ndarray) -> CodedGaps:
     unary = int((gaps >> k).sum()) + count
     return CodedGaps(positions, gaps, k, -(-unary // 8))
 
-  # Among numbers of geometric distribution the best 2**k is near ln 2 of the
-  # mean (Golomb 1966); others are looked for from there.
+  # For a geometric distribution the best 2**k is near ln 2 of the mean (Golomb
+  # 1966); the search starts there.
   mean = (int(positions[-1]) + 1 - count) / count
   guess = min(max(int(0.69 * mean), 1).bit_length() - 1, MOST_BITS)
   best = coded(guess)
-  # Of few positions planes are half empty: a worse k may stand before a better.
+  # With few positions, bytes are rarely full, and the size has several minima.
   patience = 3 if count < 4096 else 1
   for step in (1, -1):
     k, misses = guess + step, 0
@@ -66,10 +66,10 @@ def measure(positions: np.ndarray) -> CodedGaps:
 
 
 def least_nbytes(count: int, last: int) -> int:
-  """Returns a lower bound of the size of `measure`, for so many positions with
+  """Returns a lower bound of the size of `measure`, for `count` positions with
   a known last one."""
   rest = last + 1 - count  # sum of the gaps
-  most = (rest // count).bit_length() + 1  # with larger k it is only more
+  most = (rest // count).bit_length() + 1  # a larger k only takes more bytes
   unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
   return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
 
@@ -78,7 +78,7 @@ def encode(coded: CodedGaps) -> list[np.ndarray]:
   """Returns the unary stream and the planes of the low bits, uint8 each."""
   positions, gaps, k, unary = coded
   if k:
-    ends = np.cumsum(gaps >> k)  # of each unary number, a 1 after zeros
+    ends = np.cumsum(gaps >> k)  # position of the 1 that ends each unary number
     ends += np.arange(gaps.size)
   else:
     ends = positions
@@ -88,8 +88,8 @@ def encode(coded: CodedGaps) -> list[np.ndarray]:
   return [np.packbits(stream, bitorder="little"), *bits.pack(low, k)]
 
 
-def _unsigned(k):
-  """The least unsigned dtype that has so many bits."""
+def _unsigned(k: int) -> np.dtype:
+  """Returns the smallest unsigned dtype with k bits."""
   return next(
     np.dtype(f"u{size}") for size in (1, 2, 4, 8) if k <= 8 * size
   )
@@ -99,19 +99,21 @@ def decode(
   data: np.ndarray, count: int, k: int, unary: int, length: int
 ) -> np.ndarray:
   """Returns the int64[count] positions, from untrusted uint8[unary + low bits].
-  Raises BadCode for positions outside a leaf of so many elements."""
+  Raises BadCode for positions outside a leaf of `length` elements."""
   stream = np.unpackbits(data[:unary], bitorder="little")
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):
-    raise BadCode(f"{ends.size} positions are coded where {count} are claimed")
+    raise BadCode(f"{ends.size} positions are coded, but {count} are claimed")
   beyond = f"positions are coded beyond the {length} elements of the leaf"
   if count and k:
     ends -= np.arange(count)  # sums of the unary numbers
-    # Before anything overflows.
+    # Check before the shift can overflow.
     if int(ends[-1]) << k >= length or count << k >= 1 << 62:
       raise BadCode(beyond)
     ends <<= k
     low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
+    # A gap counts the elements between: the step to the next position is 1
+    # more.
     low += 1
     ends += np.cumsum(low)
     ends -= 1

@@ -1,4 +1,4 @@
-"""The layout of a code, which both sides know."""
+"""The layout of a code, which sender and receiver know."""
 
 import math
 import zlib
@@ -14,47 +14,47 @@ from asgd.compression.packing import bits
 
 RAW, SYMBOLS, VALUES = "raw", "symbols", "values"
 HEADER_NBYTES = 24
-# Elements of an array that is a stream of its own. A stream takes 0.1 to 0.2 ms
-# and some bytes beside what it holds: 160 arrays of 15,625 took 18 ms with one
-# for each, 1.3 ms and a tenth fewer bytes as one.
+# Elements from which on an array is a separate stream. A stream costs 0.1 to
+# 0.2 ms and some bytes besides its content: 160 arrays of 15,625 took 18 ms
+# with a stream each; as one stream, 1.3 ms and a tenth fewer bytes.
 LARGE = 2**16
 
 
 class CodeField(NamedTuple):
   """An array of a code."""
 
-  path: str  # like ['w'].symbols, for messages
+  path: str  # like ['w'].symbols, for errors
   shape: tuple[int, ...]
   dtype: np.dtype
   kind: str  # RAW, SYMBOLS or VALUES
   levels: int = 0  # of SYMBOLS
-  coded: bool = True  # whether positions are in an entropy code
+  coded: bool = True  # whether positions use an entropy code
 
   @property
   def count(self) -> int:
-    """Elements."""
+    """Number of elements."""
     return math.prod(self.shape)
 
 
 class PackedStream(NamedTuple):
-  """Arrays of one kind, packed as one: a large one, or the small ones of a
-  dtype and so many levels."""
+  """Arrays of one kind, packed together: a single large array, or all small
+  ones with the same dtype and levels."""
 
   kind: str
   dtype: np.dtype
   levels: int
   coded: bool
-  fields: tuple[int, ...]  # numbers
+  fields: tuple[int, ...]  # indices of CodeLayout.fields
   count: int  # elements of all
 
   @property
   def width(self) -> int:
-    """Bits of a symbol, if all are packed."""
+    """Bits of a symbol in the dense form."""
     return (2 * self.levels).bit_length()
 
   @property
   def dense_nbytes(self) -> int:
-    """Bytes if all elements are packed."""
+    """Bytes of the dense form."""
     if self.kind != SYMBOLS:
       return self.count * self.dtype.itemsize
     if self.levels == 1:
@@ -68,21 +68,22 @@ class CodeLayout(NamedTuple):
   structure: jax.tree_util.PyTreeDef
   fields: tuple[CodeField, ...]  # in jax.tree.leaves order
   streams: tuple[PackedStream, ...]  # in the order in which they are packed
-  checksum: int  # of the fields: by it a message says what it is of
-  most: int  # bytes that a packed code takes at most
+  checksum: int  # of the fields; the header has it, to name the layout
+  most: int  # largest size of a packed code, in bytes
 
 
 def layout(code: Any) -> CodeLayout:
-  """Returns the layout of a code, a function of its structure, shapes, dtypes
-  and levels alone.
+  """Returns the layout of a code, which depends only on its structure, shapes,
+  dtypes and levels.
 
   Args:
     code: a tree of arrays, `Symbols` and `Values`, or of their structs.
 
   Raises:
-    ValueError: for leaves that are no numbers, symbols that are no signed whole
-      numbers or smaller than their levels, and values that are no floats of 16
-      bits or more.
+    ValueError: for leaves that are not numbers, symbols whose dtype is no
+    signed
+      integer or too small for their levels, and values that are not floats of
+      16 bits or more.
 
   Example:
     >>> import numpy as np
@@ -119,7 +120,8 @@ def _is_leaf(x):
   return isinstance(x, Symbols | Values)
 
 
-def _field(path, x, kind, levels=0, coded=True):
+def _field(path, x, kind, levels=0, coded=True) -> CodeField:
+  """Returns the field of an array; ValueError for a dtype that does not fit."""
   shape, dtype = wire.shape_and_dtype(path, x)
   if kind == SYMBOLS:
     if not jnp.issubdtype(dtype, jnp.signedinteger) or dtype.itemsize > 4:
@@ -133,15 +135,17 @@ def _field(path, x, kind, levels=0, coded=True):
   is_float = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
   if kind == VALUES and not is_float:
     raise ValueError(
-      f"{path} must be floats of 16, 32 or 64 bits, not {dtype}; left out of"
-      " Values, they are sent as they are"
+      f"{path} must be floats of 16, 32 or 64 bits, not {dtype}; outside of"
+      " Values such arrays are sent unchanged"
     )
   return CodeField(path, shape, dtype, kind, int(levels), bool(coded))
 
 
-def _streams(fields):
-  groups = {}  # kind, dtype, levels, coded, what is in a stream of its own
+def _streams(fields) -> tuple[PackedStream, ...]:
+  """Groups fields into streams; a raw or large array is a separate stream."""
+  groups = {}  # (kind, dtype, levels, coded, index if separate) -> indices
   for i, field in enumerate(fields):
+    # Small arrays with the same key share one stream.
     alone = field.kind == RAW or field.count >= LARGE
     how = field.kind, field.dtype, field.levels, field.coded
     key = *how, i if alone else None

@@ -1,6 +1,6 @@
 """Packed codes: a header, and the streams of the leaves.
 
-  bytes  header, in the machine's own byte order
+  bytes  header, in the machine's byte order
   4      magic
   2      version of the format
   2      0
@@ -27,7 +27,8 @@ _MAGIC, _VERSION = b"asgc", 1
 
 
 def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
-  """Returns a code as bytes, the smallest of its forms; or writes them.
+  """Packs a code in the smallest of its forms. Returns the bytes or writes
+  them.
 
   Args:
     layout: of the code.
@@ -36,11 +37,11 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
       bytes, to write to; n = layout.most is enough for any code.
 
   Returns:
-    The bytes; with a buffer how many were written to its front.
+    The bytes; with a buffer, how many bytes were written to its front.
 
   Raises:
     ValueError: for a code of another layout, symbols beyond their levels, or a
-      buffer that is too small, which is then left alone.
+      buffer that is too small; then nothing is written.
 
   Example:
     >>> import numpy as np
@@ -55,6 +56,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   """
   arrays = [x.reshape(-1) for x in _arrays(layout, code)]
   parts = []
+  # Small arrays of one kind are joined to one stream.
   for stream in layout.streams:
     of_stream = [arrays[i] for i in stream.fields]
     joined = of_stream[0] if len(of_stream) == 1 else np.concatenate(of_stream)
@@ -65,6 +67,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   parts = [part.view(np.uint8) for part in parts]
   size = sum(part.size for part in parts)
   header = _FORMAT.pack(_MAGIC, _VERSION, 0, layout.checksum, size)
+  # The checksum runs over header and parts without joining them.
   crc = zlib.crc32(header)
   for part in parts:
     crc = zlib.crc32(part, crc)
@@ -72,11 +75,12 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   if buffer is None:
     return b"".join([header, *parts])
   data = np.frombuffer(buffer, np.uint8)
+  # Check the buffer before the first byte is written.
   length = HEADER_NBYTES + size
   if data.size < length:
     raise ValueError(
-      f"the buffer has {data.size} bytes, the message {length}; with"
-      f" {layout.most} there is room for any"
+      f"the buffer has {data.size} bytes, but the message {length}; a buffer of"
+      f" {layout.most} is enough for any"
     )
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
@@ -88,8 +92,8 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   return length
 
 
-def _arrays(layout, code):
-  """The arrays of a code, of NumPy; ValueError for one of another layout."""
+def _arrays(layout: CodeLayout, code: Any) -> list[np.ndarray]:
+  """Returns a code's arrays, of NumPy; ValueError for another layout."""
   arrays, structure = jax.tree.flatten(code)
   if structure != layout.structure:
     raise ValueError(
@@ -100,8 +104,8 @@ def _arrays(layout, code):
   return [np.ascontiguousarray(x) for x in jax.device_get(arrays)]
 
 
-def _names(layout, stream):
-  """The leaves of a stream, for messages."""
+def _names(layout: CodeLayout, stream: Any) -> str:
+  """Returns a text that names the leaves of a stream, for errors."""
   paths = [layout.fields[i].path for i in stream.fields]
   if len(paths) == 1:
     return f"the leaf {paths[0]}"
@@ -109,10 +113,10 @@ def _names(layout, stream):
 
 
 def unpack(layout: CodeLayout, data: Any) -> Any:
-  """Returns the packed code, the same bits, in NumPy arrays with memory of
-  their own. `data` is the result of `pack`: bytes, or an object with a buffer
-  of them. Raises BadCode for anything else; no claim of the bytes allocates
-  more than the leaves of the layout."""
+  """Returns the packed code, bit-equal, in newly allocated NumPy arrays. `data`
+  is the result of `pack`: bytes, or an object with a buffer of them. Raises
+  BadCode for anything else. No count in the bytes can make it allocate more
+  than the leaves of the layout."""
   try:
     view = memoryview(data)
   except (TypeError, ValueError, BufferError):
@@ -126,6 +130,7 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
       f"a packed code has {HEADER_NBYTES} bytes or more, not {view.nbytes}"
     )
   data = np.frombuffer(view, np.uint8)
+  # Check the CRC before any count is believed.
   _check_header(layout, data)
   reader = streams.Reader(data[HEADER_NBYTES:])
   arrays = [None] * len(layout.fields)
@@ -146,9 +151,9 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
 
 
 def first_length(data: Any) -> int:
-  """Returns the length of the first of several packed codes, uint8[n] or bytes,
-  that lie one after the other. Raises BadCode for a length that is not there;
-  the code itself is not looked at.
+  """Returns the length of the first of several packed codes that follow one
+  another in uint8[n] or bytes. Raises BadCode if the data are shorter than
+  that. The code itself is not checked.
 
   Example:
     >>> import numpy as np
@@ -158,21 +163,23 @@ def first_length(data: Any) -> int:
     >>> len(data), packing.first_length(data)
     (64, 32)
   """
-  there = len(data)
-  if there < HEADER_NBYTES:
+  available = len(data)
+  if available < HEADER_NBYTES:
     raise BadCode(
-      f"a packed code has {HEADER_NBYTES} bytes or more, not {there}"
+      f"a packed code has {HEADER_NBYTES} bytes or more, not {available}"
     )
   *_, size = _FORMAT.unpack_from(data)
-  if size > there - HEADER_NBYTES:
+  # A count that was received may be anything.
+  if size > available - HEADER_NBYTES:
     raise BadCode(
-      f"a packed code of {size} bytes after its header, of which there are"
-      f" {there - HEADER_NBYTES}"
+      f"a packed code claims {size} bytes after its header, but there are"
+      f" {available - HEADER_NBYTES}"
     )
   return HEADER_NBYTES + size
 
 
-def _check_header(layout, data):
+def _check_header(layout: CodeLayout, data: np.ndarray) -> None:
+  """Raises BadCode unless the header, and the CRC of all bytes, are valid."""
   magic, version, zero, checksum, size = _FORMAT.unpack_from(data)
   if magic != _MAGIC or zero:
     raise BadCode(
@@ -180,8 +187,8 @@ def _check_header(layout, data):
     )
   if version != _VERSION:
     raise BadCode(
-      f"a packed code of version {version}, not {_VERSION}: are all processes"
-      " of the same release?"
+      f"a packed code has version {version}, not {_VERSION}: start all"
+      " processes from the same release"
     )
   if checksum != layout.checksum:
     raise BadCode(
@@ -190,10 +197,10 @@ def _check_header(layout, data):
     )
   if size != data.size - HEADER_NBYTES:
     raise BadCode(
-      f"a packed code of {size} bytes after its header, of which there are"
+      f"a packed code claims {size} bytes after its header, but there are"
       f" {data.size - HEADER_NBYTES}"
     )
   (crc,) = _CRC.unpack_from(data, _FORMAT.size)
   body = zlib.crc32(data[HEADER_NBYTES:], zlib.crc32(data[: _FORMAT.size]))
   if crc != body:
-    raise BadCode("a packed code is damaged: its CRC-32 is another")
+    raise BadCode("a packed code is damaged: its CRC-32 differs")

@@ -2,15 +2,15 @@
 
   raw      the elements
   values   dense: the elements
-           sparse: positions of what is not 0, and the elements there
+           sparse: positions and values of elements that are not 0
   symbols  dense: a few bits each, or 5 to a byte if they are -1, 0 and 1
            signs: a bit each, if all are -1 or 1
-           sparse: positions of what is not 0, and its signs and sizes
+           sparse: positions, signs and sizes of elements that are not 0
 
-A stream of values or symbols starts with a byte, its form. In that of a sparse
-one is k of the code of its positions; two numbers follow, how many there are
-and how many bytes are unary. Where a codec asks for no entropy code, positions
-are words of 4 bytes instead, after how many there are.
+A stream of values or symbols starts with a byte for its form. For a sparse
+stream this byte contains k of the positions' code. Two numbers follow: how many
+positions there are, and the bytes of their unary stream. If the codec asks for
+no entropy code, the positions are words of 4 bytes, after their number.
 """
 
 import numpy as np
@@ -20,15 +20,15 @@ from asgd.compression.packing.bits import BadCode
 from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
-_MOST_WORDS = 2**32  # elements of a stream whose positions are words
+_MOST_WORDS = 2**32  # most elements of a stream with positions in words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_THIRDS = np.uint8([1, 3, 9, 27, 81])  # of 5 ternary digits
+_THIRDS = np.uint8([1, 3, 9, 27, 81])  # place values of 5 ternary digits
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 
 def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
-  """Returns the arrays whose bytes are a stream, of dtype[count]. Raises
-  ValueError for symbols beyond their levels."""
+  """Returns the arrays whose bytes are the packed stream of dtype[count].
+  Raises ValueError for symbols beyond their levels."""
   if stream.kind == RAW:
     return [numbers]
   if stream.kind == VALUES:
@@ -36,13 +36,15 @@ def pack(stream: PackedStream, numbers: np.ndarray) -> list[np.ndarray]:
   return _pack_symbols(stream, numbers)
 
 
-def _form(number, *counts):
+def _form(number: int, *counts: int) -> np.ndarray:
+  """Returns the first bytes of a stream: its form and its counts."""
   data = bytes([number]) + b"".join(map(_varint, counts))
   return np.frombuffer(data, np.uint8)
 
 
 def _pack_values(stream, values):
-  words = values.view(_UNSIGNED[stream.dtype.itemsize])  # a -0.0 is not 0
+  """Returns the arrays of a stream of Values."""
+  words = values.view(_UNSIGNED[stream.dtype.itemsize])  # bits: -0.0 is not 0
   width = 8 * stream.dtype.itemsize
   sparse = _sparse(stream, words, stream.dense_nbytes, width)
   if sparse is None:
@@ -52,8 +54,10 @@ def _pack_values(stream, values):
 
 
 def _pack_symbols(stream, symbols):
+  """Returns the arrays of a stream of Symbols."""
   levels, words = stream.levels, symbols.view(_UNSIGNED[symbols.itemsize])
   width = _width(levels)
+  # Without zeros, a sign is one bit.
   signs = levels == 1 and np.count_nonzero(words) == words.size
   dense = bits.nbytes(words.size, 1) if signs else stream.dense_nbytes
   sparse = _sparse(stream, words, dense, width)
@@ -63,11 +67,13 @@ def _pack_symbols(stream, symbols):
       return [_form(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
     if levels == 1:
       return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
+    # From 0 to 2 levels: without a sign.
     digits = (symbols + symbols.dtype.type(levels)).view(words.dtype)
     return [_form(_DENSE), *bits.pack(digits, stream.width)]
   parts, positions = sparse
   numbers = symbols[positions]
   _check_levels(stream, numbers)
+  # Size - 1 in the high bits, the sign in the lowest bit.
   digits = abs(numbers).view(words.dtype) - words.dtype.type(1)
   digits *= words.dtype.type(2)
   digits |= numbers < 0
@@ -75,23 +81,24 @@ def _pack_symbols(stream, symbols):
 
 
 def _width(levels):
-  """Bits of the sign and the size of a symbol that is not 0."""
+  """Returns the bits for sign and size of a symbol that is not 0."""
   return 1 + (levels - 1).bit_length()
 
 
-def _check_levels(stream, symbols):
+def _check_levels(stream, symbols) -> None:
+  """Raises ValueError for symbols beyond the stream's levels."""
   if symbols.size:
     least, most = int(symbols.min()), int(symbols.max())
     if least < -stream.levels or most > stream.levels:
       raise ValueError(
         f"there are symbols from {least} to {most}, beyond the"
-        f" {stream.levels} levels that are said"
+        f" {stream.levels} levels of the code"
       )
 
 
 def _sparse(stream, words, dense, width):
-  """(arrays with the positions, positions) if it takes fewer bytes than `dense`
-  to send the nonzero elements with so many bits each; or None."""
+  """Returns (arrays with the positions, positions), or None if `dense` bytes
+  are not more. Each nonzero element takes `width` bits besides."""
   if not stream.coded and stream.count <= _MOST_WORDS:
     positions = _positions(words)
     form = _form(_WORDS, positions.size)
@@ -100,12 +107,13 @@ def _sparse(stream, words, dense, width):
       return None
     return [form, positions.astype(np.uint32)], positions
   count = int(np.count_nonzero(words))
-  if 16 * count > words.size:  # first what is quickly known
+  if 16 * count > words.size:  # first try bounds that are fast to compute
     values = bits.nbytes(count, width)
     if values + count // 8 >= dense:
       return None
     if values + gaps.least_nbytes(count, _last(words)) >= dense:
       return None
+  # The exact size, without encoding yet.
   coded = gaps.measure(_positions(words))
   form = _form(_SPARSE + coded.k, count, coded.unary)
   nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
@@ -115,7 +123,8 @@ def _sparse(stream, words, dense, width):
 
 
 def _last(words):
-  """The position of the last nonzero element; there is one."""
+  """Returns the position of the last nonzero element; there must be one."""
+  # Windows that double, from the end: the last element is usually near it.
   size, stop = 4096, words.size
   while not words[max(stop - size, 0) : stop].any():
     stop, size = stop - size, 2 * size
@@ -124,13 +133,14 @@ def _last(words):
 
 
 def _positions(words):
-  """int64 positions of nonzero elements. Most are 0, so 8 bytes are compared at
-  once."""
+  """Returns int64 positions of nonzero elements. Most elements are 0, so it
+  compares 8 bytes at once."""
   each = 8 // words.itemsize
-  whole = words.size // each * each
-  pieces = words[:whole].view(np.uint64)
-  # NumPy finds truth values several times faster than numbers.
+  aligned = words.size // each * each
+  pieces = words[:aligned].view(np.uint64)
+  # NumPy searches bools several times faster than numbers.
   hits = (pieces != 0).nonzero()[0]
+  # Too many hits: comparing each element is faster then.
   if 4 * hits.size > pieces.size:
     return (words != 0).nonzero()[0]
   positions = (pieces[hits].view(words.dtype) != 0).nonzero()[0]
@@ -138,12 +148,13 @@ def _positions(words):
     positions = hits[positions // each] * each + positions % each
   else:
     positions = hits
-  rest = words[whole:].nonzero()[0]
-  return np.concatenate([positions, rest + whole]) if rest.size else positions
+  rest = words[aligned:].nonzero()[0]
+  return np.concatenate([positions, rest + aligned]) if rest.size else positions
 
 
 def _ternary(symbols):
-  """5 to a byte: each fifth of them is a digit."""
+  """Packs 5 symbols into a byte; digit i is from the i-th fifth of the
+  array."""
   size = -(-symbols.size // 5)
   digits = np.zeros(5 * size, np.uint8)
   np.add(symbols, 1, out=digits[: symbols.size].view(np.int8))
@@ -153,7 +164,8 @@ def _ternary(symbols):
   return coded
 
 
-def _varint(number):
+def _varint(number: int) -> bytes:
+  """Returns a number in 7 bits of each byte, the lowest first."""
   data = bytearray()
   while number > 127:
     data.append(number & 127 | 128)
@@ -163,25 +175,25 @@ def _varint(number):
 
 
 class Reader:
-  """Bytes, taken from the front; never more than there are."""
+  """Reads bytes from the front, never more than there are."""
 
   def __init__(self, data: np.ndarray):
     self._data = data
 
   @property
   def left(self) -> int:
-    """Bytes."""
+    """Number of unread bytes."""
     return self._data.size
 
   def take(self, size: int) -> np.ndarray:
     """Returns the next bytes. Raises BadCode if there are fewer."""
     if size > self._data.size:
-      raise BadCode(f"{size} bytes are needed where {self.left} are left")
+      raise BadCode(f"{size} bytes are needed, but {self.left} are left")
     taken, self._data = self._data[:size], self._data[size:]
     return taken
 
   def array(self, count: int, dtype: np.dtype) -> np.ndarray:
-    """Returns the next elements, in memory of their own."""
+    """Returns the next elements, in a newly allocated array."""
     data = self.take(count * dtype.itemsize)
     x = np.empty(count, dtype)
     x.view(np.uint8)[:] = data
@@ -199,7 +211,7 @@ class Reader:
 
 
 def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
-  """Returns the stream, dtype[count]. Raises BadCode."""
+  """Returns the stream, dtype[count]. Raises BadCode for invalid bytes."""
   count, dtype = stream.count, stream.dtype
   form = _DENSE if stream.kind == RAW else int(reader.take(1)[0])
   if form == _DENSE and stream.kind in (RAW, VALUES):
@@ -228,32 +240,36 @@ def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
   return digits.view(dtype)
 
 
-def _check_digits(stream, digits, most):
+def _check_digits(stream, digits, most) -> None:
+  """Raises BadCode for a digit that stands for no level."""
   if digits.size and digits.max() > most:
     raise BadCode(f"a symbol is beyond the {stream.levels} levels")
 
 
 def _of_signs(negative):
-  """1 for 0 and -1 for 1, in place."""
+  """Turns 0 into 1 and 1 into -1, in place."""
   negative *= -2
   negative += 1
   return negative
 
 
 def _unpack_ternary(data, count, dtype):
+  """Returns symbols of which 5 are in each byte."""
   symbols = np.empty((5, data.size), np.int8)
   for digits, place in zip(_DIGITS, symbols, strict=True):
     place[:] = digits[data]
   symbols, unused = np.split(symbols.reshape(-1), [count])
+  # 3^5 = 243 values are valid; unused digits are written as 0, symbol -1.
   if (data > 242).any() or (unused != -1).any():
     raise BadCode("a byte is no five of -1, 0 and 1")
   return symbols.astype(dtype, copy=False)
 
 
 def _unpack_words(stream, reader):
+  """Returns positions written as words; BadCode unless they ascend."""
   count = reader.number()
   if count > stream.count:
-    raise BadCode(f"{count} elements are claimed of {stream.count}")
+    raise BadCode(f"{count} elements are claimed, of {stream.count}")
   positions = reader.array(count, np.dtype(np.uint32)).astype(np.int64)
   if (np.diff(positions) <= 0).any():
     raise BadCode("positions do not ascend")
@@ -265,22 +281,23 @@ def _unpack_words(stream, reader):
 
 
 def _unpack_gaps(stream, k, reader):
+  """Returns positions written as coded gaps."""
   if k > gaps.MOST_BITS:
     raise BadCode(f"{_SPARSE + k} is no form of a stream of {stream.kind}")
   count, unary = reader.number(), reader.number()
   if count > stream.count:
-    raise BadCode(f"{count} elements are claimed of {stream.count}")
+    raise BadCode(f"{count} elements are claimed, of {stream.count}")
   data = reader.take(unary + bits.nbytes(count, k))
   return gaps.decode(data, count, k, unary, stream.count)
 
 
 def _unpack_rest(stream, positions, reader):
-  """The elements, of which those at these positions are not 0."""
+  """Returns all elements, from the ones at `positions`; the others are 0."""
   count, unsigned = positions.size, _UNSIGNED[stream.dtype.itemsize]
   if stream.kind == VALUES:
     numbers = reader.array(count, unsigned)
     if not numbers.all():
-      raise BadCode("a 0 stands among what is not 0")
+      raise BadCode("a sparse value is 0")
   else:
     width = _width(stream.levels)
     data = reader.take(bits.nbytes(count, width))

@@ -18,7 +18,7 @@ import numpy as np
 
 from asgd import base, names, orders, problems, sandblaster, sharding
 from asgd import worker as worker_lib
-from asgd.checks import batch_of
+from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import learning_rates, outcomes
 from asgd.experiment.engines.simulated import SimulatedEngine, some
@@ -45,7 +45,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
     batches = batches or self.problem.batches(seed, 1)
 
     def work(params, portion):
-      with batch_of(f"portion {portion}"):
+      with blame_batch(f"portion {portion}"):
         batch = batches(0, portion)
       key = _job_key(root, np.int32(0), np.int32(portion))
       (value, _), gradient = self.gradient(params, batch, key)
@@ -131,7 +131,7 @@ class CoordinatedEngine(SimulatedEngine):
 
   def _run(self, end):
     self._simulation.advance(end)
-    return self._simulation.book.records(self.done)
+    return self._simulation.run_log.records(self.done)
 
   def _broken(self, part):
     del part
@@ -140,8 +140,8 @@ class CoordinatedEngine(SimulatedEngine):
     return f"{self._name}: {reason}" if broken else None
 
   def _progress(self, part):
-    book = self._simulation.book
-    news, book.news = book.news, []
+    run_log = self._simulation.run_log
+    news, run_log.news = run_log.news, []
     progress = super()._progress(part)
     return progress._replace(gap=0.0, news=[] if progress.broken else news)
 
@@ -154,12 +154,12 @@ class CoordinatedEngine(SimulatedEngine):
 
   def records(self) -> base.Records:
     """Returns a row for each message."""
-    return self._simulation.book.records()
+    return self._simulation.run_log.records()
 
   def course(self) -> np.ndarray:
     """Returns the losses of the iterates: those at steps that were tried and
     not taken say nothing about training."""
-    losses = [each.loss for each in self._simulation.book.iterates]
+    losses = [each.loss for each in self._simulation.run_log.iterates]
     return np.array(losses, np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
@@ -206,8 +206,8 @@ class CoordinatedEngine(SimulatedEngine):
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(sandblaster.Iterate._fields)
-    rows.writerows(self._simulation.book.iterates)
-    table = trace.from_events(self._simulation.book.rows)
+    rows.writerows(self._simulation.run_log.iterates)
+    table = trace.from_events(self._simulation.run_log.rows)
     return {"trace.csv": orders.dump(table), "iterates.csv": text.getvalue()}
 
 

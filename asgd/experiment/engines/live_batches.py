@@ -20,10 +20,10 @@ from asgd.experiment.engines import coordinated, live_engine
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.live import faults as faults_lib
 from asgd.live.sandblaster import worker
-from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
+from asgd.live.sandblaster.run_log import LiveRunLog
 from asgd.sandblaster import Image
-from asgd.sandblaster.book import Lengths
+from asgd.sandblaster.run_log import Lengths
 
 _NOTES = "driver.json"  # in the memory of a cell
 
@@ -94,8 +94,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _open_files(self, saved, *, begun):
     del begun
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    self._book = LiveRunLog(self._folder, lengths)
-    return len(self._book.messages)
+    self._run_log = LiveRunLog(self._folder, lengths)
+    return len(self._run_log.messages)
 
   def _make_cluster(self, live, hosts, saved):
     settings = live.settings
@@ -114,7 +114,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self._simulation = Driver(
       *(self._plan.settings, self._params),
       HostMakers(hosts.hosts, live.memory, make_worker),
-      self._book,
+      self._run_log,
       workers=self._plan.workers,
       options=Options(
         live.setup.ladder, settings["refill"], settings["together"]
@@ -134,11 +134,11 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def _look(self, until):
     self.cluster.advance(until, live_engine.LOOK)
-    self._news += self._book.news
-    self._book.news = []
+    self._news += self._run_log.news
+    self._run_log.news = []
 
   def _read(self):
-    return self._book.records(self._received)
+    return self._run_log.records(self._received)
 
   def _look_for(self, until):
     self.done = self._received
@@ -156,7 +156,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
     """Returns the shards and the coordinator as they are."""
-    step = len(self._book.rows)
+    step = len(self._run_log.rows)
     saved = self.cluster.save() if step else None  # nothing has happened yet
     if saved is None:
       return None

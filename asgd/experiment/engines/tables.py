@@ -17,7 +17,7 @@ import numpy as np
 
 from asgd import base, names, optimizers, orders, sharding, tables
 from asgd import worker as worker_lib
-from asgd.checks import batch_of
+from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   learning_rates,
@@ -94,7 +94,7 @@ class TablePlan(outcomes.OutcomePlan):
 
     @functools.lru_cache(maxsize=4 * self.workers)
     def batch(worker, job):
-      with batch_of(f"worker {worker}, job {job}"):
+      with blame_batch(f"worker {worker}, job {job}"):
         return batches(worker, job)
 
     def keys(batch):
@@ -134,7 +134,7 @@ class TablePlan(outcomes.OutcomePlan):
 
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
-  ) -> tables.Jobs:
+  ) -> tables.TableRun:
     """Returns a cell that has not begun."""
     kind, options = tables.Simulation, {}
     if (network := self.call_network) is not None:

@@ -1,15 +1,14 @@
-"""The driver of a run of peers: it introduces them, and makes them pause.
+"""The driver of a run of peers: it introduces, pauses and replaces them.
 
-The driver is no part of the training: it sees no message. It reports to peers
-who is alive, and can make all of them end the same round (`pause`), which it
-does for checkpoints and before a newcomer joins. Its supervisor starts, watches
-and replaces them.
+The driver sees no message of the training. It notifies peers when one joins or
+exits. It can make all of them end the same round (`pause`), for checkpoints and
+before a newcomer joins. Its supervisor starts, watches and replaces peers.
 """
 
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,28 +32,28 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.spans import Span
 from asgd.live.supervisor import Party, Supervisor
 
-_PATIENCE = 30.0  # seconds until a peer that is silent is ended, at least
-Image = tuple[Any, dict[str, Any]]  # of a peer: a tree of arrays, JSON
+_PATIENCE = 30.0  # least seconds of silence after which a peer is ended
+Image = tuple[Any, dict[str, Any]]  # of a peer: (tree of arrays, JSON)
 
 
 class PeerMaker(NamedTuple):
-  """How a host makes a peer; it travels to the peer's process."""
+  """Makes a peer in its host; the maker is sent to the peer's process."""
 
   make_duty: Callable[[], PeerDuty]
   run: Path
   seed: int
   faults: Sequence[faults_lib.Fault] = ()
-  span: Callable[[int, Span], None] | None = None  # takes what peers do when
-  # Compile in the host: a process of its own has compiled nothing.
+  span: Callable[[int, Span], None] | None = None  # called with peers' spans
+  # Whether to compile in the host, as a new process has compiled nothing.
   warm_up: bool = False
-  # (faults, folder of the run, Inside) -> those of a host
+  # (faults, folder of the run, Inside) -> the script of a host's faults
   make_script: Callable[..., faults_lib.Script] = faults_lib.script_of
 
   def __call__(
     self, index: int, image: Image | None, counter: Host | None, inside: Inside
   ) -> LivePeer:
-    """Makes the next incarnation of a peer, from its files and perhaps an
-    image."""
+    """Makes the next incarnation of a peer from its files, and from an image if
+    one is given."""
     duty = self.make_duty()
     if self.warm_up:
       duty.warm_up(index)
@@ -63,10 +62,11 @@ class PeerMaker(NamedTuple):
     script = self.make_script(self.faults, self.run, inside)
     span = self.span and functools.partial(self.span, index)
     options: dict[str, Any] = {"faults": script, "span": span}
+    # Only pairs have a counter of jobs.
     if counter is None:
       peer: LivePeer = Rounds(inside, rows, **options)
     else:
-      draw = np.random.default_rng((self.seed, index, rows.journal.life))
+      draw = np.random.default_rng((self.seed, index, rows.journal.incarnation))
       peer = Pairs(inside, rows, counter=counter, draw=draw, **options)
     if image is not None:
       peer.restore(*image)
@@ -74,8 +74,8 @@ class PeerMaker(NamedTuple):
 
 
 class PeerCluster(Cluster):
-  """The peers of a run: `start` begins, and `check` is to be called again and
-  again until `finished`."""
+  """The peers of a run. The caller calls `start` once, then `check` repeatedly
+  until `finished`."""
 
   def __init__(
     self,
@@ -88,16 +88,16 @@ class PeerCluster(Cluster):
     refill: bool,
     patience: float = _PATIENCE,
   ):
-    """Prepares.
+    """Prepares a cluster.
 
     Args:
       how: recipe of the run.
-      hosts: which run the peers.
+      hosts: of the peers.
       maker: of peers.
       messages: jobs of all peers together.
-      ladder: when a job takes too long.
-      refill: replace a peer that exits.
-      patience: seconds until a peer that is silent is ended, at least.
+      ladder: time limits of jobs.
+      refill: whether to replace peers that have exited.
+      patience: least seconds of silence after which a peer is ended.
     """
     self.gossip, self._maker, self._refill = how, maker, refill
     self._messages = messages
@@ -105,11 +105,11 @@ class PeerCluster(Cluster):
     counts = {PEER: peers, COUNTER: 1} if self._pairs else {PEER: peers}
     super().__init__(Supervisor(hosts, counts, ladder, patience=patience))
     self._limit = sys.maxsize if self._pairs else messages // peers
-    self.lives: dict[int, int] = {}  # peer -> life, of those that have joined
-    self._coming: dict[int, int] = {}  # of those that are being made
+    self.incarnations: dict[int, int] = {}  # of peers that have joined
+    self._starting: dict[int, int] = {}  # incarnations of peers being made
     self._paused = True  # until `start`
-    self.finished = False  # whether all is done, as `check` saw
-    self.rounds = 0  # that all have ended, as `check` saw
+    self.finished = False  # whether all jobs were done at the last `check`
+    self.rounds = 0  # ended by all peers at the last `check`
 
   @property
   def _pairs(self):
@@ -118,26 +118,27 @@ class PeerCluster(Cluster):
   # Starting.
 
   def start(self, images: dict[int, Image] | None = None) -> None:
-    """Starts all peers, or those of images, and the others as newcomers."""
+    """Starts all peers. With images it starts those of the images, and all
+    others as newcomers."""
     if self._pairs:
       self._start_counter()
-    places = range(self.gossip.topology.workers)
-    first = sorted(images) if images else list(places)
+    indices = range(self.gossip.topology.workers)
+    first = sorted(images) if images else list(indices)
     parties = [
       self._make(peer, images[peer] if images else None) for peer in first
     ]
     self._supervisor.await_made(parties)
     for party in parties:
-      self.lives[party.index] = self._coming.pop(party.index)
+      self.incarnations[party.index] = self._starting.pop(party.index)
       party.run = party.host.call("run")
     self._ask("meet", self._neighbours())
     self.go_on()
-    for peer in set(places) - set(first):
+    for peer in set(indices) - set(first):
       self._make(peer)
 
-  def _start_counter(self):
-    """Starts a counter. The journals have the numbers that are taken: records
-    may lack a message that its peer did not outlive."""
+  def _start_counter(self) -> None:
+    """Starts a counter of jobs. The taken numbers are read from the journals,
+    as records may lack the last message of a peer that was killed."""
     taken: set[int] = set()
     for peer in range(self.gossip.topology.workers):
       path = journal_path(self._maker.run, peer)
@@ -146,133 +147,147 @@ class PeerCluster(Cluster):
     party = self._supervisor.start(COUNTER, 0, make)
     self._supervisor.await_made([party])
 
-  def _make(self, peer, image=None) -> Party:
+  def _make(self, peer: int, image: Image | None = None) -> Party:
+    """Starts the next incarnation of a peer."""
     run = self._maker.run
-    self._coming[peer] = files.lives_of(read_journal(journal_path(run, peer)))
+    self._starting[peer] = files.lives_of(read_journal(journal_path(run, peer)))
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker, peer, image, counter)
     party = self._supervisor.start(PEER, peer, make)
-    party.proven = True  # it has compiled when it is made
+    party.proven = True  # it has compiled by the time that it is made
     return party
 
   def _neighbours(self):
     parties = self._supervisor.parties[PEER]
     return {
-      peer: Neighbour(life, parties[peer].host)
-      for peer, life in self.lives.items()
+      peer: Neighbour(incarnation, parties[peer].host)
+      for peer, incarnation in self.incarnations.items()
     }
 
-  def _ask(self, name, *args, among=None) -> dict[int, Any]:
-    """Asks peers that have joined, all at once; returns what those that are
-    alive answer."""
-    among = self.lives if among is None else among
+  def _ask(
+    self, name: str, *args: Any, among: Iterable[int] | None = None
+  ) -> dict[int, Any]:
+    """Calls a method of peers that have joined, concurrently; returns the
+    answers of those that are alive."""
+    among = self.incarnations if among is None else among
     return self._supervisor.ask(PEER, "ask", name, *args, among=among)
 
   # Watching.
 
   def check(self, messages: int) -> list[str]:
-    """Looks at the cluster, of which so many messages were received; returns
-    lines for the user. Raises AllDied, NotFinite and WorkersDie, and what would
-    end newcomers, too."""
+    """Replaces peers that have exited, ends peers that hang, and admits
+    newcomers. Returns lines for the user.
+
+    Args:
+      messages: received so far in the run.
+
+    Raises:
+      AllDied: if the last peer has exited.
+      NotFinite: if no peer computes finite messages.
+      WorkersDie: if peers exit again and again.
+    """
     self._supervisor.progressed(messages)
     rest = self._at_rest()
-    # In pairs a peer that is not paused is quiet when no number is left.
+    # A peer of pairs that is not paused is quiet once no job is left.
     ended = not self._paused if self._pairs else self.rounds >= self._limit
     self.finished = rest and ended
     if not self.finished:
       parties = self._supervisor.parties[PEER]
-      for peer in [*self._coming]:
-        if peer in self._coming and parties[peer].ready:
+      for peer in [*self._starting]:
+        if peer in self._starting and parties[peer].ready:
           self._admit(peer)
     return self._supervisor.take_news()
 
   def _at_rest(self) -> bool:
-    """Buries who has exited; returns whether all others are quiet.
+    """Handles exits; returns whether all other peers are quiet.
 
-    A peer of pairs that was quiet may have been asked for an exchange since, by
-    one that has ended its job and was quiet when it was looked at: so the
-    driver looks twice."""
-    self._bury()
+    A quiet peer of pairs can become busy again, by an exchange with a peer that
+    has ended its job and was quiet when its status was asked. So the driver
+    asks twice.
+    """
+    self._handle_exits()
     return self._look() and (not self._pairs or self._look())
 
   def _look(self) -> bool:
-    """Asks how all are, and ends those that are at a job for too long; returns
-    whether all are alive and quiet."""
+    """Asks for the peers' status, and ends those that take too long for a job;
+    returns whether all are alive and quiet."""
     statuses = self._ask("status")
     rounds = [status.rounds for status in statuses.values()]
     self.rounds = max(self.rounds, min(rounds, default=0))
     for peer, status in statuses.items():
       party = self._supervisor.parties[PEER].get(peer)
-      if party is not None:  # what the peer says: the driver may have waited
+      # The peer measures how long it has been busy: the driver itself may have
+      # been delayed.
+      if party is not None:
         busy = status.busy or 0.0
         self._supervisor.watch(party, status.rounds, busy=busy)
-    return self.lives.keys() == statuses.keys() and all(
+    return self.incarnations.keys() == statuses.keys() and all(
       status.quiet for status in statuses.values()
     )
 
-  def _bury(self):
-    """Handles the parties that have exited."""
+  def _handle_exits(self) -> None:
+    """Handles the peers, and the counter, that have exited."""
     supervisor = self._supervisor
     for party in supervisor.lost(COUNTER) if self._pairs else ():
       self._replace_counter(party)
     for party, how in supervisor.take_ended(PEER):
-      self._bury_peer(party.index, how)
+      self._handle_peer_exit(party.index, how)
 
-  def _bury_peer(self, peer, how):
+  def _handle_peer_exit(self, peer: int, how: str) -> None:
+    """Records the exit of a peer, notifies the others, and replaces it."""
     residual, clock = 0.0, self._supervisor.hosts.clock
-    self._coming.pop(peer, None)  # before it had joined
-    if peer in self.lives:
-      life, run = self.lives.pop(peer), self._maker.run
+    self._starting.pop(peer, None)  # it may not have joined yet
+    if peer in self.incarnations:
+      incarnation, run = self.incarnations.pop(peer), self._maker.run
       disk = self._supervisor.hosts.disk
-      left = files.leave(run, peer, life, clock(), disk)
+      left = files.leave(run, peer, incarnation, clock(), disk)
       residual = files.last_residual_lost(run, peer)
       if self._pairs:
-        self._supervisor.ask(COUNTER, "left", peer, life, *left)
-      self._pass_on(peer)
-      self._ask("gone", peer)
+        self._supervisor.ask(COUNTER, "release", peer, incarnation, *left)
+      self._complete_broadcast(peer)
+      self._ask("peer_exited", peer)
     self._supervisor.count_exit(PEER, peer, how)
     if how == REJECTED:
       self._supervisor.count_refusal(PEER, peer)
-    if self.finished and self.lives:
+    if self.finished and self.incarnations:
       return
-    news = f"peer {peer} {how}; the others go on"
-    if self._refill:
-      news += ", another takes its place"
+    replaced = "it is replaced, " if self._refill else ""
+    news = f"peer {peer} {how}; {replaced}the others continue"
     if residual:
-      news += f"; what its codec had kept back is lost (RMS {residual:.3g})"
+      news += f"; the update that its codec kept is lost (RMS {residual:.3g})"
     self._supervisor.news.append(news)
-    if not self.lives:
+    if not self.incarnations:
       last = f"the last was peer {peer}"
       if how == REJECTED:
-        raise NotFinite(f"what all peers computed was not finite, {last}")
-      raise AllDied(f"all peers died, {last}")
+        raise NotFinite(f"the messages of all peers were not finite; {last}")
+      raise AllDied(f"all peers have exited; {last}")
     if self._refill:
       self._make(peer)
 
-  def _replace_counter(self, party):
-    """Starts another counter, which gives no number again that a peer has."""
+  def _replace_counter(self, party: Party) -> None:
+    """Starts another counter, which assigns no number that a peer has."""
     supervisor = self._supervisor
     supervisor.drop(party)
     supervisor.count_exit(COUNTER, 0, "died")
-    supervisor.news.append("the counter of jobs died; it is started again")
+    supervisor.news.append("the counter of jobs exited and is restarted")
     self._ask("count_by", None)
     self._start_counter()
     self._ask("count_by", supervisor.parties[COUNTER][0].host)
 
-  def _pass_on(self, lost):
+  def _complete_broadcast(self, lost: int) -> None:
     """Forwards a lost peer's last messages to every neighbour if at least one
-    has received them."""
+    has received them. So all neighbours mix the same messages."""
     if self._pairs:
       return
     topology = self.gossip.topology
-    heard = self._ask("heard_of", lost)
-    for round in sorted({r for rounds in heard.values() for r in rounds}):
+    received = self._ask("received_from", lost)
+    for round in sorted({r for rounds in received.values() for r in rounds}):
       links = topology.links[round % topology.period]
-      having = [peer for peer, rounds in heard.items() if round in rounds]
+      having = [peer for peer, rounds in received.items() if round in rounds]
       lacking = [
         peer
-        for peer, rounds in heard.items()
+        for peer, rounds in received.items()
         if round not in rounds and links[peer, lost]
       ]
       answers = self._ask("message_of", lost, round, among=having)
@@ -280,11 +295,18 @@ class PeerCluster(Cluster):
       if frames and lacking:
         self._ask("take_over", frames[0], among=lacking)
 
-  # All at once.
+  # Pause and checkpoints.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes all end the same round, or the jobs they are at, and waits for it,
-    so many seconds at most; returns whether they have. Raises as `check`."""
+    """Makes all peers end the same round (in pairs: their open jobs), and waits
+    for it. Raises as `check`.
+
+    Args:
+      seconds: to wait at most.
+
+    Returns:
+      Whether all peers are quiet.
+    """
     self._paused = True
     limits = self._ask("halt")
     if not self._pairs and limits:
@@ -296,54 +318,58 @@ class PeerCluster(Cluster):
     self._paused = False
     self._ask("allow", self._limit)
 
-  def _lenders(self, peer):
-    """The peers alive that lend to a newcomer."""
+  def _lenders(self, peer: int) -> list[int]:
+    """Returns the peers alive that lend to a newcomer: its senders, or only
+    those with links in both directions if there are any."""
     union = self.gossip.topology.union
-    hears = [j for j in self.lives if union[peer, j]]
-    return [j for j in hears if union[j, peer]] or hears
+    senders = [j for j in self.incarnations if union[peer, j]]
+    return [j for j in senders if union[j, peer]] or senders
 
-  def _admit(self, peer):
-    """Makes a newcomer join, once a neighbour is alive: what it begins with is
-    what that lends."""
+  def _admit(self, peer: int) -> None:
+    """Makes a newcomer join, if a neighbour is alive that lends it its first
+    parameters."""
     if not self._lenders(peer):
       return
     self.pause()
-    if peer in self._coming and self._lenders(peer):  # they may have exited
+    # The newcomer or its lenders may have exited during the pause.
+    if peer in self._starting and self._lenders(peer):
       self._introduce(peer)
       self._supervisor.news.append(f"peer {peer} joins again")
     self.go_on()
 
-  def _introduce(self, peer):
+  def _introduce(self, peer: int) -> None:
+    """Connects a newcomer with the peers alive, some of which lend to it."""
     parties, lenders = self._supervisor.parties, self._lenders(peer)
     party = parties[PEER][peer]
-    others, among = self._neighbours(), list(self.lives)
-    life = self.lives[peer] = self._coming.pop(peer)
+    others, among = self._neighbours(), list(self.incarnations)
+    incarnation = self.incarnations[peer] = self._starting.pop(peer)
     party.run = party.host.call("run")
-    if self._pairs:  # which may be another than when the peer was made
+    if self._pairs:  # the counter may have been replaced meanwhile
       self._ask("count_by", parties[COUNTER][0].host, among=[peer])
     self._ask("join", others, self.rounds, lenders, among=[peer])
-    newcomer = Neighbour(life, party.host)
+    newcomer = Neighbour(incarnation, party.host)
     lending = [other for other in among if other in lenders]
     self._ask("present", peer, newcomer, True, among=lending)
     rest = [other for other in among if other not in lenders]
     self._ask("present", peer, newcomer, False, among=rest)
 
   def images(self) -> dict[int, Image]:
-    """Returns an image of each peer, at a pause. Raises as `check`."""
+    """Returns an image of each peer of a paused run. Raises as `check`."""
     images: dict[int, Image] = {}
 
     def take():
       images.clear()
       images.update(self._ask("image"))
-      self._bury()  # the journal of one without an image says that it left
-      return images.keys() == self.lives.keys()
+      # A peer that exited has no image, but a LEAVE row in its journal.
+      self._handle_exits()
+      return images.keys() == self.incarnations.keys()
 
     self._supervisor.rest(take)
     return images
 
   def views(self, rounds: int | None = None) -> dict[int, View]:
-    """Returns the parameters of all peers, as they are, or of those that have
-    kept them after so many rounds."""
+    """Returns the present parameters of all peers; with `rounds` those of the
+    peers that kept them after that number of rounds."""
     if rounds is None:
       return self._ask("view")
     views = self._ask("take_kept", rounds)

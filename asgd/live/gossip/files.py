@@ -1,4 +1,4 @@
-"""The files of a run of peers: of each a journal and records."""
+"""Files of a run of peers: a journal and records for each peer."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ open_files, read_peer_records = FILES.open, FILES.read
 def lengths(
   run: Path, peers: int, images: Mapping[int, Any]
 ) -> list[Sequence[int]]:
-  """Returns how many rows and records of each peer belong to a checkpoint; see
+  """Returns how many rows and records of each peer a checkpoint covers; see
   `WorkerFiles.lengths`."""
   kept = {
     peer: (notes["rows"], notes["records"])
@@ -34,8 +34,8 @@ def lengths(
 
 
 def read_trace(run: Path, peers: int) -> base.Trace:
-  """Returns the one trace of all journals. ValueError if they cannot be obeyed,
-  or one is empty."""
+  """Joins the journals of all peers into one trace. ValueError if they cannot
+  be joined, or one is empty."""
   journals = []
   for index in range(peers):
     journals.append(read_begun(run, journal_path(run, index)))
@@ -44,39 +44,42 @@ def read_trace(run: Path, peers: int) -> base.Trace:
   except ValueError as error:
     raise ValueError(
       f"{run}: {error}: trace-K.csv of one of these two peers was cut or"
-      " changed; put it back as the run wrote it"
+      " changed; restore the file that the run wrote"
     ) from error
   check_together(run, trace)
   return trace
 
 
 def lives_of(events: Sequence[Event]) -> int:
-  """Returns how many holders left a peer's place."""
+  """Returns the number of incarnations of a peer that have left."""
   return sum(event.action == base.LEAVE for event in events)
 
 
 def residuals_lost(
   events: Sequence[Event], records: simulator.PeerRecords
 ) -> list[tuple[Event, float]]:
-  """Returns the LEAVE rows of a peer's journal, and of each the RMS of what the
-  codec of who left had kept back, as its last record says; 0 without one."""
+  """Returns (LEAVE row, lost residual) for each incarnation that has left.
+
+  The residual is the RMS of the update that the incarnation's codec had not
+  sent, from its last record; 0 without a record.
+  """
   jobs, norms = records.job.tolist(), records.residual_norm.tolist()
-  known = dict(zip(jobs, norms, strict=True))
-  lost, kept = [], 0.0
+  norm_of = dict(zip(jobs, norms, strict=True))
+  lost, residual = [], 0.0
   for event in events:
     if event.action == base.RECEIVE:
-      kept = known.get(event.job, kept)
+      residual = norm_of.get(event.job, residual)
     elif event.action == base.LEAVE:
-      lost.append((event, kept))
-      kept = 0.0
+      lost.append((event, residual))
+      residual = 0.0
   return lost
 
 
 def last_residual_lost(run: Path, index: int) -> float:
-  """Returns the last of `residuals_lost`, of a peer that has left."""
+  """Returns the residual that the last incarnation to leave has lost."""
   events = read_journal(journal_path(run, index))
-  ((_, kept),) = residuals_lost(events, read_peer_records(run, index))[-1:]
-  return kept
+  ((_, residual),) = residuals_lost(events, read_peer_records(run, index))[-1:]
+  return residual
 
 
 class Left(NamedTuple):
@@ -87,8 +90,9 @@ class Left(NamedTuple):
 
 
 def numbers_of(events: Sequence[Event]) -> list[int]:
-  """Returns the numbers of the jobs that a peer's journal begins, but for those
-  that others are to do: of peers that left, and were at them or refused."""
+  """Returns the numbers of the jobs that a peer has begun. Jobs that others do
+  instead are left out: those that it lost, or was rejected for, before it
+  left."""
   numbers: dict[int, None] = {}
   refused: list[int] = []
   for event in events:
@@ -99,6 +103,7 @@ def numbers_of(events: Sequence[Event]) -> list[int]:
     elif event.action == base.LOST:
       numbers.pop(event.job, None)
     elif event.action == base.LEAVE:
+      # The peer left without them, so the counter assigns them again.
       for number in refused:
         numbers.pop(number, None)
       refused = []
@@ -106,23 +111,24 @@ def numbers_of(events: Sequence[Event]) -> list[int]:
 
 
 def leave(
-  run: Path, index: int, life: int, now: float, disk: Any = os
+  run: Path, index: int, incarnation: int, now: float, disk: Any = os
 ) -> Left:
-  """Writes that an incarnation of a peer has exited, if it has joined."""
+  """Writes LOST and LEAVE for an incarnation of a peer that has exited, if it
+  had joined and these rows are missing."""
   journal = FileJournal(journal_path(run, index), disk=disk)
-  lives, begun, joined = 0, 0, not life
+  incarnations, begun, joined = 0, 0, not incarnation
   last, end = None, None  # the row that began its last job, and what ended it
   for event in journal.events():
-    if lives == life and event.action in STARTS:
+    if incarnations == incarnation and event.action in STARTS:
       last, end, begun = event, None, begun + 1
-    elif lives == life and event.action in ENDS:
+    elif incarnations == incarnation and event.action in ENDS:
       end = event.action
-    elif lives == life and event.action == base.JOIN:
+    elif incarnations == incarnation and event.action == base.JOIN:
       joined = True
-    lives += event.action == base.LEAVE
-  if joined and lives == life:
+    incarnations += event.action == base.LEAVE
+  if joined and incarnations == incarnation:
     now = max([now, *(event.time for event in journal.events()[-1:])])
-    if last and end is None:
+    if last and end is None:  # its last job was open
       journal.append(Event(now, index, last.seq, last.job, base.LOST))
-    journal.append(Event(now, index, NO_SEQ, life, base.LEAVE))
+    journal.append(Event(now, index, NO_SEQ, incarnation, base.LEAVE))
   return Left(begun, [last.job] if last and end != base.RECEIVE else [])

@@ -1,14 +1,14 @@
-"""What peers tell each other, and how a code travels.
+"""Frames: the messages between live peers, and the encoding of codes.
 
-  kind     from, to                    content
-  MESSAGE  a peer, who hears it        a code of a round
-  ASK      a peer, whom it is to meet  nothing: be mine for one exchange
-  GRANT    who was asked, the asker    a code
-  ANSWER   the asker, who was asked    a code
-  LOAN     a neighbour, a newcomer,    what `Peer.lend` made
-           and the other way
+  kind     from          to             content
+  MESSAGE  a peer        its receivers  a code of a round
+  ASK      a peer        its partner    none: requests an exchange
+  GRANT    the partner   the asker      a code
+  ANSWER   the asker     the partner    a code
+  LOAN     a neighbour   a newcomer     the result of `Peer.lend`
+           a newcomer    a neighbour
 
-The three in the middle are those of an exchange of two (AD-PSGD).
+ASK, GRANT and ANSWER are the frames of an exchange of two peers (AD-PSGD).
 """
 
 from collections.abc import Callable
@@ -21,37 +21,38 @@ from asgd import base, gossip, simulator
 from asgd.compression import packing
 
 MESSAGE, ASK, GRANT, ANSWER, LOAN = "message", "ask", "grant", "answer", "loan"
-CODES = MESSAGE, GRANT, ANSWER  # frames that bring a code
+CODES = MESSAGE, GRANT, ANSWER  # kinds of frames with a code
 
 
 class PeerFrame(NamedTuple):
-  """What one peer tells another."""
+  """A frame from one peer to another."""
 
   kind: str
   sender: int
-  life: int  # holders that the sender's place had before it
-  seq: int = -1  # of the message among those of the sender's place
+  incarnation: int  # of the sender, counted from 0
+  seq: int = -1  # of the message, over all incarnations of the sender
   round: int = 0
-  content: Any = None  # a code or a loan, as it travels
+  content: Any = None  # a code, as the wire packs it, or a loan
   nbytes: int = 0  # of the content
 
 
 class Wire(NamedTuple):
-  """How codes travel: functions of a code and of what is sent for it."""
+  """The encoding of codes for sending."""
 
   pack: Callable[[Any], Any]
   unpack: Callable[[Any], Any]
-  measure: Callable[[Any], int]  # what is sent -> its bytes
+  measure: Callable[[Any], int]  # packed code -> its bytes
 
 
 def array_wire(*, copies: bool) -> Wire:
-  """Codes as they are: arrays, in `copies` of NumPy for other processes."""
+  """Returns a wire that sends codes as arrays; with `copies`, as NumPy copies
+  for other processes."""
   pack = jax.device_get if copies else lambda code: code
   return Wire(pack, lambda content: content, simulator.array_bytes)
 
 
 def packed_wire(peer: gossip.Peer, params: base.Params) -> Wire:
-  """Codes as the bytes that `compression.packing` makes of them."""
+  """Returns a wire that sends codes as the bytes of `compression.packing`."""
   key = jax.eval_shape(jax.random.key, 0)
 
   def put(params, key):

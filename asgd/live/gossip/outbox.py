@@ -1,14 +1,14 @@
-"""Frames on their way to one neighbour: each arrives once, and in order.
+"""Frames on their way to one neighbour: each is processed once, and in order.
 
-A peer sends the frames that its neighbour has not confirmed in one call, and
-the next call when that one has ended. A connection that breaks loses no frame:
-the peer sends it again, and the neighbour skips the numbers that it knows.
+A peer sends all frames that its neighbour has not acknowledged in one call. It
+makes the next call when that one has ended. If the connection breaks, the peer
+sends the frames again, and the neighbour skips those that it has.
 
   sender                                        receiver
-  first=0, frames 0 1      -- deliver -->       takes 0 1
+  first=0, frames 0 1      -- deliver -->       processes 0 1
                            <-- 2 ------
-  first=2, frames 2        -- deliver --> X     takes 2; the answer is lost
-  first=2, frames 2 3      -- deliver -->       skips 2, takes 3
+  first=2, frames 2        -- deliver --> X     processes 2; the answer is lost
+  first=2, frames 2 3      -- deliver -->       skips 2, processes 3
                            <-- 4 ------
 """
 
@@ -22,47 +22,48 @@ from asgd.live.hosts import Host
 class Neighbour(NamedTuple):
   """Another peer, as the driver introduces it."""
 
-  life: int  # incarnations of its index before this one
+  incarnation: int  # of the peer, counted from 0
   host: Host
 
 
 class Outbox:
-  """The frames of one incarnation of a peer for one of a neighbour."""
+  """The frames of this peer for one incarnation of a neighbour."""
 
   def __init__(self, neighbour: Neighbour):
-    self.life, self.host = neighbour
-    self.busy = False  # a call is open
-    self._first = 0  # number of the first frame below
-    self._frames: list[PeerFrame] = []  # that the neighbour has not confirmed
+    self.incarnation, self.host = neighbour
+    self.busy = False  # whether a call of `deliver` is open
+    self._first = 0  # number of the first frame in `_frames`
+    self._frames: list[PeerFrame] = []  # not acknowledged yet
 
   def put(self, frame: PeerFrame) -> None:
     """Adds a frame."""
     self._frames.append(frame)
 
   def batch(self) -> tuple[int, Sequence[PeerFrame]]:
-    """Returns the frames to send, and the number of the first of them."""
+    """Returns (number of the first frame, frames to send)."""
     return self._first, tuple(self._frames)
 
   def confirm(self, number: int) -> None:
-    """The neighbour has all frames before this number."""
+    """Drops the frames before `number`, which the neighbour has
+    acknowledged."""
     del self._frames[: number - self._first]
     self._first = max(self._first, number)
 
 
 class Inbox:
-  """Which frames have come, of each incarnation of a neighbour."""
+  """Counts the received frames of each incarnation of a neighbour."""
 
   def __init__(self):
-    self._next: dict[tuple[int, int], int] = {}  # (peer, life) -> number
+    self._next: dict[tuple[int, int], int] = {}  # (peer, incarnation) -> number
 
   def new(
-    self, sender: int, life: int, first: int, frames: Sequence[PeerFrame]
+    self, sender: int, incarnation: int, first: int, frames: Sequence[PeerFrame]
   ) -> Sequence[PeerFrame]:
-    """Returns the frames of a batch that have not come before."""
-    have = self._next.get((sender, life), 0)
-    self._next[sender, life] = max(have, first + len(frames))
+    """Returns the frames of a batch that were not received before."""
+    have = self._next.get((sender, incarnation), 0)
+    self._next[sender, incarnation] = max(have, first + len(frames))
     return frames[max(have - first, 0) :]
 
-  def confirmed(self, sender: int, life: int) -> int:
-    """Returns the number of the next frame that is expected."""
-    return self._next.get((sender, life), 0)
+  def confirmed(self, sender: int, incarnation: int) -> int:
+    """Returns the number of the next expected frame."""
+    return self._next.get((sender, incarnation), 0)

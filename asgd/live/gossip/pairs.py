@@ -1,10 +1,11 @@
-"""Peers in pairs: who ends a job meets a neighbour, and nobody waits for all.
+"""Peers in pairs: a peer that ends a job meets one neighbour; others do not
+wait.
 
-An exchange of two, a with a smaller number than b, holds the locks of both, and
-whoever begins it gets that of a first: so no circle of peers can wait for each
-other. A peer that is locked has no other row between its put and its mix.
+An exchange of two peers a < b holds the locks of both. Its initiator always
+gets the lock of a first, so peers cannot wait for each other in a circle. A
+locked peer has no other row between its put and its mix.
 
-  a begins                            b begins
+  a initiates                         b initiates
   a locks itself                      b -> a   ASK
   a -> b   ASK                        a locks itself, puts
   b locks itself, puts                a -> b   GRANT, its code
@@ -13,7 +14,7 @@ other. A peer that is locked has no other row between its put and its mix.
   a -> b   ANSWER, its code           b -> a   ANSWER, its code
   a takes, mixes; b takes, mixes      b takes, mixes; a takes, mixes
 
-Locks are given in the order in which they were asked for.
+A peer grants its lock in the order of requests.
 """
 
 import collections
@@ -29,7 +30,7 @@ from asgd.live.hosts import Gone, Host
 
 
 class Pairs(LivePeer):
-  """A peer of AD-PSGD, as `gossip.orders.pairs` has them."""
+  """A peer of AD-PSGD, in the order of `gossip.orders.pairs`."""
 
   def __init__(
     self,
@@ -38,44 +39,49 @@ class Pairs(LivePeer):
     draw: np.random.Generator,
     **options: Any,
   ):
-    """`counter` runs the `JobCounter` of the run; whom the peer meets is drawn
-    from `draw`."""
+    """Takes the host of the run's `JobCounter`, and the generator that draws
+    the peer's partners."""
     super().__init__(*args, **options)
     self._counter: Host | None = counter
     self._draw = draw
-    self._asked = False  # the counter for a number
-    self._number: int | None = None  # that the counter gave, not begun yet
-    self._partner: int | None = None  # whom it meets, once a job is done
-    self._granted: PeerFrame | None = None  # what that has put
-    self._holder: int | None = None  # of its lock
+    self._asked = False  # whether a call of the counter is open
+    self._number: int | None = None  # of the next job, from the counter
+    self._partner: int | None = None  # of the exchange after the open job
+    self._granted: PeerFrame | None = None  # the partner's code
+    # The initiator of the exchange that holds this peer's lock, and initiators
+    # that wait for it. This peer's own index is among them if it initiates one.
+    self._lock_owner: int | None = None
     self._queue: collections.deque[int] = collections.deque()
-    self._over = False  # no job is left
+    self._no_job_left = False
 
   def count_by(self, counter: Host | None) -> None:
-    """Asks this counter from now on, None nobody. What another one has answered
-    or still answers is not begun: this one gives it out again."""
+    """Uses another counter from now on; None: no counter for now. A number that
+    the old counter has assigned, and that was not begun, is dropped: the new
+    counter assigns it again."""
     self._counter, self._number = counter, None
 
   def numbered(self, counter: Host, call: Future[int | None]) -> None:
-    """A call of a counter has ended, which may have lost its connection."""
+    """Handles the end of a call of a counter, or the loss of its
+    connection."""
 
     def take():
       self._asked = False
       try:
         number = call.result()
-      except Gone:  # the driver says where the next counter is
+      except Gone:  # retry until the driver passes another counter
         if self._counter is not None:
           self._ask_counter(wait=AGAIN)
         return
       if counter is self._counter:
-        self._number, self._over = number, number is None
+        self._number, self._no_job_left = number, number is None
 
-    self._happens(take)
+    self._handle(take)
 
-  def _ask_counter(self, wait=0.0):
+  def _ask_counter(self, wait: float = 0.0) -> None:
+    """Asks the counter for a number, in another thread, after a wait."""
     self._asked = True
     counter, inside = self._counter, self._inside
-    asker = self.index, self.rows.journal.life, self.rows.journal.begun
+    asker = self.index, self.rows.journal.incarnation, self.rows.journal.begun
 
     def ask():
       if wait:
@@ -85,33 +91,36 @@ class Pairs(LivePeer):
     inside.later(ask, "numbered", counter)
 
   def halt(self) -> int:
-    """Stops after the open job; returns how many it will have ended."""
+    """Stops after the open job; returns the count of ended jobs at that
+    time."""
     self.limit = min(self.limit, self.rounds + (self._began is not None))
     return self.limit
 
   @property
   def quiet(self) -> bool:
-    """See the base."""
-    done = self._over or self.rounds >= self.limit
-    idle = not self._asked and self._holder is None
+    """Whether the peer is idle, and stays so until its limit is raised or
+    another peer asks for an exchange."""
+    done = self._no_job_left or self.rounds >= self.limit
+    idle = not self._asked and self._lock_owner is None
     return super().quiet and done and idle
 
-  def gone(self, peer):
-    """See the base; an exchange with it does not take place, or ends."""
-    super().gone(peer)
-    self._over = False  # what it was doing is to be done
+  def peer_exited(self, peer):
+    """Cancels or ends an exchange with the peer, too."""
+    super().peer_exited(peer)
+    self._no_job_left = False  # the counter assigns the peer's job again
     if peer in self._queue:
       self._queue.remove(peer)
-    if self._holder == peer:  # it had been granted, and did not answer
-      self._holder = None
+    if self._lock_owner == peer:  # it had the lock, and did not ANSWER
+      self._lock_owner = None
     if self._partner == peer and self._granted is None:
       self._partner = None
       if self.index in self._queue:
         self._queue.remove(self.index)
-      if self._holder == self.index:
-        self._holder = None
+      if self._lock_owner == self.index:
+        self._lock_owner = None
 
-  def _heard(self, frame):
+  def _receive_frame(self, frame: PeerFrame) -> None:
+    """Queues an ASK, stores a GRANT, or ends an exchange with an ANSWER."""
     if frame.kind == frames.ASK:
       self._queue.append(frame.sender)
     elif frame.kind == frames.GRANT:
@@ -119,27 +128,33 @@ class Pairs(LivePeer):
         self._granted = frame
         if self.index > frame.sender:
           self._queue.append(self.index)
-    elif self._holder == frame.sender:  # ANSWER
+    elif self._lock_owner == frame.sender:  # ANSWER
       self.rows.mix(0, [frame])
-      self._holder = None
+      self._lock_owner = None
 
-  def _step(self):
-    if self._holder is None and self._queue:
+  def _step(self) -> bool:
+    """Grants the lock, completes an exchange, or begins or ends a job."""
+    # [1] Exchanges: grant the lock to the next in the queue, or complete the
+    # exchange that this peer has initiated.
+    if self._lock_owner is None and self._queue:
       self._lock(self._queue.popleft())
       return True
-    if self._holder == self.index and self._granted:
+    if self._lock_owner == self.index and self._granted:
       self._exchange()
       return True
-    if self._holder is not None:
+    if self._lock_owner is not None:  # an exchange is under way
       return False
+
+    # [2] Jobs: start one, or look for a partner once it is computed.
     if self._began is None:
       return self._start()
     if self._work is not None and self._partner is None:
       return self._meet()
     return False
 
-  def _start(self):
-    if self._over or self.rounds >= self.limit:
+  def _start(self) -> bool:
+    """Begins a job if its number is known, else asks the counter."""
+    if self._no_job_left or self.rounds >= self.limit:
       return False
     if self._number is None:
       if self._counter is not None and not self._asked:
@@ -150,37 +165,39 @@ class Pairs(LivePeer):
     self._compute()
     return True
 
-  def _meet(self):
-    """Asks a neighbour for an exchange; without one the job ends at once. What
-    is not finite meets nobody."""
+  def _meet(self) -> bool:
+    """Initiates an exchange with a random neighbour. The job ends without an
+    exchange if there is no neighbour, or if its message is not finite."""
     near = np.flatnonzero(self.duty.gossip.topology.union[self.index]).tolist()
-    near = [peer for peer in near if peer in self.lives]
+    near = [peer for peer in near if peer in self.incarnations]
     if not near or (self._work and not self._work.finite):
       return self._end_job()
     self._partner = near[int(self._draw.integers(len(near)))]
     self._granted = None
-    if self.index < self._partner:
+    if self.index < self._partner:  # the lower index is locked first
       self._queue.append(self.index)
     else:
       self._ask()
     return True
 
   def _ask(self):
-    life = self.rows.journal.life
-    self._tell(self._partner, PeerFrame(frames.ASK, self.index, life))
+    incarnation = self.rows.journal.incarnation
+    self._send(self._partner, PeerFrame(frames.ASK, self.index, incarnation))
 
-  def _lock(self, holder):
-    self._holder = holder
-    if holder != self.index:
-      self._tell(holder, self.rows.put(0, frames.GRANT))
+  def _lock(self, owner: int) -> None:
+    """Locks this peer for an exchange, and sends the next frame of it."""
+    self._lock_owner = owner
+    if owner != self.index:
+      self._send(owner, self.rows.put(0, frames.GRANT))
     elif self._granted is None:
       self._ask()
 
-  def _exchange(self):
+  def _exchange(self) -> None:
+    """Completes the exchange that this peer has initiated, and ends its job."""
     granted, partner = self._granted, self._partner
-    self._tell(partner, self.rows.put(0, frames.ANSWER))
+    self._send(partner, self.rows.put(0, frames.ANSWER))
     self.rows.mix(0, [granted])
-    self._partner = self._granted = self._holder = None
+    self._partner = self._granted = self._lock_owner = None
     self._end_job()
 
   def _end_job(self):

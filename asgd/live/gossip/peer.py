@@ -1,9 +1,9 @@
-"""A live peer: its job, its neighbours, and what the driver asks.
+"""A live peer: its job, its neighbours, and the methods that the driver calls.
 
-A peer is an object in a host (`asgd.live.hosts`). Whatever happens to it is a
-call of one of its methods, and its host makes one call at a time. Jobs, and
-calls of neighbours, run beside it (`Inside.later`), so that a peer takes
-messages while it computes. `Rounds` and `Pairs` say what a peer does next.
+A peer is an object in a host (`asgd.live.hosts`). Every event is a call of one
+of its methods, and the host makes one call at a time. Jobs, and calls of
+neighbours, run in other threads (`Inside.later`), so a peer receives messages
+while it computes. The subclasses `Rounds` and `Pairs` decide the next step.
 """
 
 import dataclasses
@@ -21,37 +21,37 @@ from asgd.live.hosts import Gone, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
-AGAIN = 0.05  # seconds until a call is made again whose connection broke
-# How a peer ends by itself.
+AGAIN = 0.05  # seconds until the retry of a call after its connection failed
+# Results of `run`.
 REJECTED = "rejected"
 ALONE = "found no lender"
 
 
 class PeerStatus(NamedTuple):
-  """What a peer reports of itself."""
+  """The status that a peer reports."""
 
-  quiet: bool  # it has stopped before its limit, and expects nothing
-  rounds: int  # that it has ended; of pairs, jobs
-  # Seconds since its job was started, by its own clock; None: it has no job.
+  quiet: bool  # it has stopped at its limit, and waits for no message
+  rounds: int  # ended by the peer; in pairs, jobs
+  # Seconds since the start of its job, by the peer's clock; None: no job.
   busy: float | None
 
 
 @dataclasses.dataclass
 class Loans:
-  """What a peer adopts before it does anything else."""
+  """The loans that a peer must adopt before its next step."""
 
-  is_new: bool  # a newcomer, which has adopted nothing yet
-  lenders: list[int]  # whose loans it adopts, in this order
-  frames: dict[int, PeerFrame]  # loans that came, by lender
+  is_new: bool  # whether the peer is a newcomer without an adopted loan
+  lenders: list[int]  # in the order of adoption
+  frames: dict[int, PeerFrame]  # received loans, by lender
 
 
 class LivePeer:
   """One incarnation of a peer; the base of `Rounds` and `Pairs`.
 
-  Its host calls `run`, `ask`, `deliver`, and what a peer has asked for itself:
-  `delivered` and `computed`. After each of them the peer does what it can
-  (`_step`). What goes wrong ends the peer, and is raised by the call of `run`:
-  a neighbour that delivers a frame has nothing to do with it.
+  The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
+  threads report by `delivered` and `computed`. After each call the peer does
+  all steps that it can (`_step`). An error ends the peer, and is raised by
+  `run`. If a neighbour's call led to the error, the neighbour only gets `Gone`.
   """
 
   def __init__(
@@ -62,74 +62,96 @@ class LivePeer:
     faults: Script,
     span: Callable[[Span], None] | None = None,
   ):
-    """`inside` is of its host. `span` takes stretches of time: fetch lasts
-    until a job starts, push until the peer has received its message."""
+    """Prepares a peer.
+
+    Args:
+      inside: of the host.
+      rows: the peer's state and journal.
+      faults: to inject.
+      span: called with spans of time: fetch lasts until a job starts, push
+        until the peer has received its message.
+    """
     self.rows, self.index, self.duty = rows, rows.index, rows.duty
     self._inside, self._faults = inside, faults
     self._span = span or (lambda span: None)
-    self.rounds = 0  # ended
-    self.limit = 0  # rounds or jobs that may be ended
+    self.rounds = 0  # rounds or jobs that have ended
+    self.limit = 0  # rounds or jobs after which the peer stops
     self._outboxes: dict[int, Outbox] = {}  # of the peers that are alive
     self._inbox = Inbox()
     self._loans = Loans(False, [], {})
-    self._work: ComputedJob | None = None  # of the open job, once it is done
-    self._began: float | None = None  # the open job
-    self._free = inside.clock()  # since when it has waited
-    self._ended: Future[str] = Future()  # how it ended
+    self._work: ComputedJob | None = None  # result of the open job
+    self._began: float | None = None  # time when the open job began
+    self._free = inside.clock()  # when the last span ended
+    self._ended: Future[str] = Future()  # result of `run`
 
   @property
-  def lives(self) -> dict[int, int]:
-    """Incarnations before the present one, of the other peers alive."""
-    return {peer: outbox.life for peer, outbox in self._outboxes.items()}
+  def incarnations(self) -> dict[int, int]:
+    """The incarnations of the other peers alive."""
+    return {peer: outbox.incarnation for peer, outbox in self._outboxes.items()}
 
-  # What the host calls.
+  # Remote calls, and reports of this peer's threads.
 
   def run(self) -> Future[str]:
-    """Returns how the peer ends: REJECTED after a message that was not finite,
-    ALONE if all have exited who were to lend to a newcomer; or raises what went
-    wrong in it."""
+    """Returns a Future of how the peer ends: REJECTED after a message that was
+    not finite, ALONE if all lenders of a newcomer have exited, or an error."""
     return self._ended
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
-    """Calls one of the methods below. Raises Gone once the peer has ended."""
-    return self._happens(lambda: getattr(self, name)(*args, **options))
+    """Calls a method by name, for the driver. Raises `Gone` if the peer has
+    ended."""
+    return self._handle(lambda: getattr(self, name)(*args, **options))
 
   def deliver(
-    self, sender: int, life: int, first: int, batch: Sequence[PeerFrame]
+    self, sender: int, incarnation: int, first: int, batch: Sequence[PeerFrame]
   ) -> int:
-    """Takes frames of an incarnation of another peer, which numbers them from
-    `first`; returns the number of the next. Raises Gone."""
+    """Receives frames of a peer.
+
+    Args:
+      sender: the peer.
+      incarnation: of the sender.
+      first: number of the first frame.
+      batch: the frames.
+
+    Returns:
+      The number of the next expected frame.
+
+    Raises:
+      Gone: if this peer has ended.
+    """
 
     def take():
-      for frame in self._inbox.new(sender, life, first, batch):
-        self._hear(frame)
-      return self._inbox.confirmed(sender, life)
+      for frame in self._inbox.new(sender, incarnation, first, batch):
+        self._accept(frame)
+      return self._inbox.confirmed(sender, incarnation)
 
-    return self._happens(take)
+    return self._handle(take)
 
   def delivered(self, outbox: Outbox, call: Future[int]) -> None:
-    """A call of a neighbour has ended, which may have lost its connection."""
+    """Handles the end of a call of `deliver`, or the loss of its
+    connection."""
 
     def take():
       outbox.busy = False
       try:
         outbox.confirm(call.result())
-      except Gone:  # the driver says so if the neighbour has exited
+      # Retry: the driver calls `peer_exited` if the neighbour has exited.
+      except Gone:
         self._flush(outbox, wait=AGAIN)
       else:
         self._flush(outbox)
 
-    self._happens(take)
+    self._handle(take)
 
   def computed(self, work: Future[ComputedJob]) -> None:
-    """The open job is done, or raises what went wrong."""
+    """Handles the end of a job's computation; an error of it ends the peer."""
 
     def take():
       self._work = work.result()
 
-    self._happens(take)
+    self._handle(take)
 
-  def _happens(self, call):
+  def _handle(self, call: Callable[[], Any]) -> Any:
+    """Makes a call, then does all possible steps; an error ends the peer."""
     if self._ended.done():
       raise Gone(PEER, self.index)
     try:
@@ -141,11 +163,10 @@ class LivePeer:
       raise Gone(PEER, self.index) from error
     return answer
 
-  # What the driver asks for.
+  # Methods that the driver calls by `ask`.
 
   def meet(self, others: Mapping[int, Neighbour]) -> None:
-    """Takes note of the peers that are alive, which all are before the same
-    round."""
+    """Sets the peers that are alive; all of them are before the same round."""
     self._outboxes = {peer: self._open(other) for peer, other in others.items()}
     self._outboxes.pop(self.index, None)
 
@@ -155,18 +176,18 @@ class LivePeer:
   def join(
     self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
   ) -> None:
-    """Begins as a newcomer before a round, with what neighbours lend."""
+    """Begins as a newcomer before round `rounds`, with loans of `lenders`."""
     self.meet(others)
     self.rounds = self.limit = rounds
     self.rows.join()
     self._loans.is_new, self._loans.lenders = True, list(lenders)
 
   def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
-    """Takes note of a newcomer before a round, and lends it something; what
-    it lends in turn is adopted before anything else."""
+    """Adds a newcomer before a round. With `lend` this peer lends to it, and
+    adopts the newcomer's loan, if the rule has one, before its next step."""
     self._outboxes[peer] = self._open(newcomer)
     if lend:
-      self._tell(peer, self.rows.lend(peer))
+      self._send(peer, self.rows.lend(peer))
       if self._introduces:
         self._loans.lenders.append(peer)
 
@@ -174,16 +195,16 @@ class LivePeer:
   def _introduces(self):
     return self.duty.gossip.rule.introduces
 
-  def gone(self, peer: int) -> None:
-    """Takes note that a peer has exited."""
+  def peer_exited(self, peer: int) -> None:
+    """Removes a peer that has exited."""
     self._outboxes.pop(peer, None)
 
   def allow(self, limit: int) -> None:
-    """Sets how many rounds or jobs the peer may end."""
+    """Sets the rounds or jobs after which the peer stops."""
     self.limit = limit
 
   def status(self) -> PeerStatus:
-    """Returns what it is doing."""
+    """Returns the status of the peer."""
     busy = None
     if self._work is None and self._began is not None:
       busy = self._inside.clock() - self._began
@@ -191,15 +212,15 @@ class LivePeer:
 
   @property
   def quiet(self) -> bool:
-    """Whether nothing happens to it until its limit is raised."""
+    """Whether the peer is idle, and stays so until its limit is raised."""
     return self._began is None and not self._loans.lenders
 
   def view(self) -> View:
-    """Returns its parameters, as they are."""
+    """Returns the peer's present parameters."""
     return self.rows.view()
 
   def image(self) -> Any:
-    """Returns a tree of arrays and JSON, of a peer that is quiet."""
+    """Returns (tree of arrays, JSON) of a quiet peer."""
     tree, notes = self.rows.image()
     return {"peer": tree}, {**notes, "rounds": self.rounds}
 
@@ -210,55 +231,61 @@ class LivePeer:
 
   # Frames.
 
-  def _tell(self, peer: int, frame: PeerFrame) -> None:
-    """Sends a frame to a peer, if that is alive."""
+  def _send(self, peer: int, frame: PeerFrame) -> None:
+    """Sends a frame to a peer, if the peer is alive."""
     if outbox := self._outboxes.get(peer):
       outbox.put(frame)
       self._flush(outbox)
 
   def _flush(self, outbox: Outbox, wait: float = 0.0) -> None:
-    """Sends what a neighbour has not confirmed, unless a call is open."""
+    """Sends the frames that a neighbour has not acknowledged, unless a call is
+    open."""
+    # An outbox of an incarnation that has exited is no longer in use.
     alive = any(outbox is each for each in self._outboxes.values())
     first, batch = outbox.batch()
     if outbox.busy or not batch or not alive:
       return
     outbox.busy = True
-    index, life = self.index, self.rows.journal.life
+    index, incarnation = self.index, self.rows.journal.incarnation
 
     def send():
       if wait:
         self._inside.wait(wait)
-      call = outbox.host.call("deliver", index, life, first, batch)
+      call = outbox.host.call("deliver", index, incarnation, first, batch)
       return call.result()
 
     self._inside.later(send, "delivered", outbox)
 
-  def _hear(self, frame):
-    if self.lives.get(frame.sender) != frame.life:  # it has exited
+  def _accept(self, frame: PeerFrame) -> None:
+    """Processes a frame, unless its sender's incarnation has exited."""
+    if self.incarnations.get(frame.sender) != frame.incarnation:
       return
     if frame.kind == frames.LOAN:
       self._loans.frames[frame.sender] = frame
     else:
-      self._heard(frame)
+      self._receive_frame(frame)
 
-  def _heard(self, frame: PeerFrame) -> None:
+  def _receive_frame(self, frame: PeerFrame) -> None:
+    """Processes a frame other than a loan."""
     raise NotImplementedError
 
   def _step(self) -> bool:
-    """Does what can be done; returns whether it did something."""
+    """Does one step if one is possible; returns whether it was."""
     raise NotImplementedError
 
-  def _advance(self):
+  def _advance(self) -> None:
+    """Does all steps that are possible, loans first."""
     if self._loans.lenders:
       self._adopt()
     while not (self._loans.lenders or self._ended.done()):
       if not self._step():
         return
 
-  def _adopt(self):
-    """Adopts once all lenders that live have lent, in their order."""
-    loans, lives = self._loans, self.lives
-    lenders = [j for j in loans.lenders if j in lives or j in loans.frames]
+  def _adopt(self) -> None:
+    """Adopts all loans, in the order of lenders, once those of all lenders
+    alive have arrived."""
+    loans, alive = self._loans, self.incarnations
+    lenders = [j for j in loans.lenders if j in alive or j in loans.frames]
     if any(j not in loans.frames for j in lenders):
       return
     if loans.is_new and not lenders:
@@ -268,18 +295,19 @@ class LivePeer:
       self.rows.adopt(loans.frames.pop(j), first=first)
     if loans.is_new and self._introduces:
       for j in lenders:
-        self._tell(j, self.rows.lend(j))
+        self._send(j, self.rows.lend(j))
     loans.is_new, loans.lenders = False, []
 
   # Jobs.
 
   def _begin(self, number: int) -> None:
-    """Starts a job; `_work` is its result."""
+    """Begins the job of a number, without computing it."""
     self.rows.send(number)
     self._began = self._inside.clock()
 
   def _compute(self) -> None:
-    """Computes the open job, in another thread."""
+    """Computes the open job in another thread, which sets `_work` at its
+    end."""
     assert self.rows.job is not None
     self._work = None
     seq, number, _ = self.rows.job
@@ -302,7 +330,8 @@ class LivePeer:
     inside.later(compute, "computed")
 
   def _receive(self) -> bool:
-    """Ends the open job; False, and the peer ends, if it is not finite."""
+    """Ends the open job. Returns False, and ends the peer, if its message is
+    not finite."""
     assert self._work is not None and self.rows.job is not None
     work, self._work, self._began = self._work, None, None
     began, self._free = self._free, self._inside.clock()

@@ -1,8 +1,8 @@
-"""What a live peer does, row by row: each is journaled, and then done. Its
-successor continues after the last row.
+"""The steps of a live peer: each is written to the journal, then applied. A new
+incarnation continues after the last row.
 
-The functions are those of `simulator.compile_peer`, called as the simulator
-calls them when it obeys the same rows.
+The functions are those of `simulator.compile_peer`, called in the same way as
+the simulator does when it replays the rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,30 +18,30 @@ from asgd.live.journal import FileJournal
 from asgd.live.records import FileSink
 from asgd.live.worker import is_finite
 from asgd.live.worker_files import WorkerJournal
-from asgd.orders.trace import NO_SEQ, PUTS, STARTS
+from asgd.orders.trace import NO_SEQ, PUTS, STARTS, Event
 
 
 class PeerDuty(NamedTuple):
-  """What a peer is and does, wherever it runs; the same for all of a run."""
+  """The specification of the peers of a run; the same in each process."""
 
   gossip: gossip.Gossip
   peer: gossip.Peer
   worker: base.Worker
-  params: base.Params  # NumPy arrays, that all begin with
+  params: base.Params  # first parameters of all peers, NumPy arrays
   batch: Callable[[int, int], base.Batch]
   root: jax.Array  # key
   wire: Wire
-  keep_at: frozenset[int] = frozenset()  # rounds of which parameters are kept
+  keep_at: frozenset[int] = frozenset()  # rounds; their parameters are kept
   slowdown: tuple[float, ...] = ()  # factors on the time of peers 0, 1, ...
 
   @property
   def steps(self) -> simulator.PeerSteps:
-    """The compiled functions, once for each process."""
+    """The compiled functions; compiled once in each process."""
     return simulator.compile_peer(self.peer, self.worker)
 
   @property
-  def hears(self) -> list[set[int]]:
-    """How many neighbours each peer hears in its rounds."""
+  def neighbour_counts(self) -> list[set[int]]:
+    """The numbers of senders that each peer has in its rounds."""
     topology = self.gossip.topology
     rounds, peers = range(topology.period), range(topology.workers)
     if self.gossip.order == gossip.PAIRS:
@@ -49,13 +49,14 @@ class PeerDuty(NamedTuple):
     return [{len(topology.neighbours(i, k)) for k in rounds} for i in peers]
 
   def warm_up_all(self) -> None:
-    """Compiles what all peers call, for those that share a process."""
-    alike = {frozenset(counts): peer for peer, counts in enumerate(self.hears)}
-    for peer in alike.values():
+    """Compiles the functions of all peers, for peers that share a process."""
+    # A program depends on the number of senders, so one peer for each.
+    counts = enumerate(self.neighbour_counts)
+    for peer in {frozenset(each): peer for peer, each in counts}.values():
       self.warm_up(peer)
 
   def warm_up(self, index: int) -> None:
-    """Compiles what a peer calls; what it computes is dropped."""
+    """Compiles the functions of a peer by calling them; drops the results."""
     steps = self.steps
     number, zero = np.int32(index), np.int32(0)
     state = self.peer.init(self.params)
@@ -69,7 +70,7 @@ class PeerDuty(NamedTuple):
     keep = np.float64(self.gossip.keep(0, index))
     state, code = steps.put(state, keep, self.root, number, zero)
     code = self.wire.unpack(self.wire.pack(code))
-    for count in self.hears[index]:
+    for count in self.neighbour_counts[index]:
       weights, slots = np.zeros(count), np.zeros(count, np.int32)
       jax.block_until_ready(
         steps.mix(state, (code,) * count, weights, slots)
@@ -77,24 +78,24 @@ class PeerDuty(NamedTuple):
 
 
 class ComputedJob(NamedTuple):
-  """What a peer made of a job."""
+  """The result of a job's computation."""
 
-  state: Any  # of its worker, after it
+  state: Any  # of the worker, after the job
   message: Any
   loss: Any
-  finite: bool
+  finite: bool  # whether message and loss are finite
 
 
 class View(NamedTuple):
-  """A peer, as it is evaluated; NumPy arrays."""
+  """A peer's parameters for evaluation; NumPy arrays."""
 
   params: base.Params
-  weight: float  # by which it counts in the mean over peers
+  weight: float  # of the peer in the mean over peers
   version: int  # its own updates
 
   @property
   def server(self) -> "View":
-    """Itself: the parameters of a `PeerState` are those of its server."""
+    """The view itself, so that it can be used like a `PeerState`."""
     return self
 
 
@@ -102,27 +103,28 @@ class PeerJournal(WorkerJournal):
   """Writes rows and records of a peer, and counts its rows."""
 
   def __init__(self, *args: Any):
-    """See the base."""
-    self.puts = 0  # messages that were put
-    self.life = 0  # incarnations that have left
+    """Takes the arguments of `WorkerJournal`."""
+    self.puts = 0  # messages that were put, over all incarnations
+    self.incarnation = 0  # the present one: count of LEAVE rows
     self.begun = 0  # jobs of this incarnation
     super().__init__(*args)
 
-  def _note(self, event):
+  def _note(self, event: Event) -> None:
+    """Counts a row, which was read from the file or written."""
     super()._note(event)
     self.puts += event.action in PUTS
-    self.life += event.action == base.LEAVE
+    self.incarnation += event.action == base.LEAVE
     self.begun += event.action in STARTS
     if event.action == base.LEAVE:
       self.begun = 0
 
   def record(self, row: simulator.PeerRow) -> None:
-    """Appends the record of a job that was received."""
+    """Appends the record of a received job."""
     self._sink.append(simulator.peer_records(*([each] for each in row)))
 
 
 class PeerRows:
-  """A peer's state, and the rows that change it."""
+  """A peer's state, and the steps that change it."""
 
   def __init__(
     self,
@@ -131,8 +133,14 @@ class PeerRows:
     files: tuple[FileJournal, FileSink],
     clock: Callable[[], float],
   ):
-    """Begins as all do, or where an image says (`restore`); the journal has
-    what was done at the place before. The clock tells seconds of the run."""
+    """Starts from the first parameters; `restore` then continues from an image.
+
+    Args:
+      index: of the peer.
+      duty: the peer's specification.
+      files: (journal, records), with the rows of earlier incarnations.
+      clock: returns the run's time in seconds.
+    """
     self.index, self.duty = index, duty
     self.journal = PeerJournal(index, files, clock)
     state = duty.peer.init(duty.params)
@@ -145,21 +153,22 @@ class PeerRows:
   # Jobs.
 
   def send(self, number: int) -> None:
-    """Starts a job of that number."""
+    """Starts the job of a number."""
     seq = self.journal.seqs
     self.journal.write(seq, number, base.SEND)
     self.job = seq, number, self._peer.send()
 
   def work(self) -> ComputedJob:
-    """Does the open job; changes nothing. For another thread, too."""
+    """Computes the open job, without changing the state; may be called in
+    another thread."""
     assert self.job is not None
     _, number, job = self.job
     batch = self.duty.batch(self.index, number)
-    done = self._peer.work(job, batch, number)
-    return ComputedJob(*done, is_finite(*simulator.fetch(done[1:])))
+    outcome = self._peer.work(job, batch, number)
+    return ComputedJob(*outcome, is_finite(*simulator.fetch(outcome[1:])))
 
   def receive(self, work: ComputedJob) -> None:
-    """Ends the open job with what was made of it."""
+    """Ends the open job with its result."""
     assert self.job is not None
     seq, number, job = self.job
     loss = float(work.loss)
@@ -168,33 +177,34 @@ class PeerRows:
     self.job = None
 
   def reject(self) -> None:
-    """Refuses what was made of the open job; the peer then leaves."""
+    """Rejects the result of the open job; the peer then exits."""
     assert self.job is not None
     seq, number, _ = self.job
     self.journal.write(seq, number, base.REJECT)
 
-  # What others are told, and tell.
+  # Messages and loans.
 
-  def _frame(self, kind, event, content):
+  def _frame(self, kind: str, event: Event, content: Any) -> PeerFrame:
+    """Returns a frame with the content of a row, and counts its bytes."""
     loan = kind == frames.LOAN
     measure = simulator.array_bytes if loan else self.duty.wire.measure
     size = measure(content)
     self._peer.bytes_up += size
-    # Leaves of the place before are part of its number of lives.
-    sender = self.index, self.journal.life
+
+    sender = self.index, self.journal.incarnation
     round = 0 if loan else event.job
     return PeerFrame(kind, *sender, event.seq, round, content, size)
 
   def put(self, round: int, kind: str = frames.MESSAGE) -> PeerFrame:
-    """Puts a message of a round; returns it as it is told."""
+    """Puts a message of a round; returns its frame."""
     event = self.journal.write(self.journal.puts, round, base.PUT)
     code = self._peer.put(round, event.seq)
     return self._frame(kind, event, self.duty.wire.pack(code))
 
-  def mix(self, round: int, heard: Sequence[PeerFrame]) -> None:
-    """Takes messages and mixes them, in this order."""
+  def mix(self, round: int, messages: Sequence[PeerFrame]) -> None:
+    """Takes messages and mixes them, in the given order."""
     taken = []
-    for frame in heard:
+    for frame in messages:
       size, code = frame.nbytes, self.duty.wire.unpack(frame.content)
       self.journal.write(frame.seq, frame.sender, base.TAKE, message=size)
       taken.append(simulator.Taken(frame.sender, frame.round, code))
@@ -203,31 +213,32 @@ class PeerRows:
     self._peer.mix(taken)
 
   def join(self) -> None:
-    """Takes the place of one that left."""
-    self.journal.write(NO_SEQ, self.journal.life, base.JOIN)
+    """Writes the JOIN row of a new incarnation."""
+    self.journal.write(NO_SEQ, self.journal.incarnation, base.JOIN)
 
   def lend(self, other: int) -> PeerFrame:
-    """Returns what a newcomer is lent, or lends."""
+    """Lends to another peer; returns the frame of the loan."""
     event = self.journal.write(self.journal.puts, other, base.LEND)
     loan = jax.device_get(self._peer.lend(other))
     return self._frame(frames.LOAN, event, loan)
 
   def adopt(self, loan: PeerFrame, *, first: bool) -> None:
-    """Takes what another lends; `first` of a newcomer."""
+    """Adopts a loan; `first` for the first loan of a newcomer."""
     self.journal.write(loan.seq, loan.sender, base.ADOPT, message=loan.nbytes)
     self._peer.bytes_down += loan.nbytes
     self._peer.adopt(loan.content, loan.sender, first=first)
 
-  # What the driver asks for.
+  # State for the driver.
 
   def view(self) -> View:
-    """Returns what is evaluated."""
+    """Returns the parameters for evaluation."""
     state = self._peer.state
     server, weight = state.server, float(self.duty.peer.weight(state))
     return View(jax.device_get(server.params), weight, int(server.version))
 
   def image(self) -> tuple[Any, dict[str, Any]]:
-    """Returns a tree of arrays and JSON, to go on from; no job is open."""
+    """Returns (tree of arrays, JSON) from which a peer can continue; no job may
+    be open."""
     peer, (rows, records) = self._peer, self.journal.counts()
     notes = {
       "rows": rows,
@@ -239,7 +250,7 @@ class PeerRows:
     return jax.device_get((peer.state, peer.worker)), notes
 
   def restore(self, tree: Any, notes: dict[str, Any]) -> None:
-    """Goes on from an image."""
+    """Continues from an image."""
     peer = self._peer
     peer.begin(*jax.tree.map(jax.numpy.asarray, tree))
     peer.bytes_down, peer.bytes_up = notes["bytes"], notes["bytes_up"]

@@ -1,8 +1,9 @@
-"""Peers in rounds: a job, a message to those who hear it, and a mix of theirs.
+"""Peers in rounds: a job, a message to the receivers, and a mix of the senders'
+messages.
 
-A peer waits for its neighbours, not for all: it may be rounds ahead of peers
-far away. Who has died is not waited for; what it put before is taken by all its
-neighbours, or by none (`Rounds.heard_of`).
+A peer waits for its neighbours only: it may be rounds ahead of distant peers.
+It does not wait for a neighbour that has exited. The last messages of that
+neighbour are mixed by all its receivers, or by none (`Rounds.received_from`).
 """
 
 from typing import Any
@@ -16,34 +17,42 @@ _IDLE, _COMPUTING, _WAITING = range(3)
 
 
 class Rounds(LivePeer):
-  """A peer of synchronous rounds, as `gossip.orders.rounds` has them.
+  """A peer of synchronous rounds, in the order of `gossip.orders.rounds`.
 
-  Messages have numbers of their own: message m is put in round m `every`.
+  Messages are numbered: message m is put in round m `every`.
   """
 
   def __init__(self, *args: Any, **options: Any):
     super().__init__(*args, **options)
     self._phase = _IDLE
-    # By sender and number.
+    # (sender, number) -> received message, of this and the last rounds.
     self._messages: dict[tuple[int, int], PeerFrame] = {}
-    self._first: dict[int, int] = {}  # message of a newcomer; others have 0
-    self._dying: set[int] = set()  # of whom nothing more is heard
-    self.kept: dict[int, View] = {}  # by rounds ended
+    # Sender -> number of its first message for this peer; absent: 0.
+    self._first: dict[int, int] = {}
+    # Lost senders: only forwarded messages of them still count.
+    self._lost_senders: set[int] = set()
+    self.kept: dict[int, View] = {}  # by number of rounds ended
 
   @property
-  def _hears(self):
+  def _senders(self):
     return self.duty.gossip.topology.neighbours
 
   def join(self, others, rounds, lenders):
-    """See the base; what was put before its first round is not for it."""
+    """Begins as a newcomer, which takes no message put before its first
+    round."""
     super().join(others, rounds, lenders)
     peers = range(self.duty.gossip.topology.workers)
     self._first = dict.fromkeys(peers, self._next_put)
 
   def present(self, peer, newcomer, lend):
-    """See the base; what lost peers put for rounds to come is dropped, as
-    nobody has mixed it and the newcomer lacks it. Of its predecessor all is, if
-    the newcomer lends what these messages would be added to."""
+    """Adds a newcomer between two rounds, and drops messages that must not be
+    mixed.
+
+    - Messages of lost peers for rounds to come: no peer has mixed them, and the
+      newcomer will not receive them.
+    - All messages of the newcomer's predecessor, if the newcomer lends its
+      public parameters: the messages would be added to those.
+    """
     super().present(peer, newcomer, lend)
     self._first[peer] = first = self._next_put
     old = 0 if lend and self._introduces else first
@@ -51,18 +60,19 @@ class Rounds(LivePeer):
       (sender, number): frame
       for (sender, number), frame in self._messages.items()
       if number < (old if sender == peer else first)
-      or sender in self.lives.keys() - {peer}
+      or sender in self.incarnations.keys() - {peer}
     }
 
   def halt(self) -> int:
-    """Stops at the end of the round that it is in; returns how many rounds it
-    will have ended."""
+    """Stops at the end of the present round; returns the count of ended rounds
+    at that time."""
     self.limit = min(self.limit, self.rounds + (self._phase != _IDLE))
     return self.limit
 
   @property
   def quiet(self) -> bool:
-    """See the base; what others put in rounds that it has ended has come."""
+    """Whether the peer is idle at its limit, and has received all messages that
+    were put in its ended rounds."""
     return (
       super().quiet
       and self._phase == _IDLE
@@ -71,75 +81,83 @@ class Rounds(LivePeer):
     )
 
   @property
-  def _next_put(self):
-    """The number of the next message, before a round."""
+  def _next_put(self) -> int:
+    """The number of the next message to put; valid between two rounds."""
     return -(-self.rounds // self.duty.gossip.every)
 
   @property
-  def _to_come(self):
-    """Numbers of messages that were put and not mixed, before a round."""
+  def _to_come(self) -> range:
+    """The numbers of messages that were put and not mixed, between two
+    rounds."""
     return range(self.rounds // self.duty.gossip.every, self._next_put)
 
   def _missing(self, number: int) -> bool:
-    """Whether such a message of a neighbour is still to come."""
+    """Whether the message of some neighbour alive has not arrived, for a
+    number."""
     return any(
-      peer in self.lives
+      peer in self.incarnations
       and number >= self._first.get(peer, 0)
       and (peer, number) not in self._messages
-      for peer in self._hears(self.index, number)
+      for peer in self._senders(self.index, number)
     )
 
-  def gone(self, peer):
-    """See the base."""
-    super().gone(peer)
-    self._dying.discard(peer)
+  def peer_exited(self, peer):
+    """Removes the peer; its last messages were forwarded before."""
+    super().peer_exited(peer)
+    self._lost_senders.discard(peer)
 
-  def _heard(self, frame):
-    if frame.sender not in self._dying:
+  def _receive_frame(self, frame):
+    if frame.sender not in self._lost_senders:
       self.take_over(frame)
 
-  def _tell_all(self):
+  def _send_all(self) -> None:
+    """Puts a message and sends it to all receivers, if the round has one."""
     how = self.duty.gossip
     number, rest = divmod(self.rounds, how.every)
     if rest:
       return
     frame, topology = self.rows.put(number), how.topology
     links = topology.links[number % topology.period]
-    for peer in self.lives:
+    for peer in self.incarnations:
       if links[peer, self.index]:
-        self._tell(peer, frame)
+        self._send(peer, frame)
 
-  def _step(self):
+  def _step(self) -> bool:
+    """Begins a round, ends its job, or ends the round."""
     how = self.duty.gossip
+    # [1] Begin a round: its job and, with `put_first`, its message.
     if self._phase == _IDLE:
       if self.rounds >= self.limit:
         return False
       self._begin(self.rounds * how.topology.workers + self.index)
       if how.put_first:
-        self._tell_all()
+        self._send_all()
       self._compute()
       self._phase = _COMPUTING
+    # [2] End the job, and put the message.
     elif self._phase == _COMPUTING:
       if self._work is None:
         return False
       if self._receive():
         if not how.put_first:
-          self._tell_all()
+          self._send_all()
         self._phase = _WAITING
+    # [3] Mix the messages of the round once they have arrived.
     else:
       return self._end_round()
     return True
 
-  def _end_round(self):
-    """Ends a round; if messages are due, once they have come."""
+  def _end_round(self) -> bool:
+    """Ends a round, after mixing if messages are due. Returns False if a due
+    message has not arrived."""
     number, rest = divmod(self.rounds + 1, self.duty.gossip.every)
     if not rest:
       number -= 1
       if self._missing(number):
         return False
-      peers = self._hears(self.index, number)
-      heard = [self._messages.get((peer, number)) for peer in peers]
-      self.rows.mix(number, [frame for frame in heard if frame])
+      peers = self._senders(self.index, number)
+      due = [self._messages.get((peer, number)) for peer in peers]
+      self.rows.mix(number, [frame for frame in due if frame])
     self.rounds += 1
     self._phase = _IDLE
     if self.rounds in self.duty.keep_at:
@@ -147,38 +165,40 @@ class Rounds(LivePeer):
     self._forget()
     return True
 
-  def _forget(self):
-    """Drops what no neighbour can lack any more, if one that told it dies."""
+  def _forget(self) -> None:
+    """Drops messages that no neighbour can lack any more, so that they need
+    not be forwarded if their sender exits."""
     oldest = self.rounds // self.duty.gossip.every - 2
     for key in [key for key in self._messages if key[1] < oldest]:
       del self._messages[key]
 
   def take_kept(self, rounds: int) -> View | None:
-    """Returns what was kept after so many rounds, and drops it and all before;
-    None if nothing was."""
+    """Returns the view that was kept after `rounds` rounds, or None. Drops it
+    and all earlier ones."""
     view = self.kept.get(rounds)
     self.kept = {k: v for k, v in self.kept.items() if k > rounds}
     return view
 
-  # What a dead peer has put comes to all that hear it, or to none.
+  # The driver forwards a lost peer's messages to all its receivers.
 
-  def heard_of(self, peer: int) -> list[int]:
-    """Returns the numbers of the messages of a peer that have come; no more is
-    heard of it itself."""
-    self._dying.add(peer)
+  def received_from(self, peer: int) -> list[int]:
+    """Returns the numbers of a lost peer's received messages. Later frames of
+    that peer are dropped."""
+    self._lost_senders.add(peer)
     return [number for sender, number in self._messages if sender == peer]
 
   def message_of(self, peer: int, number: int) -> PeerFrame | None:
-    """Returns such a message."""
+    """Returns the received message of a peer and number, or None."""
     return self._messages.get((peer, number))
 
   def take_over(self, frame: PeerFrame) -> None:
-    """Takes a message, which has come to another."""
+    """Stores a message, which may have been received by another peer."""
     if frame.round >= self._first.get(frame.sender, 0):
       self._messages.setdefault((frame.sender, frame.round), frame)
 
   def image(self):
-    """See the base; with what has come and is not mixed."""
+    """Returns the image of the base class, with the messages that were received
+    and not mixed."""
     tree, notes = super().image()
     unpack = self.duty.wire.unpack
     waiting = {
@@ -192,7 +212,7 @@ class Rounds(LivePeer):
     return tree, notes
 
   def restore(self, tree, notes):
-    """See the base."""
+    """Continues from an image."""
     super().restore(tree, notes)
     self._first = dict(map(tuple, notes["first"]))
     pack = self.duty.wire.pack

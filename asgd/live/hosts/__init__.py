@@ -1,8 +1,12 @@
-"""Objects in threads or in processes of Ray, which are called by method.
+"""Hosts: objects in threads or in processes of Ray, called by method.
 
-`base` says what a host does, `threads` and `actors` do it. A host has one
-object, calls its methods one at a time, and may be killed with it at any time;
-another then takes its place. What outlives it are files (see `Inside`).
+  driver --start--> Hosts --make--> Host (thread, process) --call--> its object
+
+A host has one object and calls its methods one at a time. It may be killed with
+its object at any time; a new host of the same kind and index then succeeds it.
+Only files outlive a host (see `Inside`). `base` defines the interface,
+`threads` and `actors` implement it, `sockets` carries calls between processes
+of one machine. Start with the example of `base.Hosts`.
 """
 
 from asgd.live.hosts.base import Call, Gone, Host, Hosts, Inside, Make

@@ -1,8 +1,8 @@
 """Hosts that are processes: actors of Ray.
 
-Between the driver and them, arguments and answers are brought by Ray; arrays
-that come so are views of its memory, which cannot be written to. Hosts of one
-machine call each other by sockets.
+Ray carries arguments and results between the driver and the hosts. Arrays
+arrive as read-only views of its memory. Hosts of one machine call each other by
+sockets.
 """
 
 import collections
@@ -24,21 +24,27 @@ from asgd.live.hosts.site import Site, node_id, prepare_process
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
 
-_SECONDS = 60.0  # to fetch what is there
-_LOCK_SECONDS = 30.0  # for the process before to end
+_SECONDS = 60.0  # to fetch a result that is ready
+_LOCK_SECONDS = 30.0  # for the predecessor's process to end
 _LEAVE_SECONDS = 5.0  # to close objects at the end
-_CALLS = 16  # of the driver, that an object may be at, or has put off
-_LOOK = 1.0  # seconds between two looks at a cluster that grows
+_CALLS = 16  # open calls of the driver at one object
+_LOOK = 1.0  # seconds between two queries of a cluster that grows
 
 
 class HostActor:
-  """A host in a process of its own, which has a thread for the object."""
+  """A process with one host, which is a `ThreadHost`."""
 
   def __init__(
     self, kind: str, index: int, site: Site, began: float, path: Path
   ):
-    """`began` is what `time.time()` was when the run began, for machines other
-    than the driver's; `path` is where others of its machine call it."""
+    """Prepares the process.
+
+    Args:
+      kind, index, site: of the host.
+      began: `time.time()` when the run began; only other machines than the
+        driver's use it.
+      path: socket at which other processes of this machine call the host.
+    """
     prepare_process(site, worker=kind not in LOCAL)
     self._path, self._memory = path, Path(site.memory)
     self._kind, self._index, self._clock = kind, index, site.clock
@@ -52,7 +58,8 @@ class HostActor:
         self._before = signal.signal(signal.SIGTERM, self._drain)
 
   def _drain(self, number, stack):
-    """Handles SIGTERM: what cannot drain ends as it would without this."""
+    """Handles SIGTERM: drains the object, or ends the process if the object has
+    no `drain`."""
     if self._there.is_set() and self._host.drain():
       return
     if callable(self._before):
@@ -66,12 +73,12 @@ class HostActor:
     def kill():
       os.kill(os.getpid(), signal.SIGKILL)
 
-    if self._kind in LOCAL:  # the process before it may still write its files
+    if self._kind in LOCAL:  # the predecessor may still write its files
       path = self._memory / f"{self._kind}-{self._index}.lock"
       processes.lock(path, _LOCK_SECONDS)
 
     self._host = ThreadHost(self._kind, self._index, make, self._clock, kill)
-    with contextlib.suppress(OSError):  # others then have Ray call it
+    with contextlib.suppress(OSError):  # without a socket Ray carries all calls
       self._server = HostServer(self._host, self._path)
     self._there.set()
     self._host.made.result()
@@ -82,11 +89,12 @@ class HostActor:
     return self._host.call(method, *args).result()
 
   def serve(self) -> None:
-    """Ends with the host."""
+    """Returns when the host has ended. The driver keeps this call open: its
+    end is the end of the host."""
     self._over.wait()
 
   def end(self) -> None:
-    """Has the object closed."""
+    """Closes the object and ends the host."""
     if self._there.is_set():
       self._host.end()
       self._host.thread.join()
@@ -94,7 +102,7 @@ class HostActor:
 
 
 class ActorCall(Call):
-  """What an actor was asked."""
+  """A call of an actor."""
 
   def __init__(self, ref: Any, kind: str, index: int, what: str = "failed"):
     self.ref, self._who, self._what = ref, (kind, index), what
@@ -104,8 +112,8 @@ class ActorCall(Call):
     return bool(ray_waits.wait([self.ref], timeout=0)[0])
 
   def result(self) -> Any:
-    """See the base. Raises ValueError in one line for one of the object's, and
-    RayDied if Ray has."""
+    """See the base. Raises ValueError, in one line, for a ValueError of the
+    object, and RayDied if Ray has failed."""
     import ray
 
     while not ray_waits.wait([self.ref])[0]:
@@ -125,16 +133,16 @@ class ActorCall(Call):
 
 
 def host_of(kind: str, index: int, actor: Any, path: Path) -> Host:
-  """Returns the best handle in this process: past Ray, if both are on one
-  machine."""
+  """Returns the fastest handle for this process: a socket if the host is on
+  this machine, else an actor."""
   if path.exists():
     return SocketHost(kind, index, path)
   return ActorHost(kind, index, actor, path)
 
 
 class ActorHost(Host):
-  """A handle of an actor, in any process. Those who get it by Ray call past it
-  where they can: see `host_of`."""
+  """A handle of an actor, for any process. A process that receives it by Ray
+  unpickles it as the handle of `host_of`."""
 
   def __init__(self, kind: str, index: int, actor: Any, path: Path):
     self.kind, self.index, self.actor, self._path = kind, index, actor, path
@@ -143,7 +151,7 @@ class ActorHost(Host):
     return host_of, (self.kind, self.index, self.actor, self._path)
 
   def near(self) -> Host:
-    """Returns the handle that others in this process would get."""
+    """Returns the fastest handle for this process; see `host_of`."""
     return host_of(self.kind, self.index, self.actor, self._path)
 
   def call(self, method: str, *args: Any) -> ActorCall:
@@ -153,8 +161,8 @@ class ActorHost(Host):
 
 
 class ActorHosts(Hosts):
-  """Hosts as actors; those of local kinds run on the driver's machine, where
-  their files are."""
+  """Hosts that are actors. Those of local kinds run on the driver's machine,
+  where their files are."""
 
   def __init__(
     self,
@@ -162,12 +170,13 @@ class ActorHosts(Hosts):
     *,
     resources: Mapping[str, Any] | None = None,
   ):
-    """Waits until Ray has what the run needs; `ray.init` has been called.
+    """Waits until Ray has the resources of the run. The caller has called
+    `ray.init`.
 
     Args:
-      site: of the run; a token and the machine are put in.
-      resources: what Ray is asked for each worker or peer, by default a process
-        alone.
+      site: of the run, without token and machine.
+      resources: options of Ray for each worker or peer; None is a process
+        without reserved CPUs.
 
     Raises:
       ValueError: if Ray has too little, and does not get it in time.
@@ -175,7 +184,8 @@ class ActorHosts(Hosts):
     import ray
 
     self._ray, self._started = ray, 0
-    # That may be with an object, or be put off by it, before others wait.
+    # Open calls at one object, those with a Future included, before Ray queues
+    # further ones.
     self._calls = _CALLS + 4 * site.setup.workers
     self.site = site._replace(token=uuid.uuid4().hex, machine=node_id())
     self._resources = resources or {"num_cpus": 0}
@@ -183,14 +193,14 @@ class ActorHosts(Hosts):
     self._generations = collections.Counter[tuple[str, int]]()
     self._hosts: dict[tuple[str, int], ActorHost] = {}
     self._made: dict[tuple[str, int], ActorCall] = {}
-    self._serves: dict[tuple[str, int], Any] = {}  # refs, that end as they do
+    self._serves: dict[tuple[str, int], Any] = {}  # open calls of `serve`
     memory = Path(site.memory)
     safe_files.make_private(memory)
     processes.end_all(memory)
 
   def _check_resources(self):
-    """Refuses what Ray would wait for without a word, unless the cluster grows
-    until it is there."""
+    """Raises ValueError for resources that Ray lacks, for which it would wait
+    silently; waits `cluster_seconds` for a cluster that grows."""
     workers, asked = self.site.setup.workers, self._resources
     each = dict(asked.get("resources") or {})
     each |= {name: asked.get(f"num_{name.lower()}s") for name in ("CPU", "GPU")}
@@ -212,7 +222,8 @@ class ActorHosts(Hosts):
       time.sleep(_LOOK)
 
   def _lacking(self, each):
-    """Returns (resource, how much there is) of one that is too small."""
+    """Returns (resource, amount that Ray has) of one that Ray lacks, or None.
+    """
     there = self._ray.cluster_resources()
     for name, amount in each.items():
       if self.site.setup.workers * amount > there.get(name, 0):
@@ -230,17 +241,18 @@ class ActorHosts(Hosts):
   def start(self, kind: str, index: int, make: Make) -> ActorHost:
     """See the base."""
     if (kind, index) in self._hosts:
-      # Ray may only have lost the way to it: it would hold its files.
+      # Ray may only have lost the connection: the process could still hold the
+      # lock of its files.
       self._ray.kill(self._hosts[kind, index].actor)
     actor_class = self._ray.remote(HostActor)
-    # One serves, one makes, one ends.
+    # Three more calls: `serve`, `make` and `end`.
     options = {"max_concurrency": self._calls + 3, **self._place(kind)}
-    if kind in LOCAL:  # others may look for it
+    if kind in LOCAL:  # other actors may look it up by name
       generation = self._generations[kind, index]
       options["name"] = self.site.actor_name(kind, index, generation)
       self._generations[kind, index] += 1
     began = time.time() - self.site.clock()
-    self._started += 1  # an old handle calls no successor
+    self._started += 1  # a new path: an old handle never calls a successor
     path = Path(self.site.memory) / f"{kind}-{self._started}.sock"
     actor = actor_class.options(**options).remote(
       kind, index, self.site, began, path
@@ -265,10 +277,10 @@ class ActorHosts(Hosts):
     return self._made[kind, index]
 
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
-    """See the base. Raises RayDied if Ray has."""
+    """See the base. Raises RayDied if Ray has failed."""
     refs = [call.ref for call in calls]
     done, _ = ray_waits.wait(refs, count=1, timeout=seconds)
-    # There may be more of them.
+    # Other calls may have ended by now.
     more, _ = ray_waits.wait(refs, timeout=0) if done else ([], [])
     return [call for call in calls if call.ref in (*done, *more)]
 

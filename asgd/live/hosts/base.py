@@ -1,4 +1,4 @@
-"""What a host is: one object that lives elsewhere and is called by method."""
+"""The interface of hosts: a host has one remote object, called by method."""
 
 import abc
 import functools
@@ -16,7 +16,7 @@ LOCAL = SHARD, COUNTER
 
 
 class Gone(Exception):
-  """A host has died, with its object."""
+  """The host of a called object has exited or was killed."""
 
   def __init__(self, kind: str, index: int):
     super().__init__(kind, index)
@@ -27,38 +27,38 @@ class Gone(Exception):
 
 
 class Inside(NamedTuple):
-  """What an object is told of its host."""
+  """The functions that a host gives to its object."""
 
   kill: Callable[[], None]  # ends the host at once; does not return
-  wait: Callable[[float], None]  # lets seconds go by
+  wait: Callable[[float], None]  # blocks for a number of seconds
   clock: Callable[[], float]  # seconds since the run began
   disk: Any = os  # writes files: `write` and `replace`, as those of `os`
-  # Makes a pool that does one call at a time.
+  # Makes a pool that runs one call at a time.
   pool: Callable[[], Executor] = functools.partial(ThreadPoolExecutor, 1)
-  # (call, method, *args): runs a call in another thread, and then calls a
-  # method of the object with (*args, a Future of the result of the call).
+  # (call, method, *args): runs `call` in another thread, then calls `method` of
+  # the object with (*args, a Future of the result of `call`).
   later: Callable[..., None] = lambda call, method, *args: None
-  # Returns a handle of another host, whose calls take the time of a network.
+  # Returns a handle of another host with the delays of a network.
   link: Callable[["Host"], "Host"] = lambda host: host
 
 
-# Makes the object, in its host. Two methods of it, if it has them, are called
-# when the host ends, unless its process is killed: `interrupt` at once, by
-# another thread, so that a method that waits returns; and `close` when no
-# method runs any more. `drain` is called, by another thread as well, when the
-# process of a worker or a peer receives SIGTERM.
+# Makes the object, in its host. The host calls three methods if the object has
+# them. When the host ends, and its process was not killed, it calls `interrupt`
+# at once from another thread, so that a waiting method returns, and `close`
+# when no method runs. When the process of a worker or a peer receives SIGTERM,
+# it calls `drain` from another thread.
 Make = Callable[[Inside], Any]
 
 
 class Call(Protocol):
-  """A call of a method, which goes on elsewhere."""
+  """A call of a method that runs in another thread or process."""
 
   def done(self) -> bool:
     """Whether it has ended."""
 
   def result(self) -> Any:
-    """Returns the answer, once it is there. Raises Gone if the host has died,
-    and what the method raised: Gone of another host as it is."""
+    """Waits for the result and returns it. Raises Gone if the host has exited,
+    and the error of the method; a Gone of another host is raised unchanged."""
 
 
 class Host(abc.ABC):
@@ -69,14 +69,16 @@ class Host(abc.ABC):
 
   @abc.abstractmethod
   def call(self, method: str, *args: Any) -> Call:
-    """Calls a method of the object, once it is made; calls that nobody has
-    waited for are made in any order. Calls are made one after the other; one
-    that returns a `concurrent.futures.Future` is answered when that is done,
-    and the next may be made before."""
+    """Calls a method of the object once it is made.
+
+    The host runs calls one after the other. Calls that the caller has not
+    waited for run in any order. If a method returns a
+    `concurrent.futures.Future`, its result is the result of the call, and the
+    next call may run before the future is done."""
 
 
 class Hosts(abc.ABC):
-  """The hosts of a run, of those who start and end them.
+  """The hosts of a run, for the driver that starts and ends them.
 
   Example:
     >>> import time
@@ -106,12 +108,12 @@ class Hosts(abc.ABC):
 
   @abc.abstractmethod
   def sleep(self, seconds: float) -> None:
-    """Blocks the caller, the driver, for so many seconds."""
+    """Blocks the calling driver for a number of seconds."""
 
   @abc.abstractmethod
   def start(self, kind: str, index: int, make: Make) -> Host:
-    """Begins to make an object, in a new host, which takes the place of the
-    last one of that kind and index. What `make` raises is raised by `made` and
+    """Starts a new host, which makes its object in the background, and ends the
+    last host of that kind and index. An error of `make` is raised by `made` and
     by all calls."""
 
   @abc.abstractmethod
@@ -120,18 +122,19 @@ class Hosts(abc.ABC):
 
   @abc.abstractmethod
   def wait(self, calls: Sequence[Call], seconds: float) -> list[Call]:
-    """Returns those of some calls that have ended, once there is one or the
-    time is over."""
+    """Waits until one of the calls has ended or the time is over; returns the
+    calls that have ended."""
 
   @abc.abstractmethod
   def gone(self) -> list[tuple[str, int]]:
-    """Returns (kind, index) of the hosts that have died and were not replaced,
-    and raises nothing that made them end."""
+    """Returns (kind, index) of each host that has exited and has no successor.
+    It does not raise the errors that ended them."""
 
   @abc.abstractmethod
   def kill(self, kind: str, index: int) -> None:
-    """Ends a host at once, whatever it does; its object is not closed in a
-    process, and in a thread when the method that is called ends."""
+    """Ends a host at once, even in the middle of a call. The object in a
+    process is not closed; the object in a thread is closed when the present
+    method ends."""
 
   @abc.abstractmethod
   def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Where a run is, and what a process of it sets up before it uses JAX."""
+"""The site of a run, and the set-up of its processes before they use JAX."""
 
 import contextlib
 import ctypes
@@ -15,8 +15,8 @@ from asgd import base, internals
 from asgd.live import slots
 from asgd.live.setup import Setup, slot_counts
 
-# Of a GPU's memory; the second is its former name. XLA reads them when JAX is
-# used first.
+# Variables for the share of a GPU's memory; the second is the former name. XLA
+# reads them when JAX is first used.
 _FRACTIONS = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 # Elements of an array that XLA does not divide among threads on the CPU.
 UNDIVIDED = 2**15
@@ -24,17 +24,16 @@ _THREADS = "PJRT_NPROC"  # of XLA's pool on the CPU
 
 
 class Site(NamedTuple):
-  """Where a run is; the same for all of its processes."""
+  """Folders, clock and devices of a run; the same for all of its processes."""
 
   setup: Setup
   run: str  # folder: journals and records, kept
   memory: str  # folder: sockets and shared memory, removed at the end
   began: float  # time.monotonic() of the driver's machine
   compress: str | None = None  # of parameters and messages, as `wire.layout`
-  spans: bool = False  # write what workers do when
-  devices: int = 1  # of a worker's own, on the CPU
-  # That JAX is to use in workers; None: what it finds. Shards are on the CPU.
-  platform: str | None = None
+  spans: bool = False  # whether workers write the times of their actions
+  devices: int = 1  # CPU devices of each worker
+  platform: str | None = None  # of JAX in workers; None: the one that it finds
   gpus: float = 0.0  # that Ray reserves for each worker
   profile: str | None = None  # folder for a trace of worker 0
   token: str = ""  # by which its actors are found
@@ -66,12 +65,12 @@ class Site(NamedTuple):
 
 
 def prepare_process(site: Site, worker: bool) -> None:
-  """Sets malloc, and a JAX that was not used yet, in the process of a worker or
-  a peer, or in that of a local kind."""
+  """Sets up malloc and JAX, which has not been used yet, in the process of a
+  worker or a peer (`worker`), or in one of a local kind."""
   if site.jax != jax.__version__:
     raise ValueError(
       f"{platform.node()} has jax {jax.__version__}, and the driver {site.jax}:"
-      " install the same, or a replay could not come to the same bits"
+      " install the same version, or a replay may differ in its bits"
     )
   # Each new version of the parameters is a new array. By default glibc gets a
   # large one from the kernel, page by page and zeroed, and gives it back: that
@@ -83,8 +82,8 @@ def prepare_process(site: Site, worker: bool) -> None:
     malloc_option(trim_threshold, 2**31 - 1)
     malloc_option(top_pad, 2**26)
   if not worker or site.setup.rules.depth == 1:
-    # Nothing is done while a result is waited for, and a second thread costs
-    # two switches.
+    # The process does nothing while it waits for a result. A second thread
+    # would cost two context switches.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
   if worker and site.devices > 1:
     jax.config.update("jax_num_cpu_devices", site.devices)
@@ -144,10 +143,12 @@ def _largest(jaxpr: Any) -> int:
 
 
 def _choose_devices(site: Any, worker: bool) -> None:
-  """Shards are on the CPU, whatever is there: an update reads and writes each
-  number once, and messages and tickets lie in the machine's memory. So are
-  workers without an accelerator of theirs, unless JAX_PLATFORMS says more. Of a
-  GPU that several share each takes its part, and leaves a tenth to CUDA."""
+  """Chooses the devices of JAX in this process.
+
+  Shards use the CPU on every machine: an update reads and writes each number
+  once, and messages and tickets are in the machine's memory. Workers use
+  `site.platform` unless JAX_PLATFORMS is set. Workers that share a GPU divide
+  nine tenths of its memory and leave a tenth to CUDA."""
   if not worker:
     jax.config.update("jax_platforms", "cpu")
   elif site.platform and not os.environ.get("JAX_PLATFORMS"):

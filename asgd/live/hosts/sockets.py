@@ -1,10 +1,10 @@
 """Calls of a host from other processes of its machine: Unix sockets.
 
-A call of an actor of Ray goes through several threads of both processes; one
-through a socket is made in the thread that reads it. A connection is for one
-call at a time, so that an answer that is put off, or that nobody fetches, is in
-no other's way. Objects are pickled: a socket's folder must be readable by its
-owner alone.
+A call of an actor of Ray passes several threads of both processes. A call by
+socket runs in the thread that reads it. A connection carries one call at a
+time, so that a late result, or one that no caller fetches, does not block other
+calls. Objects are pickled: a socket's folder must be readable by its owner
+alone.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ from asgd.live.faults import Killed
 from asgd.live.hosts.base import Call, Gone, Host
 from asgd.live.hosts.threads import ThreadHost
 
-_WAITING = 128  # connections that are not accepted yet
+_WAITING = 128  # connections that wait to be accepted
 _SECONDS = 1.0  # to end the thread that accepts
-_AGAIN = 0.05  # seconds until it accepts again after an error
+_RETRY_SECONDS = 0.05  # until `accept` is retried after an error
 
 
 class HostServer:
-  """Answers calls of a host, each connection in a thread of its own."""
+  """Answers calls of a host, with one thread for each connection."""
 
   def __init__(self, host: ThreadHost, path: Path):
-    """Listens at a path. Raises OSError, as for a path of over 107
-    characters."""
+    """Listens at a path. Raises OSError, for example for a path of more than
+    107 characters."""
     self._host, self._path = host, path
     path.unlink(missing_ok=True)
     self._listener = Listener(str(path), "AF_UNIX", backlog=_WAITING)
@@ -46,7 +46,7 @@ class HostServer:
       try:
         connection = self._listener.accept()
       except OSError:  # the caller has left, or no descriptor is free
-        self._over.wait(_AGAIN)
+        self._over.wait(_RETRY_SECONDS)
         continue
       self._open.add(connection)
       threading.Thread(
@@ -54,7 +54,7 @@ class HostServer:
       ).start()
 
   def _serve(self, connection):
-    # What is no call ends its connection, and disturbs no other.
+    # Bytes that are no call end their connection and disturb no other one.
     with contextlib.suppress(Exception, Killed), connection:
       while True:
         method, args = connection.recv()
@@ -68,7 +68,7 @@ class HostServer:
     self._open.discard(connection)
 
   def _answer(self, method, args):
-    """Returns (what the method returned, None) or (None, what it raised)."""
+    """Calls the method; returns (result, None) or (None, error)."""
     try:
       return self._host.do(method, *args), None
     except Gone as gone:
@@ -77,16 +77,17 @@ class HostServer:
       return None, "".join(traceback.format_exception(error))
 
   def close(self) -> None:
-    """Ends all connections; who waits for an answer hears that it is gone."""
+    """Ends all connections; waiting callers raise Gone."""
     if self._over.is_set():
-      self._thread.join(_SECONDS)  # another thread may be closing it
+      self._thread.join(_SECONDS)  # another thread may be closing the server
       return
     self._over.set()
-    with contextlib.suppress(OSError):  # which has `_accept` look
+    with contextlib.suppress(OSError):  # this connection wakes `_accept`
       Client(str(self._path), "AF_UNIX").close()
-      # If the file is another's by now, it waits on, until the process ends.
+      # If the file belongs to another server by now, `_accept` waits until the
+      # process ends.
       self._thread.join(_SECONDS)
-    with contextlib.suppress(OSError):  # the file is gone
+    with contextlib.suppress(OSError):  # the file was removed
       self._listener.close()
     for connection in [*self._open]:
       with (
@@ -97,7 +98,7 @@ class HostServer:
 
 
 class SocketCall(Call):
-  """A call that is under way in a connection."""
+  """An open call of a connection."""
 
   def __init__(self, host: "SocketHost", connection: Connection | None):
     self._host, self._connection = host, connection
@@ -110,8 +111,8 @@ class SocketCall(Call):
       return True
 
   def result(self) -> Any:
-    """See the base; may be called once. What the method raised is told as one
-    line if it is the user's to mend."""
+    """See the base; may be called once. An error of the method that the user
+    can repair is raised with one line."""
     connection, self._connection = self._connection, None
     try:
       if connection is None:
@@ -129,10 +130,10 @@ class SocketCall(Call):
 
 
 class SocketHost(Host):
-  """A handle of a host that listens, for one thread."""
+  """A handle of a host that listens at a socket, for use by one thread."""
 
   def __init__(self, kind: str, index: int, path: Path):
-    """Connects when it is called."""
+    """Stores the path; the first call connects."""
     self.kind, self.index, self._path = kind, index, path
     self.free: list[Connection] = []  # connections without a call
 

@@ -1,8 +1,8 @@
-"""Hosts that are threads of this process, and give each other references.
+"""Hosts that are threads of this process; arguments are passed by reference.
 
-A thread cannot be killed. One that is to be is not heard any more: its calls
-raise Gone at once, and it ends when the method that it is in waits or returns.
-An object that waits elsewhere has a method `interrupt`.
+A thread cannot be killed. A killed host answers no call: its calls raise Gone
+at once, and its thread ends when the present method waits or returns. An object
+that waits by other means has a method `interrupt`.
 """
 
 import concurrent.futures
@@ -22,10 +22,10 @@ _POOL = 64  # calls of an object that run beside it, at most
 
 
 class _Fenced:
-  """The disk of an object: once its host has ended, nothing is written.
+  """The disk of an object; it refuses writes once the host has ended.
 
-  A thread that hung may wake at any time. Another has its place by then, and
-  writes to the same files.
+  A thread that hung may wake at any time. By then its successor writes to the
+  same files.
   """
 
   def __init__(self, lock: threading.Lock, end: threading.Event):
@@ -57,16 +57,17 @@ class ThreadHost(Host):
     clock: Callable[[], float],
     kill: Callable[[], None] | None = None,
   ):
-    """`kill` is what ends the host from inside; None: the thread ends."""
+    """`kill` ends the host from inside; None: the thread ends."""
     self.kind, self.index = kind, index
     self._box: queue.SimpleQueue[Any] = queue.SimpleQueue()
     self._end = threading.Event()
     self._lock = threading.Lock()
-    self._open: set[Future[Any]] = set()  # calls that are not answered
-    self._turn = threading.Lock()  # of who calls the object
+    self._open: set[Future[Any]] = set()  # calls without a result
+    self._turn = threading.Lock()  # held by the thread that calls the object
     self._held: Any = None  # the object
-    self._tells = kill is None  # who raised; a process is told by its caller
-    self._fence = threading.Lock()  # of who writes
+    # Whether to name this host in errors; the caller of a process names it.
+    self._names_itself = kill is None
+    self._fence = threading.Lock()  # held while the disk is written
     disk = _Fenced(self._fence, self._end)
     self._pool: ThreadPoolExecutor | None = None  # of `Inside.later`
     self._inside = Inside(
@@ -82,7 +83,7 @@ class ThreadHost(Host):
 
   @property
   def alive(self) -> bool:
-    """Whether it answers."""
+    """Whether the host answers calls."""
     return not self._end.is_set()
 
   def call(self, method: str, *args: Any) -> Call:
@@ -93,8 +94,8 @@ class ThreadHost(Host):
     return call
 
   def do(self, method: str, *args: Any) -> Any:
-    """Calls a method in the caller's thread, when it is its turn, and returns
-    the answer: no thread has to wake another. Raises as the method, or Gone."""
+    """Calls a method in the caller's thread and returns the result: no thread
+    has to wake another. Raises the error of the method, or Gone."""
     self.made.result()
     with self._turn:
       if not self.alive:
@@ -103,7 +104,7 @@ class ThreadHost(Host):
     return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
-    """Makes the thread end; each open call raises Gone."""
+    """Ends the thread; each open call raises Gone."""
     with self._fence, self._lock:
       self._end.set()
       waiting, self._open = self._open, set()
@@ -114,8 +115,8 @@ class ThreadHost(Host):
       self._held.interrupt()
 
   def drain(self) -> bool:
-    """Calls `drain` of the object, in the caller's thread; returns whether it
-    has such a method."""
+    """Calls `drain` of the object in the caller's thread; returns whether the
+    object has that method."""
     if drains := hasattr(self._held, "drain"):
       self._held.drain()
     return drains
@@ -148,7 +149,7 @@ class ThreadHost(Host):
 
   def _answer(self, call, value=None, error=None):
     with self._lock:
-      if call not in self._open:  # it was killed meanwhile
+      if call not in self._open:  # the host was killed meanwhile
         return
       self._open.remove(call)
     if error is None:
@@ -185,11 +186,12 @@ class ThreadHost(Host):
       return getattr(self._held, method)(*args)
 
   def _do(self, call, do):
-    """Returns what is done; what that raises is the answer, but Killed."""
+    """Calls `do` and returns its result. An error, except Killed, becomes the
+    result of `call`."""
     try:
       return do()
     except Exception as error:
-      if self._tells and not isinstance(error, Gone):
+      if self._names_itself and not isinstance(error, Gone):
         error.add_note(f"in {self.kind} {self.index}")
       self._answer(call, error=error)
       return None
@@ -205,10 +207,10 @@ class ThreadHosts(Hosts):
   """Hosts as threads."""
 
   def __init__(self, *, began: float):
-    """`began` is `time.monotonic()` when the run began, or would have."""
+    """`began` is the `time.monotonic()` at which the clock of the run is 0."""
     self._began = began
     self._hosts: dict[tuple[str, int], ThreadHost] = {}
-    self._threads: list[threading.Thread] = []  # of those before them, too
+    self._threads: list[threading.Thread] = []  # of all hosts so far
 
   def clock(self) -> float:
     """See the base."""
@@ -219,8 +221,8 @@ class ThreadHosts(Hosts):
     time.sleep(seconds)
 
   def start(self, kind: str, index: int, make: Make) -> ThreadHost:
-    """See the base. The next host of a local kind starts when the method ends
-    that the killed one is in, which may write to the same files."""
+    """See the base. A host of a local kind starts when its predecessor's method
+    has ended, because both write to the same files."""
     before = self._hosts.get((kind, index))
     if before is not None:
       before.end()

@@ -1,7 +1,8 @@
-"""Sandblaster in real time: a driver, and shards and workers in hosts.
+"""Sandblaster live: a driver, and shards and workers in hosts.
 
-The driver (`driver`) has the coordinator, which knows numbers only. It calls
-shards (`shard`, with files `store`) and workers (`worker`), which bring
-parameters and gradients to one another themselves. What is computed is that of
-`asgd.sandblaster.SandblasterSimulation`, to the same bits.
+The driver (`driver`) runs the coordinator, which handles scalars only. It calls
+shards (`shard`, with files in `store`) and workers (`worker`). Workers
+fetch parameters from the shards and push gradients to them directly. The result
+is that of `asgd.sandblaster.SandblasterSimulation`, to the same bits. Begin
+with `driver.Driver`.
 """

@@ -1,10 +1,9 @@
-"""The driver of a live run: it has the coordinator, and calls shards and
-workers. No parameters or gradients come to it, but for evaluations and
-checkpoints.
+"""The driver of a live run: it runs the coordinator, and calls shards and
+workers. Parameters pass through it for evaluations and checkpoints only.
 
-Of a worker that dies the job goes to another. If the driver is killed, the next
-one begins the evaluation again that was under way: shards answer commands of
-before as they did, and what workers have pushed stays.
+If a worker exits, its job is assigned to another one. If the driver is killed,
+the next one repeats the present evaluation: shards answer repeated commands
+from their journals, and keep the messages that workers have pushed.
 """
 
 import functools
@@ -22,51 +21,54 @@ from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
 from asgd.live.hosts import Gone, Hosts, Make
 from asgd.live.hosts.base import WORKER
-from asgd.live.sandblaster.book import LiveRunLog
-from asgd.live.sandblaster.places import LiveJob, LivePlaces
+from asgd.live.sandblaster.batch_workers import LiveBatchWorkers, LiveJob
+from asgd.live.sandblaster.run_log import LiveRunLog
 from asgd.live.sandblaster.shard import LiveShard
 from asgd.live.sandblaster.shards import LiveShards
+from asgd.live.sandblaster.worker import PortionResult
 from asgd.live.supervisor import Supervisor
 from asgd.sandblaster import Await, Image, Iterate, Settings
 from asgd.sandblaster.batch_driver import BatchDriver
-from asgd.sandblaster.settings import COORDINATOR, SHARD
+from asgd.sandblaster.settings import COORDINATOR, SHARD, PlannedKill
 
-_LOOK = 0.05  # seconds between two looks at deadlines
-_MOST = 1.0  # seconds that a look may take, of a driver that is not stopped
+_LOOK = 0.05  # seconds between two checks of deadlines
+# Seconds between two checks that count at most: more means that the driver
+# itself was stopped, which is not the workers' delay.
+_MOST = 1.0
 
 
 class SavedRun(NamedTuple):
-  """From which a run goes on."""
+  """A saved state from which a run resumes."""
 
   notes: dict[str, Any]  # JSON
-  images: Sequence[Image] | None  # of the shards; None: they have their files
+  images: Sequence[Image] | None  # of the shards; None: use the shards' files
 
 
 class Options(NamedTuple):
-  """How a run is watched over."""
+  """How the driver watches a run."""
 
   ladder: Ladder = Ladder()
-  refill: bool = True  # put another in the place of a worker that died
-  together: bool = True  # the first job waits until all workers are there
+  refill: bool = True  # replace workers that have exited
+  together: bool = True  # start the first job once all workers have started
 
 
 class HostMakers(NamedTuple):
-  """Where shards and workers run, and how each is made in its host."""
+  """The hosts, and factories of the shards and workers in them."""
 
   hosts: Hosts
-  memory: Path  # where shards keep what outlives them
+  memory: Path  # folder of the shards' files
   worker: Callable[[int], Make]  # (worker)
 
   def shard(
-    self, evaluation: int, index: int, image: Image, anew: bool
+    self, evaluation: int, index: int, image: Image, from_image: bool
   ) -> Make:
-    """Returns what makes a shard; see LiveShard."""
+    """Returns the factory of a shard; arguments as of LiveShard."""
     folder = self.memory / f"shard-{index}"
     options = {"folder": folder, "image": image, "evaluation": evaluation}
-    return functools.partial(LiveShard, anew=anew, **options)
+    return functools.partial(LiveShard, from_image=from_image, **options)
 
 
-def _first_images(plan, params):
+def _first_images(plan: Any, params: base.Params) -> list[Image]:
   return [
     Image(0, {"point": jax.tree.map(np.array, part)})
     for part in sharding.split(plan, params)
@@ -81,21 +83,31 @@ class Driver(BatchDriver, Cluster):
     settings: Settings,
     params: base.Params,
     makers: HostMakers,
-    book: LiveRunLog,
+    run_log: LiveRunLog,
     *,
     workers: int,
     options: Options | None = None,
     saved: SavedRun | None = None,
     note_down: Callable[[dict[str, Any] | None], None] = lambda notes: None,
   ):
-    """Prepares; `start` begins with parameters, NumPy's, or continues from what
-    was saved. `note_down` is called when an evaluation begins, with what the
-    next driver needs to resume it, and with None if the files of a shard cannot
-    be used: the next driver then needs a checkpoint."""
+    """Prepares a run; `start` starts it.
+
+    Args:
+      settings: of the run.
+      params: before the first step, of NumPy.
+      makers: of shards and workers.
+      run_log: of the run.
+      workers: N.
+      options: of watching.
+      saved: the state to resume from.
+      note_down: called when an evaluation begins, with the notes from which the
+        next driver can resume it. It is called with None if the files of a
+        shard are unusable, so that the next driver needs a checkpoint.
+    """
     self._options = options = options or Options()
     self._note_down = note_down
     notes = saved.notes if saved else {}
-    BatchDriver.__init__(self, settings, params, book, notes)
+    BatchDriver.__init__(self, settings, params, run_log, notes)
     supervisor = Supervisor(
       makers.hosts,
       {SHARD: settings.shards, WORKER: workers},
@@ -103,14 +115,15 @@ class Driver(BatchDriver, Cluster):
       patience=DEAD * options.ladder.start,
     )
     Cluster.__init__(self, supervisor)
-    self._places: LivePlaces = LivePlaces(
-      workers, settings.jobs, supervisor, makers.worker, book
+    self._workers: LiveBatchWorkers = LiveBatchWorkers(
+      workers, settings.jobs, supervisor, makers.worker, run_log
     )
     failures = sorted(settings.failures)
     self._failures = failures[notes.get("failed", 0) :]
     if saved is not None:
-      book.iterates = [Iterate(*each) for each in notes["iterates"]]
-    # Images of shards lack the messages that the coordinator did not ask for.
+      run_log.iterates = [Iterate(*each) for each in notes["iterates"]]
+    # Images lack the messages that the coordinator has not requested, so these
+    # jobs are computed again; the shards' files have them.
     if saved is not None and saved.images is None:
       self._losses = dict(notes.get("losses", ()))
     if isinstance(self.request, Await):  # in the middle of an evaluation
@@ -124,17 +137,17 @@ class Driver(BatchDriver, Cluster):
       supervisor,
       functools.partial(makers.shard, self._current),
       images or _first_images(plan, params),
-      anew=saved is None or images is not None,
+      from_images=saved is None or images is not None,
       number=notes.get("number", 0),
       unfit=lambda: note_down(None),
     )
 
-  # Reading.
+  # State.
 
   @property
   def now(self) -> float:
-    """See the base; in seconds."""
-    began = self.book.began
+    """Seconds since the first job began."""
+    began = self.run_log.began
     return 0.0 if math.isnan(began) else self._clock() - began
 
   def _clock(self):
@@ -143,29 +156,33 @@ class Driver(BatchDriver, Cluster):
   # Running.
 
   def start(self) -> None:
-    """Starts all shards and workers. Raises ValueError for what keeps them from
-    it."""
+    """Starts all shards and workers. Raises ValueError, with its reason, if one
+    cannot be made."""
     self._shards.start()
-    self._places.go_on()
-    for worker in range(len(self._places.all)):
-      self._places.fill(worker)
-    while self._options.together and self._places.coming:
+    self._workers.resume()
+    for worker in range(len(self._workers.all)):
+      self._workers.start(worker)
+    while self._options.together and self._workers.starting:
       self._listen(_LOOK, self.received)
 
   def advance(self, until: int, seconds: float) -> int:
-    """Goes on until so many messages are received, the coordinator ends, or
-    the time is over; returns how many are received. Raises WorkersDie,
-    ShardsDie, and ValueError for what ends a worker or a shard."""
+    """Runs until `until` messages are received, the coordinator ends, or the
+    time is over. Returns the count of received messages.
+
+    Raises:
+      WorkersDie, ShardsDie: if processes exit again and again.
+      ValueError: the error that ended a worker or a shard.
+    """
     end = self._clock() + seconds
 
     def wait():
-      left = end - self._clock()
-      if left > 0:
-        self._listen(min(_LOOK, left), until)
-      return left > 0
+      remaining = end - self._clock()
+      if remaining > 0:
+        self._listen(min(_LOOK, remaining), until)
+      return remaining > 0
 
     received = self._run(until, wait)
-    self.book.news += self._supervisor.take_news()
+    self.run_log.news += self._supervisor.take_news()
     return received
 
   def _prepare(self, evaluation):
@@ -176,139 +193,151 @@ class Driver(BatchDriver, Cluster):
 
   def _ticket(self, worker, job, fresh):
     return self._call(
-      worker, self._current, job, self._places[worker].seq, fresh
+      worker, self._current, job, self._workers[worker].seq, fresh
     )
 
-  def _call(self, worker, evaluation, job, seq, fresh):
-    party, shards = self._places[worker].party, self._shards.hosts
+  def _call(
+    self, worker: int, evaluation: int, job: int, seq: int, fresh: bool
+  ) -> LiveJob:
+    """Calls a worker to do a job, with the present hosts of the shards."""
+    party, shards = self._workers[worker].party, self._shards.hosts
     call = party.host.call(
       "work", evaluation, job, seq, shards, self._jobs.peek(worker)
     )
     party.since = began = self._clock()
     return LiveJob(evaluation, job, seq, fresh, began, call, shards)
 
-  # What happens.
+  # Events.
 
-  def _listen(self, seconds, until=math.inf):
-    """Waits for the next things to happen, so long at most; not for more
-    messages than are to be received."""
-    if not math.isnan(self.book.began):
+  def _listen(self, seconds: float, until: float = math.inf) -> None:
+    """Waits for events, at most `seconds`, and handles them. Once `until`
+    messages are received, further ones wait."""
+    # [1] Planned kills.
+    if not math.isnan(self.run_log.began):
       while self._failures and self._failures[0].time <= self.now:
         self._fail(self._failures.pop(0))
-    waiting = self._places.calls()
+    waiting = self._workers.calls()
     if not waiting and not self._supervisor.parties[WORKER]:
       raise WorkersDie(
-        "all workers died, and none takes their place: set"
+        "all workers have exited, and none is replaced: set"
         " config.live.refill=True"
       )
+
+    # [2] Calls of workers that have ended.
     hosts = self._supervisor.hosts
     began = self._clock()
     ended = hosts.wait(list(waiting.values()), seconds)
-    # The driver itself may have stood still meanwhile.
     passed = min(max(self._clock() - began, 0.0), _MOST)
     for worker, call in waiting.items():
       if call not in ended:
         continue
-      if not self._places[worker].joined or self.received < until:
-        self._hear(worker)
-    self._bury_idle()
-    self._places.end_late(passed, DEAD * self._options.ladder.start)
+      if not self._workers[worker].joined or self.received < until:
+        self._end_call(worker)
+
+    # [3] Exits without a call, late starts, jobs that take too long.
+    self._handle_idle_exits()
+    self._workers.end_late(passed, DEAD * self._options.ladder.start)
     self._end_hanging()
 
-  def _fail(self, failure):
-    """Kills what is to be killed."""
+  def _fail(self, failure: PlannedKill) -> None:
+    """Kills the process of a planned failure."""
     if failure.what == COORDINATOR:
       self._lose_coordinator()
     elif party := self._supervisor.parties[failure.what].get(failure.index):
       self._supervisor.end(party)
 
-  def _hear(self, worker):
-    """A call of a worker has ended."""
-    place = self._places[worker]
+  def _end_call(self, worker: int) -> None:
+    """Handles the end of a worker's call: a start or a job, or its failure."""
+    state = self._workers[worker]
     try:
-      if not place.joined:
-        self._places.join(worker)
+      if not state.joined:
+        self._workers.join(worker)
       else:
-        self._end_job(worker, place.ticket.call.result())
+        self._end_job(worker, state.ticket.call.result())
     except ValueError:
-      self._shards.check()  # a worker may have told why a shard cannot be made
+      # If the worker failed because a shard could not be made, `check` raises
+      # the shard's own error, which has the reason.
+      self._shards.check()
       raise
-    except Gone as gone:
-      if gone.kind == WORKER:
-        self._bury(worker)
-      else:  # it pushes again what it has computed
-        job = place.ticket
-        self._shards.replace(gone.index, job.shards[gone.index])
-        again = self._call(worker, *job[:4])
-        place.ticket = again._replace(began=job.began, loss=job.loss)
+    except Gone as error:
+      if error.kind == WORKER:
+        self._handle_exit(worker)
+      else:  # a shard exited: the worker pushes its message again
+        job = state.ticket
+        self._shards.replace(error.index, job.shards[error.index])
+        retry = self._call(worker, *job[:4])
+        state.ticket = retry._replace(began=job.began, loss=job.loss)
       return
     if self._current >= 0:
       self._start(worker)
 
-  def _end_job(self, worker, done):
-    place = self._places[worker]
-    job = place.ticket
+  def _end_job(self, worker: int, outcome: PortionResult) -> None:
+    """Records the result of a job."""
+    state = self._workers[worker]
+    job = state.ticket
 
     def result(accepted):
-      loss = job.loss if done.late else done.loss
-      return loss, done.norm if accepted else 0.0
+      loss = job.loss if outcome.late else outcome.loss
+      return loss, outcome.norm if accepted else 0.0
 
-    self._supervisor.job_ended(place.party, self._clock() - job.began)
+    self._supervisor.job_ended(state.party, self._clock() - job.began)
     self._receive(worker, result)
     self._supervisor.progressed(self.received)
 
   # Exits.
 
-  def _bury_idle(self):
+  def _handle_idle_exits(self) -> None:
     for party in self._supervisor.lost(WORKER):
-      if self._places[party.index].idle:
-        self._bury(party.index)
+      if self._workers[party.index].idle:
+        self._handle_exit(party.index)
 
-  def _bury(self, worker):
-    """Gives the job of a worker that has exited to another, and replaces it."""
-    how = "hung" if self._places[worker].party.hung else "died"
-    self._empty(worker)
+  def _handle_exit(self, worker: int) -> None:
+    """Assigns the job of a worker that has exited to another one, and replaces
+    the worker if the options say so."""
+    how = "hung" if self._workers[worker].party.hung else "died"
+    self._leave(worker)
     self._supervisor.count_exit(WORKER, worker, how)
     news = f"worker {worker} {how}"
     if self._options.refill:
-      self._places.fill(worker)
-      news += "; another takes its place"
+      self._workers.start(worker)
+      news += " and is replaced"
     self._supervisor.news.append(news)
     if self._current >= 0:
-      self._start_idle()  # somebody who was idle may do what it did
+      self._start_idle()  # an idle worker may take its job
 
-  def _end_hanging(self):
-    """Ends workers that are at a job for too long; their calls then end."""
-    if not self._shards.are_made():
+  def _end_hanging(self) -> None:
+    """Ends workers that take too long for a job; their calls then fail."""
+    if not self._shards.are_made():  # workers wait for a restarting shard
       self._supervisor.excuse(WORKER)
-    for place in self._places.all:
-      # A call may have ended that was not received yet.
-      if place.ticket is not None and not place.ticket.call.done():
-        self._supervisor.end_overdue(place.party)
+    for state in self._workers.all:
+      # A call that has ended is handled in the next round.
+      if state.ticket is not None and not state.ticket.call.done():
+        self._supervisor.end_overdue(state.party)
 
-  # Going on.
+  # Checkpoints.
 
-  def _notes(self):
-    losses: dict[int, float] = {}  # of messages that are not added up yet
+  def _notes(self) -> dict[str, Any]:
+    """Returns the notes of the base class, and those of a live run."""
+    losses: dict[int, float] = {}  # of messages that are not yet summed
     if isinstance(self.request, Await):
       first = self.request.job
       losses = {job: x for job, x in self._losses.items() if job >= first}
     return {
       **super()._notes(),
       "losses": list(losses.items()),
-      "iterates": [list(each) for each in self.book.iterates],
+      "iterates": [list(each) for each in self.run_log.iterates],
       "failed": len(self._settings.failures) - len(self._failures),
-      "lengths": list(self.book.lengths),
+      "lengths": list(self.run_log.lengths),
     }
 
   def save(self) -> SavedRun | None:
-    """Returns the run as it is now; None while it repeats what shards did for
-    the driver before this one."""
+    """Returns the present state; None while the coordinator repeats commands
+    that the shards executed for an earlier driver."""
     images = self._shards.images()
     if images is None:
       return None
-    # The next driver cuts the trace and the records back to what the notes
-    # count. A checkpoint that counts more would then be of no use.
+    # The next driver cuts trace and records back to the lengths in the notes.
+    # So the notes must be as new as this checkpoint.
     notes = self._notes()
     self._note_down(notes)
     return SavedRun(notes, images)

@@ -1,8 +1,8 @@
-"""A shard of Sandblaster in a host: it obeys commands, and is asked by workers.
+"""A shard of Sandblaster in a host: it executes commands, and serves workers.
 
-All that it was told is in files before it answers, so its process may be killed
-at any time: the next one has the same vectors, to the bit, and gives the same
-answers.
+The shard writes each command and message to files before it answers. So its
+process may be killed at any time: the next one has the same vectors, to the
+bit, and gives the same answers.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Rows = Any  # a tree of arrays: a shard's part of a vector
 
 
 class LiveShard(VectorShard):
-  """One shard."""
+  """A VectorShard with its image, journal and messages in files."""
 
   def __init__(
     self,
@@ -31,19 +31,29 @@ class LiveShard(VectorShard):
     image: Image,
     evaluation: int = -1,
     *,
-    anew: bool,
+    from_image: bool,
   ):
-    """Resumes from the files in its folder, or starts from an image, in an
-    evaluation, if it begins `anew`. Raises ValueError for files that were
-    changed or are gone."""
+    """Resumes from the files of the folder, or starts from an image.
+
+    Args:
+      inside: of the host.
+      folder: of the shard's files.
+      image: to start from; its `point` has the shapes and dtypes of rows.
+      evaluation: of the image.
+      from_image: whether to remove the files and start from the image.
+
+    Raises:
+      ValueError: if files were changed, or are missing without `from_image`.
+    """
     safe_files.make_private(folder)
     like = image.vectors["point"]
-    self._store = ShardStore(folder, like, inside.disk, anew=anew)
+    self._store = ShardStore(folder, like, inside.disk, clear=from_image)
     stored = self._store.load()
     self._evaluation = evaluation
-    self._sent = image.vectors.get("trial")  # what workers fetch
-    self._dropped: set[int] = set()  # jobs whose messages are used
-    if stored is None and not anew:
+    self._sent = image.vectors.get("trial")  # rows that workers fetch
+    # Jobs of this evaluation with a message that was summed and discarded.
+    self._dropped: set[int] = set()
+    if stored is None and not from_image:
       raise store.Changed(folder)
     if stored is None:
       super().__init__(like, image)
@@ -52,23 +62,24 @@ class LiveShard(VectorShard):
     super().__init__(like, Image(stored.number, stored.vectors))
     self._evaluation, self._sent = stored.evaluation, stored.sent
     self._journal = stored.journal
+    # Without a journal, the next command is the one after the image.
     self._first = self.number - len(self._journal)
     if self._journal:
       self._first = self._journal[0][0].number
     self._slots = {message_name(*k): v for k, v in stored.messages.items()}
     for command, _ in self._journal:
-      self._mind(command)
-    self._vectors = None  # comes back from the image and the commands since
+      self._note_discard(command)
+    self._vectors = None  # `_alive` rebuilds them by executing the journal
 
-  # Told by the driver.
+  # Methods that the driver calls.
 
   def obey_all(self, commands: Sequence[Command]) -> list[float | None]:
-    """Obeys some commands, one after the other; returns their answers."""
+    """Executes commands one after the other; returns their answers."""
     return [self.obey(command) for command in commands]
 
   def begin(self, evaluation: int, number: int) -> None:
-    """An evaluation begins, at `trial` as it is; nobody will ask again for the
-    answers to commands below a number."""
+    """Begins an evaluation at the present `trial`, unless it has begun. Drops
+    the answers of commands below `number`, which no driver will repeat."""
     if evaluation <= self._evaluation:
       return
     sent = self.read("trial")
@@ -79,50 +90,51 @@ class LiveShard(VectorShard):
     self._store.keep(evaluation)
 
   def image_at(self, number: int) -> Image | None:
-    """Returns its vectors as of a command that it has obeyed all commands
-    before; None if it has obeyed that one, too, of a driver before this one."""
+    """Returns the vectors as they were just before a command. None if the shard
+    has executed that command already, for an earlier driver."""
     if self.number < number:
       raise ValueError(f"the shard is at command {self.number}, not {number}")
     if self.number > number:
       return None
     return Image(number, dict(self._alive()))
 
-  # Told by workers.
+  # Methods that workers call.
 
   def fetch(self, evaluation: int) -> Rows | None:
-    """Returns its rows of the parameters of an evaluation; None if that is
-    over."""
+    """Returns the shard's rows of an evaluation's parameters; None if the
+    evaluation has ended."""
     return self._sent if evaluation == self._evaluation else None
 
   def push(self, evaluation: int, job: int, rows: Rows) -> None:
-    """Takes a message. The first one of a job counts, and those of evaluations
-    that are over are dropped."""
+    """Stores the message of a job. Later messages of the job, and those of
+    ended evaluations, are dropped."""
     name = message_name(evaluation, job)
     if evaluation != self._evaluation or job in self._dropped:
       return
     if name in self._slots:
       return
     self._store.put(evaluation, job, rows)
-    # Copied: they may lie in memory that is needed for other messages.
+    # Copied, as the host may reuse the memory of the call's arguments.
     self.put(name, jax.tree.map(np.array, rows))
 
-  # What it writes down.
+  # Files.
 
   def _note(self, command, answer):
     super()._note(command, answer)
     self._store.add(command, answer)
-    self._mind(command)
+    self._note_discard(command)
 
-  def _mind(self, command):
-    """A message that is discarded is not taken again."""
+  def _note_discard(self, command: Command) -> None:
+    """Records a discarded message, so that it is not stored again when a worker
+    repeats its push."""
     if command.operation == "discard":
       evaluation, job = _of_message(command.target)
       if evaluation == self._evaluation:
         self._dropped.add(job)
 
   def image(self) -> Image:
-    """Takes its image, and frees the slots that are discarded."""
-    self._alive()
+    """Saves and returns an image, and frees the discarded slots."""
+    self._alive()  # after a restart this executes the journal
     used = set(self._used)
     image = super().image()
     self._store.image(*image, self._evaluation, self._sent)
@@ -131,7 +143,7 @@ class LiveShard(VectorShard):
     return image
 
   def close(self) -> None:
-    """Lets go of its files."""
+    """Closes the files."""
     self._store.close()
 
 

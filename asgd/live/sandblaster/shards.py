@@ -1,4 +1,4 @@
-"""All shards of a run, as its driver sees them: none of them dies for it."""
+"""All shards of a run for its driver, which restarts those that exit."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -11,13 +11,13 @@ from asgd.live.hosts.base import SHARD, WORKER
 from asgd.live.supervisor import Party, Supervisor
 from asgd.sandblaster import Command, Image
 
-# (shard, its image, whether it begins anew) -> what makes it
+# (shard, image, whether it starts from the image) -> its factory in a host
 MakeShard = Callable[[int, Image, bool], Make]
 
 
 class LiveShards:
-  """Shards in hosts. One that exits is started again, from its files, and is
-  asked again: commands are obeyed once."""
+  """Shards in hosts. A shard that exits is restarted from its files, and its
+  command is sent again; commands are idempotent."""
 
   def __init__(
     self,
@@ -26,60 +26,72 @@ class LiveShards:
     make: MakeShard,
     images: Sequence[Image],
     *,
-    anew: bool,
+    from_images: bool,
     number: int = 0,
     unfit: Callable[[], None] = lambda: None,
   ):
-    """Shards that begin `anew` start with the images, others from their files.
-    `number` is that of the next command. `unfit` is called before an error
-    about the files of a shard: nothing can resume from them."""
+    """Prepares the shards; `start` starts them.
+
+    Args:
+      plan: of rows over shards.
+      supervisor: of the processes.
+      make: of a shard.
+      images: by shard.
+      from_images: whether shards start from the images, or from their files.
+      number: of the next command.
+      unfit: called before an error about the files of a shard is raised, from
+        which no driver can resume.
+    """
     self.plan, self._supervisor, self._make = plan, supervisor, make
     self.number, self._unfit = number, unfit
-    self._pending: list[Command] = []  # that nobody needs the answers to
+    # Commands without an answer, sent together with the next `dot`.
+    self._pending: list[Command] = []
     self._images = list(images)
-    self._anew = anew  # until all are made
-    self._coming: list[Party] = []  # that replace others, until made
+    self._from_images = from_images  # True until all shards are made
+    self._starting: list[Party] = []  # restarted shards that are being made
 
   def start(self) -> None:
-    """Starts them."""
+    """Starts all shards, and waits until they are made."""
     for shard in range(self.plan.shards):
       self._start(shard)
     self.check()
-    # Their files have it from now on; shapes and dtypes are needed again.
-    self._anew = False
+    # The files have the vectors from now on. A restart needs `point`, for its
+    # shapes and dtypes.
+    self._from_images = False
     self._images = [
       Image(image.number, {"point": image.vectors["point"]})
       for image in self._images
     ]
 
   def check(self) -> None:
-    """Waits until all shards are made. Raises ValueError for what keeps one
-    from it."""
+    """Waits until all shards are made. Raises ValueError, with its reason, if
+    one cannot be made."""
     parties = list(self._supervisor.parties[SHARD].values())
     while parties:
-      with self._fit():
+      with self._reporting_unfit():
         exited = self._supervisor.await_made(parties)
       parties = [self._restart(party.index) for party in exited]
 
   def _start(self, shard):
-    make = self._make(shard, self._images[shard], self._anew)
+    make = self._make(shard, self._images[shard], self._from_images)
     return self._supervisor.start(SHARD, shard, make)
 
   @property
   def hosts(self) -> list[Host]:
-    """Those of all shards, as they are now."""
+    """The present hosts, by shard."""
     return [party.host for party in self._supervisor.parties[SHARD].values()]
 
   @property
   def recoveries(self) -> int:
-    """How often a shard came back."""
+    """Count of restarts of shards."""
     return self._supervisor.replaced[SHARD]
 
-  # Asking.
+  # Commands.
 
   def obey(self, command: Command) -> float | None:
-    """Has every shard obey, now or with the next command whose answer is a
-    number; returns the total of their answers."""
+    """Executes a command on every shard: a `dot` at once, another one together
+    with the next `dot`. Returns the sum of the answers to a `dot`, else
+    None."""
     self._pending.append(command)
     self.number = max(self.number, command.number + 1)
     if command.operation != "dot":
@@ -87,36 +99,37 @@ class LiveShards:
     return float(sharding.add_up([each[-1] for each in self.flush()]))
 
   def flush(self) -> list[list[float | None]]:
-    """Has every shard obey what is waiting; returns each one's answers."""
+    """Sends the pending commands to every shard; returns each shard's
+    answers."""
     commands, self._pending = self._pending, []
     return self._of_all("obey_all", commands) if commands else []
 
   def begin(self, evaluation: int) -> None:
-    """Workers are about to fetch `trial`."""
+    """Begins an evaluation at every shard: workers may fetch `trial`."""
     self.flush()
     self._of_all("begin", evaluation, self.number)
 
   def read(self, name: str) -> base.Params:
-    """Returns a whole vector."""
+    """Returns a complete vector."""
     self.flush()
     return sharding.join(self.plan, self._of_all("read", name))
 
   def images(self) -> list[Image] | None:
-    """Returns an image of each shard, all of the same command; None while the
-    shards have obeyed commands that this driver has not given yet."""
+    """Returns an image of each shard, all before the same command; None while
+    the shards have executed commands that this driver has not sent yet."""
     self.flush()
     images = self._of_all("image_at", self.number)
     return None if any(image is None for image in images) else images
 
   def _of_all(self, method: str, *args: Any) -> list[Any]:
-    with self._fit():
+    with self._reporting_unfit():
       return self._supervisor.ask_until_answered(
         SHARD, method, *args, restart=self._restart
       )
 
   @contextlib.contextmanager
-  def _fit(self):
-    """Calls `unfit` for an error about the files of a shard."""
+  def _reporting_unfit(self):
+    """Calls `unfit` before it passes on an error about the files of a shard."""
     try:
       yield
     except ShardsDie:
@@ -127,22 +140,32 @@ class LiveShards:
 
   # Exits.
 
-  def _restart(self, shard) -> Party:
+  def _restart(self, shard: int) -> Party:
+    """Restarts a shard that has exited, without waiting for it."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, shard, "died")
     supervisor.excuse(WORKER)
-    supervisor.news.append(f"shard {shard} died; another takes over")
+    supervisor.news.append(f"shard {shard} exited and is restarted")
     party = self._start(shard)
-    self._coming.append(party)
+    self._starting.append(party)
     return party
 
   def replace(self, shard: int, host: Host) -> None:
-    """Starts a shard again that a worker has lost, unless that was done since.
-    Raises ShardsDie if that happens over and over."""
+    """Restarts a shard that a worker could not reach, unless it was restarted
+    since.
+
+    Args:
+      shard: its index.
+      host: that the worker called.
+
+    Raises:
+      ShardsDie: if shards exit again and again.
+    """
     if self._supervisor.parties[SHARD][shard].host is host:
       self._restart(shard)
 
   def are_made(self) -> bool:
-    """Returns whether no worker has to wait for a shard to be made again."""
-    self._coming = [p for p in self._coming if not p.made.done()]
-    return not self._coming
+    """Returns whether all restarted shards are made, so that no worker
+    waits."""
+    self._starting = [p for p in self._starting if not p.made.done()]
+    return not self._starting

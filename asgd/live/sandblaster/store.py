@@ -1,17 +1,17 @@
-"""The files of a shard, from which it comes back when it is killed.
+"""The files of a shard, from which it is rebuilt after a kill.
 
   commands    each command since the evaluation began, and its answer: a log
-  image       which vectors there were at some command, and in which files
+  image       names of the vectors at some command, and their files
   vector-N    a vector, which is never changed
-  message-E-J the message of a job, of the evaluation that is under way
+  message-E-J the message of job J in the present evaluation E
 
-They lie in the memory of the run (/dev/shm), which the kernel keeps when a
+The files are in the memory of the run (/dev/shm), which the kernel keeps when a
 process dies.
 """
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ Entry = tuple[Command, float | None]  # a command, and its answer
 
 
 class Stored(NamedTuple):
-  """What is in the files."""
+  """The contents of the files."""
 
   number: int  # of the next command, when the image was taken
   vectors: dict[str, Rows]
   evaluation: int
-  sent: Rows  # what workers fetch
+  sent: Rows  # parameters that workers fetch
   journal: list[Entry]
   messages: dict[tuple[int, int], Rows]  # (evaluation, job) -> rows
 
@@ -39,32 +39,40 @@ class ShardStore:
   """The files of one shard."""
 
   def __init__(
-    self, folder: Path, like: Rows, disk: Any = os, *, anew: bool = False
+    self, folder: Path, like: Rows, disk: Any = os, *, clear: bool = False
   ):
-    """Opens the files in an existing folder; `anew` removes what it has first.
-    `like` has shapes and dtypes of rows; `disk` writes as `os` does. Raises
-    store.Changed."""
-    if anew:  # before they are read: they may be damaged
+    """Opens the files in an existing folder.
+
+    Args:
+      folder: of the files.
+      like: with the shapes and dtypes of rows.
+      disk: writes as `os` does.
+      clear: whether to remove all files first.
+
+    Raises:
+      store.Changed: if the log of commands was changed.
+    """
+    if clear:  # before the log is opened: an old one may be damaged
       for path in folder.iterdir():
         path.unlink()
     self._disk = disk
     self._folder, self._layout = folder, wire.layout(like)
-    self._known: list[tuple[Rows, int]] = []  # vectors in files, of the image
-    self._next = 0  # vector file
+    self._in_image: list[tuple[Rows, int]] = []  # (vector, number of its file)
+    self._next = 0  # number of the next vector file
     self._commands = store.Log(self._folder / "commands", disk)
 
   def close(self) -> None:
-    """Closes them."""
+    """Closes the log of commands."""
     self._commands.close()
 
   # Writing.
 
   def add(self, command: Command, answer: float | None) -> None:
-    """Adds a command that the shard has done."""
+    """Adds an executed command and its answer."""
     self._commands.append(_body(command, answer))
 
   def start_journal(self, entries: Iterable[Entry]) -> None:
-    """Puts others in the place of all commands."""
+    """Replaces all commands of the log."""
     self._commands.replace(_body(*entry) for entry in entries)
 
   def put(self, evaluation: int, job: int, rows: Rows) -> None:
@@ -77,7 +85,7 @@ class ShardStore:
     path.unlink(missing_ok=True)
 
   def keep(self, evaluation: int) -> None:
-    """Removes the messages of all other evaluations."""
+    """Removes the messages of all evaluations but one."""
     for path in self._folder.glob(f"{_MESSAGE}*"):
       if not path.name.startswith(f"{_MESSAGE}{evaluation}-"):
         path.unlink()
@@ -89,16 +97,17 @@ class ShardStore:
     evaluation: int,
     sent: Rows,
   ) -> None:
-    """Writes an image; vectors that the last one had are not written again."""
-    files = {id(rows): file for rows, file in self._known}
-    known = []
+    """Writes an image; vectors that the last image had are not written
+    again."""
+    files = {id(rows): file for rows, file in self._in_image}
+    in_image = []
 
     def file_of(rows):
       if id(rows) not in files:
         files[id(rows)] = self._next
         self._write(f"{_VECTOR}{self._next}", rows)
         self._next += 1
-      known.append((rows, files[id(rows)]))
+      in_image.append((rows, files[id(rows)]))
       return files[id(rows)]
 
     image = {
@@ -109,11 +118,12 @@ class ShardStore:
     }
     path = self._folder / "image"
     store.write_body(path, json.dumps(image).encode(), self._disk)
-    there = {file for _, file in known}
-    for _, file in self._known:
-      if file not in there:
+    # Old vectors are removed only after the image that drops them is written.
+    used = {file for _, file in in_image}
+    for _, file in self._in_image:
+      if file not in used:
         (self._folder / f"{_VECTOR}{file}").unlink(missing_ok=True)
-    self._known = known
+    self._in_image = in_image
 
   def _write(self, name, rows):
     data = bytearray(self._layout.nbytes)
@@ -123,8 +133,8 @@ class ShardStore:
   # Reading.
 
   def load(self) -> Stored | None:
-    """Returns what is there, None without an image. Raises ValueError, which
-    names the file, for what no shard wrote."""
+    """Returns the contents of the files; None if there is no image. Raises
+    ValueError, which names the file, for a file that no shard wrote."""
     path = self._folder / "image"
     if not path.exists():
       return None
@@ -135,8 +145,8 @@ class ShardStore:
     trees = {n: self._read(f"{_VECTOR}{n}") for n in numbers}
     for path in self._folder.glob(f"{_VECTOR}*"):
       if path.suffix or int(path.name.removeprefix(_VECTOR)) not in trees:
-        path.unlink()  # a kill left it
-    self._known = [(rows, n) for n, rows in trees.items()]
+        path.unlink()  # of an image that a kill kept from being written
+    self._in_image = [(rows, n) for n, rows in trees.items()]
     self._next = max(trees, default=-1) + 1
     return Stored(
       image["number"],
@@ -153,7 +163,11 @@ class ShardStore:
       raise store.Changed(self._folder / name)
     return wire.read(self._layout, body)
 
-  def _read_messages(self, evaluation):
+  def _read_messages(
+    self, evaluation: int
+  ) -> Iterator[tuple[tuple[int, int], Rows]]:
+    """Yields ((evaluation, job), rows) of an evaluation's messages, and removes
+    all other message files."""
     for path in self._folder.glob(f"{_MESSAGE}*"):
       if path.suffix:
         path.unlink()

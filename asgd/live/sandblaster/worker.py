@@ -1,8 +1,8 @@
-"""A worker of Sandblaster in a host: it does a job when it is called.
+"""A worker of Sandblaster in a host: the driver calls it for each job.
 
-It fetches the parameters from the shards when their evaluation is another than
-that of its last job, computes the sum of the gradients of its job's portions,
-and pushes to each shard its rows of it. The caller gets the loss.
+It fetches the parameters from the shards if the evaluation differs from that of
+its last job. It computes the sum of the gradients of the job's portions, pushes
+to each shard that shard's rows of the sum, and returns the loss.
 """
 
 import collections
@@ -22,34 +22,34 @@ from asgd.live.hosts import Host, Inside
 from asgd.live.spans import Span
 from asgd.sandblaster import Settings, Work, make_sums, message_norm
 
-_TRIES = 3  # to compute a gradient again that is not finite but whose loss is
+_TRIES = 3  # retries for a gradient that is not finite though its loss is
 Batch = Callable[[int, int], Any]  # (0, portion) -> batch
 
 
 class PortionTask(NamedTuple):
-  """What the workers of a run compute."""
+  """The computation of the workers of a run."""
 
   settings: Settings
-  params: base.Params  # before the first step, NumPy's
+  params: base.Params  # before the first step, of NumPy
   batch: Batch
-  work: Callable[[Batch], Work]  # of batches that it makes, or has made
-  keep: int  # batches that a worker keeps
+  work: Callable[[Batch], Work]  # gets a function that returns batches
+  keep: int  # batches that a worker caches
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
 
 
 class PortionResult(NamedTuple):
-  """What came of a job."""
+  """The result of a job."""
 
   loss: float  # sum over its portions
   norm: float  # root mean square of the mean gradient
-  late: bool = False  # its evaluation is over: nothing was computed
+  late: bool = False  # the evaluation has ended: nothing was computed
 
 
 class PortionLoader:
-  """Batches of portions, made once and ahead; the oldest are dropped."""
+  """A cache of batches, which are made ahead; the oldest are dropped."""
 
   def __init__(self, batch: Batch, most: int, pool: Executor):
-    """Keeps so many of them, which the pool makes."""
+    """Caches at most `most` batches, which `pool` makes."""
     self._batch, self._most = batch, most
     self._batches: collections.OrderedDict[int, Future[Any]] = (
       collections.OrderedDict()
@@ -57,7 +57,7 @@ class PortionLoader:
     self._pool = pool
 
   def load(self, portion: int) -> Future[Any]:
-    """Begins to make a batch, unless it is there."""
+    """Starts to make a batch, unless it is cached."""
     if portion in self._batches:
       self._batches.move_to_end(portion)
       return self._batches[portion]
@@ -68,21 +68,21 @@ class PortionLoader:
     return future
 
   def __call__(self, worker: int, portion: int) -> Any:
-    """Returns a batch; raises what keeps it from being made."""
+    """Returns a batch, or raises the error of making it."""
     del worker
     try:
       return self.load(portion).result()
     except BaseException:
-      self._batches.pop(portion, None)
+      self._batches.pop(portion, None)  # a retry makes it again
       raise
 
   def close(self) -> None:
-    """Ends its thread."""
+    """Shuts the pool down."""
     self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class LiveWorker:
-  """One holder of a worker's place."""
+  """One incarnation of a worker."""
 
   def __init__(
     self,
@@ -94,8 +94,16 @@ class LiveWorker:
     tell: Callable[[Fault], None] = lambda fault: None,
     span: Callable[[Span], None] | None = None,
   ):
-    """Compiles what it computes; `tell` is called with each fault before it
-    happens, `span` is told of stretches of time."""
+    """Prepares and compiles the computation.
+
+    Args:
+      inside: of the host.
+      index: of the worker.
+      make_task: returns the computation.
+      faults: to inject.
+      tell: called with each fault before it happens.
+      span: called with the worker's spans of time.
+    """
     self._inside, self._index = inside, index
     self._task = task = make_task()
     self._span = span or (lambda span: None)
@@ -103,11 +111,12 @@ class LiveWorker:
     self._plan = sharding.make_plan(task.params, task.settings.shards)
     self._loader = PortionLoader(task.batch, task.keep, inside.pool())
     self._sums = make_sums(task.work(self._loader))
-    self._fetched = -1  # the evaluation whose parameters it has
+    self._fetched = -1  # the evaluation of its parameters
     self._params = jax.tree.map(jnp.asarray, task.params)
+    # ((evaluation, job), message, result) until all shards have the message.
     self._ready: tuple[tuple[int, int], Any, PortionResult] | None = None
-    self._free = inside.clock()
-    self._sums(self._params, (0, 0))
+    self._free = inside.clock()  # when the last span ended
+    self._sums(self._params, (0, 0))  # two portions: compiles the sum, too
 
   def work(
     self,
@@ -117,14 +126,24 @@ class LiveWorker:
     shards: Sequence[Host],
     coming: int | None,
   ) -> PortionResult:
-    """Does a job, the seq-th of its place, and loads the data of one that may
-    come. Raises Gone of a shard that has died; asked again, it only pushes what
-    it has computed."""
+    """Does a job.
+
+    Args:
+      evaluation: of the job.
+      job: its index in the evaluation.
+      seq: count of earlier jobs of this worker index.
+      shards: hosts, by shard.
+      coming: a job that may come next; the worker loads its data.
+
+    Raises:
+      Gone: if a shard has exited. When called again for the job, the worker
+        only pushes the message that it has computed.
+    """
     if self._ready is None or self._ready[0] != (evaluation, job):
-      done = self._compute(evaluation, job, seq, shards, coming)
-      if done is None:
+      outcome = self._compute(evaluation, job, seq, shards, coming)
+      if outcome is None:
         return PortionResult(float("nan"), float("nan"), late=True)
-      self._ready = (evaluation, job), *done
+      self._ready = (evaluation, job), *outcome
     _, message, result = self._ready
     began = self._inside.clock()
     parts = sharding.split(self._plan, message)
@@ -135,11 +154,18 @@ class LiveWorker:
     for call in calls:
       call.result()
     self._ready, self._free = None, self._inside.clock()
-    self._tell_span("push", began, self._free, seq, evaluation, job)
+    self._report_span("push", began, self._free, seq, evaluation, job)
     return result
 
-  def _compute(self, evaluation, job, seq, shards, coming):
-    """Returns (message, result); None if the evaluation is over."""
+  def _compute(
+    self,
+    evaluation: int,
+    job: int,
+    seq: int,
+    shards: Sequence[Host],
+    coming: int | None,
+  ) -> tuple[base.Params, PortionResult] | None:
+    """Returns (message, result); None if the evaluation has ended."""
     clock, settings = self._inside.clock, self._task.settings
     self._faults.before_work(self._index, seq)
     if evaluation != self._fetched:
@@ -147,8 +173,8 @@ class LiveWorker:
       parts = [call.result() for call in calls]
       if any(part is None for part in parts):
         return None
-      whole = sharding.join(self._plan, parts)
-      self._params = jax.tree.map(jnp.asarray, whole)
+      params = sharding.join(self._plan, parts)
+      self._params = jax.tree.map(jnp.asarray, params)
       self._fetched = evaluation
     portions = settings.portions_of(job)
     for portion in portions:
@@ -157,27 +183,28 @@ class LiveWorker:
       for portion in settings.portions_of(coming):
         self._loader.load(portion)
     began = clock()
-    self._tell_span("fetch", self._free, began, seq, evaluation, job)
+    self._report_span("fetch", self._free, began, seq, evaluation, job)
     loss, message = self._sums(self._params, portions)
     message = self._faults.message(self._index, seq, message)
     tries = 0
     while not _is_finite(message):
-      # It was damaged, or it is the same again; of a finite loss the former.
+      # With a finite loss the message was probably damaged, and a retry helps.
+      # With another loss the gradient is not finite: one retry confirms it.
       if tries == (_TRIES if math.isfinite(loss) else 1):
         break
       loss, message = self._sums(self._params, portions)
       tries += 1
     factor = pace.factor_of(self._task.slowdown, self._index)
     pace.slow_down(factor, began, clock=clock, wait=self._inside.wait)
-    self._tell_span("compute", began, clock(), seq, evaluation, job)
+    self._report_span("compute", began, clock(), seq, evaluation, job)
     return message, PortionResult(loss, message_norm(message, len(portions)))
 
-  def _tell_span(self, name, start, end, seq, evaluation, job):
+  def _report_span(self, name, start, end, seq, evaluation, job):
     number = evaluation * self._task.settings.jobs + job
     self._span(Span(name, start, end, seq, number))
 
   def close(self) -> None:
-    """Ends its thread."""
+    """Shuts the loader down."""
     self._loader.close()
 
 

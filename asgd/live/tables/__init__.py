@@ -1,33 +1,38 @@
 """The live runtime of tables: shards and workers as objects in hosts.
 
-What is written down, in the run's folder (times are the run's seconds):
+  driver (cluster) -- starts, watches, moves ranges --> shards and workers
+  worker (worker)  -- pull, push, listen --> shard (shard)
 
-  shard-K.csv    the order of shard K: JOIN (another holder has the place; `job`
-                 counts those before it), SEND (a pull was answered), RECEIVE (a
-                 push was applied; `job` are the jobs that the worker has
-                 finished with it), LEAVE (gone for good); `seq` is the number
-                 of the request, `version` that of the shard before it. MOVE
-                 (ranges of keys went to other shards; `job` counts how often,
-                 `totals` are the cuts of all tables, one after the other)
-  trace-K.csv    of worker K: SEND or KEEP as a job begins, before anything is
-                 asked for, with `totals` the number of rows it had taken from
-                 each shard; RECEIVE once all shards have its updates; LOST and
-                 LEAVE by the driver
-  records-K.bin  of worker K: a record of each job that was received
+Begin with `worker.WorkerHost.run` and `shard.ShardHost.hear`. Files of a run,
+in its folder (`files`, `job_journal`; times are the run's seconds):
 
-There is no order of all shards, as a pull from several is not atomic: a replay
-(`asgd.tables.replay`) obeys each shard's order, and each worker's.
+  shard-K.csv    trace of shard K: JOIN, SEND, RECEIVE, LEAVE, MOVE (see
+                 `asgd.tables.shard`). `seq` is the number of the request,
+                 `version` that of the shard before it. `job` is for JOIN the
+                 incarnation, for RECEIVE the jobs that the worker has finished,
+                 for MOVE the new version of the division. `totals` of MOVE are
+                 the cuts of all tables, one table after the other
+  trace-K.csv    trace of worker K: SEND or KEEP when a job begins, before its
+                 first request, with the number of rows taken from each shard in
+                 `totals`; RECEIVE once all shards have its updates; the driver
+                 adds LOST and LEAVE
+  records-K.bin  records of worker K: one for each received job
 
-In the memory of the run, per shard: an image, and the requests since, each
-written before its row. A shard that is killed comes back from both to the same
-bits; what it had not written is asked again. A worker that is killed is
-replaced: another takes its place without rows. The last message of a worker is
-in the memory of the run, too, before any shard has it: where some shards lack
-it, the next holder sends it to them (its rows of these jobs have no `totals`),
-and jobs that no shard has are done again.
+A pull from several shards is not atomic, so there is no order of all shards. A
+replay (`asgd.tables.replay`) replays each trace in its own order.
 
-Ranges move when all workers have ended the same clock, and rest: no message is
-on its way then, and all shards have applied the same ones. The driver asks
-shards for the rows that others are to have, which they keep until they are told
-of the new ranges; a shard that dies meanwhile is asked, or told, again.
+The memory of the run has, for each shard, an image and the requests since the
+image, each written before its row. A killed shard is rebuilt from both to the
+same bits, and workers resend requests that were not logged. A killed worker is
+replaced by its next incarnation, which has no rows.
+
+The memory also has the last message of each worker, saved before any shard has
+it. If only some shards have the message, the next incarnation sends it to the
+others (the rows of these jobs have no `totals`). Jobs that no shard has are
+computed again.
+
+Ranges move while all workers rest after the same clock: no message is on its
+way then, and all shards have applied the same ones. The driver asks each shard
+for the rows that others get. The shard keeps them until the driver sends the
+new ranges; if a shard is killed meanwhile, the driver repeats its request.
 """

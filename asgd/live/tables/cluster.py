@@ -1,13 +1,14 @@
-"""The driver of a run of tables: it moves ranges, and makes workers rest.
+"""The driver of a run of tables: it replaces processes, and moves ranges.
 
-The driver sees no message, but rows that go to another shard. Its supervisor
-starts, watches and ends shards and workers, which are in hosts
-(`asgd.live.hosts`): threads or actors of Ray.
+The driver handles no messages of training, only rows that move to another
+shard. Its supervisor starts, watches and ends shards and workers. They run in
+hosts (`asgd.live.hosts`): threads or Ray actors.
 """
 
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,39 +31,41 @@ from asgd.live.tables.worker import (
 )
 from asgd.tables import division, requests
 
-_WORKS = "works"  # beside how `WorkerHost.run` ends
+_WORKS = "works"  # `WorkerHost.run` has not returned
 
 
 class Images(NamedTuple):
-  """All of a run at rest."""
+  """The complete state of a run at rest."""
 
-  shards: list[tuple[int, bytes]]  # rows of the order, image
-  workers: dict[int, tuple[int, int, bytes]]  # rows, records, image
+  shards: list[tuple[int, bytes]]  # (rows of the trace, image)
+  # Worker -> (rows of its trace, records, image).
+  workers: dict[int, tuple[int, int, bytes]]
 
 
 class Makers(NamedTuple):
-  """Each returns the function that a host calls to make its party."""
+  """Factories: each returns a function that makes a shard or worker in its
+  host."""
 
   shard: Callable[[int, bytes | None], Make]  # (index, image)
-  # (index, hosts of shards, image)
+  # (index, hosts by shard, image)
   worker: Callable[[int, Mapping[int, Host], bytes | None], Make]
 
 
 class _Standing(NamedTuple):
-  """What a worker does, or how its last call of `run` ended."""
+  """The state of a worker: at work, or the result of its last call of `run`."""
 
   how: str = _WORKS
-  shard: int = 0  # that a LOST one waits for
+  shard: int = 0  # if LOST: the shard that the worker could not reach
 
   @property
   def idle(self) -> bool:
-    """Whether it does nothing until it is called."""
+    """Whether the worker does nothing until it is called."""
     return self.how in (ENDED, HALTED, RESTS)
 
 
 class TableCluster(Cluster):
-  """Shards and workers of a run: `start` begins, and `check` is to be called
-  again and again until `finished`."""
+  """Shards and workers of a run. The caller calls `start` once, then `check`
+  repeatedly until `finished`."""
 
   def __init__(
     self,
@@ -75,8 +78,18 @@ class TableCluster(Cluster):
     ladder: Ladder,
     refill: bool,
   ):
-    """`refill`: put a new worker in the place of one that died; without it
-    nobody waits for the place any more."""
+    """Prepares a cluster.
+
+    Args:
+      hosts: of shards and workers.
+      makers: of shards and workers.
+      run: folder of the run.
+      shards: S.
+      workers: N.
+      ladder: time limits of workers that hang.
+      refill: whether a new incarnation replaces a worker that has exited; if
+        not, no other worker waits for the exited one any more.
+    """
     self._makers, self._run, self._refill = makers, run, refill
     self._counts = {SHARD: shards, WORKER: workers}
     super().__init__(Supervisor(hosts, self._counts, ladder))
@@ -86,7 +99,7 @@ class TableCluster(Cluster):
   # A run.
 
   def start(self, images: Images | None = None) -> None:
-    """Starts all shards and workers, or those of images."""
+    """Starts all shards and workers, from images if given."""
     shards = []
     for index in range(self._counts[SHARD]):
       image = images.shards[index][1] if images else None
@@ -96,19 +109,25 @@ class TableCluster(Cluster):
     for worker in range(self._counts[WORKER]):
       packed = images.workers.get(worker) if images else None
       if images and packed is None and not self._refill:
-        continue  # it had left
+        continue  # the worker had left before the images were made
       self._add(worker, packed and packed[2])
 
-  def _add(self, worker, image=None):
+  def _add(self, worker: int, image: bytes | None = None) -> None:
+    """Starts a worker, and calls its `run`."""
     shards = self._supervisor.parties[SHARD].items()
     hosts = {index: party.host for index, party in shards}
     make = self._makers.worker(worker, hosts, image)
     self._call_run(self._supervisor.start(WORKER, worker, make))
 
-  def _call_run(self, party, found=(), ranges=None):
-    """Makes a worker work: `found` has the hosts of shards that were started
-    again, and `ranges` those of a worker that rests."""
-    party.run = party.host.call("run", self._limit, dict(found), ranges)
+  def _call_run(
+    self,
+    party: Party,
+    restarted: Mapping[int, Host] = MappingProxyType({}),
+    ranges: Moved | None = None,
+  ) -> None:
+    """Calls a worker's `run`, with the hosts of shards that were restarted, and
+    with the new ranges if the worker rests."""
+    party.run = party.host.call("run", self._limit, dict(restarted), ranges)
     self._standing[party.index] = _Standing()
 
   @property
@@ -116,49 +135,67 @@ class TableCluster(Cluster):
     """Whether all jobs of the workers alive are done."""
     return self._all_are(ENDED)
 
-  def _all_are(self, how):
-    each = self._standing.values()
-    return bool(each) and all(standing.how == how for standing in each)
+  def _all_are(self, how: str) -> bool:
+    standings = self._standing.values()
+    return bool(standings) and all(each.how == how for each in standings)
 
   def check(self, received: int) -> list[str]:
-    """Looks at the cluster, of which so many jobs were received; returns lines
-    for the user. Raises AllDied, NotFinite, WorkersDie and ShardsDie, and what
-    would end those that follow, too."""
+    """Restarts shards and workers that have exited, ends workers that hang, and
+    moves ranges when they are due. Returns lines for the user.
+
+    Args:
+      received: jobs received so far in the run.
+
+    Raises:
+      AllDied: if the last worker has exited, and none replaces it.
+      NotFinite, WorkersDie, ShardsDie: if replacing processes would not help.
+    """
     self._supervisor.progressed(received)
     self._look()
     return self._supervisor.take_news()
 
-  def _look(self):
+  def _look(self) -> None:
+    """Handles exits and results of shards and workers, as `check`."""
     supervisor = self._supervisor
+
+    # [1] Shards first: workers cannot continue without them.
     for party in supervisor.lost(SHARD):
       self._restart(party.index)
+
+    # [2] Workers that have returned from `run`, that have exited, or that had
+    # lost a shard which is alive again.
     lost = supervisor.lost(WORKER)
     for party in [*supervisor.parties[WORKER].values()]:
       if party.run is not None and party.run.done():
         answer, party.run = answer_of(party.run), None
         self._ended(party, answer)
       elif party in lost:
-        self._bury(party, "died")
+        self._handle_exit(party, "died")
       elif self._standing[party.index].how == LOST:
         self._call_again(party)
+
+    # [3] Workers that hang; then ranges, once all workers rest.
     self._end_hanging()
     if self._limit is None and self._all_are(RESTS):
       self._divide()
 
-  def _restart(self, index):
-    """Starts a shard again, from its image and the requests since."""
+  def _restart(self, index: int) -> None:
+    """Restarts a shard from its image and the requests since."""
     supervisor = self._supervisor
     supervisor.count_exit(SHARD, index, "died")
     supervisor.excuse(WORKER)
-    supervisor.news.append(f"shard {index} died; it comes back")
+    supervisor.news.append(f"shard {index} exited and is restarted")
     party = supervisor.start(SHARD, index, self._makers.shard(index, None))
     supervisor.await_made([party])
+    # During a pause shard 0 passes on the limit, which its image lacks.
     if self._limit is not None and not index:
       self._ask("allow", self._limit, among=[0])
 
-  def _ended(self, party, answer: tuple[tuple[str, int]] | None):
-    """Handles the end of a worker's call of `run`, without an answer if the
-    worker has exited."""
+  def _ended(
+    self, party: Party, answer: tuple[tuple[str, int]] | None
+  ) -> None:
+    """Handles the end of a worker's `run`; without an answer the worker has
+    exited."""
     standing = _Standing(*answer[0]) if answer else _Standing("died")
     if standing.how == LOST:
       self._standing[party.index] = standing
@@ -166,21 +203,22 @@ class TableCluster(Cluster):
     elif standing.idle:
       self._standing[party.index] = standing
       if self._limit is None and standing.how == HALTED:
-        self._call_run(party)  # a pause is over since
+        self._call_run(party)  # the pause has ended meanwhile
     else:
-      self._bury(party, standing.how)
+      self._handle_exit(party, standing.how)
 
-  def _call_again(self, party):
-    """Makes a worker work that has lost a shard, unless that is lost still: the
-    worker may have lost the connection alone."""
+  def _call_again(self, party: Party) -> None:
+    """Calls `run` of a worker that had lost a shard, if the shard is alive. It
+    may not have been restarted: the connection alone may have failed."""
     shard = self._standing[party.index].shard
     if any(lost.index == shard for lost in self._supervisor.lost(SHARD)):
       return
     host = self._supervisor.parties[SHARD][shard].host
     self._call_run(party, {shard: host})
 
-  def _bury(self, party: Party, how: str):
-    """Handles a worker that has ended before its jobs."""
+  def _handle_exit(self, party: Party, how: str):
+    """Records that a worker exited before it had finished its jobs. Then
+    replaces the worker, or removes it from the shards."""
     supervisor, worker = self._supervisor, party.index
     hosts = supervisor.hosts
     supervisor.drop(party)
@@ -188,34 +226,37 @@ class TableCluster(Cluster):
     files.leave(self._run, worker, hosts.clock(), hosts.disk)
     if how == REJECTED:
       supervisor.count_refusal(WORKER, worker)
-    if party.hung or how == EXPELLED:  # another has its place
+    # An expelled worker hung for so long that its next incarnation has joined.
+    if party.hung or how == EXPELLED:
       how = "hung"
     supervisor.count_exit(WORKER, worker, how)
     if self._refill:
-      supervisor.news.append(f"worker {worker} {how}; another takes its place")
+      supervisor.news.append(f"worker {worker} {how} and is replaced")
       self._add(worker)
       return
     supervisor.news.append(
-      f"worker {worker} {how}; nobody waits for it any more"
+      f"worker {worker} {how}; the run continues without it"
     )
     if not self._standing:
-      raise AllDied(f"all workers died, the last was worker {worker}")
+      raise AllDied(f"all workers have exited; the last was worker {worker}")
     self._ask("leave", worker)
 
   def _ask(
     self, method: str, *args: Any, among: Iterable[int] | None = None
   ) -> list[Any]:
-    """Returns what shards answer; those that have exited are started again."""
+    """Calls a method of shards, restarting those that have exited, until all
+    have answered; returns the answers."""
     return self._supervisor.ask_until_answered(
       SHARD, method, *args, among=among, restart=self._restart
     )
 
-  def _end_hanging(self):
-    """Ends workers that are at a clock for too long; `check` then replaces
+  def _end_hanging(self) -> None:
+    """Ends workers that take too long for a clock; `check` then replaces
     them."""
     statuses = self._ask("status")
     waiting = set().union(*(status.waiting for status in statuses))
     for worker, party in self._supervisor.parties[WORKER].items():
+      # A worker that waits for others at a shard does not hang.
       idle = party.run is None or worker in waiting
       done = None if idle else statuses[0].done[worker]
       self._supervisor.watch(party, done)
@@ -223,7 +264,7 @@ class TableCluster(Cluster):
   # Moving ranges.
 
   def wait(self, seconds: float) -> None:
-    """Waits until a worker has ended or rests, so many seconds at most."""
+    """Waits until a worker's `run` has returned, at most `seconds`."""
     parties = self._supervisor.parties[WORKER].values()
     runs = [party.run for party in parties if party.run is not None]
     if runs:
@@ -231,33 +272,45 @@ class TableCluster(Cluster):
     else:
       self._supervisor.hosts.sleep(seconds)
 
-  def _divide(self):
-    """Divides tables anew, by what was pulled and pushed of each row since the
-    last time, and makes workers work again. All of them rest, so nothing
-    changes until then: a shard that is started again answers the same."""
+  def _divide(self) -> None:
+    """Divides the tables by the load since the last division, and makes the
+    workers continue.
+
+    All workers rest, so no shard changes meanwhile. A shard that is restarted
+    gives the same answers.
+    """
+    # [1] New cuts from the loads. [2] Each shard gives the rows that move.
     loads = self._ask("load")
     cuts = division.by_load([load for _, load in loads])
     given = self._ask("give", cuts)
     version = loads[0][0] + 1
+    # [3] Each shard takes its ranges. [4] The workers take the cuts.
     for shard in range(self._counts[SHARD]):
-      parts = [mine.parts[shard] for mine in given if shard in mine.parts]
+      parts = [each.parts[shard] for each in given if shard in each.parts]
       data = requests.dump_move(version, cuts, parts)
       self._ask("move", data, among=[shard])
     for worker, party in self._supervisor.parties[WORKER].items():
       rows = [each.rows[worker] for each in given]
       self._call_run(party, ranges=Moved(cuts, rows))
 
-  # All at once.
+  # Pause and checkpoints.
 
   def pause(self, seconds: float = math.inf) -> bool:
-    """Makes all workers end the same clock, and waits for it, so many seconds
-    at most; returns whether they have. Raises as `check`."""
+    """Makes all workers halt after the same clock, and waits for it. Raises as
+    `check`.
+
+    Args:
+      seconds: to wait at most.
+
+    Returns:
+      Whether all workers have halted.
+    """
     if self._limit is None:
       (self._limit,) = self._ask("halt", among=[0])
     return self._supervisor.rest(self._at_rest, seconds)
 
-  def _at_rest(self):
-    self._look()  # also at rest a shard may exit
+  def _at_rest(self) -> bool:
+    self._look()  # a shard may exit while the workers halt
     return all(standing.idle for standing in self._standing.values())
 
   def go_on(self) -> None:
@@ -269,8 +322,8 @@ class TableCluster(Cluster):
         self._call_run(self._supervisor.parties[WORKER][worker])
 
   def images(self) -> Images:
-    """Returns all there is, at a pause. Of a worker that has exited, the next
-    one has to rest first. Raises as `check`."""
+    """Returns the state of a paused run. If a worker has exited, its
+    replacement has to halt first. Raises as `check`."""
     while True:
       shards = self._ask("image")
       workers = self._supervisor.ask(WORKER, "image")
@@ -279,12 +332,12 @@ class TableCluster(Cluster):
       self.pause()
 
   def rows(self) -> list[dict[str, np.ndarray]]:
-    """Returns the rows of each shard, as they are."""
+    """Returns the current rows of each shard."""
     return self._ask("rows")
 
   def held(self) -> tuple[int, int]:
-    """(rows that filters held back for later, rows that they dropped), of the
-    workers that are alive and have ended."""
+    """Returns counts of rows: (held back by filters, dropped by filters), over
+    the workers that have finished and are alive."""
     standings = self._standing.items()
     ended = [worker for worker, each in standings if each.how == ENDED]
     both = self._supervisor.ask(WORKER, "held", among=ended).values()

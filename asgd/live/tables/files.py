@@ -1,4 +1,4 @@
-"""The files of a run of tables; see the room's docstring."""
+"""Files of a run of tables; the room's docstring lists them."""
 
 import contextlib
 import hashlib
@@ -34,11 +34,11 @@ from asgd.tables.requests import (
 )
 
 _MESSAGE = struct.Struct("<qd")  # before a message: seq and time of its row
-_IMAGE = struct.Struct("<q")  # before an image: rows of the order
+_IMAGE = struct.Struct("<q")  # before an image: rows of the trace
 
 
 class TableRecords(
-  NamedTuple(  # noqa: UP014  of the fields of another
+  NamedTuple(  # noqa: UP014  fields of base.Records, and one more
     "TableRecords",
     [*base.Records.__annotations__.items(), ("reads", np.ndarray)],
   )
@@ -47,7 +47,7 @@ class TableRecords(
 
   @property
   def plain(self) -> base.Records:
-    """Without the reads."""
+    """The records without `reads`."""
     return base.Records(*self[:-1])
 
 
@@ -57,7 +57,7 @@ cut_back, read_table_records = FILES.cut_back, FILES.read
 
 
 def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
-  """Returns (time, record) as columns, in the types of a file."""
+  """Returns (time, record) pairs as columns, with the types of the file."""
   table = np.zeros(len(rows), JOB_RECORD)
   for row, (time, record) in zip(table, rows, strict=True):
     row["time"] = time
@@ -67,12 +67,12 @@ def columns(rows: Sequence[tuple[float, JobRecord]]) -> TableRecords:
 
 
 def order_path(run: Path, index: int) -> Path:
-  """The file of a shard's order."""
+  """Returns the file of a shard's trace."""
   return Path(run) / f"shard-{index}.csv"
 
 
 def read_divisions(run: Path, first: Division) -> list[Division]:
-  """Returns the divisions of tables of a run, with the first."""
+  """Returns all divisions of the tables of a run, beginning with `first`."""
   out = [first]
   for event in read_journal(order_path(run, 0)):
     if event.action == base.MOVE:
@@ -81,9 +81,17 @@ def read_divisions(run: Path, first: Division) -> list[Division]:
 
 
 def rest_seconds(run: Path, workers: int, jobs: int) -> float:
-  """Returns how long workers waited for ranges to move: the mean over workers
-  of the seconds between their last job before a move and the next one, summed
-  over moves, which there are after every so many jobs of each."""
+  """Returns how long workers rested while ranges moved.
+
+  For each worker and move this is the time between the worker's last job before
+  the move and its next job, in seconds. The times are summed over moves, and
+  averaged over workers.
+
+  Args:
+    run: folder of the run.
+    workers: N.
+    jobs: of each worker between two moves.
+  """
   total = 0.0
   for worker in range(workers):
     ended: dict[int, float] = {}  # jobs done -> when
@@ -97,8 +105,11 @@ def rest_seconds(run: Path, workers: int, jobs: int) -> float:
 
 
 def digest(path: Path, rows: int) -> str:
-  """Returns a digest of so many rows of a journal, or of records. It is no
-  CRC-32: that is the same of all rows which end with their own."""
+  """Returns a digest of the first rows of a trace file, or of a records file.
+
+  A CRC-32 would not do: a trace row may end with its own CRC, after which the
+  CRC of all rows has the same value.
+  """
   with path.open("rb") as file:
     if path.suffix == ".csv":
       data = b"".join(itertools.islice(file, rows + 1))
@@ -108,7 +119,7 @@ def digest(path: Path, rows: int) -> str:
 
 
 def read_orders(run: Path, shards: int, workers: int) -> Orders:
-  """Returns what a run wrote down; ValueError if some of it is empty."""
+  """Returns the traces of a run; ValueError if a file is empty."""
   paths = [order_path(run, s) for s in range(shards)]
   paths += [journal_path(run, w) for w in range(workers)]
   rows = [read_begun(run, path) for path in paths]
@@ -116,19 +127,23 @@ def read_orders(run: Path, shards: int, workers: int) -> Orders:
 
 
 def read_rows_of_workers(run: Path) -> list[Event]:
-  """Returns the rows of all workers, by their times."""
+  """Returns the rows of all workers in the order of their times."""
   paths = sorted(Path(run).glob("trace-*.csv"))
   rows = [event for path in paths for event in read_journal(path)]
   return sorted(rows, key=lambda event: event.time)
 
 
 def read_trace(run: Path, workers: int) -> base.Trace:
-  """Returns the jobs of all workers as one trace, by their times. ValueError if
-  they are not what workers wrote."""
+  """Returns the jobs of all workers as one trace, in the order of their times.
+
+  Raises:
+    ValueError: if a file is missing or was changed.
+  """
   for worker in range(workers):
     if not journal_path(run, worker).exists():
       raise ValueError(
-        f"{journal_path(run, worker)} is gone: put it back as the run wrote it"
+        f"{journal_path(run, worker)} is missing: restore the file that the"
+        " run wrote"
       )
   rows = read_rows_of_workers(run)
   trace = from_events(rows)
@@ -137,13 +152,12 @@ def read_trace(run: Path, workers: int) -> base.Trace:
 
 
 def lives_of(events: Sequence[Event]) -> int:
-  """Returns how many holders a place has had."""
+  """Returns the number of incarnations of a worker, from its rows."""
   return sum(event.action == base.JOIN for event in events)
 
 
 def open_jobs(events: Sequence[Event]) -> list[Event]:
-  """Returns the rows that began jobs which have not ended, of the last
-  holder."""
+  """Returns the rows that began jobs which have not ended."""
   begun: dict[int, Event] = {}
   for event in events:
     if event.action in STARTS:
@@ -154,76 +168,88 @@ def open_jobs(events: Sequence[Event]) -> list[Event]:
 
 
 def done_again(run: Path, workers: int) -> int:
-  """Returns how many jobs that had begun were done again: those that were lost,
-  but for those whose message was there (its row has no `totals`)."""
+  """Returns how many jobs were computed more than once: the lost jobs without a
+  saved message (a row that resumes a saved message has no `totals`)."""
   count = 0
   for worker in range(workers):
     for event in read_journal(journal_path(run, worker)):
       count += event.action in (base.LOST, base.REJECT)
+      # A start without `totals` is of a saved message: not computed again.
       count -= event.action in STARTS and not event.totals
   return count
 
 
 def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
-  """Writes that a worker has died, and with it the jobs that it was at."""
+  """Writes LOST for each open job of a worker that has exited, and LEAVE."""
   journal = FileJournal(journal_path(run, worker), disk=disk)
   events = journal.events()
+  # The worker's clock may have been ahead; times of rows do not decrease.
   now = max([now, *(event.time for event in events[-1:])])
   for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
-  life = lives_of(events) - 1
-  if life >= 0:
-    journal.append(Event(now, worker, NO_SEQ, life, base.LEAVE))
+  incarnation = lives_of(events) - 1
+  if incarnation >= 0:
+    journal.append(Event(now, worker, NO_SEQ, incarnation, base.LEAVE))
 
 
 class LastMessage:
-  """The last message of a worker, kept in the memory of the run before any
-  shard has it, with the row of the journal that began its last job."""
+  """The last message of a worker, saved in the memory of the run before any
+  shard has it, with the trace row that began its last job."""
 
-  def __init__(self, memory: Path, worker: int, life: int, disk: Any = os):
-    """Of an incarnation of a worker; it keeps none if the memory is on another
-    machine."""
+  def __init__(
+    self, memory: Path, worker: int, incarnation: int, disk: Any = os
+  ):
+    """Opens the saved messages of a worker, for one of its incarnations. If the
+    memory is on another machine, none are saved or found."""
     self._disk = disk
     self._folder, self._name = Path(memory), f"worker-{worker}-"
-    self._life = life
+    self._incarnation = incarnation
 
-  def _path(self, life):
-    return self._folder / f"{self._name}{life}.message"
+  def _path(self, incarnation: int) -> Path:
+    return self._folder / f"{self._name}{incarnation}.message"
 
-  def _lives(self):
-    """Those of which there is a message."""
+  def _saved(self) -> list[int]:
+    """Returns the incarnations that have saved a message."""
     paths = self._folder.glob(f"{self._name}*.message")
-    lives = (path.stem.removeprefix(self._name) for path in paths)
-    return sorted(int(life) for life in lives if life.isdecimal())
+    numbers = (path.stem.removeprefix(self._name) for path in paths)
+    return sorted(int(number) for number in numbers if number.isdecimal())
 
   def write(self, row: Event, message: ClockMessage) -> None:
-    """Keeps a message. If it cannot, the next incarnation does its jobs
-    again."""
+    """Saves a message. If the disk refuses it, the next incarnation computes
+    the jobs again instead."""
     if not self._folder.is_dir():
       return
     head = _MESSAGE.pack(row.seq, row.time)
     with contextlib.suppress(OSError, ValueError):
       store.write_body(
-        self._path(self._life), head + dump_message(message), self._disk
+        self._path(self._incarnation), head + dump_message(message), self._disk
       )
-      for life in self._lives():
-        if life < self._life:
-          self._path(life).unlink()
+      for incarnation in self._saved():
+        if incarnation < self._incarnation:
+          self._path(incarnation).unlink()
 
   def read(self, events: Sequence[Event]) -> tuple[Event, ClockMessage] | None:
-    """Returns (row, message) that incarnations before have left, whose rows
-    are these; None if there is none of them, or it was changed."""
-    lives = [life for life in self._lives() if life < self._life]
-    if not lives:
+    """Returns the (row, message) of the latest earlier incarnation that saved
+    one.
+
+    Args:
+      events: the worker's rows.
+
+    Returns:
+      None if there is no message, or if it is damaged or of another run.
+    """
+    earlier = [each for each in self._saved() if each < self._incarnation]
+    if not earlier:
       return None
     try:
-      body = store.read_body(self._path(lives[-1]))
+      body = store.read_body(self._path(earlier[-1]))
       seq, time = _MESSAGE.unpack_from(body)
     except (store.Changed, struct.error):
       return None
     for event in reversed(events):
       if event.action in STARTS and event.seq == seq:
-        # Another run may have left it, or this one before it went back.
+        # The message may be of an earlier run in this folder, or of this run
+        # before it was rolled back.
         same = event.time == time
         return (event, load_message(body[_MESSAGE.size :])) if same else None
     return None
@@ -232,14 +258,14 @@ class LastMessage:
 def write_image(
   folder: Path, data: bytes, rows: int, disk: Any = os
 ) -> None:
-  """Writes an image of a shard, of so many rows of its order, in the place of
-  the last one. Raises ValueError if the disk does not take it."""
+  """Replaces the image of a shard, after `rows` rows of its trace. Raises
+  ValueError if the disk refuses it."""
   store.write_body(folder / "snapshots", _IMAGE.pack(rows) + data, disk)
 
 
 def read_image(folder: Path) -> tuple[int, bytes] | None:
-  """Returns (rows of the order, image), None if there is none. ValueError if it
-  was changed."""
+  """Returns (rows of the trace, image), or None if there is no image. Raises
+  ValueError if the image was changed."""
   path = folder / "snapshots"
   if not path.exists():
     return None

@@ -1,4 +1,4 @@
-"""The journal, the records and the last message of a worker of tables."""
+"""The trace, the records and the last message of a worker of tables."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,8 @@ from asgd.tables.requests import ClockMessage, JobRecord
 
 
 class JobJournal(WorkerJournal):
-  """Writes the files of one worker, and knows which of its jobs are open."""
+  """Writes the files of one incarnation of a worker, and tracks its open
+  jobs."""
 
   def __init__(
     self,
@@ -31,51 +32,55 @@ class JobJournal(WorkerJournal):
     Args:
       inside: of the worker's host.
       run: the folder of the run.
-      index: the worker's.
+      index: of the worker.
       resumes: whether the worker continues from an image, as the incarnation
-        that it was.
+        that made the image.
       span: called with the worker's stretches of time.
       memory: the folder of the run's memory; None: the last message of a worker
         that is killed is lost.
     """
     self._inside, self._span = inside, span or (lambda *_: None)
-    self._open: list[tuple[int, int]] = []  # (seq, job) that no shard has
-    self._row: Event | None = None  # which began the last job
+    self._open: list[tuple[int, int]] = []  # (seq, job) begun, not received
+    self._row: Event | None = None  # the row that began the last job
     opened = files.FILES.open(run, index, inside.disk)
     super().__init__(index, opened, inside.clock)
-    self.life = files.lives_of(self._journal.events()) - resumes
+    self.incarnation = files.lives_of(self._journal.events()) - resumes
     self._last = None
     if memory:
-      self._last = files.LastMessage(memory, index, self.life, inside.disk)
+      self._last = files.LastMessage(
+        memory, index, self.incarnation, inside.disk
+      )
 
   @property
   def seq(self) -> int:
-    """Of the job that was begun last."""
+    """Sequence number of the job that began last."""
     return self._open[-1][0]
 
   def write(self, seq: int, job: int, action: int, **more: Any) -> Event:
-    """See the base; a worker that was killed writes no more."""
-    self._inside.wait(0.0)
+    """Writes a row, as the base class does. A killed worker writes no more."""
+    self._inside.wait(0.0)  # raises if the worker was killed
     return super().write(seq, job, action, **more)
 
   def join(self) -> None:
-    """Writes that the incarnation begins."""
-    self.write(NO_SEQ, self.life, base.JOIN)
+    """Writes the JOIN row of the incarnation."""
+    self.write(NO_SEQ, self.incarnation, base.JOIN)
 
   def begin(self, job: int, action: int, **fields) -> None:
-    """Writes that a job begins."""
+    """Writes the row that begins a job."""
     self._row = self.write(self.seqs, job, action, **fields)
     self._open.append((self._row.seq, job))
 
   def receive(self, record: JobRecord) -> tuple[int, float]:
-    """Writes that the shards have the first open job; returns (seq, time)."""
+    """Writes the row and record of the first open job, which all shards have
+    received. Returns (seq, time)."""
     seq, job = self._open.pop(0)
     row = self.write(seq, job, base.RECEIVE, loss=record.loss)
     self._sink.append(files.columns([(row.time, record)]))
     return seq, row.time
 
   def reject(self) -> None:
-    """Writes that the last open job is refused, and the others are lost."""
+    """Writes REJECT for the last open job, because its update was not finite,
+    and LOST for the others."""
     for seq, job in self._open:
       last = (seq, job) == self._open[-1]
       self.write(seq, job, base.REJECT if last else base.LOST)
@@ -84,27 +89,35 @@ class JobJournal(WorkerJournal):
   def span(
     self, name: str, start: float, end: float, seq: int, job: int
   ) -> None:
-    """Reports a stretch of the worker's time."""
+    """Reports a span of the worker's time."""
     self._span(self.index, Span(name, start, end, seq, job))
 
   # The last message.
 
   def keep(self, message: ClockMessage) -> None:
-    """Keeps a message that is about to be sent, if the run has a memory."""
+    """Saves a message that is about to be sent, if the run has a memory."""
     if self._last:
       self._last.write(self._row, message)
 
-  def left(self, done: int) -> ClockMessage | None:
-    """Returns the message of an earlier incarnation after which `done` jobs are
-    done, if it was kept and some of its jobs were not received."""
+  def saved(self, done: int) -> ClockMessage | None:
+    """Returns the saved message of an earlier incarnation.
+
+    Args:
+      done: the worker's finished jobs, those of the message included.
+
+    Returns:
+      The message, with the records of its jobs that were not received; None if
+      there is no such message, or all its jobs were received.
+    """
     events = self._journal.events()
-    left = self._last.read(events) if self._last else None
-    if left is None or left[1].done != done:
+    saved = self._last.read(events) if self._last else None
+    if saved is None or saved[1].done != done:
       return None
-    row, message = left
+    row, message = saved
     received = {e.job for e in events if e.action == base.RECEIVE}
     records = [r for r in message.records if r.job not in received]
     if not records:
       return None
+    # Saved again as this incarnation's message, in case it is killed, too.
     self._last.write(row, message)
     return message._replace(records=records)

@@ -1,8 +1,9 @@
-"""A shard in its host: what it is asked, and what is kept of it.
+"""A shard of tables in its host: its methods are called remotely.
 
-A pull that must wait waits here: its answer is a Future, which is there when
-those that it waits for have finished a clock. Rows that nobody asked for are
-the answer to a call that a worker leaves here (`listen`).
+The answer to a pull that must wait is a Future, which is set once other workers
+have finished a clock. For rows that workers do not request, they use a long
+poll: a worker keeps one call of `listen` open, and the shard answers it when it
+has rows.
 """
 
 from collections.abc import Callable
@@ -23,12 +24,12 @@ from asgd.tables.division import Cuts
 from asgd.tables.requests import JOIN, Reply, Request
 from asgd.tables.shard import EXPELLED, TableShard
 
-_LEAST_LOG = 2**20  # bytes, up to which no image is made
+_LEAST_LOG = 2**20  # bytes of the log, below which no image is made
 Rows = list[tuple[int, bytes]]
 
 
 class _Waiting(NamedTuple):
-  """A request that waits for others."""
+  """A request that waits for other workers."""
 
   request: Request
   data: bytes
@@ -36,21 +37,25 @@ class _Waiting(NamedTuple):
 
 
 class Status(NamedTuple):
-  """What a shard says of places."""
+  """The progress of workers at a shard."""
 
-  done: dict[int, int]  # jobs whose updates are here
-  waiting: set[int]  # those that wait for others
+  done: dict[int, int]  # worker -> jobs that the shard has received
+  waiting: set[int]  # workers with a request that waits for other workers
 
 
 class Given(NamedTuple):
-  """What a shard gives away."""
+  """The rows that a shard gives away when ranges move."""
 
-  parts: dict[int, bytes]  # of its rows, to other shards
-  rows: dict[int, Rows]  # that workers may not have, to these
+  parts: dict[int, bytes]  # by shard that gets them
+  rows: dict[int, Rows]  # by worker: rows that it may not have received
 
 
 class ShardHost:
-  """A shard of tables, with its files."""
+  """A shard of tables, with its trace, log and image.
+
+  A request is logged first, then its trace row is written, then it is applied
+  and answered. So a reply never depends on something that a crash would lose.
+  """
 
   def __init__(
     self,
@@ -63,16 +68,16 @@ class ShardHost:
     every: int,
     image: bytes | None = None,
   ):
-    """Makes it, or brings it back.
+    """Makes a shard, or rebuilds it from the files of an earlier process.
 
     Args:
       inside: of the host.
-      make: of a shard before the first request.
-      run: the folder of the run.
-      memory: the folder of the run's memory.
-      index: its number.
+      make: returns the shard before its first request.
+      run: folder of the run.
+      memory: folder of the run's memory.
+      index: of the shard.
       every: jobs in a clock.
-      image: of a run that goes on, which is then the one of a checkpoint.
+      image: of a checkpoint from which the run resumes; None otherwise.
     """
     self._inside, self._every = inside, every
     self._folder = memory / f"shard-{index}"
@@ -82,26 +87,31 @@ class ShardHost:
     events = self._journal.events()
     self._rows = len(events)
     self._time = events[-1].time if events else 0.0
-    if image is not None or not events:  # what is there is of a run before
+    # A run that begins or resumes has no use for an earlier run's memory.
+    if image is not None or not events:
       self._forget_memory()
     if image is not None:
       files.write_image(self._folder, image, self._rows, inside.disk)
     self._shard = make()
     self._recover(events)
-    self._waiting: dict[int, _Waiting] = {}
-    self._listening: dict[int, Future[Rows]] = {}
-    self._sent: dict[int, int] = {}  # rows that the present holder was given
-    self._limit: int | None = None
+    self._waiting: dict[int, _Waiting] = {}  # by worker
+    self._listening: dict[int, Future[Rows]] = {}  # open calls, by worker
+    # Worker -> number of rows that were sent to its latest incarnation.
+    self._sent: dict[int, int] = {}
+    self._limit: int | None = None  # jobs of each worker until a pause
 
-  # What outlives it.
+  # Files that outlive the process.
 
   def _forget_memory(self):
     for name in ("messages", "snapshots", "snapshots.tmp"):
       (self._folder / name).unlink(missing_ok=True)
 
-  def _recover(self, events):
-    """Does again what the order says since the image. What was logged, and is
-    not in the order, nobody has heard of."""
+  def _recover(self, events: list[Event]) -> None:
+    """Loads the image, and applies the requests of later trace rows again.
+
+    A logged request without a trace row was never answered: it is ignored, and
+    its worker sends it again.
+    """
     image = files.read_image(self._folder)
     rows, self._image_size = 0, 0
     if image is not None:
@@ -119,14 +129,14 @@ class ShardHost:
       if data is None:
         raise ValueError(
           f"{self._folder} lacks requests of {self._journal.name}: the memory"
-          " of the run was changed; start anew in another folder (--workdir)"
+          " of the run was changed; start again in another folder (--workdir)"
         )
       self._shard.obey(requests.load_request(data))
     if self._log.bodies:
       self._save()
 
-  def _save(self):
-    """Makes an image, in the place of the log before it."""
+  def _save(self) -> None:
+    """Writes an image, and empties the log."""
     data = wire.dump(self._shard.pack())
     files.write_image(self._folder, data, self._rows, self._inside.disk)
     self._image_size = len(data)
@@ -135,7 +145,8 @@ class ShardHost:
   # Requests of workers.
 
   def hear(self, data: bytes) -> Reply | Future[Reply]:
-    """Does a request of a worker, once it need not wait; returns the reply."""
+    """Handles a request of a worker. Returns the reply, or a Future of the
+    reply if the request must wait."""
     request = requests.load_request(data)
     worker, shard = request.worker, self._shard
     if shard.is_old(request):
@@ -144,11 +155,12 @@ class ShardHost:
       self._expel(worker)
     if shard.is_done(request):
       return self._reply(request)
-    before = self._waiting.pop(worker, None)  # if it asks again
+    # A worker that lost its connection sends a waiting request again.
+    before = self._waiting.pop(worker, None)
     if self._must_wait(request):
       answer = before.answer if before else Future()
       self._waiting[worker] = _Waiting(request, data, answer)
-      self._wake()  # others need not wait for this worker any more
+      self._wake()  # a push shows that its worker has read its reply
       return answer
     self._do(request, data)
     reply = self._reply(request)
@@ -157,7 +169,8 @@ class ShardHost:
     self._wake()
     return reply
 
-  def _must_wait(self, request):
+  def _must_wait(self, request: Request) -> bool:
+    """Whether a pull or push must wait for other workers."""
     arrived = {
       worker
       for worker, each in self._waiting.items()
@@ -165,23 +178,25 @@ class ShardHost:
     }
     return self._shard.waits(request) or self._shard.defers(request, arrived)
 
-  def _expel(self, worker):
-    """Tells the holder before that another has its place."""
+  def _expel(self, worker: int) -> None:
+    """Answers the open calls of a worker's earlier incarnation, which then
+    exits."""
     self._sent[worker] = 0
     if waiting := self._waiting.pop(worker, None):
       waiting.answer.set_result(EXPELLED)
     if listening := self._listening.pop(worker, None):
       listening.set_result([])
 
-  def _do(self, request, data):
-    """Writes a request down, then does it."""
+  def _do(self, request: Request, data: bytes) -> None:
+    """Logs a request, writes its trace row, and applies it."""
     self._log.append(data)
     self._write(self._shard.event(request, self._now()))
     self._shard.obey(request)
     if self._log.size > max(self._image_size, _LEAST_LOG):
       self._save()
 
-  def _now(self):
+  def _now(self) -> float:
+    """Returns the time; times of rows do not decrease, even after a restart."""
     self._time = max(self._inside.clock(), self._time)
     return self._time
 
@@ -189,23 +204,25 @@ class ShardHost:
     self._journal.append(event)
     self._rows += 1
 
-  def _reply(self, request) -> Reply:
+  def _reply(self, request: Request) -> Reply:
+    """Returns the reply to an applied request, with the rows not yet sent."""
     worker = request.worker
     start = self._sent.get(worker, 0)
-    if request.number == 0:
+    if request.number == 0:  # the incarnation's JOIN: no row was sent to it
       start = 0
     reply = self._shard.reply(request, start)
     self._note_sent(worker, reply.rows)
     return reply._replace(limit=self._limit)
 
-  def _note_sent(self, worker, rows):
+  def _note_sent(self, worker: int, rows: Rows) -> None:
     if rows:
       self._sent[worker] = rows[-1][0] + 1
 
-  def _wake(self):
-    """Answers those that need not wait any more, and those that listen."""
+  def _wake(self) -> None:
+    """Answers requests that need not wait any more, and calls of `listen` for
+    which there are rows."""
     before = -1
-    while len(self._waiting) != before:  # who is answered may free others
+    while len(self._waiting) != before:  # applying one may free others
       before = len(self._waiting)
       for worker, (request, data, answer) in [*self._waiting.items()]:
         if not self._must_wait(request):
@@ -217,18 +234,27 @@ class ShardHost:
         del self._listening[worker]
         answer.set_result(rows)
 
-  def _unsent(self, worker, taken=0) -> Rows:
+  def _unsent(self, worker: int, taken: int = 0) -> Rows:
+    """Returns the rows for a worker that were not sent, and marks them sent."""
     start = max(self._sent.get(worker, 0), taken)
     rows = self._shard.unsent(worker, start)
     self._note_sent(worker, rows)
     return rows
 
-  def listen(self, worker: int, life: int, have: int) -> Rows | Future[Rows]:
-    """Returns rows that a holder was not sent, once there are some; it has
-    those before a number."""
-    if life != self._shard.life(worker):
+  def listen(
+    self, worker: int, incarnation: int, have: int
+  ) -> Rows | Future[Rows]:
+    """Long poll: returns rows that were not sent to a worker, once there are
+    some.
+
+    Args:
+      worker: its index.
+      incarnation: of the worker; an earlier one gets no rows.
+      have: the worker has received all rows before this number.
+    """
+    if incarnation != self._shard.incarnation(worker):
       return []
-    # A holder that asks anew may not have heard what an answer before had.
+    # A worker that calls again may have missed the rows of the last answer.
     self._sent[worker] = have
     if rows := self._unsent(worker):
       return rows
@@ -238,55 +264,55 @@ class ShardHost:
     self._listening[worker] = answer
     return answer
 
-  # What workers may do, which the first shard tells them.
+  # The limit of a pause, which shard 0 sends to workers in its replies.
 
   def halt(self) -> int:
-    """Has all workers end the same clock; returns the jobs that each does until
-    then."""
+    """Makes all workers halt after the same clock; returns the number of jobs
+    that each has done then."""
     if self._limit is None:
       most = max(self._shard.done().values(), default=0)
       self._limit = (most // self._every + 1) * self._every
     return self._limit
 
   def allow(self, limit: int | None) -> None:
-    """Lets workers do so many jobs, None all."""
+    """Sets the number of jobs after which workers halt; None: no limit."""
     self._limit = limit
 
   def status(self) -> Status:
-    """Returns how far workers are."""
+    """Returns the progress of workers."""
     return Status(self._shard.done(), set(self._waiting))
 
   def leave(self, worker: int) -> None:
-    """A worker goes for good."""
+    """Removes a worker for good, so that no other waits for it."""
     self._expel(worker)
-    life = max(self._shard.life(worker), 0)
-    self._write(Event(self._now(), worker, NO_SEQ, life, base.LEAVE))
+    incarnation = max(self._shard.incarnation(worker), 0)
+    self._write(Event(self._now(), worker, NO_SEQ, incarnation, base.LEAVE))
     self._shard.leave(worker)
     self._wake()
 
-  # Moving ranges, when all workers have ended the same clock.
+  # Moving ranges, while all workers rest after the same clock.
 
   def load(self) -> tuple[int, dict[str, np.ndarray]]:
     """Returns (version of the division, load of each row by table)."""
     return self._shard.version, self._shard.load()
 
   def give(self, cuts: Cuts) -> Given:
-    """Returns what others are to have, if tables are cut so."""
+    """Returns the rows that others get if tables are cut at `cuts`."""
     workers = {
       worker: self._shard.unsent(worker, 0) for worker in self._shard.done()
     }
     return Given(self._shard.give(cuts), workers)
 
   def move(self, data: bytes) -> None:
-    """Has other ranges from now on, unless it has them already."""
+    """Takes the ranges of a new division, unless the shard has them already."""
     request = requests.load_request(data)
     if not self._shard.is_done(request):
       self._do(request, data)
 
-  # What the driver asks.
+  # State for the driver.
 
   def rows(self) -> dict[str, np.ndarray]:
-    """Returns all its rows, by table."""
+    """Returns all rows of the shard, by table."""
     tables = self._shard.server.tables.items()
     return {name: np.asarray(table.whole()) for name, table in tables}
 
@@ -296,5 +322,5 @@ class ShardHost:
     return server.version, server.slowest
 
   def image(self) -> tuple[int, bytes]:
-    """Returns (rows of its order, it as bytes)."""
+    """Returns (rows of the trace, image of the shard)."""
     return self._rows, wire.dump(self._shard.pack())

@@ -1,7 +1,8 @@
-"""A worker in its host: its jobs, and its calls to shards.
+"""A worker of tables in its host: its jobs, and its calls to shards.
 
-It works as long as it can, in one call (`run`), which ends when a shard is
-gone: the driver then calls again, and says where that one is.
+The driver calls `run`, which works until the jobs are done, a pause begins, or
+a shard is lost. In the last case the driver calls `run` again, with the host of
+the restarted shard.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,24 +18,25 @@ from asgd.tables.client import RowNotFinite
 from asgd.tables.division import Cuts
 from asgd.tables.requests import JobRecord
 from asgd.tables.settings import Work
-from asgd.tables.worker import TableWorker
+from asgd.tables.worker import Steps, TableWorker
 
-# How `run` ends; LOST with the number of a shard, HALTED at a limit, RESTS as
-# tables are to be divided anew.
+# Results of `run`: all jobs done, limit reached, shard lost, or waiting for
+# ranges to move.
 ENDED, HALTED, LOST, RESTS = "ended", "halted", "lost", "rests"
+# An update was not finite, or a later incarnation has joined.
 REJECTED, EXPELLED = "rejected", "expelled"
 
 
 class Moved(NamedTuple):
-  """What a worker that rests is told as ranges have moved."""
+  """A new division for a worker that rests."""
 
   cuts: Cuts
-  # Of each shard: (number, Rows) that it may not have yet.
+  # By shard: (number, dumped Rows) that the worker may not have received.
   rows: Sequence[Sequence[tuple[int, bytes]]]
 
 
 class WorkerHost:
-  """A holder of a worker's place."""
+  """One incarnation of a worker of tables."""
 
   def __init__(
     self,
@@ -48,73 +50,86 @@ class WorkerHost:
     slowdown: float = 1.0,
     image: bytes | None = None,
   ):
-    """Begins a worker, or continues one.
+    """Starts a worker, or continues one from an image.
 
     Args:
       inside: of the host.
-      make: (life, work) -> a worker without rows.
-      work: what is computed.
+      make: (incarnation, work) -> a worker without rows.
+      work: computed by the worker.
       journal: the worker's files.
-      shards: their hosts, by number.
-      script: of faults.
-      slowdown: factor on the time that a job takes.
-      image: of the worker at an earlier time, which continues from it; its
-        journal `resumes`.
+      shards: hosts, by shard.
+      script: of injected faults.
+      slowdown: factor on the time of a job.
+      image: of the worker, from which it continues; `journal` was then opened
+        with `resumes`.
     """
     self._inside, self._journal, self._script = inside, journal, script
     self._shards = {shard: inside.link(host) for shard, host in shards.items()}
     self._slowdown, self._work = slowdown, work
-    self._worker = make(journal.life, work._replace(gradient=self._gradient))
-    self._steps: Any = None
-    self._asks: dict[int, bytes] = {}  # that were not answered
-    self._asked: dict[int, Call] = {}  # the calls that ask them, by shard
-    self._calls: dict[int, Call] = {}  # that listen, by shard
+    work_with_faults = work._replace(gradient=self._gradient)
+    self._worker = make(journal.incarnation, work_with_faults)
+    self._steps: Any = None  # of the join or job that is under way
+    self._asks: dict[int, bytes] = {}  # requests without a reply, by shard
+    self._asked: dict[int, Call] = {}  # the calls with these, by shard
+    self._polls: dict[int, Call] = {}  # open long polls (`listen`), by shard
     self._limit: int | None = None
-    self._free = self._inside.clock()
+    self._free = self._inside.clock()  # when the last span ended
     if image is None:
       journal.join()
-      self._go_on(
-        self._worker.join(journal.left, self._begun_again, self._received)
+      self._resume(
+        self._worker.join(journal.saved, self._begun_resent, self._received)
       )
     else:
       self._worker.unpack(wire.load(image))
 
-  # What the driver calls.
+  # Methods that the driver calls.
 
   def run(
     self,
     limit: int | None,
-    found: Mapping[int, Host] | None = None,
+    restarted: Mapping[int, Host] | None = None,
     ranges: Moved | None = None,
   ) -> tuple[str, int]:
-    """Works until all jobs are done, or so many, or it cannot go on; returns
-    how it ended, and which shard is gone. `found` has the shards that were
-    started again, where they are now: they come with the call, as calls may be
-    made in another order. So do other ranges, for which it has rested."""
+    """Works until it cannot continue.
+
+    Args:
+      limit: jobs after which the worker halts; None: no limit.
+      restarted: hosts of restarted shards. They are passed with the call, as
+        separate calls may arrive in another order.
+      ranges: the new division for which the worker has rested.
+
+    Returns:
+      (One of the results above, the lost shard if LOST, else 0).
+    """
     self._limit = limit
-    for shard, host in (found or {}).items():
+    for shard, host in (restarted or {}).items():
       self._shards[shard] = self._inside.link(host)
       self._asked.pop(shard, None)
-      self._calls.pop(shard, None)
+      self._polls.pop(shard, None)
+    # The driver has collected the rows that shards had not sent to the worker.
     if ranges is not None:
       for shard, rows in enumerate(ranges.rows):
-        self._worker.mail.hear_rows(shard, rows)
+        self._worker.sessions.receive_rows(shard, rows)
       self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
-    except Gone as gone:
-      return LOST, gone.index
+    except Gone as error:
+      return LOST, error.index
     except RowNotFinite:
       self._journal.reject()
       return REJECTED, 0
 
-  def _run(self):
+  def _run(self) -> str:
+    """Does jobs until one of the results of `run`, and returns it."""
     while True:
+      # [1] Continue a join or job that waits for replies. After a return with
+      # LOST, the replies of the other shards are still stored.
       if self._steps is not None:
         if not self._answer():
           return EXPELLED
-        self._go_on(self._steps)
+        self._resume(self._steps)
         continue
+      # [2] Return if there is no job to start.
       worker = self._worker
       if worker.next is None:
         return ENDED
@@ -122,78 +137,92 @@ class WorkerHost:
         return RESTS
       if self._limit is not None and worker.done >= self._limit:
         return HALTED
+      # [3] Start the next job on the rows that have arrived.
       self._take()
-      self._go_on(
+      self._resume(
         worker.job(
           self._begun, self._received, self._spoil, self._journal.keep
         )
       )
 
   def image(self) -> tuple[int, int, bytes]:
-    """Returns (rows of its journal, records, it as bytes), between clocks."""
+    """Returns (rows of its trace, records, image of the worker); between
+    clocks."""
     return *self._journal.counts(), wire.dump(self._worker.pack())
 
   def held(self) -> tuple[int, int]:
-    """(rows that filters held back for later, rows that they dropped)."""
+    """Returns counts of rows: (held back by filters, dropped by filters)."""
     return self._worker.held()
 
   # Requests.
 
-  def _go_on(self, steps):
+  def _resume(self, steps: Steps) -> None:
+    """Runs to the next requests, or to the end of the join or job."""
     asks = next(steps, None)
     self._steps = None if asks is None else steps
     self._asks = dict(asks or {})
 
   def _answer(self) -> bool:
-    """Has all that it asks answered; False if another has its place."""
+    """Sends the requests and waits for the replies. Returns False if a later
+    incarnation of the worker has joined."""
     for shard, data in self._asks.items():
       if shard not in self._asked:
         self._asked[shard] = self._shards[shard].call("hear", data)
-    # In the order of shards, and a lost one is asked again before the answers
-    # of others are waited for. A shard may answer a push only after other
-    # workers have pushed; two that had left out different shards, and waited at
-    # the others, would wait for each other.
+    # All requests are sent before the first reply is awaited, also after a
+    # shard was lost. A shard may delay the reply to a push until other workers
+    # have pushed to it. If one worker awaited shard 0 before it sent to shard
+    # 1, and another one did the reverse, they would deadlock.
     for shard in [*self._asks]:
       reply = self._asked.pop(shard).result()
       if reply.number < 0:
         return False
-      self._worker.mail.hear(shard, reply)
+      self._worker.sessions.receive(shard, reply)
       del self._asks[shard]
       if shard == 0:
         self._limit = reply.limit
     for shard in self._shards:
-      while self._worker.mail.lacks(shard):
+      while self._worker.sessions.lacks_rows(shard):
         self._listen(shard)
         self._hear_rows(shard)
     return True
 
-  def _listen(self, shard):
-    """Has a call at a shard, that ends when there are rows."""
-    if shard not in self._calls:
-      have = self._worker.mail.there(shard)
-      asked = self._journal.index, self._worker.mail.life, have
-      self._calls[shard] = self._shards[shard].call("listen", *asked)
+  def _listen(self, shard: int) -> None:
+    """Opens a long poll at a shard, if none is open."""
+    if shard not in self._polls:
+      have = self._worker.sessions.available(shard)
+      asked = self._journal.index, self._worker.sessions.incarnation, have
+      self._polls[shard] = self._shards[shard].call("listen", *asked)
 
-  def _hear_rows(self, shard):
-    call = self._calls.pop(shard)
-    self._worker.mail.hear_rows(shard, call.result())
+  def _hear_rows(self, shard: int) -> None:
+    """Waits for the open long poll at a shard, and receives its rows."""
+    call = self._polls.pop(shard)
+    self._worker.sessions.receive_rows(shard, call.result())
 
-  def _take(self):
-    """Takes the rows that have come."""
+  def _take(self) -> None:
+    """Takes the rows that have arrived, and keeps the long polls open."""
     for shard in self._shards:
       if self._worker.listens:
-        if shard in self._calls and self._calls[shard].done():
+        if shard in self._polls and self._polls[shard].done():
           self._hear_rows(shard)
         self._listen(shard)
-      self._worker.take(shard, self._worker.mail.there(shard))
+      self._worker.take(shard, self._worker.sessions.available(shard))
 
   # A job.
 
-  def _begun(self, action):
-    taken = tuple(map(float, self._worker.mail.taken))
+  def _begun(self, action: int) -> None:
+    """Writes the row of a job that begins, with the rows taken by then."""
+    taken = tuple(map(float, self._worker.sessions.taken))
     self._journal.begin(self._worker.next, action, totals=taken)
 
-  def _gradient(self, rows, batch, keys, worker, job):
+  def _gradient(
+    self,
+    rows: Mapping[str, Any],
+    batch: base.Batch,
+    keys: Mapping[str, Any],
+    worker: int,
+    job: int,
+  ) -> tuple[float, Any]:
+    """Computes a job as `Work.gradient`, with spans, faults and slowdown."""
     seq = self._journal.seq
     self._script.before_work(worker, seq)
     began = self._inside.clock()
@@ -206,14 +235,16 @@ class WorkerHost:
     self._journal.span("compute", began, self._free, seq, job)
     return out
 
-  def _spoil(self, gradient):
+  def _spoil(self, gradient: Any) -> Any:
+    """Returns a gradient with the injected faults of its job."""
     journal = self._journal
     return self._script.message(journal.index, journal.seq, gradient)
 
-  def _begun_again(self, record: JobRecord):
+  def _begun_resent(self, record: JobRecord):
     self._journal.begin(record.job, base.SEND)
 
-  def _received(self, record: JobRecord):
+  def _received(self, record: JobRecord) -> None:
+    """Writes the row and record of a job that all shards have."""
     seq, time = self._journal.receive(record)
     began, self._free = self._free, time
     self._journal.span("push", began, time, seq, record.job)

@@ -13,14 +13,14 @@ import numpy as np
 
 from asgd import orders, safe_files
 from asgd.live.sandblaster import worker
-from asgd.live.sandblaster.book import LiveRunLog
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
+from asgd.live.sandblaster.run_log import LiveRunLog
 from asgd.live.world.broken import bits, refused, require
 from asgd.live.world.injections import Menu, Scenario
 from asgd.live.world.run import COMMON, LADDER, WorldRun
 from asgd.orders.trace import from_events
 from asgd.sandblaster import Settings, count_jobs, recompute
-from asgd.sandblaster.book import Lengths
+from asgd.sandblaster.run_log import Lengths
 
 WORKERS, PORTIONS, EVALUATIONS = 3, 6, 5
 KINDS = *COMMON, "remove memory"
@@ -144,11 +144,11 @@ class BatchRun(WorldRun):
     saved = self._from_where(resumed)
     safe_files.make_private(self.memory)
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    book = LiveRunLog(self.folder, lengths, disk=self.world.disk)
+    run_log = LiveRunLog(self.folder, lengths, disk=self.world.disk)
     self._driver = driver = Driver(
       *(self._settings, PARAMS),
       HostMakers(self.hosts, self.memory, self._make_worker),
-      book,
+      run_log,
       workers=WORKERS,
       options=Options(LADDER),
       saved=saved,
@@ -172,8 +172,8 @@ class BatchRun(WorldRun):
   def check(self) -> None:
     """See the base."""
     driver = self._driver
-    records = driver.book.records()
-    rows = [(event.action, event.job) for event in driver.book.rows]
+    records = driver.run_log.records()
+    rows = [(event.action, event.job) for event in driver.run_log.rows]
     jobs, twice = count_jobs(rows, records.accepted.tolist())
     again = recompute(self._settings, PARAMS, _work, jobs)
     whole, expected = (driver.state, self._params), tuple(again)
@@ -181,4 +181,4 @@ class BatchRun(WorldRun):
     require(same, INVARIANTS[0], whole, "and not", expected)
     require(not twice, INVARIANTS[1], records.job.tolist())
     with refused(INVARIANTS[2]):
-      orders.check(from_events(driver.book.rows))
+      orders.check(from_events(driver.run_log.rows))

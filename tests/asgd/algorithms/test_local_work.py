@@ -111,7 +111,7 @@ def test_what_is_wrong_with_a_local_worker_is_named():
   tx = optax.sgd(0.1)
   with pytest.raises(ValueError, match="displacement.*not 'gradient'"):
     local(tx, 1, "gradient")
-  with pytest.raises(ValueError, match="push_every 2 is of gradients"):
+  with pytest.raises(ValueError, match="must be 1 for displacements, not 2"):
     local(tx, 1, push_every=2)
   for alpha in (0.0, 1.5, float("nan")):
     with pytest.raises(ValueError, match=r"alpha must be in \(0, 1\]"):
@@ -121,7 +121,7 @@ def test_what_is_wrong_with_a_local_worker_is_named():
 @pytest.mark.parametrize("batch", [jnp.zeros(2), jnp.zeros(())])
 def test_a_job_of_the_wrong_length_is_refused(batch):
   worker = local(optax.sgd(0.1), 3, "gradients")
-  with pytest.raises(ValueError, match="a job of 3 steps is as many batches"):
+  with pytest.raises(ValueError, match="a job of 3 steps needs 3 batches"):
     work(worker, jnp.zeros(2), batch)
 
 
@@ -165,7 +165,7 @@ def test_one_worker_is_a_plain_run_of_its_optimizer(steps):
   batches = features(0, 4 * steps)
   tx = optax.adamw(0.05, weight_decay=0.1)
   expected, losses = optimize(tx, LINE, batches)
-  recipe = local_work.displacements(sgd(1.0), tx, steps)
+  recipe = local_work.displacement_recipe(sgd(1.0), tx, steps)
   trace = one_after_the_other(4)
   simulation, records = run(recipe, trace, batches, LINE, loss=least_squares)
   close(simulation.server.params, expected, rtol=1e-11)

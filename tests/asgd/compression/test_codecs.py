@@ -160,7 +160,7 @@ def test_what_a_codec_cannot_be_is_said_in_a_line():
     ("powersgd", {"rank": 0}, "rank must be a positive whole number"),
     ("demo", {"decay": 1.5}, "decay must be in [0, 1], not 1.5"),
     ("demo", {"decay": True}, "decay must be in [0, 1], not True"),
-    (None, {}, "a codec needs a name, not None: leave it out where"),
+    (None, {}, "a codec needs a name, not None: leave the codec out"),
     (3, {}, "unknown codec 3; known: adaptive_threshold"),
     ("int8", {"block": 0}, "block must be a positive whole number"),
     ("bf16", {"entropy_coding": 0}, "must be True or False, not 0"),

@@ -330,7 +330,7 @@ def test_numbers_of_any_width_come_back(width):
 def test_what_no_layout_can_hold_is_refused():
   int8, scales = np.zeros(2, np.int8), ONE
   for leaf, words in (
-    (jax.random.key(0), "send a key as jax.random.key_data"),
+    (jax.random.key(0), "send a random key as jax.random.key_data"),
     (Symbols(int8.astype(np.uint8), scales, 1), "must be int8"),
     (Symbols(int8.astype(np.int64), scales, 1), "must be int8"),
     (Symbols(int8, scales, 0), "must be from 1 to 127"),
@@ -346,7 +346,7 @@ def test_a_code_of_another_layout_is_refused():
   for code, words in (
     ({"v": symbols([1, 0])}, "the layout is of"),
     ({"w": symbols([1, 0], 3)}, "the layout is of"),
-    ({"w": symbols([1, 0, 0])}, r"\['w'\].symbols is int8\[3\], in the layout"),
+    ({"w": symbols([1, 0, 0])}, r"\['w'\].symbols is int8\[3\], but the"),
     ({"w": symbols([1, 0], dtype=np.int16)}, r"is int16\[2\]"),
   ):
     with pytest.raises(ValueError, match=words):
@@ -372,7 +372,7 @@ def test_a_buffer_is_written_to_from_its_front_or_not_at_all():
   assert bytes(of_bytes) == data
   for room in (0, len(data) - 1):
     small = np.full(room, 7, np.uint8)
-    with pytest.raises(ValueError, match=f"has {room} bytes, the message"):
+    with pytest.raises(ValueError, match=f"has {room} bytes, but the message"):
       packing.pack(layout, code, small)
     assert (small == 7).all()
   with pytest.raises(ValueError, match="read-only"):
@@ -448,7 +448,7 @@ def sealed(body, checksum=None, version=1):
 
 def test_another_version_or_layout_is_refused():
   assert sealed(DATA[HEADER:]) == DATA
-  refused(sealed(DATA[HEADER:], version=2), "of version 2, not 1: are all")
+  refused(sealed(DATA[HEADER:], version=2), "has version 2, not 1: start all")
   other = packing.layout(dict(MESSAGE, raw=np.float32([0.5])))
   refused(sealed(DATA[HEADER:], other.checksum), "of another codec or other")
   fewer = {k: v for k, v in MESSAGE.items() if k != "signs"}
@@ -486,13 +486,13 @@ def test_what_is_no_form_is_refused():
   ternary = Symbols(ternary.symbols, bare, 1)
   refuse(ternary, [0, 243, 0], "no five of -1, 0 and 1")
   refuse(ternary, [0, 0, 27], "no five")  # an eighth symbol is not -1
-  refuse(ternary, [0, 0], "2 bytes are needed where 1 are left")
+  refuse(ternary, [0, 0], "2 bytes are needed, but 1 are left")
   refuse(ternary, [1, 64], "bits that belong to no number")
   refuse(ternary, [2], "2 is no form of a stream of symbols")
   refuse(ternary, [64 + 41, 0, 0], "105 is no form")
-  refuse(ternary, [64, 7, 1, 127, 0], "7 elements are claimed of 6")
-  refuse(ternary, [64, 2, 1, 1, 0], "1 positions are coded where 2 are")
-  refuse(ternary, [64, 1, 2, 1, 0, 0], "positions are coded where 1 are")
+  refuse(ternary, [64, 7, 1, 127, 0], "7 elements are claimed, of 6")
+  refuse(ternary, [64, 2, 1, 1, 0], "1 positions are coded, but 2 are")
+  refuse(ternary, [64, 1, 2, 1, 0, 0], "positions are coded, but 1 are")
   refuse(ternary, [64, 1, 1, 64, 0], "beyond the 6 elements")
   refuse(ternary, [66, 1, 1, 1 << 1, 2, 0], "beyond the 6 elements")
   refuse(ternary, [66, 1, 1, 1, 4, 0], "bits that belong to no number")
@@ -500,16 +500,16 @@ def test_what_is_no_form_is_refused():
   refuse(ternary, [64, 0, 0, 0], "1 bytes follow the last leaf")
   refuse(ternary, [64, *[255] * 6, 0], "a count takes more than 6 bytes")
   words = Symbols(ternary.symbols, bare, 1, coded=False)
-  refuse(words, [2, 7, 0, 0, 0, 0, 0], "7 elements are claimed of 6")
+  refuse(words, [2, 7, 0, 0, 0, 0, 0], "7 elements are claimed, of 6")
   refuse(words, [2, 1, 6, 0, 0, 0, 0], "beyond the 6 elements")
   refuse(words, [2, 2, *[3, 0, 0, 0] * 2, 0], "positions do not ascend")
-  refuse(words, [2, 1, 0, 0, 0], "4 bytes are needed where 3 are left")
+  refuse(words, [2, 1, 0, 0, 0], "4 bytes are needed, but 3 are left")
   three = Symbols(ternary.symbols, bare, 3)
   refuse(three, [1, 0], "1 is no form")
   refuse(three, [0, 255, 15, 63], "a symbol is beyond the 3 levels")
   refuse(three, [64, 1, 1, 1, 2, 1], "a symbol is beyond the 3 levels")
   values = Values(np.zeros(2, np.float16))
-  refuse(values, [64, 1, 1, 1, 0, 0], "a 0 stands among what is not 0")
+  refuse(values, [64, 1, 1, 1, 0, 0], "a sparse value is 0")
   refuse(values, [1, 0], "1 is no form of a stream of values")
   refuse(np.array([True]), [2], "neither 0 nor 1")
 

@@ -176,7 +176,7 @@ def test_dgc_is_never_sparser_than_its_density():
 @pytest.mark.parametrize(
   "options, epoch, words",
   [
-    ({"warm_up": 0, "clip_norm": 1.0}, 9, "dgc needs workers=, whose grad"),
+    ({"warm_up": 0, "clip_norm": 1.0}, 9, "dgc needs workers=, the number"),
     ({}, 9, "dgc needs epoch=, the messages of a worker"),
     ({}, None, "dgc needs epoch=, the messages of a worker"),
   ],

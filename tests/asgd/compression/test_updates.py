@@ -48,5 +48,5 @@ def test_an_update_that_is_not_finite_goes_through():
 
 def test_what_looks_ahead_is_refused():
   recipe = asgd.dana_zero(0.1, workers=2)
-  with pytest.raises(ValueError, match="looks ahead sends parameters which"):
+  with pytest.raises(ValueError, match="looks ahead sends parameters that"):
     compression.compressed_updates(recipe.algorithm, CODEC)

@@ -168,16 +168,16 @@ test_bad_options_are_refused_when_building = kit.refuses(
 
 def test_labels_must_fit_the_images():
   images, labels = numbered(10)
-  with pytest.raises(ValueError, match=r"shape \(10,\).*got \(9,\)"):
+  with pytest.raises(ValueError, match=r"shape \(10,\).*not \(9,\)"):
     data.make_batches(images, labels[:-1], batch_size=1, seed=0)
 
 
 def test_a_job_or_worker_out_of_range_is_refused():
-  with pytest.raises(ValueError, match="job must be at least 0, got -1"):
+  with pytest.raises(ValueError, match="job must be at least 0, not -1"):
     batches_of(10, batch_size=1, seed=0)(0, -1)
   sharded = batches_of(10, batch_size=1, seed=0, partition="sharded", workers=2)
   for worker in (-1, 2):
-    with pytest.raises(ValueError, match=rf"0\.\.1, got {worker}"):
+    with pytest.raises(ValueError, match=rf"0\.\.1, not {worker}"):
       sharded(worker, 0)
 
 

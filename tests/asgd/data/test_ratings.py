@@ -44,7 +44,7 @@ def test_a_file_is_read_with_any_of_the_usual_marks(tmp_path):
     ("1 2 nan\n", "line 1: the rating nan is not finite"),
     ("1 2 1e39\n", "line 1: the rating 1e.39 is not finite in float32"),
     (f"{2**63} 2 3\n", "line 1: .* has a number of more than 64 bits"),
-    ("1 2 3\n" * 9, "has 9 ratings, of which none can be of the test part"),
+    ("1 2 3\n" * 9, "has 9 ratings, of which no tenth can be a test part"),
     ("", "has no rating"),
   ],
 )

@@ -131,9 +131,9 @@ def test_what_is_not_there_is_told(tmp_path):
     load("sst3")
   with pytest.raises(ValueError, match="'cola' needs data_dir: the archive"):
     load("cola")
-  with pytest.raises(ValueError, match="is in Python: leave data_dir out"):
+  with pytest.raises(ValueError, match="is part of Python: leave data_dir out"):
     load("topics", data_dir=tmp_path)
-  with pytest.raises(DataError, match="gone.tar.xz is not there"):
+  with pytest.raises(DataError, match="gone.tar.xz does not exist; give"):
     load("rte", data_dir=tmp_path / "gone.tar.xz")
   with pytest.raises(DataError, match="has no train.tsv and dev.tsv.*RTE/"):
     load("rte", data_dir=tmp_path)
@@ -176,7 +176,7 @@ def test_words_are_those_that_are_frequent_in_training(tmp_path):
 def test_a_pair_loses_words_of_its_longer_sentence():
   long, short = "a a a a a a", "b b"
   examples = sentences.Examples([(long, short), (short, long)], np.zeros(2))
-  number, encode = sentences._words(examples)
+  number, encode = sentences._word_vocabulary(examples)
   assert number == 6
   tokens = encode(examples, 8)
   assert tokens[:, 0].tolist() == [
@@ -211,7 +211,7 @@ def tokenizer(folder):
 
 def test_pieces_are_those_of_the_tokenizer(tmp_path):
   folder = tokenizer(tmp_path / "model")
-  number, encode = sentences._pieces(folder)
+  number, encode = sentences._pretrained_tokenizer(folder)
   assert number == len(PIECES)
   one = sentences.Examples([("It is playing.",), ("ö",)], np.zeros(2))
   assert encode(one, 8)[:, 0].tolist() == [
@@ -347,12 +347,12 @@ def test_weights_are_where_training_begins():
 
 
 def test_mistakes_of_a_problem_are_told():
-  with pytest.raises(ValueError, match="none has 10 .* words, and the model"):
+  with pytest.raises(ValueError, match="none has 10 .* words, but the model"):
     sentence_problem(drawn_task()._replace(vocabulary=10))
-  with pytest.raises(ValueError, match="3 layers need weights each, not 1"):
+  with pytest.raises(ValueError, match="3 layers need a dict of weights each"):
     sentence_problem(weights=({},))
   weights = ({"words": np.zeros((8, 4), np.float32)}, {}, {})
-  with pytest.raises(ValueError, match="given for layer 0 are not of its size"):
+  with pytest.raises(ValueError, match="given for layer 0 have other sizes"):
     jax.eval_shape(sentence_problem(weights=weights).init, jax.random.key(0))
   with pytest.raises(ValueError, match="evaluation_examples must be 0"):
     sentence_problem(evaluation_examples=-1)

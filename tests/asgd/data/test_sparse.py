@@ -43,7 +43,7 @@ def test_a_file_of_pairs_is_read(tmp_path):
     ("1 3:1 3:2", "as lines of a label and KEY:VALUE: .*sorted and unique"),
     ("1 3:nan", "example 11 of .* has the value nan of feature 3: leave"),
     ("1 word", "as lines of a label and KEY:VALUE"),
-    ("2 1:1", "has 3 different labels: it needs 2"),
+    ("2 1:1", "has 3 different labels; give 2"),
   ],
 )
 def test_a_bad_line_is_refused(tmp_path, line, wrong):
@@ -74,5 +74,5 @@ def test_what_is_not_there_is_named(tmp_path):
     sparse.load("file", data_dir=str(tmp_path / "none"))
   with pytest.raises(ValueError, match="has the label 2: use 0 or 1"):
     sparse.from_rows([([1], [1.0])], [2])
-  with pytest.raises(ValueError, match="has no two classes"):
+  with pytest.raises(ValueError, match="has only one class"):
     sparse.from_rows([([1], [1.0])] * 5, [1] * 5)

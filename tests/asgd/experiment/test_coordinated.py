@@ -171,7 +171,7 @@ def test_lbfgs_in_synchronous_training_needs_the_loss(engine, tmp_path):
   }
   if engine != "mesh":
     del config["mesh"]
-    with pytest.raises(ValueError, match="'lbfgs' searches along a line, for"):
+    with pytest.raises(ValueError, match="'lbfgs' searches along a line, so"):
       experiment.build(config, engines=experiment.ENGINES)
     return
   exp = experiment.build(config, engines=experiment.ENGINES)

@@ -367,7 +367,8 @@ def test_float64_is_of_all_runs_or_of_none(tmp_path):
   path.write_text(TWO_ENGINES)
   arguments = f"--config={path}", f"--workdir={tmp_path / 'out'}"
   result = kit.call("train", *arguments)
-  kit.assert_one_line(result, "config.mesh.precision float64 is for all runs")
+  words = "config.mesh.precision float64 must be that of all"
+  kit.assert_one_line(result, words)
 
 
 # Configs, and mistakes.

@@ -288,17 +288,17 @@ MISTAKES = (
    "^config.model: .* takes no argument 'widht'; did you mean 'width'"),
   (model_of("sigmoid"), "^config.model: .* returned 3; return a"),
   (model_of("asks"),
-   "^config.model: .* apply needs an argument 'mask', which nothing gives"),
+   "^config.model: .* apply needs an argument 'mask', which has no value"),
   (model_of("stumbles"),
    "^config.model: model 'own_things:stumbles' fails .RuntimeError: no such"),
   (model_of("seven"),
    r"^config.model 'own_things:seven' does not fit .*'digits': the model's"
-   r" output is of shape \(16, 7\), and 10 classes need \(16, 10\)"),
+   r" output is of shape \(16, 7\), but 10 classes need \(16, 10\)"),
   (model_of("mixed"),
    "^config.model 'own_things:mixed': Mixed has BatchNorm of several"),
   (model_of("layers"),
-   "^config.model 'own_things:layers': its layers have BatchNorm of momentum"
-   " 0.9, .* give it momentum=0.0"),
+   "^config.model 'own_things:layers': its layers have BatchNorm with momentum"
+   " 0.9, .* set momentum=0.0"),
   (model_of("keeps"),
    "^config.model 'own_things:keeps': Sequential has BatchNorm, .*no argument"
    " train"),
@@ -311,7 +311,7 @@ MISTAKES = (
    " cannot be indexed .* give numbers"),
   (data_of("uneven"), "train_x has 4 examples and train_y 3 labels"),
   (data_of("one_array"), "return arrays .train_x, train_y, "),
-  (data_of("outside"), "labels are 0 to 3, and must be 0 to 2"),
+  (data_of("outside"), "labels are 0 to 3, but must be 0 to 2"),
   (data_of("signs", batch_size=100),
    "^config.data: batch_size 100 is larger than the 64 training examples"),
   ({"data.name": "own_things:signs", "data.augment": True},

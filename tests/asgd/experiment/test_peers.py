@@ -153,7 +153,8 @@ MISTAKES = (
   ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh are as"),
   ("ring", {"recipe": "choco_sgd", "codec": f"{__name__}:halves"},
    "test_peers:halves': what decode returns must have the structure"),
-  ("ring", {"workers": (1,)}, "config.runs.ring: gossip is between peers"),
+  ("ring", {"workers": (1,)},
+   "config.runs.ring: gossip needs at least 2 peers"),
   ("ring", {"server": {"shards": 3}},
    "config.server.shards 3 is not for the recipe 'd_psgd'"),
 )

@@ -44,8 +44,8 @@ MISTAKES = (
   ({"compress": THRESHOLD, "runs": {"a": {"recipe": "d_psgd"}}},
    "config.compress .* is not for the recipe .*: of the recipes of peers"),
   ({"compress": {"name": "onebit_adam", "warm_up": 3}},
-   "config.compress.*is for devices that are in step"),
-  ({"compress": "onebit_adam"}, "config.compress.*devices that are in step"),
+   "config.compress.*is only for devices in step"),
+  ({"compress": "onebit_adam"}, "config.compress.*devices in step"),
   (
     {
       "compress_down": "onebit",

@@ -128,7 +128,8 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
      "  claims = [dict(bound, of='a', above='x')]\n"
      "  return dict(title='t', paper='p', about='a', claims=claims)",
      "claim 'c' of kind 'bound': above must be a number"),
-    ("import sys; sys.exit('bye')", r"ended the program \(status 'bye'\)"),
+    ("import sys; sys.exit('bye')",
+     r"the file called sys.exit \(status 'bye'\)"),
     ("def get_config(): 1 / 0\nget_figure = dict", "ZeroDivisionError"),
   ):
     path = tmp_path / "mine.py"
@@ -141,9 +142,9 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
 @pytest.mark.parametrize(
   ("name", "message"),
   [
-    ("config", "would overwrite files of its experiment"),
-    ("Figure", "would overwrite files"),
-    ("results", "would overwrite files"),
+    ("config", "would overwrite a file of its experiment"),
+    ("Figure", "would overwrite a file"),
+    ("results", "would overwrite a file"),
     ("dots.v2", "rename it to letters, digits, _ and -"),
     ("a b", "rename it"),
   ],
@@ -182,15 +183,16 @@ def docs(tmp_path):
   [
     (lambda d, c, p: c.pop("verdict"), "claim 0 needs 'verdict'"),
     (lambda d, c, p: c.update(verdict="NO"), "claim 0: unknown verdict: 'NO'"),
-    (lambda d, c, p: c.update(verdict="FAIL"), "is not what its parts say"),
-    (lambda d, c, p: c.update(parts=[]), "is not what its parts say"),
+    (lambda d, c, p: c.update(verdict="FAIL"), "contradicts its parts"),
+    (lambda d, c, p: c.update(parts=[]), "contradicts its parts"),
     (lambda d, c, p: d.update(seconds=None), "seconds must be a number"),
     (lambda d, c, p: d.update(claims=5), "claims must be a list, not 5"),
     (lambda d, c, p: d.update(claims=[5]), "claim 0 must be a dict, not 5"),
     (lambda d, c, p: d["versions"].pop("jax"), "versions needs 'jax'"),
     (lambda d, c, p: p.update(low="abc"), "low must be a number, not 'abc'"),
     (lambda d, c, p: p.update(above=None), "above must be a number, not None"),
-    (lambda d, c, p: p.update(values={"x": 1}), "values of what is no seed"),
+    (lambda d, c, p: p.update(values={"x": 1}),
+     "value under a key that is not a seed number"),
     (lambda d, c, p: p.update(values={"0": "x"}), "0 must be a number"),
   ],
 )

@@ -197,7 +197,7 @@ KNOWN = {"title": "t", "source": "s", "points": [(4, 0.25)]}
 MISTAKES = (
   ([], "has no claims"),
   ([BOUND | {"of": "ab@4"}], "claim 'c', of: unknown run 'ab'; did you mean"),
-  ([BOUND | {"of": "a@5"}], "has no cells with '5' workers; it has 4, 8"),
+  ([BOUND | {"of": "a@5"}], "has no cells with '5' workers, only with 4, 8"),
   ([BOUND | {"of": "a"}], "has several numbers of workers; write a@N"),
   ([BOUND | {"column": "test_acuracy"}], "did you mean 'test_accuracy'"),
   ([BOUND | {"statistic": "z"}], "unknown statistic of claim 'c': 'z'"),
@@ -218,8 +218,8 @@ MISTAKES = (
     ([BOUND | {"of": of}], "of must be a cell, or a list of cells")
     for of in ([[]], [], 3, None, [[["a@4"]]], {"a@4": 1})
   ),
-  ([STEPS | {"runs": ["a@4"]}], "runs must be two cells or groups"),
-  ([STEPS | {"runs": "a"}], "runs must be two cells or groups"),
+  ([STEPS | {"runs": ["a@4"]}], "runs must be two or more cells or groups"),
+  ([STEPS | {"runs": "a"}], "runs must be two or more cells or groups"),
   ([STEPS | {"by": "x"}], "by must be a number from 0"),
   ([STEPS | {"by": math.nan}], "by must be a number from 0"),
   ([STEPS | {"kind": "monotone", "runs": "one"}], "'one' is one cell"),
@@ -256,7 +256,7 @@ PANELS = (
   ({"scale": "x"}, "panel 'p': scale must be a finite number"),
   ({"ylim": 5}, "panel 'p': ylim must be a pair"),
   ({"ylim": (2, 1)}, "panel 'p': ylim must be a pair"),
-  ({"xlog": True, "series": {"A": [(0, "a@4")]}}, "xlog takes no x of 0"),
+  ({"xlog": True, "series": {"A": [(0, "a@4")]}}, "xlog cannot show x = 0"),
   ({"series": {"A": [(math.nan, "a@4")]}}, "x must be a number"),
   ({"series": {"A": [1, 2]}}, "A must be pairs (x, cell), not 1"),
   ({"series": [(1, "a@4")]}, "panel 'p': series must be a dict"),
@@ -306,10 +306,11 @@ FIRST = {"kind": "first", "column": "test_accuracy"}
 COLUMNS = (
   ({"kind": "reech"}, "did you mean 'reach'"),
   ({"kind": "reach"}, "column 'x' needs 'loss'"),
-  ({"kind": "until", "column": "test_loss"}, "needs 'below' or 'above'"),
-  (UNTIL | {"below": 0.1, "above": 0.2}, "and not both"),
+  ({"kind": "until", "column": "test_loss"}, "needs either 'below' or 'above'"),
+  (UNTIL | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
   ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
-  ({"kind": "first", "column": "test_accuracy"}, "needs 'below' or 'above'"),
+  ({"kind": "first", "column": "test_accuracy"},
+   "needs either 'below' or 'above'"),
   ({"kind": "quotient", "of": "nope", "by": "messages"},
    "column 'x': unknown of: 'nope'"),
   ({"kind": "reach", "los": 1}, "has no key 'los'"),
@@ -320,7 +321,7 @@ COLUMNS = (
     for since in (1.0, 7, -0.5, "x", math.nan)
   ),
   (FIRST | {"below": "x"}, "below must be a number"),
-  (FIRST | {"below": 0.1, "above": 0.2}, "and not both"),
+  (FIRST | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
   (5, "unknown kind of column 'x': 5"),
 )
 

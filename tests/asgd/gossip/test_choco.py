@@ -33,8 +33,8 @@ def linear(params, batch):
 
 
 def states(recipe, loss, batch, rounds, topology=None):
-  """Yields the states of all peers after each round, perhaps on another
-  topology than the recipe's; all begin at 0."""
+  """Yields the states of all peers after each round. All start at 0. `topology`
+  replaces the recipe's."""
   how = recipe.gossip
   how = how._replace(topology=topology or how.topology)
   trace = how.trace(durations.constant(), messages=rounds * N)
@@ -108,7 +108,7 @@ def test_one_percent_of_the_elements_diverges_with_gamma_1():
   alone = 0.5 * np.square(wanted - mean).sum(1).mean()
   assert loss_with(1.0) > 100 * alone
   assert loss_with(0.05) < 0.7 * alone
-  # With what is proved, peers hardly hear of each other.
+  # With the proved step peers hardly influence each other.
   ring = topologies.ring(N)
   assert loss_with(rules.proved_gamma(ring, 0.01)) > 0.99 * alone
 
@@ -196,7 +196,7 @@ def test_codecs_whose_delta_is_not_known_have_none():
     for name, make in compression.CODECS.items()
     if make(**options.get(name, {})).delta is not None
   }
-  # The bound of qsgd with its default bucket says nothing.
+  # The bound of qsgd with its default bucket is too loose to test.
   assert known == {"identity", "top_k", "random_k"}
   assert compression.clip(compression.identity(), 1.0).delta is None
   top_k = compression.top_k(0.1)

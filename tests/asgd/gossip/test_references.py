@@ -1,9 +1,10 @@
 """Properties that tests of BlueFog and hivemind hold, of our peers.
 
 BlueFog (`test/torch_win_ops_test.py`, `torch_ops_test.py`): a window of a peer
-has a buffer for each neighbour, whose version counts the puts that the peer has
-not mixed yet; here these are the messages that it has not taken, or taken and
-not mixed. hivemind (`tests/test_averaging.py`): groups of peers average.
+has a buffer for each neighbour, with a version that counts the puts that the
+peer has not mixed yet. Here these are the messages that it has not taken, or
+taken and not mixed. hivemind (`tests/test_averaging.py`): groups of peers
+average.
 """
 
 import jax
@@ -28,7 +29,7 @@ def still(params, batch):
 
 
 def averaging(recipe, starts, rounds):
-  """Returns the peers of a recipe, each with a start of its own, and their
+  """Returns the peers of a recipe, from different first parameters, and their
   trace."""
   trace = recipe.gossip.trace(
     durations.constant(), messages=rounds * recipe.workers
@@ -47,7 +48,8 @@ def after_rounds(recipe, starts, rounds):
 
 
 def sources(rank, n, hops=None):
-  """The ranks that BlueFog's exponential graph has a rank receive from."""
+  """Returns the ranks from which a rank receives in BlueFog's exponential
+  graph."""
   degree = int(np.ceil(np.log2(n)))
   return [(rank - 2**i) % n for i in (range(degree) if hops is None else hops)]
 
@@ -85,7 +87,8 @@ def test_bluefog_dynamic_one_peer_exp2():
 
 
 def test_bluefog_star_graph_weights():
-  # The centre gives all 1 / n; others give it 1 / n and themselves the rest.
+  # The centre's weight for each peer is 1 / n; other peers give the centre 1 /
+  # n and themselves the rest.
   (weights,) = topologies.star(8).matrices
   expected = np.diag([1 / 8] + [7 / 8] * 7)
   expected[0, 1:] = expected[1:, 0] = 1 / 8

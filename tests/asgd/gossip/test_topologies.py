@@ -1,4 +1,4 @@
-"""Topologies: weights, spectral gaps and what is refused."""
+"""Topologies: weights, spectral gaps and refused arguments."""
 
 import functools
 import math
@@ -65,7 +65,7 @@ def test_one_peer_sequences_average_exactly_after_log2_n_rounds(name, n):
   options = {"one_peer": True} if name == "hypercube" else {}
   topology = topologies.build({"name": name, **options}, n)
   assert topology.period == math.log2(n) and topology.slots == topology.period
-  assert (topology.links.sum(2) == 1).all()  # they hear one a round
+  assert (topology.links.sum(2) == 1).all()  # one sender a round
   product = functools.reduce(lambda a, b: b @ a, topology.matrices)
   assert (product == 1 / n).all()
 
@@ -118,7 +118,7 @@ def test_two_colours():
   ("topology", "n", "why"),
   [
     ("rinf", 4, "unknown topology 'rinf'; did you mean 'ring'?"),
-    ("ring", 1, "gossip is between peers, and there is 1 worker: use at least"),
+    ("ring", 1, "gossip needs at least 2 peers, but there is 1 worker: use 2"),
     ("ring", 2000, "gossip takes at most 1024 peers, not 2000"),
     ("hypercube", 6, "power of 2 of peers, not 6: use 4 or 8"),
     ("torus", 7, "7 is a prime: use another number, or a ring"),
@@ -137,18 +137,18 @@ def test_two_colours():
     (
       {"name": "graph", "edges": [[0, 1], [2, 3]]},
       4,
-      "'graph' is not connected: peer 2 never hears peer 0, over any others;"
+      "'graph' is not connected: no path of links leads from peer 0 to peer 2;"
       " add links between 2 of the peers and the other 2",
     ),
     (
       {"name": "graph", "edges": [[0, 1], [1, 2]], "directed": True},
       3,
-      "is not connected: peer 1 is never heard by peer 0",
+      "is not connected: no path of links leads from peer 1 to peer 0;",
     ),
     (
       {"name": "graph", "edges": [[0, 1], [1, 1]]},
       2,
-      "edges has [1, 1], and no peer is its own neighbour: drop it",
+      "edges has [1, 1], but no peer is its own neighbour: drop it",
     ),
     ({"name": "graph", "edges": [[0, 5]]}, 4, "must be at most 3, not 5"),
     ({"name": "graph", "edges": [[0, 1, 2]]}, 4, "edges must be pairs"),
@@ -156,9 +156,9 @@ def test_two_colours():
     ({"name": "matrix", "weights": [[2, -1], [-1, 2]]}, 2, "0 or more, not"),
     ({"name": "matrix", "weights": "W"}, 2, "must be a"),
     ({"name": "matrix", "weights": HALF + 0j}, 2, "a matrix of real numbers"),
-    ({"name": "matrix", "weights": HALF * np.inf}, 2, "finite, and one is"),
+    ({"name": "matrix", "weights": HALF * np.inf}, 2, "finite, but one is"),
     ({"name": "matrix", "weights": HALF + 1.5e308}, 2, "use finite weights"),
-    ({"name": "matrix", "weights": HALF * 3}, 2, "to 3, not to 1, and so"),
+    ({"name": "matrix", "weights": HALF * 3}, 2, "to 3, not to 1, so mixing"),
     ({"name": "matrix", "weights": HALF}, 3, "not array([[0.5, 0.5], [0.5"),
     ({"name": "matrix", "weights": ROWS}, 2, "use symmetric weights, such as"),
     ({"name": "graph", "edges": np.eye(2)}, 3, "whole number, 0 or more, not"),
@@ -167,10 +167,10 @@ def test_two_colours():
     ({"name": "graph", "directed": "no"}, 3, "directed must be True or False"),
     ({"name": "hypercube", "one_peer": 1}, 4, "one_peer must be True or False"),
     ("random_regular", 2, "needs at least 3 peers, not 2: use ring"),
-    ({"name": "ring", "workers": 3}, 8, "workers 3, and is of all 8 workers"),
+    ({"name": "ring", "workers": 3}, 8, "always is of all 8 workers"),
     ({"name": "ring", "worker": 3}, 8, "no argument 'worker'; known: weights"),
     (5, 4, "must be a name, a dict of a name and options, or a Topology"),
-    (topologies.ring(3), 4, "has 3 peers, and there are 4 workers"),
+    (topologies.ring(3), 4, "has 3 peers, but there are 4 workers"),
   ],
 )
 def test_what_is_no_topology_is_refused_in_one_line(topology, n, why):
@@ -227,7 +227,7 @@ def test_uniform_weights_of_an_irregular_graph_are_for_push_sum():
   with pytest.raises(ValueError, match="use weights='metropolis', or sgp"):
     topologies.check_sums(star, columns=False)
   links = topologies.exponential(8).union
-  with pytest.raises(ValueError, match="this one is directed; use 'uniform'"):
+  with pytest.raises(ValueError, match="this one is directed: use 'uniform'"):
     topologies.of_links(links, "metropolis")
 
 
@@ -238,5 +238,5 @@ def test_a_drawing_has_a_picture_for_each_round():
     "round 1",
     "round 2",
   ]
-  # A link for each that hears, and a name for each peer.
+  # A line for each pair of linked peers, and a name for each peer.
   assert len(figure.axes[0].texts) == 8 + 8

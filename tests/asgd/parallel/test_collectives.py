@@ -75,6 +75,15 @@ def test_it_is_psum(name, devices):
   assert_psum(name, "data", devices)
 
 
+@pytest.mark.parametrize(
+  "name", ["ring", "bidirectional_ring", "parameter_server"]
+)
+def test_on_many_devices_it_is_psum(name, monkeypatch):
+  """Where a program has no branch for each device."""
+  monkeypatch.setattr(collectives, "_MANY", 0)
+  assert_psum(name, "data", 6)
+
+
 def test_the_fastest_is_psum_and_depends_on_the_size():
   link = costs.link(1e6, 1e-3)  # a round takes as long as 1,000 bytes
   reduce = collectives.fastest(link)

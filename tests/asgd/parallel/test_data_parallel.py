@@ -423,7 +423,7 @@ OF_A_MESH = [
   ({"data": 0}, "axis 'data' must be.*not 0"),
   ({}, "a mesh needs an axis"),
   ({"data": -1, "rows": -1},
-   r"only one axis can have what is left, not \['data', 'rows'\]"),
+   r"only one axis can have all remaining devices, not \['data', 'rows'\]"),
   ({"data": -1, "rows": 3}, "8 devices cannot be divided by 3"),
 ]
 OF_ARRAYS = {

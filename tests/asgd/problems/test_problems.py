@@ -284,7 +284,7 @@ def test_another_batch_size_must_fit_the_data(digits):
   problem = classify(digits, batch_size=16)
   with pytest.raises(ValueError, match="batch_size 1438 is larger than"):
     problem.with_batch_size(1438)
-  with pytest.raises(ValueError, match="the data came in batches"):
+  with pytest.raises(ValueError, match="the data are given as batches"):
     problems.quadratic([1.0]).with_batch_size(4)
 
 
@@ -331,5 +331,5 @@ def test_kinds_of_labels_are_not_mixed_up(digits):
   with pytest.raises(ValueError, match="are classes, not floats"):
     problems.regression(digits, LAYERS, batch_size=8)
   problem = problems.regression(linear(2), LAYERS, batch_size=8)
-  with pytest.raises(ValueError, match=r"\(8, 10\), and labels of 2 .* \(8, 2"):
+  with pytest.raises(ValueError, match=r"\(8, 10\), but labels of 2 .* \(8, 2"):
     problem.loss(problem.init(KEY), problem.batches(0, 1)(0, 0), KEY)

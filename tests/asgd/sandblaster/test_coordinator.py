@@ -1,4 +1,5 @@
-"""L-BFGS by operations on shards is optax's, whoever dies on the way."""
+"""L-BFGS by operations on shards equals optax's, even if processes are
+killed."""
 
 import functools
 
@@ -184,8 +185,8 @@ def test_lost_shards_change_no_bit(every):
 
 @pytest.mark.parametrize("known", [True, False], ids=["journal", "asks again"])
 def test_a_coordinator_that_is_killed_at_any_request_changes_no_bit(known):
-  """Its state is that of the last iteration; the answers since it has in a
-  journal, or gets from the shards by saying the same commands again."""
+  """A coordinator resumes from its state after the last iteration. It has the
+  answers since then in a journal, or repeats the commands to the shards."""
   with jax.enable_x64(True):
     world = World(rosenbrock, Settings(history=3), shards=2)
     requests = 0
@@ -227,7 +228,7 @@ def test_the_weight_decay_is_part_of_the_loss():
 
 
 def wrong_pairs(world, pairs):
-  """Has the coordinator believe in a history."""
+  """Gives the coordinator a history."""
   state = world.coordinator.state._replace(pairs=pairs)
   world.coordinator = Coordinator(world.settings, state)
 
@@ -271,7 +272,8 @@ def test_without_descent_along_steepest_descent_it_ends_and_says_why():
 
 @pytest.mark.parametrize("at", ["start", "far"])
 def test_losses_that_are_not_finite(at):
-  """At the start it ends; at a step that is too far, it tries a nearer one."""
+  """A loss that is not finite ends the run at the start. At a step that is too
+  long, the search tries a shorter one."""
 
   def logarithm(tree):
     x = tree["b"]

@@ -21,7 +21,7 @@ FUNCTIONS = {
 
 @jax.jit
 def evaluate(index, a):
-  """The value and the slope of a function, by its number."""
+  """Returns the value and the slope of a function, by its index."""
   branches = [jax.value_and_grad(function) for function in FUNCTIONS.values()]
   return jax.lax.switch(index, branches, a)
 

@@ -1,4 +1,4 @@
-"""Sandblaster in simulated time: who computes what changes no iterate."""
+"""Sandblaster in simulated time: the assignment of jobs changes no iterate."""
 
 import json
 
@@ -61,7 +61,7 @@ def whole():
 
 
 def losses(simulation, count):
-  return [each.loss for each in simulation.book.iterates[:count]]
+  return [each.loss for each in simulation.run_log.iterates[:count]]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def losses(simulation, count):
 )
 def test_who_computes_changes_no_bit(whole, options):
   other = run(push_every=2, **options)
-  count = min(len(whole.book.iterates), len(other.book.iterates))
+  count = min(len(whole.run_log.iterates), len(other.run_log.iterates))
   assert count > 11
   assert losses(other, count) == losses(whole, count)
 
@@ -84,7 +84,7 @@ def test_who_computes_changes_no_bit(whole, options):
 def test_shards_and_sizes_of_jobs_change_round_off_only(whole):
   for options in ({"push_every": 2, "shards": 3}, {"push_every": 1}):
     other = run(**options)
-    count = min(len(whole.book.iterates), len(other.book.iterates), 12)
+    count = min(len(whole.run_log.iterates), len(other.run_log.iterates), 12)
     np.testing.assert_allclose(
       losses(other, count), losses(whole, count), rtol=1e-10
     )
@@ -99,22 +99,22 @@ def test_killed_processes_change_no_iterate():
   one = run(push_every=2, shards=2)
   other = run(push_every=2, shards=2, failures=tuple(kills), restart=0.4)
   assert other.recoveries > 5
-  actions = [row.action for row in other.book.rows]
+  actions = [row.action for row in other.run_log.rows]
   assert actions.count(base.LOST) > 10
   assert actions.count(base.JOIN) > 20
-  count = min(len(one.book.iterates), len(other.book.iterates))
+  count = min(len(one.run_log.iterates), len(other.run_log.iterates))
   assert count > 12
   assert losses(other, count) == losses(one, count)
-  assert other.book.iterates[10].time > one.book.iterates[10].time
-  assert orders.check(trace.from_events(other.book.rows)) == 4
+  assert other.run_log.iterates[10].time > one.run_log.iterates[10].time
+  assert orders.check(trace.from_events(other.run_log.rows)) == 4
 
 
 def test_the_trace_can_be_read_and_says_what_was_done(whole):
-  text = orders.dump(trace.from_events(whole.book.rows))
+  text = orders.dump(trace.from_events(whole.run_log.rows))
   again = orders.load(text.splitlines(keepends=True))
-  kit.same(again, trace.from_events(whole.book.rows))
+  kit.same(again, trace.from_events(whole.run_log.rows))
   assert orders.check(again) == 4
-  records = whole.book.records()
+  records = whole.run_log.records()
   assert len(records.loss) == (again.action == base.RECEIVE).sum() == 150
   assert np.isfinite(records.loss).all()
   # A worker fetches once for an evaluation, and keeps the parameters then.
@@ -141,8 +141,8 @@ def test_backup_tasks_do_the_work_of_a_slow_worker():
   assert without.counts.copies == 0
   assert with_backup.counts.first > 0
   # Two others do nine portions, and a copy of the slow one's, in 5.
-  assert with_backup.book.iterates[0].time == 5.0
-  assert without.book.iterates[0].time == 10.0
+  assert with_backup.run_log.iterates[0].time == 5.0
+  assert without.run_log.iterates[0].time == 10.0
 
 
 def test_data_are_loaded_once_and_ahead():
@@ -150,7 +150,7 @@ def test_data_are_loaded_once_and_ahead():
   for prefetch in (False, True):
     options = {"loading": 0.5, "prefetch": prefetch, "workers": 1}
     other = run(times=clock, until=21, **options)
-    times[prefetch] = [each.time for each in other.book.iterates]
+    times[prefetch] = [each.time for each in other.run_log.iterates]
   assert times[False] == [15.0, 25.0]
   assert times[True] == [10.5, 20.5]
 
@@ -185,10 +185,10 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
     )
     assert again.received <= until
     again.advance(100)
-  assert again.book.rows == one.book.rows
-  kit.same(again.book.records(), one.book.records())
+  assert again.run_log.rows == one.run_log.rows
+  kit.same(again.run_log.records(), one.run_log.records())
   kit.same(again.params(), one.params())
-  assert again.book.iterates == one.book.iterates
+  assert again.run_log.iterates == one.run_log.iterates
   assert again.counts == one.counts
 
 
@@ -200,7 +200,7 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
     ({"backup": -1}, "backup must be a whole number, 0 or more, not -1"),
     ({"weight_decay": -1}, "weight_decay must be 0 or more, not -1"),
     ({"prefetch": 1}, "prefetch must be True or False, not 1"),
-    ({"failures": [3]}, "failures must be of \\(time, what, index\\)"),
+    ({"failures": [3]}, "a failure must be \\(time, what, index\\)"),
     ({"failures": [(1, "driver", 0)]}, "must be one of worker, shard, coord"),
     ({"failures": [(1, "worker", 2)]}, "worker must be at most 1, not 2"),
   ],

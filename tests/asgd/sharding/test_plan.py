@@ -211,7 +211,7 @@ def test_other_trees_are_refused():
   with pytest.raises(ValueError, match="3 leaves, where the plan has 4"):
     sharding.part(PLAN, TREE.weights, 0)
   parts = sharding.split(PLAN, TREE)
-  with pytest.raises(ValueError, match="plan is of 3 shards, not 2"):
+  with pytest.raises(ValueError, match="plan has 3 shards, not 2"):
     sharding.join(PLAN, parts[:2])
   with pytest.raises(ValueError, match=r"\(4,\), in part 1 of the plan \(0,\)"):
     sharding.join(PLAN, [parts[0], parts[0], parts[2]])

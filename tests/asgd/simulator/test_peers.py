@@ -551,7 +551,7 @@ def test_a_peer_that_left_adopts_what_its_neighbours_lend(name):
   [
     ("5.0,0,1,0,put", "its next message is 2"),
     ("5.0,0,3,1,take", "peer 1 has put no message 3 yet"),
-    ("5.0,0,0,2,take", "has taken that message, or a later one, before"),
+    ("5.0,0,0,2,take", "has taken that message, or a later one, already"),
     ("5.0,0,0,0,take", "a peer is not its own neighbour"),
   ],
 )
@@ -564,7 +564,7 @@ def test_rows_between_peers_are_checked(row, why):
 
 def test_traces_that_do_not_belong_together_are_refused():
   rows = [e for e in trace_lib.events(rows_of(LEAVES)) if e.worker != 1]
-  with pytest.raises(ValueError, match="of peer 1, which that one did not"):
+  with pytest.raises(ValueError, match="of peer 1, which peer 1 did not"):
     gossip.orders.merge([rows])
 
 
@@ -622,7 +622,7 @@ def test_overlap_hides_a_peer_that_is_slow_for_a_moment():
     ),
     (
       lambda: asgd.d2(0.1, 8, lazy=False),
-      "topology 'ring' of 8 peers is -0.333: use lazy=True",
+      "topology 'ring' of 8 peers it is -0.333: use lazy=True",
     ),
     (
       lambda: asgd.d2(0.1, 8, topology="one_peer_exponential"),
@@ -630,18 +630,21 @@ def test_overlap_hides_a_peer_that_is_slow_for_a_moment():
     ),
     (
       lambda: asgd.ad_psgd(0.1, 8, topology="exponential"),
-      "is directed (peer 0 hears 6, and is not heard by it)",
+      "is directed (peer 0 receives from 6, but 6 does not receive from 0)",
     ),
     (lambda: asgd.sgp(0.1, 8, overlap=-1), "overlap must be a whole number, 0"),
     (lambda: asgd.choco_sgd(0.1, 8, gamma=1.5), "gamma must be in (0, 1]"),
-    (lambda: asgd.choco_sgd(0.1, 8, codec=1), "codec must be the name"),
+    (lambda: asgd.choco_sgd(0.1, 8, codec=1), "codec must be a name"),
     (
       lambda: asgd.choco_sgd(0.1, 8, codec={"name": "topk"}),
       "unknown codec 'topk'; did you mean 'top_k'",
     ),
-    (lambda: asgd.threshold_sharing(0.1, 8, codec={}), "{} has none: use one"),
-    (lambda: asgd.d_psgd(0.1, 1), "there is 1 worker: use at least 2"),
-    (lambda: asgd.ssgd(0.1, 4).peer(), "the recipe has a server, and no peers"),
+    (
+      lambda: asgd.threshold_sharing(0.1, 8, codec={}),
+      "codec {} has no name: add one of",
+    ),
+    (lambda: asgd.d_psgd(0.1, 1), "there is 1 worker: use 2 or more"),
+    (lambda: asgd.ssgd(0.1, 4).peer(), "the recipe has a server and no peers"),
     (lambda: asgd.d_psgd(0.1, 4, momentum=1), "momentum must be in"),
   ],
 )

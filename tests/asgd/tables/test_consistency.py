@@ -1,7 +1,7 @@
-"""Each consistency model is its definition, on random traces.
+"""Each consistency model keeps its definition on random traces.
 
-Job j adds 2^j to each row that it reads: so a value that is read says which
-jobs' updates it has.
+Job j adds 2^j to each row that it reads: so a read value shows which jobs'
+updates it has.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ NETWORKS = None, SLOW, Network(port=40.0, incast="share")
 
 
 class World(NamedTuple):
-  """A cluster that was drawn."""
+  """A random cluster."""
 
   workers: int
   every: int  # jobs in a clock
@@ -37,7 +37,7 @@ class World(NamedTuple):
     return self.workers * self.jobs
 
   def clock(self, job):
-    """The clock that a job is of."""
+    """Returns the clock of a job."""
     return job // self.workers // self.every
 
 
@@ -93,10 +93,10 @@ def simulated(world, value=lambda job: 2.0**job, **options):
 
 
 class Past(NamedTuple):
-  """What a trace says of the moment before a row."""
+  """The state of a run before a row of its trace."""
 
   ended: set  # jobs
-  flushed: set  # jobs whose updates were sent
+  flushed: set  # jobs with updates that were sent
   slowest: int  # the least of all workers' clocks
 
 
@@ -121,13 +121,13 @@ def past(world, run, row, *, each_job=False):
 
 
 def jobs_in(value):
-  """The jobs whose updates a value has."""
+  """Returns the jobs with an update in a value."""
   number = int(value)
   return {job for job in range(number.bit_length()) if number >> job & 1}
 
 
 def seen(world, read):
-  """(key, the jobs in its row, all jobs that write to it) of a read."""
+  """Yields (key, jobs in its row, all jobs that write to it) of a read."""
   for key, value in zip(read.keys["w"], read.values["w"][:, 0], strict=True):
     writers = {
       job
@@ -179,7 +179,7 @@ def test_bulk_synchronous_reads_what_is_of_clocks_before(world):
 
 @MANY
 @given(worlds(), st.integers(0, 3), st.sampled_from(["ssp", "essp"]))
-# Two messages with rows come to a worker that waits for them at the same time.
+# Two messages with rows arrive at a waiting worker at the same time.
 @example(
   World(2, 1, 7, [[0.5], [0.5]], [[0], [0, 1], [0], [2], [2]], NETWORKS[2]),
   *(1, "essp"),
@@ -222,7 +222,7 @@ def test_managed_keeps_the_bound_and_the_budget(world, bound, budget):
 @MANY
 @given(worlds(), st.sampled_from([0.5, 2.0, 20.0]))
 def test_value_bounded_lacks_no_more_than_the_bound(world, threshold):
-  # Of both signs: what is missing may cancel out.
+  # Updates have both signs, so missing ones may cancel out.
   def value(job):
     return (-1.0) ** (job // 2) * (1 + job % 3) / 4
 
@@ -251,8 +251,8 @@ HOLDING = {
 
 
 def most_lacking(network, threshold, options):
-  """The most that a read lacks of all updates that there are, over its bound,
-  of a run of value_bounded."""
+  """Returns the most that a read of a run of value_bounded lacks of all
+  updates, divided by its bound."""
   times = [[1.0], [1.25], [2.0, 0.5]]
   world = World(3, 1, 8, times, [[0, 1], [0, 2], [0]], network)
   lacks = []
@@ -290,15 +290,15 @@ def most_lacking(network, threshold, options):
 def test_dai_2015_value_bounded_counts_all_updates_on_their_way(
   network, holding
 ):
-  # What the server has, also since it answered, and what filters and a codec
-  # hold back at other workers.
+  # The server's updates, also those since its reply, and the updates that
+  # filters and a codec hold back at other workers.
   for threshold in (0.5, 2.0, 8.0):
     most = most_lacking(network, threshold, HOLDING[holding])
     assert most <= 1 + 1e-9
 
 
 def test_value_bounded_holds_back_no_more_than_its_share():
-  # Of 2 workers, each a clock long at v0 = 4: half of 4 / sqrt(4 + 1) each.
+  # 2 workers may each hold back half of 4 / sqrt(4 + 1) at v0 = 4.
   model = dict(consistency="value_bounded", threshold=4.0)
   skip = dict(name="significantly_modified", threshold=10.0)
   settings = tables.table(1.0, 2, filters=(skip,), **model).of_run(2, jobs=4)
@@ -330,7 +330,7 @@ def test_value_bounded_holds_back_no_more_than_its_share():
   ],
 )
 def test_value_bounded_refuses_what_changes_rows_by_an_unknown_value(options):
-  with pytest.raises(ValueError, match="value_bounded bounds all updates on"):
+  with pytest.raises(ValueError, match="value_bounded cannot bound updates"):
     tables.table(
       0.1, 2, consistency="value_bounded", threshold=1.0, **options
     )
@@ -394,8 +394,8 @@ def test_an_order_obeyed_again_gives_the_same(world, which):
 
 
 def straggling(which, bound, jobs=12):
-  """The differentials of a cluster, of which one worker takes twice as long
-  every now and then: jobs are short, clocks have ten."""
+  """Returns the differentials of a cluster in which one worker sometimes takes
+  twice as long. Jobs are short, and a clock has ten."""
   times = [[1.0] * 9 + [1.5], [1.0] * 9 + [1.5], [1.5] + [1.0] * 9]
   world = World(3, 10, 10 * jobs, times, [[0, 1], [1, 2], [3, 4]])
   run, _ = simulated(

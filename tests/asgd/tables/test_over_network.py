@@ -1,5 +1,5 @@
-"""Tables over a network: times by hand, the same bits without limits, and what
-consistency models promise all the same."""
+"""Tables over a network: times by hand, the same bits without limits, and the
+guarantees of consistency models."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,8 @@ def ident(model):
 
 
 def one_worker(network, jobs=2, **options):
-  """Two rows of eight bytes, all of which a job of 1 needs."""
+  """Runs one worker on two rows of eight bytes; a job takes 1 and needs
+  both."""
   run = tables.OverNetwork(
     tables.table(1.0, 1, **options),
     {"w": np.zeros((2, 1))},
@@ -73,7 +74,7 @@ def test_one_worker_and_one_shard_by_hand():
 
 
 def test_rows_that_are_sent_spare_a_worker_its_requests():
-  """ESSP asks once; its rows come while the next job is computed."""
+  """ESSP pulls once; later rows arrive while the next job is computed."""
   network = Network(latency=0.5, port=32.0)
   run = one_worker(network, consistency="essp", bound=1)
   assert [row.action for row in run.rows] == [
@@ -89,7 +90,7 @@ def test_rows_that_are_sent_spare_a_worker_its_requests():
 
 
 def test_shards_share_the_bytes_of_a_message():
-  """Of two shards each port has a row of two, half of what is of no row, and
+  """With two shards, each port carries one of two rows, half of the header, and
   half of the digest."""
   two = one_worker(
     Network(port=32.0), consistency="ssp", bound=0, shards=2
@@ -108,7 +109,7 @@ def test_a_network_without_limits_changes_no_bit(model, incast, times):
     clock = orders.durations.constant(slowdown=[1, 2, 1])
   plain = finished(clock=clock, **model)
   over = finished(Network(incast=incast), clock=clock, **model)
-  # Rows are asked for that lack too much.
+  # Rows are pulled if their copies lack too much.
   asks = model["consistency"] == "value_bounded"
   same(over, plain, but=("bytes_up",) if asks else ())
 

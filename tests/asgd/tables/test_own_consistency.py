@@ -12,7 +12,8 @@ BATCHES = 12  # of each worker
 
 
 def tightening(rules, clock):
-  """Lets a row be `bound` clocks old at first, and none from clock 6 on."""
+  """Allows rows that are `bound` clocks old at first, and none from clock 6
+  on."""
   return max(0, clock - (rules.bound if clock < 6 else 0))
 
 

@@ -1,5 +1,5 @@
-"""Shards and workers that order by themselves, in any order, with deaths: no
-update is lost or applied twice, and a replay comes to the same bits."""
+"""Independent shards and workers, in random order, with kills: no update is
+lost or applied twice, and a replay gives the same bits."""
 
 import functools
 import random
@@ -54,13 +54,13 @@ def first():
 
 
 class World:
-  """Shards and workers, of which a drawn one does something."""
+  """Shards and workers; each step is done by a random one."""
 
   def __init__(
     self, seed, consistency, shards=2, exact=True, hot=ROWS, **options
   ):
     self.draw, self.work = random.Random(seed), work(exact, hot)
-    self.messages = [None] * WORKERS  # the last one of each place
+    self.messages = [None] * WORKERS  # the last one of each worker
     self.cuts = []
     self.settings = tables.table(
       1.0, WORKERS, consistency=consistency, clock_every=2, **options
@@ -103,7 +103,7 @@ class World:
     self.messages[w] = message
 
   def partly(self, w):
-    """Whether one of the shards has its message, and the other has not."""
+    """Whether only one of the two shards has a worker's message."""
     asks = [requests.load_request(x) for x in self.asks[w].values()]
     return [request.kind for request in asks] == [PUSH]
 
@@ -130,7 +130,7 @@ class World:
       self.steps[w] = None
 
   def ask(self, w):
-    """A shard does one request of a worker; False if it has to wait."""
+    """Applies one request of a worker at a shard; False if it has to wait."""
     s = self.draw.choice(list(self.asks[w]))
     shard = self.shards[s]
     request = requests.load_request(self.asks[w][s])
@@ -139,12 +139,12 @@ class World:
     self.orders[s].append(shard.event(request, 0.0))
     self.log[s].append(self.asks[w][s])
     shard.obey(request)
-    self.workers[w].mail.hear(s, shard.reply(request))
+    self.workers[w].sessions.receive(s, shard.reply(request))
     del self.asks[w][s]
     return True
 
   def divide(self):
-    """All wait for other ranges: they get them."""
+    """Moves ranges, as all workers rest."""
     load = [shard.load() for shard in self.shards]
     cuts = division_lib.by_load(load)
     self.cuts.append(cuts)
@@ -159,12 +159,13 @@ class World:
       shard.obey(request)
     for w, worker in enumerate(self.workers):
       for s, shard in enumerate(self.shards):
-        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
+        rows = shard.unsent(w, worker.sessions.taken[s])
+        worker.sessions.receive_rows(s, rows)
       worker.divide(cuts)
     return True
 
   def move(self, w):
-    """A worker does what it can; False if that is nothing."""
+    """Does a step of a worker; False if none is possible."""
     worker = self.workers[w]
     if self.asks[w]:
       return self.ask(w)
@@ -178,9 +179,10 @@ class World:
       return False
     for s, shard in enumerate(self.shards):
       if self.draw.random() < 0.5:  # it has come, or not yet
-        worker.mail.hear_rows(s, shard.unsent(w, worker.mail.taken[s]))
-      worker.take(s, worker.mail.there(s))
-    taken = tuple(map(float, worker.mail.taken))
+        rows = shard.unsent(w, worker.sessions.taken[s])
+        worker.sessions.receive_rows(s, rows)
+      worker.take(s, worker.sessions.available(s))
+    taken = tuple(map(float, worker.sessions.taken))
 
     def begun(action):
       row = Event(0.0, w, 0, worker.next, action, totals=taken)
@@ -192,11 +194,11 @@ class World:
     return True
 
   def kill_worker(self, w):
-    self.workers[w] = self.worker(w, self.workers[w].mail.life + 1)
+    self.workers[w] = self.worker(w, self.workers[w].sessions.incarnation + 1)
     self.join(w)
 
   def kill_shard(self, s):
-    """It comes back from its image and the requests since."""
+    """Kills a shard, and rebuilds it from its image and the requests since."""
     self.shards[s] = self.shard(s)
     self.shards[s].unpack(wire.load(self.images[s]))
     for data in self.log[s]:
@@ -303,7 +305,7 @@ def test_a_message_that_some_shards_have_comes_to_the_others(which):
 def test_bulk_synchronous_comes_to_the_bits_of_the_simulation_whoever_dies(
   function,
 ):
-  # A row whose state did not move with it would go on otherwise.
+  # A row that moved without its state would train differently.
   shards = dict(rebalance_every=1, shards=2, **function)
   which = "bulk_synchronous"
   simulation = tables.Simulation(

@@ -1,4 +1,4 @@
-"""Runs of tables: what is held back, compressed, moved or saved."""
+"""Runs of tables: updates held back, codecs, moved ranges, checkpoints."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Tables, what they are made of, and what is refused."""
+"""Tables, their parts, and refused arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +23,9 @@ def dense(shards=1, function=None, rows=6):
   [
     ([1, 6], "table: key 6 is out of range: the table has the keys 0 to 5"),
     ([-1], "key -1 is out of range"),
-    ([3, 1, 3], "key 3 comes twice: add up the values of equal keys first"),
-    ([0.5], "keys must be a list of whole numbers"),
-    (slice(0, 6, 2), "a range of keys needs an end, and no step"),
+    ([3, 1, 3], "key 3 occurs twice: add up the values of equal keys first"),
+    ([0.5], "keys must be a list of integers"),
+    (slice(0, 6, 2), "a range of keys needs an end and no step"),
     (slice("a", 3), "the start of a range must be a whole number"),
     (slice(0, 10**15), "key 999999999999999 is out of range"),
     (range(10**30), "is out of range"),
@@ -261,5 +261,5 @@ def test_packed_values_come_back_and_are_fewer_bytes():
   back = codec.unpack(packet, 100, (16,), np.float32)
   assert len(packet) < values.nbytes / 3
   np.testing.assert_allclose(back, values, atol=0.05)
-  with pytest.raises(ValueError, match="keeps what it does not send itself"):
+  with pytest.raises(ValueError, match="keeps the part of values that it"):
     tables.ValueCodec("dgc", density=0.1)

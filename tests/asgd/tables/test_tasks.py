@@ -1,4 +1,4 @@
-"""Tasks: what starts when, by the definition of each consistency."""
+"""Tasks: their starts follow the definition of each consistency."""
 
 import random
 from concurrent.futures import Future
@@ -10,7 +10,7 @@ from asgd import tables
 
 
 class Server:
-  """Tasks are started here, and finish when they are told to."""
+  """Records the tasks that start; a test decides when they finish."""
 
   def __init__(self):
     self.started, self.finished, self._open = [], set(), {}

@@ -92,8 +92,8 @@ TRANSFORMS = {
     decay=0.5,
     grace=1.0,
   ),
-  "of_worker": case(
-    lambda rate, momentum, decay, strength: local_work.of_worker(
+  "local_optimizer": case(
+    lambda rate, momentum, decay, strength: local_work.local_optimizer(
       *(None, rate, momentum, decay), transforms.add_proximal_pull(strength)
     ),
     rate=RATE,

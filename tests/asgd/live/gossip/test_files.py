@@ -1,4 +1,4 @@
-"""The files of peers: what is missing or cut is named."""
+"""The files of peers: errors name a file that is missing or was cut."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from asgd.orders.trace import Event
 
 @pytest.fixture
 def run(tmp_path):
-  """The journals of three peers on a ring."""
+  """Returns the journals of three peers on a ring."""
   trace = gossip.orders.rounds(
     orders.durations.constant(), topologies.ring(3), messages=9
   )
@@ -50,7 +50,7 @@ def test_a_journal_that_was_cut_is_found_by_the_message_that_lacks(run):
   path.write_text("".join(lines[: puts[-1]]))
   text = refused(run)
   assert text.startswith(f"{run}: the traces of peers do not belong together")
-  assert "of peer 2, which that one did not put" in text
+  assert "of peer 2, which peer 2 did not put" in text
   assert "trace-K.csv of one of these two peers was cut" in text
 
 
@@ -62,8 +62,8 @@ def journal(folder, *rows):
 
 
 def test_a_refused_job_is_for_others_once_its_peer_has_left(tmp_path):
-  """Or a counter that is started in between gives its number twice: once from
-  the journal, and once more when the driver takes it back."""
+  """Otherwise a counter that starts in between would assign the number twice:
+  once from the journal, and once when the driver releases it."""
   out = journal(
     tmp_path,
     *((base.SEND, 0, 4), (base.RECEIVE, 0, 4)),

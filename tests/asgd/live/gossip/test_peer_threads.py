@@ -1,4 +1,5 @@
-"""Live peers in threads: each run is what its journals say, to the last bit."""
+"""Live peers in threads: a replay of its journals equals each run, to the
+bit."""
 
 import functools
 import itertools
@@ -73,7 +74,7 @@ class Run:
     )
 
   def watch(self, cluster):
-    """Looks at a cluster until all is done."""
+    """Checks a cluster until all jobs are done."""
     while not cluster.finished:
       self.news += cluster.check(len(self.records().loss))
       time.sleep(0.001)
@@ -108,7 +109,7 @@ class Run:
     return peers
 
   def check(self):
-    """Asserts that a replay comes to the bits of the run."""
+    """Asserts that a replay gives the bits of the run."""
     peers = self.replayed()
     assert sorted(self.views) == peers.present
     for i, view in self.views.items():
@@ -154,8 +155,8 @@ def test_a_peer_that_is_killed_leaves_and_joins_again(tmp_path):
   lost = one.residual_norm[one.job.tolist().index(1 + PEERS)]
   assert lost > 0
   assert (
-    "peer 1 died; the others go on, another takes its place; what its codec had"
-    f" kept back is lost (RMS {lost:.3g})"
+    "peer 1 died; it is replaced, the others continue; the update that its"
+    f" codec kept is lost (RMS {lost:.3g})"
   ) in run.news
 
 
@@ -199,8 +200,8 @@ def test_what_a_peer_keeps_for_evaluations_is_of_its_round(tmp_path):
 
 
 def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
-  """What it is lent has those of before; those of rounds to come would be with
-  its neighbours alone."""
+  """A newcomer's loans include messages of earlier rounds. It lacks messages
+  for rounds to come, which its neighbours must drop, too."""
   how = asgd.threshold_sharing(0.05, PEERS, codec="top_k").gossip
   rows = SimpleNamespace(index=0, duty=SimpleNamespace(gossip=how))
   rows.join = lambda: None
@@ -220,16 +221,16 @@ def test_messages_of_the_lost_that_a_newcomer_lacks_come_to_nobody():
 
 
 def test_a_newcomer_whose_lenders_have_exited_does_no_job():
-  """It would train from the first parameters."""
+  """A newcomer without a lender would train from the first parameters."""
   how = asgd.d_psgd(0.05, PEERS).gossip
   rows = SimpleNamespace(index=1, duty=SimpleNamespace(gossip=how))
   rows.join = lambda: None
   newcomer = Rounds(INSIDE, rows, faults=None)
   others = {peer: Neighbour(0, None) for peer in (0, 2)}
   newcomer.ask("join", others, 2, [0, 2])
-  newcomer.ask("gone", 0)
+  newcomer.ask("peer_exited", 0)
   assert not newcomer.run().done()
-  newcomer.ask("gone", 2)
+  newcomer.ask("peer_exited", 2)
   assert newcomer.run().result() == ALONE
 
 
@@ -243,7 +244,7 @@ def test_a_pair_is_atomic_and_keeps_the_mean(tmp_path):
       if action == base.PUT:
         assert mine[row + 1 : row + 3] == [base.TAKE, base.MIX]
   puts = (trace.action == base.PUT).sum()
-  assert puts == 2 * run.messages  # nobody was left alone
+  assert puts == 2 * run.messages  # each peer met another
 
 
 @pytest.mark.parametrize(
@@ -291,8 +292,8 @@ def test_spans_of_peers_follow_each_other(tmp_path):
 
 
 def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
-  """Each peer reports how long it is at its job: the driver may have waited for
-  minutes since it asked."""
+  """Each peer measures the time of its job: the driver itself may have been
+  delayed by minutes."""
   run = Run(tmp_path)
   hosts = ThreadHosts(began=time.monotonic())
   peers = run.cluster(hosts=hosts)

@@ -183,7 +183,7 @@ def test_a_path_that_no_socket_can_have_is_told(folder):
 def test_a_listener_without_free_descriptors_waits_before_it_accepts_again(
   tmp_path, monkeypatch
 ):
-  monkeypatch.setattr(sockets, "_AGAIN", 0.2)
+  monkeypatch.setattr(sockets, "_RETRY_SECONDS", 0.2)
   host = ThreadHost("shard", 0, lambda inside: [1], lambda: 0.0)
   server = sockets.HostServer(host, tmp_path / "a.sock")
   accept, tries = server._listener.accept, []

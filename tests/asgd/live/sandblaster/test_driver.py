@@ -1,4 +1,5 @@
-"""The driver of a live run, in threads: deaths change no iterate."""
+"""The driver of a live run, in threads: exits of processes change no
+iterate."""
 
 import threading
 import time
@@ -14,11 +15,11 @@ from asgd.live.failures import WorkersDie
 from asgd.live.faults import Fault
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.sandblaster import worker
-from asgd.live.sandblaster.book import LiveRunLog, last_time
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
+from asgd.live.sandblaster.run_log import LiveRunLog, last_time
 from asgd.orders.trace import from_events
 from asgd.sandblaster import PlannedKill, Settings, recompute
-from asgd.sandblaster.book import Lengths
+from asgd.sandblaster.run_log import Lengths
 
 PORTIONS = 6
 DATA = kit.normal(PORTIONS, 5, 4).astype(np.float32)
@@ -47,7 +48,7 @@ def batch(worker, portion):
 
 
 class Run:
-  """A run in a folder, of which drivers come and go."""
+  """A run in a folder, with one driver after the other."""
 
   def __init__(self, folder, faults=(), **settings):
     self.folder, self.faults = folder, faults
@@ -78,15 +79,15 @@ class Run:
 
   def drive(self, saved=None, **options):
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
-    book = LiveRunLog(self.folder, lengths)
-    began = time.monotonic() - last_time(book.rows)
+    run_log = LiveRunLog(self.folder, lengths)
+    began = time.monotonic() - last_time(run_log.rows)
     hosts = ThreadHosts(began=began)
     clock = hosts.clock
     hosts.clock = lambda: clock() + self.passed
     driver = Driver(
       *(self.settings, PARAMS),
       self.makers(hosts, self.folder, self.make_worker),
-      book,
+      run_log,
       workers=3,
       options=Options(Ladder(floor=60.0, start=60.0), **options),
       saved=saved,
@@ -105,8 +106,9 @@ def finish(driver, until=40):
 
 
 def check(driver, deaths=0):
-  """What it came to is what its jobs come to in one place."""
-  records = driver.book.records()
+  """Asserts that the result equals that of its jobs recomputed in this
+  process."""
+  records = driver.run_log.records()
   again = recompute(
     driver._settings, PARAMS, work, set(records.job.tolist())
   )
@@ -114,12 +116,12 @@ def check(driver, deaths=0):
   kit.same(again.params, driver.params())
   jobs = records.job[records.accepted].tolist()
   assert len(set(jobs)) == len(jobs)  # each counts once
-  trace = from_events(driver.book.rows)
+  trace = from_events(driver.run_log.rows)
   assert orders.check(trace) == 3
   assert (trace.action == base.LEAVE).sum() == deaths
-  times = [each.time for each in driver.book.iterates]
+  times = [each.time for each in driver.run_log.iterates]
   assert times == sorted(times)
-  assert [each.iteration for each in driver.book.iterates] == list(
+  assert [each.iteration for each in driver.run_log.iterates] == list(
     range(driver.state.iteration + 1)
   )
 
@@ -138,7 +140,7 @@ def test_workers_do_not_hang_while_a_shard_comes_back(tmp_path):
   class Slow(HostMakers):
     def shard(self, *args):
       def make(inside):
-        run.passed += 0.0 if args[-1] else 1000.0  # unless it begins anew
+        run.passed += 0.0 if args[-1] else 1000.0  # unless from an image
         return plain(inside)
 
       plain = super().shard(*args)
@@ -179,7 +181,7 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
   run, saved, rows = Run(tmp_path), None, 0
   for until in (4, 11, 23, 40):
     for driver in run.drive(saved):
-      assert len(driver.book.rows) >= rows
+      assert len(driver.run_log.rows) >= rows
       finish(driver, until)
       if how == "image":
         saved = driver.save()
@@ -187,7 +189,7 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
         saved = SavedRun(run.notes, None)
       rows = saved.notes["lengths"][0]
       last = driver.state, driver.params()
-      records = driver.book.records()
+      records = driver.run_log.records()
   again = recompute(SETTINGS, PARAMS, work, set(records.job.tolist()))
   assert last[0] == again.state
   kit.same(last[1], again.params)
@@ -198,7 +200,7 @@ def test_another_driver_goes_on_to_the_same_bits(tmp_path, how):
 def test_a_checkpoint_is_of_use_after_a_driver_that_resumed_from_memory(
   tmp_path,
 ):
-  """That driver cut the files back, but for what the checkpoint counts."""
+  """The earlier driver cut the files back to the lengths of the checkpoint."""
   run = Run(tmp_path)
   for driver in run.drive():
     finish(driver, 8)
@@ -209,9 +211,9 @@ def test_a_checkpoint_is_of_use_after_a_driver_that_resumed_from_memory(
   for driver in run.drive(saved):
     assert driver.received == 8
     finish(driver)
-    jobs = set(driver.book.records().job.tolist())
+    jobs = set(driver.run_log.records().job.tolist())
     assert recompute(SETTINGS, PARAMS, work, jobs).state == driver.state
-    assert orders.check(from_events(driver.book.rows)) == 3
+    assert orders.check(from_events(driver.run_log.rows)) == 3
 
 
 def test_without_anybody_left_it_says_so(tmp_path):

@@ -1,4 +1,4 @@
-"""A shard whose process may die at any command."""
+"""A shard in a process that may be killed at any command."""
 
 import random
 import re
@@ -20,16 +20,16 @@ MESSAGES = [
 ]
 
 
-def open_shard(folder, anew=None, **options):
-  """From its files, if it has some and is not to begin anew."""
-  if anew is None:
-    anew = not (folder / "image").exists()
+def open_shard(folder, from_image=None, **options):
+  """Opens a shard from its files if it has any, unless `from_image` is set."""
+  if from_image is None:
+    from_image = not (folder / "image").exists()
   image = Image(0, {"point": LIKE})
-  return LiveShard(INSIDE, folder, image, anew=anew, **options)
+  return LiveShard(INSIDE, folder, image, from_image=from_image, **options)
 
 
 def evaluation(number, first):
-  """The commands of an evaluation with two jobs, from a number on."""
+  """Returns the commands of an evaluation with two jobs, from a number on."""
   jobs = [message_name(number, job) for job in range(2)]
   rows = [
     ("copy", "trial", "point"),
@@ -73,13 +73,13 @@ def test_it_is_what_it_was_after_every_death(tmp_path):
       assert live.obey_all([command]) == [answer]
       assert live.obey_all([command]) == [answer]  # once only
       number = command.number + 1
-    # A copy that comes late is not kept.
+    # A late copy of a message is dropped.
     live.push(count, 0, MESSAGES[0])
     live.push(count - 1, 1, MESSAGES[0])
   kit.same(live.read("point"), plain.read("point"))
   kit.same(live.image_at(number).vectors["sum"], plain.read("sum"))
   assert deaths > 40
-  # What is not needed any more is gone from its folder.
+  # Files that are no longer needed are removed from the folder.
   live.begin(30, number)
   names = {re.sub(r"\d+", "N", path.name) for path in tmp_path.iterdir()}
   assert names == {"commands", "image", "vector-N"}
@@ -91,7 +91,7 @@ def test_only_the_parameters_of_this_evaluation_are_fetched(tmp_path):
   live = open_shard(tmp_path)
   live.obey(Command(0, "copy", "trial", "point"))
   live.begin(0, 1)
-  live.obey(Command(1, "scale", "trial", factor=2.0))  # after it is over
+  live.obey(Command(1, "scale", "trial", factor=2.0))  # after the evaluation
   kit.same(live.fetch(0), LIKE)
   live.begin(1, 2)
   assert live.fetch(0) is None
@@ -103,9 +103,9 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
   live = open_shard(tmp_path)
   live.obey(Command(0, "scale", "point", factor=3.0))
   live.close()
-  (tmp_path / "commands").write_bytes(b"damaged" * 8)  # read by nobody
+  (tmp_path / "commands").write_bytes(b"damaged" * 8)  # must not be read
   vectors = {"point": LIKE, "trial": MESSAGES[0]}
-  again = LiveShard(INSIDE, tmp_path, Image(7, vectors), 4, anew=True)
+  again = LiveShard(INSIDE, tmp_path, Image(7, vectors), 4, from_image=True)
   assert again.number == 7
   kit.same(again.read("point"), LIKE)
   kit.same(again.fetch(4), MESSAGES[0])
@@ -129,9 +129,9 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
     open_shard(tmp_path)
   assert "\n" not in str(e.value)
   assert len(str(e.value)) < 600
-  # Nothing of them keeps it from beginning anew.
+  # Damaged files do not matter to a shard that starts from an image.
   image = Image(0, {"point": LIKE})
-  again = LiveShard(INSIDE, tmp_path, image, anew=True)
+  again = LiveShard(INSIDE, tmp_path, image, from_image=True)
   assert again.number == 0
   kit.same(again.read("point"), LIKE)
   again.close()
@@ -156,9 +156,9 @@ def test_a_line_that_a_kill_cut_short_was_not_answered(tmp_path):
 def test_a_shard_whose_files_are_gone_does_not_start_from_the_first_image(
   tmp_path,
 ):
-  """Or the iterate would be the parameters before the first step."""
+  """Otherwise the iterate would be the parameters before the first step."""
   folder = tmp_path / "shard-0"
   open_shard(folder).close()
   shutil.rmtree(folder)
   with pytest.raises(ValueError, match="was removed or changed while the run"):
-    open_shard(folder, anew=False)
+    open_shard(folder, from_image=False)

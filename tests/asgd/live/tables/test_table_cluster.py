@@ -1,5 +1,5 @@
-"""Live tables in threads: deaths of workers and shards lose no update, and what
-was written down is obeyed again to the same bits."""
+"""Live tables in threads: no update is lost when workers and shards are killed,
+and a replay of the traces gives the same bits."""
 
 import functools
 import time
@@ -34,7 +34,7 @@ def first():
 
 
 def keys(job, hot=ROWS):
-  """None of `v` from `hot` on."""
+  """Returns a problem that reads no row of `v` from `hot` on."""
   return {"v": np.arange(job % 3, hot, 2), "w": np.array([job % 2])}
 
 
@@ -47,7 +47,7 @@ def whole(jobs=range(WORKERS * JOBS), hot=ROWS):
 
 
 class Run:
-  """A cluster of threads, and what is done to it when a job is computed."""
+  """A cluster of threads, and functions to call when a job is computed."""
 
   def __init__(self, folder, model, do=None, **options):
     self.folder, self.do = folder, dict(do or {})
@@ -111,7 +111,7 @@ class Run:
     return start
 
   def cuts(self):
-    """Of each move, as the first shard's order has them."""
+    """Returns the cuts of each move, from the trace of the first shard."""
     rows = read_journal(files.order_path(self.folder, 0))
     cuts_of = self.division.cuts_of
     return [cuts_of(row.totals) for row in rows if row.action == base.MOVE]
@@ -133,7 +133,7 @@ class Run:
     return self
 
   def check_replay(self):
-    """That orders lead to the same tables, and to the same records."""
+    """Asserts that a replay of traces gives the same tables and records."""
     again = replay.replay(
       *(self.settings, first(), self.division, self.work),
       files.read_orders(self.folder, SHARDS, WORKERS),
@@ -186,7 +186,7 @@ def test_a_shard_and_a_worker_die_and_nothing_is_lost(run_of, model):
   at = {7: kill("shard", 1), 10: kill("shard", 0), 11: kill("worker", 2)}
   run = run_of(model, at).train()
   assert run.cluster.replaced == {"worker": 1, "shard": 2}
-  assert any("worker 2 died; another" in line for line in run.news)
+  assert any("worker 2 died and is replaced" in line for line in run.news)
   check_whole(run)
   run.check_replay()
   bound = model.get("bound", 99)
@@ -206,7 +206,7 @@ def test_a_run_that_begins_again_begins_without_what_shards_kept(run_of):
 def test_nobody_waits_for_one_who_is_not_replaced(run_of):
   run = run_of(SSP, {4: kill("worker", 1)}, refill=False).train()
   done = set(run.records().job.tolist())
-  # Of its first clock, no shard has anything.
+  # No shard has received a message of the worker's first clock.
   assert done == {j for j in range(WORKERS * JOBS) if j % WORKERS != 1}
   for name, rows in whole(done).items():
     np.testing.assert_array_equal(run.tables[name], rows)
@@ -253,7 +253,7 @@ def kill_before(run, at):
     (dict(consistency="bulk_synchronous"), {}),
     (SSP, {("load", None): ("shard", 1), ("give", None): ("shard", 0)}),
     (dict(consistency="essp", bound=1), {("move", 1): ("shard", 0)}),
-    # One that has not heard of its rows, and a worker that rests.
+    # Kill a shard that has not received its rows, and a worker that rests.
     (
       dict(consistency="managed", bound=2, budget=2),
       {("move", 0): ("shard", 1), ("move", 1): ("worker", 1)},
@@ -262,7 +262,7 @@ def kill_before(run, at):
   ids=["no one", "before", "after", "between"],
 )
 def test_ranges_move_and_who_dies_comes_back_with_them(run_of, model, at):
-  # After the first move a shard and a worker die as workers go on.
+  # After the first move kill a shard and a worker while workers resume.
   do = {6: kill("shard", 1), 8: kill("worker", 2)}
   run = run_of({**model, "rebalance_every": 1}, do, hot=4)
   kill_before(run, at)
@@ -289,7 +289,7 @@ def test_ranges_move_without_one_who_is_not_replaced(run_of):
 
 
 def dying(run, times):
-  """Has the first hosts of shard 1 die as they are made."""
+  """Kills the first hosts of shard 1 while they are made."""
   left = [True] * times
 
   def make(inside, make, run_folder, memory, index, **options):

@@ -1,4 +1,5 @@
-"""A shard of value_bounded accepts no update that a worker lacks too much."""
+"""A shard of value_bounded applies no update of which a worker lacks too
+much."""
 
 
 import numpy as np
@@ -16,7 +17,7 @@ KEYS = np.arange(3)
 
 
 class Hand:
-  """A worker that asks a shard by hand."""
+  """A worker that sends requests to a shard, one by one."""
 
   def __init__(self, host, worker):
     self._host, self._worker = host, worker
@@ -42,7 +43,7 @@ class Hand:
     return self.ask(PUSH, clock, done=clock, tables={"w": sent})
 
   def die(self):
-    """Another takes its place."""
+    """Joins as the worker's next incarnation."""
     self._cache, self._number = tables.KeyCache(), 0
     self._life += 1
     self.ask(JOIN)
@@ -69,7 +70,7 @@ def host_of(tmp_path):
 
 
 def of(reply):
-  """The reply, None while it waits."""
+  """Returns the reply, or None while the request waits."""
   if isinstance(reply, requests.Reply):
     return reply
   return reply.result() if reply.done() else None
@@ -91,7 +92,7 @@ def test_an_update_waits_for_those_who_would_lack_too_much(host_of):
   assert of(one.push(1.0))
   assert of(second)
   assert host.rows()["w"].tolist() == [[3.25]] * 3
-  # Read anew, it lacks nothing.
+  # A row that was pulled again lacks nothing.
   (_, data), *_ = of(one.pull(1)).rows[-1:]
   rows = tables.Rows(*tables.wire.load(data))
   assert rows.tables["w"][1].tolist() == [[3.25]] * 3

@@ -1,4 +1,4 @@
-"""A worker of tables in its host, with shards that answer as a test says."""
+"""A worker of tables in its host, with shards that give a test's answers."""
 
 import numpy as np
 import pytest
@@ -26,11 +26,11 @@ class Waits:
     return self
 
   def result(self):
-    raise AssertionError("nobody should wait for this shard yet")
+    raise AssertionError("the worker must not wait for this shard yet")
 
 
 class Lost(Waits):
-  """A shard that has died."""
+  """A shard that has exited."""
 
   def result(self):
     raise Gone(SHARD, 0)
@@ -56,9 +56,10 @@ def worker(tmp_path):
 
 
 def test_a_lost_shard_is_reported_before_others_have_answered(worker):
-  """What the others wait for may be a request that the lost shard forgot."""
+  """Other shards may wait for a request that the lost shard has not
+  received."""
   lost, waits = Lost(), Waits()
   assert worker.run(None, {0: lost, 1: waits}) == (LOST, 0)
-  # The call to the other one goes on.
+  # The call to the other shard stays open.
   assert worker.run(None, {0: lost}) == (LOST, 0)
   assert (lost.calls, waits.calls) == (2, 1)

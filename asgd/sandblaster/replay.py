@@ -1,4 +1,4 @@
-"""Computes the result of a run again, from the jobs that were received."""
+"""Recomputes the result of a run from the jobs that were received."""
 
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from asgd.sandblaster.shard import Shards
 
 
 class RecomputedState(NamedTuple):
-  """The result."""
+  """The result of `recompute`."""
 
   state: State  # of the coordinator
   params: base.Params  # the last iterate
@@ -25,18 +25,19 @@ class RecomputedState(NamedTuple):
 def count_jobs(
   rows: Iterable[tuple[int, int]], accepted: Iterable[bool]
 ) -> tuple[set[int], int]:
-  """Finds the jobs whose messages count.
+  """Finds the jobs with a message that counts.
 
-  A checkpoint has no message that the coordinator had not asked for. After a
-  resume from it that job is sent again, and its first message counts no more.
+  A checkpoint holds only messages that the coordinator has requested. After a
+  resume, the jobs of other messages are sent again, and their earlier messages
+  no longer count.
 
   Args:
     rows: (action, job) of the rows of a trace.
     accepted: of each RECEIVE row, whether its message was accepted.
 
   Returns:
-    The jobs, and the number of messages that count beside another one of the
-    same job; 0 in a correct run.
+    The jobs, and the number of surplus messages: if k messages of a job count,
+    k - 1. It is 0 in a correct run.
 
   Example:
     >>> from asgd import base
@@ -45,27 +46,27 @@ def count_jobs(
     ((set(), 0), ({3}, 0))
   """
   jobs: set[int] = set()
-  twice, verdicts = 0, iter(accepted)
+  surplus, verdicts = 0, iter(accepted)
   for action, job in rows:
-    if action in STARTS:
+    if action in STARTS:  # sent again: an earlier message was lost
       jobs.discard(job)
     elif action == base.RECEIVE and next(verdicts, False):
-      twice += job in jobs
+      surplus += job in jobs
       jobs.add(job)
-  return jobs, twice
+  return jobs, surplus
 
 
 def recompute(
   settings: Settings, params: base.Params, work: Work, jobs: Collection[int]
 ) -> RecomputedState:
-  """Runs L-BFGS as far as it comes with some jobs, in one place.
+  """Runs L-BFGS in this process, as far as the given jobs allow.
 
   Args:
     settings: of the run.
-    params: before the first step, NumPy's.
+    params: before the first step, of NumPy.
     work: the loss and the gradient of a portion, a mean.
-    jobs: those whose messages were received, by the numbers of a trace: the
-      evaluation times the jobs of one, plus the job.
+    jobs: the jobs that were received, numbered as in a trace: evaluation times
+      the jobs of an evaluation, plus the job.
 
   Example:
     >>> import jax
@@ -73,8 +74,8 @@ def recompute(
     >>> from asgd.sandblaster import Settings
     >>> work = jax.value_and_grad(lambda x, p: (p + 1) * (x**2).sum())
     >>> settings = Settings(portions=2)
-    >>> again = recompute(settings, np.float32([3.0, 4.0]), work, range(4))
-    >>> print(again.state.iteration, f"{again.state.loss:.4f}")
+    >>> result = recompute(settings, np.float32([3.0, 4.0]), work, range(4))
+    >>> print(result.state.iteration, f"{result.state.loss:.4f}")
     1 24.0000
   """
   sums, sent = make_sums(work), params

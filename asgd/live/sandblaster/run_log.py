@@ -1,5 +1,5 @@
-"""What a live run writes down as it goes: a journal and records, as a server's
-lead does."""
+"""The log of a live run, which is also written to files: a trace and
+records."""
 
 from pathlib import Path
 from typing import Any
@@ -21,18 +21,25 @@ from asgd.live.records import (
   records_path,
 )
 from asgd.orders.trace import Event
-from asgd.sandblaster.book import Lengths, RunLog
+from asgd.sandblaster.run_log import Lengths, RunLog
 
 
 class LiveRunLog(RunLog):
-  """A book whose rows and messages are in files, too."""
+  """A RunLog that also writes rows and messages to files."""
 
   def __init__(
     self, run: Path, lengths: Lengths | None = None, **options: Any
   ):
-    """Starts, or goes on with the first rows and messages in the files, and
-    drops what comes after them. Raises ValueError if there are fewer. Options
-    are those of `AppendOnlyFile`."""
+    """Opens the files, and cuts them back to the given lengths.
+
+    Args:
+      run: folder of the run.
+      lengths: rows and messages to keep; None: none.
+      **options: of `AppendOnlyFile`.
+
+    Raises:
+      ValueError: if the files have fewer entries.
+    """
     super().__init__()
     rows, messages, _ = lengths or (0, 0, 0)
     path = journal_path(run, 0)
@@ -45,7 +52,7 @@ class LiveRunLog(RunLog):
     self._sink.truncate(messages)
     self.rows = self._journal.events()
     self.messages = read_records(path).rows()
-    # When the first job was begun; NaN before that.
+    # Time of the first job's start; NaN before it.
     jobs = (row.time for row in self.rows if row.action == base.SEND)
     self.began = next(jobs, np.nan)
 
@@ -63,5 +70,5 @@ class LiveRunLog(RunLog):
 
 
 def last_time(events: list[Event]) -> float:
-  """Returns when the last row was written."""
+  """Returns the time of the last row; 0 if there is none."""
   return events[-1].time if events else 0.0

@@ -1,4 +1,4 @@
-"""What a run writes down: trace, messages and iterates."""
+"""The log of a run: trace, records of messages, and iterates."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,19 +11,19 @@ from asgd.sandblaster.coordinator import Coordinator
 
 
 class Iterate(NamedTuple):
-  """A point that the coordinator has come to."""
+  """A point that the coordinator has reached."""
 
   iteration: int  # 0 is the start
   time: float  # simulated, or seconds of a live run
-  evaluations: int  # of the whole batch
-  loss: float  # of the whole batch, with the weight decay
+  evaluations: int  # of the complete batch
+  loss: float  # of the complete batch, with the weight decay
   norm: float  # of the gradient
-  step: float  # a
-  fallback: int  # times so far that the history was forgotten
+  step: float  # a, of the line search
+  fallback: int  # count of times that the history was cleared
 
 
 class Lengths(NamedTuple):
-  """How far a book is written."""
+  """Numbers of entries of a log."""
 
   rows: int
   messages: int
@@ -31,7 +31,7 @@ class Lengths(NamedTuple):
 
 
 class RunLog:
-  """The outcome of a run, row by row."""
+  """The log of a run in memory."""
 
   def __init__(self):
     self.rows: list[Event] = []  # of the trace
@@ -41,7 +41,7 @@ class RunLog:
 
   @property
   def lengths(self) -> Lengths:
-    """How far it is written."""
+    """The current numbers of entries."""
     return Lengths(len(self.rows), len(self.messages), len(self.iterates))
 
   def write(self, row: Event) -> None:
@@ -49,17 +49,17 @@ class RunLog:
     self.rows.append(row)
 
   def receive(self, *message: float) -> None:
-    """Adds a message, in the order of base.Records."""
+    """Adds the record of a message; fields in the order of base.Records."""
     self.messages.append(message)
 
   def note(self, coordinator: Coordinator, time: float) -> None:
-    """Adds news of a coordinator, and the iterate that it has come to."""
+    """Adds the news of a coordinator, and its latest iterate if it is new."""
     self.news += coordinator.news
     coordinator.news.clear()
-    state, known = coordinator.state, -1
+    state, latest = coordinator.state, -1
     if self.iterates:
-      known = self.iterates[-1].iteration
-    if state.iteration > known:
+      latest = self.iterates[-1].iteration
+    if state.iteration > latest:
       self.iterates.append(
         Iterate(
           *(state.iteration, time, state.evaluations, state.loss),
@@ -68,12 +68,12 @@ class RunLog:
       )
 
   def records(self, start: int = 0, end: int | None = None) -> base.Records:
-    """Returns a row for each message, from `start` to `end`; the update is the
+    """Returns the records of messages from `start` to `end`; `update` is the
     iteration, the staleness is in evaluations."""
     return base.Records.of(self.messages[start:end])
 
   def arrays(self, lengths: Lengths) -> dict[str, Any]:
-    """Returns its beginning, as arrays."""
+    """Returns the first entries, by number, as arrays."""
     reals = np.array(self.iterates[: lengths.iterates], np.float64)
     return {
       "records": self.records(0, lengths.messages),
@@ -82,7 +82,7 @@ class RunLog:
     }
 
   def read(self, arrays: dict[str, Sequence[Any]]) -> None:
-    """Becomes what the arrays say."""
+    """Replaces the entries by those of arrays."""
     self.rows = list(events(base.Trace(*arrays["trace"])))
     self.messages = base.Records(*arrays["records"]).rows()
     rows = np.asarray(arrays["iterates"]).tolist()

@@ -1,0 +1,191 @@
+"""The threads that obey lanes: no more than can work at the same time.
+
+A thread obeys one lane until the lane lacks an entry, and then another lane
+that lacks none. If it has to wait for a device, another thread takes the lanes
+that are ready. So stages whose programs are done when they are called share one
+thread: to wake another for each entry takes longer than such a program.
+"""
+
+import collections
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+
+_UNCLAIMED = 0.005  # seconds after which a ready lane gets a thread of its own
+
+
+class Stop:
+  """Put into an inbox when a lane of another process has failed."""
+
+
+class Inbox:
+  """Entries that other processes send to a lane, also between runs."""
+
+  def __init__(self):
+    self._items: collections.deque[Any] = collections.deque()
+    self._arrived: Callable[[], None] | None = None
+
+  def put(self, item: Any) -> None:
+    """Adds (key, value), or Stop."""
+    self._items.append(item)
+    if arrived := self._arrived:
+      arrived()
+
+  def take(self) -> list[Any]:
+    """Returns the items that are there, and removes them."""
+    return [self._items.popleft() for _ in range(len(self._items))]
+
+  def attach(self, arrived: Callable[[], None] | None) -> None:
+    """Calls `arrived` after each item, and once now; None: no longer."""
+    self._arrived = arrived
+    if arrived:
+      arrived()
+
+
+class LaneThreads:
+  """The entries of a process's lanes, and the threads that obey these lanes."""
+
+  def __init__(
+    self,
+    obey: Callable[[int], bool],
+    lanes: Iterable[int],
+    inboxes: Mapping[int, Inbox],
+  ):
+    """Prepares for one run.
+
+    Args:
+      obey: obeys a lane until `has` is False, and returns False, or to the end,
+        and returns True. It raises nothing.
+      lanes: that are here.
+      inboxes: of lanes to which other processes send.
+    """
+    self.boxes: dict[int, dict[tuple, Any]] = {lane: {} for lane in lanes}
+    self._obey, self._inboxes = obey, inboxes
+    self._lock = threading.RLock()
+    self._idle_threads = threading.Condition(self._lock)
+    self._arrivals = threading.Condition(self._lock)
+    self._ready = collections.deque(self.boxes)
+    self._lacks: dict[int, tuple] = {}  # lane -> the first key that it lacks
+    self._threads: list[threading.Thread] = []
+    self._idle = self._waiting = self._turns = 0
+    self._left = len(self.boxes)  # lanes that are not at their end
+    self._over = threading.Event()  # all are, or one has failed
+    # A context of the caller's thread, which is not that of the others.
+    self._x64 = jax.config.jax_enable_x64
+
+  def run(self) -> None:
+    """Returns when all lanes are at their end, or after `stop`."""
+    for lane, inbox in self._inboxes.items():
+      inbox.attach(lambda lane=lane: self._collect(lane))
+    with self._lock:
+      self._add_thread()
+    turns = None
+    try:
+      while not self._over.wait(_UNCLAIMED):
+        if turns == self._turns:  # a thread may wait for anything
+          self._share()
+        turns = self._turns
+    finally:
+      self.stop()
+      for inbox in self._inboxes.values():
+        inbox.attach(None)
+    for thread in self._threads:
+      thread.join()
+
+  def stop(self) -> None:
+    """Ends the run: each thread ends after its task."""
+    with self._lock:
+      self._over.set()
+      self._idle_threads.notify_all()
+      self._arrivals.notify_all()
+
+  def has(self, lane: int, keys: Iterable[tuple]) -> bool:
+    """Returns whether a lane has all of these entries. If it lacks one, it is
+    obeyed again when that is there."""
+    box = self.boxes[lane]
+    for key in keys:
+      if key not in box:
+        with self._lock:
+          if key not in box:
+            self._lacks[lane] = key
+            return False
+    return True
+
+  def put(self, lane: int, key: tuple, value: Any) -> None:
+    """Gives an entry to a lane of this process."""
+    with self._lock:
+      self.boxes[lane][key] = value
+      if self._lacks.get(lane) == key:
+        del self._lacks[lane]
+        self._ready.append(lane)
+      if self._waiting:
+        self._arrivals.notify_all()
+
+  def wait(self, lane: int, key: tuple) -> Any:
+    """Waits for an entry in the middle of an instruction, and takes it. Returns
+    None after `stop`."""
+    box = self.boxes[lane]
+    with self._lock:
+      self._share()
+      self._waiting += 1
+      while key not in box and not self._over.is_set():
+        self._arrivals.wait()
+      self._waiting -= 1
+      return box.pop(key, None)
+
+  def settle(self, value: Any) -> None:
+    """Waits for a tree of arrays."""
+    leaves = jax.tree.leaves(value)
+    for leaf in leaves:
+      # Keys of random numbers have no `is_ready`.
+      if not (hasattr(leaf, "is_ready") and leaf.is_ready()):
+        self._share()
+        break
+    for leaf in leaves:  # also where it is ready, for the errors
+      leaf.block_until_ready()
+
+  def _share(self):
+    """Lets another thread obey the lanes that are ready."""
+    with self._lock:
+      if self._ready and self._idle:
+        self._idle -= 1
+        self._idle_threads.notify()
+      elif self._ready and len(self._threads) < len(self.boxes):
+        self._add_thread()
+
+  def _add_thread(self):
+    thread = threading.Thread(
+      target=self._work, name=f"lanes-{len(self._threads)}", daemon=True
+    )
+    self._threads.append(thread)
+    thread.start()
+
+  def _work(self):
+    with jax.enable_x64(self._x64):
+      while (lane := self._next()) is not None:
+        if self._obey(lane):
+          with self._lock:
+            self._left -= 1
+            if not self._left:
+              self.stop()
+
+  def _next(self):
+    """A lane that is ready; None at the end."""
+    with self._lock:
+      self._turns += 1
+      while not self._ready and not self._over.is_set():
+        self._idle += 1
+        self._idle_threads.wait()
+      return None if self._over.is_set() else self._ready.popleft()
+
+  def _collect(self, lane):
+    """Takes what has arrived for a lane."""
+    with self._lock:
+      for item in self._inboxes[lane].take():
+        if item is Stop:
+          self.stop()
+        else:
+          self.put(lane, *item)
+      self._share()
