@@ -27,8 +27,9 @@ def main(
   )
   for job in jobs:
     compiled = ahead.compile_program(job, target.options)
-    differences = ahead.compare(compiled, target)
-    print(ahead.describe(compiled, target), end="\n\n")
+    sent = ahead.traffic(compiled, target.slices)
+    differences = ahead.compare(compiled, sent)
+    print(ahead.describe(compiled, target, sent), end="\n\n")
     for line in differences:
       print(f"  not as planned: {shortened(line, _LONGEST)}")
     if compiled.peak > target.memory:

@@ -3,8 +3,8 @@
 A stage's weights live in a server of `asgd` on its first device; a forward
 reads a ticket, its backward the same ticket (a stash) or another, and the
 gradient is received with the ticket of the forward, so that every algorithm
-against staleness works here as it does anywhere. `lanes` has the threads that
-do the work.
+against staleness works here as it does anywhere. `lanes` does the work, in the
+threads of `lane_threads`.
 
 Slots are cuts: no task of slot t needs anything of slot t or later. So a run
 can stop before any slot, with all entries in a `PipelineState`, and resume.

@@ -70,6 +70,7 @@ class LaneThreads:
     self._lacks: dict[int, tuple] = {}  # lane -> the first key that it lacks
     self._threads: list[threading.Thread] = []
     self._idle = self._waiting = self._turns = 0
+    self._waits = False  # whether the last task that ended was waited for
     self._left = len(self.boxes)  # lanes that are not at their end
     self._over = threading.Event()  # all are, or one has failed
     # A context of the caller's thread, which is not that of the others.
@@ -120,6 +121,8 @@ class LaneThreads:
       if self._lacks.get(lane) == key:
         del self._lacks[lane]
         self._ready.append(lane)
+        if self._waits:
+          self._share()
       if self._waiting:
         self._arrivals.notify_all()
 
@@ -138,11 +141,12 @@ class LaneThreads:
   def settle(self, value: Any) -> None:
     """Waits for a tree of arrays."""
     leaves = jax.tree.leaves(value)
-    for leaf in leaves:
-      # Keys of random numbers have no `is_ready`.
-      if not (hasattr(leaf, "is_ready") and leaf.is_ready()):
-        self._share()
-        break
+    # Keys of random numbers have no `is_ready`.
+    self._waits = not all(
+      hasattr(leaf, "is_ready") and leaf.is_ready() for leaf in leaves
+    )
+    if self._waits:
+      self._share()
     for leaf in leaves:  # also where it is ready, for the errors
       leaf.block_until_ready()
 

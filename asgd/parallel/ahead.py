@@ -225,12 +225,11 @@ def _fits(want, one, kind, known, slack) -> bool:
   return same and size and hlo.itemsize(one.dtype) <= want.itemsize
 
 
-def traffic(
-  program: hlo.HloProgram, plan: ProgramPlan, mesh: Mesh, slices: int = 1
-) -> Matches:
+def traffic(compiled: Compiled, slices: int = 1) -> Matches:
   """Matches the collectives of a program with those of its plan; of several
   slices those of permutations, and what is sent between slices beside them."""
-  known, planned = _groups(mesh), plan.transfers or ()
+  program, mesh = compiled.program, compiled.job.mesh
+  known, planned = _groups(mesh), compiled.job.plan.transfers or ()
   if slices > 1:
     size = mesh.size // slices
     planned = [
@@ -311,9 +310,9 @@ def _near(what, found, planned, share) -> list[str]:
   ]
 
 
-def compare(compiled: Compiled, target: Target) -> list[str]:
-  """Returns where a program differs from its plan, a line each; none if it is
-  as planned."""
+def compare(compiled: Compiled, sent: Matches) -> list[str]:
+  """Returns where a program, which sends what `traffic` has found, differs from
+  its plan, a line each; none if it is as planned."""
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
   table = len(program.results)
@@ -329,7 +328,6 @@ def compare(compiled: Compiled, target: Target) -> list[str]:
   if (plan.temporary or 0) >= _LEAST:
     temporary = compiled.temporary
     out += _near("temporary bytes", temporary, plan.temporary, TEMPORARY)
-  sent = traffic(program, plan, job.mesh, target.slices)
   for one in sent.others if plan.transfers is not None else ():
     out.append(
       f"not in the plan: {one.kind} of {one.dtype}[{one.elements:,}]"
@@ -355,9 +353,9 @@ def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
   return sum(size for size, _ in sizes), sum(size for size, on in sizes if on)
 
 
-def describe(compiled: Compiled, target: Target) -> str:
-  """Returns a report of a program: its memory, operations and collectives,
-  beside the plan's."""
+def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
+  """Returns a report of a program: its memory, operations and collectives (as
+  of `traffic`), beside the plan's."""
   job, program, plan = compiled.job, compiled.program, compiled.job.plan
   mib, unknown = 2**20, "-"
   logical = sum(array.bytes for array in program.arguments)
@@ -386,9 +384,7 @@ def describe(compiled: Compiled, target: Target) -> str:
       ("products, GFLOP", program.flops, plan.flops, 1e9),
     )
   ]
-  for want, times, size in traffic(
-    *(program, plan, job.mesh, target.slices)
-  ).rows:
+  for want, times, size in sent.rows:
     name = f"{want.kind} {'+'.join(sorted(want.axes))}, {want.elements:,}"
     name += f" {want.what}" if want.what else ""
     often = "" if want.least == want.times else f"{want.least} to "

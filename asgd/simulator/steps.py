@@ -49,11 +49,6 @@ class Observation(NamedTuple):
   real: jax.Array  # float32[4], gap, loss, message_norm, update_norm
 
 
-OBSERVATION = Observation(  # its shapes
-  jax.ShapeDtypeStruct((3,), np.int32), jax.ShapeDtypeStruct((4,), np.float32)
-)
-
-
 class WorkerDevices(NamedTuple):
   """Devices that do the work of one worker together."""
 

@@ -150,7 +150,7 @@ MISTAKES = (
   ("mesh", {"axes": {"data": 2}},
    "config.mesh.axes data 2 does not fit config.workers 4, as each device"),
   ("mesh", {"zero": 1}, "config.mesh.zero 1 is not for the recipe 'd_psgd'"),
-  ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh are as"),
+  ("mesh", {"workers": (16,)}, "config.workers 16 on engine mesh needs 16"),
   ("ring", {"recipe": "choco_sgd", "codec": f"{__name__}:halves"},
    "test_peers:halves': what decode returns must have the structure"),
   ("ring", {"workers": (1,)},

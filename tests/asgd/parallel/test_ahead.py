@@ -54,12 +54,15 @@ def compiled(topology):
   return target, [ahead.compile_program(job, {}) for job in jobs]
 
 
+def compare(one, target):
+  return ahead.compare(one, ahead.traffic(one, target.slices))
+
+
 @pytest.mark.parametrize("topology", MESHES)
 def test_the_step_of_a_gpt_is_as_planned(topology):
   target, (one,) = compiled(topology)
-  assert ahead.compare(one, target) == []
-  kinds = {want.kind for want, _, _ in ahead.traffic(
-    one.program, one.job.plan, one.job.mesh).rows}
+  assert compare(one, target) == []
+  kinds = {want.kind for want, _, _ in ahead.traffic(one).rows}
   assert {transfers.GATHER, transfers.SCATTER, transfers.REDUCE} <= kinds
   assert (transfers.PERMUTE in kinds) == ("pipe" in one.job.mesh.shape)
   sent, hidden = ahead.hidden_bytes(one.program)
@@ -73,7 +76,7 @@ def test_a_plan_that_is_wrong_is_found():
 
   def differences(**changes):
     job = one.job._replace(plan=plan._replace(**changes))
-    return ahead.compare(one._replace(job=job), target)
+    return compare(one._replace(job=job), target)
 
   assert differences(flops=plan.flops * 1.019) == []
   assert "flops of products" in differences(flops=plan.flops * 1.03)[0]
@@ -92,8 +95,8 @@ def test_a_plan_that_is_wrong_is_found():
   ]
   assert differences(transfers=wrong)
   arguments, results = one.shapes
-  assert ahead.compare(one._replace(shapes=(arguments[1:], results)), target)
-  assert ahead.compare(one._replace(arguments=one.arguments + 512), target)
+  assert compare(one._replace(shapes=(arguments[1:], results)), target)
+  assert compare(one._replace(arguments=one.arguments + 512), target)
 
 
 def test_local_steps_of_peers_send_nothing_between_slices():
@@ -101,7 +104,7 @@ def test_local_steps_of_peers_send_nothing_between_slices():
   steps, local, messages = programs
   for one, kind in zip(programs, KINDS, strict=True):
     assert f"({kind})" in one.job.name
-    assert ahead.compare(one, target) == []
+    assert compare(one, target) == []
   # Local steps are a loop: what is sent is sent once, after it.
   assert {one.times for one in steps.program.collectives} == {1}
   assert steps.program.flops > 2.9 * local.program.flops
@@ -111,7 +114,7 @@ def test_local_steps_of_peers_send_nothing_between_slices():
   assert between
   # The same program, where a step may not send: each message is reported.
   job = messages.job._replace(plan=messages.job.plan._replace(crosses=False))
-  found = ahead.compare(messages._replace(job=job), target)
+  found = compare(messages._replace(job=job), target)
   assert len(found) == len(between)
 
 
