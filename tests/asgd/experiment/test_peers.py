@@ -143,7 +143,7 @@ MISTAKES = (
   ("ring", {"topology": {"name": "matrix", "weights": SWAPS}},
    "config.runs.ring: peers never agree by the weights of topology"),
   ("ring", {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
-   "config.runs.ring.codec.density must be in (0, 1], not 0: the part of"),
+   "config.runs.ring.codec.density must be in (0, 1], not 0: it is the part"),
   ("ring", {"engine": "pipeline", "stages": 2},
    "the recipe 'd_psgd' has peers in the place of a server's update"),
   ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
