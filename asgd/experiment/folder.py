@@ -133,7 +133,7 @@ def open_folder(
     measured = folder / "measurements.json"
     if experiment.measurements and not measured.exists():
       if (folder / "cells").exists():
-        raise FolderError(f"{measured} is gone, {_PUT_BACK}")
+        raise FolderError(f"{measured} is missing, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
 

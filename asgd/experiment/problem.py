@@ -22,7 +22,7 @@ class ProblemSource(NamedTuple):
 
   name: str  # MODULE:FUNCTION
   source: str
-  probe: base.Batch  # a batch whose checksum identifies the data
+  probe: base.Batch  # the data are identified by its checksum
 
 
 Dataset = (

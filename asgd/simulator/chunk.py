@@ -269,8 +269,13 @@ class ChunkRun:
     self._event = simulation.event
     # Messages received, and those before the latest of `plan.sends`.
     self._done = self._sent = int(np.searchsorted(plan.row, self._event))
-    self._carry = _stacked(plan, trace, simulation, server.alone)
-    self._send(*_sends_from(plan, trace, self._event))
+    slots, workers = _sends_from(plan, trace, self._event)
+    current = slots
+    if not server.sends_current or parts[2] is not None:
+      current = slots[:0]  # a program computes what is sent
+    self._carry = _stacked(plan, trace, simulation, server.alone, current)
+    if not len(current):
+      self._send(slots, workers)
 
   @property
   def server(self) -> base.ServerState:
@@ -436,8 +441,9 @@ def _sends_from(plan, trace, event):
   return slots, np.asarray(trace.worker)[starts.row[sent][first]]
 
 
-def _stacked(plan, trace, simulation, alone):
-  """The carry of a simulation: its tickets and worker states as rows."""
+def _stacked(plan, trace, simulation, alone, current):
+  """Returns the carry of a simulation: its tickets and worker states as rows.
+  The slots `current` hold tickets with the server's own parameters."""
   server, states = simulation.server, simulation.workers
   blank = fetch((server.params, server.version))
   stored = jax.tree.map(
@@ -456,6 +462,8 @@ def _stacked(plan, trace, simulation, alone):
     sent = ticket.params, version
     for rows, value in zip(*map(jax.tree.leaves, (stored, sent)), strict=True):
       rows[starts.slot[start]] = value
+  for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
+    rows[current] = value
   if all(state is states[0] for state in states):
     workers = rows_lib.make_rows(states[0], len(states))
   else:

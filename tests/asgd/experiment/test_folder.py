@@ -227,7 +227,7 @@ def test_measurements_that_are_lost_are_told(tmp_path, one):
       folder.read_measurements(tmp_path)
   path.unlink()
   (tmp_path / "cells").mkdir()
-  with pytest.raises(FolderError, match="measurements.json is gone"):
+  with pytest.raises(FolderError, match="measurements.json is missing"):
     opened(tmp_path, measured(one, cost=2.5))
 
 
