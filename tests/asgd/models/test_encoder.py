@@ -241,7 +241,7 @@ def test_a_package_may_have_it(tmp_path, monkeypatch):
   found = encoder.pretrained("a_made_up_bert")
   assert found.sizes["width"] == 12
   (folder / "config.json").unlink()
-  with pytest.raises(DataError, match="'a_made_up_bert' has no config.json"):
+  with pytest.raises(DataError, match="'a_made_up_bert' has no folder"):
     encoder.find("a_made_up_bert")
 
 
@@ -271,15 +271,15 @@ WRONG = {
   "shape": (
     lambda held: held.update({QUERY: np.zeros((12, 11), np.float32)}),
     {},
-    rf"'{QUERY}' has shape \[12, 11\], and by its config.json .* \[12, 12\]",
+    rf"'{QUERY}' has shape \[12, 11\], but by its config.json .* \[12, 12\]",
   ),
   "unknown": (
     lambda held: held.update({"adapter.weight": np.zeros(3, np.float32)}),
     {},
-    "no place for: adapter.weight",
+    "does not have: adapter.weight",
   ),
-  "fewer layers": (dict.copy, {"num_hidden_layers": 1}, "place for: encoder"),
-  "model": (dict.copy, {"model_type": "roberta"}, "'roberta', and only 'bert'"),
+  "fewer layers": (dict.copy, {"num_hidden_layers": 1}, "not have: encoder"),
+  "model": (dict.copy, {"model_type": "roberta"}, "'roberta', but only 'bert'"),
   "GELU": (dict.copy, {"hidden_act": "relu"}, "hidden_act is 'relu'"),
   "heads": (dict.copy, {"num_attention_heads": 5}, "5 does not divide 12"),
   "size": (dict.copy, {"vocab_size": "x"}, "vocabulary must be a whole number"),

@@ -135,8 +135,8 @@ def test_each_job_has_a_document():
 
 def test_counts_of_different_ages_may_be_below_zero():
   model = topics._Model(2, 4, 0.1, 0.1)
-  shares = model.shares(np.array([[-1, 3]]), np.array([-2, 8]))
-  assert (np.asarray(shares) > 0).all()
+  frequencies = model.word_frequencies(np.array([[-1, 3]]), np.array([-2, 8]))
+  assert (np.asarray(frequencies) > 0).all()
 
 
 test_runs_that_counts_are_not_for_are_refused = kit.refuses(
@@ -155,7 +155,7 @@ test_bad_options_are_refused = kit.refuses(
     ({"alpha": 0.0}, "alpha must be a positive finite number"),
     ({"documents": "pydocs"}, "did you mean 'pydoc'"),
     ({"words": {"side": 1}}, "side must be"),
-    ({"documents": "pydoc", "words": {"side": 3}}, "side is an option of"),
+    ({"documents": "pydoc", "words": {"side": 3}}, "side is only an option of"),
   ],
   lambda options: topics.lda(4, **options),
 )
