@@ -9,6 +9,7 @@ curvature of the real loss (its sharpness, the largest eigenvalue of the
 Hessian).
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -123,10 +124,16 @@ def curvature_limit(
     lambda w, c, key: (0.5 * c * w**2, losses_lib.Aux(())), recipe.at_worker
   )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
-  rows = [jnp.asarray(x) for x in (trace.worker, trace.action)]
-  growth = jax.jit(
-    jax.vmap(lambda c: _growth(server, worker, workers, rows, c))
-  )(curvatures.astype(np.float32))
+  # Few sizes, so that XLA compiles one program for orders of like length.
+  places = max(32, 1 << (workers - 1).bit_length())
+  length = max(4096, 1 << (len(trace.worker) - 1).bit_length())
+  columns = [
+    np.pad(np.asarray(x, np.int32), (0, length - len(x)))
+    for x in (trace.worker, trace.action)
+  ]
+  growth = jax.jit(functools.partial(_growths, server, worker, places))(
+    *columns, np.int32(len(trace.worker)), curvatures.astype(np.float32)
+  )
   unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
   first = int(np.argmax(unstable)) if unstable.any() else points
   return float(curvatures[first - 1]) if first else 0.0
@@ -135,35 +142,54 @@ def curvature_limit(
 _START = 1e-3  # initial w, small enough that all rules are linear at it
 
 
-def _growth(server, worker, workers, rows, curvature):
-  """Returns log(|w| in the last quarter of the order / |w| in the second)."""
-  start = server.init(jnp.float32(_START))
-  place = worker.init(start.params), server.send(start, jnp.int32(0))
-  places = jax.tree.map(lambda x: jnp.stack([x] * workers), place)
-  key = jax.random.key(0)
+def _growths(server, worker, places, workers, actions, count, curvatures):
+  """Returns float[P], log(|w| in the order's last quarter / in its second).
 
-  def event(carry, row):
-    (state, places), (w, action) = carry, row
+  Args:
+    server, worker: of the recipe.
+    places: workers for which there is room.
+    workers, actions: int32[L], the rows of the order; `count` are used.
+    curvatures: float[P].
+  """
+  state = server.init(jnp.float32(_START))
+  place = worker.init(state.params), server.send(state, jnp.int32(0))
+
+  # Each value is one for each curvature from the start: a loop in `jax.vmap` is
+  # traced three times to find out which values are.
+  def repeated(tree, *shape):
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), tree)
+
+  points, key = len(curvatures), jax.random.key(0)
+  start = repeated(state, points), repeated(place, places, points)
+  start += (jnp.zeros((len(workers), points)),)
+
+  def receive(state, own, ticket, curvature):
+    after, message, _ = worker.work(own, ticket, curvature, key)
+    return server.receive(state, ticket, message)[0], (after, ticket)
+
+  def event(index, carry):
+    (state, places, path), w = carry, workers[index]
     own, ticket = jax.tree.map(lambda x: x[w], places)
 
-    def send():
-      return state, (own, server.send(state, w))
+    def sent():
+      return state, (own, jax.vmap(server.send, (0, None))(state, w))
 
-    def receive():
-      after, message, _ = worker.work(own, ticket, curvature, key)
-      return server.receive(state, ticket, message)[0], (after, ticket)
+    def received():
+      return jax.vmap(receive)(state, own, ticket, curvatures)
 
-    # One event of the order, for worker w.
-    state, place = jax.lax.cond(action == base.SEND, send, receive)
+    is_send = actions[index] == base.SEND
+    state, place = jax.lax.cond(is_send, sent, received)
     places = jax.tree.map(lambda x, y: x.at[w].set(y), places, place)
-    return (state, places), jnp.abs(state.params)
+    return state, places, path.at[index].set(jnp.abs(state.params))
 
-  _, path = jax.lax.scan(event, (start, places), rows)
+  _, _, path = jax.lax.fori_loop(0, count, event, start)
   path = jnp.where(jnp.isfinite(path), path, jnp.inf)
-  quarter = len(rows[0]) // 4
-  early, late = path[quarter : 2 * quarter].max(), path[-quarter:].max()
+  index, quarter = jnp.arange(len(path))[:, None], count // 4
+  early = (quarter <= index) & (index < 2 * quarter)
+  late = (count - quarter <= index) & (index < count)
+  early, late = (jnp.where(x, path, 0).max(0) for x in (early, late))
   growth = jnp.log(late) - jnp.log(early)
   # A path that has shrunk to rounding errors shrinks no further: stable.
-  growth = jnp.where(late < 1e-4 * path.max(), -jnp.inf, growth)
+  growth = jnp.where(late < 1e-4 * path.max(0), -jnp.inf, growth)
   # A nonlinear rule may end in a large cycle, which does not grow: unstable.
   return jnp.where(late > 100 * _START, jnp.inf, growth)

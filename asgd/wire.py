@@ -5,8 +5,9 @@ sent. A `Layout` puts each leaf at a multiple of 64 bytes, in the machine's byte
 order. Writing copies each leaf once, reading copies nothing.
 """
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -106,23 +107,60 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
   `nbytes`; bytes between and behind the leaves stay unchanged. Raises
   ValueError, before it writes anything, for a tree of another layout or a
   buffer that is too small."""
-  leaves, structure = jax.tree.flatten(tree)
-  if structure != layout.structure:
-    raise ValueError(_difference(layout, tree, structure))
-  leaves = fitting(layout.fields, leaves)
+  leaves = _leaves(layout, tree)
   data = _bytes(layout, buffer)
   if not data.flags.writeable:
     raise ValueError("the buffer is read-only")
+  _copy(leaves, [_view(field, data) for field in layout.fields])
+
+
+def opened(
+  layout: Layout, buffer: Any
+) -> tuple[Callable[[Any], None], Callable[[], Any]]:
+  """Returns (write, read) of a writable buffer that is used again and again.
+
+  `write(tree)` and `read()` do what the functions of this module do, and look
+  for the places of the leaves once.
+  """
+  data = _bytes(layout, buffer)
+  places = [_view(field, data) for field in layout.fields]
+  views = jax.tree.leaves(read(layout, buffer))
+  converted = any(field.stored != field.dtype for field in layout.fields)
+
+  def write_tree(tree: Any) -> None:
+    _copy(_leaves(layout, tree), places)
+
+  def read_tree() -> Any:
+    if converted:
+      return read(layout, buffer)
+    return jax.tree.unflatten(layout.structure, views)
+
+  return write_tree, read_tree
+
+
+def _leaves(layout: Layout, tree: Any) -> list[Any]:
+  """Returns the leaves of a tree of this layout, as arrays."""
+  leaves, structure = jax.tree.flatten(tree)
+  if structure != layout.structure:
+    raise ValueError(_difference(layout, tree, structure))
+  return fitting(layout.fields, leaves)
+
+
+def _copy(leaves: Sequence[Any], places: Sequence[np.ndarray]) -> None:
+  """Copies each leaf to its place in a buffer."""
   # Start all transfers from another device before waiting for the first one.
   # Leaves on the CPU need no transfer: they are copied once, into the buffer.
   if leaves and _elsewhere(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
         x.copy_to_host_async()
-  # A number too large for the stored dtype silently becomes an infinity.
-  with np.errstate(over="ignore"):
-    for field, x in zip(layout.fields, leaves, strict=True):
-      _view(field, data)[...] = np.asarray(x)
+  for place, x in zip(places, leaves, strict=True):
+    x = x if type(x) is np.ndarray else np.asarray(x)
+    if place.dtype == x.dtype:
+      place[...] = x
+    else:  # a number too large for the stored dtype becomes an infinity
+      with np.errstate(over="ignore"):
+        place[...] = x
 
 
 def read(layout: Layout, buffer: Any) -> Any:
@@ -161,9 +199,12 @@ def _difference(
 
 def _elsewhere(x: Any) -> bool:
   """Whether an array is on another device than a CPU."""
-  return isinstance(x, jax.Array) and any(
-    device.platform != "cpu" for device in x.devices()
-  )
+  return isinstance(x, jax.Array) and _off_cpu(x.sharding)
+
+
+@functools.lru_cache(maxsize=32)  # each message asks again
+def _off_cpu(sharding: jax.sharding.Sharding) -> bool:
+  return any(device.platform != "cpu" for device in sharding.device_set)
 
 
 def _bytes(layout: Layout, buffer: Any) -> np.ndarray:

@@ -67,7 +67,7 @@ _F = flags.define(
     "seed": (int, 0, "Seed of the failures' times and victims."),
     "patience": (float, 180.0, "Seconds without an event: the run has hung."),
     "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
-    "protocol": (tuple(explore.ROOMS), "server", "Protocol of --simulate."),
+    "protocol": (tuple(explore.PROTOCOLS), "server", "Protocol of --simulate."),
     "faults": (list, None, "With --simulate=1, indices of the faults to keep."),
     "jobs": (int, 1, "Processes for --simulate."),
   }
@@ -158,9 +158,9 @@ def _simulate() -> None:
   ):
     if given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
-  room = _F["protocol"].value
+  protocol = _F["protocol"].value
   # The seed draws the faults, too, so --faults can name them by index.
-  drawn = explore.drawn(first, room)
+  drawn = explore.drawn(first, protocol)
   if numbers is not None:
     there = len(drawn.faults)
     if count != 1:
@@ -171,13 +171,13 @@ def _simulate() -> None:
         f" {there - 1}; name some of them, such as --faults=0,1"
       )
     keep = [int(x) for x in numbers]
-  seeds, tally = range(first, first + count), explore.Tally(room)
-  options = {"jobs": jobs, "keep": keep, "room": room}
+  seeds, tally = range(first, first + count), explore.Tally(protocol)
+  options = {"jobs": jobs, "keep": keep, "protocol": protocol}
   try:
     for outcome in explore.run_seeds(seeds, **options):
       tally.add(outcome)
       if outcome.error:
-        print(explore.explain(outcome, keep, room), flush=True)
+        print(explore.explain(outcome, keep, protocol), flush=True)
       elif count == 1:
         those = range(len(drawn.faults)) if keep is None else keep
         print(f"{drawn.describe(those)}\n")

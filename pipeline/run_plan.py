@@ -75,14 +75,14 @@ SECTIONS: dict[str, Any] = {
     {
       # Of pipeline.schedules, or a table: FILE.txt, .csv or .json.
       "schedule": Setting("pipedream", checks.text),
-      "stages": Setting(2, checks.whole(1, _MOST_STAGES)),
+      "stages": Setting(2, checks.whole_number(1, _MOST_STAGES)),
       # What is balanced, or "time", or a list of layers.
       "cuts": Setting("parameters", _CUTS),
       # Of an update of a synchronous schedule.
-      "microbatches": Setting(8, checks.whole(1, _MOST_MICROBATCHES)),
+      "microbatches": Setting(8, checks.whole_number(1, _MOST_MICROBATCHES)),
       # Of an update; None: `microbatches`, or 1 of an asynchronous schedule.
       "every": Setting(
-        None, checks.optional(checks.whole(1, _MOST_MICROBATCHES))
+        None, checks.optional(checks.whole_number(1, _MOST_MICROBATCHES))
       ),
       # What a backward sees; None: as the schedule has it.
       "weights": Setting(

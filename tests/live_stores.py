@@ -29,6 +29,8 @@ class Memory(dict):
       raise WrongSlot(self.name, kind, slot)
     return tree
 
+  device_view = read
+
   def length(self, kind, slot):
     tree, _ = self[kind, slot]
     return wire.layout(tree).nbytes

@@ -20,6 +20,8 @@ import numpy as np
 
 from asgd import checks
 
+_CACHED_BYTES = 2**24  # of permutations
+
 
 class ExampleBatches(NamedTuple):
   """Batches of examples of an array, for one job or for many at once."""
@@ -38,11 +40,18 @@ class ExampleBatches(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)
-def _permutation(n: int, seed: int, epoch: int) -> np.ndarray:
-  """Returns the order in which an epoch visits n examples, int64[n]."""
-  order = np.random.default_rng((seed, epoch)).permutation(n)
-  order.setflags(write=False)
-  return order
+def _permutations(n: int) -> Callable[[int, int], np.ndarray]:
+  """Returns (seed, epoch) -> the order in which an epoch visits n examples,
+  int64[n]. It keeps several: jobs of thousands of workers, each at its own
+  pace, are of many epochs at once."""
+
+  @functools.lru_cache(max(4, _CACHED_BYTES // (8 * n)))
+  def permutation(seed, epoch):
+    order = np.random.default_rng((seed, epoch)).permutation(n)
+    order.setflags(write=False)
+    return order
+
+  return permutation
 
 
 def make_batches(
@@ -116,6 +125,8 @@ def make_batches(
       f" examples{of_what}; use at most {most}"
     )
 
+  permutation = _permutations(n)
+
   def rows_of(worker, job):
     worker, job = int(worker), int(job)
     if job < 0:
@@ -124,7 +135,7 @@ def make_batches(
       # A rest that does not fill a batch is dropped from each epoch.
       epoch, position = divmod(job, n // batch_size)
       start = position * batch_size
-      return _permutation(n, seed, epoch)[start : start + batch_size]
+      return permutation(seed, epoch)[start : start + batch_size]
     if 0 <= worker < workers:
       # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))

@@ -1,8 +1,8 @@
-"""Curves for TensorBoard and, with --wandb, for Weights & Biases.
+"""Writes curves for TensorBoard and, with --wandb, for Weights & Biases.
 
 tensorboardX writes events in a thread. On a full disk that thread ends with a
-traceback, and later callers wait for ever. `EventFile` writes at once, and its
-OSError is the caller's.
+traceback, and later callers wait for ever. `EventFile` writes in the calling
+thread and raises OSError there.
 
 `--wandb` sets ASGD_WANDB=1, which the processes of a command inherit. Runs are
 written to WORKDIR/wandb; `wandb sync` sends them, or WANDB_MODE=online.
@@ -27,8 +27,8 @@ _WORDS |= dict.fromkeys(("", "0", "no", "false"), False)
 
 
 def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
-  """Returns an `EventFile`; without tensorboardX, one that does nothing.
-  TensorBoard hides what older files of the folder have from `purge_step` on."""
+  """Returns an `EventFile`; without tensorboardX, an object that does nothing.
+  TensorBoard hides points of the folder's older files from `purge_step` on."""
   try:
     return EventFile(folder, purge_step)
   except ImportError:
@@ -38,7 +38,7 @@ def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
 
 
 def is_available() -> bool:
-  """Whether tensorboardX is installed, which knows the format."""
+  """Whether tensorboardX, which encodes the events, is installed."""
   try:
     importlib.import_module("tensorboardX")
   except ImportError:
@@ -47,10 +47,10 @@ def is_available() -> bool:
 
 
 class EventFile:
-  """One event file, with the methods of a SummaryWriter that are needed."""
+  """One event file, with the methods of a SummaryWriter that asgd uses."""
 
   def __init__(self, folder: Path, purge_step: int | None = None):
-    """Makes a file of its own; raises ImportError without tensorboardX."""
+    """Creates a new file; raises ImportError without tensorboardX."""
     from tensorboardX import record_writer, summary
     from tensorboardX.proto import event_pb2
 
@@ -59,7 +59,7 @@ class EventFile:
     safe_files.make_folder(folder)
     name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     path = folder / f"events.out.tfevents.{name}"
-    # Without a buffer, nothing is left to be written when it is closed.
+    # Without a buffer, closing the file writes nothing and cannot fail.
     self._file = safe_files.appending(path, buffering=0)
     self.close = self._file.close
     self._write(file_version="brain.Event:2")
@@ -79,8 +79,9 @@ class EventFile:
   def add_settings(
     self, settings: Mapping[str, Any], metrics: Sequence[str]
   ) -> None:
-    """Adds a row to the table of hyperparameters: values by their names, and
-    the tags of the curves whose last points stand beside them."""
+    """Adds a row to the table of hyperparameters. `settings` are the values by
+    name; the table shows the last points of the curves `metrics` beside them.
+    """
     of_metrics = dict.fromkeys(metrics, 0)
     for content in self._summary.hparams(dict(settings), of_metrics):
       self._write(summary=content)
@@ -100,8 +101,8 @@ class EventFile:
 
 
 def asked() -> bool:
-  """Whether runs are to be written for Weights & Biases; ValueError for a value
-  of the environment variable that is neither yes nor no."""
+  """Whether the environment asks for Weights & Biases. Raises ValueError if the
+  value of the variable is neither yes nor no."""
   word = os.environ.get(ASKED, "")
   if word.strip().lower() not in _WORDS:
     raise ValueError(
@@ -112,8 +113,8 @@ def asked() -> bool:
 
 
 def ask(wanted: bool) -> None:
-  """Asks for Weights & Biases if it is wanted; ValueError if it is asked for
-  and not installed, or the environment says neither yes nor no."""
+  """Sets the environment variable if Weights & Biases is wanted. Raises
+  ValueError if it is not installed, or the variable is neither yes nor no."""
   if asked() or wanted:
     _wandb()
     os.environ[ASKED] = "1"
@@ -125,7 +126,7 @@ def _wandb() -> Any:
   except ImportError as error:
     raise ValueError(
       f"--wandb or {ASKED} asks for Weights & Biases, which is not installed:"
-      " pip install 'asgd[wandb]', or go without it"
+      " pip install 'asgd[wandb]', or drop the flag or variable"
     ) from error
   return wandb
 

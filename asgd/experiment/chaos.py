@@ -1,6 +1,6 @@
-"""Kills and stops the processes of a live run of another command.
+"""Kills and stops the processes of a live run, which is a separate command.
 
-`asgd chaos` says what is done, and when.
+`asgd chaos` chooses the kinds and the rate of the failures.
 """
 
 import contextlib
@@ -22,14 +22,15 @@ from asgd.orders.trace import Event, follow
 KINDS = ("worker", "shard", "hang", "driver", "term")
 _SIGNALS = {"hang": signal.SIGSTOP, "term": signal.SIGTERM}  # others: SIGKILL
 _LOOK = 0.05  # seconds between two looks at the run
-_ENDING = 20.0  # seconds for processes to end
+_ENDING = 20.0  # seconds to wait for the end of processes
 
 
 class Hung(Exception):
-  """Nothing happens any more."""
+  """No row was written for longer than the patience."""
 
 
-def _leave(*_):
+def _leave(*_: object) -> None:
+  """Handles SIGTERM as a normal exit, which runs `finally` blocks."""
   raise SystemExit(128 + signal.SIGTERM)
 
 
@@ -39,47 +40,55 @@ def say(text: str) -> None:
 
 
 def alive(running: Iterable[tuple[int, str]]) -> list[int]:
-  """Returns the processes of (number, when it was started) that run still, once
-  all have ended or after some time."""
+  """Waits until processes have ended, or for _ENDING seconds; returns the ids
+  of those that still run. `running` has (process id, start time): an id with
+  another start time belongs to another process."""
   end = time.monotonic() + _ENDING
   while True:
-    there = []
-    for number, began in running:
+    left = []
+    for pid, began in running:
       with contextlib.suppress(OSError):
-        state, started = processes.stat(number)
+        state, started = processes.stat(pid)
         if started == began and state not in "ZX":
-          there.append(number)
-    if not there or time.monotonic() > end:
-      return sorted(there)
+          left.append(pid)
+    if not left or time.monotonic() > end:
+      return sorted(left)
     time.sleep(_LOOK)
 
 
 class Victim:
-  """A run of `asgd train`, and what is done to it."""
+  """A run of `asgd train`, and the failures injected into it."""
 
   def __init__(
     self, out: Path, command: list[str], protocols: Mapping[str, Protocol]
   ):
-    """Starts it, with the folder of its results, the command, and the protocol
-    of each cell, by its name."""
+    """Starts the run.
+
+    Args:
+      out: folder of its results.
+      command: the command line.
+      protocols: cell name -> its protocol.
+    """
     self._out, self._command, self._protocols = out, command, protocols
     self.failures: list[audit.Failure] = []
     self.memories: set[Path] = set()
-    self.processes: set[tuple[int, str]] = set()  # (number, when started)
-    self._journal = 0, 0  # how many there are, bytes
-    self._moved = time.monotonic()
-    self._run: tuple[int, str] | None = None  # driver, cell
-    self._rows, self._works = 0, False  # before it; a message has come since
-    # So that `end` is called, or the run would go on without this process.
+    self.processes: set[tuple[int, str]] = set()  # (process id, start time)
+    self._journal = 0, 0  # (count of journals, their bytes) at the last look
+    self._moved = time.monotonic()  # when they last grew
+    self._run: tuple[int, str] | None = None  # (driver's id, cell)
+    # Rows before this driver began the cell; whether one was received since.
+    self._rows, self._works = 0, False
+    # SIGTERM must reach `end`; otherwise the run would outlive this process.
     signal.signal(signal.SIGTERM, _leave)
     self._start()
 
-  def _start(self):
-    # In a session of its own, or Ctrl-C would interrupt it, too, and not once.
+  def _start(self) -> None:
+    """Starts the command in a separate session: the terminal's Ctrl-C reaches
+    this process only, which then ends the run."""
     self.process = subprocess.Popen(self._command, start_new_session=True)
 
   def _cell(self) -> tuple[str, Path] | None:
-    """Returns name and memory of the cell that is run now."""
+    """Returns the name and the memory folder of the cell that runs now."""
     for path in sorted(self._out.glob(f"cells/*/{live_memory.RUNNING}")):
       owner = live_memory.read(path.parent)
       if owner and owner.driver == self.process.pid:
@@ -87,8 +96,8 @@ class Victim:
         return path.parent.name, owner.memory
     return None
 
-  def _pids(self, memory) -> dict[str, dict[int, int]]:
-    """Returns its processes, and remembers them."""
+  def _pids(self, memory: Path) -> dict[str, dict[int, int]]:
+    """Returns kind -> index -> process id of a cell, and stores the ids."""
     pids = processes.pids(memory)
     for pid in [pid for each in pids.values() for pid in each.values()]:
       with contextlib.suppress(OSError):
@@ -99,7 +108,7 @@ class Victim:
     return self._protocols[cell].live.rows(self._out / "cells" / cell)
 
   def working(self) -> bool:
-    """Whether messages have come since this driver began with this cell."""
+    """Whether a message was received since this driver began this cell."""
     current = self._cell()
     if current is None:
       return False
@@ -114,7 +123,7 @@ class Victim:
     return self._works
 
   def check(self, patience: float) -> None:
-    """Raises Hung if nothing has happened for so many seconds."""
+    """Raises Hung if no journal has grown for `patience` seconds."""
     journals = list(self._out.glob("cells/*/trace-*.csv"))
     seen = len(journals), sum(path.stat().st_size for path in journals)
     if seen != self._journal:
@@ -124,17 +133,18 @@ class Victim:
       if cell is None:
         waited = f"for asgd train to begin a cell in {self._out}"
       elif not self.working():
-        waited = f"for the first job that workers of {cell[0]} hand in"
+        waited = f"for the first message of a worker of {cell[0]}"
       else:
         waited = f"for the next row in a trace of {cell[0]}"
       raise Hung(
-        f"nothing has happened for {patience:g} s: it waited {waited}. If the"
-        " machine is busy, Ray and compilers take long to start: give them more"
-        " with --patience; else the run has hung"
+        f"nothing has happened for {patience:g} s: asgd chaos waited {waited}."
+        " On a busy machine Ray and compilers take long to start: set a longer"
+        " --patience. Otherwise the run has hung"
       )
 
   def fail(self, kind: str, rng: random.Random) -> bool:
-    """Does something; False if no such process is running now."""
+    """Injects a failure of a kind. Returns False if no process that it applies
+    to runs now."""
     current = self._cell()
     if current is None:
       return False
@@ -142,6 +152,7 @@ class Victim:
     before = self._events(cell)
     if not before:
       return False
+    # [1] Choose a victim: a process that runs and is not stopped.
     pids = self._pids(memory)
     if kind == "driver":
       self._kill_driver(cell, before, pids)
@@ -157,13 +168,16 @@ class Victim:
     }
     if not running:
       return False
+    # [2] Send the signal.
     index = rng.choice(sorted(running))
     os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
     say(f"{kind}: {victims} {index} of {cell}")
+    # [3] Note which incarnation must leave in the trace, for the audit.
     after, dead, coming = self._events(cell), (), None
     if kind != "shard":
       ledger = follow(before)
-      if index not in ledger.present:  # it was on its way; has it come?
+      # It had not joined yet; its JOIN may have been written meanwhile.
+      if index not in ledger.present:
         ledger = follow(after)
       holder = ledger.holders.get(index, -1)
       if index in ledger.present:
@@ -174,13 +188,19 @@ class Victim:
     self.failures.append(audit.Failure(kind, cell, index, dead, *rows, coming))
     return True
 
-  def _kill_driver(self, cell, before, pids):
+  def _kill_driver(
+    self,
+    cell: str,
+    before: Sequence[Event],
+    pids: Mapping[str, Mapping[int, int]],
+  ) -> None:
+    """Kills the driver, starts its command again, and waits for the end of the
+    killed driver's processes, which work on until they notice."""
     self.process.kill()
     self.process.wait()
-    say(f"driver: that of {cell}")
+    say(f"driver: the driver of {cell}")
     self._start()
-    # Its processes work on until they notice.
-    old = {p for k in pids.values() for p in k.values()}
+    old = {pid for kind in pids.values() for pid in kind.values()}
     alive([process for process in self.processes if process[0] in old])
     after = self._events(cell)
     dead = tuple(sorted(follow(after).holders.items()))
@@ -188,7 +208,7 @@ class Victim:
     self.failures.append(audit.Failure("driver", cell, 0, dead, *rows))
 
   def end(self) -> None:
-    """Ends whatever runs."""
+    """Ends the run: asks it to stop, then kills its processes."""
     if self.process.poll() is None:
       self.process.send_signal(signal.SIGINT)
       with contextlib.suppress(subprocess.TimeoutExpired):
@@ -208,10 +228,22 @@ def inject(
   seconds: float,
   patience: float,
 ) -> None:
-  """Lets things fail for so many seconds of work, and waits for the end."""
+  """Injects failures into a run, and waits for its end.
+
+  Args:
+    victim: the run.
+    kinds: of failures; each comes once before any comes again.
+    rng: draws the order of the kinds, and the times.
+    mtbf: mean seconds of work between two failures.
+    seconds: of work, after which no failure is injected.
+    patience: seconds without a new row, after which the run has hung.
+
+  Raises:
+    Hung: the run has hung.
+  """
   rate = 1 / mtbf
-  worked, due = 0.0, rng.expovariate(rate)  # seconds of its work
-  waiting: list[str] = []  # kinds that are to come before any comes again
+  worked, due = 0.0, rng.expovariate(rate)  # seconds of the run's work
+  waiting: list[str] = []  # kinds that come before any comes again
   last = time.monotonic()
   while victim.process.poll() is None:
     time.sleep(_LOOK)
@@ -224,13 +256,14 @@ def inject(
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-      waiting.insert(0, waiting.pop())  # if no such process runs, others first
+      # Rotate: a kind without a running process must not block the others.
+      waiting.insert(0, waiting.pop())
       if victim.fail(waiting[0], rng):
         waiting.pop(0)
         due = worked + rng.expovariate(rate)
-        last = time.monotonic()  # what that took does not count
+        last = time.monotonic()  # the time of the injection is no work
   if victim.process.returncode == 0 and worked < seconds:
     say(
-      f"the run ended after {worked:.0f} of {seconds:g} seconds; try more"
+      f"the run ended after {worked:.0f} of {seconds:g} seconds; set a larger"
       " --config.epochs"
     )

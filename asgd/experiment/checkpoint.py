@@ -1,9 +1,9 @@
 """Checkpoints of a cell, with orbax: named arrays and JSON.
 
-A checkpoint holds what is no function of config, seed, worker and job: a tree
-of arrays, each under its path, and JSON. Orbax writes a step under a temporary
-name and renames it, so a killed save leaves no step. A checksum over all arrays
-and the JSON finds later damage.
+A checkpoint holds the state that does not follow from config, seed, worker and
+job: a tree of arrays, each under its path, and JSON. Orbax writes a step under
+a temporary name and renames it, so a killed save leaves no step. A checksum
+over all arrays and the JSON detects later damage.
 """
 
 import asyncio
@@ -28,25 +28,26 @@ _KEPT = 2  # checkpoints of a cell
 
 
 class Restored(NamedTuple):
-  """What a checkpoint gives back."""
+  """The contents of a checkpoint."""
 
-  arrays: dict[str, np.ndarray]  # by their places in the tree
+  arrays: dict[str, np.ndarray]  # by path in the tree
   notes: dict[str, Any]  # JSON
 
   def tree(self, template: Any) -> Any:
-    """Returns the tree that was saved, of NumPy arrays; ValueError if it has
-    another structure than the template, or other shapes (unless ANY)."""
+    """Returns the saved tree with NumPy arrays. Raises ValueError if its
+    structure or shapes differ from the template's; a leaf ANY has any shape."""
     names, structure = _names(template)
     if names.keys() != self.arrays.keys():
-      strange = sorted(names.keys() ^ self.arrays.keys())[:3]
+      differing = sorted(names.keys() ^ self.arrays.keys())[:3]
       raise ValueError(
-        f"it is of another model, algorithm or schedule ({', '.join(strange)})"
+        "it is of another model, algorithm or schedule"
+        f" ({', '.join(differing)})"
       )
     for name, leaf in names.items():
       shape = self.arrays[name].shape
       if leaf is not ANY and np.shape(leaf) != shape:
-        what = f"{name} has shape {shape} where {np.shape(leaf)} is wanted"
-        raise ValueError(f"{what}: it is of another model")
+        text = f"{name} has shape {shape}, not {np.shape(leaf)}"
+        raise ValueError(f"{text}: it is of another model")
     return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
 
 
@@ -58,7 +59,7 @@ def any_shapes(tree: Any) -> Any:
   return jax.tree.map(lambda leaf: ANY, tree)
 
 
-def _names(tree):
+def _names(tree: Any) -> tuple[dict[str, Any], Any]:
   """Returns (name -> leaf, structure) of a tree."""
   leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
   names = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
@@ -83,7 +84,7 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 
 @contextlib.contextmanager
 def _briefly() -> Iterator[None]:
-  """Has orbax raise what goes wrong, and print nothing of it."""
+  """Makes orbax raise its errors without printing them."""
   log = logging.getLogger("absl")
   before = log.level
   log.setLevel(logging.CRITICAL)
@@ -103,8 +104,8 @@ class Checkpoints:
 
   @functools.cached_property
   def _manager(self) -> Any:
-    # Not made, and orbax not imported, where nothing is saved or restored: a
-    # sixth of a command's start.
+    # Made late, because the import of orbax takes a sixth of a command's start
+    # and some commands neither save nor restore.
     import orbax.checkpoint as ocp
 
     here = jax.process_index()
@@ -112,7 +113,7 @@ class Checkpoints:
       max_to_keep=_KEPT,
       enable_async_checkpointing=False,
       create=False,
-      # This process writes, and asks no other.
+      # Only this process writes; orbax does not wait for others.
       multiprocessing_options=ocp.options.MultiprocessingOptions(
         primary_host=here, active_processes={here}
       ),
@@ -120,19 +121,20 @@ class Checkpoints:
     return ocp.CheckpointManager(self._folder.absolute(), options=options)
 
   def save(self, step: int, tree: Any, notes: dict[str, Any]) -> None:
-    """Writes a tree of arrays and JSON, which are on disk when this returns.
-    ValueError if they cannot be: what was there is left as it was."""
+    """Writes a tree of arrays and JSON to disk, before it returns. Raises
+    ValueError if that fails; earlier checkpoints remain."""
     from orbax.checkpoint import args
 
     if step == self._manager.latest_step():
-      return  # restored from, or saved at, this very step
+      return  # this step was restored or saved already
     names, _ = _names(jax.device_get(tree))
     arrays = list(map(np.asarray, names.values()))
     text = json.dumps(
       {
         "notes": notes,
-        "names": list(names),  # slashes and dots mean something to orbax
-        # Orbax takes no array without elements, such as a shard may have.
+        # Names are notes, because orbax gives slashes and dots a meaning.
+        "names": list(names),
+        # Orbax takes no array without elements, and a shard may have some.
         "empty": {
           name: [x.dtype.str, x.shape]
           for name, x in zip(names, arrays, strict=True)
@@ -148,36 +150,38 @@ class Checkpoints:
     try:
       with _briefly():
         self._manager.save(step, args=content, force=True)
-    except Exception as error:  # a full disk makes orbax raise anything
+    except Exception as error:  # on a full disk orbax may raise any type
       raise ValueError(
         f"cannot write a checkpoint to {self._folder} ({line_of(error, 200)});"
-        " make room and run the same command again to go on"
+        " make room and run the same command again to resume"
       ) from error
 
   def restore(self, rebuild: Callable[[Restored], Any]) -> Any:
-    """Returns rebuild(saved) of the newest checkpoint that is whole and makes
-    no error, or None; says on stderr which ones were moved aside."""
+    """Returns `rebuild(restored)` of the newest checkpoint that is complete and
+    that `rebuild` accepts; None if there is none. Moves damaged checkpoints
+    aside, with a warning on stderr."""
     if not any(self._folder.iterdir()):
       return None
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
         return rebuild(self._read(step))
-      except Exception as error:  # whatever a damaged file makes orbax raise
+      except Exception as error:  # for a damaged file orbax may raise any type
         aside = self._folder.parent / f"damaged-{step}"
         while aside.exists():
           aside = aside.with_name(aside.name + "-again")
-        place = self._folder / str(step)
-        place.rename(aside)
+        damaged = self._folder / str(step)
+        damaged.rename(aside)
         self._manager.reload()
         print(
-          f"warning: checkpoint {place} is damaged and is not used"
-          f" ({line_of(error, 200)}); it is kept as {aside}. Using the one"
-          " before it, or starting again",
+          f"warning: checkpoint {damaged} is damaged and is not used"
+          f" ({line_of(error, 200)}); it is kept as {aside}. The cell resumes"
+          " from the checkpoint before it, or starts again",
           file=sys.stderr,
         )
     return None
 
-  def _read(self, step) -> Restored:
+  def _read(self, step: int) -> Restored:
+    """Reads a checkpoint; raises ValueError if its checksum does not match."""
     from orbax.checkpoint import args
 
     content = args.Composite(

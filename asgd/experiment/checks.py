@@ -1,7 +1,7 @@
 """Checks of single settings: kind and range, with errors that name the key.
 
 A check is a function (value, key) that returns the value or raises ValueError
-with the key, the value and what it should be.
+with the key, the value and the expected kind.
 """
 
 import contextlib
@@ -18,7 +18,9 @@ MOST_INTEGER = 2**31 - 1  # int32 holds it
 MOST_COUNT = 10**8  # messages, updates, examples of a test
 
 
-def _require(holds, value, key, kind):
+def _require(holds: Any, value: Any, key: str, kind: str) -> Any:
+  """Returns `value`; raises ValueError with the key and the kind that `value`
+  must be, unless it `holds`."""
   if not holds:
     raise ValueError(f"config.{key} must be {kind}, not {shown(value)}")
   return value
@@ -29,13 +31,13 @@ def _check(is_valid: Callable[[Any], bool], kind: str) -> Check:
 
 
 def anything(value: Any, key: str) -> Any:
-  """Takes any plain value; what it selects checks it."""
+  """Accepts any plain value; the code that uses the setting checks it."""
   del key
   return value
 
 
-def whole(least: int = 1, most: int = MOST_COUNT) -> Check:
-  """A whole number in a range; not a bool."""
+def whole_number(least: int = 1, most: int = MOST_COUNT) -> Check:
+  """Returns a check of a whole number in a range; a bool is none."""
   return _check(
     lambda value: type(value) is int and least <= value <= most,
     f"a whole number from {least} to {most}",
@@ -45,7 +47,7 @@ def whole(least: int = 1, most: int = MOST_COUNT) -> Check:
 def number(
   least: float = 0.0, most: float = MOST_NUMBER, *, above: bool = False
 ) -> Check:
-  """A finite number in a range; `above` leaves out the least."""
+  """Returns a check of a finite number in a range; `above` excludes `least`."""
 
   def inside(value):
     real = type(value) in (int, float)
@@ -60,15 +62,15 @@ flag = _check(lambda value: isinstance(value, bool), "True or False")
 text = _check(lambda value: isinstance(value, str) and value != "", "a name")
 
 
-def choice(*known: str) -> Check:
-  """One of a few names."""
-  if len(known) < 4:
-    words = " or ".join(map(repr, known))
-    return _check(lambda value: value in known, words)
+def choice(*options: str) -> Check:
+  """Returns a check of one of a few names."""
+  if len(options) < 4:
+    words = " or ".join(map(repr, options))
+    return _check(lambda value: value in options, words)
 
   def check(value, key):
-    if value not in known:
-      hint = names.nearest(value, known)
+    if value not in options:
+      hint = names.nearest(value, options)
       raise ValueError(f"config.{key} {shown(value)} is not known; {hint}")
     return value
 
@@ -76,7 +78,7 @@ def choice(*known: str) -> Check:
 
 
 def optional(check: Check) -> Check:
-  """The same, or None."""
+  """Returns a check that also accepts None."""
 
   def either(value, key):
     if value is None:
@@ -90,7 +92,7 @@ def optional(check: Check) -> Check:
 
 
 def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
-  """A list of such values."""
+  """Returns a check of a list, with `check` for each of its values."""
 
   def each(value, key):
     _require(isinstance(value, list), value, key, "a list")
@@ -106,8 +108,11 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
 
 @contextlib.contextmanager
 def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
-  """Names the dotted key of the config in errors about its value; one that
-  begins with one of `keys`, below it, is about that one."""
+  """Prefixes errors of the block with `config.KEY: `, as ValueErrors.
+
+  If a message starts with one of `keys`, which are keys below `key`, the prefix
+  is `config.KEY.` instead.
+  """
   try:
     yield
   except (TypeError, ArithmeticError, LookupError, AttributeError) as error:
@@ -123,9 +128,8 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     raise ValueError(f"config.{key}{mark}{message}") from error
 
 
-def few_messages(config: Mapping[str, Any], messages: int) -> None:
-  """Raises ValueError if the budget of a cell is more messages than are
-  counted."""
+def check_message_count(config: Mapping[str, Any], messages: int) -> None:
+  """Raises ValueError if a cell would send more than MOST_COUNT messages."""
   if messages > MOST_COUNT:
     raise ValueError(
       f"config.epochs {config['epochs']:g} is {messages:.3g} messages in one"

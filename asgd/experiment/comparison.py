@@ -1,18 +1,18 @@
-"""A live cell beside its simulations with the durations that its jobs had; or,
-of a protocol in which no server decides the order, beside its replay.
+"""Compares a live cell with simulations that use its jobs' measured durations,
+or, if no server decides the order of its protocol, with its replay.
 
-There are two simulations. In the first, the jobs of a worker take their
-measured times in their order: it tests the simulator. In the second, times are
-drawn from those of each worker: a prediction from their distribution alone.
+There are two simulations. In the first, each worker's jobs take their measured
+times in their order: this tests the simulator. In the second, times are drawn
+from each worker's measured times: this predicts a run from their distribution.
 
-If the links of a run took time (config.network), that time is no part of its
-jobs: messages and tickets of the counted bytes pass the same simulated network.
+If the links of a run took time (config.network), the measured jobs exclude that
+time. Messages and tickets of the counted bytes pass the same simulated network.
 
 A replay must have the same records; the first that differs is named.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,10 +25,11 @@ from asgd.experiment import folder as folders
 from asgd.experiment.engines import networks
 from asgd.orders import durations
 
-_WAYS = (0.5, 0.9)  # that a live run's loss goes
+_WAYS = (0.5, 0.9)  # shares of a live run's decrease of the loss
 _BINS = 40  # of time, in the picture
-_EARLY = 0.05  # of the messages, from where on it is said
-_POINTS = 2000  # most of a curve in the picture
+# Share of messages before all workers had sent one, above which a note says so.
+_EARLY = 0.05
+_POINTS = 2000  # most points of a curve in the picture
 LIVE, _ORDER, _DRAWN, _REPLAYED = "live", "in order", "drawn", "replayed"
 _HATCHES = {LIVE: "", _ORDER: "///", _DRAWN: "...", _REPLAYED: "///"}
 _LOSS = "training loss, moving average\nover 1/40 of the messages"
@@ -39,46 +40,59 @@ class LiveComparison(NamedTuple):
 
   name: str
   runs: dict[str, predict.Outcome]  # by kind, the live one first
-  zero: int  # the message with which clocks start
-  parts: dict[str, float] | None  # where the time of a live job goes
-  # What its jobs took, as `durations` of a config takes it (durations.csv).
+  zero: int  # index of the message at which times start
+  parts: dict[str, float] | None  # seconds of each part of a live job
+  # Rows (worker, seconds) of its jobs, for `durations` of a config.
   jobs: Sequence[dict[str, float]] = ()
-  replay: str = ""  # whether a replay had the same parameters and records
+  replay: str = ""  # comparison with the replay; "": there was none
 
 
-def _measured(files):
+def _measured(files: live_files.LiveFiles) -> list[predict.MeasuredJob]:
   """Returns the jobs of a live run, without the time of its network."""
   journal, spans = files.journals[0], files.spans
-  over = _over(files)
-  if over["network"] is None:
+  transport = _transport(files)
+  if transport["network"] is None:
     return predict.jobs(journal, spans)
   workers = files.description["cell"]["workers"]
-  return predict.off_network(journal, spans, **over, workers=workers)
+  return predict.off_network(journal, spans, **transport, workers=workers)
 
 
-def _streams(cell, read, other, durations_of):
-  """Returns the times of the jobs of each worker, by simulation."""
-  jobs = _measured(other)
+def _streams(
+  cell: Any,
+  files: live_files.LiveFiles,
+  timed: live_files.LiveFiles,
+  timed_name: Path,
+) -> dict[str, list[Iterator[float]]]:
+  """Returns streams of job durations for each worker, by simulation.
+
+  Args:
+    cell: the simulated cell.
+    files: of that cell.
+    timed: files of the cell with the durations, which may be another.
+    timed_name: its name in an error.
+  """
+  jobs = _measured(timed)
   if not jobs:
-    raise ValueError(f"{durations_of} holds no message: {predict.SHORT}")
-  measured_at = 1 + max(job.worker for job in jobs)
-  settled = predict.settled(jobs, measured_at)
-  # A worker may do more than it did.
-  again = durations.measured(predict.shifted(settled, cell.workers))
+    raise ValueError(f"{timed_name} has no message: {predict.SHORT}")
+  timed_workers = 1 + max(job.worker for job in jobs)
+  settled = predict.settled(jobs, timed_workers)
+  # A worker may do more jobs than were measured: it then repeats them.
+  repeated = durations.measured(predict.shifted(settled, cell.workers))
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
-  did = predict.in_order(jobs, measured_at) if other is read else [[]]
-  numbers = range(cell.workers)
+  first = predict.in_order(jobs, timed_workers) if timed is files else [[]]
+  workers = range(cell.workers)
   return {
     _ORDER: [
-      itertools.chain(did[w % len(did)], again.stream(w)) for w in numbers
+      itertools.chain(first[w % len(first)], repeated.stream(w))
+      for w in workers
     ],
-    _DRAWN: [drawn.stream(w) for w in numbers],
+    _DRAWN: [drawn.stream(w) for w in workers],
   }
 
 
-def _over(files):
-  """What the messages of a live run pass, None if that takes no time, and the
-  bytes that were counted."""
+def _transport(files: live_files.LiveFiles) -> dict[str, Any]:
+  """Returns the `network` of a live run (None: it takes no time), and the
+  `sizes` of its messages in bytes."""
   description, records = files.description, files.records
   section = description["config"].get("network")
   network = section and networks.from_section(section, len(records))
@@ -93,98 +107,115 @@ def compare(
   data_dir: str | None = None,
   trust: bool = False,
 ) -> LiveComparison:
-  """Compares a live cell with simulations, with times from another folder if
-  one is given, or with its replay. ValueError if it is too short, was changed
-  since it ended, or names code of another user, unless `trust` allows it."""
-  place = live_files.only_cell(folder)
-  folders.finished_result(place, repeatable=False)
-  read = live_files.read(place)
-  other = live_files.read(durations_of) if durations_of else read
-  cells = protocol.of_cell(place, read.description).live
-  from_other = protocol.of_cell(place, other.description).live
-  if durations_of and not (cells.simulation and from_other.simulation):
+  """Compares a live cell with its simulations or with its replay.
+
+  Args:
+    folder: of the cell, or of an experiment with one live cell.
+    durations_of: folder of another cell with the durations for simulations.
+    data_dir: folder of the data set; None: the default.
+    trust: whether code of other users may be imported.
+
+  Raises:
+    ValueError: the cell is too short, was changed since it ended, or names code
+      that is not trusted; or one of two cells has no simulation.
+  """
+  cell_folder = live_files.only_cell(folder)
+  folders.finished_result(cell_folder, repeatable=False)
+  files = live_files.read(cell_folder)
+  timed = live_files.read(durations_of) if durations_of else files
+  cells = protocol.of_cell(cell_folder, files.description).live
+  timed_cells = protocol.of_cell(cell_folder, timed.description).live
+  if durations_of and not (cells.simulation and timed_cells.simulation):
     raise ValueError(
-      f"{durations_of} says how long jobs take, and of {folder} and it one has"
-      " no server that decides their order: give --durations_of for two that do"
+      f"--durations_of={durations_of} needs two cells with a server that"
+      f" decides the order of jobs: one of it and {folder} has no such server."
+      " Drop it, or name two cells that have one"
     )
   loaded = {"data_dir": data_dir, "trust": trust}
   if cells.simulation is None:
-    return _with_replay(place, read, **loaded)
-  experiment, cell = replay.load(place, **loaded)
+    return _with_replay(cell_folder, files, **loaded)
+  experiment, cell = replay.load(cell_folder, **loaded)
   plan = experiment.plan(cell)
-  rules, obey = cells.simulation(plan, cell, place)
-  records, journal = read.records[0], read.journals[0]
+  rules, train_in_order = cells.simulation(plan, cell, cell_folder)
+  records, journal = files.records[0], files.journals[0]
   messages = len(records.loss)
-  there = _all_there(place, records.worker, cell.workers)
+  early = _early_messages(cell_folder, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
-  runs = {LIVE: predict.Outcome(began, records, _accuracy(place))}
-  comes = predict.joins(journal, cell.workers)
-  streams_of = _streams(cell, read, other, durations_of or folder)
+  runs = {LIVE: predict.Outcome(began, records, _accuracy(cell_folder))}
+  joins = predict.joins(journal, cell.workers)
+  streams_of = _streams(cell, files, timed, durations_of or folder)
   for kind, streams in streams_of.items():
-    trace = predict.play(rules, streams, comes, messages, **_over(read))
-    params, simulated = obey(trace)
+    trace = predict.play(rules, streams, joins, messages, **_transport(files))
+    params, simulated = train_in_order(trace)
     accuracy = plan.problem.evaluate(params).accuracy
     runs[kind] = predict.Outcome(float(trace.time[0]), simulated, accuracy)
+  # All runs are compared from a message at which every worker works in each.
   workers = [run.records.worker for run in runs.values()]
   zero = max(predict.all_there(column, cell.workers) for column in workers)
-  began = float(records.time[there - 1])
-  parts = predict.where_time_goes(journal, read.spans, began)
-  return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(read)))
+  began = float(records.time[early - 1])
+  parts = predict.where_time_goes(journal, files.spans, began)
+  return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(files)))
 
 
-def _all_there(place, worker, workers) -> int:
-  """Returns how many messages it took until each worker had sent one;
-  ValueError if these are most."""
-  there, messages = predict.all_there(worker, workers), len(worker)
-  if 2 * there > messages:
-    early = f"{there} of {messages} messages came before all workers did"
-    raise ValueError(f"{place.name}: {early}: {predict.SHORT}")
-  return there
+def _early_messages(
+  cell_folder: Path, worker: np.ndarray, workers: int
+) -> int:
+  """Returns the count of messages until each worker had sent one. Raises
+  ValueError if these are more than half of all."""
+  early, messages = predict.all_there(worker, workers), len(worker)
+  if 2 * early > messages:
+    text = f"{early} of {messages} messages arrived before each worker sent one"
+    raise ValueError(f"{cell_folder.name}: {text}: {predict.SHORT}")
+  return early
 
 
-def _rows(jobs):
+def _rows(jobs: Sequence[predict.MeasuredJob]) -> list[dict[str, float]]:
   return [{"worker": j.worker, "seconds": j.end - j.start} for j in jobs]
 
 
-def _accuracy(place) -> float:
-  """That of the result; NaN of a task without."""
-  accuracy = replay.read_result(place).get("test_accuracy")
+def _accuracy(cell_folder: Path) -> float:
+  """Returns the accuracy of a result; NaN if its task has none."""
+  accuracy = replay.read_result(cell_folder).get("test_accuracy")
   return np.nan if accuracy is None else accuracy
 
 
-def _with_replay(place, read, **loaded) -> LiveComparison:
-  columns = cell_files.read_records(place)
+def _with_replay(
+  cell_folder: Path, files: live_files.LiveFiles, **loaded: Any
+) -> LiveComparison:
+  """Compares a live cell with its replay."""
+  columns = cell_files.read_records(cell_folder)
   records = base.Records(*(columns[name] for name in base.Records._fields))
-  workers = read.description["cell"]["workers"]
-  zero = _all_there(place, records.worker, workers)
-  began = live_files.first_ticket(read.jobs)
-  replayed = replay.replay(place, **loaded)
-  again = replayed.records
+  workers = files.description["cell"]["workers"]
+  zero = _early_messages(cell_folder, records.worker, workers)
+  began = live_files.first_ticket(files.jobs)
+  result = replay.replay(cell_folder, **loaded)
+  replayed = result.records
   runs = {
-    LIVE: predict.Outcome(began, records, _accuracy(place)),
-    _REPLAYED: predict.Outcome(began, again, replayed.accuracy),
+    LIVE: predict.Outcome(began, records, _accuracy(cell_folder)),
+    _REPLAYED: predict.Outcome(began, replayed, result.accuracy),
   }
-  digests = [str(x)[:16] for x in (replayed.recorded, replayed.digest)]
-  said = f"parameters {digests[0]}, replayed {digests[1]}"
-  said += f"; {first_difference(records, again) or 'the same records'}"
-  jobs = _rows(predict.jobs(read.jobs, read.spans))
-  return LiveComparison(place.name, runs, zero, None, jobs, said)
+  digests = [str(x)[:16] for x in (result.recorded, result.digest)]
+  text = f"parameters {digests[0]}, replayed {digests[1]}"
+  text += f"; {first_difference(records, replayed) or 'the same records'}"
+  jobs = _rows(predict.jobs(files.jobs, files.spans))
+  return LiveComparison(cell_folder.name, runs, zero, None, jobs, text)
 
 
-def first_difference(records: base.Records, again: Any) -> str:
-  """Names the first record, by worker and job, in which a run and its replay
-  differ, its column and both values; "" if none does."""
-  if len(records.loss) != len(again.loss):
-    return f"{len(records.loss)} records, replayed {len(again.loss)}"
+def first_difference(records: base.Records, replayed: Any) -> str:
+  """Returns the first record, by worker and job, in which a run and its replay
+  differ: its column and both values; "" if none differs."""
+  if len(records.loss) != len(replayed.loss):
+    return f"{len(records.loss)} records, replayed {len(replayed.loss)}"
   sides = [
     {name: getattr(side, name)[np.lexsort((side.job, side.worker))]
       for name in base.Records._fields}
-    for side in (records, again)
+    for side in (records, replayed)
   ]
   firsts = []
   for name, was in sides[0].items():
     now = sides[1][name]
-    same = np.equal(was, now) | ((was != was) & (now != now))  # NaN is NaN
+    # Two NaNs are equal here.
+    same = np.equal(was, now) | ((was != was) & (now != now))
     if not same.all():
       firsts.append((int(np.argmin(same)), name))
   if not firsts:
@@ -202,7 +233,8 @@ def _curves(both, zero):
 
 
 def quantities(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns rows of a quantity, in each run, and its ratios to the live one."""
+  """Returns a row for each quantity: its value in each kind of run, and the
+  ratios to the live run."""
   curves = _curves(both, both.zero)
   losses = {share: curves[LIVE].way(share) for share in _WAYS}
   columns = {}
@@ -251,10 +283,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def parts_text(parts: dict[str, float] | None) -> str:
-  """Says where the time of a job goes."""
+  """Returns a line on the parts of a live job's time."""
   if parts is None:
     return (
-      "where the time of a job goes is not known: run asgd train with"
+      "the parts of a job's time were not measured: run asgd train with"
       " --config.live.spans=True"
     )
   words = ", ".join(
@@ -268,7 +300,7 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
-def _heading(both) -> str:
+def _heading(both: LiveComparison) -> str:
   beside = "simulated with measured durations"
   return f"{both.name}: live, and {'replayed' if both.replay else beside}"
 
@@ -278,31 +310,33 @@ def describe(
   rows: list[dict[str, Any]],
   durations_of: str | None = None,
 ) -> str:
-  """Says what came of a comparison, with its `quantities`."""
+  """Returns a comparison, with its `quantities`, as text."""
   if both.replay:
     return f"\n{_heading(both)}\n\n{table(rows)}\n{both.replay}"
   of = f", with the durations of {durations_of}" if durations_of else ""
-  said = (
+  text = (
     f"\n{both.name}: live, and simulated with its durations in order, and drawn"
     f" from them{of}\n\n{table(rows)}\n{parts_text(both.parts)}"
   )
   early, messages = both.zero, len(both.runs[LIVE].records.time)
   if early > _EARLY * messages:
-    said += (
-      f"\nnote: {early} of {messages} messages came before all workers were"
-      " there: what is counted from the first ticket depends on that"
+    text += (
+      f"\nnote: {early} of {messages} messages arrived before each worker sent"
+      " one: times that start at the first ticket depend on them"
     )
-  return said
+  return text
 
 
-def _edges(both):
-  """The ends of the pieces of time in which messages are counted."""
+def _edges(both: LiveComparison) -> np.ndarray:
+  """Returns the edges of the bins of time in which messages are counted."""
   columns = (run.records.time for run in both.runs.values())
   longest = max(time[-1] - time[both.zero - 1] for time in columns)
   return np.linspace(0, longest, _BINS + 1)
 
 
-def _series(both):
+def _series(
+  both: LiveComparison,
+) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
   """Yields (panel, kind, xs, values) of the picture."""
   times = {kind: run.records.time for kind, run in both.runs.items()}
   times = {k: t[both.zero :] - t[both.zero - 1] for k, t in times.items()}
@@ -310,7 +344,7 @@ def _series(both):
   for kind, curve in _curves(both, both.zero).items():
     counts = np.bincount(both.runs[kind].records.staleness[both.zero :])
     yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
-    # The last bin that a run reaches is not full.
+    # The last bin that a run reaches is not full, so it is not drawn.
     full = int(np.searchsorted(edges, times[kind][-1], "right")) - 1
     rates = np.histogram(times[kind], edges)[0] / edges[1]
     yield "throughput", kind, edges[:full], rates[:full]
@@ -319,9 +353,12 @@ def _series(both):
 
 
 def points(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the numbers of the picture: panel, series, x, value. Panels are
-  "staleness" (share of the messages against it), "throughput" (messages per
-  second) and "loss", both against seconds since all workers were there."""
+  """Returns the picture's numbers, as rows of panel, series, x and value.
+
+  The panels are "staleness" (share of the messages by staleness), "throughput"
+  (messages per second) and "loss". The last two are by seconds since each
+  worker had sent a message.
+  """
   return [
     {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
     for panel, kind, xs, values in _series(both)
@@ -335,18 +372,19 @@ def draw(both: LiveComparison, stem: Path) -> None:
     _draw(both, stem)
 
 
-def _looks(kinds):
-  """Colour and dashes of each kind of run, without a marker."""
+def _looks(kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+  """Returns colour and dashes of each kind of run, without a marker."""
   styles = figure_lib.styles(list(kinds))
   keys = "color", "ls"
   return {name: {k: own[k] for k in keys} for name, own in styles.items()}
 
 
-def _draw(both, stem):
+def _draw(both: LiveComparison, stem: Path) -> None:
+  """Draws the three panels of a comparison."""
   figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 7.2, 2.9)
   kinds = list(both.runs)
   looks = _looks(kinds)
-  most = 0  # staleness; drawn up to where a message in a hundred is
+  most = 0  # staleness on the axis, without the 1 % of largest values
   for panel, kind, x, values in _series(both):
     run, look = both.runs[kind], looks[kind]
     if panel == "staleness":
@@ -381,22 +419,23 @@ def _draw(both, stem):
 
 
 def common_loss(cells: Sequence[LiveComparison]) -> float:
-  """Returns a loss that all reach: 90 % of the shortest way that a run goes."""
+  """Returns a loss that all runs reach: 90 % of the smallest decrease."""
   curves = [curve for both in cells for curve in _curves(both, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)
   return float(start - 0.9 * (start - worst))
 
 
-def _common(cells) -> list[str]:
-  """The kinds of runs that all cells have."""
+def _common(cells: Sequence[LiveComparison]) -> list[str]:
+  """Returns the kinds of runs that all cells have."""
   first, *others = cells
   return [k for k in first.runs if all(k in both.runs for both in others)]
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
-  """Returns when each cell reached a loss, in seconds since its first ticket,
-  in each kind of run that all have, and how many times faster than the last."""
+  """Returns a row for each cell, over the kinds of runs that all cells have:
+  messages per second, seconds from the first ticket to a loss, and how many
+  times faster that is than the slowest cell."""
   rows, kinds = [], _common(cells)
   for both in cells:
     row: dict[str, Any] = {"cell": both.name}
@@ -436,7 +475,8 @@ def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
     _draw_race(cells, loss, stem)
 
 
-def _draw_race(cells, loss, stem):
+def _draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path):
+  """Draws one axis with a curve for each cell and kind of run."""
   figure, axes = figure_lib.new_figure(1, 1, 5, 3.4)
   axis = axes.item()
   looks = figure_lib.styles([both.name for both in cells])
@@ -455,4 +495,5 @@ def _draw_race(cells, loss, stem):
   figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
   axis.grid()
   figure_lib.legend(figure, axes)
-  figure_lib.save(figure, "live cells, and what each is compared with", stem)
+  title = "live cells, and their simulations or replays"
+  figure_lib.save(figure, title, stem)

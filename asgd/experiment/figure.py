@@ -1,7 +1,8 @@
-"""The figure of an experiment: curves of its runs, and sweeps over workers.
+"""Draws an experiment's figure: curves of its runs, and sweeps over workers.
 
-It has the width of a journal's page, three panels in a row, in eight points.
-Lines differ in lightness, markers and dashes, so that they differ in grey too.
+The figure has the width of a journal's page, three panels in a row, and text of
+eight points. Lines differ in lightness, markers and dashes, so they also differ
+in grey.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ Rows = Sequence[Row]
 
 
 def mean_and_std(rows: Rows, key: str) -> tuple[float, float]:
-  """Mean and sample deviation of a column; a missing value makes them NaN."""
+  """Returns a column's mean and sample deviation; NaN if a value is missing."""
   values = np.array([row.get(key) for row in rows], float)  # None is NaN
   with np.errstate(invalid="ignore", over="ignore"):
     std = values.std(ddof=1) if len(values) > 1 else np.nan
@@ -28,7 +29,7 @@ def mean_and_std(rows: Rows, key: str) -> tuple[float, float]:
 
 
 def group_by(rows: Rows, *keys: str) -> dict[tuple, list[Row]]:
-  """Groups rows by the values of some columns, in the order they are met."""
+  """Groups rows by the values of some columns, in order of first appearance."""
   groups: dict[tuple, list[Row]] = {}
   for row in rows:
     groups.setdefault(tuple(row[key] for key in keys), []).append(row)
@@ -39,8 +40,8 @@ class Panel(NamedTuple):
   """One pair of axes."""
 
   name: str  # of its points
-  x: str  # column along it; "workers" of results, others of evaluations
-  y: str  # column up it
+  x: str  # column; "workers" is of results, other columns of evaluations
+  y: str  # column
   xlabel: str
   ylabel: str
 
@@ -49,38 +50,41 @@ _CLOCKS = {
   "time": ("simulated_time", "time (mean batches)"),
   "seconds": ("seconds", "seconds of training"),
 }
-_TRAFFIC = "traffic (MB)"  # up and down, of runs with codecs
-_ERROR = "test error (%)"  # 100 less the accuracy in percent
+_TRAFFIC = "traffic (MB)"  # up and down, for runs with codecs
+_ERROR = "test error (%)"  # 100 minus the accuracy in percent
 _LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
 _SINCE = ", mean since\nthe last evaluation"
 _POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
-_POINT += ("values", "diverged")  # of each seed
+_POINT += ("values", "diverged")  # for each seed
 
 
-def _workers(results):
-  """The numbers of workers of each run: title -> set."""
+def _workers(results: Rows) -> dict[str, set[int]]:
+  """Returns title of a run -> its numbers of workers."""
   counts: dict[str, set[int]] = {}
   for row in results:
     counts.setdefault(row["algorithm"], set()).add(row["workers"])
   return counts
 
 
-def _swept(results) -> set[int]:
-  """The numbers of workers of runs that have several."""
+def _swept(results: Rows) -> set[int]:
+  """Returns all numbers of workers of the runs that have several."""
   several = (c for c in _workers(results).values() if len(c) > 1)
   return set().union(*several)
 
 
 def has(results: Rows, key: str) -> bool:
-  """Whether something of a test was measured, and came out finite: a task may
-  have losses alone, and a caller no test at all."""
+  """Whether any result has a finite value of a test's key: a task may have no
+  accuracy, and a caller may give no test data."""
   return any(np.isfinite(mean_and_std([row], key)[0]) for row in results)
 
 
 def panels(results: Rows) -> list[Panel]:
-  """Returns the panels that may be drawn: with several numbers of workers,
-  results against them and curves at the largest; otherwise curves of accuracy
-  and loss. A task without accuracy has training and test loss instead."""
+  """Returns the panels that may be drawn.
+
+  If a run has several numbers of workers, these are results by workers, and
+  curves at the largest number. Otherwise they are curves of accuracy and loss.
+  A task without accuracy has training and test loss instead.
+  """
   of_classes = has(results, "test_accuracy")
   name, y, best = "accuracy", "test_accuracy", _ERROR
   if not of_classes:
@@ -119,10 +123,19 @@ def panels(results: Rows) -> list[Panel]:
 
 
 def numbers(results: Rows, curves: Rows) -> list[dict]:
-  """Returns the points of the figure, from the rows of cells and evaluations:
-  the mean over seeds, each seed's value, and whether it diverged. Curves are of
-  a run's largest number of workers. Beside sweeps, a run with one number of
-  workers that no sweep has is a level without a curve."""
+  """Returns the points of the figure.
+
+  Curves are drawn for a run's largest number of workers. Where other runs have
+  sweeps, a run with one number of workers that no sweep has is a horizontal
+  line without a curve.
+
+  Args:
+    results: rows of cells.
+    curves: rows of evaluations.
+
+  Returns:
+    Rows with the mean over seeds, each seed's value, and whether it diverged.
+  """
   largest = {title: max(counts) for title, counts in _workers(results).items()}
   swept = _swept(results)
   shown = [
@@ -139,7 +152,7 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
     groups = by_result if panel.x == "workers" else by_message
     for (title, workers, *_), rows in groups.items():
       if not any(panel.y in row and panel.x in row for row in rows):
-        continue  # an engine without this clock, or without staleness
+        continue  # the engine does not measure this time or staleness
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
       values = [mean_and_std([row], panel.y)[0] for row in rows]
@@ -152,13 +165,16 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
 
 
 def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
-  """Whether a panel adds something: its values differ, its x is not that of
-  another panel in other units, and not only the workers decide."""
-  known = [p for p in rows if np.isfinite([p["x"], p["mean"]]).all()]
-  if len({p["x"] for p in known}) < 2 or len({p["mean"] for p in known}) < 2:
+  """Whether a panel shows something that others do not.
+
+  Its values must differ; the runs' sweeps must not be all equal; and its x must
+  not be proportional to the epochs with one factor for all runs.
+  """
+  finite = [p for p in rows if np.isfinite([p["x"], p["mean"]]).all()]
+  if len({p["x"] for p in finite}) < 2 or len({p["mean"] for p in finite}) < 2:
     return False
   if panel.x == "workers":
-    of_run = group_by(known, "algorithm").values()
+    of_run = group_by(finite, "algorithm").values()
     lines = [{p["x"]: round(p["mean"], 9) for p in run} for run in of_run]
     lines = [line for line in lines if len(line) > 1]
     return len(lines) == 1 or any(line != lines[0] for line in lines)
@@ -170,13 +186,15 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
     name = "" if point["panel"] in epochs else point["panel"]
     if name in ends:
       ends[name][point["algorithm"]] = point["x"]
-  whole, pairs = ends[""], ends[panel.name].items()
-  ratios = [x / whole[run] for run, x in pairs if whole.get(run, 0) > 0]
+  last_epochs, pairs = ends[""], ends[panel.name].items()
+  ratios = [
+    x / last_epochs[run] for run, x in pairs if last_epochs.get(run, 0) > 0
+  ]
   return not ratios or max(ratios) > 1.02 * min(ratios)
 
 
 def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
-  """Returns the panels that tell something, at least one."""
+  """Returns the panels that show something, but at least one."""
   every = panels(results)
   of_panel = {
     panel: [point for point in points if point["panel"] == panel.name]
@@ -186,11 +204,11 @@ def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
   return kept or every[:1]
 
 
-# How it looks.
+# The style of figures.
 
-_WIDTH = 2.4, 1.95  # inches of a panel, and its height
-# By lightness, from 0 to 64 percent, of palettes for all kinds of sight by
-# Paul Tol (https://sronpersonalpages.nl/~pault/).
+_WIDTH = 2.4, 1.95  # width and height of a panel, in inches
+# Sorted by lightness, from 0 to 64 percent. From Paul Tol's palettes for all
+# kinds of colour vision (https://sronpersonalpages.nl/~pault/).
 COLORS = "#000000", "#332288", "#882255", "#117733", "#CC6677", "#44AA99"
 MARKERS, DASHES = "osv^D*PhdX", ("-", "--", "-.", (0, (1, 1)))
 _STYLE = {
@@ -203,14 +221,14 @@ _STYLE = {
   "lines.markersize": 3.5,
   "grid.linewidth": 0.5,
   "grid.alpha": 0.3,
-  "pdf.fonttype": 42,  # text stays text
-  "svg.hashsalt": "figure",  # equal figures are equal files
+  "pdf.fonttype": 42,  # keeps text as text
+  "svg.hashsalt": "figure",  # makes files of equal figures equal
 }
 
 
 @contextlib.contextmanager
 def style() -> Iterator[None]:
-  """Draws what is made within it as all figures are: in eight points."""
+  """Sets the common style of figures, with text of eight points, in a block."""
   import matplotlib
 
   with matplotlib.rc_context(_STYLE):
@@ -218,8 +236,8 @@ def style() -> Iterator[None]:
 
 
 def styles(titles: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Returns the colour, marker and dashes of each line, which differ in grey
-  too."""
+  """Returns colour, marker and dashes of each line; lines also differ in grey.
+  """
   few = min(len(titles), len(COLORS))
   chosen = np.linspace(0, len(COLORS) - 1, few).round().astype(int)
   return {
@@ -241,7 +259,7 @@ def new_figure(rows: int, columns: int, width: float, height: float) -> Any:
 
 
 def legend(figure: Any, axes: Any, title: str = "") -> None:
-  """Explains the lines of all panels once, below them."""
+  """Adds one legend of the lines of all panels, below them."""
   handles: dict[str, Any] = {}
   for axis in axes.flat:
     shown = zip(*axis.get_legend_handles_labels(), strict=True)
@@ -262,14 +280,15 @@ def legend(figure: Any, axes: Any, title: str = "") -> None:
 
 
 def plain_text(text: str) -> str:
-  """Returns a text for matplotlib, in which no mathematics is to be read."""
+  """Returns a text in which matplotlib finds no mathematics."""
   return text.replace("$", r"\$")
 
 
 def save(figure: Any, heading: str, stem: Path) -> None:
-  """Writes a figure as STEM.png, .svg and .pdf, with a heading above all."""
+  """Writes a figure as STEM.png, .svg and .pdf, with a heading at its top."""
   figure.suptitle(plain_text(heading), fontsize="medium")
-  # Panels are placed once, and not for each file: half of the time to draw.
+  # The layout is computed once instead of for each file, which saves half of
+  # the time.
   figure.draw_without_rendering()
   figure.set_layout_engine(None)
   dates = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
@@ -279,8 +298,18 @@ def save(figure: Any, heading: str, stem: Path) -> None:
 
 
 def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
-  """Makes an axis ("x" or "y") logarithmic if its values span a factor of five
-  or more, with labels such as 20, 50 and 1,000, and adds that to its name."""
+  """Makes an axis logarithmic if its values span a factor of five or more.
+
+  Labels are such as 20, 50 and 1,000, and ", log scale" is added to its name.
+
+  Args:
+    axis: of matplotlib.
+    direction: "x" or "y".
+    values: on the axis.
+
+  Returns:
+    Whether the axis is logarithmic.
+  """
   from matplotlib import ticker
 
   values = np.asarray(values, float)
@@ -302,14 +331,31 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
 
 
 def _shown(panel: Panel, values: Any) -> np.ndarray:
-  """What is drawn of values: of an accuracy the error, in percent."""
+  """Returns the drawn values: for an accuracy the error in percent."""
   values = np.asarray(values, float)
   return 100 * (1 - values) if panel.y == "test_accuracy" else values
 
 
-def _draw_run(axis, rows, style, *, panel, level, aside):
-  """Draws a curve with a band; or a horizontal line (`level`); or means with
-  the points of seeds, `aside` by a factor."""
+def _draw_run(
+  axis: Any,
+  rows: Rows,
+  style: Mapping[str, Any],
+  *,
+  panel: Panel,
+  level: bool,
+  aside: float,
+) -> None:
+  """Draws one run: a curve with a band, or means with the seeds' points.
+
+  Args:
+    axis: of matplotlib.
+    rows: the run's points.
+    style: of its lines.
+    panel: of the axis.
+    level: whether the run is a horizontal line.
+    aside: factor on x of the seeds' points, so that those of runs do not
+      overlap.
+  """
   rows = [row for row in rows if np.isfinite(row["mean"])]
   if not rows:
     return
@@ -340,8 +386,9 @@ def _draw_run(axis, rows, style, *, panel, level, aside):
     axis.plot(at[ended], seeds[ended], **crosses)
 
 
-def _limit_losses(axis, rows):
-  """Keeps a run that diverged from hiding the others."""
+def _limit_losses(axis: Any, rows: Rows) -> None:
+  """Limits the axis to the first losses, so that a run that diverged does not
+  flatten the others."""
   drawn = [row["mean"] for row in rows if np.isfinite(row["mean"])]
   if not drawn or min(drawn) <= 0:
     return
@@ -351,15 +398,22 @@ def _limit_losses(axis, rows):
   axis.set_ylim(0.95 * min(drawn), min(top, 1.05 * max(drawn)))
 
 
-def _draw_panel(axis, panel, points, styles, swept):
+def _draw_panel(
+  axis: Any,
+  panel: Panel,
+  points: Rows,
+  styles: Mapping[str, Mapping[str, Any]],
+  swept: set[int],
+) -> None:
+  """Draws the runs of a panel, and its axes."""
   rows = [row for row in points if row["panel"] == panel.name]
   against_workers = panel.x == "workers"
   middle = (len(styles) - 1) / 2
   for i, (title, style) in enumerate(styles.items()):
-    mine = [row for row in rows if row["algorithm"] == title]
-    level = len(mine) == 1 and mine[0]["x"] not in swept and against_workers
+    run = [row for row in rows if row["algorithm"] == title]
+    level = len(run) == 1 and run[0]["x"] not in swept and against_workers
     aside = 2 ** (0.03 * (i - middle)) if against_workers else 1
-    _draw_run(axis, mine, style, panel=panel, level=level, aside=aside)
+    _draw_run(axis, run, style, panel=panel, level=level, aside=aside)
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   if against_workers:
     ticks = sorted(swept)
@@ -377,7 +431,8 @@ def _draw_panel(axis, panel, points, styles, swept):
   axis.grid()
 
 
-def _when(panel, rows):
+def _when(panel: Panel, rows: Rows) -> str:
+  """Returns the title of a panel: the number of workers that it shows."""
   if panel.x == "workers":
     return "at the end"
   counts = {row["workers"] for row in rows}
@@ -387,26 +442,28 @@ def _when(panel, rows):
 
 
 def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
-  """Says what lines, bands, dots and crosses are, as far as there are some."""
+  """Returns the meaning of the drawn lines, bands, dots and crosses."""
   seeds = max((point["seeds"] for point in points), default=1)
-  said, diverged = [], any(any(point["diverged"]) for point in points)
+  texts, diverged = [], any(any(point["diverged"]) for point in points)
   if seeds > 1:
     too = ", diverged ones too" if diverged else ""
-    said.append(f"lines: mean of {seeds} seeds{too}")
+    texts.append(f"lines: mean of {seeds} seeds{too}")
     if any(panel.x == "workers" for panel in drawn):
-      said.append("dots: seeds")
+      texts.append("dots: seeds")
     if any(panel.x != "workers" for panel in drawn):
-      said.append("bands: lowest to highest seed")
+      texts.append("bands: lowest to highest seed")
   if diverged:
-    said.append("crosses: seeds that diverged")
-  return "; ".join(said)
+    texts.append("crosses: seeds that diverged")
+  return "; ".join(texts)
 
 
 def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
-  """Draws the points of `numbers` as STEM.png, .svg and .pdf, in the panels of
-  `drawn_panels`: means over seeds, with dots for seeds against workers, and a
-  band from the lowest to the highest seed of curves. ImportError without the
-  extra viz."""
+  """Draws the points of `numbers` as STEM.png, .svg and .pdf.
+
+  The figure has the panels of `drawn_panels`. Sweeps over workers have dots for
+  seeds; curves have a band from the lowest to the highest seed. Raises
+  ImportError without the extra viz.
+  """
   drawn, swept = drawn_panels(results, points), _swept(results)
   count = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
   lines = -(-len(drawn) // count)
@@ -414,15 +471,15 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
   with style():
     size = max(_WIDTH[0] * count, 3.5), _WIDTH[1] * lines + 0.9
     figure, axes = new_figure(lines, count, *size)
-    named = {
-      title: {**own, "label": plain_text(title)}
-      for title, own in styles(titles).items()
+    labelled = {
+      title: {**look, "label": plain_text(title)}
+      for title, look in styles(titles).items()
     }
     for axis, panel in itertools.zip_longest(axes.flat, drawn):
       if panel is None:
         axis.set_axis_off()
       else:
-        _draw_panel(axis, panel, points, named, swept)
-    said = textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
-    legend(figure, axes, "\n".join(said))
+        _draw_panel(axis, panel, points, labelled, swept)
+    notes = textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
+    legend(figure, axes, "\n".join(notes))
     save(figure, heading, stem)

@@ -1,47 +1,59 @@
-"""What an audit looks at in the traces and records of a live run."""
+"""Findings of an audit: checks of the traces and records of a live run."""
 
 import collections
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.live.deadlines import DEAD
 from asgd.orders import trace
 
+Journal = Sequence[trace.Event]
+
 
 class Failure(NamedTuple):
-  """One thing that was done to a process."""
+  """A failure that `asgd chaos` injected into a process."""
 
   kind: str  # worker, shard, hang, term or driver
   cell: str
-  index: int  # worker or shard
-  holders: tuple[tuple[int, int], ...]  # (worker, holder) that died by it
-  before: int  # rows of the lead's journal before it was done
-  after: int  # and when it had taken effect
-  # (worker, holder) it was to become: it may or may not join before it dies
+  index: int  # of the worker or shard
+  holders: tuple[tuple[int, int], ...]  # (worker, incarnation) that it ended
+  before: int  # rows of the lead's journal before the failure
+  after: int  # rows when it had taken effect
+  # (worker, incarnation) of a process that had not joined yet, and may still
+  # join before it ends.
   coming: tuple[int, int] | None = None
 
 
 class Finding(NamedTuple):
-  """One thing that was looked at."""
+  """The result of one check."""
 
-  what: str
+  what: str  # name of the check
   text: str
-  well: bool
+  well: bool  # whether the check passed
 
 
-def _of_shard(what, index, journals):
+def _of_shard(what: str, index: int, journals: Sequence[Any]) -> str:
   return what if len(journals) == 1 else f"{what} of shard {index}"
 
 
-def _decisions(events):
+def _decisions(events: Journal) -> list[tuple[int, ...]]:
+  """Returns a journal's rows without times and rollbacks."""
   rows = (event for event in events if event.action != base.ROLLBACK)
   return [(*event.key, event.job, event.action) for event in rows]
 
 
-def jobs(journals, jobs, consistent, missed=0) -> Iterator[Finding]:
-  """Each job once at the lead, but for those that a result says were `missed`,
-  and what the other shards make of it."""
+def jobs(
+  journals: Sequence[Journal], jobs: int, consistent: bool, missed: int = 0
+) -> Iterator[Finding]:
+  """Checks that the lead and the other shards received each job once.
+
+  Args:
+    journals: of each shard.
+    jobs: of the cell.
+    consistent: whether all shards have the lead's order.
+    missed: jobs that no worker did, as the result says.
+  """
   lost = [sum(e.action == base.LOST for e in events) for events in journals]
   for index, events in enumerate(journals):
     received = [e.job for e in events if e.action == base.RECEIVE]
@@ -57,14 +69,30 @@ def jobs(journals, jobs, consistent, missed=0) -> Iterator[Finding]:
       text += ", in the order of shard 0" if same else ", NOT as shard 0"
       well = well and same
     elif index:
-      # A worker that dies between its parts of a message leaves one half.
+      # A worker that fails between two parts of a message leaves a part only,
+      # so without the lead's order a shard may miss or repeat as many messages
+      # as tickets were lost.
       text += f" (shard 0 lost {lost[0]} tickets, this one {lost[index]})"
       well = not strange and doubled <= lost[0] and missing <= lost[index]
     yield Finding(_of_shard("jobs", index, journals), text, well)
 
 
-def updates(journals, sinks, result, every, log) -> Iterator[Finding]:
-  """What was acknowledged is in the parameters and in the records."""
+def updates(
+  journals: Sequence[Journal],
+  sinks: Sequence[base.Records],
+  result: Mapping[str, Any],
+  every: int,
+  log: int,
+) -> Iterator[Finding]:
+  """Checks that acknowledged messages are in the parameters and the records.
+
+  Args:
+    journals: of each shard.
+    sinks: records of each shard.
+    result: of the cell.
+    every: messages in one update.
+    log: config.server.log; 0 allows rollbacks.
+  """
   for index, (events, records) in enumerate(zip(journals, sinks, strict=True)):
     ledger = trace.follow(events)
     received = len(ledger.received) + ledger.undone
@@ -72,7 +100,7 @@ def updates(journals, sinks, result, every, log) -> Iterator[Finding]:
     well = len(records.loss) == received
     if ledger.rollbacks:
       text += f", {ledger.rollbacks} rollbacks undid {ledger.undone} updates"
-      # Records that a shard had not written yet die with it.
+      # Records that a failed shard had not written yet are lost.
       least = len(ledger.received)
       well = not log and least <= len(records.loss) <= received
     else:
@@ -84,16 +112,23 @@ def updates(journals, sinks, result, every, log) -> Iterator[Finding]:
     yield Finding(_of_shard("updates", index, journals), text, well)
 
 
-def of_workers(events, records, plan, depth, failures, missed=0):
-  """Yields Findings of a cell whose workers write records of their own jobs.
+def of_workers(
+  events: Journal,
+  records: base.Records,
+  plan: Any,
+  depth: int,
+  failures: Sequence[Failure],
+  missed: int = 0,
+) -> Iterator[Finding]:
+  """Yields findings of a cell in which each worker records its jobs.
 
   Args:
     events: rows of all workers, by their times.
     records: columns of all workers.
     plan: of the cell.
-    depth: jobs that a worker may have begun at once.
-    failures: what was done to its processes, in this order.
-    missed: jobs that its result says were not done.
+    depth: jobs that a worker may have open at once.
+    failures: injected into the cell's processes, in this order.
+    missed: jobs that no worker did, as the result says.
   """
   yield from jobs([events], plan.messages, False, missed)
   received = sum(event.action == base.RECEIVE for event in events)
@@ -103,14 +138,19 @@ def of_workers(events, records, plan, depth, failures, missed=0):
   well = received - exits <= len(records.loss) <= received
   yield Finding("updates", text, well)
   slow = DEAD * plan.run.config["live"]["late_seconds"]
-  # The next driver goes back to a checkpoint, and drops the rows after it.
+  # The next driver rolls back to a checkpoint, and drops the rows after it.
   drivers = [i for i, f in enumerate(failures) if f.kind == "driver"]
   last = drivers[-1] + 1 if drivers else 0
   yield from deaths(events, failures[last:], depth, slow, failures[:last])
 
 
-def _not_seen(failures, counted, killed) -> str:
-  """What was done to a worker that left no row in the trace, and why."""
+def _not_seen(
+  failures: Sequence[Failure],
+  counted: Sequence[Failure],
+  killed: Mapping[tuple[int, int], Failure],
+) -> str:
+  """Returns a text on failures of workers without a LEAVE in the trace, and
+  why there is none."""
   why: collections.Counter[str] = collections.Counter()
   for failure in failures:
     seen = any(failure is other for other in counted)
@@ -119,27 +159,41 @@ def _not_seen(failures, counted, killed) -> str:
     if not failure.holders:
       text = "before it had joined"
     elif any(killed[key] is not failure for key in failure.holders):
-      text = "to one that was hit before"
+      text = "after another failure"
     else:
-      text = "when there was no more to do"
+      text = "after the last job"
     why[f"{failure.kind} {text}"] += 1
   return "".join(f"; {count} {text}" for text, count in sorted(why.items()))
 
 
-def deaths(events, failures, depth, slow, before=()) -> Iterator[Finding]:
-  """Killed workers are gone, and workers that are gone were killed or slow; or
-  by failures `before` rows were dropped, in the trace or not."""
+def deaths(
+  events: Journal,
+  failures: Sequence[Failure],
+  depth: int,
+  slow: float,
+  before: Sequence[Failure] = (),
+) -> Iterator[Finding]:
+  """Checks that killed workers left in the trace and did no more work, and that
+  workers that left were killed or slow.
+
+  Args:
+    events: rows of the trace.
+    failures: injected since the last rollback of a driver.
+    depth: jobs that a worker may have open at once.
+    slow: seconds after which a lost ticket counts as slow.
+    before: failures before that rollback; their rows may be in the trace.
+  """
   dropped = collections.Counter(f.index for f in before if f.kind != "shard")
-  # By (worker, holder): the first failure of each.
+  # By (worker, incarnation): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.holders}
   coming = {f.coming: f for f in reversed(failures) if f.coming}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
-  worked, left = set(), set()  # (worker, holder)
-  counted: list[Failure] = []  # of workers that are gone in the trace
-  excuse: dict[int, str] = {}  # worker -> how its last ticket died
+  worked, left = set(), set()  # (worker, incarnation)
+  counted: list[Failure] = []  # with a LEAVE in the trace
+  excuse: dict[int, str] = {}  # worker -> why its last ticket was lost
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
   how: collections.Counter[str] = collections.Counter()
-  # A worker may leave when there is nothing more to do.
+  # After the last message a worker may leave without a reason.
   received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
   for row, event in enumerate(events[: max(received, default=0) + 1]):
     worker, action, ticket = event.worker, event.action, ledger.obey(event)
@@ -164,10 +218,10 @@ def deaths(events, failures, depth, slow, before=()) -> Iterator[Finding]:
         counted.append(failure)
       elif excuse.get(worker) is None and dropped[worker]:
         dropped[worker] -= 1
-        how["before a driver went back"] += 1
+        how["before a driver rolled back"] += 1
       else:
         how[excuse.get(worker, "NOT EXPLAINED")] += 1
-  # What was on its way when a worker was killed still comes in.
+  # Messages that a worker had sent before it was killed still arrive.
   ghosts = [key for key, count in messages_after.items() if count > depth + 1]
   deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
   text = f"{len(left)} left ({deaths or 'none'})"

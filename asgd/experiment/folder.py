@@ -1,26 +1,26 @@
 """The results folder of an experiment, and the folder of each cell.
 
 WORKDIR/
-  config.json            the resolved config, and what the data were
+  config.json            the resolved config, and the identity of the data
   measurements.json      of this machine, if plans depend on them
   cells/LABEL-nN-sSEED/  one cell
-    cell.json            which cell it is, of what config
+    cell.json            run, workers and seed of the cell, and its config
     checkpoints/         see asgd.experiment.checkpoint
     metrics.jsonl        one row per evaluation, with its checksum
     records.npz          one row per message
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all
     cell.npz             all of these in one; see below
-  tensorboard/           the same rows as metrics.jsonl; of several seeds that
-                         are finished, their means (asgd.experiment.cell_log)
+  tensorboard/           the rows of metrics.jsonl, and means over finished
+                         seeds (asgd.experiment.cell_log)
   metrics.jsonl          all cells' rows
   results.csv, table.txt one row per run and number of workers
   figure.png, .svg, .pdf the figure, and figure.csv with the numbers in it
   report.html            all of it on one page
 
-The files of a finished cell become one, cell.npz: a zip file of the columns of
-records, which `numpy.load` reads by their names, and of the other files. A live
-cell, which cannot be trained again to the same bits, keeps its files.
+The files of a finished cell are packed into cell.npz. This zip file has the
+columns of the records, which `numpy.load` reads by name, and the other files. A
+live cell keeps its files, because training cannot repeat it to the bit.
 
 The same command with the same folder resumes. Runs, numbers of workers and
 seeds may be added; any other change needs another folder. The process that
@@ -34,7 +34,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,12 @@ from asgd.experiment.cell_files import CELL, FILES, locked, read_file
 from asgd.experiment.live_memory import RUNNING
 from asgd.experiment.signals import GO_ON
 
-VERSION = 3  # of the layout; another is refused
+VERSION = 3  # of the layout; folders of other versions are refused
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
+_OF_ANOTHER = "is of another experiment ({})"
 _NAMED = 3  # missing cells that an error names
-_STARTED = {"config.json.tmp", ".lock"}  # of a run that was killed at once
+_STARTED = {"config.json.tmp", ".lock"}  # files of a run killed at its start
 
 
 class FolderError(ValueError):
@@ -59,16 +60,17 @@ class FolderError(ValueError):
 
 
 class Incomplete(Exception):
-  """Training has ended, and cells that were asked for have no valid result, or
-  fewer messages than were asked for."""
+  """Training has ended, but a requested cell has no valid result, or has fewer
+  messages than requested."""
 
 
-def _refused(why):
+def _refused(why: str) -> FolderError:
   return FolderError(f"{why}; {_REMEDY}")
 
 
 def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
-  """Returns what config.json says; what is under "free" may differ."""
+  """Returns the contents of config.json for an experiment. Values under "free"
+  may differ when it resumes."""
   config = copy.deepcopy(experiment.config)
   free = {key: config.pop(key) for key in schema.FREE}
   engine, chosen = config.pop("engine"), config.pop("only")
@@ -94,16 +96,19 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
 def open_folder(
   workdir: str | None, name: str, experiment: cells_lib.Experiment
 ) -> Path:
-  """Finds or makes the folder of an experiment, with config.json: `workdir`
-  unless it holds something else (FolderError), or the newest of runs/NAME-001,
-  -002, ... with this experiment, or the next. A read-only folder is left as it
-  is, and its finished cells can be read."""
+  """Finds or makes the folder of an experiment, and writes its config.json.
+
+  Without `workdir`, it is the newest of runs/NAME-001, -002, ... that has this
+  experiment, else the next number. A read-only folder is not changed. Raises
+  FolderError if `workdir` has other contents or another experiment.
+  """
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
   else:
     folder = Path(workdir)
-    whole = folder.resolve()  # a link that appears there later is not followed
+    # Resolved once, so that a link that appears there later is not followed.
+    path = folder.resolve()
     if folder.exists() and not folder.is_dir():
       raise _refused(f"--workdir={folder} is a file")
     names = {path.name for path in folder.glob("*")}
@@ -112,7 +117,7 @@ def open_folder(
         f"--workdir={folder} is not empty and holds no experiment, which has a"
         " config.json"
       )
-    safe_files.make_folder(whole)
+    safe_files.make_folder(path)
   if not safe_files.is_writable(folder):
     written = read_identity(folder)
     if written is None:
@@ -128,14 +133,13 @@ def open_folder(
     measured = folder / "measurements.json"
     if experiment.measurements and not measured.exists():
       if (folder / "cells").exists():
-        raise FolderError(f"{measured} is gone, {_PUT_BACK}")
+        raise FolderError(f"{measured} is missing, {_PUT_BACK}")
       storage.write_json(measured, storage.sealed(experiment.measurements))
   return folder
 
 
 def check_writable(folder: Path, cell: str) -> None:
-  """Raises FolderError if a cell is to be trained in a folder that this user
-  may only read."""
+  """Raises FolderError if a cell has to be trained in a read-only folder."""
   if folder.exists() and not safe_files.is_writable(folder):
     raise FolderError(
       f"{cell} is not finished, and {folder} cannot be written to: make it"
@@ -145,7 +149,7 @@ def check_writable(folder: Path, cell: str) -> None:
 
 @contextlib.contextmanager
 def alone(folder: Path) -> Iterator[None]:
-  """Waits until no other process is within such a block for a folder."""
+  """Locks a folder for a block: waits until no other process is in one."""
   opened = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
   with os.fdopen(opened, "w") as lock:
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -153,8 +157,8 @@ def alone(folder: Path) -> Iterator[None]:
 
 
 def read_measurements(folder: Path) -> dict[str, Any] | None:
-  """Returns what the build measured with which an experiment began, so that
-  plans are the same, if there is such a file; FolderError if it was changed."""
+  """Returns the measurements that an experiment's plans were made from; None if
+  there are none. Raises FolderError if the file was changed."""
   path = folder / "measurements.json"
   value = storage.read_sealed(path)
   if value is None and path.exists():
@@ -163,8 +167,8 @@ def read_measurements(folder: Path) -> dict[str, Any] | None:
 
 
 def read_identity(folder: Path) -> dict[str, Any] | None:
-  """Returns what config.json says, None without one; FolderError if it was
-  changed or is of another release."""
+  """Returns the contents of config.json; None if there is none. Raises
+  FolderError if it was changed or is of another release."""
   path = folder / "config.json"
   if not path.exists():
     return None
@@ -182,8 +186,9 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
   return value
 
 
-def _fixed(identity, labels):
-  """What may not differ between two parts of one experiment."""
+def _fixed(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
+  """Returns the part of an identity that must be equal when an experiment
+  resumes: without workers, seeds, and runs that are not in `labels`."""
   growing = identities.GROWING
   config = {k: v for k, v in identity["config"].items() if k not in growing}
   runs = {label: dict(config["runs"][label]) for label in labels}
@@ -192,8 +197,11 @@ def _fixed(identity, labels):
   return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
 
 
-def _grown(folder, written, wanted):
-  """Merges two identities that may differ in runs, workers and seeds only."""
+def _grown(
+  folder: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Merges the written identity and a new one. Raises FolderError if they
+  differ in more than runs, workers and seeds."""
   before, now = written["config"], dict(wanted["config"])
   labels = [label for label in before["runs"] if label in now["runs"]]
   differences = identities.differences(
@@ -218,8 +226,9 @@ def _grown(folder, written, wanted):
   return {**wanted, "config": {**now, "runs": runs}}
 
 
-def _numbered(root, name, wanted) -> Path:
-  """The newest folder of this very experiment, or the next that is free."""
+def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
+  """Returns the newest folder of the same experiment, else a new one with the
+  next free number."""
   pattern = re.compile(re.escape(name) + r"-(\d+)")
   matches = (pattern.fullmatch(p.name) for p in root.glob("*") if p.is_dir())
   numbers = sorted(int(match[1]) for match in matches if match)
@@ -243,12 +252,13 @@ def _numbered(root, name, wanted) -> Path:
 
 @contextlib.contextmanager
 def hold_cell(
-  place: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
+  cell_folder: Path, experiment: cells_lib.Experiment, cell: cells_lib.Cell
 ) -> Iterator[None]:
-  """Locks the folder of a cell and writes cell.json; raises CellInUse if
-  another process holds it, FolderError if it is of another experiment."""
-  safe_files.make_folder(place)
-  with locked(place / ".lock"):
+  """Locks the folder of a cell and writes cell.json. Raises CellInUse if
+  another process holds the lock, FolderError if the folder has another
+  experiment's cell."""
+  safe_files.make_folder(cell_folder)
+  with locked(cell_folder / ".lock"):
     run = experiment.runs[cell.label]
     config = cells_lib.only(run, cell)
     description = {
@@ -260,25 +270,26 @@ def hold_cell(
       "modules": code.describe(config),
       "cpus": os.cpu_count(),
     }
-    path = place / "cell.json"
+    path = cell_folder / "cell.json"
     now = json.loads(storage.to_json(description))
     differing = _differing(storage.read_json(path), now)
-    if differing and not (place / CELL).exists():
-      raise _foreign(path, f"is of another experiment ({differing})")
+    # A packed cell was checked when its result was read.
+    if differing and not (cell_folder / CELL).exists():
+      raise _foreign(path, _OF_ANOTHER.format(differing))
     storage.write_json(path, description)
     yield
 
 
-def _foreign(path, why):
+def _foreign(path: Path, why: str) -> FolderError:
   return FolderError(
     f"{path} {why}: remove {path.parent} to train the cell from its start, or"
     f" {_REMEDY}"
   )
 
 
-def _differing(*descriptions):
-  """Says in what a cell that has begun, None if none has, differs from this
-  one, "" if in nothing."""
+def _differing(*descriptions: Any) -> str:
+  """Returns the differences of two contents of cell.json; "" if there are none
+  or one of them is None."""
   sides = []
   for side in filter(None, descriptions):
     config = side.get("config")
@@ -290,41 +301,44 @@ def _differing(*descriptions):
   )
 
 
-def read_cell(place: Path) -> dict[str, Any]:
-  """Returns what cell.json says; FolderError for a folder of no cell."""
-  value = storage.read_json(place / "cell.json")
+def read_cell(cell_folder: Path) -> dict[str, Any]:
+  """Returns the contents of cell.json. Raises FolderError if the folder is no
+  cell's."""
+  value = storage.read_json(cell_folder / "cell.json")
   if value is None:
-    members = storage.read_archive(place / CELL, "cell.json")
-    if members is None and (place / CELL).exists():
+    archive = cell_folder / CELL
+    members = storage.read_archive(archive, "cell.json")
+    if members is None and archive.exists():
       raise FolderError(
-        f"{place / CELL} {_CHANGED}: the cell is damaged; the asgd train that"
-        " made it trains it again"
+        f"{archive} {_CHANGED}: the cell is damaged. Run the asgd train that"
+        " made it: it trains the cell again"
       )
     value = members and storage.json_object(members["cell.json"])
   version = value and value.get("version")
   if type(version) is int and version != VERSION:
     raise FolderError(
-      f"{place} is of version {version} of the layout, and this release reads"
-      f" {VERSION}: use the release that wrote it, or {_REMEDY}"
+      f"{cell_folder} is of version {version} of the layout, and this release"
+      f" reads {VERSION}: use the release that wrote it, or {_REMEDY}"
     )
   if value is None or version != VERSION:
     raise FolderError(
-      f"{place} is not the folder of a cell: it should be WORKDIR/cells/NAME,"
-      " as asgd train makes them"
+      f"{cell_folder} is not the folder of a cell: it should be"
+      " WORKDIR/cells/NAME, as asgd train makes them"
     )
   return value
 
 
-def check_own(place: Path, description: Mapping[str, Any]) -> None:
-  """Raises FolderError for a cell of another experiment than its folder's."""
-  written = _experiment_of(place)
+def check_own(cell_folder: Path, description: Mapping[str, Any]) -> None:
+  """Raises FolderError if a cell is of another experiment than its WORKDIR."""
+  written = _experiment_of(cell_folder)
   why = written and identities.foreign(description, written)
   if why:
-    raise _foreign(place / "cell.json", f"is of another experiment ({why})")
+    raise _foreign(cell_folder / "cell.json", _OF_ANOTHER.format(why))
 
 
 def only_cell(folder: Path) -> Path:
-  """Returns WORKDIR/cells/NAME, also for a WORKDIR that has one cell."""
+  """Returns the folder of a cell: `folder` itself, or its only cell if it is a
+  WORKDIR. Raises FolderError for a WORKDIR with more cells or none."""
   if not (folder / "cells").is_dir():
     return folder
   cells = sorted(path for path in (folder / "cells").iterdir() if path.is_dir())
@@ -340,112 +354,115 @@ _CHANGED = "was changed or cut since it was written"
 _OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
 
 
-def _read_result(place, written=None):
-  """Returns (result, None, ""), or (None, a file, its fault): gone, changed, or
-  not of the experiment whose config.json is `written`."""
-  path = place / CELL
+def _read_result(
+  cell_folder: Path, written: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any] | None, Path | None, str]:
+  """Returns (result, None, ""), or (None, a file, its fault): it is missing,
+  was changed, or is not of the experiment with the config.json `written`."""
+  path = cell_folder / CELL
   if path.is_dir():
     return None, path, "is a folder"
   packed = path.exists()
   if packed:
-    names = {*FILES, "result.json"} - {"records.npz"}  # those are its columns
+    # The columns of records.npz are members of the archive.
+    names = {*FILES, "result.json"} - {"records.npz"}
     members = storage.read_archive(path, *names) or {}
     texts = (members.get(name, b"") for name in ("result.json", "cell.json"))
     result, description = map(storage.json_object, texts)
     if not (result and description and result.keys() >= _OF_A_RESULT):
       result = None
   else:
-    path = place / "result.json"
+    path = cell_folder / "result.json"
     result = storage.read_sealed(path)
-    description = storage.read_json(place / "cell.json")
+    description = storage.read_json(cell_folder / "cell.json")
   if result is None:
-    gone = "was changed" if path.exists() else "is gone"
-    return None, path, _CHANGED if packed else gone
-  if result.get("cell") != place.name:
+    fault_of_file = "was changed" if path.exists() else "is missing"
+    return None, path, _CHANGED if packed else fault_of_file
+  if result.get("cell") != cell_folder.name:
     return None, path, f"is of another cell, {result.get('cell')}"
   for name, digest in result.pop("files", {}).items():
-    if storage.file_digest(place / name) != digest:
-      gone = "was changed" if (place / name).exists() else "is gone"
-      return None, place / name, gone
+    file = cell_folder / name
+    if storage.file_digest(file) != digest:
+      return None, file, "was changed" if file.exists() else "is missing"
   why = written and identities.foreign(description, written)
   if why:
-    return None, path, f"is of another experiment ({why})"
+    return None, path, _OF_ANOTHER.format(why)
   return result, None, ""
 
 
-def _experiment_of(place):
-  """What config.json says in the folder that a cell is in, if it has one."""
-  return storage.read_sealed(place.parent.parent / "config.json")
+def _experiment_of(cell_folder: Path) -> dict[str, Any] | None:
+  """Returns the contents of the config.json of a cell's WORKDIR, if any."""
+  return storage.read_sealed(cell_folder.parent.parent / "config.json")
 
 
-def fault(place: Path) -> str | None:
-  """Says why a cell that has ended does not count: its file, and that it was
-  changed or is of another experiment. None: it counts, or has not ended."""
-  _, wrong, why = _read_result(place, _experiment_of(place))
-  ended = any((place / name).exists() for name in (CELL, "result.json"))
+def fault(cell_folder: Path) -> str | None:
+  """Returns why the result of a cell that has ended is not valid: a file and
+  its fault. None: the result is valid, or the cell has not ended."""
+  _, wrong, why = _read_result(cell_folder, _experiment_of(cell_folder))
+  ended = any((cell_folder / name).exists() for name in (CELL, "result.json"))
   return f"{wrong} {why}" if wrong and ended else None
 
 
 def finished_result(
-  place: Path, *, repeatable: bool = True
+  cell_folder: Path, *, repeatable: bool = True
 ) -> dict[str, Any] | None:
-  """Returns the result of a finished cell whose files are all as a run of this
-  experiment wrote them, else None. FolderError if a cell that is not
-  `repeatable`, as a live one, ended and was changed or is of another
-  experiment, or if a folder is in the place of its file."""
-  result, wrong, why = _read_result(place, _experiment_of(place))
+  """Returns the result of a finished cell, None if it has no valid one. Raises
+  FolderError if a folder has the name of a cell's file, or if a cell that is
+  not `repeatable`, as a live one, has ended without a valid result."""
+  result, wrong, why = _read_result(cell_folder, _experiment_of(cell_folder))
   if wrong and wrong.is_dir():
     raise FolderError(
-      f"{wrong} {why}, and a file of the cell is to be there: remove it, or"
+      f"{wrong} {why}, but it must be a file of the cell: remove it, or"
       f" {_REMEDY}"
     )
-  ended = any((place / name).exists() for name in ("result.json", FILES[-1]))
+  names = "result.json", FILES[-1]
+  ended = any((cell_folder / name).exists() for name in names)
   if not wrong or not ended or repeatable:
     return result
   if "another experiment" in why:
     raise _foreign(wrong, why)
-  if not (place / RUNNING).exists():
-    remedy = "Put it back as the run wrote it"
+  if not (cell_folder / RUNNING).exists():
+    remedy = "Restore it as the run wrote it"
     if wrong.name == "params.msgpack":
-      remedy += f", let asgd replay {place} --restore compute it"
+      remedy += f", compute it with asgd replay {cell_folder} --restore"
     raise FolderError(
-      f"{wrong} {why}, and the run has ended: real time decided what came of"
-      f" it, and cannot do so again. {remedy}, or {_REMEDY}"
+      f"{wrong} {why}, and the run has ended: its order followed from real"
+      f" time, so it cannot be repeated. {remedy}, or {_REMEDY}"
     )
   return result
 
 
-def read_rows(place: Path) -> list[dict[str, Any]]:
+def read_rows(cell_folder: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell, from its metrics.jsonl."""
-  content = read_file(place, "metrics.jsonl").decode()
+  content = read_file(cell_folder, "metrics.jsonl").decode()
   return [storage.unsealed(json.loads(line)) for line in content.splitlines()]
 
 
-def _places(workdir):
-  """The folders of cells; whatever else is among them is not looked at."""
+def _cell_folders(workdir: Path) -> list[Path]:
+  """Returns the folders of cells; files beside them are ignored."""
   return sorted(p for p in (workdir / "cells").glob("*") if p.is_dir())
 
 
 def faults(workdir: Path) -> list[str]:
-  """Says of each cell of a folder that has ended and does not count why."""
-  return list(filter(None, map(fault, _places(workdir))))
+  """Returns the `fault` of each cell of a folder that has one."""
+  return list(filter(None, map(fault, _cell_folders(workdir))))
 
 
 def incomplete(workdir: Path, names: Sequence[str]) -> str:
-  """Says which of these cells have no valid result, and why the first has none;
-  else which lack messages because workers or peers exited; "" if none."""
-  places = [workdir / "cells" / name for name in names]
-  results = {place: finished_result(place) for place in places}
-  absent = [place for place, result in results.items() if result is None]
+  """Returns a text on the cells without a valid result, else on cells that lack
+  messages because workers or peers exited; "" if there are none."""
+  folders = [workdir / "cells" / name for name in names]
+  results = {folder: finished_result(folder) for folder in folders}
+  absent = [folder for folder, result in results.items() if result is None]
   if absent:
     return (
-      f"only {len(names) - len(absent)} of the {len(names)} cells that were"
-      f" asked for are finished, without {_listed(p.name for p in absent)}"
+      f"only {len(names) - len(absent)} of the {len(names)} requested cells are"
+      f" finished, without {_listed(p.name for p in absent)}"
       f" ({fault(absent[0]) or 'it has no result'}); {GO_ON}"
     )
   short = [
-    f"{place.name} ({missed} of {result['messages'] + missed})"
-    for place, result in results.items()
+    f"{folder.name} ({missed} of {result['messages'] + missed})"
+    for folder, result in results.items()
     if (missed := result.get("missed"))
   ]
   if not short:
@@ -456,24 +473,26 @@ def incomplete(workdir: Path, names: Sequence[str]) -> str:
   )
 
 
-def _listed(texts) -> str:
+def _listed(texts: Iterable[str]) -> str:
+  """Joins texts with commas; after _NAMED of them comes "..."."""
   texts = list(texts)
   return ", ".join(texts[:_NAMED] + ["..."] * (len(texts) > _NAMED))
 
 
 def read_results(workdir: Path) -> list[dict[str, Any]]:
-  """Returns the results of all finished cells of a folder: by workers, then
-  run, then seed; by run first where engines are compared."""
+  """Returns the results of all finished cells of a folder. They are sorted by
+  workers, run and seed; if engines are compared, by run, workers and seed."""
   written = read_identity(workdir)
   labels = list(written["config"]["runs"]) if written else []
-  read = (_read_result(place, written)[0] for place in _places(workdir))
+  folders = _cell_folders(workdir)
+  read = (_read_result(folder, written)[0] for folder in folders)
   results = list(filter(None, read))
   mixed = len({result["engine"] for result in results}) > 1
 
   def rank(result):
     label, workers = result["label"], result["workers"]
-    place = labels.index(label) if label in labels else len(labels)
-    sweep = (place, label, workers) if mixed else (workers, place, label)
+    index = labels.index(label) if label in labels else len(labels)
+    sweep = (index, label, workers) if mixed else (workers, index, label)
     return *sweep, result["seed"]
 
   return sorted(results, key=rank)

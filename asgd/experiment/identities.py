@@ -1,6 +1,6 @@
-"""Whether what a folder holds is of one experiment: configs, compared."""
+"""Compares configs, to find whether a folder's cells are of an experiment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from asgd.checks import shortened
@@ -8,12 +8,12 @@ from asgd.experiment import schema
 
 GROWING = ("workers", "seeds")  # lists that may get longer
 _OF_EVERY_RUN = ("engine", "recipe", "title")
-_SHOWN = 3  # differences
-_LONGEST = 200  # characters of them
+_SHOWN = 3  # differences in a summary
+_LONGEST = 200  # characters of a summary
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
-  """Names the leaves in which two trees of plain data differ.
+  """Returns a line for each leaf in which two trees of plain data differ.
 
   Example:
     >>> differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2})
@@ -28,21 +28,22 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def summary(lines: Sequence[str]) -> str:
-  """Returns the first of some `differences` in one short line."""
+  """Returns the first few `differences` in one short line."""
   return shortened("; ".join(lines[:_SHOWN]), _LONGEST)
 
 
 def foreign(
   description: Mapping[str, Any] | None, written: Mapping[str, Any]
 ) -> str:
-  """Says in what a cell differs from those of an experiment, "" if in nothing.
+  """Returns how a cell differs from an experiment's cells; "": it does not.
 
-  It imports no user's code, so that results can be read on other machines. Keys
-  that may change are left out, and settings of an engine that the run sets.
+  User code is not imported, so results can be read on other machines. Keys that
+  may change are not compared, nor are an engine's settings that the run sets
+  itself.
 
   Args:
-    description: what cell.json says; None if it cannot be read.
-    written: what config.json says.
+    description: contents of cell.json; None if it cannot be read.
+    written: contents of config.json.
   """
   try:
     assert description is not None
@@ -51,17 +52,20 @@ def foreign(
     return "its cell.json is not what a run wrote"
 
 
-def _foreign(description, written):
+def _foreign(
+  description: Mapping[str, Any], written: Mapping[str, Any]
+) -> list[str]:
+  """Returns a line for each difference of a cell from an experiment."""
   label, own = description["cell"]["label"], description["config"]
   config = written["config"]
   if label not in config["runs"]:
     return [f"config.runs has no {label}"]
   entry, run = config["runs"][label], dict(own["runs"][label])
   wanted = {key: entry[key] for key in run if key in entry}
-  for key in _OF_EVERY_RUN[1:]:  # of which there are defaults
+  for key in _OF_EVERY_RUN[1:]:  # recipe and title, which have defaults
     wanted.setdefault(key, run.get(key) if key == "recipe" else label)
   lines = differences(run, wanted, f"config.runs.{label}")
-  settings = entry.keys() - run.keys()  # neither name, title nor option
+  settings = entry.keys() - run.keys()  # of the engine, set by the run
   for key in config.keys() & own.keys() - {"runs", *GROWING}:
     was, now = own[key], config[key]
     if key in schema.SHARED:
@@ -76,9 +80,8 @@ def _foreign(description, written):
   return sorted(lines) + differences(was, now, "dataset")
 
 
-def _without(section, settings):
-  """Returns an engine's section without the settings that a run gives itself,
-  whatever is nested in their values."""
+def _without(section: Any, settings: Set[str]) -> Any:
+  """Returns an engine's section without the settings that a run sets itself."""
   if not isinstance(section, Mapping):
     return section
   return {key: value for key, value in section.items() if key not in settings}

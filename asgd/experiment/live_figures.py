@@ -1,9 +1,9 @@
-"""How a live run goes, in numbers: for the bar, for lines and for TensorBoard.
+"""Rates of a live run: for the progress bar, for log lines, for TensorBoard.
 
-Rates are over the last seconds by the driver's clock, so they fall when nothing
-comes. Bytes are those of parameters sent and of messages received, as records
-tell them; of several shards the lead's stand for all, by its share of the
-parameters.
+Rates are over the last seconds of the driver's clock, so they fall when no
+message arrives. Bytes are those of sent parameters and received messages, from
+the records. With several shards, the lead's bytes are divided by its share of
+the parameters.
 """
 
 import collections
@@ -18,36 +18,36 @@ import numpy as np
 from asgd import base, sharding, wire
 from asgd.experiment import boards
 
-_WINDOW = 5.0  # seconds that rates are taken over
+_WINDOW = 5.0  # seconds over which rates are taken
 _BOARD = 1.0  # seconds between two points of a curve
-_BINS = 6  # most of a staleness histogram in words
-_FEW_WORKERS = 8  # up to which the rate of each is told
-_CHARACTERS = 8  # most of a histogram
+_BINS = 6  # most bins of a staleness histogram in text
+_FEW_WORKERS = 8  # most workers with a rate for each in a line
+_CHARACTERS = 8  # most characters of a sparkline
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 class Figures(NamedTuple):
-  """What was seen in the last seconds."""
+  """Rates over the last seconds."""
 
   updates: float  # changes of the parameters, per second
   messages: float  # received, per second
-  workers: np.ndarray  # float[N], messages of each, per second
-  staleness: np.ndarray  # int[...], how many messages had it, from 0 on
+  workers: np.ndarray  # float[N], messages of each worker, per second
+  staleness: np.ndarray  # int[...], count of messages by staleness, from 0 on
   gap: float  # mean
-  bytes: float  # moved, per second
+  bytes: float  # sent and received, per second
 
   @property
   def staleness_mean(self) -> float:
-    """Over the messages; NaN if there was none."""
+    """Mean over the messages; NaN if there was none."""
     total, numbers = self.staleness.sum(), np.arange(len(self.staleness))
     return float(numbers @ self.staleness / total) if total else float("nan")
 
 
 class _Look(NamedTuple):
-  """What was new at a look."""
+  """The new messages at one look at the records."""
 
   now: float
-  update: int  # of the last message; -1 before there is one
+  update: int  # version after the last message; -1 before the first one
   worker: np.ndarray  # int[m], of each message
   staleness: np.ndarray  # int[m]
   gap: np.ndarray  # float[m]
@@ -55,17 +55,18 @@ class _Look(NamedTuple):
 
 
 class Counter:
-  """Counts what comes, and makes rates of it; times are in seconds."""
+  """Counts messages, and computes their rates; times are in seconds."""
 
   def __init__(self, workers: int, now: float):
     self._workers = workers
     self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 4)])
 
   def add(self, now: float, records: base.Records) -> None:
-    """Counts the records that are new."""
+    """Counts the new records."""
     last, update = self._looks[-1], self._looks[-1].update
     if len(records.loss):
-      if update < 0:  # start-up, and what a run did before, is no time
+      if update < 0:
+        # The time of the start, and updates before a resume, do not count.
         first = int(records.update[0]) - 1
         self._looks = collections.deque([last._replace(update=first)])
       update = int(records.update[-1])
@@ -76,14 +77,14 @@ class Counter:
       self._looks.popleft()
 
   def figures(self, share: float = 1.0) -> Figures:
-    """Returns the rates over the window; the bytes that were counted are such a
-    share of all."""
+    """Returns the rates over the window. `share` is the counted bytes' share of
+    all bytes."""
     old, *looks = self._looks
     seconds = max(looks[-1].now - old.now, 1e-9)
     columns = zip(*(look[2:] for look in looks), strict=True)
     worker, staleness, gap, nbytes = map(np.concatenate, columns)
     return Figures(
-      # Less than before if a shard rolled back.
+      # A rollback of a shard makes the difference negative.
       updates=max(looks[-1].update - old.update, 0) / seconds,
       messages=len(gap) / seconds,
       workers=np.bincount(worker, minlength=self._workers) / seconds,
@@ -94,9 +95,12 @@ class Counter:
 
 
 def histogram(counts: Sequence[int]) -> str:
-  """Says how often each staleness was, like `0:3 1:10 2:55 3:30 4+:2 %`: in at
-  most six bins of equal width, but for the first and the last, which take in
-  the 2 percent at either end."""
+  """Returns a histogram of staleness as text, such as
+  `0:3 1:10 2:55 3:30 4+:2 %`.
+
+  It has at most six bins of equal width, except that the first and the last bin
+  include the 2 percent at either end.
+  """
   counts = np.asarray(counts)
   total = counts.sum()
   if not total:
@@ -128,7 +132,7 @@ def sparkline(counts: Sequence[int]) -> str:
 
 
 def bytes_text(rate: float) -> str:
-  """Bytes per second, in words."""
+  """Returns bytes per second as text."""
   for unit in ("B/s", "kB/s", "MB/s"):
     if rate < 999.5:
       return f"{rate:.3g} {unit}"
@@ -137,7 +141,7 @@ def bytes_text(rate: float) -> str:
 
 
 def short(figures: Figures) -> str:
-  """A few words, for a bar."""
+  """Returns the rates in a few words, for a progress bar."""
   return (
     f"{sparkline(figures.staleness)} {figures.updates:.3g} upd/s"
     f" {bytes_text(figures.bytes)} worker {figures.workers.min():.3g}-"
@@ -146,7 +150,7 @@ def short(figures: Figures) -> str:
 
 
 def long(figures: Figures) -> str:
-  """All of it, for a line."""
+  """Returns the rates as a line of text."""
   rates = figures.workers
   if len(rates) <= _FEW_WORKERS:
     each = " ".join(f"{rate:.3g}" for rate in rates)
@@ -162,7 +166,7 @@ def long(figures: Figures) -> str:
 
 
 class Board:
-  """Curves of a live run for TensorBoard; nothing without tensorboardX."""
+  """Curves of a live run for TensorBoard; none without tensorboardX."""
 
   def __init__(self, folder: Path):
     self._next = 0.0
@@ -170,7 +174,7 @@ class Board:
     self.close = self._writer.close
 
   def write(self, now: float, message: int, figures: Figures) -> None:
-    """Adds a point, if it is time for one."""
+    """Adds a point if the last one is a second or more old."""
     if now < self._next:
       return
     self._next = now + _BOARD
@@ -203,25 +207,24 @@ class Board:
 
 
 def lead_share(params: Any, shards: int) -> float:
-  """Returns the share of all parameters that the lead of so many shards has,
-  by their bytes."""
+  """Returns the lead's share of the parameters, in bytes, with `shards`."""
   plan = sharding.make_plan(params, shards)
   sizes = [wire.layout(part).nbytes for part in sharding.split(plan, params)]
   return sizes[0] / max(sum(sizes), 1)
 
 
 class Watch:
-  """The figures of a live run, and their curves for TensorBoard."""
+  """The rates of a live run, and their curves for TensorBoard."""
 
   def __init__(self, workers: int, board: Path, share: float = 1.0):
-    """Begins now; the bytes that are counted are such a `share` of all."""
+    """Starts now. `share` is the counted bytes' share of all bytes."""
     self._share, self._counter = share, Counter(workers, time.monotonic())
-    # Below that of the evaluations: readers follow one file in a folder.
+    # A subfolder, because readers follow only one event file in a folder.
     self._board = Board(board / "live")
     self.close = self._board.close
 
   def look(self, now: float, records: base.Records, message: int) -> Figures:
-    """Counts the records that are new at `now`, of `message` in all."""
+    """Counts the new records at time `now`; `message` is the count of all."""
     self._counter.add(now, records)
     figures = self._counter.figures(self._share)
     if figures.messages:

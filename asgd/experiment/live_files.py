@@ -1,11 +1,11 @@
-"""What a live cell leaves in its folder, read again: journals, spans, records.
+"""Reads the files that a live cell wrote: journals, spans, records.
 
-A journal says when tickets were sent and messages received, by the shard's
-clock. Spans say what a worker did in between, by the same clock; it writes them
-if it is asked to (--config.live.spans=True). A worker on another machine has a
-clock of its own: its spans were moved to the lead's (`live.links.notes`), which
-is exact to about a millisecond, so the end of one may be as much after what
-came of it.
+A journal has the times at which tickets were sent and messages received, by the
+shard's clock. With --config.live.spans=True workers also write spans: the times
+of their fetches, computations and pushes, by the same clock. The clock of a
+worker on another machine differs, so its spans were shifted to the lead's clock
+(`live.links.notes`), to about a millisecond. So a push may seem to end up to a
+millisecond after its message was received.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,23 +20,24 @@ from asgd.live.records import check_records, read_records, records_path
 from asgd.live.spans import Span, read_spans, spans_path
 from asgd.orders.trace import ENDS, STARTS, Event, Ledger
 
-CHANGED = "cell.json is not what a run wrote: put it back as it was"
+CHANGED = "cell.json is not what a run wrote: restore it"
 Journal = Sequence[Event]
 Spans = Mapping[int, Sequence[Span]]  # of each worker that wrote them
 
 
 class LiveFiles(NamedTuple):
-  """What a live cell wrote."""
+  """The files of a live cell."""
 
   description: dict[str, Any]  # cell.json
   journals: list[Journal]  # of each shard
   spans: Spans
   records: list[base.Records]  # of each shard
-  jobs: Journal  # the rows that begin and end jobs
+  jobs: Journal  # the rows that start and end jobs
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-  """Returns what cell.json says of a live cell; ValueError for any other."""
+  """Returns the contents of a live cell's cell.json. Raises ValueError for any
+  other cell."""
   description = read_cell(folder)
   engine = description.get("engine")
   traced = engine in ("threads", "ray") or journal_path(folder, 1).exists()
@@ -47,7 +48,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     )
   try:
     shards = description["config"]["server"]["shards"]
-    checks.text(engine, "engine"), checks.whole(1, 256)(shards, "shards")
+    checks.text(engine, "engine"), checks.whole_number(1, 256)(shards, "shards")
     for module in description["modules"].values():
       for key in ("file", "sha256", "top"):
         checks.text(module[key], key)
@@ -60,25 +61,25 @@ def read_description(folder: Path) -> dict[str, Any]:
 def read_traces(
   folder: Path, description: Mapping[str, Any]
 ) -> list[tuple[Path, list[Event]]]:
-  """Returns the path and rows of each shard's journal; refuses empty ones."""
+  """Returns path and rows of each shard's journal; refuses empty journals."""
   traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
     traces.append((path, read_journal(path)))
     if not traces[-1][1]:
-      raise ValueError(f"{path} holds no event: the run has not begun (yet)")
+      raise ValueError(f"{path} has no event: the run has not begun (yet)")
   return traces
 
 
 def read(folder: Path) -> LiveFiles:
-  """Reads what a live cell wrote so far; ValueError if some of it is gone."""
+  """Reads a live cell's files so far. Raises ValueError if some are missing."""
   folder = only_cell(folder)
   description = read_description(folder)
   return protocol.of_cell(folder, description).live.read(folder, description)
 
 
 def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
-  """Reads a cell whose journals and records are those of its shards."""
+  """Reads the files of a cell in which shards write journals and records."""
   journals = []
   for path, events in read_traces(folder, description):
     check_journal(path, events)
@@ -93,37 +94,38 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
     if result and not index and count != result.get("messages"):
       raise ValueError(
         f"{path} has {count} records, result.json {result.get('messages')}"
-        " messages: one of the two was changed; put it back as the run wrote it"
+        " messages: one of the two was changed; restore it as the run wrote it"
       )
   spans = spans_of(folder, {e.worker: None for e in journals[0]})
   return LiveFiles(dict(description), journals, spans, records, journals[0])
 
 
 def spans_of(folder: Path, workers: Iterable[int]) -> Spans:
-  """Returns the spans of the workers that wrote them."""
+  """Returns the spans of the workers that wrote some."""
   paths = {worker: spans_path(folder, worker) for worker in workers}
   return {w: read_spans(path) for w, path in paths.items() if path.exists()}
 
 
 def read_journals(folder: Path, shards: int) -> list[list[Event]]:
-  """Returns the journals of a cell that is to go on, empty if it did nothing;
-  ValueError if they are not all there, or not what a run wrote."""
+  """Returns the journals of a cell that resumes; they are empty if it did no
+  work. Raises ValueError if a journal is missing or was changed."""
   paths = [journal_path(folder, index) for index in range(shards)]
   journals = [read_journal(path) for path in paths]
   sinks = [records_path(folder, index) for index in range(shards)]
-  left = [
+  # Files that show that the cell has done work, without its journals.
+  traces_of_work = [
     path
     for path in (*sinks, folder / "metrics.jsonl")
     if path.exists() and path.stat().st_size
   ]
-  left += (folder / "checkpoints").glob("[0-9]*")
+  traces_of_work += (folder / "checkpoints").glob("[0-9]*")
   for path, journal in zip(paths, journals, strict=True):
-    began = left or (journals[0] and not path.exists() and paths[:1])
+    lead_only = journals[0] and not path.exists() and paths[:1]
+    began = traces_of_work or lead_only
     if not journal and began:
       raise ValueError(
-        f"{path} is gone or empty, and {began[0]} is there: what the run did"
-        " cannot be known without it. Put it back, or start anew in another"
-        " folder (--workdir)"
+        f"{path} is missing or empty, but {began[0]} exists: the run cannot"
+        " resume without it. Restore it, or start in another folder (--workdir)"
       )
     check_journal(path, journal)
   for path in sinks:
@@ -132,7 +134,7 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
 
 
 def first_ticket(journal: Journal) -> float:
-  """Returns when the first ticket was sent, by the journal's clock."""
+  """Returns the time of the first ticket, by the journal's clock."""
   sent = (event.time for event in journal if event.action in STARTS)
   return next(sent, journal[0].time if journal else 0.0)
 
@@ -150,16 +152,17 @@ def spans_by_job(spans: Spans, name: str) -> dict[tuple[int, int], Span]:
   """Returns the spans of one name, by (worker, seq)."""
   return {
     (worker, span.seq): span
-    for worker, mine in spans.items()
-    for span in mine
+    for worker, spans_of_worker in spans.items()
+    for span in spans_of_worker
     if span.name == name
   }
 
 
 def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
-  """Returns (start, end) of each stretch in which a shard dealt with messages:
-  until the last worker has heard of its ticket, or the next stretch starts."""
-  heard = spans_by_job(spans, "fetch")
+  """Returns (start, end) of each period in which a shard handled messages. A
+  period ends when the last worker fetches its ticket, or the next one starts.
+  """
+  fetched = spans_by_job(spans, "fetch")
   groups: dict[float, list[Event]] = {}  # rows of one call have one time
   for event in journal:
     groups.setdefault(event.time, []).append(event)
@@ -167,7 +170,8 @@ def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
   following = [*groups, float("inf")][1:]
   for (start, rows), limit in zip(groups.items(), following, strict=True):
     sent = [event.key for event in rows if event.action == base.SEND]
-    end = max((heard[key].start for key in sent if key in heard), default=start)
+    fetches = (fetched[key].start for key in sent if key in fetched)
+    end = max(fetches, default=start)
     if end > start:
       out.append((start, min(end, limit)))
   return out

@@ -1,16 +1,17 @@
-"""The memory of a live cell, and the process that has it.
+"""The shared memory of a live cell, and the process that uses it.
 
-While a cell runs, and after it was stopped or killed, running.json in its
-folder names its memory: a folder asgd-UID-HASH of its own, in /dev/shm or where
---memory_dir says, which other users cannot read. owner.json in there names the
-cell's folder in turn, and both hold the same token. So a results folder that
-was copied does not take the memory of the original, one that was moved does,
-and a file that was changed cannot name any folder, which would be removed in
-the end. A lock in the memory keeps a second process out.
+The memory is a folder asgd-UID-HASH in /dev/shm or --memory_dir, which other
+users cannot read. While a cell runs, and after it was stopped or killed,
+running.json in the cell's folder names the memory. owner.json in the memory
+names the cell's folder, and both files have the same token. This has three
+effects. A copied results folder does not take the memory of the original. A
+moved results folder does. A changed running.json cannot name another folder,
+which would be removed at the end. A lock in the memory keeps other processes
+out.
 
-A memory is opened once, as a folder of this user's and no link; what is read,
-written and removed in there is reached through that descriptor, whatever comes
-to be at its path in the meantime.
+A memory is opened once, as a folder of this user and not as a link. Its files
+are then read, written and removed through the descriptor, so another folder
+that appears at its path later is not touched.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ from asgd.live.hosts.base import KINDS
 RUNNING = "running.json"  # in a cell's folder
 _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
-# Paths in a memory: folders end with a slash.
+# Paths that a run writes in a memory; folders end with a slash.
 _HELD = re.compile(
   r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock"
   rf"|({'|'.join(KINDS)})-\d+\.(pid|sock|lock|\d+)"
@@ -41,23 +42,23 @@ _HELD = re.compile(
   r"|(snapshots?|commands|image)(\.tmp)?"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
-_SECONDS = 10.0  # to wait for the process before to end
+_SECONDS = 10.0  # to wait until the previous driver ends
 
 
 class Running(NamedTuple):
-  """What running.json says."""
+  """The contents of running.json."""
 
-  driver: int  # its process
-  memory: Path  # that of a run, or not there any more
+  driver: int  # process id
+  memory: Path  # of a run; it may have been removed
   token: str
-  replaced: dict[str, int]  # processes, since the cell began
+  replaced: dict[str, int]  # by kind, processes replaced since the cell began
 
 
 @contextlib.contextmanager
 def _holding(memory: Path) -> Iterator[Path]:
-  """Opens a memory, which is made if it is not there, and gives the folder of
-  the descriptor; ValueError says why what is there is not the memory of a
-  run."""
+  """Opens a memory, which is made if it does not exist; yields the folder of
+  its descriptor. Raises ValueError, with the reason, if the folder is not the
+  memory of a run."""
   name = _NAME.fullmatch(memory.name)
   if not memory.is_absolute() or ".." in memory.parts or name is None:
     raise ValueError("its name is not /FOLDER/asgd-UID-HASH")
@@ -77,14 +78,14 @@ def _holding(memory: Path) -> Iterator[Path]:
 
 
 def _check_names(folder: Path) -> None:
-  """Raises ValueError for a folder with something that no run writes."""
+  """Raises ValueError if a folder has a file that no run writes."""
   for path in folder.iterdir():
     names = [path.name]
     try:
       if stat.S_ISDIR(path.lstat().st_mode):
         inner = sorted(path.iterdir())
         names = [f"{path.name}/", *(f"{path.name}/{p.name}" for p in inner)]
-    except FileNotFoundError:  # it was there a moment ago
+    except FileNotFoundError:  # removed in the meantime
       continue
     for name in names:
       if not _HELD.fullmatch(name):
@@ -92,9 +93,9 @@ def _check_names(folder: Path) -> None:
 
 
 def _empty(folder: Path, *kept: str) -> None:
-  """Removes all that a held folder has, but for files that are `kept`."""
+  """Removes all files of a folder except `kept`."""
   for path in folder.iterdir():
-    with contextlib.suppress(FileNotFoundError):  # it was there a moment ago
+    with contextlib.suppress(FileNotFoundError):  # removed in the meantime
       if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path, ignore_errors=True)
       elif path.name not in kept:
@@ -102,15 +103,16 @@ def _empty(folder: Path, *kept: str) -> None:
 
 
 def _remove(held: Path, memory: Path) -> None:
-  """Removes a memory that is held, as far as it can be."""
+  """Removes an open memory, as far as possible."""
   with contextlib.suppress(OSError):
     _empty(held)
     memory.rmdir()
 
 
 def read(cell_folder: Path) -> Running | None:
-  """Returns what running.json in a cell's folder says, None if there is none;
-  ValueError if no run wrote it, or it names what is not the memory of a run."""
+  """Returns the contents of a cell's running.json; None if there is none.
+  Raises ValueError if the file was changed, or names a folder that is not the
+  memory of a run."""
   path = cell_folder / RUNNING
   if not path.exists():
     return None
@@ -118,13 +120,13 @@ def read(cell_folder: Path) -> Running | None:
   def wrong(why):
     return ValueError(
       f"{path} is not what a run wrote ({why}): it was changed. Remove it, and"
-      " look for the run's memory, asgd-*, in /dev/shm yourself; the same"
-      " command then goes on from what is there, the last checkpoint at least"
+      " remove the run's memory, asgd-*, from /dev/shm yourself; the same"
+      " command then resumes, at least from the last checkpoint"
     )
 
   written = storage.read_sealed(path)
   if written is None:
-    raise wrong("its checksum is another, or it has none")
+    raise wrong("its checksum is wrong or missing")
   memory = Path(written["memory"])
   if os.path.lexists(memory):
     try:
@@ -137,13 +139,13 @@ def read(cell_folder: Path) -> Running | None:
 
 
 def _owner(memory: Path) -> tuple[str, str]:
-  """Returns (cell's folder, token) that a memory was made for."""
+  """Returns the (cell's folder, token) of a memory."""
   owner = storage.read_json(memory / _OWNER) or {}
   return str(owner.get("cell", "")), str(owner.get("token", ""))
 
 
 def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
-  """Whether a memory was made for a cell, which may have been moved since."""
+  """Whether a memory belongs to a cell, which may have been moved since."""
   made_for, token = _owner(memory)
   if running is None:
     return made_for == str(cell)
@@ -153,11 +155,20 @@ def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
 
 
 class LiveMemory:
-  """The memory of a cell, taken by this process."""
+  """The memory of a cell, locked by this process."""
 
   def __init__(self, cell_folder: Path, memory_dir: str, *, resume: bool):
-    """Takes the memory of a cell, kept if it `resume`s, or makes it. ValueError
-    if it is in use, or is not the memory of a run."""
+    """Opens and locks the memory of a cell; makes it if it does not exist.
+
+    Args:
+      cell_folder: of the cell.
+      memory_dir: folder for a new memory.
+      resume: whether the files of an existing memory are kept.
+
+    Raises:
+      ValueError: another process has the lock, or the folder is not the memory
+        of a run.
+    """
     self._folder, cell = cell_folder, cell_folder.resolve()
     running = read(cell_folder) if resume else None
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
@@ -173,31 +184,31 @@ class LiveMemory:
         held = stack.enter_context(_holding(self.memory))
       except ValueError as error:
         raise ValueError(
-          f"{self.memory} is to be the memory of the run, and {error}: remove"
-          " it, or use another folder (--memory_dir)"
+          f"{self.memory} cannot be the memory of the run: {error}. Remove it,"
+          " or use another folder (--memory_dir)"
         ) from error
       lock = processes.lock(held / _LOCK, _SECONDS, self.memory / _LOCK)
       stack.callback(os.close, lock)
       self.kept = resume and _is_of(held, running, cell)
-      if not self.kept:  # end what is left of an earlier run, and remove it
+      if not self.kept:  # end processes of an earlier run, and remove its files
         processes.end_all(held)
         _empty(held, _LOCK)
       self._token = _owner(held)[1] or uuid.uuid4().hex
       owner = {"cell": str(cell), "token": self._token}
       storage.write_json(held / _OWNER, owner)
-      self._held: Path | None = held  # None: it was closed
+      self._held: Path | None = held  # None: the memory was closed
       self._open = stack.pop_all()
 
   def replaced_since(self, now: Mapping[str, int]) -> dict[str, int]:
-    """Returns how many processes were replaced since the cell began, of which
-    this process has replaced `now`, by kind."""
+    """Returns, by kind, the count of processes replaced since the cell began:
+    by earlier drivers, and `now` by this driver."""
     return {
       kind: self.replaced.get(kind, 0) + count for kind, count in now.items()
     }
 
   def note(self, replaced: Mapping[str, int]) -> None:
-    """Writes running.json, with so many processes that were replaced, unless
-    as many were noted before."""
+    """Writes running.json with the counts of replaced processes, by kind,
+    unless they have not changed."""
     if replaced == self._noted:
       return
     self._noted = dict(replaced)
@@ -206,14 +217,14 @@ class LiveMemory:
     storage.write_json(self._folder / RUNNING, storage.sealed(running))
 
   def remove(self) -> None:
-    """Removes the memory: nothing can be resumed from it any more."""
+    """Removes the memory, from which the cell can then no longer resume."""
     with contextlib.ExitStack() as stack:
       held = self._held or stack.enter_context(_holding(self.memory))
       _remove(held, self.memory)
     (self._folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
-    """Lets go of it, and leaves nothing of a run that was refused."""
+    """Unlocks the memory. Removes it if the run was refused before it began."""
     if self._held is not None and not self.kept and self._noted is None:
       _remove(self._held, self.memory)
     self._held = None
@@ -221,8 +232,8 @@ class LiveMemory:
 
 
 def forget(cell_folder: Path) -> None:
-  """Removes what a run left that was killed right after it had finished, unless
-  this user may only read the cell."""
+  """Removes the memory of a run that was killed right after it had finished,
+  unless the cell's folder is read-only."""
   if not safe_files.is_writable(cell_folder):
     return
   running, cell = read(cell_folder), cell_folder.resolve()

@@ -1,5 +1,8 @@
-"""HTML of a report, by the template page.html: one file that needs no other and
-no network. The template escapes all text (names, paths, configs, warnings)."""
+"""Makes the HTML page of a report from the template page.html.
+
+The page is one file, and needs no other file and no network. The template
+escapes all text: names, paths, configs, warnings.
+"""
 
 import base64
 import json
@@ -10,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_PIXELS = 1.45  # for a point of a figure, so that its text is as that of a page
-_WIDEST, _NARROWEST = 760, 480  # of a figure, pixels
-_ROUNDING = 1e-9  # a smaller relative spread is none
+# Pixels for each point of a figure, so that its text has the page's size.
+_PIXELS = 1.45
+_WIDEST, _NARROWEST = 760, 480  # width of a figure, in pixels
+_ROUNDING = 1e-9  # a smaller relative spread is not shown
 
 
 def render(title: str, lead: str, **sections: Any) -> str:
@@ -21,18 +25,23 @@ def render(title: str, lead: str, **sections: Any) -> str:
   Args:
     title: of the page.
     lead: a line below the title.
-    sections: those that the page has; page.html says what it makes of each.
-      `warnings` are texts, `pictures` from `pictures`, `results` a `Results`,
-      `config` a `Config`, `facts` names and values, `differing` (header, rows),
-      `folders` texts, `files` names of files beside the page, and `cells` the
-      same of each cell.
+    **sections: of the page, each drawn by page.html if it is given:
+      warnings: texts.
+      pictures: from `pictures`.
+      results: a `Results`.
+      config: a `Config`.
+      facts: names and values.
+      differing: (header, rows).
+      folders: texts.
+      files: names of files beside the page.
+      cells: for each cell a mapping with these sections.
 
   Example:
     >>> text = render("a <b>", "of one seed", warnings=["x < y"])
     >>> "<h1>a &lt;b&gt;</h1>" in text, "<li>x &lt; y</li>" in text
     (True, True)
   """
-  import jinja2  # at the end of a command, and not at its start
+  import jinja2  # only here, which shortens the start of commands
 
   templates = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -49,12 +58,12 @@ class Picture(NamedTuple):
 
   name: str
   source: str  # a data URL
-  width: int  # pixels at the most
-  narrowest: int  # pixels at the least
+  width: int  # largest width in pixels
+  narrowest: int  # smallest width in pixels
 
 
 def pictures(paths: Iterable[Path]) -> list[Picture]:
-  """Reads figures, SVG or PNG, of those files that exist."""
+  """Reads figures, SVG or PNG, from the paths that exist."""
   read = []
   for path in filter(Path.exists, paths):
     kind = {".svg": "image/svg+xml", ".png": "image/png"}[path.suffix]
@@ -69,7 +78,7 @@ def pictures(paths: Iterable[Path]) -> list[Picture]:
 class Heading(NamedTuple):
   """The head of a column of results."""
 
-  kind: str  # class
+  kind: str  # CSS class
   key: str
   name: str
 
@@ -77,15 +86,15 @@ class Heading(NamedTuple):
 class ResultCell(NamedTuple):
   """A cell of the table of results."""
 
-  kind: str  # class
-  sort: str
+  kind: str  # CSS class
+  sort: str  # key of the sort
   shown: str
   value: float | None = None  # with all digits; None: it is no number
-  spread: tuple[float, str] | None = None  # and as it is shown
+  spread: tuple[float, str] | None = None  # (deviation, shown text)
 
 
 class Results(NamedTuple):
-  """The table of results, which is sorted by a click on a column."""
+  """The table of results. A click on a column sorts it."""
 
   columns: list[Heading]
   rows: list[list[ResultCell]]
@@ -107,7 +116,7 @@ def results(
   Args:
     rows: of results.csv; KEY_std is the deviation of KEY, in the same cell.
     columns: an `asgd.experiment.engines.Column` for each key that is shown at
-      once; the others are shown when that is asked for.
+      once; the page hides the others until a click.
   """
   known = {column.key: column for column in columns}
   keys = dict.fromkeys(key for row in rows for key in row)
@@ -127,8 +136,11 @@ def results(
   return Results(headings, cells)
 
 
-def _cell(row, heading, column) -> ResultCell:
-  """A value with its deviation."""
+def _cell(
+  row: Mapping[str, Any], heading: Heading, column: Any
+) -> ResultCell:
+  """Returns the cell of a row with its value and deviation. `column` is an
+  `asgd.experiment.engines.Column`, or None for a key without one."""
   kind, key, _ = heading
   value, std = row.get(key), row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
@@ -136,8 +148,8 @@ def _cell(row, heading, column) -> ResultCell:
     return ResultCell(kind, "", "-")
   if not _is_number(value):
     return ResultCell(kind, str(value), str(value))
-  whole = isinstance(value, int) and scale == 1
-  shown = str(value) if whole else form.format(scale * value)
+  is_integer = isinstance(value, int) and scale == 1
+  shown = str(value) if is_integer else form.format(scale * value)
   spread = None
   if not _is_missing(std) and std > _ROUNDING * abs(value):
     few = form if scale != 1 else "{:.2g}"
@@ -146,15 +158,15 @@ def _cell(row, heading, column) -> ResultCell:
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
-  """Returns the leaves of a config by their names, such as data.name; a run is
-  one.
+  """Returns the leaves of a config by dotted name, such as data.name. A run is
+  one leaf.
 
   Example:
     >>> leaves({"data": {"name": "digits"}, "seeds": [0, 1]})
     {'data.name': 'digits', 'seeds': [0, 1]}
   """
-  whole = not isinstance(value, Mapping) or not value
-  if whole or key.startswith("runs."):
+  is_leaf = not isinstance(value, Mapping) or not value
+  if is_leaf or key.startswith("runs."):
     return {key: value}
   above, out = f"{key}." if key else "", {}
   for name, inner in value.items():
@@ -165,23 +177,23 @@ def leaves(value: Any, key: str = "") -> dict[str, Any]:
 class Config(NamedTuple):
   """Rows (key, value, default) of a config."""
 
-  changed: list[tuple[str, str, str]]  # values that are not the default
+  changed: list[tuple[str, str, str]]  # the value is not the default
   same: list[tuple[str, str, str]]
 
 
 def config(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> Config:
   """Returns a config beside its defaults."""
-  ours, theirs = leaves(values), leaves(defaults)
+  defaults = leaves(defaults)
   rows = [
-    (key, json.dumps(value), json.dumps(theirs[key]) if key in theirs else "")
-    for key, value in ours.items()
+    (key, json.dumps(x), json.dumps(defaults[key]) if key in defaults else "")
+    for key, x in leaves(values).items()
   ]
   changed = [row for row in rows if row[1] != row[2]]
   return Config(changed, [row for row in rows if row[1] == row[2]])
 
 
 def facts(pairs: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns names and what is known of them; a mapping is one line of text."""
+  """Returns the pairs with a value; a mapping becomes one line of text."""
   out = {}
   for name, value in pairs.items():
     if isinstance(value, Mapping):

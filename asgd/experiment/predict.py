@@ -1,15 +1,16 @@
-"""From a live run to the simulation that predicts it.
+"""Measures the jobs of a live run, and simulates the run with their durations.
 
-A job lasts from its ticket, or from the end of the worker's job before if that
-is later, until its message arrives, with the time of the server. Time in which
-the protocol holds a worker back is no part of it: before a ticket, or of a
-message that waits for others of its round (known from spans). The protocol is
-then played with these durations. Clocks start when all workers have sent one.
+A job lasts from the sending of its ticket, or from the end of the worker's job
+before if that is later, until its message arrives. The server's work on them is
+included. Time in which the protocol holds a worker back is excluded: the time
+before a ticket, and the time in which a message waits for others of its round,
+which spans show. The protocol is then simulated with these durations. Times
+start when each worker has sent a message.
 """
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,33 +24,33 @@ from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes
 from asgd.orders.trace import STARTS, Event, Ledger
 
-_LEAST = 1e-9  # seconds that a job takes
+_LEAST = 1e-9  # seconds; the shortest duration of a job
 SHORT = "the run is too short to be measured; use a larger --config.epochs"
 
 
 class MeasuredJob(NamedTuple):
-  """A message, and the time that it took its worker."""
+  """A job of a worker, in seconds of the shard's clock."""
 
   worker: int
   start: float
   end: float
-  received: float  # later than its end, if it waited for others of its round
-  first: bool  # of a worker that had just come
+  received: float  # later than `end` if it waited for others of its round
+  first: bool  # the first job of an incarnation
 
 
 class Outcome(NamedTuple):
   """A run of a cell, live or simulated."""
 
-  began: float  # when the first ticket was sent, in seconds
+  began: float  # time of the first ticket, in seconds
   records: base.Records  # with times in seconds
   accuracy: float  # at the end; NaN if it is not known
 
 
-def _handed_in(journal, spans):
-  """Returns when each message was there, by (worker, seq)."""
-  # Messages of a round are received together, when the last of them has come.
-  # Spans tell when they were pushed; that the last was received a moment later
-  # is taken to hold for all.
+def _arrivals(journal: Journal, spans: Spans) -> dict[tuple[int, int], float]:
+  """Returns the time at which each message arrived, by (worker, seq)."""
+  # Messages of a round are received together, when the last one has arrived.
+  # Spans have the ends of their pushes. The time between push and arrival is
+  # known for the last message only, and is assumed to be the same for all.
   pushed = live_files.spans_by_job(spans, "push")
   groups: dict[float, list[tuple[int, int]]] = {}
   for event in journal:
@@ -66,9 +67,9 @@ def _handed_in(journal, spans):
 
 def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
-  ends = _handed_in(journal, spans)
-  free: dict[int, float] = {}  # when a worker ended its last job
-  new, out = set(), []
+  ends = _arrivals(journal, spans)
+  free: dict[int, float] = {}  # end of the last job, by worker
+  new, out = set(), []  # `new`: workers that joined and ended no job since
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     worker, ticket = event.worker, ledger.obey(event)
@@ -82,23 +83,31 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   return out
 
 
-def _carried(marks, network, workers):
-  """Returns when messages and tickets came that were said at some times, rows
-  (time, job, way, key, sizes), by (way, key)."""
-  now, came = 0.0, {}
+def _carried(
+  sends: Iterable[tuple[float, int, str, tuple[int, int], Sequence[float]]],
+  network: Network,
+  workers: int,
+) -> dict[tuple[str, tuple[int, int]], float]:
+  """Simulates a network; returns arrival times by (direction, key).
+
+  `sends` has (time, job, "up" or "down", key, bytes for each shard).
+  """
+  now, arrivals = 0.0, {}
   throttle = Throttle(network, workers, clock=lambda: now)
 
   def deliver(name):
-    came[name] = throttle.time  # the last part's
+    # A message has arrived when its last part has.
+    arrivals[name] = throttle.time
 
-  for time, _, way, key, sizes in sorted(marks):
+  for time, _, direction, key, sizes in sorted(sends):
     now = time
-    carry = throttle.up if way == "up" else throttle.down
+    carry = throttle.up if direction == "up" else throttle.down
     for shard, nbytes in enumerate(sizes):
-      carry(key[0], shard, nbytes, functools.partial(deliver, (way, key)))
+      arrive = functools.partial(deliver, (direction, key))
+      carry(key[0], shard, nbytes, arrive)
   now = math.inf
   throttle.deliver_due()
-  return came
+  return arrivals
 
 
 def off_network(
@@ -108,37 +117,37 @@ def off_network(
   sizes: Sizes,
   workers: int,
 ) -> list[MeasuredJob]:
-  """Returns the same jobs without the time of tickets and messages in a network
-  and its queues, which leaves that of worker and shard. ValueError without
-  spans."""
+  """Returns the jobs without the time in a network and its queues: the time of
+  worker and shard remains. Raises ValueError without spans."""
   kinds = ("fetch", "push")
   fetched, pushed = (live_files.spans_by_job(spans, kind) for kind in kinds)
   if not pushed:
     raise ValueError(
-      "the links of this run take time, and what else its jobs took is not"
-      " known: train it with --config.live.spans=True"
+      "the links of this run take time, and the jobs' time without them was not"
+      " measured: train it with --config.live.spans=True"
     )
-  marks, groups = [], {}
+  sends, groups = [], {}
   for event in journal:
     key = event.key
     if key not in pushed or key not in fetched:
       continue
     if event.action in STARTS:
       end, job = pushed[key].end, event.job
-      marks.append((event.time, job, "down", key, sizes.down(*key)))
-      marks.append((end, job, "up", key, sizes.up(*key)))
+      sends.append((event.time, job, "down", key, sizes.down(*key)))
+      sends.append((end, job, "up", key, sizes.up(*key)))
     elif event.action == base.RECEIVE:
       groups.setdefault(event.time, []).append(key)
-  came = _carried(marks, network, workers)
+  arrivals = _carried(sends, network, workers)
   new, free, out = set(), {}, []
   for event in journal:
     worker, key = event.key[0], event.key
     if event.action == base.JOIN:
       new.add(worker)
-    elif event.action == base.RECEIVE and ("up", key) in came:
-      # Those of a round are received together, after the last has come.
-      last = max(came.get(("up", each), 0.0) for each in groups[event.time])
-      late = max(fetched[key].end - came["down", key], 0.0)
+    elif event.action == base.RECEIVE and ("up", key) in arrivals:
+      # Messages of a round are received together, after the last has arrived.
+      last = max(arrivals.get(("up", each), 0.0) for each in groups[event.time])
+      # The shard's and the worker's work on ticket and message belongs to it.
+      late = max(fetched[key].end - arrivals["down", key], 0.0)
       late += max(event.time - last, 0.0)
       start = max(fetched[key].end, free.get(worker, 0.0))
       free[worker] = end = pushed[key].end
@@ -149,8 +158,8 @@ def off_network(
 
 
 def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
-  """Returns the bytes that messages and tickets of each shard had, by the
-  number of the job at its worker; the mean of those beyond."""
+  """Returns the bytes of messages and tickets at each shard, by worker and seq
+  of the job. Jobs that the records lack have the mean size."""
 
   def of(name):
     columns = [getattr(part, name).astype(float) for part in records]
@@ -175,18 +184,23 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
 
 
 def all_there(worker: np.ndarray, workers: int) -> int:
-  """Returns how many messages it took until each worker had handed one in;
-  ValueError if one of them never did."""
-  there, firsts = np.unique(worker, return_index=True)
-  missing = np.setdiff1d(range(workers), there)
+  """Returns the count of messages until each worker has sent one. Raises
+  ValueError if a worker sent none.
+
+  Args:
+    worker: int[N], the worker of each message in the order of receipt.
+    workers: of the cell.
+  """
+  present, firsts = np.unique(worker, return_index=True)
+  missing = np.setdiff1d(range(workers), present)
   if missing.size:
-    raise ValueError(f"worker {missing[0]} handed in nothing: {SHORT}")
+    raise ValueError(f"worker {missing[0]} sent no message: {SHORT}")
   return int(firsts.max()) + 1
 
 
 def joins(journal: Journal, workers: int) -> list[float]:
-  """Returns when each worker came first, in seconds since the first ticket was
-  sent, or 0 if that is later; a worker that never came counts as the last."""
+  """Returns the time of each worker's first JOIN, in seconds since the first
+  ticket and at least 0. A worker that never joined has the latest time."""
   times, began = {}, live_files.first_ticket(journal)
   for event in journal:
     if event.action == base.JOIN:
@@ -195,7 +209,7 @@ def joins(journal: Journal, workers: int) -> list[float]:
 
 
 def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
-  """Returns the times of each worker's jobs, in their order."""
+  """Returns the durations of each worker's jobs, in their order."""
   rows: list[list[float]] = [[] for _ in range(workers)]
   for job in jobs:
     rows[job.worker].append(max(job.end - job.start, _LEAST))
@@ -203,50 +217,59 @@ def in_order(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
 
 
 def settled(jobs: Sequence[MeasuredJob], workers: int) -> list[list[float]]:
-  """Returns the times of each worker's jobs begun once all are at work, without
-  first ones, which compile; ValueError if a worker has none."""
-  there = all_there(np.array([job.worker for job in jobs], int), workers)
-  zero = jobs[there - 1].received
+  """Returns the durations of each worker's jobs that began after each worker
+  had sent a message. First jobs are left out, because they compile. Raises
+  ValueError if a worker has no such job."""
+  early = all_there(np.array([job.worker for job in jobs], int), workers)
+  zero = jobs[early - 1].received
   late = [job for job in jobs if job.start >= zero and not job.first]
   rows = in_order(late, workers)
   if [] in rows:
-    idle = f"worker {rows.index([])} did no job after all {workers} had come"
+    idle = f"worker {rows.index([])} ended no job after all {workers} had begun"
     raise ValueError(f"{idle}: {SHORT}")
   return rows
 
 
 def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
-  """Returns the times of N workers' jobs from those of fewer. Workers that
-  share times begin at different jobs, or they would stay in step.
+  """Returns durations of N workers' jobs from those of fewer workers. Workers
+  with the same durations begin at different jobs: otherwise they would stay in
+  step.
 
   Example:
     >>> from asgd.experiment import predict
     >>> predict.shifted([[1.0, 2.0, 3.0, 4.0]], 2)
     [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]]
   """
-  each, out = -(-workers // len(rows)), []  # workers that have a row
+  sharing, out = -(-workers // len(rows)), []  # most workers with one row
   for worker in range(workers):
-    turn, place = divmod(worker, len(rows))
-    row = list(rows[place])
-    at = turn * len(row) // each
-    out.append(row[at:] + row[:at])
+    turn, index = divmod(worker, len(rows))
+    row = list(rows[index])
+    start = turn * len(row) // sharing
+    out.append(row[start:] + row[:start])
   return out
 
 
 def play(
   rules: protocol.Rules,
   streams: Sequence[Iterator[float]],
-  comes: Sequence[float],
+  joins: Sequence[float],
   messages: int,
   *,
   network: Network | None = None,
   sizes: Sizes | None = None,
 ) -> base.Trace:
-  """Plays the protocol of a live run until so many messages are received;
-  `streams` gives the times of each worker's jobs, `comes` when it joins,
-  `network` what messages of these `sizes` pass, in seconds."""
+  """Simulates the order of a live run until `messages` are received.
+
+  Args:
+    rules: of the order.
+    streams: durations of each worker's jobs, in seconds.
+    joins: time at which each worker joins.
+    messages: count of messages.
+    network: carries tickets and messages; None: they take no time.
+    sizes: bytes of tickets and messages.
+  """
   order = Play(
-    *(rules, streams, comes), jobs=messages, network=network, sizes=sizes
+    *(rules, streams, joins), jobs=messages, network=network, sizes=sizes
   )
   order.until(messages)
   return order.trace()
@@ -259,18 +282,19 @@ class Curve(NamedTuple):
   loss: np.ndarray  # smoothed
 
   def way(self, share: float) -> float:
-    """Returns the loss after a share of the way down that it goes."""
+    """Returns the loss after a share of its total decrease."""
     return float(self.loss[0] - share * (self.loss[0] - self.loss.min()))
 
   def reaches(self, loss: float) -> float:
-    """Returns when the loss is reached for the first time; NaN if never."""
+    """Returns the time at which a loss is first reached; NaN if never."""
     below = np.flatnonzero(self.loss <= loss)
     return float(self.time[below[0]]) if len(below) else float("nan")
 
 
 def curve(run: Outcome, zero: int) -> Curve:
-  """Returns the loss, over a fortieth of the run, after message number `zero`
-  against the time since then; 0 is the first ticket."""
+  """Returns the loss after message `zero`, by the time since that message; with
+  `zero` 0 since the first ticket. Losses are means over 1/40 of the messages.
+  """
   times, loss = run.records.time, np.asarray(run.records.loss[zero:], float)
   width = max(len(loss) // 40, 1)
   sums = np.cumsum(np.concatenate([[0.0], loss]))
@@ -280,22 +304,23 @@ def curve(run: Outcome, zero: int) -> Curve:
 
 
 def rate(run: Outcome, zero: int) -> float:
-  """Returns messages per second from number `zero` on, NaN without any."""
+  """Returns messages per second from message `zero` on; NaN if none follows."""
   times = run.records.time
   seconds = times[-1] - times[zero - 1]
   return (len(times) - zero) / seconds if seconds > 0 else float("nan")
 
 
-BUSY = "the server is busy"  # a share, the others are seconds
-_WORK = ("until it is heard of", "fetching", "computing", "pushing")
+BUSY = "the server is busy"  # a share of the time; the parts are in seconds
+_WORK = ("until the worker has the ticket", "fetching", "computing", "pushing")
 _PARTS = (*_WORK, "until it is received")
 
 
 def where_time_goes(
   journal: Journal, spans: Spans, zero: float
 ) -> dict[str, float] | None:
-  """Returns the means of the parts of a job from its ticket on, of those begun
-  after `zero`, and the share of time the server is busy; None without spans."""
+  """Returns mean seconds of each part of a job, from its ticket on, and the
+  share of time in which the server is busy (BUSY). Only jobs that began after
+  time `zero` count. Returns None without spans."""
   kinds = ("fetch", "compute", "push")
   pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
   lengths = []
@@ -303,8 +328,8 @@ def where_time_goes(
     spans_of_job = [piece.get(end.key) for piece in pieces]
     if end.action == base.RECEIVE and ticket.time >= zero and all(spans_of_job):
       fetch, compute, push = spans_of_job
-      marks = ticket.time, fetch.start, compute.start, compute.end, push.end
-      lengths.append(np.diff((*marks, end.time)))
+      times = ticket.time, fetch.start, compute.start, compute.end, push.end
+      lengths.append(np.diff((*times, end.time)))
   if not lengths:
     return None
   means = dict(zip(_PARTS, np.mean(lengths, axis=0).tolist(), strict=True))

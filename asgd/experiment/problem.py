@@ -1,5 +1,5 @@
-"""From the sections `data` and `model` of a config to a Problem; or from the
-section `problem`, a function of one's own that makes it whole."""
+"""Builds a Problem from a config: from the sections `data` and `model`, or from
+a user's function in the section `problem`."""
 
 import contextlib
 import inspect
@@ -18,11 +18,11 @@ from asgd.problems import own as own_problem
 
 
 class ProblemSource(NamedTuple):
-  """What is known of the data of a problem of one's own."""
+  """The identity of the data of a user's problem."""
 
   name: str  # MODULE:FUNCTION
   source: str
-  probe: base.Batch  # by which it is recognised
+  probe: base.Batch  # the data are identified by its checksum
 
 
 Dataset = (
@@ -34,7 +34,7 @@ Dataset = (
 )
 
 TEXTS = ("pydoc", "file")
-_WINDOWS = 64  # of a text, on which it is evaluated
+_WINDOWS = 64  # of a text, for its evaluation
 _MOST_PARAMETERS = 10**10
 
 
@@ -45,9 +45,23 @@ def load(
   dataset: Dataset | None = None,
   most: int = _MOST_PARAMETERS,
 ) -> tuple[Dataset, problems.Problem]:
-  """Loads the data and builds the model of a resolved config, checking that
-  they fit; `most` are the most parameters of a model, the other arguments those
-  of `cells.build`. What the data are decides what is learnt, not their name."""
+  """Loads the data and builds the model of a resolved config.
+
+  The type of the data decides the task (text, sentences, classes, values), and
+  not their name.
+
+  Args:
+    config: resolved.
+    data_dir: as of `cells.build`.
+    dataset: as of `cells.build`.
+    most: parameters that a model may have.
+
+  Returns:
+    The data and the problem.
+
+  Raises:
+    ValueError: data and model do not fit, or a key has a wrong value.
+  """
   if isinstance(dataset, own_problem.Objects):
     return dataset, dataset.problem()
   if config["problem"]["name"] is not None:
@@ -57,7 +71,7 @@ def load(
   _check_model(kind, model)
   trained = None
   if dataset is None and section["name"] in sentences.TASKS:
-    trained = _encoder(kind, model)  # before data are loaded
+    trained = _encoder(kind, model)  # errors come before data are loaded
   if dataset is None:
     dataset = _load_data(section, data_dir, trained and trained[1])
   options = {"evaluation_examples": config["evaluation_examples"]}
@@ -74,7 +88,7 @@ def load(
     of_classes = dataset.classes is not None
     make = problems.classification if of_classes else problems.regression
     options |= {key: section[key] for key in ("augment", "partition")}
-  outputs = dataset.classes  # of an example, or of a position
+  outputs = dataset.classes  # for an example, or for a position
   if outputs is None:
     outputs = int(dataset.train_labels[0].size)
 
@@ -90,35 +104,36 @@ def load(
     _check_fit(config, problem, most)
     return problem
 
-  if options.get("weights") is not None:  # of files, which may have changed
-    return dataset, build()
+  if options.get("weights") is not None:
+    return dataset, build()  # not cached: the files may have changed
   read = ("data", "model", "batch_size", "evaluation_examples")
   plain = [config[key] for key in read]
   return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
 
 
-_problems = build_cache.BuildCache(8)  # and their data
+_problems = build_cache.BuildCache(8)  # with their data
 
 
-_latest: list[tuple[Dataset, str]] = []  # the data read last, their checksum
+_latest: list[tuple[Dataset, str]] = []  # the last data and their checksum
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:
-  """Returns the dataset's name, and a checksum of its arrays; of objects of a
-  caller what else is known of them."""
+  """Returns the dataset's name and a checksum of its arrays. A caller's objects
+  bring their identity."""
   if isinstance(dataset, own_problem.Objects):
     return dataset.identity
-  if not any(known is dataset for known, _ in _latest):
+  if not any(latest is dataset for latest, _ in _latest):
     arrays = jax.tree.leaves(dataset[2:])
     checksum = storage.digest(arrays)
+    # The checksum of arrays that can be written to is not kept.
     if any(getattr(x, "flags", None) and x.flags.writeable for x in arrays):
-      return {"name": dataset.name, "sha256": checksum}  # may be changed
+      return {"name": dataset.name, "sha256": checksum}
     _latest[:] = [(dataset, checksum)]
   return {"name": dataset.name, "sha256": _latest[0][1]}
 
 
 def title(config: Mapping[str, Any], dataset: Dataset) -> str:
-  """Returns what is trained, in a few words."""
+  """Returns the names of data and model, for a title."""
   if isinstance(dataset, own_problem.Objects):
     return "a caller's data and model"
   if isinstance(dataset, ProblemSource):
@@ -126,13 +141,19 @@ def title(config: Mapping[str, Any], dataset: Dataset) -> str:
   return f"{dataset.name}, {config['model']['name']}"
 
 
-def _follow(kind, model, sizes):
-  """Gives a model, of those that it takes, the sizes of its data."""
+def _follow(
+  kind: str, model: dict[str, Any], sizes: Mapping[str, int]
+) -> None:
+  """Sets those sizes of the data that a model takes as arguments."""
   for key in models.takes(kind, sizes):
     model.setdefault(key, sizes[key])
 
 
-def _load_data(section, data_dir, tokenizer) -> Dataset:
+def _load_data(
+  section: Mapping[str, Any], data_dir: str | None, tokenizer: Any
+) -> Dataset:
+  """Loads the data of the section `data`. `tokenizer` is a pre-trained
+  encoder's, for sentences."""
   name, context = section["name"], section["context"]
   if name in TEXTS:
     with blame("data"):
@@ -160,62 +181,70 @@ def _load_data(section, data_dir, tokenizer) -> Dataset:
     texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
     raise ValueError(
       f"config.data.name: {error}; texts: {texts}; sentences: {tasks}; or"
-      " MODULE:FUNCTION, one's own"
+      " MODULE:FUNCTION, a function that returns data"
     ) from None
 
 
-# Functions of one's own.
+# Functions of users.
 
 
 @contextlib.contextmanager
-def _naming(what: str) -> Iterator[None]:
-  """Names a function in the errors of what it returned."""
+def _naming(name: str) -> Iterator[None]:
+  """Prefixes errors about a function's return value with its name."""
   try:
     yield
   except ValueError as error:
-    raise ValueError(f"{what}: {error}") from error
+    raise ValueError(f"{name}: {error}") from error
 
 
 def _of_function(
   kind: str, name: str | None
 ) -> contextlib.AbstractContextManager[None]:
-  """Returns a context that turns whatever a function of one's own raises into
-  one line."""
+  """Returns a context that turns any error of a user's function into a
+  ValueError of one line."""
   if not names.is_import(name):
     return contextlib.nullcontext()
   return user_code(f"{kind} {name!r} fails", passes=(ValueError,))
 
 
-def _call(kind: str, section: Mapping[str, Any], given: Mapping[str, Any]):
-  """Calls the function that a section names: with the section's other keys, and
-  those of `given` and of the section's own that it takes."""
+def _call(
+  kind: str, section: Mapping[str, Any], given: Mapping[str, Any]
+) -> Any:
+  """Calls the function that a section names.
+
+  Its arguments are the section's keys. Fixed keys of the section and keys of
+  `given` are passed only if the function takes them.
+  """
   name = section["name"]
   make = names.imported(kind, name)
   taken = inspect.signature(make).parameters
-  own = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
+  fixed = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
   arguments = {
     key: value
     for key, value in section.items()
-    if key != "name" and (key not in own or key in taken)
+    if key != "name" and (key not in fixed or key in taken)
   }
   arguments |= {key: given[key] for key in given if key in taken}
   with _of_function(kind, name):
     return names.call(kind, name, make, arguments)
 
 
-def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
-  """The problem that a function of one's own makes."""
+def _given(
+  config: Mapping[str, Any], data_dir: str | None
+) -> tuple[Dataset, problems.Problem]:
+  """Returns the problem that a user's function makes, and its data."""
   section = config["problem"]
   name = section["name"]
   if not names.is_import(name):
     raise ValueError(
-      f"config.problem.name must be MODULE:FUNCTION, not {shown(name)}; what is"
-      " known already is named by config.data and config.model"
+      f"config.problem.name must be MODULE:FUNCTION, not {shown(name)}; for"
+      " built-in problems set config.data and config.model"
     )
   for key in ("data", "model"):
     if config[key] != schema.default_of(schema.SHARED[key]):
       raise ValueError(
-        f"config.problem.name {name!r} says what is trained: drop config.{key}"
+        f"config.problem.name {name!r} already gives data and model: drop"
+        f" config.{key}"
       )
 
   def make(size):
@@ -239,7 +268,7 @@ def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
     taken = inspect.signature(names.imported("problem", name)).parameters
     if "batch_size" not in taken:
       raise ValueError(
-        f"problem {name!r} takes no argument batch_size, by which runs differ;"
+        f"problem {name!r} takes no argument batch_size, which runs may set;"
         " add it"
       )
     problem = make(config["batch_size"])
@@ -249,34 +278,37 @@ def _given(config, data_dir) -> tuple[Dataset, problems.Problem]:
 
 
 def _evaluating(evaluate: Callable, name: str) -> Callable:
-  """A function of one's own may return a loss alone."""
+  """Returns a function that completes the value of a user's `evaluate`, which
+  may be a loss only."""
 
-  def whole(params):
-    said = evaluate(params)
+  def evaluate_completely(params):
+    value = evaluate(params)
     with blame("problem"), _naming(f"evaluate of {name!r}"):
-      return own_problem.as_evaluation(said, "loss")
+      return own_problem.as_evaluation(value, "loss")
 
-  return whole
+  return evaluate_completely
 
 
-def _check_problem(problem) -> None:
-  """Raises ValueError for a problem whose parts do not fit."""
+def _check_problem(problem: problems.Problem) -> None:
+  """Raises ValueError if the parts of a problem do not fit."""
   with user_code("batches(seed, workers)(worker, job) fails"):
     batches = problem.batches(0, 1)
-    batch, again = batches(0, 0), batches(0, 0)
-  if storage.digest(batch) != storage.digest(again):
+    batch, repeated = batches(0, 0), batches(0, 0)
+  if storage.digest(batch) != storage.digest(repeated):
     raise ValueError(
-      "batches(seed, workers)(worker, job) gave two batches for one job; make"
-      " it a function of seed, worker and job alone, as"
-      " numpy.random.default_rng((seed, worker, job)) draws"
+      "batches(seed, workers)(worker, job) gave two different batches for one"
+      " job; make it a function of seed, worker and job only, for example with"
+      " numpy.random.default_rng((seed, worker, job))"
     )
   params = own_problem.check_loss(problem.init, problem.loss, batch)
   if problem.updates is not None:
     _check_updates(problem, params, batch)
 
 
-def _check_updates(problem, params, batch):
-  """Raises ValueError for updates that are not like the parameters."""
+def _check_updates(
+  problem: problems.Problem, params: base.Params, batch: base.Batch
+) -> None:
+  """Raises ValueError for updates of other shapes or types than parameters."""
   key = jax.random.key(0)
   with user_code("updates(params, batch, key) fails"):
     (loss, _), values = jax.eval_shape(problem.updates, params, batch, key)
@@ -291,9 +323,9 @@ def _check_updates(problem, params, batch):
     )
 
 
-def _check_model(kind, model):
-  """Refuses a model, and arguments of it, that no data would make right: data
-  take long to load."""
+def _check_model(kind: str, model: Mapping[str, Any]) -> None:
+  """Raises ValueError for a model or arguments that are wrong for any data.
+  This comes before the data are loaded, which takes long."""
   arguments = {k: v for k, v in model.items() if k != "pretrained"}
   with blame("model", tuple(arguments)):
     if names.is_import(kind):
@@ -302,14 +334,14 @@ def _check_model(kind, model):
       given = [*arguments, *models.takes(kind, sizes)]
       names.check_arguments("model", kind, maker, given)
       return
-    if kind == "bert":  # the data say how many words there are
+    if kind == "bert":  # the real vocabulary follows from the data
       arguments.setdefault("vocabulary", 2)
     models.build(kind, 1, **arguments)
 
 
-def _encoder(kind, model):
-  """Returns (weights, tokenizer), if there are, of a model for sentences, and
-  completes `model`."""
+def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
+  """Returns (weights, tokenizer) of a pre-trained model for sentences, else
+  (None, None), and adds its sizes to `model`."""
   if names.is_import(kind):
     return None, None
   if kind != "bert":
@@ -317,13 +349,14 @@ def _encoder(kind, model):
       "config.model.name must be 'bert' for sentences, or MODULE:FUNCTION, not"
       f" {kind!r}"
     )
-  place = model.pop("pretrained", None)
-  if place is None:
+  pretrained = model.pop("pretrained", None)
+  if pretrained is None:
     if "vocabulary" in model:
       raise ValueError("config.model.vocabulary follows from the data; drop it")
     return None, None
   with blame("model.pretrained"):
-    trained = encoder.pretrained(place, pooling=model.get("pooling", "mean"))
+    pooling = model.get("pooling", "mean")
+    trained = encoder.pretrained(pretrained, pooling=pooling)
   for key in trained.sizes:
     if key in model and key != "pooling":
       raise ValueError(
@@ -334,8 +367,8 @@ def _encoder(kind, model):
 
 
 @contextlib.contextmanager
-def _of_model(config) -> Iterator[None]:
-  """Names the model in what is wrong with one of one's own."""
+def _of_model(config: Mapping[str, Any]) -> Iterator[None]:
+  """Prefixes errors of a user's model with its name."""
   name = config["model"]["name"]
   try:
     with _of_function("config.model", name):
@@ -344,19 +377,22 @@ def _of_model(config) -> Iterator[None]:
     raise ValueError(f"config.model {name!r}: {error}") from error
 
 
-def _check_fit(config, problem, most):
-  """Whether the model takes the data, and fits a machine."""
+def _check_fit(
+  config: Mapping[str, Any], problem: problems.Problem, most: int
+) -> None:
+  """Raises ValueError if the model does not take the data, or is too large."""
   key = jax.random.key(0)
   model, name = config["model"]["name"], config["data"]["name"]
   try:
     shapes = jax.eval_shape(problem.init, key)
     jax.eval_shape(problem.loss, shapes, problem.batches(0, 1)(0, 0), key)
   except Exception as error:
-    known = isinstance(error, TypeError | ValueError | OverflowError)
-    if not known and not names.is_import(model):
+    # A user's model may raise anything; other errors of ours are bugs.
+    expected = isinstance(error, TypeError | ValueError | OverflowError)
+    if not expected and not names.is_import(model):
       raise
     line = " ".join(str(error).split())[:300]
-    kind = "" if known else f"{type(error).__name__}: "
+    kind = "" if expected else f"{type(error).__name__}: "
     raise ValueError(
       f"config.model {model!r} does not fit config.data {name!r}: {kind}{line}"
     ) from error
@@ -366,7 +402,7 @@ def _check_fit(config, problem, most):
   _check_size(shapes, most)
 
 
-def _check_size(shapes, most=_MOST_PARAMETERS):
+def _check_size(shapes: Any, most: int = _MOST_PARAMETERS) -> None:
   count = models.count(shapes)
   if count > most:
     size = f"config.model has {count:,} parameters"

@@ -1,6 +1,6 @@
-"""What a command was run with: versions, commits, cores and devices.
+"""Describes a command's environment: versions, commits, cores and devices.
 
-Numbers of a machine depend on these, bits of a result on some of them.
+Measured times depend on all of them, bits of a result on some.
 """
 
 import functools
@@ -17,8 +17,8 @@ from typing import Any
 import jax
 
 _PACKAGES = "asgd", "jax", "jaxlib", "optax", "flax", "numpy"
-_WHERE_USED = ("ray",)  # packages that count only if they were imported
-_SECONDS = 5.0  # that git gets for an answer
+_WHERE_USED = ("ray",)  # packages that are listed only if imported
+_SECONDS = 5.0  # timeout of git
 
 
 def describe() -> dict[str, Any]:
@@ -32,7 +32,7 @@ def describe() -> dict[str, Any]:
 
 
 def command(words: Sequence[str]) -> str:
-  """Returns a command line without the place of Python.
+  """Returns a command line without the path of Python.
 
   Example:
     >>> command(["/env/bin/python", "/env/bin/asgd", "train", "my config"])
@@ -47,13 +47,13 @@ def command(words: Sequence[str]) -> str:
 
 
 def versions() -> dict[str, str]:
-  """Returns the versions of Python and of what decides results."""
+  """Returns the versions of Python and of packages that affect results."""
   used = [name for name in _WHERE_USED if name in sys.modules]
-  found = {name: _version(name) for name in (*_PACKAGES, *used)}
-  return {"python": platform.python_version(), **found}
+  packages = {name: _version(name) for name in (*_PACKAGES, *used)}
+  return {"python": platform.python_version(), **packages}
 
 
-@functools.cache  # a file is parsed
+@functools.cache  # because each call parses a file
 def _version(package: str) -> str:
   try:
     return importlib.metadata.version(package)
@@ -62,20 +62,20 @@ def _version(package: str) -> str:
 
 
 def _git(folder: Path, *words: str) -> str | None:
-  """Returns what git says in a folder, None if it fails or there is no git."""
+  """Returns the output of git in a folder; None if it fails or is missing."""
   command = ["git", "-C", str(folder), *words]
   try:
-    said = subprocess.run(
+    done = subprocess.run(
       command, capture_output=True, text=True, timeout=_SECONDS
     )
   except (OSError, subprocess.SubprocessError):
     return None
-  return None if said.returncode else said.stdout.strip()
+  return None if done.returncode else done.stdout.strip()
 
 
 def commit(folder: Path) -> str | None:
   """Returns the commit of the checkout that a folder is in, with "modified" if
-  files that git knows differ from it; None if it is in none."""
+  tracked files differ from it; None if the folder is in no checkout."""
   name = _git(folder, "rev-parse", "HEAD")
   if name is None:
     return None
@@ -85,16 +85,16 @@ def commit(folder: Path) -> str | None:
 
 @functools.cache
 def commits() -> dict[str, str]:
-  """Returns the commit of this package, where it is in a checkout of its own,
-  and of the working directory's checkout if that is another."""
+  """Returns the commit of this package, if it is run from its checkout, and of
+  the working directory's checkout if that is another."""
   package, here = Path(__file__).resolve().parents[1], Path.cwd()
-  known = _git(package, "ls-files", "--error-unmatch", "__init__.py")
-  places = {"asgd": package} if known is not None else {}
+  tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
+  folders = {"asgd": package} if tracked is not None else {}
   top = "rev-parse", "--show-toplevel"
-  if not places or _git(here, *top) != _git(package, *top):
-    places["working directory"] = here
-  found = {name: commit(place) for name, place in places.items()}
-  return {name: value for name, value in found.items() if value}
+  if not folders or _git(here, *top) != _git(package, *top):
+    folders["working directory"] = here
+  names = {name: commit(folder) for name, folder in folders.items()}
+  return {name: value for name, value in names.items() if value}
 
 
 def cores() -> int:
@@ -105,7 +105,7 @@ def cores() -> int:
 
 
 def machine() -> dict[str, Any]:
-  """Returns what numbers of this machine depend on."""
+  """Returns the system, cores and devices, on which measured times depend."""
   kinds = [device.device_kind for device in jax.devices()]
   devices = [f"{kinds.count(kind)} x {kind}" for kind in dict.fromkeys(kinds)]
   return {

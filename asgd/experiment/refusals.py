@@ -1,7 +1,7 @@
-"""Keys of a config that the protocol of a run has no use for.
+"""Refuses keys of a config that do nothing under the protocol of a run.
 
-Each protocol has its rows (`protocol.Refusal`); one function reads them, and
-the reference prints them as a table.
+Each protocol lists such keys (`protocol.Refusal`). `check` reads the lists, and
+the reference in the docs prints them as a table.
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,15 +16,15 @@ OPTIONS = "recipe."  # before a key that is an option of the recipe
 
 
 def recipe_of(run: Run) -> str:
-  """Returns how an error names the recipe of a run."""
+  """Returns the name of a run's recipe for an error."""
   if run.given is not None:
     return "this recipe"
   return f"the recipe {run.recipe!r} (config.runs.{run.label})"
 
 
 def others(run: Run) -> str:
-  """Returns the other remedy for a setting that a run has no use for, if it is
-  of a config, whose other runs may have it."""
+  """Returns a second remedy for a refused setting, which ends an error's text.
+  A config's other runs may use the setting; a call has one run only."""
   if run.given is not None:
     return ""
   return ", or set it in the entries of other runs alone"
@@ -33,19 +33,19 @@ def others(run: Run) -> str:
 def _given(
   key: str, run: Run, sections: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-  """Yields the keys, as a config names them, and values that a run has set of
-  what a refusal names."""
+  """Yields (dotted key, value) of each setting that a run has set and that the
+  key of a refusal covers."""
   if key.startswith(OPTIONS):
     option = key.removeprefix(OPTIONS)
     if option in run.options:
       yield f"runs.{run.label}.{option}", run.options[option]
     return
   section, _, inner = key.partition(".")
-  known = {**schema.SHARED, **sections}
-  if section not in known:
+  settings = {**schema.SHARED, **sections}
+  if section not in settings:
     return
-  value, default = run.config[section], schema.default_of(known[section])
-  if not isinstance(known[section], (dict, schema.Open, schema.Section)):
+  value, default = run.config[section], schema.default_of(settings[section])
+  if not isinstance(settings[section], (dict, schema.Open, schema.Section)):
     if value != default:
       yield section, value
     return
@@ -62,8 +62,11 @@ def check(
   Args:
     run: of a config.
     protocol: of the run.
-    engine: by whose name refusals know it; a variant may have another.
+    engine: the name that refusals use; a variant of the engine has another.
     sections: of the engine.
+
+  Raises:
+    ValueError: names the key, its value, the reason and the remedies.
   """
   for refusal in protocol.refusals:
     if not refusal.engines or engine in refusal.engines:

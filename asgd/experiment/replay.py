@@ -1,8 +1,8 @@
-"""Computes again what a live run computed, from its traces.
+"""Recomputes a live run from its traces.
 
-A trace holds each ticket that was sent, each message received, and which
-workers left and joined. In the same order the same functions give the same bits
-on the same kind of device with as many cores (XLA divides sums among them).
+A trace holds each sent ticket, each received message, and the workers that left
+and joined. In the same order the same functions give the same bits, on the same
+kind of device with the same number of cores (XLA divides sums among cores).
 """
 
 import os
@@ -35,45 +35,44 @@ ENGINES = {
 
 
 class Replay(NamedTuple):
-  """What a replay came to."""
+  """The result of a replay."""
 
   name: str  # of the cell
   trace: base.Trace  # of the lead
   records: base.Records  # of the lead
   params: Any
   evaluation: problems.Evaluation
-  digest: str  # of the parameters
-  recorded: str | None  # the same, of the run, if it was finished
-  messages: int | None  # of the run, if it was finished
-  cpus: int | None  # cores of the machine of the run
-  changed: Sequence[str] = ()  # modules of the user's that are not as they were
+  digest: str  # checksum of the parameters
+  recorded: str | None  # the run's checksum, if it finished
+  messages: int | None  # of the run, if it finished
+  cpus: int | None  # cores of the run's machine
+  changed: Sequence[str] = ()  # user modules that were changed since the run
 
   @property
   def accuracy(self) -> float:
-    """Of the parameters; NaN of a task without accuracy."""
+    """Accuracy of the parameters; NaN if the task has none."""
     return self.evaluation.accuracy
 
   @property
   def same(self) -> bool:
-    """Whether it came to the bits of the run, as far as that is known."""
+    """Whether the replay has the run's bits; True for an unfinished run."""
     return self.recorded in (None, self.digest)
 
 
 def trained(folder: str | Path) -> dict[str, Any]:
-  """Returns what a live cell was trained on, as `Experiment.dataset_identity`
-  has it."""
-  place = live_files.only_cell(Path(folder))
-  return live_files.read_description(place).get("dataset") or {}
+  """Returns the `Experiment.dataset_identity` of a live cell."""
+  cell_folder = live_files.only_cell(Path(folder))
+  return live_files.read_description(cell_folder).get("dataset") or {}
 
 
 def workers_of(folder: str | Path) -> int:
-  """Returns how many workers a live cell has."""
-  place = live_files.only_cell(Path(folder))
-  return live_files.read_description(place)["cell"]["workers"]
+  """Returns the number of workers of a live cell."""
+  cell_folder = live_files.only_cell(Path(folder))
+  return live_files.read_description(cell_folder)["cell"]["workers"]
 
 
 def trace_of(folder: Path) -> base.Trace:
-  """Returns the order of a live cell, as its lead has it."""
+  """Returns the trace of a live cell's lead."""
   description = live_files.read_description(folder)
   live = protocol.of_cell(folder, description).live
   return live.trace(folder, description)
@@ -86,8 +85,19 @@ def load(
   given: own.Objects | None = None,
   trust: bool = False,
 ) -> tuple[cells.Experiment, cells.Cell]:
-  """Builds the experiment of a live cell alone, which runs the code that its
-  config names; ValueError for other data, and as of `code.check_trusted`."""
+  """Builds the experiment of one live cell. This imports and runs the code that
+  the cell's config names.
+
+  Args:
+    folder: of the cell.
+    data_dir: folder of the data set; None: the default.
+    given: objects that the run was given, instead of a config's names.
+    trust: whether code of other users may run.
+
+  Raises:
+    ValueError: the data differ, or the code is not trusted
+      (`code.check_trusted`).
+  """
   description = live_files.read_description(folder)
   named = description["config"], description["modules"]
   code.check_trusted(folder, *named, trust=trust)
@@ -98,8 +108,7 @@ def load(
     name = section["name"] if isinstance(section, Mapping) else section
     if name != schema.GIVEN:
       raise ValueError(
-        f"{folder} had {key}={shown(section)}, which was no object: leave {key}"
-        " out"
+        f"{folder} had {key}={shown(section)}, not an object: leave {key} out"
       )
   if given is None and (was or {}).get("name") == own.Objects.name:
     raise ValueError(
@@ -118,17 +127,17 @@ def load(
   if given is not None:
     differ = [key for key in now if now[key] != was.get(key)]
     if differ:
-      said = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
+      texts = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
         for k in differ if k not in ("sha256", "build", "code")]
       if differ == ["code"]:
-        said = ["the source of the loss, or of another function, was changed"]
-      said = said or ["the parameters or the first batches are others"]
+        texts = ["the source of the loss, or of another function, was changed"]
+      texts = texts or ["the parameters or the first batches differ"]
       raise ValueError(
-        f"{folder} was not trained on what is given: {'; '.join(said)}"
+        f"{folder} was trained with other arguments: {'; '.join(texts)}"
       )
   elif now != was:
     raise ValueError(
-      f"the data is not that of the run ({experiment.dataset.source}); give the"
+      f"the data ({experiment.dataset.source}) is not the run's data; give its"
       " folder with --data_dir"
     )
   (cell,) = experiment.cells
@@ -146,13 +155,13 @@ def replay(
 
   Args:
     folder: WORKDIR/cells/NAME, or a WORKDIR that has one cell.
-    data_dir: where the dataset's files are; None looks in the usual places.
-    given: what the run was given, instead of a config's names.
+    data_dir: folder of the data set; None: the default.
+    given: objects that the run was given, instead of a config's names.
     trust: whether code may run that the folder of another user names.
 
   Raises:
-    ValueError: if there is nothing to replay, it cannot be obeyed, or as of
-      `code.check_trusted`.
+    ValueError: there is no message to replay, the trace is not allowed, or the
+      code is not trusted (`code.check_trusted`).
   """
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
@@ -171,8 +180,8 @@ def replay(
   for key, value in computed.digests.items():
     if result.get(key) not in (None, value) and recorded in (None, digest):
       raise ValueError(
-        f"{folder}: the replay has the same parameters as the run, and another"
-        f" {key}: what it evaluates is the same, and its parts are not"
+        f"{folder}: the replay has the same parameters as the run, but another"
+        f" {key}: the evaluated parameters are equal, and their parts are not"
       )
   return Replay(
     *(cell.name, computed.trace, computed.records, computed.params),
@@ -186,8 +195,8 @@ def replay(
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-  """Returns what result.json says, nothing if there is none; ValueError if it
-  was changed."""
+  """Returns the contents of result.json; {} if there is none. Raises ValueError
+  if it was changed."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
   packed = storage.read_archive(folder / cell_files.CELL, path.name)
@@ -195,15 +204,15 @@ def read_result(folder: Path) -> dict[str, Any]:
     return storage.json_object(packed[path.name]) or {}
   if result is None and path.exists():
     raise ValueError(
-      f"{path} cannot be read or was changed: put it back as the run wrote it,"
-      " or remove it to compute the parameters without comparing them"
+      f"{path} cannot be read or was changed: restore it as the run wrote it,"
+      " or remove it to compute the parameters without a comparison"
     )
   return result or {}
 
 
 def restore(folder: str | Path, replayed: Replay) -> Path:
-  """Writes the params.msgpack of a finished cell anew, from its replay: the
-  same bytes. Raises ValueError if the replay is not what the run came to."""
+  """Writes the params.msgpack of a finished cell from its replay, with the same
+  bytes. Raises ValueError if the replay has other parameters than the run."""
   folder = live_files.only_cell(Path(folder))
   if replayed.recorded != replayed.digest:
     raise ValueError(
@@ -214,7 +223,7 @@ def restore(folder: str | Path, replayed: Replay) -> Path:
 
 
 def describe(replayed: Replay) -> str:
-  """Says what a replay came to, and whether it is what the run came to."""
+  """Returns a text on a replay's result, and whether the run has the same."""
   action, stale = replayed.trace.action, replayed.records.staleness
   counts = np.bincount(action, minlength=len(base.ACTIONS)).tolist()
   events = ", ".join(
@@ -232,10 +241,10 @@ def describe(replayed: Replay) -> str:
   elif replayed.recorded == replayed.digest:
     lines.append("the same parameters as the run, to the bit")
   else:
-    why, came = "", counts[base.RECEIVE]
-    if came < (replayed.messages or 0):
-      why = f": the trace has {came} messages, result.json {replayed.messages};"
-      why += " it was cut short"
+    why, messages = "", counts[base.RECEIVE]
+    if messages < (replayed.messages or 0):
+      why = f": the trace has {messages} messages, result.json"
+      why += f" {replayed.messages}; it was cut short"
     elif replayed.changed:
       why = f": {', '.join(replayed.changed)} changed since"
     elif replayed.cpus != os.cpu_count():

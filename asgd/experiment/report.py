@@ -1,4 +1,4 @@
-"""What an experiment says: a line for each cell, a table, a figure, a page."""
+"""Reports of an experiment: a line for each cell, a table, a figure, a page."""
 
 import contextlib
 import itertools
@@ -28,14 +28,14 @@ from asgd.parallel import processes
 
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
-# Columns of every table; those of engines follow.
+# Columns of every table; columns of the engine follow.
 _FIRST = (
   Column("run", "algorithm"),
   Column("workers", "workers"),
   Column("accuracy %", "test_accuracy", 100, "{:.1f}"),
   Column("loss", "test_loss"),
 )
-# Instead of those of engines, where runs of several kinds are compared.
+# Columns that follow where runs of several engines are compared.
 _COMMON = (
   Column("engine", "engine"),
   Column("updates", "updates"),
@@ -44,7 +44,7 @@ _COMMON = (
   Column("staleness", "staleness_mean"),
   Column("gap", "gap_mean"),
 )
-# Of runs that have a key in their results.
+# (key, columns that are shown if a result has the key).
 _OF_KEYS = (
   ("codec", traffic.COLUMNS),
   ("codec_down", traffic.COLUMNS),
@@ -64,20 +64,20 @@ def quality(accuracy: Any, measure: Any, loss: Any) -> str:
 
 
 def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
-  """Returns what is said of a finished cell: a line, and warnings with their
-  remedies; `describe` is that of its engine."""
+  """Returns a line on a finished cell, and warnings with their remedies.
+  `describe` is the engine's function."""
   cell, keys = result["cell"], ("accuracy", "measure", "loss")
   score = quality(*(result.get(f"test_{key}") for key in keys))
-  said = [f"{cell}: {score}{describe(result)}"]
+  texts = [f"{cell}: {score}{describe(result)}"]
   limit, product = result["rate_x_sharpness_limit"], result["sustained"]
   remedy = "fewer workers or a longer warm-up"
   if result["recipe"] not in _CURES:
     remedy += ", or a cure such as dana_zero or gap_aware"
-  # A tolerance of one step of the limit's grid; what is not known is NaN.
-  known = storage.is_finite(product) and storage.is_finite(limit)
-  if known and product > 1.25 * limit:
+  # 1.25 is a tolerance of one step of the limit's grid. Unknown values are NaN.
+  measured = storage.is_finite(product) and storage.is_finite(limit)
+  if measured and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
-    said.append(
+    texts.append(
       f"warning: {cell}: learning rate x sharpness stayed at {product:.2g} or"
       f" more; at a mean staleness of {result['staleness_mean']:.1f} this"
       f" algorithm is stable below {limit:.2g} on a quadratic. If the loss"
@@ -85,12 +85,12 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
     )
   if result["diverged"]:
     remedy = f"Try a lower learning rate, {remedy}"
-    said.append(f"warning: {cell}: the loss diverged. {remedy}")
-  return said
+    texts.append(f"warning: {cell}: the loss diverged. {remedy}")
+  return texts
 
 
 def _text(column: Column, group: Rows) -> str:
-  """A cell of the table: the mean over seeds, or the value that all have."""
+  """Returns a cell of the table: the mean over seeds, or their common value."""
   values = [row.get(column.key) for row in group]
   match values[0]:
     case list() as several:
@@ -114,7 +114,7 @@ _NOT_IN_CSV = {"cell", "seed", "params_sha256", "label"}
 
 
 def _csv_row(group: Rows) -> dict[str, Any]:
-  """All columns of results, numbers as mean and deviation over seeds."""
+  """Returns all columns of results; floats as mean and deviation over seeds."""
   first = group[0]
   row = {key: first[key] for key in ("algorithm", "workers")}
   row["seeds"] = len(group)
@@ -147,9 +147,13 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
   if any(storage.is_finite(row.get("test_measure")) for row in results):
     shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
-  own = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
-  # What no run here has says nothing.
-  shown += [c for c in own if any(_text(c, [row]) != "-" for row in results)]
+  of_engine = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
+  # A column without a value in any run is left out.
+  shown += [
+    column
+    for column in of_engine
+    if any(_text(column, [row]) != "-" for row in results)
+  ]
   for each in protocol.PROTOCOLS.values():
     if each.column and any(each.column in row for row in results):
       shown += each.columns
@@ -164,7 +168,8 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
 
 
 def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
-  """Returns (CSV rows, text table): a row for a run and number of workers."""
+  """Returns (CSV rows, text table), with a row for each run and number of
+  workers."""
   shown = columns_of(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
@@ -196,7 +201,7 @@ def write_tables(
     curves: the rows of their evaluations.
 
   Returns:
-    Where the figure is, or why it was not drawn.
+    The paths of the figure, or the reason why it was not drawn.
   """
   stem, points = out / "figure", figure.numbers(results, curves)
   numbers = stem.with_suffix(".csv")
@@ -207,19 +212,20 @@ def write_tables(
     figure.draw(points, results, stem, heading)
   except ImportError:
     return f"not drawn: pip install 'asgd[viz]'; {numbers}"
-  except Exception as error:  # the runs are done: their numbers come first
+  except Exception as error:
+    # The runs are finished: an error of drawing must not hide their results.
     return f"not drawn: {error!r}; {numbers}"
   return f"{stem}.png, .svg, .pdf; its numbers {numbers}"
 
 
 def warnings(results: Rows) -> list[str]:
-  """Returns the warnings of finished cells, those of the first seed that has
-  some for each run and number of workers."""
-  said = []
+  """Returns the warnings of finished cells. For each run and number of workers
+  they are the warnings of the first seed that has some."""
+  texts = []
   for group in figure.group_by(results, "label", "workers").values():
     of_seeds = (lines(row, lambda _: "")[1:] for row in group)
-    said += next(filter(None, of_seeds), [])
-  return [text.removeprefix("warning: ") for text in said]
+    texts += next(filter(None, of_seeds), [])
+  return [text.removeprefix("warning: ") for text in texts]
 
 
 def write_page(
@@ -232,8 +238,20 @@ def write_page(
   lead: str,
   notes: Sequence[str] = (),
 ) -> Path:
-  """Writes report.html of a folder: the results, as rows of `tabulate`, its
-  config.json and files, and the `notes` that were printed in training."""
+  """Writes report.html of a folder.
+
+  Args:
+    workdir: the folder, with config.json.
+    results: of the cells.
+    csv_rows: from `tabulate`.
+    engines: by name.
+    title: of the page.
+    lead: a line below the title.
+    notes: that were printed in training.
+
+  Returns:
+    The path of the page.
+  """
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
   free = dict(identity["free"])
   config = {**identity["config"]}
@@ -246,7 +264,7 @@ def write_page(
     f"{path.relative_to(workdir)} was damaged and is not used"
     for path in sorted(workdir.glob("cells/*/damaged-*"))
   ]
-  said = [note.removeprefix("warning: ") for note in notes]
+  notes = [note.removeprefix("warning: ") for note in notes]
   defaults = {
     key: schema.default_of(node)
     for key, node in schema.sections(engines).items()
@@ -256,15 +274,15 @@ def write_page(
   shown = [*columns_of(results, engines), Column("diverged", "diverged")]
 
   def files(folder):
-    found = sorted(p for p in folder.iterdir() if p.is_file())
-    names = (p.relative_to(workdir).as_posix() for p in found)
+    paths = sorted(p for p in folder.iterdir() if p.is_file())
+    names = (p.relative_to(workdir).as_posix() for p in paths)
     hidden = ".lock", "report.html"
     return [n for n in names if n.rpartition("/")[2] not in hidden]
 
   content = page.render(
     title,
     lead,
-    warnings=[*said, *warnings(results), *damaged],
+    warnings=[*notes, *warnings(results), *damaged],
     pictures=page.pictures(pictures),
     results=page.results(csv_rows, shown),
     config=page.config(config, defaults),
@@ -285,7 +303,8 @@ def at_the_end(
   is incomplete. All processes call it; only process 0 has a folder."""
 
   def end():
-    # Together: JAX lets no process wait for long for another at its end.
+    # All processes end together, because JAX limits the time for which a
+    # process that ends waits for the others.
     processes.together(
       lambda: workdir and print(write(workdir, experiment, bar.notes), end="")
     )
@@ -301,30 +320,37 @@ def at_the_end(
 def write(
   workdir: Path, experiment: Experiment, notes: Sequence[str] = ()
 ) -> str:
-  """Writes table, figure and page of the finished cells, and returns the table
-  and the paths as text; "" without a cell. `notes` were printed in training.
-  For a read-only folder only the text is made."""
+  """Writes table, figure and page of the finished cells.
+
+  Args:
+    workdir: folder of the experiment. If it is read-only, nothing is written.
+    experiment: of the folder.
+    notes: that were printed in training.
+
+  Returns:
+    The table and the paths as text; "" if no cell is finished.
+  """
   results = folder.read_results(workdir)
   if not results:
     return ""
-  places = [workdir / "cells" / row["cell"] for row in results]
-  rows = [row for place in places for row in folder.read_rows(place)]
+  cell_folders = [workdir / "cells" / row["cell"] for row in results]
+  rows = [row for path in cell_folders for row in folder.read_rows(path)]
   csv_rows, table = tabulate(results, experiment.engines)
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
   if config["examples"] is not None:
     budget = f"{config['examples']:,} examples"
   seeds = len({row["seed"] for row in results})
-  what = problem.title(config, dataset)
-  what += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
+  heading = problem.title(config, dataset)
+  heading += f", {budget}, {seeds} seed{'s' * (seeds != 1)}"
   cells = {cell.name for cell in experiment.cells}
   done = len(cells & {row["cell"] for row in results})
   so_far = f"{done} of {len(cells)} cells" if done < len(cells) else ""
-  title = f"{what}{so_far and ', ' + so_far}\ndata: {dataset.source}"
+  title = f"{heading}{so_far and ', ' + so_far}\ndata: {dataset.source}"
   text = f"{title}\n\n{table}"
   if so_far:
-    said = f"so far {so_far}: means are over the seeds that are finished"
-    notes, text = [said, *notes], f"{text}{said}\n"
+    note = f"so far {so_far}: means are over the seeds that are finished"
+    notes, text = [note, *notes], f"{text}{note}\n"
   if not safe_files.is_writable(workdir):
     return (
       f"\n{text}\nnothing is written: {workdir} is read-only; its report is"
@@ -333,12 +359,12 @@ def write(
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
   drawn = write_tables(workdir, title, text, csv_rows, results, rows)
   lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
-  named = {"title": what, "lead": lead, "notes": notes}
-  made = write_page(workdir, results, csv_rows, experiment.engines, **named)
+  texts = {"title": heading, "lead": lead, "notes": notes}
+  html = write_page(workdir, results, csv_rows, experiment.engines, **texts)
   cell_log.join(workdir, experiment, results)
   return (
     f"\n{text}\n"
-    f"report       {made}\n"
+    f"report       {html}\n"
     f"figure       {drawn}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
     f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"

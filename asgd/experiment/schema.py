@@ -1,10 +1,10 @@
-"""The one config: its keys, their defaults and what each may be.
+"""The keys of a config: their defaults and the checks of their values.
 
-A config says what is trained, for how long, and with which runs. A run names an
-engine and a recipe; its other keys are settings of that engine, options of that
+A config describes a problem, a length of training, and runs. A run names an
+engine and a recipe. Its other keys are settings of that engine, options of that
 recipe, or its values of shared keys. `resolve` returns plain data with every
-key, and the whole config of each run; `asgd.experiment.overrides` applies the
-keys of a command line.
+key, and the complete config of each run. `asgd.experiment.overrides` applies
+the keys of a command line.
 """
 
 import copy
@@ -33,30 +33,30 @@ class Setting(NamedTuple):
 def set_in(
   section: Mapping[str, Any] | None, keys: Mapping[str, Setting]
 ) -> list[str]:
-  """Returns the keys of a section that have not their defaults."""
+  """Returns the keys of a section with other values than their defaults."""
   given = (section or {}).items()
   return [key for key, value in given if value != keys[key].default]
 
 
 class Open(NamedTuple):
-  """A section with a `name`; its other keys are arguments of what that is."""
+  """A section with a `name`. Other keys are arguments of the named thing."""
 
   default: Mapping[str, Any]
   derived: tuple[str, ...] = ()  # arguments that follow from other keys
 
 
 class Section(NamedTuple):
-  """A section with keys of its own and others that some value selects."""
+  """A section with fixed keys, and further keys that its values select."""
 
   keys: Mapping[str, Any]
-  options: Any  # (the section's value) -> names of the others
+  options: Any  # (the section's value) -> names of the further keys
 
 
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
-  """Reads an optimizer: its name, or a dict of it and its options."""
+  """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
     return None
   if isinstance(value, str):
@@ -67,8 +67,8 @@ def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
 
 
 def _of_function(kind: str, given: tuple[str, ...]) -> Any:
-  """What a section with a `name` takes beside its keys: the arguments of the
-  function, MODULE:FUNCTION, without those that are `given` otherwise."""
+  """Returns the `options` of a section that names a MODULE:FUNCTION: the
+  function's arguments, without those `given` by the caller."""
 
   def options(section):
     name = section.get("name")
@@ -83,32 +83,32 @@ def _of_function(kind: str, given: tuple[str, ...]) -> Any:
 
 
 def _of_schedule(section: Mapping[str, Any]) -> list[str]:
-  """The arguments of the schedule that a section names."""
+  """Returns the arguments of the schedule that a section names."""
   name = section.get("name", rates.STEPS)
   return [] if name == rates.STEPS else rates.arguments(name)
 
 
 _COUNTS = "epochs", "messages", "updates"
-_COUNT = checks.whole(0)
+_COUNT = checks.whole_number(0)
 _EPOCHS = checks.number(most=1e6)
 
 # Keys that the runs of an experiment share, whatever their engines.
 SHARED: dict[str, Any] = {
   "data": Section(
     {
-      # Of `asgd.data`, a text or a task of sentences; or MODULE:FUNCTION of one
-      # that returns data, whose arguments are the other keys.
+      # A name of `asgd.data`, a text or a task of sentences; or
+      # MODULE:FUNCTION, which returns data for the other keys as arguments.
       "name": Setting("digits", checks.text),
       "augment": Setting(False, checks.flag),  # images: pad, crop and flip
       "partition": Setting("shared", checks.choice("shared", "sharded")),
       # Characters in a window of text, word pieces in a sentence.
-      "context": Setting(64, checks.whole(1, 10**6)),
-      # Of a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.
+      "context": Setting(64, checks.whole_number(1, 10**6)),
+      # For a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.
       "tokenizer": Setting("characters", checks.text),
     },
     _of_function("dataset", ("data_dir",)),
   ),
-  # Of `asgd.models`, or MODULE:FUNCTION.
+  # A name of `asgd.models`, or MODULE:FUNCTION.
   "model": Open({"name": "mlp"}, ("classes",)),
   # Instead of data and model: MODULE:FUNCTION (batch_size, its other keys) ->
   # asgd.problems.Problem.
@@ -119,36 +119,38 @@ SHARED: dict[str, Any] = {
   "runs": Setting({}, checks.anything),  # label -> engine, recipe, settings
   "only": Setting((), checks.several(checks.text)),  # labels; () is all
   "engine": Setting("simulate", checks.text),  # of runs that name none
-  "workers": Setting((8,), _sweep(checks.whole(1, 10_000))),
-  "seeds": Setting((0,), _sweep(checks.whole(0, 2**32 - 1))),
-  "batch_size": Setting(32, checks.whole(1, 10**7)),  # of one gradient
+  "workers": Setting((8,), _sweep(checks.whole_number(1, 10_000))),
+  "seeds": Setting((0,), _sweep(checks.whole_number(0, 2**32 - 1))),
+  "batch_size": Setting(32, checks.whole_number(1, 10**7)),  # of one gradient
   "epochs": Setting(1.0, checks.number(most=1e9, above=True)),
-  # Instead of epochs: training examples, over all workers.
-  "examples": Setting(None, checks.optional(checks.whole(1, 10**12))),
+  # Instead of epochs: the count of training examples of all workers.
+  "examples": Setting(None, checks.optional(checks.whole_number(1, 10**12))),
   "learning_rate": Setting(0.1, checks.positive),  # the peak
-  # A name, or a dict of a name and options; None: as the recipe has it.
+  # A name, or a dict of a name and options; None: the recipe's optimizer.
   "optimizer": Setting(None, _optimizer),
   "learning_rate_schedule": Section(
     {
       "warmup_epochs": Setting(0.0, _EPOCHS),
-      "warmup_examples": Setting(0, checks.whole(0, 10**12)),
+      "warmup_examples": Setting(0, checks.whole_number(0, 10**12)),
       # After the warm-up: "steps" drops at the times below; any other schedule
       # of optax, or MODULE:FUNCTION, has its arguments here, which count steps
       # in units of `count`.
       "name": Setting(rates.STEPS, checks.text),
       "count": Setting("epochs", checks.choice(*_COUNTS)),
       "decay_epochs": Setting((), checks.several(_EPOCHS)),
-      "decay_examples": Setting((), checks.several(checks.whole(0, 10**12))),
+      "decay_examples": Setting(
+        (), checks.several(checks.whole_number(0, 10**12))
+      ),
       "decay_factor": Setting(0.1, checks.positive),
     },
     _of_schedule,
   ),
   "clip_norm": Setting(None, checks.optional(checks.positive)),
-  "evaluations": Setting(10, checks.whole(1, 10**6)),  # evenly spaced
+  "evaluations": Setting(10, checks.whole_number(1, 10**6)),  # evenly spaced
   "evaluation_examples": Setting(0, _COUNT),  # 0: all images, 64 windows
   "curvature_checks": Setting(4, _COUNT),  # evaluations with the sharpness
   "checkpoint_seconds": Setting(30.0, checks.number(most=1e9)),
-  # or "record": keep a cell that diverges and go on with the next
+  # "record" keeps a cell that diverges and continues with the next one.
   "on_nan": Setting("stop", checks.choice("stop", "record")),
 }
 # Shared keys that a run may set for itself.
@@ -157,23 +159,23 @@ OF_A_RUN += ("optimizer",)
 PLAIN = Setting(None, checks.anything)
 GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
-# These may change when an experiment goes on.
+# These may change when an experiment resumes.
 FREE = ("on_nan", "checkpoint_seconds")
 _LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")  # a folder's name
 _LONGEST_TITLE = 100
 
 
 class Run(NamedTuple):
-  """One run; cells are this with a number of workers and a seed."""
+  """One run. A cell is a run with a count of workers and a seed."""
 
-  label: str  # in the config, and of folders
-  title: str  # for people
+  label: str  # key in config.runs, and in names of folders
+  title: str  # in tables and figures
   engine: str
   recipe: str
   options: dict[str, Any]  # of the recipe
-  config: dict[str, Any]  # the whole config, as it holds for this run
-  given: algorithms.Recipe | None = None  # by a caller, instead of its name
-  # The same: asgd.compression.Codecs, by their keys of the config.
+  config: dict[str, Any]  # the complete config, with the run's values
+  given: algorithms.Recipe | None = None  # object given instead of a name
+  # asgd.compression.Codecs given as objects, by their keys of the config.
   codecs: Mapping[str, Any] = {}
 
   def make_recipe(
@@ -183,8 +185,17 @@ class Run(NamedTuple):
     *,
     searches: bool = False,
   ) -> algorithms.Recipe:
-    """Builds its recipe with its optimizer and clipping; ValueError names the
-    key. `searches`: the optimizer's update may be given the loss function."""
+    """Builds the run's recipe with its optimizer and clipping.
+
+    Args:
+      learning_rate: a number or a schedule.
+      workers: of the cell.
+      searches: whether the engine gives the loss function to the optimizer's
+        update, as a line search needs.
+
+    Raises:
+      ValueError: names the key.
+    """
     options, clip_norm = dict(self.options), self.config["clip_norm"]
     if self.config["optimizer"] is not None:
       if not searches:
@@ -204,10 +215,10 @@ class Run(NamedTuple):
 
 
 class Resolved(NamedTuple):
-  """A config that was checked once, with its runs."""
+  """A checked config and its runs."""
 
   config: dict[str, Any]  # plain data, with every key
-  runs: dict[str, Run]  # those that are chosen, by their labels
+  runs: dict[str, Run]  # selected by config.only, by label
 
 
 Config = ml_collections.ConfigDict | Mapping[str, Any]
@@ -215,7 +226,7 @@ Engines = Mapping[str, Any]  # name -> `asgd.experiment.engines.EngineKind`
 
 
 def sections(engines: Engines) -> dict[str, Any]:
-  """Returns all keys: those that are shared, and the sections of engines."""
+  """Returns all keys: the shared ones, and the sections of engines."""
   keys = dict(SHARED)
   for kind in engines.values():
     keys |= kind.sections
@@ -230,15 +241,15 @@ def default_of(node: Any) -> Any:
 
 
 def keys_of(node: Any) -> Mapping[str, Any]:
-  """Returns the keys of a section, none of a single setting."""
+  """Returns the keys of a section; a single setting has none."""
   if isinstance(node, Section):
     return node.keys
   return {} if isinstance(node, (Setting, Open)) or node is None else node
 
 
 def plain(value: Any, key: str = "") -> Any:
-  """Returns a value as JSON gives it back; ValueError, which names the key, if
-  it is not plain."""
+  """Returns a value as JSON reads it back. Raises ValueError, which names the
+  key, if the value is not plain data."""
   if isinstance(value, Mapping):
     above = f"{key}." if key else ""
     return {str(k): plain(inner, f"{above}{k}") for k, inner in value.items()}
@@ -253,7 +264,7 @@ def plain(value: Any, key: str = "") -> Any:
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-  """Returns a config as a dict of its own; ValueError if it is no mapping."""
+  """Returns a config as a new dict. Raises ValueError if it is no mapping."""
   if isinstance(config, ml_collections.ConfigDict):
     _refuse_missing(config)
     config = config.to_dict()
@@ -264,7 +275,9 @@ def as_dict(config: Config) -> dict[str, Any]:
   return copy.deepcopy(dict(config))
 
 
-def _refuse_missing(config, above=""):
+def _refuse_missing(
+  config: ml_collections.ConfigDict, above: str = ""
+) -> None:
   """Raises ValueError for a required placeholder that nothing has filled."""
   for key in config:
     try:
@@ -279,14 +292,15 @@ def _refuse_missing(config, above=""):
 
 
 def unknown(key: str, known: Any, where: str = "") -> ValueError:
-  """Returns the error for a key that is not known, with the nearest."""
+  """Returns the error for an unknown key. It names the nearest known key."""
   nearest = names.nearest(key.rsplit(".", 1)[-1], known)
   return ValueError(f"unknown config key {shown(key)}{where}; {nearest}")
 
 
 def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
-  """Returns the value of a key ("": all), checked, with defaults filled in;
-  `reads`: all options of the functions that it names are taken, unseen."""
+  """Checks the value of a key, and fills in defaults. `key` is "" for the
+  complete config; `reads` accepts options of named functions unchecked, so that
+  nothing is imported."""
   if isinstance(node, Setting):
     listed = isinstance(node.default, (tuple, list))
     if listed and isinstance(value, str):
@@ -295,9 +309,9 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
       value = [value]
     return node.check(plain(value, key), key)
   if not isinstance(value, Mapping):
-    named = isinstance(node, Open) or "name" in keys_of(node)
-    asked = named and isinstance(value, str)
-    remedy = f"; set config.{key}.name={shown(value)}" if asked else ""
+    has_name = isinstance(node, Open) or "name" in keys_of(node)
+    is_name = has_name and isinstance(value, str)
+    remedy = f"; set config.{key}.name={shown(value)}" if is_name else ""
     raise ValueError(f"config.{key} must be a dict, not {shown(value)}{remedy}")
   if isinstance(node, Open):
     for argument in node.derived:
@@ -307,30 +321,28 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
         )
     base = {} if "name" in value else node.default
     return plain({**base, **value}, key)
-  keys, others, above = keys_of(node), [], f"{key}." if key else ""
+  keys, options, above = keys_of(node), [], f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.blame(key):
-      others = list(value) if reads else node.options(value)
+      options = list(value) if reads else node.options(value)
   for inner in value:
-    if inner not in keys and inner not in others:
-      raise unknown(f"{above}{inner}", [*keys, *others])
-  given = [k for k in others if k in value and k not in keys]
-  own = {k: plain(value[k], above + k) for k in given}
-  return own | {
+    if inner not in keys and inner not in options:
+      raise unknown(f"{above}{inner}", [*keys, *options])
+  given = [k for k in options if k in value and k not in keys]
+  return {k: plain(value[k], above + k) for k in given} | {
     inner: _section(value.get(inner, default_of(below)), below, above + inner)
     for inner, below in keys.items()
   }
 
 
 def shared(key: str, value: Any) -> Any:
-  """Returns a value of a key of SHARED, checked, as `resolve` has it."""
+  """Checks a value of a key of SHARED; returns it as `resolve` does."""
   return _section(value, SHARED[key], key)
 
 
 def shared_of_run(key: str, below: Any, value: Any) -> Any:
-  """Returns a run's own value of a key of SHARED, merged with that of the
-  config, as `runs` has it. Nothing of a user's is imported: options of a
-  MODULE:FUNCTION are taken as they are."""
+  """Returns a run's value of a key of SHARED, merged with the config's value.
+  It imports no user code: options of a MODULE:FUNCTION are not checked."""
   node = SHARED[key]
   merged = _merge(node, below, value)
   reads = any(names.imports(merged))
@@ -340,8 +352,8 @@ def shared_of_run(key: str, below: Any, value: Any) -> Any:
 
 
 def resolve(config: Config, engines: Engines) -> Resolved:
-  """Returns the config as plain data, with defaults, and its runs. ValueError
-  names an unknown key, or one with a value out of range."""
+  """Returns the config as plain data, with defaults, and its runs. Raises
+  ValueError, which names the key, for an unknown key or a wrong value."""
   whole = _section(as_dict(config), sections(engines), "")
   for label in whole["only"]:
     names.lookup("label in config.only", label, whole["runs"])
@@ -351,8 +363,11 @@ def resolve(config: Config, engines: Engines) -> Resolved:
 # Runs.
 
 
-def entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
-  """Yields (label, entry, engine kind) of all runs, checked by themselves."""
+def entries(
+  config: Mapping[str, Any], engines: Engines
+) -> Iterator[tuple[str, Mapping, Any]]:
+  """Yields (label, entry, engine kind) of all runs, after checks of labels,
+  titles and engines."""
   if not isinstance(config["runs"], Mapping) or not config["runs"]:
     raise ValueError(
       "config.runs names no run; give it entries such as"
@@ -383,7 +398,7 @@ def entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
     if title in titles:
       raise ValueError(
         f"config.runs.{label} and .{titles[title]} have the same title"
-        f" {title!r}; give each its own"
+        f" {title!r}; give them different titles"
       )
     titles[title] = label
     engine = entry.get("engine", config["engine"])
@@ -394,13 +409,13 @@ def entries(config, engines) -> Iterator[tuple[str, Mapping, Any]]:
 
 
 def keys_of_engine(kind: Any, entry: Mapping[str, Any]) -> list[str]:
-  """Keys that a run may give for its engine."""
+  """Returns the keys that a run may set for its engine."""
   settings = keys_of(kind.sections.get(kind.settings))
   return [*kind.sections, *settings, *kind.options(entry)]
 
 
-def _runs(config, engines) -> dict[str, Run]:
-  """Returns the runs of a config that are chosen, by their labels."""
+def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
+  """Checks all runs of a config; returns the selected ones by label."""
   keys, known_runs = sections(engines), {}
   for label, entry, kind in list(entries(config, engines)):
     recipe = entry.get("recipe", kind.default_recipe)
@@ -412,9 +427,9 @@ def _runs(config, engines) -> dict[str, Run]:
       of_engine = keys_of_engine(kind, entry)
     shared = (*OF_A_RUN, *kind.sections, "workers")
     known = (*RESERVED, *shared, *of_engine, *options)
-    whole = {*SHARED, *kind.sections} - {"runs", "only"}
-    merged = {key: value for key, value in config.items() if key in whole}
-    own = {}
+    of_run = {*SHARED, *kind.sections} - {"runs", "only"}
+    merged = {key: value for key, value in config.items() if key in of_run}
+    recipe_options = {}
     for key, value in entry.items():
       where = f"runs.{label}.{key}"
       if key not in known:
@@ -423,10 +438,11 @@ def _runs(config, engines) -> dict[str, Run]:
         value = _merge(keys[key], config[key], value)
         merged[key] = _section(value, keys[key], where)
       elif key in options:
-        own[key] = plain(value, where)
-        # Settings of other protocols say which whole numbers they take.
+        value = plain(value, where)
+        # Settings of other protocols check whole numbers themselves.
         if not makes_settings(recipe) or type(options[key]) is not int:
-          own[key] = _option(own[key], options[key], where)
+          value = _option(value, options[key], where)
+        recipe_options[key] = value
       elif key in of_engine:
         section = kind.settings
         node = keys_of(kind.sections[section])
@@ -434,7 +450,9 @@ def _runs(config, engines) -> dict[str, Run]:
           value = _section(value, node[key], where)
         merged[section] = {**merged[section], key: plain(value, where)}
     title = str(entry.get("title", label))
-    known_runs[label] = Run(label, title, engine, recipe, own, merged)
+    known_runs[label] = Run(
+      label, title, engine, recipe, recipe_options, merged
+    )
   return {label: known_runs[label] for label in config["only"] or known_runs}
 
 
@@ -443,14 +461,14 @@ def _needs_recipe() -> str:
 
 
 def makes_settings(recipe: Any) -> bool:
-  """Whether the maker of a recipe makes the settings of a protocol of its own,
-  and no `algorithms.Recipe`."""
+  """Whether the maker of a recipe returns settings of another protocol instead
+  of an `algorithms.Recipe`."""
   return recipe in protocol.recipes() and recipe not in algorithms.ALL
 
 
 def options_of(recipe: str) -> dict[str, Any]:
-  """Returns the options that a recipe takes, with their defaults; ValueError
-  for one that is unknown."""
+  """Returns the options of a recipe with their defaults. Raises ValueError for
+  an unknown recipe."""
   maker = names.resolve("algorithm", recipe, protocol.recipes())
   if not makes_settings(recipe):
     return algorithms.options(recipe)
@@ -458,8 +476,9 @@ def options_of(recipe: str) -> dict[str, Any]:
   return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _merge(node, below, value):
-  """A run's value of a shared key, over that of the config."""
+def _merge(node: Any, below: Any, value: Any) -> Any:
+  """Returns a run's value of a shared key, over the config's value `below`. A
+  run that names another thing does not inherit the config's arguments."""
   if isinstance(node, Setting) or not isinstance(value, Mapping):
     return value
   name = below.get("name")
@@ -468,8 +487,9 @@ def _merge(node, below, value):
   return {**below, **value}
 
 
-def _option(value, default, key):
-  """An option of a recipe, which the recipe checks further."""
+def _option(value: Any, default: Any, key: str) -> Any:
+  """Checks that an option of a recipe is a number where its default is one. The
+  recipe itself checks more."""
   real = type(value) is int or type(value) is float and math.isfinite(value)
   if type(default) is int and not real:
     raise ValueError(f"config.{key} must be a whole number, not {shown(value)}")

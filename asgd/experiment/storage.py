@@ -1,5 +1,4 @@
-"""Files that are there whole or not at all, checksums, JSON without NaN,
-archives of several files in one."""
+"""Files of results: atomic writes, checksums, JSON without NaN, archives."""
 
 import contextlib
 import csv
@@ -22,12 +21,12 @@ from asgd import safe_files
 
 
 def is_finite(value: float | None) -> bool:
-  """Whether a number was measured and came out finite."""
+  """Whether a number was measured and is finite."""
   return value is not None and bool(np.isfinite(value))
 
 
 def read_json(path: Path) -> dict | None:
-  """Returns the JSON object in a file, None if there is none to be read."""
+  """Returns the JSON object in a file; None if the file has none."""
   try:
     return json_object(path.read_bytes())
   except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -35,7 +34,7 @@ def read_json(path: Path) -> dict | None:
 
 
 def json_object(content: bytes) -> dict | None:
-  """Returns the JSON object that a file's content is, None if it is none."""
+  """Returns the JSON object of a file's content; None if it is no object."""
   try:
     value = json.loads(content.decode("utf-8"))
   except (ValueError, RecursionError):
@@ -44,12 +43,12 @@ def json_object(content: bytes) -> dict | None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-  """JSON without NaN or infinity, which other readers do not take: null."""
+  """Returns JSON with null for NaN and infinity, which JSON does not have."""
   return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes JSON for people, whole or not at all."""
+  """Writes indented JSON atomically."""
   safe_files.write(path, to_json(value, indent=2) + "\n")
 
 
@@ -57,16 +56,16 @@ _SEAL = "checksum"  # key
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a JSON object with a checksum of what it holds; see `unsealed`."""
+  """Returns a JSON object with a checksum of its values; see `unsealed`."""
   value = _finite(value)
   return {**value, _SEAL: _checksum(value)}
 
 
 def unsealed(value: Any) -> dict[str, Any]:
-  """Returns a `sealed` object without its checksum; ValueError if it has none,
-  or holds something else than when it was sealed."""
+  """Returns a `sealed` object without its checksum. Raises ValueError if it has
+  none, or was changed since it was sealed."""
   if not isinstance(value, dict) or value.pop(_SEAL, None) != _checksum(value):
-    raise ValueError("its checksum is that of something else")
+    raise ValueError("its checksum does not match its values")
   return value
 
 
@@ -75,8 +74,8 @@ def _checksum(value):
 
 
 def read_sealed(path: Path) -> dict | None:
-  """Returns the `sealed` object in a file without its checksum, None if there
-  is none, or any of it was changed."""
+  """Returns the `sealed` object in a file without its checksum; None if the
+  file has none, or was changed."""
   try:
     return unsealed(read_json(path))
   except ValueError:
@@ -84,7 +83,7 @@ def read_sealed(path: Path) -> dict | None:
 
 
 def to_lines(rows: Iterable[Mapping]) -> str:
-  """JSON lines: each row's JSON, ended by a newline."""
+  """Returns JSON lines: each row's JSON and a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
 
 
@@ -109,7 +108,7 @@ def digest(tree: Any) -> str:
 
 
 def file_digest(path: Path) -> str | None:
-  """Returns a checksum of a file, None if it cannot be read."""
+  """Returns a checksum of a file; None if it cannot be read."""
   try:
     with path.open("rb") as file:
       return hashlib.file_digest(file, "sha256").hexdigest()
@@ -118,8 +117,9 @@ def file_digest(path: Path) -> str | None:
 
 
 def params_bytes(params: Any) -> bytes:
-  """Returns parameters as flax.serialization has them; a tree with unknown
-  classes, as of Equinox, as a dict of its arrays by their paths."""
+  """Returns parameters in the format of flax.serialization. A tree with classes
+  that flax does not know, such as Equinox's, becomes a dict of arrays by path.
+  """
   params = params if _is_known(params) else _by_path(params)
   return flax.serialization.to_bytes(params)
 
@@ -132,7 +132,7 @@ def write_params(folder: Path, params: Any) -> Path:
 
 
 def params_of(content: bytes, like: Any) -> Any:
-  """Returns parameters that `params_bytes` made, in a tree like another."""
+  """Reads bytes of `params_bytes`; returns them in a tree like `like`."""
   if _is_known(like):
     return flax.serialization.from_bytes(like, content)
   arrays = flax.serialization.msgpack_restore(content)
@@ -141,7 +141,7 @@ def params_of(content: bytes, like: Any) -> Any:
 
 
 def _is_known(tree: Any) -> bool:
-  """Whether flax makes dicts of arrays of a tree, and of nothing else."""
+  """Whether flax turns the tree into nested dicts of arrays only."""
   state = flax.serialization.to_state_dict(tree)
   leaves = jax.tree.leaves(state, is_leaf=lambda x: not isinstance(x, dict))
   return all(x is None or hasattr(x, "dtype") for x in leaves)
@@ -153,18 +153,18 @@ def _by_path(tree: Any) -> dict[str, Any]:
 
 
 def save_columns(path: Path, columns: Any) -> None:
-  """Writes a NamedTuple of arrays as an .npz, whole or not at all."""
+  """Writes a NamedTuple of arrays as an .npz file, atomically."""
   with safe_files.replacing(path) as file:
     np.savez_compressed(file, **columns._asdict())
 
 
-_COMMENT = 64  # bytes at the end of an archive: SHA-256 of all before them
-_PIECE = 2**20  # bytes that a checksum is updated with
+_COMMENT = 64  # bytes at the end of an archive: SHA-256 of all bytes before
+_PIECE = 2**20  # bytes of one update of a checksum
 
 
 def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
-  """Writes files as one zip file, whole or not at all, which `read_archive` and
-  any other reader of zip files opens; of equal files it has equal bytes.
+  """Writes files as one zip file, atomically. `read_archive` and any reader of
+  zip files can open it. Equal files give equal bytes.
 
   Example:
     >>> place = getfixture("tmp_path") / "two.zip"
@@ -176,7 +176,8 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
     with zipfile.ZipFile(file, "w") as archive:
       archive.comment = b"0" * _COMMENT
       for name, content in members.items():
-        # Without a date, and parameters, which are noise, as they are.
+        # Without a date, so that equal files give equal bytes. Parameters are
+        # noise, and compression would not make them smaller.
         member = zipfile.ZipInfo(name)
         if not name.endswith(".msgpack"):
           member.compress_type = zipfile.ZIP_DEFLATED
@@ -187,8 +188,8 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
 
 
 def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
-  """Returns the named files of an archive, all if none is named; None if it is
-  not there, any byte of it was changed, or it has no such file."""
+  """Returns the named files of an archive; without names, all. Returns None if
+  the archive does not exist, was changed, or lacks such a file."""
   try:
     with path.open("rb") as file:
       checksum = _before_comment(file)
@@ -198,24 +199,25 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
         return {n: archive.read(n) for n in names or archive.namelist()}
   except (OSError, KeyError, zipfile.BadZipFile, zlib.error):
     return None
-  except (NotImplementedError, RuntimeError, ValueError):  # not our zip files
+  except (NotImplementedError, RuntimeError, ValueError):  # foreign zip files
     return None
 
 
-def _before_comment(file) -> bytes:
-  """The checksum of an archive up to its comment, where the file is then."""
-  left = file.seek(0, os.SEEK_END) - _COMMENT
+def _before_comment(file: Any) -> bytes:
+  """Returns the checksum of an archive up to its comment, and leaves the file's
+  position there."""
+  remaining = file.seek(0, os.SEEK_END) - _COMMENT
   file.seek(0)
   total = hashlib.sha256()
-  while left > 0:
-    total.update(piece := file.read(min(left, _PIECE)))
-    left -= len(piece)
+  while remaining > 0:
+    total.update(piece := file.read(min(remaining, _PIECE)))
+    remaining -= len(piece)
   return total.hexdigest().encode()
 
 
 def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
-  """Writes rows as CSV; what is missing or not finite is left empty, and a list
-  is its values with spaces between."""
+  """Writes rows as CSV. Missing and not finite values are left empty; values of
+  a list are separated by spaces."""
   keys = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
   writer = csv.DictWriter(content, keys, lineterminator="\n")
@@ -236,17 +238,21 @@ _NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 @contextlib.contextmanager
 def naming_folder(folder: Path, *, trains: bool = False) -> Iterator[None]:
-  """Adds folder and remedy to the error of a full disk or a read-only folder,
-  for a command with --out; for one that `trains`, to that of a full disk."""
+  """Turns the OSError of a full disk or a read-only folder into a ValueError
+  with the folder and a remedy. With `trains`, which has no --out, only the
+  error of a full disk that names no file is turned."""
   try:
     yield
   except OSError as error:
     full = error.errno in DISK_FULL
-    passes = error.filename is not None or not full
-    if passes if trains else not full and error.errno not in _NOT_OURS:
+    if trains:
+      explained = full and error.filename is None
+    else:
+      explained = full or error.errno in _NOT_OURS
+    if not explained:
       raise
     remedy = "make room" if full else "make it writable"
-    then = " to go on" if trains else ", or choose another folder with --out"
+    then = " to resume" if trains else ", or choose another folder with --out"
     raise ValueError(
       f"cannot write to {folder} ({error.strerror}); {remedy} and run the same"
       f" command again{then}"

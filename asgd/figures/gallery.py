@@ -42,7 +42,7 @@ def _is_value(value):
 
 _TEXT = FieldCheck(fields.text, "a text")
 _NOTE = FieldCheck(fields.note, "a text")
-_COUNT = FieldCheck(checks.whole(0), "a whole number")
+_COUNT = FieldCheck(checks.whole_number(0), "a whole number")
 _LIST = FieldCheck(fields.any_list, "a list")
 _MAPPING = FieldCheck(fields.mapping, "a dict")
 _VALUE = FieldCheck(fields.must(_is_value, "a number"), "a number or null")
@@ -54,7 +54,7 @@ _KEPT: fields.Table = {
   **dict.fromkeys(("title", "paper", "about"), _TEXT),
   "tuned": _NOTE,
   "size": FieldCheck(fields.named(("full", "quick")), "full or quick"),
-  "seeds": FieldCheck(checks.several(checks.whole(0)), "a list"),
+  "seeds": FieldCheck(checks.several(checks.whole_number(0)), "a list"),
   **dict.fromkeys(("cells", "of_cells", "diverged", "messages"), _COUNT),
   "seconds": FieldCheck(checks.number(), "a number"),
   **dict.fromkeys(("versions", "machine"), _MAPPING),

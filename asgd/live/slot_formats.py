@@ -10,17 +10,24 @@ from asgd import compression, wire
 from asgd.compression import packing
 
 
+class Slot(NamedTuple):
+  """What is done with the bytes of one slot."""
+
+  # Content -> how many bytes it took. Raises BadCode for a packed code that is
+  # longer than a slot.
+  write: Callable[[Any], int]
+  # Bytes of a content -> views for a tree, otherwise arrays of its own. Raises
+  # BadCode.
+  read: Callable[[int], Any]
+
+
 class SlotFormat(NamedTuple):
   """How a content lies in a slot."""
 
   nbytes: int  # of a slot
-  # (content, uint8[nbytes]) -> how many bytes it took. Raises BadCode for a
-  # packed code that is longer than a slot.
-  write: Callable[[Any, np.ndarray], int]
-  # Bytes of a content -> views for a tree, otherwise arrays of its own. Raises
-  # BadCode.
-  read: Callable[[np.ndarray], Any]
+  open: Callable[[np.ndarray], Slot]  # of its bytes, uint8[nbytes]
   fixed: bool = False  # each content has `nbytes`
+  shared: bool = False  # what is read are views of the slot
 
   def length(self, written: int) -> int:
     """Returns the bytes of a content, of which its slot claims so many: not
@@ -34,17 +41,33 @@ def slot_format(like: Any, *, compress: str | None = None) -> SlotFormat:
   `packing.CodeLayout`; or for at most so many bytes, uint8[n], of an int."""
   if isinstance(like, packing.CodeLayout):
     write = functools.partial(_write_code, like)
-    return SlotFormat(like.most, write, functools.partial(packing.unpack, like))
+    return _packed(like.most, write, functools.partial(packing.unpack, like))
   if isinstance(like, int):
-    return SlotFormat(like, _write_bytes, np.copy)
+    return _packed(like, _write_bytes, np.copy)
   layout = wire.layout(like, compress=compress)
 
-  def write_tree(tree, slot):
-    wire.write(layout, tree, slot)
-    return layout.nbytes
+  def open_tree(data):
+    write, read = wire.opened(layout, data)
 
-  read = functools.partial(wire.read, layout)
-  return SlotFormat(layout.nbytes, write_tree, read, fixed=True)
+    def write_tree(tree):
+      write(tree)
+      return layout.nbytes
+
+    return Slot(write_tree, lambda length: read())
+
+  shared = all(field.stored == field.dtype for field in layout.fields)
+  return SlotFormat(layout.nbytes, open_tree, fixed=True, shared=shared)
+
+
+def _packed(nbytes, write, read):
+  """The format of contents of any length up to `nbytes`."""
+
+  def open_bytes(data):
+    return Slot(
+      lambda content: write(content, data), lambda length: read(data[:length])
+    )
+
+  return SlotFormat(nbytes, open_bytes)
 
 
 def _write_code(layout, code, slot):

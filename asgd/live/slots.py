@@ -23,7 +23,7 @@ import numpy as np
 from asgd import safe_files, wire
 from asgd.live import store
 from asgd.live.append_only import GO_ON
-from asgd.live.slot_formats import slot_format
+from asgd.live.slot_formats import Slot, slot_format
 
 PARAMS, MESSAGES, UPDATES = range(3)  # kinds of slots
 _NAMES = "params", "messages", "updates"
@@ -91,6 +91,16 @@ def check_room(folder: Path | str, nbytes: int) -> None:
       f" has {free / 1e6:.0f} MB left: use fewer workers, a smaller log"
       " (server.log) or another folder for it"
     )
+
+
+def _on_device(view: np.ndarray) -> Any:
+  """A jax array in the memory of a view; the view itself where JAX would copy
+  it."""
+  array = jax.device_put(view)
+  if array.devices() and next(iter(array.devices())).platform != "cpu":
+    return view
+  there = array.unsafe_buffer_pointer() == view.ctypes.data
+  return array if there and array.dtype == view.dtype else view
 
 
 def _read_snapshot(folder: Path) -> dict[str, Any] | None:
@@ -164,6 +174,8 @@ class SharedMemory:
     kinds = zip(_NAMES, self._formats, counts.of_kinds, strict=False)
     rows = [self._map(name, x.nbytes, count) for name, x, count in kinds]
     self._slots = [slots for slots, _ in rows]
+    self._open: dict[tuple[int, int], Slot] = {}  # by kind and number
+    self._device_views: dict[tuple[int, int], Any] = {}
     self._lengths = [trailers["length"] for _, trailers in rows]
     self._stamps = [trailers["stamp"] for _, trailers in rows]
     self._images = None
@@ -212,8 +224,7 @@ class SharedMemory:
     """Copies a tree into a slot, and sets its stamp; a packed slot takes a
     code, packed (uint8[length]) or not."""
     self._stamps[kind][slot] = 0
-    length = self._formats[kind].write(tree, self._slots[kind][slot])
-    self._lengths[kind][slot] = length
+    self._lengths[kind][slot] = self._slot(kind, slot).write(tree)
     self._stamps[kind][slot] = stamp
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
@@ -222,8 +233,24 @@ class SharedMemory:
     that do not unpack."""
     if self._stamps[kind][slot] != stamp:
       raise WrongSlot(str(self._folder), kind, slot)
-    data = self._slots[kind][slot][: self.length(kind, slot)]
-    return self._formats[kind].read(data)
+    return self._slot(kind, slot).read(self.length(kind, slot))
+
+  def device_view(self, kind: int, slot: int, stamp: int) -> Any:
+    """Returns what `read` returns, for a compiled program. Views are jax arrays
+    where those of this thread's device can share the memory of a slot: they are
+    made once, where NumPy arrays are converted at each call."""
+    tree = self.read(kind, slot, stamp)
+    if not self._formats[kind].shared:
+      return tree
+    if (kind, slot) not in self._device_views:
+      self._device_views[kind, slot] = jax.tree.map(_on_device, tree)
+    return self._device_views[kind, slot]
+
+  def _slot(self, kind, slot):
+    if (kind, slot) not in self._open:
+      data = self._slots[kind][slot]
+      self._open[kind, slot] = self._formats[kind].open(data)
+    return self._open[kind, slot]
 
   def length(self, kind: int, slot: int) -> int:
     """Returns how many bytes the content of a slot has."""

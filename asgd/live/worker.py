@@ -349,8 +349,9 @@ class WorkerLoop:
         if held is not None:
           parts.append(held[shard].take(memory, ticket))
         else:
-          stamp = int(ticket.value)
-          parts.append(memory.read(PARAMS, ticket.params, stamp))
+          # Parts that are joined are copied, which NumPy does at once.
+          read = memory.read if self._duty.plan else memory.device_view
+          parts.append(read(PARAMS, ticket.params, int(ticket.value)))
       except WrongSlot:  # it has died: the frame that says so is coming
         return None
       except (BadCode, OutOfStep):

@@ -5,6 +5,7 @@ from asgd.simulator.choice import (
   CHUNK,
   ENGINES,
   HOST,
+  ROUNDS,
   Choice,
   JobShapes,
   choose,
@@ -27,6 +28,7 @@ from asgd.simulator.peers import (
   peer_records,
 )
 from asgd.simulator.records import concatenate, end_of_message, fetch, records
+from asgd.simulator.rounds import make_rounds
 from asgd.simulator.sharded import Sharded, ShardOptions, run_sharded
 from asgd.simulator.simulation import (
   SimulationState,

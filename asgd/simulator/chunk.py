@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from asgd import base, compression, stacking
 from asgd.simulator import steps as steps_lib
@@ -36,7 +37,7 @@ _MOST_BYTES = 2**25  # of the batches and the codes of a call
 _AHEAD = 2  # calls whose records have not been fetched
 
 
-class _Carry(NamedTuple):
+class Carry(NamedTuple):
   """The state between two messages."""
 
   server: base.ServerState
@@ -47,7 +48,7 @@ class _Carry(NamedTuple):
   workers: rows_lib.WorkerRows  # N states
 
 
-class _Messages(NamedTuple):
+class Messages(NamedTuple):
   """Inputs of the program for the messages of a call, [C]."""
 
   worker: Any  # int32
@@ -62,51 +63,116 @@ class _Messages(NamedTuple):
 class ChunkPrograms(NamedTuple):
   """The compiled functions of the engine."""
 
-  # (carry, root, count, _Messages, batches) -> (carry, Observations, codes)
-  messages: Callable[..., tuple[_Carry, Any, Any]]
-  sends: Callable[..., _Carry]  # (carry, count, slots, workers)
+  # (carry, root, count, Messages, batches) -> (carry, Observations, codes)
+  messages: Callable[..., tuple[Carry, Any, Any]]
+  sends: Callable[..., Carry]  # (carry, count, slots, workers)
   pure: steps_lib.PureSteps
 
 
-def _parts(server, worker, pure, joins):
-  """The two parts of the programs: (carry) -> the carry with the latest ticket
-  in its row; (carry, root, _Messages of one, batch) -> the carry after that
-  message, and (Observation, code)."""
+class Job(NamedTuple):
+  """A message, and what it is received with."""
 
-  def state_of(row, workers, params):
-    state, workers = rows_lib.read(workers, row.worker)
-    if joins:
-      new = worker.init(params)
-      state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
-    return state, workers
+  ticket: base.Ticket
+  state: Any  # of the worker after it
+  message: optax.Updates
+  loss: jax.Array  # float[]
 
-  def send(carry):
-    ticket = pure.send(carry.server, carry.to)
+
+class ProgramParts(NamedTuple):
+  """The parts of a program that replays messages."""
+
+  # (Carry) -> the same, with the latest ticket and worker state in their rows
+  settle: Callable[[Carry], Carry]
+  # (settled Carry, Messages of one) -> its ticket
+  ticket: Callable[[Carry, Messages], base.Ticket]
+  # (settled Carry, root, Messages of one, batch, ticket) -> Job
+  work: Callable[..., Job]
+  # (settled Carry, Messages of one, Job) -> (Carry, (Observation, code))
+  receive: Callable[[Carry, Messages, Job], tuple[Carry, Any]]
+
+
+def _send(pure, carry):
+  """Returns the carry with the latest ticket in its row."""
+  ticket = pure.send(carry.server, carry.to)
+  params, version = jax.tree.map(
+    lambda rows, x: rows_lib.put_row(rows, x, carry.put),
+    (carry.params, carry.version),
+    (ticket.params, ticket.version),
+  )
+  return carry._replace(params=params, version=version)
+
+
+def program_parts(
+  server: base.Server,
+  worker: base.Worker,
+  pure: steps_lib.PureSteps,
+  joins: bool,
+) -> ProgramParts:
+  """Returns the parts of programs; arguments are as of `compile_chunk`."""
+
+  def settle(carry):
+    carry = _send(pure, carry)
+    stored = rows_lib.settle(carry.workers)
+    return carry._replace(workers=carry.workers._replace(stored=stored))
+
+  def ticket(carry, row):
     params, version = jax.tree.map(
-      lambda rows, x: rows.at[carry.put].set(x),
+      lambda rows: rows_lib.get_row(rows, row.slot),
       (carry.params, carry.version),
-      (ticket.params, ticket.version),
     )
-    return carry._replace(params=params, version=version)
-
-  def receive(carry, root, row, batch):
-    carry = send(carry)
-    params = jax.tree.map(lambda rows: rows[row.slot], carry.params)
-    version = carry.version[row.slot]
     if server.alone:
       version += row.kept
-    ticket = base.Ticket(row.worker, version, params, row.kept == 0)
-    state, workers = state_of(row, carry.workers, params)
-    state, message, metrics = pure.work(state, ticket, batch, root, row.job)
-    workers = rows_lib.write(workers, row.worker, state)
-    after, observation = pure.receive(
-      carry.server, ticket, message, metrics.loss
+    return base.Ticket(row.worker, version, params, row.kept == 0)
+
+  def work(carry, root, row, batch, ticket):
+    state = jax.tree.map(
+      lambda rows: rows_lib.get_row(rows, row.worker), carry.workers.stored
     )
-    code = None if pure.codec is None else message
+    if joins:
+      new = worker.init(ticket.params)
+      state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
+    state, message, metrics = pure.work(state, ticket, batch, root, row.job)
+    return Job(ticket, state, message, metrics.loss)
+
+  def receive(carry, row, job):
+    workers = rows_lib.write(carry.workers, row.worker, job.state)
+    after, observation = pure.receive(
+      carry.server, job.ticket, job.message, job.loss
+    )
+    code = None if pure.codec is None else job.message
     carry = carry._replace(server=after, put=row.put, to=row.to)
     return carry._replace(workers=workers), (observation, code)
 
-  return send, receive
+  return ProgramParts(settle, ticket, work, receive)
+
+
+def outputs(
+  parts: ProgramParts, carry: Carry, root: jax.Array, rows: Any, batches: Any
+) -> Any:
+  """Returns zeros, [C, ...], for the (Observation, code) of each message."""
+
+  def one(carry, root, row, batch):
+    job = parts.work(carry, root, row, batch, parts.ticket(carry, row))
+    return parts.receive(carry, row, job)[1]
+
+  first = jax.tree.map(lambda x: x[0], (rows, batches))
+  shapes = jax.eval_shape(one, carry, root, *first)
+  return jax.tree.map(
+    lambda x: jnp.zeros((len(rows.job), *x.shape), x.dtype), shapes
+  )
+
+
+def compile_sends(pure: steps_lib.PureSteps) -> Callable[..., Carry]:
+  """Compiles (carry, count, slots, workers) -> carry, which sends tickets."""
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def sends(carry, count, slots, workers):
+    def step(index, carry):
+      return _send(pure, carry._replace(put=slots[index], to=workers[index]))
+
+    return jax.lax.fori_loop(0, count, step, carry)
+
+  return sends
 
 
 @functools.lru_cache(maxsize=32)
@@ -122,35 +188,25 @@ def compile_chunk(
     joins: whether workers join, whose states then start anew.
   """
   pure = steps_lib.pure_steps(server, worker, wire)
-  send, receive = _parts(server, worker, pure, joins)
+  parts = program_parts(server, worker, pure, joins)
 
   @functools.partial(jax.jit, donate_argnums=0)
   def messages(carry, root, count, rows, batches):
-    def at(index):
-      return jax.tree.map(lambda x: x[index], (rows, batches))
-
-    shapes = jax.eval_shape(receive, carry, root, *at(0))[1]
-    out = jax.tree.map(
-      lambda x: jnp.zeros((len(rows.job), *x.shape), x.dtype), shapes
-    )
+    out = outputs(parts, carry, root, rows, batches)
 
     def step(index, both):
       carry, out = both
-      carry, made = receive(carry, root, *at(index))
+      row, batch = jax.tree.map(lambda x: x[index], (rows, batches))
+      carry = parts.settle(carry)
+      job = parts.work(carry, root, row, batch, parts.ticket(carry, row))
+      carry, made = parts.receive(carry, row, job)
       out = jax.tree.map(lambda x, y: x.at[index].set(y), out, made)
       return carry, out
 
     carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
     return carry, *out
 
-  @functools.partial(jax.jit, donate_argnums=0)
-  def sends(carry, count, slots, workers):
-    def step(index, carry):
-      return send(carry._replace(put=slots[index], to=workers[index]))
-
-    return jax.lax.fori_loop(0, count, step, carry)
-
-  return ChunkPrograms(messages, sends, pure)
+  return ChunkPrograms(messages, compile_sends(pure), pure)
 
 
 def make_chunk(
@@ -213,8 +269,13 @@ class ChunkRun:
     self._event = simulation.event
     # Messages received, and those before the latest of `plan.sends`.
     self._done = self._sent = int(np.searchsorted(plan.row, self._event))
-    self._carry = _stacked(plan, trace, simulation, server.alone)
-    self._send(*_sends_from(plan, trace, self._event))
+    slots, workers = _sends_from(plan, trace, self._event)
+    current = slots
+    if not server.sends_current or parts[2] is not None:
+      current = slots[:0]  # a program computes what is sent
+    self._carry = _stacked(plan, trace, simulation, server.alone, current)
+    if not len(current):
+      self._send(slots, workers)
 
   @property
   def server(self) -> base.ServerState:
@@ -281,7 +342,7 @@ class ChunkRun:
     if not count:
       return
     size = 1 << (count - 1).bit_length()  # few programs for all counts
-    rows = _padded(slots, size), _padded(workers, size)
+    rows = padded(slots, size), padded(workers, size)
     self._carry = self._program.sends(self._carry, np.int32(count), *rows)
 
   @functools.cached_property
@@ -293,22 +354,31 @@ class ChunkRun:
       size += self._traffic.dense
     return max(1, min(_MOST, _MOST_BYTES // max(size, 1)))
 
-  def _call(self, stop):
-    """Starts to compute the next messages, not past `stop`; returns their count
-    and what is computed."""
-    begin, plan = self._done, self._plan
+  def _limit(self, end, stop):
+    """Returns where a call ends that would end at message `end`."""
+    begin = self._done
     following = self._stops[np.searchsorted(self._stops, begin, "right") :]
-    end = min(stop, begin + self._most, *following[:1].tolist())
-    some, count = slice(begin, end), end - begin
+    return min(stop, end, *following[:1].tolist())
+
+  def _inputs(self, begin, end, count):
+    """Returns Messages and batches of some messages, with `count` rows."""
+    some, plan = slice(begin, end), self._plan
     columns = self._worker, self._job, plan.slot, plan.kept
     columns += plan.first, plan.put, plan.to
-    rows = _Messages(*(_padded(x[some], self._most) for x in columns))
+    rows = Messages(*(padded(x[some], count) for x in columns))
     batches = stacking.of_jobs(
       self._batch, self._worker[some].tolist(), self._job[some].tolist()
     )
-    batches = jax.tree.map(lambda x: _padded(x, self._most), batches)
+    return rows, jax.tree.map(lambda x: padded(x, count), batches)
+
+  def _call(self, stop):
+    """Starts to compute the next messages, not past `stop`; returns their count
+    and what is computed."""
+    begin = self._done
+    end = self._limit(begin + self._most, stop)
+    count, inputs = end - begin, self._inputs(begin, end, self._most)
     self._carry, *made = self._program.messages(
-      self._carry, self._root, np.int32(count), rows, batches
+      self._carry, self._root, np.int32(count), *inputs
     )
     self._done = end
     return count, *made
@@ -340,8 +410,8 @@ def _row(stored, index):
   return jax.tree.map(lambda x: jnp.array(x[index]), stored)
 
 
-def _padded(column, count):
-  """A column with so many rows, zeros at its end."""
+def padded(column: Any, count: int) -> Any:
+  """Returns a column with so many rows, zeros at its end."""
   missing = count - len(column)
   if not missing:
     return column
@@ -371,8 +441,9 @@ def _sends_from(plan, trace, event):
   return slots, np.asarray(trace.worker)[starts.row[sent][first]]
 
 
-def _stacked(plan, trace, simulation, alone):
-  """The carry of a simulation: its tickets and worker states as rows."""
+def _stacked(plan, trace, simulation, alone, current):
+  """Returns the carry of a simulation: its tickets and worker states as rows.
+  The slots `current` hold tickets with the server's own parameters."""
   server, states = simulation.server, simulation.workers
   blank = fetch((server.params, server.version))
   stored = jax.tree.map(
@@ -391,10 +462,12 @@ def _stacked(plan, trace, simulation, alone):
     sent = ticket.params, version
     for rows, value in zip(*map(jax.tree.leaves, (stored, sent)), strict=True):
       rows[starts.slot[start]] = value
+  for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
+    rows[current] = value
   if all(state is states[0] for state in states):
     workers = rows_lib.make_rows(states[0], len(states))
   else:
     rows = stacking.stack([fetch(state) for state in states])
     workers = rows_lib.WorkerRows(rows, fetch(states[0]), np.int32(0))
-  carry = _Carry(server, *stored, np.int32(plan.slots), np.int32(0), workers)
+  carry = Carry(server, *stored, np.int32(plan.slots), np.int32(0), workers)
   return jax.tree.map(jnp.array, carry)

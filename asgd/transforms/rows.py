@@ -35,10 +35,22 @@ def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
   return WorkerRows(stored, row, jnp.zeros([], jnp.int32))
 
 
+def get_row(rows: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns a row of [N, ...]; `index`, int32[], is not looked at, as it would
+  be by `rows[index]`, for one that is negative or out of range."""
+  return jax.lax.dynamic_index_in_dim(rows, index, keepdims=False)
+
+
+def put_row(rows: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
+  """Returns [N, ...] with a row replaced; `index` is as of `get_row`. The row
+  before is not read, as it is by `rows.at[index].set`."""
+  return jax.lax.dynamic_update_index_in_dim(rows, row, index, 0)
+
+
 def settle(rows: WorkerRows) -> optax.OptState:
   """Returns all rows, every leaf [N, ...]."""
   return jax.tree.map(
-    lambda x, y: x.at[rows.owner].set(y), rows.stored, rows.pending
+    lambda x, y: put_row(x, y, rows.owner), rows.stored, rows.pending
   )
 
 
@@ -48,7 +60,8 @@ def read(
   """Returns the row of a worker, int32[], and the rows to `write` to."""
   # Write the pending row before any read, so that XLA works in place.
   stored = settle(rows)
-  return jax.tree.map(lambda x: x[worker], stored), rows._replace(stored=stored)
+  row = jax.tree.map(lambda x: get_row(x, worker), stored)
+  return row, rows._replace(stored=stored)
 
 
 def write(

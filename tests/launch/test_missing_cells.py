@@ -39,7 +39,7 @@ def path(tmp_path):
 def assert_incomplete(result, *said):
   """Asserts that the last line of a command is of its missing cells."""
   last = result.stderr.splitlines()[-1]
-  assert last.startswith("error: only 1 of the 2 cells that were asked for are")
+  assert last.startswith("error: only 1 of the 2 requested cells are")
   for text in said:
     assert text in last
 
@@ -102,7 +102,7 @@ def test_a_figure_without_all_of_its_cells_is_not_judged(
 
 def test_several_that_are_missing_are_counted_and_some_are_named(tmp_path):
   names = [f"a-n{count}-s0" for count in range(1, 7)]
-  said = "only 0 of the 6 cells that were asked for are finished, without"
+  said = "only 0 of the 6 requested cells are finished, without"
   said += " a-n1-s0, a-n2-s0, a-n3-s0, ... (it has no result); run the same"
   said += " command again to go on"
   assert folder.incomplete(tmp_path, names) == said

@@ -244,7 +244,7 @@ def test_what_is_not_all_there_is_not_gone_on_with(tmp_path, monkeypatch):
   assert len(again.stderr.splitlines()) == 1
   journal_path(only_cell(out), 0).unlink()
   again = kit.call("train", *arguments, status=2)
-  assert "trace-0.csv is gone or empty, and" in again.stderr
+  assert "trace-0.csv is missing or empty, but" in again.stderr
   assert held.is_dir()
   shutil.rmtree(held)
 

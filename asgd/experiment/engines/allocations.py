@@ -1,8 +1,8 @@
-"""The section `allocation` of a config: work by speed, as `asgd.allocation`.
+"""The section `allocation` of a config: each worker's share of the work.
 
-The work of a worker is given, or follows from its speed: drawn in a simulation,
-measured at the start of a live cell, which writes allocation.json to be resumed
-and replayed.
+A worker's share is given, or follows from its speed (`asgd.allocation`). The
+speed is drawn in a simulation and measured at the start of a live cell. A live
+cell writes its allocation to allocation.json, for resumes and replays.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ _FILE = "allocation.json"  # in the folder of a live cell
 
 
 def _shares(value: Any, key: str) -> str | list[int]:
-  """Reads "equal", "speed" or a number for each worker."""
+  """Checks "equal", "speed" or a number for each worker."""
   if value in (EQUAL, SPEED):
     return value
   parts = value
-  if isinstance(value, str):  # of a command line
+  if isinstance(value, str):  # from a command line
     texts = [part.strip() for part in value.split(",")]
     parts = [int(x) if _NUMBER.fullmatch(x) else x for x in texts]
   listed = isinstance(parts, list) and parts
@@ -42,17 +42,17 @@ def _shares(value: Any, key: str) -> str | list[int]:
 
 
 SECTION: dict[str, Any] = {
-  # Examples of a batch of workers 0, 1, ...; on average config.batch_size.
+  # Examples in a batch of workers 0, 1, ...; their mean is config.batch_size.
   "batch_size": Setting(EQUAL, _shares),
-  # Batches of a job of workers 0, 1, ..., of recipes with steps at the worker;
-  # on average those of the recipe.
+  # Batches in a job of workers 0, 1, ..., for recipes with local steps; their
+  # mean is the recipe's steps.
   "steps": Setting(EQUAL, _shares),
-  "jobs": Setting(4, checks.whole(1, 1000)),  # of each worker, to be timed
+  "jobs": Setting(4, checks.whole_number(1, 1000)),  # timed, of each worker
 }
 
 
 def _key_by_speed(run: Run) -> str | None:
-  """The key that is to follow from speeds, if one is."""
+  """Returns the key with the value "speed", if one has it."""
   section = run.config["allocation"]
   keys = [key for key in ("batch_size", "steps") if section[key] == SPEED]
   if len(keys) == 2:
@@ -68,14 +68,16 @@ def changes_batches(run: Run) -> bool:
   return run.config["allocation"]["batch_size"] != EQUAL
 
 
-def _divided(run: Run, recipe: algorithms.Recipe, workers: int, key: str):
-  """Returns (what is divided among workers, the unit of each part)."""
+def _divided(
+  run: Run, recipe: algorithms.Recipe, workers: int, key: str
+) -> tuple[int, int]:
+  """Returns (total that is divided among workers, unit of each part)."""
   if key == "steps":
     if recipe.steps == 1:
       raise ValueError(
-        f"config.allocation.steps is of recipes whose jobs are several batches,"
-        f" and a job of {run.label} is one: give it steps (push_every), or use"
-        " config.allocation.batch_size"
+        "config.allocation.steps is for recipes with several batches in a job,"
+        f" and a job of {run.label} is one batch: give it steps (push_every),"
+        " or use config.allocation.batch_size"
       )
     return recipe.steps * workers, 1
   live = run.config.get("live", {"parallel": None})
@@ -83,15 +85,25 @@ def _divided(run: Run, recipe: algorithms.Recipe, workers: int, key: str):
   return run.config["batch_size"] * workers, unit
 
 
-def _given(run, recipe, workers, key, even) -> tuple[int, ...]:
+def _given(
+  run: Run, recipe: algorithms.Recipe, workers: int, key: str, even: int
+) -> tuple[int, ...]:
+  """Returns the workers' values of a key; `even` for each if none are given."""
   value = run.config["allocation"][key]
   if value in (EQUAL, SPEED):
     return (even,) * workers
   return _checked(run, recipe, workers, key, value)
 
 
-def _checked(run, recipe, workers, key, value) -> tuple[int, ...]:
-  """What workers get, of one key, as a tuple; ValueError if it does not fit."""
+def _checked(
+  run: Run,
+  recipe: algorithms.Recipe,
+  workers: int,
+  key: str,
+  value: Sequence[int],
+) -> tuple[int, ...]:
+  """Returns the workers' values of a key as a tuple. Raises ValueError if their
+  number or their sum is wrong."""
   total, unit = _divided(run, recipe, workers, key)
   name = f"config.allocation.{key}"
   if len(value) != workers:
@@ -99,10 +111,10 @@ def _checked(run, recipe, workers, key, value) -> tuple[int, ...]:
       f"{name} has {len(value)} numbers, and there are {workers} workers"
     )
   if sum(value) != total:
-    of = "config.batch_size" if key == "batch_size" else "those of the recipe"
+    mean = "config.batch_size" if key == "batch_size" else "the recipe's steps"
     raise ValueError(
-      f"{name} comes to {sum(value)}, and {workers} times {of} is {total}: make"
-      f" the two the same, so that {of} is the mean"
+      f"{name} has the sum {sum(value)}, and {workers} times {mean} is {total}:"
+      f" make the two equal, so that the mean is {mean}"
     )
   if uneven := [x for x in value if x % unit]:
     raise ValueError(
@@ -115,8 +127,9 @@ def _checked(run, recipe, workers, key, value) -> tuple[int, ...]:
 def given(
   run: Run, recipe: algorithms.Recipe, problem: problems.Problem, workers: int
 ) -> Allocation | None:
-  """Returns the allocation of a config, None if all get the same or it follows
-  from speeds. ValueError for what does not fit, also what is to follow."""
+  """Returns the allocation of a config; None if all workers have equal shares,
+  or shares follow from speeds. Raises ValueError if a value does not fit, also
+  for shares that will follow from speeds."""
   by_speed = _key_by_speed(run)
   sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
   steps = _given(run, recipe, workers, "steps", recipe.steps)
@@ -125,7 +138,7 @@ def given(
   if changes_batches(run):
     with checks.blame("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
-      if by_speed == "batch_size":  # any other will do
+      if by_speed == "batch_size":  # try any other size
         most = _most(run, problem, workers)
         sizes_tried = {min(2 * run.config["batch_size"], most)}
       else:
@@ -137,21 +150,21 @@ def given(
   return None if by_speed or is_even else result
 
 
-def _most(run, problem, workers) -> int:
-  """The examples that there are for a batch."""
+def _most(run: Run, problem: problems.Problem, workers: int) -> int:
+  """Returns the most examples that a batch can have."""
   most = problem.batches_per_epoch * run.config["batch_size"]
   if run.config["data"]["partition"] == "sharded":
     most //= workers
   return max(most, 1)
 
 
-def _try_loss(problem, size) -> None:
+def _try_loss(problem: problems.Problem, size: int) -> None:
   """Raises ValueError if the loss takes batches of one size only."""
   key = jax.random.key(0)
   batch = problem.with_batch_size(size).batches(0, 1)(0, 0)
   try:
     jax.eval_shape(problem.loss, jax.eval_shape(problem.init, key), batch, key)
-  except Exception as error:  # whatever somebody's loss raises
+  except Exception as error:  # a user's loss may raise any type
     raise ValueError(
       f"the loss fails on a batch of {size} examples ({line_of(error, 250)}):"
       " it must take batches of any size, or all workers the same"
@@ -159,13 +172,13 @@ def _try_loss(problem, size) -> None:
 
 
 def unknown(plan: Any) -> bool:
-  """Whether the allocation of a plan is still to follow from speeds."""
+  """Whether a plan's allocation will follow from speeds that are not known."""
   return plan.allocation is None and _key_by_speed(plan.run) is not None
 
 
 def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
-  """Returns the plan of a cell with work for its workers by the time that one
-  job, the same for all, took each."""
+  """Returns the plan of a cell with shares in proportion to speed. `seconds`
+  are the times that each worker took for equal jobs."""
   run, workers, recipe = plan.run, plan.workers, plan.recipe
   key = _key_by_speed(run)
   total, unit = _divided(run, recipe, workers, key)
@@ -184,24 +197,23 @@ def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
 
 
 def write(folder: Path, allocation: Allocation) -> None:
-  """Writes down what the workers of a live cell get."""
+  """Writes the allocation of a live cell to its folder."""
   value = storage.sealed(allocation._asdict())
   storage.write_json(folder / _FILE, value)
 
 
 def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
-  """Returns the plan of a live cell with the allocation in its folder; as it is
-  if there is none yet. ValueError if that of a cell that has `begun` was
-  changed or is gone."""
+  """Returns the plan of a live cell with the allocation in its folder; the plan
+  itself if there is none yet. Raises ValueError if the file of a cell that has
+  `begun` is missing or was changed."""
   path = folder / _FILE
   if not unknown(plan) or not (begun or path.exists()):
     return plan
-  found = storage.read_sealed(path)
-  if found is None:
+  fields = storage.read_sealed(path)
+  if fields is None:
     raise ValueError(
-      f"{path} is gone or was changed, and says what the workers of the run"
-      " got: put it back as the run wrote it, or start anew in another folder"
-      " (--workdir)"
+      f"{path}, the allocation of the run, is missing or was changed: restore"
+      " it as the run wrote it, or start in another folder (--workdir)"
     )
   evens = plan.run.config["batch_size"], plan.recipe.steps
   keys = "batch_size", "steps"
@@ -209,7 +221,7 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
   for key, even, field in zip(keys, evens, Allocation._fields, strict=True):
     arguments = plan.run, plan.recipe, plan.workers, key
     try:
-      value = _shares(found.get(field), f"allocation.{key}")
+      value = _shares(fields.get(field), f"allocation.{key}")
       given = value == [even] * plan.workers
       parts.append(tuple(value) if given else _checked(*arguments, value))
     except ValueError as error:
@@ -218,8 +230,9 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
 
 
 def describe(allocation: Allocation) -> str:
-  """Returns what workers get in a few words."""
-  many = allocation.steps if allocation.by_steps else allocation.batch_sizes
-  what = "steps in a job" if allocation.by_steps else "examples in a batch"
-  listed = ", ".join(map(str, many[:8])) + (", ..." if len(many) > 8 else "")
-  return f"{what} of workers 0 to {len(many) - 1}: {listed}"
+  """Returns the shares of workers in a few words."""
+  shares = allocation.steps if allocation.by_steps else allocation.batch_sizes
+  unit = "steps in a job" if allocation.by_steps else "examples in a batch"
+  more = ", ..." if len(shares) > 8 else ""
+  listed = ", ".join(map(str, shares[:8])) + more
+  return f"{unit} of workers 0 to {len(shares) - 1}: {listed}"

@@ -1,10 +1,10 @@
-"""Runs that a coordinator drives: Sandblaster L-BFGS, in simulated time.
+"""Runs of a coordinator (Sandblaster L-BFGS) in simulated time.
 
-What a cell computes is a function of its config and its seed, as of all
-simulated runs. Its order is not known before it: how often the batch is
-evaluated is up to the line search. So the trace is an outcome, `trace.csv`, as
-is `iterates.csv`, with the time at which each loss was reached. `live_batches`
-has the same in real time.
+The result of a cell follows from its config and seed, as for all simulated
+runs. Its order is not known before the run, because the line search decides how
+often the batch is evaluated. So the cell writes its trace to `trace.csv`, and
+the time at which it reached each loss to `iterates.csv`. `live_batches` has
+live runs.
 """
 
 import csv
@@ -29,8 +29,8 @@ _job_key = jax.jit(worker_lib.job_key)
 
 
 class CoordinatedPlan(outcomes.OutcomePlan):
-  """What the cells of a run share. The learning rate is the step that a line
-  search tries first."""
+  """The parts that the cells of a run share. The learning rate is the first
+  step that a line search tries."""
 
   @property
   def batches(self) -> int:
@@ -40,8 +40,8 @@ class CoordinatedPlan(outcomes.OutcomePlan):
   def work(
     self, seed: int, root: jax.Array, batches: problems.Batches | None = None
   ) -> sandblaster.Work:
-    """Returns the loss and the gradient of a portion, whoever computes it;
-    `batches` are those of the seed, perhaps made before."""
+    """Returns the function portion -> (loss, gradient), which is the same for
+    all workers. `batches` are the seed's, if they exist already."""
     batches = batches or self.problem.batches(seed, 1)
 
     def work(params, portion):
@@ -55,7 +55,7 @@ class CoordinatedPlan(outcomes.OutcomePlan):
 
 
 def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
-  """Builds what the cells of a run with so many workers share, checking it."""
+  """Builds and checks the plan of a run with a number of workers."""
   problem, config = experiment.problem_of(run), run.config
   if "learning_rate" in experiment.config["runs"].get(run.label, {}):
     raise ValueError(
@@ -81,14 +81,20 @@ def plan(experiment: Any, run: Run, workers: int) -> CoordinatedPlan:
   batches = learning_rates.passes(run, problem)
   messages = round(batches / settings.push_every)
   _check_budget(run, problem, settings, workers, messages)
-  checks.few_messages(config, messages)
+  checks.check_message_count(config, messages)
   return CoordinatedPlan(run, workers, problem, settings, messages)
 
 
-def _check_budget(run, problem, settings, workers, messages):
-  """Raises ValueError if the batch might not be evaluated once."""
+def _check_budget(
+  run: Run,
+  problem: problems.Problem,
+  settings: sandblaster.Settings,
+  workers: int,
+  messages: int,
+) -> None:
+  """Raises ValueError if the messages may not suffice for one evaluation."""
   jobs = settings.jobs
-  others = workers - 1  # one is idle when a copy is started
+  others = workers - 1  # the worker that starts a copy has no open job
   copies = min(settings.backup, others) * min(jobs, others)
   least = jobs + copies
   if messages >= least:
@@ -126,7 +132,7 @@ class CoordinatedEngine(SimulatedEngine):
 
   @property
   def ended(self) -> bool:
-    """Whether the coordinator has come to an end before the last message."""
+    """Whether the coordinator ended before the last message."""
     return self._simulation.ended
 
   def _run(self, end):
@@ -157,13 +163,12 @@ class CoordinatedEngine(SimulatedEngine):
     return self._simulation.run_log.records()
 
   def course(self) -> np.ndarray:
-    """Returns the losses of the iterates: those at steps that were tried and
-    not taken say nothing about training."""
+    """Returns the losses of the iterates, without losses of rejected steps."""
     losses = [each.loss for each in self._simulation.run_log.iterates]
     return np.array(losses, np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns what was computed so far, and which messages came late."""
+    """Returns the state so far, and the staleness of some messages."""
     part = some(self.records(), start, end)
     state = self._simulation.state
     loss = state.loss if state.iteration >= 0 else engines.mean(part.loss)
@@ -178,7 +183,7 @@ class CoordinatedEngine(SimulatedEngine):
     }
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     simulation, settings = self._simulation, self._plan.settings
     state, records = simulation.state, self.records()
     return {
@@ -198,11 +203,11 @@ class CoordinatedEngine(SimulatedEngine):
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns what it was when the evaluation of the batch began."""
+    """Returns the state at the start of the present evaluation."""
     return tuple(self._simulation.save())
 
   def extras(self) -> dict[str, str]:
-    """Returns the trace, and what each iterate was."""
+    """Returns the trace and the table of iterates."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(sandblaster.Iterate._fields)
@@ -216,14 +221,14 @@ def _unpack(
   params: base.Params,
   settings: sandblaster.Settings,
 ) -> sandblaster.Saved:
-  """Returns what a checkpoint holds."""
+  """Returns the state of a checkpoint."""
   wanted = sandblaster.template(found.notes, params, settings)
   for key in ("records", "trace", "iterates"):
     wanted[key] = checkpoint.any_shapes(wanted[key])
   return sandblaster.Saved(0, found.tree(wanted), found.notes)
 
 
-# Of tables in which a cell has a coordinator; iterations are its updates.
+# Columns of tables in which a cell has a coordinator; updates are iterations.
 COLUMNS = (
   engines.Column("updates", "updates", 1, "{:.0f}"),
   engines.Column("batch evaluations", "evaluations_of_batch", 1, "{:.0f}"),
@@ -232,7 +237,7 @@ COLUMNS = (
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns iterations, evaluations and what ended a cell in a few words."""
+  """Returns iterations, evaluations and reason of the end in a few words."""
   words = (
     "{updates} iterations, {evaluations_of_batch} evaluations of {portions}"
     " portions, loss {train_loss:.4g}, gradient norm {gradient_norm:.2g}"

@@ -1,8 +1,8 @@
 """The engines `threads` and `ray`: real workers, real time, real faults.
 
-Here are their sections of a config, and the checks of a machine. A cell is
-trained by `live_engine`, of which each protocol has a subclass: `live_server`,
-`live_peers`, `live_batches` (of a coordinator) or `live_tables`.
+This module has their sections of a config, and the checks of a machine.
+`live_engine.LiveEngine` trains a cell. Each protocol has a subclass:
+`live_server`, `live_peers`, `live_batches` (coordinator), `live_tables`.
 """
 
 import functools
@@ -25,7 +25,7 @@ _SECONDS = checks.number(most=MOST_SECONDS, above=True)
 
 
 def _resources(value: Any, key: str) -> dict[str, float]:
-  """Reads amounts of Ray's resources, by their names."""
+  """Checks amounts of Ray's resources, by name."""
   if not isinstance(value, Mapping):
     raise ValueError(
       f"config.{key} must be a dict of names and amounts, not {shown(value)}"
@@ -38,23 +38,24 @@ def _resources(value: Any, key: str) -> dict[str, float]:
 SECTIONS: dict[str, Any] = {
   **parameter_server.SECTIONS,
   "live": {
-    # Factors on the time of workers 0, 1, ...; () is none.
+    # Factors on the time of workers 0, 1, ...; (): no worker is slowed down.
     "slowdown": Setting((), checks.several(checks.number(1, 1e4))),
-    "refill": Setting(True, checks.flag),  # replace workers that die
-    "together": Setting(True, checks.flag),  # wait for all before the first job
+    "refill": Setting(True, checks.flag),  # replace workers that fail
+    # Start the first job when all workers have joined.
+    "together": Setting(True, checks.flag),
     "late_mads": Setting(10.0, _SECONDS),
     "late_seconds": Setting(2.0, _SECONDS),
     "start_seconds": Setting(120.0, _SECONDS),
     "worker_cpus": Setting(0.0, checks.number(most=10_000)),  # for Ray
     "worker_gpus": Setting(0.0, checks.number(most=10_000)),
-    "resources": Setting({}, _resources),  # of Ray's other ones, each worker
+    "resources": Setting({}, _resources),  # other resources of Ray, per worker
     "accelerator": Setting(None, checks.optional(checks.text)),  # Ray's type
     "placement": Setting("pack", checks.choice("pack", "spread")),
-    # To wait for a cluster that grows until it has what workers ask for.
+    # Time to wait until a growing cluster has the workers' resources.
     "cluster_seconds": Setting(0.0, checks.number(most=MOST_SECONDS)),
-    "devices": Setting(1, checks.whole(1, 256)),  # of each worker
+    "devices": Setting(1, checks.whole_number(1, 256)),  # of each worker
     "parallel": Setting("data", checks.choice("data", "tensor")),
-    "spans": Setting(False, checks.flag),  # write what workers do when
+    "spans": Setting(False, checks.flag),  # write times of the workers' steps
     # Workers fetch, compute and push in threads; needs order.depth.
     "overlap": Setting(False, checks.flag),
   },
@@ -64,7 +65,7 @@ SECTIONS: dict[str, Any] = {
 def check_machine(
   experiment: Any, plans: Sequence[Any], machine: Any, *, ray: bool
 ) -> None:
-  """Checks that a machine has what live cells need."""
+  """Raises ValueError if a machine or its flags do not fit live cells."""
   del experiment
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
@@ -103,15 +104,15 @@ def check_machine(
 
 
 def _clean(folder: Path) -> None:
-  """Removes the memory of a finished cell; ValueError if a file that it wrote
-  was changed since."""
+  """Removes the memory of a finished cell. Raises ValueError if a file of the
+  cell was changed since."""
   memory_lib.forget(folder)
   description = live_files.read_description(folder)
   protocol.of_cell(folder, description).live.check(folder, description)
 
 
 def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
-  """Makes the plan of a cell again, in a process of Ray."""
+  """Rebuilds the plan of a cell in a process of Ray."""
   experiment = cells.build(config, engines={"ray": RAY}, dataset=dataset)
   return experiment.plan(cell)
 
@@ -119,11 +120,11 @@ def rebuild(config: Mapping[str, Any], dataset: Any, cell: cells.Cell) -> Any:
 def runners(
   make_engine: Callable[..., engines.Engine], **fields: Any
 ) -> dict[str, protocol.Runner]:
-  """Returns how threads and Ray run a protocol.
+  """Returns the runners of a protocol for threads and Ray.
 
   Args:
     make_engine: (Context, live_hosts.MakeHosts) -> a LiveEngine.
-    fields: of the Runner, beside `start`.
+    **fields: of the Runner, except `start`.
   """
 
   def runner(make_hosts):

@@ -1,10 +1,10 @@
-"""Runs that a coordinator drives, live: the engines `threads` and `ray`.
+"""Live runs of a coordinator, with the engines `threads` and `ray`.
 
-The driver, which is this process, has the coordinator. The coordinator is a
-function of the answers that it gets, so a run that was stopped or killed comes
-to the same iterates. It resumes from the memory of its shards, with the
-evaluation of the batch that was under way; from the last checkpoint, if that
-memory is lost; or from the beginning.
+The coordinator runs in the driver, which is this process. Its state follows
+from the answers that it receives, so a run that was stopped or killed has the
+same iterates. It resumes from the shards' memory, in the evaluation that was
+under way. Without that memory it resumes from the last checkpoint, or starts
+again.
 """
 
 import functools
@@ -28,7 +28,9 @@ from asgd.sandblaster.run_log import Lengths
 _NOTES = "driver.json"  # in the memory of a cell
 
 
-def _start_of(plan, seed) -> tuple[base.Params, jax.Array]:
+def _start_of(
+  plan: CoordinatedPlan, seed: int
+) -> tuple[base.Params, jax.Array]:
   """Returns (parameters, root of random numbers) of a cell."""
   key, root = jax.random.split(jax.random.key(seed))
   return jax.device_get(plan.problem.init(key)), root
@@ -37,11 +39,12 @@ def _start_of(plan, seed) -> tuple[base.Params, jax.Array]:
 def make_task(
   make_plan: Callable[[], CoordinatedPlan], seed: int
 ) -> worker.PortionTask:
-  """Returns what the workers of a cell compute."""
+  """Returns the task of a cell's workers: gradients of portions."""
   plan = make_plan()
   params, root = _start_of(plan, seed)
   settings = plan.settings
-  # With a job of each evaluation, it keeps its share of the batch and more.
+  # A worker gets about the same portions in each evaluation, so it keeps the
+  # batches of twice its share.
   share = -(-settings.portions // plan.workers)
   return worker.PortionTask(
     settings,
@@ -57,7 +60,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   """A cell of Sandblaster L-BFGS with real workers and shards."""
 
   _clock = _end = "seconds"
-  # The coordinator's, whose driver is called as a simulation is.
+  # The live driver has the interface of the simulation.
   snapshot = coordinated.CoordinatedEngine.snapshot
   records = coordinated.CoordinatedEngine.records
 
@@ -84,7 +87,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self._news.append(f"going on from {where}")
     return saved
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: Any) -> SavedRun:
+    """Returns notes and shard images of a checkpoint."""
     notes, settings = saved.notes, self._plan.settings
     like = sandblaster.template(notes, self._params, settings)["vectors"]
     vectors = saved.tree({"vectors": like})["vectors"]
@@ -124,12 +128,13 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     )
     return self._simulation, self._simulation.start
 
-  def _note_down(self, notes):
+  def _note_down(self, notes: dict[str, Any] | None) -> None:
+    """Writes the driver's notes to the memory; None removes them."""
     path = self._memory.memory / _NOTES
     if notes is None:
       path.unlink(missing_ok=True)
       return
-    text = json.dumps(notes)  # which has NaN
+    text = json.dumps(notes)  # as a string, because `write_json` drops NaN
     storage.write_json(path, storage.sealed({"text": text}))
 
   def _look(self, until):
@@ -144,20 +149,21 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self.done = self._received
 
   def advance(self, until):
-    """Trains on for a moment, not past message `until`."""
+    """Trains for a moment, but not past message `until`."""
     progress, broken = super().advance(until), self._broken(None)
     if broken:
       progress = progress._replace(news=[], broken=broken)
     return progress._replace(gap=0.0)
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     return {**super().columns(), "replaced": self._replaced()}
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns the shards and the coordinator as they are."""
+    """Returns the present state of the shards and the coordinator; None if the
+    run has not begun, or the driver repeats an evaluation."""
     step = len(self._run_log.rows)
-    saved = self.cluster.save() if step else None  # nothing has happened yet
+    saved = self.cluster.save() if step else None
     if saved is None:
       return None
     notes, images = saved
@@ -166,17 +172,17 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     return step, {"vectors": vectors}, notes
 
   def stop(self) -> str:
-    """Leaves all as it is: jobs that workers are at are done again."""
+    """Does nothing: open jobs are computed again when the run resumes."""
     return ""
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns what a cell came to in a few words."""
+  """Returns a cell's result in a few words."""
   words = coordinated.describe(result)
   words += f", after {result['seconds']:.3g} s"
-  died = [
+  replaced = [
     f"{count} {kind}{'s' * (count > 1)}"
     for kind, count in sorted(result["replaced"].items(), reverse=True)
     if count
   ]
-  return f"{words}; {' and '.join(died)} replaced" if died else words
+  return f"{words}; {' and '.join(replaced)} replaced" if replaced else words

@@ -1,4 +1,4 @@
-"""From the plan of a cell with a server to its cluster, in any hosts."""
+"""Makes the cluster of a cell with a server from its plan, in any hosts."""
 
 import contextlib
 import dataclasses
@@ -25,7 +25,7 @@ from asgd.live.slot_formats import contents
 
 
 class LiveRun(NamedTuple):
-  """What the shards and the workers of a live cell are made of."""
+  """The inputs from which shards and workers of a live cell are made."""
 
   plan: ServerPlan
   seed: int
@@ -34,7 +34,7 @@ class LiveRun(NamedTuple):
 
   @property
   def split(self) -> sharding.ShardPlan | None:
-    """How the shards share the parameters; None: there is one shard."""
+    """The split of the parameters into shards; None: there is one shard."""
     shards = self.setup.shards
     return sharding.make_plan(self.params, shards) if shards > 1 else None
 
@@ -48,28 +48,29 @@ class LiveRun(NamedTuple):
 def group(plan: ServerPlan) -> simulator.WorkerDevices:
   """Returns the devices of each worker of a cell."""
   live = plan.run.config["live"]
-  axis = int(plan.recipe.steps > 1)  # before it, that of a job's batches
+  # The axis of examples; axis 0 of a job with several batches is the batches.
+  axis = int(plan.recipe.steps > 1)
   return simulator.WorkerDevices(live["devices"], live["parallel"], axis)
 
 
 @functools.lru_cache(maxsize=256)
 def needs_totals(plan: ServerPlan) -> bool:
-  """Returns whether an algorithm, on shards, needs numbers of all of them; what
-  cannot be split into shards is refused with ValueError."""
+  """Returns whether an algorithm on shards needs totals over all shards. Raises
+  ValueError if the algorithm cannot be split into shards."""
   server, rules = plan.run.config["server"], plan.rules()
-  # Not with the codec of updates: each shard has one of its own, of its part.
+  # Without the codec of updates, which each shard has for its part.
   recipe = build_recipe(plan.run, plan.workers, plan.schedule)
   label = plan.run.label
   if rules.round and not server["consistent"]:
     raise ValueError(
-      f"{label} works in rounds, of which shards with an order of their own"
-      " would make different ones after a failure: set"
+      f"{label} works in rounds, and without one order for all shards their"
+      " rounds would differ after a failure: set"
       " config.server.consistent=True, or config.server.shards=1"
     )
   params = jax.device_get(plan.problem.init(jax.random.key(0)))
   with blame("server", ("shards",)):
     sharding.make_plan(params, server["shards"])
-  # A transform of single messages may read other rows, too.
+  # A transform of single messages may also read other workers' rows.
   algorithm = transforms.own_statistics(recipe.one_message())
   try:
     sharding.probe.check(algorithm, params)
@@ -81,23 +82,23 @@ def needs_totals(plan: ServerPlan) -> bool:
       raise refused from None
   if not server["consistent"]:
     raise ValueError(
-      f"{label} needs a norm over all shards, which are of one version in a"
-      " consistent run only: set config.server.consistent=True, or"
+      f"{label} needs a norm over all shards, and only consistent shards have"
+      " the same version: set config.server.consistent=True, or"
       " config.server.shards=1"
     )
   gated = plan.run.config["gate"]["max_staleness"] is not None
   if recipe.every > 1 or recipe.push_every > 1 or gated:
     raise ValueError(
-      f"{label} needs a norm over all shards, which works where each message is"
-      " an update: without rounds, gate or averaging, or with"
+      f"{label} needs a norm over all shards, which requires that each message"
+      " is an update: drop rounds, gate and averaging, or set"
       " config.server.shards=1"
     )
   return True
 
 
 def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
-  """Returns what a live cell is made of, with the messages at which shards keep
-  parameters for the driver."""
+  """Returns the inputs of a live cell. `due` are the messages at which shards
+  keep parameters for the driver's evaluations."""
   config = plan.run.config
   server, settings = config["server"], config["live"]
   totals = server["shards"] > 1 and needs_totals(plan)
@@ -118,7 +119,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
   key, _ = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
   run = LiveRun(plan, seed, setup, params)
-  if totals:  # a shard can be asked for them
+  if totals:  # check now that a shard can compute them
     piece = run.parts[0]
     steps = simulator.compile_steps(plan.server, None, keeps_messages=True)
     state = simulator.start(plan.server, piece)
@@ -129,7 +130,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
 
 
 def make_duty(run: LiveRun) -> Duty:
-  """Returns what the workers of a cell do."""
+  """Returns the duty of a cell's workers."""
   plan, setup, settings = run.plan, run.setup, run.plan.run.config["live"]
   worker = plan.coded_worker(run.split)
   _, root = jax.random.split(jax.random.key(run.seed))
@@ -145,22 +146,23 @@ def make_duty(run: LiveRun) -> Duty:
 
 
 def slot_shares(run: LiveRun) -> list[tuple[Any, ...]]:
-  """Returns what slots of each shard hold, as `Duty.shares`."""
+  """Returns the contents of each shard's slots, as `Duty.shares` does."""
   codec, updates = run.plan.server.codec, run.plan.codec_down is not None
   return [contents(codec, part, updates=updates) for part in run.parts]
 
 
 def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
-  """Returns the accelerators of this process that its workers share; () if one
-  is all there is. On a CPU all its devices are the same cores."""
+  """Returns the accelerators of this process that its workers share; () if
+  there is one device only, or a worker takes several."""
   devices = jax.local_devices()
+  # All CPU devices are the same cores.
   alone = len(devices) == 1 or devices[0].platform == "cpu"
   grouped = plan.run.config["live"]["devices"] > 1
   return () if alone or grouped else tuple(devices)
 
 
 def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
-  """Returns what a worker would be sent now, of shards as they are."""
+  """Returns the parameters that the shards would send to a worker now."""
   send, split = jax.jit(run.plan.server.send), run.split
   pieces = [send(state, np.int32(0)).params for state, _ in images]
   return sharding.join(split, jax.device_get(pieces)) if split else pieces[0]
@@ -169,8 +171,8 @@ def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
 def combine(
   parts: Sequence[base.Records], split: sharding.ShardPlan | None, params: Any
 ) -> base.Records:
-  """Makes one table of the shards' records: that of the lead, with the norms of
-  the whole where every shard has received the message."""
+  """Makes one table of the shards' records: the lead's records, with norms over
+  all shards where every shard has received the message."""
   lead = parts[0]
   if split is None or not len(lead.loss):
     return lead
@@ -179,8 +181,10 @@ def combine(
     keys = zip(part.worker.tolist(), part.job.tolist(), strict=True)
     rows.append({key: row for row, key in enumerate(keys)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
-  whole = [i for i, key in enumerate(keys) if all(key in each for each in rows)]
-  at = [[index[keys[i]] for i in whole] for index in rows]
+  complete = [
+    i for i, key in enumerate(keys) if all(key in each for each in rows)
+  ]
+  at = [[index[keys[i]] for i in complete] for index in rows]
 
   def of_all(name):
     return [getattr(part, name)[i] for part, i in zip(parts, at, strict=True)]
@@ -191,21 +195,24 @@ def combine(
   combined = sharding.combine(reports, sizes)._asdict()
   columns = {name: column.copy() for name, column in lead._asdict().items()}
   for name in columns.keys() & combined.keys():
-    columns[name][whole] = combined[name]
+    columns[name][complete] = combined[name]
   for name in ("bytes_up", "bytes_down"):
-    columns[name][whole] = sum(of_all(name))
+    columns[name][complete] = sum(of_all(name))
   squares = np.square(of_all("residual_norm"), dtype=np.float64)
   share = np.asarray(sizes) / max(sum(sizes), 1)
-  columns["residual_norm"][whole] = np.sqrt(share @ squares)
+  columns["residual_norm"][complete] = np.sqrt(share @ squares)
   return base.Records(**columns)
 
 
-# What makes a duty of an allocation, in the process of a worker.
+# allocation -> function that makes a duty in the process of a worker.
 _DutyOf = Callable[[Any], Callable[[], Duty]]
 
 
-def _in_threads(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
-  """Returns where a run is, how threads make its parties, and their duties."""
+def _in_threads(
+  run: LiveRun, live: LiveCell, hosts: CellHosts
+) -> tuple[Site, dict[str, Any], _DutyOf]:
+  """Returns the site of a run, options of `ServerMakers`, and a function that
+  makes duties, for hosts that are threads."""
 
   def duty_of(allocation):
     plan = dataclasses.replace(run.plan, allocation=allocation)
@@ -214,8 +221,8 @@ def _in_threads(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
     duty.warm_up_all(run.setup.workers)
     return lambda: duty
 
-  # Values are rounded where they are made (`compile_steps`), so that what is
-  # written in the narrow dtype comes back as it was.
+  # `compile_steps` rounds values to the narrow dtype, so that writing them in
+  # it loses nothing.
   site, shares = live_hosts.site(live), slot_shares(run)
   steps = simulator.compile_steps(
     run.plan.server, None, wire=site.compress, keeps_messages=True
@@ -228,8 +235,10 @@ def _in_threads(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
   return site, options, duty_of
 
 
-def _in_processes(run, live, hosts) -> tuple[Site, dict[str, Any], _DutyOf]:
-  """As `_in_threads`, of hosts that are processes."""
+def _in_processes(
+  run: LiveRun, live: LiveCell, hosts: CellHosts
+) -> tuple[Site, dict[str, Any], _DutyOf]:
+  """Returns the values of `_in_threads` for hosts that are processes."""
   parts = hosts.plan, run.seed, run.setup, run.params
   duty_of = functools.partial(functools.partial, _duty_in_host, *parts)
   return hosts.hosts.site, {}, duty_of
@@ -253,17 +262,18 @@ def make_cluster(
   images: Sequence[Any] | None,
   resumed: bool,
 ) -> ServerCluster:
-  """Makes the cluster of a cell. If its work is to follow from the speed of its
-  workers and nothing is known of that, they are timed, what they get is written
-  down, and they get it.
+  """Makes the cluster of a cell.
+
+  If the workers' shares follow from their speeds, which are not known yet, the
+  workers are timed first, and the allocation is written to the cell's folder.
 
   Args:
-    run: what the cell is made of.
-    live: the same for its hosts.
+    run: inputs of shards and workers.
+    live: inputs of hosts.
     hosts: of shards and workers.
-    machine: whose faults are injected.
-    images: of each shard, of a checkpoint.
-    resumed: journals hold the beginning.
+    machine: with the faults that are injected.
+    images: of each shard, from a checkpoint; None: there is none.
+    resumed: whether the journals have rows.
   """
   how = _in_processes if hosts.apart else _in_threads
   site, options, duty_of = how(run, live, hosts)

@@ -1,10 +1,10 @@
-"""One engine of live cells: it starts a cell, watches it, and saves it.
+"""The engine of live cells: starts a cell, watches it, and saves it.
 
-Parties (shards, workers, peers) train in hosts, and write journals and records.
-The driver, which is this process, looks at these files and at the cluster of
-the parties: it replaces those that exit, evaluates parameters as they are, and
-pauses the cluster for a checkpoint. A protocol has a subclass, which makes its
-cluster and reads its files.
+Participants (shards, workers, peers) train in hosts, and write journals and
+records. The driver, which is this process, watches these files and the cluster
+of the participants. It replaces participants that exit, evaluates the present
+parameters, and pauses the cluster for a checkpoint. Each protocol has a
+subclass, which makes its cluster and reads its files.
 """
 
 import abc
@@ -32,30 +32,32 @@ LOOK = 0.1  # seconds between two looks at the cluster
 
 
 class LiveEngine(engines.Engine):
-  """A cell that is watched until all its jobs are received."""
+  """Watches a cell until all its jobs are received."""
 
   cluster: Any  # a Cluster of the protocol
-  _who = "workers"
-  _gaps = True  # whether records have them
-  _share = 1.0  # of all bytes, those that records count
-  _files: WorkerFiles  # of writers, unless `_read` is another
+  _who = "workers"  # participants, in a line on a stop
+  _gaps = True  # whether records have gaps
+  _share = 1.0  # share of all bytes that records count
+  _files: WorkerFiles  # of the writers; unused if a subclass overrides `_read`
 
   def __init__(
     self, context: engines.Context, make_hosts: live_hosts.MakeHosts
   ):
-    """Starts the cell in hosts, or resumes it. Raises ValueError if the files
-    of the cell are not all there, or do not fit."""
+    """Starts the cell in hosts, or resumes it. Raises ValueError if files of
+    the cell are missing or do not fit."""
     self._context, self._plan = context, context.plan
     self.total, self.done, self._received = context.plan.messages, 0, 0
     self._news: list[str] = []
-    self._there: set[Path] = set()  # files that were there at the last look
+    self._existing: set[Path] = set()  # files that existed at the last look
     self._snapshot: engines.Snapshot | None = None
-    self._stopped: bool | None = None  # whether all came to rest in time
+    # Whether all participants paused in time; None: they were not stopped.
+    self._stopped: bool | None = None
     begun = self._prepare()
     self._memory = memory_lib.LiveMemory(
       self._folder, context.machine.memory_dir, resume=begun
     )
-    if begun:  # what a driver left that was killed writes no more
+    if begun:
+      # Processes of a killed driver must no longer write to the files.
       processes.end_all(self._memory.memory)
     with contextlib.ExitStack() as stack:
       stack.callback(self._release)
@@ -67,18 +69,26 @@ class LiveEngine(engines.Engine):
     """The folder of the cell."""
     return self._context.folder
 
-  def _release(self):
+  def _release(self) -> None:
     if not self._memory.kept and not self._received:
       self._memory.remove()  # there is nothing to resume from
     self._memory.close()
 
-  def _start(self, make_hosts, begun, stack):
+  def _start(
+    self,
+    make_hosts: live_hosts.MakeHosts,
+    begun: bool,
+    stack: contextlib.ExitStack,
+  ) -> None:
+    """Starts the cluster. `stack` closes its parts in reverse order."""
     context, plan = self._context, self._plan
+    # [1] Restore a checkpoint and cut the files back to it.
     saved = self._restore() if begun else None
-    self._counts = [0] * len(self._writers)  # records that were read, of each
+    self._counts = [0] * len(self._writers)  # read records of each writer
     self._parts: list[Any] = []  # records that were read
     self._received = self._open_files(saved, begun=begun)
     self.done = min(self._received, self.total)
+    # [2] Continue the cell's time at its last row.
     last = [read_journal(path)[-1:] for path in self._journals()]
     before = max((e.time for (e, *_) in filter(None, last)), default=0.0)
     live = LiveCell(
@@ -88,6 +98,7 @@ class LiveEngine(engines.Engine):
       began=time.monotonic() - before,
       network=self._network(),
     )
+    # [3] Start hosts, then the cluster in them.
     hosts = make_hosts(live, context.machine)
     stack.callback(hosts.hosts.close)
     self.cluster, start = self._make_cluster(live, hosts, saved)
@@ -98,42 +109,42 @@ class LiveEngine(engines.Engine):
     with self._errors():
       start()
 
-  # What a protocol has.
+  # Methods that a protocol's subclass overrides.
 
   @property
   def _writers(self) -> range:
-    """The indices of those that have a journal and records: the workers."""
+    """Indices of the participants that write journals and records."""
     return range(self._plan.workers)
 
   def _prepare(self) -> bool:
-    """Returns whether the cell has begun, by its files; raises ValueError if
-    one is not there."""
+    """Returns whether the cell has begun, by its files. Raises ValueError if
+    one is missing."""
     return any(path.exists() for path in self._journals())
 
   def _setup(self) -> Setup:
     return live_hosts.setup_of(self._plan)
 
   def _network(self) -> Network | None:
-    """Returns the network whose time calls between parties take, in threads."""
+    """Returns the network that delays calls between threads, if any."""
     return None
 
   def _restore(self) -> Any:
-    """Returns what was saved of a cell that has begun; None: nothing."""
+    """Returns the last checkpoint of a cell that has begun; None if none."""
     return self._context.restore(self._unpack)
 
   @abc.abstractmethod
   def _unpack(self, saved: Any) -> Any:
-    """Returns what a checkpoint has."""
+    """Returns the state of a checkpoint, as `_make_cluster` takes it."""
 
   def _open_files(self, saved: Any, *, begun: bool) -> int:
-    """Drops what was written after that was saved; returns how many messages
-    were received."""
+    """Drops rows that were written after the checkpoint; returns the count of
+    received messages."""
     if begun:
       self._go_back(saved)
     return len(self._read().loss)
 
   def _go_back(self, saved: Any) -> None:
-    """Cuts the files to what was saved, of which the second part are notes."""
+    """Cuts the files back to a checkpoint (tree, notes), or to nothing."""
     notes = saved[1] if saved else {}
     kept = notes.get("files") or [(0, 0) for _ in self._writers]
     others = self._other_journals(notes)
@@ -145,7 +156,7 @@ class LiveEngine(engines.Engine):
     self._news.append(f"going on from {where}; {dropped} rows are dropped")
 
   def _other_journals(self, notes: Mapping[str, Any]) -> list[Any]:
-    """Returns (journal, rows that were saved) of others than the writers."""
+    """Returns (journal, rows at the checkpoint) of journals without records."""
     del notes
     return []
 
@@ -153,39 +164,39 @@ class LiveEngine(engines.Engine):
   def _make_cluster(
     self, live: LiveCell, hosts: CellHosts, saved: Any
   ) -> tuple[Any, Callable[[], None]]:
-    """Returns the cluster of a cell, and what starts it, from what was saved
-    unless that is None."""
+    """Returns the cluster of a cell and the function that starts it. `saved` is
+    from `_unpack`; None: the cell starts new."""
 
   @abc.abstractmethod
   def _look_for(self, until: int) -> None:
-    """Takes a snapshot at message `until`, if that was received."""
+    """Takes a snapshot at message `until`, if that message was received."""
 
   def _take_last(self) -> None:
-    """Takes a snapshot of the end, once the cluster has finished."""
+    """Waits until the cluster has finished, and takes the last snapshot."""
     while not self.cluster.finished:
       self._look(self.total)
     self._look_for(self.total)
 
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns a checkpoint of a cluster at rest, as `save` does."""
+    """Returns a checkpoint of a paused cluster, as `save` does."""
     raise NotImplementedError
 
   # Files.
 
   def _journals(self) -> list[Path]:
-    """The journals that are written."""
+    """Returns the paths of all journals."""
     return [journal_path(self._folder, index) for index in self._writers]
 
-  def _check_files(self):
-    """Raises FileGone if one of the files was taken away."""
+  def _check_files(self) -> None:
+    """Raises FileGone if a file was removed since the last look."""
     paths = [records_path(self._folder, index) for index in self._writers]
-    there = {path for path in self._journals() + paths if path.exists()}
-    for path in sorted(self._there - there):
+    existing = {path for path in self._journals() + paths if path.exists()}
+    for path in sorted(self._existing - existing):
       raise FileGone(path)
-    self._there = there
+    self._existing = existing
 
   def _read(self) -> Any:
-    """Returns the records that are new, and keeps them."""
+    """Reads the new records, stores and returns them."""
     parts = []
     for index in self._writers:
       part = self._files.read(self._folder, index, self._counts[index])
@@ -210,7 +221,7 @@ class LiveEngine(engines.Engine):
 
   @contextlib.contextmanager
   def _errors(self) -> Iterator[None]:
-    """Raises what a cluster raises as the run loop knows it."""
+    """Turns errors of a cluster into those that the run loop handles."""
     try:
       yield
     except failures.AllDied as error:
@@ -222,17 +233,17 @@ class LiveEngine(engines.Engine):
       ) from error
 
   def _wait(self, seconds: float) -> None:
-    """Waits before the next look, so many seconds at most."""
+    """Waits before the next look, for `seconds` at most."""
     time.sleep(seconds)
 
   def _look(self, until: int) -> None:
     """Checks the cluster after a moment."""
     del until
-    self._wait(LOOK if self._there else 0.0)  # the first time at once
+    self._wait(LOOK if self._existing else 0.0)  # the first look is at once
     self._news += self.cluster.check(self._received)
 
   def advance(self, until: int) -> engines.Progress:
-    """Checks the cluster once, and reads what it has written."""
+    """Checks the cluster once, and reads its new records."""
     with self._errors():
       self._look(until)
     self._memory.note(self._replaced())
@@ -252,9 +263,10 @@ class LiveEngine(engines.Engine):
     )
 
   def snapshot(self) -> engines.Snapshot:
-    """Returns the parameters of the message that `advance` was to reach."""
+    """Returns the parameters at the message that `advance` had to reach."""
     with self._errors():
-      if self._snapshot is None:  # all was evaluated before this process began
+      if self._snapshot is None:
+        # The cell was complete before this process resumed it.
         self._take_last()
     assert self._snapshot is not None
     return self._snapshot
@@ -277,8 +289,8 @@ class LiveEngine(engines.Engine):
   # Rest.
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns all parties, as they are when the cluster is at rest; None if
-    they did not come to rest to stop, or have done nothing yet."""
+    """Returns the state of all participants while the cluster is paused; None
+    if some did not pause in time for a stop, or none has begun."""
     if self._stopped is False:
       return None
     with self._errors():
@@ -290,20 +302,19 @@ class LiveEngine(engines.Engine):
     return packed if packed[0] else None
 
   def stop(self) -> str:
-    """Makes all parties end the round, the clock or the job that they are
-    at."""
+    """Makes all participants end their present round, clock or job."""
     with self._errors():
-      whole = self.cluster.pause(self._context.machine.grace_seconds)
-    self._stopped = whole
+      paused = self.cluster.pause(self._context.machine.grace_seconds)
+    self._stopped = paused
     self._received += len(self._read().loss)
     self.done = self._received
-    return "" if whole else f"; some {self._who} did not finish in time"
+    return "" if paused else f"; some {self._who} did not finish in time"
 
   def discard(self) -> None:
-    """Removes what is kept to resume from: there is nothing left to do."""
+    """Removes the memory of a finished cell, which will not resume."""
     self.close()
     memory_lib.forget(self._folder)
 
   def close(self) -> None:
-    """Ends all that the cell has started."""
+    """Ends the cluster and the hosts of the cell."""
     self._open.close()

@@ -1,8 +1,8 @@
 """The hosts of a live cell: threads of this process, or processes of Ray.
 
-Parties are made in their hosts from the plan of the cell. Threads share that of
-the driver; a process of Ray makes it again, of a resolved config and of data in
-Ray's object store.
+Each participant (worker, shard, peer) is made in its host from the plan of the
+cell. Threads share the driver's plan. A process of Ray rebuilds the plan from
+the resolved config and the data in Ray's object store.
 """
 
 import functools
@@ -27,46 +27,49 @@ _PLACEMENT = {"pack": "DEFAULT", "spread": "SPREAD"}  # as Ray has them
 
 
 class LiveCell(NamedTuple):
-  """What the hosts and the parties of a live cell are made of."""
+  """The inputs from which hosts and participants of a live cell are made."""
 
   plan: Any  # of the cell, an engines.Plan
   cell: cells.Cell
   dataset: Any  # of the experiment
   setup: Setup
   folder: Path  # of the cell, absolute
-  memory: Path  # what outlives processes, sockets
-  began: float  # time.monotonic() when it began, or would have
-  network: Network | None = None  # whose time calls of threads take
+  memory: Path  # folder of shared memory and sockets
+  # time.monotonic() at the cell's time 0. If the cell resumes, the time between
+  # its processes does not count.
+  began: float
+  network: Network | None = None  # delays calls between threads
 
   @property
   def settings(self) -> Mapping[str, Any]:
-    """The section `live` of the config."""
+    """Section `live` of the config."""
     return self.plan.run.config["live"]
 
   @property
   def write_span(self) -> SpanWriter | None:
-    """Writes what workers do when; None if the config does not ask for it."""
+    """Writer of the workers' spans; None if the config does not ask for them.
+    """
     return SpanWriter(self.folder) if self.settings["spans"] else None
 
 
 class CellHosts(NamedTuple):
-  """Where the parties of a live cell run."""
+  """The hosts in which the participants of a live cell run."""
 
   hosts: Hosts
   plan: Callable[[], Any]  # returns the plan of the cell, in any host
-  apart: bool  # each host is a process, which has compiled nothing
-  leave_seconds: float = 2.0  # to write what parties did, once all is done
+  apart: bool  # each host is a process, which compiles its functions itself
+  leave_seconds: float = 2.0  # for participants to write files at the end
 
 
 # (LiveCell, Machine) -> CellHosts
 MakeHosts = Callable[[LiveCell, Any], CellHosts]
-# (config, dataset, cell) -> plan; a function of a module, which other processes
-# import
+# (config, dataset, cell) -> plan. It is a module's function, so that other
+# processes can import it.
 Rebuild = Callable[[Mapping[str, Any], Any, Any], Any]
 
 
 def ladder(settings: Mapping[str, Any]) -> Ladder:
-  """Returns when a worker is late, as the section `live` says."""
+  """Returns the deadlines of workers, from the section `live`."""
   return Ladder(*(settings[key] for key in _DEADLINES))
 
 
@@ -77,7 +80,7 @@ def setup_of(plan: Any) -> Setup:
 
 
 def dtype_on_wire(config: Mapping[str, Any]) -> str | None:
-  """Returns the dtype to which numbers are rounded on their way, or None."""
+  """Returns the dtype of sent numbers; None: they are sent as they are."""
   wire = config["server"]["wire"]
   return None if wire == "float32" else wire
 
@@ -120,7 +123,7 @@ def make_plan(
 
   if isinstance(dataset, ray.ObjectRef):
     try:
-      dataset = ray.get(dataset)  # an error if the driver, who has it, died
+      dataset = ray.get(dataset)  # fails if the driver, its owner, has exited
     except ray.exceptions.RaySystemError as error:  # it cannot be unpickled
       line = shortened(str(error).strip().splitlines()[-1], 200)
       raise ValueError(
@@ -132,11 +135,11 @@ def make_plan(
 
 
 def site(live: LiveCell, profile: str | None = None) -> Site:
-  """Returns where a live cell is; `profile` is the folder for a trace of worker
-  0 in a process of its own."""
+  """Returns the site of a live cell. `profile` is the folder for a profile of
+  worker 0, if each host is a process."""
   settings = live.settings
-  # What was not reserved is left to others: JAX would take most of the memory
-  # of a GPU that it sees.
+  # Workers without a reserved accelerator use the CPU: on a GPU that JAX sees,
+  # it would take most of the memory from other programs.
   accelerated = settings["worker_gpus"] or settings["accelerator"]
   accelerated = accelerated or "TPU" in settings["resources"]
   return Site(

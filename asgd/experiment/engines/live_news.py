@@ -1,4 +1,4 @@
-"""What the driver of a live run tells: news of its shards, in lines."""
+"""Lines of the run log on the shards of a live run."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,21 +8,27 @@ from asgd.live.setup import Setup
 
 
 class ShardNews:
-  """Turns what shards say of themselves into lines, each once."""
+  """Turns the status of shards into lines of the run log, each once."""
 
   def __init__(
     self, setup: Setup, memory: Path, message: int, *, resumed: bool
   ):
-    """Starts with nothing told of a cell that had received so many messages;
-    `resumed` if its journals held something."""
+    """Starts without any lines.
+
+    Args:
+      setup: of the cell.
+      memory: folder of the cell's memory.
+      message: count of messages received before.
+      resumed: whether the journals have rows.
+    """
     self._message = message
-    self._rollbacks: list[Any] = [None] * setup.shards  # that were told
+    self._rollbacks: list[Any] = [None] * setup.shards  # that have a line
     self._resumed = resumed
     self._gathers = 0 if message else setup.gathered
     self._in_memory = (memory / "shard-0" / "messages").exists()
 
   def of(self, status: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the lines that are new, from the status of each shard."""
+    """Returns the new lines, from the status of each shard."""
     news = []
     if self._resumed:
       self._resumed = False
@@ -31,39 +37,40 @@ class ShardNews:
     for shard in status:
       news += shard["news"]
     for index, shard in enumerate(status):
-      back = shard["rollback"]
-      if back in (None, self._rollbacks[index]):
+      rollback = shard["rollback"]
+      if rollback in (None, self._rollbacks[index]):
         continue
-      self._rollbacks[index] = back
+      self._rollbacks[index] = rollback
       of = f"shard {index} " if len(status) > 1 else ""
       news.append(
-        f"{of}rolled back {back.updates} updates, to message"
-        f" {back.message}{_why(back)}"
+        f"{of}rolled back {rollback.updates} updates, to message"
+        f" {rollback.message}{_why(rollback)}"
       )
     if self._gathers and status[0]["received"]:
-      wanted, there = self._gathers, len(status[0]["workers"])
+      wanted, present = self._gathers, len(status[0]["workers"])
       self._gathers = 0
-      # At the end of a short run they have left already.
-      if there < wanted and not status[0]["stopped"]:
+      # At the end of a short run workers have left already.
+      if present < wanted and not status[0]["stopped"]:
         news.append(
-          f"it began with only {there} of {wanted} workers; the others"
-          " may still come"
+          f"it began with only {present} of {wanted} workers; the others"
+          " may still join"
         )
     return news
 
-  def _going_on(self, status):
+  def _going_on(self, status: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the line on the state from which a run resumes."""
     at = f"going on at message {self._message}, from"
-    back = [shard["rollback"] for shard in status if shard["rollback"]]
-    if not back:
-      # Everything since the checkpoint, if there is one, was without effect.
+    rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
+    if not rollbacks:
+      # The shards replayed all rows, so no update was rolled back.
       return f"{at} {'shared memory' if self._in_memory else 'the trace'}"
-    undone = sum(rollback.updates for rollback in back)
-    source = f"the checkpoint of message {back[0].message}"
-    if not back[0].row:
+    first, undone = rollbacks[0], sum(each.updates for each in rollbacks)
+    source = f"the checkpoint of message {first.message}"
+    if not first.row:
       source = "the beginning, as there is no checkpoint"
-    of = f" of {len(back)} shards" if len(back) > 1 else ""
-    return f"{at} {source}: {undone} updates{of} rolled back{_why(back[0])}"
+    of = f" of {len(rollbacks)} shards" if len(rollbacks) > 1 else ""
+    return f"{at} {source}: {undone} updates{of} rolled back{_why(first)}"
 
 
-def _why(rollback):
+def _why(rollback: Any) -> str:
   return f" ({rollback.why})" if rollback.why else ""

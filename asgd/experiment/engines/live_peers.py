@@ -1,9 +1,9 @@
 """Live peers: the engines `threads` and `ray` of recipes without a server.
 
-The driver watches: it replaces who dies, evaluates what peers keep for it, and
-has all stop at once for a checkpoint. A run that was stopped or killed goes on
-from its last checkpoint; what peers wrote after that is dropped, as nobody is
-left who has seen it.
+The driver replaces peers that fail, evaluates the parameters that peers keep
+for it, and pauses all peers for a checkpoint. A run that was stopped or killed
+resumes from its last checkpoint. Later rows of the peers' files are dropped:
+all processes that had received those messages have exited.
 """
 
 import functools
@@ -29,8 +29,8 @@ from asgd.orders.trace import TAKES
 
 
 def check_files(folder: Path, description: Mapping[str, Any]) -> None:
-  """Raises ValueError if a journal or records of a finished cell were changed
-  since; a message that its peer did not outlive may have no record."""
+  """Raises ValueError if journals or records of a finished cell were changed.
+  The last message of a peer that failed may have no record."""
   workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
   files.FILES.check(folder, workers, files.lives_of)
@@ -39,8 +39,14 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
 def make_duty(
   plan: PeerPlan, seed: int, due: Sequence[int], *, copies: bool
 ) -> PeerDuty:
-  """Returns what peers do; codes travel as `copies`, to other processes. They
-  keep parameters after the messages that are `due`."""
+  """Returns the duty of the peers.
+
+  Args:
+    plan: of the cell.
+    seed: of the cell.
+    due: messages after which peers keep parameters for evaluations.
+    copies: whether messages are copied, as between processes.
+  """
   key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(key))
   wire = array_wire(copies=copies)
@@ -78,7 +84,7 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   def _prepare(self):
     self.quantum = self._plan.quantum
-    self._views: dict[int, View] = {}  # that were evaluated last
+    self._views: dict[int, View] = {}  # of the last evaluation
     return any(map(read_journal, self._journals()))
 
   @property
@@ -130,14 +136,14 @@ class LivePeerEngine(live_engine.LiveEngine):
     return images, notes
 
   def _go_back(self, saved):
-    # Peers themselves are not needed to read what they were.
+    # Reading files needs no peers.
     aside = "" if saved else self._keep_aside()
     super()._go_back(saved)
     self._news[-1] += aside
 
-  def _keep_aside(self):
-    """Copies what peers wrote to where a damaged checkpoint of it is kept;
-    returns words that say so."""
+  def _keep_aside(self) -> str:
+    """Copies the peers' files beside a damaged checkpoint; returns a text that
+    names the folder, "" if no checkpoint is damaged."""
     damaged = sorted(self._folder.glob("damaged-*"))
     if not damaged or journal_path(damaged[-1], 0).exists():
       return ""
@@ -178,14 +184,14 @@ class LivePeerEngine(live_engine.LiveEngine):
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  def _seen(self):
-    """The peers that were evaluated last, and what each counts."""
+  def _seen(self) -> tuple[list[View], list[Any]]:
+    """Returns views and weights of the peers in the last evaluation."""
     seen = [self._views[peer] for peer in sorted(self._views)]
     return seen, [view.weight for view in seen]
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages; and how far apart
-    peers were, and how good single ones, when they were evaluated."""
+    """Returns staleness, gap and losses of some messages, and the consensus
+    distance and quality of peers at the last evaluation."""
     seen, weights = self._seen()
     summary = peers.summary(self._some(start, end), seen, weights)
     return summary | peers.peer_quality(
@@ -193,7 +199,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     )
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
     updates = round(np.mean([v.version for v in self._views.values()]))
@@ -210,8 +216,11 @@ class LivePeerEngine(live_engine.LiveEngine):
       "took_part": len(np.unique(records.worker)),
     }
 
-  def _residual_lost(self, records):
-    """As `traffic.lost`, of peers that left while others went on."""
+  def _residual_lost(
+    self, records: simulator.PeerRecords
+  ) -> dict[str, float]:
+    """Returns the column of `traffic.lost`, for peers that left before the
+    end."""
     if not self._plan.gossip.compressed:
       return {}
     end, squares = records.time[-1], 0.0
@@ -223,8 +232,8 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   @functools.cached_property
   def _traffic(self) -> simulator.LinkTraffic:
-    """What went over each link, as far as it was taken; asked for when the cell
-    has come to its end."""
+    """Messages and bytes that were taken over each link, read at the end of the
+    cell."""
     n = len(self._writers)
     messages, nbytes = np.zeros((2, n, n), np.int64)
     for receiver in self._writers:
@@ -235,7 +244,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     return simulator.LinkTraffic(messages, nbytes)
 
   def extras(self) -> dict[str, str]:
-    """Returns what went over each link, as a table."""
+    """Returns the traffic of each link, as a table."""
     return {"links.csv": peers.links_table(self._traffic)}
 
   def _pack(self):
@@ -247,17 +256,17 @@ class LivePeerEngine(live_engine.LiveEngine):
 
   def stop(self) -> str:
     """See the base."""
-    told = super().stop()
+    text = super().stop()
     if not self._in_pairs:
       self.done = self.cluster.rounds * self.quantum
-    return told
+    return text
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns what a cell came to in a few words."""
+  """Returns a cell's result in a few words."""
   words = peers.describe(result)
   if missed := result["missed"]:
-    words += f", {missed} messages missed while peers were gone"
+    words += f", {missed} messages missed because peers exited"
   if lost := result.get("residual_lost"):
     words += f", RMS {lost:.2g} that codecs had kept back lost with peers"
   return words

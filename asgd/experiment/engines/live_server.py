@@ -1,6 +1,6 @@
 """A live cell of workers and a server: the engines `threads` and `ray`.
 
-Shards keep parameters for evaluations. Training does not wait for the driver,
+Shards keep parameters for evaluations, so training waits neither for the driver
 nor for a checkpoint.
 """
 
@@ -34,20 +34,20 @@ from asgd.orders.trace import follow, from_events
 
 
 def check(run: Run) -> None:
-  """Checks what needs neither data nor a model."""
+  """Checks the settings that need neither data nor a model."""
   parameter_server.check(run)
   config = run.config
   server, live = config["server"], config["live"]
   if config["compress_down"] is not None and server["wire"] != "float32":
     raise ValueError(
       f"config.compress_down: with config.server.wire {server['wire']!r}"
-      " workers get rounded parameters, and those that they rebuild of updates"
-      " would not be the server's; leave one of the two out"
+      " workers get rounded parameters, so the parameters that they rebuild"
+      " from updates would differ from the server's; leave one of the two out"
     )
   if server["consistent"] and server["shards"] > 1 and not server["log"]:
     raise ValueError(
-      "config.server.consistent needs a log, or shards that come back would"
-      " differ from the others; set config.server.log=16"
+      "config.server.consistent needs a log: without one a restarted shard"
+      " would differ from the others; set config.server.log=16"
     )
   devices, batch = live["devices"], config["batch_size"]
   if live["parallel"] == "data" and batch % devices:
@@ -58,8 +58,9 @@ def check(run: Run) -> None:
     )
 
 
-def _check_kept(plan):
-  """A worker that rebuilds parameters of updates needs each of them."""
+def _check_kept(plan: ServerPlan) -> None:
+  """Raises ValueError for kept tickets with a codec of updates: a worker that
+  rebuilds parameters from updates needs each update."""
   if plan.codec_down is not None and server_orders.keeps(plan.order):
     key = "cache" if plan.order.get("cache") else "fetch_every"
     raise ValueError(
@@ -70,8 +71,9 @@ def _check_kept(plan):
 
 
 def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
-  """As `parameter_server.plan`; refuses an order that only a simulation can
-  keep, and what cannot be split into shards."""
+  """Returns the plan of `parameter_server.plan`. Raises ValueError for orders
+  that only a simulation can follow, and for a server that cannot be split into
+  its shards."""
   result = parameter_server.plan(experiment, run, workers)
   _check_kept(result)
   depth = result.rules().depth
@@ -122,7 +124,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     return list(zip(states, saved.notes["shards"], strict=True))
 
   def _open_files(self, saved, *, begun):
-    return self._received  # shards go back by themselves
+    return self._received  # shards cut their files back themselves
 
   def _make_cluster(self, live, hosts, saved):
     machine, setup = self._context.machine, self._run.setup
@@ -140,7 +142,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     cluster = live_clusters.make_cluster(
       *(self._run, live, hosts, machine), images=saved, resumed=self._resumed
     )
-    self._plan = allocations.read(self._plan, self._folder)  # known by now
+    # `make_cluster` has measured and written an allocation by speed.
+    self._plan = allocations.read(self._plan, self._folder)
     self._run = self._run._replace(plan=self._plan)
     return cluster, cluster.start
 
@@ -155,11 +158,11 @@ class LiveServerEngine(live_engine.LiveEngine):
     return self._rows(self._received, self._count())
 
   def _count(self) -> int:
-    """How many messages the lead has recorded."""
+    """Returns the count of the lead's records."""
     return records.count_records(self._sinks[0])
 
   def _rows(self, start: int, end: int) -> base.Records:
-    """Reads a stretch of the lead's records."""
+    """Reads some of the lead's records."""
     return records.read_records(self._sinks[0], start, end)
 
   def _look_for(self, until):
@@ -169,23 +172,24 @@ class LiveServerEngine(live_engine.LiveEngine):
       return
     last = until == self.total
     everywhere = all(shard["received"] >= until for shard in status)
-    # Shards with an order of their own may receive a job twice or, in the end,
-    # not at all.
+    # Shards that are not consistent may receive a job twice or, at the end, not
+    # at all, so their counts may differ when the cluster has finished.
     if not self.cluster.finished and (last or not everywhere):
       self.done = min(self._received, until - 1)
       return
     if not self._received:
       return
     kept = not last and all(until in s["kept_params"] for s in status)
-    with contextlib.suppress(Disconnected):  # the next look will do
+    with contextlib.suppress(Disconnected):  # the next look tries again
       if kept:
         self._snapshot = self._take(until, kept=until)
-      else:  # a shard died with what it kept: the parameters of now will do
+      else:
+        # A shard failed and lost the kept parameters: take the present ones.
         self._snapshot = self._take(status[0]["received"])
       self.done = until
 
-  def _take(self, message, kept=None):
-    """Fetches parameters: those kept at a message, or those of now."""
+  def _take(self, message: int, kept: int | None = None) -> engines.Snapshot:
+    """Fetches parameters: those kept at message `kept`, or the present ones."""
     params = self.cluster.params(kept)
     row = min(message, self._count()) - 1
     at = self._rows(row, row + 1)
@@ -203,21 +207,21 @@ class LiveServerEngine(live_engine.LiveEngine):
   # Results.
 
   def records(self) -> base.Records:
-    """Returns a row for each message, as the lead has them, with the norms of
-    all shards where each has received the message."""
+    """Returns the lead's record of each message. Norms are over all shards if
+    each shard has received the message."""
     parts = [records.read_records(path) for path in self._sinks]
     return live_clusters.combine(parts, self._run.split, self._run.params)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, at least one."""
-    # Without a log, some records die with a shard.
+    # Without a log, a shard that fails loses some records.
     count = self._count()
     start = max(min(start, end - 1, count - 1), 0)
     return parameter_server.summary(self._rows(start, min(end, count)))
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to. Raises ValueError if what the shards wrote
-    is not all there."""
+    """Returns the columns of the cell's result. Raises ValueError if rows of
+    the shards' files are missing."""
     images = self.cluster.images_now()
     self._check_files()
     paths = self._journals()
@@ -249,9 +253,9 @@ class LiveServerEngine(live_engine.LiveEngine):
     }
 
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns an image of each shard, for when the memory of the machine is
-    lost; None if a shard cannot be asked now. Only a stopped run waits for
-    it."""
+    """Returns an image of each shard, from which the cell resumes if its memory
+    is lost. Returns None if a shard does not answer now; a stopped run waits
+    for the answer."""
     stopped = self._stopped is not None
     try:
       images = self.cluster.images_now() if stopped else self.cluster.images()

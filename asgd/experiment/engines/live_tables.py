@@ -1,12 +1,12 @@
 """Live tables: the engines `threads` and `ray` of the recipe `table`.
 
-All workers end the same clock for a checkpoint. A run that was stopped or
-killed resumes from its last checkpoint; what was written after that is dropped.
+For a checkpoint all workers end the same clock. A run that was stopped or
+killed resumes from its last checkpoint, and drops rows that were written later.
 """
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from asgd.tables.worker import TableWorker
 
 
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
-  """As `tables.plan`; refuses more shards than there can be live."""
+  """Returns `tables.plan`; refuses more shards than the tables have rows."""
   result = tables.plan(experiment, run, workers)
   with checks.blame(f"runs.{run.label}", ("shards",)):
     division_of(result)
@@ -55,8 +55,8 @@ def first_tables(plan: TablePlan, seed: int) -> dict[str, Any]:
 
 
 def division_of(plan: TablePlan) -> Division:
-  """Returns which shard has which rows; ValueError for more shards than the
-  largest table has rows."""
+  """Returns the division of rows among shards. Raises ValueError for more
+  shards than the largest table has rows."""
   like = jax.tree.map(
     lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), plan.like
   )
@@ -69,8 +69,8 @@ def table_shards(folder: Path) -> int:
 
 
 def check_files(folder: Path, description: Mapping[str, Any]) -> None:
-  """Raises ValueError if orders or records of a finished cell were changed
-  since; what a worker did not outlive may have no record."""
+  """Raises ValueError if orders or records of a finished cell were changed. The
+  last job of a worker that failed may have no record."""
   shards = table_shards(folder)
   workers = description["cell"]["workers"]
   files.read_orders(folder, shards, workers)
@@ -81,18 +81,18 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
 
 
 class TableMakers(NamedTuple):
-  """Makes shards and workers in their hosts, to whose processes it travels; see
-  `asgd.live.tables.cluster.Makers`."""
+  """Makes shards and workers in their hosts; see
+  `asgd.live.tables.cluster.Makers`. It is sent to the hosts' processes."""
 
   plan: Callable[[], TablePlan]
   seed: int
   folder: Path  # of the cell
-  memory: Path  # where shards keep what outlives them
+  memory: Path  # folder in which shards store their state
   faults: Sequence[faults.Fault]
   span: SpanWriter | None
 
   def shard(self, index: int, image: bytes | None) -> Make:
-    """Returns what makes a shard."""
+    """Returns the maker of a shard."""
     return functools.partial(self._make_shard, index, image)
 
   def _make_shard(self, index, image, inside: Inside):
@@ -114,7 +114,7 @@ class TableMakers(NamedTuple):
   def worker(
     self, index: int, shards: Mapping[int, Host], image: bytes | None
   ) -> Make:
-    """Returns what makes a worker."""
+    """Returns the maker of a worker."""
     return functools.partial(self._make_worker, index, dict(shards), image)
 
   def _make_worker(self, index, shards, image, inside: Inside):
@@ -156,7 +156,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     shards = range(plan.settings.shards)
     self._orders = [files.order_path(self._folder, shard) for shard in shards]
     begun = super()._prepare()
-    if not begun:  # an image, the requests since, and the next image
+    if not begun:  # room for an image, later requests, and the next image
       leaves = jax.tree.leaves(plan.like)
       nbytes = sum(x.size * x.dtype.itemsize for x in leaves)
       check_room(self._context.machine.memory_dir, 3 * nbytes)
@@ -201,27 +201,27 @@ class LiveTableEngine(live_engine.LiveEngine):
     }
     return cluster_lib.Images(shards, workers), notes
 
-  def _kept(self, notes):
-    """Yields (file, rows) that a checkpoint is of."""
+  def _kept(self, notes: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
+    """Yields each file and its count of rows at a checkpoint."""
     yield from zip(self._orders, notes["shards"], strict=True)
     for worker, (rows, records) in enumerate(notes["files"]):
       yield journal_path(self._folder, worker), rows
       yield records_path(self._folder, worker), records
 
-  def _check_kept(self, notes):
-    """Raises ValueError, before anything is dropped, if files are not those
-    that the checkpoint was made with."""
+  def _check_kept(self, notes: Mapping[str, Any]) -> None:
+    """Raises ValueError, before any row is dropped, if files differ from those
+    of the checkpoint."""
     for path, rows in self._kept(notes):
       if path.suffix == ".csv":
-        there = len(read_journal(path))
+        count = len(read_journal(path))
       else:
-        there = count_records(path, files.JOB_RECORD)
-      check_rows(path, there, rows)
+        count = count_records(path, files.JOB_RECORD)
+      check_rows(path, count, rows)
       digest = notes.get("digests", {}).get(path.name)
       if rows and digest not in (None, files.digest(path, rows)):
         raise ValueError(
           f"{path} is not the file that the checkpoint was made with: it was"
-          f" changed, or another is in its place. {PUT_BACK}"
+          f" changed or replaced. {PUT_BACK}"
         )
 
   def _other_journals(self, notes):
@@ -240,13 +240,14 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def _look_for(self, until):
     received = self._received >= until and until < self.total
-    if received or self.cluster.finished:  # some jobs may be missed for good
+    # A finished cluster may have missed jobs, which are then never received.
+    if received or self.cluster.finished:
       self._take(until)
     else:
       self.done = max(self.done, min(self._received, until - 1))
 
-  def _take(self, message):
-    """Fetches the rows as they are, for an evaluation of a message."""
+  def _take(self, message: int) -> None:
+    """Fetches the present rows, for the evaluation at a message."""
     parts = self.cluster.rows()
     self._counts_seen = self.cluster.counts()
     params = self._plan.join(division_of(self._plan).join(parts))
@@ -276,7 +277,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     return {-1 - i: n for i, n in enumerate(counts) if n}
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
     columns = tables.columns_of(
@@ -294,8 +295,9 @@ class LiveTableEngine(live_engine.LiveEngine):
       "took_part": len(np.unique(records.worker)),
     }
 
-  def _moved(self):
-    """Ranges that went to another shard, and what workers waited for it."""
+  def _moved(self) -> dict[str, float]:
+    """Returns the count of ranges that moved to another shard, and the seconds
+    that workers waited for the moves."""
     plan = self._plan
     first = division_of(plan)
     divisions = files.read_divisions(self._folder, first)
@@ -333,7 +335,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns what a cell came to in a few words."""
+  """Returns a cell's result in a few words."""
   words = (
     "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
     " {differential_mean:.2f} (least {differential_least}), {seconds:.3g} s"
@@ -343,7 +345,7 @@ def describe(result: Mapping[str, Any]) -> str:
   if moved := result.get("ranges_moved"):
     words += f", {moved} ranges moved in {result['rest_seconds']:.2g} s of rest"
   if again := result["done_again"]:
-    words += f", {again} job{'s' * (again > 1)} done again as workers died"
+    words += f", {again} job{'s' * (again > 1)} redone because workers failed"
   if missed := result["missed"]:
     words += f", {missed} job{'s' * (missed > 1)} missed"
   return words

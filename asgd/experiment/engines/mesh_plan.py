@@ -41,7 +41,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       nearest = names.nearest(axis, _AXES)
       raise ValueError(f"unknown axis {axis!r} of config.{key}; {nearest}")
     if size != -1 or isinstance(size, bool):
-      checks.whole(1, _MOST_DEVICES)(size, f"{key}.{axis}")
+      checks.whole_number(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(axes.values()).count(-1) > 1:
     raise ValueError(
       f"config.{key}: only one axis can be -1, for what is left: {shown(value)}"
@@ -68,7 +68,7 @@ def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   return dict(value)
 
 
-_SOME = checks.optional(checks.whole(1, 10**6))
+_SOME = checks.optional(checks.whole_number(1, 10**6))
 _PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 
 SECTIONS: dict[str, Any] = {
@@ -76,9 +76,11 @@ SECTIONS: dict[str, Any] = {
     # Axis -> devices; one may be -1, for what is left; {} is all on "data".
     "axes": Setting({}, _axes),
     # CPU devices to make; None: as many as the mesh has.
-    "devices": Setting(None, checks.optional(checks.whole(1, _MOST_DEVICES))),
-    "accumulate": Setting(1, checks.whole(1, 10**6)),  # pieces, one by one
-    "zero": Setting(0, checks.whole(0, 3)),  # what a replica keeps whole
+    "devices": Setting(
+      None, checks.optional(checks.whole_number(1, _MOST_DEVICES))
+    ),
+    "accumulate": Setting(1, checks.whole_number(1, 10**6)),  # pieces
+    "zero": Setting(0, checks.whole_number(0, 3)),  # what a replica keeps whole
     "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too

@@ -1,4 +1,4 @@
-"""The section `network` of a config, and what a cell's network bore."""
+"""The section `network` of a config, and the load of a cell's network."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from asgd.orders.play import Sizes, fixed
 _BANDWIDTHS = "up", "down", "port"
 _BANDWIDTH = checks.optional(checks.positive)  # None: no limit
 
-# In the unit of the durations, seconds of live threads; see
+# Times are in the unit of the durations; for live threads in seconds. See
 # `asgd.orders.network`.
 SECTIONS = {
   "network": {
@@ -24,7 +24,7 @@ SECTIONS = {
     "up": Setting(None, _BANDWIDTH),  # of a worker's link, in bytes a unit
     "down": Setting(None, _BANDWIDTH),
     "port": Setting(None, _BANDWIDTH),  # of a shard, each way
-    "service": Setting(0.0, checks.number()),  # in which it takes a message
+    "service": Setting(0.0, checks.number()),  # a shard's time for a message
     "incast": Setting("queue", checks.choice(*INCAST)),
   }
 }
@@ -37,8 +37,8 @@ def network_of(run: Run) -> Network | None:
 
 
 def from_section(section: Mapping[str, Any], shards: int) -> Network | None:
-  """Returns the network that a section says, with so many shards, None if it
-  takes no time."""
+  """Returns the network of a section with a number of shards; None if its
+  messages take no time."""
   section = dict(section)
   for key in _BANDWIDTHS:
     section[key] = math.inf if section[key] is None else float(section[key])
@@ -67,25 +67,25 @@ def shares(plan: Any, shards: int) -> list[int]:
 
 
 def dense(plan: Any) -> Sizes:
-  """Returns the sizes of messages and tickets that no codec makes smaller."""
+  """Returns the sizes of messages and tickets without codecs."""
   each = shares(plan, plan.network.shards)
   return fixed(each, each)
 
 
 def coded(plan: Any) -> bool:
-  """Whether sizes depend on what is sent, and are known once it is."""
+  """Whether a codec makes sizes depend on the sent values."""
   config = plan.run.config
   return bool(config["compress"] or config["compress_down"])
 
 
 def divided(nbytes: float, each: Sequence[float]) -> list[float]:
-  """Returns the parts of a packet of so many bytes, as `each` is of a whole."""
+  """Divides the bytes of a packet in the proportions of `each`."""
   total = sum(each)
   return [nbytes * part / total for part in each]
 
 
 def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:
-  """Returns the columns of a result that tell of its network."""
+  """Returns the columns of a result on its network."""
   return {
     "throughput": messages / time,
     "link_utilisation": use.utilisation,
@@ -95,7 +95,7 @@ def columns(use: LinkUse, messages: int, time: float) -> dict[str, float]:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Says in a few words what the network of a cell bore."""
+  """Returns the load of a cell's network in a few words."""
   if "link_utilisation" not in result:
     return ""
   return (
@@ -105,7 +105,7 @@ def describe(result: Mapping[str, Any]) -> str:
   )
 
 
-# Of tables in which a cell has a network.
+# Columns of tables in which a cell has a network.
 COLUMNS = (
   Column("messages/time", "throughput"),
   Column("port busy %", "link_utilisation", 100, "{:.1f}"),

@@ -1,7 +1,7 @@
-"""What plans share whose order is an outcome: of tables, of a coordinator.
+"""The base of plans in which the order is a result of the run.
 
-They have workers that compute gradients in simulated time, and no server of
-`asgd.server`, so that a `ServerPlan` says nothing of them.
+Tables and a coordinator decide in simulated time which worker works next. They
+have no server of `asgd.server`, so they have no `ServerPlan`.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from asgd.orders import durations
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class OutcomePlan:
-  """What the cells of a run with one number of workers share."""
+  """The parts that the cells of a run with one number of workers share."""
 
   run: Run
   workers: int
@@ -28,7 +28,7 @@ class OutcomePlan:
   messages: int  # received in one cell
   learning_rate: float = 1.0  # the peak
   schedule: Any = 1.0  # float, or update -> learning rate
-  curvature_limit: float = math.nan  # not known
+  curvature_limit: float = math.nan  # unknown for these recipes
 
   @functools.cached_property
   def gradient(self) -> Any:
@@ -37,12 +37,12 @@ class OutcomePlan:
     return _gradient(self.problem.loss, self.problem.updates)
 
   def of_seed(self, seed: int) -> Any:
-    """Returns the plan of a cell: that of all seeds."""
+    """Returns the plan of a cell, which is the same for all seeds."""
     del seed
     return self
 
   def durations(self, seed: int) -> durations.Durations:
-    """Returns how long jobs take."""
+    """Returns the durations of jobs."""
     section = self.run.config["durations"]
     return clocks.build(**{"seed": seed, **section})
 

@@ -1,7 +1,7 @@
-"""What simulated and live runs share: workers, a server, and an order.
+"""The parts that simulated and live runs of a server share.
 
-Their sections of a config, and the plan of a run with a number of workers:
-recipe, server, worker, order and number of messages.
+These are sections of a config, and the plan of a run with a number of workers:
+recipe, server, worker, order and count of messages.
 """
 
 import dataclasses
@@ -51,8 +51,10 @@ SECTIONS: dict[str, Any] = {
     {"name": "asynchronous"}, ("durations", "workers", "messages", "delay")
   ),
   "durations": Open({"name": "homogeneous"}),
-  # Messages that are staler are dropped.
-  "gate": {"max_staleness": Setting(None, checks.optional(checks.whole(0)))},
+  # Messages of a larger staleness are dropped.
+  "gate": {
+    "max_staleness": Setting(None, checks.optional(checks.whole_number(0)))
+  },
   "allocation": allocations.SECTION,
   **networks.SECTIONS,
   **server_orders.SECTIONS,
@@ -62,7 +64,7 @@ SECTIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class ServerPlan:
-  """What the cells of a run with one number of workers share."""
+  """The parts that the cells of a run with one number of workers share."""
 
   run: Run
   workers: int
@@ -76,7 +78,7 @@ class ServerPlan:
   schedule: Any  # float, or update -> learning rate
   messages: int  # received in one cell
   codec_down: compression.Codec | None = None  # of updates
-  # What workers get, if not all the same; None as well until that is known.
+  # Shares of the work; None: all are equal, or they are not known yet.
   allocation: allocation_lib.Allocation | None = None
 
   @property
@@ -86,7 +88,7 @@ class ServerPlan:
 
   @classmethod
   def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
-    """Returns the batches, over all workers, of which an update is made."""
+    """Returns the batches in one update, over all workers."""
     del workers
     return recipe.every * recipe.push_every * recipe.steps
 
@@ -96,14 +98,14 @@ class ServerPlan:
 
   @functools.cached_property
   def _job_shapes(self) -> simulator.JobShapes:
-    """Of all cells together: they are simulated with one program."""
+    """Shapes for one program that simulates the jobs of all cells."""
     shapes = jax.eval_shape(self.problem.init, jax.random.key(0))
     messages = self.messages * len(self.run.config["seeds"])
     batch, even = self.job_batches(0)(0, 0), self.allocation is None
     return simulator.JobShapes(shapes, batch, messages, even)
 
   def simulator(self, trace: base.Trace) -> simulator.Choice:
-    """Returns the engine that simulates a cell in this order; equal ones are
+    """Returns the engine that simulates a cell in an order. Equal engines are
     compiled once."""
     with checks.blame("simulator"):
       return simulator.choose(
@@ -114,8 +116,8 @@ class ServerPlan:
   def coded_worker(
     self, split: sharding.ShardPlan | None = None
   ) -> base.Worker:
-    """Returns the worker for this server, with the server's codec, and reading
-    its own writes if it keeps tickets; `split` divides messages for shards."""
+    """Returns the worker with the server's codec. If it keeps tickets, it reads
+    its own writes. `split` divides its messages for shards."""
     worker, server = self.worker, self.server
     if server.codec is not None:
       worker = traffic.compressed_worker(worker, server.codec, split)
@@ -130,11 +132,11 @@ class ServerPlan:
     measured = self.network is None or not networks.coded(self)
     if self.run.given is not None or not measured:
       return math.nan
-    # It is measured with workers that send one gradient for each ticket; of
-    # others nothing is known.
+    # The limit is measured with workers that send one gradient for each ticket;
+    # for other workers it is not known.
     if self.recipe.worker is not None:
       return math.nan
-    # After a warm start, if there is one.
+    # The limit holds for the order after a warm start.
     order = {key: v for key, v in self.order.items() if key != "warm_start"}
     all_at_work = dataclasses.replace(self, order=order)
     start, rate = all_at_work.trace(0, 40 * self.workers), self.learning_rate
@@ -142,7 +144,7 @@ class ServerPlan:
       return math.nan
     name = self.run.config["optimizer"]
     if name and optimizers.momentum_of(optimizers.named(name)) is None:
-      return math.nan  # others are not stable or unstable by curvature alone
+      return math.nan  # the stability of other optimizers depends on more
     recipe = build_recipe(self.run, self.workers, rate)
     rows = storage.digest([start.worker, start.action])
     return _limits.get(
@@ -151,8 +153,8 @@ class ServerPlan:
     )
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, a function of config and seed, of so many
-    `messages`, None all. Over a network, sizes are those without codecs."""
+    """Returns the order of a cell, which follows from config and seed, for so
+    many messages (None: all). On a network they have their dense sizes."""
     count = self.messages if messages is None else messages
     if self.network is not None:
       order = self.over_network(seed, networks.dense(self))
@@ -167,7 +169,7 @@ class ServerPlan:
 
   @functools.cached_property
   def network(self) -> network_lib.Network | None:
-    """What messages pass, None if they take no time."""
+    """Network of the run; None if messages take no time."""
     return networks.network_of(self.run)
 
   def over_network(self, seed: int, sizes: play.Sizes) -> play.Play:
@@ -181,8 +183,7 @@ class ServerPlan:
     )
 
   def traces(self, seed: int) -> list[base.Trace]:
-    """Returns the order of each shard of a cell whose server is in shards that
-    are out of step."""
+    """Returns the order of each shard, for shards that are out of step."""
     return orders.shards.out_of_step(
       self.rules(),
       self._durations(seed),
@@ -192,9 +193,9 @@ class ServerPlan:
       shards=self.run.config["server"]["shards"],
     )
 
-  def _durations(self, seed):
-    """How long a job takes: the time of its batches, one after the other, each
-    by its examples."""
+  def _durations(self, seed: int) -> durations.Durations:
+    """Returns the durations of jobs: the sum over a job's batches, each in
+    proportion to its examples."""
     times = clocks.build(**{"seed": seed, **self.run.config["durations"]})
     steps, given = self.recipe.steps, self.allocation
     if steps == 1 and given is None:
@@ -211,8 +212,8 @@ class ServerPlan:
     return durations.Durations(stream)
 
   def of_seed(self, seed: int) -> "ServerPlan":
-    """Returns the plan of a simulated cell, whose workers may get work by the
-    speeds that are drawn for them."""
+    """Returns the plan of a simulated cell. Shares by speed follow from the
+    speeds that are drawn with the seed."""
     if not allocations.unknown(self):
       return self
     times, jobs = self._durations(seed), self.run.config["allocation"]["jobs"]
@@ -223,8 +224,8 @@ class ServerPlan:
     return allocations.by_seconds(self, seconds)
 
   def job_batches(self, seed: int) -> problems.Batches:
-    """Returns (worker, job) -> what the job is done on; its errors are
-    ValueErrors, which say whose batch it is."""
+    """Returns the function (worker, job) -> batches of the job. It raises
+    ValueError, with worker and job, for any error of a user's batches."""
     return stacking.NamedBatches(self._job_batches(seed))
 
   def _job_batches(self, seed):
@@ -239,12 +240,12 @@ class ServerPlan:
     )
 
   def rules(self) -> protocol.Rules:
-    """Returns the protocol of a live run; refuses others with ValueError."""
+    """Returns the rules of a live run's order; ValueError if it has none."""
     return server_orders.rules(self.order, self.recipe.every, self.workers)
 
 
 def check(run: Run) -> None:
-  """Checks what is read before a plan is made."""
+  """Checks the settings that are used before a plan is made."""
   with checks.blame("order", ("name",)):
     names.check("order", run.config["order"]["name"], orders.makers.NAMES)
   backup = run.config["order"].get("backup", 0)
@@ -265,8 +266,8 @@ _limits = build_cache.BuildCache(256)
 def build_recipe(
   run: Run, workers: int, learning_rate: Any
 ) -> algorithms.Recipe:
-  """Builds the recipe of a run, as its config's order wants it; equal runs have
-  the same one."""
+  """Builds the recipe of a run, adapted to the config's order. Equal runs share
+  one recipe."""
   make = functools.partial(_build_recipe, run, workers, learning_rate)
   if run.given is not None:
     return make()
@@ -286,7 +287,7 @@ def _build_recipe(run, workers, learning_rate):
 
 
 def _server(run, problem, recipe, order) -> base.Server:
-  backup = order["name"] == "backup_workers"  # drops all that is late
+  backup = order["name"] == "backup_workers"  # drops late messages
   bound = 0 if backup else run.config["gate"]["max_staleness"]
   return _server_of(recipe, bound, problem.statistics_decay)
 
@@ -299,7 +300,7 @@ def _server_of(recipe, bound, statistics_decay):
   return recipe.server(gate=gate, statistics_decay=statistics_decay)
 
 
-# One Worker for all algorithms that send plain gradients: one compilation.
+# All algorithms that send plain gradients share a Worker and a compilation.
 _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 _weighted = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
@@ -320,8 +321,8 @@ def plan(
   workers: int,
   make: type[ServerPlan] = ServerPlan,
 ) -> Any:
-  """Builds what the cells of a run with so many workers share, checking it;
-  `make` is the class of the plan."""
+  """Builds and checks the plan of a run with a number of workers. `make` is the
+  class of the plan."""
   problem = experiment.problem_of(run)
   peak = float(run.config["learning_rate"])
   first = run.given or build_recipe(run, workers, peak)
@@ -334,7 +335,7 @@ def plan(
     steps=first.steps,
   )
   if run.given is not None and run.given.made is None:
-    rate = peak = math.nan  # it has its own, which is not known
+    rate = peak = math.nan  # a given recipe has an unknown rate
   recipe = build_recipe(run, workers, rate)
   codec, codec_down = traffic.codecs_of(
     run, experiment.dataset, problem, recipe, workers
@@ -343,7 +344,7 @@ def plan(
   order = server_orders.of_run(run, problem, recipe)
   count = learning_rates.passes(run, problem)
   messages = max(round(count / recipe.steps) // workers, 1) * workers
-  checks.few_messages(run.config, messages)
+  checks.check_message_count(run.config, messages)
   result = make(
     run=run,
     workers=workers,
@@ -371,7 +372,7 @@ def plan(
 
 
 def summary(records: base.Records) -> dict[str, float]:
-  """Returns what a stretch of records says, as columns of an evaluation."""
+  """Returns the columns of an evaluation, from the records of its messages."""
   messages = float(records.message_norm.sum())
   accepted = records.accepted[records.accepted | (records.message_norm != 0)]
   return {
@@ -392,8 +393,8 @@ def columns(
   update: int,
   trace: base.Trace | None = None,
 ) -> dict[str, Any]:
-  """Returns the columns of a result that simulated and live runs have; the
-  trace, if there is one, tells of backup tasks."""
+  """Returns the columns of a result that simulated and live runs have. Backup
+  tasks are counted from the trace, if there is one."""
   row = {"order": plan.order["name"], "messages": len(records.loss)}
   if plan.allocation is not None:
     row |= {"allocation": allocations.describe(plan.allocation)}
@@ -407,12 +408,12 @@ def columns(
 def broken(
   plan: ServerPlan, part: Any, done: int, cell: str, which: str
 ) -> str | None:
-  """Says what is not finite in the latest records of a cell, if anything.
+  """Returns a text on the first record that is not finite; None if all are.
 
   Args:
     part: records of the latest messages, of a server or of peers.
     done: messages of the cell so far.
-    which: what else is said of the message, with names of columns in braces.
+    which: text about the message, with names of columns in braces.
   """
   finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
   if finite.all():
@@ -426,7 +427,7 @@ def broken(
 
 
 def not_finite(plan: ServerPlan, what: str, cell: str) -> str:
-  """Says that a run is not finite, and what to do about it."""
+  """Returns the error of a run that is not finite, with remedies."""
   limit, bound = plan.curvature_limit, ""
   if storage.is_finite(limit):
     bound = f". This algorithm at {plan.workers} workers is stable up to a"

@@ -1,7 +1,7 @@
 """Peers on a mesh: each device of the axis "data" is a peer, all in step.
 
-The engine `mesh` trains recipes of peers by this module. A round is n messages,
-and a batch is of `batch_size` examples on each device.
+The engine `mesh` uses this module for recipes of peers. A round of n peers has
+n messages. Each device has a batch of `batch_size` examples.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from asgd.parallel import meshes
 from asgd.parallel import peers as program_lib
 
 _SECONDS = 1.0  # of training, between two looks at clocks and signals
-# Settings of one model on all devices.
+# Settings for one model on all devices, which peers do not have.
 OF_ONE_MODEL = [
   key for key in mesh_plan.SECTIONS["mesh"] if key not in ("axes", "devices")
 ]
@@ -39,25 +39,25 @@ def check(run: Run) -> None:
 
 
 def devices(run: Run) -> int:
-  """Returns how many devices a run needs."""
+  """Returns the number of devices that a run needs."""
   return max([*run.config["workers"], run.config["mesh"]["devices"] or 1])
 
 
 def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
-  """Builds the plan that the cells of a run share, and checks it."""
-  # The keys that a mesh has not, at their defaults.
+  """Builds and checks the plan of a run of peers."""
+  # Keys that the config of a mesh does not have get their defaults.
   defaults = schema.default_of(parameter_server.SECTIONS)
   run = run._replace(config={**defaults, **run.config})
   if jax.process_count() > 1:
     raise ValueError(
-      f"config.runs.{run.label}.recipe {run.recipe!r} is of peers, whose mesh"
-      " is of one process: drop --num_processes, or use engine ray"
+      f"config.runs.{run.label}.recipe {run.recipe!r} has peers, and a mesh of"
+      " peers needs one process: drop --num_processes, or use engine ray"
     )
   here = len(jax.devices())
   if here < workers:
     raise ValueError(
-      f"config.workers {workers} on engine mesh are as many devices, and there"
-      f" are {here}: use fewer, or engine simulate"
+      f"config.workers {workers} on engine mesh needs {workers} devices, and"
+      f" this process has {here}: use fewer, or engine simulate"
     )
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if result.gossip.order != gossip.ROUNDS:
@@ -72,20 +72,21 @@ class _LinkMeter:
   """Counts messages and bytes over the links of a mesh of N peers."""
 
   def __init__(self, how: gossip.Gossip, nbytes: int):
-    """`nbytes` are those of a message that is not compressed."""
+    """`nbytes`: size of a message without a codec."""
     n = how.topology.workers
     self._gossip, self._bytes = how, nbytes
     self.links = np.zeros((2, n, n), np.int64)  # messages, bytes
-    self._sent = np.zeros(n, np.int64)  # bytes of the last message of each
-    # Of the round before: bytes put and taken, RMS of the change by mixing.
+    self._sent = np.zeros(n, np.int64)  # bytes of each peer's last message
+    # The last round's bytes put and taken, and RMS of the change by mixing.
     zeros = np.zeros(n, np.int64)
     self._before = zeros, zeros, np.zeros(n, np.float32)
 
   def count(
     self, k: int, codes: Any, mix_norm: np.ndarray
   ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Counts the messages of round k. Returns bytes put, bytes taken, and the
-    RMS of changes by mixing, since the record before of each peer."""
+    """Counts the messages of round k. Returns, for each peer's record, bytes
+    put, bytes taken, and the RMS of the change by mixing, since its last one.
+    """
     how, n = self._gossip, len(self._sent)
     message, rest = divmod(k, how.every)
     put = np.zeros(n, np.int64)
@@ -95,13 +96,13 @@ class _LinkMeter:
         each = (jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n))
         put = np.array([simulator.packed_bytes(code) for code in each])
       self._sent = put
-    heard = np.zeros((n, n), np.int64)
+    taken = np.zeros((n, n), np.int64)
     if rest == how.every - 1:
       links = how.topology.links[message % how.topology.period]
-      heard = links * self._sent
-      self.links += np.stack([links, heard])
+      taken = links * self._sent
+      self.links += np.stack([links, taken])
     up, down, mixed = self._before
-    self._before = put, heard.sum(1), mix_norm
+    self._before = put, taken.sum(1), mix_norm
     return put if how.put_first else up, down, mixed
 
   def pack(self) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class _LinkMeter:
     return {"before": self._before, "links": self.links, "sent": self._sent}
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
-    """Takes over packed counts."""
+    """Restores packed counts."""
     self._before = tuple(tree["before"])
     self.links, self._sent = tree["links"].copy(), tree["sent"]
 
@@ -151,9 +152,8 @@ class PeerMeshEngine(peers.PeerEngine):
     self._parts = [simulator.PeerRecords(*tree["records"])]
     self._meter.unpack(tree)
 
-  def _warm_up(self, start):
-    """Compiles the programs of all later rounds and discards what they
-    compute."""
+  def _warm_up(self, start: int) -> None:
+    """Compiles the programs of all later rounds, and discards their results."""
     how, rounds = self._plan.gossip, self.total // self.quantum
     arrays = jax.device_get(self._state)
     for k in range(start, min(start + how.every * how.topology.period, rounds)):
@@ -189,12 +189,12 @@ class PeerMeshEngine(peers.PeerEngine):
       *(up, down, residual, mixed),
     )
 
-  def _states(self):
-    """The states of all peers, as NumPy arrays."""
+  def _states(self) -> list[gossip.PeerState]:
+    """Returns the states of all peers, as NumPy arrays."""
     if self._cached is None or self._cached[0] != self.done:
-      whole = jax.device_get(self._state.peers)
+      stacked = jax.device_get(self._state.peers)
       states = [
-        jax.tree.map(lambda x, i=i: x[i], whole) for i in range(self.quantum)
+        jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(self.quantum)
       ]
       self._cached = self.done, states
     return self._cached[1]
@@ -213,7 +213,7 @@ class PeerMeshEngine(peers.PeerEngine):
       "seconds": self._seconds,
       "seconds_per_update": self._seconds * self.quantum / self.done,
       "examples_per_second": self.done * batch / max(self._seconds, 1e-9),
-      # Parameters and the optimizer's state, of one peer.
+      # Parameters and optimizer state of one peer.
       "state_bytes": meshes.bytes_here(self._state),
       "skipped": 0,
     }
@@ -222,7 +222,7 @@ class PeerMeshEngine(peers.PeerEngine):
     return simulator.LinkTraffic(*self._meter.links)
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns all peers, and records."""
+    """Returns all peers and the records."""
     tree = {"state": jax.device_get(self._state), **self._meter.pack()}
     tree["records"] = self.records()
     return self.done, tree, {"seconds": self._seconds}

@@ -1,7 +1,7 @@
-"""Peers without a server, in simulated time: for recipes that have a gossip.
+"""Peers without a server in simulated time, for recipes with a gossip.
 
-The engine `simulate` trains them by this module, on an order of their own. What
-is evaluated is the mean model, and single peers beside it.
+The engine `simulate` uses this module for such recipes. Peers have a separate
+order. The mean model is evaluated, and single peers as well.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from asgd.live.gossip import frames
 from asgd.orders import protocol
 from asgd.orders.network import Network
 
-_MOST_PEERS = 16  # that are evaluated by themselves
+_MOST_PEERS = 16  # most single peers in an evaluation
 
 
 _make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
@@ -32,9 +32,9 @@ _make_peer = functools.lru_cache(maxsize=32)(gossip.make_peer)
 
 @dataclasses.dataclass(frozen=True, eq=False)  # hashed as an object
 class PeerPlan(ServerPlan):
-  """What the cells of a run of peers share; the server is each peer's own."""
+  """The parts that cells of a run of peers share; each peer has a server."""
 
-  curvature_limit = math.nan  # not known
+  curvature_limit = math.nan  # unknown for peers
 
   @functools.cached_property
   def peer(self) -> gossip.Peer:
@@ -44,24 +44,24 @@ class PeerPlan(ServerPlan):
 
   @property
   def gossip(self) -> gossip.Gossip:
-    """Whom peers talk to, and how."""
+    """Topology, order and rule of the exchange between peers."""
     return self.recipe.gossip
 
   @property
   def call_network(self) -> Network | None:
-    """The network that messages of live peers pass, None without; what a peer
-    receives passes its link down."""
+    """Network of live peers' messages, if there is one. The messages that a
+    peer receives share its link down."""
     section = self.run.config.get("network")
     network = section and networks.from_section(section, self.workers)
     return network and network._replace(port=network.down)
 
   @property
   def quantum(self) -> int:
-    """Messages that belong together: those of a round."""
+    """Count of messages that are received together: in rounds, of a round."""
     return self.workers if self.gossip.order == gossip.ROUNDS else 1
 
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
-    """Returns the order of a cell, a function of config and seed."""
+    """Returns the order of a cell, which follows from config and seed."""
     count = self.messages if messages is None else messages
     return self.gossip.trace(
       self._durations(seed), messages=count, seed=seed
@@ -75,7 +75,7 @@ class PeerPlan(ServerPlan):
 
   @classmethod
   def batches_of_update(cls, recipe: algorithms.Recipe, workers: int) -> int:
-    """Returns the batches of which all peers make an update of their own."""
+    """Returns the batches in one update of each peer, over all peers."""
     return workers * recipe.steps
 
   def check(self) -> None:
@@ -90,8 +90,8 @@ class PeerPlan(ServerPlan):
   def peers(
     self, seed: int, trace: base.Trace | None = None
   ) -> simulator.Peers:
-    """Returns the peers of a cell, before the first row of its trace, or of
-    another."""
+    """Returns the peers of a cell before the first row of a trace; None: of the
+    cell's trace."""
     init_key, root = jax.random.split(jax.random.key(seed))
     return simulator.Peers(
       self.gossip,
@@ -117,7 +117,7 @@ class PeerEngine(SimulatedEngine):
       lambda saved: _unpack(saved, plan.peers(seed))
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
-    # A message, and all that follows until the next.
+    # Each part has a message and all rows until the next one.
     ends = simulator.end_of_message(trace)[1:] - 1
     self._ends = np.append(ends, len(trace.time))
     self._parts = [records]
@@ -132,8 +132,8 @@ class PeerEngine(SimulatedEngine):
   def _states(self):
     return self._peers.states
 
-  def _present(self):
-    """States of the connected peers, and the weight of each."""
+  def _present(self) -> tuple[list[gossip.PeerState], list[Any]]:
+    """Returns states and weights of the connected peers."""
     states = [self._peers.states[i] for i in self._peers.present]
     return states, [self._plan.peer.weight(state) for state in states]
 
@@ -141,7 +141,7 @@ class PeerEngine(SimulatedEngine):
     return {"time": float(self.records().time[-1])}
 
   def _costs(self):
-    """Columns of the time that the cell took."""
+    """Returns the columns on the time of the cell."""
     return {"simulated_time": float(self.records().time[-1])}
 
   def _traffic(self):
@@ -155,8 +155,8 @@ class PeerEngine(SimulatedEngine):
     return engines.Snapshot(params, self.done, round(updates), self._clock())
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages; and how far apart
-    peers are, and how good single ones, now."""
+    """Returns staleness, gap and losses of some messages, and the present
+    consensus distance and quality of peers."""
     part = some(self.records(), start, end)
     row = summary(part, *self._present())
     return row | peer_quality(
@@ -164,7 +164,7 @@ class PeerEngine(SimulatedEngine):
     )
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     records = self.records()
     updates = round(np.mean([int(s.server.version) for s in self._states()]))
     row = parameter_server.columns(self._plan, records, updates)
@@ -173,17 +173,17 @@ class PeerEngine(SimulatedEngine):
     return {**row, **self._costs()}
 
   def extras(self) -> dict[str, str]:
-    """Returns what went over each link, as a table."""
+    """Returns the traffic of each link, as a table."""
     return {"links.csv": links_table(self._traffic())}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns all peers, their messages on the way, and records."""
+    """Returns all peers, messages that are not received yet, and records."""
     tree, notes = self._peers.save()
     return self._peers.event, {**tree, "records": self.records()}, notes
 
 
 def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
-  """Sets new peers to what a checkpoint has; returns them, and its records."""
+  """Restores peers from a checkpoint; returns the peers and its records."""
   template = peers.template(saved.notes)
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
   tree = saved.tree(template)
@@ -192,7 +192,7 @@ def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
   return peers, records
 
 
-# What all engines of peers say of them.
+# Columns and tables of all engines of peers.
 
 
 def summary(
@@ -200,7 +200,7 @@ def summary(
   states: Sequence[gossip.PeerState],
   weights: Sequence[Any],
 ) -> dict[str, float]:
-  """Returns what a stretch of records says, and how far apart peers are."""
+  """Returns columns of some records, and the consensus distance of peers."""
   mean = simulator.mean_params(states, weights)
   return {
     **parameter_server.summary(part),
@@ -212,8 +212,8 @@ def summary(
 def peer_quality(
   problem: problems.Problem, params: Sequence[base.Params]
 ) -> dict[str, float]:
-  """Returns the losses and accuracies of the worst and the best peer; of many
-  peers 16 are evaluated, evenly spread."""
+  """Returns losses and accuracies of the worst and the best peer. Of more than
+  16 peers, 16 are evaluated, evenly spread over the indices."""
   at = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
   some = [problem.evaluate(params[round(i)]) for i in at]
   losses, accuracies = zip(*((e.loss, e.accuracy) for e in some), strict=True)
@@ -228,7 +228,7 @@ def peer_quality(
 def of_links(
   how: gossip.Gossip, traffic: simulator.LinkTraffic
 ) -> dict[str, Any]:
-  """Returns the topology and what went over its links, as columns."""
+  """Returns the topology and the traffic of its links, as columns."""
   used = traffic.messages > 0
   total, links = int(traffic.nbytes.sum()), int(used.sum())
   return {
@@ -254,12 +254,12 @@ def links_table(traffic: simulator.LinkTraffic) -> str:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
-  """Builds what the cells of a run of peers share, checking it."""
+  """Builds and checks the plan of a run of peers."""
   return parameter_server.plan(experiment, run, workers, PeerPlan)
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns how far apart peers are, and what it cost, in a few words."""
+  """Returns consensus distance, accuracies and costs in a few words."""
   words = (
     "{topology} (|lambda_2| {second_eigenvalue:.3f}), consensus distance"
     " {consensus:.2g}"
@@ -267,7 +267,7 @@ def describe(result: Mapping[str, Any]) -> str:
   worst, best = (
     result[f"peer_accuracy_{which}"] for which in ("worst", "best")
   )
-  if worst == worst:  # not NaN: it has accuracies
+  if worst == worst:  # not NaN, so the task has accuracies
     words += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"
   words += f", {result['bytes_per_link'] / 1e6:.3g} MB a link"
   if "simulated_time" in result:

@@ -34,12 +34,13 @@ def _delays(value: Any, key: str) -> dict[str, Any] | None:
 
 SECTIONS: dict[str, Any] = {
   "server": {
-    "shards": Setting(1, checks.whole(1, 256)),
+    "shards": Setting(1, checks.whole_number(1, 256)),
     "consistent": Setting(False, checks.flag),  # one order for all shards
     # Of simulated shards with an order of their own: how long it takes until
     # one hears of a ticket or a message, as `durations`; None is no time.
     "delays": Setting(None, _delays),
-    "log": Setting(16, checks.whole(0, 10_000)),  # messages kept for recovery
+    # Messages that are kept for recovery.
+    "log": Setting(16, checks.whole_number(0, 10_000)),
     "wire": Setting("float32", checks.choice("float32", "bfloat16")),
   },
 }

@@ -1,9 +1,9 @@
-"""Runs of the engine `simulate` whose parameters are tables of keyed rows.
+"""Simulated runs in which the parameters are tables of keyed rows.
 
-What a cell computes is a function of its config and its seed, as of all
-simulated runs. Who waits for whom depends on which rows workers have, so the
-trace is an outcome, `trace.csv`, as is `staleness.csv`: how many rows were read
-at each clock differential.
+The result of a cell follows from its config and seed, as for all simulated
+runs. Which worker waits for which depends on the rows that they read, so the
+order is not known before the run. The cell writes its trace to `trace.csv`, and
+the count of rows read at each clock differential to `staleness.csv`.
 """
 
 import dataclasses
@@ -34,9 +34,10 @@ from asgd.tables import functions
 
 
 @functools.lru_cache(maxsize=32)
-def _compile_step(gradient):
-  """Returns (params, batch, root, worker, job) -> (loss, gradient), compiled
-  with the job's key: an operation more for each job would take as long."""
+def _compile_step(gradient: Any) -> Any:
+  """Returns (params, batch, root, worker, job) -> (loss, gradient), compiled.
+  The program also makes the job's key: as a separate operation, the key would
+  take as long as the gradient of a small job."""
 
   def step(params, batch, root, worker, job):
     key = worker_lib.job_key(root, worker, job)
@@ -48,7 +49,7 @@ def _compile_step(gradient):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TablePlan(outcomes.OutcomePlan):
-  """What the cells of a run share; the schedule counts clocks."""
+  """The parts that the cells of a run share; the schedule counts clocks."""
 
   like: Any = None  # shapes of the parameters
   dataset: Any = None
@@ -56,15 +57,15 @@ class TablePlan(outcomes.OutcomePlan):
 
   @functools.cached_property
   def names(self) -> list[str]:
-    """Of the tables: where the leaves are."""
+    """Names of the tables: the paths of the leaves."""
     paths = jax.tree_util.tree_flatten_with_path(self.like)[0]
-    place = functools.partial(
+    name_of = functools.partial(
       jax.tree_util.keystr, simple=True, separator="/"
     )
-    return [place(path) or "params" for path, _ in paths]
+    return [name_of(path) or "params" for path, _ in paths]
 
   def split(self, params: base.Params) -> dict[str, np.ndarray]:
-    """Returns the leaves as tables; one without axes is a row."""
+    """Returns the leaves as tables; a leaf without axes is one row."""
     leaves = jax.tree.leaves(params)
     return {
       name: np.asarray(leaf).reshape(np.shape(leaf) or (1,))
@@ -72,7 +73,7 @@ class TablePlan(outcomes.OutcomePlan):
     }
 
   def join(self, rows: Mapping[str, Any]) -> base.Params:
-    """Returns parameters of whole tables."""
+    """Returns the parameters of complete tables."""
     leaves, structure = jax.tree.flatten(self.like)
     return jax.tree.unflatten(
       structure,
@@ -88,7 +89,7 @@ class TablePlan(outcomes.OutcomePlan):
     return {k: np.arange(len(x)) for k, x in self.split(like).items()}
 
   def work(self, seed: int, root: jax.Array) -> tables.Work:
-    """Returns what workers compute."""
+    """Returns the batches, keys and gradients of the workers' jobs."""
     batches = self.problem.batches(seed, self.workers)
     keyed, step = self.problem.keyed, _compile_step(self.gradient)
 
@@ -100,23 +101,24 @@ class TablePlan(outcomes.OutcomePlan):
     def keys(batch):
       if keyed is None:
         return self._every_key
-      found = jax.tree.leaves(keyed.keys(batch))
-      return dict(zip(self.names, found, strict=True))
+      keys_of_tables = jax.tree.leaves(keyed.keys(batch))
+      return dict(zip(self.names, keys_of_tables, strict=True))
 
     def gradient(rows, batch, keys, worker, job):
       if keyed is None:
         params = self.join(rows)
       else:
-        whole = [
+        # Padded to few sizes, so that the program is compiled a few times.
+        padded = [
           functions.padded(rows[name], functions.bucket(len(rows[name])))
           for name in self.names
         ]
         structure = jax.tree.structure(self.like)
-        params = jax.tree.unflatten(structure, whole)
+        params = jax.tree.unflatten(structure, padded)
         order = [keys[name] for name in self.names]
         batch = keyed.localise(batch, jax.tree.unflatten(structure, order))
-      place = np.int32(worker), np.int32(job)
-      loss, out = jax.device_get(step(params, batch, root, *place))
+      job_id = np.int32(worker), np.int32(job)
+      loss, out = jax.device_get(step(params, batch, root, *job_id))
       return float(loss), {
         name: np.asarray(leaf).reshape(-1, *rows[name].shape[1:])[
           : len(rows[name])
@@ -128,14 +130,14 @@ class TablePlan(outcomes.OutcomePlan):
 
   @property
   def call_network(self) -> Network | None:
-    """The network that requests and their answers pass, None without."""
+    """Network of requests and answers; None: they take no time."""
     section, shards = self.run.config["network"], self.settings.shards
     return networks.from_section(section, shards)
 
   def simulation(
     self, seed: int, params: base.Params, root: jax.Array
   ) -> tables.TableRun:
-    """Returns a cell that has not begun."""
+    """Returns the simulation of a cell, before its first event."""
     kind, options = tables.Simulation, {}
     if (network := self.call_network) is not None:
       kind, options = tables.OverNetwork, {"network": network}
@@ -165,14 +167,14 @@ def _add_function(run, problem, options):
 
 
 def _check_updates(run, problem, settings):
-  """Returns the settings for what a problem's workers compute; ValueError where
-  that is not for the function at the server."""
+  """Returns the settings for the values that a problem's workers compute.
+  Raises ValueError if the server's function does not take such values."""
   where, name = f"config.runs.{run.label}", settings.function.name
   if problem.updates is None:
     if name == functions.PROXIMAL:
       raise ValueError(
-        f"{where}.proximal is for problems whose workers compute gradients and"
-        " curvatures by feature: drop it, or use ftrl or an optimizer"
+        f"{where}.proximal needs a problem with gradients and curvatures by"
+        " feature: drop it, or use ftrl or an optimizer"
       )
     return settings
   wanted, _ = problem.function
@@ -213,12 +215,12 @@ def _settings(run, problem, workers) -> tables.TableSettings:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
-  """Builds what the cells of a run with so many workers share, checking it."""
+  """Builds and checks the plan of a run with a number of workers."""
   problem, config = experiment.problem_of(run), run.config
   like = jax.eval_shape(problem.init, jax.random.key(0))
   if isinstance(like, base.Variables):
     raise ValueError(
-      f"config.runs.{run.label}: the recipe {run.recipe} has no place for"
+      f"config.runs.{run.label}: the recipe {run.recipe} does not take"
       " statistics of batches (BatchNorm): use a model without them, or another"
       " recipe"
     )
@@ -248,7 +250,7 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     )
   count = learning_rates.passes(run, problem)
   messages = max(round(count) // workers, 1) * workers
-  checks.few_messages(config, messages)
+  checks.check_message_count(config, messages)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
     settings = settings.of_run(workers, messages // workers)
   for seed in config["seeds"]:
@@ -318,16 +320,16 @@ class TableEngine(SimulatedEngine):
     """Returns staleness, gap and losses of some messages."""
     return self._summary(some(self.records(), start, end))
 
-  def _summary(self, part):
-    """What some messages say; there may be none, if the next one was not
-    finite."""
+  def _summary(self, part: base.Records) -> dict[str, Any]:
+    """Returns the columns of some messages. There may be none, if the first
+    message was not finite."""
     if not part.loss.size:
       part = base.Records(*(np.zeros(1, column.dtype) for column in part))
     out = parameter_server.summary(part)
     return {**out, "train_loss": math.nan} if self.ended else out
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the columns of the cell's result."""
     simulation, records = self._simulation, self.records()
     summary, time = self._summary(records), simulation.now
     if isinstance(simulation, tables.OverNetwork) and time > 0:
@@ -341,7 +343,7 @@ class TableEngine(SimulatedEngine):
     return {**columns, "simulated_time": time}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns tables, copies of the workers, what is in flight, and records."""
+    """Returns tables, workers' copies, messages under way, and records."""
     state = tables.wire.dump(self._simulation.pack())
     return self.done, {"state": np.frombuffer(state, np.uint8)}, {}
 
@@ -354,7 +356,7 @@ class TableEngine(SimulatedEngine):
     }
 
 
-# What all engines of tables say of them.
+# Columns and tables of all engines of tables.
 
 
 def columns_of(
@@ -367,19 +369,19 @@ def columns_of(
   updates: int,
   **moved: float,
 ) -> dict[str, Any]:
-  """Returns what a cell came to, but for its time.
+  """Returns the columns of a cell's result, without its time.
 
   Args:
     rules: of reads.
     records: of all its jobs.
-    summary: of these.
+    summary: of these records.
     profile: rows read at each clock differential.
-    held: rows that filters held back, and that they dropped.
+    held: counts of rows that filters held back and dropped.
     updates: the slowest worker's clock.
     **moved: columns about ranges of keys.
   """
   count, summary = max(sum(profile.values()), 1), dict(summary)
-  del summary["train_loss"]  # that of the last evaluation stands
+  del summary["train_loss"]  # the result has the last evaluation's
   return {
     "order": rules.consistency.name,
     "bound": rules.bound,
@@ -403,7 +405,7 @@ def profile_table(profile: Mapping[int, int]) -> str:
   return "\n".join(["differential,rows", *lines, ""])
 
 
-# Of tables of results in which a cell has tables of rows.
+# Columns of results in which a cell has tables of rows.
 COLUMNS = (
   engines.Column("clock diff.", "differential_mean", 1, "{:.2f}"),
   engines.Column("fresh %", "fresh_reads", 100, "{:.1f}"),
@@ -413,7 +415,7 @@ COLUMNS = (
 
 
 def held(result: Mapping[str, Any]) -> str:
-  """Says in a few words what filters did; "" if that is nothing."""
+  """Returns the filters' counts in a few words; "" if they are 0."""
   back, dropped = result["rows_held_back"], result["rows_dropped"]
   if not (back or dropped):
     return ""
@@ -421,7 +423,7 @@ def held(result: Mapping[str, Any]) -> str:
 
 
 def describe(result: Mapping[str, Any]) -> str:
-  """Returns what a cell came to in a few words."""
+  """Returns a cell's result in a few words."""
   words = (
     "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
     " {differential_mean:.2f} (least {differential_least}), time"

@@ -1,4 +1,4 @@
-"""Codecs of a config, and the traffic of a cell: bytes up and down."""
+"""Codecs of a config, and the traffic of a cell in bytes up and down."""
 
 import functools
 import json
@@ -18,7 +18,7 @@ from asgd.orders.trace import Event
 
 
 def _codec(value: Any, key: str) -> dict[str, Any] | None:
-  """Reads a codec: its name, or a dict of it and its options."""
+  """Checks a codec: its name, or a dict of its name and options."""
   if value is None:
     return None
   if isinstance(value, str):
@@ -29,8 +29,8 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
       f" options, or None, not {shown(value)}"
     )
   name = value["name"]
-  # Reducers are of engine mesh alone, which makes them; other engines refuse
-  # them, or make the codec of that name.
+  # Only engine mesh makes reducers. Other engines refuse them, or make the
+  # codec of the same name.
   if name != GIVEN and name not in list(compression.REDUCERS):
     with checks.blame(key, tuple(value)):
       compression.named(**value)
@@ -38,34 +38,35 @@ def _codec(value: Any, key: str) -> dict[str, Any] | None:
 
 
 SECTIONS = {
-  # Of `asgd.compression`, of messages: a name, or a dict of it and options.
+  # Codec of messages, from `asgd.compression`: a name, or a dict of its name
+  # and options.
   "compress": Setting(None, _codec),
-  # The same, of the server's updates, which workers are sent.
+  # Codec of the server's updates, which workers then get instead of parameters.
   "compress_down": Setting(None, _codec),
 }
 
 
-# Workers, and messages of each in an epoch; None: the data have no end.
+# (workers, messages of each in an epoch); None: the data are a stream.
 Size = tuple[int, float | None]
 
 
 def size_of(
   dataset: Any, problem: problems.Problem, workers: int, batches: int
 ) -> Size:
-  """Returns what codecs are fitted to.
+  """Returns the size that codecs are fitted to.
 
   Args:
-    dataset: of the experiment; `per_epoch` None says that it has no end.
-    problem: on it.
-    workers: whose messages are averaged.
-    batches: of which one message of each of them is made, together.
+    dataset: of the experiment; `per_epoch` None marks a stream.
+    problem: on the dataset.
+    workers: count of the messages that are averaged.
+    batches: in one message of each of these workers, together.
   """
   if getattr(dataset, "per_epoch", problem.batches_per_epoch) is None:
     return workers, None
   return workers, problem.batches_per_epoch / batches
 
 
-# One codec for all cells that have it, and of a size: one compilation.
+# Cells with equal codecs and sizes share one object, and so one compilation.
 _named = functools.lru_cache(maxsize=32)(
   lambda section: compression.named(**json.loads(section))
 )
@@ -78,8 +79,8 @@ _compressed_updates = functools.lru_cache(maxsize=32)(
 
 
 def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
-  """Returns the codec of a run's key, None if there is none. Raises ValueError
-  for one that was given to a call and is not there."""
+  """Returns the codec of a run's key; None if it has none. Raises ValueError if
+  the config refers to an object that the call was not given."""
   section = run.config[key]
   if section is None:
     return None
@@ -88,8 +89,8 @@ def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
       return _fitted(_named(json.dumps(section, sort_keys=True)), *size)
   if key not in run.codecs:
     raise ValueError(
-      f"config.{key} {GIVEN!r} stands for a codec that is given to a call, such"
-      f" as asgd.simulate(..., {key}=codec): give it again, or name one"
+      f"config.{key} {GIVEN!r} stands for a codec object that a call was given,"
+      f" such as asgd.simulate(..., {key}=codec): pass the codec, or set a name"
     )
   return _fitted(_checked(run.codecs[key], f"given as {key}"), *size)
 
@@ -101,8 +102,8 @@ def codecs_of(
   recipe: algorithms.Recipe,
   workers: int,
 ) -> tuple[compression.Codec | None, compression.Codec | None]:
-  """Returns the codecs of a run's messages and of its updates, which the server
-  alone sends; None for what is dense."""
+  """Returns the codecs of a run's messages and of its server's updates; None
+  where there is no codec."""
   message = recipe.push_every * recipe.steps
   up = size_of(dataset, problem, workers, workers * message)
   down = size_of(dataset, problem, 1, recipe.every * message)
@@ -115,8 +116,8 @@ def compressed(
   codec: compression.Codec | None,
   problem: problems.Problem,
 ) -> base.Server:
-  """Returns a server that decodes what the run's codec makes. Raises
-  ValueError, naming the key, if its parameters cannot be encoded."""
+  """Returns a server that decodes the messages of the run's codec. Raises
+  ValueError, naming the key, if the parameters cannot be encoded."""
   if codec is None:
     return server
   params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -131,8 +132,8 @@ def downward(
   codec: compression.Codec | None,
   problem: problems.Problem,
 ) -> algorithms.Recipe:
-  """Returns a recipe whose updates are codes, if the run has a codec of them.
-  Raises ValueError, naming the key, if they cannot be."""
+  """Returns a recipe with encoded updates, if the run has a codec for them.
+  Raises ValueError, naming the key, if they cannot be encoded."""
   if codec is None:
     return recipe
   params = jax.eval_shape(problem.init, jax.random.key(0))
@@ -142,13 +143,13 @@ def downward(
   return recipe._replace(algorithm=algorithm)
 
 
-# One Worker for all cells of a run: one compilation.
+# The cells of a run share one Worker, and so one compilation.
 compressed_worker = functools.lru_cache(maxsize=32)(compression.compressed)
 
 
 def columns(plan: Any, records: base.Records) -> dict[str, Any]:
-  """Returns the columns of a result with its bytes up and down, and how many
-  times more there are without codecs (a message and parameters for a job)."""
+  """Returns a result's columns: bytes up and down, and the factor by which
+  dense messages and parameters would be larger."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
   dense = wire.layout(params).nbytes * len(records.loss)
   row = {}
@@ -165,24 +166,26 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
 def lost(
   plan: Any, journal: Sequence[Event], records: base.Records
 ) -> dict[str, float]:
-  """Returns a column with the residuals that codecs of workers held when they
-  left early, the root of the sum of squares of their RMS; {} without one."""
+  """Returns a column with the codecs' residuals that were lost with workers
+  that left before the last message: the root of the sum of squares of their
+  RMS. Returns {} without a codec."""
   if plan.run.config["compress"] is None:
     return {}
   keys = zip(records.worker.tolist(), records.job.tolist(), strict=True)
   norms = dict(zip(keys, records.residual_norm.tolist(), strict=True))
-  kept: dict[int, float] = {}  # by worker
-  total, left = 0.0, 0.0  # of squares: in all, and since the last message
+  residuals: dict[int, float] = {}  # by worker
+  # Sums of squares: of all, and of workers that left since the last message.
+  total, left = 0.0, 0.0
   for event in journal:
     if event.action == base.RECEIVE:
       total, left = total + left, 0.0
-      kept[event.worker] = norms.get((event.worker, event.job), 0.0)
+      residuals[event.worker] = norms.get((event.worker, event.job), 0.0)
     elif event.action == base.LEAVE:
-      left += kept.pop(event.worker, 0.0) ** 2
+      left += residuals.pop(event.worker, 0.0) ** 2
   return {"residual_lost": math.sqrt(total)}
 
 
-# Of tables in which a cell has a codec.
+# Columns of tables in which a cell has a codec.
 COLUMNS = (
   Column("MB up", "bytes_up", 1e-6),
   Column("MB down", "bytes_down", 1e-6),

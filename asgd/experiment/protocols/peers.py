@@ -32,13 +32,13 @@ from asgd.orders import trace
 Description = Mapping[str, Any]
 _NO_SERVER = "its peers have no server"
 _CODEC = (
-  "of the recipes of peers, choco_sgd and threshold_sharing alone have a codec,"
-  " as their own option codec="
+  "of the recipes of peers only choco_sgd and threshold_sharing have a codec,"
+  " as their option codec="
 )
 
 
 def _wrote(folder: Path, description: Description) -> bool:
-  """Whether each peer has a journal, where otherwise each shard has one."""
+  """Returns whether a folder has a journal for each peer, not each shard."""
   if description["config"]["server"]["shards"] > 1:
     return False
   first = journal_path(folder, 0)
@@ -53,7 +53,7 @@ _OF_JOBS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
 
 
 def _rows(folder: Path) -> list[trace.Event]:
-  """The rows so far of the jobs of all peers, by their times."""
+  """Returns the rows on jobs of all peers, sorted by time."""
   paths = sorted(folder.glob("trace-*.csv"))
   rows = [event for path in paths for event in read_journal(path)]
   rows = [event for event in rows if event.action in _OF_JOBS]
@@ -61,8 +61,8 @@ def _rows(folder: Path) -> list[trace.Event]:
 
 
 def _read(folder: Path, description: Description) -> live_files.LiveFiles:
-  """Reads the journals of all peers, each of which records its own jobs; there
-  are none of shards."""
+  """Reads the journals of all peers. Each peer records its jobs; there are no
+  shards."""
   workers = range(description["cell"]["workers"])
   for peer in workers:
     read_begun(folder, journal_path(folder, peer))
@@ -86,10 +86,10 @@ def _replay(
 def _audit(
   plan: PeerPlan, folder: Path, result: Any, failures: Sequence[Failure]
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell. A peer that died may have
-  left its last job to nobody, as `missed` of the result says."""
-  files.read_trace(folder, plan.workers)  # which checks all of them
-  events = _rows(folder)  # failures count these
+  """Yields the findings of a finished cell. The last job of a peer that failed
+  may be done by no peer: the result counts such jobs as `missed`."""
+  files.read_trace(folder, plan.workers)  # checks all journals
+  events = _rows(folder)  # the rows that failures count
   records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
   yield from of_workers(events, records, plan, 1, failures, missed)
@@ -131,7 +131,7 @@ PROTOCOL = Protocol(
     replay=_replay,
     audit=_audit,
     parties={"worker": PEER, "shard": COUNTER},
-    link_faults="a message of peers is told once, over a link that loses none",
+    link_faults="peers send a message once, over a link that loses none",
   ),
   refusals=(
     Refusal(
@@ -164,7 +164,7 @@ PROTOCOL = Protocol(
       for key in ("batch_size", "steps")
     ),
     *(
-      Refusal(f"mesh.{key}", "each device is a peer with a model of its own")
+      Refusal(f"mesh.{key}", "each device is a peer with a separate model")
       for key in peer_mesh.OF_ONE_MODEL
     ),
   ),

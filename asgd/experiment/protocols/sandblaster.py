@@ -30,16 +30,16 @@ from asgd.live.records import read_records, records_path
 
 Description = Mapping[str, Any]
 _NEVER_STALE = (
-  "its workers take what comes next and its gradients are never stale"
+  "a free worker takes the next portions, and gradients are never stale"
 )
-_SIMULATED = "it is simulated time, and live workers take the time they take"
+_SIMULATED = "it is a simulated time, and live workers have real times"
 
 
 def _replay(
   plan: CoordinatedPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
-  """Replays what a coordinator did: which jobs were received says it all, and
-  which worker did them changes nothing."""
+  """Replays a cell from the jobs that were received. The result does not depend
+  on the workers that computed them."""
   trace = server.PROTOCOL.live.trace(folder, description)
   init_key, root = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(init_key))
@@ -54,9 +54,9 @@ def _replay(
 def _audit(
   plan: CoordinatedPlan, folder: Path, result: Any, failures: Sequence[Failure]
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell: each job counts once,
-  whichever workers did copies of it. The driver that resumes drops rows, so
-  deaths cannot be counted."""
+  """Yields the findings of a finished cell: each job counts once, whichever
+  workers computed copies of it. Deaths are not counted, because a driver that
+  resumes drops rows."""
   del plan, result, failures
   events = read_journal(journal_path(folder, 0))
   records = read_records(records_path(folder, 0))
@@ -101,7 +101,7 @@ PROTOCOL = Protocol(
     rows=server.PROTOCOL.live.rows,
     replay=_replay,
     audit=_audit,
-    link_faults="a worker of a coordinator is called, and loses no message",
+    link_faults="a coordinator calls its workers, and no call's answer is lost",
   ),
   refusals=(
     Refusal("optimizer", "L-BFGS is the optimizer"),
@@ -113,7 +113,7 @@ PROTOCOL = Protocol(
     Refusal("simulator", "its simulation has one engine"),
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
-    Refusal("order", "it has an order of its own (its portions)"),
+    Refusal("order", "its order follows from its portions"),
     Refusal("network", "the operations of its coordinator take no time"),
     Refusal(
       "server.shards",

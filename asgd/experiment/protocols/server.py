@@ -43,30 +43,41 @@ Description = Mapping[str, Any]
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
+  """Returns the lead's trace."""
   ((_, events), *_) = live_files.read_traces(folder, description)
   return from_events(events)
 
 
 def check_replayable(folder: Path, description: Description) -> None:
-  """Raises ValueError for journals that cannot be obeyed, or say nothing."""
+  """Raises ValueError for journals that cannot be replayed or have no
+  message."""
   for path, events in live_files.read_traces(folder, description):
     orders.check(events, depth=len(events), path=path)
     if not any(event.action == base.RECEIVE for event in events):
       raise ValueError(
-        f"{path} holds no message that was received: there is nothing to be"
-        " computed (yet)"
+        f"{path} has no received message, so there is nothing to replay (yet)"
       )
 
 
-def obey(
+def train_in_order(
   plan: ServerPlan,
   seed: int,
   traces: Sequence[base.Trace],
   totals: Any = None,
   **options: Any,
 ) -> tuple[Any, base.Records]:
-  """Returns (final parameters, the lead's records) of a cell, trained in the
-  order of its shards' traces; options are those of `simulator.run_sharded`."""
+  """Trains a cell in the order of its shards' traces.
+
+  Args:
+    plan: of the cell.
+    seed: of the cell.
+    traces: one for each shard, the lead's first.
+    totals: sums over all shards, by shard and event; None: there are none.
+    **options: of `simulator.run_sharded`.
+
+  Returns:
+    (final parameters, the lead's records).
+  """
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
@@ -91,28 +102,29 @@ def obey(
 
 
 def plan_of(plan: ServerPlan, folder: Path, seed: int) -> ServerPlan:
-  """Returns the plan of a cell, with what its workers got."""
+  """Returns the plan of a cell, with the allocation that its workers had."""
   if "live" in plan.run.config:
     return allocations.read(plan, folder, begun=True)
   return plan.of_seed(seed)
 
 
 def _simulation(plan: ServerPlan, cell: Any, folder: Path) -> tuple[Any, Any]:
-  """Returns the protocol of a cell, and trace -> (parameters, records)."""
+  """Returns (rules of a cell's order, trace -> (parameters, records))."""
   plan = plan_of(plan, folder, cell.seed)
-  return plan.rules(), lambda trace: obey(plan, cell.seed, [trace])
+  return plan.rules(), lambda trace: train_in_order(plan, cell.seed, [trace])
 
 
 def _replay(
   plan: ServerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
+  """Replays a cell from the journals of its shards."""
   traces = live_files.read_traces(folder, description)
   journals = [events for _, events in traces]
   plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
   if "live" in plan.run.config:
     group = live_clusters.group(plan)
   totals = [[event.totals for event in events] for events in journals]
-  params, records = obey(
+  params, records = train_in_order(
     plan,
     cell.seed,
     traces := [from_events(events) for events in journals],
@@ -125,8 +137,8 @@ def _replay(
 def _audit(
   plan: ServerPlan, folder: Path, result: Any, failures: Sequence[Failure]
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell; returns the records that a
-  replay has to repeat, None if it cannot."""
+  """Yields the findings of a finished cell. Returns the records that a replay
+  has to repeat; None if a rollback undid some of them."""
   config, rules = plan.run.config, plan.rules()
   server = config["server"]
   shards = range(server["shards"])
@@ -136,13 +148,14 @@ def _audit(
   yield from jobs(journals, plan.messages, consistent)
   every, log = plan.recipe.every, server["log"]
   yield from updates(journals, sinks, result, every, log)
-  # No ladder is shorter, see `asgd.live.deadlines`.
+  # The shortest time after which a silent worker counts as failed; see
+  # `asgd.live.deadlines`.
   slow = DEAD * config["live"]["late_seconds"]
   yield from deaths(journals[0], failures, rules.depth, slow)
   wrong = []
   for index, events in enumerate(journals):
-    # In rounds a worker may start one more before the first is received; other
-    # shards may still hold what the lead has closed.
+    # In rounds a worker may start a job before its last message is received.
+    # Another shard may still have a ticket open that the lead has closed.
     depth = len(events) if index or rules.round else rules.depth
     try:
       orders.check(events, depth=depth)
@@ -193,10 +206,10 @@ PROTOCOL = Protocol(
     simulation=_simulation,
   ),
   refusals=(
-    Refusal("network", "messages take the time they take", engines=("ray",)),
+    Refusal("network", "its live messages have real times", engines=("ray",)),
     Refusal(
       "server.delays",
-      "its shards hear of a message when it comes",
+      "its shards receive a message when it arrives",
       "leave it out, or use engine 'simulate'",
       engines=LIVE,
     ),

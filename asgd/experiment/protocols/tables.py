@@ -24,8 +24,8 @@ from asgd.live.tables import files
 from asgd.orders import trace
 
 Description = Mapping[str, Any]
-_OWN_SHARDS = "its tables have shards of their own"
-_WAITS = "its consistency says who waits"
+_OWN_SHARDS = "its tables have separate shards"
+_WAITS = "its consistency decides which workers wait"
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
@@ -33,8 +33,8 @@ def _trace(folder: Path, description: Description) -> base.Trace:
 
 
 def _read(folder: Path, description: Description) -> live_files.LiveFiles:
-  """Reads a cell whose workers record their jobs, and whose shards have orders
-  and no records."""
+  """Reads the files of a cell. Its workers record their jobs; its shards have
+  orders and no records."""
   shards = live_tables.table_shards(folder)
   workers = description["cell"]["workers"]
   orders = files.read_orders(folder, shards, workers)
@@ -50,7 +50,7 @@ def _read(folder: Path, description: Description) -> live_files.LiveFiles:
 def _replay(
   plan: TablePlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
-  """Replays tables, in the orders of shards and of workers."""
+  """Replays a cell in the orders of its shards and workers."""
   workers = description["cell"]["workers"]
   _, root = jax.random.split(jax.random.key(cell.seed))
   try:
@@ -65,8 +65,8 @@ def _replay(
     )
   except tables.replay.OrdersError as error:
     raise ValueError(
-      f"{folder}: {error}. One of shard-*.csv and trace-*.csv was changed: put"
-      " it back as the run wrote it"
+      f"{folder}: {error}. A file shard-*.csv or trace-*.csv was changed:"
+      " restore it as the run wrote it"
     ) from error
   parts = [files.columns(rows) for rows in replayed.records]
   records = files.by_time(parts).plain
@@ -77,8 +77,8 @@ def _replay(
 def _audit(
   plan: TablePlan, folder: Path, result: Any, failures: Sequence[Failure]
 ) -> Iterator[Finding]:
-  """Yields what there is to say of a finished cell, whose shards have orders of
-  their own; returns the records that a replay has to repeat."""
+  """Yields the findings of a finished cell; returns the records that a replay
+  has to repeat. Each shard has a separate order."""
   del result
   events = [*trace.events(files.read_trace(folder, plan.workers))]
   records = files.FILES.read_all(folder, plan.workers).plain
@@ -115,7 +115,7 @@ PROTOCOL = Protocol(
     replay=_replay,
     audit=_audit,
     link_faults=(
-      "what a worker of tables asks is asked again until it is answered"
+      "a worker of tables repeats a request until it is answered"
     ),
   ),
   refusals=(
@@ -124,8 +124,8 @@ PROTOCOL = Protocol(
     Refusal("simulator", "its simulation has one engine"),
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
-    Refusal("order", "it has an order of its own (its consistency)"),
-    Refusal("network", "messages take the time they take", engines=("ray",)),
+    Refusal("order", "its order follows from its consistency"),
+    Refusal("network", "its live messages have real times", engines=("ray",)),
     Refusal(
       "server.shards",
       _OWN_SHARDS,

@@ -106,6 +106,8 @@ class _FarMemory:
       raise WrongSlot("what the shard sent", kind, slot)
     return tree
 
+  device_view = read
+
   def stamp(self, kind: int, slot: int) -> int:
     return self._slots[kind, slot][1]
 

@@ -50,7 +50,7 @@ class Role:
     state.obey(event)
     if starts:
       ticket, _, params, message, _ = state.tickets[key]
-      version = int(ticket.version)
+      version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
     self.journal.append(event)
     for say in self.followers.values():

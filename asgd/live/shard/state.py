@@ -91,6 +91,7 @@ class ShardState:
     self.slots, self.updates = slots, Updates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
     self._numbers = [jnp.int32(w) for w in range(setup.workers)]
+    self._version: tuple[Any, int] = None, 0  # see `version_of`
     self.rows = 0  # of the journal, applied so far
     self.tickets: dict[Key, OpenTicket] = {}
     self.kept: dict[int, OpenTicket] = {}  # by worker: the ticket for a KEEP
@@ -156,12 +157,16 @@ class ShardState:
 
   def _receive(self, event):
     key, slots = event.key, self.slots
-    received = self._received(event)
+    received, version = self._received(event), 0
+    if self.steps.alone:  # each message makes an update
+      version = self.version_of(self.server)
     if self.setup.totals:
       self.server, row = self.stage(key, event.loss, event.totals).result
     else:
       self.server, row = self.steps.receive(*self._arguments(key, event.loss))
     self.updates.update(self.server)
+    if self.steps.alone:
+      self._version = self.server.version, version + 1
     open_ticket = self.tickets.pop(key)
     slots.release(open_ticket.params)
     if self.setup.log:
@@ -171,6 +176,13 @@ class ShardState:
       slots.free_messages.append(open_ticket.message)
     self._forget(key)
     self.messages.add(received, row, self.server.params)
+
+  def version_of(self, counted: Any) -> int:
+    """Returns the version of a ticket or of the server's state as an int: that
+    of an array that was asked for last, or is counted here, is not fetched."""
+    if counted.version is not self._version[0]:
+      self._version = counted.version, int(counted.version)
+    return self._version[1]
 
   def _received(self, event):
     """The columns of a record that are not computed."""
@@ -215,7 +227,7 @@ class ShardState:
     if key in self._codes:
       return self._codes[key]
     slot, stamp = self.tickets[key].message, message_stamp(*key)
-    message = self.slots.memory.read(MESSAGES, slot, stamp)
+    message = self.slots.memory.device_view(MESSAGES, slot, stamp)
     if self.steps.codec is not None:
       self._codes[key] = message  # its arrays are no views of the slot
     return message
@@ -249,7 +261,7 @@ class ShardState:
       how = frames.KEPT
     elif after != WHOLE:
       how, number = frames.UPDATES, after
-    frame = Frame(frames.TICKET, *key, job, int(ticket.version), how)
+    frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), how)
     return frame._replace(params=params, message=message, value=float(number))
 
   def accepts(self, frame: Frame) -> bool:

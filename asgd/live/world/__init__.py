@@ -1,23 +1,30 @@
 """A simulated world in which a live run can be repeated, fault for fault.
 
-The shards, workers, links, journals and shared memory are those of a real run;
-what is simulated is what they stand on: the clock, the network, the disk, and
-which of the processes goes on at each moment. All of it follows from a seed
-(as FoundationDB and TigerBeetle test): what goes wrong once goes wrong again.
+The shards, workers, links, journals and shared memory are those of a real run.
+The clock, the network, the disk and the choice of the process that runs next
+are simulated. All of them follow from a seed, as in the tests of FoundationDB
+and TigerBeetle, so a failure can be repeated.
 
-  scheduler   processes that take turns, and the time between two turns
-  injections  faults: what a seed draws, and which are armed
-  network     sockets that can be cut, and frames that can be lost
-  storage     files and memory that can be torn, filled and damaged
-  hosts       hosts (`asgd.live.hosts`) as processes of the world
-  run         a run: commands, the faults that come, and the checks
-  broken      an invariant that does not hold, and what checks share
+  seed -> Scenario (a case and its faults) -> WorldRun.run -> SeedResult
+                                                 |
+    commands: driver + hosts, which are processes of the Scheduler
+                                                 |
+                      checks of the finished run's files (Broken if one fails)
+
+  scheduler     processes that take turns, and the time between two turns
+  injections    faults: drawn from a seed, and armed until they apply
+  network       sockets with connections that break and frames that are lost
+  storage       files and memory: torn writes, a full disk, changed bytes
+  hosts         hosts (`asgd.live.hosts`) as processes of the world
+  run           WorldRun: commands, injection of faults, checks
   server_run, table_run, batch_run, peer_run
-              the runs of a protocol: cases, driver, and what must hold
-  peer_checks what must hold of peers, read from their files
-  scenario, server_makers, invariants, reference
-              parts of the server's: cases, parties, checks, what a trace
-              must say, computed in another way
-  explore     many seeds; of one that fails the shortest list of faults, and
-              where it differs first from a run that passes
+                WorldRun of each protocol: cases, driver, checks
+  scenario, server_makers
+                the server's cases and participants
+  invariants, trace_checks, peer_checks
+                checks of the server's and the peers' files
+  broken        the error of a failed check, and helpers of checks
+  explore       runs many seeds; shrinks and explains a seed that fails
+
+Begin with `run`, then `scheduler`.
 """

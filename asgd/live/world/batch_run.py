@@ -1,6 +1,7 @@
-"""Runs of live Sandblaster L-BFGS in a world: scenarios, the driver, and what
-must hold. Whatever is done to a run, its iterates are those of one that was
-left alone."""
+"""Runs of live Sandblaster L-BFGS in a simulated world: cases, driver, checks.
+
+With any faults, the iterates of a run must be those of an undisturbed run.
+"""
 
 import copy
 import functools
@@ -40,11 +41,11 @@ class BatchCase(NamedTuple):
   push_every: int = 2
   backup: int = 1
   history: int = 4
-  kills: bool = True  # as processes; False: as threads
+  kills: bool = True  # hosts are processes; False: threads
 
   @property
   def settings(self) -> Settings:
-    """Of the run."""
+    """Settings of the run."""
     return Settings(
       portions=PORTIONS,
       push_every=self.push_every,
@@ -91,19 +92,20 @@ class BatchRun(WorldRun):
     super().__init__(drawn, folder)
     self._settings = drawn.case.settings
     self._driver: Driver | None = None
-    self._notes: dict[str, Any] | None = None  # of the evaluation under way
-    self._saved: SavedRun | None = None  # a checkpoint
-    self._begun = 0  # jobs
-    self._params: Any = None  # at the end
+    # The driver's notes on the present evaluation, kept in the run's memory.
+    self._notes: dict[str, Any] | None = None
+    self._saved: SavedRun | None = None  # the last checkpoint
+    self._begun = 0  # jobs that workers have begun
+    self._params: Any = None  # at the end of the run
 
   @staticmethod
   def menu() -> Menu:
     """See the base."""
     return Menu(CASES, KINDS, WORKERS, EVALUATIONS * PORTIONS // 2)
 
-  # Objects in hosts.
+  # Makers of the objects in hosts.
 
-  def _make_worker(self, index):
+  def _make_worker(self, index: int) -> Callable[..., worker.LiveWorker]:
     def work(params, portion):
       self._begun += 1
       self.work(self._begun)
@@ -126,22 +128,24 @@ class BatchRun(WorldRun):
     self.make_hosts()
     return functools.partial(self._drive, resumed)
 
-  def _from_where(self, resumed):
-    """The notes of the last driver, if its memory is there; a checkpoint."""
+  def _resume_point(self, resumed: bool) -> SavedRun | None:
+    """Returns the last driver's notes if the memory exists, else the last
+    checkpoint; None: the run starts new."""
     if not self.memory.exists():
-      self._notes = None  # they lie in it
+      self._notes = None  # the memory held the notes
     if resumed and self._notes is not None:
       return SavedRun(copy.deepcopy(self._notes), None)
-    # Without notes a shard has said that its files are unfit.
+    # There are no notes if a shard reported unusable files.
     return copy.deepcopy(self._saved) if resumed else None
 
-  def _note_down(self, notes):
+  def _note_down(self, notes: dict[str, Any] | None) -> None:
+    """Stores the driver's notes; None: they are no longer usable."""
     self.scheduler.touch()
-    self._notes = copy.deepcopy(notes)  # None: they are of no use any more
+    self._notes = copy.deepcopy(notes)
 
-  def _drive(self, resumed):
-    """The main function of the driver."""
-    saved = self._from_where(resumed)
+  def _drive(self, resumed: bool) -> None:
+    """Runs a command's driver."""
+    saved = self._resume_point(resumed)
     safe_files.make_private(self.memory)
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     run_log = LiveRunLog(self.folder, lengths, disk=self.world.disk)
@@ -161,13 +165,15 @@ class BatchRun(WorldRun):
       return driver.advance(until, self.LOOK) >= until or driver.ended
 
     def save():
+      # A driver that repeats an evaluation makes no checkpoint.
       self._saved = copy.deepcopy(driver.save()) or self._saved
 
+    # `advance` waits, so no rest is needed between two looks.
     self.drive(look, save, rest=lambda seconds: None)
     self._params = driver.params()
     self.finished = True
 
-  # What must hold.
+  # Checks.
 
   def check(self) -> None:
     """See the base."""
@@ -175,10 +181,11 @@ class BatchRun(WorldRun):
     records = driver.run_log.records()
     rows = [(event.action, event.job) for event in driver.run_log.rows]
     jobs, twice = count_jobs(rows, records.accepted.tolist())
-    again = recompute(self._settings, PARAMS, _work, jobs)
-    whole, expected = (driver.state, self._params), tuple(again)
-    same = driver.state == again.state and bits(whole[1]) == bits(again.params)
-    require(same, INVARIANTS[0], whole, "and not", expected)
+    replayed = recompute(self._settings, PARAMS, _work, jobs)
+    same = driver.state == replayed.state
+    same &= bits(self._params) == bits(replayed.params)
+    result = driver.state, self._params
+    require(same, INVARIANTS[0], result, "and not", tuple(replayed))
     require(not twice, INVARIANTS[1], records.job.tolist())
     with refused(INVARIANTS[2]):
       orders.check(from_events(driver.run_log.rows))

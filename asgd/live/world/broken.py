@@ -12,10 +12,10 @@ class Broken(Exception):
   """An invariant is violated."""
 
 
-def require(well: Any, name: str, *shown: Any) -> None:
-  """Raises Broken with the invariant's name and the values, unless `well`.
+def require(holds: Any, name: str, *shown: Any) -> None:
+  """Raises Broken with the invariant's name and the values, unless it `holds`.
   Values are formatted only then, because formatting an array takes time."""
-  if not well:
+  if not holds:
     raise Broken(f"{name}: {' '.join(map(str, shown))}")
 
 

@@ -1,4 +1,4 @@
-"""Many seeds; and of one that fails, the shortest list of faults that does."""
+"""Runs many seeds. Shrinks the faults of a seed that fails, and explains it."""
 
 import collections
 import functools
@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -19,12 +20,14 @@ from asgd.live.world.run import SeedResult, WorldRun
 from asgd.live.world.server_run import ServerRun
 from asgd.live.world.table_run import TablesRun
 
-_AT_ONCE = 10  # seeds that a process takes
-_MEMORY = "/dev/shm"  # where files are quick; anywhere without it
-_REASON = re.compile(r"[0-9/][^ ]*")  # what differs between two like errors
+_SEEDS_PER_TASK = 10  # of a pool's process
+_MEMORY = "/dev/shm"  # its files are fast; without it any temporary folder
+# Numbers and paths, in which two errors of the same kind differ.
+_DETAILS = re.compile(r"[0-9/][^ ]*")
+_TURNS = "turns of processes"
 
 
-ROOMS: dict[str, type[WorldRun]] = {
+PROTOCOLS: dict[str, type[WorldRun]] = {
   "server": ServerRun,
   "tables": TablesRun,
   "sandblaster": BatchRun,
@@ -32,49 +35,53 @@ ROOMS: dict[str, type[WorldRun]] = {
 }
 
 
-def drawn(seed: int, room: str = "server") -> Scenario:
+def drawn(seed: int, protocol: str = "server") -> Scenario:
   """Returns the scenario of a seed."""
-  return draw(seed, ROOMS[room].menu())
+  return draw(seed, PROTOCOLS[protocol].menu())
 
 
 def run_seed(
-  seed: int, keep: Sequence[int] | None = None, room: str = "server"
+  seed: int, keep: Sequence[int] | None = None, protocol: str = "server"
 ) -> SeedResult:
-  """Runs the scenario of a seed, with all its faults or some.
+  """Runs the scenario of a seed, with all or some of its faults.
 
   Args:
-    seed: from which case, faults, and the order of all steps follow.
-    keep: numbers of the faults that come; None: all.
-    room: one of ROOMS.
+    seed: determines the case, the faults, and the order of all steps.
+    keep: indices of the faults that are injected; None: all.
+    protocol: one of PROTOCOLS.
   """
-  return _run(seed, keep, room, lambda run: None)[0]
+  return _run(seed, keep, protocol, lambda run: None)[0]
 
 
-def _run(seed, keep, room, read):
-  """Returns the outcome, and what is read of the run that has ended."""
-  script = drawn(seed, room)
+def _run(
+  seed: int,
+  keep: Sequence[int] | None,
+  protocol: str,
+  read: Callable[[WorldRun], Any],
+) -> tuple[SeedResult, Any]:
+  """Returns the outcome of a run and the result of `read` on the ended run,
+  called before its folder is removed."""
+  scenario = drawn(seed, protocol)
   if keep is None:
-    keep = range(len(script.faults))
+    keep = range(len(scenario.faults))
   memory = _MEMORY if os.path.isdir(_MEMORY) else None
   with tempfile.TemporaryDirectory(prefix="asgd-world-", dir=memory) as folder:
-    run = ROOMS[room](script, Path(folder))
+    run = PROTOCOLS[protocol](scenario, Path(folder))
     return run.run(keep), read(run)
 
 
-def shrink(seed: int, room: str = "server") -> list[int]:
-  """Returns the faults of a seed that fails without which it does not fail."""
-  keep = list(range(len(drawn(seed, room).faults)))
+def shrink(seed: int, protocol: str = "server") -> list[int]:
+  """Returns indices of faults with which a failing seed still fails, after
+  trying once to leave out each of them."""
+  keep = list(range(len(drawn(seed, protocol).faults)))
   for index in list(keep):
     fewer = [i for i in keep if i != index]
-    if run_seed(seed, fewer, room).error:
+    if run_seed(seed, fewer, protocol).error:
       keep = fewer
   return keep
 
 
-_TURNS = "turns of processes"
-
-
-def _logs(run) -> dict[str, list[str]]:
+def _logs(run: WorldRun) -> dict[str, list[str]]:
   """Returns the turns of a run's processes, and the rows of its CSV files."""
   logs = {_TURNS: [f"{time:.6f},{name}" for time, name in run.scheduler.turns]}
   for path in sorted(run.folder.glob("*.csv")):
@@ -82,45 +89,49 @@ def _logs(run) -> dict[str, list[str]]:
   return logs
 
 
-def first_difference(seed: int, keep: Sequence[int], room: str) -> str:
-  """Returns where a run that fails differs first from the nearest one that
-  does not, which lacks one of its faults: the first turn, which is the fault's
-  own, and the earliest row, which follows from it."""
-  _, logs = _run(seed, keep, room, _logs)
+def first_difference(seed: int, keep: Sequence[int], protocol: str) -> str:
+  """Compares a failing run with the same run without one fault, which passes.
+
+  Returns the first turn in which they differ, which is where the fault was
+  injected, and the earliest row of a file, which follows from it.
+  """
+  _, failing = _run(seed, keep, protocol, _logs)
+  # A late fault first: the runs are then equal up to a late time.
   for index in reversed(keep):
     fewer = [each for each in keep if each != index]
-    outcome, others = _run(seed, fewer, room, _logs)
+    outcome, passing = _run(seed, fewer, protocol, _logs)
     if not outcome.error:
       break
   else:
-    return "  it fails as well without any one of these faults"
+    return "  the run also fails without any one of these faults"
   rows = []
-  for name, log in logs.items():
-    pairs = itertools.zip_longest(log, others.get(name, ()), fillvalue="")
-    for number, (mine, other) in enumerate(pairs, 1):
-      if mine != other:
-        text = f"    {name}, line {number}: {mine or 'none'}; {other or 'none'}"
-        rows.append((name != _TURNS, _time_of(mine or other), text))
+  for name, log in failing.items():
+    pairs = itertools.zip_longest(log, passing.get(name, ()), fillvalue="")
+    for line, (here, there) in enumerate(pairs, 1):
+      if here != there:
+        text = f"    {name}, line {line}: {here or 'none'}; {there or 'none'}"
+        rows.append((name != _TURNS, _time_of(here or there), text))
         break
   texts = [text for _, _, text in sorted(rows)]
-  title = f"  without fault {index} it does not fail; first differences:"
+  title = f"  without fault {index} the run passes; first differences:"
   return "\n".join([title, *texts[:2]])
 
 
-def _time_of(line):
+def _time_of(line: str) -> float:
+  """Returns the time at the start of a row; 0 for a header or a torn row."""
   try:
     return float(line.partition(",")[0])
-  except ValueError:  # a header, or a row that was changed
+  except ValueError:
     return 0.0
 
 
 def _prepare() -> None:
-  """Settings of a process that does nothing else: one thread at a time."""
+  """Configures a process of the pool: JAX computes in the calling thread."""
   jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
-def _run_many(room: str, seeds: Sequence[int]) -> list[SeedResult]:
-  return [run_seed(seed, room=room) for seed in seeds]
+def _run_many(protocol: str, seeds: Sequence[int]) -> list[SeedResult]:
+  return [run_seed(seed, protocol=protocol) for seed in seeds]
 
 
 def run_seeds(
@@ -128,42 +139,45 @@ def run_seeds(
   *,
   jobs: int = 1,
   keep: Sequence[int] | None = None,
-  room: str = "server",
+  protocol: str = "server",
 ) -> Iterator[SeedResult]:
-  """Yields the outcomes of seeds, in so many processes; `keep` and `room` are
-  as in `run_seed`."""
+  """Yields the outcomes of seeds, computed in `jobs` processes; `keep`, which
+  is for one process only, and `protocol` are as in `run_seed`."""
   if jobs == 1:
     for seed in seeds:
-      yield run_seed(seed, keep, room)
+      yield run_seed(seed, keep, protocol)
     return
-  parts = [seeds[i : i + _AT_ONCE] for i in range(0, len(seeds), _AT_ONCE)]
+  size = _SEEDS_PER_TASK
+  tasks = [seeds[i : i + size] for i in range(0, len(seeds), size)]
   context = multiprocessing.get_context("spawn")
   with context.Pool(jobs, _prepare) as pool:
-    for outcomes in pool.imap(functools.partial(_run_many, room), parts):
+    for outcomes in pool.imap(functools.partial(_run_many, protocol), tasks):
       yield from outcomes
 
 
 def explain(
-  outcome: SeedResult, keep: Sequence[int] | None = None, room: str = "server"
+  outcome: SeedResult,
+  keep: Sequence[int] | None = None,
+  protocol: str = "server",
 ) -> str:
-  """Returns what went wrong at a seed, its shortest list of faults, where
-  it differs first from a run that passes, and the command that repeats it."""
-  fewest = shrink(outcome.seed, room) if keep is None else list(keep)
-  text = drawn(outcome.seed, room).describe(fewest)
+  """Returns a text on a seed that fails: its fewest faults, the error, the
+  first difference to a run that passes, and the command that repeats it."""
+  fewest = shrink(outcome.seed, protocol) if keep is None else list(keep)
+  text = drawn(outcome.seed, protocol).describe(fewest)
   faults = f" --faults={','.join(map(str, fewest))}" if fewest else ""
   command = f"asgd chaos --simulate=1 --seed={outcome.seed}{faults}"
-  if room != "server":
-    command += f" --protocol={room}"
-  differs = first_difference(outcome.seed, fewest, room) if fewest else ""
-  lines = text, f"  {outcome.error.strip()}", differs, f"  again: {command}"
+  if protocol != "server":
+    command += f" --protocol={protocol}"
+  differs = first_difference(outcome.seed, fewest, protocol) if fewest else ""
+  lines = text, f"  {outcome.error.strip()}", differs, f"  repeat: {command}"
   return "\n".join(filter(None, lines))
 
 
 class Tally:
   """Counts of many outcomes."""
 
-  def __init__(self, room: str = "server"):
-    self._room = ROOMS[room]
+  def __init__(self, protocol: str = "server"):
+    self._run_type = PROTOCOLS[protocol]
     self.runs = self.steps = self.restarts = 0
     self.seconds = 0.0
     self.injected: collections.Counter[str] = collections.Counter()
@@ -171,29 +185,31 @@ class Tally:
     self.failed: list[int] = []  # seeds
 
   def add(self, outcome: SeedResult) -> None:
-    """Counts one more."""
+    """Counts an outcome."""
     self.runs += 1
     self.steps += outcome.steps
     self.restarts += outcome.restarts - 1
     self.seconds += outcome.seconds
     self.injected.update(outcome.injected)
-    self.refused.update(_REASON.sub("#", text)[:60] for text in outcome.refused)
+    texts = (_DETAILS.sub("#", text)[:60] for text in outcome.refused)
+    self.refused.update(texts)
     if outcome.error:
       self.failed.append(outcome.seed)
 
   def table(self) -> str:
     """Returns a table of faults and invariants."""
-    width = max(map(len, (*self._room.menu().kinds, *self._room.INVARIANTS)))
+    kinds, invariants = self._run_type.menu().kinds, self._run_type.INVARIANTS
+    width = max(map(len, (*kinds, *invariants)))
     lines = [
       f"{self.runs:,} runs, {self.steps:,} steps, {self.seconds:,.0f} simulated"
       f" seconds, {self.restarts:,} restarts"
     ]
     lines += ["", f"{'fault':{width}}  injected"]
-    for kind in self._room.menu().kinds:
+    for kind in kinds:
       lines.append(f"{kind:{width}}  {self.injected[kind]:8,}")
     lines += ["", f"{'invariant':{width}}  checked"]
     checked = self.runs - len(self.failed)
-    lines += [f"{name:{width}}  {checked:8,}" for name in self._room.INVARIANTS]
+    lines += [f"{name:{width}}  {checked:8,}" for name in invariants]
     if self.failed:
       some = ", ".join(map(str, self.failed[:20]))
       lines += ["", f"FAILED: {len(self.failed)} seeds ({some})"]

@@ -1,8 +1,9 @@
 """Hosts of a simulated world: each is a process of the scheduler.
 
-A fault may come at every call, at every write of an object, and wherever an
-object or the driver waits. An answer may be lost, as through a connection that
-breaks, and a call that callers retry may be made twice.
+A host holds one object and executes calls of its methods. There is a fault
+point at every call, at every write of an object, and wherever an object or the
+driver waits. A fault can lose the answer of a call, as a broken connection
+does. It can also repeat a call, if its callers retry that call.
 """
 
 import os
@@ -33,14 +34,14 @@ from asgd.live.world.network import SimulatedNetwork
 from asgd.live.world.scheduler import Process, Scheduler
 from asgd.live.world.storage import Disk
 
-# Methods that are called again when a connection broke, perhaps late; of a
-# shard all are, at once.
+# Methods that callers retry after a broken connection, perhaps late. All
+# methods of a shard are retried too, but at once.
 _RETRIED = {(PEER, "deliver"), (COUNTER, "take")}
-_LATE = 0.1  # of a fault's seconds: how late a call comes
+_LATE = 0.1  # delay of a call, as a part of a fault's seconds
 
 
 class World(NamedTuple):
-  """What a run stands on."""
+  """The simulated parts that a run uses instead of the system's."""
 
   scheduler: Scheduler
   faults: Faults
@@ -50,11 +51,11 @@ class World(NamedTuple):
   skew: list[float]  # seconds by which its clock has jumped
 
   def clock(self) -> float:
-    """Seconds since the run began."""
+    """Returns seconds since the run began, as its processes read them."""
     return self.scheduler.now + self.skew[0]
 
   def spoil(self, message: Any) -> Any:
-    """Returns a message of a worker, whose real numbers may become NaN."""
+    """Returns a worker's message; with an armed fault its floats are NaN."""
     if not self.faults.take("nan", "worker"):
       return message
 
@@ -65,7 +66,8 @@ class World(NamedTuple):
 
 
 class _Inline(Executor):
-  """A pool that makes each call at once: threads have no turns."""
+  """A pool that makes each call at once, because the scheduler gives no turns
+  to threads of a pool."""
 
   def submit(self, call: Callable[..., Any], /, *args: Any) -> Future[Any]:
     """See the base."""
@@ -75,12 +77,13 @@ class _Inline(Executor):
 
 
 class _Fenced:
-  """The disk of an object: once its host has ended, nothing is written."""
+  """The disk of an object; it writes nothing after the object's host ended."""
 
   def __init__(self, host: "WorldHost", scheduler: Scheduler, disk: Disk):
     self._host, self._scheduler, self._disk = host, scheduler, disk
 
-  def _touch(self):
+  def _touch(self) -> None:
+    """Is a fault point, and ends the process if its host has ended."""
     self._scheduler.touch()
     if self._host.ended:
       raise Killed
@@ -101,11 +104,11 @@ class WorldCall(Call):
 
   def __init__(self, scheduler: Scheduler, host: "WorldHost"):
     self._scheduler, self.host = scheduler, host
-    self.answer: Future[Any] | None = None  # that is there
+    self.answer: Future[Any] | None = None  # None: not received yet
     self.cut = False  # the connection broke: the answer is lost
 
   def take(self, future: Future[Any]) -> None:
-    """Takes a future that is done for the answer."""
+    """Receives the answer, a future that is done."""
     self.answer = future
 
   def done(self) -> bool:
@@ -129,45 +132,53 @@ class WorldHost(Host):
   def __init__(self, hosts: "WorldHosts", kind: str, index: int, make: Make):
     self.kind, self.index, self._hosts = kind, index, hosts
     self._scheduler = scheduler = hosts.world.scheduler
+    # Calls that were received and not made yet: (call, method, arguments).
     self._box: list[tuple[WorldCall, str, Sequence[Any]]] = []
-    self.ended = False  # nobody hears it any more
+    self.ended = False  # the driver has given it up; its answers are ignored
     self.open: list[WorldCall] = []  # without an answer
     self.made = self._new_call()
     disk = _Fenced(self, scheduler, hosts.disk)
     self._inside = Inside(
       *(self._die, self._wait, hosts.clock, disk, _Inline, self._later)
     )
-    self._held: Any = None
+    self._object: Any = None
     self.process: Process = scheduler.start(
       f"{kind} {index}", lambda: self._run(make)
     )
     self.helpers: list[Process] = []  # calls beside the object (`Inside.later`)
-    # A thread that has ended leaves its calls, unless its files are the next
-    # one's.
-    self._ends_whole = hosts.kills or kind in LOCAL
-    if self._ends_whole:
+    # The end of a process ends its helpers. The end of a thread does not, but
+    # the helpers of a LOCAL host would write to files of its successor.
+    self._ends_helpers = hosts.kills or kind in LOCAL
+    if self._ends_helpers:
       self.process.at_end.append(self._end_helpers)
 
   @property
   def alive(self) -> bool:
-    """Whether it answers."""
+    """Whether the host answers calls."""
     return self.process.alive and not (self.process.doomed or self.ended)
 
   def call(self, method: str, *args: Any) -> WorldCall:
     """See the base."""
     call, faults = self._new_call(), self._hosts.world.faults
     self._scheduler.touch()
-    late = (self.kind, method) in _RETRIED
-    retried = late or self.kind == SHARD
+    may_be_late = (self.kind, method) in _RETRIED
+    retried = may_be_late or self.kind == SHARD
     if retried and (double := faults.take("double", self.kind)):
-      again = WorldCall(self._scheduler, self)  # nobody waits
-      self._post(again, method, args, double.seconds * _LATE * late)
+      repeated = WorldCall(self._scheduler, self)  # no caller waits for it
+      seconds = double.seconds * _LATE * may_be_late
+      self._post(repeated, method, args, seconds)
     delay = faults.take("delay", self.kind)
     self._post(call, method, args, delay.seconds * _LATE if delay else 0.0)
     return call
 
-  def _post(self, call, method, args, seconds=0.0):
-    """Makes a call, after some time."""
+  def _post(
+    self,
+    call: WorldCall,
+    method: str,
+    args: Sequence[Any],
+    seconds: float = 0.0,
+  ) -> None:
+    """Puts a call into the host's box, after some simulated seconds."""
 
     def post():
       if seconds:
@@ -180,11 +191,11 @@ class WorldHost(Host):
       post()
 
   def lose(self, call: WorldCall) -> None:
-    """Forgets a call that it has not begun to make."""
+    """Drops a call that the host has not begun to execute."""
     self._box = [each for each in self._box if each[0] is not call]
 
-  def _later(self, do, method, *args):
-    """Runs a call in a process of its own; see `Inside.later`."""
+  def _later(self, do: Callable[[], Any], method: str, *args: Any) -> None:
+    """Runs `do` in a helper process; see `Inside.later`."""
     future: Future[Any] = Future()
 
     def run():
@@ -200,10 +211,12 @@ class WorldHost(Host):
     self.helpers.append(helper)
 
     def end_all():
-      if helper.doomed:  # or it has only ended
+      # Only a killed helper takes its process along; one that finished ends
+      # alone.
+      if helper.doomed:
         self._scheduler.kill(self.process)
 
-    if self._ends_whole:
+    if self._ends_helpers:
       helper.at_end.append(end_all)
 
   def _end_helpers(self):
@@ -211,60 +224,69 @@ class WorldHost(Host):
       self._scheduler.kill(helper)
 
   def drain(self) -> bool:
-    """Calls `drain` of the object; returns whether it has such a method."""
-    if drains := hasattr(self._held, "drain"):
-      self._held.drain()
+    """Calls the object's `drain`; returns whether it has such a method."""
+    if drains := hasattr(self._object, "drain"):
+      self._object.drain()
     return drains
 
   def interrupt(self) -> None:
-    """Calls `interrupt` of the object, if it has such a method."""
-    if hasattr(self._held, "interrupt"):
-      self._held.interrupt()
+    """Calls the object's `interrupt`, if it has such a method."""
+    if hasattr(self._object, "interrupt"):
+      self._object.interrupt()
 
-  def _new_call(self):
+  def _new_call(self) -> WorldCall:
+    """Returns a new call, listed in `open`."""
     call = WorldCall(self._scheduler, self)
     self.open = [each for each in self.open if not each.done()]
     self.open.append(call)
     return call
 
-  def _die(self):
+  def _die(self) -> None:
+    """Kills this host from within."""
     scheduler = self._scheduler
     scheduler.kill(self.process)
-    scheduler.kill(scheduler.current)  # which may be a helper
+    scheduler.kill(scheduler.current)  # the caller may be a helper
     scheduler.point()
 
-  def _wait(self, seconds):
+  def _wait(self, seconds: float) -> None:
     self._scheduler.sleep(seconds)
     if self.ended:
       raise Killed
 
-  def _run(self, make):
-    self._do(self.made, lambda: make(self._inside), keeps=True)
+  def _run(self, make: Make) -> None:
+    """Makes the object, then executes the calls of its methods."""
+    self._execute(self.made, lambda: make(self._inside), keeps=True)
     while True:
       self._scheduler.wait(lambda: self.ended or bool(self._box), None)
       if self.ended:
         return
       call, method, args = self._box.pop(self._next())
-      if self.made.answer.exception():
+      if self.made.answer.exception():  # there is no object
         call.take(self.made.answer)
         continue
-      self._do(call, lambda: getattr(self._held, method)(*args))  # noqa: B023
+      self._execute(
+        call,
+        lambda: getattr(self._object, method)(*args),  # noqa: B023
+      )
 
-  def _next(self):
-    """Which call is made next: those that wait are made in any order."""
+  def _next(self) -> int:
+    """Returns the index of the waiting call that is executed next."""
     order, waiting = self._hosts.order, len(self._box)
     if order is not None:
       return order.randrange(waiting)
-    late = waiting > 1 and self._hosts.world.faults.take("reorder", self.kind)
-    return -1 if late else 0
+    last = waiting > 1 and self._hosts.world.faults.take("reorder", self.kind)
+    return -1 if last else 0
 
-  def _do(self, call, do, keeps=False):
-    """Answers a call with what is done, or what that raises but Killed."""
+  def _execute(
+    self, call: WorldCall, do: Callable[[], Any], keeps: bool = False
+  ) -> None:
+    """Answers a call with the value of `do`, or with its error. Killed is no
+    answer: it ends the process. `keeps`: the value is the host's object."""
     answer: Future[Any] = Future()
     try:
       value = do()
       if keeps:
-        self._held, value = value, None
+        self._object, value = value, None
       if isinstance(value, Future):
         answer = value
       else:
@@ -278,14 +300,14 @@ class WorldHosts(Hosts):
   """Hosts as processes of a world, and their driver's clock and disk."""
 
   def __init__(self, world: World, *, kills: bool):
-    """`kills`: what the driver kills ends at once, as a process; otherwise, as
-    a thread, when it waits or has ended its call."""
+    """`kills`: whether a host that the driver kills ends at once, as a process
+    does. Otherwise it ends when it waits or has ended its call, as a thread
+    does."""
     self.world, self.kills, self.disk = world, kills, world.disk
-    # Draws which of the calls that wait for a host is made next; None: the
-    # first.
+    # Chooses the next of the calls that wait for a host; None: the first.
     self.order: random.Random | None = None
     self.hosts: dict[tuple[str, int], WorldHost] = {}
-    self.cuts = 0  # answers that were lost
+    self.cuts = 0  # connections of calls that were broken
 
   def clock(self) -> float:
     """See the base."""
@@ -302,10 +324,11 @@ class WorldHosts(Hosts):
 
   def start(self, kind: str, index: int, make: Make) -> WorldHost:
     """See the base."""
-    if before := self.hosts.get((kind, index)):
-      self._end(before)
-      if kind in LOCAL and before.process.alive:  # it may write its files
-        self.world.scheduler.wait(lambda: not before.process.alive, None)
+    if previous := self.hosts.get((kind, index)):
+      self._end(previous)
+      if kind in LOCAL and previous.process.alive:
+        # Two hosts must not write the same files at the same time.
+        self.world.scheduler.wait(lambda: not previous.process.alive, None)
     host = self.hosts[kind, index] = WorldHost(self, kind, index, make)
     return host
 
@@ -328,7 +351,8 @@ class WorldHosts(Hosts):
     """See the base."""
     self._end(self.hosts[kind, index])
 
-  def _end(self, host):
+  def _end(self, host: WorldHost) -> None:
+    """Gives a host up, and ends it as a process or as a thread ends."""
     host.ended = True
     if self.kills:
       self.world.scheduler.kill(host.process)
@@ -341,8 +365,15 @@ class WorldHosts(Hosts):
       self.world.scheduler.kill(host.process)
 
   def cut(self, which: float, *, arrives: bool = True) -> Sequence[str]:
-    """Breaks the connection of an open call, before it arrives or later.
-    Returns the name of its host, of no call none."""
+    """Breaks the connection of an open call.
+
+    Args:
+      which: selects the call, in [0, 1).
+      arrives: whether the host still receives the call.
+
+    Returns:
+      The name of the call's host; nothing if no call is open.
+    """
     calls = [
       call
       for host in self.hosts.values()

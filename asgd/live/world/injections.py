@@ -1,7 +1,7 @@
-"""Faults of a world: which come to a run follows from a seed.
+"""Faults of a simulated world, drawn from a seed.
 
-Some happen at once; others are armed, and happen to the next write, call,
-frame or message that they can happen to.
+Some faults are injected at once. Others are armed: they apply to the next
+write, call, frame or message of a matching kind.
 """
 
 import collections
@@ -10,24 +10,26 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 _MOST_FAULTS = 6
-_STEPS = 4000  # fault points in which faults come, at most
-_FEW_KINDS = 0.5  # probability that only some kinds of faults come
-_LATE = 0.2  # probability of one after one of the last jobs has begun
-_SOON, _NEAR = 0.4, 100  # probability of a next one within so many steps
+_STEPS = 4000  # the largest step at which a fault is injected
+_FEW_KINDS = 0.5  # probability that a scenario has a few kinds of faults only
+_LATE = 0.2  # probability that a fault waits for one of the last jobs
+# Probability that a fault soon follows the one before, and within how many
+# steps.
+_SOON, _NEAR = 0.4, 100
 
 
 class Injection(NamedTuple):
   """A fault of a world."""
 
-  job: int  # that has begun; 0: none needs to
-  step: int  # of the scheduler, since then
+  job: int  # the fault waits until this job has begun; 0: it does not wait
+  step: int  # of the scheduler, counted from then
   kind: str  # one of a menu's kinds
-  which: float  # of those that there are, a fraction
-  seconds: float  # of a stop or a jump
+  which: float  # in [0, 1): selects a process, connection or file
+  seconds: float  # length of a stop or a jump
 
 
 class Menu(NamedTuple):
-  """From what the scenarios of a protocol are drawn."""
+  """The cases and faults that a protocol's scenarios are drawn from."""
 
   cases: Sequence[Any]  # runs without faults
   kinds: Sequence[str]  # of faults
@@ -36,14 +38,14 @@ class Menu(NamedTuple):
 
 
 class Scenario(NamedTuple):
-  """A run with its faults; of a seed."""
+  """A run with its faults, drawn from a seed."""
 
   seed: int
   case: Any
   faults: tuple[Injection, ...]
 
   def describe(self, keep: Sequence[int]) -> str:
-    """Returns some of the faults, a line each."""
+    """Returns the case, and a line for each fault with an index in `keep`."""
     lines = [f"seed {self.seed}: {self.case}"]
     for index in keep:
       fault = self.faults[index]
@@ -64,11 +66,12 @@ def draw(seed: int, menu: Menu) -> Scenario:
   faults: list[Injection] = []
   for _ in range(rng.randint(0, _MOST_FAULTS)):
     job, step = 0, int(_STEPS ** rng.uniform(0.4, 1.0))
-    if rng.random() < _LATE:  # when what is lost may be found out too late
-      job, step = menu.jobs - rng.randint(1, menu.workers), int(
-        _STEPS ** rng.random()
-      )
-    elif faults and rng.random() < _SOON:  # before the last is got over
+    # Two times at which recovery is difficult: near the end, when a loss may
+    # be noticed too late, and before the run has recovered from a fault.
+    if rng.random() < _LATE:
+      job = menu.jobs - rng.randint(1, menu.workers)
+      step = int(_STEPS ** rng.random())
+    elif faults and rng.random() < _SOON:
       job = faults[-1].job
       step = faults[-1].step + int(_NEAR ** rng.random())
     kind, which = rng.choice(kinds), rng.random()
@@ -78,7 +81,7 @@ def draw(seed: int, menu: Menu) -> Scenario:
 
 
 class Faults:
-  """The faults that are armed, and counts of those that have happened."""
+  """The armed faults, and counts of the injected ones."""
 
   def __init__(self) -> None:
     self._armed: dict[str, collections.deque[Injection]] = (
@@ -88,17 +91,17 @@ class Faults:
     self.parties = collections.Counter[tuple[str, str]]()  # (kind, party)
 
   def arm(self, fault: Injection) -> None:
-    """Lets a fault happen to the next that it can happen to."""
+    """Keeps a fault for the next operation of a matching kind."""
     self._armed[fault.kind].append(fault)
 
   def next(self, kind: str) -> Injection | None:
-    """Returns the first of a kind that is armed."""
+    """Returns the first armed fault of a kind, which stays armed."""
     armed = self._armed.get(kind)
     return armed[0] if armed else None
 
   def take(self, kind: str, party: str) -> Injection | None:
-    """Returns the first of a kind that is armed, which happens to a party
-    now."""
+    """Returns the first armed fault of a kind, and counts it as injected into
+    a party."""
     fault = self.next(kind)
     if fault is not None:
       self._armed[kind].popleft()
@@ -106,8 +109,8 @@ class Faults:
     return fault
 
   def happened(self, kind: str, party: str) -> None:
-    """Counts a fault. The party is a process ("call beside shard 0"), or a part
-    of the world."""
+    """Counts an injected fault. The party is the name of a process ("shard 0",
+    "call beside shard 0") or of a part of the world ("disk")."""
     self.injected[kind] += 1
     party = party.removeprefix("call beside ")
     self.parties[kind, party.partition(" ")[0]] += 1

@@ -1,4 +1,4 @@
-"""What must hold of a run in a world that has ended, however it went."""
+"""Invariants of a finished run of a parameter server in a simulated world."""
 
 import math
 from collections.abc import Sequence
@@ -10,20 +10,20 @@ from asgd import base, orders, simulator
 from asgd.live import records
 from asgd.live.journal import journal_path, read_journal
 from asgd.live.shard import Shard
-from asgd.live.world import reference
+from asgd.live.world import trace_checks
 from asgd.live.world.broken import bits, refused, require
 from asgd.live.world.hosts import World
-from asgd.live.world.reference import Received
 from asgd.live.world.scenario import WORKERS, ServerCase, Training
+from asgd.live.world.trace_checks import Received
 from asgd.orders import trace
 from asgd.orders.trace import Event
 
-# Those of docs/simulated_world.md, in its order.
+# Invariants of docs/simulated_world.md, in its order.
 NAMES = (
   "every job is received once",
   "what the lead received, every shard received",
   "the order is allowed",
-  "records tell what the trace says",
+  "records agree with the trace",
   "the replay has the same bits",
   "no slot is leaked, or used twice",
   "no slot is read without its stamp",
@@ -35,43 +35,50 @@ NAMES = (
 def check(
   world: World, training: Training, case: ServerCase, shards: Sequence[Shard]
 ) -> None:
-  """Raises Broken if a finished run is not what it must be."""
+  """Raises Broken if a finished run violates an invariant. `shards` are the
+  run's shards after their last message."""
   folder, count = world.folder, training.setup.shards
   journals = [read_journal(journal_path(folder, i)) for i in range(count)]
   _check_jobs(journals, training, case)
   _check_order(journals, training, case)
   every, gated = max(case.rules.round, 1), bool(case.rules.backup)
-  rows, there = [], []
+  rows, recorded = [], []
   for index, events in enumerate(journals):
     with refused(NAMES[3], f"shard {index}: "):
-      expected = reference.received(events, every=every, gated=gated)
+      expected = trace_checks.received(events, every=every, gated=gated)
     rows.append(records.read_records(records.records_path(folder, index)))
-    there.append(_match(index, events, rows[-1], expected))
-    _check_records(index, rows[-1], [expected[i] for i in there[-1]])
-  _check_replay(training, journals, (rows, there), shards)
+    recorded.append(_match(index, events, rows[-1], expected))
+    _check_records(index, rows[-1], [expected[i] for i in recorded[-1]])
+  _check_replay(training, journals, (rows, recorded), shards)
   for shard in shards:
     _check_slots(shard)
 
 
-def _check_order(journals, training, case):
+def _check_order(
+  journals: Sequence[Sequence[Event]], training: Training, case: ServerCase
+) -> None:
+  """Checks that each shard's rows are an allowed order."""
   for index, events in enumerate(journals):
-    # In rounds a worker may start one more before the first is received; other
-    # shards may still hold what the lead has closed.
-    free = index or case.rules.round
-    depth = math.inf if free else case.rules.depth
+    # In rounds a worker may start a job before its last message is received.
+    # Another shard may still have a ticket open that the lead has closed.
+    unlimited = index or case.rules.round
+    depth = math.inf if unlimited else case.rules.depth
     with refused(NAMES[2], f"shard {index}: "):
       orders.check(events, depth=depth)
       if not index:
         jobs = {"jobs": training.setup.jobs, "owned": case.owned}
-        reference.check_protocol(events, case.rules, **jobs)
+        trace_checks.check_protocol(events, case.rules, **jobs)
 
 
-def _check_jobs(journals, training, case):
+def _check_jobs(
+  journals: Sequence[Sequence[Event]], training: Training, case: ServerCase
+) -> None:
+  """Checks that the lead received each job once, and each shard as the lead."""
   received = [
     [event for event in events if event.action == base.RECEIVE]
     for events in journals
   ]
-  # Also those that a rollback undid: they are not done again.
+  # A job that a rollback undid counts, too: it is not computed again.
   lead = sorted(event.job for event in received[0])
   jobs = list(range(training.setup.jobs))
   require(lead == jobs, NAMES[0], f"the lead received jobs {lead}")
@@ -92,23 +99,30 @@ def _match(
   record: base.Records,
   expected: Sequence[Received],
 ) -> list[int]:
-  """Returns which of the messages that a shard received has which record. They
-  are in one order, and only one that was undone may have none."""
+  """Returns for each record of a shard the index of its message in `expected`.
+
+  Records and messages have the same order. Raises Broken if a message has no
+  record, unless a rollback undid the message.
+  """
   columns = record.time.tolist(), record.worker.tolist(), record.job.tolist()
-  named, out = list(zip(*columns, strict=True)), []
+  record_keys, out = list(zip(*columns, strict=True)), []
   kept = set(trace.follow(events).received)
-  for number, (row, event, *_) in enumerate(expected):
-    name = event.time, event.worker, event.job
-    if len(out) < len(named) and named[len(out)] == name:
-      out.append(number)
+  for position, (row, event, *_) in enumerate(expected):
+    key = event.time, event.worker, event.job
+    if len(out) < len(record_keys) and record_keys[len(out)] == key:
+      out.append(position)
     else:
       text = f"shard {index} has no record of"
       require(row not in kept, NAMES[3], text, event)
-  require(len(out) == len(named), NAMES[3], f"shard {index} recorded {named}")
+  text = f"shard {index} recorded {record_keys}"
+  require(len(out) == len(record_keys), NAMES[3], text)
   return out
 
 
-def _check_records(index, record, expected: Sequence[Received]):
+def _check_records(
+  index: int, record: base.Records, expected: Sequence[Received]
+) -> None:
+  """Checks a shard's records against the values that its trace implies."""
   columns: dict[str, Any] = {
     "staleness": [message.staleness for message in expected],
     "accepted": [message.accepted for message in expected],
@@ -116,13 +130,20 @@ def _check_records(index, record, expected: Sequence[Received]):
     "loss": np.array([message.event.loss for message in expected], np.float32),
   }
   for name, column in columns.items():
-    there = getattr(record, name)
-    same = np.array_equal(there, column)
-    text = f"{name} {there.tolist()}, not {list(map(float, column))}"
+    recorded = getattr(record, name)
+    same = np.array_equal(recorded, column)
+    text = f"{name} {recorded.tolist()}, not {list(map(float, column))}"
     require(same, NAMES[3], f"shard {index} recorded {text}")
 
 
-def _check_replay(training, journals, recorded, shards):
+def _check_replay(
+  training: Training,
+  journals: Sequence[Sequence[Event]],
+  recorded: tuple[Sequence[base.Records], Sequence[Sequence[int]]],
+  shards: Sequence[Shard],
+) -> None:
+  """Replays the journals, and compares states and records with the run's.
+  `recorded` has each shard's records and the indices of their messages."""
   traces = [trace.from_events(events) for events in journals]
   server, worker, wire = training.server, training.worker, training.wire
   common = dict(batch=training.batch, root=training.duty.root)
@@ -147,14 +168,15 @@ def _check_replay(training, journals, recorded, shards):
     same = bits(shard.state.server) == bits(state)
     require(same, NAMES[4], f"shard {index}: the state differs")
   parts = zip(*recorded, replayed, strict=True)
-  for index, (live, there, expected) in enumerate(parts):
-    for name, one, other in zip(live._fields, live, expected, strict=True):
-      nan = one.dtype.kind == "f"
-      same = np.array_equal(one, other[there], equal_nan=nan)
+  for index, (live, messages, expected) in enumerate(parts):
+    for name, column, other in zip(live._fields, live, expected, strict=True):
+      nan = column.dtype.kind == "f"
+      same = np.array_equal(column, other[messages], equal_nan=nan)
       require(same, NAMES[4], f"shard {index}: the records' {name} differ")
 
 
-def _check_slots(shard):
+def _check_slots(shard: Shard) -> None:
+  """Checks that each slot of a shard has exactly one use, or is free."""
   state = shard.state
   slots, tickets = state.slots, state.tickets.values()
   counts = slots.counts
@@ -164,14 +186,15 @@ def _check_slots(shard):
     *(slot for dead in slots.dead.values() for slot in dead),
     *(ticket.message for ticket in tickets),
   ]
-  of = f"shard {shard.index}"
+  name = f"shard {shard.index}"
   require(
     sorted(messages) == list(range(counts.messages)),
-    *(NAMES[5], f"{of}: message slots {sorted(messages)} of {counts.messages}"),
+    NAMES[5],
+    f"{name}: message slots {sorted(messages)} of {counts.messages}",
   )
   used = {slot for slot, uses in slots.uses.items() if uses > 0}
   params = sorted([*slots.free_params, *used])
   require(
     params == list(range(counts.params)),
-    *(NAMES[5], f"{of}: params slots {params} of {counts.params}"),
+    *(NAMES[5], f"{name}: params slots {params} of {counts.params}"),
   )

@@ -1,8 +1,8 @@
 """Sockets of a simulated world; see `asgd.live.links.sockets.UnixNetwork`.
 
-What is sent arrives at once and in order, as between processes of one machine;
-a connection can be cut, and a message, or the answer to it, can be lost,
-doubled or held back until after the next one.
+Sent bytes arrive at once and in order, as between processes of one machine. A
+fault can cut a connection. It can also drop a frame, send it twice, or hold it
+back until after the next one.
 """
 
 import errno
@@ -14,15 +14,16 @@ from asgd.live import frames
 from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Process, Scheduler
 
-_ROOM = 2**12  # bytes that a socket holds for its reader
-# Frames that are lost or held back, though a stream loses nothing but its end,
-# are sent again; more of them may be sent twice.
-_AGAIN = frames.PUSH, frames.ACK
-_SPOILED = {
-  "lose": _AGAIN,
-  "reorder": _AGAIN,
+_BUFFER = 2**12  # bytes that a socket holds for its reader
+# Fault -> kinds of frames that it applies to. A stream of the system drops no
+# frame in its middle, so only frames that their sender retries can be lost or
+# held back. Frames that are idempotent can be sent twice.
+_RETRIED = frames.PUSH, frames.ACK
+_TAMPERED = {
+  "lose": _RETRIED,
+  "reorder": _RETRIED,
   "double": (
-    *(*_AGAIN, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
+    *(*_RETRIED, frames.HELLO, frames.WELCOME, frames.FETCH, frames.TICKET),
     *(frames.FOLLOW, frames.PREPARED, frames.ASKED),
   ),
 }
@@ -36,15 +37,15 @@ class Socket:
     if owner:
       owner.at_end.append(self.close)
     self.peer: Socket | None = None
-    self.data = bytearray()  # that has come
-    self.backlog: list[Socket] = []  # of a listener
+    self.data = bytearray()  # received, and not read yet
+    self.backlog: list[Socket] = []  # connections of a listener to accept
     self.closed = self.broken = False
 
   def setblocking(self, blocking: bool) -> None:
-    """Does nothing: of all methods only `sendall` ever blocks."""
+    """Does nothing: only `sendall` blocks, whatever is set here."""
 
   def fileno(self) -> int:
-    """A number of its own; -1 once it is closed."""
+    """Returns a number that is unique to this socket; -1 once it is closed."""
     return -1 if self.closed else id(self)
 
   @property
@@ -54,33 +55,33 @@ class Socket:
 
   @property
   def at_end(self) -> bool:
-    """Whether nothing more can come."""
+    """Whether no more bytes can arrive."""
     return self.broken or (self.peer is not None and self.peer.closed)
 
   @property
   def writable(self) -> bool:
-    """Whether `send` would take something."""
-    return self.at_end or len(self.peer.data) < _ROOM
+    """Whether `send` would accept at least a byte, or raise."""
+    return self.at_end or len(self.peer.data) < _BUFFER
 
   def _check(self):
     if self.closed or self.broken:
       raise OSError(errno.ECONNRESET, "cut")
 
   def send(self, data: bytes) -> int:
-    """Sends what there is room for."""
+    """Sends the bytes that fit the reader's buffer; returns their count."""
     self.network.scheduler.touch()
     self._check()
     if self.peer is None or self.peer.closed:
       raise OSError(errno.EPIPE, "the other end is closed")
     if not self.writable:
       raise BlockingIOError
-    part = bytes(data[: _ROOM - len(self.peer.data)])
+    part = bytes(data[: _BUFFER - len(self.peer.data)])
     self.peer.data += self.network.tampered(self, part)
     self.network.changes += 1
     return len(part)
 
   def sendall(self, data: bytes) -> None:
-    """Sends all, waiting for room."""
+    """Sends all bytes; waits while the reader's buffer is full."""
     rest = bytes(data)
     while rest:
       try:
@@ -89,7 +90,7 @@ class Socket:
         self.network.scheduler.wait(lambda: self.writable, None)
 
   def recv(self, size: int) -> bytes:
-    """Returns what has come; nothing at the end of the connection."""
+    """Returns received bytes; b"" at the end of the connection."""
     self.network.scheduler.touch()
     self._check()
     if not self.data:
@@ -102,13 +103,13 @@ class Socket:
     return data
 
   def accept(self) -> tuple["Socket", None]:
-    """Returns a connection that waits."""
+    """Returns the first connection of the backlog."""
     if not self.backlog:
       raise BlockingIOError
     return self.backlog.pop(0), None
 
   def close(self) -> None:
-    """Closes it: the other end reads what was sent, then the end."""
+    """Closes this end. The other end reads the bytes sent, then the end."""
     self.closed = True
     self.network.changes += 1
 
@@ -129,26 +130,28 @@ class Selector:
   modify = register
 
   def unregister(self, sock: Socket) -> None:
-    """Watches it no more."""
+    """Stops watching a socket."""
     del self._keys[sock]
 
   def get_map(self) -> dict[Socket, selectors.SelectorKey]:
-    """Returns what is watched."""
+    """Returns the watched sockets and their keys."""
     return dict(self._keys)
 
   def close(self) -> None:
-    """Watches nothing any more."""
+    """Stops watching all sockets."""
     self._keys.clear()
 
-  def _is_ready(self):
-    """Whether a socket is. It is asked at each turn, and looks again only when
-    something has changed since none was: a third of a run's time."""
+  def _is_ready(self) -> bool:
+    """Whether a watched socket is ready. The scheduler asks at each turn, so
+    the answer "none" is kept until the network changes: this saves a third of a
+    run's time."""
     changes = self._network.changes
     if self._idle != changes and not self._events():
       self._idle = changes
     return self._idle != changes
 
-  def _events(self):
+  def _events(self) -> list[tuple[Any, int]]:
+    """Returns (key, ready events) of the sockets that are ready now."""
     out = []
     for sock, key in self._keys.items():
       ready = 0
@@ -161,7 +164,7 @@ class Selector:
     return out
 
   def select(self, seconds: float | None = None) -> list[tuple[Any, int]]:
-    """Returns the (key, events) of sockets that are ready."""
+    """Waits until a socket is ready; returns (key, events) of ready ones."""
     scheduler = self._network.scheduler
     if seconds is None or seconds > 0:
       scheduler.wait(self._is_ready, seconds)
@@ -176,9 +179,9 @@ class SimulatedNetwork:
   def __init__(self, scheduler: Scheduler, faults: Faults):
     self.scheduler, self._faults = scheduler, faults
     self._listeners: dict[str, Socket] = {}
-    self.sockets: list[Socket] = []  # that are connected
+    self.sockets: list[Socket] = []  # both ends of each connection, in pairs
     self._late: dict[Socket, bytes] = {}  # frames that are held back
-    self.changes = 0  # of what can be read or written, so far
+    self.changes = 0  # count of changes to readable or writable bytes
     self.sleep = scheduler.sleep
 
   def listen(self, path: Path) -> Socket:
@@ -192,11 +195,11 @@ class SimulatedNetwork:
     listener = self._listeners.get(str(path))
     if listener is None or listener.closed:
       raise ConnectionRefusedError
-    ours, theirs = self._pair(listener.owner)
-    listener.backlog.append(theirs)
+    client, server = self._pair(listener.owner)
+    listener.backlog.append(server)
     self.changes += 1
-    self.sockets += [ours, theirs]
-    return ours
+    self.sockets += [client, server]
+    return client
 
   def pair(self) -> tuple[Socket, Socket]:
     """See `sockets.UnixNetwork`."""
@@ -212,34 +215,35 @@ class SimulatedNetwork:
     return Selector(self)
 
   def connections(self) -> list[Socket]:
-    """Returns one end of each connection that is open."""
+    """Returns one end of each open connection."""
     self.sockets = [s for s in self.sockets if not s.closed and not s.at_end]
     return self.sockets[::2] or self.sockets
 
   def cut(self, sock: Socket) -> None:
-    """Breaks a connection; what was on its way is lost."""
+    """Breaks a connection; bytes that were not read yet are lost."""
     for end in (sock, sock.peer):
       end.broken = True
       end.data.clear()
     self.changes += 1
 
   def tampered(self, sock: Socket, data: bytes) -> bytes:
-    """Returns what arrives of what is sent."""
+    """Returns the bytes that arrive when `data` is sent, after a fault."""
     late = self._late.pop(sock, b"")
-    how = None if len(data) % frames.SIZE else self._fault(data)
+    # Faults apply to frames, so only to complete ones.
+    fault = None if len(data) % frames.SIZE else self._fault(data)
     first, rest = data[: frames.SIZE], data[frames.SIZE :]
-    if how == "double":
+    if fault == "double":
       return first + data + late
-    if how == "reorder":
+    if fault == "reorder":
       self._late[sock] = first
-    return data + late if how is None else rest + late
+    return data + late if fault is None else rest + late
 
-  def _fault(self, data):
-    """Returns what happens to the first of some frames, None if nothing."""
-    for how, kinds in _SPOILED.items():
-      if not self._faults.next(how):
+  def _fault(self, data: bytes) -> str | None:
+    """Returns the kind of fault that applies to the first frame of `data`."""
+    for fault, kinds in _TAMPERED.items():
+      if not self._faults.next(fault):
         continue
       if frames.unpack(data[: frames.SIZE]).kind in kinds:
-        self._faults.take(how, self.scheduler.current.name)
-        return how
+        self._faults.take(fault, self.scheduler.current.name)
+        return fault
     return None

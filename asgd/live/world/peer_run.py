@@ -1,7 +1,7 @@
-"""Runs of live peers in a world: scenarios, the driver, and what must hold.
+"""Runs of live peers in a simulated world: cases, driver, checks.
 
-What each peer has done is in its journal, so most of what must hold is read
-from the journals of a run that has ended; `peer_checks` does that.
+Each peer writes its actions to its journal. So most checks read the journals of
+the finished run (`peer_checks`).
 """
 
 import functools
@@ -26,13 +26,13 @@ from asgd.live.world.run import COMMON, LADDER, WorldRun, WorldScript
 from asgd.live.world.storage import Flip, flip
 
 PEERS, ROUNDS = 3, 8
-_PATIENCE = 1.0  # seconds until a silent peer is ended
+_PATIENCE = 1.0  # seconds after which the driver ends a silent peer
 KINDS = (
   *("kill peer", "kill counter", "kill driver", "kill all"),
   *("stop peer", "stop driver"),
-  *("cut", "drop", "double", "delay"),  # calls, which are made in any order
+  *("cut", "drop", "double", "delay"),  # calls
   *("tear", "fill", "jump", "flip", "nan"),
-  "term",  # the driver is told to stop, and has some time to save
+  "term",  # asks the driver to stop, with some time to save
 )
 
 
@@ -44,18 +44,18 @@ class PeerCase(NamedTuple):
   every: int = 1
   refill: bool = True
   options: tuple[tuple[str, Any], ...] = ()
-  kills: bool = True  # as processes; False: as threads
+  kills: bool = True  # hosts are processes; False: threads
 
   @property
   def messages(self) -> int:
-    """Jobs of all peers together."""
+    """Count of jobs of all peers together."""
     return ROUNDS * self.peers
 
 
 _QSGD = (("codec", "qsgd"), ("gamma", 0.5))
 CASES = (
   PeerCase("d_psgd"),
-  PeerCase("d_psgd", peers=4, kills=False),  # not all are neighbours
+  PeerCase("d_psgd", peers=4, kills=False),  # some peers are no neighbours
   PeerCase("d_psgd", refill=False),
   PeerCase("sgp", peers=4, options=(("overlap", 2),)),
   PeerCase("sgp", kills=False),
@@ -73,7 +73,7 @@ CASES = (
 
 @functools.cache
 def _duty(case: PeerCase) -> PeerDuty:
-  """What the peers of a case do, compiled once for all scenarios."""
+  """Returns the duty of a case's peers, compiled once for all scenarios."""
   options = dict(case.options)
   recipe = algorithms.build(case.recipe, 0.05, case.peers, **options)
   recipe = recipe._replace(gossip=recipe.gossip._replace(every=case.every))
@@ -95,13 +95,13 @@ class PeersRun(WorldRun):
     super().__init__(drawn, folder)
     self._case: PeerCase = drawn.case
     self._duty = _duty(self._case)
-    # A checkpoint: images, (rows, records) of each peer.
+    # The last checkpoint: images, and counts (rows, records) of each peer.
     self._saved: tuple[dict[int, Image], list[tuple[int, int]]] | None = None
     self._cluster: PeerCluster | None = None
     self._views: dict[int, View] = {}  # of the peers alive at the end
-    self._flips: list[Flip] = []
-    self._stops: list[float] = []  # seconds of grace
-    self._rows: dict[Path, bytes] = {}  # of journals, as they were last
+    self._flips: list[Flip] = []  # changes that were not undone
+    self._stops: list[float] = []  # seconds to save, for each "term"
+    self._rows: dict[Path, bytes] = {}  # journals at the last look
 
   @staticmethod
   def menu() -> Menu:
@@ -109,7 +109,8 @@ class PeersRun(WorldRun):
     return Menu(CASES, KINDS, PEERS, PEERS * ROUNDS)
 
   def make_hosts(self) -> WorldHosts:
-    """See the base; a host makes calls that wait in any order."""
+    """See the base. A host that is a process executes waiting calls in a random
+    order, as calls over several connections arrive."""
     hosts = super().make_hosts()
     if self._case.kills:
       hosts.order = self.rng
@@ -134,17 +135,18 @@ class PeersRun(WorldRun):
     )
     return functools.partial(self._drive, resumed)
 
-  def _batch(self, peer, job):
+  def _batch(self, peer: int, job: int) -> Any:
     self.work(job)
     return scenario.batch(peer, job)
 
-  def _drive(self, resumed):
-    """The main function of the driver."""
+  def _drive(self, resumed: bool) -> None:
+    """Runs a command's driver."""
     if resumed:
       self._cut_back()
     try:
       self._train()
-    except (AllDied, NotFinite) as error:  # the next command resumes
+    except (AllDied, NotFinite) as error:
+      # The command ended early; the next one resumes from the checkpoint.
       self._check_died(error)
 
   def _train(self):
@@ -152,7 +154,8 @@ class PeersRun(WorldRun):
     cluster.start(self._saved and self._saved[0])
     self.drive(self._look, self._pause_and_save)
 
-  def _look(self):
+  def _look(self) -> bool:
+    """Drives the peers one step; returns whether the command has ended."""
     cluster = self._cluster
     cluster.check(self._received())
     self._look_at_rows()
@@ -176,8 +179,8 @@ class PeersRun(WorldRun):
       len(files.read_peer_records(self.folder, peer).loss) for peer in peers
     )
 
-  def _save(self):
-    """Makes a checkpoint, at a pause."""
+  def _save(self) -> None:
+    """Makes a checkpoint while the peers are paused."""
     cluster, peers = self._cluster, self._case.peers
     images = {
       peer: (tree, json.loads(json.dumps(notes)))
@@ -185,21 +188,22 @@ class PeersRun(WorldRun):
     }
     self._saved = images, files.lengths(self.folder, peers, images)
 
-  def _cut_back(self):
-    """Puts changed files back that were refused, and drops what was written
-    since the checkpoint, or all."""
+  def _cut_back(self) -> None:
+    """Restores changed files that the last command refused, as its error asks.
+    Then cuts all files back to the last checkpoint, or to nothing."""
     for each in reversed(self._flips):
       if self.outcome.refused and each.path.name in self.outcome.refused[-1]:
-        each.mend()
+        each.restore()
     cuts = self._saved[1] if self._saved else [(0, 0)] * self._case.peers
     files.cut_back(self.folder, cuts)
     self._flips = [each for each in self._flips if each.original()]
     self._rows = {}
 
-  # What must hold on the way.
+  # Checks.
 
-  def _look_at_rows(self):
-    """Raises Broken if a journal has lost or changed a row."""
+  def _look_at_rows(self) -> None:
+    """Raises Broken if a journal has lost or changed a row since the last look.
+    Bytes that a fault changed are compared as they were before."""
     for peer in range(self._case.peers):
       path = journal_path(self.folder, peer)
       data = path.read_bytes() if path.exists() else b""
@@ -208,22 +212,20 @@ class PeersRun(WorldRun):
           data = each.before + data[len(each.before) :]
       data = data[: data.rfind(b"\n") + 1]
       if not data.startswith(self._rows.get(path, b"")):
-        raise Broken(f"{peer_checks.ROWS}: {path.name} of {self.scheduler.now}")
+        raise Broken(f"{peer_checks.ROWS}: {path.name} at {self.scheduler.now}")
       self._rows[path] = data
 
-  def _check_died(self, error):
-    """Raises Broken if peers died to which nothing happened; a clock that jumps
-    may happen to all."""
+  def _check_died(self, error: Exception) -> None:
+    """Raises Broken if all peers exited with fewer faults than peers. A jump of
+    the clock may end all peers at once."""
     counts = self.outcome.injected
     if not counts["jump"] and counts.total() < self._case.peers:
       raise Broken(f"{peer_checks.NO_ERROR}: {error}") from error
 
-  # What must hold at the end.
-
   def check(self) -> None:
     """See the base."""
     for each in reversed(self._flips):
-      each.mend()
+      each.restore()
     peer_checks.check(
       self.folder, self._duty, self._case.messages, self._views
     )
@@ -231,10 +233,10 @@ class PeersRun(WorldRun):
   # Faults.
 
   def flip(self, fault: Injection) -> Sequence[str]:
-    """Changes a byte of what a peer wrote, and kills it."""
+    """Changes a byte of a peer's journal or records, and kills the peer."""
     peer = int(fault.which * self._case.peers)
-    at = fault.which * self._case.peers - peer
-    path_of = journal_path if at < 0.5 else records_path
+    fraction = fault.which * self._case.peers - peer
+    path_of = journal_path if fraction < 0.5 else records_path
     path = path_of(self.folder, peer)
     flipped = flip(path, fault.seconds / 8) if path.exists() else None
     if flipped is None:
@@ -244,7 +246,7 @@ class PeersRun(WorldRun):
       for each in self._flips
       if each.path == path and each.after == flipped.before
     ]
-    if undone:  # the same byte was changed before: it is as it was
+    if undone:  # the same bit was flipped before, so the byte is original now
       self._flips.remove(undone[-1])
     else:
       self._flips.append(flipped)
@@ -252,14 +254,15 @@ class PeersRun(WorldRun):
       self.scheduler.kill(process)
     return (f"peer {peer}",)
 
-  def _term(self, fault: Injection):
+  def _term(self, fault: Injection) -> Sequence[str]:
+    """Asks the driver to stop, with `fault.seconds` to save."""
     self._stops.append(fault.seconds)
     return ("driver",)
 
-  def _stop_peer(self, fault: Injection):
-    """Makes a peer stand still with all its threads, or the counter."""
-    some = "counter" if fault.which < 0.2 else "peer"
-    return self.stop(some, fault) or self.stop("peer", fault)
+  def _stop_peer(self, fault: Injection) -> Sequence[str]:
+    """Stops a peer with its helper threads, or the job counter."""
+    kind = "counter" if fault.which < 0.2 else "peer"
+    return self.stop(kind, fault) or self.stop("peer", fault)
 
   INJECT = {  # noqa: RUF012
     **COMMON,

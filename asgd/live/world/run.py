@@ -1,9 +1,9 @@
-"""A run in a simulated world: commands, the faults that come, and the checks.
+"""A run in a simulated world: commands, injected faults, and checks.
 
-A run is one command after another until one finishes: each starts a driver,
-which starts the other processes, in hosts. A fault may kill all of them; the
-next command then resumes. After the last fault the run has to finish within
-bounded time.
+A run is one command after another until one finishes. Each command starts a
+driver, which starts the other processes, in hosts. A fault may kill all of
+them; the next command then resumes. After the last fault the run must finish
+within bounded time.
 """
 
 import abc
@@ -28,15 +28,16 @@ from asgd.live.world.scheduler import Process, Scheduler, Stuck
 from asgd.live.world.storage import Disk, flip
 
 LADDER = Ladder(k=5.0, floor=0.3, start=2.0)
-_SECONDS, _TURNS = 600.0, 200_000  # in which a command ends
+_SECONDS, _TURNS = 600.0, 200_000  # limits of one command
 _RESTARTS = 12  # of the same command, at most
-_REASONS = {"fill", "remove memory", "flip"}  # for a command to end early
-_ORPHANS = 0.1  # of a fault's seconds: parties work on without a driver
-_JOB = 0.03  # seconds that a job takes, on average
+_REASONS = {"fill", "remove memory", "flip"}  # faults that may end a command
+# Time that processes work on without a driver, as a part of a fault's seconds.
+_ORPHANS = 0.1
+_JOB = 0.03  # mean seconds of a job
 
 
 class WorldScript(faults.Script):
-  """The faults of a worker that come from within."""
+  """Faults inside a worker: its messages may become NaN."""
 
   def __init__(self, world: World):
     super().__init__((), kill=lambda: None, wait=world.scheduler.sleep)
@@ -54,23 +55,24 @@ class SeedResult:
   seed: int
   injected: collections.Counter[str]
   parties: collections.Counter[tuple[str, str]]  # (kind of fault, party)
-  refused: list[str] = dataclasses.field(default_factory=list)  # clear errors
-  error: str = ""  # what is wrong; nothing if all is well
+  refused: list[str] = dataclasses.field(default_factory=list)  # ValueErrors
+  error: str = ""  # the violated invariant or the failure; "": the run passed
   restarts: int = 0
   steps: int = 0
-  seconds: float = 0.0  # of the world
+  seconds: float = 0.0  # simulated
 
 
 class WorldRun(abc.ABC):
-  """One scenario, from its start to the checks; a protocol has a subclass."""
+  """One scenario, from its start to the checks; each protocol subclasses it."""
 
-  INVARIANTS: ClassVar[Sequence[str]]  # what is checked of a finished run
-  # Kind of fault -> what injects it, and returns the names of the processes or
-  # parts of the world that it happened to; one that is armed returns none.
+  INVARIANTS: ClassVar[Sequence[str]]  # names of the checks of a finished run
+  # Kind of fault -> function that injects it. The function returns the names of
+  # the processes or parts of the world that were reached; () if it found none
+  # or only armed the fault.
   INJECT: ClassVar[Mapping[str, Callable[[Any, Injection], Sequence[str]]]]
-  # Ends of the paths of files that processes keep open; no mapped ones.
+  # Suffixes of the files that processes keep open, mapped files excepted.
   OPEN: ClassVar[tuple[str, ...]] = (".csv", ".bin", "/messages", "/commands")
-  # Files in the memory of the run of which a byte may be changed.
+  # Patterns of files in the run's memory that "flip" may change.
   FLIPPED: ClassVar[tuple[str, ...]] = ("shard-*/*",)
   HOSTS: ClassVar[type[WorldHosts]] = WorldHosts
   LOOK = 0.1  # seconds between two looks of the driver
@@ -88,24 +90,25 @@ class WorldRun(abc.ABC):
     self.outcome = SeedResult(drawn.seed, armed.injected, armed.parties)
     self.rng = random.Random(drawn.seed + 1)
     self.finished = False
-    self._orphans = 0.0  # seconds for which parties work without a driver
-    self._refused = "", 0  # the last command: by what, after how many faults
-    # Faults that come after a job has begun.
+    self._orphans = 0.0  # seconds that processes work on without a driver
+    # The last error of a command, and the faults that were injected before.
+    self._refused = "", 0
+    # Faults that wait until a job has begun, by job.
     self._of_jobs: dict[int, list[Injection]] = collections.defaultdict(list)
 
   @staticmethod
   @abc.abstractmethod
   def menu() -> Menu:
-    """Returns from what scenarios are drawn."""
+    """Returns the cases and faults that scenarios are drawn from."""
 
   @abc.abstractmethod
   def command(self, resumed: bool) -> Callable[[], None]:
-    """Returns the main function of a command's driver, which sets `finished`
-    when the run has ended."""
+    """Returns the main function of a command's driver. The function sets
+    `finished` when the run has ended."""
 
   @abc.abstractmethod
   def check(self) -> None:
-    """Raises Broken if the finished run is not what it must be."""
+    """Raises Broken if the finished run violates an invariant."""
 
   def make_hosts(self) -> WorldHosts:
     """Returns the hosts of a command."""
@@ -118,8 +121,13 @@ class WorldRun(abc.ABC):
     save: Callable[[], Any],
     rest: Callable[[float], Any] | None = None,
   ) -> None:
-    """Looks at a run until it has ended, and saves it now and then; `rest`
-    lets the time between two looks go by."""
+    """Drives a run until it has ended.
+
+    Args:
+      look: one step of the driver; returns whether the run has ended.
+      save: makes a checkpoint; called after every SAVES steps.
+      rest: waits the given seconds between two steps.
+    """
     looks, rest = 0, rest or self.scheduler.sleep
     while not look():
       looks += 1
@@ -128,17 +136,19 @@ class WorldRun(abc.ABC):
       rest(self.LOOK)
 
   def work(self, job: int, factor: float = 1.0) -> None:
-    """Lets the time of a job go by, and plans the faults that come after it has
-    begun."""
+    """Waits as long as a job takes (`factor` slows its worker down), and
+    schedules the faults that waited for this job."""
     for fault in self._of_jobs.pop(job, ()):
       self._plan(fault, self.scheduler.steps)
     self.scheduler.sleep(factor * self.rng.expovariate(1 / _JOB))
 
-  def _plan(self, fault, steps):
+  def _plan(self, fault: Injection, steps: int) -> None:
+    """Schedules a fault, `fault.step` steps after step `steps`."""
     calls = self.scheduler.faults.setdefault(steps + fault.step, [])
     calls.append(lambda: self._inject(fault))
 
-  def _inject(self, fault):
+  def _inject(self, fault: Injection) -> None:
+    """Injects a fault now, and counts it if it reached anything."""
     if self.finished:
       return
     parties = self.INJECT[fault.kind](self, fault)
@@ -146,7 +156,7 @@ class WorldRun(abc.ABC):
       self.world.faults.happened(fault.kind, parties[0])
 
   def run(self, keep: Sequence[int]) -> SeedResult:
-    """Runs with some of the faults."""
+    """Runs the scenario with the faults of the indices in `keep`."""
     outcome, scheduler = self.outcome, self.scheduler
     for index in keep:
       fault = self.scenario.faults[index]
@@ -157,7 +167,7 @@ class WorldRun(abc.ABC):
     try:
       while not self.finished:
         self._start(resumed=outcome.restarts > 0)
-        # Also of a worker that has no place any more.
+        # This includes errors of workers that the driver has given up.
         for error in scheduler.errors:
           if isinstance(error, Broken):
             raise error
@@ -175,8 +185,9 @@ class WorldRun(abc.ABC):
     outcome.steps, outcome.seconds = scheduler.steps, scheduler.now
     return outcome
 
-  def _close_files(self):
-    """Closes what processes had open, as the kernel does when they end."""
+  def _close_files(self) -> None:
+    """Closes files that the processes had open, as the kernel does at their
+    end: here the simulated processes share the test's descriptors."""
     for name in os.listdir("/proc/self/fd"):
       with contextlib.suppress(OSError):
         target = os.readlink(f"/proc/self/fd/{name}")
@@ -184,17 +195,18 @@ class WorldRun(abc.ABC):
         if target.startswith(f"{self.folder}/") and target.endswith(self.OPEN):
           os.close(int(name))
 
-  def _shown(self, text):
+  def _shown(self, text: object) -> str:
     return str(text).replace(str(self.folder), "FOLDER")
 
-  def _start(self, resumed):
-    """One command, from its start until it ends or is killed."""
+  def _start(self, resumed: bool) -> None:
+    """Runs one command until it ends or is killed."""
     scheduler = self.scheduler
     driver = scheduler.start("driver", self.command(resumed))
     self._orphans = 0.0
     scheduler.run(lambda: not driver.alive, _SECONDS, _TURNS)
     if self._orphans:
-      with contextlib.suppress(Stuck):  # they wait for a driver
+      # The time is over, or all wait for a driver: both are expected.
+      with contextlib.suppress(Stuck):
         scheduler.run(lambda: False, self._orphans, _TURNS)
     scheduler.close()
     self.world.disk.full = False
@@ -203,8 +215,10 @@ class WorldRun(abc.ABC):
         raise driver.error
       text = self._shown(driver.error)
       count = self.outcome.injected.total()
+      # An error names a remedy, so the same error must not follow it unless
+      # another fault was injected.
       if (text, count) == self._refused:
-        raise Broken(f"refused again, and nothing happened: {text}")
+        raise Broken(f"refused again without another fault: {text}")
       self._refused = text, count
       self.outcome.refused.append(text)
       if not self.outcome.injected.keys() & _REASONS:
@@ -213,17 +227,17 @@ class WorldRun(abc.ABC):
   # Faults.
 
   def processes(self, kind: str) -> Sequence[Process]:
-    """Returns the processes that run whose names begin so."""
+    """Returns the live processes with names that begin with `kind`."""
     running = self.scheduler.processes
     return [p for p in running if p.alive and p.name.startswith(kind)]
 
   def pick(self, kind: str, fault: Injection) -> Process | None:
-    """Returns the process that a fault happens to."""
+    """Returns the process of a kind that a fault selects; None if none is."""
     running = self.processes(kind)
     return running[int(fault.which * len(running))] if running else None
 
   def kill(self, kind: str, fault: Injection) -> Sequence[str]:
-    """Kills one process."""
+    """Kills the process of a kind that the fault selects."""
     process = self.pick(kind, fault)
     if process is None:
       return ()
@@ -238,12 +252,12 @@ class WorldRun(abc.ABC):
     return ("all",)
 
   def kill_driver(self, fault: Injection) -> Sequence[str]:
-    """Kills the driver; the others work on until they notice."""
+    """Kills the driver. The other processes work on until they notice."""
     self._orphans = fault.seconds * _ORPHANS
     return self.kill("driver", fault)
 
   def stop(self, kind: str, fault: Injection) -> Sequence[str]:
-    """Makes a process stand still for a while, with its helper threads."""
+    """Stops a process and its helper threads for the fault's seconds."""
     process = self.pick(kind, fault)
     if process is None:
       return ()
@@ -254,12 +268,13 @@ class WorldRun(abc.ABC):
     return (process.name,)
 
   def arm(self, fault: Injection) -> Sequence[str]:
-    """Lets a fault happen to the next write, call or message."""
+    """Arms a fault for the next write, call or message of a matching kind."""
     self.world.faults.arm(fault)
     return ()
 
   def arm_reorder(self, fault: Injection) -> Sequence[str]:
-    """The same, where calls may be made in another order: in processes."""
+    """Arms a fault that changes the order of calls. Threads make calls in
+    order, so it is for processes only."""
     return self.arm(fault) if self.scenario.case.kills else ()
 
   def fill(self, fault: Injection) -> Sequence[str]:
@@ -269,17 +284,17 @@ class WorldRun(abc.ABC):
     return ("disk",)
 
   def jump(self, fault: Injection) -> Sequence[str]:
-    """Moves the clock, mostly forward."""
+    """Moves the clock, forward in four of five cases, else back."""
     self.world.skew[0] += fault.seconds * (1 if fault.which < 0.8 else -1)
     return ("clock",)
 
   def cut(self, fault: Injection) -> Sequence[str]:
-    """Breaks the connection of a call: its answer is lost ("cut"), or it does
-    not arrive ("drop")."""
+    """Breaks the connection of a call. With "cut" the answer is lost; with
+    "drop" the call does not arrive."""
     return self.hosts.cut(fault.which, arrives=fault.kind != "drop")
 
   def flip(self, fault: Injection) -> Sequence[str]:
-    """Changes a byte of what a party keeps in memory, and kills it."""
+    """Changes a byte of a file in memory, and kills the file's process."""
     paths = [
       path
       for pattern in self.FLIPPED
@@ -304,6 +319,7 @@ class WorldRun(abc.ABC):
 
 
 def _of(method: Callable[..., Any], kind: str) -> Callable[..., Any]:
+  """Returns a function of INJECT that calls `method` for a kind of process."""
   return lambda run, fault: method(run, kind, fault)
 
 

@@ -1,4 +1,4 @@
-"""What is run in a world, and which faults come: both follow from a seed."""
+"""Cases of a parameter server in a simulated world, and kinds of faults."""
 
 import functools
 from collections.abc import Callable
@@ -26,29 +26,29 @@ from asgd.orders.protocol import Rules
 from asgd.server import accept_all, max_staleness
 
 KINDS = (
-  "kill worker",  # -9
+  "kill worker",  # as by `kill -9`
   "kill shard",
   "kill driver",  # shards and workers work on until they notice
-  "kill all",  # workers, shards and driver; the same command goes on
-  "stop worker",  # it stands still for a while
+  "kill all",  # workers, shards and driver; the same command resumes
+  "stop worker",  # for a while, then the process continues
   "stop shard",
   "stop driver",
-  "cut",  # a connection
-  "cut call",  # of the driver: its answer is lost
-  "lose",  # a message, or the answer to it
-  "double",
-  "reorder",
-  "tear",  # a process is killed in the middle of a write
-  "fill",  # the disk, until the same command goes on
-  "jump",  # the clock
-  "remove memory",  # while the run uses it, and a shard is killed
-  "flip",  # a byte of the snapshot of a shard, which is killed
-  "drain",  # a worker is told to leave, as by a preemption notice
-  "nan",  # a message
-  "spoil",  # a byte of a packed message, in its slot
+  "cut",  # breaks a connection
+  "cut call",  # a call of the driver: its answer is lost
+  "lose",  # drops a frame with a message, or its acknowledgement
+  "double",  # sends a frame twice
+  "reorder",  # sends a frame after the next one
+  "tear",  # kills a process in the middle of a write
+  "fill",  # fills the disk until the next command
+  "jump",  # moves the clock
+  "remove memory",  # during the run; a shard is killed too
+  "flip",  # changes a byte of a shard's snapshot; the shard is killed
+  "drain",  # asks a worker to leave, as a preemption notice does
+  "nan",  # makes a message not finite
+  "spoil",  # changes a byte of a packed message in its slot
 )
 WORKERS, JOBS = 3, 18
-_SNAPSHOT = 0.3  # seconds between two, where there is no log
+_SNAPSHOT = 0.3  # seconds between two snapshots, in cases without a log
 ROOT = jax.random.key(0)
 
 
@@ -59,17 +59,18 @@ class ServerCase(NamedTuple):
   rules: Rules = Rules()
   shards: int = 1
   consistent: bool = False
-  clip: bool = False  # the norm of all shards: needs totals
-  log: int = 8
-  slowdown: tuple[float, ...] = ()  # factors on the time of workers' jobs
-  # The same, of workers that compute for so long: where one that only waits
-  # ends with its host, they go on.
+  clip: bool = False  # by the norm over all shards, which needs totals
+  log: int = 8  # messages that a shard keeps for its successor; 0: none
+  # Factors on the time of each worker's jobs. With `slowdown` a worker waits
+  # for this time, and ends if its host does. With `computing` it computes, and
+  # a thread that computes continues after its host was given up.
+  slowdown: tuple[float, ...] = ()
   computing: tuple[float, ...] = ()
-  kills: bool = True  # as processes; False: as threads
-  owned: bool = False  # jobs belong to places
-  wire: str | None = None  # dtype of what travels
-  tau: float | None = None  # of the threshold of a codec; None: there is none
-  # The same, of updates, of which workers rebuild the parameters.
+  kills: bool = True  # hosts are processes; False: threads
+  owned: bool = False  # each job belongs to one worker index
+  wire: str | None = None  # dtype of sent parameters and messages
+  tau: float | None = None  # threshold of the messages' codec; None: no codec
+  # Threshold of the codec of updates, which workers get instead of parameters.
   down: float | None = None
 
 
@@ -79,14 +80,14 @@ CASES = (
   ServerCase("dana_zero", kills=False),
   ServerCase("ssgd", Rules(round=3), slowdown=(1.0, 1.0, 3.0), kills=False),
   ServerCase("ssgd", Rules(round=2, backup=1), kills=False),
-  # The third is given up, wakes, and finds that another has its place.
+  # Worker 2 is given up while it computes, and then finds its successor.
   ServerCase("ssgd", Rules(round=3), computing=(1.0, 1.0, 60.0), kills=False),
   ServerCase("asgd", Rules(bound=1), shards=2),
   ServerCase("asgd", Rules(depth=2), shards=2, kills=False),
   ServerCase("dana_zero", shards=2, consistent=True),
   ServerCase("asgd", shards=2, consistent=True, clip=True, log=4),
   ServerCase("ssgd", Rules(round=3), shards=2, consistent=True),
-  # Of these, a worker's state goes from one message to the next.
+  # Workers with a state that lasts over their messages.
   ServerCase("dana_slim", kills=False),
   ServerCase("dana_slim", Rules(depth=2), shards=2),
   ServerCase("easgd", shards=2, consistent=True, kills=False),
@@ -100,7 +101,7 @@ CASES = (
   ServerCase("asgd", shards=2, log=0, down=0.02),
   ServerCase("dana_zero", Rules(depth=2), log=0),
   ServerCase("asgd", Rules(depth=2), shards=2, wire="bfloat16"),
-  # Of these, messages are packed, and a worker keeps a residual.
+  # Packed messages: a worker keeps the codec's residual.
   ServerCase("dana_zero", Rules(depth=2), log=4, tau=0.05),
   ServerCase("asgd", shards=2, wire="bfloat16", tau=0.05),
   ServerCase(
@@ -108,7 +109,7 @@ CASES = (
   ),
   ServerCase("asgd", Rules(depth=2), log=4, tau=0.05, down=0.02),
 )
-# Options of recipes: jobs of two batches.
+# Options that give recipes jobs of two batches.
 _OPTIONS = {
   "easgd": {"steps": 2, "momentum": 0.9},
   "downpour": {"push_every": 2, "fetch_every": 4},
@@ -118,7 +119,7 @@ _OPTIONS = {
 def loss(
   params: dict[str, jax.Array], batch: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, losses_lib.Aux]:
-  """Returns the mean square of a small network's errors."""
+  """Returns the mean squared error of a small network."""
   del key
   hidden = jnp.tanh(batch @ params["into"])
   error = hidden @ params["out"] - batch[:, 0]
@@ -126,7 +127,7 @@ def loss(
 
 
 def batch(worker: int, job: int) -> np.ndarray:
-  """Returns float32[4, 3]: what a job is done on."""
+  """Returns float32[4, 3]: the batch of a worker's job."""
   rng = np.random.Generator(np.random.PCG64((worker, job)))
   return rng.standard_normal((4, 3), np.float32)
 
@@ -141,14 +142,14 @@ def first_params() -> dict[str, np.ndarray]:
 
 
 class Training(NamedTuple):
-  """What is trained: a recipe, compiled once for all scenarios, and a case."""
+  """A recipe, compiled once for all scenarios, with the settings of a case."""
 
   server: base.Server
   worker: base.Worker
   steps: simulator.Steps
   plan: sharding.ShardPlan | None
   params: dict[str, np.ndarray]  # before the first message
-  batch: Callable[[int, int], Any]  # that of the duty, but at once
+  batch: Callable[[int, int], Any]  # as the duty's, but without its pause
   wire: str | None  # dtype in which parameters and messages travel
   setup: Setup | None = None
   duty: Duty | None = None
@@ -161,11 +162,11 @@ def _codec(tau: float) -> compression.Codec:
 
 @functools.cache
 def recipe(case: ServerCase) -> Training:
-  """Returns the recipe of a case for a small network."""
+  """Returns the recipe of a case for a small network, without setup or duty."""
   rules, tau, down = case.rules, case.tau, case.down
   options = _OPTIONS.get(case.recipe, {})
   made = algorithms.build(case.recipe, 0.05, WORKERS, **options)
-  for norm in (0.5, 0.3) if case.clip else ():  # two totals
+  for norm in (0.5, 0.3) if case.clip else ():  # each needs one total
     clipping = sharding.clip_by_global_norm(norm)
     algorithm = transforms.precede(made.algorithm, clipping)
     made = made._replace(algorithm=algorithm)
@@ -189,12 +190,15 @@ def recipe(case: ServerCase) -> Training:
   return Training(server, worker, steps, plan, params, batches, case.wire)
 
 
-def training(case: ServerCase, pause) -> Training:
-  """Returns what a case trains; `pause(job, factor)` lets the time of a job, of
-  a worker that takes so many times as long, go by."""
+def training(
+  case: ServerCase, pause: Callable[[int, float], None]
+) -> Training:
+  """Returns the training of a case. `pause(job, factor)` waits as long as a job
+  takes; `factor` is the slowdown of its worker."""
   rules = case.rules
   keeps = rules.cache or rules.fetch_every > 1
-  # Without a codec, work is the same for all numbers of shards.
+  # Without a codec the compiled steps do not depend on the number of shards,
+  # so cases with one and with two shards share them.
   shards = case.shards if case.tau is not None else 1
   compiled = recipe(
     ServerCase(
@@ -220,12 +224,12 @@ def training(case: ServerCase, pause) -> Training:
     together=True,
   )
 
-  def after_a_while(worker, job):
+  def batch_after_pause(worker, job):
     pause(job, (case.computing[worker : worker + 1] or (1.0,))[0])
     return compiled.batch(worker, job)
 
   duty = Duty(
-    *(compiled.steps.work, compiled.worker.init, after_a_while, ROOT),
+    *(compiled.steps.work, compiled.worker.init, batch_after_pause, ROOT),
     *(compiled.params, compiled.plan),
     consistent=case.consistent,
     depth=case.rules.depth,

@@ -1,9 +1,10 @@
-"""Processes that take turns: one goes on at a time, and a seed says which.
+"""Processes that take turns: one runs at a time, chosen by a seed.
 
 Each process is a thread, and all but one of them wait for their turn. A turn
-ends where the process touches the world (a socket, a file, a slot of memory, a
-wait). There the seed draws who goes on and how much time has passed, and there
-a fault may come: a process is killed, or stands still for a while.
+ends where the process touches the world: a socket, a file, a slot of memory, or
+a wait. There the scheduler draws the next process and the time that has passed,
+and injects a fault if one is due. A fault kills a process or stops it for a
+while.
 """
 
 import random
@@ -13,18 +14,19 @@ from typing import Any
 
 from asgd.live.faults import Killed
 
-_STAYS = 0.6  # probability that a process goes on at once
-_SPELL = 60  # turns in which one process, or none, is seldom chosen
-_SELDOM = 0.05
+_STAYS = 0.6  # probability that a process keeps its turn at a touch
+_SPELL = 60  # turns for which one process, or none, is starved
+_SELDOM = 0.05  # probability that a starved process is eligible in a turn
 _STEP = 2e-4  # seconds between two turns, on average
 
 
 class Stuck(Exception):
-  """No process can go on, or they go on for too long."""
+  """All processes wait for each other, or they run for too long."""
 
 
-def _closed_gate():
-  """A lock that somebody else releases, as a semaphore and quicker."""
+def _closed_gate() -> threading.Lock:
+  """Returns a lock that another thread releases: a semaphore of 0, but faster
+  than `threading.Semaphore`."""
   gate = threading.Lock()
   gate.acquire()
   return gate
@@ -36,18 +38,20 @@ class Process:
   def __init__(self, name: str, call: Callable[[], Any]):
     self.name = name
     self._call = call
-    self.thread: _Thread | None = None  # that runs it, from its first turn on
-    self.ready: Callable[[], bool] = lambda: True  # what it waits for
-    self.wakes: float | None = 0.0  # when it goes on at the latest; None: never
-    self.sleeps_until = 0.0  # it stands still
-    self.doomed = False
+    self.thread: _Thread | None = None  # None: it has not had a turn yet
+    # It waits for this condition, or for the time `wakes` (None: no timeout).
+    self.ready: Callable[[], bool] = lambda: True
+    self.wakes: float | None = 0.0
+    self.sleeps_until = 0.0  # end of a stop, during which it gets no turn
+    self.doomed = False  # killed; it ends at its next turn
     self.alive = True
     self.result: Any = None
     self.error: BaseException | None = None
-    self.at_end: list[Callable[[], None]] = []  # what the kernel does then
+    # Work of the kernel at the end of a process, such as closing sockets.
+    self.at_end: list[Callable[[], None]] = []
 
   def run(self) -> None:
-    """Runs it from its first turn to its last."""
+    """Runs the process from its first turn to its last."""
     try:
       if not self.doomed:
         self.result = self._call()
@@ -58,8 +62,8 @@ class Process:
     finally:
       self.alive = False
 
-  def may_go_on(self, now: float) -> bool:
-    """Whether it, which is alive, would do something in a turn."""
+  def runnable(self, now: float) -> bool:
+    """Whether the process, which is alive, can use a turn."""
     if self.doomed:
       return True
     if now < self.sleeps_until:
@@ -73,7 +77,7 @@ class _Thread:
 
   def __init__(self, scheduler: "Scheduler", process: Process):
     self.gate = _closed_gate()  # opened when a turn of its process begins
-    self.process: Process | None = process  # None: it ends
+    self.process: Process | None = process  # None: the thread ends
     self._scheduler = scheduler
     threading.Thread(target=self._run, daemon=True).start()
 
@@ -87,25 +91,26 @@ class _Thread:
 class Scheduler:
   """Gives processes their turns.
 
-  Who ends a turn draws the next one and hands it over, so that a process goes
-  on without a change of threads where it is drawn again.
+  The process that ends a turn draws the next one and wakes its thread. If the
+  same process is drawn, it continues without a switch of threads.
   """
 
   def __init__(self, seed: int):
     self._rng = random.Random(seed)
     self.now = 0.0  # seconds
-    self.steps = 0  # places at which a fault may come, so far
-    self.processes: list[Process] = []
-    self.current: Process | None = None  # whose turn it is
+    self.steps = 0  # fault points passed so far
+    self.processes: list[Process] = []  # alive
+    self.current: Process | None = None  # the process that has the turn
     self.faults: dict[int, list[Callable[[], None]]] = {}  # by step
     self.errors: list[BaseException] = []  # that have ended processes
-    self.turns: list[tuple[float, str]] = []  # when, and of which process
-    # Returns whose turn is next; None: that of the caller of `run`, `close`.
+    self.turns: list[tuple[float, str]] = []  # (time, name of the process)
+    # Returns the process of the next turn; None gives the turn back to the
+    # caller of `run` or `close`, which waits at the gate `_back`.
     self._draw: Callable[[], Process | None] = lambda: None
-    self._over: BaseException | None = None  # why no turns are given any more
-    self._back = _closed_gate()  # opened for that caller
+    self._failure: BaseException | None = None  # raised to that caller
+    self._back = _closed_gate()
     self._idle: list[_Thread] = []
-    self._spell = 0  # turns that it still lasts
+    self._spell = 0  # turns left until another process is starved
     self._starved: Process | None = None
 
   def start(self, name: str, call: Callable[[], Any]) -> Process:
@@ -115,16 +120,16 @@ class Scheduler:
     return process
 
   def kill(self, process: Process) -> None:
-    """Ends a process where it is; it does nothing more, but for what the
-    kernel does in its place."""
+    """Ends a process at its present point. Only the kernel's work at its end
+    is still done."""
     if process.alive and not process.doomed:
       process.doomed = True
       for call in process.at_end:
         call()
 
   def point(self) -> None:
-    """A place at which a fault may come; of a process that was killed, it is
-    its end."""
+    """Injects the faults that are due here. Ends the calling process if it was
+    killed."""
     self.steps += 1
     for fault in self.faults.pop(self.steps, ()):
       fault()
@@ -132,7 +137,7 @@ class Scheduler:
       raise Killed
 
   def touch(self) -> None:
-    """A place at which the turn may end as well."""
+    """Is a fault point (`point`), at which the turn may also end."""
     self.point()
     if self.current is None:
       return
@@ -141,29 +146,33 @@ class Scheduler:
       self.wait(lambda: True, 0.0)
 
   def sleep(self, seconds: float) -> None:
-    """Waits."""
+    """Ends the turn until some simulated seconds have passed."""
     self.wait(lambda: False, seconds)
 
   def wait(self, ready: Callable[[], bool], seconds: float | None) -> None:
-    """Ends the turn until `ready`, or so many seconds have passed."""
+    """Ends the turn until `ready()` holds or `seconds` (None: no timeout) have
+    passed."""
     self.point()
     process = self.current
     process.ready = ready
     process.wakes = None if seconds is None else self.now + seconds
-    following = self._next_turn()
-    if following is not process:
-      self._hand_over(following)
+    successor = self._next_turn()
+    if successor is not process:
+      self._hand_over(successor)
       process.thread.gate.acquire()
     if process.doomed:
       raise Killed
 
   def run(self, until: Callable[[], bool], seconds: float, turns: int) -> None:
-    """Gives turns until a condition holds. Raises Stuck if none can go on, or
-    after so many seconds, or turns."""
-    end, left = self.now + seconds, iter(range(turns))
+    """Gives turns until a condition holds.
+
+    Raises Stuck if no process is runnable, or after `seconds` of simulated time
+    or `turns` turns.
+    """
+    end, remaining = self.now + seconds, iter(range(turns))
 
     def draw():
-      if next(left, None) is None:
+      if next(remaining, None) is None:
         raise Stuck(f"still running after {turns} turns")
       if until():
         return None
@@ -173,10 +182,11 @@ class Scheduler:
 
     self._give_turns(draw)
 
-  def _drawn(self):
+  def _drawn(self) -> Process:
+    """Advances the time and returns the process of the next turn."""
     now = self.now
-    ready = [p for p in self.processes if p.may_go_on(now)]
-    while not ready:
+    ready = [p for p in self.processes if p.runnable(now)]
+    while not ready:  # skip the time until a timeout or the end of a stop
       times = [
         max(process.wakes, process.sleeps_until)
         if not process.ready()
@@ -188,55 +198,57 @@ class Scheduler:
         names = ", ".join(process.name for process in self.processes)
         raise Stuck(f"all wait for each other: {names}")
       self.now = max(self.now, min(times)) + _STEP * self._rng.random()
-      ready = [p for p in self.processes if p.may_go_on(self.now)]
+      ready = [p for p in self.processes if p.runnable(self.now)]
     self.now += self._rng.expovariate(1 / _STEP)
     return self._choose(ready)
 
-  def _choose(self, ready):
-    """Returns whose turn it is. One of them is slow for some time, so that the
+  def _choose(self, ready: list[Process]) -> Process:
+    """Returns one of the processes. One is starved for a while, so that the
     others come far ahead of it."""
     self._spell -= 1
     if self._spell < 0:
       self._spell = _SPELL
       slow = self._rng.random() < 0.5
       self._starved = self._rng.choice(self.processes) if slow else None
-    late = len(ready) > 1 and self._starved in ready
-    if late and self._rng.random() > _SELDOM:
+    has_rival = len(ready) > 1 and self._starved in ready
+    if has_rival and self._rng.random() > _SELDOM:
       ready.remove(self._starved)
     return self._rng.choice(ready)
 
-  def _give_turns(self, draw):
-    """Gives turns to those that are drawn, until none is."""
-    self._draw, self._over = draw, None
-    following = self._next_turn()
-    if following is not None:
-      self._hand_over(following)
+  def _give_turns(self, draw: Callable[[], Process | None]) -> None:
+    """Gives turns to the processes that `draw` returns, until it returns None.
+    Raises its error, if it raises one."""
+    self._draw, self._failure = draw, None
+    successor = self._next_turn()
+    if successor is not None:
+      self._hand_over(successor)
       try:
         self._back.acquire()
-      except KeyboardInterrupt:  # once the turn has ended, or two would run
+      except KeyboardInterrupt:
+        # Wait for the end of the turn; otherwise two threads would run.
         self._draw = lambda: None
         self._back.acquire()
         raise
-    if self._over is not None:
-      raise self._over
+    if self._failure is not None:
+      raise self._failure
 
-  def _next_turn(self, ended=None):
-    """Begins the next turn, after the last one of a process that has ended;
-    returns whose it is, None for the caller of `run` or `close`."""
+  def _next_turn(self, ended: Process | None = None) -> Process | None:
+    """Begins the next turn and returns its process; None gives the turn to the
+    caller of `run` or `close`. `ended` is a process that has just ended."""
     self.current = process = None
     try:
       if ended:
         self._bury(ended)
       process = self._draw()
     except BaseException as error:
-      self._over = error
+      self._failure = error
     if process is not None:
       self.current = process
       self.turns.append((self.now, process.name))
     return process
 
-  def _hand_over(self, process):
-    """Wakes who has the turn."""
+  def _hand_over(self, process: Process | None) -> None:
+    """Wakes the thread of the process that has the turn."""
     if process is None:
       self._back.release()
     elif process.thread is not None:
@@ -249,17 +261,17 @@ class Scheduler:
       _Thread(self, process)
 
   def after_last_turn(self, thread: _Thread) -> Process | None:
-    """Ends the process of a thread, and hands the turn over; returns the next
-    process that the thread runs, once it has its turn."""
-    following = self._next_turn(ended=thread.process)
-    if following is not None and following.thread is None:
-      return following
+    """Ends the process of a thread and gives the turn away. Blocks until the
+    thread has another process to run, and returns that process."""
+    successor = self._next_turn(ended=thread.process)
+    if successor is not None and successor.thread is None:
+      return successor  # a new process: this thread runs it
     self._idle.append(thread)
-    self._hand_over(following)
+    self._hand_over(successor)
     thread.gate.acquire()
     return thread.process
 
-  def _bury(self, process):
+  def _bury(self, process: Process) -> None:
     self.processes.remove(process)
     if process.error:
       self.errors.append(process.error)

@@ -1,6 +1,6 @@
-"""What makes the shards and workers of a parameter server in a world.
+"""Makes the shards and workers of a parameter server in a simulated world.
 
-They are what processes of a machine have (`asgd.live.server.makers`), over the
+They are the same objects as on a machine (`asgd.live.server.makers`), with the
 sockets, the memory and the disk of the world.
 """
 
@@ -20,7 +20,7 @@ from asgd.live.world.storage import Memory
 
 
 class WorldSite:
-  """Where a run in a world is; see `asgd.live.hosts.site.Site`."""
+  """The paths and memory of a run; see `asgd.live.hosts.site.Site`."""
 
   spans, profile, machine = False, None, ""
   patience = 0.5  # seconds after which a worker repeats a frame
@@ -42,15 +42,15 @@ class WorldSite:
       *(scheduler, disk, folder, slot_counts(self.setup), like),
       compress=self.compress,
     )
-    if like[-1] is None:  # it is a worker's
+    if like[-1] is None:  # opened by a worker: its writes are checked
       memory.shard = lambda: self.shard(index)
     return memory
 
   def shard(self, index: int) -> Shard | None:
-    """Returns a shard, None if its process has ended or it is not made."""
+    """Returns a shard; None if its process has ended or has not made it."""
     host = self._hosts.hosts.get((SHARD, index))
-    held = host._held if host is not None and host.alive else None
-    return held and held.server.shard
+    made = host._object if host is not None and host.alive else None
+    return made and made.server.shard
 
 
 def make(
@@ -59,8 +59,8 @@ def make(
   training: Training,
   images: Sequence[Any] | None = None,
 ) -> ServerMakers:
-  """Returns what makes the parties of a run; the images are those of a
-  checkpoint."""
+  """Returns the makers of a run's shards and workers. `images` are those of a
+  checkpoint; None: the run starts new."""
   parts = [training.params]
   if training.plan is not None:
     parts = sharding.split(training.plan, training.params)

@@ -1,7 +1,7 @@
 """Runs of the dense parameter server in a world."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,9 @@ from asgd.live.world.scheduler import Stuck
 
 
 class ServerHosts(WorldHosts):
-  """Hosts whose driver has no reason to end a shard that is alive: none stands
-  still for as long as it waits."""
+  """Hosts that report it as an error if the driver kills a live shard. A stop
+  of a shard is shorter than the driver's patience, so only a call with a cut
+  connection is a reason."""
 
   def kill(self, kind: str, index: int) -> None:
     """See the base."""
@@ -64,7 +65,8 @@ class ServerRun(WorldRun):
         return False
       shards = range(training.setup.shards)
       self._shards = [makers.site.shard(index) for index in shards]
-      return None not in self._shards  # one may have died after its last job
+      # A shard may have exited after its last job; then the driver restarts it.
+      return None not in self._shards
 
     def save():
       with contextlib.suppress(Disconnected):
@@ -87,22 +89,25 @@ class ServerRun(WorldRun):
 
   # Faults.
 
-  def _cut(self, fault: Injection):
+  def _cut(self, fault: Injection) -> Sequence[str]:
+    """Breaks a connection between a worker and a shard."""
     connections = self.world.network.connections()
     if not connections:
       return ()
     self.world.network.cut(connections[int(fault.which * len(connections))])
     return ("connection",)
 
-  def _drain(self, fault):
+  def _drain(self, fault: Injection) -> Sequence[str]:
+    """Asks a worker to leave, as a preemption notice does."""
     process = self.pick("worker", fault)
-    host = process and self.hosts.of(process)
-    return (process.name,) if host and host.drain() else ()
+    host = self.hosts.of(process) if process else None
+    return (process.name,) if process and host and host.drain() else ()
 
-  def _spoil(self, fault):
+  def _spoil(self, fault: Injection) -> Sequence[str]:
+    """Arms a flipped bit in a packed message."""
     case = self.scenario.case
     if case.tau is None and case.down is None:
-      return ()  # nobody could tell
+      return ()  # a flipped bit of a message without a codec is not detected
     return self.arm(fault)
 
   INJECT = {  # noqa: RUF012

@@ -1,5 +1,8 @@
-"""Files and memory of a simulated world: where a process is killed in the
-middle of what it writes, and where there is no room."""
+"""Files and memory of a simulated world.
+
+A fault can kill a process in the middle of a write, fill the disk, or change a
+byte.
+"""
 
 import errno
 import os
@@ -13,17 +16,19 @@ from asgd.live.world.broken import Broken
 from asgd.live.world.injections import Faults
 from asgd.live.world.scheduler import Scheduler
 
-_TEARS = 4  # writes, of which one is torn; or the next of a row like these:
+# The seconds of a fault select the write that is torn: one of the next _TEARS
+# writes (b""), or the next row with this text.
+_TEARS = 4
 _TORN = {0.05: b"", 0.5: b"leave", 2.0: b"join", 8.0: b"receive"}
 
 
 class Disk:
-  """Writes to real files, as `os` does, or fails to."""
+  """Writes to real files as `os` does, with faults."""
 
   def __init__(self, scheduler: Scheduler, faults: Faults):
     self._scheduler, self.faults = scheduler, faults
     self.full = False
-    self._passed = 0  # writes since a fault was armed that tears a later one
+    self._passed = 0  # writes since a fault was armed that tears a later write
 
   def write(self, file: int, data: Any) -> int:
     """See `os.write`."""
@@ -31,7 +36,8 @@ class Disk:
     return self.put(file, data)
 
   def put(self, file: int, data: Any) -> int:
-    """Writes in the same turn."""
+    """Writes without ending the turn. On a full disk it writes a part, or
+    raises OSError."""
     if self.full:
       if len(data) > 1:
         return os.write(file, data[: len(data) // 2])
@@ -44,9 +50,13 @@ class Disk:
     self._scheduler.touch()
     os.replace(source, target)
 
-  def tear(self, write_part, data: bytes = b"") -> None:
-    """Kills the process in the middle of a write, if that is to be: of the next
-    row of a kind, or of one of the next writes."""
+  def tear(self, write_part: Callable[[], Any], data: bytes = b"") -> None:
+    """Kills the process in the middle of a write, if such a fault is due.
+
+    Args:
+      write_part: writes the part that is written before the kill.
+      data: all bytes of the write.
+    """
     process, fault = self._scheduler.current, self.faults.next("tear")
     if fault is None or process is None:
       return
@@ -69,14 +79,16 @@ class Memory(SharedMemory):
   def __init__(self, scheduler: Scheduler, disk: Disk, *args: Any, **options):
     super().__init__(*args, **options)
     self._scheduler, self._disk = scheduler, disk
-    self.shard: Callable[[], Shard | None] = lambda: None  # it is a worker's
+    # Returns the shard that reads these slots, if a worker opened the memory.
+    self.shard: Callable[[], Shard | None] = lambda: None
 
   def write(self, kind: int, slot: int, tree: Any, stamp: int) -> None:
-    """See the base. A writer may be killed on the way; nobody else has a turn
-    then, or a writer could not be told to write no more."""
+    """See the base. The writer may be killed during the write, but keeps its
+    turn: a worker notices only between two writes that it lost a slot."""
     self._scheduler.point()
     if shard := self.shard():
       self._check_owner(shard, slot, stamp)
+    # A torn write leaves the data without its stamp.
     self._disk.tear(lambda: super(Memory, self).write(kind, slot, tree, 0))
     super().write(kind, slot, tree, stamp)
     length = self.length(kind, slot)
@@ -86,11 +98,12 @@ class Memory(SharedMemory):
       self._slots[kind][slot][at] ^= 0x10
     self._scheduler.point()
 
-  def _check_owner(self, shard, slot, stamp):
-    """Raises Broken if a worker's message would lie where another's may."""
+  def _check_owner(self, shard: Shard, slot: int, stamp: int) -> None:
+    """Raises Broken if a worker writes a message to a slot that is free or is
+    another ticket's."""
     slots = shard.state.slots
     if not self._files.items() <= slots.memory._files.items():
-      return  # it was removed, and nobody reads there
+      return  # this memory was removed: the shard reads other files
     others = [
       key
       for key, ticket in shard.state.tickets.items()
@@ -103,18 +116,19 @@ class Memory(SharedMemory):
         f" is {'free' if free else others}, and is written for {stamp:x}"
       )
 
-  def _broken(self, text):
-    """Returns the error, and notes it: a worker that was ended reports none."""
+  def _broken(self, text: str) -> BaseException:
+    """Returns the error, and stores it for the run: the error of a worker that
+    the driver has given up is not reported."""
     self._scheduler.errors.append(Broken(text))
     return self._scheduler.errors[-1]
 
   def read(self, kind: int, slot: int, stamp: int) -> Any:
-    """See the base; raises Broken for what it should have refused."""
-    tree, there = super().read(kind, slot, stamp), self.stamp(kind, slot)
-    if there != stamp:
+    """See the base; raises Broken if the base read a slot of another stamp."""
+    tree, actual = super().read(kind, slot, stamp), self.stamp(kind, slot)
+    if actual != stamp:
       raise self._broken(
         f"no slot is read without its stamp: slot {slot} of kind {kind} has"
-        f" {there}, not {stamp}"
+        f" stamp {actual}, not {stamp}"
       )
     return tree
 
@@ -129,10 +143,10 @@ class Memory(SharedMemory):
 
 
 class Flip(NamedTuple):
-  """A byte of a file that was changed."""
+  """A changed byte of a file."""
 
   path: Path
-  before: bytes  # the file, up to and with the byte
+  before: bytes  # the unchanged file, up to and including the byte
 
   @property
   def after(self) -> bytes:
@@ -140,22 +154,22 @@ class Flip(NamedTuple):
     return self.before[:-1] + bytes([self.before[-1] ^ 0x01])
 
   def original(self) -> bytes | None:
-    """Returns the file as it would be without the change; None if the byte is
-    not there any more, or was put back."""
+    """Returns the present file without the change; None if the file no longer
+    has the changed byte."""
     data = self.path.read_bytes() if self.path.exists() else b""
     if not data.startswith(self.after):
       return None
     return self.before + data[len(self.before) :]
 
-  def mend(self) -> None:
-    """Puts the byte back, if it is where it was."""
+  def restore(self) -> None:
+    """Restores the byte, if the file still has the changed one."""
     if (data := self.original()) is not None:
       self.path.write_bytes(data)
 
 
 def flip(path: Path, position: float) -> Flip | None:
-  """Changes a byte of a file, at that part of its length; None if it is
-  empty."""
+  """Changes the byte at a fraction, in [0, 1], of a file's length. Returns None
+  if the file is empty."""
   data = bytearray(path.read_bytes())
   if not data:
     return None

@@ -1,7 +1,7 @@
-"""Runs of live tables in a world: scenarios, the driver, and what must hold.
+"""Runs of live tables in a simulated world: cases, driver, checks.
 
-Job j adds 2^j to the rows that it is done on, so the sum of a row says which
-jobs it has, and that it has each of them once.
+Job j adds 2^j to its rows. So the bits of a row's value show which jobs were
+applied to the row, and that each was applied once.
 """
 
 import functools
@@ -49,11 +49,11 @@ class TableCase(NamedTuple):
   shards: int = 2
   rebalance_every: int = 0
   options: tuple[tuple[str, Any], ...] = ()
-  kills: bool = True  # as processes; False: as threads
+  kills: bool = True  # hosts are processes; False: threads
 
   @property
   def settings(self) -> tables.TableSettings:
-    """Of the run."""
+    """Settings of the run."""
     return tables.table(
       *(1.0, WORKERS),
       consistency=self.consistency,
@@ -87,21 +87,24 @@ def first() -> dict[str, np.ndarray]:
 
 
 def keys(job: int) -> dict[str, np.ndarray]:
-  """Returns the keys of the rows that a job is done on."""
+  """Returns the keys of a job's rows, by table."""
   return {"v": np.arange(job % 3, ROWS, 2), "w": np.array([job % 2])}
 
 
-def _whole():
-  """All jobs, once each."""
+def _expected() -> dict[str, np.ndarray]:
+  """Returns the tables after each job was applied once."""
   out = first()
   for job in range(WORKERS * JOBS):
-    for name, mine in keys(job).items():
-      out[name][mine] += 2.0**job
+    for name, rows in keys(job).items():
+      out[name][rows] += 2.0**job
   return out
 
 
-def _gradient(rows, job, keys, worker, number):
-  del keys, worker, number
+def _gradient(
+  rows: dict[str, np.ndarray], job: int, keys: Any, worker: int, seq: int
+) -> tuple[float, dict[str, np.ndarray]]:
+  """Returns the loss and a gradient that adds 2^job at a learning rate of 1."""
+  del keys, worker, seq
   ones = {name: np.full_like(x, -(2.0**job)) for name, x in rows.items()}
   return float(job), ones
 
@@ -119,7 +122,7 @@ class TablesRun(WorldRun):
     super().__init__(drawn, folder)
     self._settings = drawn.case.settings
     self._division = division_lib.divide(first(), self._settings.shards)
-    # A checkpoint: images, (rows, records) of each worker.
+    # The last checkpoint: images, and counts (rows, records) of each worker.
     self._saved: tuple[Images, list[tuple[int, int]]] | None = None
     self._cluster: TableCluster | None = None
     self._rows: list[Mapping[str, np.ndarray]] = []  # of each shard, at the end
@@ -129,9 +132,11 @@ class TablesRun(WorldRun):
     """See the base."""
     return Menu(CASES, KINDS, WORKERS, WORKERS * JOBS)
 
-  # Objects in hosts.
+  # Makers of the objects in hosts.
 
-  def _shard(self, index, image):
+  def _shard(self, index: int, image: Any) -> Callable[..., ShardHost]:
+    """Returns the maker of a shard; `image` is a checkpoint's or None."""
+
     def make():
       server = self._division.server(index, first(), self._settings, WORKERS)
       return TableShard(index, server)
@@ -142,7 +147,11 @@ class TablesRun(WorldRun):
       image=image,
     )
 
-  def _worker(self, index, shards, image):
+  def _worker(
+    self, index: int, shards: Any, image: Any
+  ) -> Callable[..., WorkerHost]:
+    """Returns the maker of a worker; `image` is a checkpoint's or None."""
+
     def gradient(rows, job, *rest):
       self.work(job)
       return _gradient(rows, job, *rest)
@@ -182,8 +191,8 @@ class TablesRun(WorldRun):
     )
     return functools.partial(self._drive, resumed)
 
-  def _drive(self, resumed):
-    """The main function of the driver."""
+  def _drive(self, resumed: bool) -> None:
+    """Runs a command's driver."""
     cluster = self._cluster
     safe_files.make_private(self.memory)
     if resumed:
@@ -201,17 +210,18 @@ class TablesRun(WorldRun):
   def _records(self):
     return [files.read_table_records(self.folder, w) for w in range(WORKERS)]
 
-  def _save(self):
+  def _save(self) -> None:
+    """Makes a checkpoint at a pause of all workers."""
     cluster = self._cluster
     cluster.pause()
     images = cluster.images()
-    kept = {w: image[:2] for w, image in images.workers.items()}
-    lengths = files.FILES.lengths(self.folder, WORKERS, kept)
+    counts = {w: image[:2] for w, image in images.workers.items()}
+    lengths = files.FILES.lengths(self.folder, WORKERS, counts)
     self._saved = images, lengths
     cluster.go_on()
 
-  def _cut_files(self):
-    """Drops what was written since the checkpoint, or all."""
+  def _cut_files(self) -> None:
+    """Cuts the files back to the last checkpoint, or to nothing."""
     orders, workers = [0] * self._settings.shards, [(0, 0)] * WORKERS
     if self._saved:
       images, workers = self._saved
@@ -220,32 +230,35 @@ class TablesRun(WorldRun):
     others = list(zip(paths, orders, strict=True))
     files.cut_back(self.folder, workers, others)
 
-  # What must hold.
+  # Checks.
 
   def check(self) -> None:
     """See the base."""
-    whole = self._division.join(self._rows)
-    for name, expected in _whole().items():
-      same = np.array_equal(whole[name], expected)
-      require(same, INVARIANTS[0], name, whole[name], "and not", expected)
+    result = self._division.join(self._rows)
+    for name, expected in _expected().items():
+      same = np.array_equal(result[name], expected)
+      require(same, INVARIANTS[0], name, result[name], "and not", expected)
     self._check_received()
     with refused(INVARIANTS[2]):
       files.read_trace(self.folder, WORKERS)
     orders = files.read_orders(self.folder, self._settings.shards, WORKERS)
     with refused(INVARIANTS[3]):
-      again = replay.replay(
+      replayed = replay.replay(
         *(self._settings, first(), self._division, _WORK, orders),
         jobs=JOBS,
       )
-    for name, rows in again.tables.items():
-      same = rows.tobytes() == whole[name].tobytes()
-      require(same, INVARIANTS[3], name, rows, "and not", whole[name])
-    for worker, records in enumerate(again.records):
+    for name, rows in replayed.tables.items():
+      same = rows.tobytes() == result[name].tobytes()
+      require(same, INVARIANTS[3], name, rows, "and not", result[name])
+    for worker, records in enumerate(replayed.records):
       self._check_records(worker, records)
 
-  def _check_received(self):
-    """A job whose message was changed after it was applied has no row: its next
-    holder cannot know what to record."""
+  def _check_received(self) -> None:
+    """Checks that each worker received its jobs once.
+
+    A job has no row if a fault changed its saved message after the shards had
+    applied it: the worker's next incarnation cannot know what to record.
+    """
     changed = self.outcome.injected["flip"]
     for worker in range(WORKERS):
       events = read_journal(journal_path(self.folder, worker))
@@ -254,14 +267,16 @@ class TablesRun(WorldRun):
       kept = [job for job in expected if job in jobs or not changed]
       require(jobs == kept, INVARIANTS[1], "worker", worker, "received", jobs)
 
-  def _check_records(self, worker, records):
-    """A record that a holder did not live to write may be missing."""
-    there = files.read_table_records(self.folder, worker)
-    again = files.columns(records)
-    which = np.searchsorted(again.job, there.job)
+  def _check_records(self, worker: int, records: Any) -> None:
+    """Compares a worker's records with those of the replay. One record of each
+    failed incarnation may be missing: it exited before it wrote the record."""
+    written = files.read_table_records(self.folder, worker)
+    replayed = files.columns(records)
+    rows = np.searchsorted(replayed.job, written.job)
     lives = files.lives_of(read_journal(journal_path(self.folder, worker)))
-    same = len(records) - len(there.job) < lives
-    for name in there._fields:
-      mine, other = getattr(there, name), getattr(again, name)
-      same &= np.array_equal(mine, other[which], equal_nan=name != "reads")
-    require(same, INVARIANTS[4], "worker", worker, there, "and not", again)
+    same = len(records) - len(written.job) < lives
+    for name in written._fields:
+      column, other = getattr(written, name), getattr(replayed, name)
+      same &= np.array_equal(column, other[rows], equal_nan=name != "reads")
+    text = "worker", worker, written, "and not", replayed
+    require(same, INVARIANTS[4], *text)

@@ -46,7 +46,7 @@ def test_batches_do_not_depend_on_what_was_drawn_before(partition):
   calls = [(w, job) for job in range(40) for w in range(3)]
   first = batches_of(90, **options)
   expected = {call: first(*call)[1] for call in calls}
-  batches_lib._permutation.cache_clear()  # as after a restart
+  batches_lib._permutations.cache_clear()  # as after a restart
   second = batches_of(90, **options)
   np.random.default_rng(0).shuffle(calls)
   for call in calls:

@@ -233,8 +233,7 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
   found = left_by(trace[:5] + trace[8:], [known, again, late])
   assert found.well
   assert found.text == (
-    "1 left (1 term); 1 hang to one that was hit before; 1 term when there was"
-    " no more to do"
+    "1 left (1 term); 1 hang after another failure; 1 term after the last job"
   )
   # Who has worked under that number was not the one.
   worked = [*trace[:6], (0, 2, send), (0, 2, receive), *trace[6:]]

@@ -81,7 +81,7 @@ def test_a_full_disk_has_one_line_also_when_python_ends(tmp_path):
   assert result.stderr == ""
   (line,) = result.stdout.splitlines()
   assert line.startswith(f"cannot write a checkpoint to {tmp_path}")
-  assert line.endswith("make room and run the same command again to go on")
+  assert line.endswith("make room and run the same command again to resume")
 
 
 def trained(workdir, seeds):

@@ -63,7 +63,7 @@ def test_a_tree_comes_back_with_its_names_dtypes_and_empty_arrays(checkpoints):
     ({"a/b": np.zeros((2, 3))}, "another model, algorithm or schedule"),
     ({**tree(), "more": np.zeros(1)}, r"\(\['more'\]\)"),
     ({**tree(), "half": np.zeros(4)},
-     r"\['half'\] has shape \(3,\) where \(4,\) is wanted"),
+     r"\['half'\] has shape \(3,\), not \(4,\): it is of another model"),
   ],
 )
 def test_a_tree_of_another_structure_or_shape_is_refused(

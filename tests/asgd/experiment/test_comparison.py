@@ -45,7 +45,8 @@ def test_a_live_cell_is_compared_whatever_its_protocol(protocol, tmp_path):
   said = comparison.first_difference(live, live._replace(loss=loss))
   where = f"loss of worker {live.worker[5]}, job {live.job[5]} is"
   assert said == f"{where} {live.loss[5]}, replayed -1.0"
-  with pytest.raises(ValueError, match="no server that decides their order"):
+  message = "has no such server. Drop it, or name two cells"
+  with pytest.raises(ValueError, match=message):
     comparison.compare(place, durations_of=place)
 
 
@@ -77,7 +78,7 @@ def test_what_is_said_of_it():
   assert said.startswith("\na-n2-s0: live, and simulated with its durations")
   assert ", with the durations of x/cells/b\n" in said
   assert comparison.table(rows) in said
-  assert "note: 2 of 10 messages came before all workers" in said
+  assert "note: 2 of 10 messages arrived before each worker" in said
   assert "note" not in comparison.describe(both._replace(zero=0), rows)
 
 

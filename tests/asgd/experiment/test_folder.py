@@ -227,7 +227,7 @@ def test_measurements_that_are_lost_are_told(tmp_path, one):
       folder.read_measurements(tmp_path)
   path.unlink()
   (tmp_path / "cells").mkdir()
-  with pytest.raises(FolderError, match="measurements.json is gone"):
+  with pytest.raises(FolderError, match="measurements.json is missing"):
     opened(tmp_path, measured(one, cost=2.5))
 
 
@@ -356,7 +356,7 @@ def finish(workdir, label="a", workers=2, seed=0, *, packs=False, **result):
   return place
 
 
-@pytest.mark.parametrize("kind", ["was changed", "is gone", "cut"])
+@pytest.mark.parametrize("kind", ["was changed", "is missing", "cut"])
 @pytest.mark.parametrize("name", ["result.json", *FILES])
 def test_a_result_counts_only_if_all_of_its_cell_is_as_written(
   tmp_path, name, kind
@@ -365,16 +365,16 @@ def test_a_result_counts_only_if_all_of_its_cell_is_as_written(
   for repeatable in (False, True):
     assert folder.finished_result(place, repeatable=repeatable)["loss"] == 0.5
   path = place / name
-  if kind == "is gone":
+  if kind == "is missing":
     path.unlink()
   elif kind == "cut":
     path.write_bytes(path.read_bytes()[:-2])
   else:
     kit.flip(path)
   assert folder.finished_result(place) is None
-  # A run in real time cannot be made again from its own files.
+  # A run in real time cannot be repeated.
   what = kind.replace("cut", "was changed")
-  message = f"^{path} {what}, and the run has ended.* Put it back"
+  message = f"^{path} {what}, and the run has ended.* Restore it"
   with pytest.raises(FolderError, match=message):
     folder.finished_result(place, repeatable=False)
   (place / "running.json").touch()  # it has its memory still

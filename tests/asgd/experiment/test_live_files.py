@@ -160,7 +160,7 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
   [
     (lambda place: None, None),
     (lambda place: (place / "trace-0.csv").unlink(),
-     "holds no event: the run has not begun"),
+     "has no event: the run has not begun"),
     (lambda place: (place / "cell.json").unlink(),
      "is not the folder of a cell: it should be WORKDIR/cells/NAME"),
     (lambda place: (place / "cell.json").write_text("{}"),
@@ -177,7 +177,7 @@ def test_jobs_end_with_their_message_or_with_their_ticket():
           {"version": folder.VERSION, "config": {"server": {"shards": 1}}}
         )
       ),
-      "a-n2-s0/cell.json is not what a run wrote: put it back",
+      "a-n2-s0/cell.json is not what a run wrote: restore it",
     ),
     (lambda place: describe(place, {}), "cell.json is not what a run wrote"),
     (lambda place: describe(place, {"server": []}), "is not what a run wrote"),

@@ -166,7 +166,7 @@ def test_a_link_that_appears_before_the_folder_is_made_empties_nothing(
     make(path, *arguments, **options)
 
   monkeypatch.setattr(os, "mkdir", race)
-  with pytest.raises(ValueError, match="is to be the memory of the run"):
+  with pytest.raises(ValueError, match="cannot be the memory of the run: "):
     live_memory.LiveMemory(cell, memory_dir, resume=resumes)
   assert [path.name for path in home.iterdir()] == ["thesis.txt"]
 

@@ -123,7 +123,7 @@ MISTAKES = (
   ({"network": NETWORK, "engine": "pipeline"},
    "config.network: engine 'pipeline' of config.runs.run has no links"),
   ({"network": NETWORK, "engine": "ray"},
-   "config.network.latency .* on engine 'ray': messages take the time"),
+   "config.network.latency .* on engine 'ray': its live messages have real"),
   ({"network": NETWORK, "engine": "threads", "server": {"shards": 2}},
    "config.network with 2 shards needs one order for all of them"),
   ({"network": NETWORK, "server": {"shards": 2}},

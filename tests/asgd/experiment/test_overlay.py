@@ -77,7 +77,7 @@ def test_what_is_left_out_is_told(trained, tmp_path):
     text = (out / "report.html").read_text()
     for line in (
       f"{path} was changed or cut since it was written; the cell is left out",
-      f"{one}: 1 of 3 cells are finished; means and figures are of these alone",
+      f"{one}: 1 of 3 cells are finished; means and figures include only these",
     ):
       assert f"warning: {line}\n" in said
       assert line in text

@@ -319,14 +319,14 @@ MISTAKES = (
   ({"data.name": "digits", "data.tokenizer": "bytes"},
    "^config.data.tokenizer 'bytes' is for the texts pydoc, file"),
   (problem_of("fit", model={"name": "cnn"}),
-   "^config.problem.name 'own_things:fit' says what is trained: drop"
+   "^config.problem.name 'own_things:fit' already gives data and model: drop"
    " config.model"),
   ({"problem.name": "quadratic"},
    "^config.problem.name must be MODULE:FUNCTION, not 'quadratic'"),
   (problem_of("failing"),
    "^config.problem: the loss fails on the first batch, .*KeyError: 'v'"),
   (problem_of("moving"),
-   "^config.problem: .* gave two batches for one job; make it a function of"),
+   "^config.problem: .* gave two different batches for one job; make it a fun"),
   (problem_of("no_size"), "takes no argument batch_size"),
   ({"problem.name": "own_things:numbers"},
    "^config.problem: .*takes no argument batch_size"),

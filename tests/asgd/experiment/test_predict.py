@@ -177,9 +177,9 @@ def test_the_first_job_of_a_worker_that_came_again_is_left_out():
 
 def test_who_did_nothing_cannot_be_measured():
   found = predict.jobs(STARTING, {})
-  with pytest.raises(ValueError, match="worker 2 handed in nothing"):
+  with pytest.raises(ValueError, match="worker 2 sent no message"):
     predict.settled(found, 3)
-  with pytest.raises(ValueError, match="worker 0 did no job after all 2"):
+  with pytest.raises(ValueError, match="worker 0 ended no job after all 2"):
     predict.settled(found[:5], 2)
 
 

@@ -121,7 +121,8 @@ def test_lost_parameters_are_computed_again(cell):
   path = cell / "params.msgpack"
   content = path.read_bytes()
   path.unlink()
-  with pytest.raises(ValueError, match="asgd replay .* --restore compute"):
+  message = "compute it with asgd replay .* --restore"
+  with pytest.raises(ValueError, match=message):
     folder.finished_result(cell, repeatable=False)
   replayed = asgd.replay(cell)
   assert replay.restore(cell, replayed) == path
@@ -151,7 +152,8 @@ def test_what_cannot_be_replayed_is_refused(cell, tmp_path):
     asgd.replay(cell)
   joins = [row for row in rows if row.action == base.JOIN]
   kit.write_journal(path, joins)
-  with pytest.raises(ValueError, match="no message that was received"):
+  message = "has no received message, so there is nothing to replay"
+  with pytest.raises(ValueError, match=message):
     asgd.replay(cell)
   path.unlink()
   with pytest.raises(ValueError, match=r"trace-0.csv.*\(yet\)"):
@@ -161,7 +163,7 @@ def test_what_cannot_be_replayed_is_refused(cell, tmp_path):
   content["dataset"]["sha256"] = "0" * 64
   description.write_text(json.dumps(content))
   kit.write_journal(path, rows)
-  with pytest.raises(ValueError, match="the data is not that of the run"):
+  with pytest.raises(ValueError, match="is not the run.s data; give"):
     asgd.replay(cell)
   with pytest.raises(ValueError, match="is not the folder of a cell"):
     asgd.replay(tmp_path / "nothing")

@@ -40,7 +40,7 @@ MISTAKES = (
   ({"server": {**OUT, "delays": 3}}, "delays must be a name or a dict"),
   ({"server": OUT, "engine": "threads"}, "delays .* is not for .* 'threads'"),
   ({"server": OUT, "runs": {"a": {"recipe": "ssgd"}}},
-   "a works in rounds, of which shards with an order of their own"),
+   "a works in rounds, and without one order for all shards their"),
 )
 
 

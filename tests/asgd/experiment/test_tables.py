@@ -145,7 +145,7 @@ MISTAKES = (
   ({"codec": {}}, "runs.run.codec must be a name or a dict .* {};"),
   ({"filters": "nosuch"}, "unknown filter 'nosuch'"),
   ({"shards": 10**6}, "runs.run.shards must be at most"),
-  ({"gate": {"max_staleness": 2}}, "its consistency says who waits"),
+  ({"gate": {"max_staleness": 2}}, "consistency decides which workers wait"),
   ({"order": {"name": "fixed_delay"}}, "config.order.name 'fixed_delay' is"),
   ({"codec": {"name": "qsgd", "levels": 0}}, "runs.run.codec.levels must be"),
   ({"engine": "ray", "network": NETWORK},

@@ -36,7 +36,7 @@ def test_what_does_not_unpack_is_a_bad_code(tmp_path):
   memory = shared(tmp_path)
   memory.write(MESSAGES, 0, CODE, 7)
   memory._slots[MESSAGES][0][26] ^= 4
-  with pytest.raises(packing.BadCode, match="CRC-32 is another"):
+  with pytest.raises(packing.BadCode, match="its CRC-32 differs"):
     memory.read(MESSAGES, 0, 7)
   for length in (-(2**62), 2**62, 3):  # what the file says is not believed
     memory._lengths[MESSAGES][0] = length

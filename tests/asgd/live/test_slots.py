@@ -4,12 +4,15 @@ import mmap
 import os
 import shutil
 
+import jax
+import kit
 import numpy as np
 import pytest
 
 from asgd import wire
 from asgd.live.slots import (
   MESSAGES,
+  PARAMS,
   DamagedSnapshot,
   SharedMemory,
   SlotCounts,
@@ -101,11 +104,39 @@ def test_a_writer_that_is_killed_on_the_way_leaves_no_message(
   def killed(*args):
     raise KeyboardInterrupt
 
-  monkeypatch.setattr(wire, "write", killed)
+  monkeypatch.setattr(wire, "_copy", killed)
   with pytest.raises(KeyboardInterrupt):
     memory.write(MESSAGES, 0, PART, stamp)
   with pytest.raises(WrongSlot):
     memory.read(MESSAGES, 0, stamp)
+
+
+def test_a_device_view_is_made_once_and_shows_what_is_written_later(tmp_path):
+  memory, stamp = shared(tmp_path), message_stamp(0, 1)
+  memory.write(MESSAGES, 0, PART, stamp)
+  view = memory.device_view(MESSAGES, 0, stamp)
+  double = jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree))
+  kit.same_bits(double(view), double(PART))
+  other = jax.tree.map(lambda x: x + 1, PART)
+  memory.write(MESSAGES, 0, other, stamp + 1)
+  again = memory.device_view(MESSAGES, 0, stamp + 1)
+  assert again is view
+  kit.same_bits(double(view), double(other))
+  with pytest.raises(WrongSlot):
+    memory.device_view(MESSAGES, 0, stamp)
+
+
+def test_a_device_view_of_numbers_that_are_converted_is_what_read_returns(
+  tmp_path,
+):
+  memory = SharedMemory(
+    tmp_path / "shard-0", SlotCounts(1, 1), (PART, PART, PART),
+    compress="bfloat16",
+  )
+  for scale in (1, 2):
+    memory.write(PARAMS, 0, {"w": scale * PART["w"]}, scale)
+    found = memory.device_view(PARAMS, 0, scale)
+    kit.same_bits(found, memory.read(PARAMS, 0, scale))
 
 
 def test_files_removed_under_a_run_are_seen_to_be_others(tmp_path):

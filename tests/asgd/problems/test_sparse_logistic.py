@@ -127,5 +127,5 @@ def test_a_problem_of_gradients_has_no_use_for_the_proximal_function():
     "name": "asgd.problems.factorisation:matrix_factorisation",
     "generate": {"users": 9, "items": 9, "ratings": 50},
   }
-  with pytest.raises(ValueError, match="proximal is for problems whose"):
+  with pytest.raises(ValueError, match="proximal needs a problem with"):
     table_kit.build(factors, {"run": {"proximal": {"l1": 1.0}}}, batch_size=5)

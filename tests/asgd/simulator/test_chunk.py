@@ -1,4 +1,5 @@
-"""The chunk engine agrees with the host engine, wherever a run is cut."""
+"""The chunk and rounds engines agree with the host engine, wherever a run is
+cut."""
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import pytest
 from asgd import algorithms, base, compression, orders, problems, simulator
 from asgd import server as server_lib
 from asgd.orders import durations
-from asgd.simulator import chunk, tickets
+from asgd.simulator import chunk, rounds, tickets
 
 PROBLEM = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
 ROOT = jax.random.key(0)
@@ -41,11 +42,11 @@ CASES = {
 }
 
 
-def engines_of(name, **server):
+def engines_of(name, other=simulator.make_chunk, **server):
   recipe = algorithms.build(name, 0.01, WORKERS)
   worker = recipe.make_worker(PROBLEM.loss)
   parts = recipe.server(**server), worker
-  return simulator.make_host(*parts), simulator.make_chunk(*parts)
+  return simulator.make_host(*parts), other(*parts)
 
 
 def cut(engine, trace, ends, between=None):
@@ -144,6 +145,93 @@ def test_codes_have_the_same_bytes_and_residuals():
   assert one[1].residual_norm.any()
 
 
+# Orders, options that are drawn for each, and a recipe for it.
+ROUNDS = {
+  "bulk_synchronous": ("ssgd", {}),
+  "asynchronous": ("dc_asgd_a", {"depth": [1, 2, 3]}),
+  "stale_synchronous": ("dana_slim", {"bound": [0, 1, 3]}),
+  "stale_synchronous, cache": ("asgd", {"bound": [1, 2], "cache": [True]}),
+  "backup_workers": ("ssgd", {"backup": [1]}),
+  "backup_tasks": ("ssgd", {"late": [1.1, 1.5]}),
+  "fixed_delay": ("dana_zero", {}),
+  "asynchronous, warm start": ("nag_asgd", {"warm_start": [5, 9]}),
+  "bulk_synchronous, looking ahead": ("dana_zero", {}),
+}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_rounds_agree_in_float64_on_drawn_orders(name, seed, monkeypatch):
+  monkeypatch.setattr(chunk, "_MOST", 16)  # several calls
+  monkeypatch.setattr(rounds, "_MOST_LANES", (64, 3)[seed])
+  rng = np.random.default_rng(seed)
+  recipe, options = ROUNDS[name]
+  options = {key: rng.choice(x).item() for key, x in options.items()}
+  trace = orders.build(
+    name.split(",")[0],
+    durations.heterogeneous(seed=seed),
+    **dict(workers=WORKERS, messages=MESSAGES, **options),
+  )
+  end = len(trace.time)
+  cuts = sorted(rng.choice(np.arange(1, end), 3, replace=False).tolist())
+  with jax.enable_x64(True):
+    problem = problems.quadratic(np.linspace(1, 3, 5), noise=0.1)
+    data = {"batch": problem.batches(0, WORKERS), "root": jax.random.key(0)}
+    one, other = engines_of(recipe, simulator.make_rounds)
+
+    def run(engine, ends):
+      params = jnp.asarray(np.ones(5), jnp.float64)
+      state, parts = engine.init(params, WORKERS), []
+      for stop in ends:
+        state, part = engine.run(state, trace, stop, **data)
+        parts.append(part)
+      return state, simulator.concatenate(parts)
+
+    whole = run(one, [end])
+    same(whole, run(other, [end]), np.float64)
+    same(whole, run(other, [*cuts, end]), np.float64)
+
+
+def test_rounds_are_close_in_float32():
+  trace = order_of(bulk)
+  host, many = engines_of("ssgd", simulator.make_rounds)
+  one, other = (cut(x, trace, [len(trace.time)]) for x in (host, many))
+  chex.assert_trees_all_close(one[0].server, other[0].server, rtol=1e-5)
+  again = cut(many, trace, [5, 31, len(trace.time)])
+  same(other, again)  # to the bit
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_job_of_a_round_depends_on_another(seed):
+  trace = order_of(orders.stale_synchronous, seed=seed, bound=2, depth=2)
+  plan = tickets.plan_tickets(trace, shared=True)
+  worker = trace.worker[plan.row]
+  found = rounds.find_rounds(plan, worker, stateful=True, most=3)
+  assert found.lanes <= 3
+  events = enumerate(orders.trace.events(trace))
+  rows = {e.key: i for i, e in events if e.action == base.SEND}
+  ends = [*found.starts[1:], MESSAGES]
+  for start, end in zip(found.starts.tolist(), ends, strict=True):
+    assert len(set(worker[start:end].tolist())) == end - start <= 3
+    for i in range(start, end):
+      row = plan.row[i]
+      begun = rows[trace.worker[row], trace.seq[row]]
+      assert begun < plan.row[start]
+
+
+def test_the_rounds_program_is_compiled_from_shapes_alone():
+  recipe = algorithms.build("dana_slim", 0.01, WORKERS)
+  parts = recipe.server(), recipe.make_worker(PROBLEM.loss)
+  shapes = jax.eval_shape(PROBLEM.init, ROOT)
+  for shared in (True, False):
+    function, arguments = rounds.abstract_call(
+      *(*parts, shapes, PROBLEM.batches(0, 1)(0, 0)),
+      **dict(workers=WORKERS, messages=16, lanes=4, shared=shared),
+    )
+    compiled = function.lower(*arguments).compile()
+    assert compiled.out_info[1].whole.shape == (20, 3)
+
+
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("shared", [False, True])
 def test_no_row_is_given_away_while_its_ticket_is_open(seed, shared):
@@ -204,11 +292,13 @@ def test_what_one_engine_alone_replays_is_named():
 def choice_of(loss=PROBLEM.loss, messages=10_000, asked="auto", **more):
   recipe = algorithms.build("asgd", 0.01, WORKERS)
   batch = more.pop("batch", PROBLEM.batches(0, 1)(0, 0))
-  jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, **more)
+  even = more.pop("even", True)
+  jobs = simulator.JobShapes(PROBLEM.init(ROOT), batch, messages, even)
   parts = recipe.server(), recipe.make_worker(loss)
-  return simulator.choose(
-    *parts, order_of(orders.asynchronous), jobs, asked=asked
-  )
+  trace = more.pop("trace", None)
+  if trace is None:
+    trace = order_of(orders.asynchronous)
+  return simulator.choose(*parts, trace, jobs, asked=asked)
 
 
 def test_an_engine_is_chosen_and_says_why():
@@ -221,9 +311,18 @@ def test_an_engine_is_chosen_and_says_why():
   assert str(choice_of(messages=10)).startswith("host: 10 messages are fewer")
   assert str(choice_of(messages=10, asked="chunk")) == "chunk: as asked"
   assert str(choice_of(asked="host")) == "host: as asked"
+  assert str(choice_of(asked="rounds")) == "rounds: as asked"
+  clock = durations.homogeneous()
+  trace = bulk(clock, workers=64, messages=256)
+  assert str(choice_of(trace=trace)) == (
+    "rounds: 64 gradients at the same parameters are computed together"
+  )
   assert str(choice_of(convolved)).startswith("host: convolutions are slow")
   assert str(choice_of(even=False)) == "host: batches of jobs differ in size"
   with pytest.raises(ValueError, match="cannot simulate this: batches of jobs"):
     choice_of(even=False, asked="chunk")
-  with pytest.raises(ValueError, match="one of auto, host, chunk, not 'fast'"):
+  with pytest.raises(ValueError, match="'rounds' cannot simulate this"):
+    choice_of(even=False, asked="rounds")
+  known = "one of auto, host, chunk, rounds, not 'fast'"
+  with pytest.raises(ValueError, match=known):
     choice_of(asked="fast")

@@ -1,5 +1,5 @@
-"""Live runs in a simulated world: whatever is done to them, they come to what
-their traces say; and what was wrong once would be found again."""
+"""Live runs in a simulated world: with any faults their results agree with
+their traces, and a fault of the runtime that was fixed would be found again."""
 
 import collections
 import functools
@@ -20,7 +20,7 @@ from asgd.live.world.scheduler import Scheduler, Stuck
 from asgd.orders.protocol import Rules
 from asgd.orders.starters import Starters
 
-# The last ones have what seldom happens.
+# The last seeds of each list have rare events.
 SEEDS = {
   "server": [*range(120), 13711],
   "tables": [*range(60), 89, 204],
@@ -29,9 +29,9 @@ SEEDS = {
 }
 
 
-# Kind of fault -> what it reaches, by protocol: processes, or parts of the
-# world. Messages of gossip are lost and arrive in another order as its calls
-# are made; the server's are frames, and calls can be cut.
+# Kind of fault -> protocol -> the processes or parts of the world that it
+# reaches. Gossip sends its messages as calls, the server as frames, so the same
+# kind reaches other processes.
 OF_CALLS = {"tables": "worker shard", "sandblaster": "worker shard"}
 ALL = ["server", "tables", "sandblaster", "gossip"]
 OF_WORKERS = dict.fromkeys(ALL[:3], "worker")
@@ -75,29 +75,30 @@ REACHES = {
 }
 
 
-@pytest.mark.parametrize("room", explore.ROOMS)
-def test_seeds_come_to_what_their_traces_say(room):
+@pytest.mark.parametrize("protocol", explore.PROTOCOLS)
+def test_results_of_seeds_agree_with_their_traces(protocol):
   parties = collections.Counter()
-  for outcome in explore.run_seeds(SEEDS[room], room=room):
-    assert not outcome.error, explore.explain(outcome, room=room)
+  for outcome in explore.run_seeds(SEEDS[protocol], protocol=protocol):
+    assert not outcome.error, explore.explain(outcome, protocol=protocol)
     parties.update(outcome.parties)
   reached = {
     (kind, party)
-    for kind, rooms in REACHES.items()
-    for party in rooms.get(room, "").split()
+    for kind, parties_of in REACHES.items()
+    for party in parties_of.get(protocol, "").split()
   }
-  assert {kind for kind, _ in reached} == set(explore.ROOMS[room].menu().kinds)
+  kinds = explore.PROTOCOLS[protocol].menu().kinds
+  assert {kind for kind, _ in reached} == set(kinds)
   assert reached <= set(parties)
 
 
-@pytest.mark.parametrize("room", explore.ROOMS)
-def test_a_seed_is_the_same_run_again(room, tmp_path):
-  """To the bytes of all files that it writes."""
-  drawn = explore.drawn(11, room)
+@pytest.mark.parametrize("protocol", explore.PROTOCOLS)
+def test_a_seed_repeats_its_run_to_the_bit(protocol, tmp_path):
+  """The bytes of all written files are equal."""
+  drawn = explore.drawn(11, protocol)
   runs, folders = [], (tmp_path / "first", tmp_path / "again")
   for folder in folders:
     folder.mkdir()
-    scene = explore.ROOMS[room](drawn, folder)
+    scene = explore.PROTOCOLS[protocol](drawn, folder)
     runs.append(scene.run(range(len(drawn.faults))))
   assert runs[0] == runs[1]
   assert runs[0].steps > 100
@@ -113,20 +114,21 @@ def test_a_seed_is_the_same_run_again(room, tmp_path):
 
 
 def test_a_seed_that_fails_is_explained(monkeypatch):
-  """By as few faults as it fails with, and the first difference to the run
-  without one of them."""
+  """The text has the fewest faults, and the first difference to a run without
+  one of them."""
   monkeypatch.setattr(table_run, "KINDS", world_mutants.KINDS["tables"])
   world_mutants.NO_MESSAGE(monkeypatch)
-  outcome = explore.run_seed(1, room="tables")
-  text = explore.explain(outcome, room="tables")
+  outcome = explore.run_seed(1, protocol="tables")
+  text = explore.explain(outcome, protocol="tables")
   first, fault, error, title, turn, row, again = text.splitlines()
   assert first.startswith("seed 1: TableCase(")
   assert fault.startswith("  fault ")
   assert "every job is received once" in error
-  assert title.endswith("it does not fail; first differences:")
+  assert title.endswith("the run passes; first differences:")
   assert turn.startswith("    turns of processes, line ")
   assert re.match(r"    (trace|shard)-\d.csv, line \d+: .*; ", row)
-  assert again.startswith("  again: asgd chaos --simulate=1 --seed=1 --faults=")
+  command = "asgd chaos --simulate=1 --seed=1 --faults="
+  assert again.startswith(f"  repeat: {command}")
 
 
 def test_processes_that_wait_for_each_other_are_found():
@@ -142,8 +144,8 @@ def test_processes_that_wait_for_each_other_are_found():
 
 
 def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
-  """Or it left the place that the lead had given it, without knowing that it
-  had it, and then wrote to a slot of that place, which was another's."""
+  """A worker that is expelled twice leaves its new incarnation number without
+  knowing of it, and then writes to a slot of another incarnation."""
   cases = [c for c in scenario.CASES if c.shards == 2 and not c.consistent]
   monkeypatch.setattr(scenario, "CASES", cases)
   monkeypatch.setattr(scenario, "KINDS", ("nan",) * 4)
@@ -152,7 +154,7 @@ def test_two_shards_that_refuse_a_message_expel_its_worker_once(monkeypatch):
 
 
 def test_a_memory_without_its_slots_is_not_opened_twice(monkeypatch):
-  """Or the same command, which is the remedy, is refused again and again."""
+  """Otherwise each repetition of the command, which is the remedy, fails."""
   case = scenario.ServerCase(
     "dana_zero", Rules(bound=2, cache=True), shards=2, consistent=True
   )
@@ -164,12 +166,12 @@ def test_a_memory_without_its_slots_is_not_opened_twice(monkeypatch):
   assert not outcome.error
 
 
-# What was wrong once; each was found at the seed given when its cure was taken
-# out.
+# Faults of the runtime that were fixed. Each is found at the given seed when
+# its fix is taken out.
 
 
-def forgets_that_it_was_revoked(patch):
-  """A worker that was given up while it waits writes to a slot of another's."""
+def uses_a_revoked_lease(patch):
+  """A worker that was replaced while it waited writes to another's slot."""
 
   def write_anyway(self, write):
     write()
@@ -180,14 +182,14 @@ def forgets_that_it_was_revoked(patch):
   patch.setattr(scenario, "CASES", slow)
 
 
-def forgets_calls_when_it_fails(patch):
-  """The driver waits for a shard whose serving has failed."""
+def leaves_calls_open_when_it_fails(patch):
+  """The driver waits for a shard that has failed."""
   patch.setattr(ShardServer, "_refuse_calls", lambda self: None)
   patch.setattr(scenario, "KINDS", ("fill",) * 4)
 
 
-def reads_whatever_a_slot_holds(patch):
-  """Memory that is removed under a run is taken for what was written there."""
+def reads_a_slot_without_its_stamp(patch):
+  """A slot of memory that was removed during the run is read as valid."""
 
   def read(self, kind, slot, stamp):
     return original(self, kind, slot, self.stamp(kind, slot))
@@ -203,7 +205,7 @@ def reads_whatever_a_slot_holds(patch):
   patch.setattr(SharedMemory, "__init__", remembers_nothing)
 
 
-def tells_the_lead_first(patch):
+def sends_to_the_lead_first(patch):
   """A message that the lead has received is lost with another shard."""
 
   def push(self, shard, frame):
@@ -217,11 +219,11 @@ def tells_the_lead_first(patch):
   patch.setattr(scenario, "CASES", cases)
 
 
-# What live runs and replays share, or what no replay sees.
+# Faults in code that live runs and replays share, or that no replay notices.
 
 
 def counts_one_update_less(patch):
-  """The staleness of messages is less than it is."""
+  """The measured staleness of messages is too small."""
 
   def less(state, ticket):
     delay = original(state, ticket)
@@ -229,12 +231,12 @@ def counts_one_update_less(patch):
 
   original = server._delay
   patch.setattr(server, "_delay", less)
-  anew = functools.cache(scenario.recipe.__wrapped__)
-  patch.setattr(scenario, "recipe", anew)
+  recompiled = functools.cache(scenario.recipe.__wrapped__)
+  patch.setattr(scenario, "recipe", recompiled)
 
 
-def waits_for_nobody(patch):
-  """Workers come further ahead of the slowest than the bound allows."""
+def waits_for_no_worker(patch):
+  """Workers run further ahead of the slowest than the bound allows."""
 
   def take(self, limit, most):
     return original(self, math.inf, most)
@@ -245,8 +247,8 @@ def waits_for_nobody(patch):
   patch.setattr(scenario, "CASES", bound)
 
 
-def goes_on_with_the_state_of_another(patch):
-  """A new holder of a place keeps the state of the one before."""
+def keeps_the_state_of_another_incarnation(patch):
+  """A new incarnation of a worker keeps the state of the one before."""
 
   def begin(self, job):
     original(self, job)
@@ -268,18 +270,18 @@ def goes_on_with_the_state_of_another(patch):
 @pytest.mark.parametrize(
   ("fault", "seed", "message"),
   [
-    (forgets_that_it_was_revoked, 60, "no slot is leaked, or used twice"),
-    (forgets_calls_when_it_fails, 151, "does not answer"),
-    (reads_whatever_a_slot_holds, 11, "no slot is read without its stamp"),
-    (tells_the_lead_first, 18, "what the lead received"),
-    (counts_one_update_less, 0, "records tell what the trace says"),
-    (waits_for_nobody, 0, "ahead of the slowest"),
-    (goes_on_with_the_state_of_another, 3, "the replay has the same bits"),
+    (uses_a_revoked_lease, 60, "no slot is leaked, or used twice"),
+    (leaves_calls_open_when_it_fails, 151, "does not answer"),
+    (reads_a_slot_without_its_stamp, 11, "no slot is read without its stamp"),
+    (sends_to_the_lead_first, 18, "what the lead received"),
+    (counts_one_update_less, 0, "records agree with the trace"),
+    (waits_for_no_worker, 0, "ahead of the slowest"),
+    (keeps_the_state_of_another_incarnation, 3, "the replay has the same bits"),
   ],
 )
 def test_an_old_fault_is_found_again(fault, seed, message, monkeypatch):
   fault(monkeypatch)
-  seeds = range(240)  # from the first one that finds it
+  seeds = range(240)  # starting at the seed that finds the fault
   outcomes = itertools.chain(
     explore.run_seeds(seeds[seed:]), explore.run_seeds(seeds[:seed])
   )
@@ -287,19 +289,19 @@ def test_an_old_fault_is_found_again(fault, seed, message, monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("room", "mutant"),
+  ("protocol", "mutant"),
   [
-    (room, mutant)
-    for room, mutants in world_mutants.FOUND.items()
+    (protocol, mutant)
+    for protocol, mutants in world_mutants.FOUND.items()
     for mutant in mutants
   ],
   ids=lambda value: getattr(value, "name", None),
 )
-def test_a_mending_that_is_taken_out_is_found(room, mutant, monkeypatch):
-  monkeypatch.setattr(run, "_TURNS", 20_000)  # of a run that has no end
+def test_a_fix_that_is_taken_out_is_found(protocol, mutant, monkeypatch):
+  monkeypatch.setattr(run, "_TURNS", 20_000)  # for a run that never ends
   monkeypatch.setattr(run, "_SECONDS", 60.0)
   if mutant.name in world_mutants.SELDOM:
-    module = inspect.getmodule(explore.ROOMS[room])
-    monkeypatch.setattr(module, "KINDS", world_mutants.KINDS[room])
+    module = inspect.getmodule(explore.PROTOCOLS[protocol])
+    monkeypatch.setattr(module, "KINDS", world_mutants.KINDS[protocol])
   mutant(monkeypatch)
-  assert explore.run_seed(mutant.seed, room=room).error
+  assert explore.run_seed(mutant.seed, protocol=protocol).error

@@ -1,0 +1,183 @@
+"""Checks a trace with code that is independent of the runtime.
+
+Neither a server nor a dispatcher is used. So these checks also find a fault in
+code that live runs and replays share, which a replay repeats.
+"""
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from asgd import base
+from asgd.orders.protocol import Rules
+from asgd.orders.trace import STARTS, Event
+
+
+class Received(NamedTuple):
+  """A received message and the values that its record must have."""
+
+  row: int  # index in the trace
+  event: Event
+  staleness: int
+  accepted: bool
+  update: int  # version of the parameters after the message
+
+
+def received(
+  events: Iterable[Event], *, every: int = 1, gated: bool = False
+) -> list[Received]:
+  """Returns all messages of a shard's trace, undone ones included.
+
+  Args:
+    events: rows of the shard's trace.
+    every: messages in one update.
+    gated: whether the shard drops messages of an older version.
+
+  Raises:
+    ValueError: a row has another version than the rows before it imply.
+  """
+  count = 0  # accepted messages in the shard's state
+  counts, versions, out = [], {}, []  # counts by row; versions by ticket
+  latest: dict[int, int] = {}  # version of the latest ticket, by worker
+  for row, event in enumerate(events):
+    counts.append(count)
+    version = count // every
+    if event.action in STARTS:
+      if event.action == base.SEND:
+        latest[event.worker] = version
+      elif every == 1 and not gated:
+        # A kept ticket includes the update of the worker's previous job.
+        latest[event.worker] += 1
+      versions[event.key] = version = latest[event.worker]
+      if event.version != version:
+        raise ValueError(
+          f"row {row} ({event}) should be of version {version}"
+        )
+    elif event.action == base.ROLLBACK:
+      count = counts[event.job]  # the `job` of a ROLLBACK is a row index
+    elif event.action == base.RECEIVE:
+      staleness = max(version - versions.pop(event.key), 0)
+      accepted = not gated or staleness == 0
+      count += accepted
+      out.append(Received(row, event, staleness, accepted, count // every))
+  return out
+
+
+class _RuleChecker:
+  """Follows the rows of a lead's trace and checks each job that starts."""
+
+  def __init__(self, rules: Rules, jobs: int, owned: bool):
+    self._rules, self._jobs, self._owned = rules, jobs, owned
+    self._present: set[int] = set()  # workers that have joined
+    self._clocks = collections.Counter[int]()  # jobs ended, by worker
+    # By worker: seq of an open job -> index of the round it was started in.
+    self._open: dict[int, dict[int, int]] = collections.defaultdict(dict)
+    self._begun: set[int] = set()  # jobs
+    self._lost: set[tuple[int, int]] = set()  # (job, its owner)
+    self._on_ticket = collections.Counter[int]()  # jobs on the latest ticket
+    # By worker: clock of the slowest when its latest ticket was sent.
+    self._slowest_at_send: dict[int, int] = {}
+    # The present round, and the jobs received and started in it.
+    self._round_index = self._received_in_round = self._started_in_round = 0
+
+  def _owner(self, worker: int) -> int:
+    """Returns the owner of the worker's jobs; -1 if no worker owns jobs."""
+    return worker if self._owned else -1
+
+  def _busy(self, worker: int) -> bool:
+    """Whether a worker has an open job or can still get one."""
+    owner = self._owner(worker)
+    return bool(
+      self._open[worker]
+      or len(self._begun) < self._jobs
+      or any(owner_of_lost == owner for _, owner_of_lost in self._lost)
+    )
+
+  def _slowest(self) -> int:
+    """Returns the smallest clock of the workers that hold others back."""
+    clocks = [self._clocks[w] for w in self._present if self._busy(w)]
+    return min(clocks, default=0)
+
+  def _start(self, event: Event) -> str:
+    """Takes a SEND or KEEP; returns the broken rule, "" if it is allowed."""
+    rules, worker, job = self._rules, event.worker, event.job
+    # [1] The bound of staleness.
+    clock = self._clocks[worker] + len(self._open[worker])
+    ahead = clock - self._slowest()
+    if ahead > rules.bound:
+      return f"worker {worker} is {ahead} ahead of the slowest"
+    # [2] A ticket is kept for as many jobs as the rules say, and no longer.
+    on_ticket = self._on_ticket[worker]
+    keeps = 0 < on_ticket < rules.fetch_every
+    if rules.cache and on_ticket:
+      keeps = clock - self._slowest_at_send[worker] <= rules.bound
+    if keeps != (event.action == base.KEEP):
+      due = "KEEP" if keeps else "SEND"
+      return f"{due} was due after {on_ticket} jobs on the ticket"
+    # [3] A job starts once, and again only where it was lost to its owner.
+    owned_job = job, self._owner(worker)
+    if job in self._begun and owned_job not in self._lost:
+      return f"job {job} is another worker's, or done"
+    self._lost.discard(owned_job)
+    self._begun.add(job)
+    if event.action == base.SEND:
+      self._on_ticket[worker] = 0
+      self._slowest_at_send[worker] = self._slowest()
+    self._on_ticket[worker] += 1
+    self._open[worker][event.seq] = self._round_index
+    # [4] The size of a round.
+    self._started_in_round += 1
+    if rules.round and self._started_in_round > rules.round + rules.backup:
+      return f"{self._started_in_round} jobs in a round"
+    return ""
+
+  def apply(self, event: Event) -> str:
+    """Takes the next row; returns the broken rule, "" if it is allowed."""
+    worker, action = event.worker, event.action
+    if action in STARTS:
+      return self._start(event)
+    if action == base.JOIN:
+      # A worker that joins late does not hold the others back.
+      self._clocks[worker] = max(self._clocks[worker], self._slowest())
+      self._on_ticket[worker] = 0
+      self._present.add(worker)
+    elif action == base.LEAVE:
+      self._present.discard(worker)
+    elif action == base.RECEIVE:
+      self._clocks[worker] += 1
+      # A backup worker's message of an earlier round does not fill this one.
+      started = self._open[worker].pop(event.seq)
+      self._received_in_round += started == self._round_index
+      if self._received_in_round == self._rules.round:
+        self._round_index += 1
+        self._received_in_round = self._started_in_round = 0
+    elif action in (base.LOST, base.REJECT):
+      started = self._open[worker].pop(event.seq)
+      self._started_in_round -= started == self._round_index
+      self._lost.add((event.job, self._owner(worker)))
+    return ""
+
+
+def check_protocol(
+  events: Sequence[Event], rules: Rules, *, jobs: int, owned: bool = False
+) -> None:
+  """Checks the jobs of a lead's trace against the rules of its order.
+
+  Args:
+    events: rows of the lead's trace.
+    rules: of the order.
+    jobs: of the run.
+    owned: whether each job belongs to one worker.
+
+  Raises:
+    ValueError: for the first job that was started
+      - further ahead of the slowest worker than the bound,
+      - beyond the jobs of its round,
+      - on a kept ticket where a new one was due, or the reverse,
+      - twice, although it was not lost, or
+      - by a worker that does not own it.
+  """
+  checker = _RuleChecker(rules, jobs, owned)
+  for row, event in enumerate(events):
+    if broken_rule := checker.apply(event):
+      raise ValueError(f"row {row} ({event.format()}): {broken_rule}")

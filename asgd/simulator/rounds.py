@@ -1,0 +1,323 @@
+"""The rounds engine: gradients in flight together, in one vmap.
+
+A round is a stretch of messages whose tickets were all sent before the first
+of them is received, so no gradient in it depends on another: the jobs of a
+bulk synchronous round, or what an asynchronous order has in flight. A compiled
+program computes the gradients of a round together and then gives them to the
+server one after the other, as the chunk engine (`chunk`) does, whose parts it
+is made of. If all tickets of each round are one, as in a bulk synchronous
+order, the model's products have the examples of all workers in one matrix.
+
+Index letters used in shape comments:
+  U  messages of the trace
+  C  messages of a call
+  R  rounds of a call
+  L  lanes: messages of a round, at most
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import numpy.typing as npt
+
+from asgd import base
+from asgd.simulator import chunk
+from asgd.simulator import steps as steps_lib
+from asgd.simulator.simulation import Simulator, make_simulator
+from asgd.simulator.tickets import TicketPlan
+from asgd.transforms import rows as rows_lib
+
+_MOST_LANES = 64
+_MOST_BYTES = 2**26  # of the messages of a round
+
+
+class Spans(NamedTuple):
+  """The rounds of a call, [R]. A run that was cut within a round computes it
+  again from its beginning, and receives what is left of it."""
+
+  begin: Any  # int32, place of its first message among those of the call
+  first: Any  # int32, lane of the first message that is received
+  end: Any  # int32, lane after the last one
+  out: Any  # int32, place of the first one's record
+
+
+class Rounds(NamedTuple):
+  """The rounds of a trace."""
+
+  starts: npt.NDArray[np.int64]  # [R], the first message of each
+  lanes: int  # L
+  shared: bool  # whether the tickets of a round are one
+
+
+def find_rounds(
+  plan: TicketPlan,
+  worker: npt.NDArray[np.int32],
+  *,
+  stateful: bool,
+  most: int = _MOST_LANES,
+) -> Rounds:
+  """Divides the messages of a trace into rounds.
+
+  Args:
+    plan: of the trace.
+    worker: int32[U], of each message.
+    stateful: whether workers have a state, which is that after the job before;
+      a round then has one message of each.
+    most: lanes, at most.
+
+  Example:
+    A bulk synchronous order of four workers.
+
+    >>> import numpy as np
+    >>> from asgd import orders
+    >>> from asgd.simulator import rounds, tickets
+    >>> times = orders.durations.homogeneous()
+    >>> trace = orders.bulk_synchronous(times, workers=4, messages=12)
+    >>> plan = tickets.plan_tickets(trace, shared=True)
+    >>> worker = trace.worker[plan.row]
+    >>> found = rounds.find_rounds(plan, worker, stateful=False)
+    >>> found.starts.tolist(), found.lanes, found.shared
+    ([0, 4, 8], 4, True)
+  """
+  ended = np.full(int(plan.row.max(initial=-1)) + 1, -1)
+  done = np.flatnonzero(plan.starts.end < len(ended))
+  ended[plan.starts.end[done]] = done
+  before = np.searchsorted(plan.row, plan.starts.row[ended[plan.row]])
+  columns = before.tolist(), worker.tolist()
+
+  def divide(most):
+    starts, seen = [0], set()
+    for i, (sent, who) in enumerate(zip(*columns, strict=True)):
+      late = sent > starts[-1] or i - starts[-1] >= most
+      if i and (late or i in plan.sends or (stateful and who in seen)):
+        starts.append(i)
+        seen.clear()
+      seen.add(who)
+    return np.array(starts)
+
+  def sizes(starts):
+    return np.diff(starts, append=len(before))
+
+  starts = divide(len(before))
+  longest = max(1, int(sizes(starts).max()))
+  lanes = -(-longest // -(-longest // most))  # alike in the parts of a round
+  starts = divide(lanes)
+  of_round = np.repeat(plan.slot[starts], sizes(starts)) if len(before) else []
+  shared = bool((plan.slot == of_round).all()) and not plan.kept.any()
+  return Rounds(starts, lanes, shared)
+
+
+@functools.lru_cache(maxsize=32)
+def compile_rounds(
+  server: base.Server,
+  worker: base.Worker,
+  wire: str | None = None,
+  joins: bool = False,
+  *,
+  lanes: int,
+  shared: bool,
+) -> Callable[..., Any]:
+  """Compiles the program of a server and its workers, once.
+
+  Args:
+    server, worker, wire, joins: as of `chunk.compile_chunk`.
+    lanes: L.
+    shared: whether the tickets of a round are one.
+
+  Returns:
+    (carry, root, count, Spans, Messages, batches) -> (carry, Observations,
+    codes); the last two arguments have L rows more than messages.
+  """
+  pure = steps_lib.pure_steps(server, worker, wire)
+  parts = chunk.program_parts(server, worker, pure, joins)
+  of_rows = chunk.Messages(*(0 for _ in chunk.Messages._fields))
+  of_ticket = base.Ticket(0, 0, 0, 0)
+  if shared:
+    of_rows = of_rows._replace(slot=None)
+    of_ticket = of_ticket._replace(params=None)
+  tickets_of = jax.vmap(parts.ticket, (None, of_rows), of_ticket)
+  jobs_of = jax.vmap(
+    parts.work,
+    (None, None, of_rows, 0, of_ticket),
+    chunk.Job(of_ticket, 0, 0, 0),
+  )
+
+  def work(carry, root, rows, batches):
+    if shared:
+      rows = rows._replace(slot=rows.slot[0])
+    tickets = tickets_of(carry, rows)
+    return jobs_of(carry, root, rows, batches, tickets)
+
+  def job_of(jobs, lane):
+    params = jobs.ticket.params
+    each = jobs._replace(ticket=jobs.ticket._replace(params=()))
+    job = jax.tree.map(lambda x: rows_lib.get_row(x, lane), each)
+    if not shared:
+      params = jax.tree.map(lambda x: rows_lib.get_row(x, lane), params)
+    return job._replace(ticket=job.ticket._replace(params=params))
+
+  def one_round(carry, out, root, span, rows, batches):
+    carry = parts.settle(carry)
+    jobs = work(carry, root, rows, batches)
+
+    def step(lane, both):
+      carry, out = both
+      row = jax.tree.map(lambda x: rows_lib.get_row(x, lane), rows)
+      carry = parts.settle(carry)
+      carry, made = parts.receive(carry, row, job_of(jobs, lane))
+      at = span.out + lane - span.first
+      put = functools.partial(rows_lib.put_row, index=at)
+      return carry, jax.tree.map(put, out, made)
+
+    return jax.lax.fori_loop(span.first, span.end, step, (carry, out))
+
+  @functools.partial(jax.jit, donate_argnums=0)
+  def rounds(carry, root, count, spans, rows, batches):
+    out = chunk.outputs(parts, carry, root, rows, batches)
+
+    def step(index, both):
+      span = jax.tree.map(lambda x: rows_lib.get_row(x, index), spans)
+      some = jax.tree.map(
+        lambda x: jax.lax.dynamic_slice_in_dim(x, span.begin, lanes),
+        (rows, batches),
+      )
+      return one_round(*both, root, span, *some)
+
+    carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
+    return carry, *out
+
+  return rounds
+
+
+def abstract_call(
+  server: base.Server,
+  worker: base.Worker,
+  params: base.Params,
+  batch: base.Batch,
+  *,
+  workers: int,
+  messages: int,
+  lanes: int,
+  shared: bool = True,
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+  """Returns the program, and its arguments as shapes, to be compiled ahead.
+
+  Args:
+    server, worker: that are simulated.
+    params: or their shapes.
+    batch: of any job, or its shapes.
+    workers: N.
+    messages: C.
+    lanes: L.
+    shared: whether the tickets of a round are one, and held in one row; else
+      each of the N workers has a row.
+
+  Returns:
+    The jitted function, and arguments for its `lower`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> from asgd.simulator import rounds
+    >>> worker = asgd.gradient_worker(lambda w, batch: (w * batch).mean())
+    >>> function, arguments = rounds.abstract_call(
+    ...   asgd.asgd(0.1, workers=4).server(), worker, jnp.zeros(()),
+    ...   jnp.zeros(3), workers=4, messages=8, lanes=4,
+    ... )
+    >>> function.lower(*arguments).out_info[1].real.shape
+    (12, 4)
+  """
+  function = compile_rounds(server, worker, lanes=lanes, shared=shared)
+  number = jax.ShapeDtypeStruct((), np.int32)
+
+  state = jax.eval_shape(server.init, params)
+  own = jax.eval_shape(worker.init, params)
+  slots = 2 if shared else workers + 1
+  states = rows_lib.WorkerRows(_stacked(workers, own), own, number)
+  carry = chunk.Carry(
+    *(state, _stacked(slots, state.params), _stacked(slots, number)),
+    *(number, number, states),
+  )
+  row = chunk.Messages(*(number for _ in chunk.Messages._fields))
+  row = row._replace(first=jax.ShapeDtypeStruct((), np.bool_))
+  root = jax.eval_shape(lambda: jax.random.key(0))
+  spans = _stacked(messages, Spans(*(number for _ in Spans._fields)))
+  batch = jax.eval_shape(lambda x: x, batch)
+  inputs = _stacked(messages + lanes, (row, batch))
+  return function, (carry, root, number, spans, *inputs)
+
+
+def _stacked(count, shapes):
+  """Shapes with so many rows."""
+  return jax.tree.map(
+    lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes
+  )
+
+
+def make_rounds(
+  server: base.Server, worker: base.Worker, *, wire: str | None = None
+) -> Simulator:
+  """Builds the rounds engine of a server and its workers.
+
+  Its gradients are those of the host engine to 1e-12 in float64. In float32
+  they differ from them in the last bits, as XLA adds up a product of several
+  jobs in another order; parameters after some hundred messages agree to 1e-5.
+
+  Args:
+    server, worker, wire: as of `make_chunk`.
+
+  Returns:
+    A Simulator. Its `follow` raises NotCompiled as that of `make_chunk`.
+  """
+
+  def follow(own, simulation, trace, *, batch, root):
+    parts = server, own, wire
+    return RoundsRun(parts, simulation, trace, batch=batch, root=root)
+
+  return make_simulator(server, worker, follow)
+
+
+class RoundsRun(chunk.ChunkRun):
+  """A trace that is replayed in rounds; a TraceRun."""
+
+  def __init__(self, parts, simulation, trace, *, batch, root):
+    """Continues a SimulationState; `parts` are server, worker and wire."""
+    super().__init__(parts, simulation, trace, batch=batch, root=root)
+    sizes = [x.nbytes for x in jax.tree.leaves(simulation.server.params)]
+    most = min(_MOST_LANES, self._most, _MOST_BYTES // max(sum(sizes), 1))
+    stateful = bool(jax.tree.leaves(simulation.workers[:1]))
+    self._rounds = find_rounds(
+      self._plan, self._worker, stateful=stateful, most=max(most, 1)
+    )
+    self._of_rounds = compile_rounds(
+      *parts,
+      bool(self._plan.first.any()),
+      lanes=self._rounds.lanes,
+      shared=self._rounds.shared,
+    )
+
+  def _call(self, stop):
+    """As that of a chunk, with whole rounds where `stop` allows it."""
+    begin, starts = self._done, self._rounds.starts
+    first = int(starts[np.searchsorted(starts, begin, "right") - 1])
+    end = self._limit(first + self._most, stop)
+    whole = int(starts[np.searchsorted(starts, end, "right") - 1])
+    if end == first + self._most and whole > begin:
+      end = whole
+    mine = starts[(starts >= first) & (starts < end)]
+    ends = np.minimum(np.append(mine[1:], end), end)
+    lane = np.maximum(begin - mine, 0)
+    out = np.maximum(mine - begin, 0)
+    columns = (mine - first, lane, ends - mine, out)
+    spans = Spans(
+      *(chunk.padded(x.astype(np.int32), self._most) for x in columns)
+    )
+    inputs = self._inputs(first, end, self._most + self._rounds.lanes)
+    self._carry, *made = self._of_rounds(
+      self._carry, self._root, np.int32(len(mine)), spans, *inputs
+    )
+    self._done = end
+    return end - begin, *made
