@@ -758,7 +758,7 @@ def test_settings_are_described_without_names_of_classes_and_modules():
 
 
 def test_settings_need_the_number_of_workers():
-  with pytest.raises(ValueError, match="tables do not give the number of workers"):
+  with pytest.raises(ValueError, match="tables do not give the number of"):
     asgd.simulate(
       plane, jnp.zeros(3), None, SETTINGS["tables"], messages=8, batch_size=8
     )
