@@ -630,7 +630,7 @@ MISTAKES = (
   ({"params": lambda key: Affine(abs, key)}, "params.w is <built-in"),
   ({"params": {"w": abs}}, "eqx.combine(params, rest)"),
   ({"params": nnx.BatchNorm(3, rngs=nnx.Rngs(0))}, "params.mean"),
-  ({"params": Tied(nnx.Rngs(0))}, "holds an array twice .tied weights."),
+  ({"params": Tied(nnx.Rngs(0))}, "holds an array twice (tied weights)"),
   ({"params": Net()}, "holds no parameters: give its variables"),
   ({"loss": (Affine(**PARAMS), loss)}, "holds its arrays as params"),
   ({"params": lambda: PARAMS}, "a function of a key"),
@@ -758,7 +758,7 @@ def test_settings_are_described_without_names_of_classes_and_modules():
 
 
 def test_settings_need_the_number_of_workers():
-  with pytest.raises(ValueError, match="settings of tables do not say how man"):
+  with pytest.raises(ValueError, match="tables do not give the number of"):
     asgd.simulate(
       plane, jnp.zeros(3), None, SETTINGS["tables"], messages=8, batch_size=8
     )

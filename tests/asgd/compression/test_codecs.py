@@ -145,13 +145,13 @@ def test_what_a_codec_cannot_be_is_said_in_a_line():
     ("threshold", {"tau": "x"}, "a positive finite number, not 'x'"),
     ("adaptive_threshold", {"least": 0.5, "most": 0.1}, "exchange them"),
     ("adaptive_threshold", {"decay": 1}, "decay must be in [0, 1)"),
-    ("top_k", {"density": 0}, "in (0, 1], not 0: the part of the elements"),
+    ("top_k", {"density": 0}, "in (0, 1], not 0: it is the part of"),
     ("top_k", {"density": 1.5}, "density must be in (0, 1], not 1.5"),
     ("top_k", {"sparsity": 0.9}, "takes no argument 'sparsity'"),
     ("dgc", {"momentum": 1}, "momentum must be in [0, 1), not 1"),
     ("dgc", {"warm_up": -1}, "warm_up must be"),
     ("dgc", {"epoch": 0}, "epoch must be"),
-    ("dgc", {"error_feedback": True}, "error_feedback: dgc has one of its own"),
+    ("dgc", {"error_feedback": True}, "error_feedback: dgc already has error"),
     ("dgc", {"error_feedback": 1.5}, "must be True, False or None"),
     ("qsgd", {"levels": 0}, "levels must be a positive whole number, not 0"),
     ("qsgd", {"levels": 2**15}, "levels must be at most 32767"),
@@ -180,7 +180,7 @@ def test_whole_numbers_are_refused(name):
   tree = {"w": np.zeros(3), "table": np.zeros(3, np.int32)}
   if name == "identity":
     return
-  with pytest.raises(ValueError, match=r"\['table'\] is of int32"):
+  with pytest.raises(ValueError, match=r"\['table'\] has dtype int32"):
     make(name).init(tree)
 
 

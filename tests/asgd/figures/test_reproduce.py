@@ -230,7 +230,7 @@ def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
       task, experiment.ENGINES, docs=docs, workdir=str(place), bar=None
     )
 
-  with pytest.raises(ValueError, match="docs is not there"):
+  with pytest.raises(ValueError, match="docs does not exist"):
     kept(tmp_path / "docs")
   (tmp_path / "figures").write_text("a file")
   with pytest.raises(ValueError, match="figures cannot be written"):
@@ -239,7 +239,7 @@ def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
 
 
 def test_a_picture_of_no_figure_is_not_overwritten():
-  with pytest.raises(ValueError, match=r"main_job\.svg is of no figure"):
+  with pytest.raises(ValueError, match=r"main_job\.svg belongs to no figure"):
     gallery.check_place(DOCS, "main_job")
 
 
