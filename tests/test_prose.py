@@ -19,7 +19,6 @@ UNFINISHED = {
     "asgd/live/hosts",
     "asgd/live/links",
     "asgd/live/server",
-    "asgd/live/shard",
     "asgd/simulator",
     "launch/bench",
     "pipeline",

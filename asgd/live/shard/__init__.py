@@ -1,7 +1,7 @@
 """A live server shard: the pure server on its slice, with a journal.
 
-  frame -> Shard.handle -> Role decides -> commit(row) -> ShardState.obey
-                                           |-> journal |-> frames to peers
+  frame -> Shard.handle -> Role decides -> Role.commit(row): [1] the state
+    applies the row, [2] the journal gets it, [3] peers receive frames of it
 
 - `shard.Shard` takes the frames; begin reading there.
 - `role.Role` commits rows. `lead.Lead` (shard 0), `follower.Follower` and
