@@ -19,7 +19,6 @@ UNFINISHED = {
     "asgd/live/server",
     "asgd/live/shard",
     "asgd/simulator",
-    "launch/bench",
     "pipeline",
     "pipeline/partition",
     "pipeline/schedules",
