@@ -1,8 +1,8 @@
 """The settings of the DANA paper: ResNet-20 on CIFAR-10 (Hakimi et al. 2019).
 
 Batch 128 a worker, learning rate 0.1 for any number of workers, momentum 0.9,
-weight decay 1e-4, 160 epochs over all workers together. The rate is a tenth
-from epochs 80 and 120 on, after 5 epochs of warm-up from 0.1 / N. Gamma
+weight decay 1e-4, 160 epochs over all workers together. After 5 epochs of
+warm-up from 0.1 / N the rate is 0.1; epochs 80 and 120 divide it by 10. Gamma
 durations, five seeds. The model has GroupNorm; the paper's has BatchNorm, with
 statistics that its simulator shares between all workers.
 `--config.model.norm=batch` gives BatchNorm with statistics that the server

@@ -22,41 +22,44 @@ def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
 DATA = np.zeros((64, 3), np.float32)
 RECIPE = asgd.dana_zero(0.01, workers=4)
 
-assert_type(RECIPE, algorithms.Recipe)
-assert_type(asgd.as_algorithm(optax.sgd(0.1)), base.Algorithm)
-assert_type(asgd.__version__, str)
-assert_type(asgd.orders.durations.constant(2), asgd.orders.durations.Durations)
-result = asgd.simulate(loss, np.zeros(3), DATA, RECIPE, messages=8, seed=1)
-assert_type(result, asgd.Result)
-assert_type(result.trace, base.Trace | None)
-assert_type(result.evaluations, list[dict[str, Any]])
-asgd.train_live(
-  *(loss, np.zeros(3), DATA, optax.sgd(0.1)),
-  messages=8,
-  workers=2,
-  runtime="ray",
-  live={"slowdown": (1, 3)},
-)
-pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
 
-asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
-asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
-asgd.dana_zero(0.01, workers="4")  # type: ignore[arg-type]
-asgd.simulate(
-  *(loss, np.zeros(3), DATA, RECIPE),
-  messages="ten",  # type: ignore[arg-type]
-)
-asgd.simulate(  # type: ignore[call-arg]
-  *(loss, np.zeros(3), DATA, RECIPE),
-  messages=8,
-  wrokers=4,
-)
-asgd.simulate(
-  *(loss, np.zeros(3), DATA, "dana_zero"),  # type: ignore[arg-type]
-  messages=8,
-)
-pipeline.train(  # type: ignore[call-arg]
-  *((jax.nn.relu,), loss, DATA, RECIPE),
-  messages=8,
-  stage=2,
-)
+def cases() -> None:
+  assert_type(RECIPE, algorithms.Recipe)
+  assert_type(asgd.as_algorithm(optax.sgd(0.1)), base.Algorithm)
+  assert_type(asgd.__version__, str)
+  clock = asgd.orders.durations.constant(2)
+  assert_type(clock, asgd.orders.durations.Durations)
+  result = asgd.simulate(loss, np.zeros(3), DATA, RECIPE, messages=8, seed=1)
+  assert_type(result, asgd.Result)
+  assert_type(result.trace, base.Trace | None)
+  assert_type(result.evaluations, list[dict[str, Any]])
+  asgd.train_live(
+    *(loss, np.zeros(3), DATA, optax.sgd(0.1)),
+    messages=8,
+    workers=2,
+    runtime="ray",
+    live={"slowdown": (1, 3)},
+  )
+  pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
+
+  asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
+  asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
+  asgd.dana_zero(0.01, workers="4")  # type: ignore[arg-type]
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages="ten",  # type: ignore[arg-type]
+  )
+  asgd.simulate(  # type: ignore[call-arg]
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    wrokers=4,
+  )
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, "dana_zero"),  # type: ignore[arg-type]
+    messages=8,
+  )
+  pipeline.train(  # type: ignore[call-arg]
+    *((jax.nn.relu,), loss, DATA, RECIPE),
+    messages=8,
+    stage=2,
+  )

@@ -219,14 +219,14 @@ def test_live_workers_get_what_was_measured_and_replay(tmp_path):
   given = train(recipe, allocation={"batch_size": sizes})
   kit.same(given.records.loss, result.records.loss)  # the same jobs
   path.unlink()
-  with pytest.raises(ValueError, match="says what the workers of the run got"):
+  with pytest.raises(ValueError, match="the allocation of the run, is missing"):
     asgd.replay(tmp_path, loss, np.zeros(3), DATA, recipe)
 
 
 test_what_does_not_fit_is_refused = kit.refuses(
   [
     ({"batch_size": [1, 2, 3]}, "has 3 numbers, and there are 2 workers"),
-    ({"batch_size": [8, 9]}, "comes to 17, and 2 times batch_size is 16"),
+    ({"batch_size": [8, 9]}, "has the sum 17, and 2 times batch_size is 16"),
     ({"batch_size": "fast"}, "must be 'equal', 'speed', or a whole number"),
     ({"batch_size": [0, 16]}, "must be 'equal', 'speed', or a whole number"),
     ({"batch_size": [1.5, 14.5]}, "must be 'equal', 'speed', or a whole"),
@@ -270,7 +270,7 @@ def test_a_loss_of_batches_of_one_size_is_refused(sizes):
   "wrong, what",
   [
     ({"batch_sizes": [16]}, "has 1 numbers"),
-    ({"batch_sizes": [8, 9]}, "comes to 17"),
+    ({"batch_sizes": [8, 9]}, "has the sum 17"),
     ({"batch_sizes": [0, 16]}, "a whole number from 1"),
     ({"batch_sizes": ["4", "12"]}, "a whole number from 1"),
     ({"steps": [5, 5]}, "a job of a is one"),
@@ -292,7 +292,7 @@ def test_what_a_folder_says_is_checked(tmp_path, wrong, what):
     allocations.read(plan, tmp_path)
   path.unlink()
   path.mkdir()
-  with pytest.raises(ValueError, match="is gone or was changed"):
+  with pytest.raises(ValueError, match="is missing or was changed"):
     allocations.read(plan, tmp_path, begun=True)
 
 

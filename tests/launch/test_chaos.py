@@ -95,7 +95,7 @@ WRONG_FLAGS = [
   ("seconds", "0", "--seconds=0 must be positive and finite"),
   ("mtbf", "nan", "--mtbf=nan must be positive and finite"),
   ("mtbf", "inf", "--mtbf=inf must be positive and finite"),
-  ("kinds", "driver,,worker", "--kinds=driver,,worker has a comma too many"),
+  ("kinds", "driver,,worker", "=driver,,worker has an empty name between"),
   ("kinds", "", "--kinds is empty; choose of worker,shard"),
 ]
 

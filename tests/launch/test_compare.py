@@ -95,8 +95,8 @@ def test_the_board_is_beside_that_of_the_evaluations(trained):
     (["{}", "{}"], "is given twice: give each folder once"),
     (["{}", "{}/cells"], "is not the folder of an experiment"),
     (["{}", "{}/x", "--config=configs/digits.py"], "has its own config: drop"),
-    (["{}", "--out={}/file"], "/file is, or is in, a file; choose a folder"),
-    (["{}", "--out={}/file/x"], "file/x is, or is in, a file; choose a folder"),
+    (["{}", "--out={}/file"], "/file is a file, or is below one; choose"),
+    (["{}", "--out={}/file/x"], "file/x is a file, or is below one; choose"),
   ],
 )
 def test_a_mistake_is_one_line(tmp_path, arguments, message):

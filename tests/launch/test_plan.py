@@ -117,7 +117,7 @@ MISTAKES = {
   "less than one": (dict(params="0.5"), "parameters must be 1 or more"),
   "heads": (dict(depth=20, width=2560, heads=3), "heads must divide the width"),
   "width": (dict(width=0), "--width must be positive, not 0"),
-  "folder": (dict(out="no/plan.png"), "there is no folder no"),
+  "folder": (dict(out="no/plan.png"), "plan.png: the folder no does not exist"),
   "picture": (dict(out="plan.txt"), "must end in .png, .svg, .pdf"),
 }
 

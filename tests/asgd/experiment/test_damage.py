@@ -202,7 +202,7 @@ def check_live(case, rows, events):
   plan = exp.plan(cell)
   options = {"group": live_clusters.group(plan)}
   traces = [from_events(journal)]
-  params, records = server.obey(plan, cell.seed, traces, **options)
+  params, records = server.train_in_order(plan, cell.seed, traces, **options)
   assert storage.digest(params) == result["params_sha256"]
   if not result["rolled_back"]:
     with np.load(case.cell / "records.npz") as file:

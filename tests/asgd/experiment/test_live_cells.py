@@ -108,9 +108,9 @@ test_one_line_for_what_they_do_not_have = kit.refuses(
 @pytest.mark.parametrize(
   ("run", "why"),
   [
-    (PAIRS, "a message of peers"),
-    (TABLE, "what a worker of"),
-    (BATCHES, "a worker of a coord"),
+    (PAIRS, "peers send a message once"),
+    (TABLE, "a worker of tables repeats"),
+    (BATCHES, "a coordinator calls its workers"),
   ],
 )
 def test_faults_of_links_to_a_server_are_refused(run, why):
@@ -194,7 +194,7 @@ def test_tables_that_were_stopped_go_on_and_replay(tmp_path):
   trace.write_text(whole)
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
-  wrong = "run-n2-s0: .*(together|no shard has).* One of shard-.* was changed"
+  wrong = "run-n2-s0: .*(together|no shard has).* A file shard-.* was changed"
   with pytest.raises(ValueError, match=wrong):
     replay.replay(place)
 
@@ -312,7 +312,7 @@ def test_what_is_said_of_a_cell_of_tables():
   more = {"rows_held_back": 1200, "rows_dropped": 3, "done_again": 1}
   assert live_tables.describe(result | plain | more) == (
     f"{words}, 1 MB, filters held back 1,200 rows and dropped 3, 1 job done"
-    " again as workers died"
+    " again as workers failed"
   )
 
 

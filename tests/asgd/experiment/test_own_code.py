@@ -295,7 +295,7 @@ MISTAKES = (
    r"^config.model 'own_things:seven' does not fit .*'digits': the model's"
    r" output is of shape \(16, 7\), but 10 classes need \(16, 10\)"),
   (model_of("mixed"),
-   "^config.model 'own_things:mixed': Mixed has BatchNorm of several"),
+   "^config.model 'own_things:mixed': Mixed has BatchNorm layers with several"),
   (model_of("layers"),
    "^config.model 'own_things:layers': its layers have BatchNorm with momentum"
    " 0.9, .* set momentum=0.0"),

@@ -230,7 +230,7 @@ def test_a_damaged_packet_is_refused_and_its_job_done_again(
   assert actions.count(base.REJECT) == 1
   refused = [line for line in run.news if "is refused" in line]
   assert len(refused) == 1
-  assert "damaged: its CRC-32 is another" in refused[0]
+  assert "damaged: its CRC-32 differs" in refused[0]
   assert "\n" not in refused[0]
 
 

@@ -88,11 +88,14 @@ class Kit:
 
   @functools.cached_property
   def steps(self):
-    return simulator.compile_steps(self.server, self.worker)
+    # As in every live run: a message's array is the memory of its slot.
+    return simulator.compile_steps(
+      self.server, self.worker, keeps_messages=True
+    )
 
   @functools.cached_property
   def host(self):
-    return simulator.make_host(self.server, self.worker)
+    return simulator.make_host(self.server, self.worker, keeps_messages=True)
 
 
 @functools.cache

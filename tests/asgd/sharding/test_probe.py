@@ -126,7 +126,7 @@ def test_what_is_sent_counts():
     return jax.tree.map(lambda x: x - jnp.max(x), params)
 
   algorithm = base.as_algorithm(optax.sgd(RATE), send)
-  with pytest.raises(ValueError, match=r"what is sent of \['b'\] reads"):
+  with pytest.raises(ValueError, match=r"the sent value of \['b'\] reads"):
     check(algorithm, PARAMS)
 
 
