@@ -922,7 +922,7 @@ def test_a_rule_on_replicas():
 @pytest.mark.parametrize(
   "rule, words",
   [
-    (lambda device, state: None, "no rule goes on, and 8 tasks are left"),
+    (lambda device, state: None, "no rule names a step, and 8 tasks are left"),
     (lambda device, state: ("B", device, 0),
      r"device 0 does \('B', 0, 0\) at 0, which is not ready"),
     (lambda device, state: state.first("F") or ("F", 5, 0),
