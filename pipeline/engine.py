@@ -211,8 +211,7 @@ class PipelineEngine(engines.Engine):
       if not self._machine.processes:
         raise
       raise ValueError(
-        f"{error}; run the same command again to resume from the last"
-        " checkpoint"
+        f"{error}; run the same command again to resume from what was saved"
       ) from error
 
   def _warm_up(self):

@@ -14,7 +14,7 @@ from asgd.experiment.loop import train
 from asgd.experiment.protocol import PROTOCOLS, Protocol
 from asgd.experiment.protocols import peers, sandblaster, server, tables
 
-# What a run is, by its recipe; a new protocol is a line here.
+# The recipe of a run selects its protocol; a new protocol is a line here.
 PROTOCOLS |= {
   "server": server.PROTOCOL,
   "peers": peers.PROTOCOL,

@@ -1,5 +1,8 @@
-"""The files of one cell: several while it is trained, and one of them all when
-it is finished and could be trained again to the same bits."""
+"""The files of one cell.
+
+A cell has several files while it is trained. When it is finished, and its
+engine would train it again to the same bits, one archive replaces them.
+"""
 
 import contextlib
 import fcntl
@@ -15,9 +18,9 @@ import numpy as np
 from asgd import safe_files
 from asgd.experiment import storage
 
-# What a result is of, beside itself.
+# Files that a result has checksums of.
 FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
-CELL = "cell.npz"  # all of them, of a cell that is finished
+CELL = "cell.npz"  # the archive of a finished cell: FILES and its result
 
 
 class CellInUse(ValueError):
@@ -26,10 +29,15 @@ class CellInUse(ValueError):
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-  """Holds a lock, whose file is there only as long."""
+  """Holds a lock. The file of the lock exists only while it is held.
+
+  Raises CellInUse if another process holds it.
+  """
   with contextlib.ExitStack() as stack:
-    there = False
-    while not there:  # or who held it has just removed the file
+    is_current = False
+    # The process that held the lock before may remove the file between the
+    # opening and the locking here. Then the lock is on a removed file.
+    while not is_current:
       opened = safe_files.descriptor(path, os.O_RDWR | os.O_CREAT)
       file = stack.enter_context(os.fdopen(opened, "w"))
       try:
@@ -40,7 +48,7 @@ def locked(path: Path) -> Iterator[None]:
           " choose another folder with --workdir"
         ) from error
       with contextlib.suppress(FileNotFoundError):
-        there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        is_current = os.path.samestat(os.fstat(file.fileno()), path.stat())
     try:
       yield
     finally:
@@ -55,14 +63,14 @@ def finish(
   *,
   packs: bool,
 ) -> None:
-  """Writes what a cell came to, after which it is finished.
+  """Writes the result of a cell, which is finished then.
 
   Args:
-    place: its folder, with cell.json and metrics.jsonl.
-    result: its result.
+    place: the cell's folder, with cell.json and metrics.jsonl.
+    result: the cell's row of results.
     records: a NamedTuple of columns.
-    params: its parameters.
-    packs: whether one file is made of all, and checkpoints are removed; else
+    params: the final parameters.
+    packs: whether one archive replaces all files and the checkpoints. If not,
       result.json is written last, with checksums of the other files.
   """
   if packs:
@@ -75,7 +83,10 @@ def finish(
   storage.write_json(place / "result.json", content)
 
 
-def _pack(place, result, records, params):
+def _pack(
+  place: Path, result: Mapping[str, Any], records: Any, params: Any
+) -> None:
+  """Writes the archive of a cell, then removes the files that it replaces."""
   members = {}
   for name, column in records._asdict().items():
     np.save(content := io.BytesIO(), column)
@@ -88,17 +99,20 @@ def _pack(place, result, records, params):
   _remove_packed(place)
 
 
-def _remove_packed(place):
-  """Removes what a cell has in its one file."""
+def _remove_packed(place: Path) -> None:
+  """Removes the files and checkpoints that the archive replaces."""
   for name in (*FILES, "result.json"):
     (place / name).unlink(missing_ok=True)
   shutil.rmtree(place / "checkpoints", ignore_errors=True)
 
 
 def tidy(place: Path) -> None:
-  """Removes files of a finished cell that are packed or half written, as after
-  a kill. Does nothing if another process holds the cell, or it is read-only or
-  a link."""
+  """Removes files of a finished cell that a kill at its end has left.
+
+  These are files that the archive has too, and a half-written archive. Nothing
+  is removed if another process holds the cell, or its folder is read-only or a
+  link.
+  """
   if place.is_symlink() or not safe_files.is_writable(place):
     return
   packed, half = (place / CELL).exists(), f"{CELL}.tmp"
@@ -112,8 +126,7 @@ def tidy(place: Path) -> None:
 
 
 def read_file(place: Path, name: str) -> bytes:
-  """Returns what a file of a finished cell holds, of those that are listed
-  above."""
+  """Returns the bytes of a finished cell's file, one of `FILES`."""
   members = storage.read_archive(place / CELL, name)
   return members[name] if members else (place / name).read_bytes()
 

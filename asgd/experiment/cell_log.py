@@ -1,8 +1,9 @@
-"""The evaluations of cells: a file of each, and curves on boards.
+"""The evaluations of cells: a file for each cell, and curves on boards.
 
-Each cell has a board while it trains. One board with the means of all finished
-seeds then replaces theirs (`join`). It is made of the rows in the cells'
-folders, so a kill in between loses nothing, and later seeds are added.
+Each cell has a board while it trains. When several seeds are finished, one
+board with their means replaces the boards of the seeds (`join`). `join` reads
+the rows in the cells' folders, so a kill in between loses nothing, and later
+seeds are added.
 """
 
 import contextlib
@@ -19,11 +20,12 @@ from asgd.experiment import boards, figure, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.figure import Rows
 
-_NO_CURVES = ("workers", "seed", "message", "diverged")  # which, and where
-_GROUPS = ("test", "train", "staleness", "gap")  # of curves
+_NO_CURVES = ("workers", "seed", "message", "diverged")  # cell and step
+_GROUPS = ("test", "train", "staleness", "gap")  # of curves on a board
 _METRICS = ("test/accuracy", "test/loss", "train/loss")
-_FILES = "events.out.tfevents.*"  # not below: live runs have more there
-_MAKING = ".tensorboard"  # beside the boards, which TensorBoard watches
+_FILES = "events.out.tfevents.*"  # live runs have more files in subfolders
+# A joined board is written here: TensorBoard watches the folder of the boards.
+_MAKING = ".tensorboard"
 
 
 def tag_of(key: str) -> str:
@@ -38,7 +40,7 @@ def tag_of(key: str) -> str:
 
 
 def _scalars_of(row: Mapping[str, Any]) -> dict[str, float]:
-  """The points that an evaluation adds to curves, by their tags."""
+  """Returns the points that an evaluation adds to curves: tag -> value."""
   return {
     tag_of(key): value
     for key, value in row.items()
@@ -62,8 +64,11 @@ def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
 
 
 def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
-  """Returns the evaluations of a cell that is to go on; a last one that was cut
-  short is dropped, and folder.FolderError names another line that is none."""
+  """Returns the evaluations of a cell that is about to resume.
+
+  A kill may have cut the last line short, so it is dropped. folder.FolderError
+  names any other line that is not an evaluation.
+  """
   path, rows = place / "metrics.jsonl", []
   if not path.exists():
     return rows
@@ -74,9 +79,9 @@ def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
     except ValueError as error:
       raise folder.FolderError(
         f"{path}, line {number} is no evaluation that a run wrote:"
-        f" {line[:60].strip()!r}. Put the file back as it was, or remove it;"
-        " evaluations that were made are then made again, with the parameters"
-        " of now"
+        f" {line[:60].strip()!r}. Put the file back as it was, or remove it:"
+        " then the earlier evaluations are repeated with the current"
+        " parameters"
       ) from error
   return rows
 
@@ -129,7 +134,10 @@ def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
         _join_seeds(workdir, experiment, group)
 
 
-def _join_seeds(workdir, experiment, group):
+def _join_seeds(
+  workdir: Path, experiment: Experiment, group: Sequence[Mapping[str, Any]]
+) -> None:
+  """Writes the board of one group of seeds and removes theirs."""
   first = group[0]
   cell = Cell(*(first[k] for k in ("label", "algorithm", "workers", "seed")))
   above = workdir / "tensorboard"
@@ -147,8 +155,8 @@ def _join_seeds(workdir, experiment, group):
   settings["seeds"] = " ".join(str(row["seed"]) for row in group)
   cells = [folder.read_rows(workdir / "cells" / row["cell"]) for row in group]
   making = workdir / _MAKING
-  shutil.rmtree(making, ignore_errors=True)  # what a kill has left
-  # From step 0 on, TensorBoard forgets what it has read of an older board.
+  shutil.rmtree(making, ignore_errors=True)  # a kill may have left one
+  # TensorBoard then drops all points from step 0 on of an older board.
   board = boards.open_board(making, purge_step=0)
   try:
     board.add_settings(settings, _METRICS)
@@ -163,14 +171,16 @@ def _join_seeds(workdir, experiment, group):
     if path != place / made.name:
       path.unlink(missing_ok=True)
   for one in own:
-    with contextlib.suppress(OSError):  # it is gone, or of a live run
+    with contextlib.suppress(OSError):  # removed, or a live run's
       one.rmdir()
 
 
 def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
-  """Returns the curves of several seeds' evaluations: (message, values by their
-  tags), of each evaluation that all have made. Of what is finite in all there
-  is the mean, and of tests the sample deviation as NAME_std.
+  """Returns the mean curves of several seeds: [(message, {tag: value})].
+
+  There is a point for each evaluation that all seeds have made. It has the
+  means of the values that are finite in all seeds. For tests it also has the
+  sample deviation, as NAME_std.
 
   Example:
     >>> rows = [{"message": 8, "test_loss": loss} for loss in (0.5, 1.5)]

@@ -63,7 +63,7 @@ class Experiment:
 
   @functools.cached_property
   def dataset_identity(self) -> dict[str, Any]:
-    """What tells the data from others; see `problem.identity`."""
+    """The identity of the data; see `problem.identity`."""
     return problem.identity(self.dataset)
 
   def kind(self, cell: Cell) -> Any:
@@ -89,7 +89,7 @@ class Experiment:
     )
 
   def plan(self, cell: Cell) -> Any:
-    """Returns the plan of a cell, which those that differ in the seed share."""
+    """Returns the plan of a cell; cells that differ in the seed share it."""
     key = cell.label, cell.workers
     if key not in self._plans:
       run = self.runs[cell.label]
@@ -123,11 +123,12 @@ def build(
     config: keys of `schema.SHARED` and of the engines' sections; or what
       `schema.resolve` returned, which is not checked again.
     engines: by their names.
-    data_dir: where the dataset's files are, of a text the file itself; None
-      looks in the usual places.
-    dataset: one that is loaded already, used as it is; or what a caller gave,
-      which is data, model and recipe of all runs.
-    measurements: of an earlier build, on which plans depend; None measures.
+    data_dir: the folder of the dataset's files, or the file of a text; None
+      searches the usual folders.
+    dataset: a loaded dataset, used as it is; or a caller's data, model and
+      recipe, for all runs.
+    measurements: those of an earlier build, on which plans depend; None
+      measures.
 
   Raises:
     ValueError: for anything wrong, naming the key, the value and the remedy.
@@ -152,17 +153,18 @@ def programs(
   engines: Engines,
   data_dir: str | None = None,
 ) -> Iterator[ahead.Compilation]:
-  """Yields the programs of a config's runs, for devices that are not here.
+  """Yields the programs of a config's runs, for devices that need not exist.
 
-  ValueError as from `build`, for an engine that has no programs of its own, and
-  for a mesh that the devices of `target` do not make.
+  Raises:
+    ValueError: as `build`, for an engine without programs, and for a mesh that
+      does not fit the devices of `target`.
   """
   config = _checked(config, engines)
   for run in config.runs.values():
     if engines[run.engine].programs is None:
       raise ValueError(
-        f"config.runs.{run.label}: engine {run.engine!r} computes in no program"
-        " of its own that could be compiled ahead: use engine=mesh"
+        f"config.runs.{run.label}: engine {run.engine!r} has no program that"
+        " could be compiled ahead: use engine=mesh"
       )
   experiment = _load(config, engines, data_dir, most=_MOST_COMPILED)
   for run in config.runs.values():

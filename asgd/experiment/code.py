@@ -1,9 +1,9 @@
-"""A user's own code: where it is imported from, and what it was.
+"""A user's own code: the files of its modules, and whether they are trusted.
 
 A config may name MODULE:FUNCTION. The folder of the config file is on the
 import path, also in child processes. Each cell records the files of its
-modules, where a replay looks for them. Reading results imports none of them,
-and code that a folder of another user names runs only with --trust.
+modules, and a replay imports the modules from there. Reading results imports no
+module. Code that a folder of another user names runs only with --trust.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ _SHOWN = 3  # names in an error
 
 
 def _named(config: Mapping[str, Any]) -> list[str]:
-  """Returns each MODULE:FUNCTION of a config; titles of runs are no names."""
+  """Returns each MODULE:FUNCTION of a config, except titles of runs."""
   config, runs = dict(config), config.get("runs")
   if isinstance(runs, Mapping):
     config["runs"] = [
@@ -32,7 +32,7 @@ def _named(config: Mapping[str, Any]) -> list[str]:
 
 
 def _owners(place: Path) -> set[int]:
-  """Returns the users whose files say what a cell is, and its folders."""
+  """Returns the owners (uid) of a cell's folders and describing files."""
   whole = Path(os.path.abspath(place))
   paths = [whole, *(whole / name for name in ("cell.json", "cell.npz"))]
   if whole.parent.name == "cells":
@@ -54,10 +54,10 @@ def check_trusted(
   """Refuses to run code that the folder of another user names.
 
   Args:
-    place: the folder of a cell, WORKDIR/cells/NAME.
-    said: its config; each MODULE:FUNCTION counts.
-    modules: others whose folders would become importable.
-    trust: whether this user has said that the code may run.
+    place: a cell's folder, WORKDIR/cells/NAME.
+    said: the cell's config; each MODULE:FUNCTION counts.
+    modules: more modules, whose folders would become importable.
+    trust: whether this user allows the code to run.
 
   Raises:
     ValueError: if code is named, and the effective user of this process does
@@ -85,8 +85,10 @@ def _file(module: str) -> Path | None:
 
 
 def describe(config: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns, of each module that a config names, its file, a checksum of it,
-  and the file or folder that is to be importable for it."""
+  """Returns {module: {"file", "sha256", "top"}} for a config's modules.
+
+  "top" is the file or folder that must be importable: the top package's.
+  """
   out = {}
   for module in sorted({name.partition(":")[0] for name in _named(config)}):
     path, top = _file(module), _file(module.partition(".")[0])
@@ -98,14 +100,13 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_send(described: Mapping[str, Any]) -> list[str]:
-  """Returns what other machines lack of it: what is not installed here."""
+  """Returns the files that other machines lack: those not in site-packages."""
   tops = {module["top"] for module in described.values()}
   return sorted(top for top in tops if "site-packages" not in Path(top).parts)
 
 
 def add_folder(folder: str | Path) -> None:
-  """Makes modules in a folder importable; those that are importable already
-  come first."""
+  """Appends a folder to the import path; earlier folders take precedence."""
   folder = str(Path(folder).resolve())
   if folder not in sys.path:
     sys.path.append(folder)
@@ -120,7 +121,7 @@ def make_importable(described: Mapping[str, Any]) -> None:
 def changed(
   described: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Sequence[str]:
-  """Returns the modules that are not what they were."""
+  """Returns the modules whose files have changed since `described`."""
   now = describe(config)
   return [
     module

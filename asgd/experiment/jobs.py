@@ -1,9 +1,9 @@
-"""All cells of an experiment: one after the other, or several at once.
+"""Trains all cells of an experiment, one after the other or several at once.
 
-A cell is a function of the config and its seed. So processes of this machine,
-tasks of a Ray cluster, or commands on several machines with one results folder
-may share cells, with the same bits. Cells whose seconds are a result (live
-runs, pipelines, meshes) are trained one by one at the end.
+The result of a cell is a function of the config and its seed. So processes of
+this machine, tasks of a Ray cluster, or commands on several machines with one
+results folder may share the cells, with the same bits. Cells whose seconds are
+a result (live runs, pipelines, meshes) are trained one by one at the end.
 """
 
 import collections
@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,16 @@ from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.live import ray_waits
 from asgd.parallel import processes
 
-_LOOK = 0.5  # seconds between two looks at whether a process has died
-_SECONDS = 60.0  # to fetch what a task of Ray tells
+_LOOK = 0.5  # seconds between two checks for signals and exited processes
+_SECONDS = 60.0  # to fetch the events of a finished task of Ray
 
 
 def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
-  """Returns the cells of one of `count` commands: of the groups with one plan,
-  every count-th from `index` on."""
+  """Returns the cells of command `index` of `count` commands.
+
+  Cells with one plan are a group. The command gets every count-th group, from
+  `index` on.
+  """
   groups = cells_lib.groups(cells)[index::count]
   return list(itertools.chain.from_iterable(groups))
 
@@ -50,9 +53,8 @@ def default_jobs() -> int:
 
 
 def _warn_of_changes(experiment, finished, place, bar) -> None:
-  """Says which modules of the user's are not what finished cells were trained
-  with."""
-  if not code.describe(experiment.config):  # or every cell would be read
+  """Warns of the user's modules that have changed since cells were trained."""
+  if not code.describe(experiment.config):  # reading every cell takes time
     return
   changed = collections.Counter()
   for cell in finished:
@@ -79,14 +81,24 @@ def train_all(
   data_dir: str | None = None,
   crew: Any = None,
 ) -> None:
-  """Trains cells, None all, that are not finished, as `loop.train` does each,
-  with so many processes at once, those of `crew` if it is given, or as tasks of
-  a Ray cluster ("ray").
+  """Trains the cells that are not finished, each as `loop.train` does.
+
+  Args:
+    experiment: the experiment.
+    workdir: its folder; None where another process has it.
+    bar: shows the progress.
+    machine: the resources of engines.
+    jobs: the number of processes that train at once, or "ray": tasks of a Ray
+      cluster.
+    cells: the cells to train; None: all.
+    signals: as in `loop.train`.
+    data_dir: as in `cells.build`, for other processes.
+    crew: the processes to use; None: new ones.
 
   Raises:
-    Stopped: once all is saved.
-    folder.Incomplete: at the end, if the folder has no valid result of a cell,
-      as while another command trains it, or if messages of one are missing.
+    Stopped: after a signal, when the state is saved.
+    folder.Incomplete: at the end, if the folder has no valid result of a cell
+      (another command may be training it), or if messages of one are missing.
     ValueError: if a cell fails.
   """
   cells = experiment.cells if cells is None else cells
@@ -100,7 +112,7 @@ def train_all(
   if workdir is not None:
     _warn_of_changes(experiment, finished, workdir / "cells", bar)
   together = [cell for cell in waiting if not experiment.kind(cell).timed]
-  # The longest first, so that processes end together.
+  # The longest group first, so that all processes end at about one time.
   groups = sorted(
     cells_lib.groups(together),
     key=lambda group: -len(group) * experiment.plan(group[0]).messages,
@@ -138,12 +150,15 @@ def _train_unless_in_use(experiment, cell, workdir, *, bar, **surroundings):
 
 # Several processes.
 
-_TOLD = ("skip", "update", "line", "finish")  # methods of a bar
-_ENDS = ("crash", "error", "stopped")  # of a process, the worst first
+# A process sends events (kind, arguments...) to the process that started it.
+_SHOWN = ("skip", "update", "line", "finish")  # kinds: methods of a bar
+_ENDS = ("crash", "error", "stopped")  # kinds that end it, the worst first
 
 
-def _elsewhere(experiment, cells, *places):
-  """Returns `_work` for other processes, with the runs of these cells."""
+def _elsewhere(
+  experiment: Experiment, cells: Sequence[Cell], *places: Any
+) -> Callable[..., None]:
+  """Returns `_work` for other processes, with the runs of these cells only."""
   labels = dict.fromkeys(cell.label for cell in cells)
   runs = {label: experiment.runs[label] for label in labels}
   resolved = schema.Resolved(experiment.config, runs)
@@ -151,11 +166,14 @@ def _elsewhere(experiment, cells, *places):
 
 
 def _work(resolved, data_dir, workdir, groups, put, signals):
-  """Trains groups of cells as they come, in another process."""
+  """Trains groups of cells from an iterator, in another process.
+
+  `put(kind, *arguments)` sends an event.
+  """
   from asgd.experiment import ENGINES
 
-  telling = {kind: functools.partial(put, kind) for kind in _TOLD}
-  bar = types.SimpleNamespace(**telling)
+  methods = {kind: functools.partial(put, kind) for kind in _SHOWN}
+  bar = types.SimpleNamespace(**methods)
   surroundings = {"bar": bar, "machine": Machine(), "signals": signals}
   experiment = None
   try:
@@ -177,7 +195,7 @@ def _work(resolved, data_dir, workdir, groups, put, signals):
 
 
 class _Asked:
-  """Whether the process that started this one wants it to stop."""
+  """The signals of a child: `received` is set when its parent asks to stop."""
 
   def __init__(self, event):
     self._event = event
@@ -187,9 +205,12 @@ class _Asked:
     return signal.SIGTERM if self._event.is_set() else 0
 
 
-def _child(parent, stop):
-  """The main function of a process. Signals are for its parent, which says when
-  to stop; it ends with its parent, however that ends."""
+def _child(parent: connection.Connection, stop: Any) -> None:
+  """The main function of a child process.
+
+  The child ignores signals: its parent receives them and sets the event `stop`.
+  The child exits when its parent exits for any reason.
+  """
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 
@@ -197,33 +218,34 @@ def _child(parent, stop):
     connection.wait([multiprocessing.parent_process().sentinel])
     os._exit(1)
 
-  def tell(*event):
+  def put(*event):
     parent.send(event)
 
   def next_group():
-    tell("next")
+    put("next")
     return parent.recv()
 
   threading.Thread(target=end_with_parent, daemon=True).start()
   work = parent.recv()
   if work is not None:
-    work(iter(next_group, None), tell, _Asked(stop))
+    work(iter(next_group, None), put, _Asked(stop))
 
 
 class Crew:
-  """Processes of this machine that train cells, once they are told which.
+  """Processes of this machine that train cells; each waits for its work.
 
-  Those that are started by a fork have all that this process has imported;
-  others import it again, which takes seconds of a core. JAX forbids a fork once
-  it has its devices.
+  A forked process has all modules that this process has imported. A spawned one
+  imports them again, which takes seconds of a core. JAX forbids a fork after it
+  has found its devices.
   """
 
   def __init__(self, count: int, *, forks: bool = False):
-    """Starts so many processes."""
+    """Starts `count` processes."""
     context = multiprocessing.get_context("fork" if forks else "spawn")
     self.stop = context.Event()
     self.pipes: dict[Any, Any] = {}  # to each process
-    # Or spawned processes would import the command that started them.
+    # Without this patch spawned processes would import the main module, which
+    # is the command that started them.
     main_module = mock.patch.multiple(
       sys.modules["__main__"], create=True, __spec__=None, __file__=None
     )
@@ -259,8 +281,10 @@ def start_crew(
 
 
 def _in_processes(work, groups, count, bar, signals, crew=None):
-  """Trains groups of cells in `count` processes, of the crew if there is one;
-  returns how these ended."""
+  """Trains groups of cells in `count` processes, those of a large enough crew.
+
+  Returns the events that ended the processes.
+  """
   if crew is None or len(crew.pipes) < count:
     crew = Crew(count)
   try:
@@ -271,9 +295,12 @@ def _in_processes(work, groups, count, bar, signals, crew=None):
     crew.close()
 
 
-def _watch(children, groups, stop, bar, signals):
-  """Gives groups of cells to processes and shows what they tell; returns how
-  they ended. When one fails, or a signal comes, the others save and end."""
+def _watch(children, groups, stop, bar, signals) -> list[tuple]:
+  """Sends groups of cells to processes and shows their events on the bar.
+
+  When a process fails or a signal arrives, the others save and end. Returns the
+  events that ended the processes.
+  """
   ends, waiting, open_pipes = [], list(groups), set(children)
   while open_pipes:
     if signals.received:
@@ -281,7 +308,7 @@ def _watch(children, groups, stop, bar, signals):
     for pipe in connection.wait(list(open_pipes), timeout=_LOOK):
       try:
         event = pipe.recv()
-      except EOFError:  # it has ended
+      except EOFError:  # the process has exited
         open_pipes.remove(pipe)
         child = children[pipe]
         child.join()
@@ -300,7 +327,7 @@ def _watch(children, groups, stop, bar, signals):
 
 
 def _is_end(event, bar) -> bool:
-  """Whether a process ends by what it tells; anything else is shown."""
+  """Returns whether an event ends its process; shows other events."""
   kind, *rest = event
   if kind not in _ENDS:
     getattr(bar, kind)(*rest)
@@ -308,12 +335,12 @@ def _is_end(event, bar) -> bool:
 
 
 def _on_ray(work, groups, dataset, bar, signals):
-  """Trains groups of cells as tasks of Ray; returns how they ended."""
+  """Trains groups of cells as tasks of Ray; returns their last events."""
   import ray
 
   @ray.remote(num_cpus=1)
   def task(work, dataset, group):
-    del dataset  # holds the reference; the task reads its own
+    del dataset  # holds the reference; `work` loads its own copy
     events: list[tuple] = []
     work([group], lambda *event: events.append(event), NoSignals)
     return [event for event in events if event[0] != "update"]
@@ -341,7 +368,7 @@ def _on_ray(work, groups, dataset, bar, signals):
 
 
 def _conclude(ends, signals):
-  """Raises what the processes ended with, the worst first."""
+  """Raises the worst error of the processes, or Stopped."""
   if not ends:
     if signals.received:
       raise Stopped(f"stopped; {GO_ON}", signals.received)
@@ -351,7 +378,9 @@ def _conclude(ends, signals):
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
     raise ValueError(text)
-  told = (text for _, text, _ in ends)  # "stopped in CELL at ...; GO_ON"
-  places = (t.removeprefix("stopped ").removesuffix(f"; {GO_ON}") for t in told)
+  places = (  # each text is "stopped in CELL at ...; GO_ON"
+    text.removeprefix("stopped ").removesuffix(f"; {GO_ON}")
+    for _, text, _ in ends
+  )
   text = f"stopped {', '.join(places)}; {GO_ON}"
   raise Stopped(text, signals.received or number[0])

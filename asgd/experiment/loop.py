@@ -2,7 +2,7 @@
 
 This loop trains every engine: it evaluates, writes the log, checkpoints and the
 result, and stops at a loss that is not finite. Clocks decide when a checkpoint
-is written, never what is computed.
+is written; they never change a computed value.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 
-_DEATHS = 3  # of an engine's processes without progress in between
+_DEATHS = 3  # attempts without progress, then the loop gives up a cell
 _OF_CURVATURE = "sharpness", "rate_x_sharpness"
 _CLEARLY = 1.2  # times the loss at the beginning
 _GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
@@ -39,16 +39,17 @@ _GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
 def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
   """Returns whether a run diverged, by its losses.
 
-  The start is the mean of the first `least` messages (at least 8), the end that
-  of the last tenth. A run diverged if its end is more than a fifth above its
-  start; or if as many messages in a row were, and its end is no better than
-  `guess`, the loss of guessing (NaN: unknown), as of networks with dead units.
+  The start is the mean of the first `least` messages (at least 8). The end is
+  the mean of the last tenth. A run diverged if its end is more than a fifth
+  above its start. It also diverged if the mean of `least` consecutive messages
+  was, and the end is no better than `guess`, the loss of guessing (NaN:
+  unknown): networks with dead units end so.
   """
   few = max(least, 8)
   if not np.isfinite(loss).all():
     return True
   if len(loss) < 2 * few:
-    return False  # beginning and end are one
+    return False  # too few messages to tell the start from the end
   began = loss[:few].mean()
   ended = loss[-max(few, len(loss) // 10) :].mean()
   limit = began + (_CLEARLY - 1) * abs(began)  # losses may be negative
@@ -60,7 +61,7 @@ def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
 
 
 class _Evaluations:
-  """The evaluations of a cell: when they are due, and what came of them."""
+  """The evaluations of a cell: their messages and their rows."""
 
   def __init__(self, experiment, cell, engine, rows, diverged):
     self._experiment, self._cell, self._engine = experiment, cell, engine
@@ -83,8 +84,11 @@ class _Evaluations:
 
   @property
   def finished(self) -> bool:
-    """Whether the last evaluation was made, or one after a NaN or at the end
-    that training has come to by itself."""
+    """Whether the final evaluation was made.
+
+    It is the last one that is due, or the one after a NaN, or the one where an
+    engine ended early.
+    """
     if self.diverged or self._engine.ended:
       return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
     return self.next is None
@@ -136,7 +140,7 @@ class _Evaluations:
     loss, few = engine.course(), max(cell.workers, engine.quantum)
     guess = self._problem.guess
     of_last = ["examples", "epoch", "test_accuracy", "test_loss"]
-    # What comes after it is what the problem says of an evaluation.
+    # The problem adds its own measures behind the column `diverged`.
     after = list(last)[list(last).index("diverged") + 1 :]
     of_last += [key for key in after if key not in _OF_CURVATURE]
     return {
@@ -153,7 +157,7 @@ class _Evaluations:
       "train_loss": last["train_loss"],
       **engine.columns(),
       "learning_rate": plan.learning_rate,
-      # One check may be of a moment only: the second largest is sustained.
+      # The largest may be a single spike, so `sustained` is the second.
       "rate_x_sharpness": products[0],
       "sustained": products[-1],
       "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
@@ -165,9 +169,12 @@ class _Evaluations:
 def finished(
   experiment: Experiment, cell: Cell, workdir: Path | None
 ) -> dict[str, Any] | None:
-  """Returns the result of a finished cell, else None, and removes files that a
-  kill after its end left. All processes call it. ValueError if it ended, was
-  changed, and cannot be trained again."""
+  """Returns the result of a finished cell, else None.
+
+  All processes call it. It removes files that a kill right after the cell's end
+  left. Raises ValueError for a finished cell whose files were changed, if its
+  engine cannot repeat it.
+  """
   place = workdir and workdir / "cells" / cell.name
   kind = experiment.kind(cell)
   result = processes.share(
@@ -194,17 +201,18 @@ def train(
 
   Args:
     workdir: folder of the experiment; None where another process has it.
-    bar: told how far it is; an `asgd.experiment.progress.ProgressBar`.
-    machine: what engines run on.
-    signals: its `received` says whether to stop.
+    bar: shows the progress; an `asgd.experiment.progress.ProgressBar`.
+    machine: the devices, hosts and faults that engines use.
+    signals: its `received` is the number of a signal that asks to stop, or 0.
     ended: called with the records, the final parameters and the evaluations of
       a cell that this call has trained to its end.
 
   Raises:
-    Stopped: once all is saved.
+    Stopped: after a signal, when the state is saved.
     NonFiniteResult: for a loss that is not finite, unless `on_nan` records it.
     cell_files.CellInUse: if another process trains the cell.
-    ValueError: if an engine cannot go on.
+    ValueError: if an engine cannot resume, or its processes exited `_DEATHS`
+      times without progress.
   """
   result = finished(experiment, cell, workdir)
   if result is not None:
@@ -230,27 +238,27 @@ def train(
         message = f"{cell.name}: {error}"
         raise ValueError(message + _remedy(attempt, machine)) from error
       bar.skip(-attempt.counted)
-      where = "on from the last checkpoint"
+      where = "resuming from the last checkpoint"
       if not attempt.has_saved:
-        where = "it begins again, as there is no checkpoint yet"
+        where = "starting again, as no checkpoint was saved yet"
       bar.line(f"{cell.name}: {error}; {where}")
 
 
-def _remedy(attempt, machine):
-  """What to do about a cell whose processes died again and again."""
+def _remedy(attempt: "_Attempt", machine: Machine) -> str:
+  """Returns the remedy for a cell whose processes exited in each attempt."""
   saved = "from what was saved"
   if not attempt.has_saved:
     saved = "from the beginning, as nothing was saved"
   if machine.faults:
     return (
-      ". The faults of --fault happen again each time that it goes on from"
-      f" before them: leave them out and {GO_ON} {saved}"
+      ". The faults of --fault repeat each time that the cell resumes from a"
+      f" message before them: leave them out and {GO_ON} {saved}"
     )
   return f"; {GO_ON} {saved}"
 
 
 class _Attempt(contextlib.ExitStack):
-  """One attempt at a cell, until it is finished or a process dies."""
+  """One attempt at a cell, until the cell is finished or a process exits."""
 
   def __init__(self, experiment, cell, workdir, bar, machine, signals):
     super().__init__()
@@ -259,18 +267,23 @@ class _Attempt(contextlib.ExitStack):
     self._place = workdir and workdir / "cells" / cell.name
     self._board = workdir and workdir / "tensorboard" / cell.name
     self._kind = experiment.kind(cell)
-    self.start, self.counted = -1, 0  # messages: before it, and by it
+    # Messages that were received before this attempt, and in it.
+    self.start, self.counted = -1, 0
     self._checkpoints, self._log = None, None
-    self._rows, self._diverged = [], False  # of the attempts before
+    self._rows, self._diverged = [], False  # of earlier attempts
 
   @property
   def has_saved(self) -> bool:
-    """Whether there is a checkpoint to go on from."""
+    """Whether a checkpoint exists that the cell can resume from."""
     if self._place is None:
       return self.start > 0
     return any((self._place / "checkpoints").glob("[0-9]*"))
 
-  def run(self, ended):
+  def run(
+    self, ended: Callable[[Any, Any, list], None] | None
+  ) -> dict[str, Any]:
+    """Trains the cell from its last checkpoint to its end; returns its result.
+    See `train` for `ended`."""
     began = time.monotonic()
     engine = self._open()
     before = self._rows, self._diverged
@@ -295,7 +308,7 @@ class _Attempt(contextlib.ExitStack):
     return result
 
   def _open(self):
-    """Starts the engine, from the checkpoint if there is one."""
+    """Starts the engine, from the last checkpoint if one exists."""
     rows = []
     if self._place is not None:
       lock = folder.hold_cell(self._place, self._experiment, self._cell)
@@ -317,7 +330,8 @@ class _Attempt(contextlib.ExitStack):
     return engine
 
   def _restore(self, rebuild):
-    """See `Context.restore`; all processes are given what process 0 reads."""
+    """See `Context.restore`. Only process 0 reads the checkpoint; it shares the
+    notes with the other processes."""
 
     def unpack(saved):
       notes = saved.notes
@@ -351,15 +365,17 @@ class _Attempt(contextlib.ExitStack):
         if config["on_nan"] == "stop":
           raise NonFiniteResult(
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
-            " as diverged and go on"
+            " as diverged and continue"
           )
       if engine.done >= target or engine.ended:
         row = book.evaluate()
         if self._log is not None:
           self._log.write(row)
       is_old = time.monotonic() - saved >= config["checkpoint_seconds"]
-      told = processes.gather([is_old, self._signals.received])
-      is_due, signal_number = bool(told[0, 0]), int(told[:, 1].max())
+      # All processes must decide alike. The clock of process 0 counts, and a
+      # signal to any process stops all.
+      gathered = processes.gather([is_old, self._signals.received])
+      is_due, signal_number = bool(gathered[0, 0]), int(gathered[:, 1].max())
       if book.finished:
         break
       left = engine.stop() if signal_number else ""
@@ -383,7 +399,7 @@ class _Attempt(contextlib.ExitStack):
     return True
 
   def _write(self, engine, params, result):
-    """Writes what is kept of a finished cell."""
+    """Writes the files of a finished cell."""
     if self._place is None:
       return
     for name, content in engine.extras().items():
@@ -392,12 +408,15 @@ class _Attempt(contextlib.ExitStack):
     cell_files.finish(self._place, result, kept, params, packs=packs)
 
 
-_evaluations = build_cache.BuildCache(8)  # those that were compiled
+_evaluations = build_cache.BuildCache(8)  # compiled evaluations
 
 
 def _compile_evaluation(experiment, cell) -> None:
-  """Compiles the evaluation before a live run, once for a problem: later its
-  workers would share the cores with the compiler. Not for a user's function."""
+  """Compiles the evaluation before a live run, once for each problem.
+
+  Later the workers would share the cores with the compiler. A user's function
+  is not compiled here.
+  """
   run = experiment.runs[cell.label]
   if run.given is not None:
     return
@@ -413,7 +432,10 @@ def _compile_evaluation(experiment, cell) -> None:
 
 
 def _closing(close: Callable[[], None]):
-  """Closes something at the end; what went wrong before that is told first."""
+  """Returns an exit callback that closes something.
+
+  An error of the block itself is raised rather than one of `close`.
+  """
 
   def leave(kind, error, trace):
     del error, trace

@@ -1,6 +1,8 @@
-"""Resources of a command, which change no result: shared memory, a Ray cluster
-that starts with the first engine that needs it, processes for stages of a
-pipeline, and faults to inject."""
+"""Resources of a command, which change no result.
+
+These are shared memory, a Ray cluster that starts with the first engine that
+needs it, processes for stages of a pipeline, and faults to inject.
+"""
 
 import dataclasses
 import sys
@@ -14,7 +16,7 @@ from asgd.live.profile import Profile
 
 @dataclasses.dataclass
 class Machine:
-  """What the engines of one command are given."""
+  """The resources that one command gives its engines."""
 
   memory_dir: str = "/dev/shm"  # where the shared memory of live runs is made
   grace_seconds: float = 20.0  # for live workers to finish when stopped
@@ -23,15 +25,16 @@ class Machine:
   allow_network: bool = False  # whether Ray may listen beyond this machine
   processes: int = 0  # for the stages of a pipeline; 0: threads
   gpus_per_process: float = 0.0  # that Ray reserves for each of them
-  spans: bool = False  # write what the devices of a pipeline did when
+  spans: bool = False  # write the times of each task of a pipeline
   modules: Sequence[str] = ()  # files of the user's, for a Ray cluster
-  # A folder for a trace by JAX's profiler: of this process, or where workers
-  # are Ray's of worker 0, on its machine.
+  # A folder for a trace by JAX's profiler. It traces this process, or worker 0
+  # on its machine if the workers are processes of Ray.
   profile: str | None = None
   say: Callable[[str], None] | None = None  # shows a line; None: to stderr
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
-  _started: bool = dataclasses.field(default=False, init=False)  # Ray, by it
+  # Whether this object has started Ray.
+  _started: bool = dataclasses.field(default=False, init=False)
   _tracing: Profile | None = dataclasses.field(default=None, init=False)
 
   def share(self, value: Any) -> Any:

@@ -76,8 +76,8 @@ def _nodes_of_run(label, entry, config, engines):
   return dict.fromkeys(others, schema.PLAIN) | shared | keys
 
 
-def _forget(place, above, key, value, engines, config):
-  """Drops what a section or a run has for the old value of a key."""
+def _forget(place, above, key, value, engines, config) -> None:
+  """Removes keys of a section or a run that follow from a key's old value."""
   if key == "name":
     place.clear()
     return
@@ -94,7 +94,7 @@ def _forget(place, above, key, value, engines, config):
 
 
 def _options(recipe) -> set[str]:
-  """The options of a recipe, none of an unknown one."""
+  """Returns the options of a recipe; the empty set for an unknown one."""
   try:
     return set(schema.options_of(recipe))
   except ValueError:
@@ -104,8 +104,11 @@ def _options(recipe) -> set[str]:
 def retarget(
   config: schema.Config, engine: str, engines: schema.Engines
 ) -> dict[str, Any]:
-  """Returns a config with all runs on one engine; what a run has for another
-  engine is dropped, as its settings mean nothing here."""
+  """Returns a config with all runs on one engine.
+
+  A run's settings of another engine are dropped: the new engine has no use for
+  them.
+  """
   kind = names.lookup("engine", engine, engines)
   config = schema.as_dict(config)
   config["engine"] = engine

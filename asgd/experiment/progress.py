@@ -46,8 +46,10 @@ class ProgressBar:
       self._bar.update(messages)
 
   def update(self, cell: Any, progress: Any) -> None:
-    """Counts the messages of an `asgd.experiment.engines.Progress`, and shows
-    what they were like: in short in a bar, in full in a line."""
+    """Counts the messages of an `asgd.experiment.engines.Progress`.
+
+    Shows their loss, staleness and gap: in short in a bar, in full in a line.
+    """
     self._done += progress.count
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
     if progress.staleness is not None:
@@ -65,7 +67,7 @@ class ProgressBar:
       self._print(f"{self._done / self._total:4.0%} {cell.name}: {state}")
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
-    """Shows what a cell came to, with warnings for the first seed of a run."""
+    """Shows the result of a cell, with warnings for the first seed of a run."""
     said, *warnings = report.lines(
       result, lambda row: self._describe(row["engine"], row)
     )

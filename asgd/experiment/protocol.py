@@ -1,9 +1,9 @@
-"""Protocols: who exchanges what with whom in a run, as one value for each.
+"""Protocols: the participants of a run and their messages, one value for each.
 
 A recipe belongs to a protocol: a server of dense parameters, peers, tables of
-keyed rows, a coordinator. What engines, replays, audits and commands need to
-know of the protocol of a run they look up in its value; none of them asks which
-protocol it is. The values are in `asgd.experiment.protocols`;
+keyed rows, or a coordinator. Engines, replays, audits and commands look up all
+facts about a run's protocol in its value; none of them asks which protocol it
+is. The values are in `asgd.experiment.protocols`;
 `asgd.experiment` registers them, one line each.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from asgd import names
 
 LIVE = "threads", "ray"  # the engines of live cells
-DEFAULT = "server"  # the protocol of recipes and cells that say nothing else
+DEFAULT = "server"  # the protocol of recipes and cells that name no other
 
 
 class Refusal(NamedTuple):
@@ -23,8 +23,8 @@ class Refusal(NamedTuple):
   key: str  # dotted; a section stands for all its keys, `recipe.K` for options
   why: str  # ends the sentence: KEY VALUE is not for the recipe R: ...
   remedy: str = "leave it out"  # may hold {value} and {label}
-  engines: tuple[str, ...] = ()  # on which it is refused; () is all
-  values: tuple[Any, ...] = ()  # that are refused; () is all but the default
+  engines: tuple[str, ...] = ()  # that refuse the key; () is all
+  values: tuple[Any, ...] = ()  # refused ones; () is all but the default
 
 
 def _nothing(*_: Any) -> None:
@@ -32,7 +32,7 @@ def _nothing(*_: Any) -> None:
 
 
 class Runner(NamedTuple):
-  """How one engine runs a protocol; errors are as of `EngineKind`."""
+  """How one engine runs a protocol; errors are those of `EngineKind`."""
 
   plan: Callable[[Any, Any, int], Any]  # (Experiment, Run, workers) -> Plan
   start: Callable[[Any], Any]  # Context -> Engine
@@ -45,7 +45,7 @@ class Runner(NamedTuple):
 
 
 class Recomputed(NamedTuple):
-  """What the replay of a cell computed."""
+  """The result of the replay of a cell."""
 
   trace: Any  # base.Trace
   records: Any  # a NamedTuple of columns
@@ -55,10 +55,13 @@ class Recomputed(NamedTuple):
 
 
 class LiveCells(NamedTuple):
-  """How the folders of live cells of a protocol are read; errors are
-  ValueErrors. `description` is what cell.json says."""
+  """How the folders of a protocol's live cells are read.
 
-  # (folder, description): whether a cell whose recipe has no name is of it.
+  The functions raise ValueError. `description` is the content of cell.json.
+  """
+
+  # (folder, description): whether the protocol wrote the folder, for a cell
+  # whose recipe has no name.
   wrote: Callable[[Path, Mapping[str, Any]], bool]
   trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
@@ -72,12 +75,13 @@ class LiveCells(NamedTuple):
   audit: Callable[..., Iterator[Any]]
   # How its processes name the workers, and the shards, that chaos may kill.
   parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
-  # Refuses a cell that has nothing to replay, or cannot be replayed; None: as
-  # `check`, if it has ended, and `trace` do.
+  # Refuses a cell that has nothing to replay, or cannot be replayed. None:
+  # `check`, of a finished cell, and `trace` decide.
   check_replayable: Callable[[Path, Mapping[str, Any]], None] | None = None
-  link_faults: str = ""  # why --fault has none of lost messages; "": it has
-  # (plan, cell, folder) -> (Rules, trace -> (params, records)): its protocol,
-  # and a simulation of any order that it allows; None: no server decides it.
+  link_faults: str = ""  # why --fault cannot drop messages; "": it can
+  # (plan, cell, folder) -> (Rules, trace -> (params, records)): the rules of
+  # its orders, and a simulation of any order that they allow. None: no server
+  # decides the order.
   simulation: Callable[[Any, Any, Path], tuple[Any, Callable]] | None = None
 
 
@@ -85,10 +89,10 @@ class Protocol(NamedTuple):
   """A protocol, as the rest of the experiment knows it."""
 
   name: str
-  what: str  # ... in the place of a server's update
+  what: str  # ends "the recipe has ...", in place of a server's update
   recipes: Mapping[str, Callable[..., Any]]  # makers, by name
   runners: Mapping[str, Runner]  # by engine
-  live: Any = None  # its LiveCells; None: it is simulated only
+  live: Any = None  # a LiveCells; None: it is simulated only
   refusals: Sequence[Refusal] = ()
   columns: Sequence[Any] = ()  # engines.Column of its results
   column: str = ""  # a key that its results alone have; "": none
@@ -116,8 +120,11 @@ def recipes() -> dict[str, Any]:
 
 
 def of(run: Any) -> Protocol:
-  """Returns the protocol of a Run: that of its recipe's name, or of what its
-  MODULE:FUNCTION or its caller made."""
+  """Returns the protocol of a Run.
+
+  The name of its recipe decides, or the recipe that its MODULE:FUNCTION or its
+  caller made.
+  """
   protocol, recipe = named(run.recipe), run.given
   if protocol is not None:
     return protocol
@@ -130,17 +137,19 @@ def of(run: Any) -> Protocol:
 
 
 def check_engine(run: Any, known: Sequence[str]) -> None:
-  """Raises ValueError if the engine of a Run, which runs the protocols that are
-  `known`, does not run that of its recipe."""
+  """Raises ValueError if a Run's engine does not run its recipe's protocol.
+
+  `known` names the protocols that the engine runs.
+  """
   protocol = of(run)
   if protocol.name in known:
     return
   *others, last = map(repr, protocol.runners)
   engines = f"{', '.join(others)} or {last}" if others else last
   raise ValueError(
-    f"config.runs.{run.label}: the recipe {run.recipe!r} has {protocol.what} in"
-    f" the place of a server's update, which engine {run.engine!r} does not"
-    f" run: use engine={engines}"
+    f"config.runs.{run.label}: the recipe {run.recipe!r} has {protocol.what}"
+    f" instead of a server's update, which engine {run.engine!r} does not run:"
+    f" use engine={engines}"
   )
 
 

@@ -21,19 +21,19 @@ from asgd.checks import text_of
 from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
-_PACKAGES = "asgd", "pipeline"  # what a cluster is sent, as it is here
+_PACKAGES = "asgd", "pipeline"  # their code is sent to a joined cluster
 # Set by Ray in the entry point of a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-# Of the environment: where programs that were compiled are kept, and which. A
-# cluster on this machine has all of it.
+# Prefixes of the variables that configure JAX's cache of compiled programs. A
+# cluster on this machine inherits them; a joined one is sent them.
 _CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
 _NICENESS = "RAY_worker_niceness"
-# What Ray says in a paragraph, and the command in a line of its own.
-_TOLD = "A worker died or was killed", "Raylet is terminated"
-_LONGEST = 24  # characters of a folder's path: those of sockets are short
+# Ray prints a paragraph with these words. The command prints one line instead.
+_NOISE = "A worker died or was killed", "Raylet is terminated"
+_LONGEST = 24  # characters of a folder's path: Linux limits paths of sockets
 _MEMORY = 256 * 2**20  # bytes of Ray's object store: data and evaluations only
-_undo = contextlib.ExitStack()  # what was done for the present cluster
-atexit.register(_undo.close)  # where nobody calls `stop`; after Ray's own
+_undo = contextlib.ExitStack()  # undoes the changes for the present cluster
+atexit.register(_undo.close)  # if `stop` is not called; after Ray's handler
 
 
 def check(
@@ -43,8 +43,10 @@ def check(
   asked: str = "engine='ray'",
   instead: str = "--engine=threads",
 ) -> None:
-  """Raises ValueError where `start` would, as far as that is known before;
-  `asked` is the setting that asks for Ray, `instead` one that does not."""
+  """Raises ValueError where `start` would, as far as that is known before.
+
+  `asked` is the setting that asks for Ray, `instead` one that does not.
+  """
   try:
     import ray  # noqa: F401
   except ImportError as error:
@@ -68,14 +70,17 @@ def start(
   memory: int = _MEMORY,
   modules: Sequence[str | Path] = (),
 ) -> bool:
-  """Starts a Ray cluster with so many bytes of object store, or joins one,
-  which is sent this code and the files of a user's `modules`; ValueError
-  without Ray, or if it would listen to other machines.
+  """Starts a Ray cluster, or joins the one at `address`.
+
+  A new cluster has `memory` bytes of object store. A joined one is sent this
+  code and the files of a user's `modules`. Raises ValueError without Ray, or if
+  Ray would listen to other machines.
 
   Returns False if this process has a cluster already, which is then used.
 
-  Ray listens on all interfaces unless its address is the loopback one, which a
-  private function of it replaces. That is replaced here, and checked.
+  Ray listens on all interfaces unless its address is the loopback one. A
+  private function of Ray replaces that address. So the function is patched
+  here, and the address checked.
   """
   check(address, allow_network=allow_network)
   import ray
@@ -83,7 +88,7 @@ def start(
   if ray.is_initialized():
     return False
   _quieten(ray_internals.driver())
-  # Ray starts programs, which is safe: they do not go on as this process.
+  # Ray forks only to start other programs, which is safe with threads.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
   ray_internals.never_connect_unasked()
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -98,7 +103,7 @@ def start(
       _undo.push(undo.pop_all())
     return True
   options.update(
-    address="local",  # not a cluster that was started by somebody else
+    address="local",  # never the cluster of another program or user
     include_dashboard=False,
     object_store_memory=memory,
   )
@@ -113,7 +118,7 @@ def start(
     _undo.push(undo.pop_all())
   if not ray_internals.asks_for_token():
     print(
-      "Ray asks nobody for a token (RAY_AUTH_MODE, or a Ray before 2.52): every"
+      "Ray asks for no token (RAY_AUTH_MODE, or a Ray before 2.52): every"
       " user of this machine can run code as you; see docs/howto/security.md",
       file=sys.stderr,
     )
@@ -122,8 +127,10 @@ def start(
 
 @contextlib.contextmanager
 def _own_signals():
-  """Keeps what this process does when it is asked to end: Ray puts an end at
-  once in its place, before anything is saved."""
+  """Keeps this process's SIGTERM handler, which saves before it ends.
+
+  Ray's own handler ends the process at once.
+  """
   handler = signal.getsignal(signal.SIGTERM)
   yield
   in_main = threading.current_thread() is threading.main_thread()
@@ -164,8 +171,11 @@ def _join(ray, address, options) -> None:
 
 
 def _runtime_env(modules, undo) -> dict[str, Any]:
-  """Returns the runtime_env of a cluster that is joined. What a job's own one
-  has is left to the job: Ray refuses what both have."""
+  """Returns the runtime_env for a joined cluster.
+
+  It has no key that a submitted job's own runtime_env has: Ray refuses a key
+  that both have.
+  """
   job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
   own = job.get("env_vars") or {}
   variables = {
@@ -180,7 +190,7 @@ def _runtime_env(modules, undo) -> dict[str, Any]:
 
 
 def _code(modules, undo) -> str:
-  """Returns a folder with the code as it is here, and no more."""
+  """Returns a folder with copies of the packages and of `modules` only."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
   root, only = Path(__file__).parents[2], shutil.ignore_patterns("__pycache__")
@@ -194,8 +204,10 @@ def _code(modules, undo) -> str:
 
 
 def _init(ray, options) -> None:
-  """Starts a cluster. ValueError if its processes do not come up in time, for
-  which Ray has no narrower exception."""
+  """Starts a cluster; raises ValueError if its processes do not start in time.
+
+  Ray raises a plain Exception then, so only that type is caught.
+  """
   try:
     ray.init(**options)
   except Exception as error:
@@ -222,17 +234,22 @@ def _stay_on_loopback(ray, options) -> None:
 
 
 def _share_processors(undo) -> None:
-  """Has Ray's workers run at the priority of this process. Ray gives them 15
-  less, and on a busy machine a run's workers then get next to nothing."""
+  """Makes Ray's workers run at the priority of this process.
+
+  Ray lowers theirs by 15. On a busy machine they would get almost no CPU time.
+  """
   if _NICENESS not in os.environ:
     os.environ[_NICENESS] = "0"
     undo.callback(os.environ.pop, _NICENESS, None)
 
 
 def _ask_for_token(undo) -> None:
-  """Has Ray answer only who knows a token: one of this cluster alone, which is
-  in the environment of its processes, unless the user's environment says more.
-  Without, every user of the machine could run code as this one."""
+  """Makes Ray answer only processes that know this cluster's token.
+
+  The token is in the environment of the cluster's processes; a token of the
+  user's environment takes precedence. Without one, every user of the machine
+  could run code as this user.
+  """
   if os.environ.get("RAY_AUTH_MODE"):
     return
   environment = {"RAY_AUTH_MODE": "token"}
@@ -246,8 +263,11 @@ def _ask_for_token(undo) -> None:
 
 
 def _own_folder(undo) -> str:
-  """Returns a folder for a cluster's sockets and files. Ray lets every user
-  write there; but nobody else gets there, as the one above is closed."""
+  """Returns a folder for a cluster's sockets and files.
+
+  Ray makes the folder writable for every user. Its parent is closed to other
+  users, so they cannot reach it.
+  """
   place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
   place = place if len(place) <= _LONGEST else "/tmp"
   _remove_left(Path(place))
@@ -259,8 +279,10 @@ def _own_folder(undo) -> str:
 
 
 def _remove_left(place: Path) -> None:
-  """Removes the folders of this user's drivers that were killed: nobody else
-  does. A folder has its driver's number and start from when it is made."""
+  """Removes the folders of this user's killed drivers.
+
+  A driver writes its process id and start time into its folder first.
+  """
   for folder in place.glob("ray-????????"):
     with contextlib.suppress(OSError):
       mine = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
@@ -277,7 +299,7 @@ def _quieten(ray_worker) -> None:
 
   def say_others(data, *args, **kwargs):
     text = "".join(data.get("lines", ()))
-    told = any(words in text for words in _TOLD) or ray_waits.dead()
+    told = any(words in text for words in _NOISE) or ray_waits.dead()
     if not told:
       said(data, *args, **kwargs)
 
@@ -286,10 +308,10 @@ def _quieten(ray_worker) -> None:
 
 
 def stop() -> None:
-  """Ends what `start` started."""
+  """Ends the cluster that `start` started, and undoes its changes."""
   import ray
 
   if ray_waits.dead():
-    ray_waits.bury()  # or what depends on it would wait for it
+    ray_waits.bury()  # the rest of the cluster would wait for its head
   ray.shutdown()
   _undo.close()

@@ -1,8 +1,8 @@
-"""Being asked to stop: by a signal, once to save and twice to end at once.
+"""Signals that stop a run: the first saves, the second ends it at once.
 
 Python calls a handler between two steps of the main thread, which may wait in a
-library for ever. So a second thread counts signals too, and ends the process
-that does not end after two.
+library for ever. So a second thread counts signals too. It kills the process if
+that has not ended soon after the second signal.
 """
 
 import contextlib
@@ -14,27 +14,32 @@ import threading
 
 from asgd.live import processes
 
-GO_ON = "run the same command again to go on"  # what a user is told
-_GRACE = 3.0  # seconds to end, once asked twice
+GO_ON = "run the same command again to resume"  # the remedy in errors and logs
+_GRACE = 3.0  # seconds that the process has to end after a second signal
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Signals:
-  """Remembers the first request to stop. A second one interrupts at once,
-  unless this process ends anyway (`ending`); if that does not end it, or a
-  third comes, it and its children end."""
+  """Remembers the first request to stop.
 
-  ending = False  # what was trained is saved, and the user was told
+  A second request raises KeyboardInterrupt in the main thread, unless this
+  process is already `ending`. If the process has not ended `_GRACE` seconds
+  later, or a third request arrives, the process and its children are killed.
+  """
+
+  ending = False  # all training is saved, and a line for the user is printed
 
   def __init__(self, *, tells: bool = True):
-    """Starts to listen; `tells` the user at once when a request comes."""
+    """Installs the handlers; `tells` prints a line when a request arrives."""
     self.received, self._tells = 0, tells and sys.stderr is not None
     for number in _NUMBERS:
       signal.signal(number, self._handle)
-    heard, told = os.pipe()
-    os.set_blocking(told, False)
-    signal.set_wakeup_fd(told, warn_on_full_buffer=False)
-    threading.Thread(target=self._count, args=(heard,), daemon=True).start()
+    # Python's C handler writes each signal's number to the pipe at once, even
+    # while the main thread is blocked.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    threading.Thread(target=self._count, args=(reading,), daemon=True).start()
 
   def _handle(self, number, frame):
     del frame
@@ -44,12 +49,13 @@ class Signals:
     if self._tells:
       _say("stopping: what was trained is saved first")
 
-  def _count(self, heard):
+  def _count(self, reading: int) -> None:
+    """Counts the requests in a thread; ends the process when it must."""
     asked, milliseconds = 0, None
-    poller = select.poll()  # select() refuses numbers of files from 1,024 on
-    poller.register(heard, select.POLLIN)
+    poller = select.poll()  # select() refuses descriptors from 1,024 on
+    poller.register(reading, select.POLLIN)
     while asked < 3 and poller.poll(milliseconds):
-      data = os.read(heard, 64)
+      data = os.read(reading, 64)
       mine = [n for n in _NUMBERS if signal.getsignal(n) == self._handle]
       asked += sum(map(data.count, mine))
       if asked >= 2:
@@ -61,18 +67,18 @@ class Signals:
 
 
 def _say(text):
-  with contextlib.suppress(OSError):  # no print: it may be in one
+  with contextlib.suppress(OSError):  # a handler may interrupt print
     os.write(2, f"\n{text}\n".encode())
 
 
 class NoSignals:
-  """Of a library call, which is never asked to stop."""
+  """The signals of a library call, which is never asked to stop."""
 
   received = 0
 
 
 class Stopped(Exception):
-  """A signal asked for the end, and what was trained has been saved."""
+  """A signal asked to stop, and all training so far has been saved."""
 
   def __init__(self, message: str, signal_number: int):
     super().__init__(message, signal_number)

@@ -14,7 +14,7 @@ from typing import Any
 from asgd import safe_files
 
 # Remedies, in messages.
-GO_ON = "run the same command again to go on"
+GO_ON = "run the same command again to resume"
 ANEW = "or start anew in another folder (--workdir)"
 PUT_BACK = f"Put the file back as the run wrote it, {ANEW}"
 
@@ -46,7 +46,7 @@ def check_rows(path: Path, there: int, least: int) -> None:
   if there < least:
     has = f"has {there} rows" if path.exists() else "is missing"
     raise ValueError(
-      f"{path} {has} where the run goes on from {least}: it was cut short or"
+      f"{path} {has} where the run resumes from {least}: it was cut short or"
       f" removed. {PUT_BACK}"
     )
 

@@ -40,7 +40,7 @@ def check() -> None:
   if gone := dead():
     raise RayDied(
       f"Ray's own process ({', '.join(gone)}) has died: it was killed, or the"
-      " machine is out of memory; run the same command again to go on"
+      " machine is out of memory; run the same command again to resume"
     )
 
 

@@ -104,6 +104,6 @@ def test_several_that_are_missing_are_counted_and_some_are_named(tmp_path):
   names = [f"a-n{count}-s0" for count in range(1, 7)]
   said = "only 0 of the 6 requested cells are finished, without"
   said += " a-n1-s0, a-n2-s0, a-n3-s0, ... (it has no result); run the same"
-  said += " command again to go on"
+  said += " command again to resume"
   assert folder.incomplete(tmp_path, names) == said
   assert folder.incomplete(tmp_path, []) == ""

@@ -311,7 +311,7 @@ def test_a_kill_and_the_same_command_are_the_undisturbed_run(
 
 def assert_stopped(status, output, number):
   assert status == 128 + number, output
-  assert "run the same command again to go on" in output
+  assert "run the same command again to resume" in output
   assert "Traceback" not in output
 
 

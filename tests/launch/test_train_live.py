@@ -178,7 +178,7 @@ def after(messages, act, monkeypatch):
 def assert_gone_back(result, out, shards):
   """It went on from its checkpoint, and its trace says so."""
   assert re.search(
-    r"going on at message \d+, from the checkpoint of message \d+: \d+ updates",
+    r"resuming at message \d+, from the checkpoint of message \d+: \d+ updates",
     result.stderr,
   )
   replayed = assert_replays(out)
@@ -204,7 +204,7 @@ def test_killed_and_interrupted_it_the_same_command_goes_on(
     after(40, lambda: signal.raise_signal(signal.SIGINT), patch)
     stopped = kit.call("train", *arguments, status=128 + signal.SIGINT)
   output = stopped.stderr
-  going = f"going on at message {before}, from shared memory"
+  going = f"resuming at message {before}, from shared memory"
   assert going in output, output
   (line,) = (x for x in output.splitlines() if x.startswith("stopped in"))
   assert f"at message {received(out)}; run the same command again" in line

@@ -157,7 +157,7 @@ REFUSED = {
   "text": (("ftpipe", dict(devices="0123")), "^devices must be a device for"),
   "no rule": (("custom", {}), "^rule must name a function"),
   "rule": (("custom", dict(rule="os:nothing")),
-    "^rule must be .* 'my_module:my_rule', not 'os:nothing' .*no attribute"),
+    "^rule must name .* 'my_module:my_rule', not 'os:nothing' .*no attribute"),
 }
 
 

@@ -1,11 +1,16 @@
-"""Engines: what makes a run of an experiment, and what the run loop needs.
+"""Engines train the cells of an experiment, by one interface to the run loop.
 
 An engine trains one cell; the loop around it is `asgd.experiment.loop`. An
-engine counts messages: gradients received by a server, microbatches that every
-stage has learned from, updates of a mesh.
+engine counts messages. These are gradients that a server received, microbatches
+that every stage has learned from, or updates of a mesh.
 
 `EngineKind` describes an engine before there is a cell: its sections of the
 config, the plan that the cells of a run share, and how a cell starts.
+
+    EngineKind.check, plan, check_machine        before anything is written
+    EngineKind.start(Context) -> Engine          new, or from a checkpoint
+    Engine.advance, snapshot, summary, save      again and again
+    Engine.records, columns, extras, discard     at the end
 """
 
 import abc
@@ -23,22 +28,22 @@ class NonFiniteResult(ValueError):
 
 
 class Died(RuntimeError):
-  """A process of an engine died: the cell goes on from its checkpoint."""
+  """A process of an engine exited: the cell resumes from its checkpoint."""
 
 
 class Progress(NamedTuple):
-  """What one call of `Engine.advance` did."""
+  """The progress of one call of `Engine.advance`."""
 
-  loss: np.ndarray  # float[k], of the messages that are new
+  loss: np.ndarray  # float[k], of the k new messages
   staleness: float | None = None  # mean over them; None: nothing is ever stale
   gap: float | None = None  # mean over them
-  news: Sequence[str] = ()  # what the user should be told
+  news: Sequence[str] = ()  # lines to show to the user
   figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
   broken: str | None = None  # which message was not finite, and why not
 
   @property
   def count(self) -> int:
-    """Messages that are new."""
+    """The number of new messages."""
     return len(self.loss)
 
 
@@ -57,12 +62,12 @@ class Engine(abc.ABC):
 
   total: int  # messages of the cell
   done: int  # messages received
-  quantum: int = 1  # evaluations are at multiples of so many messages
-  ended: bool = False  # there is nothing left to train, whatever `total` is
+  quantum: int = 1  # evaluations are at multiples of `quantum` messages
+  ended: bool = False  # training ended, even if `total` is not reached
 
   @abc.abstractmethod
   def advance(self, until: int) -> Progress:
-    """Trains on, not past message `until`, for about a second at most."""
+    """Continues to message `until` at most, for about a second at most."""
 
   @abc.abstractmethod
   def snapshot(self) -> Snapshot:
@@ -70,28 +75,33 @@ class Engine(abc.ABC):
 
   @abc.abstractmethod
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns the columns of an evaluation, of messages start to end."""
+    """Returns the columns of an evaluation, over messages start to end."""
 
   @abc.abstractmethod
   def records(self) -> Any:
-    """Returns what was recorded, a NamedTuple of columns; one is `loss`."""
+    """Returns the records, a NamedTuple of columns; one is `loss`."""
 
   def course(self) -> np.ndarray:
-    """Returns the losses, in their order, that say whether it diverged."""
+    """Returns the losses, in order, that show whether the cell diverged."""
     return self.records().loss
 
   @abc.abstractmethod
   def columns(self) -> dict[str, Any]:
-    """Returns its part of the row of results."""
+    """Returns the engine's part of the row of results."""
 
   @abc.abstractmethod
   def save(self) -> tuple[int, Any, dict[str, Any]] | None:
-    """Returns a checkpoint, from which the constructor goes on: (a number that
-    grows, tree of arrays, JSON); None if there cannot be one now."""
+    """Returns a checkpoint, from which the constructor resumes.
+
+    It is (step, tree of arrays, JSON); later checkpoints have larger steps.
+    None if the engine cannot save at this message.
+    """
 
   def stop(self) -> str:
-    """Comes to rest where a checkpoint can be made, as training is to end.
-    Returns what the user should know."""
+    """Stops training, at a message where the engine can save if possible.
+
+    Returns words that the line to the user ends with.
+    """
     return ""
 
   def extras(self) -> dict[str, str]:
@@ -99,16 +109,16 @@ class Engine(abc.ABC):
     return {}
 
   def discard(self) -> None:
-    """Drops what is kept outside the results folder: the cell is finished."""
+    """Removes files outside the results folder: the cell is finished."""
     self.close()
 
   def close(self) -> None:
-    """Releases what it holds; may be called at any time, and twice."""
+    """Releases the resources; may be called at any time, and twice."""
     return
 
 
 class Plan(Protocol):
-  """What the cells of a run with one number of workers share."""
+  """The plan that the cells of a run with one worker count share."""
 
   learning_rate: float  # the peak
   schedule: Any  # float, or update -> learning rate
@@ -118,7 +128,7 @@ class Plan(Protocol):
 
 
 class Context(NamedTuple):
-  """What a cell is started with."""
+  """The arguments of a cell's start."""
 
   experiment: Any  # asgd.experiment.cells.Experiment
   cell: Any  # asgd.experiment.cells.Cell
@@ -140,7 +150,7 @@ class Column(NamedTuple):
 
 
 def _nothing(*_: Any) -> tuple[str, ...]:
-  """What an engine does that has no such keys, or nothing to check or clean."""
+  """The default: an engine without such keys, checks or files to clean."""
   return ()
 
 
@@ -157,7 +167,7 @@ class EngineKind(NamedTuple):
   start: Callable[[Context], Engine]
   columns: Sequence[Column]  # of the table, beside those that all have
   describe: Callable[[Mapping[str, Any]], str]  # a result, in a few words
-  # (entry of a run) -> further keys that it may give: of what it selects
+  # (entry of a run) -> further keys that it may give: those of its selections
   options: Callable[[Mapping[str, Any]], Sequence[str]] = _nothing
   # (section or entry, key, value) -> keys that follow from the old value
   dependents: Callable[[Mapping[str, Any], str, Any], Sequence[str]] = _nothing
@@ -165,32 +175,35 @@ class EngineKind(NamedTuple):
   # (Experiment, plans of its cells, Machine): before anything is written
   check_machine: Callable[[Any, Sequence[Any], Any], Any] = _nothing
   timed: bool = False  # its seconds are a result: its cells run one at a time
-  # (folder of a finished cell): removes what a kill right after its end left,
-  # and refuses what was changed since
+  # (folder of a finished cell): removes files that a kill right after its end
+  # left, and refuses files that were changed since
   clean: Callable[[Path], Any] = _nothing
-  elsewhere: bool = False  # its work is done in processes of its own
-  journaled: bool = False  # it goes on from a journal: evaluations are those of
-  # the log, not those of the checkpoint
+  elsewhere: bool = False  # its work is done in other processes
+  # A cell resumes from a journal, which may be newer than a checkpoint. So its
+  # earlier evaluations are read from the log, not from the checkpoint.
+  journaled: bool = False
   # (Experiment, Run, workers, target): yields programs to compile ahead of
-  # time, as `asgd.parallel.ahead.Compilation`; None: it has none of its own.
+  # time, as `asgd.parallel.ahead.Compilation`; None: the engine has none.
   programs: Callable[[Any, Any, int, Any], Iterator[Any]] | None = None
   # () -> names of the protocols that it runs, of `asgd.experiment.protocol`
   protocols: Callable[[], Sequence[str]] = lambda: ("server",)
 
 
 def due(evaluations: int, total: int, quantum: int = 1) -> list[int]:
-  """Returns the messages after which a cell is evaluated, the last at its end:
-  so many at most, all multiples of `quantum`."""
+  """Returns the messages after which a cell is evaluated, the last at its end.
+
+  There are at most `evaluations` of them, all multiples of `quantum`.
+  """
   steps = total // quantum
   count = min(evaluations, steps)
   return [round((k + 1) * steps / count) * quantum for k in range(count)]
 
 
 class Pace:
-  """How many steps take about so many seconds."""
+  """Adapts the number of steps of a call to a time in seconds."""
 
   def __init__(self, seconds: float, first: int = 1):
-    """Starts with `first` steps for calls that may take so many seconds."""
+    """Starts with `first` steps; later calls should take about `seconds`."""
     self._seconds, self.steps = seconds, first
     self._start = 0.0
 
@@ -200,12 +213,12 @@ class Pace:
     return self.steps
 
   def end(self) -> float:
-    """Learns from what the steps took; returns that, in seconds."""
+    """Adapts the steps to the seconds that they took; returns the seconds."""
     took = time.perf_counter() - self._start
     self.steps = max(1, round(self.steps * min(2, self._seconds / took)))
     return took
 
 
 def mean(values: np.ndarray) -> float:
-  """Returns the mean, NaN of nothing."""
+  """Returns the mean, NaN for an empty array."""
   return float(values.mean()) if values.size else float("nan")

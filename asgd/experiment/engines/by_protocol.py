@@ -41,8 +41,8 @@ def engine_kind(
       able = [f"engine={other}" for other, each in every if each.programs]
       remedy = f"use {' or '.join(able)}" if able else "use another recipe"
       raise ValueError(
-        f"config.runs.{run.label}: engine {name!r} computes in no program of"
-        f" its own that could be compiled ahead: {remedy}"
+        f"config.runs.{run.label}: engine {name!r} has no program that could"
+        f" be compiled ahead: {remedy}"
       )
     return make(experiment, run, workers, target)
 

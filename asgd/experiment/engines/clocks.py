@@ -115,11 +115,11 @@ def partitioned(
   variation: float = 0.1,
   seed: int = 0,
 ) -> durations.Durations:
-  """Times of a replica whose model is divided among machines, 1 on one machine
-  in the mean: `asgd.orders.phases.partitioned`, of the shapes of a model.
+  """Returns the times of a replica whose model is divided among machines.
 
-  Nothing of the model is computed, so that it may be larger than what is
-  trained, and than this machine.
+  They are those of `asgd.orders.phases.partitioned` for the shapes of a model,
+  in units of the mean time on one machine. Only shapes are used, so the model
+  may be larger than the trained one and than this machine's memory.
 
   Args:
     model: name and options, as in the section `model`.

@@ -84,7 +84,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
       saved, where = super()._restore(), "the checkpoint"
     if saved is None:
       where = "the beginning: no checkpoint"
-    self._news.append(f"going on from {where}")
+    self._news.append(f"resuming from {where}")
     return saved
 
   def _unpack(self, saved: Any) -> SavedRun:

@@ -153,7 +153,7 @@ class LiveEngine(engines.Engine):
 
   def _report_resumed(self, saved, dropped):
     where = "the checkpoint" if saved else "the beginning: no checkpoint"
-    self._news.append(f"going on from {where}; {dropped} rows are dropped")
+    self._news.append(f"resuming from {where}; {dropped} rows are dropped")
 
   def _other_journals(self, notes: Mapping[str, Any]) -> list[Any]:
     """Returns (journal, rows at the checkpoint) of journals without records."""

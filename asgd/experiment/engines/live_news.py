@@ -32,7 +32,7 @@ class ShardNews:
     news = []
     if self._resumed:
       self._resumed = False
-      news.append(self._going_on(status))
+      news.append(self._resuming(status))
       self._rollbacks = [shard["rollback"] for shard in status]
     for shard in status:
       news += shard["news"]
@@ -57,9 +57,9 @@ class ShardNews:
         )
     return news
 
-  def _going_on(self, status: Sequence[Mapping[str, Any]]) -> str:
+  def _resuming(self, status: Sequence[Mapping[str, Any]]) -> str:
     """Returns the line on the state from which a run resumes."""
-    at = f"going on at message {self._message}, from"
+    at = f"resuming at message {self._message}, from"
     rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
     if not rollbacks:
       # The shards replayed all rows, so no update was rolled back.

@@ -44,7 +44,8 @@ def _axes(value: Any, key: str) -> dict[str, int]:
       checks.whole_number(1, _MOST_DEVICES)(size, f"{key}.{axis}")
   if list(axes.values()).count(-1) > 1:
     raise ValueError(
-      f"config.{key}: only one axis can be -1, for what is left: {shown(value)}"
+      f"config.{key}: only one axis can be -1 (all other devices):"
+      f" {shown(value)}"
     )
   axes = {axis: axes[axis] for axis in _AXES if axis in axes}
   return {meshes.DATA: 1, **axes} if axes else {}
@@ -73,14 +74,14 @@ _PRECISION = checks.choice(*precision.POLICIES, DOUBLE)
 
 SECTIONS: dict[str, Any] = {
   "mesh": {
-    # Axis -> devices; one may be -1, for what is left; {} is all on "data".
+    # Axis -> devices. One may be -1: all other devices. {}: all on "data".
     "axes": Setting({}, _axes),
     # CPU devices to make; None: as many as the mesh has.
     "devices": Setting(
       None, checks.optional(checks.whole_number(1, _MOST_DEVICES))
     ),
     "accumulate": Setting(1, checks.whole_number(1, 10**6)),  # pieces
-    "zero": Setting(0, checks.whole_number(0, 3)),  # what a replica keeps whole
+    "zero": Setting(0, checks.whole_number(0, 3)),  # ZeRO stage
     "precision": Setting("unchanged", _PRECISION),
     "loss_scale": Setting(None, _loss_scale),  # a dict, of precision.Dynamic
     "sequence": Setting(False, checks.flag),  # axis tensor: split positions too
@@ -89,7 +90,7 @@ SECTIONS: dict[str, Any] = {
     "recompute": Setting(False, checks.flag),  # axis pipe: blocks, backward
     "form": Setting("shard_map", checks.choice(*data_parallel.FORMS)),
   },
-  # Of what each device sends of its gradient: a codec, or a reducer.
+  # A codec for the gradients that devices send, or a reducer.
   "compress": traffic.SECTIONS["compress"],
 }
 
@@ -159,12 +160,12 @@ def _check_batch(run, shape):
 
 
 def microbatches_of(section: Mapping[str, Any], shape: Any) -> int:
-  """Returns into how many a pipeline cuts the examples of a replica."""
+  """Returns the number of microbatches of a replica's examples."""
   return section["microbatches"] or shape.get(meshes.PIPE, 1)
 
 
 class MeshPlan(NamedTuple):
-  """What the cells of a run share."""
+  """The plan that the cells of a run share."""
 
   run: Run
   problem: problems.Problem
@@ -178,15 +179,15 @@ class MeshPlan(NamedTuple):
 
 
 def _transform(run, rate) -> base.Algorithm:
-  """The algorithm of the run's recipe, with its optimizer."""
-  # The step clips gradients itself, as one of several devices.
+  """Returns the algorithm of the run's recipe, with its optimizer."""
+  # The step clips the gradient after its sum over the devices.
   run = run._replace(config={**run.config, "clip_norm": None})
   recipe = run.make_recipe(rate, 1, searches=True)
   if recipe.worker is not None:
     raise ValueError(
-      f"config.runs.{run.label}: the workers of {run.recipe} take steps of"
-      " their own, and a mesh has one gradient for all: use another recipe, or"
-      " engine simulate, threads or ray"
+      f"config.runs.{run.label}: the workers of {run.recipe} take local"
+      " steps, and a mesh has one gradient for all workers: use another recipe,"
+      " or engine simulate, threads or ray"
     )
   if recipe.at_worker is None:
     return recipe.one_message()

@@ -60,8 +60,10 @@ def of_one_model(
 
 
 def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
-  """The plan of a step; what it does not say of compressed gradients, and of
-  tiles of images, stays open."""
+  """Returns the plan of a step.
+
+  The plan does not count the bytes of compressed gradients or image tiles.
+  """
   section, size = run.config["mesh"], run.config["batch_size"]
   each = size // mesh.shape[meshes.DATA]
   accumulate = section["accumulate"]

@@ -36,8 +36,8 @@ SECTIONS: dict[str, Any] = {
   "server": {
     "shards": Setting(1, checks.whole_number(1, 256)),
     "consistent": Setting(False, checks.flag),  # one order for all shards
-    # Of simulated shards with an order of their own: how long it takes until
-    # one hears of a ticket or a message, as `durations`; None is no time.
+    # Time until a simulated shard that is out of step receives a ticket or a
+    # message, as `durations`; None is no time.
     "delays": Setting(None, _delays),
     # Messages that are kept for recovery.
     "log": Setting(16, checks.whole_number(0, 10_000)),
@@ -49,7 +49,7 @@ _WARM_EPOCHS = "warm_start_epochs"  # of config.order: warm_start, in epochs
 
 
 def out_of_step(run: Run) -> bool:
-  """Whether a run's server is in shards that have orders of their own."""
+  """Whether a run's server has shards with independent orders."""
   server = run.config["server"]
   return server["shards"] > 1 and not server["consistent"]
 
@@ -64,8 +64,10 @@ def check_delays(run: Run) -> None:
 
 
 def delays(run: Run, seed: int) -> durations.Durations | None:
-  """Returns how long it takes until a shard hears of something; None is no
-  time. They are drawn independently of the times of jobs."""
+  """Returns the delays of tickets and messages to a shard; None is no time.
+
+  They are drawn independently of the times of jobs.
+  """
   section = run.config["server"]["delays"]
   if section is None:
     return None
@@ -75,9 +77,11 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
 def of_run(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
-  """Returns name and options of a run's protocol: that of its recipe if it has
-  one, else of its config, with a warm start in messages. ValueError names the
-  key that does not fit."""
+  """Returns name and options of a run's order, with a warm start in messages.
+
+  It is the recipe's order if the recipe has one, else the config's. ValueError
+  names a key that does not fit.
+  """
   order = _of_recipe(run, recipe)
   if _WARM_EPOCHS not in order:
     return order
@@ -94,8 +98,11 @@ def of_run(
 
 
 def _of_recipe(run, recipe) -> dict[str, Any]:
-  """A recipe made for a protocol of its own keeps it, and so does one with
-  workers that do several jobs on a ticket."""
+  """Returns the order that the recipe prescribes, else the config's.
+
+  A recipe prescribes an order if it names one, or if its workers do several
+  jobs on a ticket.
+  """
   if recipe.order != "asynchronous":
     _check_own(run, recipe.order)
     return {"name": recipe.order}
@@ -121,7 +128,7 @@ def _check_own(run, own):
   key, value = next(iter(given.items()), ("name", order["name"]))
   raise ValueError(
     f"config.order.{key} {shown(value)} is not for {refusals.recipe_of(run)},"
-    f" which has an order of its own ({own}): leave it"
+    f" which prescribes the order {own}: leave it"
     f" out{refusals.others(run)}"
   )
 

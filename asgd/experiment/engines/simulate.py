@@ -1,4 +1,4 @@
-"""The engine `simulate`: workers in simulated time, on a drawn order.
+"""The engine `simulate`: workers in simulated time, in a drawn order.
 
 `SIMULATE` runs cells of all protocols; this module has those with a server.
 """
@@ -61,7 +61,7 @@ class SimulationEngine(SimulatedEngine):
     )
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the engine's columns of the row of results."""
     state, records, plan = self._order.run.server, self.records(), self._plan
     version, trace = int(state.version), self._order.trace
     row = parameter_server.columns(plan, records, version, trace)
@@ -80,10 +80,15 @@ class SimulationEngine(SimulatedEngine):
     return simulation.event, {**tree, "records": self.records()}, notes
 
 
-def _pack(simulation) -> tuple[dict[str, Any], dict[str, Any]]:
-  """Returns a checkpoint's arrays and JSON: of each ticket (worker, job, None
-  if it is kept for a later job, version, index of the tree sent, fresh).
-  Tickets that share parameters store them once."""
+def _pack(
+  simulation: simulator.SimulationState,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns a checkpoint's arrays and JSON.
+
+  The JSON has a row for each ticket: (worker, job, version, index of the tree
+  sent, fresh). The job is None if the ticket is kept for a later job. Tickets
+  that share parameters store them once.
+  """
   trees, index, rows = [], {}, []
   for worker, kept in enumerate(simulation.kept):
     tickets = {} if kept is None else {None: kept}
@@ -125,7 +130,8 @@ def _unpack(saved, template):
     else:
       tickets[worker][job] = ticket
   event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
-  # A simulation to be rolled back is a replay, which starts from the beginning.
+  # Only a replay rolls back, and it starts from the beginning. So the saved
+  # state of a simulation has no states to roll back to.
   total, version, seen, open_tickets = saved.notes["sent"]
   numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
   sent = simulator.Sent(total, version, dict(seen), numbers)
@@ -136,21 +142,21 @@ def _unpack(saved, template):
 
 
 def plan(experiment: Any, run: Run, workers: int) -> Any:
-  """Builds what the cells of a run with a server share, checking it."""
+  """Builds and checks the plan of cells with a server."""
   result = parameter_server.plan(experiment, run, workers)
   if server_orders.out_of_step(run):
-    live_clusters.needs_totals(result)  # or it is refused
+    live_clusters.needs_totals(result)  # raises ValueError if it cannot be
   return result
 
 
 def check(run: Run) -> None:
-  """Checks a run with a server, before there are data."""
+  """Checks a run with a server, before the data are loaded."""
   parameter_server.check(run)
   engine = run.config["simulator"]["engine"]
   if server_orders.out_of_step(run) and engine != simulator.AUTO:
     raise ValueError(
       f"config.simulator.engine {engine!r} is not for shards that are out of"
-      " step, which have an engine of their own: leave it out"
+      " step, which have another engine: leave it out"
     )
   server_orders.check_delays(run)
 

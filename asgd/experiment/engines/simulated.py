@@ -1,7 +1,7 @@
-"""What engines of simulated time share: they train some messages at a time.
+"""The base of engines in simulated time, which train some messages at a time.
 
-A cell is a function of its config and its seed. Clocks decide how many messages
-a call trains, and when a checkpoint is written.
+The result of a cell is a function of its config and its seed. Clocks decide how
+many messages a call trains, and when the loop writes a checkpoint.
 """
 
 import abc
@@ -15,7 +15,7 @@ from asgd import base, simulator
 from asgd.experiment import engines
 from asgd.experiment.engines import parameter_server
 
-_SECONDS = 0.25  # between two looks at clocks and signals
+_SECONDS = 0.25  # of a call; the loop checks clocks and signals in between
 _FIRST = 16  # messages of the first call of `advance`
 
 Restore = Callable[[Callable[[Any], Any]], Any]  # see Context.restore
@@ -35,7 +35,7 @@ class SimulatedEngine(engines.Engine):
   _seconds = 0.0  # of all calls of `advance`
 
   def __init__(self, context: engines.Context):
-    """Starts the cell, or goes on from its last checkpoint."""
+    """Starts the cell, or resumes from its last checkpoint."""
     seed = context.cell.seed
     self._plan: Any = context.plan.of_seed(seed)
     self._name = context.cell.name
@@ -50,27 +50,29 @@ class SimulatedEngine(engines.Engine):
   def _begin(
     self, seed: int, params: base.Params, root: jax.Array, restore: Restore
   ) -> int:
-    """Makes the simulation, new or as a checkpoint has it; returns how many
-    messages it has received."""
+    """Makes the simulation, new or from a checkpoint.
+
+    Returns how many messages the server has received in it.
+    """
 
   @abc.abstractmethod
   def _run(self, end: int) -> Any:
-    """Simulates on, not past message `end`; returns the records that are
-    new."""
+    """Simulates to message `end` at most; returns the new records."""
 
   def _broken(self, part: Any) -> str | None:
-    """Says what is not finite in the latest records, if anything."""
+    """Describes the first message that is not finite in `part`, else None."""
     words = self._plan, part, self.done, self._name, self._which
     return parameter_server.broken(*words)
 
   def advance(self, until: int) -> engines.Progress:
-    """Simulates on for a moment, not past message `until`."""
+    """Simulates for about `_SECONDS`, to message `until` at most."""
     part = self._run(min(self.done + self._pace.begin(), until))
     self._seconds += self._pace.end()
     self.done += len(part.loss)
     return self._progress(part)
 
   def _progress(self, part: Any) -> engines.Progress:
+    """Returns the progress that the new records show."""
     return engines.Progress(
       loss=part.loss,
       staleness=engines.mean(part.staleness),
@@ -85,7 +87,7 @@ class SimulatedEngine(engines.Engine):
     return self._parts[0]
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
-    """Returns staleness, gap and losses of some messages."""
+    """Returns staleness, gap and losses over messages start to end."""
     return parameter_server.summary(some(self.records(), start, end))
 
 
@@ -94,13 +96,14 @@ def sent_accuracy(
   states: Sequence[base.ServerState],
   join: Callable[[list[Any]], base.Params],
 ) -> dict[str, float]:
-  """Returns a column with the accuracy of what a worker would be sent now;
-  none of an algorithm that sends the parameters as they are.
+  """Returns a column with the accuracy of the parameters in the next ticket.
+
+  There is no column for an algorithm that sends the server's parameters.
 
   Args:
-    plan: of the cell.
-    states: of the server, one for each shard.
-    join: makes whole parameters of those of the shards.
+    plan: the cell's plan.
+    states: the server's state, one for each shard.
+    join: joins the parameters of all shards.
   """
   if plan.server.sends_current or plan.run.given is not None:
     return {}

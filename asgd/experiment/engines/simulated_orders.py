@@ -1,7 +1,8 @@
-"""The order of a simulated cell: made before it, or while it is simulated.
+"""The order of a simulated cell, made before the simulation or during it.
 
-Over a network an order depends on the bytes of messages and tickets. With a
-codec these depend on the content, so the order is made as messages are.
+Over a network an order depends on the bytes of messages and tickets. A codec
+makes the bytes depend on the content. Such an order is made row by row while
+the messages are computed.
 """
 
 import functools
@@ -22,7 +23,7 @@ class MadeOrder:
   """An order that is known before the first message."""
 
   def __init__(self, plan: Any, seed: int, batch: Any, root: jax.Array):
-    """Makes the order of a cell; `batch` and `root` are what it is done on."""
+    """Makes the order of a cell; jobs use `batch` and the key `root`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
     self._order = None
     if plan.network is None:
@@ -40,20 +41,20 @@ class MadeOrder:
     self.run: simulator.TraceRun = follow(simulation, self.trace, **self._data)
 
   def until(self, messages: int) -> base.Records:
-    """Goes on until so many messages are received in all."""
+    """Simulates until `messages` are received in all."""
     return self.run.until(int(self._ends[messages - 1]))
 
   def use(self) -> LinkUse | None:
-    """Returns what the network bore by the end, None without one."""
+    """Returns the use of each link by the end, None without a network."""
     return self._order and self._order.links.use(self._order.now)
 
   def save(self) -> Sizes | None:
-    """Returns what `GrownOrder` needs to be made again."""
+    """Returns None: a checkpoint need not store this order."""
     return None
 
 
 class GrownOrder:
-  """An order over a network that is made while it is obeyed."""
+  """An order over a network that is made while it is simulated."""
 
   def __init__(
     self,
@@ -65,7 +66,7 @@ class GrownOrder:
     saved: Sizes | None = None,
     rows: int = 0,
   ):
-    """Starts it, or makes again its first `rows` from the sizes `saved`."""
+    """Starts an order, or rebuilds its first `rows` from sizes `saved`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
     self._each = networks.shares(plan, plan.network.shards)
     self._known = {
@@ -73,7 +74,7 @@ class GrownOrder:
       for way in ("up", "down")
     }
     self.choice = f"{simulator.HOST}: bytes of codes decide the order"
-    self._next = 0  # row that is to be obeyed
+    self._next = 0  # index of the next row to simulate
     ways = (functools.partial(self._size, way) for way in ("up", "down"))
     sizes = play.Sizes(*ways)
     self._order = plan.over_network(seed, sizes)
@@ -85,7 +86,7 @@ class GrownOrder:
 
   @property
   def trace(self) -> base.Trace:
-    """The rows that were obeyed."""
+    """The rows that were simulated."""
     return from_events(self._order.rows[: self._next])
 
   def begin(self, simulation: simulator.SimulationState) -> None:
@@ -95,26 +96,31 @@ class GrownOrder:
     self.run: simulator.StepwiseRun = begin(simulation, **self._data)
 
   def until(self, messages: int) -> base.Records:
-    """Goes on until so many messages are received in all."""
+    """Simulates until `messages` are received in all."""
     while self._received < messages:
       if self._next == len(self._order.rows):
         self._order.advance()
         continue
-      self._obey_row()
+      self._run_row()
     return self.run.records()
 
-  def _obey_row(self):
+  def _run_row(self) -> None:
+    """Simulates the next row."""
     event = self._order.rows[self._next]
     self.run.obey(event)
     self._next += 1
     self._received += event.action == base.RECEIVE
 
-  def _size(self, way, worker, seq):
-    """Bytes of a message or a ticket at each shard."""
+  def _size(self, way: str, worker: int, seq: int) -> Any:
+    """Returns the bytes of a message or a ticket at each shard.
+
+    The content must exist before it has a size. So all rows that are made
+    already are simulated first.
+    """
     known = self._known[way]
     if (worker, seq) not in known:
-      while self._next < len(self._order.rows):  # tickets that were just sent
-        self._obey_row()
+      while self._next < len(self._order.rows):
+        self._run_row()
       if way == "down":
         nbytes = self.run.bytes_down(worker, seq)
       else:
@@ -124,12 +130,12 @@ class GrownOrder:
     return networks.divided(known[worker, seq], self._each)
 
   def use(self) -> LinkUse:
-    """Returns what the network bore by the last message."""
+    """Returns the use of each link by the last message."""
     time = self._order.rows[self._next - 1].time
     return self._order.links.use(time)
 
   def save(self) -> Sizes:
-    """Returns the sizes that were known, as plain data."""
+    """Returns the sizes of all messages and tickets so far, as plain data."""
     return {
       way: [[*key, size] for key, size in known.items()]
       for way, known in self._known.items()

@@ -1,7 +1,8 @@
-"""A cell in simulated time whose server is in shards that are out of step.
+"""A cell in simulated time whose server has shards that are out of step.
 
-Each shard has its order, drawn with the delays of `config.server.delays`. They
-are written and replayed as the traces of a live run: trace-0.csv and so on.
+Each shard has its own order, drawn with the delays of `config.server.delays`.
+The orders are written and replayed like the traces of a live run: trace-0.csv
+and so on.
 """
 
 from typing import Any
@@ -38,19 +39,22 @@ class ShardedEngine(SimulatedEngine):
       ),
     )
     empty = [simulator.concatenate([]) for _ in self._traces]
-    # Of each shard: those before the last checkpoint.
+    # One for each shard, with the rows before the last checkpoint.
     self._before: list[base.Records] = restore(self._unpack) or empty
     self._since = len(self._before[0].loss)  # messages of the lead in `_before`
     return self._since
 
   def _run(self, end):
-    """Obeys the traces, not past message `end` of the lead; with its last one
-    the other shards receive what is left."""
+    """Simulates the traces to message `end` of the lead at most.
+
+    With the last message of the lead, the other shards receive their remaining
+    messages.
+    """
     self._sharded.until(None if end == self.total else end)
     return self._sharded.records(self.done - self._since)[0]
 
-  def _records(self):
-    """Of each shard."""
+  def _records(self) -> list[base.Records]:
+    """Returns the records of each shard since the cell began."""
     pairs = zip(self._before, self._sharded.records(), strict=True)
     return [simulator.concatenate(list(pair)) for pair in pairs]
 
@@ -71,7 +75,7 @@ class ShardedEngine(SimulatedEngine):
     return live_clusters.combine(self._records(), plan, self._params)
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the cell came to."""
+    """Returns the engine's columns of the row of results."""
     plan, records, states = self._plan, self.records(), self._sharded.states
     row = parameter_server.columns(plan, records, int(states[0].version))
     row["simulated_time"] = float(records.time[-1])
@@ -83,13 +87,13 @@ class ShardedEngine(SimulatedEngine):
     )
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
-    """Returns shards, workers, tickets and messages on their way, records."""
+    """Returns shards, workers, tickets and messages in flight, records."""
     tree, notes = self._sharded.pack()
     rows = sum(row for row, *_ in notes["shards"])
     return rows, {**tree, "records": self._records()}, notes
 
   def _unpack(self, saved):
-    """Goes to where a checkpoint is; returns the records until then."""
+    """Restores the state of a checkpoint; returns each shard's records."""
     like = self._sharded.like(saved.notes)
     empty = checkpoint.any_shapes(simulator.concatenate([]))
     tree = saved.tree({**like, "records": [empty for _ in self._traces]})

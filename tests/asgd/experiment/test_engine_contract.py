@@ -162,7 +162,7 @@ def test_a_signal_saves_and_stops_and_the_same_call_goes_on_to_the_same(
   assert caught.value.signal_number == signal.SIGTERM
   line = str(caught.value)
   assert line.startswith("stopped in run-n")
-  assert line.endswith("; run the same command again to go on")
+  assert line.endswith("; run the same command again to resume")
   place = place_of(exp, tmp_path)
   assert folder.finished_result(place) is None
   if engine not in LIVE:  # whose messages are in journals, not in checkpoints

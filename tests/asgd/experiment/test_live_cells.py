@@ -128,7 +128,7 @@ def test_peers_that_were_stopped_go_on_and_replay(tmp_path):
   lines = journal.read_text().splitlines(keepends=True)
   # Rows that the checkpoint has are needed; what came after it is not.
   journal.write_text("".join(lines[:-1]))
-  with pytest.raises(ValueError, match="rows where the run goes on from"):
+  with pytest.raises(ValueError, match="rows where the run resumes from"):
     train(tmp_path, CODED)
   journal.write_text("".join([*lines, lines[-1]]))
   result, _ = train(tmp_path, CODED)
@@ -393,6 +393,6 @@ def test_batches_that_were_stopped_go_on(simulated, tmp_path, left):
 def test_files_that_were_cut_are_refused(tmp_path):
   journal = journal_path(stop(tmp_path, BATCHES, looks=1), 0)
   journal.write_text("".join(journal.read_text().splitlines(True)[:2]))
-  with pytest.raises(ValueError, match="rows where the run goes on from"):
+  with pytest.raises(ValueError, match="rows where the run resumes from"):
     train(tmp_path, BATCHES)
   live_memory.forget(journal.parent)

@@ -90,7 +90,7 @@ def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
   assert line.startswith("broken-n2-s0: the loss is ")
   assert "lower --config.learning_rate" in line
   assert line.endswith(
-    "or set --config.on_nan=record to keep the cell as diverged and go on"
+    "or set --config.on_nan=record to keep the cell as diverged and continue"
   )
   assert "\n" not in line
   assert not list(tmp_path.glob("cells/*/cell.npz"))
@@ -153,7 +153,7 @@ def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
   cell = mortal(exp, [3, 3, 9])
   result = loop.train(exp, cell, tmp_path / "died", bar=bar)
   assert bar.lines == [
-    "fine-n2-s0: a process died; on from the last checkpoint"
+    "fine-n2-s0: a process died; resuming from the last checkpoint"
   ] * 3
   result["wall_seconds"] = expected["wall_seconds"]
   assert storage.to_json(result) == storage.to_json(expected)
@@ -162,16 +162,16 @@ def test_a_cell_whose_engine_dies_goes_on_to_the_same_bits(tmp_path):
 def test_an_engine_that_dies_without_progress_is_given_up(tmp_path):
   exp = exploding(only=("fine",))
   cell = mortal(exp, [0, 0, 0, 0])
-  words = "^fine-n2-s0: a process died; run .* to go on from the beginning, as"
+  words = "^fine-n2-s0: a process died; run .* to resume from the beginning, as"
   bar = Lines()
   with pytest.raises(ValueError, match=words):
     loop.train(exp, cell, tmp_path, bar=bar)
   assert bar.lines == [
-    "fine-n2-s0: a process died; it begins again, as there is no checkpoint yet"
+    "fine-n2-s0: a process died; starting again, as no checkpoint was saved yet"
   ] * 2
   machine = Machine(faults=[faults.parse("kill:0:1")])
   cell = mortal(exp, [0, 0, 0, 0])
-  words = "The faults of --fault happen again each time .*: leave them out and"
+  words = "The faults of --fault repeat each time .*: leave them out and"
   with pytest.raises(ValueError, match=words):
     loop.train(exp, cell, tmp_path, bar=Silent(), machine=machine)
 

@@ -145,7 +145,7 @@ MISTAKES = (
   ("ring", {"recipe": "choco_sgd", "codec": {"name": "top_k", "density": 0}},
    "config.runs.ring.codec.density must be in (0, 1], not 0: it is the part"),
   ("ring", {"engine": "pipeline", "stages": 2},
-   "the recipe 'd_psgd' has peers in the place of a server's update"),
+   "the recipe 'd_psgd' has peers instead of a server's update"),
   ("pairs", {"engine": "mesh"}, "config.runs.pairs.recipe 'ad_psgd' has no"),
   ("mesh", {"axes": {"data": 2}},
    "config.mesh.axes data 2 does not fit config.workers 4, as each device"),

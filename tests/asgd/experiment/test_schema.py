@@ -464,7 +464,7 @@ MISTAKES = (
    "'fixed_delay' takes no argument 'warm_start'"),
   ({"runs.a.recipe": "ssgd", "order": {**STALE, "bound": 2}},
    "^config.order.bound 2 is not for the recipe 'ssgd' .config.runs.a., which"
-   " has an order of its own .bulk_synchronous.: leave it out, or set it in"),
+   " prescribes the order bulk_synchronous: leave it out, or set it in"),
   ({"order": {**STALE, "cache": "yes"}},
    "^config.order.cache must be True or False, not 'yes'"),
   ({"order.name": "asynchronous", "order.depth": 10**20},
@@ -527,7 +527,7 @@ MISTAKES = (
   ({"engine": "mesh", "mesh.axes.data": 8, "batch_size": 20},
    "^config.batch_size 20 cannot be divided into 8 pieces"),
   ({"engine": "mesh", "runs.a.recipe": "easgd"},
-   "^config.runs.a: the workers of easgd take steps of their own"),
+   "^config.runs.a: the workers of easgd take local steps, and a mesh"),
   ({"engine": "pipeline", "runs.a.recipe": "easgd"}, "^config.runs.a"),
 )
 

@@ -53,7 +53,7 @@ def test_memory_that_does_not_fit_is_refused_before_it_is_taken(
 
 def test_memory_of_other_settings_is_named_with_the_remedy(tmp_path):
   shared(tmp_path)
-  with pytest.raises(ValueError, match="go on from the last checkpoint"):
+  with pytest.raises(ValueError, match="resume from the last checkpoint"):
     shared(tmp_path, log=5)
 
 

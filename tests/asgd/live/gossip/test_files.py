@@ -83,5 +83,5 @@ def test_files_are_cut_back_to_a_checkpoint_or_refused(tmp_path):
   assert files.lengths(tmp_path, 2, images) == [(1, 0), (0, 0)]
   assert files.cut_back(tmp_path, [(1, 0), (0, 0)]) == 1
   assert read_journal(journal_path(tmp_path, 0)) == out.events()[:1]
-  with pytest.raises(ValueError, match="has 1 rows where the run goes on from"):
+  with pytest.raises(ValueError, match="has 1 rows where the run resumes from"):
     files.cut_back(tmp_path, [(2, 0)])
