@@ -135,8 +135,8 @@ def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
   # for each forward.
   if (count := schedules.forwards(values)) >= _MOST_CELLS // 2:
     raise ValueError(
-      f"{name} of {count:,} forwards is too large to be drawn: is there a"
-      " misprint?"
+      f"{name} of {count:,} forwards is too large to be drawn: check the"
+      " numbers for a misprint"
     )
   table = schedules.build(name, **values)
   if "costs" in arguments and (costs or own):
@@ -211,7 +211,7 @@ def main(
     if plan.slots * plan.devices > _MOST_CELLS:
       raise ValueError(
         f"{plan.name} has {plan.slots} slots on {plan.devices} devices, too"
-        " many to be drawn: is there a misprint?"
+        " many to be drawn: check the numbers for a misprint"
       )
     limits = {name: given[name] for name in ("max_in_flight", "transfers")}
     validate.validate(plan, **limits)

@@ -2,12 +2,12 @@
 
   asgd bench                          lists them
   asgd bench NAME [--json[=FILE]]     runs one
-  asgd bench --all [--json=FILE]      runs each, in a process of its own
+  asgd bench --all [--json=FILE]      runs each, in a separate process
   asgd bench --table FILE...          joins FILEs of several runs in one table
 
 Machines are noisy, so each contestant takes turns with its baseline in short
-blocks, and what is printed is the median over rounds of its speed over the
-baseline's, with the range. A row is printed as soon as it is measured. Each
+blocks. A row has the median over rounds of its speed over the baseline's, with
+the range. A row is printed as soon as it is measured. Each
 benchmark says what share of the cores other programs used before it and after
 it, and ends within 4 minutes on two free cores.
 """

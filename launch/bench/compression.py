@@ -1,5 +1,7 @@
-"""What codecs and the packed wire cost, in turns with a memory copy, and how
-many messages a second come from a worker to a server on another machine.
+"""The cost of codecs and the packed wire, in turns with a memory copy.
+
+Also: how many messages a second a server receives from a worker on another
+machine.
 """
 
 import os
@@ -51,8 +53,11 @@ Options = Mapping[str, Any]  # of `compression.named`, with the name
 
 
 def take_core(number: int) -> set[int]:
-  """Keeps this thread, and those it starts, on one of its cores, where a
-  machine lets it; before JAX starts its own. Returns the cores it had."""
+  """Keeps this thread, and those it starts, on one of its cores.
+
+  Call it before JAX starts its threads. Returns the cores that the thread had;
+  the empty set on a system that cannot bind threads.
+  """
   if not hasattr(os, "sched_setaffinity"):
     return set()
   cores = os.sched_getaffinity(0)
@@ -61,7 +66,7 @@ def take_core(number: int) -> set[int]:
 
 
 def message(megabytes: float, leaves: int = 4) -> dict[str, np.ndarray]:
-  """Returns matrices of normal numbers, of so many MB together."""
+  """Returns matrices of normal numbers, `megabytes` together."""
   rows = max(round(megabytes * 1e6 / 4 / leaves / 256), 1)
   rng = np.random.default_rng(0)
   return {
@@ -71,21 +76,21 @@ def message(megabytes: float, leaves: int = 4) -> dict[str, np.ndarray]:
 
 
 class MessageStages:
-  """What is done to a message on its way, each stage over and over."""
+  """The stages of a message between worker and server, each repeatable."""
 
   def __init__(self, options: Options, like: Any):
-    """Makes the code of a message, a tree of float32 arrays; compiles."""
+    """Compiles, and encodes a message `like`: a tree of float32 arrays."""
     self._codec = codec = compression.named(**options)
     like, key = jax.tree.map(jnp.asarray, like), jax.random.key(0)
     step = jax.jit(
       lambda state, tree: codec.encode(state, tree, key), donate_argnums=0
     )
-    # Each array has memory of its own, as it is donated.
+    # Copied: the step donates its arrays, so none may share memory.
     state = jax.tree.map(jnp.array, codec.init(like))
     self.code, self._state = jax.block_until_ready(step(state, like))
     self._decode = jax.jit(codec.decode)
-    # Where a residual is kept, what was sent of it comes again: so all codes
-    # are like the first.
+    # A codec with a residual gets its own decoded message again. Then the
+    # residual stays the same, and all codes are like the first.
     keeps = compression.residual_norm(self._state) > 0
     self._message = self._decode(self.code) if keeps else like
     self._step = step
@@ -94,7 +99,7 @@ class MessageStages:
     self._unpacked = packing.unpack(self.layout, self.pack())
 
   def begin(self) -> None:
-    """Begins to make a code; what uses it waits for it."""
+    """Starts to make a code; its first use waits for it."""
     self.code, self._state = self._step(self._state, self._message)
 
   def encode(self) -> None:
@@ -153,14 +158,14 @@ def coder(density: float, count: int) -> tuple[dict[str, Contestant], float]:
 
 
 class Rate(NamedTuple):
-  """Of messages from a worker to a server."""
+  """The rate of messages from a worker to a server."""
 
   per_second: float
   cpu: float  # seconds of both processes for a message
 
 
 class _Server:
-  """A server's end of the way, in a process of its own."""
+  """The server of `rate`, in a separate process."""
 
   def __init__(self, like: Any, options: Options | None):
     """Starts from parameters of zeros."""
@@ -177,8 +182,8 @@ class _Server:
     self._update = jax.jit(update, donate_argnums=0)
     self._params = jax.tree.map(jnp.zeros_like, like)
 
-  def tell(self, sent: Any) -> None:
-    """Takes a message, and makes an update of it."""
+  def receive(self, sent: Any) -> None:
+    """Receives a message, and makes an update from it."""
     if self._layout is not None:
       sent = packing.unpack(self._layout, sent)
     self._params = jax.block_until_ready(self._update(self._params, sent))
@@ -189,12 +194,12 @@ class _Server:
 
 
 class _Worker:
-  """A worker's end of the way, in a process of its own."""
+  """The worker of `rate`, in a separate process."""
 
   def rate(
     self, server: Any, like: Any, options: Options | None, seconds: float
   ) -> Rate:
-    """Sends messages, each when the last was taken."""
+    """Sends messages, each after the reply to the last one."""
     import ray
 
     take_core(0)
@@ -203,11 +208,11 @@ class _Worker:
 
     def once():
       if stages is None:
-        told = server.tell.remote(jax.tree.map(np.asarray, dense))
+        reply = server.receive.remote(jax.tree.map(np.asarray, dense))
       else:
-        told = server.tell.remote(stages.pack())
+        reply = server.receive.remote(stages.pack())
         stages.begin()
-      ray.get(told)
+      ray.get(reply)
 
     def cpu():
       return time.process_time() + ray.get(server.cpu.remote())
@@ -222,25 +227,25 @@ class _Worker:
 
 
 def rate(like: Any, options: Options | None, seconds: float) -> Rate:
-  """Returns how fast a server takes messages from a worker.
+  """Returns how fast a server receives messages from a worker.
 
-  Each is in a call of Ray between two nodes on this machine, which share no
-  memory: what is sent goes through sockets, as between machines, but as fast
-  as this machine copies. The worker has the message on its device, and the
-  server makes an update of it. Without a codec the elements are sent; with one
-  the worker encodes and packs, and the server unpacks, and decodes in the
-  update. The next code is made while a message is on its way, as by a worker of
-  two tickets.
+  Each message is a call of Ray between two nodes on this machine that share no
+  memory. It passes sockets, as between machines, but at the speed of this
+  machine's memory. The worker has the message on its device, and the server
+  makes an update from it. Without a codec the elements are sent. With one the
+  worker encodes and packs; the server unpacks, and decodes in the update. The
+  next code is made while a message is in flight, as by a worker with two
+  tickets.
 
   Args:
     like: the message, a tree of float32 arrays of NumPy.
     options: the codec; None: dense.
-    seconds: how long is measured. Ray has been started, and a node of it has
-      the resource FAR.
+    seconds: the duration. Ray must be started, with a node that has the
+      resource FAR.
   """
   import ray
 
-  # Each has a core and a node, as on machines of their own.
+  # Each has a core and a node, as on two machines.
   near, far = {_NEAR: 0.001}, {FAR: 1}
   server = ray.remote(num_cpus=0, resources=near)(_Server).remote(like, options)
   worker = ray.remote(num_cpus=0, resources=far)(_Worker).remote()

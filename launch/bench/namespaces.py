@@ -1,10 +1,10 @@
 """Another machine on this one: two network namespaces of Linux, and a wire.
 
-What goes from one to the other passes a pair of virtual Ethernet devices, in
-packets of TCP, and `tc` lets no more than a bandwidth through each way (a token
-bucket, tc-tbf(8)). So what a network does to a run can be tried without one.
-The process that asks for it is in a namespace of its own already, in which
-nothing of the machine's network can be changed:
+Traffic between the namespaces passes a pair of virtual Ethernet devices, in
+packets of TCP. `tc` limits the bandwidth each way (a token bucket, tc-tbf(8)).
+So the effect of a network on a run can be measured on one machine. The process
+must already be in a new namespace, where it cannot change the network of the
+machine:
 
   unshare --net asgd bench network --links=tc
 """
@@ -20,15 +20,15 @@ from asgd.live import ray_internals
 NEAR, FAR = "10.211.0.1", "10.211.0.2"  # addresses of the two
 _BURST = 0.002  # seconds of bandwidth that may pass at once
 _LEAST = 4096  # bytes of a burst: a packet and some
-_QUEUE = "50ms"  # what waits longer is dropped
+_QUEUE = "50ms"  # packets that would wait longer are dropped
 _HINT = (
-  "it needs Linux with iproute2, and a namespace of its own, which root can"
+  "it needs Linux with iproute2, and a new network namespace, which root can"
   " make: unshare --net COMMAND"
 )
 
 
-def _tell(*words: str) -> str:
-  """Runs a command; returns what it prints, or raises ValueError."""
+def _run(*words: str) -> str:
+  """Runs a command; returns its output. Raises ValueError if it fails."""
   try:
     done = subprocess.run(words, capture_output=True, text=True)
   except OSError as error:
@@ -40,56 +40,58 @@ def _tell(*words: str) -> str:
 
 
 def _check() -> None:
-  """Raises ValueError unless this process is in a namespace of its own."""
-  there = [link["ifname"] for link in json.loads(_tell("ip", "-json", "link"))]
-  if others := sorted(set(there) - {"lo"}):
+  """Raises ValueError unless this process is in a new network namespace."""
+  devices = [link["ifname"] for link in json.loads(_run("ip", "-json", "link"))]
+  if others := sorted(set(devices) - {"lo"}):
     raise ValueError(
       f"this process is in the network of the machine (it has {others[0]}),"
-      f" which is not to be changed: {_HINT}"
+      f" which the benchmark must not change: {_HINT}"
     )
 
 
 class VirtualWire:
-  """Two namespaces, that of this process and another, and what is between."""
+  """The wire between the namespace of this process and another one."""
 
   def __init__(self, far: int):
     """Lays a wire to the namespace of a process."""
     self.prefix = ["nsenter", f"--net=/proc/{far}/ns/net"]
     other = ["netns", str(far)]
-    _tell("ip", "link", "set", "lo", "up")
+    _run("ip", "link", "set", "lo", "up")
     ends = ["near", "type", "veth", "peer", "name", "far", *other]
-    _tell("ip", "link", "add", *ends)
+    _run("ip", "link", "add", *ends)
     self._end([], "near", NEAR)
-    _tell(*self.prefix, "ip", "link", "set", "lo", "up")
+    _run(*self.prefix, "ip", "link", "set", "lo", "up")
     self._end(self.prefix, "far", FAR)
 
-  def _end(self, prefix, name, address):
-    _tell(*prefix, "ip", "address", "add", f"{address}/24", "dev", name)
-    _tell(*prefix, "ip", "link", "set", name, "up")
-    # What asks for its own address by the way to the world gets this one.
-    _tell(*prefix, "ip", "route", "add", "default", "dev", name)
+  def _end(self, prefix: list[str], name: str, address: str) -> None:
+    """Sets up one end of the wire, with its address and route."""
+    _run(*prefix, "ip", "address", "add", f"{address}/24", "dev", name)
+    _run(*prefix, "ip", "link", "set", name, "up")
+    # A process that finds its address by its route to the internet gets this
+    # one.
+    _run(*prefix, "ip", "route", "add", "default", "dev", name)
 
   def limit(self, bandwidth: float | None) -> None:
-    """Lets so many bytes a second through, each way; None: whatever comes."""
+    """Limits the wire to bytes a second, each way; None: no limit."""
     for prefix, name in (([], "near"), (self.prefix, "far")):
       words = [*prefix, "tc", "qdisc"]
-      there = _tell(*words, "show", "dev", name)
-      if "tbf" in there:
-        _tell(*words, "del", "dev", name, "root")
+      current = _run(*words, "show", "dev", name)
+      if "tbf" in current:
+        _run(*words, "del", "dev", name, "root")
       if bandwidth is not None:
         burst = max(round(bandwidth * _BURST), _LEAST)
         limit = ["rate", f"{round(8 * bandwidth)}bit", "burst", str(burst)]
         limit += ["latency", _QUEUE]
-        _tell(*words, "add", "dev", name, "root", "tbf", *limit)
+        _run(*words, "add", "dev", name, "root", "tbf", *limit)
 
 
 @contextlib.contextmanager
 def wire() -> Iterator[VirtualWire]:
-  """Lays a wire to another namespace, which is gone at the end.
+  """Lays a wire to another namespace, which is removed at the end.
 
   Raises:
-    ValueError: where that is not permitted, with the command that failed and
-      what it said.
+    ValueError: if that is not permitted, with the command that failed and its
+      error.
   """
   _check()
   other = subprocess.Popen(
@@ -108,8 +110,8 @@ def wire() -> Iterator[VirtualWire]:
 _STAY = "import sys; print(flush=True); sys.stdin.read()"
 
 
-def _end(process):
-  """Ends a process that goes on until its input ends."""
+def _end(process: subprocess.Popen) -> None:
+  """Ends a process that runs until its input ends."""
   process.stdin.close()
   process.stdout.close()
   process.wait()
@@ -117,8 +119,10 @@ def _end(process):
 
 @contextlib.contextmanager
 def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
-  """Adds a node at the other end of a wire to this process's cluster of Ray,
-  which alone has a resource, 1 of it, and so many bytes of object store."""
+  """Adds a node at the other end of a wire to this process's cluster of Ray.
+
+  Only this node has the resource, 1 of it. Its object store has `memory` bytes.
+  """
   code = (
     "import sys; from asgd.live import ray_internals;"
     " ray_internals.be_node(*sys.argv[1:])"
@@ -136,7 +140,7 @@ def far_node(wire: VirtualWire, resource: str, memory: int) -> Iterator[None]:
   )
   try:
     if not node.stdout.readline():
-      raise ValueError("no node of Ray came up in the other namespace")
+      raise ValueError("no node of Ray started in the other namespace")
     yield
   finally:
     _end(node)

@@ -1,10 +1,11 @@
 """Messages a second over slow links: live, and simulated from one worker.
 
-A worker's job is to wait, for a time that is drawn, and to take a gradient that
-costs next to nothing: so any number of them do not want for cores. How long the
-jobs of one live worker take over links that take no time is measured; the same
-protocol is simulated for N workers over a network with these times; and beside
-it is the live run whose links are as slow.
+A worker's job waits for a drawn time and takes a gradient that costs almost
+nothing. So any number of workers run on a few cores. The benchmark
+
+1. measures the jobs of one live worker over links that take no time;
+2. simulates N workers over a slow network with these times;
+3. runs N live workers over links that are as slow.
 """
 
 import contextlib
@@ -47,14 +48,14 @@ FAR = "far"  # resource of the workers' machine
 _SHARE = {FAR: 0.001}  # that each worker asks for
 _MEMORY = 2**29  # bytes of Ray's object store on each machine
 _NEAR = "0.85 to 1.15"  # wanted of simulated by live
-_JOBS = 40  # of a worker that meets nobody, in a live run
-_MUCH, _TRIES = 0.05, 2  # how late is taken again, and how often
+_JOBS = 40  # of a worker that waits for no other, in a live run
+_MUCH, _TRIES = 0.05, 2  # lateness that is measured again, and the tries
 _T = TypeVar("_T")
-_LEAST = 12  # of one that does; first ones do not count
+_LEAST = 12  # jobs of a worker that waits for others; the first do not count
 
 
 class LinkSpeeds(NamedTuple):
-  """What workers are to meet, in seconds and bytes."""
+  """The speeds of a network and of jobs, in seconds and bytes."""
 
   job: float = 0.1  # mean time of a job
   latency: float = 0.005  # one way
@@ -96,9 +97,11 @@ def _waits(seconds: float, seed: int, worker: int, job: int) -> float:
 def waiting(
   batch_size: int, *, seconds: float = 0.0, nbytes: int = 409_600
 ) -> problems.Problem:
-  """Returns a problem whose jobs wait, `seconds` in the mean, for what is drawn
-  uniformly from half to one and a half of it by the worker and the job. The
-  parameters have so many bytes; the loss is half their square."""
+  """Returns a problem whose jobs wait, `seconds` in the mean.
+
+  The wait is drawn uniformly from 0.5 to 1.5 times the mean; worker and job are
+  the key. The parameters have `nbytes` bytes; the loss is half their square.
+  """
   rows = max(round(nbytes / 4 / _LEAVES / _WIDTH), 1)
   nothing = np.zeros((batch_size, 1), np.float32)
 
@@ -137,7 +140,7 @@ def _train(
   read: Callable[[Path], Any] = lambda place: None,
   **config: Any,
 ) -> tuple[base.Records, Any]:
-  """Trains a cell; returns its records, and what is read of its folder."""
+  """Trains a cell; returns its records, and the result of `read`(folder)."""
   job = 0.0 if engine == "simulate" else links.job
   experiment = cells.build(
     {
@@ -191,8 +194,10 @@ def _late(files: live_files.LiveFiles, seconds: float) -> float:
 
 
 def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
-  """Does something again, a few times, as long as other programs disturb it
-  much; returns what came of it, and by how much, where that was least."""
+  """Repeats a measurement that other programs disturb, at most `_TRIES` times.
+
+  Returns (result, disturbance) of the least disturbed try.
+  """
   tries = []
   while len(tries) < _TRIES and (not tries or tries[-1][1] > _MUCH):
     tries.append(call())
@@ -200,7 +205,7 @@ def undisturbed(call: Callable[[], tuple[_T, float]]) -> tuple[_T, float]:
 
 
 def _rate(records: base.Records, workers: int) -> float:
-  """Messages a second, once each worker has handed one in."""
+  """Returns messages a second, after each worker has sent one."""
   zero = predict.all_there(records.worker, workers)
   return predict.rate(predict.Outcome(0.0, records, float("nan")), zero)
 
@@ -236,15 +241,21 @@ def simulated(
 
 
 class Threads:
-  """Live workers and shards in this process, what they hand to each other
-  delayed as over the network (`asgd.live.links.throttled`)."""
+  """Live workers and shards in this process, over throttled links.
+
+  Messages and tickets are delayed as by a network
+  (`asgd.live.links.throttled`).
+  """
 
   runs = *((n, 1) for n in (1, 2, 4, 8)), (8, 2)  # workers, shards
   _links, _engine = LinkSpeeds(), "threads"
 
   def __init__(self, seconds: float):
-    """A live run takes about so many seconds, `_JOBS` jobs of a worker that
-    meets nobody: what disturbs a machine matters less in longer ones."""
+    """Scales the links so that a live run takes about `seconds`.
+
+    That is `_JOBS` jobs of a worker that waits for no other. Disturbances of
+    the machine matter less in longer jobs.
+    """
     cycle = 1 / self._links.bound(1, 1)
     self.links = self._links.slower(seconds / _JOBS / cycle)
 
@@ -281,10 +292,13 @@ class Threads:
 
 
 class Machines(Threads):
-  """A live server, and workers beyond a wire: processes of Ray in two network
-  namespaces, between which `tc` lets through no more than the bandwidth of a
-  port. Where messages meet, TCP has them share it, and latency is the wire's
-  own. All shards are on one machine, and so at one port: there is one."""
+  """A live server, and workers beyond a wire.
+
+  They are processes of Ray in two network namespaces. `tc` limits the wire
+  between them to the bandwidth of a port. TCP divides it among simultaneous
+  messages, and the latency is the wire's. All shards would be on one machine,
+  and so at one port: there is one shard.
+  """
 
   runs = tuple((n, 1) for n in (1, 2, 4, 8))
   _links = LinkSpeeds(
@@ -332,12 +346,12 @@ RUNTIMES: dict[str, Callable[[float], Any]] = {
 
 
 class Turn(NamedTuple):
-  """What came of a live run, and what had been predicted."""
+  """The rates of a live run and of its prediction, in messages a second."""
 
-  bound: float  # messages a second that workers and ports allow, at most
+  bound: float  # the most that workers and ports allow
   live: float
   simulated: float
-  late: float  # share by which jobs took longer than they were to
+  late: float  # by what fraction jobs took longer than drawn
 
 
 def turn(
@@ -347,8 +361,10 @@ def turn(
   seed: int,
   one: tuple[Sequence[float], float],
 ) -> Turn:
-  """Simulates N workers over slow links with the times of `one`, as measured
-  over fast links, and has N live workers run over the slow ones."""
+  """Simulates N workers over slow links, and runs N live workers over them.
+
+  The simulation uses the times of `one`, which were measured over fast links.
+  """
   links, (times, before) = runtime.links, one
   bound = links.bound(workers, shards, float(np.mean(times)))
   each = links.bound(workers, shards) / links.bound(1, 1) / workers
@@ -364,8 +380,11 @@ def run(
   seconds: float = 3.0,
   rounds: int = 3,
 ) -> None:
-  """Prints for numbers of workers and shards what their links allow, what live
-  runs of so many seconds came to, and what had been simulated, in turns."""
+  """Prints messages a second for several counts of workers and shards.
+
+  A row has the most that the links allow, the rate of live runs of `seconds`
+  each, and the simulated rate, in turns.
+  """
   with RUNTIMES[links](seconds) as runtime:
     slow = runtime.links
     table = report.table(

@@ -1,8 +1,8 @@
 """The benchmark of synchronous parallelism: what sharing a step out costs.
 
-All on CPU devices of one machine, which share its cores and its memory: devices
-add no speed here, so 1.00 of ideal is a step that takes as long as on one
-device with the same cores, and what is lost is what sharing costs.
+All devices are CPU devices of one machine, which share its cores and its
+memory. So devices add no speed here. 1.00 of ideal is a step that takes as long
+as on one device with the same cores, and the loss is the cost of sharing.
 
 - a data parallel step on two devices, at every stage of ZeRO, against a plain
   jitted optax step on the same batch;
@@ -14,7 +14,7 @@ device with the same cores, and what is lost is what sharing costs.
   at the end, of small ones;
 - collectives written out, on two and on eight devices, against `jax.lax.psum`:
   with the sum in new memory, and in place (the argument is donated, which
-  `psum` is copied for). These run in processes of their own:
+  `psum` is copied for). These run in separate processes:
     - one as it comes, of the ring alone. Large arrays are given back to the
       system after each call, and the next one waits for new pages, which takes
       longer than to add the numbers up;
@@ -178,13 +178,13 @@ def _sums(name, devices, size) -> tuple[Contestant, Contestant]:
     check_vma=False,
   )
   new, in_place = jax.jit(call), jax.jit(call, donate_argnums=0)
-  # Of zeros, the sum is zeros.
+  # The sum of zeros is zeros, so repeated calls do not overflow.
   once, again = (meshes.place(zeros, mesh, spec) for _ in range(2))
   return turns.alone(new, once), turns.repeated(in_place, again)
 
 
 def cost(name: str, size: float, devices: int) -> costs.Cost:
-  """Returns what a collective costs for so many MB of float32, on one link."""
+  """Returns the cost of a collective on `size` MB of float32, on one link."""
   bytes_, shape = 4 * round(size * 1e6 / 4), shapes(devices)[name]
   if name == "hierarchical":
     return costs.add(*costs.hierarchical(bytes_, *shape.values(), grain=4))
@@ -225,9 +225,11 @@ def cells(
   times: np.ndarray,
   link: costs.LinkSpeed | None = None,
 ) -> list[float | None | Measured]:
-  """Returns a row's numbers, of what `measure` gave: milliseconds, and in
-  place; with a link the model's, and their share of those measured; and the
-  ratios to psum."""
+  """Returns a row's numbers, from the times of `measure`.
+
+  They are milliseconds in new memory and in place; with a link also the model's
+  and their fraction of the measured ones; then the ratios to psum.
+  """
   milliseconds = [1e3 * float(np.median(mine)) for mine in times[0]]
   if name == "psum":  # the measure of the others
     return [*milliseconds, *[None] * (2 if link is None else 4)]

@@ -1,4 +1,4 @@
-"""The pipeline benchmark: what executing a table costs.
+"""The pipeline benchmark: the cost of executing a table.
 
 A stack of transformer blocks on two stages and two cores, against the same
 stack and the same microbatches on one device and one core:
@@ -6,12 +6,12 @@ stack and the same microbatches on one device and one core:
 - GPipe and 1F1B against the bubble bound, (M + S - 1) / M x T / S, with stages
   as threads, and as processes that have a core each (these need Ray);
 - PipeDream against T / S;
-- GPipe and 1F1B of torch.distributed.pipelining over Gloo, if there is torch,
-  against their own bound (`--peer` names a Python that has it);
+- GPipe and 1F1B of torch.distributed.pipelining over Gloo, if torch is
+  installed, against their own bound (`--peer` names a Python that has it);
 - a table of 256 stages and 4,096 microbatches made, checked and analysed;
-- what a task costs beside what is compiled, on a stage that does nothing: the
-  same programs, called one after the other by one thread, take turns with it;
-- memory of activations, counted and as the table says.
+- the cost of a task beyond its compiled program, on a stage that does nothing:
+  one thread calls the same programs one after the other, in turns with it;
+- memory of activations, counted and by the table.
 
 The one device is another process, which has one core when JAX starts: XLA sizes
 its threads by the cores that it may use. As threads, the stages share XLA's two
@@ -107,7 +107,7 @@ def _take_core():
 
 
 def _arguments(table, layers, params, x, cuts):
-  """What an executor of a table needs, with stages cut before these layers."""
+  """Returns the arguments of a table's executor, cut before layers `cuts`."""
   server = algorithms.build("asgd", 1e-6, 1).server()
   parts = [
     stage_lib.Part(_stage_fn(layers, a, b), params[a:b], server)
@@ -140,7 +140,7 @@ def _threads(table):
 
 
 def _own_cores(table):
-  """An engine with a process for each stage, on a core of its own."""
+  """Returns an engine with a process for each stage, each on one core."""
   cores = [[core] for core in sorted(os.sched_getaffinity(0))[:_STAGES]]
   make = functools.partial(_stack_arguments, table)
   return contextlib.closing(
@@ -224,7 +224,7 @@ def _peer(rounds, python):
 
 
 def _table(report):
-  """Prints what it takes to make, check and analyse a large table."""
+  """Prints the times to make, check and analyse a large table."""
   printed = report.table(
     f"a 1F1B table of {_MANY_STAGES} stages, {_MANY_MICROBATCHES:,}"
     " microbatches",
@@ -244,8 +244,10 @@ def _table(report):
 
 
 def _programs(engine, count):
-  """Calls what is compiled of so many microbatches of two stages, one program
-  after the other, without their updates."""
+  """Calls the compiled programs of two stages for `count` microbatches.
+
+  One program is called after the other, without the updates.
+  """
   stages = [part.stage for part in engine.compiled_program.parts]
   devices, state = engine.devices, engine.start()
   params = [
@@ -272,7 +274,7 @@ def _programs(engine, count):
 
 
 def _overhead(report, rounds):
-  """Prints what a task costs beside what is compiled."""
+  """Prints the cost of a task beyond its compiled program."""
   layers = models.mlp(2, hidden=(2, 2))[1:]
   x = jnp.zeros((1, 2))
   params = models.init(layers, jax.random.key(0), x)

@@ -1,4 +1,4 @@
-"""What a benchmark prints, and the same numbers as JSON.
+"""The tables that a benchmark prints, and the same numbers as JSON.
 
 A benchmark gets a `BenchReport`, asks it for tables, and adds rows: each is
 printed at once and kept. JSON of benchmarks is a list of objects:
@@ -124,7 +124,7 @@ class BenchReport:
     """Begins a table; titles, and names within a table, are unique.
 
     Args:
-      title: what is measured, with its sizes.
+      title: the measured thing, with its sizes.
       first: header of the names of rows.
       values: header -> format of a number, such as {"updates/s": ".0f"}.
       measured: the same of the numbers that docs/benchmarks.md shows, each a

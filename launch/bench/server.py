@@ -1,7 +1,7 @@
 """How fast a live parameter server is, beside Ray's own and memory copies.
 
 Workers whose gradient costs one pass over the parameters train as fast as the
-server lets them, in processes of their own, with all records on. The peer is
+server can reply, in separate processes, with all records on. The peer is
 the asynchronous parameter-server loop that Ray's documentation shows.
 """
 

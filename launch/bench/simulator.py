@@ -202,8 +202,10 @@ class TorchProcess:
   def loop(
     self, model: BenchModel, trace: base.Trace, workers: int, updates: int
   ) -> turns.Contestant:
-    """Returns a contestant that makes so many updates in the trace's order, in
-    place of the loop before."""
+    """Returns a contestant that makes `updates` updates in the trace's order.
+
+    It replaces the loop of an earlier call.
+    """
     order = trace.worker[trace.action == base.RECEIVE].tolist()
     keys = "kind", "widths", "shape", "batch"
     sizes = {key: getattr(model, key) for key in keys}

@@ -1,9 +1,9 @@
 """How fast rows are pulled and pushed, and ratings learned, by live tables.
 
-A worker pulls rows of a table, and pushes updates of them, a job after the
-other, from a shard in a process of its own, with all that is written down of
-it. Beside it is the parameter server of Ray's documentation: an actor that has
-all weights, and gives them out through the object store.
+A worker pulls rows of a table from a shard in another process, and pushes
+updates to it, one job after the other, with all records on. The baseline is the
+parameter server of Ray's documentation: an actor that has all weights, and
+gives them out through the object store.
 """
 
 import contextlib

@@ -103,7 +103,7 @@ class SnapshotLoop:
 
 
 def main() -> None:
-  """Obeys the lines of the standard input until it ends."""
+  """Executes the commands of standard input, one a line, until it ends."""
   loop = None
   for line in sys.stdin:
     given = json.loads(line)

@@ -1,4 +1,4 @@
-"""What the benchmarks share: turns, and a plain optax step."""
+"""Shared parts of the benchmarks: turns, and a plain optax step."""
 
 import functools
 import importlib.util

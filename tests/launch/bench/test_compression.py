@@ -45,7 +45,7 @@ def test_a_server_makes_an_update_of_what_it_is_told(monkeypatch):
     sent = like
     if options is not None:
       sent = compression.MessageStages(options, like).pack()
-    server.tell(sent)
+    server.receive(sent)
     for x, y in zip(
       jax.tree.leaves(server._params), jax.tree.leaves(like), strict=True
     ):

@@ -59,7 +59,7 @@ def test_live_workers_over_slow_links_hand_in_all_messages():
   assert late > 0
 
 
-def test_what_is_disturbed_is_done_again():
+def test_disturbed_measurements_are_repeated():
   tries = iter([("a", 0.5), ("b", 0.2), ("c", 0.0)])
   assert network.undisturbed(lambda: next(tries)) == ("b", 0.2)
   tries = iter([("a", 0.01), ("b", 0.0)])
@@ -72,24 +72,24 @@ def test_workers_that_share_times_do_not_keep_step():
   assert predict.shifted(rows, 4) == rows
 
 
-# Network namespaces: what is said, and refused.
+# Network namespaces: their commands and errors.
 
 
 @pytest.fixture
-def told(monkeypatch):
-  """Commands that would have been run, and what they say."""
+def faked(monkeypatch):
+  """Replaces commands: (list of those that are called, their outputs)."""
   commands, answers = [], {"show": ""}
 
-  def tell(*words):
+  def run(*words):
     commands.append(" ".join(words))
     return next((v for k, v in answers.items() if k in words), "")
 
-  monkeypatch.setattr(namespaces, "_tell", tell)
+  monkeypatch.setattr(namespaces, "_run", run)
   return commands, answers
 
 
-def test_both_ends_of_a_wire_let_a_bandwidth_through(told):
-  commands, answers = told
+def test_both_ends_of_a_wire_have_a_bandwidth(faked):
+  commands, answers = faked
   wire = namespaces.VirtualWire(7)
   beyond = "nsenter --net=/proc/7/ns/net"
   assert commands[1] == "ip link add near type veth peer name far netns 7"
@@ -110,8 +110,8 @@ def test_both_ends_of_a_wire_let_a_bandwidth_through(told):
   ]
 
 
-def test_the_network_of_a_machine_is_left_alone(told):
-  _, answers = told
+def test_the_network_of_a_machine_is_left_alone(faked):
+  _, answers = faked
   answers["link"] = '[{"ifname": "lo"}, {"ifname": "eth0"}]'
   with pytest.raises(ValueError, match="it has eth0.* unshare --net COMMAND"):
     next(iter(namespaces.wire().gen))
@@ -119,8 +119,8 @@ def test_the_network_of_a_machine_is_left_alone(told):
 
 def test_a_command_that_fails_is_named():
   with pytest.raises(ValueError, match="false x failed .it does not say why."):
-    namespaces._tell("false", "x")
+    namespaces._run("false", "x")
   with pytest.raises(ValueError, match="nosuch cannot be run .*: it needs"):
-    namespaces._tell("nosuch")
+    namespaces._run("nosuch")
 
 
