@@ -17,7 +17,6 @@ UNFINISHED = {
     "asgd/live/hosts",
     "asgd/live/links",
     "asgd/live/server",
-    "asgd/live/shard",
     "asgd/simulator",
     "pipeline",
     "pipeline/partition",

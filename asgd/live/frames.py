@@ -1,23 +1,26 @@
 """Frames: what workers and server shards send to each other.
 
-Frames are small and of one size; parameters and messages lie in memory that
-both sides see, and a frame names the slot. A worker has a connection to every
-shard; the first, the lead, decides which worker starts which job.
+All frames are small and have the same size. Parameters and messages lie in
+memory that both sides see, and a frame names the slot. A worker has a
+connection to every shard. The lead (shard 0) decides which worker starts which
+job.
 
   worker -> shard                      shard -> worker
-  HELLO   I hold this place            WELCOME  you are holder number `job`
+  HELLO   I am worker `worker`         WELCOME  you are its incarnation `job`
   FETCH   my part for (seq, job)       TICKET   for (seq, job): read the params
   PUSH    (seq) lies in its slot                slot, write to the message slot
   DRAIN   nothing new for me           ACK      (seq) is committed
-  BYE     I am gone                    EXPEL    you are taken for dead
+  BYE     I leave                      EXPEL    I take you for dead
                                        STOP     all jobs are received
 
-A message is named by (worker, seq): the seq counts the jobs of the worker
-index, not of its holder, so it is applied exactly once, however often it is
-sent. In a consistent run the other shards FOLLOW the lead: they receive its
-trace ROW by row, and report messages with PREPARED. If an algorithm needs a
-TOTAL over all shards, the lead ASKs each of them for its operand before it
-writes the row; they answer with ASKED, and the lead adds up.
+A message is identified by (worker, seq). The seq counts the jobs of the worker
+index over all its incarnations, so a message is applied exactly once, however
+often it is sent.
+
+In a consistent run the other shards FOLLOW the lead: they receive its trace ROW
+by row, and report messages with PREPARED. If an algorithm needs a TOTAL over
+all shards, the lead ASKs each follower for its operand before it writes the
+row. The followers answer with ASKED, and the lead adds up.
 """
 
 import math
@@ -27,27 +30,31 @@ from typing import Any, NamedTuple
 HELLO, FETCH, PUSH, DRAIN, BYE = range(5)
 WELCOME, TICKET, ACK, EXPEL, STOP = range(5, 10)
 FOLLOW, ROW, PREPARED, ASK, ASKED, TOTAL = OF_SHARDS = range(10, 16)
-WHOLE, KEPT, UPDATES = range(3)  # what a TICKET's parameters are
+# Parameters of a TICKET: complete in a slot, cached by the worker from its
+# latest ticket, or packed updates of the parameters that the worker has.
+WHOLE, KEPT, UPDATES = range(3)
 
 
 class Frame(NamedTuple):
   """One frame; the meaning of a field depends on the kind."""
 
   kind: int
-  worker: int = 0  # place; of a follower, its shard
-  seq: int = 0  # HELLO: loops that were started at the place before
-  job: int = 0  # HELLO, WELCOME: number of the holder; ASKED, PREPARED: shard
-  # TICKET: of params; ROW: its number; ASK: totals known; HELLO, WELCOME: how
-  # often the loop began anew
+  worker: int = 0  # worker index; FOLLOW: index of the follower
+  # HELLO: count of the loops with this worker index that were started earlier
+  seq: int = 0
+  job: int = 0  # HELLO, WELCOME: incarnation; ASKED, PREPARED: follower's index
+  # TICKET: of the parameters; ROW: its index; ASK: count of the totals so far;
+  # HELLO, WELCOME: how often the worker loop restarted as a new incarnation;
+  # BYE with flag 1: index of the shard whose updates cannot be read
   version: int = 0
-  # TICKET: WHOLE, KEPT or UPDATES; PUSH: finite; PREPARED: it is refused; ROW:
-  # action; EXPEL: replaced; HELLO: I live, and wait for another shard; BYE:
-  # updates of shard `version` cannot be read
+  # TICKET: WHOLE, KEPT or UPDATES; ROW: action; PUSH: 1 if finite; PREPARED: 1
+  # if refused; EXPEL: 1 if another process has the worker index; HELLO: 1 as a
+  # sign of life while the worker waits for another shard; BYE: see `version`
   flag: int = 0
   params: int = -1  # slot
   message: int = -1  # slot
   # TICKET: stamp of the params, or the version that its updates are added to;
-  # PUSH: loss; ROW: time; ASKED, TOTAL: the number
+  # PUSH: loss; ROW: time; ASKED: operand; TOTAL: the total
   value: float = 0.0
   loss: float = 0.0  # ROW
 
@@ -56,13 +63,13 @@ class BadFrame(ValueError):
   """A frame that no worker and no shard of this run sends."""
 
 
-_MOST = 2**31 - 1  # a journal has numbers of 32 bits
+_MOST = 2**31 - 1  # a journal has integers of 32 bits
 
 
 def check(frame: Frame, shard: int, setup: Any) -> None:
-  """Raises BadFrame unless a shard of a run with a `Setup` can use the frame,
-  as far as its kind and its numbers tell."""
-  kind, place, seq, job = frame[:4]
+  """Raises BadFrame if the kind or the integers of a frame are impossible at
+  this shard of a run with this `Setup`."""
+  kind, sender, seq, job = frame[:4]
   workers, shards, jobs = setup.workers, setup.shards, setup.jobs
   fits = all(-1 <= number <= _MOST for number in frame[1:8])
   if kind in OF_SHARDS:
@@ -72,10 +79,11 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
     of_one = DRAIN if shard == 0 else HELLO if setup.consistent else FETCH
     fits &= kind in (HELLO, PUSH, BYE, of_one)
   if kind == FOLLOW:
-    fits &= 0 < place < shards and frame.version >= 0
-  elif kind not in OF_SHARDS or shard == 0:  # what the lead says is believed
-    fits &= 0 <= place < workers and seq >= 0
-    if kind == HELLO:  # only the lead gives numbers
+    fits &= 0 < sender < shards and frame.version >= 0
+  elif kind not in OF_SHARDS or shard == 0:  # followers trust the lead's frames
+    fits &= 0 <= sender < workers and seq >= 0
+    # -1: the lead, and only the lead, is to assign an incarnation.
+    if kind == HELLO:
       fits &= job >= (0 if shard else -1)
     else:
       fits &= 0 < job < shards if kind in OF_SHARDS else 0 <= job < jobs
@@ -91,13 +99,13 @@ def check(frame: Frame, shard: int, setup: Any) -> None:
 def speaker(frame: Frame, before: tuple | None = None) -> tuple[str, int]:
   """Returns the sender (a worker or a follower) that owns the connection of a
   frame. Raises BadFrame if it was another `before`."""
-  who = "worker", frame.worker
+  sender = "worker", frame.worker
   if frame.kind in OF_SHARDS:
-    number = frame.worker if frame.kind == FOLLOW else frame.job
-    who = "shard", number
-  if before not in (None, who):
-    raise BadFrame(f"one connection speaks for {before} and {who}")
-  return who
+    index = frame.worker if frame.kind == FOLLOW else frame.job
+    sender = "shard", index
+  if before not in (None, sender):
+    raise BadFrame(f"one connection sends frames of {before} and of {sender}")
+  return sender
 
 
 _FORMAT = struct.Struct("<4sBxxxiqqqqiidd")

@@ -1,4 +1,14 @@
-"""A live server shard, in parts: the state that rows of the journal change,
-the role that decides on rows, and the recovery that obeys them again."""
+"""A live server shard: the pure server on its slice, with a journal.
+
+  frame -> Shard.handle -> Role decides -> Role.commit(row): [1] the state
+    applies the row, [2] the journal gets it, [3] peers receive frames of it
+
+- `shard.Shard` takes the frames; begin reading there.
+- `role.Role` commits rows. `lead.Lead` (shard 0), `follower.Follower` and
+  `follower.Independent` decide which.
+- `state.ShardState` is a function of the journal; `slots.SlotTable` counts the
+  uses of shared memory, `updates.Updates` packs updates for workers.
+- `recovery` replays the journal after a kill, from an image of `images`.
+"""
 
 from asgd.live.shard.shard import Shard, ShardStorage

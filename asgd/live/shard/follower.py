@@ -1,6 +1,11 @@
-"""Shards other than the lead: in its order, or in one of their own."""
+"""The shards other than the lead.
+
+A `Follower` (consistent run) applies the lead's rows in the lead's order. An
+`Independent` shard (`consistent=False`) orders the messages itself.
+"""
 
 import collections
+from typing import Any
 
 from asgd import base
 from asgd.live import frames
@@ -18,9 +23,9 @@ class Follower(Role):
     super().__init__(*args)
     self._lead: Say | None = None
     self._ordered: collections.deque[Event] = collections.deque()
-    # What the lead told of messages' totals, and its question that is open.
+    # Message -> index -> total, as received from the lead (TOTAL).
     self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
-    self._question: Frame | None = None
+    self._question: Frame | None = None  # the lead's ASK, not answered yet
 
   def follow(self, say: Say) -> None:
     """Asks the lead for missing rows, and reports messages to it."""
@@ -28,16 +33,16 @@ class Follower(Role):
     self._ordered.clear()
     say(Frame(frames.FOLLOW, self.index, version=self.state.rows))
     for key in self.state.pushed:
-      self._tell_prepared(key)
+      self._report_prepared(key)
 
   def push(self, frame: Frame) -> None:
     """Reports a message to the lead, also one that cannot be read here."""
     key = frame.worker, frame.seq
     self.state.pushed[key] = frame
-    self._tell_prepared(key)
-    self._obey_rows()
+    self._report_prepared(key)
+    self._apply_rows()
 
-  def _tell_prepared(self, key):
+  def _report_prepared(self, key: Key) -> None:
     if self._lead:
       refused = int(not self.state.pushed[key].flag)
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
@@ -52,14 +57,15 @@ class Follower(Role):
       return
     if frame.kind == frames.ASK:
       self._question = frame
-    # After FOLLOW was said twice, rows come twice.
+    # The lead sends rows twice if it received FOLLOW twice.
     rows = self.state.rows + len(self._ordered)
     if frame.kind == frames.ROW and frame.version == rows:
       event = Event(frame.value, *key, frame.job, frame.flag, loss=frame.loss)
       self._ordered.append(event)
-    self._obey_rows()
+    self._apply_rows()
 
-  def _obey_rows(self):
+  def _apply_rows(self) -> None:
+    """Commits the rows received from the lead, and answers its open ASK."""
     state = self.state
     while self._ordered:
       event = self._ordered.popleft()
@@ -68,8 +74,9 @@ class Follower(Role):
         self._totals.pop(key, None)
         event = event._replace(message=state.dead_slot(key))
       elif event.action == base.RECEIVE:
-        # What the lead has received was prepared here. It lies in its slot even
-        # if this shard was killed since, and does not know.
+        # The lead receives only messages that this shard has prepared. The
+        # message lies in its slot, also if this shard was killed since then and
+        # has no PUSH of it.
         totals = tuple(x for _, x in sorted(self._totals.pop(key, {}).items()))
         slot = state.tickets[key].message
         event = event._replace(message=slot, totals=totals)
@@ -77,8 +84,12 @@ class Follower(Role):
     if self._question and self._lead:
       self._answer(self._question)
 
-  def _answer(self, question):
-    """Sends this shard's operand, once it is where the lead is."""
+  def _answer(self, question: Frame) -> None:
+    """Sends this shard's operand to the lead, once this shard has the message.
+
+    All rows before the ASK are applied by then, so both compute with the same
+    state.
+    """
     state, key = self.state, (question.worker, question.seq)
     if key not in state.pushed:
       return
@@ -96,18 +107,18 @@ class Independent(Role):
   decides = True
 
   def outdated(self, worker: int, number: int) -> bool:
-    """Also a holder with lost tickets and no successor: its messages are
-    lost."""
-    dead = number <= self.died.get(worker, -1)
-    return dead or super().outdated(worker, number)
+    """Returns whether the messages of an incarnation of a worker are lost: its
+    tickets were ended here, even if no later incarnation joined."""
+    lost = number <= self.died.get(worker, -1)
+    return lost or super().outdated(worker, number)
 
   def join(self, worker: int, number: int) -> None:
-    """Writes the JOIN of a new holder, whose number the lead gave."""
+    """Writes the JOIN of a new incarnation; the lead assigned its index."""
     super().join(worker, number)
     self._decide(worker, NO_SEQ, number, base.JOIN)
 
   def leave(self, worker: int) -> None:
-    """Ends the tickets of a holder."""
+    """Ends the tickets of the present incarnation of a worker."""
     state = self.state
     number = self.holders.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
@@ -120,9 +131,12 @@ class Independent(Role):
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
 
   def fetch(self, frame: Frame) -> None:
-    """Opens its slice of a ticket, or sends it again. A holder asks before it
-    hands in: if a ticket was closed, or none is left to open, the frame is
-    another's. Raises BadFrame if no holder could have that job."""
+    """Opens this shard's slice of a ticket, or sends an open one again.
+
+    A worker sends PUSH only after FETCH, so the present incarnation never
+    fetches a closed ticket. If one does, its tickets were ended here: it is
+    expelled. Raises BadFrame if no worker could have that job.
+    """
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
     if key in state.tickets:
@@ -132,17 +146,22 @@ class Independent(Role):
       self.expel(worker)
     else:
       self._check_new(frame)
-      # What it would keep may have died with this shard.
+      # The ticket that the worker would keep may be lost with an earlier
+      # process of this shard: then it is sent in full.
       keeps = frame.flag and worker in state.kept
       self._decide(*key, frame.job, base.KEEP if keeps else base.SEND)
 
-  def _check_new(self, frame):
-    """Checks a new ticket against those that can be open."""
+  def _check_new(self, frame: Frame) -> None:
+    """Raises BadFrame if the rules allow no such ticket beside the open ones.
+
+    A shard must reject a wrong FETCH: each one takes a slot.
+    """
     setup, state, slots = self.setup, self.state, self.state.slots
     rules, worker = setup.rules, frame.worker
-    most = rules.depth + rules.round + rules.backup  # at one place
-    # Messages that were received, of which a loss of power left no row here,
-    # and those lost with holders that this shard did not hear of.
+    most = rules.depth + rules.round + rules.backup  # open tickets of a worker
+    # The worker's seq may be ahead of this shard's count: rows of received
+    # messages may be lost with a loss of power, and messages may be lost with
+    # incarnations that never connected to this shard.
     ahead = frame.seq - state.seqs.get(worker, 0)
     jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
     taken = len(state.tickets) + sum(map(len, slots.dead.values()))
@@ -158,7 +177,7 @@ class Independent(Role):
       )
 
   def push(self, frame: Frame) -> None:
-    """Receives a message once those before it of its worker have come."""
+    """Receives a message once all earlier ones of its worker have arrived."""
     key, state = (frame.worker, frame.seq), self.state
     state.pushed[key] = frame
     if not frame.flag:
@@ -174,5 +193,5 @@ class Independent(Role):
       row = {"message": ticket.message, "loss": loss}
       self._decide(*key, ticket.job, base.RECEIVE, **row)
 
-  def _decide(self, *event, **fields):
+  def _decide(self, *event: int, **fields: Any) -> None:
     self.commit(Event(self.time, *event, **fields))

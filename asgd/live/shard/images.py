@@ -1,6 +1,6 @@
-"""A shard's state as a snapshot or in a checkpoint, and the way back."""
+"""Saves a shard's state as a snapshot or a checkpoint, and restores it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from asgd.orders.trace import Event, Ledger
 
 
 def snapshot(state: ShardState) -> None:
-  """Saves the state in the shard's memory, in place of the log before it."""
+  """Saves the state in the shard's memory; the log before it is then free."""
   state.messages.flush()
   tickets = *state.tickets.values(), *state.kept.values()
   params, meta = [ticket.params for ticket in tickets], describe(state)
@@ -23,8 +23,8 @@ def snapshot(state: ShardState) -> None:
 
 
 def describe(state: ShardState) -> dict[str, Any]:
-  """Returns the rest of the state beside the server's and the journal, as
-  JSON."""
+  """Returns, as JSON, the part of the state that neither the server's state nor
+  the journal holds."""
   slots, updates = state.slots, {}
   params, slot = slots.published or (None, -1)
   if state.updates.are_sent:
@@ -35,7 +35,8 @@ def describe(state: ShardState) -> dict[str, Any]:
     "received": state.messages.count,
     "records": state.messages.sink.count,
     "tickets": sorted((*key, t.job) for key, t in state.tickets.items()),
-    # Of tickets of a memory that was lost; the lead will call them lost, too.
+    # Open tickets whose parameters were lost with an earlier memory. Their LOST
+    # rows follow when the lead ends them.
     "without_params": sorted(
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
@@ -46,8 +47,17 @@ def describe(state: ShardState) -> dict[str, Any]:
   }
 
 
-def _open_tickets(state, ledger, intact, without_params=()):
-  """Takes over the open tickets of a journal, and its counts."""
+def _open_tickets(
+  state: ShardState,
+  ledger: Ledger[Event],
+  intact: bool,
+  without_params: Iterable[Sequence[int]] = (),
+) -> None:
+  """Sets the open tickets and counts of a state to those of a ledger.
+
+  Unless `intact`, and for the tickets in `without_params`, the parameters are
+  not read from the slots.
+  """
   without_params = set(map(tuple, without_params))
   state.rows = ledger.rows
   state.messages.count = len(ledger.received) + ledger.undone
@@ -69,9 +79,14 @@ def _open_tickets(state, ledger, intact, without_params=()):
 def restore(
   state: ShardState, image: tuple[Any, Any], ledger: Ledger[Event], intact: bool
 ) -> None:
-  """Takes over a snapshot: (the server's state, the result of `describe`), with
-  the ledger of the journal before it. It is intact if the parameters of tickets
-  lie in their slots."""
+  """Restores a state from an image.
+
+  Args:
+    state: a state before the first row; it is changed.
+    image: (the server's state, the result of `describe`).
+    ledger: of the journal's rows before the image.
+    intact: whether the parameters of open tickets lie in their slots.
+  """
   tree, meta = image
   slots = state.slots
   state.server = jax.tree.map(jnp.array, tree)
@@ -88,7 +103,7 @@ def restore(
     slots.take_message(ticket.message)
   for ticket in (*state.tickets.values(), *state.kept.values()):
     slots.use(ticket.params)
-    slots.use(ticket.params)  # the snapshot's
+    slots.use(ticket.params)  # a second use, of the snapshot
     slots.pinned.append(ticket.params)
   if meta["published"] >= 0:
     current = state.server.params if meta["current"] else None
@@ -99,9 +114,18 @@ def restore(
 def reopen(
   state: ShardState, events: Sequence[Event], ledger: Ledger, intact: bool
 ) -> bool:
-  """Takes over the open tickets at the end of a journal, after the rows since
-  the image of `restore`, without the messages received since: returns whether
-  there are any."""
+  """Opens the tickets that are open at the end of a journal, but does not apply
+  the messages received since the image: these are lost.
+
+  Args:
+    state: after `restore`; it is changed.
+    events: the rows since the image.
+    ledger: of all rows.
+    intact: as in `restore`.
+
+  Returns:
+    Whether any message was received since the image.
+  """
   before, tickets = state.messages.count, state.tickets
   _open_tickets(state, ledger, intact)
   for key in tickets.keys() & state.tickets.keys():

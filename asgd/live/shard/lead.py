@@ -14,7 +14,7 @@ from asgd.live.frames import Frame
 from asgd.live.shard.role import Role, Say, row_frames, total_frames
 from asgd.live.shard.state import Key
 from asgd.orders import protocol
-from asgd.orders.trace import ENDS
+from asgd.orders.trace import ENDS, Event
 
 
 class Lead(Role):
@@ -31,40 +31,42 @@ class Lead(Role):
     )
     self.watch = WorkerWatch(setup.ladder, self.time)
     self._totals = LeadTotals(self, self.dispatcher) if setup.totals else None
-    self._unfinite = 0  # messages that were not finite, in a row
-    self._tries = collections.Counter[int]()  # those by job
-    # Of a consistent run: followers that have their part of a message.
+    self._unfinite = 0  # count of consecutive messages with NaN or infinity
+    self._tries = collections.Counter[int]()  # count of such messages, by job
+    # Message -> followers that have their part of it, in a consistent run.
     self._prepared: dict[Key, set[int]] = {}
 
   @property
   def refused(self) -> int:
-    """Messages that were not finite: in a row, or of one job."""
+    """Count of messages with NaN or infinity: consecutive, or of one job,
+    whichever is larger."""
     return max(self._unfinite, *self._tries.values(), 0)
 
   def outdated(self, worker: int, number: int) -> bool:
-    """A holder with a number is the present one, or its tickets died."""
+    """Returns True: any incarnation but the present one has lost its tickets,
+    as the lead ends them before it assigns the next."""
     return True
 
   def join(self, worker: int, number: int) -> None:
-    """Gives a new holder its number."""
+    """Assigns an index to a new incarnation of a worker."""
     self.heard(worker)
     self.holders[worker] = self.dispatcher.join(worker, self.time)
 
   def leave(self, worker: int) -> None:
-    """Gives the jobs of a holder to others."""
+    """Ends the tickets of a worker; other workers get its jobs."""
     super().leave(worker)
     self.dispatcher.leave(worker, self.time)
 
   def heard(self, worker: int) -> None:
-    """The worker gave a sign of life."""
+    """Notes that a worker is alive now."""
     self.watch.heard[worker] = self.time
 
   def pause(self, worker: int) -> None:
-    """Starts nothing new at a worker."""
+    """Starts no new job at a worker."""
     self.dispatcher.pause(worker)
 
   def push(self, frame: Frame) -> None:
-    """The message of an open ticket has come."""
+    """Takes a PUSH: the message of an open ticket lies in its slot."""
     key = frame.worker, frame.seq
     started = self.dispatcher.open(frame.worker)[frame.seq]
     if not frame.flag:
@@ -76,8 +78,9 @@ class Lead(Role):
     self.watch.ended(started.time, self.time)
     self._consider(key)
 
-  def _refuse(self, key):
-    """Drops a message; its worker has to begin anew."""
+  def _refuse(self, key: Key) -> None:
+    """Drops a message and expels its worker, which joins again as a new
+    incarnation: its state may have NaN, too."""
     worker, seq = key
     self._unfinite += 1
     self._tries[self.dispatcher.open(worker)[seq].job] += 1
@@ -85,7 +88,7 @@ class Lead(Role):
     self.expel(worker)
 
   def hear(self, frame: Frame, say: Say) -> None:
-    """Takes a frame of a follower, by the way that was opened last."""
+    """Takes a frame of a follower, by the connection that was opened last."""
     key = frame.worker, frame.seq
     if frame.kind == frames.FOLLOW:
       self.followers[frame.worker] = say
@@ -96,7 +99,7 @@ class Lead(Role):
       if self._totals:
         self._totals.ask(say)
     elif self.followers.get(frame.job) != say or key not in self.state.tickets:
-      return  # a stranger, or it is late
+      return  # from a replaced connection, or about a ticket that has ended
     elif frame.kind == frames.PREPARED and frame.flag:
       self._refuse(key)
     elif frame.kind == frames.PREPARED:
@@ -105,8 +108,8 @@ class Lead(Role):
     elif self._totals:
       self._totals.answer(frame)
 
-  def _consider(self, key):
-    """Counts a message as arrived when every shard has its part."""
+  def _consider(self, key: Key) -> None:
+    """Reports a message as arrived once every shard has its part."""
     others = self.setup.shards - 1 if self.setup.consistent else 0
     prepared = len(self._prepared.get(key, ())) >= others
     if not prepared or key not in self.state.pushed:
@@ -117,9 +120,11 @@ class Lead(Role):
       self.dispatcher.arrive(*key, self.time)
 
   def advance(self) -> None:
-    """Receives what has arrived, and starts what may start."""
+    """Receives the messages that have arrived, and starts the jobs that the
+    rules allow."""
     if self.stopped:
       return
+    # After each message, the next one of its worker may be proposed.
     while self.dispatcher.deliver(self.time) and self._totals:
       self._totals.propose()
     if self._totals:
@@ -131,8 +136,9 @@ class Lead(Role):
       for worker in self.peers:
         self.say(worker, Frame(frames.STOP, worker))
 
-  def _waits_for_others(self):
-    """Whether workers are still to come, and the ladder gives them time."""
+  def _waits_for_others(self) -> bool:
+    """Whether the first job must wait, as workers are still missing and
+    `ladder.start` seconds have not passed."""
     setup = self.setup
     return (
       not self.state.seqs
@@ -140,8 +146,8 @@ class Lead(Role):
       and self.time - self.watch.awake < setup.ladder.start
     )
 
-  def _decided(self, event):
-    """Commits a decision of the dispatcher."""
+  def _decided(self, event: Event) -> None:
+    """Commits a decision of the dispatcher, with its slot, loss and totals."""
     state, key = self.state, event.key
     if event.action in ENDS:
       totals = self._totals.take(key) if self._totals else ()
@@ -159,7 +165,7 @@ class Lead(Role):
       return []
     if not self.state.seqs or self.setup.rules.late < math.inf:
       self.time = max(now, self.time)
-      self.advance()  # those that wait may have waited long enough
+      self.advance()  # a timeout of the rules may allow new jobs
     begun = {
       worker: [
         ticket.time
@@ -172,47 +178,50 @@ class Lead(Role):
 
 
 class _Asking(NamedTuple):
-  """The message of which the totals are being added up."""
+  """The message whose totals the lead is summing."""
 
   key: Key
-  totals: list[float]  # so far
-  operands: dict[int, Any]  # of the next one, by shard
+  totals: list[float]  # those that are complete
+  operands: dict[int, Any]  # of the next total, by shard
 
 
 class LeadTotals:
   """Sums over all shards that an algorithm needs before a message is received.
 
-  The lead asks each follower for its operand, adds up, and asks for the next
-  total until the message can be received; one message at a time.
+  The lead asks each follower for its operand, adds up the operands, and asks
+  for the next total until the message can be received. It asks about one
+  message at a time.
   """
 
   def __init__(self, lead: Role, dispatcher: protocol.Dispatcher):
     self._lead, self._dispatcher = lead, dispatcher
-    self._queue: list[Key] = []  # messages that all shards have
+    self._queue: list[Key] = []  # messages whose parts all shards have
     self._asking: _Asking | None = None
     self._complete: dict[Key, tuple[float, ...]] = {}
 
   def add(self, key: Key) -> None:
-    """Every shard has its part of a message."""
+    """Queues a message of which every shard has its part."""
     if key not in self._queue:
       self._queue.append(key)
       self.propose()
 
   def propose(self) -> None:
-    """Begins with the next message, unless one is under way."""
+    """Starts to sum for the next message, unless a sum is under way."""
     pushed = self._lead.state.pushed
     if self._asking and self._asking.key not in pushed:
-      self._asking = None  # its worker died
+      self._asking = None  # the worker was lost, and its tickets with it
     self._queue = [key for key in self._queue if key in pushed]
     for worker, seq in self._queue:
+      # Messages of one worker are received in the order of its jobs.
       first = next(iter(self._dispatcher.open(worker)))
       if self._asking is None and seq == first:
         self._asking = _Asking((worker, seq), [], {})
         self._next_stage()
         return
 
-  def _next_stage(self):
-    """Goes as far as the totals so far allow."""
+  def _next_stage(self) -> None:
+    """Asks for the operands of the next total, or reports the message as
+    arrived if it needs no further total."""
     key, totals, operands = self._asking
     state = self._lead.state
     out = state.stage(key, state.pushed[key].value, totals)
@@ -239,8 +248,9 @@ class LeadTotals:
     asking, key = self._asking, (frame.worker, frame.seq)
     if not asking or (asking.key, len(asking.totals)) != (key, frame.version):
       return
-    own = np.asarray(asking.operands[0])
-    asking.operands[frame.job] = own.dtype.type(frame.value)
+    # A frame carries a double; the sum is computed in the operands' dtype.
+    dtype = np.asarray(asking.operands[0]).dtype
+    asking.operands[frame.job] = dtype.type(frame.value)
     if len(asking.operands) == self._lead.setup.shards:
       operands = [operand for _, operand in sorted(asking.operands.items())]
       asking.totals.append(float(sharding.add_up(operands)))

@@ -1,10 +1,12 @@
 """Recovery of a shard: from its log, its journal or a checkpoint.
 
-With a log, the messages since the last snapshot still lie in their slots: the
-rows since then are applied again, and nothing is lost. Without it, or when the
-memory is lost, the shard rolls back to the last snapshot or checkpoint; updates
-since are lost, though they were acknowledged, and a ROLLBACK row says so in the
-trace.
+With a log, the messages since the last snapshot still lie in their slots. The
+shard applies the rows since the snapshot again, and no update is lost.
+
+Without a log, or if the shared memory is lost, the shard rolls back to the last
+snapshot or checkpoint. Later updates are lost, though they were acknowledged. A
+ROLLBACK row in the trace records the loss; its `job` is the row that the shard
+rolled back to.
 """
 
 from pathlib import Path
@@ -17,18 +19,19 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.live.setup import Setup
 from asgd.live.shard import images
 from asgd.live.shard.role import Role
+from asgd.live.shard.state import ShardState
 from asgd.live.slots import DamagedSnapshot, WrongSlot
 from asgd.orders import trace
 from asgd.orders.trace import NO_SEQ, Event, Ledger
 
 
 def agree(setup: Setup, run: Path, memory: Path) -> bool:
-  """Returns whether the shards of a run resume from their memory, as far as
-  they have to agree on that. To be called before they are opened.
+  """Returns False if all shards of a run must roll back to a checkpoint.
 
-  All shards of a consistent run follow one order. If one has lost its memory,
-  or the snapshot in it, all roll back to the images of one checkpoint, which
-  are of the same row, and the followers take over the lead's journal.
+  All shards of a consistent run follow one order. If one shard has lost its
+  memory, or the snapshot in it, every shard rolls back to its image in one
+  checkpoint; these images are of the same row. The followers' journals are
+  overwritten with the lead's. Call this before any shard is opened.
 
   Raises:
     ValueError: for a journal that cannot be read, or written.
@@ -53,21 +56,23 @@ class Rollback(NamedTuple):
   """The position to which a shard rolled back."""
 
   row: int  # of its journal
-  message: int  # how many had been received
-  updates: int  # that were undone
-  why: str = ""  # if it could have been otherwise
+  message: int  # count of the messages received up to that row
+  updates: int  # count of the updates that were undone
+  # Why the snapshot in shared memory was unusable; "" if it was used, or if
+  # none is expected.
+  why: str = ""
 
 
-class _Start(NamedTuple):
-  """The beginning of a recovery."""
+class _StartingPoint(NamedTuple):
+  """The image that a recovery starts from."""
 
   image: tuple[Any, Any] | None  # (state, meta); None: before the first row
-  intact: bool  # the memory is that of the journal
-  replaced: bool  # the image is not the memory's
-  why: str = ""  # if it could have been otherwise
+  memory_intact: bool  # the shared memory belongs to the journal
+  from_checkpoint: bool  # the image is not the snapshot in shared memory
+  why: str = ""  # see `Rollback.why`
 
 
-class _Unfit(Exception):
+class _MismatchedFiles(Exception):
   """The files of a shard do not fit together."""
 
 
@@ -82,15 +87,15 @@ def recover(
   name, memory = role.journal.name, state.slots.memory
   try:
     start = _choose(state, name, events, image, resumed)
-    ledger, lost_updates = _obey(role, events, start)
-  except _Unfit as error:
+    ledger, lost_updates = _replay(role, events, start)
+  except _MismatchedFiles as error:
     raise ValueError(str(error)) from error
-  except WrongSlot as error:  # the next command then needs no memory
-    memory.disown()
+  except WrongSlot as error:
+    memory.disown()  # so that the next command does not need the memory
     raise ValueError(str(error)) from error
   except (LookupError, StopIteration, TypeError, ValueError) as error:
     raise ValueError(
-      f"{name} cannot be obeyed (after row {state.rows},"
+      f"{name} cannot be replayed (after row {state.rows},"
       f" {type(error).__name__}: {error}): it, or the shared memory in"
       f" {memory.name}, was changed. Put them back as they were; or remove"
       f" {memory.name} and {GO_ON} from the last checkpoint"
@@ -99,17 +104,21 @@ def recover(
   if lost_updates:
     meta = start.image[1] if start.image else {"rows": 0, "received": 0}
     rows, received = meta["rows"], meta["received"]
+    # The shards of a consistent run all write the same row, so its time must
+    # not depend on the clock of one shard.
     now = events[-1].time
-    if not state.setup.consistent:  # or all shards write the same row
+    if not state.setup.consistent:
       now = max(role.time, now)
     row = Event(now, 0, NO_SEQ, rows, base.ROLLBACK)
     before = ledger.undone
     ledger.obey(row)
     rollback = Rollback(rows, received, ledger.undone - before, start.why)
     role.commit(row)
-  present = sorted(ledger.present)  # places whose holders may come back
+  # Workers that may connect again: the journal has a JOIN but no LEAVE of them.
+  present = sorted(ledger.present)
   role.holders |= {w: ledger.holders[w] for w in present if w in ledger.holders}
-  # Of some a kill came between the end of their tickets and their LEAVE.
+  # The shard may have been killed after a worker's tickets ended, but before
+  # the LEAVE was written: it is written now.
   ended = [w for w in present if w in ledger.ended]
   alive = set(present).difference(ended)
   role.died = {w: n for w, n in ledger.holders.items() if w not in alive}
@@ -120,97 +129,127 @@ def recover(
       role.leave(worker)
   elif not role.index:
     role.watch.learn(role.journal.events())
-  if start.replaced:  # the memory's content is of no use any more
+  if start.from_checkpoint:  # the next recovery must not use the old snapshot
     images.snapshot(state)
   return rollback
 
 
-def _obey(role, events, start):
-  """Takes over image and rows; returns (Ledger, whether updates are lost)."""
+def _replay(
+  role: Role, events: list[Event], start: _StartingPoint
+) -> tuple[Ledger, bool]:
+  """Restores the image and replays the rows after it. Returns the ledger of all
+  rows, and whether updates are lost."""
   state, rows, ledger = role.state, 0, Ledger()
   if start.image:
     rows = start.image[1]["rows"]
     trace.follow(events[:rows], ledger)
-    _check_fit(state, role.journal.name, ledger, start)
-    images.restore(state, start.image, ledger, start.intact)
+    _check_image(state, role.journal.name, ledger, start)
+    images.restore(state, start.image, ledger, start.memory_intact)
   trace.follow(events[rows:], ledger)
   if not role.index:
     role.dispatcher.obey(events)
-  if state.setup.log and not start.replaced:
+  if state.setup.log and not start.from_checkpoint:
+    # The records may be ahead of the journal after a loss of power. The sink
+    # skips the records that it has when the rows are applied again.
     before = start.image[1]["records"] if start.image else 0
-    again = sum(event.action == base.RECEIVE for event in events[rows:])
-    state.messages.sink.truncate(before + again)
+    received = sum(event.action == base.RECEIVE for event in events[rows:])
+    state.messages.sink.truncate(before + received)
     state.messages.recorded = state.messages.sink.count - before
     for event in events[rows:]:
       state.obey(event)
     return ledger, False
-  lost_updates = images.reopen(state, events[rows:], ledger, start.intact)
-  # If it is the trace that was cut.
+  later = events[rows:]
+  lost_updates = images.reopen(state, later, ledger, start.memory_intact)
+  # The records may be ahead of a trace that was cut short.
   state.messages.sink.truncate(state.messages.count)
   return ledger, lost_updates
 
 
-def _choose(state, name, events, image, resumed):
-  """Takes the memory's snapshot if it can be used, otherwise `image`."""
+def _choose(
+  state: ShardState,
+  name: str,
+  events: list[Event],
+  image: tuple[Any, Any] | None,
+  resumed: bool,
+) -> _StartingPoint:
+  """Chooses the snapshot in shared memory if it is usable, otherwise `image`,
+  which is a checkpoint's. Raises _MismatchedFiles if neither is usable."""
   memory = state.slots.memory
   intact, why = not memory.fresh, ""
-  if not intact and not resumed:  # workers still have the one before
-    raise _Unfit(
-      f"the shared memory {memory.name} is gone: it was removed while the run"
-      f" used it; {GO_ON} from the last checkpoint"
+  if not intact and not resumed:  # workers still map the removed memory
+    raise _MismatchedFiles(
+      f"the shared memory {memory.name} is missing: it was removed while the"
+      f" run used it; {GO_ON} from the last checkpoint"
     )
   if intact:
     try:
       saved = memory.load()
       rows = saved[1]["rows"] if saved else 0
-      if rows <= len(events) and not _went_back(state, saved, events[rows:]):
-        return _Start(saved, True, False)
+      unsaved = _has_unsaved_rollback(state, saved, events[rows:])
+      if rows <= len(events) and not unsaved:
+        return _StartingPoint(saved, True, False)
       if rows > len(events):
-        why = _too_short(name, events, "snapshot", rows)
+        why = _cut_trace_error(name, events, "snapshot", rows)
         if not resumed:
-          raise _Unfit(why)
+          raise _MismatchedFiles(why)
         intact = False
-    except DamagedSnapshot as error:  # what workers were sent lies elsewhere
+    except DamagedSnapshot as error:
+      # The memory still counts as intact: the parameters of open tickets lie
+      # in slots beside the snapshot.
       why = str(error)
   setup = state.setup
   if setup.consistent and setup.shards > 1 and not resumed:
-    raise _Unfit(
+    raise _MismatchedFiles(
       f"{why or f'{memory.name} has lost its snapshot'}; a shard of a"
-      f" consistent run cannot go back alone: {GO_ON} from the last checkpoint"
+      f" consistent run cannot roll back alone: {GO_ON} from the last"
+      " checkpoint"
     )
   memory.forget()
   if image and image[1]["rows"] > len(events):
-    raise _Unfit(_too_short(name, events, "checkpoint", image[1]["rows"]))
+    raise _MismatchedFiles(
+      _cut_trace_error(name, events, "checkpoint", image[1]["rows"])
+    )
   if image and _is_undone(events, image[1]["rows"]):
     image = None
-  # Of a run that is resumed, open tickets die, and nobody needs their slots.
-  return _Start(image, intact and not resumed, True, why)
+  # In a resumed run all open tickets end, so no worker reads their slots.
+  return _StartingPoint(image, intact and not resumed, True, why)
 
 
-def _went_back(state, saved, later):
-  """Whether a shard was killed after a rollback, before it saved that. Without
-  a log, it rolls back to the beginning as it did before."""
-  rows = [event.job for event in later if event.action == base.ROLLBACK]
+def _has_unsaved_rollback(
+  state: ShardState, saved: tuple[Any, Any] | None, later: list[Event]
+) -> bool:
+  """Returns whether the shard was killed after a rollback to a checkpoint, and
+  before the snapshot that follows it. `later` are the rows since `saved`.
+
+  Without a log, a rollback to row 0 saves no snapshot, so it does not count.
+  """
+  targets = [event.job for event in later if event.action == base.ROLLBACK]
   if state.setup.log:
-    return bool(rows)
-  return not saved and bool(rows) and rows[-1] > 0
+    return bool(targets)
+  return not saved and bool(targets) and targets[-1] > 0
 
 
-def _is_undone(events, rows):
-  """Whether a shard at so many rows has since rolled back further."""
+def _is_undone(events: list[Event], rows: int) -> bool:
+  """Returns whether the shard rolled back to before row `rows` later on."""
   later = events[rows:]
   return any(e.action == base.ROLLBACK and e.job < rows for e in later)
 
 
-def _too_short(name, events, what, rows):
+def _cut_trace_error(
+  name: str, events: list[Event], image: str, rows: int
+) -> str:
+  """Returns the error about a journal that is shorter than an image's."""
   return (
-    f"{name} has {len(events)} rows, the {what} is of row {rows}: the trace"
+    f"{name} has {len(events)} rows, the {image} is of row {rows}: the trace"
     f" was cut short. Put it back as the run wrote it, {ANEW}"
   )
 
 
-def _check_fit(state, name, ledger, start):
-  """Checks that an image is of this journal, and that its records are there."""
+def _check_image(
+  state: ShardState, name: str, ledger: Ledger, start: _StartingPoint
+) -> None:
+  """Raises _MismatchedFiles unless the image was made of this journal, and the
+  sink has all records before it."""
   meta, memory, sink = start.image[1], state.slots.memory, state.messages.sink
   tickets = sorted(
     [*event.key, event.job]
@@ -219,15 +258,17 @@ def _check_fit(state, name, ledger, start):
   )
   counts = len(ledger.received) + ledger.undone, tickets
   if counts != (meta["received"], list(map(list, meta["tickets"]))):
-    what = "checkpoint" if start.replaced else f"snapshot in {memory.name}"
-    raise _Unfit(
-      f"{name} is not the trace that the {what} was made of (at row"
+    image = (
+      "checkpoint" if start.from_checkpoint else f"snapshot in {memory.name}"
+    )
+    raise _MismatchedFiles(
+      f"{name} is not the trace that the {image} was made of (at row"
       f" {meta['rows']}): one of the two was changed. Put it back as the run"
       f" wrote it, {ANEW}"
     )
   if sink.count < meta["records"]:
-    raise _Unfit(
+    raise _MismatchedFiles(
       f"{sink.name} has {sink.count} records where the run had written"
       f" {meta['records']}: it was removed or cut short. Put it back, {ANEW};"
-      " the parameters so far can be made from the trace by a replay"
+      " a replay of the trace recomputes the parameters up to now"
     )

@@ -1,5 +1,5 @@
-"""The common part of all shards: they commit rows, and send them to workers and
-other shards."""
+"""The base class of all shards, which commits rows of the journal and sends
+them to workers and other shards."""
 
 from collections.abc import Callable
 
@@ -11,40 +11,48 @@ from asgd.live.shard import images
 from asgd.live.shard.state import Key, ShardState
 from asgd.orders.trace import STARTS, Event
 
-# Holders of a place of which another shard may not have heard from the lead.
+# Bound on the incarnations of one worker that joined at the lead and never
+# connected to another shard. A larger distance is an error of the sender.
 MOST_AHEAD = 100
 
 Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
 
 
 class Role:
-  """A shard's state, journal, connections and time. The hooks, from `outdated`
-  on, are here those of a shard that decides nothing."""
+  """A shard's state, journal, connections and time.
 
-  decides = False  # writes rows of its own, not only what the lead wrote
+  Subclasses override the hooks, from `outdated` on. The hooks of this class are
+  those of a shard that decides nothing.
+  """
+
+  decides = False  # this shard writes rows that the lead has not written
   stopped = False  # every job is received, as far as this shard decides that
-  refused = 0  # messages that were not finite: in a row, or of one job
+  refused = 0  # count of messages with NaN or infinity: consecutive, or one job
 
   def __init__(
     self, index: int, state: ShardState, journal: FileJournal, now: float
   ):
     self.index, self.setup = index, state.setup
     self.state, self.journal = state, journal
-    # Seconds since the run began; they never go back, though a clock may.
+    # Seconds since the run began. This time never decreases, though a clock may
+    # after a restart on another machine: rows must be in order of time.
     events = journal.events()
     self.time = max(now, events[-1].time if events else 0.0)
     self.peers: dict[int, Say] = {}  # worker -> its connection
-    self.holders: dict[int, int] = {}  # worker -> number of its holder
-    self.died: dict[int, int] = {}  # worker -> number whose tickets died here
-    self.lives: dict[int, int] = {}  # worker -> life of its latest loop
-    self.followers: dict[int, Say] = {}  # of the lead: shard -> its connection
-    # Called with the number of rows after each of them.
+    self.holders: dict[int, int] = {}  # worker -> its present incarnation
+    # Worker -> the latest incarnation whose tickets were ended at this shard.
+    self.died: dict[int, int] = {}
+    # Worker -> index of its latest loop, counted by the cluster from 0.
+    self.lives: dict[int, int] = {}
+    self.followers: dict[int, Say] = {}  # at the lead: shard -> its connection
+    # Called after each row, with the count of rows so far.
     self.committed: Callable[[int], None] = lambda rows: None
 
   def commit(self, event: Event) -> None:
-    """Applies a new row; it is in the journal before any peer receives it."""
+    """Applies a new row, writes it to the journal, then sends it to peers."""
     state, key = self.state, event.key
     starts = event.action in STARTS
+    # A snapshot frees the message slots of the log, one of which is needed.
     if starts and state.log_is_full:
       images.snapshot(state)
     state.obey(event)
@@ -52,6 +60,7 @@ class Role:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
+    # A row that a peer knows must survive a kill, so it is written first.
     self.journal.append(event)
     for say in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
@@ -74,29 +83,29 @@ class Role:
     self.peers.pop(worker, None)
 
   def outdated(self, worker: int, number: int) -> bool:
-    """Whether a holder by that number was replaced by the present one."""
+    """Whether incarnation `number` was replaced by a later one."""
     return number < self.holders.get(worker, -1)
 
   def join(self, worker: int, number: int) -> None:
-    """Takes a new holder, whose number the lead gave."""
+    """Registers a new incarnation of a worker; the lead assigned `number`."""
     self.holders[worker] = number
 
   def leave(self, worker: int) -> None:
-    """Forgets the holder of a worker index; a deciding shard ends its
+    """Forgets the incarnation of a worker; a deciding shard ends its
     tickets."""
     self.holders.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
-    """The message of an open ticket lies in its slot."""
+    """Takes a PUSH: the message of an open ticket lies in its slot."""
 
   def hear(self, frame: Frame, say: Say) -> None:
     """Takes a frame of another shard (`frames.OF_SHARDS`)."""
 
   def heard(self, worker: int) -> None:
-    """Takes a sign of life of a worker."""
+    """Notes that a worker is alive now."""
 
   def advance(self) -> None:
-    """Decides what follows from the frames so far."""
+    """Commits the rows that the frames so far allow."""
 
 
 def total_frames(key: Key, totals) -> list[Frame]:

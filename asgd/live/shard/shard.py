@@ -1,16 +1,16 @@
 """A live server shard: the pure Server on its slice, fed with frames.
 
-Each decision becomes a row of its journal before any worker or shard receives
-it, and rows alone change the state. So a shard that was killed replays the rows
-since its last snapshot (`recovery`), with messages that still lie in their
-slots: a log that costs no copy, but the slots and one snapshot in so many
-messages.
+A shard writes each decision to its journal as a row before any worker or other
+shard receives it, and only rows change the state. So a shard that was killed
+replays the rows since its last snapshot (`recovery`). The messages of these
+rows still lie in their slots: the log costs no copy, only the slots, and a
+snapshot whenever the log is full.
 
-Nothing here waits or reads a clock: `now` comes with each call, and calls come
-from one thread.
+A shard never waits and never reads a clock: the caller passes `now`. All calls
+come from one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,12 +33,12 @@ from asgd.live.slots import SharedMemory
 
 
 class ShardStorage(NamedTuple):
-  """What outlives a shard."""
+  """The memory and files that outlive the process of a shard."""
 
   memory: SharedMemory
   journal: FileJournal
   sink: FileSink
-  # (state, meta) of a checkpoint, for when the memory is lost.
+  # (state, meta) of a checkpoint, used if the memory is lost.
   image: tuple[Any, Any] | None = None
 
   @classmethod
@@ -86,19 +86,20 @@ class Shard:
     self._saved = now  # when the last snapshot was due
     self._paused = False
     self._expelled: list[int] = []  # workers that the cluster is to replace
-    self._news: list[str] = []  # lines that the driver is to tell
+    self._news: list[str] = []  # lines that the driver is to print
     self.rollback = recovery.recover(self.role, store.image, resumed=resumed)
-    self.state.messages.lost.clear()  # it was told
+    self.state.messages.lost.clear()  # reported before the restart
     store.memory.adopt()
     self.role.committed = self._committed
-    # An image that is to be kept at a row: (rows, the image once it is there).
+    # Image to keep for a checkpoint: (row, the image once that row is applied).
     self._kept: tuple[int, tuple[Any, Any] | None] | None = None
-    # Workers that were told to stop will not say anything any more.
+    # Workers that received STOP send no further frames, so a lead that
+    # recovers after the last job is stopped from the start.
     self.role.stopped = not index and self.role.dispatcher.finished
 
   def handle(self, frame: Frame, say: Say, now: float) -> None:
-    """Takes one frame of a peer; `say` answers it. Raises BadFrame for a frame
-    that no worker and no shard sends, and changes nothing then."""
+    """Takes one frame of a peer; `say` sends a frame back to that peer. Raises
+    BadFrame, and changes nothing, for a frame that no worker or shard sends."""
     role, kind, worker = self.role, frame.kind, frame.worker
     frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
@@ -118,33 +119,42 @@ class Shard:
       if frame.flag:
         self._news.append(
           f"worker {worker} cannot read the updates that shard {frame.version}"
-          " sent it: it begins anew, with the whole parameters"
+          " sent it: it restarts with the complete parameters"
         )
       self._leave(worker)
     role.advance()
 
-  def _hello(self, frame, say):
-    """A worker names its holder number, or (-1) is new."""
+  def _hello(self, frame: Frame, say: Say) -> None:
+    """Connects a worker. A HELLO names the incarnation; -1 asks for a new one.
+
+    [1] Refuse a loop that was replaced. [2] Refuse an incarnation whose tickets
+    were ended, and end the present one if this is another. [3] Register it, and
+    send WELCOME and the open tickets.
+    """
     role, worker, number = self.role, frame.worker, frame.job
+    # [1]
     if not self.index and self._is_past(frame):
       say(Frame(frames.EXPEL, worker, flag=1))
       return
     same = role.peers.get(worker) == say
     if same and frame.flag:
       role.heard(worker)
-    # A new worker that waits long for its answer says HELLO twice.
+    # A new worker repeats its HELLO if the answer takes long.
     present = same if number < 0 else number == role.holders.get(worker, -1)
+    # [2]
     if not present:
       if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
         raise frames.BadFrame(
-          f"holder {number} of place {worker} says {frame} to shard"
-          f" {self.index}, which knows {self.state.joined.get(worker, 'none')}"
+          f"incarnation {number} of worker {worker} sends {frame} to shard"
+          f" {self.index}, whose latest incarnation of it is"
+          f" {self.state.joined.get(worker, 'none')}"
         )
       if number >= 0 and role.outdated(worker, number):
         say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
       role.say(worker, Frame(frames.EXPEL, worker, flag=1))
       self._leave(worker)
+    # [3]
     role.peers[worker] = say
     if not present:
       role.join(worker, number)
@@ -158,20 +168,23 @@ class Shard:
     if role.stopped:
       say(Frame(frames.STOP, worker))
 
-  def _is_past(self, frame):
-    """Whether the HELLO is of a loop that was replaced: a later loop would lose
-    its slots."""
+  def _is_past(self, frame: Frame) -> bool:
+    """Whether the HELLO comes from a loop that was replaced. To accept it would
+    take the slots from the later loop."""
     role, worker = self.role, frame.worker
     latest = role.lives.get(worker, 0)
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
-      raise frames.BadFrame(f"{frame} comes after loop {latest} of its place")
+      raise frames.BadFrame(
+        f"{frame} is too far ahead of loop {latest}, the latest of its worker"
+      )
     role.lives[worker] = max(frame.seq, latest)
     return frame.seq < latest
 
-  def _push(self, frame):
+  def _push(self, frame: Frame) -> None:
+    """Passes a PUSH to the role, or acknowledges a committed one again."""
     key, state = (frame.worker, frame.seq), self.state
     self.role.heard(frame.worker)
-    if key in state.pushed:  # it is said again, and not received yet
+    if key in state.pushed:  # a retry; the message is not received yet
       return
     if key in state.tickets:
       if frame.flag:
@@ -180,7 +193,7 @@ class Shard:
           self._news.append(complaint)
           frame = frame._replace(flag=0)
       self.role.push(frame)
-    else:  # what is committed is acknowledged again
+    else:  # a retry of a committed message, whose ACK may be lost
       self.role.say(frame.worker, Frame(frames.ACK, *key))
 
   def _leave(self, worker):
@@ -188,8 +201,8 @@ class Shard:
     self.role.leave(worker)
 
   def gone(self, worker: int, now: float, say: Say | None = None) -> None:
-    """Ends the tickets of a worker with a broken connection; not if that is
-    `say`, and another holds the worker index since."""
+    """Ends the tickets of a worker whose connection broke. If `say` is given,
+    it is the broken connection: nothing changes if the worker has another."""
     role = self.role
     if say is None or role.peers.get(worker) == say:
       role.time = max(now, role.time)
@@ -197,7 +210,7 @@ class Shard:
       role.advance()
 
   def expel(self, worker: int, now: float) -> None:
-    """Gives up a worker that took too long."""
+    """Ends the tickets of a worker that took too long, and sends it EXPEL."""
     say = self.role.peers.get(worker)
     self.gone(worker, now)
     self._expelled.append(worker)
@@ -205,20 +218,21 @@ class Shard:
       say(Frame(frames.EXPEL, worker))
 
   def end_open_tickets(self) -> None:
-    """Ends the tickets that are open at a shard with an order of its own when
-    the lead has received all jobs; their workers may never do so."""
+    """Ends the open tickets of an independent shard, after the lead has
+    received all jobs: their workers may have exited without a message."""
     workers = {worker for worker, _ in self.state.tickets}
     for worker in sorted(workers) if self.index and self.role.decides else ():
       self._leave(worker)
 
   def pause(self) -> None:
-    """Starts no job any more, also at workers that join later."""
+    """Stops starting jobs, also at workers that join later."""
     self._paused = not self.index  # the lead alone starts jobs
     for worker in () if self.index else self.role.dispatcher.workers:
       self.role.pause(worker)
 
   def tick(self, now: float) -> None:
-    """Looks at the deadlines; to be called now and then."""
+    """Writes records, takes a due snapshot and expels late workers. The host
+    calls this periodically."""
     self.state.messages.flush()
     if not self.setup.log and now - self._saved > self.setup.snapshot_seconds:
       images.snapshot(self.state)
@@ -236,7 +250,7 @@ class Shard:
     return state, images.describe(self.state)
 
   def keep_image(self, rows: int) -> None:
-    """Keeps the image after so many rows."""
+    """Asks the shard to keep its image after `rows` rows."""
     self._kept = rows, None
 
   def _committed(self, rows):
@@ -244,12 +258,13 @@ class Shard:
       self._kept = rows, self.image()
 
   def kept_image(self, rows: int) -> tuple[int, tuple[Any, Any] | None]:
-    """Returns (rows of now, the image kept at `rows`, None without one)."""
+    """Returns (current count of rows, image after `rows` rows or None)."""
     kept = self._kept[1] if self._kept and self._kept[0] == rows else None
     return self.state.rows, kept
 
   def status(self) -> dict[str, Any]:
-    """Returns the progress, as plain data; each expelled worker once."""
+    """Returns the progress, as plain data. Each expelled worker and each line
+    of news is returned once."""
     messages = self.state.messages
     messages.flush()
     expelled, self._expelled = self._expelled, []
@@ -268,14 +283,14 @@ class Shard:
       "kept_params": sorted(messages.kept_params),
     }
 
-  def _losses(self):
-    """Lines about the residuals of workers that have left, at the lead."""
+  def _losses(self) -> Iterator[str]:
+    """Yields a line for each residual lost with a worker, at the lead."""
     messages = self.state.messages
     lost, messages.lost = messages.lost, []
     for worker, norm in () if self.index else lost:
       yield (
-        f"worker {worker} has left, and with it what its codec had kept to send"
-        f" later (RMS {norm:.3g})"
+        f"worker {worker} has left, and the residual that its codec had kept to"
+        f" send later is lost (RMS {norm:.3g})"
       )
 
   def close(self) -> None:
@@ -290,5 +305,5 @@ class Shard:
 
   @property
   def workers(self) -> Sequence[int]:
-    """The worker indices with a holder, as far as this shard knows."""
+    """The worker indices with an incarnation registered at this shard."""
     return sorted(self.role.holders)

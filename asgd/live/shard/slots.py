@@ -10,27 +10,33 @@ from asgd.live.slots import PARAMS, SlotCounts
 class SlotTable:
   """Counts the uses of each slot.
 
-  A slot of parameters is free when no ticket, no snapshot and no later SEND of
-  the same version refers to it. A slot of a message belongs to its ticket, then
-  to the log until the next snapshot.
+  A parameters slot is free when no ticket, no snapshot and no later SEND of the
+  same version refers to it. A message slot belongs to its ticket, then to the
+  log until the next snapshot.
   """
 
   def __init__(self, memory: Any, counts: SlotCounts):
     self.memory, self.counts = memory, counts
-    self.uses: collections.Counter[int] = collections.Counter()  # of params
+    self.uses: collections.Counter[int] = collections.Counter()  # params slots
     self.published: tuple[Any, int] | None = None  # (params, their slot)
     self.pinned: list[int] = []  # params slots that the snapshot refers to
     self.logged: list[int] = []  # message slots since the snapshot
     self.free_params = list(range(counts.params))[::-1]
     self.free_messages = list(range(counts.messages))[::-1]
-    # Message slots of tickets that died, by worker: their holder may not know
-    # yet, and write. They are free when the place gets another holder.
+    # Worker -> message slots of its lost tickets. A worker that does not know
+    # of the loss may still write to them, so they stay taken until the next
+    # incarnation joins.
     self.dead: dict[int, list[int]] = {}
 
   def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
-    """Makes parameters readable for workers, once for each version, which is a
-    new object; in a recovery they lie in `slot` already. The stamp is unique.
-    Returns the slot, with one use more."""
+    """Makes parameters readable for workers and returns their slot, with one
+    more use.
+
+    Args:
+      params: the parameters. Each version is a new object and is written once.
+      stamp: identifies the content of the slot; unique in the run.
+      slot: in a recovery, the slot in which the parameters lie already.
+    """
     if self.published and self.published[0] is params:
       slot = self.published[1]
       self.uses[slot] += 1
@@ -39,8 +45,8 @@ class SlotTable:
       slot = self.free_params.pop()
       self.memory.write(PARAMS, slot, params, stamp)
     else:
-      # They were written before the kill, and are not written again: a worker
-      # may be reading what the slot was used for since.
+      # The parameters were written before the kill and are not written again:
+      # a worker may be reading later parameters from the same slot.
       self.free_params.remove(slot)
     if self.published:
       self.release(self.published[1])
@@ -61,7 +67,7 @@ class SlotTable:
       self.free_params.append(slot)
 
   def take_message(self, slot: int = -1) -> int:
-    """Takes a free message slot; this one, in a recovery."""
+    """Takes a free message slot, or in a recovery the given one."""
     if slot < 0:
       return self.free_messages.pop()
     self.free_messages.remove(slot)
@@ -72,11 +78,13 @@ class SlotTable:
     self.dead.setdefault(worker, []).append(slot)
 
   def exhume(self, worker: int) -> None:
-    """Frees the message slots of the former holders of a worker index."""
+    """Frees the message slots of earlier incarnations of a worker."""
     self.free_messages += self.dead.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
-    """Saves a snapshot; `meta`, JSON, refers to params slots."""
+    """Saves a snapshot, and frees the message slots of the log. `params` are
+    the params slots that `meta` (JSON) refers to."""
+    # The slots are freed after the write: until then, a recovery needs them.
     self.memory.save(state, meta)
     self.free_messages += self.logged
     self.logged = []
@@ -87,8 +95,8 @@ class SlotTable:
     self.pinned = params
 
   def recount(self, params: Iterable[int], messages: Iterable[int]) -> None:
-    """Counts anew, from the slots of all tickets: those of the snapshot and of
-    lost tickets stay taken, all others are free."""
+    """Recomputes the counts from the slots of all tickets. The slots of the
+    snapshot and of lost tickets stay taken; all others are free."""
     self.published = None
     self.uses.clear()
     self.uses.update(params)

@@ -18,7 +18,7 @@ from asgd.live.shard.updates import WHOLE, Updates
 from asgd.live.slots import MESSAGES, PARAMS, message_stamp
 from asgd.orders.trace import STARTS, Event
 
-Key = tuple[int, int]  # (worker, seq): the name of a message
+Key = tuple[int, int]  # (worker, seq): identifies a message
 
 
 class OpenTicket(NamedTuple):
@@ -27,26 +27,28 @@ class OpenTicket(NamedTuple):
   ticket: base.Ticket
   job: int
   params: int  # slot
-  message: int  # slot, and that of the updates
-  base: int = WHOLE  # the version that its updates are added to
+  message: int  # slot of the message, and of the ticket's packed updates
+  base: int = WHOLE  # the version that the packed updates are added to
 
 
 class ReceivedMessages:
-  """Messages that a shard has received: their count, their records, the
-  parameters after some of them, and what codecs kept of the last ones."""
+  """The messages that a shard has received: their count, their records, the
+  parameters after some of them, and each worker's latest residual norm."""
 
   def __init__(self, setup: Setup, sink: FileSink):
     self._setup, self.sink, self.count = setup, sink, 0
-    self.recorded = 0  # messages to come whose records the sink has already
-    self.kept_params: dict[int, Any] = {}  # by count
+    # Count of the next messages whose records are in the sink already.
+    self.recorded = 0
+    self.kept_params: dict[int, Any] = {}  # by count of messages
     self._unwritten: tuple[list, list] = [], []  # messages, observations
-    # Worker -> RMS of what its codec kept; and of workers that have left before
-    # the last job.
+    # Worker -> RMS of its codec's residual (the part to send later).
     self._residuals: dict[int, float] = {}
+    # (worker, RMS) of residuals lost with workers before the last job.
     self.lost: list[tuple[int, float]] = []
 
   def add(self, message: simulator.ReceivedMessage, row: Any, params: Any):
-    """Counts a message; `row` is its Observation, `params` are those after."""
+    """Counts a message. `row` is its Observation; `params` are the parameters
+    after its update."""
     if self.recorded:
       self.recorded -= 1
     else:
@@ -59,7 +61,7 @@ class ReceivedMessages:
       self.kept_params[self.count] = params
 
   def leave(self, worker: int) -> None:
-    """Counts as lost what the codec of a worker had kept to send later."""
+    """Counts the residual of a worker as lost."""
     lost = self._residuals.pop(worker, 0.0)
     if lost and self.count < self._setup.jobs:
       self.lost.append((worker, lost))
@@ -74,8 +76,8 @@ class ReceivedMessages:
 class ShardState:
   """The server's state, its open tickets and their slots.
 
-  Only `obey` changes them, in a run and in a recovery, so a shard that replays
-  its journal has the state that it had.
+  Only `obey` changes them, in a run and in a recovery. So a shard that replays
+  its journal recomputes its state to the bit.
   """
 
   def __init__(
@@ -86,19 +88,19 @@ class ShardState:
     slots: SlotTable,
     sink: FileSink,
   ):
-    """Starts before the first row; `server` is donated."""
+    """Creates the state before the first row; `server` is donated."""
     self.setup, self.steps, self.server = setup, steps, server
     self.slots, self.updates = slots, Updates(steps, server)
     self.messages = ReceivedMessages(setup, sink)
-    self._numbers = [jnp.int32(w) for w in range(setup.workers)]
+    self._indices = [jnp.int32(w) for w in range(setup.workers)]
     self._version: tuple[Any, int] = None, 0  # see `version_of`
-    self.rows = 0  # of the journal, applied so far
+    self.rows = 0  # count of the journal's rows applied so far
     self.tickets: dict[Key, OpenTicket] = {}
-    self.kept: dict[int, OpenTicket] = {}  # by worker: the ticket for a KEEP
-    self.seqs: dict[int, int] = {}  # worker -> jobs it started, ever
-    self.joined: dict[int, int] = {}  # worker -> number of its latest holder
-    self.pushed: dict[Key, Frame] = {}  # messages in their slots, not received
-    self._codes: dict[Key, Any] = {}  # those of them that are unpacked
+    self.kept: dict[int, OpenTicket] = {}  # worker -> the ticket for a KEEP
+    self.seqs: dict[int, int] = {}  # worker -> count of all jobs it started
+    self.joined: dict[int, int] = {}  # worker -> its latest incarnation
+    self.pushed: dict[Key, Frame] = {}  # PUSHes of messages not yet received
+    self._codes: dict[Key, Any] = {}  # unpacked messages not yet received
 
   def obey(self, event: Event) -> None:
     """Applies a row of the journal."""
@@ -117,21 +119,24 @@ class ShardState:
         self.updates.join(worker)
       self._drop_kept(worker)
       self.messages.leave(worker)
-    elif action == base.ROLLBACK:  # the snapshot was read before it
+    elif action == base.ROLLBACK:
+      # Recovery has restored the image already. Workers hold parameters of
+      # updates that are undone, so the next tickets carry complete parameters.
       self.updates.roll_back(self.server)
       slots = {key: ticket.message for key, ticket in self.tickets.items()}
       self.updates.recount(self.slots.memory, slots)
-      for key, ticket in self.tickets.items():  # of updates that are undone
+      for key, ticket in self.tickets.items():
         self.tickets[key] = ticket._replace(base=WHOLE)
 
-  def _start(self, event):
+  def _start(self, event: Event) -> None:
+    """Opens a ticket (SEND, or KEEP of the worker's latest one)."""
     worker, slots = event.worker, self.slots
     if event.action == base.KEEP:
       kept = self.kept[worker]
       ticket, slot = self.steps.keep(kept.ticket), kept.params
       slots.use(slot)
     else:
-      ticket = self.steps.send(self.server, self._numbers[worker])
+      ticket = self.steps.send(self.server, self._indices[worker])
       slot = slots.publish(ticket.params, self.rows, event.params)
     message = slots.take_message(event.message)
     open_ticket = OpenTicket(ticket, event.job, slot, message)
@@ -142,23 +147,26 @@ class ShardState:
     if self.keeps:
       if event.action == base.SEND:
         self._drop_kept(worker)
-        slots.use(slot)
+        slots.use(slot)  # a second use: it outlives the ticket
       ticket = ticket._replace(fresh=np.False_)
       self.kept[worker] = open_ticket._replace(ticket=ticket)
 
   def with_updates(self, event: Event, ticket: OpenTicket) -> OpenTicket:
-    """Returns the ticket of a SEND, with its updates; for an event of the
-    journal they lie in their slot."""
+    """Returns the ticket of a SEND with its packed updates. For an event from
+    the journal the updates lie in their slot already."""
     memory, params = self.slots.memory, ticket.ticket.params
     after = self.updates.write(
       memory, ticket.message, event.key, params, new=event.message < 0
     )
     return ticket._replace(base=after)
 
-  def _receive(self, event):
+  def _receive(self, event: Event) -> None:
+    """Applies a message to the server's state and closes its ticket."""
     key, slots = event.key, self.slots
     received, version = self._received(event), 0
-    if self.steps.alone:  # each message makes an update
+    # If each message makes one update, the version is counted here: to read it
+    # from the device would wait for the update.
+    if self.steps.alone:
       version = self.version_of(self.server)
     if self.setup.totals:
       self.server, row = self.stage(key, event.loss, event.totals).result
@@ -178,52 +186,57 @@ class ShardState:
     self.messages.add(received, row, self.server.params)
 
   def version_of(self, counted: Any) -> int:
-    """Returns the version of a ticket or of the server's state as an int: that
-    of an array that was asked for last, or is counted here, is not fetched."""
+    """Returns the version of a ticket or of the server's state as an int.
+
+    A version that was asked for last, or that this shard counts itself, is not
+    fetched from the device.
+    """
     if counted.version is not self._version[0]:
       self._version = counted.version, int(counted.version)
     return self._version[1]
 
-  def _received(self, event):
-    """The columns of a record that are not computed."""
+  def _received(self, event: Event) -> simulator.ReceivedMessage:
+    """Returns the columns of a record that need no computation."""
     open_ticket, memory = self.tickets[event.key], self.slots.memory
     up, norm = memory.length(MESSAGES, open_ticket.message), 0.0
     if self.steps.codec is not None:
       norm = float(self.unpack(event.key).residual)
     down = self.updates.end(*event.key, open_ticket.ticket)
-    name = event.time, event.worker, event.job
-    return simulator.ReceivedMessage(*name, up, down, norm)
+    origin = event.time, event.worker, event.job
+    return simulator.ReceivedMessage(*origin, up, down, norm)
 
-  def _forget(self, key):
+  def _forget(self, key: Key) -> None:
     self.pushed.pop(key, None)
     self._codes.pop(key, None)
 
-  def _lose(self, event):
+  def _lose(self, event: Event) -> None:
+    """Closes a ticket without an update (LOST, REJECT or DROP)."""
     open_ticket = self.tickets.pop(event.key)
     self.updates.lose(*event.key)
     self.slots.release(open_ticket.params)
-    if event.message < 0:  # it had come: the worker writes there no more
+    if event.message < 0:  # PUSH arrived: the worker no longer writes there
       self.slots.free_messages.append(open_ticket.message)
     else:
       self.slots.bury(event.worker, open_ticket.message)
     self._forget(event.key)
 
-  def _drop_kept(self, worker):
-    if kept := self.kept.pop(worker, None):
-      self.slots.release(kept.params)
+  def _drop_kept(self, worker: int) -> None:
+    if ticket := self.kept.pop(worker, None):
+      self.slots.release(ticket.params)
 
   def stage(self, key: Key, loss: float, totals: Sequence[float]) -> Any:
-    """Processes a message as far as totals allow, and changes nothing."""
+    """Processes a message as far as the totals allow. Returns a
+    `sharding.Ask` for the next total, or a result; changes no state."""
     totals = simulator.as_totals(totals)
     return self.steps.stage(totals, *self._arguments(key, loss))
 
-  def _arguments(self, key, loss):
+  def _arguments(self, key: Key, loss: float) -> tuple[Any, ...]:
     ticket, message = self.tickets[key].ticket, self.unpack(key)
     return self.server, ticket, message, np.float32(loss)
 
   def unpack(self, key: Key) -> Any:
-    """Returns the message of an open ticket. Raises BadCode for a packed one
-    that does not unpack."""
+    """Returns the message of an open ticket. Raises BadCode if it is packed and
+    cannot be unpacked."""
     if key in self._codes:
       return self._codes[key]
     slot, stamp = self.tickets[key].message, message_stamp(*key)
@@ -233,7 +246,7 @@ class ShardState:
     return message
 
   def complaint(self, key: Key) -> str:
-    """Returns the fault of a message of codes, "" without one."""
+    """Returns the error of a packed message that cannot be unpacked, or ""."""
     if self.steps.codec is None:
       return ""
     try:
@@ -243,44 +256,46 @@ class ShardState:
     return ""
 
   def read_ticket(self, event: Event, fresh: bool, intact: bool) -> OpenTicket:
-    """Returns the open ticket of a SEND or KEEP, in a recovery. Unless it is
-    intact, its parameters were lost with the memory, and so was the connection
-    to its worker."""
+    """Returns the open ticket of a SEND or KEEP row, in a recovery.
+
+    If the memory is not intact, its parameters are lost: the ticket has none.
+    Its worker is not connected then, so none are needed.
+    """
     params = None
     if intact:
       params = self.slots.memory.read_copy(PARAMS, event.params)
-    worker, version = self._numbers[event.worker], jnp.int32(event.version)
+    worker, version = self._indices[event.worker], jnp.int32(event.version)
     ticket = base.Ticket(worker, version, params, np.bool_(fresh))
     return OpenTicket(ticket, event.job, event.params, event.message)
 
   def ticket_frame(self, key: Key) -> Frame:
     """Returns the TICKET frame of an open ticket."""
     ticket, job, params, message, after = self.tickets[key]
-    how, number = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
+    form, value = frames.WHOLE, self.slots.memory.stamp(PARAMS, params)
     if not ticket.fresh:
-      how = frames.KEPT
+      form = frames.KEPT
     elif after != WHOLE:
-      how, number = frames.UPDATES, after
-    frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), how)
-    return frame._replace(params=params, message=message, value=float(number))
+      form, value = frames.UPDATES, after
+    frame = Frame(frames.TICKET, *key, job, self.version_of(ticket), form)
+    return frame._replace(params=params, message=message, value=float(value))
 
   def accepts(self, frame: Frame) -> bool:
-    """Whether the message of a PUSH may be written: its ticket is open."""
+    """Whether the message of a PUSH may be written to its slot: its ticket is
+    open and has no message yet."""
     key = frame.worker, frame.seq
     ticket = None if key in self.pushed else self.tickets.get(key)
     return ticket is not None and ticket.message == frame.message
 
   def check_written(self, key: Key) -> None:
     """Raises BadFrame if the message of an open ticket does not lie in its
-    slot, ValueError if other memory has taken its place."""
+    slot, ValueError if another process replaced the memory."""
     slot, memory = self.tickets[key].message, self.slots.memory
     if memory.stamp(MESSAGES, slot) != message_stamp(*key):
       memory.adopt()
       raise frames.BadFrame(
-        f"worker {key[0]} hands in message {key[1]}, which does not lie in slot"
+        f"worker {key[0]} submits message {key[1]}, which does not lie in slot"
         f" {slot} of {memory.name}"
       )
-
 
   @property
   def keeps(self) -> bool:
@@ -296,5 +311,6 @@ class ShardState:
     )
 
   def dead_slot(self, key: Key) -> int:
-    """Returns a lost ticket's slot if its worker may still write, or -1."""
+    """Returns the message slot of a lost ticket, if its worker may still write
+    to the slot, otherwise -1."""
     return -1 if key in self.pushed else self.tickets[key].message

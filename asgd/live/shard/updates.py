@@ -1,10 +1,10 @@
-"""The updates of a shard that sends these to workers, not parameters.
+"""Packed updates, which a shard sends to workers in place of parameters.
 
-Each update is packed once. A ticket is the updates since the one before of its
-worker, in their order, or the parameters if these are not more bytes; the rule
-is the simulator's, so that a replay counts the same. As many packets are kept
-as a ticket may need: fewer bytes than the parameters have. They lie in a slot
-beside each snapshot of the shard, for its recovery.
+Each update is packed once. A ticket carries the updates since the worker's
+previous ticket, in order, or the parameters if these are fewer bytes. The rule
+is the simulator's, so a replay counts the same bytes. The shard keeps only the
+packets that a ticket may need: fewer bytes than the parameters have. A slot
+beside each snapshot holds them for a recovery.
 """
 
 import collections
@@ -17,18 +17,18 @@ from asgd import base, simulator, wire
 from asgd.live.slots import UPDATES, message_stamp
 from asgd.simulator.traffic import Sent
 
-WHOLE = -1  # the base of a ticket that is the parameters
+WHOLE = -1  # the base of a ticket that carries the parameters
 
 
 class Updates(simulator.Traffic):
   """The bytes that a shard sends, and the packets of its last updates."""
 
   def __init__(self, steps: simulator.Steps, state: base.ServerState):
-    """Reads shapes and dtypes of a server's state only."""
+    """Reads only shapes and dtypes of the server's state."""
     super().__init__(steps, state)
     self._packets: collections.deque[bytes] = collections.deque()
-    self._nbytes = 0  # of them
-    self._turn = 0  # of the slots beside snapshots, that to be written next
+    self._nbytes = 0  # sum over the packets
+    self._turn = 0  # which of the two slots beside snapshots is written next
 
   @property
   def are_sent(self) -> bool:
@@ -36,6 +36,7 @@ class Updates(simulator.Traffic):
     return self._updates is not None
 
   def _keep(self, packet: bytes) -> None:
+    """Keeps a packet, and drops the oldest ones that no ticket needs."""
     self._packets.append(packet)
     self._nbytes += len(packet)
     while self._nbytes >= self.dense:
@@ -56,16 +57,21 @@ class Updates(simulator.Traffic):
     *,
     new: bool,
   ) -> int:
-    """Sends a ticket of the present parameters, with its updates in a slot of
-    their own; in a recovery they lie there already. Returns the version that
-    they are added to; WHOLE: the ticket is the parameters."""
-    codes = self.send(*key)
-    if codes is None:
+    """Writes the updates of a ticket of the present parameters to a slot; not
+    unless `new`, as in a recovery they lie there already.
+
+    Returns:
+      The version that the updates are added to, or WHOLE if the ticket carries
+      the parameters.
+    """
+    nbytes = self.send(*key)
+    if nbytes is None:
       return WHOLE
+    # `send` gives the bytes of the updates: the latest packets of that size.
     packets: list[bytes] = []
-    while codes:
+    while nbytes:
       packets.insert(0, self._packets[-1 - len(packets)])
-      codes -= len(packets[0])
+      nbytes -= len(packets[0])
     if new:
       data = [np.frombuffer(packet, np.uint8) for packet in packets]
       if packets and self.stats.nbytes:
@@ -77,8 +83,8 @@ class Updates(simulator.Traffic):
     return self.sent.version - len(packets)
 
   def recount(self, memory: Any, slots: dict[tuple[int, int], int]) -> None:
-    """Counts open tickets, of these message slots, by their updates in
-    memory."""
+    """Sets the bytes of each open ticket to those of its updates in memory, or
+    of the parameters; `slots` gives the message slots of tickets."""
     for key in self.sent.tickets.keys() & slots.keys():
       slot, size = slots[key], self.dense
       if memory.stamp(UPDATES, slot) == message_stamp(*key):
@@ -92,16 +98,18 @@ class Updates(simulator.Traffic):
     return {"sent": [total, version, sorted(seen.items()), open_tickets]}
 
   def save(self, memory: Any, first: int, rows: int) -> dict[str, Any]:
-    """Writes the packets to a slot, of the two from `first` on, beside the
-    snapshot after so many rows; returns their position, as JSON."""
+    """Writes the packets to one of the two slots `first` and `first + 1`, for
+    the snapshot after `rows` rows; returns their position, as JSON."""
+    # The slots take turns: a kill during the write leaves the packets of the
+    # previous snapshot, which is still the valid one.
     slot, self._turn = first + self._turn, 1 - self._turn
     data = np.frombuffer(b"".join(self._packets), np.uint8)
     memory.write(UPDATES, slot, data, rows + 1)
     return {"slot": slot, "lengths": list(map(len, self._packets))}
 
   def load(self, meta: dict[str, Any], memory: Any, first: int) -> None:
-    """Continues from a snapshot, with the packets of `meta["packets"]`. A
-    checkpoint has none: all workers will be new."""
+    """Restores the counts, and the packets at `meta["packets"]`. A checkpoint
+    has no packets: after it all workers are new, and need parameters."""
     total, version, seen, open_tickets = meta["sent"]
     tickets = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
     packets = meta.get("packets")

@@ -203,10 +203,10 @@ def test_what_a_killed_worker_had_kept_is_lost_and_said(tmp_path):
   lost = records.residual_norm[last][0]
   assert lost > 0
   assert run.news == [
-    "worker 1 has left, and with it what its codec had kept to send later (RMS"
-    f" {lost:.3g})"
+    "worker 1 has left, and the residual that its codec had kept to send later"
+    f" is lost (RMS {lost:.3g})"
   ]
-  # Whoever took the place, if it had a job, began with nothing kept.
+  # The next incarnation of worker 1, if it got a job, began without a residual.
   after = records.residual_norm[records.worker == 1][len(before) :]
   assert (after[:1] < lost).all()
 
@@ -289,4 +289,4 @@ def test_damaged_updates_are_refused_and_their_worker_begins_anew(tmp_path):
   assert actions.count(base.LOST) == 1
   cannot = [line for line in run.news if "cannot read the updates" in line]
   assert len(cannot) == 1
-  assert cannot[0].endswith("it begins anew, with the whole parameters")
+  assert cannot[0].endswith("it restarts with the complete parameters")

@@ -101,6 +101,6 @@ def test_a_connection_is_that_of_one_worker_or_one_follower():
   assert who == frames.speaker(WORKER_SAYS[frames.PUSH], who) == ("worker", 2)
   others = said._replace(worker=1), *FOLLOWER_SAYS.values()
   for other in others:
-    with pytest.raises(frames.BadFrame, match="one connection speaks for"):
+    with pytest.raises(frames.BadFrame, match="one connection sends frames of"):
       frames.speaker(other, who)
   assert {frames.speaker(f) for f in FOLLOWER_SAYS.values()} == {("shard", 1)}

@@ -1,4 +1,4 @@
-"""A shard that was killed comes back, or says what it lost."""
+"""A killed shard recovers without a loss, or reports which updates are lost."""
 
 
 import numpy as np
@@ -25,7 +25,7 @@ def test_a_run_by_hand_is_replayed_to_the_same_bits(kind):
 
 
 def holders_of(events):
-  """The holders of places, as rows say."""
+  """Returns worker -> incarnation of the workers present after these rows."""
   ledger = follow(events)
   return {worker: ledger.holders[worker] for worker in ledger.present}
 
@@ -40,8 +40,8 @@ def open_slots(events):
 @pytest.mark.parametrize("too_early", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_shard_that_is_killed_at_any_entry_is_as_it_was(kind, too_early):
-  """Killed when an event was written and before anybody heard of it, or when
-  it was obeyed and not written yet."""
+  """The shard is killed after it wrote an event and before it sent a frame, or
+  after it applied the event and before it wrote it."""
   rules, name, options = KINDS[kind]
   setup = one(jobs=24, rules=rules, log=3)
 
@@ -188,8 +188,8 @@ def test_parameters_are_kept_for_evaluations():
 @pytest.mark.parametrize("log", [0, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_checkpoint_outlives_the_memory(kind, log):
-  """Everybody is dead, and the memory is gone: what is left is the journal and
-  an image of the state."""
+  """All processes have exited and the memory is lost; only the journal and an
+  image of the state remain."""
   rules, name, options = KINDS[kind]
   bench = Bench(one(jobs=24, rules=rules, log=log), name, **options)
   image, saved, row = None, bits(bench.server_state), 0
@@ -216,11 +216,11 @@ def test_a_checkpoint_outlives_the_memory(kind, log):
   bench.complete(some=True)
 
 
-# What was changed or cut short by others.
+# Files that another program changed or cut short.
 
 
 def lose_everything(bench, **kwargs):
-  """Everybody dies; what is given is what is left."""
+  """Kills all processes; only the arguments remain."""
   bench.hands.clear()
   bench.start_shard(0, resumed=True, **kwargs)
   bench.settle()
@@ -386,7 +386,8 @@ def test_a_row_that_was_changed_is_no_riddle():
     (early, dict(action=base.LOST)),
   ):
     change(bench, row, **fields)
-    with pytest.raises(ValueError, match="^journal (cannot be obeyed|is not)"):
+    unusable = "^journal (cannot be replayed|is not)"
+    with pytest.raises(ValueError, match=unusable):
       lose_everything(bench)
     bench.journals[0]._events[:] = whole
   lose_everything(bench)

@@ -91,7 +91,8 @@ def test_a_holder_that_cannot_be_is_refused(make):
   hand.listen()
   stranger = Hand(bench, 0)
   for number in (MOST_AHEAD + 1, 2**31 - 1, 2**40):
-    refused(stranger, 1, Frame(frames.HELLO, 0, job=number), "says|no use for")
+    hello = Frame(frames.HELLO, 0, job=number)
+    refused(stranger, 1, hello, "sends Frame|no use for")
   hand.reconnect(1)
   assert hand.listen() == ["welcome 0", "ticket 0: job 0 v0"]
   bench.finish()
@@ -239,4 +240,5 @@ def test_a_loop_in_whose_place_another_was_started_is_late():
   old.hello()
   assert bench.rows() == rows
   assert bench.lead.status()["workers"] == [0]
-  refused(new, 0, Frame(frames.HELLO, 0, 2 + MOST_AHEAD, -1), "after loop 1")
+  ahead = Frame(frames.HELLO, 0, 2 + MOST_AHEAD, -1)
+  refused(new, 0, ahead, "too far ahead of loop 1")
