@@ -8,15 +8,22 @@ import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypedDict, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import numpy as np
-import optax
 
 from asgd import algorithms, base, calls, checks, compression
+from asgd.call_options import (
+  FURTHER,
+  LiveOptions,
+  RecipeLike,
+  RunOptions,
+  SimulateOptions,
+  read_options,
+)
 from asgd.experiment import (
   cell_files,
   cells,
@@ -35,26 +42,13 @@ from asgd.experiment.engines.simulate import SIMULATE
 from asgd.experiment.folder import only_cell
 from asgd.experiment.machine import Machine
 from asgd.problems import descriptions, own
-from asgd.sandblaster.settings import Settings as SandblasterSettings
-from asgd.tables.settings import TableSettings
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
-FURTHER = "clip_norm", "on_nan", "checkpoint_seconds"  # shared keys
 # Columns of an evaluation's row that a caller gets.
 _OF_A_ROW = (
   *("message", "update", "time", "seconds", "megabytes", "train_loss"),
   *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
 )
-
-# Forms of a recipe; the settings of tables and of Sandblaster are two more.
-RecipeLike: TypeAlias = (
-  algorithms.Recipe
-  | base.Algorithm
-  | optax.GradientTransformation
-  | TableSettings
-  | SandblasterSettings
-)
-
 
 class Result(NamedTuple):
   """The results of a training."""
@@ -64,73 +58,6 @@ class Result(NamedTuple):
   trace: base.Trace | None  # the order of sends and receives; None for tables
   evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
   folder: Path | None  # of the results; None if they are not kept
-
-
-class RunOptions(NamedTuple):
-  """How long a call trains, and which results it keeps and shows."""
-
-  messages: int
-  workers: int | None = None  # None: the recipe's
-  batch_size: int | None = None
-  folder: str | os.PathLike[str] | None = None
-  seed: int = 0
-  evaluate: Callable[[Any], Any] | None = None
-  every: int | None = None
-  progress: bool = True
-  machine: Machine | None = None
-
-
-class CallOptions(TypedDict, total=False):
-  """Keyword arguments that every call takes; see `simulate`."""
-
-  seed: int
-  evaluate: Callable[[Any], Any] | None
-  every: int | None
-  progress: bool
-  machine: Machine | None
-  clip_norm: float | None
-
-
-class ServerOptions(CallOptions, total=False):
-  """Keyword arguments of `simulate` and `train_live`: keys of a config."""
-
-  on_nan: str
-  checkpoint_seconds: float | None
-  order: Mapping[str, Any]
-  durations: Mapping[str, Any]
-  gate: Mapping[str, Any]
-  allocation: Mapping[str, Any]
-  network: Mapping[str, Any]
-  server: Mapping[str, Any]
-  compress: compression.Codec | str | Mapping[str, Any] | None
-  compress_down: compression.Codec | str | Mapping[str, Any] | None
-
-
-class SimulateOptions(ServerOptions, total=False):
-  """Further keyword arguments of `simulate`."""
-
-  simulator: Mapping[str, Any]
-
-
-class LiveOptions(ServerOptions, total=False):
-  """Further keyword arguments of `train_live`."""
-
-  live: Mapping[str, Any]
-
-
-def read_options(
-  named: Sequence[Any], further: Mapping[str, Any]
-) -> tuple[RunOptions, dict[str, Any]]:
-  """Returns (options, keys of a config) of a call.
-
-  Args:
-    named: values of the first fields of `RunOptions`.
-    further: values of its other fields, and keys of a config.
-  """
-  fields = RunOptions._fields[len(named) :]
-  known = {key: further[key] for key in fields if key in further}
-  config = {k: v for k, v in further.items() if k not in known}
-  return RunOptions(*named, **known), config
 
 
 def simulate(
@@ -397,18 +324,9 @@ def train(
       of {} workers"); None: the messages of a round of workers.
   """
   name, kind = engine
-  messages, kept_in = options.messages, options.folder
-  checks.whole("messages", messages)
-  checks.whole("seed", options.seed, 0, 2**32 - 1)
+  kept_in = options.folder
   rounds = options.workers or given.recipe.workers, "rounds of {} workers"
-  checks.multiple(messages, "messages", *(quantum or rounds))
-  every = messages if options.every is None else options.every
-  checks.whole("every", every)
-  if messages % every:
-    raise ValueError(
-      f"{messages} messages are not a multiple of every={every}, the messages"
-      f" between two evaluations; use {max(messages // every, 1) * every}"
-    )
+  every = _check_counts(options, quantum or rounds)
   # An unknown key would otherwise be ignored.
   known = *kind.sections, *FURTHER
   for key in config:
@@ -461,6 +379,22 @@ def train(
   rows = [_row(row) for row in rows]
   results = None if options.folder is None else Path(options.folder)
   return Result(params, records, trace, rows, results)
+
+
+def _check_counts(options: RunOptions, quantum: tuple[Any, str]) -> int:
+  """Returns the messages between two evaluations; ValueError for counts that do
+  not fit."""
+  messages = checks.whole("messages", options.messages)
+  checks.whole("seed", options.seed, 0, 2**32 - 1)
+  checks.multiple(messages, "messages", *quantum)
+  every = messages if options.every is None else options.every
+  checks.whole("every", every)
+  if messages % every:
+    raise ValueError(
+      f"{messages} messages are not a multiple of every={every}, the messages"
+      f" between two evaluations; use {max(messages // every, 1) * every}"
+    )
+  return every
 
 
 def _report(

@@ -25,15 +25,7 @@ _Accepted = tuple[base.ServerState, jax.Array]
 
 
 def accept_all(delay: base.Delay, message: optax.Updates) -> jax.Array:
-  """The gate that drops nothing.
-
-  Args:
-    delay: of the message; not used.
-    message: not used.
-
-  Returns:
-    True, as bool[].
-  """
+  """The gate that drops nothing: returns True, as bool[]."""
   del delay, message
   return jnp.asarray(True)
 
@@ -172,7 +164,6 @@ def gather(
     first: bool[], whether the message is the first one; then `oldest` is not
       read.
     add: adds two trees; another function may donate the first one's buffers.
-    add: adds two trees; another one may donate the first's buffers.
 
     The sum, and the ticket of the stalest message. Outside of a compiled
     program that is one of the two given tickets: no parameters are copied.
@@ -414,8 +405,7 @@ def _update_reads_sent(
 
 
 def _check_weights(weights: base.Params) -> None:
-  """Raises ValueError for a leaf of an integer type. It cannot be trained: each
-  update would be rounded to an integer."""
+  """Raises ValueError for a leaf of integers, which cannot be trained."""
   for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
       name = jax.tree_util.keystr(path)
@@ -425,25 +415,30 @@ def _check_weights(weights: base.Params) -> None:
       )
 
 
+def _apply(
+  algorithm: base.Algorithm, state: base.ServerState, message: optax.Updates,
+  delay: base.Delay,
+) -> _Accepted:
+  """Updates the parameters with one message, or a mean of several."""
+  updates, opt_state = algorithm.update(
+    message, state.opt_state, state.params, **delay._asdict()
+  )
+  params = optax.apply_updates(state.params, updates)
+  # The norm of `updates` would keep that tree as an array only for this.
+  norm = gap(params, state.params)
+  state = state._replace(
+    params=params, opt_state=opt_state, version=state.version + 1
+  )
+  return state, norm
+
+
 def _make_accept(
   algorithm: base.Algorithm, every: int, scale: base.Transform
 ) -> Callable[[base.ServerState, base.Ticket, optax.Updates], _Accepted]:
   """Returns (state, ticket, message) -> (the state after an accepted message,
   the RMS of the parameters' change)."""
 
-  def apply(
-    state: base.ServerState, message: optax.Updates, delay: base.Delay
-  ) -> _Accepted:
-    updates, opt_state = algorithm.update(
-      message, state.opt_state, state.params, **delay._asdict()
-    )
-    params = optax.apply_updates(state.params, updates)
-    # The norm of `updates` would keep that tree as an array only for this.
-    norm = gap(params, state.params)
-    state = state._replace(
-      params=params, opt_state=opt_state, version=state.version + 1
-    )
-    return state, norm
+  apply = functools.partial(_apply, algorithm)
 
   def enqueue(
     state: base.ServerState, message: optax.Updates, ticket: base.Ticket

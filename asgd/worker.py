@@ -1,12 +1,9 @@
 """The worker: everything between receiving a ticket and sending a message.
 
-A gradient worker sends one gradient for each ticket. The others work locally:
-a job is several batches, on which the worker runs a local optimizer. Its
-message is one of:
-
-- the displacement of the parameters (parameter averaging, DiLoCo, FedAsync);
-- the sum of the gradients (Downpour);
-- a pull on the server's parameters (EASGD).
+A gradient worker sends one gradient for each ticket. The others run a local
+optimizer on the several batches of a job. Their message is the displacement of
+the parameters (parameter averaging, DiLoCo, FedAsync), the sum of the gradients
+(Downpour), or a pull on the server's parameters (EASGD).
 
 Index letters used in shape comments:
   H  steps of a job, each on one batch
@@ -105,12 +102,9 @@ def gradient_worker(
     gradient = jax.value_and_grad(adapted, has_aux=True)
     (value, aux), grads = gradient(ticket.params, batch, key)
     weights = base.weights_of(ticket.params)
+    extra = {"version": ticket.version, "sent_params": weights}
     out, after = transform.update(
-      base.weights_of(grads),
-      state.at_worker,
-      weights,
-      version=ticket.version,
-      sent_params=weights,
+      base.weights_of(grads), state.at_worker, weights, **extra
     )
     out = _message(ticket, out, aux.stats)
     return WorkerState(after), out, base.Metrics(value)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from asgd import calls, checks, facade, models, problems
+from asgd import call_options, calls, checks, facade, models, problems
 from asgd.parallel import meshes
 from asgd.problems import descriptions, own, streams
 from pipeline.engine import PIPELINE
@@ -117,7 +117,7 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
   return tuple(out)
 
 
-class TrainOptions(facade.CallOptions, total=False):
+class TrainOptions(call_options.CallOptions, total=False):
   """Further keyword arguments of `train`: settings of a pipeline, then options
   of its schedule."""
 
@@ -147,7 +147,7 @@ def train(
   layers: Sequence[Any],
   criterion: Callable[[jax.Array, Any], jax.Array],
   data: Any,
-  recipe: facade.RecipeLike,
+  recipe: call_options.RecipeLike,
   *,
   messages: int,
   params: Any = None,
@@ -195,7 +195,7 @@ def train(
     True 3
   """
   layers, named = read_layers(layers), (messages, 1)
-  run, settings = facade.read_options(named, options)
+  run, settings = call_options.read_options(named, options)
   meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls():
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)

@@ -53,6 +53,7 @@ RANKS = {
   "experiment": 5,
   "calls": 5.5,
   "figures": 5.7,
+  "call_options": 5.8,
   "facade": 6,
   "train_state": 0,
   "__init__": 7,

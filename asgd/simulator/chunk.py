@@ -69,8 +69,8 @@ class ChunkPrograms(NamedTuple):
   pure: steps_lib.PureSteps
 
 
-class Job(NamedTuple):
-  """A message, and what it is received with."""
+class ComputedJob(NamedTuple):
+  """A computed message with its ticket, worker state and loss."""
 
   ticket: base.Ticket
   state: Any  # of the worker after it
@@ -85,10 +85,10 @@ class ProgramParts(NamedTuple):
   settle: Callable[[Carry], Carry]
   # (settled Carry, Messages of one) -> its ticket
   ticket: Callable[[Carry, Messages], base.Ticket]
-  # (settled Carry, root, Messages of one, batch, ticket) -> Job
-  work: Callable[..., Job]
-  # (settled Carry, Messages of one, Job) -> (Carry, (Observation, code))
-  receive: Callable[[Carry, Messages, Job], tuple[Carry, Any]]
+  # (settled Carry, root, Messages of one, batch, ticket) -> ComputedJob
+  work: Callable[..., ComputedJob]
+  # (settled Carry, Messages of one, job) -> (Carry, (Observation, code))
+  receive: Callable[[Carry, Messages, ComputedJob], tuple[Carry, Any]]
 
 
 def _send(pure, carry):
@@ -132,7 +132,7 @@ def program_parts(
       new = worker.init(ticket.params)
       state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
     state, message, metrics = pure.work(state, ticket, batch, root, row.job)
-    return Job(ticket, state, message, metrics.loss)
+    return ComputedJob(ticket, state, message, metrics.loss)
 
   def receive(carry, row, job):
     workers = rows_lib.write(carry.workers, row.worker, job.state)

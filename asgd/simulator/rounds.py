@@ -44,7 +44,7 @@ class Spans(NamedTuple):
   out: Any  # int32, place of the first one's record
 
 
-class Rounds(NamedTuple):
+class RoundPlan(NamedTuple):
   """The rounds of a trace."""
 
   starts: npt.NDArray[np.int64]  # [R], the first message of each
@@ -58,7 +58,7 @@ def find_rounds(
   *,
   stateful: bool,
   most: int = _MOST_LANES,
-) -> Rounds:
+) -> RoundPlan:
   """Divides the messages of a trace into rounds.
 
   Args:
@@ -107,7 +107,7 @@ def find_rounds(
   starts = divide(lanes)
   of_round = np.repeat(plan.slot[starts], sizes(starts)) if len(before) else []
   shared = bool((plan.slot == of_round).all()) and not plan.kept.any()
-  return Rounds(starts, lanes, shared)
+  return RoundPlan(starts, lanes, shared)
 
 
 @functools.lru_cache(maxsize=32)
@@ -142,7 +142,7 @@ def compile_rounds(
   jobs_of = jax.vmap(
     parts.work,
     (None, None, of_rows, 0, of_ticket),
-    chunk.Job(of_ticket, 0, 0, 0),
+    chunk.ComputedJob(of_ticket, 0, 0, 0),
   )
 
   def work(carry, root, rows, batches):

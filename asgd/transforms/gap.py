@@ -4,6 +4,7 @@ Staleness counts updates since the ticket. The gap is the distance that they
 covered; here it is measured per parameter, in units of a typical update.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -128,16 +129,8 @@ def gap_aware(
       state = accumulate(state, updates, jnp.ones([]))
     if not checks.is_zero(weight_decay):
       updates = optax.tree.add_scale(updates, weight_decay, params)
-    # Without a sample there is no typical size, and no penalty.
-    correction = 1 - decay ** jnp.maximum(state.samples, 1)
-    has_size = (state.samples > 0) & (largest > 0)
-
-    def penalise(g, m, now, sent):
-      size = largest * (jnp.sqrt(m / correction) + eps)
-      penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
-      return jnp.where(has_size, g / penalty, g).astype(g.dtype)
-
     # [2] Divide by the gap, in units of a typical update.
+    penalise = _penalty(state.samples, largest, decay, eps)
     updates = jax.tree.map(
       penalise, updates, state.mean_square, params, sent_params
     )
@@ -154,6 +147,23 @@ def gap_aware(
     return updates, state
 
   return base.Transform(init_fn, update_fn)
+
+
+def _penalty(
+  samples: jax.Array, largest: jax.Array, decay: float, eps: float
+) -> Callable[..., jax.Array]:
+  """Returns (gradient, mean square, parameters, sent parameters) -> the
+  gradient over 1 + gap / C."""
+  # Without a sample there is no typical size, and no penalty.
+  correction = 1 - decay ** jnp.maximum(samples, 1)
+  has_size = (samples > 0) & (largest > 0)
+
+  def penalise(g, m, now, sent):
+    size = largest * (jnp.sqrt(m / correction) + eps)
+    penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
+    return jnp.where(has_size, g / penalty, g).astype(g.dtype)
+
+  return penalise
 
 
 def _published(

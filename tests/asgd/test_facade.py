@@ -21,7 +21,7 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-from asgd import facade, orders, sandblaster, simulator, tables
+from asgd import call_options, orders, sandblaster, simulator, tables
 from asgd.experiment import report
 from asgd.experiment.engines import live_hosts
 from asgd.experiment.engines.live import RAY
@@ -104,13 +104,14 @@ def test_type_checkers_see_every_name_of_the_package():
 @pytest.mark.parametrize(
   "options, kind",
   [
-    (facade.SimulateOptions, SIMULATE),
-    (facade.LiveOptions, RAY),
+    (call_options.SimulateOptions, SIMULATE),
+    (call_options.LiveOptions, RAY),
   ],
 )
 def test_typed_options_are_those_of_a_call(options, kind):
   named = {"messages", "workers", "batch_size", "folder"}
-  keys = {*facade.RunOptions._fields, *kind.sections, *facade.FURTHER}
+  keys = {*call_options.RunOptions._fields, *call_options.FURTHER}
+  keys |= {*kind.sections}
   assert {*options.__annotations__} | named == keys
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 
 import asgd
 import pipeline
-from asgd import facade
+from asgd import call_options
 from pipeline import schedules
 from pipeline.engine import PIPELINE
 from pipeline.facade import read_layers
@@ -56,7 +56,8 @@ def test_typed_options_are_those_of_pipelines():
   # Named by `train`, given by what it names, or options of a call.
   settings -= {"stages", "schedule", "microbatches", "devices", "batches"}
   settings -= {"rule", "flush", "name"}  # of `custom`, which takes functions
-  calls = {*facade.RunOptions._fields, "clip_norm"} - {"messages", "workers"}
+  calls = {*call_options.RunOptions._fields, "clip_norm"}
+  calls -= {"messages", "workers"}
   typed = {*pipeline.facade.TrainOptions.__annotations__}
   assert typed == settings | calls
 
