@@ -211,7 +211,8 @@ class PipelineEngine(engines.Engine):
       if not self._machine.processes:
         raise
       raise ValueError(
-        f"{error}; run the same command again to resume from what was saved"
+        f"{error}; run the same command again to resume from the last"
+        " checkpoint"
       ) from error
 
   def _warm_up(self):
