@@ -174,7 +174,7 @@ def programs(
 
 
 def _checked(config, engines, dataset=None) -> schema.Resolved:
-  """Checks what can be known without data and devices."""
+  """Checks a config as far as possible without data and devices."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
     given = {"given": dataset.recipe, "codecs": dataset.codecs}

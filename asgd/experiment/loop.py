@@ -49,7 +49,7 @@ def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
   if not np.isfinite(loss).all():
     return True
   if len(loss) < 2 * few:
-    return False  # too few messages to tell the start from the end
+    return False  # too few messages for a separate start and end
   began = loss[:few].mean()
   ended = loss[-max(few, len(loss) // 10) :].mean()
   limit = began + (_CLEARLY - 1) * abs(began)  # losses may be negative
@@ -246,7 +246,7 @@ def train(
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
   """Returns the remedy for a cell whose processes exited in each attempt."""
-  saved = "from what was saved"
+  saved = "from the last checkpoint"
   if not attempt.has_saved:
     saved = "from the beginning, as nothing was saved"
   if machine.faults:

@@ -26,7 +26,7 @@ class Machine:
   processes: int = 0  # for the stages of a pipeline; 0: threads
   gpus_per_process: float = 0.0  # that Ray reserves for each of them
   spans: bool = False  # write the times of each task of a pipeline
-  modules: Sequence[str] = ()  # files of the user's, for a Ray cluster
+  modules: Sequence[str] = ()  # a user's files, for a Ray cluster
   # A folder for a trace by JAX's profiler. It traces this process, or worker 0
   # on its machine if the workers are processes of Ray.
   profile: str | None = None
@@ -64,7 +64,7 @@ class Machine:
     self._tracing.worked()
 
   def close(self) -> None:
-    """Ends what was started."""
+    """Stops the profiler, and Ray if this object has started it."""
     if self._tracing is not None:
       self._tracing.close()
     if self._started:

@@ -31,7 +31,7 @@ class ProgressBar:
     self._done, self._total = 0, total
     self._seconds, self._last = seconds, time.monotonic()
     self._warned: set[tuple[str, int]] = set()
-    self.notes: list[str] = []  # what was said beside progress and results
+    self.notes: list[str] = []  # lines beside progress and results
     self._bar = None
     if stream.isatty():
       self._bar = tqdm.tqdm(

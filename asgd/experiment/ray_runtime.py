@@ -140,9 +140,11 @@ def _own_signals():
 
 @contextlib.contextmanager
 def _own_path():
-  """Has the processes of a cluster that is started in here import what this one
-  can. A runtime_env would cost each of them another process, which imports Ray
-  to set the variable, and Ray would keep none ready."""
+  """Gives the processes of a new cluster this process's import path.
+
+  A runtime_env would cost each of them another process, which imports Ray to
+  set the variable, and Ray would keep no process ready.
+  """
   before = os.environ.get("PYTHONPATH")
   os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
   try:
@@ -153,7 +155,8 @@ def _own_path():
       os.environ["PYTHONPATH"] = before
 
 
-def _join(ray, address, options) -> None:
+def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
+  """Joins a cluster; raises ValueError if it does not answer."""
   try:
     ray.init(address=address, **options)
   except (ConnectionError, RuntimeError) as error:

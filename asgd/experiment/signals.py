@@ -47,7 +47,7 @@ class Signals:
       raise KeyboardInterrupt
     self.received = number
     if self._tells:
-      _say("stopping: what was trained is saved first")
+      _say("stopping: all training so far is saved first")
 
   def _count(self, reading: int) -> None:
     """Counts the requests in a thread; ends the process when it must."""

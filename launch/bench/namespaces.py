@@ -110,7 +110,7 @@ def wire() -> Iterator[VirtualWire]:
 _STAY = "import sys; print(flush=True); sys.stdin.read()"
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[bytes]) -> None:
   """Ends a process that runs until its input ends."""
   process.stdin.close()
   process.stdout.close()

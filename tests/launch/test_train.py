@@ -1,4 +1,4 @@
-"""The command as a user meets it: outputs, going on, shares.
+"""The command as a user meets it: outputs, resuming, shares.
 
 What has to be a process of its own is one: `start`. The rest is done in this
 process, which has imported and compiled everything: `call`.
@@ -260,7 +260,7 @@ def test_what_is_lost_of_a_finished_cell_is_made_again(finished, tmp_path):
   assert rows == storage.read_archive(theirs, "metrics.jsonl")
 
 
-# Stopping and going on.
+# Stopping and resuming.
 
 
 def start_and_wait(workdir, checkpoints):
@@ -341,7 +341,7 @@ def test_a_signal_to_several_processes_saves_and_they_go_on(
     patch.setattr(progress.ProgressBar, "update", update)
     result = kit.call("train", *LONG, "--jobs=2", place)
   assert_stopped(result.returncode, result.stderr, signal.SIGTERM)
-  assert "stopping: what was trained is saved first" in result.stderr
+  assert "stopping: all training so far is saved first" in result.stderr
   finish(*LONG, *ONE, place)
   assert_same(workdir, undisturbed)
 
@@ -364,7 +364,7 @@ def test_a_nan_stops_with_one_line_and_keeps_what_was_finished(tmp_path):
   assert "Traceback" not in result.stderr
   assert (workdir / "cells" / "dc_asgd-n3-s0" / "cell.npz").exists()
   assert not (workdir / "cells" / "nag_asgd-n3-s0" / "cell.npz").exists()
-  # The remedy that the line names works, and goes on in the same folder.
+  # The remedy that the line names works, and the run resumes in its folder.
   explode = [a.replace("on_nan=stop", "on_nan=record") for a in explode]
   recorded = finish(*explode, f"--workdir={workdir}")
   assert re.search(r" diverged\n-+\n(?s:.*) 1 of 1\n", recorded.stdout)

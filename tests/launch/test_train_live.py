@@ -1,4 +1,4 @@
-"""Live training as a user meets it: results, faults, going on."""
+"""Live training as a user meets it: results, faults, resuming."""
 
 import contextlib
 import json
@@ -176,7 +176,7 @@ def after(messages, act, monkeypatch):
 
 
 def assert_gone_back(result, out, shards):
-  """It went on from its checkpoint, and its trace says so."""
+  """Asserts that the run resumed from its checkpoint, by log and trace."""
   assert re.search(
     r"resuming at message \d+, from the checkpoint of message \d+: \d+ updates",
     result.stderr,

@@ -116,7 +116,7 @@ def devices_of(run: Run) -> int | None:
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are devices."""
+  """Checks a run as far as possible before there are devices."""
   devices_of(run)
   section = run.config["mesh"]
   axes = section["axes"]
@@ -218,7 +218,7 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   del workers
   mesh = _make_mesh(run, jax.devices())
   problem, step, peak, rate = step_of(experiment, run, mesh)
-  # Traced, so that what does not fit together is found now.
+  # Traced, so that shapes that do not fit are found now.
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
   with _naming_mesh(run, mesh):
     state = step.init(jax.eval_shape(problem.init, key))

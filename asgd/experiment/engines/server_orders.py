@@ -161,8 +161,7 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
 
 
 def check_length(plan: Any, count: int) -> None:
-  """Raises ValueError if a round of a plan's messages is more than the so many
-  batches that were asked for."""
+  """Raises ValueError if a round of messages has more than `count` batches."""
   run, recipe, workers = plan.run, plan.recipe, plan.workers
   steps = recipe.steps * recipe.push_every
   if steps > 1 and steps * workers > count:

@@ -14,7 +14,7 @@ from asgd.live import journal, records
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-  """A run in threads, which was stopped twice and went on."""
+  """A run in threads, which was stopped twice and resumed."""
   workdir = tmp_path_factory.mktemp("disturbed") / "out"
   return kit.train_live(workdir, stop=(30, 40), examples=2400)[0]
 

@@ -1,10 +1,10 @@
-"""What every engine keeps to, whatever makes its runs.
+"""The contract of all engines.
 
-A cell that was stopped and goes on comes to what it would have come to: to the
-same bits, or, where real time decides (threads, ray), to those of its trace. A
-signal saves and stops; what is not finite stops with one line or is recorded;
-rows, results and records have columns in common; an evaluation changes nothing;
-a cell in another process is the same cell.
+A cell that was stopped and resumed has the same bits as one that was not. Where
+real time decides (threads, ray), it has the bits of its trace. A signal saves
+and stops. A value that is not finite stops the cell with one line, or is
+recorded. Rows, results and records have common columns. An evaluation changes
+nothing. A cell in another process has the same bits.
 """
 
 import copy
@@ -126,7 +126,7 @@ def assert_same(engine, workdir, exp, undisturbed):
     np.testing.assert_array_equal(ours[column], theirs[column])
 
 
-# Going on.
+# Resuming.
 
 
 @pytest.mark.parametrize(

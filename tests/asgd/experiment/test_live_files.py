@@ -28,7 +28,7 @@ def test_what_was_written_is_read_again(tmp_path):
   with spans_path(place, 0).open("a") as file:
     file.write("compute,5.0,6")
   assert live_files.read(place).spans == read.spans
-  # Whoever takes the place of a worker that was killed goes on behind it.
+  # The next incarnation of a killed worker continues its file.
   writer = SpanWriter(place)
   for span in kit.SPANS[0][:3]:
     writer(0, span)

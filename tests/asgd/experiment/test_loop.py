@@ -94,7 +94,7 @@ def test_a_nan_stops_or_is_recorded_and_the_next_cell_goes_on(tmp_path):
   )
   assert "\n" not in line
   assert not list(tmp_path.glob("cells/*/cell.npz"))
-  # The remedy that the line names works, and goes on in the same folder.
+  # The remedy that the line names works, and the run resumes in its folder.
   train_all(exploding(on_nan="record"), tmp_path)
   broken = result_of(tmp_path, "broken-n2-s0")
   assert broken["diverged"] is True

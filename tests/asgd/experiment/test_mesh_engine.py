@@ -147,7 +147,7 @@ def test_what_is_left_is_whole(replicas):
   assert rows[0]["learning_rate"] == pytest.approx(3e-3)
 
 
-# Stopping and going on.
+# Stopping and resuming.
 
 
 # Compressed from the second step on.

@@ -142,7 +142,7 @@ def test_a_holder_that_begins_anew_writes_nothing_for_the_one_before():
   job = worker_lib._OpenJob(Frame(frames.TICKET, 0, 1, 1), 0.0)
   job.tickets[0] = Frame(frames.TICKET, 0, 1, 1, message=1)
   before = loop._tenure
-  loop._begin_anew()
+  loop._start_next_incarnation()
   loop._write(before, job, params)
   assert (MESSAGES, 1) not in memory
   loop._write(loop._tenure, job, params)
