@@ -52,7 +52,10 @@ STATES = [
 ]
 PARAMS = "params.msgpack"
 KINDS = "changed", "cut", "changed", "emptied", "changed", "removed"
-REMEDY = re.compile("[Pp]ut .* back|[Rr]emove|start anew|choose another folder")
+REMEDY = re.compile(
+  "[Pp]ut .* back|[Rr]estore|[Rr]emove|(start|start anew) in another folder"
+  "|choose another folder"
+)
 # Of a pipeline that goes on after its end, some are not known any more.
 TIMES = {
   *("wall_seconds", "seconds", "seconds_per_update", "examples_per_second"),

@@ -311,8 +311,8 @@ def test_what_is_said_of_a_cell_of_tables():
   assert live_tables.describe(result | plain) == f"{words}, 1 MB"
   more = {"rows_held_back": 1200, "rows_dropped": 3, "done_again": 1}
   assert live_tables.describe(result | plain | more) == (
-    f"{words}, 1 MB, filters held back 1,200 rows and dropped 3, 1 job done"
-    " again as workers failed"
+    f"{words}, 1 MB, filters held back 1,200 rows and dropped 3, 1 job"
+    " redone because workers failed"
   )
 
 
