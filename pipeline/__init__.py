@@ -1,10 +1,19 @@
-"""Pipeline parallelism: schedules are tables, and everything obeys a table.
+"""Pipeline parallelism: a schedule is a table, which an executor executes.
 
-`table` is the table and its text, CSV and JSON forms, `schedules` makes the
-tables of the literature, `validate` rejects what cannot be run, `analyze` reads
-facts off a table, and `executor` obeys it. Stages keep their weights in servers
-of `asgd`; a stashed weight is a ticket. `pipeline.train` trains layers of one's
-own, in one call.
+  schedules -> table -> validate -> executor -> lanes, on threads or processes
+                  `---> analyze, render
+
+- `table`: the table and its text, CSV and JSON forms.
+- `schedules`: makes the tables of the literature.
+- `partition`: cuts a model into stages and assigns devices.
+- `validate`: rejects tables that cannot be run.
+- `analyze`: computes bubbles, memory and staleness from a table.
+- `executor`: executes a table; `processes` does so in several processes.
+- `engine`: the engine `pipeline` of experiments.
+
+Stages keep their weights in servers of `asgd`; a stashed weight is a ticket.
+Begin with `pipeline.train`, which trains a user's layers in one call, then read
+`table` and `executor`.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,8 +23,7 @@ if TYPE_CHECKING:
 else:
 
   def __getattr__(name: str) -> Any:
-    """Imports `train`, and the experiments of asgd with it, at its first
-    use."""
+    """Imports `train` at its first use: it imports all of asgd.experiment."""
     if name != "train":
       raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from pipeline.facade import train

@@ -1,7 +1,7 @@
-"""Facts read off a table: time, bubbles, memory, versions, staleness, bytes.
+"""Computes facts of a table: time, bubbles, memory, versions, staleness, bytes.
 
-A table gives the order of tasks, `Costs` their times. From both follow the
-start and the end of every task, if each begins as soon as its inputs are there.
+A table has the order of tasks, `Costs` their times. Together they give the
+start and the end of every task that begins as soon as its inputs are ready.
 Facts about weights (`versions`, `staleness`) depend on the order alone.
 """
 
@@ -241,7 +241,7 @@ def updates_done(schedule: Schedule) -> np.ndarray:
 
 
 class Versions(NamedTuple):
-  """Of which version weights are; a version is a number of updates."""
+  """The versions of weights in a run; a version is a number of updates."""
 
   forward: np.ndarray  # int[S, M], those that the forward reads
   backward: np.ndarray  # int[S, M], those that the backward reads
@@ -349,15 +349,14 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
 def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   """Returns the order of sends and receives at each stage, for the simulator.
 
-  `asgd.simulator.run_sharded` obeys them on the whole model, with the stages as
-  the shards of its server: what a pipeline that stashes weights computes,
-  without a pipeline. A microbatch is a job of one worker, and its number names
-  its message at every stage.
+  `asgd.simulator.run_sharded` replays them on the complete model, with the
+  stages as the shards of its server. The result is that of a pipeline that
+  stashes weights. A microbatch is a job of one worker, and the microbatch's
+  index names its message at every stage.
 
   Raises:
-    ValueError: as `versions`, for weights that change between forward and
-      backward, which is no gradient at any parameters, and for a table without
-      backward.
+    ValueError: as `versions`; for a table without backward; for weights that
+      change between forward and backward, as the result is not a gradient.
   """
   if weights == "latest" and not schedule.flush:
     raise ValueError(
@@ -367,7 +366,10 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   read = versions(schedule, weights)
   where = validate_lib.rows(schedule)
   if (where.weight < 0).any():
-    raise ValueError(f"{schedule.name} has no backward: nothing is received")
+    raise ValueError(
+      f"{schedule.name} has no backward, so servers receive nothing: add"
+      " backwards"
+    )
   out = []
   for stage, order in enumerate(update_order(schedule).tolist()):
     sends = collections.defaultdict(list)
@@ -385,7 +387,7 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
 
 
 class Analysis(NamedTuple):
-  """What a table costs."""
+  """Costs of a table; p are devices and m are microbatches."""
 
   makespan: float
   busy: np.ndarray  # float[D]
@@ -407,16 +409,17 @@ def analyze(
   activation=1.0,
   boundary=1.0,
 ) -> Analysis:
-  """Returns what a valid table costs.
+  """Returns the costs of a valid table.
 
   Args:
     schedule: the table.
-    cost: None is 1 for F, I and W, 2 for B, and nothing for transfers.
+    cost: None is 1 for F, I and W, 2 for B, and 0 for transfers.
     weights: as in `versions`; None is "latest" for a synchronous schedule and
       "stash" for another.
-    activation: float or float[S], what a stage holds for one microbatch from
-      its forward until its weights' gradient is done.
-    boundary: float or float[S - 1], what goes from stage s to s + 1, and back.
+    activation: float or float[S], the size of a stage's activations for one
+      microbatch, from its forward to the end of its weights' gradient.
+    boundary: float or float[S - 1], the size of a transfer from stage s to
+      s + 1, and back.
 
   Raises:
     ValueError: as `versions` and `times`.

@@ -1,9 +1,9 @@
-"""Wide tables, laid out and timed slot by slot: all devices of a slot at once.
+"""Lays out and times wide tables slot by slot: all devices of a slot at once.
 
-What `table.lay_out` and `analyze.times` do task by task takes Python 8 us a
-task. In columns a slot takes some 50 us, however many devices work in it, so
-tables of `WIDE` devices and more come from here. Of what cannot be laid out
-there is no result: the way task by task runs then, and shows the cell at fault.
+`table.lay_out` and `analyze.times` take 8 us for each task. Here a slot takes
+some 50 us for any number of devices, so they call this module for tables of
+`WIDE` devices or more. The functions return None for orders that lead to no
+table: the caller then works task by task, and raises an error with the cell.
 """
 
 import operator
@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-WIDE = 16  # devices from which on a slot costs less than its tasks
+WIDE = 16  # devices, from which a slot takes less time than its tasks
 
-_NEVER = 2**30  # the end of what is not done yet
-_MOST = 2**30  # stages x microbatches, of a table that is laid out here
+_NEVER = 2**30  # the end of a step that has not run
+_MOST = 2**30  # stages x microbatches of a table here
 
 
 class _Blocks(NamedTuple):
-  """Steps of all devices, one device after the other, in blocks."""
+  """Steps of all devices, one device after the other, in K blocks."""
 
-  kind: np.ndarray  # int64[T], the number of an action in `names`
+  kind: np.ndarray  # int64[T], the index of an action in `names`
   stage: np.ndarray  # int64[T]
   microbatch: np.ndarray  # int64[T]
   first: np.ndarray  # int64[K + 1], where in T each block begins
@@ -31,14 +31,14 @@ class _Blocks(NamedTuple):
 
   @property
   def in_blocks(self) -> np.ndarray:
-    """Returns int64[K, most steps of a block]: steps, T where there is none."""
+    """Returns int64[K, most steps of a block]: steps, T for no step."""
     sizes = np.diff(self.first)
     at = self.first[:-1, None] + np.arange(sizes.max())
     return np.where(at < self.first[1:, None], at, len(self.kind))
 
 
 def _read(orders, known) -> _Blocks | None:
-  """The steps in columns; None if not all are (name, number, number)."""
+  """Returns the steps in columns; None if one is not (name, int, int)."""
   numbers = {name: number for number, name in enumerate(known)}
   columns, sizes, stop = [], [], []
   for order in orders:
@@ -63,19 +63,23 @@ def _read(orders, known) -> _Blocks | None:
 
 
 class _Needs(NamedTuple):
-  """Ends of steps as numbers of places in one array; its last two places are of
-  what is needed by none and of what needs nothing."""
+  """The ends that each step waits for, as indices of one array `ends`.
 
-  needed: np.ndarray  # int64[T + 1, 2], of each step, and of no step
-  made: np.ndarray  # int64[T + 1], the place that a step's end is written to
+  `ends` has forwards, then backwards, then updates (gates). Its last two
+  elements are dummies: steps that no step needs write to the first, and steps
+  without inputs read the second, 0. Row T of the columns is "no step".
+  """
+
+  needed: np.ndarray  # int64[T + 1, 2], indices that a step reads
+  made: np.ndarray  # int64[T + 1], the index that a step's end is written to
   gate: np.ndarray  # int64[T + 1], the update that a step counts for
-  ends: np.ndarray  # int64[places]
-  left: np.ndarray  # int64[gates + 1], steps to come of each update
+  ends: np.ndarray  # int64[E], slots
+  left: np.ndarray  # int64[gates + 1], missing steps of each update
 
 
 def _needs_of(blocks, every, flush) -> _Needs | None:
-  """The ends that steps wait for. None if a step is there twice, or numbers are
-  too large or negative."""
+  """Returns the ends that steps wait for. None if a step occurs twice, or if
+  stages or microbatches are negative or too large."""
   kind, stage, microbatch = blocks[:3]
   is_known = kind < 4
   lowest = np.where(is_known, 0, -1)
@@ -90,10 +94,12 @@ def _needs_of(blocks, every, flush) -> _Needs | None:
   for mine in (forward, backward, weight | (kind == 1)):
     if np.bincount(at[mine], minlength=1).max() > 1:
       return None
-  places = stages * count
-  gates = 2 * places
+  # [1] Lay out `ends`: forwards, backwards, updates, and the two dummies.
+  forwards = stages * count
+  gates = 2 * forwards
   unused = gates + stages * batches
   nothing = unused + 1
+  # [2] Count the steps of each update; an update without steps is done.
   needed = np.full((len(kind) + 1, 2), nothing)
   made = np.full(len(kind) + 1, unused)
   gate = np.full(len(kind) + 1, stages * batches)
@@ -104,8 +110,9 @@ def _needs_of(blocks, every, flush) -> _Needs | None:
   ends = np.full(nothing + 1, _NEVER)
   ends[gates:unused][left == 0] = 0
   ends[nothing] = 0
+  # [3] Connect forwards and backwards along the stages.
   made[:-1][forward] = at[forward]
-  made[:-1][backward] = places + at[backward]
+  made[:-1][backward] = forwards + at[backward]
   later = forward & (stage > 0)
   needed[:-1, 0][later] = at[later] - count
   if flush:
@@ -113,8 +120,8 @@ def _needs_of(blocks, every, flush) -> _Needs | None:
     needed[:-1, 1][later] = gates + update[later] - 1
   needed[:-1, 0][backward] = at[backward]
   earlier = backward & (stage < stages - 1)
-  needed[:-1, 1][earlier] = places + at[earlier] + count
-  needed[:-1, 0][weight] = places + at[weight]
+  needed[:-1, 1][earlier] = forwards + at[earlier] + count
+  needed[:-1, 0][weight] = forwards + at[weight]
   return _Needs(needed, made, gate, ends, np.append(left, _NEVER))
 
 
@@ -127,14 +134,14 @@ def lay_out(
   flush: bool,
 ) -> tuple[np.ndarray, ...] | None:
   """Returns the columns of a table in which every device does its steps in
-  their order, each as soon as its inputs are there.
+  their order, each as soon as its inputs are ready.
 
   Args:
     orders: as in `table.lay_out`.
     known: the actions F, B, I and W.
-    name: what names of actions match.
+    name: the pattern that names of actions match.
     every: microbatches of an update.
-    flush: whether forwards of a batch wait for the update of the one before.
+    flush: whether forwards of a batch wait for the previous batch's update.
 
   Returns:
     time, device, stage and microbatch, int[T], and action, str[T], in any
@@ -164,7 +171,7 @@ def lay_out(
 
 
 def _begins(blocks, steps, needs, *, counts_updates):
-  """int[K], the slot of each block; None for a deadlock."""
+  """Returns int[K], the slot of each block; None for a deadlock."""
   width = steps.shape[1]
   needed = needs.needed[steps].reshape(-1, 2 * width)
   made, gate = needs.made[steps], needs.gate[steps]
@@ -175,11 +182,12 @@ def _begins(blocks, steps, needs, *, counts_updates):
   at = np.append(0, stop[:-1])  # the next block of each device
   at, stop = at[at < stop], stop[at < stop]
   slot = 0
+  # Each pass does one slot: devices with a ready block begin it.
   while len(at):
     ready = ends[needed[at]].max(1)
-    goes = ready <= slot
-    done = at[goes]
-    if not len(done):
+    begins = ready <= slot
+    done = at[begins]
+    if not len(done):  # skip the slots in which every device waits
       slot = ready.min()
       if slot == _NEVER:
         return None
@@ -190,9 +198,9 @@ def _begins(blocks, steps, needs, *, counts_updates):
     if counts_updates:
       counted = gate[done].ravel()
       np.subtract.at(left, counted, 1)
-      whole = counted[(left[counted] == 0) & (counted < none)]
-      ends[gates + whole] = slot
-    at = at + goes
+      complete = counted[(left[counted] == 0) & (counted < none)]
+      ends[gates + complete] = slot
+    at = at + begins
     if (at == stop).any():
       at, stop = at[at < stop], stop[at < stop]
   return begun
@@ -209,19 +217,20 @@ def times(
 
   Args:
     table: time and device, int[T], by time and then device.
-    durations: float[T], of tasks by themselves.
-    overlap: of a block of two tasks; None is their sum.
-    needs: rows that a row needs, int[T], twice, -1 for none; and float[T], what
-      the second takes to arrive.
-    updates: int[T] numbers of the update that a row waits for, and of the one
-      that it is a part of, -1 for none. None if nothing waits for one.
+    durations: float[T], of tasks that do not overlap.
+    overlap: the duration of a block of two tasks; None is their sum.
+    needs: two columns int[T] of rows that a row needs, -1 for none; and
+      float[T], the transfer time of the second.
+    updates: two columns int[T]: the update that a row waits for, and the update
+      that the row is a part of; -1 for none. None if no row waits for an
+      update.
 
   Returns:
     float[T] and float[T]. None for a table of fewer than `WIDE` devices, or
     with blocks of more than two tasks.
   """
   slot, device = table
-  begins = np.ones(len(slot), bool)  # a block
+  begins = np.ones(len(slot), bool)  # whether a row is the first of its block
   begins[1:] = (np.diff(slot) != 0) | (np.diff(device) != 0)
   first = np.flatnonzero(begins)
   size = np.diff(first, append=len(slot))
@@ -235,16 +244,16 @@ def times(
     both = durations[rows].sum(1) if overlap is None else overlap
     took = np.where(size == 2, both, took)
   one, two, wait = needs
-  block = np.append(block, len(first))  # what needs nothing: minus infinity
+  block = np.append(block, len(first))  # row -1, no need: ends at -infinity
   needed = block[np.concatenate([one[rows], two[rows]], 1)]
   delay = np.concatenate([np.zeros(rows.shape), wait[rows]], 1)
   begin, end = np.empty(len(first)), np.full(len(first) + 1, -np.inf)
   device = device[first]
   free = np.zeros(device.max() + 1)
   if updates is not None:
-    # A block has at most one forward, which is its first row, and one backward.
+    # A block has at most one forward, its first row, and one backward.
     waits, counts = updates[0][rows].max(1), updates[1][rows].max(1)
-    updated = np.zeros(max(waits.max(), counts.max()) + 2)  # the last: of none
+    updated = np.zeros(max(waits.max(), counts.max()) + 2)  # last: none
   cuts = np.flatnonzero(np.diff(slot[first], prepend=-1))
   for low, high in zip(cuts, [*cuts[1:], len(first)], strict=True):
     here = slice(low, high)

@@ -59,7 +59,7 @@ def cut(
     if rules.worker is not None or rules.every > 1:
       raise ValueError(
         "a pipeline's stages send plain gradients, averaged as the schedule"
-        " says: recipes with workers or rounds of their own do not fit; use"
+        " says: recipes with local workers or rounds do not fit; use"
         " asgd, nag_asgd, dana_zero, dana_slim, dc_asgd_c, dc_asgd_a,"
         " staleness_aware or gap_aware"
       )

@@ -125,8 +125,8 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
 
 @functools.lru_cache(maxsize=256)
 def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
-  """Returns T2 as the `correct` of a `stage.Part`, whose server has an
-  algorithm of `follow`: state -> w_t - tau delta_t."""
+  """Returns T2 for `stage.Part.correct`: state -> w_t - tau delta_t. The part's
+  server needs an algorithm of `follow`."""
 
   def back(weight, velocity):
     return (weight - cure.delay * velocity).astype(weight.dtype)

@@ -1,8 +1,9 @@
-"""The engine `pipeline`: stages on devices that obey a table.
+"""The engine `pipeline`: stages on devices, which execute a table.
 
-Stages run on devices of this process, or share what there is; or they are in
-processes of Ray, with the same parameters to the bit. A process that dies is
-replaced, and the cell resumes from its last checkpoint.
+Stages run on the devices of this process, and share devices if the table has
+more; or they run in processes of Ray, with the same parameters to the bit. If a
+process exits, the run loop starts a new one, and the cell resumes from its last
+checkpoint.
 
   from asgd import experiment
   from pipeline.engine import PIPELINE
@@ -41,11 +42,11 @@ from pipeline.lanes import PipelineError
 from pipeline.run_plan import PipelinePlan
 from pipeline.state import PipelineState
 
-_SECONDS = 1.0  # of an asynchronous table, between two looks at clocks
+_SECONDS = 1.0  # aim for one `advance` of an asynchronous table
 
 
 def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
-  """Arguments of the executor for a cell."""
+  """Returns the arguments of the executor for a cell."""
   init_key, _ = jax.random.split(jax.random.key(seed))
   params = plan.problem.init(init_key)
   ends = zip(plan.parts, itertools.pairwise(plan.cuts), strict=True)
@@ -65,7 +66,8 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
 
 
 def _extras(plan: PipelinePlan, seed: int) -> Callable[[int, int], Any]:
-  """What a stage is given for a microbatch of a cell, beside its input."""
+  """Returns (stage, microbatch) -> the stage's further inputs: examples,
+  labels and keys."""
   _, root = jax.random.split(jax.random.key(seed))
   batches = plan.problem.batches(seed, 1)
   return cut.extras(
@@ -74,7 +76,7 @@ def _extras(plan: PipelinePlan, seed: int) -> Callable[[int, int], Any]:
 
 
 def _remote_arguments(config, dataset, measurements, cell):
-  """The same, in a process that was given config and data."""
+  """Rebuilds `_arguments` from config and data, in a process of Ray."""
   import ray
 
   experiment = cells.build(
@@ -84,7 +86,8 @@ def _remote_arguments(config, dataset, measurements, cell):
     measurements=measurements,
   )
   plan = experiment.plan(cell)
-  return _arguments(plan, cell.seed, time.time)  # of all machines
+  # Wall time, so that the spans of several machines can be compared.
+  return _arguments(plan, cell.seed, time.time)
 
 
 def _in_processes(context: engines.Context) -> processes.Processes:
@@ -102,7 +105,7 @@ def _in_processes(context: engines.Context) -> processes.Processes:
   )
   affinity = getattr(os, "sched_getaffinity", lambda process: ())
   shares = np.array_split(sorted(affinity(0)), count)
-  cores = None  # unless there are enough of them on this machine
+  cores = None  # processes share cores if there are fewer cores than processes
   if not machine.address and all(map(len, shares)):
     cores = [share.tolist() for share in shares]
   gpus = {"num_gpus": machine.gpus_per_process}
@@ -120,17 +123,20 @@ def _in_threads(context: engines.Context) -> executor.Executor:
 def check_machine(
   experiment: Any, plans: Sequence[PipelinePlan], machine: Any
 ) -> None:
-  """Refuses a machine without what pipelines need, before anything is written:
-  ValueError, naming the flag and the remedy."""
+  """Checks the flags against the plans, before anything is written.
+
+  Raises:
+    ValueError: naming the flag and the remedy.
+  """
   del experiment
   count, gpus = machine.processes, machine.gpus_per_process
   checks.whole("--processes", count, 0)
   checks.nonnegative("--gpus_per_process", gpus)
-  held = [plan for plan in plans if plan.room is not None]
-  if count and held:
+  swapping = [plan for plan in plans if plan.room is not None]
+  if count and swapping:
     raise ValueError(
-      f"config.runs.{held[0].run.label}.device_megabytes is for stages in one"
-      f" process: drop it, or --processes={count}"
+      f"config.runs.{swapping[0].run.label}.device_megabytes needs all stages"
+      f" in one process: drop it, or --processes={count}"
     )
   if count:
     ray_runtime.check(
@@ -149,7 +155,7 @@ def check_machine(
 
 
 def _check_gpus(each, count, there):
-  """Refuses processes for which Ray would wait forever."""
+  """Raises ValueError for more GPUs than Ray has: Ray would wait forever."""
   if each * count > there:
     raise ValueError(
       f"{count} processes of --gpus_per_process={each:g} need {each * count:g}"
@@ -159,9 +165,9 @@ def _check_gpus(each, count, there):
 
 
 class PipelineRecords(NamedTuple):
-  """What is recorded of a cell."""
+  """Records of a cell: M microbatches, and U updates of S stages."""
 
-  loss: np.ndarray  # float32[M], of each microbatch learned from
+  loss: np.ndarray  # float32[M], of each finished microbatch
   update: np.ndarray  # int32[S, U]
   staleness: np.ndarray  # int32[S, U]
   gap: np.ndarray  # float32[S, U]
@@ -169,13 +175,17 @@ class PipelineRecords(NamedTuple):
 
 
 class PipelineEngine(engines.Engine):
-  """A cell in a pipeline."""
+  """Runs one cell in a pipeline.
+
+  A cell repeats a synchronous schedule's table for each update. The table of an
+  asynchronous schedule spans the cell, and `advance` runs some of its slots.
+  """
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or resumes it from its last checkpoint."""
     self._plan = plan = context.plan
     self._cell, self._machine = context.cell, context.machine
-    # Of a checkpoint; one of another cell may have the same shapes.
+    # Stored in checkpoints: another cell's arrays may have the same shapes.
     self._identity = [self._cell.name, plan.table.name, list(plan.cuts)]
     self.total, self.quantum = plan.messages, plan.table.every
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
@@ -192,7 +202,7 @@ class PipelineEngine(engines.Engine):
 
   @contextlib.contextmanager
   def _as_engine_errors(self) -> Iterator[None]:
-    """Turns errors of a pipeline into those that the run loop knows."""
+    """Turns errors of a pipeline into errors that the run loop handles."""
     try:
       yield
     except processes.ProcessDied as error:
@@ -206,7 +216,7 @@ class PipelineEngine(engines.Engine):
       ) from error
 
   def _warm_up(self):
-    """Compiles all there is, by training that is forgotten."""
+    """Compiles all programs by a short training, then restores the state."""
     if self.done == self.total:
       return
     updates = min(2, self._plan.updates)
@@ -214,46 +224,50 @@ class PipelineEngine(engines.Engine):
     state = self._executor.fetch(self._state)
     self._executor.run(self._executor.start(), until)
     if self._plan.room is not None:
-      self._executor.count_anew(self._moved)
+      self._executor.reset_traffic(self._moved)
     self._state = self._executor.place(state)
 
   def _update(self):
-    """Updates that every stage has made."""
+    """Returns how many updates every stage has made."""
     before = self._state.microbatch // self.quantum
     return before + int(np.searchsorted(self._updates_done, self._state.slot))
 
   @property
   def done(self) -> int:
-    """Microbatches that every stage has learned from."""
+    """Microbatches that have updated every stage."""
     return self._update() * self.quantum
 
   def _slot_of(self, update):
-    """The slot before which every stage has made that many updates."""
+    """Returns the first slot at which every stage has made `update` updates."""
     if update == self._plan.updates:
       return self._plan.table.slots
     return int(self._updates_done[update - 1]) + 1
 
   def advance(self, until: int) -> engines.Progress:
-    """Trains on: an update of a synchronous schedule, or some slots."""
+    """Trains for one update of a synchronous schedule, or for some slots."""
     flush, slot = self._plan.table.flush, None
     steps = self._pace.begin()
+    # [1] Choose the slot to stop at: a synchronous table runs to its end.
     if not flush:
       last = self._slot_of(until // self.quantum)
       slot = min(self._state.slot + steps, last)
+    # [2] Run.
     with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
       self._state = result.state
       self._seconds += self._pace.end()
       if flush:
-        self._state = self._executor.again(self._state)
-    numbers = sorted(result.losses)
-    new = np.array([float(result.losses[number]) for number in numbers])
-    self._loss[numbers] = new
+        self._state = self._executor.next_pass(self._state)
+    # [3] Record losses, updates and spans.
+    microbatches = sorted(result.losses)
+    losses = np.array([float(result.losses[m]) for m in microbatches])
+    self._loss[microbatches] = losses
     for pieces, records in zip(self._pieces, result.records, strict=True):
       pieces.append(records)
     self._log.add(result.spans)
+    # [4] Report, and name the first loss that is not finite.
     broken, cell = None, self._cell
-    bad = next(itertools.compress(numbers, ~np.isfinite(new)), None)
+    bad = next(itertools.compress(microbatches, ~np.isfinite(losses)), None)
     if bad is not None:
       broken = (
         f"{cell.name}: the loss of microbatch {bad} is {self._loss[bad]}, with"
@@ -263,16 +277,16 @@ class PipelineEngine(engines.Engine):
       )
     stale, gap = _delays(result.records)
     age = mean(stale) if stale.size else None
-    return engines.Progress(new, age, mean(gap), broken=broken)
+    return engines.Progress(losses, age, mean(gap), broken=broken)
 
   def _stage_records(self):
-    """What each stage recorded, a row an update."""
-    whole = [simulator.concatenate(pieces) for pieces in self._pieces]
-    self._pieces = [[rows] for rows in whole]
-    return whole
+    """Returns the records of each stage, one row for each update."""
+    records = [simulator.concatenate(pieces) for pieces in self._pieces]
+    self._pieces = [[rows] for rows in records]  # so none is joined twice
+    return records
 
   def records(self) -> PipelineRecords:
-    """Returns what was recorded of updates that all stages have made."""
+    """Returns the records of the updates that all stages have made."""
     records = self._stage_records()
     count = min(len(rows.update) for rows in records)
     columns = (
@@ -298,7 +312,7 @@ class PipelineEngine(engines.Engine):
     }
 
   def columns(self) -> dict[str, Any]:
-    """Returns what the table says of the cell, and what was measured."""
+    """Returns facts of the cell's table, and measured values."""
     plan, records, schedule = self._plan, self.records(), self._plan.table
     tasks = self._log.spans
     costs = analyze.measured_costs(schedule, tasks) if tasks else None
@@ -329,7 +343,7 @@ class PipelineEngine(engines.Engine):
     }
 
   def _traffic(self):
-    """Bytes between devices and the host, where devices do not hold all."""
+    """Returns bytes moved between devices and host; {} without a limit."""
     if self._plan.room is None:
       return {}
     with self._as_engine_errors():
@@ -412,13 +426,14 @@ class PipelineEngine(engines.Engine):
 
 
 def _split(entries):
-  """The states at workers, for which there is a template, and the rest."""
+  """Splits entries into the states at workers, which have a template, and
+  the other entries."""
   at_worker = {k: v for k, v in entries.items() if k[0] == state_lib.AT_WORKER}
   return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 
 
 def _delays(records, first=0):
-  """Staleness and gaps of all stages' updates, from update `first` on."""
+  """Returns staleness and gaps of all stages' updates, from `first` on."""
   return (
     np.concatenate([getattr(rows, name)[first:] for rows in records])
     for name in ("staleness", "gap")
@@ -426,7 +441,7 @@ def _delays(records, first=0):
 
 
 def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
-  """Bytes that each stage keeps for a microbatch's backward."""
+  """Returns the bytes that each stage keeps for a microbatch's backward."""
   extra, sizes, x = _extras(plan, seed), [], ()
   for stage, part in enumerate(plan.parts):
     given = extra(stage, 0)
@@ -441,7 +456,7 @@ def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
 
 
 def _percent(share):
-  """A dash for a cell that ended before it was resumed."""
+  """Returns a share as text; a dash if it was not measured."""
   return f"{100 * share:.0f} %" if storage.is_finite(share) else "-"
 
 
@@ -486,7 +501,7 @@ PIPELINE = engines.EngineKind(
     Column("peak MiB", "peak_bytes", 2**-20, "{:.3g}"),
     Column("bubble %", "bubble_measured", 100, "{:.0f}"),
     Column("predicted %", "bubble_predicted", 100, "{:.0f}"),
-    # Of runs with device_megabytes.
+    # Only runs with device_megabytes have these.
     Column("MB fetched", "weights_fetched_bytes", 1e-6),
     Column("written", "weights_written_bytes", 1e-6),
     Column("held", "weights_peak_bytes", 1e-6),

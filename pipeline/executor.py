@@ -1,19 +1,23 @@
-"""Obeys a table: stages on devices, and a server for the weights of each.
+"""Executes a table: stages on devices, with one server for each stage.
 
-A stage's weights live in a server of `asgd` on its first device; a forward
-reads a ticket, its backward the same ticket (a stash) or another, and the
-gradient is received with the ticket of the forward, so that every algorithm
-against staleness works here as it does anywhere. `lanes` does the work, in the
-threads of `lane_threads`.
+A server of `asgd` on a stage's first device keeps the weights of the stage. A
+ticket is a version number with the parameters that were read at that version.
+A forward reads a ticket. Its backward reads the same ticket (a stash) or a
+newer one. The server receives the gradient with the ticket of the forward, so
+every algorithm against staleness works here without changes.
 
-Slots are cuts: no task of slot t needs anything of slot t or later. So a run
-can stop before any slot, with all entries in a `PipelineState`, and resume.
+Each device has a lane, which executes the device's tasks in order:
 
-A process may have some of the lanes only; `pipeline.processes` has the others.
+  Executor.run -> `lanes.LaneRun`, on the threads of `lane_threads`
+
+A task of slot t needs only results of slots before t. So a run can stop before
+any slot with all entries in a `PipelineState`, and resume from that state.
+
+One process may execute only some lanes: see `pipeline.processes`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -35,7 +39,10 @@ _steps = functools.lru_cache(maxsize=64)(simulator.compile_steps)
 
 
 @functools.lru_cache(maxsize=64)
-def _transform(message):
+def _jitted(
+  message: optax.GradientTransformation | None,
+) -> optax.GradientTransformationExtraArgs | None:
+  """Returns a worker's transform with both of its functions compiled."""
   if message is None:
     return None
   transform = optax.with_extra_args_support(message)
@@ -44,7 +51,11 @@ def _transform(message):
   )
 
 
-def _compile_parts(parts, extra, here):
+def _compile_parts(
+  parts: Sequence[stage_lib.Part],
+  extra: Callable[[int, int], Any],
+  is_here: Sequence[bool],
+) -> tuple[lanes_lib.CompiledPart, ...]:
   """Compiles each stage that has a lane in this process, from shapes."""
   out, x = [], ()
   for index, part in enumerate(parts):
@@ -52,21 +63,22 @@ def _compile_parts(parts, extra, here):
       if not jnp.issubdtype(leaf.dtype, jnp.inexact):
         raise ValueError(
           f"stage {index} has parameters of dtype {leaf.dtype}, which have no"
-          " gradient: make them constants of its fn, or give them by extra"
+          " gradient: make them constants of its fn, or pass them in extra"
         )
-    inputs, compiled = extra(index, 0), None
+    inputs, stage = extra(index, 0), None
     try:
-      if here[index]:
-        compiled = stage_lib.compile_stage(part.fn, part.params, x, inputs)
-        x = compiled.y
+      if is_here[index]:
+        stage = stage_lib.compile_stage(part.fn, part.params, x, inputs)
+        x = stage.y
       else:
+        # Later stages still need the shapes of this stage's output.
         x = jax.eval_shape(part.fn, part.params, x, inputs)[0]
     except Exception as error:
       raise lanes_lib.PipelineError(
         f"stage {index} cannot be compiled: {error}"
       ) from error
-    steps, message = _steps(part.server, None), _transform(part.at_worker)
-    out.append(lanes_lib.CompiledPart(compiled, steps, message, part.correct))
+    steps, at_worker = _steps(part.server, None), _jitted(part.at_worker)
+    out.append(lanes_lib.CompiledPart(stage, steps, at_worker, part.correct))
   scalar = getattr(x, "shape", None) == ()
   if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
@@ -77,7 +89,14 @@ def _compile_parts(parts, extra, here):
 
 
 class Executor:
-  """Runs a table on devices."""
+  """Executes a table on devices.
+
+  Attributes:
+    devices: lane -> device, of the lanes in this process.
+    inboxes: lane -> queue for entries from other processes; empty if this
+      process has all lanes.
+    compiled_program: the table's instructions with the compiled stages.
+  """
 
   def __init__(
     self,
@@ -94,17 +113,18 @@ class Executor:
     Args:
       schedule: the table; it is validated.
       parts: the stages, S.
-      extra: (stage, microbatch) -> what `Part.fn` gets besides parameters and
-        the stage before's output: examples at the first, labels at the last,
-        keys. Called by many threads.
-      devices: D, or as many as lanes that are here; None is the first ones.
-      elsewhere: lanes that another process has -> their queues: `put` takes
-        (key, value). What these lanes make for a lane that is here is to be
-        put into its queue in `inboxes`. None is that all are here.
+      extra: (stage, microbatch) -> the further inputs of `Part.fn`: examples
+        at the first stage, labels at the last, keys. Many threads call it.
+      devices: one for each lane of this process, D if it has all lanes. None
+        takes the first local devices.
+      elsewhere: lane of another process -> its queue; `put` takes (key,
+        value). The caller puts entries from those lanes for a local lane into
+        the lane's queue in `inboxes`. None: this process has all lanes.
       **options: those of `lanes.ExecutorOptions`.
 
     Raises:
-      ValueError: if these do not fit together, and as `validate.validate`.
+      ValueError: if the arguments do not fit together, or if
+        `validate.validate` rejects the schedule.
     """
     self.schedule, self.parts = schedule, tuple(parts)
     how = lanes_lib.ExecutorOptions(**options)
@@ -128,9 +148,9 @@ class Executor:
       if part.at_worker
       for worker in range(streams[stage])
     }
-    here = [any(d in self.devices for d in each) for each in program.places]
-    compiled = _compile_parts(self.parts, extra, here)
-    self._before, memories = residence.DeviceTraffic(), {}
+    is_here = [any(d in self.devices for d in each) for each in program.places]
+    compiled_parts = _compile_parts(self.parts, extra, is_here)
+    self._earlier_traffic, memories = residence.DeviceTraffic(), {}
     if how.room is not None:
       memories = _memories(program, self.parts, self.devices, how.room)
     if isinstance(how.recompute, bool):
@@ -141,132 +161,165 @@ class Executor:
         f" not {how.recompute!r}"
       )
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
-    self.compiled = lanes_lib.CompiledProgram(
+    self.compiled_program = lanes_lib.CompiledProgram(
       program=program,
-      parts=compiled,
+      parts=compiled_parts,
       devices=self.devices,
       inboxes=self.inboxes,
       elsewhere=elsewhere or {},
       extra=extra,
       how=how,
+      # On a CPU the lane's core computes, so there is nothing to overlap.
       waits=how.clock is not None or on_cpu,
       memories=memories,
     )
 
   def start(self) -> PipelineState:
     """Returns the state before the first slot."""
-    entries, homes = {}, self.compiled.homes()
+    entries, homes = {}, self.compiled_program.homes()
     servers: list[base.ServerState | None] = [None] * len(self.parts)
     for stage in homes:
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)
-      servers[stage] = self._server(stage, state)
+      servers[stage] = self._copy_to_home(stage, state)
     for key in sorted(self._at_worker):
       if (stage := key[1]) in homes:
-        transform = self.compiled.parts[stage].at_worker
+        transform = self.compiled_program.parts[stage].at_worker
         state = transform.init(base.weights_of(servers[stage].params))
         entries[key] = jax.device_put(state, homes[stage])
     return self._with_first_tickets(0, servers, entries)
 
-  def again(self, state: PipelineState) -> PipelineState:
-    """Returns the state from which the table, which is done (else ValueError),
-    can be obeyed once more, with the microbatches that follow."""
+  def next_pass(self, state: PipelineState) -> PipelineState:
+    """Returns the state before the first slot of another pass over the table.
+
+    The next pass trains on the microbatches after those of this pass.
+
+    Raises:
+      ValueError: if `state` is not at the end of the table.
+    """
     if state.slot != self.schedule.slots:
       raise ValueError(
         f"the table is at slot {state.slot} of {self.schedule.slots}: run it to"
         " its end first"
       )
-    done = state.microbatch + self.schedule.microbatches
+    microbatch = state.microbatch + self.schedule.microbatches
+    # Only workers' transforms keep state between passes.
     entries = {k: v for k, v in state.entries.items() if k in self._at_worker}
-    return self._with_first_tickets(done, state.servers, entries)
+    return self._with_first_tickets(microbatch, state.servers, entries)
 
   def fetch(self, state: PipelineState) -> PipelineState:
-    """Returns a state as a checkpoint may have it."""
+    """Returns a state that a checkpoint can store."""
     return state
 
   def place(self, state: PipelineState) -> PipelineState:
-    """Puts the entries of a whole state, read from a checkpoint, on the devices
-    of the lanes here. Raises ValueError for a state of another table, or one
-    that is not whole."""
-    state_lib.check(state, self.compiled.program, self._at_worker)
-    entries, memories = {}, self.compiled.memories
+    """Puts a checkpointed state on this process's devices.
+
+    Entries of lanes in other processes are left out.
+
+    Raises:
+      ValueError: for a state of another schedule, or an incomplete state.
+    """
+    program = self.compiled_program.program
+    state_lib.check(state, program, self._at_worker)
+    entries, memories = {}, self.compiled_program.memories
     for key, value in state.entries.items():
-      lane = state_lib.lane_of(self.compiled.program, key)
+      lane = state_lib.lane_of(program, key)
       if lane in memories and key[0] in (TICKET, SUM):
         entries[key] = memories[lane].to_host(value)
       elif lane in self.devices:
         entries[key] = jax.device_put(value, self.devices[lane])
-    homes = self.compiled.homes()
+    homes = self.compiled_program.homes()
     servers = tuple(
-      self._server(stage, server) if stage in homes else None
+      self._copy_to_home(stage, server) if stage in homes else None
       for stage, server in enumerate(state.servers)
     )
     return state._replace(servers=servers, entries=entries)
 
-  def _server(self, stage, state):
-    """A copy of a server's state, where it is kept."""
-    lane = self.compiled.program.places[stage][0]
-    if lane in self.compiled.memories:
-      return self.compiled.memories[lane].to_host(state)
-    # A copy, as they are donated.
+  def _copy_to_home(
+    self, stage: int, state: base.ServerState
+  ) -> base.ServerState:
+    """Copies a server's state to the stage's first device, or to the host if
+    that device swaps its weights."""
+    lane = self.compiled_program.program.places[stage][0]
+    memories = self.compiled_program.memories
+    if lane in memories:
+      return memories[lane].to_host(state)
+    # The run donates its buffers, so the caller's arrays must not be shared.
     return jax.device_put(state, self.devices[lane], may_alias=False)
 
   def traffic(self) -> residence.DeviceTraffic:
     """Returns the traffic of all lanes between devices and the host, and the
-    largest peak; 0 where devices hold all."""
-    lanes = [memory.traffic for memory in self.compiled.memories.values()]
-    return residence.add_up([self._before, *lanes])
+    largest peak; 0 without `room`."""
+    memories = self.compiled_program.memories.values()
+    lanes = [memory.traffic for memory in memories]
+    return residence.add_up([self._earlier_traffic, *lanes])
 
-  def count_anew(self, before: residence.DeviceTraffic) -> None:
-    """Counts `traffic` from now on, beginning with `before`."""
-    self._before = before
-    for memory in self.compiled.memories.values():
+  def reset_traffic(self, earlier: residence.DeviceTraffic) -> None:
+    """Restarts the count of `traffic` at `earlier`."""
+    self._earlier_traffic = earlier
+    for memory in self.compiled_program.memories.values():
       memory.traffic = residence.DeviceTraffic()
 
-  def _with_first_tickets(self, microbatch, servers, entries):
-    """A state with the first tickets of the present weights. Tickets for lanes
-    in other processes are sent."""
-    for stage in self.compiled.homes():
-      for key, lane, ticket in self.compiled.tickets(stage, 0, servers[stage]):
+  def _with_first_tickets(
+    self,
+    microbatch: int,
+    servers: Sequence[base.ServerState | None],
+    entries: dict[Any, Any],
+  ) -> PipelineState:
+    """Returns a state at slot 0 with the tickets of version 0. Sends tickets
+    for lanes of other processes to these."""
+    compiled = self.compiled_program
+    for stage in compiled.homes():
+      for key, lane, ticket in compiled.tickets(stage, 0, servers[stage]):
         if lane in self.devices:
           entries[key] = ticket
         else:
-          self.compiled.elsewhere[lane].put((key, ticket))
+          compiled.elsewhere[lane].put((key, ticket))
     return PipelineState(0, microbatch, tuple(servers), entries)
 
   def params(self, state: PipelineState) -> list[Any]:
-    """Returns the present parameters of each stage."""
+    """Returns the parameters of each stage; None for a server elsewhere."""
     return [server and server.params for server in state.servers]
 
   def run(
     self, state: PipelineState, until: int | None = None
   ) -> PipelineResult:
-    """Obeys the table up to, not including, slot `until` (None: all).
+    """Executes the table up to, not including, slot `until` (None: all).
 
     Consumes `state`: its buffers are donated.
 
     Raises:
       PipelineError: if a task fails, naming it. The state is lost.
-      ValueError: for a slot that the table has not, or that is before that of
-        the state; for a state that is not of this table, or was consumed.
+      ValueError: if `until` is before the slot of the state or after the end
+        of the table; if the state is of another table, or was consumed.
     """
     until = check_until(self.schedule, state.slot, until)
-    if not self.inboxes:  # of one in parts, the rest may not have arrived
-      state_lib.check(state, self.compiled.program, self._at_worker)
-    return lanes_lib.LaneRun(self.compiled, state, until).result()
+    # With lanes in other processes, entries may still be in transit.
+    if not self.inboxes:
+      program = self.compiled_program.program
+      state_lib.check(state, program, self._at_worker)
+    return lanes_lib.LaneRun(self.compiled_program, state, until).result()
 
 
-def _memories(program, parts, devices, room):
-  """The memories of lanes whose devices do not hold all weights."""
+def _memories(
+  program: instructions.Program,
+  parts: Sequence[stage_lib.Part],
+  devices: dict[int, jax.Device],
+  room: int,
+) -> dict[int, residence.DeviceMemory]:
+  """Returns lane -> the memory that swaps weights between host and device,
+  within `room` bytes."""
   schedule = program.schedule
   if len(devices) < schedule.devices:
     raise ValueError(
-      "a part of the weights can be held by devices of one process only"
+      f"room={room} needs all {schedule.devices} devices of {schedule.name} in"
+      f" one process, and this one has {len(devices)}: use one process, or"
+      " drop room"
     )
   if program.together:
     raise ValueError(
-      "updates that are made together, by a norm of all stages, need all"
-      " weights at once: leave the clipping by a norm out"
+      f"room={room} does not work with together=True: a norm over all stages"
+      " needs all gradients at once. Drop the clipping by norm"
     )
   residence.check(schedule, parts, room)
   return {
@@ -277,34 +330,40 @@ def _memories(program, parts, devices, room):
   }
 
 
-def _check_parts(schedule, parts, own):
-  """Refuses parts and actions that are not those of the table."""
+def _check_parts(
+  schedule: Schedule,
+  parts: Sequence[stage_lib.Part],
+  user_actions: Mapping[str, Any],
+) -> None:
+  """Raises ValueError unless parts and user's actions are the table's."""
   validate.validate(schedule)
   if len(parts) != schedule.stages:
     raise ValueError(
-      f"the schedule has {schedule.stages} stages, and there are {len(parts)}"
-      " parts; give as many"
+      f"the schedule has {schedule.stages} stages and parts has {len(parts)}:"
+      " pass one part for each stage"
     )
   if (validate.rows(schedule).weight < 0).any():
     raise ValueError(
-      f"{schedule.name} has no backward: there is nothing to train"
+      f"{schedule.name} has no backward, so it trains nothing: add backwards"
     )
   if UPDATE in schedule.action:
     raise ValueError(
-      f"the schedule has actions {UPDATE!r}, which is what the executor calls"
-      " its own updates: give them another name"
+      f"the schedule has actions {UPDATE!r}, the executor's name for updates:"
+      " rename them"
     )
-  unknown = set(schedule.action) - set(own) - set(validate.KNOWN)
+  unknown = set(schedule.action) - set(user_actions) - set(validate.KNOWN)
   if unknown:
     raise ValueError(
-      f"the schedule has actions {sorted(map(str, unknown))}: give functions"
-      " for them, own={name: function}"
+      f"the schedule has unknown actions {sorted(map(str, unknown))}: pass"
+      " their functions, own={name: function}"
     )
 
 
-def _streams(schedule, parts, weights):
-  """The workers of each stage: the updates in flight there, or one where the
-  algorithm was built for one."""
+def _streams(
+  schedule: Schedule, parts: Sequence[stage_lib.Part], weights: str
+) -> list[int]:
+  """Returns each stage's number of workers: its updates in flight, or 1 if its
+  algorithm was built for one worker."""
   out = []
   for stage, count in enumerate(analyze.in_flight(schedule, weights).tolist()):
     workers = parts[stage].server.workers
@@ -317,30 +376,38 @@ def _streams(schedule, parts, weights):
   return out
 
 
-def _devices(devices, count):
+def _devices(
+  devices: Sequence[jax.Device] | None, count: int
+) -> Sequence[jax.Device]:
+  """Returns `count` devices: the caller's, or the first local ones."""
   if devices is None:
     here = jax.local_devices()
     if len(here) < count:
       raise ValueError(
-        f"the schedule has {count} devices, and there are {len(here)}; for CPU"
-        " devices set jax.config.update('jax_num_cpu_devices', N) before JAX is"
-        " used"
+        f"the schedule needs {count} devices and this process has {len(here)}:"
+        " for CPU devices call jax.config.update('jax_num_cpu_devices',"
+        f" {count}) before JAX is used"
       )
     devices = here[:count]
   if len(devices) != count:
-    raise ValueError(f"the schedule has {count} devices, not {len(devices)}")
+    raise ValueError(
+      f"the schedule needs {count} devices, and devices has {len(devices)}"
+    )
   return devices
 
 
 def check_until(schedule: Schedule, slot: int, until: int | None) -> int:
-  """Returns the slot before which a run from `slot` is to stop; None: all.
-  Raises ValueError unless that is a slot from `slot` to the table's end."""
+  """Returns the slot before which a run from `slot` stops; None is the end.
+
+  Raises:
+    ValueError: if `until` is not an integer from `slot` to the table's end.
+  """
   if until is None:
     return schedule.slots
-  whole = isinstance(until, (int, np.integer)) and not isinstance(until, bool)
-  if not whole or not slot <= until <= schedule.slots:
+  is_int = isinstance(until, (int, np.integer)) and not isinstance(until, bool)
+  if not is_int or not slot <= until <= schedule.slots:
     raise ValueError(
-      f"a run of {schedule.name} that is at slot {slot} can stop before slots"
-      f" {slot} to {schedule.slots}, not {until!r}"
+      f"until={until!r}: a run of {schedule.name} at slot {slot} can stop"
+      f" before slots {slot} to {schedule.slots}"
     )
   return int(until)

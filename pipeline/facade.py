@@ -102,8 +102,8 @@ def read_layers(layers: Sequence[Any]) -> models.Layers:
       out.append(layer if "train" in takes else _Plain(layer))
     elif _has_state(layer):
       raise ValueError(
-        f"layer {number} ({descriptions.name_of(layer)}) has a state of its"
-        " own, such as weights, which would not be trained: write it as a"
+        f"layer {number} ({descriptions.name_of(layer)}) has state, such as"
+        " weights, which would not be trained: write it as a"
         " module of flax.linen, or train the model as one piece with"
         " asgd.simulate or asgd.train_live"
       )
@@ -158,7 +158,7 @@ def train(
 ) -> facade.Result:
   """Trains layers that are cut into the stages of a pipeline.
 
-  What is not said here is as of `asgd.simulate`. On a CPU set
+  Arguments without a description are those of `asgd.simulate`. On a CPU set
   jax.config.update("jax_num_cpu_devices", stages) before JAX is used, or all
   stages share one device.
 
@@ -168,8 +168,8 @@ def train(
     criterion: (output of the last layer, batch) -> scalar.
     data: of batches (input, ...), or dicts with "x".
     recipe: such as `asgd.asgd(0.1, workers=1, momentum=0.9)`. Its learning rate
-      is that of a microbatch: an update of several takes as many times that.
-      Its workers are, at each stage, the updates that are in flight there.
+      is for one microbatch; an update of n microbatches uses n times the rate.
+      Its workers are the updates in flight at each stage.
     messages: microbatches in all, a multiple of `microbatches`.
     params: a tuple with the weights of each layer; None draws them.
     schedule: one of `pipeline.schedules`; or a table, in a file.

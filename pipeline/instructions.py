@@ -1,8 +1,8 @@
 """A table as instructions: the tasks of each lane, and the weights they read.
 
-A lane obeys the instructions of one device. Updates are instructions, too, on
-the first of a stage's devices, where its server is: an update belongs to the
-slot of the last backward in it, and goes before what comes later.
+A lane executes the instructions of one device. Updates are instructions, too:
+they run on the first device of a stage, where its server is. An update belongs
+to the slot of its last backward, and precedes the instructions of later slots.
 """
 
 import bisect
@@ -27,20 +27,20 @@ class Instruction(NamedTuple):
 
   slot: int
   kind: str  # an action, or UPDATE
-  stage: int  # -1: none, of an action of the user's own
+  stage: int  # -1 for a user's action
   microbatch: int
   replica: int
   worker: int = 0  # gradient stream of its update, at the stage
   last: bool = False  # of an update's microbatches
   group: int = 0  # the update
-  also: tuple["Instruction", ...] = ()  # updates that are made with it
-  # What the forward and the backward of its microbatch read.
+  also: tuple["Instruction", ...] = ()  # updates to make together with it
+  # Tickets that the forward and the backward of its microbatch read.
   tickets: tuple[TicketKey, ...] = ()
   needs: tuple[tuple, ...] = ()  # keys of entries that it waits for
 
 
 class Program(NamedTuple):
-  """A table, taken apart."""
+  """A table as lists of instructions, with the tickets that they read."""
 
   schedule: Schedule
   together: bool  # as in `write`
@@ -48,7 +48,8 @@ class Program(NamedTuple):
   places: list[list[int]]  # S, devices of each stage's replicas
   where: validate.TableRows
   order: np.ndarray  # int[S, M], as of `analyze.update_order`
-  # What forwards and backwards read, each int[S, M] of versions and workers.
+  # For forwards and backwards: versions and workers of their tickets, each
+  # int[S, M].
   reads: tuple[tuple[np.ndarray, np.ndarray], ...]
   last_reads: dict[TicketKey, int]  # slots after which a ticket is not read
   readers: dict[tuple[int, int], list[TicketKey]]  # of (stage, version)

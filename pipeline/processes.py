@@ -1,18 +1,19 @@
-"""Stages in processes of their own, on one machine or many: actors of Ray.
+"""Stages in several processes, on one machine or many: actors of Ray.
 
-Each process has some of a table's lanes and obeys them as `executor.Executor`
-does; entries for a lane of another process are sent as NumPy arrays, through
-shared memory (`pipeline.channels`), or to another machine by a call from actor
-to actor. The driver receives losses and records, and the state when
-it fetches it.
+Each process executes some of a table's lanes with an `executor.Executor`. It
+sends entries for a lane of another process as NumPy arrays: through shared
+memory on one machine (`pipeline.channels`), and by a call from actor to actor
+between machines. The driver receives losses and records after each run, and
+the state when the driver fetches it.
 
-Processes of `jax.distributed` run one program and end together; stages run
-different programs, each when its input is there, and a pipeline has to report a
-stage that died. On one machine, too, each process has its own threads of XLA.
+Why not `jax.distributed`: its processes run one program and end together.
+Stages run different programs, each when its input has arrived, and a pipeline
+must report a stage whose process exited. Processes help on one machine, too:
+each has its own XLA threads.
 
-Ray must have been started before, by `ray.init` or by
-`asgd.experiment.ray_runtime.start`, which keeps it on the loopback interface.
-Then
+The caller starts Ray first, by `ray.init` or by
+`asgd.experiment.ray_runtime.start`, which listens on the loopback interface
+only. Then
 
   def make():  # called in each process
     return {"schedule": table, "parts": parts_of(seed), "extra": extra_of(seed)}
@@ -21,7 +22,7 @@ Then
     result = engine.run(engine.start())
     params = engine.params(result.state)
 
-is what an Executor of the same arguments does, to the bit.
+gives the same result as an Executor of the same arguments, to the bit.
 """
 
 import contextlib
@@ -45,26 +46,26 @@ from pipeline.lanes import PipelineError, copier_of
 from pipeline.state import PipelineResult, PipelineState
 from pipeline.table import Schedule
 
-_CALLS = 32  # at once, of an actor: its run, and what is put into its lanes
-_PATIENCE = 20.0  # seconds for the others to stop after one has failed
-_SILENT = 300.0  # seconds until one that gives no sign of life is given up
+_CALLS = 32  # concurrent calls of one actor: its run, and `put` for its lanes
+_PATIENCE = 20.0  # seconds for the other processes to stop after a failure
+_SILENT = 300.0  # seconds without a heartbeat, until a process counts as lost
 _OPTIONS = {"num_cpus": 0, "scheduling_strategy": "SPREAD"}
 
 
 class ProcessDied(PipelineError):
-  """A process is gone; the same work may well be done by a new one."""
+  """A process exited or does not answer; new processes may do its work."""
 
 
 class RemoteState(NamedTuple):
-  """A state that the processes hold."""
+  """A handle of the state in the processes."""
 
   slot: int
   microbatch: int
-  serial: int  # only the latest is held
+  serial: int  # the processes keep only the latest state
 
 
 class _RemoteSender:
-  """The way to a process of another machine; as `channels.Sender`."""
+  """Sends to a process of another machine; used like `channels.Sender`."""
 
   def __init__(self, actor):
     self._actor, self._calls = actor, []
@@ -80,27 +81,27 @@ class _RemoteSender:
 
 
 class _Away(NamedTuple):
-  """The queue of a lane that another process has."""
+  """The queue of a lane of another process."""
 
   lane: int
   sender: channels.Sender | _RemoteSender  # to its process
 
   def put(self, item):
-    """Sends (key, value). The driver stops the other process's lanes."""
+    """Sends (key, value). Ignores `Stop`: the driver stops other processes."""
     if item is not Stop:
       key, value = item
       self.sender.put(self.lane, key, state_lib.to_host(value))
 
 
 class _StageProcess:
-  """What an actor does: some lanes of a table."""
+  """The actor: executes some lanes of a table for the driver."""
 
   def __init__(self, lanes, cores):
-    # Before JAX starts its threads.
+    # XLA's threads inherit the cores, so they are set before JAX starts.
     if cores is not None and hasattr(os, "sched_setaffinity"):
       os.sched_setaffinity(0, cores)
     self._lanes, self._state = lanes, None
-    self._untaken: str | None = None  # what came and could not be taken
+    self._put_error: str | None = None  # of an entry that could not be stored
     self._senders: list[channels.Sender | _RemoteSender] = []
 
   def listen(self):
@@ -109,10 +110,12 @@ class _StageProcess:
     return node_id(), self._receivers.path
 
   def open(self, make, others, x64):
-    """Starts JAX and compiles the stages of the lanes that are here; `others`
-    are the actor, lanes, machine and path of every process."""
+    """Starts JAX, connects to the other processes, compiles local stages.
+
+    `others` has (actor, lanes, (machine, path)) of every process.
+    """
     jax.config.update("jax_enable_x64", x64)
-    # Where there are others than CPUs, this does no harm.
+    # Has no effect if JAX uses GPUs.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
     others = [other for other in others if other[1] != self._lanes]
     near = [machine == node_id() for *_, (machine, _) in others]
@@ -130,74 +133,77 @@ class _StageProcess:
     )
 
   def put(self, lane, key, value):
-    """Takes what another process has made for a lane."""
+    """Puts an entry from another process into a local lane's inbox."""
     try:
-      # A copy: this is memory of others, and a lane may donate its entries.
+      # A copy: the sender reuses this memory, and a lane may donate entries.
       value = copier_of(self._executor.devices[lane], value)(value)
       jax.block_until_ready(value)
-    except Exception as error:  # a lane waits for it
-      self._untaken = f"what came for device {lane} cannot be taken: {error}"
+    except Exception as error:
+      # The lane would wait forever for this entry, so the run is stopped.
+      self._put_error = f"an entry for device {lane} was not stored: {error}"
       self.stop()
       raise
     self._executor.inboxes[lane].put((key, value))
 
   def _take(self, *entry):
-    with contextlib.suppress(Exception):  # of which the next run says more
+    with contextlib.suppress(Exception):  # `run` raises `_put_error`
       self.put(*entry)
 
   def is_alive(self):
     return True
 
   def forget(self):
-    """Drops what was on its way to lanes that are here."""
+    """Drops entries in transit to local lanes."""
     for inbox in self._executor.inboxes.values():
       inbox.take()
 
   def start(self):
     self._enter(self._executor.start())
 
-  def again(self):
-    self._enter(self._executor.again(self._state))
+  def next_pass(self):
+    self._enter(self._executor.next_pass(self._state))
 
   def run(self, until):
-    """Returns losses, records (None of stages elsewhere) and spans."""
+    """Returns losses, records (None for stages elsewhere) and spans."""
     result = self._executor.run(self._state, until)
-    if self._untaken:
-      raise PipelineError(self._untaken)
+    if self._put_error:
+      raise PipelineError(self._put_error)
     self._enter(result.state)
     pairs = zip(result.state.servers, result.records, strict=True)
     records = [server and rows for server, rows in pairs]
     return jax.device_get(result.losses), records, result.spans
 
   def stop(self):
-    """Ends a run: another process has failed."""
+    """Stops the run of this process, after another process failed."""
     for inbox in self._executor.inboxes.values():
       inbox.put(Stop)
 
   def fetch(self):
-    """Returns its part of the state. All runs have returned."""
-    # A run of no slot takes in the entries that have arrived since.
+    """Returns this process's part of the state, between two runs."""
+    # A run of no slots moves entries that arrived since the last run into it.
     self._state = self._executor.run(self._state, self._state.slot).state
     return state_lib.to_host(self._state)
 
   def place(self, state):
-    """Takes its part of a whole state."""
+    """Puts this process's part of a complete state on its devices."""
     self._state = self._executor.place(state_lib.with_keys(state))
 
   def params(self):
     return state_lib.to_host(self._executor.params(self._state))
 
   def _enter(self, state):
-    """Keeps a state, when all entries that were sent elsewhere have arrived. If
-    one never does, the driver finds the other process silent, and ends this."""
+    """Keeps a state, and waits until every entry it sent has arrived. If one
+    never does, the driver notices the silent process and kills this one."""
     self._state = state
     for sender in self._senders:
       sender.flush()
 
 
 class Processes:
-  """An executor with its lanes in processes; used like `executor.Executor`. It
-  holds one state, the latest that `start`, `run`, `again` or `place` returned.
+  """An executor with its lanes in processes; used like `executor.Executor`.
+
+  The processes keep one state: the latest that `start`, `run`, `next_pass` or
+  `place` returned.
   """
 
   def __init__(
@@ -209,38 +215,40 @@ class Processes:
     cores: Sequence[Sequence[int]] | None = None,
     options: Mapping[str, Any] | None = None,
   ):
-    """Starts the processes. Ray has been started.
+    """Starts the processes. The caller has started Ray.
 
     Args:
-      make: gives arguments of `executor.Executor`, but devices and elsewhere.
-        It is called in each process, where it comes by Ray's own pickling.
-      schedule: the table, the same that `make` gives.
-      count: processes; each has D / count lanes in a row, some one more.
-      cores: of each process; None leaves that to the system.
-      options: of each actor, of `ray.remote`. By default Ray reserves no core
+      make: returns the arguments of `executor.Executor` without devices and
+        elsewhere. Ray pickles it, and each process calls it.
+      schedule: the table, the same that `make` returns.
+      count: number of processes. Each has D / count consecutive lanes, some
+        processes one more.
+      cores: the cores of each process; None leaves the choice to the system.
+      options: of each actor, for `ray.remote`. By default Ray reserves no core
         and spreads actors over machines.
 
     Raises:
-      ValueError: for a count that is not from 1 to D, or that `cores` does not
-        have, and if Ray was not started.
+      ValueError: if `count` is not from 1 to D, if `cores` does not have
+        `count` lists, or if Ray was not started.
       PipelineError: if a process cannot start.
     """
     import ray
 
-    if not ray.is_initialized():  # it would start, and listen on all interfaces
+    # Ray would start by itself, and listen on all interfaces.
+    if not ray.is_initialized():
       raise ValueError(
         "stages in processes need Ray: call ray.init first, or"
-        " asgd.experiment.ray_runtime.start, which keeps others out"
+        " asgd.experiment.ray_runtime.start, which listens on this machine only"
       )
     devices = schedule.devices
     if not 1 <= count <= devices:
       raise ValueError(
-        f"the {devices} devices of {schedule.name} are in 1 to {devices}"
-        f" processes, not {count}"
+        f"count={count}: the {devices} devices of {schedule.name} need 1 to"
+        f" {devices} processes"
       )
     if cores is not None and len(cores) != count:
       raise ValueError(
-        f"{count} processes need a list of cores each, not {list(cores)}"
+        f"cores={list(cores)}: {count} processes need a list of cores each"
       )
     self._ray, self.schedule = ray, schedule
     self.lanes = [
@@ -261,15 +269,16 @@ class Processes:
       raise
 
   def _all(self, name, *args):
-    """Calls all processes; returns their answers in order."""
+    """Calls a method of all actors; returns the results in order of lanes."""
     if self._broken:
       raise PipelineError(
-        f"these processes are of no use any more ({self._broken}): make new"
-        " ones, and go on from a checkpoint"
+        f"these processes have failed ({self._broken}): start new ones, and"
+        " resume from a checkpoint"
       )
     calls = [getattr(actor, name).remote(*args) for actor in self._actors]
-    waiting, signs, heard = list(calls), [], time.monotonic()
+    waiting, heartbeats, last_heartbeat = list(calls), [], time.monotonic()
     while waiting:
+      # [1] Wait for the next result, and raise the error of a failed call.
       done, waiting = ray_waits.wait(waiting, count=1)
       try:
         self._ray.get(done, timeout=_SILENT)
@@ -278,23 +287,28 @@ class Processes:
         raise kind(self._broken) from error
       if done:
         continue
-      silent = ray_waits.wait(signs, timeout=0.0)[1]
+      # [2] A run may take long: only missing heartbeats show a lost process.
+      silent = ray_waits.wait(heartbeats, timeout=0.0)[1]
       if not silent:
-        heard = time.monotonic()
-        signs = [actor.is_alive.remote() for actor in self._actors]
-      elif time.monotonic() - heard > _SILENT:
-        pairs = zip(signs, self.lanes, strict=True)
-        who = " and ".join(_name(lanes) for x, lanes in pairs if x in silent)
-        self._broken = f"{who} has given no sign of life for {_SILENT:g} s"
+        last_heartbeat = time.monotonic()
+        heartbeats = [actor.is_alive.remote() for actor in self._actors]
+      elif time.monotonic() - last_heartbeat > _SILENT:
+        pairs = zip(heartbeats, self.lanes, strict=True)
+        lost = " and ".join(_name(lanes) for x, lanes in pairs if x in silent)
+        self._broken = f"{lost} has sent no heartbeat for {_SILENT:g} s"
         raise ProcessDied(self._broken)
     return self._ray.get(calls, timeout=_SILENT)
 
   def _why(self, calls, waiting):
-    """Stops all; returns what has gone wrong, as a kind of error and a text."""
+    """Stops all processes; returns the type and the text of the first cause.
+
+    One failure makes other calls fail, too. So causes have ranks: an exited
+    process, a failed task, another error, a lost connection, no answer.
+    """
     for actor in self._actors:
       with contextlib.suppress(self._ray.exceptions.RayError):
         actor.stop.remote()
-    if waiting:  # for tasks that have begun
+    if waiting:  # tasks that have begun still run to their end
       ray_waits.wait(waiting, timeout=_PATIENCE)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
@@ -303,17 +317,17 @@ class Processes:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
         cause = error.cause
-        what = 2, f"{process} failed: {type(cause).__name__}: {cause}"
+        reason = 2, f"{process} failed: {type(cause).__name__}: {cause}"
         if isinstance(cause, PipelineError):
-          what = 1, str(cause)
+          reason = 1, str(cause)
         elif isinstance(
           cause, (ConnectionError, self._ray.exceptions.RayError)
         ):
-          what = 3, f"{process} cannot reach another"
-        reasons.append(what)
+          reason = 3, f"{process} cannot reach another process"
+        reasons.append(reason)
       except self._ray.exceptions.RayActorError:
         reasons.append((0, f"{process} has died"))
-      except self._ray.exceptions.RayError as error:  # it does not answer
+      except self._ray.exceptions.RayError as error:  # the call timed out
         reasons.append((4, f"{process} does not stop: {type(error).__name__}"))
     first, text = min(reasons)
     return (PipelineError if first in (1, 2) else ProcessDied), text
@@ -325,20 +339,20 @@ class Processes:
   def _check(self, state):
     if state.serial != self._serial:
       raise ValueError(
-        "the processes hold another state by now: use the one that the last"
-        " call of start, run, again or place returned, and fetch what you want"
-        " to keep"
+        f"state {state.serial} is no longer in the processes, which keep state"
+        f" {self._serial}: use the state that the last call of start, run,"
+        " next_pass or place returned, and fetch a state to keep it"
       )
 
   def start(self) -> RemoteState:
-    """As `Executor.start`."""
+    """See `Executor.start`."""
     self._all("forget")  # before any process sends the first tickets
     self._all("start")
     return self._new_state(0, 0)
 
   def run(self, state: RemoteState, until: int | None = None) -> PipelineResult:
-    """As `Executor.run`; losses are NumPy's. Raises ProcessDied if a process
-    died, and ValueError for a state that is no longer held."""
+    """See `Executor.run`; losses are NumPy's. Raises ProcessDied if a process
+    exited, and ValueError if `state` is not the latest state."""
     self._check(state)
     until = executor.check_until(self.schedule, state.slot, until)
     losses, records, spans = zip(*self._all("run", until), strict=True)
@@ -349,14 +363,14 @@ class Processes:
       tuple(sorted(itertools.chain(*spans), key=lambda span: span.start)),
     )
 
-  def again(self, state: RemoteState) -> RemoteState:
-    """As `Executor.again`."""
+  def next_pass(self, state: RemoteState) -> RemoteState:
+    """See `Executor.next_pass`."""
     self._check(state)
-    self._all("again")
+    self._all("next_pass")
     return self._new_state(0, state.microbatch + self.schedule.microbatches)
 
   def fetch(self, state: RemoteState) -> PipelineState:
-    """Returns the whole state, in NumPy arrays."""
+    """Returns the complete state, in NumPy arrays."""
     self._check(state)
     parts = [state_lib.with_keys(part) for part in self._all("fetch")]
     entries = functools.reduce(operator.or_, (part.entries for part in parts))
@@ -370,12 +384,12 @@ class Processes:
     return self._new_state(state.slot, state.microbatch)
 
   def params(self, state: RemoteState) -> list[Any]:
-    """As `Executor.params`, in NumPy arrays."""
+    """See `Executor.params`; in NumPy arrays."""
     self._check(state)
     return list(_of_stages(self._all("params")))
 
   def close(self) -> None:
-    """Ends the processes, unless Ray has died with them."""
+    """Kills the processes, unless Ray has exited with them."""
     for actor in () if ray_waits.dead() else self._actors:
       self._ray.kill(actor)
 
@@ -385,7 +399,7 @@ def _name(lanes):
 
 
 def _of_stages(parts):
-  """What each stage's process has, of processes with None for the others."""
+  """Returns each stage's value: from the process where it is not None."""
   return tuple(
     next(value for value in values if value is not None)
     for values in zip(*parts, strict=True)

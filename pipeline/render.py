@@ -83,7 +83,7 @@ _WIDE = 160  # columns of times in a file
 
 
 class Drawing(NamedTuple):
-  """A table, its times under some costs, and what they come to."""
+  """A table, its times under some costs, and the resulting facts."""
 
   table: Schedule
   facts: analyze.Analysis
@@ -98,8 +98,8 @@ def _range(values):
 
 
 def describe(drawing: Drawing) -> str:
-  """Returns what a table costs: bubbles, memory and staleness, by device and by
-  stage, and beside them those of a measured run."""
+  """Returns a table's bubbles, memory and staleness as text, by device and by
+  stage, and beside them the values of a measured run."""
   table, facts, weights, measured = drawing
   total = facts.makespan or 1.0
   kind = "a flush after each" if table.flush else "no flush"

@@ -1,11 +1,12 @@
-"""Weights larger than a device: what a device holds, and when it is moved.
+"""Swaps weights larger than a device between the host and the device.
 
-Weights, optimizer states and sums of gradients of stages are in the host's
-memory (a memory kind of JAX); a lane's device holds as many of them as fit. As
-the table gives the order of their uses, the block whose next use is last gives
-way (Belady 1966), and the next instruction's blocks are fetched while this one
-computes (Cui et al., "GeePS: scalable deep learning on distributed GPUs with a
-GPU-specialized parameter server", EuroSys 2016).
+The host's memory (a memory kind of JAX) keeps the blocks of all stages: their
+weights, optimizer states and sums of gradients. A lane's device caches as many
+blocks as fit. The table gives the order of their uses. So the device evicts the
+block with the latest next use (Belady 1966), and fetches the next instruction's
+blocks while the present one computes (Cui et al., "GeePS: scalable deep
+learning on distributed GPUs with a GPU-specialized parameter server", EuroSys
+2016).
 
   weights  of a stage: read by its forwards, backwards and updates
   state    of its optimizer: read and replaced by its updates
@@ -33,12 +34,12 @@ Block = tuple[int, str]  # stage, and WEIGHTS, STATE or SUM
 
 
 class DeviceTraffic(NamedTuple):
-  """Of a device."""
+  """Counts of one device."""
 
   fetched: int = 0  # bytes from the host
   written: int = 0  # bytes to the host
   used: int = 0  # bytes that instructions have needed
-  peak: int = 0  # bytes held at once
+  peak: int = 0  # most bytes on the device at once
 
 
 def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
@@ -116,8 +117,8 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
 class BlockMemory:
   """Decides which blocks a device with `room` bytes holds, and moves nothing.
 
-  `uses` are the blocks that each instruction needs. Instructions are obeyed in
-  their order, over and over.
+  `uses` has the blocks that each instruction needs. A device executes the
+  instructions in this order, pass after pass.
   """
 
   def __init__(self, uses: Sequence[Sequence[Block]], room: int):
@@ -133,19 +134,28 @@ class BlockMemory:
     return sum(self.held.values())
 
   def next_use(self, block: Block, at: int) -> int:
-    """Returns at which instruction, `at` or later, a block is next needed; one
-    of the next pass has the number of instructions added."""
-    places = self._at.get(block)
-    if not places:
+    """Returns the first instruction, `at` or later, that needs a block.
+
+    An instruction of the next pass counts as its index + the number of
+    instructions. A block without uses counts as later than any other.
+    """
+    indices = self._at.get(block)
+    if not indices:
       return 2 * len(self.uses)
-    found = bisect.bisect_left(places, at)
-    last = found == len(places)
-    return places[0] + len(self.uses) if last else places[found]
+    first = bisect.bisect_left(indices, at)
+    is_next_pass = first == len(indices)
+    return indices[0] + len(self.uses) if is_next_pass else indices[first]
 
   def admit(self, block: Block, size: int, at: int) -> list[Block]:
-    """Makes room for a block that instruction `at` needs, holds it, and returns
-    the blocks that gave way. Raises ValueError if the room is too small."""
-    gone = []
+    """Adds a block of `size` bytes that instruction `at` needs.
+
+    Returns:
+      The blocks that it evicts.
+
+    Raises:
+      ValueError: if the blocks of the instruction do not fit.
+    """
+    evicted = []
     kept = {*self.uses[at], block}
     while self.bytes() + size > self._room:
       others = [each for each in self.held if each not in kept]
@@ -155,14 +165,17 @@ class BlockMemory:
           f" there is room for {self._room}"
         )
       last = max(others, key=lambda each: (self.next_use(each, at + 1), each))
-      gone.append(last)
+      evicted.append(last)
       del self.held[last]
     self.held[block] = size
-    return gone
+    return evicted
 
   def ahead(self, at: int, sizes: Callable[[Block], int]) -> list[Block]:
-    """Returns the blocks of the next instruction after `at` that needs others,
-    if there is room for them beside what is used before them."""
+    """Returns the blocks to prefetch while instruction `at` computes.
+
+    They belong to the next instruction that lacks a block. Blocks that are used
+    before it stay; [] if the prefetched ones do not fit beside these.
+    """
     count = len(self.uses)
     stay = set(self.uses[at])
     for step in range(1, count):
@@ -189,7 +202,7 @@ class DeviceMemory:
     device: jax.Device,
   ):
     """Prepares for a lane's instructions of one batch, with updates of `every`
-    microbatches; raises ValueError if no memory of the host is behind it."""
+    microbatches. Raises ValueError if JAX has no host memory for the device."""
     kinds = [memory.kind for memory in device.addressable_memories()]
     if HOST not in kinds:
       raise ValueError(
@@ -211,21 +224,21 @@ class DeviceMemory:
     return jax.device_put(tree, self._host_of, may_alias=False)
 
   def adopt(self, block: Block, tree: Any) -> None:
-    """Begins with a block that is in the host's memory (`to_host`); what the
-    device has of the same arrays stays there."""
-    known = jax.tree.leaves(self._host.get(block))
+    """Starts with a block in the host's memory (`to_host`). A cached copy of
+    the same arrays stays on the device."""
+    earlier = jax.tree.leaves(self._host.get(block))
     leaves = jax.tree.leaves(tree)
-    if len(known) == len(leaves) and all(map(operator.is_, known, leaves)):
+    if len(earlier) == len(leaves) and all(map(operator.is_, earlier, leaves)):
       return
     self.drop(block)
     self._host[block], self._sizes[block] = tree, _nbytes(tree)
 
   def begin(self, op: Instruction) -> None:
-    """Fetches what an instruction needs, and begins to fetch what comes after
-    it."""
+    """Fetches the blocks of an instruction, and starts to prefetch the blocks
+    of a later one."""
     self._at = self._index[_name(op)]
     for block in self._memory.uses[self._at]:
-      if block in self._sizes:  # no sum has been begun otherwise
+      if block in self._sizes:  # the sum of an update starts without a block
         self._fetch(block)
         self._count(used=self._sizes[block])
     for block in self._memory.ahead(self._at, lambda b: self._sizes.get(b, 0)):
@@ -236,7 +249,7 @@ class DeviceMemory:
     return self._device[block]
 
   def take(self, block: Block) -> Any:
-    """Returns a block, whose memory the caller gives to something else."""
+    """Removes a block and returns it; the caller may donate its memory."""
     tree = self._device.pop(block)
     del self._memory.held[block], self._sizes[block]
     self._host.pop(block)

@@ -1,11 +1,13 @@
-"""From a run of an experiment to its table, its cuts and its stages.
+"""Plans a run of an experiment: its table, its cuts and its stages.
 
-Every run is given the same microbatches in the same order: `batch_size`
-examples each, in whole numbers of `microbatches`. A synchronous schedule
-averages `every` (default: `microbatches`) of them to one update and flushes; an
-asynchronous one updates each stage on every microbatch (`every=1`), or on the
-mean of some. The learning rate is that of one microbatch; an update of several
-takes as many times that, so that an example moves the parameters as far.
+Every run trains on the same microbatches in the same order. A microbatch has
+`batch_size` examples; their count is a multiple of `microbatches`. A
+synchronous schedule averages `every` microbatches (default: `microbatches`) to
+one update and flushes. An asynchronous schedule updates each stage on every
+microbatch (`every=1`), or on the mean of `every`.
+
+The configured learning rate is for one microbatch. An update of n microbatches
+uses n times that rate, so that each example moves the parameters equally far.
 """
 
 import contextlib
@@ -34,12 +36,12 @@ from pipeline.table import Schedule
 
 _MOST_STAGES = 256
 _MOST_MICROBATCHES = 10**6
-_START = 0.1  # of the peak, where a warm-up begins
+_START = 0.1  # the first learning rate of a warm-up, as a share of the peak
 _LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 
 
 def _list_or(*known: Any, kind: str) -> checks.Check:
-  """Some known values, or a list of whole numbers, which may be a text."""
+  """Returns a check for known values or a list of integers, also as text."""
 
   def check(value, key):
     if isinstance(value, str) and _LIST.fullmatch(value):
@@ -73,29 +75,31 @@ def options(section: Mapping[str, Any]) -> Sequence[str]:
 SECTIONS: dict[str, Any] = {
   "pipeline": Section(
     {
-      # Of pipeline.schedules, or a table: FILE.txt, .csv or .json.
+      # A name of pipeline.schedules, or a table: FILE.txt, .csv or .json.
       "schedule": Setting("pipedream", checks.text),
       "stages": Setting(2, checks.whole_number(1, _MOST_STAGES)),
-      # What is balanced, or "time", or a list of layers.
+      # Stages balance "parameters" or "time"; or a list of first layers.
       "cuts": Setting("parameters", _CUTS),
-      # Of an update of a synchronous schedule.
+      # Microbatches of one update of a synchronous schedule.
       "microbatches": Setting(8, checks.whole_number(1, _MOST_MICROBATCHES)),
-      # Of an update; None: `microbatches`, or 1 of an asynchronous schedule.
+      # Microbatches of one update. None: `microbatches` if the schedule is
+      # synchronous, 1 if it is asynchronous.
       "every": Setting(
         None, checks.optional(checks.whole_number(1, _MOST_MICROBATCHES))
       ),
-      # What a backward sees; None: as the schedule has it.
+      # The weights that a backward reads; None: the schedule's default.
       "weights": Setting(
         None, checks.optional(checks.choice(*analyze.WEIGHTS))
       ),
       # Forwards read weights rolled forward by the stage's staleness.
       "predict": Setting(False, checks.flag),
-      # Stages that keep their inputs only; None: as the schedule has it.
+      # Stages that keep their inputs only; None: the schedule's default.
       "recompute": Setting(None, checks.optional(_RECOMPUTE)),
       # MB of weights, optimizer states and sums of gradients that a device
       # holds; the rest is in the host's memory. None: all.
       "device_megabytes": Setting(None, checks.optional(checks.positive)),
-      # What cuts and places stages; then `stages` are the devices.
+      # The partitioner, which cuts the model and assigns stages to devices.
+      # With a partitioner, `stages` is the number of devices.
       "partition": Setting(
         None, checks.optional(checks.choice("pipedream", "mixed_pipe"))
       ),
@@ -107,7 +111,8 @@ SECTIONS: dict[str, Any] = {
 
 
 def dependents(entry: Mapping[str, Any], key: str, value: Any) -> list[str]:
-  """Returns what follows from the schedule that an entry has had."""
+  """Returns the keys that depend on an entry's `key`: if an entry gets another
+  schedule, they lose the values that fitted the earlier one."""
   del value
   if key != "schedule":
     return []
@@ -120,7 +125,7 @@ def dependents(entry: Mapping[str, Any], key: str, value: Any) -> list[str]:
 
 
 class PipelinePlan(NamedTuple):
-  """What the cells of a run share."""
+  """The parts of a run that all its cells share."""
 
   run: Run
   dataset: Any
@@ -131,26 +136,26 @@ class PipelinePlan(NamedTuple):
   learning_rate: float  # the peak, of an update
   schedule: Any  # float, or update -> learning rate
   messages: int  # microbatches in all
-  parts: tuple[Part, ...]  # with shapes in the place of parameters
+  parts: tuple[Part, ...]  # `params` are shapes; a cell puts in its arrays
   cuts: tuple[int, ...]
-  together: bool  # whether the updates of a batch know a norm of all stages
+  together: bool  # whether updates use the norm over all stages
   measurements: dict[str, Any]  # of the experiment
   batches: int = 1  # in one message
   curvature_limit: float = math.nan
 
   @property
   def room(self) -> int | None:
-    """Bytes of weights that a device holds; None: all."""
+    """Bytes of weights on a device at once; None: no limit."""
     megabytes = self.run.config["pipeline"]["device_megabytes"]
     return None if megabytes is None else int(1e6 * megabytes)
 
   @property
   def updates(self) -> int:
-    """Of each stage, in all."""
+    """Updates of each stage in the run."""
     return self.messages // self.table.every
 
   def describe_partition(self) -> str:
-    """Returns which layers a partitioner put where."""
+    """Returns a line with the layers and devices of each stage."""
     ends = itertools.pairwise(self.cuts)
     stages = (
       f"{first} to {last - 1} on {', '.join(map(str, places))}"
@@ -160,7 +165,7 @@ class PipelinePlan(NamedTuple):
 
 
 def check(run: Run) -> None:
-  """Checks what can be known before there are data."""
+  """Checks the settings that need no data set."""
   section, where = run.config["pipeline"], f"config.runs.{run.label}"
   name, wanted = section["schedule"], section["partition"]
   with checks.blame(f"runs.{run.label}"):
@@ -180,7 +185,11 @@ def check(run: Run) -> None:
 
 
 def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
-  """Builds table and stages of a run, checking that they fit the model."""
+  """Builds the table and the stages of a run.
+
+  Raises:
+    ValueError: if schedule, options and cuts do not fit the model.
+  """
   del workers
   problem, where = experiment.problem_of(run), f"runs.{run.label}"
   if problem.pieces is None:
@@ -194,7 +203,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   total, section = _total(run, problem), dict(run.config["pipeline"])
   if section["partition"] is not None:
     section |= _placed(experiment, run, problem, shapes)
-  # Of a table in a file, only what the run itself says.
+  # A table in a file has its own stages, so the section's default is ignored.
   stages = section["stages"]
   if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
@@ -235,8 +244,8 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   return planned._replace(parts=tuple(parts))
 
 
-def _total(run, problem) -> int:
-  """Microbatches of a cell: whole updates of a synchronous schedule."""
+def _total(run: Run, problem: problems.Problem) -> int:
+  """Returns the microbatches of a cell: a multiple of an update's."""
   each = run.config["pipeline"]["microbatches"]
   count = learning_rates.passes(run, problem)
   total = max(int(round(count)) // each, 1) * each
@@ -267,14 +276,16 @@ def _table(run, section, stages, total) -> Schedule:
       raise
 
 
-def _parts(planned, section, shapes) -> list[Part]:
-  """The stages. Runs of the same algorithm share its compiled programs."""
+def _parts(
+  planned: PipelinePlan, section: dict[str, Any], shapes: Any
+) -> list[Part]:
+  """Returns the stages. Runs of the same algorithm share compiled programs."""
   run, table, rate = planned.run, planned.table, planned.schedule
   workers = analyze.in_flight(table, planned.weights).tolist()
   if not _keeps_workers(run, rate, shapes):
     workers = [1] * table.stages
   cures = _cures(section, planned)
-  ahead = [None] * table.stages  # as the recipe has it
+  ahead = [None] * table.stages  # no prediction besides the recipe's
   if section["predict"]:
     stale = analyze.staleness(table, planned.weights).forward
     ahead = np.median(stale, axis=1).astype(int).tolist()
@@ -300,15 +311,19 @@ def _parts(planned, section, shapes) -> list[Part]:
 _servers = build_cache.BuildCache(256)  # of stages
 
 
-def _keeps_workers(run, rate, shapes) -> bool:
-  """Whether a recipe keeps something for each worker, at the worker or at the
-  server. Each update in flight at a stage is one: that is DANA's N."""
+def _keeps_workers(run: Run, rate: Any, shapes: Any) -> bool:
+  """Returns whether a recipe keeps state for each worker.
+
+  The state may be at the worker or at the server. Each update in flight at a
+  stage counts as a worker: their number is DANA's N.
+  """
   one = run.make_recipe(rate, 1)
   try:
     two = run.make_recipe(rate, 2)
-  except ValueError:  # made by hand, for one
+  except ValueError:  # a user's recipe for exactly one worker
     return False
-  if two.every > 1:  # of workers: here a schedule says what is averaged
+  # A recipe that averages over workers: a schedule averages microbatches.
+  if two.every > 1:
     return False
   states = (jax.eval_shape(each.server().init, shapes) for each in (one, two))
   first, second = map(jax.tree.leaves, states)
@@ -316,7 +331,7 @@ def _keeps_workers(run, rate, shapes) -> bool:
 
 
 def _cures(section, planned) -> list[discrepancy.Cure | None]:
-  """PipeMare's cures of each stage, None of a schedule without them."""
+  """Returns PipeMare's corrections of each stage; None for other schedules."""
   table = planned.table
   traits = schedules.SCHEDULES.get(table.name, schedules.custom).traits
   if not traits.corrected or planned.weights != "latest":
@@ -327,8 +342,8 @@ def _cures(section, planned) -> list[discrepancy.Cure | None]:
 
 
 def _recipe(run, rate, workers, ahead, cure) -> algorithms.Recipe:
-  """The recipe of a stage for so many workers; `ahead`: updates that it sends
-  weights rolled on."""
+  """Returns a stage's recipe for `workers` workers. `ahead` is the number of
+  updates by which tickets are predicted forward; None: no prediction."""
   if cure is not None:
     rate = discrepancy.reschedule(rate, cure)
   recipe = run.make_recipe(rate, workers)
@@ -358,9 +373,9 @@ def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
   ends = _ends(problem, shapes)
   if stages > len(ends):
     raise ValueError(
-      f"the model has {len(ends)} layers with weights, and that many stages at"
-      f" most, not {stages}: set config.pipeline.stages={len(ends)}, or a"
-      " deeper config.model"
+      f"the model has {len(ends)} layers with weights, too few for {stages}"
+      f" stages: set config.pipeline.stages={len(ends)}, or a deeper"
+      " config.model"
     )
   if wanted == "time":
     costs = [sum(both) for both in _layer_seconds(experiment, problem)]
@@ -372,17 +387,24 @@ def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
 
 
 def _ends(problem, shapes) -> list[int]:
-  """Where layers may be cut: each piece has weights. A layer without any goes
-  with the one after it."""
+  """Returns the ends of layers at which the model may be cut.
+
+  Each piece must have weights, so a layer without weights stays with the next
+  layer.
+  """
   layers = enumerate(base.weights_of(shapes), 1)
   ends = [after for after, weights in layers if models.count(weights)]
   return [*ends[:-1], len(problem.pieces.layers)]
 
 
 def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
-  """Returns stages, cuts, and the stages' devices, as the partitioner of a run
-  has them. The section's `stages` are the devices that there are."""
+  """Runs the partitioner of a run.
+
+  Returns:
+    stages, cuts, and the stages' devices or replicas: keys of the section.
+  """
   section = run.config["pipeline"]
+  # With a partitioner, the section's `stages` is the number of devices.
   count, speed = section["stages"], float(section["bandwidth"])
   ends = _ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
@@ -398,9 +420,8 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
       result = pipedream.pipedream(chain, count, speed)
       placed = {"replicas": list(result.replicas)}
     else:
-      again = _recomputed(run, section)
       result = mixed_pipe.mixed_pipe(
-        chain, count, bandwidth=speed, recompute=again
+        chain, count, bandwidth=speed, recompute=_recomputed(run, section)
       )
       placed = {"devices": [device for (device,) in result.partition.devices]}
     inner = placement.cuts(result.partition)[1:]
@@ -409,20 +430,20 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
 
 
 def _recomputed(run, section) -> str:
-  """Which stages run forwards again, as `mixed_pipe` names them."""
-  again = section["recompute"]
-  if again is None:
-    again = schedules.describe(section["schedule"]).recompute
-  if isinstance(again, list):
+  """Returns the stages that recompute forwards, in `mixed_pipe`'s terms."""
+  recompute = section["recompute"]
+  if recompute is None:
+    recompute = schedules.describe(section["schedule"]).recompute
+  if isinstance(recompute, list):
     raise ValueError(
-      f"config.runs.{run.label}.recompute {again} are stages, which"
-      " mixed_pipe has still to make: use True, False or 'but_last'"
+      f"config.runs.{run.label}.recompute {recompute} lists stages before"
+      " mixed_pipe has made them: use True, False or 'but_last'"
     )
-  return {True: "all", False: "none"}.get(again, again)
+  return {True: "all", False: "none"}.get(recompute, recompute)
 
 
 def _profile(problem, params, **times):
-  """The graph of the model's layers; `times` as of `graph.profile`."""
+  """Returns the graph of the model's layers; `times`: see `graph.profile`."""
   key = jax.random.key(0)
   dtype = problems.dtype_of(base.weights_of(params))
   x = jax.eval_shape(
@@ -434,8 +455,11 @@ def _profile(problem, params, **times):
 
 
 def _layer_seconds(experiment, problem) -> list[list[float]]:
-  """Seconds of each layer, forward and backward: measured here and now, or by
-  the build with which the experiment began."""
+  """Returns the seconds of each layer, forward and backward.
+
+  They are measured once, when the experiment begins. A resumed experiment
+  reads the stored values, as other values could move the cuts.
+  """
   count = len(problem.pieces.layers)
   seconds = experiment.measurements.get("layer_seconds")
   if seconds is None:
@@ -449,7 +473,7 @@ def _layer_seconds(experiment, problem) -> list[list[float]]:
     if array.shape == (count, 2) and (array >= 0).all():
       return array.tolist()
   raise ValueError(
-    f"measurements.json does not say what each of {count} layers takes, forward"
-    " and backward, by which this experiment's stages were cut: put it back as"
-    " it was, or choose another folder with --workdir"
+    f"measurements.json does not have the {count} layers' seconds, forward and"
+    " backward, by which this experiment's stages were cut: restore the file,"
+    " or choose another folder with --workdir"
   )

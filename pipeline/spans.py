@@ -1,6 +1,6 @@
-"""What devices did and when: a measured run, to be held against its plan.
+"""Spans: the measured tasks of devices, for comparison with the plan.
 
-Seconds are those of any clock; a run begins where its first span does.
+Seconds are those of any clock; a run begins with its first span.
 """
 
 import collections

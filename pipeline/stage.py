@@ -32,17 +32,21 @@ class Part(NamedTuple):
 
   # params, x, extra -> y, aux; the last stage's y is the loss, float[].
   fn: Callable[[Any, Any, Any], tuple[Any, Any]]
-  params: Any  # at first
-  server: base.Server  # one update a message: the table says how many are one
+  params: Any  # initial values
+  # Updates on each message: the table averages microbatches to one message.
+  server: base.Server
   at_worker: optax.GradientTransformation | None = None  # DANA-Slim's momentum
-  # What a backward reads that finds other weights than its forward, of the
-  # server's state; None: the server's weights.
+  # Server state -> the parameters for a backward that reads newer weights than
+  # its forward (`discrepancy`); None: the server's weights.
   correct: Callable[[base.ServerState], Any] | None = None
 
 
 class Stage(NamedTuple):
-  """Compiled functions. `kept` is what the backward needs of the forward beside
-  the weights, `gy` and `gx` are gradients of the floating leaves of y and x."""
+  """Compiled functions of one stage.
+
+  `kept` are the residuals of the forward that the backward needs besides the
+  weights. `gy` and `gx` are gradients of the floating leaves of y and x.
+  """
 
   forward: Callable[..., Any]  # params, x, extra -> y, aux, kept
   kept: Callable[..., Any]  # params, x, extra -> kept, without y
@@ -100,8 +104,10 @@ def _compile(fn, tree, *leaves):
 
 
 def _check_same(name, actual, wanted):
-  """Refuses what a stage was not compiled for: its program is for those shapes,
-  and would compute something else."""
+  """Raises ValueError for other shapes than those the stage was compiled for.
+
+  The program would silently compute a wrong result from other shapes.
+  """
   shapes, others = (jax.tree.map(np.shape, tree) for tree in (actual, wanted))
   if shapes != others:
     raise ValueError(
@@ -115,8 +121,8 @@ def _shape(x):
 
 
 def _differentiate(fn, params, x, extra):
-  """Returns the forward with its residuals, the backward from those, and their
-  shapes."""
+  """Returns the forward with its residuals, the backward that takes them, and
+  their shapes."""
 
   def full(params, x, extra):
     leaves, tree = jax.tree.flatten(x)
@@ -138,7 +144,8 @@ def _differentiate(fn, params, x, extra):
   out, vjp = jax.tree.structure(shapes[:2]), jax.tree.structure(shapes[2])
   n_out, outs = out.num_leaves, jaxpr.jaxpr.outvars
   own = jaxpr.jaxpr.invars[: jax.tree.structure(params).num_leaves]
-  # What follows from the parameters alone is computed again from them.
+  # Residuals that depend on the parameters alone are not kept: the backward
+  # recomputes them.
   free = {*own, *jaxpr.jaxpr.constvars}
   for eqn in jaxpr.jaxpr.eqns:
     if all(_literal(v) or v in free for v in eqn.invars) and not eqn.effects:
@@ -147,7 +154,7 @@ def _differentiate(fn, params, x, extra):
   kept = [v for v in _variables(residuals) if v not in free]
   compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *kept])
   again = [v for v in residuals if _literal(v) or v in free]
-  # Without effects, such as prints: those are of the forward.
+  # The backward drops effects, such as prints: the forward has had them.
   eqns = _needed(jaxpr.jaxpr.eqns, again, effects=False)
   compute_again = _function(jaxpr, own, again, eqns)
 
@@ -241,21 +248,21 @@ def _run(invars, eqns, outvars, *args):
 
 
 def _needed(eqns, outs, *, effects=True):
-  """The equations that `outs` depend on, in their order, and those that have
-  effects of their own."""
+  """Returns the equations that `outs` depend on, and those with effects, in
+  their order."""
   wanted = set(_variables(outs))
-  found = []
+  needed = []
   for eqn in reversed(eqns):
-    own = effects and eqn.effects
-    if own or any(v in wanted for v in eqn.outvars):
-      found.append(eqn)
+    has_effects = effects and eqn.effects
+    if has_effects or any(v in wanted for v in eqn.outvars):
+      needed.append(eqn)
       wanted.update(_variables(eqn.invars))
-  return found[::-1]
+  return needed[::-1]
 
 
 def _function(closed, invars, outs, eqns=None):
-  """Returns the function of `invars` that computes `outs`, by `eqns`, or by all
-  equations that are needed for it."""
+  """Returns the function of `invars` that computes `outs`, from `eqns`, or from
+  the needed equations of `closed`."""
   eqns = _needed(closed.jaxpr.eqns, outs) if eqns is None else eqns
   invars = [*closed.jaxpr.constvars, *invars]
   return functools.partial(_run, invars, eqns, outs, *closed.consts)

@@ -109,8 +109,7 @@ def check(state: PipelineState, program: Program, at_worker: set) -> None:
   for leaf in jax.tree.leaves((state.servers, sums)):
     if isinstance(leaf, jax.Array) and leaf.is_deleted():
       raise ValueError(
-        "this state was consumed by a run: go on with the one that the run"
-        " returned"
+        "this state was consumed by a run: use the one that the run returned"
       )
   wanted = keys(program, state.slot) | at_worker
   for key in sorted(wanted ^ state.entries.keys()):

@@ -1,4 +1,4 @@
-"""The table that a pipeline obeys: which device does what, and in which order.
+"""The table of a pipeline: the tasks of each device, in their order.
 
 A task is an action of a stage on a microbatch. Actions are a letter or a word:
 
@@ -7,12 +7,12 @@ A task is an action of a stage on a microbatch. Actions are a letter or a word:
   I  backward of inputs only; W, of weights, comes later
   W  backward of weights
 
-and any other name is a user's own, which the table places in time and nothing
-here waits for. Two tasks of a device in the same slot are one block: a forward
-and a backward that overlap (DualPipe).
+Any other name is a user's action. It has a slot, and no task waits for it. Two
+tasks of a device in the same slot are one block: a forward and a backward that
+overlap (DualPipe).
 
-Times are slots. They say which task goes before which, and each takes one; how
-long it takes in seconds is not a matter of the table but of `analyze.costs`.
+Times are slots: they order the tasks, and each task takes one slot. Seconds are
+not part of the table: see `analyze.costs`.
 
 Index letters in shape comments, here and elsewhere in the package:
   T  tasks
@@ -40,7 +40,7 @@ KNOWN = (FORWARD, BACKWARD, INPUT, WEIGHT)
 
 
 class ScheduleError(ValueError):
-  """A table that cannot be, or cannot be run; its text shows where."""
+  """A malformed table, or one that cannot be run; its text shows the cell."""
 
 
 def check_positive(**numbers: int) -> None:
@@ -54,8 +54,8 @@ class Task(NamedTuple):
 
   time: int  # slot
   device: int
-  stage: int  # -1: none, as has a user's own action
-  microbatch: int  # -1: none, too
+  stage: int  # -1 for a user's action
+  microbatch: int  # -1 for a user's action
   action: str
 
 
@@ -195,15 +195,15 @@ def lay_out(
   flush: bool,
 ) -> Schedule:
   """Returns the table in which every device does its tasks in their order, each
-  as soon as its inputs are there.
+  task as soon as its inputs are ready.
 
   Args:
     name: as in `make`, and so are `every` and `flush`.
-    orders: of each device, its (action, stage, microbatch); a pair of those is
-      one block: the two tasks overlap.
+    orders: a list of (action, stage, microbatch) for each device. A pair of
+      such tasks is one block: the two overlap.
 
   Raises:
-    ScheduleError: for a deadlock, with the table as far as it came.
+    ScheduleError: for a deadlock, with the table up to the deadlock.
   """
   if isinstance(every, int) and every > 0:
     wide = by_slot.lay_out(orders, KNOWN, NAME, every=every, flush=flush)
@@ -215,7 +215,8 @@ def lay_out(
 def lay_out_by_task(
   name: str, orders: Sequence[Sequence[Any]], *, every: int, flush: bool
 ) -> Schedule:
-  """`lay_out`, task by task: for narrow tables, and for the error of others."""
+  """Does what `lay_out` does, task by task: faster for few devices, and with
+  the error for any table that has one."""
   blocks = [
     [(b,) if isinstance(b[0], str) else tuple(b) for b in order]
     for order in orders
@@ -243,21 +244,21 @@ def lay_out_by_task(
   ]
   if waiting:
     raise ScheduleError(
-      "deadlock: no device can go on.\n"
+      "deadlock: each device waits for a task of another.\n"
       f"{to_text(table)}waiting:{''.join(waiting)}"
     )
   return table
 
 
 class _Clock:
-  """When the steps of a table that is laid out end."""
+  """The slots at which steps and updates end, while a table is laid out."""
 
   def __init__(self, blocks, every, flush):
     self._every, self._flush = every, flush
     steps = [step for order in blocks for block in order for step in block]
     self._last = max((stage for _, stage, _ in steps), default=-1)
     self._ends: dict[Step, int] = {}
-    # Of the updates, (stage, batch): gradients to come, and when the last came.
+    # By update, (stage, batch): missing gradients, and the last one's slot.
     self._left = Counter(
       (stage, microbatch // every)
       for action, stage, microbatch in steps
@@ -266,7 +267,7 @@ class _Clock:
     self._updated = Counter()
 
   def ready(self, action, stage, microbatch):
-    """When a step may start; None if that is not known yet."""
+    """Returns the slot at which a step may start; None if not known yet."""
     ends, needs = self._ends, [0]
     if action == FORWARD:
       if stage:
@@ -456,11 +457,15 @@ def read(path: Path) -> Schedule:
 
 
 def read_as(parse: Callable[[str], Any], path: Path) -> Any:
-  """Returns parse(text of a file). Raises OSError, and ValueError with the path
-  if the file is no text, or in the place of one that `parse` raises."""
+  """Returns parse(text of a file).
+
+  Raises:
+    OSError: if the file cannot be read.
+    ValueError: if it is not UTF-8, or if `parse` raises it; names the path.
+  """
   try:
-    return parse(path.read_text(encoding="utf-8-sig"))  # as some editors write
+    return parse(path.read_text(encoding="utf-8-sig"))  # some editors add a BOM
   except UnicodeDecodeError:
-    raise ValueError(f"{path} is no text: not UTF-8") from None
+    raise ValueError(f"{path} is not UTF-8 text: save it as UTF-8") from None
   except ValueError as error:
     raise type(error)(f"{path}: {error}") from None

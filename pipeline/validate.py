@@ -1,4 +1,4 @@
-"""Rejects tables that cannot be run, and shows the cell where they cannot."""
+"""Rejects tables that cannot be run, and shows the cell at fault."""
 
 import collections
 import graphlib
@@ -11,12 +11,12 @@ from asgd import checks
 from pipeline import table as table_lib
 from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
 
-_AROUND = 12  # slots shown on either side of a mark
-_MOST_DEVICES = 16  # shown
+_AROUND = 12  # slots that an error shows on either side of a mark
+_MOST_DEVICES = 16  # that an error shows
 
 
 class TableRows(NamedTuple):
-  """Where in the table a stage's work on a microbatch is; -1: nowhere."""
+  """Row numbers of a stage's work on a microbatch; -1: no such row."""
 
   forward: np.ndarray  # int[S, M]
   backward: np.ndarray  # int[S, M], of the inputs: B or I
@@ -27,7 +27,7 @@ _ACTIONS = TableRows((FORWARD,), (BACKWARD, INPUT), (BACKWARD, WEIGHT))
 
 
 def rows(schedule: Schedule) -> TableRows:
-  """Returns the rows of each (stage, microbatch); nothing is there twice."""
+  """Returns the rows of each (stage, microbatch) of a table without doubles."""
   shape = schedule.stages, schedule.microbatches
   out = TableRows(*(np.full(shape, -1, np.int64) for _ in TableRows._fields))
   for actions, table in zip(_ACTIONS, out, strict=True):
@@ -44,23 +44,28 @@ def validate(
 ) -> Schedule:
   """Returns `schedule` if it can be run.
 
-  That is: every stage does every microbatch forward and backward, once and on
-  one device; nothing before what it needs; no device two things at a time, save
-  a forward and a backward in one block; in a synchronous schedule no forward of
-  a batch before the update of the one before. A table without any backward is
-  for inference, and valid.
+  A table can be run if
+
+  - every stage does the forward and the backward of every microbatch once, on
+    one device;
+  - every task comes after the tasks that compute its inputs;
+  - a device does one task at a time, or one block of a forward and a backward;
+  - the schedule is asynchronous, or each forward of a batch comes after the
+    stage's update of the previous batch.
+
+  A table without any backward is for inference, and valid.
 
   Args:
     schedule: the table.
-    max_in_flight: forwards of one device with a backward still to come, at
-      most. None is any number.
-    transfers: "buffered" sends do not wait. "rendezvous" sends do, until the
-      other side receives; what a task needs is received right before it, what
-      it makes is sent right after.
+    max_in_flight: the most forwards of one device that still wait for their
+      backward. None: no limit.
+    transfers: "buffered" sends do not wait. "rendezvous" sends wait until the
+      other side receives: right before the task that needs the data. The
+      sender sends right after the task.
 
   Raises:
     ScheduleError: with the reason and the table around the cell.
-    ValueError: for an argument that is not one of those above.
+    ValueError: for another value of max_in_flight or transfers.
   """
   checks.one_of("transfers", transfers, ("buffered", "rendezvous"))
   if max_in_flight is not None and max_in_flight < 1:
@@ -68,7 +73,7 @@ def validate(
       f"max_in_flight must be positive, or None, not {max_in_flight!r}"
     )
   if not np.isin(schedule.action, KNOWN).any():
-    _fail(schedule, "there is no task of a stage")
+    _fail(schedule, "the table has no task of a stage")
   _check_doubles(schedule)
   _check_blocks(schedule)
   _check_forwards(schedule)
@@ -101,11 +106,11 @@ def _fail(schedule, why, *marked):
 
 
 def _window(schedule, marked):
-  """The table around the marked rows, which stand between two !."""
+  """Returns the table around the marked rows, which stand between two !."""
   marked = np.asarray(marked, np.int64)
   first = max(int(schedule.time[marked].min()) - _AROUND, 0)
   last = int(schedule.time[marked].max()) + _AROUND
-  if last - first > 4 * _AROUND:  # show the later end of a long way
+  if last - first > 4 * _AROUND:  # too wide: show the later marks
     first = last - 4 * _AROUND
   near = (schedule.time >= first) & (schedule.time <= last)
   lowest = 0
@@ -156,8 +161,11 @@ def _check_blocks(schedule):
 
 
 def _check_forwards(schedule):
-  """Every forward is there. Until that is known there may be no array of all
-  stages and microbatches: a misprinted number would make a huge one."""
+  """Checks that no forward is missing.
+
+  This runs before anything allocates an array of stages by microbatches: a
+  misprinted microbatch would make a huge one.
+  """
   count = schedule.microbatches
   keys = np.sort(_keys(schedule, schedule.action == FORWARD))
   if len(keys) == schedule.stages * count:
@@ -171,12 +179,13 @@ def _check_forwards(schedule):
 
 
 def _check_complete(schedule, where):
-  """Every backward is there, on the device of its forward."""
+  """Checks that no backward is missing or on another device than its forward.
+  """
   for name, table in (("B or I", where.backward), ("B or W", where.weight)):
     for stage, microbatch in np.argwhere(table < 0):
-      there = [t[stage, microbatch] for t in where]
+      present = [t[stage, microbatch] for t in where]
       why = f"{name} of stage {stage}, microbatch {microbatch} is missing"
-      _fail(schedule, why, *[row for row in there if row >= 0])
+      _fail(schedule, why, *[row for row in present if row >= 0])
   device = schedule.device
   for table in (where.backward, where.weight):
     for at in np.argwhere(device[table] != device[where.forward]):
@@ -186,7 +195,7 @@ def _check_complete(schedule, where):
 
 
 def _check_order(schedule, where, trains):
-  """Nothing before what it needs."""
+  """Checks that each task comes after the tasks that compute its inputs."""
   forward, backward, weight = where
   needs = [(forward[1:], forward[:-1])]
   if trains:
@@ -222,21 +231,23 @@ def _check_batches(schedule, where):
 
 
 def in_flight(schedule: Schedule) -> np.ndarray:
-  """Returns int[T]: the forwards of the row's device without their backward (of
-  weights), when the row is done."""
+  """Returns int[T]: the forwards in flight on the row's device during the row.
+
+  A forward is in flight until its backward of weights ends.
+  """
   change = np.zeros(len(schedule.time), np.int64)
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, _ACTIONS.weight)] = -1
   out = np.empty_like(change)
   for mine in schedule.rows_of_devices():
-    # What is released is there until the task ends.
+    # A backward frees its activations only when it ends.
     out[mine] = np.cumsum(change[mine]) - np.minimum(change[mine], 0)
   return out
 
 
 def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
-  """Returns int[N, 2], (row that makes it, row that needs it) of all that goes
-  from one device to another."""
+  """Returns int[N, 2]: (row that sends, row that receives) of each transfer
+  between two devices."""
   sides = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
     sides.append((where.backward[1:], where.backward[:-1]))
@@ -246,7 +257,7 @@ def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
 
 
 def _check_rendezvous(schedule, where):
-  """Runs the table with sends that wait for the other side."""
+  """Raises ScheduleError for a deadlock of sends that wait for the receiver."""
   before, after = collections.defaultdict(list), collections.defaultdict(list)
   for pair in map(tuple, transfers(schedule, where).tolist()):
     after[pair[0]].append(pair)
@@ -255,10 +266,11 @@ def _check_rendezvous(schedule, where):
   slots = zip(schedule.device.tolist(), schedule.time.tolist(), strict=True)
   blocks = itertools.groupby(enumerate(slots), key=lambda row: row[1])
   for (device, _), block in blocks:
-    rows_ = [row for row, _ in block]  # one task, or two that begin together
+    rows_ = [row for row, _ in block]  # one task, or two of one block
     for pairs in (before, after):
       programs[device] += [pair for row in rows_ for pair in pairs[row]]
-  # Both sides of a transfer are one node, after those before it on either side.
+  # A transfer is one node of the graph, since both sides meet in it. It follows
+  # the previous transfer of the sender and that of the receiver.
   sorter = graphlib.TopologicalSorter()
   for program in programs:
     for pair, later in itertools.pairwise(program):

@@ -19,8 +19,6 @@ UNFINISHED = {
     "asgd/live/server",
     "asgd/simulator",
     "pipeline",
-    "pipeline/partition",
-    "pipeline/schedules",
 }
 
 

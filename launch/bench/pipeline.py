@@ -130,7 +130,7 @@ def _stack_arguments(table):
 def _repeated(engine) -> turns.Contestant:
   """Runs the whole table, from the state that it left."""
   return turns.repeated(
-    lambda state: engine.again(engine.run(state).state), engine.start()
+    lambda state: engine.next_pass(engine.run(state).state), engine.start()
   )
 
 
@@ -248,7 +248,7 @@ def _programs(engine, count):
 
   One program is called after the other, without the updates.
   """
-  stages = [part.stage for part in engine.compiled.parts]
+  stages = [part.stage for part in engine.compiled_program.parts]
   devices, state = engine.devices, engine.start()
   params = [
     jax.device_put(server.params, devices[i])
@@ -256,7 +256,7 @@ def _programs(engine, count):
   ]
   small = np.zeros(stages[0].y.shape, stages[0].y.dtype)
   copiers = [lanes.copier_of(devices[i], small) for i in range(2)]
-  x, one = engine.compiled.extra(0, 0), np.ones((), stages[1].y.dtype)
+  x, one = engine.compiled_program.extra(0, 0), np.ones((), stages[1].y.dtype)
 
   def once(totals):
     for _ in range(count):
@@ -303,8 +303,8 @@ def _memory(report):
   for make in (schedules.gpipe, schedules.one_f_one_b):
     table = make(_STAGES, _MICROBATCHES)
     engine = executor.Executor(**_stack_arguments(table))
-    sizes = [part.stage.kept_bytes for part in engine.compiled.parts]
-    places = engine.compiled.program.places
+    sizes = [part.stage.kept_bytes for part in engine.compiled_program.parts]
+    places = engine.compiled_program.program.places
     state, most = engine.start(), np.zeros(table.devices)
     for slot in range(1, table.slots + 1):
       state = engine.run(state, slot).state

@@ -128,7 +128,7 @@ class Blocks:
         self._merge(first, block)
 
   def sent(self, block: int) -> float:
-    """Returns the bytes of the forward cut: what a block sends to others."""
+    """Returns the bytes of the forward cut, from a block to all others."""
     inside = set(self.members[block])
     return graph_lib.bytes_of(
       ((source, self.block_of[target]), size)
@@ -178,9 +178,9 @@ def merge_bounded(
 ) -> Blocks:
   """Grows blocks that send for longer than they work; returns the result.
 
-  In the order of what they send, the most first, each absorbs predecessors
-  until its work takes longer than its forward cut, and is then protected from
-  being absorbed. A block that does not get so far is left as it was.
+  Blocks that send the most bytes go first. Each absorbs predecessors until its
+  work takes longer than its forward cut; then no other block may absorb it. A
+  block that cannot reach this stays unchanged.
   """
   if bandwidth is None:
     return blocks

@@ -1,4 +1,4 @@
-"""What a network costs, node by node, and how its nodes hang together.
+"""The graph of a network: the costs of its nodes, and the edges between them.
 
 A partitioner reads a `Graph` and nothing else. A chain of layers is the common
 case. A skip connection, or an input that later nodes read too (an attention
@@ -119,7 +119,7 @@ def make(
         " they can run"
       )
     if (source, target) in by_ends:
-      raise ValueError(f"the edge from {between} is there twice; add them up")
+      raise ValueError(f"the edge from {between} is given twice; add them up")
     size = nodes[source].activation if size is None else size
     checks.nonnegative(f"bytes from {between}", size)
     by_ends[source, target] = Edge(source, target, size, bool(cut))
@@ -147,7 +147,7 @@ def chain(nodes: Iterable[Node]) -> Graph:
 
 
 def parameters(graph: Graph, nodes: Collection[int]) -> float:
-  """Returns the bytes of parameters of some nodes, what they share once."""
+  """Returns the bytes of parameters of some nodes. Shared ones count once."""
   total = sum(graph.nodes[i].parameters for i in nodes)
   for tie in graph.tied:
     here = sum(i in nodes for i in tie.nodes)
@@ -222,14 +222,13 @@ def profile(
 
   Args:
     measure: times a computation, such as `partial(graph.measure,
-      clock=time.perf_counter)`; the backward's time is that of both less the
-      forward's, and 0 where the clock is too coarse to tell. None asks XLA
-      what it counts in the compiled programs and takes the larger of
-      operations / `flops` and bytes / `bandwidth` (the roofline).
-    seconds: of each layer's forward and backward, measured before; nothing is
-      compiled.
-    flops: operations a second that a device is assumed to do.
-    bandwidth: bytes a second that its memory is assumed to move.
+      clock=time.perf_counter)`. The backward's time is the time of both minus
+      the forward's, at least 0. None takes XLA's counts of the compiled
+      programs, and the larger of operations / `flops` and bytes / `bandwidth`
+      (the roofline).
+    seconds: measured (forward, backward) of each layer; nothing is compiled.
+    flops: assumed operations per second of a device.
+    bandwidth: assumed bytes per second of a device's memory.
     key: for layers that draw "dropout".
   """
   checks.positive("flops", flops)

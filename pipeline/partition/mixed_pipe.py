@@ -6,8 +6,8 @@ packing blocks in bins instead of cutting a chain. Eliad et al. do it in steps:
   coarsen   merge nodes until about L blocks are left (`coarsen`)
   assign    put the blocks on P devices, each on the one with the least load
             that has memory for it (`assign`)
-  stages    merge neighbours on one device, as far as no two stages come to
-            need each other (`connect`)
+  stages    merge neighbours on one device, unless two stages would then need
+            each other (`connect`)
   refine    move nodes at the borders of stages to a stage next to them, while
             that lowers the objective (`refine`)
 
@@ -20,13 +20,13 @@ where C is the work of all stages on its device and communication counts only
 where it is not hidden behind work.
 
 All but the last stage may have to run their forward again before the backward.
-Which nodes are spared is known only when the partition is, so it is repeated
-until the last stage is what it was assumed to be.
+The nodes of the last stage are known only after the partition. So the search
+repeats until the last stage is the one that it assumed.
 
 Where this is not the released code:
   1. Largest blocks are assigned first. That code sorts by size and then takes
      from the wrong end; `order="smallest_first"` does as it does.
-  2. Equal objectives are told apart by the bytes sent. That code means to, and
+  2. The bytes sent decide between equal objectives. That code intends this, but
      compares with 0.
   3. A tensor that several nodes of a stage need is sent once, and nothing is
      sent between stages of one device (there: once an edge, at 550 GB/s).
@@ -188,8 +188,8 @@ def cost(graph, stage, devices, weights, bandwidth) -> tuple[float, float]:
 def refine(state: Refinement) -> None:
   """Moves units at borders while that helps: to later stages, then to earlier.
 
-  Stages stay in the order of the network: a unit goes no further on than what
-  needs it, and no further back than what it needs.
+  Stages stay in the order of the network: a unit stays before the units that
+  need it, and after the units that it needs.
   """
   units, stage = state.units, state.stage
   moved = True

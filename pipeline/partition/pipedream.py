@@ -73,7 +73,7 @@ class _Level(NamedTuple):
 
 
 class PipeDreamOptions(NamedTuple):
-  """What is minimized, and where: the options of `pipedream`."""
+  """The options of `pipedream`: its objective and its constraints."""
 
   formula: str = "paper"  # or "code"
   straight: bool = False  # no stage has replicas
@@ -97,7 +97,7 @@ def pipedream(
 ) -> PipeDreamPlan:
   """Returns the partition of least time for a microbatch.
 
-  Takes O(S^2 M^2) on one level, for S places to cut and M machines; more levels
+  Takes O(S^2 M^2) on one level, for S possible cuts and M machines; more levels
   solve that for all S^2 ranges. With the paper's formula a stage of m replicas
   that `later` devices follow has 1 + ceil(later / m) microbatches' stashes and
   versions of its parameters in memory.
@@ -235,13 +235,13 @@ def _closures(before, groups):
 
 
 class _Search:
-  """The recursion; states are numbered, and a stage is between two of them.
+  """The recursion; states have indices, and a stage is between two states.
 
-  `down` is the number of devices that work on what this pipeline sends on, for
-  each copy of the pipeline: how much is in flight depends on it. It is 0
-  throughout where that does not matter. The formulas, below, are `stage`, the
-  time of a stage on m machines where `end` end with it, and `send`, that of
-  what a last stage on m machines gets and sends.
+  `down` is the number of devices downstream of this pipeline, for each copy of
+  the pipeline. The microbatches in flight depend on it; it is 0 where they do
+  not matter. Subclasses have the formulas: `stage` is the time of a stage on m
+  machines of which `end` end with it, and `send` is the transfer time (both
+  ways) of a last stage on m machines.
   """
 
   counts_down = True

@@ -127,13 +127,13 @@ def _check(graph, stages, devices) -> dict[int, int]:
         )
       if i in where:
         raise ValueError(
-          f"node {names[i]!r} is in stage {where[i]} and in stage {s}; place it"
-          " once"
+          f"node {names[i]!r} is in stage {where[i]} and in stage {s}: put it"
+          " into one of them"
         )
       where[i] = s
   for i, name in enumerate(names):
     if i not in where:
-      raise ValueError(f"node {name!r} is in no stage; place it")
+      raise ValueError(f"node {name!r} is in no stage: add it to one")
   if len(devices) != len(stages):
     raise ValueError(f"devices are of {len(devices)} stages, not {len(stages)}")
   for s, places in enumerate(devices):

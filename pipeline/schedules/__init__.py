@@ -1,9 +1,9 @@
-"""Makes the tables of the literature, each from the rule that a device obeys.
+"""Makes the tables of the literature, each from the orders of its devices.
 
-Most are orders written down per device: 1F1B is some forwards and then one
-backward and one forward in turn. Where the best order depends on the times of
-tasks, a rule chooses each device's next task in simulated time, and the choices
-become the order. A user's rules are called in the same way (`custom`).
+Most schedules write the order of each device: 1F1B is some forwards, then one
+backward and one forward in turn. If the best order depends on the times of
+tasks, a rule chooses each device's next task in a simulation (`play`), and the
+choices become the order. A user's rule works in the same way (`custom`).
 
   # gpipe, 3 stages, 3 microbatches      # one_f_one_b
   0 | F0 F1 F2 .  .  .  .  B0 B1 B2      0 | F0 F1 F2 .  .  B0 .  B1 .  B2
@@ -99,7 +99,7 @@ def build(name: str, **options) -> Schedule:
   if count > _MOST:
     raise ValueError(
       f"{name} would have {count:,} forwards (stages x microbatches x batches),"
-      f" and {_MOST:,} are the most: is there a misprint?"
+      f" and {_MOST:,} are the most: lower one of these"
     )
   return names.call("schedule", name, maker, options)
 
@@ -121,9 +121,9 @@ def forwards(options: Mapping[str, object]) -> int:
 
 
 def describe(name: str) -> Traits:
-  """Returns what a schedule of `SCHEDULES` assumes, and which options a run of
-  it may set. A file that holds a table has none. Raises ValueError for an
-  unknown name, naming the nearest known one.
+  """Returns the traits of a schedule of `SCHEDULES`, with its options. A file
+  that holds a table has none. Raises ValueError for an unknown name, naming the
+  nearest known one.
 
   Example:
     >>> from pipeline import schedules
@@ -144,19 +144,19 @@ def make(
   every: int | None = None,
   **options,
 ) -> Schedule:
-  """Returns the table of a run: of one update, over and over, if the schedule
-  flushes, else of all microbatches.
+  """Returns the table of a run: of one update, which the run repeats, if the
+  schedule flushes, else of all microbatches.
 
   Args:
     name: of `SCHEDULES`, or the path of a file that holds a table.
-    stages: S; None of a file is as many as its table has.
+    stages: S; None takes the stages of the table in a file.
     total: microbatches of the run.
     batch: microbatches of an update where `every` does not say it and the
       schedule sums gradients.
     every: microbatches of one update; None is `batch`, or 1 for an asynchronous
       schedule that sums none, or that of the table in a file.
-    **options: those of `describe(name).options`. `rule` may be the place of a
-      function, MODULE:NAME.
+    **options: those of `describe(name).options`. `rule` may be a
+      function or its name, MODULE:FUNCTION.
 
   Returns:
     A valid Schedule.
@@ -233,23 +233,23 @@ def _check_option(key, value):
     raise OptionError(key, str(error).removeprefix(f"{key} ")) from None
 
 
-def _function(place):
-  """Returns the function MODULE:NAME, or a given function."""
-  if callable(place):
-    return place
-  module, _, name = (place if isinstance(place, str) else "").partition(":")
+def _function(name):
+  """Returns a function, or imports the function MODULE:NAME."""
+  if callable(name):
+    return name
+  module, _, attribute = (name if isinstance(name, str) else "").partition(":")
   try:
-    return getattr(importlib.import_module(module), name)
+    return getattr(importlib.import_module(module), attribute)
   except (ImportError, AttributeError, ValueError, TypeError) as error:
     raise OptionError(
       "rule",
-      "must be the place of a function, as in 'my_module:my_rule', not"
-      f" {place!r} ({error})",
+      "must name a function, as in 'my_module:my_rule', not"
+      f" {name!r} ({error})",
     ) from None
 
 
 def _of_file(path, stages, total, batch, every, options):
-  """A table of the user's, which must be of the microbatches of the run."""
+  """Reads a user's table. It must have the microbatches of the run."""
   if options:
     why = f"is no option: all of the run is in {path}; drop it"
     raise OptionError(next(iter(options)), why)
@@ -326,8 +326,8 @@ def weights_of(table: Schedule, weights: str | None = None) -> str:
 
   Args:
     table: any valid one.
-    weights: what a run says. None is the default of the schedule of the table's
-      name: "latest" if it flushes, "stash" if no schedule has that name.
+    weights: the run's setting. None is the default of the schedule of the
+      table's name: "latest" if it flushes, "stash" for an unknown name.
 
   Raises:
     OptionError: for weights of asynchronous schedules and a table that flushes.

@@ -269,7 +269,7 @@ def ftpipe(
       that the first stage has at most supremum - 1 microbatches in flight; the
       released code takes the number of devices for "auto". None: no supremum.
     every: microbatches of an update.
-    costs: how long tasks take, which decides what is there first.
+    costs: the times of tasks, which decide the order of arrivals.
 
   Returns:
     A valid Schedule without a flush.

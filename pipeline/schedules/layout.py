@@ -1,5 +1,5 @@
-"""Parts that families of schedules share: traits, checks of sizes, orders of
-devices and the table that they lead to.
+"""Shared code of the schedules: traits, checks of sizes, orders of devices, and
+the table of these orders.
 """
 
 import inspect
@@ -16,12 +16,12 @@ from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
-# What follows from the stages and microbatches of a run, not from its options.
+# Arguments that a run's stages and microbatches determine, not its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
 
 
 class Traits(NamedTuple):
-  """What a schedule assumes where a run does not say otherwise."""
+  """Properties and defaults of a schedule for its runs."""
 
   options: tuple[str, ...]  # arguments of its maker that a run may set
   flush: bool = True  # whether its table is one update, after which it flushes
@@ -32,7 +32,7 @@ class Traits(NamedTuple):
   sums: bool = False  # whether an update is of a batch although none flushes
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device, where `devices` is a number
-  partitioner: str | None = None  # module of `pipeline.partition` to place it
+  partitioner: str | None = None  # module of `pipeline.partition` that cuts it
 
 
 def traits(**values) -> Callable:
@@ -59,8 +59,8 @@ def traits(**values) -> Callable:
 
 
 def listed(value, length: int | None = None) -> list | None:
-  """Returns a list of the items of an iterable that is no text and has that
-  length (None: any), else None.
+  """Returns the items of an iterable with `length` items (None: any number), or
+  None for a text and for other values.
 
   Example:
     >>> listed((1, 2)), listed((1, 2), 3), listed("12"), listed(12)
@@ -75,7 +75,7 @@ def listed(value, length: int | None = None) -> list | None:
 
 
 def check_updates(microbatches: int, every: int) -> None:
-  """Raises ValueError unless the microbatches are whole updates."""
+  """Raises ValueError unless `every` divides the microbatches."""
   check_positive(microbatches=microbatches, every=every)
   checks.multiple(microbatches, "microbatches", every, "updates of {}")
 
@@ -87,10 +87,10 @@ def synchronous(
 
   Args:
     name: of the schedule.
-    orders: of each device, the steps of the first batch.
-    microbatches: of a batch, which make an update.
-    batches: how many follow each other.
-    limit: the most forwards in flight on a device; None is any number.
+    orders: for each device, the steps of the first batch.
+    microbatches: of a batch, which is one update.
+    batches: number of consecutive batches.
+    limit: the most forwards in flight on a device; None: no limit.
 
   Raises:
     ValueError: for orders that cannot be run, with the cell marked.

@@ -1,6 +1,7 @@
-"""Simulated time, in which a local rule says what each device does next.
+"""Simulates devices that choose their next tasks by a local rule.
 
-What the devices answer becomes their orders. Time comes from `analyze.Costs`.
+The choices become the orders of the devices. `analyze.Costs` has the seconds of
+each task. `play` asks the rule; `_Clock` keeps the simulated time.
 """
 
 import collections
@@ -14,20 +15,20 @@ from pipeline import table as table_lib
 from pipeline.schedules.layout import Orders, stages_of
 from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
-_MANY = 1000  # own actions in a row without a step of a stage, for each device
+_MANY = 1000  # user's actions in a row on each device, until they never end
 
 
 class RuleState:
-  """What a device knows when its rule is asked; not to be changed.
+  """The state of a device, for its rule; read only.
 
   Attributes:
     time: now.
     forward: stage -> its microbatches that may start the forward, in the order
-      in which they came.
-    backward: the same of the backward, of inputs or of both.
-    weight: the same of the backward of weights.
+      of their arrival.
+    backward: the same for the backward, of inputs or of both.
+    weight: the same for the backward of weights.
     in_flight: stage -> its forwards without an ended backward (of weights).
-    soon: when the next of those above is known to come; infinity if it is not.
+    soon: time of the next known arrival at this device; infinity without one.
   """
 
   __slots__ = ("time", "forward", "backward", "weight", "in_flight", "soon")
@@ -41,8 +42,8 @@ class RuleState:
     self.soon = math.inf
 
   def first(self, action: str) -> Step | None:
-    """Returns a step of the action F, B, I or W that is ready, or None: that of
-    the lowest microbatch, and of its steps that of the highest stage."""
+    """Returns a ready step of the action F, B, I or W, or None. The lowest
+    microbatch goes first, then the highest stage."""
     queues = self.queues(action)
     ready = [(queue[0], -stage) for stage, queue in queues.items() if queue]
     if not ready:
@@ -69,9 +70,9 @@ def play(
   every: int,
   flush: bool,
 ) -> Orders:
-  """Asks the rule of every idle device, whenever something changes.
+  """Asks the rule for each idle device after each event that concerns it.
 
-  Arguments and errors are those of `custom`; `places` are the devices of each
+  Arguments and errors are those of `custom`; `places` has the devices of each
   stage.
   """
   clock = _Clock(places, microbatches, cost, every, flush)
@@ -96,7 +97,8 @@ class _Clock:
     self.orders: Orders = [[] for _ in self.states]
     # Forwards and backwards of weights that have not begun.
     self.left = 2 * len(places) * microbatches
-    # A heap of (time, number, device, what, stage, microbatch).
+    # A heap of (time, serial number, device, kind, stage, microbatch). A kind
+    # is "idle", "done", or the action that becomes ready.
     self.events = []
     self._places, self._cost = places, cost
     self._batches = {"every": every, "flush": flush}
@@ -106,32 +108,32 @@ class _Clock:
     self._gates = _Gates(every) if flush and every < microbatches else None
     self._number = itertools.count()
     self._coming = [[] for _ in self.states]  # heaps of times
-    self._others = 0  # own actions since the last step of a stage
+    self._others = 0  # user's actions since the last step of a stage
     self._now = 0.0
 
   def advance(self) -> set[int]:
-    """Goes on to the next event; returns the devices that it is about."""
+    """Advances to the next events; returns the devices that they concern."""
     events = self.events
     if not events or self._others > _MANY * len(self.states):
-      why = "no rule goes on" if not events else "own actions never end"
+      why = "no rule names a step" if not events else "own actions never end"
       raise self._stopped(f"{why}, and {self.left} tasks are left")
     touched = set()
-    # What differs by rounding only happens at the same time.
+    # Events whose times differ only by rounding are simultaneous.
     until = events[0][0] + 1e-9 * max(1.0, events[0][0])
     while events and events[0][0] <= until:
-      self._now, _, device, what, stage, microbatch = heapq.heappop(events)
+      self._now, _, device, kind, stage, microbatch = heapq.heappop(events)
       touched.add(device)
-      if what == "idle":
+      if kind == "idle":
         self.idle.add(device)
-      elif what == "done":
+      elif kind == "done":
         self.states[device].in_flight[stage] -= 1
       else:
         heapq.heappop(self._coming[device])
-        self.states[device].queues(what)[stage].append(microbatch)
+        self.states[device].queues(kind)[stage].append(microbatch)
     return touched
 
   def ask(self, device, rule):
-    """Asks a device's rule for the next step, and begins it."""
+    """Asks the rule for a device's next step, and begins the step."""
     state, coming, now = self.states[device], self._coming[device], self._now
     state.time, state.soon = now, coming[0] if coming else math.inf
     answer = rule(device, state)
@@ -150,14 +152,14 @@ class _Clock:
         self._begin(device, end, action, stage, microbatch)
 
   def _take(self, device, action, stage, microbatch):
-    """Removes a step from those that are ready; returns how long it takes."""
+    """Removes a step from the ready ones; returns its duration."""
     if action not in KNOWN:
       self._others += 1
       own = self._cost.own  # None: every action takes 1
       length = 1.0 if own is None else own.get(action, 0.0)
       if length <= 0:
         raise ValueError(
-          f"costs must say how long {action!r} takes, such as"
+          f"costs have no time for the action {action!r}: pass it, such as"
           f" own={{{action!r}: 1}}"
         )
       return length
@@ -172,19 +174,19 @@ class _Clock:
     return self._length[action][stage]
 
   def _begin(self, device, end, action, stage, microbatch):
-    """What comes of a step that ends at `end`."""
+    """Schedules the events that follow from a step that ends at `end`."""
     if action == FORWARD:
       self.left -= 1
       self.states[device].in_flight[stage] += 1
       if stage + 1 == len(self._places):
         self._send(end, device, BACKWARD, stage, microbatch)
       else:
-        if self._place(stage + 1, microbatch) != device:
+        if self._device(stage + 1, microbatch) != device:
           end += self._transfer[0][stage]
         self.come(end, stage + 1, microbatch)
       return
     if action != WEIGHT and stage:
-      other = self._place(stage - 1, microbatch)
+      other = self._device(stage - 1, microbatch)
       when = end + self._transfer[1][stage - 1] if other != device else end
       self._send(when, other, BACKWARD, stage - 1, microbatch)
     if action == INPUT:
@@ -197,16 +199,16 @@ class _Clock:
         self.come(when, stage, waiting)
 
   def come(self, when, stage, microbatch):
-    """Lets a forward be ready at `when`, or when its batch may start."""
+    """Makes a forward ready at `when`, or later when its batch may start."""
     if self._gates is not None:
       when = self._gates.enter(when, stage, microbatch)
     if when is not None:
-      device = self._place(stage, microbatch)
+      device = self._device(stage, microbatch)
       self._send(when, device, FORWARD, stage, microbatch)
 
-  def _place(self, stage, microbatch):
-    place = self._places[stage]
-    return place[microbatch % len(place)]
+  def _device(self, stage, microbatch):
+    replicas = self._places[stage]
+    return replicas[microbatch % len(replicas)]
 
   def _send(self, when, device, action, stage, microbatch):
     self._at(when, device, action, stage, microbatch)
@@ -221,7 +223,7 @@ class _Clock:
 
 
 class _Gates:
-  """Forwards that wait for the update of the batch before."""
+  """Keeps forwards that wait for the update of the previous batch."""
 
   def __init__(self, every):
     self._every = every
@@ -230,7 +232,7 @@ class _Gates:
     self._waiting = collections.defaultdict(list)
 
   def enter(self, when, stage, microbatch):
-    """When a forward may start that is there at `when`; None: not known."""
+    """Returns the start of a forward with inputs at `when`; None: not known."""
     batch = microbatch // self._every
     before = stage, batch - 1
     if batch == 0 or self._done[before] == self._every:
@@ -239,7 +241,7 @@ class _Gates:
     return None
 
   def done(self, end, stage, microbatch):
-    """Counts a backward; returns the forwards that may come now."""
+    """Counts a backward; returns the (time, microbatch) it releases."""
     key = stage, microbatch // self._every
     self._done[key] += 1
     self._end[key] = max(self._end[key], end)

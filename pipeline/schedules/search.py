@@ -43,8 +43,8 @@ def _score_of(begin: Sequence[float], end: Sequence[float]) -> Score:
   """Returns the longest time that a device is engaged, from the begin of its
   first task to the end of its last, then the time of all.
 
-  The first is what a batch costs if devices need not wait for each other
-  between batches (the zero bubble papers' cost).
+  The first is the time of a batch if devices do not wait for each other between
+  batches (the zero bubble papers' cost).
   """
   longest = max(last - first for first, last in zip(begin, end, strict=True))
   # Sums of the same numbers in another order are the same time.
@@ -60,8 +60,8 @@ class _Direction(NamedTuple):
 
 
 class Gaps:
-  """The tasks of a batch, whose orders are scored and shortened. `places` are
-  the device of each stage, each in a tuple."""
+  """Scores and shortens orders of the tasks of a batch. `places` has the device
+  of each stage, each in a tuple."""
 
   def __init__(self, places: Sequence, microbatches: int, costs: analyze.Costs):
     self._shape = len(places), microbatches
@@ -69,8 +69,8 @@ class Gaps:
     self._time = [
       time for c in columns for time in c.tolist() for _ in range(microbatches)
     ]
-    # A gap may be too short by rounding; not if there are steps that take (next
-    # to) no time, because orders could then wait for each other.
+    # A gap may be too short by rounding errors. With steps of (almost) no time
+    # there is no slack, because orders could then wait for each other.
     long = min(self._time) > 1e-9 * sum(self._time)
     self._slack = 1 + 1e-12 * long
     moved = [a != b for a, b in zip(places, places[1:], strict=False)]
@@ -182,7 +182,7 @@ class Gaps:
       for device, order in enumerate(orders)
       for place, step in enumerate(order)
     )
-    # A step is moved among those that were before it, so places hold.
+    # A step moves only to an earlier index, so the indices of later rows hold.
     for began, device, place in rows:
       order, count = orders[device], held[device]
       step = order[place]
@@ -287,10 +287,10 @@ def best(
   Args:
     places: the device of each stage, in a tuple.
     microbatches: of the batch.
-    costs: how long F, I, W and transfers take.
+    costs: the times of F, I, W and transfers.
     limits: the most activations of each device.
     ways: limits -> known orders that fit, the best for much memory first.
-    named: activations of a device, of the named schedules on these places.
+    named: activations per device of the named schedules with these `places`.
   """
   search = _Search(places, microbatches, ways)
   transfers = costs.transfer.any() or costs.transfer_back.any()
@@ -312,7 +312,7 @@ def best(
 
 
 class _Search:
-  """Orders for some places, in simulated time."""
+  """Simulates orders for one assignment of stages to devices."""
 
   def __init__(self, places, microbatches, ways):
     self._places, self._microbatches = places, microbatches
@@ -323,7 +323,7 @@ class _Search:
     self.least = max(map(len, self._owned))  # activations that any rule needs
 
   def useful(self, limits: Sequence[int]) -> Limits:
-    """Returns limits that are not above what a device can hold at all."""
+    """Returns the limits, lowered to all activations of the device's stages."""
     each = (len(own) * self._microbatches for own in self._owned)
     return tuple(map(min, limits, each))
 
@@ -352,7 +352,7 @@ class _Search:
     return found
 
   def _rules(self, ways, costs, limits, patience):
-    """Yields rules that obey known orders, and greedy ones."""
+    """Yields rules that follow known orders, and greedy ones."""
     for orders in ways:
       for part in patience:
         yield _follow(orders, limits, costs, part)
@@ -360,7 +360,7 @@ class _Search:
       yield _greedy(self._owned, limits, costs, part)
 
   def _shortest(self, tried, rules, costs, limits):
-    """The best of some orders and those of rules, after shortening."""
+    """Returns the best of some orders and the rules' orders, shortened."""
     places, count = self._places, self._microbatches
     large = self.tasks > _LARGE
     tried += [
@@ -369,7 +369,7 @@ class _Search:
     ]
     gaps = Gaps(places, count, costs)
     scores = [(gaps.score(orders), i) for i, orders in enumerate(tried)]
-    # Of orders with one score, the first.
+    # Keep the first of the orders with equal scores.
     scores = dict(sorted(scores, reverse=True))
     first = sorted(scores.items())[: _SHORTENED if self.tasks <= _SMALL else 1]
     if large:

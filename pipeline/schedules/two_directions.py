@@ -1,6 +1,7 @@
 """Synchronous schedules in which microbatches enter from both ends."""
 
 import collections
+from collections.abc import Sequence
 
 from asgd import checks
 from pipeline.schedules.layout import synchronous, traits
@@ -62,14 +63,14 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   """
   _check_even(stages=stages)
   checks.whole("microbatches", microbatches)
-  down = (microbatches + 1) // 2
+  first_half_count = (microbatches + 1) // 2
   half = stages // 2
   orders = []
   for device in range(stages):
     tasks = []
     for i in range(microbatches):
-      number = i if i < down else i - down
-      stage = device if i < down else stages - 1 - device
+      number = i if i < first_half_count else i - first_half_count
+      stage = device if i < first_half_count else stages - 1 - device
       # Slots if all tasks take one: those of the two directions never meet.
       start = 2 * stages * (number // half) + 2 * (number % half)
       tasks.append((start + stage, FORWARD, stage, i))
@@ -78,21 +79,31 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   return synchronous("chimera", orders, microbatches, batches)
 
 
-def _dualpipe(own, rank, ranks, microbatches):
-  """The order of a device in DualPipe's eight steps; `own` are its two stages
-  and `microbatches` those of each direction, `rank`, of so many `ranks`, is its
-  distance from the nearer end, where its first direction starts."""
+def _dualpipe(
+  stages_here: Sequence[int],
+  rank: int,
+  ranks: int,
+  microbatches: Sequence[Sequence[int]],
+) -> list:
+  """Returns the order of a device in DualPipe's eight steps.
+
+  Args:
+    stages_here: the device's stage in each direction.
+    rank: distance from the nearer end, where the first direction starts.
+    ranks: devices of one half, p / 2.
+    microbatches: of each direction.
+  """
   order, waiting = [], collections.deque()
   forwards, backwards = ([iter(way) for way in microbatches] for _ in "FB")
 
   def forward(way):
-    return FORWARD, own[way], next(forwards[way])
+    return FORWARD, stages_here[way], next(forwards[way])
 
   def backward(way, split=False):
     microbatch = next(backwards[way])
     if split:
-      waiting.append((WEIGHT, own[way], microbatch))
-    return INPUT if split else BACKWARD, own[way], microbatch
+      waiting.append((WEIGHT, stages_here[way], microbatch))
+    return INPUT if split else BACKWARD, stages_here[way], microbatch
 
   ahead = ranks - 1 - rank
   for _ in range(2 * ahead):
@@ -103,8 +114,8 @@ def _dualpipe(own, rank, ranks, microbatches):
     order += [backward(1, split=True), waiting.popleft(), forward(1)]
   for turn in range(len(microbatches[0]) - 2 * ranks + rank + 1):
     pair = forward(0), backward(1)
-    # DeepSeek does not overlap the first ones in the middle: each is wanted
-    # next door as soon as can be.
+    # As in DeepSeek's code, the middle devices run their first pair one after
+    # the other: the neighbour waits for both.
     order += pair if turn == 0 and ahead == 0 else [pair]
     order.append((forward(1), backward(0)))
   for _ in range(ahead):
@@ -118,7 +129,7 @@ def _dualpipe(own, rank, ranks, microbatches):
 
 @traits()
 def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
-  """DualPipe: two directions whose forwards and backwards overlap.
+  """DualPipe: forwards of one direction overlap backwards of the other.
 
     idle = (p / 2 - 1)(F&B + B - 3 W), at the most
     activations = p + 1 microbatches
@@ -164,10 +175,10 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
   for device in range(stages):
     other = stages - 1 - device
     near = device < other  # to the end where the first direction starts
-    own = (device, other) if near else (other, device)
+    stages_here = (device, other) if near else (other, device)
     ways = half if near else half[::-1]
     rank = min(device, other)
-    orders.append(_dualpipe(own, rank, stages // 2, ways))
+    orders.append(_dualpipe(stages_here, rank, stages // 2, ways))
   return synchronous("dualpipe", orders, microbatches, batches)
 
 

@@ -46,8 +46,8 @@ def custom(
     A valid Schedule.
 
   Raises:
-    ScheduleError: if the rule names what is not ready, or all wait forever,
-      with the table so far.
+    ScheduleError: if the rule names a task that is not ready, or all devices
+      wait forever; with the table so far.
     ValueError: for counts or devices that do not fit each other.
 
   Source:

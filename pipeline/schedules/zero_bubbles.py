@@ -23,8 +23,11 @@ Times = Costs | None  # of F, I, W and transfers; None is 1, 1, 1 and 0
 
 
 def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
-  """The table of the best orders that `search` finds within the limits. Those
-  of named schedules for these places are tried, and their memories."""
+  """Returns the table of the best orders that `search` finds within the limits.
+
+  The search also tries the orders of named schedules on these devices, and
+  their numbers of activations as limits.
+  """
   costs = layout.costs_of(costs, len(places))
   p, ways, memories = 1 + max(map(max, places)), lambda limits: [], []
   if places == _line(p):
@@ -61,8 +64,8 @@ def zero_bubble(
     forwards - backwards of weights <= max_activations of a device, ever
 
   The orders come from a bounded search (`search.best`) over greedy orders and
-  those of named schedules for the same devices, whose tasks are then moved into
-  idle time (`search.Gaps`). It is a heuristic: no minimum is proved.
+  the orders of named schedules for the same devices. It then moves their tasks
+  into idle time (`search.Gaps`). It is a heuristic: no minimum is proved.
 
   Args:
     devices: the device of each stage.
@@ -112,12 +115,12 @@ def zero_bubble(
 
 
 def _line(devices):
-  """The places of stages on a device each."""
+  """Returns the devices of stages, one stage on each device."""
   return [(device,) for device in range(devices)]
 
 
 def _of_line(name, stages, microbatches, costs, batches, times) -> Schedule:
-  """The best table of a straight pipeline that is so deep."""
+  """Returns the best table of a straight pipeline with `times` 1F1B's depth."""
   check_positive(stages=stages, microbatches=microbatches)
   limits = [times * stages - times + 1] * stages
   places = _line(stages)
@@ -192,7 +195,7 @@ def zb_h2(
     Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, arXiv:2401.10241.
 
   Example:
-    Nobody waits between its first task and its last.
+    No device waits between its first task and its last.
 
     >>> from pipeline import analyze, schedules, table
     >>> zero = schedules.zb_h2(2, 3)
@@ -245,7 +248,8 @@ def zb_v(
 
 
 def _vee(devices):
-  """The places of stages that go down the devices and come up again."""
+  """Returns the devices of stages from the first device to the last and back.
+  """
   return [(device,) for device in (*range(devices), *range(devices)[::-1])]
 
 
@@ -257,7 +261,7 @@ def _of_vee(name, devices, microbatches, costs, batches) -> Schedule:
   return _best(name, places, microbatches, costs, limits, batches)
 
 
-# Of p devices: the most half stages that each of them holds.
+# Devices p -> the most half stages on each device.
 _OF_VEE = {
   "zb_v": lambda p: 2 * p,
   "v_half": lambda p: 2 * ((p + 2) // 2),
@@ -266,8 +270,8 @@ _OF_VEE = {
 
 
 def _orders_of_vee(devices, microbatches, limit):
-  """Yields the orders of schedules in a V if F, I and W take the same, that
-  need no more activations; the one that holds the most comes first."""
+  """Yields the orders of V schedules within `limit` activations, for equal
+  times of F, I and W. The schedule with the most activations comes first."""
   p = devices
   fit = {
     name

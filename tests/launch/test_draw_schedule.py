@@ -297,7 +297,7 @@ def test_mistakes_are_one_line_and_nothing_is_written(
     ("a.txt", "hello", "/a.txt: line 1: 'hello' must be '# NAME; every N'"),
     ("a.csv", "# t; every 1\n0,0\n", "line 2 must be time,device"),
     ("a.json", "{}", "/a.json: not a schedule in JSON"),
-    ("a.txt", b"\xff\xfe", "a.txt is no text: not UTF-8"),
+    ("a.txt", b"\xff\xfe", "a.txt is not UTF-8 text: save it as UTF-8"),
     ("a.csv",
      "# t; every 1\ntime,device,stage,microbatch,action\n2000000000,0,0,0,F\n",
      "t has 2000000001 slots on 1 devices, too many to be drawn"),

@@ -84,7 +84,7 @@ def train_stages(problem, cuts, *, batches=2, **options):
   for _ in range(batches):
     result = run.run(state)
     losses.update(result.losses)
-    state = run.again(result.state)
+    state = run.next_pass(result.state)
   whole = cut.whole(run.params(state))
   return whole, [float(losses[i]) for i in sorted(losses)]
 

@@ -262,7 +262,7 @@ def test_a_table_is_obeyed_again_with_the_microbatches_that_follow():
   state, losses = run_.start(), {}
   for _ in range(3):
     result = run_.run(state)
-    state = run_.again(result.state)
+    state = run_.next_pass(result.state)
     losses.update(result.losses)
   close(whole_of(run_, state), descend_whole(12, 4))
   assert sorted(losses) == list(range(12))
@@ -674,13 +674,13 @@ def single(fn, params):
 
 MISTAKES = {
   "parts": (lambda: executor_of(gpipe(3, 4)),
-    "3 stages, and there are 4 parts"),
+    "3 stages and parts has 4: pass one part for each stage"),
   "workers": (lambda: run_table(ASYNCHRONOUS, name="dana_zero", workers=3),
     "stage 0 has 4 updates in flight, and its algorithm was built for 3"),
   "recompute": (lambda: run_table(gpipe(4, 4), recompute=[True, False]),
     r"recompute must be a bool, or one for each of 4 stages, not \[True, F"),
   "devices": (lambda: run_table(gpipe(4, 4), devices=jax.devices()[:2]),
-    "4 devices, not 2"),
+    "needs 4 devices, and devices has 2"),
   "weights": (lambda: run_table(gpipe(4, 4), weights="newest"),
     "weights must be one of latest, stash, 2bw, vertical, not 'newest'"),
   "2bw": (
@@ -694,10 +694,11 @@ MISTAKES = {
   "whole parameters": (lambda: single(product, (np.ones(()), np.int32(1))),
     "stage 0 has parameters of dtype int32, which have no gradient"),
   "update": (lambda: run_table(UPDATES_OF_ONES_OWN, 1, own={"update": print}),
-    "actions 'update', which is what the executor calls"),
+    "actions 'update', the executor's name for updates: rename them"),
   "together": (lambda: run_table(ASYNCHRONOUS, together=True),
     "their updates cannot be made together"),
-  "again": (lambda: (lambda e: e.again(e.start()))(executor_of(gpipe(4, 4))),
+  "next pass": (
+    lambda: (lambda e: e.next_pass(e.start()))(executor_of(gpipe(4, 4))),
     "run it to its end first"),
 }
 

@@ -90,7 +90,7 @@ test_graphs_that_are_none_are_refused = kit.refuses(
     (([Node("a", forward=-1)],), "forward of node 'a'"),
     (([Node("a", stash=math.nan)],), "stash of node 'a'"),
     (([Node("a"), Node("b")], [("b", "a")]), "from 'b' to 'a' goes back"),
-    (([Node("a"), Node("b")], [(0, 1), (0, 1)]), "there twice"),
+    (([Node("a"), Node("b")], [(0, 1), (0, 1)]), "given twice"),
     (([Node("a"), Node("b")], [(0, 2)]), "no node has number 2"),
     (([Node("a"), Node("b")], [("a", "c")]), "no node is called 'c'"),
     (([Node("a"), Node("b")], [(0, 1, -2)]), "bytes from 'a' to 'b'"),

@@ -141,7 +141,7 @@ CASES = {
   "recomputing": (
     *(schedules.ftpipe([0, 1, 0], COUNT), "dana_slim", "latest", True),
     *(stand_still, processes.ProcessDied),
-    "the process of devices .*1 has given no sign of life for 3 s",
+    "the process of devices .*1 has sent no heartbeat for 3 s",
   ),
 }
 
@@ -150,7 +150,7 @@ CASES = {
 def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(
   name, monkeypatch
 ):
-  """And a failure, or a process that says nothing, is told by the driver."""
+  """The driver raises the failure of a task, and of a silent process."""
   *args, kind, said = CASES[name]
   table = args[0]
   engine = executor.Executor(**executor_arguments(*args))
@@ -168,24 +168,26 @@ def test_processes_do_what_threads_do_and_either_goes_on_from_the_other(
       both = [result.records[stage] for result in (first, second)]
       same(np.concatenate([r.staleness for r in both]), rows.staleness)
       same(np.concatenate([r.gap for r in both]), rows.gap)
-    # What is fetched is what threads have at that slot, and they go on from it.
+    # Threads have the same state at that slot, and resume from the fetched one.
     cut = engine.run(engine.start(), middle).state
     same_states(held, cut)
     end = engine.run(engine.place(held)).state
     same(engine.params(end), engine.params(wanted.state))
-    # And the other way round; then once more through the table.
+    # Processes resume from a state of threads, and make another pass.
     there_end = there.run(there.place(cut)).state
-    again = there.run(there.again(there_end)).state
-    end = engine.run(engine.again(end)).state
+    again = there.run(there.next_pass(there_end)).state
+    end = engine.run(engine.next_pass(end)).state
     same(there.params(again), engine.params(end))
-    with pytest.raises(ValueError, match="hold another state by now"):
+    with pytest.raises(
+      ValueError, match="is no longer in the processes, which keep"
+    ):
       there.run(there_end)
-    # What fails is told, and nothing hangs.
-    third = there.again(again)
+    # A failure is raised, and nothing hangs.
+    third = there.next_pass(again)
     monkeypatch.setattr(processes, "_SILENT", 3.0)
     with pytest.raises(kind, match=said):
       there.run(third)
-    with pytest.raises(PipelineError, match="make new ones"):
+    with pytest.raises(PipelineError, match="start new ones"):
       there.start()
 
 
@@ -202,7 +204,7 @@ def test_what_cannot_be_taken_ends_the_run_that_waits_for_it():
   process._executor = Engine()
   with pytest.raises(TypeError):
     process.put(0, "x", object())
-  with pytest.raises(PipelineError, match="for device 0 cannot be taken"):
+  with pytest.raises(PipelineError, match="for device 0 was not stored"):
     process.run(1)
 
 
@@ -211,7 +213,9 @@ def test_what_cannot_start_says_why():
     PipelineError, match="ValueError: unknown algorithm 'magic'"
   ):
     in_processes(1, schedules.gpipe(2, 2), "magic", None, False)
-  with pytest.raises(ValueError, match="are in 1 to 2 processes, not 3"):
+  with pytest.raises(
+    ValueError, match="count=3: the 2 devices of .* need 1 to 2 processes"
+  ):
     in_processes(3, schedules.gpipe(2, 2), "asgd", None, False)
 
 

@@ -105,7 +105,7 @@ def test_cuts_by_time_are_measured_once_and_kept(tmp_path):
   assert (again.measurements, plan_of(again).cuts) == (stored, cuts)
   # What has been cut by them can be cut by no others.
   for seconds in ([[1, 2]], [[1, 2]] * 4 + [[1]], [[1, -2]] * 5, "now"):
-    with pytest.raises(ValueError, match="what each of 5 layers takes"):
+    with pytest.raises(ValueError, match="does not have the 5 layers' seconds"):
       build_pipelines(by_time, measurements={"layer_seconds": seconds})
   path = place / "measurements.json"
   path.write_text('{"layer_seconds": [')
@@ -335,7 +335,7 @@ OF_A_RUN = [
   (dict(recompute=(0, 4)),
    r"config.runs.x.recompute must be stages from 0 to 3, not \[0, 4\]"),
   (dict(recompute="0,1", **PLACED),  # stages that are still to be made
-   r"config.runs.x.recompute \[0, 1\] are stages, which mixed_pipe has"),
+   r"config.runs.x.recompute \[0, 1\] lists stages before mixed_pipe"),
   (dict(recipe="easgd"), "do not fit; use asgd"),
   (dict(learning_rate="a"), "config.runs.x.learning_rate must"),
 ]

@@ -155,9 +155,9 @@ REFUSED = {
   "devices": (("ftpipe", dict(devices=[0, 1])),
     r"^devices must be a device for each of 4 stages, not \[0, 1\]"),
   "text": (("ftpipe", dict(devices="0123")), "^devices must be a device for"),
-  "no rule": (("custom", {}), "^rule must be the place of a function"),
+  "no rule": (("custom", {}), "^rule must name a function"),
   "rule": (("custom", dict(rule="os:nothing")),
-    "^rule must be .* 'my_module:my_rule', not 'os:nothing' .*no attribute"),
+    "^rule must name .* 'my_module:my_rule', not 'os:nothing' .*no attribute"),
 }
 
 
@@ -174,7 +174,7 @@ def test_other_mistakes_are_those_of_the_maker():
     of_run("gpipe", chunks=2)
   with pytest.raises(ValueError, match="stages must be even"):
     of_run("chimera", stages=3)
-  with pytest.raises(ValueError, match="are the most: is there a misprint"):
+  with pytest.raises(ValueError, match="are the most: lower one of these"):
     of_run("stale", total=10**7)
 
 

@@ -922,7 +922,7 @@ def test_a_rule_on_replicas():
 @pytest.mark.parametrize(
   "rule, words",
   [
-    (lambda device, state: None, "no rule goes on, and 8 tasks are left"),
+    (lambda device, state: None, "no rule names a step, and 8 tasks are left"),
     (lambda device, state: ("B", device, 0),
      r"device 0 does \('B', 0, 0\) at 0, which is not ready"),
     (lambda device, state: state.first("F") or ("F", 5, 0),
@@ -987,7 +987,7 @@ REFUSED = [
   ("gpipe", dict(stages=0), "stages must be a positive"),
   ("gpipe", dict(microbatches=1.5), "microbatches must be .*1.5"),
   ("gpipe", dict(reverse="false"), "reverse must be True or False, not"),
-  ("gpipe", dict(stages=10**20), "would have 300,000.* forwards .* misprint"),
+  ("gpipe", dict(stages=10**20), "would have 300,000.* forwards .* lower one"),
   ("one_f_one_b", dict(stages=True), "stages .*True"),
   ("one_f_one_b", dict(batches=0), "batches must be"),
   ("interleaved", dict(group=0), "group must be"),

@@ -140,7 +140,7 @@ def test_a_deadlock_shows_who_waits_for_what():
   with pytest.raises(ScheduleError) as caught:
     table_lib.lay_out("bad", orders, every=2, flush=False)
   assert str(caught.value) == (
-    "deadlock: no device can go on.\n"
+    "deadlock: each device waits for a task of another.\n"
     "# bad; every 2\n"
     "0 | F0 .\n"
     "1 | .  F0\n"

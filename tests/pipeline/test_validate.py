@@ -29,7 +29,7 @@ def refusal(made, **limits):
 
 BROKEN = {
   "no stage": (table("0 | U U0"),
-    "t: there is no task of a stage", []),
+    "t: the table has no task of a stage", []),
   "forward twice": (table("0 | F0 F1 B0 F1 B1"),
     "F of stage 0, microbatch 1 (device 0, slot 3) was done before, as F of"
     " stage 0, microbatch 1 (device 0, slot 1)", ["F1", "F1"]),

@@ -194,7 +194,7 @@ def test_tables_that_were_stopped_go_on_and_replay(tmp_path):
   trace.write_text(whole)
   order = files.order_path(place, 1)
   order.write_text("".join(order.read_text().splitlines(keepends=True)[:-2]))
-  wrong = "run-n2-s0: .*(together|no shard has).* One of shard-.* was changed"
+  wrong = "run-n2-s0: .*(together|no shard has).* A file shard-.* was changed"
   with pytest.raises(ValueError, match=wrong):
     replay.replay(place)
 
