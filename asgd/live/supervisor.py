@@ -117,7 +117,7 @@ class Supervisor:
     return [mine[index] for index in gone if index in mine]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
-    """Drops the parties of a kind that have exited or whose `run` has ended.
+    """Drops the parties of a kind that have exited or have ended their `run`.
 
     Yields each with "died", "hung", or the result of its `run`. Raises the
     error that kept a party from being made, or that ended its `run`.
