@@ -1,9 +1,10 @@
-"""What the driver of a run sees: its parties as one cluster.
+"""The base class of clusters: the participants of a run, as its driver sees
+them.
 
 A protocol has a subclass. `start` begins; the driver calls `check` again and
 again until the cluster is `finished`. `check` returns lines for the user, and
 raises what would end the parties that replace others, too. For a checkpoint the
-driver calls `pause`, which returns whether all parties came to rest in time,
+driver calls `pause`, which returns whether all parties were at rest in time,
 and then `go_on`.
 """
 
@@ -26,5 +27,5 @@ class Cluster:
     return self._supervisor.replaced
 
   def close(self) -> None:
-    """Ends all parties; what they wrote stays."""
+    """Ends all parties; the files that they wrote stay."""
     self._supervisor.close()

@@ -3,13 +3,13 @@
   T = median + k MAD of the durations of the last jobs, at least `floor`
 
   up to T       waiting
-  T to 3 T      late: reported, and nothing done; the machine may be slow
+  T to 3 T      late: the worker is only reported; its machine may be slow
   beyond 3 T    dead: its ticket is lost, its job goes to another worker, and
                 the cluster replaces it
 
-The durations are of all workers together: in a cluster of fast and slow
-machines the MAD grows with the difference. Before five jobs have ended, T is
-`start`, which must cover compiling.
+The durations are those of all workers: in a cluster of fast and slow machines
+the MAD grows with the difference. Before five jobs have ended, T is `start`
+seconds, which must cover compiling.
 """
 
 import collections
@@ -21,8 +21,8 @@ from typing import NamedTuple
 from asgd import base
 from asgd.orders.trace import STARTS, Event
 
-_FEW = 5  # jobs that must have ended before their times mean something
-DEAD = 3.0  # times T
+_FEW = 5  # count of ended jobs from which their times are used
+DEAD = 3.0  # a worker counts as dead after this multiple of T
 _SIGMA = 1.4826  # MAD to standard deviation, of a normal distribution
 
 
@@ -32,7 +32,7 @@ class Ladder(NamedTuple):
   k: float = 10.0  # in MADs, scaled to standard deviations
   floor: float = 2.0  # seconds
   start: float = 120.0  # seconds
-  window: int = 128  # jobs looked back at
+  window: int = 128  # count of the latest jobs whose durations are used
 
 
 MOST_SECONDS = 1e9  # seconds that a clock can count
@@ -84,17 +84,20 @@ class WorkerWatch:
 
   def __init__(self, ladder: Ladder, now: float):
     self._deadlines = Deadlines(ladder)
-    self.awake = now  # no worker could hand in anything before, or join
-    self._missing: dict[int, float] = {}  # places without a connection, since
+    # When the shard started: no worker could send it a message or join before.
+    self.awake = now
+    # Worker -> since when it has no connection.
+    self._missing: dict[int, float] = {}
     self.heard: dict[int, float] = {}  # worker -> its last sign of life
-    self.late: set[int] = set()  # workers that are slower than they should be
+    self.late: set[int] = set()  # workers between T and 3 T
 
   def ended(self, began: float, now: float) -> None:
     """Takes the start and the end of a job."""
     self._deadlines.ended(now - max(began, self.awake))
 
   def learn(self, events: Iterable[Event]) -> None:
-    """Takes the durations of a journal: a run that hangs has few to come."""
+    """Takes the durations of a journal's jobs, after a restart: in a run that
+    hangs, few further jobs end."""
     began = {}
     for event in events:
       if event.action in STARTS:
@@ -108,13 +111,18 @@ class WorkerWatch:
     present: Collection[int],
     now: float,
   ) -> list[int]:
-    """Returns the workers that count as dead, and updates `late`. `begun` has
-    the times at which each worker was sent its open tickets; present workers
-    are connected."""
+    """Returns the workers that count as dead, and updates `late`.
+
+    Args:
+      begun: worker -> times at which its open tickets were sent.
+      present: workers with a connection.
+      now: seconds since the run began.
+    """
     late, dead = self._deadlines.late, self._deadlines.dead
     ages = {}
     for worker, times in begun.items():
-      # Of several tickets, one is worked on at a time.
+      # A worker computes its open tickets one after the other, so the time is
+      # divided by their count.
       heard = self.heard.get(worker, self.awake)
       age = (now - max(min(times, default=now), heard)) / max(len(times), 1)
       if worker in present:

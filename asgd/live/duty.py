@@ -31,9 +31,9 @@ class Duty(NamedTuple):
   slowdown: tuple[float, ...] = ()  # factors on the time of workers 0, 1, ...
   devices: tuple[jax.Device, ...] = ()  # that workers share; (): the default
   codec: compression.Codec | None = None  # that the work ends with
-  # Of updates that the worker is sent; None: it is sent parameters.
+  # Packs the updates sent to the worker; None: it is sent parameters.
   codec_down: compression.Codec | None = None
-  overlap: bool = False  # compute and write messages in threads of their own
+  overlap: bool = False  # compute and write messages in separate threads
 
   def parts(self) -> list[Any]:
     """Returns each shard's part of the parameters."""
@@ -51,8 +51,8 @@ class Duty(NamedTuple):
     ]
 
   def hold(self) -> list[HeldParams] | None:
-    """Returns each shard's parameters that a holder will rebuild; None if each
-    ticket brings them."""
+    """Returns a `HeldParams` for each shard, which rebuilds its parameters;
+    None if each ticket carries the parameters."""
     if self.codec_down is None:
       return None
     return [HeldParams(self.codec_down, part) for part in self.parts()]

@@ -25,7 +25,7 @@ class Fault(NamedTuple):
   """One fault."""
 
   worker: int
-  seq: int  # of the place's jobs, counted from 0
+  seq: int  # index among the jobs of the worker, counted from 0
   kind: str  # one of KINDS
   seconds: float = 0.0  # of a slow job
 
@@ -85,7 +85,7 @@ def check(
         f" has seq {fault.seq}; use a smaller one"
       )
     if fault[:3] in seen:
-      raise ValueError(f"fault {text!r} is there twice; drop one")
+      raise ValueError(f"fault {text!r} is given twice; remove one")
     seen.add(fault[:3])
 
 
@@ -144,7 +144,7 @@ class Script:
     return jax.tree.map(spoil, message)
 
   def frames(self, worker: int, frame: Frame) -> list[Frame]:
-    """Loses, doubles or delays a frame until the next one."""
+    """Drops a frame, doubles it, or delays it until after the next one."""
     if self._take(worker, frame.seq, "lose"):
       return []
     if self._take(worker, frame.seq, "double"):

@@ -1,8 +1,8 @@
-"""The parameters of a worker that is sent updates of them.
+"""The parameters of a worker to which shards send packed updates.
 
-A ticket is the whole parameters, for a new worker, or the packed updates since
-the ticket before, which the worker decodes and adds one after the other, as the
-shard added them: the same bits.
+A new worker's ticket carries the complete parameters. Later tickets carry the
+packed updates since the previous ticket. The worker decodes and adds these one
+after the other, as the shard did, so it has the same bits.
 """
 
 import functools
@@ -19,7 +19,7 @@ from asgd.live.slots import PARAMS, UPDATES, WrongSlot, message_stamp
 
 
 class OutOfStep(Exception):
-  """A ticket follows another than the last that the worker has taken."""
+  """A ticket does not follow the latest ticket that the worker has taken."""
 
 
 @functools.lru_cache(maxsize=32)
@@ -30,8 +30,8 @@ def compile_rebuild(codec: compression.Codec) -> Any:
 
 @functools.cache
 def _cpu() -> jax.Device | None:
-  """The device that adds updates, as at shards; None, JAX's default, in a
-  process without the CPU platform."""
+  """Returns the CPU, on which shards add updates, too; None, JAX's default
+  device, in a process without the CPU platform."""
   try:
     return jax.local_devices(backend="cpu")[0]
   except RuntimeError:
@@ -39,12 +39,12 @@ def _cpu() -> jax.Device | None:
 
 
 class HeldParams:
-  """A shard's part of the parameters, for one holder of a worker index."""
+  """A shard's part of the parameters, for one incarnation of a worker."""
 
   def __init__(self, codec: compression.Codec, part: Any):
-    """Holds nothing yet; `part` are shapes and dtypes of the shard's
+    """Starts without parameters; `part` has shapes and dtypes of the shard's
     parameters."""
-    weights = base.weights_of(part)  # codes are of these alone
+    weights = base.weights_of(part)  # codes carry weights, no statistics
     self._part, self._rebuild = part, compile_rebuild(codec)
     self._layout = compression.layout(codec, weights)
     self._blank = functools.partial(compression.blank, codec, weights)
@@ -59,9 +59,14 @@ class HeldParams:
       jax.block_until_ready(self._rebuild(like, self._blank().code))
 
   def take(self, memory: Any, ticket: Frame) -> Any:
-    """Returns the shard's part of a ticket, of arrays of its own. Raises
-    WrongSlot if the ticket has died, OutOfStep, and BadCode for updates that do
-    not unpack; then nothing changes."""
+    """Returns the shard's part of a ticket, as arrays that are no views of a
+    slot. Changes nothing if it raises.
+
+    Raises:
+      WrongSlot: the ticket was lost.
+      OutOfStep: the ticket does not follow the latest one.
+      BadCode: the updates cannot be unpacked.
+    """
     if ticket.flag == frames.WHOLE:
       self._params = _copied(memory, ticket)
     elif self._version != (
@@ -80,15 +85,18 @@ class HeldParams:
     self._version = ticket.version
     return self._params
 
-  def _read(self, data):
-    """Returns the codes of a ticket, and the statistics after them or None.
-    Raises BadCode."""
+  def _read(self, data: np.ndarray) -> tuple[list[Any], Any]:
+    """Returns the codes of a ticket, and the statistics that follow them, or
+    None. `data`: uint8[n]. Raises BadCode."""
     codes, stats = [], None
     end = data.size
     if end and self._stats is not None:
       end = max(end - self._stats.nbytes, 0)
       if data.size < self._stats.nbytes:
-        raise packing.BadCode(f"{data.size} bytes, which end in no statistics")
+        raise packing.BadCode(
+          f"{data.size} bytes of updates are too few: the statistics at their"
+          f" end have {self._stats.nbytes}"
+        )
       there = wire.read(self._stats, data[end:].copy())
       stats = jax.tree.map(np.array, there)
     start = 0
@@ -100,10 +108,12 @@ class HeldParams:
     return codes, stats
 
 
-def _copied(memory, ticket):
-  """The whole parameters, copied before their slot is reused."""
+def _copied(memory: Any, ticket: Frame) -> Any:
+  """Returns a copy of the complete parameters of a ticket. Raises WrongSlot if
+  the shard reused their slot meanwhile."""
   stamp = int(ticket.value)
   params = jax.tree.map(np.array, memory.read(PARAMS, ticket.params, stamp))
+  # The check follows the copy: the slot may be overwritten during it.
   if memory.stamp(PARAMS, ticket.params) != stamp:
     raise WrongSlot("what the shard sent", PARAMS, ticket.params)
   return params

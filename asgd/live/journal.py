@@ -58,8 +58,8 @@ def read_begun(run: Path, path: Path) -> list[Event]:
     return events
   if (run / "result.json").exists():
     raise ValueError(
-      f"{path} is gone or empty, and the run has a result: put it back as the"
-      " run wrote it"
+      f"{path} is missing or empty, but the run has a result: put the file back"
+      " as the run wrote it"
     )
   raise ValueError(f"{path} holds no event: the run has not begun (yet)")
 
@@ -79,7 +79,7 @@ def check_together(run: Path, joined: base.Trace, **options: Any) -> None:
     orders.check(joined, **options)
   except trace.TraceError as error:
     raise ValueError(
-      f"the journals of {run} cannot be obeyed together, at {error}: one of"
+      f"the journals of {run} cannot be replayed together, at {error}: one of"
       " them was changed; put it back as the run wrote it"
     ) from error
 

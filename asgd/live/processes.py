@@ -13,7 +13,7 @@ from pathlib import Path
 from asgd import safe_files
 
 _FILES = 2**16  # that a process may have open, where the system allows it
-# Folders of nobody but the children of this process.
+# Folders that only the children of this process use.
 FOLDERS: set[str] = set()
 
 

@@ -87,7 +87,7 @@ def be_node(cluster: str, address: str, resource: str, memory: str) -> None:
   other.kill_all_processes(check_alive=False, allow_graceful=True)
 
 
-# Of a node: the processes that serve an autoscaler, a dashboard, and a driver
+# Processes of a node that serve an autoscaler, a dashboard, and a driver
 # that prints what workers print. Each imports Ray, on the cores of the run.
 _UNUSED = "start_monitor", "start_api_server", "start_log_monitor"
 

@@ -56,5 +56,5 @@ def wait(
     return [], []
   count = len(refs) if count is None else count
   done, left = ray.wait(list(refs), num_returns=count, timeout=timeout)
-  check()  # before what it has cost is looked at
+  check()  # before the caller reads errors that this caused
   return done, left

@@ -11,30 +11,35 @@ class Setup(NamedTuple):
   """Settings of a run; the same for all of its shards."""
 
   rules: protocol.Rules
-  workers: int  # places
-  jobs: int  # each to be received once
+  workers: int  # count of worker indices
+  jobs: int  # count of jobs, each of which is received once
   shards: int = 1
-  consistent: bool = False  # all shards obey the lead's order
+  consistent: bool = False  # all shards apply messages in the lead's order
   totals: bool = False  # the algorithm needs totals; consistent only
-  log: int = 16  # messages kept until a snapshot; 0: none
-  snapshot_seconds: float = 30.0  # between two, where there is no log
-  owned: bool = False  # jobs belong to places (sharded data)
+  log: int = 16  # messages kept in slots until a snapshot; 0: no log
+  snapshot_seconds: float = 30.0  # between two snapshots, without a log
+  owned: bool = False  # job j belongs to one worker index (sharded data)
   ladder: Ladder = Ladder()
   keep_params_at: tuple[int, ...] = ()  # received counts, for evaluations
-  together: bool = False  # the first job waits until every place is taken
+  together: bool = False  # the first job waits until all workers have joined
 
   @property
   def gathered(self) -> int:
-    """Workers that the first job waits for. A synchronous round has a job for
-    each: with fewer workers, the first to come would make several messages."""
+    """Count of workers that the first job waits for.
+
+    A synchronous round has one job for each worker. With fewer workers, the
+    first ones to join would get several jobs of one round.
+    """
     of_round = self.rules.round + self.rules.backup
     return self.workers if self.together else min(self.workers, of_round)
 
 
 def slot_counts(setup: Setup) -> SlotCounts:
-  """Returns the slots that a shard needs: for tickets that are open now, were
-  open at the last snapshot or are kept, and for messages that are being written
-  or belong to the log."""
+  """Returns the counts of slots that a shard needs.
+
+  Parameters: for tickets that are open, were open at the last snapshot or are
+  kept. Messages: for those being written and those in the log.
+  """
   rules = setup.rules
   tickets = setup.workers * (rules.depth + 1) + rules.round + rules.backup
   return SlotCounts(2 * tickets + 2, tickets + setup.log)

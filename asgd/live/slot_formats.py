@@ -11,12 +11,12 @@ from asgd.compression import packing
 
 
 class Slot(NamedTuple):
-  """What is done with the bytes of one slot."""
+  """The functions that write and read one slot."""
 
   # Content -> how many bytes it took. Raises BadCode for a packed code that is
   # longer than a slot.
   write: Callable[[Any], int]
-  # Bytes of a content -> views for a tree, otherwise arrays of its own. Raises
+  # Bytes of a content -> views for a tree, otherwise new arrays. Raises
   # BadCode.
   read: Callable[[int], Any]
 
@@ -27,7 +27,7 @@ class SlotFormat(NamedTuple):
   nbytes: int  # of a slot
   open: Callable[[np.ndarray], Slot]  # of its bytes, uint8[nbytes]
   fixed: bool = False  # each content has `nbytes`
-  shared: bool = False  # what is read are views of the slot
+  shared: bool = False  # `read` returns views of the slot
 
   def length(self, written: int) -> int:
     """Returns the bytes of a content, of which its slot claims so many: not

@@ -1,13 +1,13 @@
 """Memory that a shard and its workers share, in numbered slots.
 
 There are slots of sent parameters, of messages, and two of snapshots of the
-shard. If workers are sent updates, those of a ticket lie in a slot by the
-number of its message's. All are mapped files in the kernel's memory (/dev/shm),
-which outlive a killed process: so they are the log of a shard.
+shard. If workers are sent updates, those of a ticket lie in the updates slot
+with the index of its message slot. All slots are mapped files in the kernel's
+memory (/dev/shm). These outlive a killed process, so they are a shard's log.
 
-Each slot ends with the length of its content and a stamp, which the writer sets
-after the content and the reader compares: content of a file that has been
-replaced, or of another message, is refused.
+Each slot ends with the length of its content and a stamp. The writer sets the
+stamp after the content, and the reader compares it: so it refuses the content
+of a replaced file or of another message.
 """
 
 import contextlib
@@ -115,7 +115,7 @@ def _read_snapshot(folder: Path) -> dict[str, Any] | None:
 
 
 def _is_adopted(folder: Path) -> bool:
-  """Whether all slots are there, and are what a shard's journal refers to."""
+  """Whether all slot files exist, and a shard's journal refers to them."""
   names = *SlotCounts._fields, _ADOPTED
   return all((folder / name).exists() for name in names)
 
@@ -132,7 +132,7 @@ def is_usable(folder: Path, rows: int) -> bool:
 
 
 def disown(folder: Path) -> None:
-  """Makes the next shard that opens a memory begin anew."""
+  """Makes the next shard that opens the memory take it for a new one."""
   (folder / _ADOPTED).unlink(missing_ok=True)
 
 
@@ -163,7 +163,7 @@ class SharedMemory:
     """
     self._folder = Path(folder)
     self.name = str(self._folder.parent)  # of all shards
-    # Whether it is not what a shard's journal refers to: that is lost.
+    # Whether the memory is new: no journal refers to it.
     self.fresh = not _is_adopted(self._folder)
     *kinds, snapshot = like
     if snapshot is not None:
@@ -266,7 +266,7 @@ class SharedMemory:
     return jax.tree.map(np.array, self.read(kind, slot, stamp))
 
   def save(self, tree: Any, meta: Any) -> None:
-    """Keeps a snapshot; a kill on the way leaves the one before."""
+    """Saves a snapshot; a kill meanwhile leaves the previous one valid."""
     self._save_image(tree)
     self._save_meta(meta)
 
@@ -294,8 +294,8 @@ class SharedMemory:
     return saved
 
   def adopt(self) -> None:
-    """Marks it as the memory of the shard's journal. Raises ValueError if other
-    files have taken its place."""
+    """Marks it as the memory of the shard's journal. Raises ValueError if
+    another process removed or replaced its files."""
     try:
       for path, number in self._files.items():
         if path.stat().st_ino != number:
@@ -307,17 +307,17 @@ class SharedMemory:
 
   def _gone(self):
     return ValueError(
-      f"the shared memory {self._folder} is gone: it was removed while the run"
-      f" used it; {GO_ON} from the last checkpoint"
+      f"the shared memory {self._folder} is missing: it was removed while the"
+      f" run used it; {GO_ON} from the last checkpoint"
     )
 
   def disown(self) -> None:
-    """Makes the next one that opens it begin anew."""
+    """Makes the next shard that opens the memory take it for a new one."""
     disown(self._folder)
 
   def forget(self) -> None:
-    """Drops the snapshot, the base of the log; until it is adopted again, the
-    memory is no shard's."""
+    """Drops the snapshot, on which the log builds. No journal refers to the
+    memory until it is adopted again."""
     self.disown()
     (self._folder / _SNAPSHOT).unlink(missing_ok=True)
 

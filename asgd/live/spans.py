@@ -35,7 +35,7 @@ class SpanWriter:
     name, start, end, seq, job = span
     path = spans_path(self._folder, worker)
     if worker not in self._lines and path.exists():
-      # What a kill cut short would be the beginning of the next line.
+      # A line that a kill cut short would become part of the next line.
       safe_files.truncate(path, path.read_bytes().rfind(b"\n") + 1)
     lines = self._lines[worker]
     line = f"{name},{start:.6f},{end:.6f},{seq},{job}"

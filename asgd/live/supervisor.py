@@ -2,9 +2,9 @@
 
 It starts each party in a host, asks all of them at once, ends those that are
 silent or hang, counts exits, and raises when exits follow each other without a
-message in between. What a lost party means for the others is the protocol's to
-say: a protocol's cluster holds a supervisor and decides whom to replace, whom
-to admit, and when all are at rest.
+message in between. A protocol's cluster has a supervisor, and decides what
+follows from a lost party: which one to replace, which one to admit, and when
+all are at rest.
 
 The supervisor reads time from its hosts alone. In a simulated world it meets
 the same faults as the parties do.
@@ -21,7 +21,7 @@ from asgd.live.hosts.base import LOCAL
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
 _ANSWER_LOOK = 0.5  # seconds between two looks at calls
-_SOON = 2.0  # seconds after which the user is told which party is waited for
+_SOON = 2.0  # seconds after which a line names the party that is waited for
 TRIES = 3  # refused messages, for each party, before a run ends
 _DEATHS = 5  # exits, for each party of a kind, before another message comes
 _PATIENCE = 60.0  # seconds after which a silent party is ended, at least
@@ -34,7 +34,7 @@ class Party:
 
   def __init__(self, kind: str, index: int, host: Host, made: Call):
     self.kind, self.index, self.host, self.made = kind, index, host, made
-    self.run: Call | None = None  # what it works in until it ends or rests
+    self.run: Call | None = None  # its long call, until it ends or rests
     self.proven = False  # it has done a job, for which it had to compile
     self.hung = False  # the supervisor ended it, as it took too long
     self.done = 0  # jobs, as the supervisor saw last
@@ -117,9 +117,11 @@ class Supervisor:
     return [mine[index] for index in gone if index in mine]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
-    """Drops the parties of a kind that have exited or ended what they run, and
-    yields each with how: "died", "hung", or what its object returned. Raises
-    what kept one from being made, or from running."""
+    """Drops the parties of a kind that have exited or have ended their `run`.
+
+    Yields each with "died", "hung", or the result of its `run`. Raises the
+    error that kept a party from being made, or that ended its `run`.
+    """
     ended = {party.index: party for party in self.lost(kind)}
     for index, party in self.parties[kind].items():
       if party.run is not None and party.run.done():
@@ -137,7 +139,7 @@ class Supervisor:
     self, kind: str, method: str, *args: Any, among: Iterable[int] | None = None
   ) -> dict[int, Any]:
     """Calls a method of several parties of a kind, all at once. A party that
-    does not answer is ended: it may have missed what it was called for.
+    does not answer is ended: it may have missed the call.
 
     Args:
       kind: of the parties.
@@ -160,8 +162,8 @@ class Supervisor:
     silent = self._await(calls, limit)
     found = {index: answer_of(call) for (_, index), call in calls.items()}
     lost = [mine[index] for index, answer in found.items() if answer is None]
-    # A party that has failed reports why by what it runs, unless it is ended
-    # before.
+    # A party that has failed reports the reason as the error of its `run`, if
+    # it is not ended before.
     runs = {(kind, party.index): party.run for party in lost if party.run}
     for key in silent:
       runs.pop(key, None)
@@ -173,10 +175,12 @@ class Supervisor:
   def poll(
     self, kind: str, method: str, *args: Any, among: Iterable[int]
   ) -> dict[int, Any]:
-    """Calls a method of several parties of a kind, and waits half a second. A
-    party that has not answered by then holds nobody up: it is left out, the
-    next poll looks for the same answer, and a party that is silent for as long
-    as the supervisor is patient is ended. Returns what the others answer."""
+    """Calls a method of several parties of a kind, and waits half a second.
+
+    A party that has not answered by then is left out, so that the caller need
+    not wait for it; the next poll looks for the same answer. A party that is
+    silent for longer than `patience` is ended. Returns index -> answer of the
+    other parties."""
     mine, now = self.parties[kind], self.hosts.clock()
     asked = [mine[index] for index in among]
     for party in asked:
@@ -380,7 +384,7 @@ class Supervisor:
     return news
 
   def close(self) -> None:
-    """Ends all parties; what they wrote stays."""
+    """Ends all parties; the files that they wrote stay."""
     self.hosts.close()
 
 

@@ -1,4 +1,4 @@
-"""What a worker needs of a way to the shards."""
+"""The interface of a worker's link to the shards."""
 
 from typing import Protocol
 

@@ -18,7 +18,7 @@ from typing import Any
 from asgd.live.faults import Fault
 from asgd.live.spans import Span
 
-_FIRST = 5  # questions for the lead's clock before there is anything to tell
+_FIRST = 5  # questions for the lead's clock before the first note
 _ASK = 5.0  # seconds between two questions after that
 _PAUSE = 0.2  # seconds between two tries
 _SECONDS = 60.0  # for an answer
@@ -93,7 +93,7 @@ class FarNotes:
 
   def span(self, span: Span) -> None:
     """Takes a span of the worker; a push ends a job, and its spans are sent
-    while the worker goes on. Raises what kept the lead from writing others."""
+    while the worker continues. Raises the lead's error about earlier ones."""
     self._job.append(span)
     if span.name == "push":
       self._sent = [call for call in self._sent if not _has_ended(call)]

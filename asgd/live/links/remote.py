@@ -26,7 +26,7 @@ from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 
 _LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
-_SECONDS = 60.0  # to fetch what is there
+_SECONDS = 60.0  # to fetch a slot's content
 Token = tuple[int, int, str]  # worker, life, a random text: names a session
 
 
@@ -35,12 +35,12 @@ class Session:
   makes all calls."""
 
   def __init__(self, memory: Any, defer: Callable[[Callable], Any]):
-    """`defer` calls something after what is being done now."""
+    """`defer` makes a call after the present one has ended."""
     self.worker = -1  # not known yet
     self._speaker: tuple[str, int] | None = None
     self._memory, self._defer = memory, defer
     self._out: list[tuple[bytes, Any]] = []
-    self._listener: Future[list] | None = None  # takes what is sent next
+    self._listener: Future[list] | None = None  # takes the next frames sent
 
   def hear(self, frame: Frame) -> None:
     """Takes note of a frame of the worker; raises BadFrame if it is not of a
@@ -85,8 +85,8 @@ class Session:
 
 
 class _FarMemory:
-  """Slots of references to what a worker was sent and is to send; codes are
-  packed."""
+  """Slots of references to the contents that a worker received or will send;
+  codes are packed."""
 
   def __init__(self, messages: Any):
     """Starts with nothing; messages are of a `packing.CodeLayout`, or as they
@@ -206,7 +206,7 @@ class RayLink:
     return self._find(0, generation)
 
   def _successor(self, shard):
-    """Whether another actor has taken a shard's place."""
+    """Whether another actor has replaced that of a shard."""
     with contextlib.suppress(ValueError):
       return bool(self._find(shard, self._generations[shard] + 1))
     return False

@@ -26,7 +26,7 @@ from asgd.live.shard import Shard
 
 _PAUSE = 0.05  # seconds between two tries to connect
 _TICK = 0.1  # seconds between two looks at the deadlines
-_PATIENCE = 60.0  # seconds in which a shard reads what a worker says
+_PATIENCE = 60.0  # seconds for a shard to read a worker's frames
 _MOST_UNREAD = 2**20  # bytes that a peer may leave unread
 _NO_ROOM = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM
 
@@ -191,10 +191,10 @@ class _Peer(_Connection):
   def __init__(self, sock: Any, waiting: dict["_Peer", None]):
     super().__init__(sock)
     sock.setblocking(False)
-    self.speaker: tuple[str, int] | None = None  # whose it is, once it spoke
+    self.speaker: tuple[str, int] | None = None  # its sender, after a frame
     self._waiting = waiting  # peers that have something to be sent
     self._out = bytearray()
-    self.reads = True  # what it is sent
+    self.reads = True  # it reads the bytes sent to it
 
   def say(self, frame: Frame) -> None:
     """Sends a frame with the next `flush`: an answer is often two frames.
@@ -238,7 +238,7 @@ class ShardServer:
   ):
     """Listens at a path, in a folder that its owner alone can read, or raises
     ValueError; a follower in a consistent run also connects to the lead's
-    socket. The clock tells seconds since the run began."""
+    socket. The clock counts seconds since the run began."""
     self.shard, self._clock, self._lead_path = shard, clock, lead
     self._calls: Calls = queue.SimpleQueue()
     self.ended = threading.Event()  # `serve` has ended
@@ -353,7 +353,7 @@ class ShardServer:
       if error.errno in _NO_ROOM:  # until the next tick
         self._selector.unregister(self._listener)
         self._listens = False
-      return  # or it has gone again
+      return  # or the peer has disconnected again
     self._add_peer(sock)
 
   def _add_peer(self, sock):

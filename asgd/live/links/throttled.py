@@ -45,7 +45,7 @@ class Throttle:
   ):
     """The clock counts seconds, the unit of the network's times."""
     self._links, self._clock = Links(network, workers), clock
-    self.time = 0.0  # at which what is being delivered has come
+    self.time = 0.0  # when the content under delivery arrives
     self._heap: list[tuple[float, int, MessagePart | None, Any]] = []
     self._count = 0
     self._orders: dict[Any, collections.deque[_Parcel]] = (

@@ -1,4 +1,4 @@
-"""Hosts that are threads and whose calls take the time of a network.
+"""Hosts in threads; each call takes the time that a network would take.
 
 A call of a shard or of a peer is a message from its caller, of so many bytes as
 its arguments have; its answer goes the other way. Calls of the driver take no
@@ -16,7 +16,7 @@ from asgd.orders.network import Network
 
 
 def nbytes(content: Any) -> int:
-  """Returns the bytes of what is sent: of arrays, frames of peers, and bytes in
+  """Returns the bytes of a content: of arrays, frames of peers, and bytes in
   tuples, lists and dictionaries; all else has none.
 
   Example:
@@ -82,7 +82,7 @@ class ThrottledHosts(ThreadHosts):
     return super().start(kind, index, make_linked)
 
   def close(self) -> None:
-    """See the base; what is on its way arrives before."""
+    """See the base; calls under way arrive before."""
     super().close()
     self.throttle.close()
 

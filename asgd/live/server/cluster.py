@@ -1,9 +1,9 @@
 """The driver of a dense parameter server: it watches its shards and workers.
 
 The driver is no part of the training: it sees no message. Its supervisor
-starts, asks and counts; what is only the dense server's stands here: which
-workers the lead has given up, images of one row, tickets that stay open when
-all is received.
+starts, asks and counts parties. This module adds the dense server's part:
+replacing workers that the lead has expelled, images of one row, and tickets
+that stay open when all messages are received.
 """
 
 import collections
@@ -28,8 +28,8 @@ from asgd.live.shard import Shard
 from asgd.live.supervisor import TRIES, Party, Supervisor, answer_of
 
 Status = dict[str, Any]  # of a shard, see `Shard.status`
-_ROWS_AHEAD = 20  # rows, in which all shards hear of an image to keep
-_END_SECONDS = 5.0  # for shards to write what is left
+_ROWS_AHEAD = 20  # rows until an image, for the request to reach all shards
+_END_SECONDS = 5.0  # for shards to write pending rows
 _LOOK = 0.1  # seconds between two looks
 _LEAVE_SECONDS = 2.0  # for workers to leave, once all is done
 
@@ -72,7 +72,7 @@ class ServerCluster(Cluster):
       make_duty: what workers do; called where they run.
       refill: replace a worker that exits.
       resumed: the journals of shards hold the beginning.
-      leave_seconds: that workers get to write what they did, once all is done.
+      leave_seconds: that workers get to write their files after the last job.
     """
     self.setup, self._plan, self._makers = setup, plan, makers
     self._make_duty, self._resumed = make_duty, resumed
@@ -115,7 +115,7 @@ class ServerCluster(Cluster):
       (WORKER, worker): party.host.call(method, *args)
       for worker, party in sorted(self._supervisor.parties[WORKER].items())
     }
-    # Nobody is named: it takes as long as jobs take.
+    # No line names the silent worker: an answer may take as long as a job.
     silent = self._supervisor.silent(calls, self._patience)
     if silent:
       raise ValueError(
@@ -331,7 +331,7 @@ class ServerCluster(Cluster):
   # The end.
 
   def close(self) -> None:
-    """Ends all parties; what they wrote stays."""
+    """Ends all parties; the files that they wrote stay."""
     supervisor = self._supervisor
     try:
       if self._stopped:  # then workers end by themselves

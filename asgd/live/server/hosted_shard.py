@@ -76,7 +76,7 @@ class HostedShard:
     return answer
 
   def end(self) -> Future[tuple[None] | None]:
-    """Writes what is left to be written, and ends."""
+    """Writes pending output, and ends."""
     answer = self.ask(_flush)
     answer.add_done_callback(lambda done: self.server.end())
     return answer
@@ -190,7 +190,7 @@ class ShardMaker(NamedTuple):
     """Compiles, opens the files, and listens."""
     site, index, setup = self.site, self.index, self.site.setup
     server = self.make_server()
-    if self.steps is None:  # in a process of its own
+    if self.steps is None:  # in a separate process
       receive_in_one_thread(server, self.params)
     steps = self.steps or simulator.compile_steps(
       server, None, wire=site.compress, keeps_messages=True

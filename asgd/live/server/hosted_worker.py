@@ -35,7 +35,7 @@ class HostedWorker:
     self._close: Callable[[], None] = lambda: None
 
   def prepare(self, make_duty: Callable[[], Duty]) -> None:
-    """Compiles what is to be measured."""
+    """Compiles the jobs that `measure` will time."""
     self._duty = make_duty()
     self._duty.warm_up(self._worker)
 
@@ -86,7 +86,7 @@ class HostedWorker:
       self._loop.wake()
 
   def close(self) -> None:
-    """Writes what is left to be written, and leaves all shards."""
+    """Writes pending output, and leaves all shards."""
     close, self._close = self._close, lambda: None
     close()
 
@@ -100,7 +100,7 @@ class WorkerMaker(NamedTuple):
   life: int  # how many incarnations of the worker were before
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
-  warm_up: bool  # it compiles before it joins, in a process of its own
+  warm_up: bool  # in a separate process it compiles before it joins
 
   def __call__(self, inside: Inside) -> HostedWorker:
     """Prepares."""

@@ -41,7 +41,7 @@ class ServerMakers:
       make_server: called in the hosts of shards.
       parts: parameters of each shard, before the first message.
       steps: of the server, in threads, where workers have compiled, too; None:
-        each party compiles in a process of its own.
+        each party compiles in its separate process.
       network: of the sockets of shards.
       faults: to inject, each once.
       images: checkpoints of each shard, for when the memory is lost.

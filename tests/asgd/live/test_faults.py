@@ -70,7 +70,7 @@ def test_faults_that_cannot_happen_in_a_run_are_named():
     faults.check(some, 1)
   with pytest.raises(ValueError, match="'kill:0:9': the run has 9 jobs in all"):
     faults.check(some, 2, jobs=9)
-  with pytest.raises(ValueError, match="'slow:1:5:0.5' is there twice"):
+  with pytest.raises(ValueError, match="'slow:1:5:0.5' is given twice"):
     faults.check([*some, Fault(1, 5, "slow", 0.5)], 2)
   with pytest.raises(ValueError, match="'slow:0:0:nan': seconds must be"):
     faults.check([Fault(0, 0, "slow", math.nan)], 2)

@@ -79,7 +79,7 @@ def test_memory_that_is_removed_meanwhile_says_how_to_go_on(tmp_path):
   held = shared(tmp_path)
   held.save(PART, {})
   shutil.rmtree(tmp_path / "shard-0")
-  with pytest.raises(ValueError, match="is gone: it was .*same command"):
+  with pytest.raises(ValueError, match="is missing: it was .*same command"):
     held.save(PART, {})
 
 

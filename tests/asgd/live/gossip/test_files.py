@@ -38,8 +38,8 @@ def test_a_journal_that_is_gone_is_named(run):
   )
   (run / "result.json").touch()
   assert refused(run) == (
-    f"{path} is gone or empty, and the run has a result: put it back as the run"
-    " wrote it"
+    f"{path} is missing or empty, but the run has a result: put the file back"
+    " as the run wrote it"
   )
 
 
