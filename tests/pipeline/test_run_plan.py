@@ -320,7 +320,7 @@ OF_A_RUN = [
    "mixed_pipe is not for the schedule gpipe: use ftpipe"),
   (dict(devices=(0, 1), **PLACED),
    "config.runs.x.devices follows from config.runs.x.partition"),
-  (dict(schedule="custom"), "config.runs.x.rule must be the place"),
+  (dict(schedule="custom"), "config.runs.x.rule must name a function"),
   (dict(schedule="stale", weights="newest"), "config.runs.x.weights .*newest"),
   (dict(weights="2bw"), "is for asynchronous"),
   (dict(schedule="pipedream", weights="2bw"),

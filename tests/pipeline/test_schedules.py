@@ -938,7 +938,8 @@ def test_rules_that_cannot_be_obeyed(rule, words):
 
 def test_own_actions_take_time():
   costs = analyze.costs(1)
-  with pytest.raises(ValueError, match=r"how long 'K' takes, .* own=.'K': 1."):
+  words = r"no time for the action 'K': .* own=.'K': 1."
+  with pytest.raises(ValueError, match=words):
     schedules.custom(
       lambda device, state: ("K", -1, -1),
       devices=[0],
