@@ -1,9 +1,8 @@
 """The engine `pipeline`: stages on devices, which execute a table.
 
-Stages run on the devices of this process, and share devices if the table has
-more; or they run in processes of Ray, with the same parameters to the bit. If a
-process exits, the run loop starts a new one, and the cell resumes from its last
-checkpoint.
+Stages run on the devices of this process, which they may share, or in processes
+of Ray, with the same parameters to the bit. If a process exits, the run loop
+starts a new one, and the cell resumes from its last checkpoint.
 
   from asgd import experiment
   from pipeline.engine import PIPELINE
@@ -66,8 +65,7 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
 
 
 def _extras(plan: PipelinePlan, seed: int) -> Callable[[int, int], Any]:
-  """Returns (stage, microbatch) -> the stage's further inputs: examples,
-  labels and keys."""
+  """Returns (stage, microbatch) -> examples, labels and keys of the stage."""
   _, root = jax.random.split(jax.random.key(seed))
   batches = plan.problem.batches(seed, 1)
   return cut.extras(
@@ -123,11 +121,7 @@ def _in_threads(context: engines.Context) -> executor.Executor:
 def check_machine(
   experiment: Any, plans: Sequence[PipelinePlan], machine: Any
 ) -> None:
-  """Checks the flags against the plans, before anything is written.
-
-  Raises:
-    ValueError: naming the flag and the remedy.
-  """
+  """Raises ValueError for flags that do not fit the plans."""
   del experiment
   count, gpus = machine.processes, machine.gpus_per_process
   checks.whole("--processes", count, 0)
@@ -175,11 +169,8 @@ class PipelineRecords(NamedTuple):
 
 
 class PipelineEngine(engines.Engine):
-  """Runs one cell in a pipeline.
-
-  A cell repeats a synchronous schedule's table for each update. The table of an
-  asynchronous schedule spans the cell, and `advance` runs some of its slots.
-  """
+  """Runs one cell. A synchronous schedule's table is repeated for each update;
+  `advance` runs some slots of an asynchronous one, which spans the cell."""
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or resumes it from its last checkpoint."""
@@ -251,21 +242,20 @@ class PipelineEngine(engines.Engine):
     if not flush:
       last = self._slot_of(until // self.quantum)
       slot = min(self._state.slot + steps, last)
-    # [2] Run.
     with self._as_engine_errors():
       result = self._executor.run(self._state, slot)
       self._state = result.state
       self._seconds += self._pace.end()
       if flush:
         self._state = self._executor.next_pass(self._state)
-    # [3] Record losses, updates and spans.
+    # [2] Record losses, updates and spans.
     microbatches = sorted(result.losses)
     losses = np.array([float(result.losses[m]) for m in microbatches])
     self._loss[microbatches] = losses
     for pieces, records in zip(self._pieces, result.records, strict=True):
       pieces.append(records)
     self._log.add(result.spans)
-    # [4] Report, and name the first loss that is not finite.
+    # [3] Report, and name the first loss that is not finite.
     broken, cell = None, self._cell
     bad = next(itertools.compress(microbatches, ~np.isfinite(losses)), None)
     if bad is not None:
@@ -426,8 +416,7 @@ class PipelineEngine(engines.Engine):
 
 
 def _split(entries):
-  """Splits entries into the states at workers, which have a template, and
-  the other entries."""
+  """Splits entries into (worker states, which have a template, the others)."""
   at_worker = {k: v for k, v in entries.items() if k[0] == state_lib.AT_WORKER}
   return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 

@@ -31,7 +31,7 @@ from pipeline import lanes as lanes_lib
 from pipeline import stage as stage_lib
 from pipeline import state as state_lib
 from pipeline.instructions import TICKET, UPDATE
-from pipeline.lane_threads import Inbox
+from pipeline.lane_threads import LaneInbox
 from pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
 from pipeline.table import Schedule
 
@@ -131,9 +131,9 @@ class Executor:
     _check_parts(schedule, self.parts, how.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
-    self.inboxes: dict[int, Inbox] = {}
+    self.inboxes: dict[int, LaneInbox] = {}
     if elsewhere is not None:
-      self.inboxes = {lane: Inbox() for lane in lanes}
+      self.inboxes = {lane: LaneInbox() for lane in lanes}
     weights = how.weights or ("latest" if schedule.flush else "stash")
     streams = _streams(schedule, self.parts, weights)
     program = instructions.write(

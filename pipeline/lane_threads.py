@@ -1,9 +1,9 @@
-"""The threads that obey lanes: no more than can work at the same time.
+"""The threads that run lanes: no more than can work at the same time.
 
-A thread obeys one lane until the lane lacks an entry, and then another lane
-that lacks none. If it has to wait for a device, another thread takes the lanes
-that are ready. So stages whose programs are done when they are called share one
-thread: to wake another for each entry takes longer than such a program.
+A thread runs one lane until the lane lacks an entry, and then another lane that
+lacks none. If it has to wait for a device, a second thread takes the lanes that
+are ready. So stages with programs that end within their call share one thread:
+waking another thread for each entry takes longer than such a program.
 """
 
 import collections
@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-_UNCLAIMED = 0.005  # seconds after which a ready lane gets a thread of its own
+_UNCLAIMED = 0.005  # seconds after which a ready lane gets another thread
 
 
 class Stop:
   """Put into an inbox when a lane of another process has failed."""
 
 
-class Inbox:
+class LaneInbox:
   """Entries that other processes send to a lane, also between runs."""
 
   def __init__(self):
@@ -34,7 +34,7 @@ class Inbox:
       arrived()
 
   def take(self) -> list[Any]:
-    """Returns the items that are there, and removes them."""
+    """Removes and returns all items."""
     return [self._items.popleft() for _ in range(len(self._items))]
 
   def attach(self, arrived: Callable[[], None] | None) -> None:
@@ -45,24 +45,22 @@ class Inbox:
 
 
 class LaneThreads:
-  """The entries of a process's lanes, and the threads that obey these lanes."""
+  """The entries of a process's lanes, and the threads that run these lanes."""
 
   def __init__(
     self,
-    obey: Callable[[int], bool],
+    run_lane: Callable[[int], bool],
     lanes: Iterable[int],
-    inboxes: Mapping[int, Inbox],
   ):
     """Prepares for one run.
 
     Args:
-      obey: obeys a lane until `has` is False, and returns False, or to the end,
-        and returns True. It raises nothing.
-      lanes: that are here.
-      inboxes: of lanes to which other processes send.
+      run_lane: runs a lane until `has` is False, and returns False, or to its
+        end, and returns True. It raises no error.
+      lanes: lanes of this process.
     """
     self.boxes: dict[int, dict[tuple, Any]] = {lane: {} for lane in lanes}
-    self._obey, self._inboxes = obey, inboxes
+    self._run_lane = run_lane
     self._lock = threading.RLock()
     self._idle_threads = threading.Condition(self._lock)
     self._arrivals = threading.Condition(self._lock)
@@ -72,25 +70,26 @@ class LaneThreads:
     self._idle = self._waiting = self._turns = 0
     self._waits = False  # whether the last task that ended was waited for
     self._left = len(self.boxes)  # lanes that are not at their end
-    self._over = threading.Event()  # all are, or one has failed
-    # A context of the caller's thread, which is not that of the others.
+    self._over = threading.Event()  # all lanes are at their end, or one failed
+    # JAX keeps this setting for each thread: the new ones take the caller's.
     self._x64 = jax.config.jax_enable_x64
 
-  def run(self) -> None:
-    """Returns when all lanes are at their end, or after `stop`."""
-    for lane, inbox in self._inboxes.items():
-      inbox.attach(lambda lane=lane: self._collect(lane))
+  def run(self, inboxes: Mapping[int, LaneInbox]) -> None:
+    """Returns when all lanes are at their end, or after `stop`. `inboxes` are
+    those of lanes to which other processes send."""
+    for lane, inbox in inboxes.items():
+      inbox.attach(lambda lane=lane, inbox=inbox: self._collect(lane, inbox))
     with self._lock:
       self._add_thread()
     turns = None
     try:
       while not self._over.wait(_UNCLAIMED):
-        if turns == self._turns:  # a thread may wait for anything
+        if turns == self._turns:  # no progress: a thread may be blocked
           self._share()
         turns = self._turns
     finally:
       self.stop()
-      for inbox in self._inboxes.values():
+      for inbox in inboxes.values():
         inbox.attach(None)
     for thread in self._threads:
       thread.join()
@@ -103,8 +102,8 @@ class LaneThreads:
       self._arrivals.notify_all()
 
   def has(self, lane: int, keys: Iterable[tuple]) -> bool:
-    """Returns whether a lane has all of these entries. If it lacks one, it is
-    obeyed again when that is there."""
+    """Returns whether a lane has all of these entries. A lane that lacks one is
+    run again when that entry arrives."""
     box = self.boxes[lane]
     for key in keys:
       if key not in box:
@@ -147,11 +146,11 @@ class LaneThreads:
     )
     if self._waits:
       self._share()
-    for leaf in leaves:  # also where it is ready, for the errors
+    for leaf in leaves:  # also if it is ready: this raises its errors
       leaf.block_until_ready()
 
   def _share(self):
-    """Lets another thread obey the lanes that are ready."""
+    """Wakes or adds a thread for the lanes that are ready."""
     with self._lock:
       if self._ready and self._idle:
         self._idle -= 1
@@ -169,14 +168,14 @@ class LaneThreads:
   def _work(self):
     with jax.enable_x64(self._x64):
       while (lane := self._next()) is not None:
-        if self._obey(lane):
+        if self._run_lane(lane):
           with self._lock:
             self._left -= 1
             if not self._left:
               self.stop()
 
   def _next(self):
-    """A lane that is ready; None at the end."""
+    """Returns a lane that is ready; None at the end of the run."""
     with self._lock:
       self._turns += 1
       while not self._ready and not self._over.is_set():
@@ -184,10 +183,10 @@ class LaneThreads:
         self._idle_threads.wait()
       return None if self._over.is_set() else self._ready.popleft()
 
-  def _collect(self, lane):
-    """Takes what has arrived for a lane."""
+  def _collect(self, lane: int, inbox: LaneInbox) -> None:
+    """Takes the items that have arrived for a lane."""
     with self._lock:
-      for item in self._inboxes[lane].take():
+      for item in inbox.take():
         if item is Stop:
           self.stop()
         else:

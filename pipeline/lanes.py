@@ -1,9 +1,9 @@
-"""Lanes: what obeys a program, and the entries that lanes send.
+"""Lanes run a program, and send entries to one another.
 
-Every device has a lane, which does the device's instructions in their order and
-waits for nothing else than what a task needs. A lane has a box with its entries
-of the state (`pipeline.state`), where other lanes put entries, too, copied to
-its device. `pipeline.lane_threads` has the threads.
+Every device has a lane, which runs the device's instructions in their order and
+waits only for the inputs of a task. A lane has a box with its entries of the
+state (`pipeline.state`). Other lanes put entries into it, copied to its
+device. `pipeline.lane_threads` has the threads.
 """
 
 import collections
@@ -21,7 +21,7 @@ from asgd import base, sharding, simulator
 from asgd import server as server_lib
 from pipeline import stage as stage_lib
 from pipeline.instructions import OF_NOW, TICKET, UPDATE, Program, TicketKey
-from pipeline.lane_threads import Inbox, LaneThreads, Stop
+from pipeline.lane_threads import LaneInbox, LaneThreads, Stop
 from pipeline.residence import STATE, WEIGHTS, DeviceMemory
 from pipeline.spans import TaskSpan
 from pipeline.state import (
@@ -75,13 +75,13 @@ class CompiledProgram(NamedTuple):
   program: Program
   parts: tuple[CompiledPart, ...]  # S
   devices: dict[int, jax.Device]  # of the lanes that are here
-  inboxes: Mapping[int, Inbox]  # of the lanes here, if others are elsewhere
+  inboxes: Mapping[int, LaneInbox]  # of the lanes here, if others are elsewhere
   elsewhere: Mapping[int, Any]  # lane -> a queue, of those
   extra: Callable[[int, int], Any]
   how: ExecutorOptions
   # Whether a lane waits for its work: its own core does it, or it is timed.
   waits: bool
-  # Of lanes whose device does not hold all weights of its stages.
+  # Lane -> memory, where a device is too small for the weights of its stages.
   memories: Mapping[int, DeviceMemory]
 
   def now(self, slot: int = 0) -> float:
@@ -161,9 +161,7 @@ class LaneRun:
     self._compiled, self._program = compiled, compiled.program
     self._state, self._until = state, until
     self._servers = list(state.servers)
-    self._threads = LaneThreads(
-      self._obey, compiled.devices, compiled.inboxes
-    )
+    self._threads = LaneThreads(self._run_lane, compiled.devices)
     self._boxes = self._threads.boxes
     for key, value in state.entries.items():
       self._boxes[lane_of(self._program, key)][key] = value
@@ -178,7 +176,7 @@ class LaneRun:
     self._losses, self._spans = {}, []
     self._failures: list[PipelineError] = []
     self._rows = [[] for _ in compiled.parts]  # of records
-    # What does an instruction of a lane, and returns when it began.
+    # Kind -> method that runs an instruction and returns its start time.
     self._does = {
       UPDATE: self._receive,
       FORWARD: self._forward,
@@ -188,9 +186,9 @@ class LaneRun:
     }
 
   def result(self) -> PipelineResult:
-    """Obeys the program until all lanes are at the last slot; raises the first
+    """Runs the program until all lanes are at the last slot; raises the first
     PipelineError of any lane."""
-    self._threads.run()
+    self._threads.run(self._compiled.inboxes)
     if self._failures:
       raise self._failures[0]
     entries = {}
@@ -277,8 +275,8 @@ class LaneRun:
 
   # Instructions.
 
-  def _obey(self, lane):
-    """Obeys a lane until it lacks an entry. Returns whether it is done."""
+  def _run_lane(self, lane):
+    """Runs a lane until it lacks an entry; returns whether it is done."""
     op, ops = None, self._ops[lane]
     memory = self._compiled.memories.get(lane)
     try:
@@ -404,7 +402,8 @@ class LaneRun:
     return start
 
   def _arguments(self, lane, op, message, ticket):
-    """What a server is to receive; None before all of an update are there."""
+    """Returns the message for a server; None until all messages of an update
+    have arrived."""
     stage, box = op.stage, self._boxes[lane]
     every = self._program.schedule.every
     memory = self._compiled.memories.get(lane)

@@ -15,7 +15,6 @@ UNFINISHED = {
     ".",
     "asgd/live/hosts",
     "asgd/simulator",
-    "pipeline",
 }
 
 

@@ -69,7 +69,7 @@ class ChunkPrograms(NamedTuple):
   pure: steps_lib.PureSteps
 
 
-class ComputedJob(NamedTuple):
+class ComputedMessage(NamedTuple):
   """A computed message with its ticket, worker state and loss."""
 
   ticket: base.Ticket
@@ -85,10 +85,10 @@ class ProgramParts(NamedTuple):
   settle: Callable[[Carry], Carry]
   # (settled Carry, Messages of one) -> its ticket
   ticket: Callable[[Carry, Messages], base.Ticket]
-  # (settled Carry, root, Messages of one, batch, ticket) -> ComputedJob
-  work: Callable[..., ComputedJob]
+  # (settled Carry, root, Messages of one, batch, ticket) -> ComputedMessage
+  work: Callable[..., ComputedMessage]
   # (settled Carry, Messages of one, job) -> (Carry, (Observation, code))
-  receive: Callable[[Carry, Messages, ComputedJob], tuple[Carry, Any]]
+  receive: Callable[[Carry, Messages, ComputedMessage], tuple[Carry, Any]]
 
 
 def _send(pure, carry):
@@ -132,7 +132,7 @@ def program_parts(
       new = worker.init(ticket.params)
       state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
     state, message, metrics = pure.work(state, ticket, batch, root, row.job)
-    return ComputedJob(ticket, state, message, metrics.loss)
+    return ComputedMessage(ticket, state, message, metrics.loss)
 
   def receive(carry, row, job):
     workers = rows_lib.write(carry.workers, row.worker, job.state)

@@ -142,7 +142,7 @@ def compile_rounds(
   jobs_of = jax.vmap(
     parts.work,
     (None, None, of_rows, 0, of_ticket),
-    chunk.ComputedJob(of_ticket, 0, 0, 0),
+    chunk.ComputedMessage(of_ticket, 0, 0, 0),
   )
 
   def work(carry, root, rows, batches):

@@ -5,7 +5,7 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from pipeline.lane_threads import Inbox, LaneThreads, Stop
+from pipeline.lane_threads import LaneInbox, LaneThreads, Stop
 
 
 def run_lanes(scripts, inboxes=None):
@@ -14,7 +14,7 @@ def run_lanes(scripts, inboxes=None):
   steps = {lane: list(script) for lane, script in scripts.items()}
   done = []
 
-  def obey(lane):
+  def run_lane(lane):
     while steps[lane]:
       step = steps[lane][0]
       if callable(step):
@@ -24,8 +24,8 @@ def run_lanes(scripts, inboxes=None):
       done.append((lane, steps[lane].pop(0)))
     return True
 
-  threads = LaneThreads(obey, scripts, inboxes or {})
-  threads.run()
+  threads = LaneThreads(run_lane, scripts)
+  threads.run(inboxes or {})
   return threads, done
 
 
@@ -43,7 +43,7 @@ def test_lanes_take_turns_at_what_they_give_one_another():
 
 
 def test_tasks_may_wait_for_one_another():
-  """Each lane gets a thread of its own then."""
+  """Each lane then gets a separate thread."""
   meeting = threading.Barrier(4, timeout=60)
   _, done = run_lanes(dict.fromkeys(range(4), [lambda _: meeting.wait()]))
   assert len(done) == 4
@@ -63,7 +63,7 @@ def test_an_instruction_may_wait_in_its_middle():
 
 
 def test_entries_of_other_processes_arrive_before_and_during_a_run():
-  inbox = Inbox()
+  inbox = LaneInbox()
   inbox.put((("x", 0), 1))
   later = threading.Thread(target=inbox.put, args=((("x", 1), 2),))
   script = [("x", 0), lambda _: later.start(), ("x", 1)]
@@ -75,7 +75,7 @@ def test_entries_of_other_processes_arrive_before_and_during_a_run():
 
 
 def test_a_stop_ends_lanes_that_wait():
-  inbox = Inbox()
+  inbox = LaneInbox()
   found = []
   script = [
     lambda _: threading.Thread(target=inbox.put, args=(Stop,)).start(),
