@@ -1,4 +1,13 @@
-"""Simulators: obey a Trace on one machine, with the time of another."""
+"""Simulators: replay a Trace on one machine, in the trace's time.
+
+  trace --choose--> host | chunk | rounds --> SimulationState, Records
+
+`choice` picks an engine for a server, its workers and a trace. `stepwise` is
+the host engine: it calls one compiled program for each row, and defines the
+results. `chunk` compiles many messages into one program, `rounds` computes
+gradients in flight in one vmap; `tickets` plans both. `sharded` replays a
+server in shards, `peers` a run without a server. Start with `simulation`.
+"""
 
 from asgd.simulator.choice import (
   AUTO,

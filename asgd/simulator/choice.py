@@ -56,13 +56,13 @@ def choose(
 ) -> Choice:
   """Chooses the engine of a simulation.
 
-  Host and chunk come to the same parameters, to the bit in float32 on CPUs;
-  `message_norm` of records may differ in the last bits. With rounds parameters
-  may differ in them, too (`make_rounds`).
+  Host and chunk compute the same parameters, to the bit in float32 on CPUs; the
+  `message_norm` of their records may differ in the last bits. With rounds the
+  last bits of the parameters may differ, too (`make_rounds`).
 
   Args:
-    server, worker, trace: that are simulated.
-    jobs: what is known of the jobs.
+    server, worker, trace: of the simulation.
+    jobs: known facts of the jobs.
     asked: an engine, or "auto": the faster one.
 
   Raises:

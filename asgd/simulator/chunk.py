@@ -185,7 +185,7 @@ def compile_chunk(
     server: any.
     worker: any.
     wire: as of `compile_steps`.
-    joins: whether workers join, whose states then start anew.
+    joins: whether workers join; a join resets the worker's state.
   """
   pure = steps_lib.pure_steps(server, worker, wire)
   parts = program_parts(server, worker, pure, joins)
@@ -232,7 +232,7 @@ def make_chunk(
 
 
 def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
-  """Returns why the host engine alone replays a trace, "" if it does not.
+  """Returns why only the host engine can replay a trace; "" if others can.
 
   Args:
     opt_state: of the server, or its shapes.
@@ -298,7 +298,7 @@ class ChunkRun:
     return self._records(slice(start, stop), parts)
 
   def pause(self) -> SimulationState:
-    """Returns the simulation, in buffers of its own."""
+    """Returns the simulation in new buffers."""
     self._send_between()
     latest = self._carry.put, self._carry.to
     self._send(*(np.asarray(x)[None] for x in latest))

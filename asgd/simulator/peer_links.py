@@ -1,4 +1,4 @@
-"""Messages on their way between simulated peers, and the traffic of links."""
+"""Messages in transit between simulated peers, and the traffic of links."""
 
 import collections
 from collections.abc import Mapping
@@ -21,14 +21,14 @@ def read_key(name: str) -> Key:
 
 
 class LinkTraffic(NamedTuple):
-  """What went over each link, as far as it was taken."""
+  """Messages and bytes that were taken over each link."""
 
   messages: npt.NDArray[np.int64]  # [n, n], by receiver and sender
   nbytes: npt.NDArray[np.int64]  # [n, n]
 
 
 class SentCode(NamedTuple):
-  """A message that some peer has still to take."""
+  """A message that at least one peer has yet to take."""
 
   code: Any
   round: int  # in which it was put
@@ -44,22 +44,22 @@ class Taken(NamedTuple):
 
 
 class PeerLinks:
-  """Messages on their way between peers, and what went over each link."""
+  """Messages in transit between peers, and the traffic of each link."""
 
   def __init__(self, peers: int, trace: base.Trace):
-    """Begins with nothing sent; `trace` says who will take what."""
+    """Starts without messages; `trace` has the rows that will take them."""
     self.messages: dict[Key, SentCode] = {}
     self._inboxes: list[list[Key]] = [[] for _ in range(peers)]
     taken = np.isin(trace.action, trace_lib.TAKES)
     keys = zip(
       trace.job[taken].tolist(), trace.seq[taken].tolist(), strict=True
     )
-    self._takes = collections.Counter(keys)  # still to come, of each message
+    self._takes = collections.Counter(keys)  # message -> rows that will take it
     zeros = np.zeros((peers, peers), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
 
   def put(self, event: Event, code: Any, nbytes: int) -> None:
-    """A peer sends a message, which is kept if any peer will take it."""
+    """Sends a message; it is kept if at least one peer will take it."""
     if self._takes[event.key]:
       self.messages[event.key] = SentCode(code, event.job, nbytes)
 
@@ -71,14 +71,13 @@ class PeerLinks:
     return key, nbytes
 
   def take(self, event: Event) -> int:
-    """A peer takes a message, which it will mix; returns its bytes."""
+    """Takes a message, which the peer mixes later; returns its bytes."""
     key, nbytes = self._carry(event)
     self._inboxes[event.worker].append(key)
     return nbytes
 
   def adopt(self, event: Event) -> tuple[Any, int]:
-    """A peer takes a message and uses it at once; returns the code, and its
-    bytes."""
+    """Takes a message that the peer uses at once; returns (code, bytes)."""
     key, nbytes = self._carry(event)
     code = self.messages[key].code
     self._done(key)
@@ -98,7 +97,7 @@ class PeerLinks:
       del self.messages[key]
 
   def join(self, peer: int) -> None:
-    """Another takes the place of a peer: it has taken nothing."""
+    """Starts the next incarnation of a peer, which has taken no message."""
     self._inboxes[peer].clear()
 
   def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -114,7 +113,8 @@ class PeerLinks:
   def restore(
     self, codes: Mapping[str, Any], traffic: Any, notes: Mapping[str, Any]
   ) -> None:
-    """Goes to where `save` was called; `note` says the rest, row by row."""
+    """Restores what `save` returned. The caller then passes the earlier rows to
+    `note`, which restores the open messages."""
     sizes = dict(zip(notes["codes"], notes["sizes"], strict=True))
     self.messages = {
       read_key(name): SentCode(code, 0, sizes[name])
@@ -123,7 +123,7 @@ class PeerLinks:
     self.traffic = LinkTraffic(*(np.array(x) for x in traffic))
 
   def note(self, event: Event) -> None:
-    """What a row that was obeyed before leaves open."""
+    """Restores the effects of a row that was replayed before `save`."""
     i, key = event.worker, (event.job, event.seq)
     if event.action in trace_lib.PUTS and event.key in self.messages:
       message = self.messages[event.key]

@@ -44,7 +44,7 @@ class PeerSteps(NamedTuple):
   mix: Callable
   lend: Callable  # (PeerState, slot) -> (PeerState, loan)
   adopt: Callable  # (PeerState, loan, slot, first) -> PeerState
-  residual: Callable  # PeerState -> float32[], RMS of what it has not told yet
+  residual: Callable  # PeerState -> float32[], RMS of the unsent residual
 
 
 @functools.lru_cache(maxsize=32)
@@ -127,7 +127,7 @@ def packed_bytes(code: Any) -> int:
   return len(packing.pack(layout, records_lib.fetch(code)))
 
 
-# What a job that was received adds to the records; see `peer_records`.
+# The entries that a received job adds to the records; see `peer_records`.
 PeerRow = tuple[ReceivedMessage, Observation, list[Any]]
 
 
@@ -156,25 +156,25 @@ class OnePeer:
     self.begin(*start)
 
   def begin(self, state: gossip.PeerState, worker: Any) -> None:
-    """Takes states, with nothing put or taken before."""
+    """Sets the states, with no message put or taken so far."""
     self.state, self.worker = state, worker
     self.bytes_up = self.bytes_down = 0
     self.norms: list[Any] = []
 
   def send(self) -> gossip.Job:
-    """Returns a job, on what it has."""
+    """Returns a job on the peer's present parameters."""
     return self._steps.send(self.state, self._number)
 
   def work(self, job: gossip.Job, batch: base.Batch, number: int) -> Any:
-    """Does a job; returns (the state of the worker after it, message, loss).
-    Changes nothing."""
+    """Computes a job; returns (worker state after it, message, loss). It does
+    not change the peer."""
     state, message, metrics = self._steps.work(
       *(self.worker, job.ticket, batch, self._root, np.int32(number))
     )
     return state, message, metrics.loss
 
   def receive(self, event: Event, job: gossip.Job, work: Any) -> PeerRow:
-    """Ends a job, with what `work` made of it; returns what is recorded."""
+    """Applies the result of `work` and ends the job; returns its record."""
     self.worker, message, loss = work
     kept: Any = 0.0
     if self._how.compressed:
@@ -191,7 +191,7 @@ class OnePeer:
     return received, observation, norms
 
   def put(self, round: int, seq: int) -> Any:
-    """Returns the code of the message of a round, the seq-th of its place."""
+    """Returns the code of the peer's message `seq`, of a round."""
     keep = np.float64(self._how.keep(round, self._index))
     self.state, code = self._steps.put(
       self.state, keep, self._root, self._number, np.int32(seq)
@@ -407,7 +407,7 @@ class Peers:
       peer.norms = [np.float32(x) for x in norms]
 
 
-# What all peers together are.
+# Statistics over all peers.
 
 
 def mean_params(

@@ -55,7 +55,7 @@ def of_columns(
   """
   version, staleness, accepted = whole.T
   gap, loss, message_norm, update_norm = real.T
-  # What pushes nothing is not sent (`server.pushed`).
+  # A job that pushes nothing sends no message (`server.pushed`).
   sent = accepted.astype(bool) | (message_norm != 0)
   return base.Records(
     version,

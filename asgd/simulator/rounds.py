@@ -1,12 +1,13 @@
 """The rounds engine: gradients in flight together, in one vmap.
 
-A round is a stretch of messages whose tickets were all sent before the first
-of them is received, so no gradient in it depends on another: the jobs of a
-bulk synchronous round, or what an asynchronous order has in flight. A compiled
-program computes the gradients of a round together and then gives them to the
-server one after the other, as the chunk engine (`chunk`) does, whose parts it
-is made of. If all tickets of each round are one, as in a bulk synchronous
-order, the model's products have the examples of all workers in one matrix.
+A round is a series of messages whose tickets were all sent before the first of
+the messages is received. So no gradient of a round depends on another one. In a
+bulk synchronous order these are the jobs of a round, in an asynchronous order
+the jobs in flight. A compiled program computes the gradients of a round
+together. Then it gives them to the server one after the other, with the parts
+of the chunk engine (`chunk`). If all jobs of a round have the same ticket, as
+in a bulk synchronous order, the model multiplies one matrix with the examples
+of all workers.
 
 Index letters used in shape comments:
   U  messages of the trace
@@ -35,13 +36,13 @@ _MOST_BYTES = 2**26  # of the messages of a round
 
 
 class Spans(NamedTuple):
-  """The rounds of a call, [R]. A run that was cut within a round computes it
-  again from its beginning, and receives what is left of it."""
+  """The rounds of a call, [R]. A run that was cut within a round recomputes the
+  round and receives its remaining messages."""
 
-  begin: Any  # int32, place of its first message among those of the call
+  begin: Any  # int32, index of its first message among those of the call
   first: Any  # int32, lane of the first message that is received
   end: Any  # int32, lane after the last one
-  out: Any  # int32, place of the first one's record
+  out: Any  # int32, index of the record of `first`
 
 
 class RoundPlan(NamedTuple):

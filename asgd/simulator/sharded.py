@@ -70,12 +70,12 @@ class ShardOptions(NamedTuple):
   # As in `compile_steps`.
   wire: str | None = None
   group: steps_lib.WorkerDevices = steps_lib.ALONE
-  # Of each row of each trace, those that its message needed; None where the
-  # algorithm needs none.
+  # [shard][row]: sums over all shards that the row's message needs; None if
+  # the algorithm needs none.
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None
-  # What each shard holds; None is `sharding.make_plan`. With the stages of a
-  # pipeline as shards and their traces (`pipeline.analyze.traces`), the delays
-  # are those of the pipeline.
+  # The division of the parameters; None is `sharding.make_plan`. With a
+  # pipeline's stages as shards, and their traces (`pipeline.analyze.traces`),
+  # the delays are those of the pipeline.
   plan: sharding.ShardPlan | None = None
 
 
@@ -124,22 +124,22 @@ class Sharded:
     self.plan, self._shards, self._totals = plan, shards, totals
     self._new_worker = lambda: worker.init(params)
     self._steps, self._batch, self._root = steps, batch, root
-    self._workers: dict[_Key, Any] = {}  # (worker, holder) -> worker state
-    self._holders: dict[_Key, int] = {}  # of each message
+    self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
+    self._holders: dict[_Key, int] = {}  # message -> incarnation
     self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
-    self._ends: dict[_Key, int] = {}  # at how many shards a job has ended
+    self._ends: dict[_Key, int] = {}  # job -> shards at which it has ended
 
   def until(self, messages: int | None = None) -> None:
-    """Replays rows, the earliest first, until the lead has received so many
-    messages in all, and the other shards theirs by then; None is all rows of
-    all shards."""
+    """Replays rows, the earliest first, until the lead has received `messages`
+    messages in all and the other shards have replayed all earlier rows; None
+    replays all rows."""
     while following := sorted(self._following(messages)):
       if any(self._obey(index) for _, index in following):
         continue
       rows = {i: self._shards[i].next.format() for _, i in following}
       raise ValueError(
         f"the shards' traces do not belong together: no row of {rows}"
-        f" ({trace_lib.HEADER}) can be obeyed"
+        f" ({trace_lib.HEADER}) can be replayed"
       )
 
   def _following(self, messages):
@@ -293,8 +293,8 @@ class Sharded:
 
 
 def run_sharded(*args: Any, **options: Any) -> ShardedRun:
-  """Replays a whole run whose server was in shards; arguments and errors are
-  those of `Sharded`, with the fields of `ShardOptions` by their names."""
+  """Replays a complete run with a server in shards. Arguments and errors are
+  those of `Sharded`, with the fields of `ShardOptions` by name."""
   names = ShardOptions._fields
   how = {key: options.pop(key) for key in names if key in options}
   run = Sharded(*args, **options, options=ShardOptions(**how))

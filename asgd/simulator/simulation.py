@@ -53,10 +53,10 @@ class Simulator(NamedTuple):
 
   `init(params, workers)` starts a simulation of N workers. `follow(simulation,
   trace, *, batch, root)` returns a TraceRun; `batch` is (worker, job) -> NumPy
-  arrays, `root` the key of the run. It consumes the simulation, whose buffers
-  may be donated. Where jobs share a ticket, the workers are those of
-  `own_writes`; ValueError is raised if they cannot be. `run(simulation, trace,
-  end, **data)` replays up to a row, and returns (simulation, Records).
+  arrays, `root` the key of the run. It consumes the simulation and may donate
+  its buffers. If jobs share a ticket, the workers are wrapped by `own_writes`;
+  ValueError if that is impossible. `run(simulation, trace, end, **data)`
+  replays up to a row and returns (simulation, Records).
   """
 
   init: Callable[[Any, int], SimulationState]

@@ -90,7 +90,7 @@ class StepwiseRun:
     # Messages before their RECEIVE rows, in the order of each worker's jobs:
     # seq -> (state of the worker after it, message, loss)
     self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
-    self._told = 0  # messages whose records were given out
+    self._told = 0  # messages with records that were returned already
 
   def obey(self, event: trace_lib.Event) -> None:
     """Replays the next row; raises TraceError if it has no meaning."""
@@ -104,7 +104,7 @@ class StepwiseRun:
       self._states[w], message, loss = done
       if event.action == base.RECEIVE:
         replay.receive(event, (ticket, message, loss))
-      # Else the worker has done it, and nobody takes it.
+      # A dropped message changes the worker's state only.
 
   def _work(self, worker, state, ticket, job):
     state, message, metrics = self._steps.work(
@@ -116,8 +116,9 @@ class StepwiseRun:
     return state, message, loss
 
   def bytes_up(self, worker: int, seq: int, job: int) -> int:
-    """Returns the bytes of a message whose ticket is open, and keeps it until
-    it is received; those before it of its worker have been asked for."""
+    """Computes a message with an open ticket and returns its bytes. The message
+    is kept until it is received. The caller has asked for all earlier messages
+    of the worker."""
     replay, ahead = self._replay, self._ahead[worker]
     state = self._states[worker]
     if ahead:
@@ -210,7 +211,7 @@ class ServerReplay:
     return ticket
 
   def receive(self, event: trace_lib.Event, message, totals=None) -> None:
-    """Gives the server the (ticket, updates, loss) of a RECEIVE just obeyed."""
+    """Gives the server the (ticket, updates, loss) of the last RECEIVE row."""
     ticket, updates, loss = message
     if self._steps.codec is not None:
       updates = fetch(updates)  # to be packed

@@ -108,7 +108,8 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
 
 
 def _ends(trace, row):
-  """The row that ends each started job; raises for one that cannot be told."""
+  """Returns the row that ends each started job, or the number of rows; raises
+  NotCompiled for jobs with the same (worker, seq)."""
   action = np.asarray(trace.action)
   ended = np.flatnonzero(np.isin(action, trace_lib.ENDS))
   both = np.concatenate([row, ended])
@@ -129,8 +130,8 @@ def _ends(trace, row):
 
 
 def _kept(trace, row):
-  """Of each start, the start whose ticket it is on, and the jobs before it on
-  that ticket."""
+  """Returns for each start (the start that opened its ticket, the number of
+  earlier jobs on that ticket)."""
   action, worker = np.asarray(trace.action)[row], np.asarray(trace.worker)[row]
   index = np.arange(len(row))
   if not (action == base.KEEP).any():

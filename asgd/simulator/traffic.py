@@ -1,9 +1,9 @@
-"""Bytes between workers and a server, counted on what is sent.
+"""Bytes between workers and a server, counted from the sent arrays.
 
 Without a codec, parameters and messages have the bytes of their layout
-(`asgd.wire`); a code has those of its packet. If a server's updates are codes,
-a ticket is the updates since the one before of its worker, or the parameters if
-those are not more bytes, as for a new worker.
+(`asgd.wire`); a code has the bytes of its packet. If a server's updates are
+codes, a ticket has the updates since the worker's last ticket, or the complete
+parameters if these are not more bytes, as for a new worker.
 """
 
 from typing import Any, NamedTuple
@@ -22,13 +22,13 @@ class ReceivedMessage(NamedTuple):
   time: float
   worker: int
   job: int
-  bytes_up: int = 0  # 0 where it does not travel: a peer's to itself
+  bytes_up: int = 0  # 0 for a message that a peer sends to itself
   bytes_down: int = 0
   residual_norm: float = 0.0
 
 
 class Sent(NamedTuple):
-  """What a server with codes of updates has sent; plain data."""
+  """Sent bytes of a server with codes of updates; plain data."""
 
   total: int  # bytes of all updates so far
   version: int  # of the last of them
