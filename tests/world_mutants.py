@@ -11,7 +11,7 @@ from asgd.live.gossip import counter as job_counter
 from asgd.live.gossip import files as peer_files
 from asgd.live.gossip import outbox, pairs, peer, rounds
 from asgd.live.gossip.cluster import PeerCluster
-from asgd.live.hosts import Gone
+from asgd.live.hosts import HostExited
 from asgd.live.sandblaster import batch_workers, shards, store
 from asgd.live.sandblaster import driver as batch_driver
 from asgd.live.sandblaster import shard as batch_shard
@@ -70,7 +70,7 @@ def _wait_for_all(self):
   for call in self._asked.values():
     try:
       call.result()
-    except Gone as error:
+    except HostExited as error:
       gone = error
   if gone is not None:
     raise gone

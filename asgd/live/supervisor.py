@@ -16,7 +16,7 @@ from typing import Any
 
 from asgd.live.deadlines import DEAD, Deadlines, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
-from asgd.live.hosts import Call, Gone, Host, Hosts, Make
+from asgd.live.hosts import Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.base import LOCAL
 
 _LOOK = 0.01  # seconds between two looks whether all are at rest
@@ -393,5 +393,5 @@ def answer_of(call: Call) -> tuple[Any] | None:
   Raises what the method raised."""
   try:
     return (call.result(),)
-  except Gone:
+  except HostExited:
     return None

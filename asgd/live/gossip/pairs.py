@@ -26,7 +26,7 @@ import numpy as np
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.peer import AGAIN, LivePeer
-from asgd.live.hosts import Gone, Host
+from asgd.live.hosts import Host, HostExited
 
 
 class Pairs(LivePeer):
@@ -68,7 +68,7 @@ class Pairs(LivePeer):
       self._asked = False
       try:
         number = call.result()
-      except Gone:  # retry until the driver passes another counter
+      except HostExited:  # retry until the driver passes another counter
         if self._counter is not None:
           self._ask_counter(wait=AGAIN)
         return

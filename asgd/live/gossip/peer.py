@@ -17,7 +17,7 @@ from asgd.live.gossip import frames
 from asgd.live.gossip.frames import PeerFrame
 from asgd.live.gossip.outbox import Inbox, Neighbour, Outbox
 from asgd.live.gossip.peer_rows import ComputedJob, PeerRows, View
-from asgd.live.hosts import Gone, Inside
+from asgd.live.hosts import HostExited, Inside
 from asgd.live.hosts.base import PEER
 from asgd.live.spans import Span
 
@@ -51,7 +51,8 @@ class LivePeer:
   The driver calls `run` and `ask`, neighbours call `deliver`. The peer's own
   threads report by `delivered` and `computed`. After each call the peer does
   all steps that it can (`_step`). An error ends the peer, and is raised by
-  `run`. If a neighbour's call led to the error, the neighbour only gets `Gone`.
+  `run`. If a neighbour's call led to the error, the neighbour only gets
+  `HostExited`.
   """
 
   def __init__(
@@ -97,8 +98,8 @@ class LivePeer:
     return self._ended
 
   def ask(self, name: str, *args: Any, **options: Any) -> Any:
-    """Calls a method by name, for the driver. Raises `Gone` if the peer has
-    ended."""
+    """Calls a method by name, for the driver. Raises `HostExited` if the peer
+    has ended."""
     return self._handle(lambda: getattr(self, name)(*args, **options))
 
   def deliver(
@@ -116,7 +117,7 @@ class LivePeer:
       The number of the next expected frame.
 
     Raises:
-      Gone: if this peer has ended.
+      HostExited: if this peer has ended.
     """
 
     def take():
@@ -135,7 +136,7 @@ class LivePeer:
       try:
         outbox.confirm(call.result())
       # Retry: the driver calls `peer_exited` if the neighbour has exited.
-      except Gone:
+      except HostExited:
         self._flush(outbox, wait=AGAIN)
       else:
         self._flush(outbox)
@@ -153,14 +154,14 @@ class LivePeer:
   def _handle(self, call: Callable[[], Any]) -> Any:
     """Makes a call, then does all possible steps; an error ends the peer."""
     if self._ended.done():
-      raise Gone(PEER, self.index)
+      raise HostExited(PEER, self.index)
     try:
       answer = call()
       self._advance()
     except Exception as error:
       error.add_note(f"in peer {self.index}")
       self._ended.set_exception(error)
-      raise Gone(PEER, self.index) from error
+      raise HostExited(PEER, self.index) from error
     return answer
 
   # Methods that the driver calls by `ask`.

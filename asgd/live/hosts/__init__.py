@@ -9,6 +9,6 @@ Only files outlive a host (see `Inside`). `base` defines the interface,
 of one machine. Start with the example of `base.Hosts`.
 """
 
-from asgd.live.hosts.base import Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import Call, Host, HostExited, Hosts, Inside, Make
 
-__all__ = ["Call", "Gone", "Host", "Hosts", "Inside", "Make"]
+__all__ = ["Call", "Host", "HostExited", "Hosts", "Inside", "Make"]

@@ -19,7 +19,7 @@ from typing import Any
 from asgd import safe_files
 from asgd.live import processes, ray_waits
 from asgd.live.failures import process_failure
-from asgd.live.hosts.base import LOCAL, Call, Gone, Host, Hosts, Make
+from asgd.live.hosts.base import LOCAL, Call, Host, HostExited, Hosts, Make
 from asgd.live.hosts.site import Site, node_id, prepare_process
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost
@@ -121,7 +121,7 @@ class ActorCall(Call):
     try:
       return ray.get(self.ref, timeout=_SECONDS)
     except ray.exceptions.RayTaskError as error:
-      if isinstance(error.cause, Gone):
+      if isinstance(error.cause, HostExited):
         raise error.cause from None
       text = "{} {} {}".format(*self._who, self._what)
       raise process_failure(text, error) from error
@@ -129,7 +129,7 @@ class ActorCall(Call):
       if getattr(error, "actor_init_failed", False):
         text = "{} {} cannot start".format(*self._who)
         raise process_failure(text, error) from error
-      raise Gone(*self._who) from error
+      raise HostExited(*self._who) from error
 
 
 def host_of(kind: str, index: int, actor: Any, path: Path) -> Host:

@@ -15,7 +15,7 @@ KINDS = SHARD, WORKER, PEER, COUNTER
 LOCAL = SHARD, COUNTER
 
 
-class Gone(Exception):
+class HostExited(Exception):
   """The host of a called object has exited or was killed."""
 
   def __init__(self, kind: str, index: int):
@@ -23,7 +23,7 @@ class Gone(Exception):
     self.kind, self.index = kind, index
 
   def __str__(self):
-    return f"{self.kind} {self.index} is gone"
+    return f"{self.kind} {self.index} has exited"
 
 
 class Inside(NamedTuple):
@@ -57,8 +57,9 @@ class Call(Protocol):
     """Whether it has ended."""
 
   def result(self) -> Any:
-    """Waits for the result and returns it. Raises Gone if the host has exited,
-    and the error of the method; a Gone of another host is raised unchanged."""
+    """Waits for the result and returns it. Raises HostExited if the host has
+    exited, and the error of the method; a HostExited of another host is raised
+    unchanged."""
 
 
 class Host(abc.ABC):
@@ -94,7 +95,7 @@ class Hosts(abc.ABC):
     >>> host.call("index", 3).result()
     Traceback (most recent call last):
     ...
-    asgd.live.hosts.base.Gone: shard 0 is gone
+    asgd.live.hosts.base.HostExited: shard 0 has exited
     >>> hosts.close()
   """
 

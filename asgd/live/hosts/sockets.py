@@ -18,7 +18,7 @@ from typing import Any
 
 from asgd.live.failures import process_failure
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import Call, Gone, Host
+from asgd.live.hosts.base import Call, Host, HostExited
 from asgd.live.hosts.threads import ThreadHost
 
 _WAITING = 128  # connections that wait to be accepted
@@ -71,13 +71,13 @@ class HostServer:
     """Calls the method; returns (result, None) or (None, error)."""
     try:
       return self._host.do(method, *args), None
-    except Gone as gone:
-      return None, gone
+    except HostExited as error:
+      return None, error
     except Exception as error:
       return None, "".join(traceback.format_exception(error))
 
   def close(self) -> None:
-    """Ends all connections; waiting callers raise Gone."""
+    """Ends all connections; waiting callers raise HostExited."""
     if self._over.is_set():
       self._thread.join(_SECONDS)  # another thread may be closing the server
       return
@@ -119,11 +119,11 @@ class SocketCall(Call):
         raise EOFError
       value, error = connection.recv()
     except (EOFError, OSError):
-      raise Gone(self._host.kind, self._host.index) from None
+      raise HostExited(self._host.kind, self._host.index) from None
     self._host.free.append(connection)
     if error is None:
       return value
-    if isinstance(error, Gone):
+    if isinstance(error, HostExited):
       raise error
     text = f"{self._host.kind} {self._host.index} failed"
     raise process_failure(text, RuntimeError(error))

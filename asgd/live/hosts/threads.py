@@ -1,8 +1,8 @@
 """Hosts that are threads of this process; arguments are passed by reference.
 
-A thread cannot be killed. A killed host answers no call: its calls raise Gone
-at once, and its thread ends when the present method waits or returns. An object
-that waits by other means has a method `interrupt`.
+A thread cannot be killed. A killed host answers no call: its calls raise
+HostExited at once, and its thread ends when the present method waits or
+returns. An object that waits by other means has a method `interrupt`.
 """
 
 import concurrent.futures
@@ -16,7 +16,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from asgd.live.faults import Killed
-from asgd.live.hosts.base import LOCAL, Call, Gone, Host, Hosts, Inside, Make
+from asgd.live.hosts.base import (
+  LOCAL,
+  Call,
+  Host,
+  HostExited,
+  Hosts,
+  Inside,
+  Make,
+)
 
 _POOL = 64  # calls of an object that run beside it, at most
 
@@ -95,21 +103,21 @@ class ThreadHost(Host):
 
   def do(self, method: str, *args: Any) -> Any:
     """Calls a method in the caller's thread and returns the result: no thread
-    has to wake another. Raises the error of the method, or Gone."""
+    has to wake another. Raises the error of the method, or HostExited."""
     self.made.result()
     with self._turn:
       if not self.alive:
-        raise Gone(self.kind, self.index)
+        raise HostExited(self.kind, self.index)
       value = getattr(self._held, method)(*args)
     return value.result() if isinstance(value, Future) else value
 
   def end(self) -> None:
-    """Ends the thread; each open call raises Gone."""
+    """Ends the thread; each open call raises HostExited."""
     with self._fence, self._lock:
       self._end.set()
       waiting, self._open = self._open, set()
     for call in waiting:
-      call.set_exception(Gone(self.kind, self.index))
+      call.set_exception(HostExited(self.kind, self.index))
     self._box.put(None)
     if hasattr(self._held, "interrupt"):
       self._held.interrupt()
@@ -127,7 +135,7 @@ class ThreadHost(Host):
       if self.alive:
         self._open.add(call)
         return call
-    call.set_exception(Gone(self.kind, self.index))
+    call.set_exception(HostExited(self.kind, self.index))
     return call
 
   def _die(self):
@@ -191,7 +199,7 @@ class ThreadHost(Host):
     try:
       return do()
     except Exception as error:
-      if self._names_itself and not isinstance(error, Gone):
+      if self._names_itself and not isinstance(error, HostExited):
         error.add_note(f"in {self.kind} {self.index}")
       self._answer(call, error=error)
       return None

@@ -120,8 +120,8 @@ class LiveBatchWorkers(BatchWorkers):
     self.all[worker].party, self.all[worker].waited = party, 0.0
 
   def join(self, worker: int) -> None:
-    """Records that a worker has started. Raises `Gone` if its process exited,
-    or the error of the start."""
+    """Records that a worker has started. Raises `HostExited` if its process
+    exited, or the error of the start."""
     state = self.all[worker]
     assert state.party is not None
     state.party.made.result()

@@ -19,7 +19,7 @@ from asgd import base, sharding
 from asgd.live.cluster import Cluster
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import WorkersDie
-from asgd.live.hosts import Gone, Hosts, Make
+from asgd.live.hosts import HostExited, Hosts, Make
 from asgd.live.hosts.base import WORKER
 from asgd.live.sandblaster.batch_workers import LiveBatchWorkers, LiveJob
 from asgd.live.sandblaster.run_log import LiveRunLog
@@ -259,7 +259,7 @@ class Driver(BatchDriver, Cluster):
       # the shard's own error, which has the reason.
       self._shards.check()
       raise
-    except Gone as error:
+    except HostExited as error:
       if error.kind == WORKER:
         self._handle_exit(worker)
       else:  # a shard exited: the worker pushes its message again

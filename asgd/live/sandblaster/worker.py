@@ -136,8 +136,8 @@ class LiveWorker:
       coming: a job that may come next; the worker loads its data.
 
     Raises:
-      Gone: if a shard has exited. When called again for the job, the worker
-        only pushes the message that it has computed.
+      HostExited: if a shard has exited. When called again for the job, the
+        worker only pushes the message that it has computed.
     """
     if self._ready is None or self._ready[0] != (evaluation, job):
       outcome = self._compute(evaluation, job, seq, shards, coming)

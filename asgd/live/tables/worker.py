@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from asgd import base
 from asgd.live import pace
 from asgd.live.faults import Script
-from asgd.live.hosts import Call, Gone, Host, Inside
+from asgd.live.hosts import Call, Host, HostExited, Inside
 from asgd.live.tables.job_journal import JobJournal
 from asgd.tables import wire
 from asgd.tables.client import RowNotFinite
@@ -113,7 +113,7 @@ class WorkerHost:
       self._worker.divide(ranges.cuts)
     try:
       return self._run(), 0
-    except Gone as error:
+    except HostExited as error:
       return LOST, error.index
     except RowNotFinite:
       self._journal.reject()

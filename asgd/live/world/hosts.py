@@ -23,8 +23,8 @@ from asgd.live.hosts.base import (
   PEER,
   SHARD,
   Call,
-  Gone,
   Host,
+  HostExited,
   Hosts,
   Inside,
   Make,
@@ -122,7 +122,7 @@ class WorldCall(Call):
     if not self.done():
       self._scheduler.wait(self.done, None)
     if self.cut or self.answer is None:
-      raise Gone(self.host.kind, self.host.index)
+      raise HostExited(self.host.kind, self.host.index)
     return self.answer.result()
 
 

@@ -9,7 +9,7 @@ import pytest
 from asgd.live import supervisor as supervisor_lib
 from asgd.live.deadlines import DEAD, Ladder
 from asgd.live.failures import NotFinite, ShardsDie, WorkersDie
-from asgd.live.hosts import Gone
+from asgd.live.hosts import HostExited
 from asgd.live.hosts.threads import ThreadHosts
 from asgd.live.supervisor import Supervisor
 
@@ -102,7 +102,7 @@ class Full:
 
   def add(self, number):
     self._inside.later(lambda: None, "report")
-    raise Gone("shard", 0)
+    raise HostExited("shard", 0)
 
   def report(self, call):
     self._ended.set_exception(ValueError("no space left"))

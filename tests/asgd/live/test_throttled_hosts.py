@@ -5,7 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from asgd.live.hosts import Gone, Host
+from asgd.live.hosts import Host, HostExited
 from asgd.live.hosts.base import SHARD
 from asgd.live.links import throttled_hosts
 from asgd.live.links.throttled import Throttle
@@ -26,7 +26,7 @@ class Shard(Host):
     self.calls.append((self.clock(), method, args))
     answer = Future()
     if method == "fail":
-      answer.set_exception(Gone(SHARD, 0))
+      answer.set_exception(HostExited(SHARD, 0))
     else:
       answer.set_result(args[0] * 2)
     return answer
@@ -88,7 +88,7 @@ def test_a_lost_host_is_known_when_the_call_arrives():
   call = host.call("fail", b"8 bytes.")
   times.run()
   assert times.now == 3.0
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     call.result()
 
 

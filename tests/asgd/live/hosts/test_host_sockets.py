@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from asgd.live.faults import Killed
-from asgd.live.hosts import Gone, sockets
+from asgd.live.hosts import HostExited, sockets
 from asgd.live.hosts.sockets import HostServer, SocketHost
 from asgd.live.hosts.threads import ThreadHost, ThreadHosts
 
@@ -45,7 +45,7 @@ class Rows:
     raise KeyError("ours")
 
   def other_is_gone(self):
-    raise Gone("shard", 7)
+    raise HostExited("shard", 7)
 
   def die(self):
     self.inside.kill()
@@ -98,7 +98,7 @@ def test_an_answer_that_is_put_off_is_in_no_others_way(served):
   [
     ("fail", ValueError, "^shard 3 failed: not so$"),
     ("err", RuntimeError, "KeyError: 'ours'"),
-    ("other_is_gone", Gone, "shard 7 is gone"),
+    ("other_is_gone", HostExited, "shard 7 has exited"),
     ("no_data", RuntimeError, "Can't pickle"),
     ("nobody", RuntimeError, "no attribute 'nobody'"),
   ],
@@ -148,14 +148,14 @@ def test_one_that_died_is_gone_and_no_other_is_taken_for_it(served, folder):
   waiting = near.call("put_off")
   near.call("add", 1).result()
   for call in (near.call("die"), waiting):
-    with pytest.raises(Gone, match="shard 3 is gone"):
+    with pytest.raises(HostExited, match="shard 3 has exited"):
       call.result()
-  with pytest.raises(Gone, match="shard 3 is gone"):
+  with pytest.raises(HostExited, match="shard 3 has exited"):
     near.call("add", 1).result()
   nobody = SocketHost("shard", 3, folder / "b.sock")
   call = nobody.call("add", 1)
   assert call.done()
-  with pytest.raises(Gone, match="shard 3 is gone"):
+  with pytest.raises(HostExited, match="shard 3 has exited"):
     call.result()
 
 
@@ -166,9 +166,9 @@ def test_who_waits_for_a_server_that_closes_hears_that_it_is_gone(folder):
   near.call("add", 1).result()
   waiting = near.call("put_off")
   server.close()
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     waiting.result()
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     near.call("add", 1).result()
   hosts.close()
 

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import pytest
 
-from asgd.live.hosts import Gone
+from asgd.live.hosts import HostExited
 from asgd.live.hosts.threads import ThreadHosts
 
 
@@ -101,7 +101,7 @@ def test_one_that_died_is_gone_for_all_and_another_takes_its_place(hosts, how):
     hosts.kill("shard", 0)
   waiting = host.call("add")
   for each in (call, waiting, other.call("of", host)):
-    with pytest.raises(Gone, match="shard 0 is gone"):
+    with pytest.raises(HostExited, match="shard 0 has exited"):
       each.result()
   assert hosts.gone() == [("shard", 0)]
   host.thread.join()
@@ -144,7 +144,7 @@ def test_a_thread_that_was_ended_writes_nothing_when_it_wakes(tmp_path):
   woken.set()
   hosts.close()
   assert (tmp_path / "file").read_bytes() == b"before"
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     call.result()
 
 
@@ -172,7 +172,7 @@ def test_an_object_that_waits_elsewhere_is_interrupted(hosts):
   host.made.result()
   hosts.kill("worker", 0)
   host.thread.join()
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     call.result()
 
 
@@ -191,5 +191,5 @@ def test_who_takes_an_index_ends_the_one_before(hosts):
   before = hosts.start("worker", 0, Counter)
   hosts.start("worker", 0, Counter)
   before.thread.join()
-  with pytest.raises(Gone):
+  with pytest.raises(HostExited):
     before.call("add").result()

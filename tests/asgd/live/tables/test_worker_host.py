@@ -5,7 +5,7 @@ import pytest
 
 from asgd import tables
 from asgd.live.faults import Script
-from asgd.live.hosts import Gone, Inside
+from asgd.live.hosts import HostExited, Inside
 from asgd.live.hosts.base import SHARD
 from asgd.live.tables.job_journal import JobJournal
 from asgd.live.tables.worker import LOST, WorkerHost
@@ -33,7 +33,7 @@ class Lost(Waits):
   """A shard that has exited."""
 
   def result(self):
-    raise Gone(SHARD, 0)
+    raise HostExited(SHARD, 0)
 
 
 @pytest.fixture
