@@ -269,7 +269,7 @@ def test_a_killed_process_is_replaced_and_no_bit_differs(tmp_path, monkeypatch):
   machine = Machine(processes=2)  # uses what `cluster` started
   (result,) = train_pipelines(exp, tmp_path / "ray", bar=bar, machine=machine)
   assert len(engines) == 2
-  assert "the process of devices 1 has died; on from" in bar.lines[0]
+  assert "the process of devices 1 has died; resuming from" in bar.lines[0]
   for key in (
     *("params_sha256", "messages", "updates", "train_loss", "test_loss"),
     *("stage_staleness", "gap_mean"),
