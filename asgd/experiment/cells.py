@@ -203,8 +203,8 @@ def _load(
 
 
 def _check_codec(run, config, engines):
-  """Raises ValueError for a run that would be dense, where all are to be
-  compressed, or without a network, where all are to have one."""
+  """Raises ValueError if the config sets a codec or a network for all runs, and
+  the engine of this run has none."""
   for key in ("compress", "compress_down"):
     if config.get(key) and key not in engines[run.engine].sections:
       raise ValueError(

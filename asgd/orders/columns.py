@@ -12,8 +12,9 @@ its job k - 1 and all workers have ended their job k - s - 1:
 
   end[w, k] = max(end[w, k - 1], max over v of end[v, k - s - 1]) + time[w, k]
 
-The receipt of one message, the trigger, grants a job. So jobs are numbered by
-trigger and then by worker. Rounds are computed one after the other.
+A job is granted when one message, its trigger, is received. Jobs are numbered
+in the order of their triggers; jobs of one trigger are numbered by worker.
+Rounds are computed one after the other.
 
 Index letters:
   N  workers
@@ -34,8 +35,8 @@ _BLOCK = 1024  # times of a worker that are drawn at once, at most
 
 
 class _Irregular(Exception):
-  """Raised for times that are not positive, that are lost in rounding, or that
-  end: the caller plays the protocol instead."""
+  """Raised if a duration is not positive or too small to change the time, or if
+  a stream of durations ends: the caller plays the protocol instead."""
 
 
 def make(
@@ -61,7 +62,8 @@ def make(
   """
   if rules.depth > 1 or rules.cache or rules.late < math.inf:
     return None
-  # No worker has more jobs, and a larger number may not fit into an int64.
+  # No worker has more than messages + 1 jobs, and a larger number could
+  # overflow an int64.
   rules = rules._replace(fetch_every=min(rules.fetch_every, messages + 1))
   if rules.bound > messages:
     rules = rules._replace(bound=math.inf)
@@ -75,7 +77,7 @@ def make(
 
 
 class _Draws:
-  """The next time of each worker."""
+  """Durations of each worker's next jobs, drawn in blocks."""
 
   def __init__(self, durations, workers, block):
     self._streams = [durations.stream(worker) for worker in range(workers)]
@@ -109,8 +111,8 @@ def _taken(stream, count):
 
 
 def _without_rounds(rules, draws, workers, messages):
-  """Returns the trace of a protocol with a bound, finite or not, after its warm
-  start."""
+  """Returns the trace of a protocol without rounds: first the warm start of
+  worker 0, then all workers. The bound may be infinite."""
   alone = min(rules.warm_start, messages)
   ends = np.add.accumulate(draws.first(alone))
   job = np.arange(alone)
@@ -271,7 +273,7 @@ class _Levels:
 
 
 class _Rounds:
-  """Rounds of the first messages, with late messages of earlier rounds.
+  """Rounds that end after their first messages; later messages arrive late.
 
   A round starts a fixed number of jobs. While fewer have started, a worker
   whose message arrives starts another job of the same round.

@@ -1,12 +1,12 @@
 """All-reduce algorithms written out in messages, as `jax.lax.psum` may use.
 
-Every collective consists of rounds of `jax.lax.ppermute`, in which a device
-sends at most one message each way and receives at most one; the module
-`asgd.parallel.costs` has their formulas. They are for teaching and measuring;
-training uses XLA's own, "psum".
+Every collective consists of rounds of `jax.lax.ppermute`. In one `ppermute` a
+device sends and receives one message at most; the module `asgd.parallel.costs`
+has the formulas. They are for teaching and measuring; training uses XLA's own,
+"psum".
 
 All are for use inside `jax.shard_map` and take (x, axis). An axis is a name of
-the mesh's, or a tuple of names, which is one axis of all their devices. The
+the mesh, or a tuple of names, which are flattened to one axis. The
 array x may have any shape and dtype that can be added (for booleans + is "or",
 where psum counts); it is cut into equal chunks, padded with zeros. Unless a
 function says otherwise it returns the sum over devices, in the shape and dtype
@@ -63,8 +63,8 @@ def _ring(devices: int, step: int) -> list[tuple[int, int]]:
 
 
 def _by_device(arrays, here, rows, step):
-  """Returns [rows, ...], of the arrays of devices 0, 1, ..., where `arrays` has
-  those of the devices 0, 1, ... steps before this one."""
+  """Returns [rows, ...], arrays in the order of devices 0, 1, ...; `arrays[i]`
+  is from the device i steps before this one."""
   devices = len(arrays)
 
   def stack(device):

@@ -46,10 +46,10 @@ def gap_aware(
   "gradients": s is the received gradient, without weight decay and penalty. A
     is updated before its use, so t counts this gradient. It is the published
     rule for SGD without momentum.
-  "updates": s is u, where the optimizer's update is -eta u, penalties included;
-    for SGD, u is the velocity. A is updated after its use, so t counts earlier
-    updates, and the very first one is not penalised. It is the published rule
-    for an optimizer with momentum. (The authors' code counts the velocity
+  "updates": s is u, the optimizer's update divided by -eta, of penalised
+    gradients; for SGD, u is the velocity. A is updated after its use, so t
+    counts earlier updates, and the very first one is not penalised. It is the
+    published rule for an optimizer with momentum. (The authors' code counts the velocity
     before the first update, 0, as a sample; this one does not.)
 
   Decoupled weight decay inside the optimizer is not penalised.
@@ -106,8 +106,8 @@ def gap_aware(
     )
 
   def accumulate(state, updates, rate):
-    """Adds updates over their learning rate to the average; skips a rate of 0,
-    at which the size is unknown."""
+    """Adds the squares of updates / rate to the average. At a rate of 0 it adds
+    nothing, because the quotient is undefined."""
     moves = rate > 0
     scale = 1 / jnp.where(moves, rate, 1.0)
 

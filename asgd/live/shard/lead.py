@@ -43,12 +43,12 @@ class Lead(Role):
     return max(self._unfinite, *self._tries.values(), 0)
 
   def outdated(self, worker: int, number: int) -> bool:
-    """Returns True: any incarnation but the present one has lost its tickets,
-    as the lead ends them before it assigns the next."""
+    """Returns True. The lead ends an incarnation's tickets before it admits the
+    next one, so an earlier incarnation has none."""
     return True
 
   def join(self, worker: int, number: int) -> None:
-    """Assigns an index to a new incarnation of a worker."""
+    """Registers a new incarnation of a worker and numbers it."""
     self.heard(worker)
     self.holders[worker] = self.dispatcher.join(worker, self.time)
 
