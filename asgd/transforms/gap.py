@@ -49,8 +49,8 @@ def gap_aware(
   "updates": s is u, the optimizer's update divided by -eta, of penalised
     gradients; for SGD, u is the velocity. A is updated after its use, so t
     counts earlier updates, and the very first one is not penalised. It is the
-    published rule for an optimizer with momentum. (The authors' code counts the velocity
-    before the first update, 0, as a sample; this one does not.)
+    published rule for an optimizer with momentum. (The authors' code counts the
+    velocity before the first update, 0, as a sample; this one does not.)
 
   Decoupled weight decay inside the optimizer is not penalised.
 
