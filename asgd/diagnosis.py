@@ -124,14 +124,14 @@ def curvature_limit(
     lambda w, c, key: (0.5 * c * w**2, losses_lib.Aux(())), recipe.at_worker
   )
   curvatures = np.geomspace(1e-4, 4, points) / learning_rate
-  # Few sizes, so that XLA compiles one program for orders of like length.
-  places = max(32, 1 << (workers - 1).bit_length())
+  # Powers of two, so that orders of similar length share a program.
+  slot_count = max(32, 1 << (workers - 1).bit_length())
   length = max(4096, 1 << (len(trace.worker) - 1).bit_length())
   columns = [
     np.pad(np.asarray(x, np.int32), (0, length - len(x)))
     for x in (trace.worker, trace.action)
   ]
-  growth = jax.jit(functools.partial(_growths, server, worker, places))(
+  growth = jax.jit(functools.partial(_growths, server, worker, slot_count))(
     *columns, np.int32(len(trace.worker)), curvatures.astype(np.float32)
   )
   unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
@@ -142,25 +142,27 @@ def curvature_limit(
 _START = 1e-3  # initial w, small enough that all rules are linear at it
 
 
-def _growths(server, worker, places, workers, actions, count, curvatures):
+def _growths(
+  server, worker, slot_count, workers, actions, count, curvatures
+):
   """Returns float[P], log(|w| in the order's last quarter / in its second).
 
   Args:
     server, worker: of the recipe.
-    places: workers for which there is room.
+    slot_count: workers that the program has memory for, N or more.
     workers, actions: int32[L], the rows of the order; `count` are used.
     curvatures: float[P].
   """
   state = server.init(jnp.float32(_START))
-  place = worker.init(state.params), server.send(state, jnp.int32(0))
+  slot = worker.init(state.params), server.send(state, jnp.int32(0))
 
-  # Each value is one for each curvature from the start: a loop in `jax.vmap` is
-  # traced three times to find out which values are.
+  # Every value has an axis of curvatures from the start. JAX traces a loop in
+  # `jax.vmap` three times to find out which values have one.
   def repeated(tree, *shape):
     return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), tree)
 
   points, key = len(curvatures), jax.random.key(0)
-  start = repeated(state, points), repeated(place, places, points)
+  start = repeated(state, points), repeated(slot, slot_count, points)
   start += (jnp.zeros((len(workers), points)),)
 
   def receive(state, own, ticket, curvature):
@@ -168,8 +170,8 @@ def _growths(server, worker, places, workers, actions, count, curvatures):
     return server.receive(state, ticket, message)[0], (after, ticket)
 
   def event(index, carry):
-    (state, places, path), w = carry, workers[index]
-    own, ticket = jax.tree.map(lambda x: x[w], places)
+    (state, slots, path), w = carry, workers[index]
+    own, ticket = jax.tree.map(lambda x: x[w], slots)
 
     def sent():
       return state, (own, jax.vmap(server.send, (0, None))(state, w))
@@ -178,9 +180,9 @@ def _growths(server, worker, places, workers, actions, count, curvatures):
       return jax.vmap(receive)(state, own, ticket, curvatures)
 
     is_send = actions[index] == base.SEND
-    state, place = jax.lax.cond(is_send, sent, received)
-    places = jax.tree.map(lambda x, y: x.at[w].set(y), places, place)
-    return state, places, path.at[index].set(jnp.abs(state.params))
+    state, slot = jax.lax.cond(is_send, sent, received)
+    slots = jax.tree.map(lambda x, y: x.at[w].set(y), slots, slot)
+    return state, slots, path.at[index].set(jnp.abs(state.params))
 
   _, _, path = jax.lax.fori_loop(0, count, event, start)
   path = jnp.where(jnp.isfinite(path), path, jnp.inf)

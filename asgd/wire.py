@@ -117,18 +117,18 @@ def write(layout: Layout, tree: Any, buffer: Any) -> None:
 def opened(
   layout: Layout, buffer: Any
 ) -> tuple[Callable[[Any], None], Callable[[], Any]]:
-  """Returns (write, read) of a writable buffer that is used again and again.
+  """Returns (write, read) of a writable buffer that is used many times.
 
-  `write(tree)` and `read()` do what the functions of this module do, and look
-  for the places of the leaves once.
+  `write(tree)` and `read()` equal the functions of this module, but make the
+  views of the leaves only once.
   """
   data = _bytes(layout, buffer)
-  places = [_view(field, data) for field in layout.fields]
+  targets = [_view(field, data) for field in layout.fields]
   views = jax.tree.leaves(read(layout, buffer))
   converted = any(field.stored != field.dtype for field in layout.fields)
 
   def write_tree(tree: Any) -> None:
-    _copy(_leaves(layout, tree), places)
+    _copy(_leaves(layout, tree), targets)
 
   def read_tree() -> Any:
     if converted:
@@ -146,21 +146,21 @@ def _leaves(layout: Layout, tree: Any) -> list[Any]:
   return fitting(layout.fields, leaves)
 
 
-def _copy(leaves: Sequence[Any], places: Sequence[np.ndarray]) -> None:
-  """Copies each leaf to its place in a buffer."""
+def _copy(leaves: Sequence[Any], targets: Sequence[np.ndarray]) -> None:
+  """Copies each leaf to its view of a buffer."""
   # Start all transfers from another device before waiting for the first one.
   # Leaves on the CPU need no transfer: they are copied once, into the buffer.
   if leaves and _elsewhere(leaves[0]):
     for x in leaves:
       if isinstance(x, jax.Array):
         x.copy_to_host_async()
-  for place, x in zip(places, leaves, strict=True):
+  for target, x in zip(targets, leaves, strict=True):
     x = x if type(x) is np.ndarray else np.asarray(x)
-    if place.dtype == x.dtype:
-      place[...] = x
+    if target.dtype == x.dtype:
+      target[...] = x
     else:  # a number too large for the stored dtype becomes an infinity
       with np.errstate(over="ignore"):
-        place[...] = x
+        target[...] = x
 
 
 def read(layout: Layout, buffer: Any) -> Any:

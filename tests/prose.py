@@ -93,7 +93,8 @@ def count(paths: list[pathlib.Path]) -> tuple[list[str], int]:
       found = [m.group().lower() for m in DIALECT.finditer(line)]
       found += [m.group(m.lastindex).lower()
                 for m in UNNAMED.finditer(line)]
-      found += OPENING.findall(line)[:path.suffix == ".py"]
+      if path.suffix == ".py":
+        found += OPENING.findall(line)
       marks += [f"{path}:{number}: {word!r} in {line.strip()[:90]!r}"
                 for word in found]
   return marks, words

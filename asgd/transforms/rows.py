@@ -36,14 +36,14 @@ def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
 
 
 def get_row(rows: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns a row of [N, ...]; `index`, int32[], is not looked at, as it would
-  be by `rows[index]`, for one that is negative or out of range."""
+  """Returns a row of [N, ...]. The caller ensures that `index`, int32[], is in
+  range: the checks of `rows[index]` take time."""
   return jax.lax.dynamic_index_in_dim(rows, index, keepdims=False)
 
 
 def put_row(rows: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
-  """Returns [N, ...] with a row replaced; `index` is as of `get_row`. The row
-  before is not read, as it is by `rows.at[index].set`."""
+  """Returns [N, ...] with a row replaced; `index` is as of `get_row`. It does
+  not read the old row, as `rows.at[index].set` does."""
   return jax.lax.dynamic_update_index_in_dim(rows, row, index, 0)
 
 
@@ -123,7 +123,6 @@ def per_worker(
   Returns:
     A transform whose update needs the extra arg `worker`, int32[]. An index of
     N or more is not detected under jit; runtimes check it (`Server.workers`).
-    more is not detected under jit; runtimes check it (`Server.workers`).
 
   Source:
     Hakimi et al. 2019: with a momentum it is Multi-ASGD's.
