@@ -15,7 +15,7 @@ import tokenizers
 
 from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
 
