@@ -16,7 +16,7 @@ from sklearn import metrics
 
 from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
 
