@@ -46,7 +46,8 @@ class HostedWorker:
 
   def run(self, make_duty: Callable[[], Duty]) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
-    duty, maker = make_duty(), self._maker
+    maker = self._maker
+    duty = make_duty().kept_in(Path(maker.site.run), self._worker)
     if maker.warm_up:
       # Before it joins, or the lead would take it for hung: its deadline is
       # that of workers that have compiled.
