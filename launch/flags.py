@@ -39,7 +39,7 @@ from asgd.experiment import (
 )
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 USAGE_ERROR = 2  # exit status
 GIVEN = "true"  # absl's value of an optional text flag without a text

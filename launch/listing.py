@@ -11,6 +11,7 @@ from asgd import compression, data, models
 from asgd.data import sentences
 from asgd.experiment import problem, protocol, schema
 from asgd.gossip.topologies import TOPOLOGIES
+from asgd.pipeline import schedules
 from asgd.problems import (
   clustering,
   embeddings,
@@ -19,7 +20,6 @@ from asgd.problems import (
   topics,
 )
 from asgd.tables import CONSISTENCIES, FILTERS
-from pipeline import schedules
 
 _OF_TABLES = (  # problems that pull rows
   factorisation.matrix_factorisation,

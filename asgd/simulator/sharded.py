@@ -75,8 +75,8 @@ class ShardOptions(NamedTuple):
   # the algorithm needs none.
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None
   # The division of the parameters; None is `sharding.make_plan`. With a
-  # pipeline's stages as shards, and their traces (`pipeline.analyze.traces`),
-  # the delays are those of the pipeline.
+  # pipeline's stages as shards, and their traces (`analyze.traces` of
+  # `asgd.pipeline`), the delays are those of the pipeline.
   plan: sharding.ShardPlan | None = None
 
 

@@ -13,8 +13,8 @@ from pipeline_experiments import (
   to_the_end,
 )
 
-from pipeline import analyze, instructions, residence
-from pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
+from asgd.pipeline import analyze, instructions, residence
+from asgd.pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
 
 pytestmark = pytest.mark.usefixtures("float64")
 
