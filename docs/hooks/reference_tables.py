@@ -17,8 +17,7 @@ from asgd.gossip import topologies
 from asgd.live import faults
 from asgd.orders import durations, makers
 from asgd.text_table import format_markdown
-from launch import __main__ as commands
-from launch import listing
+from launch import command_line, listing
 from pipeline import schedules
 from pipeline.engine import PIPELINE
 
@@ -192,8 +191,8 @@ def datasets() -> str:
 def command_table() -> str:
   """The commands of `launch`, each with the first line of its docstring."""
   rows = (
-    (f"`asgd {name}`", commands.summary(name))
-    for name in commands.COMMANDS
+    (f"`asgd {name}`", command_line.summary(name))
+    for name in command_line.COMMANDS
   )
   return format_markdown(("command", "what it does"), rows)
 
