@@ -14,9 +14,9 @@ prints the table, its times and figures derived from them, and writes
 A schedule's options are flags of the same names, or --options=KEY=VALUE,... Any
 of grid.txt, schedule.csv and schedule.json can be edited and read with
 --table=FILE. Times are in any unit; each is one number, or one for each stage:
---forward=1,1,2,1. A measured run (--measured=FILE.json, as `pipeline.spans`
-writes it) is drawn beside its plan. The plan then uses the medians of the
-measured times, unless times are given.
+--forward=1,1,2,1. A measured run (--measured=FILE.json, as
+`asgd.pipeline.spans` writes it) is drawn beside its plan. The plan then uses
+the medians of the measured times, unless times are given.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from typing import Any
 
 from asgd import names, safe_files
 from asgd.experiment import storage
-from pipeline import analyze, render, schedules, spans, validate
-from pipeline import table as table_lib
-from pipeline.table import Schedule, ScheduleError
+from asgd.pipeline import analyze, render, schedules, spans, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import Schedule, ScheduleError
 
 from . import flags
 from .command_flags import COSTS, DRAWING, OF_SCHEDULES

@@ -43,7 +43,7 @@ from asgd.experiment import (
 )
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 from . import command_line
 from .command_flags import COMMANDS, OPTIONAL, TRAINING

@@ -14,6 +14,8 @@ from asgd import compression, data, models, safe_files
 from asgd.data import sentences
 from asgd.experiment import ENGINES, problem, protocol, schema
 from asgd.gossip.topologies import TOPOLOGIES
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
 from asgd.problems import (
   clustering,
   embeddings,
@@ -22,8 +24,6 @@ from asgd.problems import (
   topics,
 )
 from asgd.tables import CONSISTENCIES, FILTERS
-from pipeline import schedules
-from pipeline.engine import PIPELINE
 
 _OF_TABLES = (  # problems that pull rows
   factorisation.matrix_factorisation,

@@ -373,13 +373,13 @@ class Hand:
     bench = self.bench
     bench.tell(bench.shards[shard], frame, self.ways[shard])
 
-  def say(self, kind, **fields):
+  def send(self, kind, **fields):
     """Says something to the lead."""
     self.tell(0, Frame(kind, self.worker, **fields))
     self.bench.settle()
 
   def hello(self, holder=-1, life=0):
-    self.say(frames.HELLO, seq=life, job=holder)
+    self.send(frames.HELLO, seq=life, job=holder)
 
   def fetch(self, seq):
     setup, parts = self.bench.setup, self.tickets[seq]
@@ -565,7 +565,7 @@ def act(bench, op, number):
   elif op == "vanish":
     hand.vanish()
   elif op == "drain":
-    hand.say(frames.DRAIN)
+    hand.send(frames.DRAIN)
     if hand.ready():
       hand.push()
     hand.bye()

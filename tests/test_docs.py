@@ -21,8 +21,8 @@ import pytest
 import asgd
 from asgd import algorithms, experiment
 from asgd.experiment import schema
-from pipeline import schedules
-from pipeline.engine import PIPELINE
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
 
 DOCS = kit.ROOT / "docs"
 PAGES = {str(p.relative_to(DOCS)): p.read_text() for p in DOCS.rglob("*.md")}

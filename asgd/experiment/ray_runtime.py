@@ -21,7 +21,6 @@ from asgd.checks import text_of
 from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
-_PACKAGES = "asgd", "pipeline"  # their code is sent to a joined cluster
 # Set by Ray in the entry point of a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Prefixes of the variables that configure JAX's cache of compiled programs. A
@@ -193,11 +192,11 @@ def _runtime_env(modules, undo) -> dict[str, Any]:
 
 
 def _code(modules, undo) -> str:
-  """Returns a folder with copies of the packages and of `modules` only."""
+  """Returns a folder with copies of asgd and of `modules` only."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
-  root, only = Path(__file__).parents[2], shutil.ignore_patterns("__pycache__")
-  for path in (*(root / name for name in _PACKAGES), *map(Path, modules)):
+  only = shutil.ignore_patterns("__pycache__")
+  for path in (Path(__file__).parents[1], *map(Path, modules)):
     source = path.parent if path.name == "__init__.py" else path
     if source.is_dir():
       shutil.copytree(source, folder / source.name, ignore=only)

@@ -3,7 +3,7 @@
 A Dispatcher is called for each event (a worker joins, asks for work, sends a
 message, leaves) and decides which jobs start. Each decision is a row of a
 Trace. The rows and the waiting messages are the only state, so
-`Dispatcher.obey` restores it from a recorded trace after a crash. A simulated
+`Dispatcher.replay` restores it from a recorded trace after a crash. A simulated
 order calls it at drawn times, a live run at real ones. An event costs O(log N)
 for N workers: `asgd.orders.starters` keeps the workers that may start,
 `asgd.orders.arrivals` the messages that may be received.
@@ -179,9 +179,9 @@ class Dispatcher:
         f"worker {worker} is registered already: it must leave before its next"
         " incarnation joins"
       )
-    holder = self._ledger.holders.get(worker, -1) + 1
-    self._write(now, worker, NO_SEQ, holder, base.JOIN)
-    return holder
+    incarnation = self._ledger.incarnations.get(worker, -1) + 1
+    self._write(now, worker, NO_SEQ, incarnation, base.JOIN)
+    return incarnation
 
   def leave(self, worker: int, now: float) -> list[int]:
     """Removes a worker and frees its open jobs for others; returns the seqs of
@@ -191,8 +191,8 @@ class Dispatcher:
     tickets = self.open(worker)
     for seq, ticket in tickets.items():
       self._write(now, worker, seq, ticket.job, base.LOST)
-    holder = self._ledger.holders.get(worker, 0)
-    self._write(now, worker, NO_SEQ, holder, base.LEAVE)
+    incarnation = self._ledger.incarnations.get(worker, 0)
+    self._write(now, worker, NO_SEQ, incarnation, base.LEAVE)
     return list(tickets)
 
   def reject(self, worker: int, seq: int, now: float) -> list[int]:
@@ -368,18 +368,18 @@ class Dispatcher:
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
     self._log(event)
-    self._obey(event)
+    self._apply(event)
 
-  def obey(self, rows: Iterable[Event]) -> "Dispatcher":
+  def replay(self, rows: Iterable[Event]) -> "Dispatcher":
     """Replays logged rows; raises TraceError."""
     for event in rows:
-      self._obey(event)
+      self._apply(event)
     return self
 
-  def _obey(self, event):
+  def _apply(self, event):
     worker, action = event.worker, event.action
     slowest = self.slowest() if action == base.JOIN else 0
-    ticket = self._ledger.obey(event)
+    ticket = self._ledger.apply(event)
     if action in ENDS:
       self._end(event, ticket)
     elif action == base.JOIN:

@@ -64,7 +64,7 @@ class TableShard:
   """A server of some rows, and a session for each worker.
 
   For each request the caller asks whether it `waits`. Once it need not wait,
-  the caller applies it with `obey`, and sends the `reply`.
+  the caller applies it with `apply`, and sends the `reply`.
   """
 
   def __init__(self, index: int, server: TableServer):
@@ -119,7 +119,7 @@ class TableShard:
 
   # Applying requests.
 
-  def obey(self, request: Request) -> None:
+  def apply(self, request: Request) -> None:
     """Applies a request, which must be the next one of its incarnation."""
     if request.kind == MOVE:
       self._move(request)

@@ -16,10 +16,17 @@ from asgd.experiment import problem, protocol
 from asgd.gossip import topologies
 from asgd.live import faults
 from asgd.orders import durations, makers
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
 from asgd.text_table import format_markdown
+<<<<<<< HEAD
 from launch import command_line, listing
 from pipeline import schedules
 from pipeline.engine import PIPELINE
+=======
+from launch import __main__ as commands
+from launch import listing
+>>>>>>> main
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 _TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
@@ -91,7 +98,7 @@ def schedule_table() -> str:
   rows = []
   for name, maker in schedules.SCHEDULES.items():
     traits = schedules.describe(name)
-    link = f"[`{name}`](../api/schedules.md#pipeline.schedules.{name})"
+    link = f"[`{name}`](../api/schedules.md#asgd.pipeline.schedules.{name})"
     flush = "after each batch" if traits.flush else "never"
     weights = "latest" if traits.flush else traits.weights
     options = _code(listing.options(maker, traits.options))
@@ -268,7 +275,9 @@ NAMES: dict[str, Callable[[], list[str]]] = {
   "transforms": lambda: [
     _path("asgd.transforms", name) for name in transform_names()
   ],
-  "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+  "schedules": lambda: [
+    f"asgd.pipeline.schedules.{name}" for name in schedules.SCHEDULES
+  ],
   "codecs": lambda: [
     _path("asgd.compression", name)
     for name in (*compression.CODECS, *_COMPOSED, *_IN_STEP)

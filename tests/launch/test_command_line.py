@@ -13,9 +13,9 @@ from asgd.experiment import chaos, schema
 from asgd.live import faults
 from asgd.live.world import explore
 from asgd.parallel import memory, workloads
+from asgd.pipeline import analyze, schedules
 from launch import command_flags, command_line, flags, listing, platforms
 from launch.command_flags import COMMANDS
-from pipeline import analyze, schedules
 
 
 def test_the_copied_names_are_those_of_their_modules():
@@ -139,7 +139,7 @@ def test_help_and_mistakes_import_no_library():
   for words, status in (["plan", "--help"], 0), (["train", "--wrokers"], 2):
     ended = subprocess.run(
       [sys.executable, "-c", code, *words],
-      **{"cwd": kit.ROOT, "capture_output": True, "text": True, "check": True},
+      cwd=kit.ROOT, capture_output=True, text=True, check=True,
     )
     assert ended.stdout.splitlines()[-2:] == [str(status), "set()"]
 

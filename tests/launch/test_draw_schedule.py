@@ -5,9 +5,9 @@ import json
 import kit
 import pytest
 
+from asgd.pipeline import analyze, schedules, spans
+from asgd.pipeline import table as table_lib
 from launch import draw_schedule
-from pipeline import analyze, schedules, spans
-from pipeline import table as table_lib
 
 FILES = {
   *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),

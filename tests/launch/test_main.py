@@ -10,7 +10,6 @@ import pytest
 from asgd.experiment import shipped
 from launch import __main__ as command
 
-
 SUPPORT = {"command_flags", "command_line", "compiled", "flags", "listing"}
 SUPPORT |= {"platforms"}  # modules that are no commands
 

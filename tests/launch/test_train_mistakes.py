@@ -8,8 +8,8 @@ import kit
 import pytest
 
 from asgd import algorithms, models
+from asgd.pipeline import schedules
 from launch import train
-from pipeline import schedules
 
 FILE = "--config=configs/digits.py"
 # (arguments, what the one line says).

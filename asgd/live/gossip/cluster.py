@@ -132,7 +132,7 @@ class PeerCluster(Cluster):
       self.incarnations[party.index] = self._starting.pop(party.index)
       party.run = party.host.call("run")
     self._ask("meet", self._neighbours())
-    self.go_on()
+    self.resume()
     for peer in set(indices) - set(first):
       self._make(peer)
 
@@ -313,7 +313,7 @@ class PeerCluster(Cluster):
       self._ask("allow", max(limits.values()))
     return self._supervisor.rest(self._at_rest, seconds)
 
-  def go_on(self) -> None:
+  def resume(self) -> None:
     """Ends a pause."""
     self._paused = False
     self._ask("allow", self._limit)
@@ -335,7 +335,7 @@ class PeerCluster(Cluster):
     if peer in self._starting and self._lenders(peer):
       self._introduce(peer)
       self._supervisor.news.append(f"peer {peer} joins again")
-    self.go_on()
+    self.resume()
 
   def _introduce(self, peer: int) -> None:
     """Connects a newcomer with the peers alive, some of which lend to it."""

@@ -101,7 +101,7 @@ class Hosts(abc.ABC):
 
   disk: Any = os  # writes the driver's files: `write` and `replace`
   # Shows a line to the user, at once.
-  say: Callable[[str], None] = staticmethod(lambda text: None)
+  show: Callable[[str], None] = staticmethod(lambda text: None)
 
   @abc.abstractmethod
   def clock(self) -> float:

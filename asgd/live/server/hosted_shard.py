@@ -106,7 +106,7 @@ class HostedShard:
 
     return self.server.submit(make)
 
-  def tell(self, token: Token, data: bytes, message: Any) -> Future[None]:
+  def deliver(self, token: Token, data: bytes, message: Any) -> Future[None]:
     """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
     the session, as it would a connection."""
     frame = frames.unpack(data)
@@ -114,13 +114,13 @@ class HostedShard:
     def take(shard):
       session = self._sessions[token]
       try:
-        session.hear(frame)
-        holds = shard.role.peers.get(frame.worker) == session.say
+        session.identify(frame)
+        holds = shard.role.peers.get(frame.worker) == session.send
         if message is not None and holds and shard.state.accepts(frame):
           memory = shard.state.slots.memory
           stamp = message_stamp(frame.worker, frame.seq)
           memory.write(MESSAGES, frame.message, message, stamp)
-        shard.handle(frame, session.say, self.clock())
+        shard.handle(frame, session.send, self.clock())
       except (BadCode, frames.BadFrame):
         self._end(shard, token)
         raise
@@ -157,12 +157,12 @@ class HostedShard:
   def _end(self, shard, token):
     if session := self._sessions.pop(token, None):
       session.release()
-      shard.gone(session.worker, self.clock(), session.say)
+      shard.gone(session.worker, self.clock(), session.send)
 
-  def write_spans(self, worker: int, told: Sequence[spans.Span]) -> None:
+  def write_spans(self, worker: int, times: Sequence[spans.Span]) -> None:
     """Writes spans of a worker, in times of `clock`; the last is the push that
     ends a job."""
-    for span in told:
+    for span in times:
       self._write_span(worker, span)
 
   def write_fault(self, fault: faults.Fault) -> None:

@@ -155,7 +155,7 @@ class WorkerMaker(NamedTuple):
     clock = time.monotonic  # the lead's is another
     notes = FarNotes(self.worker, link.find_lead, clock=clock)
     script = faults_lib.Script(
-      self.faults, kill=inside.kill, wait=inside.wait, tell=notes.fault
+      self.faults, kill=inside.kill, wait=inside.wait, record=notes.fault
     )
     return Reach(
       link,

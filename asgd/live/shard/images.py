@@ -62,7 +62,7 @@ def _open_tickets(
   state.rows = ledger.rows
   state.messages.count = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
-  state.joined = dict(ledger.holders)
+  state.joined = dict(ledger.incarnations)
   state.tickets = {
     event.key: state.read_ticket(
       event,

@@ -76,7 +76,7 @@ class ReceivedMessages:
 class ShardState:
   """The server's state, its open tickets and their slots.
 
-  Only `obey` changes them, in a run and in a recovery. So a shard that replays
+  Only `apply` changes them, in a run and in a recovery. So a shard that replays
   its journal recomputes its state to the bit.
   """
 
@@ -102,7 +102,7 @@ class ShardState:
     self.pushed: dict[Key, Frame] = {}  # PUSHes of messages not yet received
     self._codes: dict[Key, Any] = {}  # unpacked messages not yet received
 
-  def obey(self, event: Event) -> None:
+  def apply(self, event: Event) -> None:
     """Applies a row of the journal."""
     action, worker = event.action, event.worker
     self.rows += 1

@@ -218,7 +218,7 @@ class TablesRun(WorldRun):
     counts = {w: image[:2] for w, image in images.workers.items()}
     lengths = files.FILES.lengths(self.folder, WORKERS, counts)
     self._saved = images, lengths
-    cluster.go_on()
+    cluster.resume()
 
   def _cut_files(self) -> None:
     """Cuts the files back to the last checkpoint, or to nothing."""

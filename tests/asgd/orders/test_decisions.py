@@ -28,8 +28,8 @@ class AskingDispatcher(Dispatcher):
         self.took[worker] = now - self._ledger.open[worker][seq].time
     return fresh
 
-  def _obey(self, event):
-    super()._obey(event)
+  def _apply(self, event):
+    super()._apply(event)
     if event.seq != NO_SEQ and event.action not in STARTS:
       self.came.pop(event.key, None)
     if event.action == base.RECEIVE:
@@ -240,7 +240,7 @@ class Drive:
     came = list(self.pair[1].came)
     paused = [w for w, p in self.pair[1]._places.items() if p.paused]
     self.pair = [
-      type(it)(self.rules, **self.given, log=rows.append).obey([*rows])
+      type(it)(self.rules, **self.given, log=rows.append).replay([*rows])
       for it, rows in zip(self.pair, self.rows, strict=True)
     ]
     for key in came:

@@ -226,10 +226,10 @@ def test_a_message_that_is_not_finite_costs_the_place():
 def test_who_drains_gets_nothing_new_and_leaves():
   bench = Bench(one())
   first, second = bench.join(0, 1)
-  first.say(frames.DRAIN)
+  first.send(frames.DRAIN)
   first.push()
   assert first.listen() == ["welcome 0", "ticket 0: job 0 v0", "ack 0"]
-  first.say(frames.BYE)
+  first.send(frames.BYE)
   assert bench.lead.workers == [1]
   assert bench.rows(start=4) == ["receive 0:0", "leave 0:0"]
   second.push()

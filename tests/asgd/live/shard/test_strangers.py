@@ -168,7 +168,7 @@ def test_a_place_whose_number_a_stranger_has_used_is_not_lost():
   honest = bench.join(0)
   for _ in range(5):
     if honest.out:  # its job was another's: it begins anew, with the next
-      honest.say(frames.BYE)
+      honest.send(frames.BYE)
       honest = bench.join(0)
   assert honest.ready() == [4]
   bench.finish()
@@ -216,12 +216,12 @@ def test_no_frame_tells_of_a_row_that_is_not_in_the_journal(make):
   written, said = [], []
   journal.watch = lambda count: written.append(len(said))
 
-  def say(frame):
+  def send(frame):
     said.append((frame.kind, len(journal.events())))
 
   if bench.setup.consistent:
-    role.followers = {1: say}
-  bench.lead.handle(Frame(frames.HELLO, 0, job=-1), say, 0.0)
+    role.followers = {1: send}
+  bench.lead.handle(Frame(frames.HELLO, 0, job=-1), send, 0.0)
   rows = frames.ROW, frames.TICKET, frames.ACK
   told = [(kind, count) for kind, count in said if kind in rows]
   assert written[0] == 0
