@@ -153,7 +153,9 @@ def _is_known(name: str, command: Command) -> bool:
   # absl explains what is wrong with --noconfig.x.
   if "config" in (name.partition(".")[0], plain.partition(".")[0]):
     return True
-  from absl import app, flags  # --flagfile, --verbosity and others
+  if name in ("flagfile", "undefok"):  # absl defines them when it parses
+    return True
+  from absl import app, flags  # --verbosity and others
 
   app.define_help_flags()
   return name in flags.FLAGS or plain in flags.FLAGS

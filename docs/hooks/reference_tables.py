@@ -19,14 +19,7 @@ from asgd.orders import durations, makers
 from asgd.pipeline import schedules
 from asgd.pipeline.engine import PIPELINE
 from asgd.text_table import format_markdown
-<<<<<<< HEAD
 from launch import command_line, listing
-from pipeline import schedules
-from pipeline.engine import PIPELINE
-=======
-from launch import __main__ as commands
-from launch import listing
->>>>>>> main
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 _TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
