@@ -52,8 +52,7 @@ def test_help_has_a_usage_line_and_every_flag(name, capsys):
   usage, *lines = capsys.readouterr().out.splitlines()
   assert usage.startswith(f"usage: asgd {name} ")
   listed = lines[lines.index("flags:") :]
-  first = [re.split(r"[ =[]+", line)[1:2] for line in listed]
-  first = [word for words in first for word in words]
+  first = [m[1] for m in (re.match(r"  ([\w.-]+)", x) for x in listed) if m]
   for flag in COMMANDS[name].flags:
     assert first.count(f"--{flag}") == 1, flag
   keys = command_line.catalogue()["keys"]
