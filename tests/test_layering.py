@@ -96,6 +96,7 @@ def imports(path):
 
 def _in_checkout(name):
   """The dotted name of a module by its folder: pipeline for asgd.pipeline."""
+  assert name.split(".")[0] != "pipeline", f"{name} is asgd.{name}"
   return re.sub(r"^asgd\.(pipeline|configs|launch)\b", r"\1", name)
 
 
