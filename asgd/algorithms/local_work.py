@@ -7,6 +7,7 @@ jobs of EASGD or FedAsync may share a ticket.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import optax
@@ -20,8 +21,13 @@ from asgd.transforms import scale_by_sent_rate
 
 
 def local_optimizer(
-  optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
-):
+  optimizer: Any,
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  *first: optax.GradientTransformation,
+  **options: Any,
+) -> optax.GradientTransformation:
   """Returns a worker's optimizer: SGD behind `first`, or the given one."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
@@ -32,7 +38,13 @@ def local_optimizer(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+def displacement_recipe(
+  algorithm: base.Algorithm,
+  tx: optax.GradientTransformation,
+  steps: int,
+  *,
+  keep_state: bool = True,
+) -> Recipe:
   """Returns a recipe whose workers send the start minus the end of a job."""
   checks.whole("steps", steps)
 

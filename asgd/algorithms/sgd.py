@@ -1,10 +1,12 @@
 """SGD at the server, asynchronous and synchronous, and parts of recipes."""
 
+from typing import Any
+
 import optax
 
 from asgd import base, checks, optimizers
 from asgd.algorithms.recipe import Recipe
-from asgd.optimizers import OptimizerLike
+from asgd.optimizers import Optimizer, OptimizerLike
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
@@ -15,7 +17,9 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
   return optax.add_decayed_weights(weight_decay)
 
 
-def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
+def velocity(
+  momentum: float, *, nesterov: bool = False
+) -> optax.GradientTransformation:
   """Momentum, in [0, 1), in the form that does not contain the learning rate.
 
     v <- momentum v + g;   the update is v
@@ -35,7 +39,11 @@ def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
 
 
 def sgd_chain(
-  scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
+  scale: optax.GradientTransformation,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  *first: optax.GradientTransformation,
+  nesterov: bool = False,
 ) -> optax.GradientTransformation:
   """SGD behind other transforms: `first`, weight decay, momentum, then `scale`,
   which multiplies by minus the learning rate.
@@ -55,7 +63,10 @@ def sgd_chain(
 
 
 def at_server(
-  learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: Optimizer | None = None,
 ) -> optax.GradientTransformation:
   """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
@@ -64,7 +75,12 @@ def at_server(
   return sgd_chain(scale, momentum, weight_decay)
 
 
-def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
+def sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: Any = None,
+) -> base.Algorithm:
   """The Algorithm of SGD, or of another optimizer, without look-ahead.
   ValueError for a momentum or a weight decay next to an optimizer."""
   optimizers.refuse_beside(

@@ -185,7 +185,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
     return of_matrices("hypercube", [of_links(links) for links in rounds])
-  return of_matrices("hypercube", of_links(rounds.any(0)))
+  return of_matrices("hypercube", of_links(np.asarray(rounds.any(0))))
 
 
 def random_regular(

@@ -23,6 +23,7 @@ Index letters:
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -127,7 +128,7 @@ def _without_rounds(rules, draws, workers, messages):
     time, worker, seq, job, action = levels.rows()
     seq[worker == 0] += alone
     together = (time, worker, seq, job + alone, action)
-    rows = map(np.concatenate, zip(rows, together, strict=True))
+    rows = [*map(np.concatenate, zip(rows, together, strict=True))]
   return _trace(rows)
 
 
@@ -157,7 +158,9 @@ class _Levels:
     them."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
-    levels, gates, known, horizon = [], [], 0, math.inf
+    levels: list[Any] = []
+    gates: list[Any] = []
+    known, horizon = 0, math.inf
     due = self._messages  # number of known messages at the next estimate
     while len(active):
       starts = latest[active]

@@ -151,4 +151,4 @@ def per_worker(
     updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
     return updates, PerWorkerState(write(rows, worker, row))
 
-  return base.Transform(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Writes what a config may have, as the code has it: the tables of
+"""Writes the keys of a config from the code: the tables of
 docs/reference/config.md, and a JSON schema for editors and other programs.
 
   python docs/hooks/config_reference.py
@@ -40,7 +40,7 @@ _WORDS = {
 
 
 def words(of: Mapping[str, Any]) -> str:
-  """Returns in a few words what a JSON schema accepts."""
+  """Returns the values that a JSON schema accepts, in a few words."""
   if "anyOf" in of:
     return " or ".join(words(each) for each in of["anyOf"])
   if "enum" in of:
@@ -125,7 +125,7 @@ def _described(key: str, node: Any, meanings: Mapping[str, str]) -> Any:
       inner: _described(f"{key}.{inner}", below, meanings)
       for inner, below in schema.keys_of(node).items()
     },
-    # What a section names, such as a model, has arguments of its own.
+    # Arguments of a model, or of another thing that the section names.
     "additionalProperties": isinstance(node, schema.Open | schema.Section),
   }
 
