@@ -204,8 +204,7 @@ def tops(nodes):
 
 
 def test_what_is_imported_is_required():
-  others = {"scikit-learn": "sklearn", "absl-py": "absl"}
-  others["orbax-checkpoint"] = "orbax"
+  others = {"absl-py": "absl", "orbax-checkpoint": "orbax"}
   needed = {
     others.get(name, name.replace("-", "_"))
     for name in test_packaging.requirements("requirements.txt")

@@ -301,7 +301,7 @@ def _quieten(ray_worker) -> None:
 
   def say_others(data, *args, **kwargs):
     text = "".join(data.get("lines", ()))
-    told = any(words in text for words in _NOISE) or ray_waits.dead()
+    told = any(words in text for words in _NOISE) or ray_waits.dead_processes()
     if not told:
       said(data, *args, **kwargs)
 
@@ -313,7 +313,7 @@ def stop() -> None:
   """Ends the cluster that `start` started, and undoes its changes."""
   import ray
 
-  if ray_waits.dead():
-    ray_waits.bury()  # the rest of the cluster would wait for its head
+  if ray_waits.dead_processes():
+    ray_waits.end_processes()  # the rest of the cluster would wait for its head
   ray.shutdown()
   _undo.close()

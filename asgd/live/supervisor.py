@@ -113,8 +113,8 @@ class Supervisor:
   def lost(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
     mine = self.parties[kind]
-    gone = [index for kind_, index in self.hosts.gone() if kind_ == kind]
-    return [mine[index] for index in gone if index in mine]
+    exited = [index for kind_, index in self.hosts.exited() if kind_ == kind]
+    return [mine[index] for index in exited if index in mine]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.

@@ -137,12 +137,14 @@ class WorkerLoop:
     duty: Duty,
     reach: Reach,
     *,
-    life: int = 0,
+    restarts: int = 0,
     patience: float = 5.0,
   ):
-    """`life` counts the earlier loops with this worker index. After `patience`
-    seconds without an answer, frames are sent again."""
-    self._worker, self._duty, self._life = worker, duty, life
+    """Args:
+      restarts: count of the earlier loops with this worker index.
+      patience: seconds without an answer after which frames are sent again.
+    """
+    self._worker, self._duty, self._restarts = worker, duty, restarts
     self._reach, self._patience = reach, patience
     self._memories = list(reach.memories())
     self._shards = range(len(self._memories))
@@ -234,7 +236,8 @@ class WorkerLoop:
 
   def _hello(self, flag: int = 0) -> Frame:
     number, attempt = self._tenure.number, self._tenure.attempt
-    return Frame(frames.HELLO, self._worker, self._life, number, attempt, flag)
+    worker, restarts = self._worker, self._restarts
+    return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
   def _repeat(self, shards: Iterable[int]) -> None:
     """Sends shards the frames again that they have not answered. A shard

@@ -150,7 +150,8 @@ class PeerCluster(Cluster):
   def _make(self, peer: int, image: Image | None = None) -> Party:
     """Starts the next incarnation of a peer."""
     run = self._maker.run
-    self._starting[peer] = files.lives_of(read_journal(journal_path(run, peer)))
+    events = read_journal(journal_path(run, peer))
+    self._starting[peer] = files.count_incarnations(events)
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker, peer, image, counter)

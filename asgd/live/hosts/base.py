@@ -90,7 +90,7 @@ class Hosts(abc.ABC):
     >>> host.call("index", 3).result()
     2
     >>> hosts.kill("shard", 0)
-    >>> hosts.gone()
+    >>> hosts.exited()
     [('shard', 0)]
     >>> host.call("index", 3).result()
     Traceback (most recent call last):
@@ -127,7 +127,7 @@ class Hosts(abc.ABC):
     calls that have ended."""
 
   @abc.abstractmethod
-  def gone(self) -> list[tuple[str, int]]:
+  def exited(self) -> list[tuple[str, int]]:
     """Returns (kind, index) of each host that has exited and has no successor.
     It does not raise the errors that ended them."""
 

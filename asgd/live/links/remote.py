@@ -27,7 +27,7 @@ from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 _LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
 _SECONDS = 60.0  # to fetch a slot's content
-Token = tuple[int, int, str]  # worker, life, a random text: names a session
+Token = tuple[int, int, str]  # worker, restarts, a random text: names a session
 
 
 class Session:
@@ -116,14 +116,14 @@ class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
   def __init__(
-    self, site: Any, worker: int, life: int, messages: Sequence[Any] = ()
+    self, site: Any, worker: int, restarts: int, messages: Sequence[Any] = ()
   ):
     """Connects to no shard of a `Site` yet. `messages` are the formats of each
     shard's messages as in `slots.SharedMemory`, dense by default."""
     import ray
 
     shards = site.setup.shards
-    self._ray, self._site, self._owner = ray, site, (worker, life)
+    self._ray, self._site, self._owner = ray, site, (worker, restarts)
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # of the actor that replaces one it is 1
     self._tokens: list[Any] = [None] * shards  # of its sessions

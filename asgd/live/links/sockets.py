@@ -405,6 +405,6 @@ class ShardServer:
       self._lead = None
       self._network.sleep(_PAUSE)  # it may refuse another for a moment
     elif kind == "worker":
-      self.shard.gone(number, self._clock(), peer.send)
+      self.shard.disconnect(number, self._clock(), peer.send)
     elif self._followers.get(number) is peer:
       del self._followers[number]

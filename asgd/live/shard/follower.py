@@ -72,7 +72,7 @@ class Follower(Role):
       key = event.key
       if event.action in (base.LOST, base.REJECT, base.DROP):
         self._totals.pop(key, None)
-        event = event._replace(message=state.dead_slot(key))
+        event = event._replace(message=state.lost_slot(key))
       elif event.action == base.RECEIVE:
         # The lead receives only messages that this shard has prepared. The
         # message lies in its slot, also if this shard was killed since then and
@@ -125,7 +125,7 @@ class Independent(Role):
     if number is not None and keys:
       self.died[worker] = number
     for key in keys:
-      job, slot = state.tickets[key].job, state.dead_slot(key)
+      job, slot = state.tickets[key].job, state.lost_slot(key)
       self._decide(*key, job, base.LOST, message=slot)
     if keys or number is not None:
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
@@ -164,7 +164,7 @@ class Independent(Role):
     # incarnations that never connected to this shard.
     ahead = frame.seq - state.seqs.get(worker, 0)
     jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
-    taken = len(state.tickets) + sum(map(len, slots.dead.values()))
+    taken = len(state.tickets) + sum(map(len, slots.lost.values()))
     if (
       frame.job in jobs
       or len(jobs) >= most

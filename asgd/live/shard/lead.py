@@ -156,7 +156,7 @@ class Lead(Role):
         slot, loss = state.tickets[key].message, state.pushed[key].value
         event = event._replace(message=slot, loss=loss, totals=totals)
       else:
-        event = event._replace(message=state.dead_slot(key))
+        event = event._replace(message=state.lost_slot(key))
     self.commit(event)
 
   def overdue(self, now: float) -> list[int]:

@@ -44,7 +44,7 @@ class Role:
     # Worker -> the latest incarnation whose tickets were ended at this shard.
     self.died: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
-    self.lives: dict[int, int] = {}
+    self.restarts: dict[int, int] = {}
     # At the lead: shard -> its connection.
     self.followers: dict[int, SendFrame] = {}
     # Called after each row, with the count of rows so far.

@@ -173,12 +173,12 @@ class Shard:
     """Whether the HELLO comes from a loop that was replaced. To accept it would
     take the slots from the later loop."""
     role, worker = self.role, frame.worker
-    latest = role.lives.get(worker, 0)
+    latest = role.restarts.get(worker, 0)
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
       raise frames.BadFrame(
         f"{frame} is too far ahead of loop {latest}, the latest of its worker"
       )
-    role.lives[worker] = max(frame.seq, latest)
+    role.restarts[worker] = max(frame.seq, latest)
     return frame.seq < latest
 
   def _push(self, frame: Frame) -> None:
@@ -201,7 +201,7 @@ class Shard:
     self.role.peers.pop(worker, None)
     self.role.leave(worker)
 
-  def gone(
+  def disconnect(
     self, worker: int, now: float, send: SendFrame | None = None
   ) -> None:
     """Ends the tickets of a worker whose connection broke. If `send` is given,
@@ -215,7 +215,7 @@ class Shard:
   def expel(self, worker: int, now: float) -> None:
     """Ends the tickets of a worker that took too long, and sends it EXPEL."""
     send = self.role.peers.get(worker)
-    self.gone(worker, now)
+    self.disconnect(worker, now)
     self._expelled.append(worker)
     if send:
       send(Frame(frames.EXPEL, worker))

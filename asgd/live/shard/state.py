@@ -116,7 +116,7 @@ class ShardState:
       self._lose(event)
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:
-        self.slots.exhume(worker)
+        self.slots.free_lost(worker)
         self.joined[worker] = event.job
         self.updates.join(worker)
       self._drop_kept(worker)
@@ -219,7 +219,7 @@ class ShardState:
     if event.message < 0:  # PUSH arrived: the worker no longer writes there
       self.slots.free_messages.append(open_ticket.message)
     else:
-      self.slots.bury(event.worker, open_ticket.message)
+      self.slots.keep_lost(event.worker, open_ticket.message)
     self._forget(event.key)
 
   def _drop_kept(self, worker: int) -> None:
@@ -312,7 +312,7 @@ class ShardState:
       len(slots.logged) >= max(self.setup.log, 1)
     )
 
-  def dead_slot(self, key: Key) -> int:
+  def lost_slot(self, key: Key) -> int:
     """Returns the message slot of a lost ticket, if its worker may still write
     to the slot, otherwise -1."""
     return -1 if key in self.pushed else self.tickets[key].message

@@ -201,7 +201,7 @@ def test_the_sessions_of_a_worker_end_with_it():
   for token, worker in (((0, 0, "a"), 0), ((2, 0, "a"), 2)):
     sessions.open(token)
     tell(sessions, token, Frame(frames.HELLO, worker, job=-1))
-  sessions.gone(0, 0)
+  sessions.worker_exited(0, 0)
   assert bench.lead.workers == [2]
   with pytest.raises(KeyError):
     heard(sessions, (0, 0, "a"))

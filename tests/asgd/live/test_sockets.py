@@ -113,7 +113,7 @@ class FakeShard:
   def tick(self, now):
     pass
 
-  def gone(self, worker, now, send):
+  def disconnect(self, worker, now, send):
     self.left.append(worker)
 
 

@@ -87,7 +87,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   silent = supervisor.parties["shard"][1]
   assert not supervisor.ask(silent.kind, "wait", 600.0, among=[silent.index])
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
-  assert hosts.gone() == [("shard", 1)]
+  assert hosts.exited() == [("shard", 1)]
   hosts.close()
 
 

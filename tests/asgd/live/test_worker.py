@@ -89,7 +89,7 @@ STOP = 0, Frame(frames.STOP, 0)
 
 
 def test_a_worker_that_lost_its_place_says_nothing_any_more():
-  made, link, _ = loop([WELCOME, (0, Frame(frames.EXPEL, 0))], life=3)
+  made, link, _ = loop([WELCOME, (0, Frame(frames.EXPEL, 0))], restarts=3)
   hear, first = link.receive, made._hello()
   assert (first.seq, first.job) == (3, -1)
 

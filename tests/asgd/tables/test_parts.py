@@ -111,10 +111,10 @@ class World:
     server = self.division.server(s, first(), self.settings, WORKERS)
     return TableShard(s, server)
 
-  def worker(self, w, life):
-    self.journals[w].append(Event(0.0, w, NO_SEQ, life, base.JOIN))
+  def worker(self, w, incarnation):
+    self.journals[w].append(Event(0.0, w, NO_SEQ, incarnation, base.JOIN))
     return TableWorker(
-      *(w, life, self.settings, self.division, self.work),
+      *(w, incarnation, self.settings, self.division, self.work),
       workers=WORKERS,
       jobs=JOBS,
     )

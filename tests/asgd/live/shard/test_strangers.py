@@ -17,7 +17,7 @@ def refused(hand, shard, frame, why):
   with pytest.raises(frames.BadFrame, match=why):
     hand.tell(shard, frame)
   assert hand.bench.rows(shard) == before
-  hand.bench.shards[shard].gone(
+  hand.bench.shards[shard].disconnect(
     hand.worker, hand.bench.now, hand.ways[shard]
   )
 
@@ -164,7 +164,7 @@ def test_a_place_whose_number_a_stranger_has_used_is_not_lost():
   refused(hand, 1, fetch(bench.setup.jobs + MOST_AHEAD + 1), "as its 110")
   hand.tell(1, Frame(frames.HELLO, 0, job=0))
   hand.tell(1, fetch(3))
-  bench.shards[1].gone(0, 0.0, hand.ways[1])
+  bench.shards[1].disconnect(0, 0.0, hand.ways[1])
   honest = bench.join(0)
   for _ in range(5):
     if honest.out:  # its job was another's: it begins anew, with the next
@@ -235,7 +235,7 @@ def test_a_loop_in_whose_place_another_was_started_is_late():
   bench = Bench(one())
   old, new = Hand(bench, 0), Hand(bench, 0)
   old.hello()
-  new.hello(life=1)
+  new.hello(restarts=1)
   rows = bench.rows()
   old.hello()
   assert bench.rows() == rows
