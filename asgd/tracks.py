@@ -30,7 +30,7 @@ def piece(
 class Lanes:
   """Lanes for spans that may overlap; spans of the same lane do not."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._free: list[float] = []
 
   def take(self, start: float, end: float) -> int:

@@ -15,7 +15,13 @@ import optax
 from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
-from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
+from asgd.algorithms.sgd import (
+  at_server,
+  decay_weights,
+  sgd,
+  sgd_chain,
+  velocity,
+)
 from asgd.optimizers import OptimizerLike
 from asgd.transforms import scale_by_sent_rate
 
@@ -135,9 +141,9 @@ def downpour(
   server = optax.chain(
     # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
-    (optimizer or _adagrad)(learning_rate),
+    at_server(learning_rate, optimizer=optimizer or _adagrad),
   )
-  jobs = {"steps": steps, "push_every": push_every // steps}
+  jobs: Any = {"steps": steps, "push_every": push_every // steps}
   return Recipe(
     base.as_algorithm(server),
     worker=lambda loss: worker_lib.local_worker(
@@ -333,7 +339,7 @@ def diloco(
   )
   if outer_optimizer is not None:
     # The server treats a displacement as a gradient.
-    outer = outer_optimizer(outer_rate)
+    outer = at_server(outer_rate, optimizer=outer_optimizer)
   else:
     outer = optax.chain(
       velocity(outer_momentum, nesterov=True),

@@ -6,7 +6,7 @@ import optax
 
 from asgd import base, checks, optimizers
 from asgd.algorithms.recipe import Recipe
-from asgd.optimizers import Optimizer, OptimizerLike
+from asgd.optimizers import OptimizerLike
 
 
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
@@ -66,11 +66,12 @@ def at_server(
   learning_rate: optax.ScalarOrSchedule,
   momentum: float = 0.0,
   weight_decay: float = 0.0,
-  optimizer: Optimizer | None = None,
+  optimizer: Any = None,
 ) -> optax.GradientTransformation:
   """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
-    return optimizer(learning_rate)
+    tx: optax.GradientTransformation = optimizer(learning_rate)
+    return tx
   scale = optax.scale_by_learning_rate(learning_rate)
   return sgd_chain(scale, momentum, weight_decay)
 

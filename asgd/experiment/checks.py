@@ -5,9 +5,9 @@ with the key, the value and the expected kind.
 """
 
 import contextlib
-import functools
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from asgd import names
 from asgd.checks import shown, text_of
@@ -28,7 +28,8 @@ def _require(holds: Any, value: Any, key: str, kind: str) -> Any:
   return value
 
 
-class Described(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Described:
   """A check, with the JSON schema of the values that it accepts."""
 
   run: Check
@@ -39,9 +40,9 @@ class Described(NamedTuple):
     return self.run(value, key)
 
 
-def described(**schema: Any) -> Callable[[Check], Check]:
+def described(**schema: Any) -> Callable[[Check], Described]:
   """Returns a decorator of a check with the keys of its JSON schema."""
-  return functools.partial(Described, schema=schema)
+  return lambda check: Described(check, schema)
 
 
 # Of a check that accepts a name, or a dict of a name and options.

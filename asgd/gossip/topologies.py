@@ -355,7 +355,7 @@ def graph(
   links = np.zeros((workers, workers), bool)
   for edge in edges:
     paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
-    pair = list(edge) if paired else [edge]
+    pair: list[Any] = [*edge] if paired else [edge]
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:

@@ -5,7 +5,7 @@ the table of these orders.
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from asgd.pipeline.table import (
 )
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
-Maker = Any  # function of a schedule's arguments, with `traits`
+Maker = TypeVar("Maker")  # the function that makes a table
 
 # Arguments that a run's stages and microbatches determine, not its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
