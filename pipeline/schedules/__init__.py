@@ -95,7 +95,7 @@ def build(name: str, **options: Any) -> Schedule:
     >>> schedules.build("gpipe", stages=2, microbatches=3).slots
     8
   """
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   count = forwards(options)
   if count > _MOST:
     raise ValueError(
@@ -133,7 +133,7 @@ def describe(name: str) -> Traits:
   """
   if table_lib.is_file(name):
     return Traits(())
-  return names.lookup("schedule", name, SCHEDULES).traits
+  return _maker(name).traits
 
 
 def make(
@@ -182,8 +182,14 @@ def make(
   return table
 
 
+def _maker(name: str):
+  """Returns the maker of a schedule, also for a name such as "1F1B"."""
+  name = names.canonical(name, SCHEDULES)
+  return names.lookup("schedule", name, SCHEDULES)
+
+
 def _of_maker(name, stages, total, batch, every, options):
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   traits, takes = maker.traits, inspect.signature(maker).parameters
   for key in options:
     names.lookup(f"option of {name}", key, dict.fromkeys(traits.options))
