@@ -55,6 +55,7 @@ class Section(NamedTuple):
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
+@checks.named
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
