@@ -1,9 +1,9 @@
 """progress.json: the state of a cell while it trains, for `asgd watch`.
 
-The run loop writes this file for every engine, at most once a second, from the
-progress that it has anyway. It replaces the file as a whole, so a reader never
-finds half of it. The file of a finished cell has the totals of all its records;
-`asgd.pages.panels` draws it in both cases.
+The run loop writes this file for every engine, at most once a second and for at
+most 1 % of the time, from the progress that it has anyway. It replaces the file
+as a whole, so a reader never finds half of it. The file of a finished cell has
+the totals of all its records. `asgd.pages.panels` draws it in both cases.
 """
 
 import collections
@@ -21,17 +21,18 @@ from asgd.experiment import engines, storage
 from asgd.orders.trace import ENDS, STARTS, Event, events
 from asgd.pages.run_files import PROGRESS
 
-_INTERVAL = 1.0  # seconds between two writes
+_INTERVAL = 1.0  # least seconds between two writes
+_SPARING = 100.0  # least time between two writes, in times of a write
 _POINTS = 240  # most points of the curves
 _BINS = 128  # most bins of the staleness
 _GAPS = (-12.0, 4.0)  # logarithms of the smallest and the largest gap
 _EVENTS = 200  # most lines on faults and recoveries
-_SEGMENTS = 500  # most stretches of work
+_SEGMENTS = 400  # most stretches of work
 _LANES = 32  # most workers with a strip
 _CALLS = 100  # most calls of `advance` in a strip
 
 
-ROWS = 1200  # of a trace, for the last stretches of work
+ROWS = 800  # of a trace, for the last stretches of work
 
 
 class Segment(NamedTuple):
@@ -297,7 +298,7 @@ class ProgressFile:
 
   def _write(self, now: float) -> None:
     """Writes the file."""
-    self._next = now + _INTERVAL
+    began = time.monotonic()
     self._add_point(now)
     lines = self._lines[self._shown :]
     self._events += [[now, line] for line in lines]
@@ -314,6 +315,8 @@ class ProgressFile:
       "events": _rounded(self._events),
     }
     safe_files.write(self._path, storage.to_json(content))
+    took = time.monotonic() - began
+    self._next = now + max(_INTERVAL, _SPARING * took)
 
 
 def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:

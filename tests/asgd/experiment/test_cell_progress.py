@@ -72,7 +72,8 @@ class Fake:
 
 
 def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
-  monkeypatch.setattr(cell_progress, "_INTERVAL", 0.0)
+  for name in ("_INTERVAL", "_SPARING"):
+    monkeypatch.setattr(cell_progress, name, 0.0)
   rows = drawn(0, count=3010)
   engine = Fake(rows)
   file = cell_progress.ProgressFile(tmp_path, {"workers": 2}, engine)
