@@ -279,7 +279,7 @@ class PipelineEngine(engines.Engine):
 
   def work(self) -> list[cell_progress.Segment]:
     """Returns the last tasks of the devices."""
-    last = list(self._log.spans)[-cell_progress.ROWS :]
+    last = itertools.islice(reversed(self._log.spans), cell_progress.ROWS)
     names = {"F": "forward", "B": "backward"}
     return [
       cell_progress.Segment(
