@@ -182,6 +182,18 @@ def test_a_cell_without_or_with_a_damaged_progress_has_no_panels(tmp_path):
       assert "no message was received yet" in fetch()
 
 
+def test_the_state_of_a_cell_is_that_of_its_files(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  place = kit.write_live_cell(tmp_path, [])
+  with serving(tmp_path) as fetch:
+    assert "<td>stopped</td>" in fetch()
+    (place / ".lock").touch()
+    assert "<td>training</td>" in fetch()
+    for path in place.iterdir():
+      os.utime(path, (0, 0))
+    assert "<td>silent</td>" in fetch()
+
+
 def test_only_programs_of_this_machine_get_the_page(finished):
   workdir, text, _ = finished
   with serving(workdir) as fetch:
