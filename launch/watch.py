@@ -121,7 +121,7 @@ def picture(workdir: Path, cell: str | None = None) -> str:
 class _Handler(http.server.BaseHTTPRequestHandler):
   """Answers with the page of the server's run."""
 
-  server: "Server"
+  server: "PageServer"
 
   def do_GET(self) -> None:  # noqa: N802  a name of the base class
     """Sends the page, or why there is none."""
@@ -152,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """Logs nothing: the page asks every second."""
 
 
-class Server(http.server.ThreadingHTTPServer):
+class PageServer(http.server.ThreadingHTTPServer):
   """Serves the page of one run, on this machine only."""
 
   daemon_threads = True
@@ -191,7 +191,7 @@ def main(words: list[str]) -> None:
       )
       print(options.picture)
       return
-    server = Server(options.workdir, options.port)
+    server = PageServer(options.workdir, options.port)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(_USAGE_ERROR)

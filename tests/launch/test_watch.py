@@ -28,7 +28,7 @@ ATTACK = "<script>alert(1)</script> & co"
 @contextlib.contextmanager
 def serving(workdir):
   """Serves a run's page; yields a function that fetches it."""
-  server = watch.Server(workdir, 0)
+  server = watch.PageServer(workdir, 0)
   thread = threading.Thread(target=server.serve_forever, args=(0.01,))
   thread.start()
 
