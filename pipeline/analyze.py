@@ -6,17 +6,17 @@ Facts about weights (`versions`, `staleness`) depend on the order alone.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from asgd import base, checks
-from pipeline import by_slot
-from pipeline import spans as spans_lib
-from pipeline import table as table_lib
-from pipeline import validate as validate_lib
-from pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
+from asgd.pipeline import by_slot
+from asgd.pipeline import spans as spans_lib
+from asgd.pipeline import table as table_lib
+from asgd.pipeline import validate as validate_lib
+from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
 _MOST = 1e30  # time of a task
@@ -35,18 +35,19 @@ class Costs(NamedTuple):
   own: Mapping[str, float]  # actions of the user
 
 
+Times = float | Sequence[float] | np.ndarray  # one, or one for each stage
 COST_OF = dict(zip(KNOWN, Costs._fields[:4], strict=True))  # action -> field
 
 
 def costs(
   stages: int,
   *,
-  forward=1.0,
-  backward=None,
-  input=1.0,  # noqa: A002 - the name of the action
-  weight=1.0,
-  transfer=0.0,
-  transfer_back=None,
+  forward: Times = 1.0,
+  backward: Times | None = None,
+  input: Times = 1.0,  # noqa: A002 - the name of the action
+  weight: Times = 1.0,
+  transfer: Times = 0.0,
+  transfer_back: Times | None = None,
   overlap: float | None = None,
   own: Mapping[str, float] | None = None,
 ) -> Costs:
@@ -318,7 +319,7 @@ def in_flight(schedule: Schedule, weights: str = "stash") -> np.ndarray:
     ValueError: as `versions`.
 
   Example:
-    >>> from pipeline import analyze, schedules
+    >>> from asgd.pipeline import analyze, schedules
     >>> analyze.in_flight(schedules.pipedream(3, 8)).tolist()
     [3, 2, 1]
   """
@@ -406,8 +407,8 @@ def analyze(
   cost: Costs | None = None,
   *,
   weights: str | None = None,
-  activation=1.0,
-  boundary=1.0,
+  activation: Times = 1.0,
+  boundary: Times = 1.0,
 ) -> Analysis:
   """Returns the costs of a valid table.
 

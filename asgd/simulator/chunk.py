@@ -30,6 +30,7 @@ from asgd.simulator.simulation import (
 )
 from asgd.simulator.tickets import NotCompiled, plan_tickets
 from asgd.simulator.traffic import Traffic
+from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
 _MOST = 256  # messages of a call
@@ -252,7 +253,15 @@ def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
 class ChunkRun:
   """A trace that is replayed in chunks; a TraceRun."""
 
-  def __init__(self, parts, simulation, trace, *, batch, root):
+  def __init__(
+    self,
+    parts: tuple[base.Server, base.Worker, Any],
+    simulation: SimulationState,
+    trace: base.Trace,
+    *,
+    batch: Batches,
+    root: jax.Array,
+  ) -> None:
     """Continues a SimulationState; `parts` are server, worker and wire."""
     server, worker, _ = parts
     state = simulation.server.opt_state
@@ -348,7 +357,9 @@ class ChunkRun:
   @functools.cached_property
   def _most(self):
     """Messages of a call."""
-    batch = self._batch(int(self._worker[0]), int(self._job[0]))
+    # The next job: an iterator cannot go back to the first.
+    first = self._done
+    batch = self._batch(int(self._worker[first]), int(self._job[first]))
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     if self._program.pure.codec is not None:
       size += self._traffic.dense

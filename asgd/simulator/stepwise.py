@@ -7,7 +7,7 @@ and sending costs nothing.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ from asgd.simulator.simulation import (
   needs_of,
 )
 from asgd.simulator.steps import Steps
-from asgd.simulator.traffic import NOTHING_SENT, ReceivedMessage, Traffic
+from asgd.simulator.traffic import (
+  NOTHING_SENT,
+  ReceivedMessage,
+  Sent,
+  Traffic,
+)
+from asgd.stacking import Batches
 
 
 def make_host(
@@ -66,8 +72,16 @@ class StepwiseRun:
   """
 
   def __init__(
-    self, parts, simulation, *, batch, root, trace=None, keeps=True, returns=()
-  ):
+    self,
+    parts: tuple[base.Worker, Steps, steps_lib.WorkerDevices],
+    simulation: SimulationState,
+    *,
+    batch: Batches,
+    root: jax.Array,
+    trace: base.Trace | None = None,
+    keeps: bool = True,
+    returns: Iterable[int] = (),
+  ) -> None:
     """Continues a SimulationState, which is consumed; `parts` are worker, steps
     and group, `trace` is that of `until`, `keeps` and `returns` as of
     `needs_of`."""
@@ -92,10 +106,10 @@ class StepwiseRun:
     self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
     self._told = 0  # messages with records that were returned already
 
-  def obey(self, event: trace_lib.Event) -> None:
+  def apply(self, event: trace_lib.Event) -> None:
     """Replays the next row; raises TraceError if it has no meaning."""
     replay = self._replay
-    ticket, w = replay.obey(event), event.worker
+    ticket, w = replay.apply(event), event.worker
     if event.action == base.JOIN:
       self._states[w] = self._worker.init(replay.state.params)
     elif event.action in (base.RECEIVE, base.DROP):
@@ -143,7 +157,7 @@ class StepwiseRun:
     """Replays the rows of the trace up to, not including, row `end`."""
     start = self._replay.ledger.rows
     for event in trace_lib.events(self._trace, start, end):
-      self.obey(event)
+      self.apply(event)
     return self.records()
 
   def records(self) -> base.Records:
@@ -172,11 +186,11 @@ class ServerReplay:
 
   def __init__(
     self,
-    state,
+    state: base.ServerState,
     steps: Steps,
-    numbers,
+    numbers: Sequence[jax.Array],
     *,
-    sent=NOTHING_SENT,
+    sent: Sent = NOTHING_SENT,
     keeps: bool = True,
     returns: Iterable[int] = (),
   ):
@@ -196,11 +210,11 @@ class ServerReplay:
     self.traffic.send(event.worker, event.seq)
     return self._steps.send(self.state, self._numbers[event.worker])
 
-  def obey(self, event: trace_lib.Event) -> base.Ticket | None:
+  def apply(self, event: trace_lib.Event) -> base.Ticket | None:
     """Replays the next row; returns the ticket that it opens or closes."""
     if self.ledger.rows in self._returns:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
-    ticket = self.ledger.obey(event)
+    ticket = self.ledger.apply(event)
     if event.action == base.JOIN:
       self.traffic.join(event.worker)
     if event.action in (base.LOST, base.REJECT):
@@ -210,7 +224,9 @@ class ServerReplay:
       self.traffic.roll_back(self.state)
     return ticket
 
-  def receive(self, event: trace_lib.Event, message, totals=None) -> None:
+  def receive(
+    self, event: trace_lib.Event, message: Any, totals: Any = None
+  ) -> None:
     """Gives the server the (ticket, updates, loss) of the last RECEIVE row."""
     ticket, updates, loss = message
     if self._steps.codec is not None:

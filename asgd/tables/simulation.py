@@ -5,14 +5,14 @@ server, KEEP where a job starts on the worker's copies alone, RECEIVE where a
 job ends. A worker's own updates are sent and applied at the end of a clock. A
 worker waits if its next read would be too old for the consistency model.
 
-`Simulation.obey` replays a recorded trace, with the same bits.
+`Simulation.replay` replays a recorded trace, with the same bits.
 """
 
 import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ class TableTicket(NamedTuple):
 class SimulatedTableWorker:
   """State of one worker in simulated time."""
 
-  def __init__(self, stream):
+  def __init__(self, stream: Iterator[float]) -> None:
     self._stream = stream  # of the durations of its jobs
     self._drawn = self.started = self.done = 0  # counts of jobs
     self.ticket: TableTicket | None = None  # of the job that it computes
@@ -427,7 +427,7 @@ class Simulation(TableRun):
       if state.waits:
         self._try(other)
 
-  def obey(self, trace: base.Trace) -> None:
+  def replay(self, trace: base.Trace) -> None:
     """Replays a recorded trace: its rows give the order, instead of durations.
 
     Raises:

@@ -5,16 +5,23 @@ the table of these orders.
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from asgd import checks
-from pipeline import analyze, validate
-from pipeline import table as table_lib
-from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
+from asgd.pipeline import analyze, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import (
+  BACKWARD,
+  FORWARD,
+  Schedule,
+  Step,
+  check_positive,
+)
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
+Maker = TypeVar("Maker")  # the function that makes a table
 
 # Arguments that a run's stages and microbatches determine, not its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
@@ -32,10 +39,10 @@ class Traits(NamedTuple):
   sums: bool = False  # whether an update is of a batch although none flushes
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device, where `devices` is a number
-  partitioner: str | None = None  # module of `pipeline.partition` that cuts it
+  partitioner: str | None = None  # module of `partition` that cuts it
 
 
-def traits(**values) -> Callable:
+def traits(**values: Any) -> Callable[[Maker], Maker]:
   """Declares the traits (fields of `Traits`) of the schedule that the decorated
   function makes. Its options are the arguments that do not follow from stages
   and microbatches.
@@ -58,7 +65,7 @@ def traits(**values) -> Callable:
   return declare
 
 
-def listed(value, length: int | None = None) -> list | None:
+def listed(value: Any, length: int | None = None) -> list[Any] | None:
   """Returns the items of an iterable with `length` items (None: any number), or
   None for a text and for other values.
 
@@ -81,7 +88,11 @@ def check_updates(microbatches: int, every: int) -> None:
 
 
 def synchronous(
-  name: str, orders: Orders, microbatches: int, batches: int, limit=None
+  name: str,
+  orders: Orders,
+  microbatches: int,
+  batches: int,
+  limit: int | None = None,
 ) -> Schedule:
   """Returns the valid table of a batch's orders, done once for each batch.
 
@@ -120,7 +131,12 @@ def synchronous(
 
 
 def valid(
-  name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
+  name: str,
+  orders: Orders,
+  every: int,
+  *,
+  flush: bool = False,
+  limit: int | None = None,
 ) -> Schedule:
   """Returns the table of all steps of each device, checked. Arguments are those
   of `synchronous` and `table.lay_out`."""
@@ -164,7 +180,9 @@ def straight(
   ]
 
 
-def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
+def places_of(
+  devices: Sequence[Any], without_replicas: str = ""
+) -> list[tuple[int, ...]]:
   """Returns the devices of each stage, checked.
 
   Args:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from asgd import base, sandblaster
-from asgd.experiment import storage
+from asgd.experiment import engines, storage
 from asgd.experiment.engines import coordinated, live_engine
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.live import faults as faults_lib
@@ -111,7 +111,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
         index=index,
         make_task=functools.partial(make_task, hosts.plan, live.cell.seed),
         faults=[f for f in machine.faults if f.worker == index],
-        tell=functools.partial(faults_lib.append_fault, live.folder),
+        record=functools.partial(faults_lib.append_fault, live.folder),
         span=write_span and functools.partial(write_span, index),
       )
 
@@ -148,7 +148,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _look_for(self, until):
     self.done = self._received
 
-  def advance(self, until):
+  def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
     progress, broken = super().advance(until), self._broken(None)
     if broken:

@@ -44,7 +44,8 @@ class JobJournal(WorkerJournal):
     self._row: Event | None = None  # the row that began the last job
     opened = files.FILES.open(run, index, inside.disk)
     super().__init__(index, opened, inside.clock)
-    self.incarnation = files.lives_of(self._journal.events()) - resumes
+    joined = files.count_incarnations(self._journal.events())
+    self.incarnation = joined - resumes
     self._last = None
     if memory:
       self._last = files.LastMessage(
@@ -65,7 +66,7 @@ class JobJournal(WorkerJournal):
     """Writes the JOIN row of the incarnation."""
     self.write(NO_SEQ, self.incarnation, base.JOIN)
 
-  def begin(self, job: int, action: int, **fields) -> None:
+  def begin(self, job: int, action: int, **fields: Any) -> None:
     """Writes the row that begins a job."""
     self._row = self.write(self.seqs, job, action, **fields)
     self._open.append((self._row.seq, job))

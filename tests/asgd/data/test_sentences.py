@@ -12,10 +12,11 @@ import ml_collections
 import numpy as np
 import pytest
 import tokenizers
+from sklearn import metrics
 
 from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
 
@@ -292,6 +293,17 @@ def sentence_problem(held=None, **options):
   return problems.classify_sentences(held, layers, batch_size=4, **options)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_measures_are_those_of_scikit_learn(seed):
+  rng = np.random.default_rng(seed)
+  labels, said = rng.integers(0, 2, (2, 50)) * [[seed != 0], [seed != 1]]
+  found = {name: of(labels, said) for name, of in sentences.MEASURES.items()}
+  assert found == pytest.approx({
+    "matthews": metrics.matthews_corrcoef(labels, said),
+    "f1": metrics.f1_score(labels, said, zero_division=0.0),
+  }, rel=1e-12)
+
+
 def test_loss_and_measures_are_those_of_the_logits():
   # Five of nine are right: 2 of 4 positives, 3 of 5 negatives.
   truth = np.array([1, 1, 1, 1, 0, 0, 0, 0, 0], np.int32)
@@ -376,8 +388,8 @@ def build_alone(config, **options):
   return experiment.build(config, engines=engines, **options)
 
 
-def test_the_small_config_builds_and_its_first_run_is_the_embedded_task():
-  config = config_of("small")
+def test_the_topics_config_builds_and_its_first_run_is_the_embedded_task():
+  config = config_of("topics")
   assert config.is_locked
   exp = build_alone(config)
   assert exp.dataset.name == "topics"
