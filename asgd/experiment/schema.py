@@ -20,7 +20,7 @@ import optax
 
 from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
-from asgd.experiment import checks, protocol
+from asgd.experiment import checks, protocol, spelling
 
 
 class Setting(NamedTuple):
@@ -55,6 +55,7 @@ class Section(NamedTuple):
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
+@checks.named
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
@@ -355,6 +356,7 @@ def resolve(config: Config, engines: Engines) -> Resolved:
   """Returns the config as plain data, with defaults, and its runs. Raises
   ValueError, which names the key, for an unknown key or a wrong value."""
   whole = _section(as_dict(config), sections(engines), "")
+  spelling.correct(whole, engines)
   for label in whole["only"]:
     names.lookup("label in config.only", label, whole["runs"])
   return Resolved(whole, _runs(whole, engines))

@@ -19,8 +19,7 @@ from asgd.orders import durations, makers
 from asgd.pipeline import schedules
 from asgd.pipeline.engine import PIPELINE
 from asgd.text_table import format_markdown
-from launch import __main__ as commands
-from launch import listing
+from launch import command_line, listing
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 _TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
@@ -192,8 +191,8 @@ def datasets() -> str:
 def command_table() -> str:
   """The commands of `launch`, each with the first line of its docstring."""
   rows = (
-    (f"`asgd {name}`", commands.summary(name))
-    for name in commands.COMMANDS
+    (f"`asgd {name}`", command_line.summary(name))
+    for name in command_line.COMMANDS
   )
   return format_markdown(("command", "what it does"), rows)
 

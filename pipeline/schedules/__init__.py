@@ -21,6 +21,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class OptionError(ValueError):
     self.key = key
 
 
-def build(name: str, **options) -> Schedule:
+def build(name: str, **options: Any) -> Schedule:
   """Builds a table by the name of its schedule.
 
   Args:
@@ -94,7 +95,7 @@ def build(name: str, **options) -> Schedule:
     >>> schedules.build("gpipe", stages=2, microbatches=3).slots
     8
   """
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   count = forwards(options)
   if count > _MOST:
     raise ValueError(
@@ -132,7 +133,7 @@ def describe(name: str) -> Traits:
   """
   if table_lib.is_file(name):
     return Traits(())
-  return names.lookup("schedule", name, SCHEDULES).traits
+  return _maker(name).traits
 
 
 def make(
@@ -142,7 +143,7 @@ def make(
   total: int,
   batch: int,
   every: int | None = None,
-  **options,
+  **options: Any,
 ) -> Schedule:
   """Returns the table of a run: of one update, which the run repeats, if the
   schedule flushes, else of all microbatches.
@@ -181,8 +182,14 @@ def make(
   return table
 
 
+def _maker(name: str):
+  """Returns the maker of a schedule, also for a name such as "1F1B"."""
+  name = names.canonical(name, SCHEDULES)
+  return names.lookup("schedule", name, SCHEDULES)
+
+
 def _of_maker(name, stages, total, batch, every, options):
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   traits, takes = maker.traits, inspect.signature(maker).parameters
   for key in options:
     names.lookup(f"option of {name}", key, dict.fromkeys(traits.options))
