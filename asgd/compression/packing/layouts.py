@@ -144,7 +144,7 @@ def _field(path, x, kind, levels=0, coded=True) -> CodeField:
 def _streams(fields) -> tuple[PackedStream, ...]:
   """Groups fields into streams; a raw or large array is a separate stream."""
   # (kind, dtype, levels, coded, index if separate) -> indices
-  groups: dict[Any, Any] = {}
+  groups: dict[tuple[Any, ...], list[int]] = {}
   for i, field in enumerate(fields):
     # Small arrays with the same key share one stream.
     alone = field.kind == RAW or field.count >= LARGE
@@ -152,6 +152,9 @@ def _streams(fields) -> tuple[PackedStream, ...]:
     key = *how, i if alone else None
     groups.setdefault(key, []).append(i)
   return tuple(
-    PackedStream(*how[:4], tuple(ids), sum(fields[i].count for i in ids))
-    for how, ids in groups.items()
+    PackedStream(
+      *(kind, dtype, levels, coded, tuple(ids)),
+      count=sum(fields[i].count for i in ids),
+    )
+    for (kind, dtype, levels, coded, _), ids in groups.items()
   )
