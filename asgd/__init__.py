@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     multi_asgd,
     nag_asgd,
     sgp,
+    slowmo,
     ssgd,
     staleness_aware,
     threshold_sharing,

@@ -78,18 +78,20 @@ def simulate(
     loss: a function (params, batch) or (params, batch, key) that returns a
       scalar or (scalar, aux); or a pair (model, criterion), with
       criterion(output, batch) -> scalar. The model is a flax module, functions
-      (init, apply) or a function rngs -> nnx module. It is called on the first
-      element of a batch that is a tuple, or on "x" of a dict.
-    params: a tree of arrays, or a function of a random key that makes one. A
-      model of Equinox or an nnx module is a tree of arrays if all its leaves
-      can be trained; split it otherwise (eqx.partition, nnx.split). With
-      BatchNorm in plain JAX give `asgd.Variables`, and a loss that returns
-      (value, the batch's statistics). For a flax module give its variables;
-      None draws them from the seed.
+      (init, apply), such as Haiku's, or a function rngs -> nnx module. It is
+      called on the first element of a batch that is a tuple, or on "x" of a
+      dict.
+    params: a tree of arrays, or a function of a random key that makes one. Of a
+      model of Equinox the arrays of floats are trained, and the rest stays; an
+      nnx module must have parameters only (nnx.split). With BatchNorm in plain
+      JAX give `asgd.Variables`, and a loss that returns (value, the batch's
+      statistics). For a flax module give its variables; None draws them from
+      the seed.
     data: arrays with a leading axis of examples, in a tuple or a dict, with
       `batch_size`; anything with len() and an index (a grain.MapDataset, a list
-      of batches), of batches, or with `batch_size` of examples; or a pure
-      function (worker, job) -> batch. Jobs are counted over all workers.
+      of batches), of batches, or with `batch_size` of examples; a pure
+      function (worker, job) -> batch, with jobs counted over all workers; or a
+      function (worker) -> iterator of batches (`asgd.data.iterators`).
     recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
       `asgd.Recipe`; an optax transform, which may read a Delay; or the settings
       of `asgd.tables.table` or `asgd.sandblaster.sandblaster`, with `workers`.

@@ -52,6 +52,7 @@ RANKS = {
   "simulator": 3,
   "live": 4,
   "parallel": 4,
+  "pages": 4,
   "experiment": 5,
   "calls": 5.5,
   "figures": 5.7,

@@ -60,6 +60,9 @@ class Recipe(NamedTuple):
   # Messages are models: the server does not count them as examples, and no two
   # jobs share a ticket.
   mixes: bool = False
+  # The state of an optimizer that travels with the parameters, of weights
+  # (`base.carry`); None: there is none.
+  carried: Callable[[base.Params], Any] | None = None
   # How peers exchange messages; None: workers exchange them with a server.
   gossip: gossip_lib.Gossip | None = None
   made: RecipeBuild | None = None  # None: the recipe was made by hand

@@ -129,6 +129,9 @@ class PeerEngine(SimulatedEngine):
     self._parts.append(part)
     return part
 
+  def _trace(self):
+    return self._peers.trace, self._peers.event
+
   def _states(self):
     return self._peers.states
 
