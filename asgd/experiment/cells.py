@@ -191,7 +191,7 @@ def _checked(config, engines, dataset=None) -> schema.Resolved:
   """Checks a config as far as possible without data and devices."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
-    given = {"given": dataset.recipe, "codecs": dataset.codecs}
+    given = {"given": dataset.recipe, "objects": dataset.objects}
     runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())
