@@ -12,6 +12,7 @@ import jax
 
 from asgd import algorithms, problems
 from asgd.checks import shown
+from asgd.data import partitions
 from asgd.experiment import checks, refusals
 from asgd.experiment.schema import Run, Setting
 from asgd.orders import durations, protocol
@@ -187,8 +188,8 @@ def check(plan: Any) -> None:
       f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
       f" {key} out"
     )
-  sharded = config["data"]["partition"] == "sharded"
-  if order["name"] == "backup_tasks" and sharded:
+  divided = partitions.divides(config["data"]["partition"])
+  if order["name"] == "backup_tasks" and divided:
     raise ValueError(
       "config.order.name 'backup_tasks' hands a worker's job to another, which"
       " has other data: use config.data.partition='shared'"
