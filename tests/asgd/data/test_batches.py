@@ -176,7 +176,7 @@ def test_the_smaller_the_concentration_the_fewer_classes_has_a_worker():
   assert few < 0.3
   # The mean entropy of Dirichlet(1 / 10, ..., 1 / 10): psi(2) - psi(1.1).
   assert some == pytest.approx(0.85, abs=0.3)
-  assert all_of_them == pytest.approx(np.log(10), abs=0.01)
+  assert all_of_them == pytest.approx(np.log(10), abs=0.03)
 
 
 def test_numbers_are_skewed_by_bins():
