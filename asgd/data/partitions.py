@@ -100,7 +100,7 @@ def _label_skew(
 ) -> list[np.ndarray]:
   """Draws the shards of a label skew.
 
-    q_i ~ Dirichlet(alpha p),   p_c the fraction of class c in what is left
+    q_i ~ Dirichlet(alpha p),   p_c the fraction of class c in the rest
 
   One after the other, worker i draws the classes of its examples from q_i,
   without replacement. If it has used up a class, it draws a new q_i for the

@@ -11,6 +11,8 @@ latter by name:
                                      above (or `below`) that; more evaluations
                                      make it more precise
   dict(kind="last", column=C)        C of the last evaluation
+  dict(kind="at", column=C, time=T)  C of the last evaluation until the time T,
+                                     simulated, or seconds of a live run
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
                                      evaluations; `since` is a part of the run,
@@ -69,6 +71,10 @@ _KINDS: Mapping[str, fields.Table] = {
   },
   "last": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+  },
+  "at": {
+    "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+    "time": FieldCheck(fields.number, "a time"),
   },
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
@@ -216,6 +222,10 @@ class CellTable:
       case "last":
         rows = folder.read_rows(done.place)
         return _number(rows[-1].get(how["column"]))
+      case "at":
+        rows = folder.read_rows(done.place)
+        rows = [row for row in rows if _time(row) <= how["time"]]
+        return _number(rows[-1].get(how["column"])) if rows else math.nan
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
       case "quotient":
@@ -261,8 +271,13 @@ def _until(done, how):
   """Returns the time of the first evaluation beyond a column's bound."""
   for row in folder.read_rows(done.place):
     if _is_beyond(how, _number(row.get(how["column"]))):
-      return _number(row.get("time", row.get("seconds")))
+      return _time(row)
   return math.inf
+
+
+def _time(row):
+  """Returns the time of an evaluation: simulated, or seconds of a live run."""
+  return _number(row.get("time", row.get("seconds")))
 
 
 def _change(done, column, since):
