@@ -47,7 +47,7 @@ def get_config(arg=None):
   config.on_nan = "record"
   if arg == "tiny":
     config.model = dict(name="cnn", features=(2,), hidden=8)
-    config.workers, config.seeds, config.batch_size = (2,), (0,), 16
+    config.workers, config.seeds, config.batch_size = (8,), (0,), 16
     config.examples, config.evaluation_examples = 128, 32
     config.learning_rate_schedule = dict()
   elif arg:
