@@ -1,14 +1,16 @@
 """Which packages are installed, and from where; pyproject.toml has the rest.
 
-launch/ and configs/ are folders of the checkout, with short names for those who
-work in it. Installed, such general names would get in the way of others, so
-they become asgd.launch and asgd.configs. setuptools finds packages only under
-the names of their folders; this renames them.
+pipeline/, launch/ and configs/ are folders of the checkout, with short names
+for those who work in it. Installed, such general names would hide a user's own
+modules, or be hidden by them, so they become asgd.pipeline, asgd.launch and
+asgd.configs. setuptools finds packages only under the names of their folders;
+this renames them. The link asgd/pipeline shows type checkers and editors the
+installed name, and lets the checkout run uninstalled.
 """
 
 from setuptools import find_namespace_packages, setup
 
-_MOVED = "launch", "configs"
+_MOVED = "pipeline", "launch", "configs"
 
 
 def _found(*names):
@@ -20,7 +22,7 @@ def _found(*names):
 
 setup(
   packages=[
-    *_found("asgd", "pipeline"),
+    *(name for name in _found("asgd") if not name.startswith("asgd.pipeline")),
     *(f"asgd.{name}" for name in _found(*_MOVED)),
   ],
   package_dir={f"asgd.{name}": name for name in _MOVED},

@@ -62,6 +62,23 @@ def codecs_of(
   return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
 
 
+_SEQUENTIAL = "simulate", "threads", "ray", "mesh"  # engines, with a server
+
+
+def check_sequential(given: own.Objects, engine: str) -> None:
+  """Raises ValueError for data from iterators where batches are not asked for
+  in the order of each worker's jobs."""
+  recipe = given.recipe
+  of_server = isinstance(recipe, algorithms.Recipe) and recipe.gossip is None
+  if given.sequential and (engine not in _SEQUENTIAL or not of_server):
+    what = f"engine {engine!r}" if of_server else "this recipe"
+    raise ValueError(
+      f"iterators as data are for a server of one model (simulate, train_live,"
+      f" train_mesh), not for {what}: give arrays, or a function (worker, job)"
+      " -> batch"
+    )
+
+
 def check_travels(given: own.Objects) -> None:
   """Raises ValueError for an object that cannot be sent to other processes."""
   from ray import cloudpickle

@@ -1,7 +1,8 @@
 """Checks of arguments; their errors show the name and the value.
 
 Checks of numbers accept values that JAX traces. So callers can be wrapped by
-`optax.inject_hyperparams`.
+`optax.inject_hyperparams`. JAX is imported by these checks alone: commands
+print an error about a name before they import it.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import numbers
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 _MOST_SHOWN = 120  # characters of a value in an error
@@ -98,6 +98,8 @@ def whole(
   if not integral or value < least:
     more = f"whole number, {least} or more"
     kind = "positive whole number" if least == 1 else more
+    import jax
+
     # optax.inject_hyperparams makes arrays of numbers.
     static = ": name it in static_args of optax.inject_hyperparams"
     remedy = static if isinstance(value, jax.Array) else ""
@@ -153,6 +155,8 @@ def real(
 
   `kind` names that condition in the error. With `finite` an infinity is an
   error, too. A traced value passes."""
+  import jax
+
   if isinstance(value, jax.core.Tracer):
     return
   try:
@@ -188,6 +192,8 @@ def portion(name: str, value: float, remedy: str = "") -> None:
 def is_zero(value: float) -> bool:
   """Whether an argument is the number 0. False for any JAX array: one that is
   traced, or made by `optax.inject_hyperparams`, may change at each update."""
+  import jax
+
   return not isinstance(value, jax.Array) and value == 0
 
 

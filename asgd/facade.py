@@ -334,6 +334,7 @@ def train(
       raise ValueError(
         f"unknown argument {key!r}; further ones are {', '.join(known)}"
       )
+  calls.check_sequential(given, name)
   # [1] Make an experiment with one cell.
   whole = _config(given, name, options._replace(every=every)) | dict(config)
   experiment = cells.build(whole, engines={name: kind}, dataset=given)

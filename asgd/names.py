@@ -3,12 +3,34 @@
 import difflib
 import importlib
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Union
 
 from asgd import checks
+
+_DIGITS = {"1": "one", "2": "two"}  # in names such as one_f_one_b
+
+
+def canonical(name: Any, valid: Iterable[str]) -> Any:
+  """Returns the valid name that differs from `name` only in case, in "_", "-"
+  or spaces, or in digits instead of words; otherwise `name` unchanged.
+
+  Example:
+    >>> canonical("1F1B", ["gpipe", "one_f_one_b"])
+    'one_f_one_b'
+  """
+  if not isinstance(name, str) or name in valid:
+    return name
+
+  def letters(text: str) -> str:
+    plain = "".join(_DIGITS.get(each, each) for each in text.lower())
+    return re.sub(r"[-_ ]", "", plain)
+
+  wanted = letters(name)
+  return next((each for each in valid if letters(each) == wanted), name)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:

@@ -2,6 +2,7 @@
 them."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -51,6 +52,8 @@ def job_batches(batches: Batches, steps: int) -> Batches:
   checks.whole("steps", steps)
   if steps == 1:
     return batches
+  if hasattr(batches, "of_steps"):  # it has a position: `data.iterators`
+    return batches.of_steps(steps)
 
   def batch(worker: int, job: int) -> base.Batch:
     return stack([batches(worker, job * steps + h) for h in range(steps)])
@@ -91,6 +94,25 @@ class NamedBatches(NamedTuple):
   """Batches of jobs, whose errors name the worker and the job."""
 
   batches: Batches
+
+  @property
+  def iterators(self) -> Any:
+    """The `data.iterators.IteratorBatches`, if batches have a position; else
+    None."""
+    return self.batches if hasattr(self.batches, "example") else None
+
+  def example(self, worker: int) -> base.Batch:
+    """Returns a batch in the form of a worker's; the values may be zeros."""
+    of_iterators = self.iterators
+    return of_iterators.example(worker) if of_iterators else self(worker, 0)
+
+  def kept_in(self, folder: Path, worker: int) -> "NamedBatches":
+    """Returns the batches of a live worker. Iterators keep their positions in a
+    folder of the run."""
+    of_iterators = self.iterators
+    if of_iterators is None:
+      return self
+    return NamedBatches(of_iterators.kept_in(folder, worker))
 
   def __call__(self, worker: int, job: int) -> base.Batch:
     """Returns the batch of a job."""

@@ -1,8 +1,8 @@
 """The main job: what staleness costs, and which algorithms reduce the cost.
 
 Sequential SGD, ASGD, NAG-ASGD, DC-ASGD, Gap-Aware and DANA on handwritten
-digits (scikit-learn, 1,437 images). Durations follow the homogeneous gamma
-model of the DANA paper (Hakimi et al. 2019).
+digits (UCI, 1,437 images). Durations follow the homogeneous gamma model of the
+DANA paper (Hakimi et al. 2019).
 
   python -m launch.train --config=configs/digits.py
 

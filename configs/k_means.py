@@ -1,6 +1,6 @@
 """k-means on a parameter server: centres as rows, digits, 4 workers.
 
-Clusters of scikit-learn's digits, as sums and numbers of examples. 4 simulated
+Clusters of handwritten digits, as sums and numbers of examples. 4 simulated
 workers add to them, with centres that are up to 3 clocks old. The result is
 that of one worker, and of scikit-learn's MiniBatchKMeans from the same centres.
 

@@ -4,7 +4,7 @@ Counts of words by topic are a table. 4 simulated workers sample topics with
 counts that are up to 3 clocks old. Documents are generated from ten known
 topics, the rows and columns of a grid of words; all runs find them. The variant
 `pydoc` uses pages of Python's manual, and `newsgroups` uses 20 newsgroups, if
-scikit-learn has it on disk.
+scikit-learn has it on disk. Both need scikit-learn (asgd[sklearn]).
 
   python -m launch.train --config=configs/lda.py
   python -m launch.train --config=configs/lda.py:pydoc

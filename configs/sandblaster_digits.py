@@ -1,7 +1,7 @@
 """Sandblaster L-BFGS and stochastic gradients, on the same simulated cluster.
 
 Batch training by a coordinator without parameters (Dean et al. 2012), and
-asynchronous and synchronous SGD, on handwritten digits (scikit-learn). All have
+asynchronous and synchronous SGD, on handwritten digits (UCI). All have
 8 workers, one of which is three times as slow.
 
   python -m launch.train --config=configs/sandblaster_digits.py

@@ -1,6 +1,6 @@
 """Sandblaster L-BFGS live: 4 workers and 2 shards, each a process of Ray.
 
-The same run twice, on handwritten digits (scikit-learn): `whole` without
+The same run twice, on handwritten digits (UCI): `whole` without
 failures, `killed` with a worker and a shard killed during the run. Both have
 bit-equal losses at each iteration (iterates.csv of the two cells), and so has
 the engine `simulate`:

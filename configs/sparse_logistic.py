@@ -4,8 +4,8 @@
 and the server takes proximal steps. Workers may be up to tau steps ahead of the
 server. All runs end at the objective of scikit-learn's solver, with the same
 weights at 0. Examples are generated (1,600 with 20 of 1,000 features). The
-variant `breast_cancer` uses scikit-learn's data in bins and pairs of bins
-(3,121 features); `sst2` uses words of SST-2 in --data_dir.
+variant `breast_cancer` uses data of scikit-learn (asgd[sklearn]) in bins and
+pairs of bins (3,121 features); `sst2` uses words of SST-2 in --data_dir.
 
 Final objectives of scikit-learn, BSP and delay 2: 0.3823, 0.383, 0.384. For
 breast cancer, whose features are similar: 0.2413, 0.2417, 0.2425, after 1,200

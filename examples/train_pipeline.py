@@ -8,7 +8,7 @@ import flax.linen as nn
 import numpy as np
 
 import asgd
-import pipeline
+from asgd import pipeline
 
 x = np.random.default_rng(0).normal(size=(256, 8)).astype(np.float32)
 data = x, np.sin(x.sum(1))

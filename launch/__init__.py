@@ -1,16 +1,20 @@
 """The commands of `asgd`: flags, exit statuses and printed lines.
 
-    asgd NAME --flag=... -> launch/NAME.py -> flags.run(main) -> asgd, pipeline
+    asgd NAME --flag=... -> __main__ -> command_line.dispatch  (no library)
+                         -> NAME.py -> flags.run(main) -> asgd, pipeline
 
-`__main__` finds the command's module, `flags` parses its command line and turns
-errors into one line and a status. A function that can be imported belongs to
-`asgd` or `pipeline`. Begin with `train.py`.
+`command_flags` has the flags of all commands as plain data. `command_line`
+prints --help and refuses wrong flags before JAX is imported. `flags` reads the
+values, and turns errors into one line and a status. A function that can be
+imported belongs to `asgd` or `pipeline`. Begin with `train.py`.
 """
 
 import gc
 import os
 import signal
 import sys
+
+from . import command_line, platforms
 
 if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
   # Ctrl-C during the import of libraries ends the command at once. Otherwise
@@ -20,3 +24,7 @@ if os.path.basename("".join(sys.argv[:1])) in ("-m", "asgd"):
   # Imported modules stay: garbage collections during the import would find
   # nothing and take a tenth of the time. `flags.run` enables them again.
   gc.disable()
+  platforms.choose()
+  # `python -m launch.NAME` imports this package first, and then its module,
+  # which imports JAX.
+  command_line.dispatch_module(__name__)

@@ -55,23 +55,7 @@ from . import flags
 
 _EVERY = 500  # seeds between two printed lines of --simulate
 
-_CONFIG = flags.define_config()
-_TRAINING = flags.define(
-  {**flags.TRAINING, "engine": (flags.LIVE, "ray", "Engine of all runs.")}
-)
-_F = flags.define(
-  {
-    "mtbf": (float, 5.0, "Mean seconds between two failures."),
-    "seconds": (float, 60.0, "How long to inject, while messages arrive."),
-    "kinds": (list, list(chaos.KINDS), "Kinds of failures to inject."),
-    "seed": (int, 0, "Seed of the failures' times and victims."),
-    "patience": (float, 180.0, "Seconds without an event: the run has hung."),
-    "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
-    "protocol": (tuple(explore.PROTOCOLS), "server", "Protocol of --simulate."),
-    "faults": (list, None, "With --simulate=1, indices of the faults to keep."),
-    "jobs": (int, 1, "Processes for --simulate."),
-  }
-)
+_F = flags.define("chaos")
 
 
 def _check_flags() -> None:
@@ -124,7 +108,7 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
 def _report(exp, out, victim, kinds) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, victim.failures)}\n")
-  data_dir, passed = _TRAINING["data_dir"].value, True
+  data_dir, passed = _F["data_dir"].value, True
   for cell in exp.cells:
     plan, place = exp.plan(cell), out / "cells" / cell.name
     failures = [f for f in victim.failures if f.cell == cell.name]
@@ -154,7 +138,7 @@ def _simulate() -> None:
       raise ValueError(f"--{name}={value} must be 1 or more")
   for name, given in (
     ("config", flags.has_config()),
-    ("workdir", _TRAINING["workdir"].value is not None),
+    ("workdir", _F["workdir"].value is not None),
   ):
     if given:
       raise ValueError(f"--simulate makes its own runs: drop --{name}")
@@ -205,12 +189,12 @@ def main() -> None:
   if _F["faults"].value is not None:
     raise ValueError("--faults is for --simulate=1: add it")
   _check_flags()
-  engine = _TRAINING["engine"].value
+  engine = _F["engine"].value
   kinds = _check_kinds(engine)
   exp = build(
     flags.load_config("configs/digits.py", engine),
     engines=flags.ENGINES,
-    data_dir=_TRAINING["data_dir"].value,
+    data_dir=_F["data_dir"].value,
   )
   out, command = flags.training_command("chaos")
   protocols = {
@@ -237,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main)
+  flags.run(main, "chaos")

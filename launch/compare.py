@@ -42,16 +42,7 @@ from asgd.experiment import comparison, folder, overlay, storage
 
 from . import flags
 
-_CONFIG = flags.define_config()
-_TRAINING = flags.define(flags.TRAINING)
-_F = flags.define(
-  {
-    "durations_of": (str, None, "Use the times of this WORKDIR/cells/NAME."),
-    "trust": flags.TRUST,
-    "out": (str, None, "Folder to write to. Default: the cell's folder."),
-  }
-)
-_MOST_FOLDERS = 24  # experiments in one figure
+_F = flags.define("compare")
 
 
 def _draw(draw, *what):
@@ -71,7 +62,7 @@ def _compare_cell(cell_folder, out):
   result = comparison.compare(
     cell_folder,
     durations_of=Path(other) if other else None,
-    data_dir=_TRAINING["data_dir"].value,
+    data_dir=_F["data_dir"].value,
     trust=_F["trust"].value,
   )
   stem, rows = out / "compare", comparison.quantities(result)
@@ -110,7 +101,7 @@ def _compare_all(workdir, out):
 
 def _check_live():
   """Raises ValueError for a config without a live run, before training it."""
-  engine = _TRAINING["engine"].value
+  engine = _F["engine"].value
   resolved = flags.load_config("configs/straggler_digits.py", engine)
   if not any(run.engine in flags.LIVE for run in resolved.runs.values()):
     raise ValueError(
@@ -158,4 +149,4 @@ def main(*folders: str) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=_MOST_FOLDERS)
+  flags.run(main, "compare")

@@ -8,11 +8,6 @@ from asgd.parallel.memory import GB
 
 from . import flags
 
-HELP = (
-  "Compile the programs of the config for v5e:4x4, v5p:4x4x4, two slices"
-  " v5e:2x2*2, or GPUs h100:8, and compare them with the planner. This machine"
-  " needs none of these devices."
-)
 _LONGEST = 300  # most characters of a printed difference
 
 

@@ -14,12 +14,11 @@ prints the table, its times and figures derived from them, and writes
 A schedule's options are flags of the same names, or --options=KEY=VALUE,... Any
 of grid.txt, schedule.csv and schedule.json can be edited and read with
 --table=FILE. Times are in any unit; each is one number, or one for each stage:
---forward=1,1,2,1. A measured run (--measured=FILE.json, as `pipeline.spans`
-writes it) is drawn beside its plan. The plan then uses the medians of the
-measured times, unless times are given.
+--forward=1,1,2,1. A measured run (--measured=FILE.json, as
+`asgd.pipeline.spans` writes it) is drawn beside its plan. The plan then uses
+the medians of the measured times, unless times are given.
 """
 
-import collections
 import contextlib
 import inspect
 import shutil
@@ -30,24 +29,16 @@ from typing import Any
 
 from asgd import names, safe_files
 from asgd.experiment import storage
-from pipeline import analyze, render, schedules, spans, validate
-from pipeline import table as table_lib
-from pipeline.table import Schedule, ScheduleError
+from asgd.pipeline import analyze, render, schedules, spans, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import Schedule, ScheduleError
 
 from . import flags
+from .command_flags import COSTS, DRAWING, OF_SCHEDULES
 
 _MOST_CELLS = 2_000_000  # slots x devices of a drawing
 _TERMINAL = 160  # columns, if the output is no terminal
 _CONSTANTS = {"true": True, "false": False, "none": None}
-_COSTS = {  # flag -> help; defaults in parentheses
-  "forward": "Time of a forward (1).",
-  "backward": "Time of a backward (that of input + weight).",
-  "input": "Time of a backward of inputs (1).",
-  "weight": "Time of a backward of weights (1).",
-  "transfer": "Time from a stage to the next one, on another device (0).",
-  "transfer_back": "Time of a transfer of gradients (as transfer).",
-  "overlap": "Time of a block of a forward and a backward (their sum).",
-}
 _FILES = ("grid.txt", "analysis.txt", "schedule.csv", "schedule.json")
 _FILES += ("trace.json", "gantt.png", "gantt.svg")
 # `custom` takes a function, which a flag cannot pass.
@@ -56,22 +47,6 @@ _SCHEDULES = {
   for name, maker in schedules.SCHEDULES.items()
   if "rule" not in inspect.signature(maker).parameters
 }
-_WEIGHTS_HELP = (
-  f"Which weights are read: {', '.join(analyze.WEIGHTS)}. Default: latest with"
-  " a flush; otherwise those of the schedule's paper, or stash."
-)
-_FLAGS = {  # kind, default, help
-  "schedule": (str, None, f"One of {', '.join(sorted(_SCHEDULES))}."),
-  "table": (str, None, "FILE.txt, .csv or .json of a table."),
-  "weights": (str, None, _WEIGHTS_HELP),
-  "transfers": (str, "buffered", "Or rendezvous: sends wait for receives."),
-  "measured": (str, None, "FILE.json of spans of a run."),
-  "out": (str, None, "Folder to write to. Default: none."),
-  "max_in_flight": (int, None, "Most forwards allowed in flight on a device."),
-  "own": (list, [], "NAME=TIME,... of user-defined actions."),
-  "options": (list, [], "KEY=VALUE,... of the schedule."),
-}
-
 
 def _value(text: str) -> Any:
   """Returns a number, a bool, None, a list of those, or else the text."""
@@ -127,6 +102,7 @@ def _costs(given: Mapping[str, str], own: Mapping[str, str], stages: int):
 
 def _build(name: str, options: Mapping[str, str], costs, own) -> Schedule:
   """Builds a schedule. A schedule that depends on costs gets the given ones."""
+  name = names.canonical(name, _SCHEDULES)
   arguments = names.lookup("schedule", name, _SCHEDULES)
   values = {key: _value(text) for key, text in options.items()}
   if "costs" in values:
@@ -202,9 +178,9 @@ def main(
   own: Mapping[str, str] | None = None,
   **given: Any,
 ) -> None:
-  """Draws the table that the flags describe, see `_FLAGS`."""
+  """Draws the table that the flags describe, see `command_flags.DRAWING`."""
   options, costs, own = options or {}, costs or {}, own or {}
-  given = {name: default for name, (_, default, _) in _FLAGS.items()} | given
+  given = {name: default for name, (_, default, _) in DRAWING.items()} | given
   folder = None if given["out"] is None else _free(Path(given["out"]))
   try:
     plan = _make(given["schedule"], given["table"], options, costs, own)
@@ -243,29 +219,22 @@ def main(
 
 def _define():
   """Defines the flags; returns a function that calls `main` with them."""
-  takers = collections.defaultdict(list)  # option -> schedules
-  for name, arguments in sorted(_SCHEDULES.items()):
-    for option in arguments:
-      takers[option].append(name)
-  takers.pop("costs")
-  texts = {k: f"Option of {', '.join(v)}." for k, v in takers.items()} | _COSTS
-  table = {name: (str, None, text) for name, text in texts.items()}
-  holders = flags.define(_FLAGS | table)
+  holders = flags.define("draw_schedule")
 
   def values(names_):
     return {n: v for n in names_ if (v := holders[n].value) is not None}
 
   def call():
-    given, options = values(_FLAGS), values(takers)
+    given, options = values(DRAWING), values(OF_SCHEDULES)
     # An option may be a separate flag or part of --options, not both.
     extra = _pairs("options", given.pop("options"))
     own = _pairs("own", given.pop("own"))
     if both := sorted(set(extra) & set(options)):
       raise ValueError(f"{both[0]} is given twice, also in --options; drop one")
-    main(options=options | extra, costs=values(_COSTS), own=own, **given)
+    main(options=options | extra, costs=values(COSTS), own=own, **given)
 
   return call
 
 
 if __name__ == "__main__":
-  flags.run(_define())
+  flags.run(_define(), "draw_schedule")

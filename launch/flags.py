@@ -1,4 +1,4 @@
-"""The command line of every command: flags, errors and exit statuses.
+"""The command line of every command: values of flags, errors, exit statuses.
 
 A command's `main` is called by `run`, which turns an error of the user into one
 line and a status that is not 0.
@@ -10,14 +10,17 @@ not have.
 """
 
 import ast
+import contextlib
+import functools
 import gc
+import io
 import itertools
 import logging as std_logging
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +29,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_flags as parsers
 
-from asgd import output
+from asgd import names, output
 from asgd.checks import shortened
 from asgd.experiment import ENGINES as _OWN
 from asgd.experiment import (
@@ -36,13 +39,16 @@ from asgd.experiment import (
   overrides,
   schema,
   shipped,
+  storage,
 )
 from asgd.experiment.signals import Signals, Stopped
 from asgd.parallel import processes
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
-USAGE_ERROR = 2  # exit status
-GIVEN = "true"  # absl's value of an optional text flag without a text
+from . import command_line
+from .command_flags import COMMANDS, OPTIONAL, TRAINING
+from .command_line import USAGE_ERROR
+
 INCOMPLETE = processes.INCOMPLETE  # exit status: a cell has no valid result
 ENGINES = {**_OWN, "pipeline": PIPELINE}
 LIVE = tuple(name for name, kind in ENGINES.items() if kind.journaled)
@@ -185,59 +191,44 @@ def next_free(above: Path, name: str) -> Path:
   return next(folder for folder in numbered if not folder.exists())
 
 
-def define(
-  table: Mapping[str, tuple[type | Sequence[str], Any, str]],
-) -> dict[str, flags.FlagHolder]:
-  """Defines flags from a table: name -> (kind, default, help).
+class _Names(flags.EnumParser):
+  """A parser of one of several names, also in other spellings."""
 
-  A kind is str, int, float, bool, list, the names of an enum, or "optional": a
-  text flag that may be given without a text, and is then GIVEN."""
+  def parse(self, argument: str) -> str:
+    """Returns the exact name; ValueError for an unknown one."""
+    return super().parse(names.canonical(argument, self.enum_values))
+
+
+def define(name: str) -> dict[str, flags.FlagHolder]:
+  """Defines the flags of a command, and --config if it takes one."""
+  command = COMMANDS[name]
+  if command.config:
+    define_config()
   makers = {
     str: flags.DEFINE_string,
     int: flags.DEFINE_integer,
     float: flags.DEFINE_float,
     bool: flags.DEFINE_bool,
     list: flags.DEFINE_list,
-    "optional": _define_optional,
+    OPTIONAL: _define_optional,
   }
   holders = {}
-  for name, (kind, default, text) in table.items():
-    if name in flags.FLAGS:  # defined by another command of this process
-      holders[name] = flags.FLAGS[name]
+  for key, (kind, default, text) in command.flags.items():
+    if key in flags.FLAGS:  # defined by another command of this process
+      holders[key] = flags.FLAGS[key]
     elif kind in makers:
-      holders[name] = makers[kind](name, default, text)
+      holders[key] = makers[kind](key, default, text)
     else:
-      holders[name] = flags.DEFINE_enum(name, default, list(kind), text)
+      holders[key] = flags.DEFINE_enum(key, default, list(kind), text)
+      flags.FLAGS[key].parser = _Names(list(kind))
   return holders
 
 
 def _define_optional(name, default, text) -> flags.FlagHolder:
-  """Defines a flag that takes a text or none, as `define` describes."""
+  """Defines a text flag that may be given without a text, and is then GIVEN."""
   parser, serializer = flags.ArgumentParser(), flags.ArgumentSerializer()
   flag = flags.Flag(parser, serializer, name, default, text, boolean=True)
   return flags.DEFINE_flag(flag)
-
-
-_WORKDIR = (
-  "Folder of results. Default: the runs/CONFIG-NNN that already holds this"
-  " experiment, or the next free one."
-)
-TRAINING = {  # flags of every command that trains
-  "workdir": (str, None, _WORKDIR),
-  "data_dir": (str, None, "Folder or file of the data. Default: search it."),
-  "engine": (tuple(ENGINES), None, "For all runs, instead of the config's."),
-  "memory_dir": (str, "/dev/shm", "Folder for the shared memory of live runs."),
-  "grace_seconds": (float, 20.0, "Seconds for live workers to end their jobs."),
-  "address": (str, None, "Ray cluster to join. Default: one on this machine."),
-  "allow_network": (
-    bool,
-    False,
-    "Allow Ray to listen on other network interfaces (docs/howto/security.md).",
-  ),
-}
-
-
-TRUST = (bool, False, "Run code that another user's folder names.")
 
 
 def _what_failed(error: Exception) -> str:
@@ -259,8 +250,9 @@ def _check_config(argv: Sequence[str]) -> None:
       fail(f"{text} has no valid key; write --config.KEY=VALUE")
 
 
-def _parse(argv: Sequence[str]) -> Sequence[str]:
+def _parse(name: str, argv: Sequence[str]) -> Sequence[str]:
   """Returns the arguments that are no flags; fails with one line."""
+  command_line.dispatch(name, argv[1:])
   _check_config(argv)
   try:
     return flags.FLAGS(argv)
@@ -272,13 +264,47 @@ def _parse(argv: Sequence[str]) -> Sequence[str]:
     fail(f"--config: {_what_failed(error)}")
 
 
-@output.ends_with_its_reader()
-def run(main: Callable[..., None], *, words: int = 0) -> None:
-  """Parses flags and runs main with the arguments that are no flags.
+_results: dict[str, Any] = {}  # of --json
 
-  There may be `words` of these. A ValueError or OSError is the user's error and
+
+def publish(**results: Any) -> None:
+  """Adds results to the object that --json prints when the command ends."""
+  _results.update(results)
+
+
+def is_quiet() -> bool:
+  """Whether --quiet was given to a command that has it."""
+  return "quiet" in flags.FLAGS and flags.FLAGS["quiet"].value
+
+
+@contextlib.contextmanager
+def _stdout_of(name: str) -> Iterator[None]:
+  """With --json, sends the block's output to stderr, and prints the published
+  results at its end, also after an error. With --quiet there is no output."""
+  as_json = COMMANDS[name].flags.get("json", (None,))[0] is bool
+  as_json = as_json and flags.FLAGS["json"].value
+  if not as_json and not is_quiet():
+    yield
+    return
+  _results.clear()
+  aside = io.StringIO() if is_quiet() else sys.stderr
+  try:
+    with contextlib.redirect_stdout(aside):
+      yield
+  finally:
+    if as_json and _results:
+      print(storage.to_json(_results))
+
+
+@output.ends_with_its_reader()
+def run(main: Callable[..., None], name: str) -> None:
+  """Parses the flags of a command and runs main with its other arguments.
+
+  A ValueError or OSError is the user's error and
   becomes one line, unless ASGD_TRACEBACK is set in the environment; other
   exceptions keep their traceback."""
+
+  words = COMMANDS[name].words
 
   def guarded(argv):
     if argv[words + 1 :]:
@@ -287,7 +313,8 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
     compiled.keep()
     try:
-      main(*argv[1:])
+      with _stdout_of(name):
+        main(*argv[1:])
     except (Stopped, Failed) as end:
       Signals.ending = True
       print(end, file=sys.stderr)
@@ -308,8 +335,6 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
         raise
       fail(error)
 
-  for flag in flags.FLAGS.flags_by_module_dict().get(__name__, ()):
-    flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)  # for --help
   # Libraries would log a failure before our one line about it.
   logging.set_verbosity(logging.FATAL)
   std_logging.getLogger("asyncio").setLevel(std_logging.CRITICAL)
@@ -323,4 +348,4 @@ def run(main: Callable[..., None], *, words: int = 0) -> None:
     # Collections from now on skip the imported modules.
     gc.freeze()
     gc.enable()
-  app.run(guarded, flags_parser=_parse)
+  app.run(guarded, flags_parser=functools.partial(_parse, name))

@@ -3,14 +3,19 @@ data and problems."""
 
 import functools
 import inspect
+import json
+import re
 import textwrap
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from asgd import compression, data, models
+from asgd import compression, data, models, safe_files
 from asgd.data import sentences
-from asgd.experiment import problem, protocol, schema
+from asgd.experiment import ENGINES, problem, protocol, schema
 from asgd.gossip.topologies import TOPOLOGIES
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
 from asgd.problems import (
   clustering,
   embeddings,
@@ -19,7 +24,6 @@ from asgd.problems import (
   topics,
 )
 from asgd.tables import CONSISTENCIES, FILTERS
-from pipeline import schedules
 
 _OF_TABLES = (  # problems that pull rows
   factorisation.matrix_factorisation,
@@ -66,6 +70,51 @@ def settings(node: Any) -> list[str]:
   return [f"{key}={schema.default_of(below)!r}" for key, below in keys]
 
 
+def _kind(setting: Any) -> str:
+  """Returns the kind of a setting's value, in the words of its check."""
+  try:
+    setting.check(object(), "")
+  except ValueError as error:
+    kind = re.search(r" must be (.*?), not ", str(error))
+    known = re.search(r" known: (.*?)(?:;|$)", str(error))
+    optional = " or None" if "None leaves it out" in str(error) else ""
+    if match := kind or known:
+      return match[1] + optional
+  return "a dict" if isinstance(setting.default, dict) else "anything"
+
+
+def keys(node: Any, above: str = "") -> dict[str, tuple[str, Any]]:
+  """Returns (kind, default) of each key of a config, by its dotted name."""
+  found = {}
+  for key, below in schema.keys_of(node).items():
+    if isinstance(below, schema.Setting):
+      found[above + key] = _kind(below), schema.default_of(below)
+    elif isinstance(below, schema.Open):
+      kind = "a dict of a name and its arguments"
+      found[above + key] = kind, schema.default_of(below)
+    else:
+      found |= keys(below, f"{above}{key}.")
+  return found
+
+
+def catalogue(engines: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns what --list and --help print of `engines`, as plain data."""
+  known = keys(schema.sections(engines)).items()
+  return {
+    "list": text(engines).splitlines(),
+    "keys": {key: list(row) for key, row in sorted(known)},
+  }
+
+
+def write() -> None:
+  """Writes catalogue.json, from which commands print without importing JAX. A
+  test fails if the file differs from the code; `python -m launch.listing`
+  updates it."""
+  content = json.dumps(catalogue({**ENGINES, "pipeline": PIPELINE}), indent=0)
+  path = Path(__file__).parent / "catalogue.json"
+  safe_files.write(path, content + "\n")
+
+
 def text(engines: Mapping[str, Any]) -> str:
   """Returns every name that a config may use, with its options; `engines` are
   the engines by name."""
@@ -101,3 +150,7 @@ def text(engines: Mapping[str, Any]) -> str:
   return "\n\n".join(
     "\n".join([heading, *entries]) for heading, entries in sections.items()
   )
+
+
+if __name__ == "__main__":
+  write()

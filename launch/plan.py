@@ -28,37 +28,11 @@ from asgd.parallel import costs, memory, strategies, strategy_charts, workloads
 from asgd.parallel.memory import GB
 
 from . import compiled, flags
+from .command_flags import PLAN
 
 _PICTURES = (".png", ".svg", ".pdf")
 _MOST_DEVICES, _MOST_BATCH = 1 << 20, 1 << 30
 _LEAST, _MOST = 1e-9, 1e15  # range of positive flags
-_FLAGS: dict[str, tuple[type, Any, str]] = {  # kind, default, help
-  "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
-  "data_dir": (str, None, "Folder or file of the config's data."),
-  "devices": (int, None, "Number of devices."),
-  "bandwidth": (float, None, "GB/s of a device's link, in each direction."),
-  "latency": (float, 5.0, "Microseconds of a message."),
-  "node": (int, 1, "Devices of a node, with links of --node_bandwidth."),
-  "node_bandwidth": (float, None, "GB/s inside a node."),
-  "memory": (float, 80.0, "GB of a device."),
-  "flops": (float, 100.0, "TFLOP/s that a device reaches (not its peak)."),
-  "batch": (int, None, "Examples of a step. Default: the config's, or 8 each."),
-  "microbatch": (int, None, "Examples at once. Default: the best number."),
-  "optimizer": (str, "adam", f"One of {', '.join(memory.OPTIMIZERS)}."),
-  "precision": (str, "mixed", f"One of {', '.join(memory.PRECISIONS)}."),
-  "activations": (str, "plain", f"One of {', '.join(memory.ACTIVATIONS)}."),
-  "variation": (float, 0.1, "Coefficient of variation of batch times."),
-  "overlap": (bool, False, "Reduce gradients behind the backward (wait-free)."),
-  "shards": (int, None, "Parameter-server shards. Default: one per device."),
-  "recipes": (list, list(workloads.RECIPES), "Asynchronous recipes."),
-  "out": (str, None, "Picture to write: FILE.png, .svg or .pdf."),
-  "depth": (int, None, "Blocks of the GPT."),
-  "width": (int, None, "Features of the GPT's residual stream."),
-  "heads": (int, None, "Attention heads of the GPT."),
-  "context": (int, None, "Positions of a sequence (2048)."),
-  "vocabulary": (int, None, "Size of the vocabulary (51200)."),
-  "compile": (str, None, compiled.HELP),
-}
 
 
 def _examples(resolved) -> int:
@@ -177,8 +151,8 @@ def _picture(out: str | None) -> Path | None:
 
 
 def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
-  """Prints the plan for the flags, see `_FLAGS`."""
-  defaults = {name: default for name, (_, default, _) in _FLAGS.items()}
+  """Prints the plan for the flags, see `command_flags.PLAN`."""
+  defaults = {name: default for name, (_, default, _) in PLAN.items()}
   given = {**defaults, **given, "config": config}
   if given["compile"] is not None:
     if config is None:
@@ -225,8 +199,7 @@ def main(*, config: schema.Resolved | None = None, **given: Any) -> None:
 
 
 if __name__ == "__main__":
-  _CONFIG = flags.define_config()
-  _HOLDERS = flags.define(_FLAGS)
+  _HOLDERS = flags.define("plan")
 
   def _run():
     given = {name: holder.value for name, holder in _HOLDERS.items()}
@@ -234,4 +207,4 @@ if __name__ == "__main__":
       given["config"] = flags.load_config("configs/pipeline_gpt.py")
     main(**given)
 
-  flags.run(_run)
+  flags.run(_run, "plan")

@@ -37,13 +37,7 @@ def main(
 
 
 if __name__ == "__main__":
-  _F = flags.define(
-    {
-      "data_dir": flags.TRAINING["data_dir"],
-      "trust": flags.TRUST,
-      "restore": (bool, False, "Rewrite params.msgpack from the replay."),
-    }
-  )
+  _F = flags.define("replay")
   flags.run(
     lambda *words: main(
       *words,
@@ -51,5 +45,5 @@ if __name__ == "__main__":
       trust=_F["trust"].value,
       write=_F["restore"].value,
     ),
-    words=1,
+    "replay",
   )

@@ -25,27 +25,17 @@ from asgd.figures import gallery, reproduce
 from . import flags
 
 _FIGURES, _DOCS = shipped.FOLDER / "figures", Path("docs")
-_TRAINING = flags.define(
-  {k: flags.TRAINING[k] for k in ("workdir", "data_dir", "memory_dir")}
-)
-_F = flags.define(
-  {
-    "all": (bool, False, "Reproduce all figures."),
-    "quick": (bool, False, "Train a small version: minutes on two cores."),
-    "list": (bool, False, "List the figures."),
-    "docs": (bool, False, "Copy the verdicts to docs/ and rewrite the page."),
-  }
-)
+_F = flags.define("reproduce")
 
 
 def _reproduce(task, signals):
   """Trains and judges one figure with the flags of this command."""
-  engines, data_dir = flags.ENGINES, _TRAINING["data_dir"].value
+  engines, data_dir = flags.ENGINES, _F["data_dir"].value
   reproduce.reproduce(
     *(task, engines),
-    workdir=_TRAINING["workdir"].value,
+    workdir=_F["workdir"].value,
     data_dir=data_dir,
-    machine=Machine(memory_dir=_TRAINING["memory_dir"].value),
+    machine=Machine(memory_dir=_F["memory_dir"].value),
     bar=lambda total: ProgressBar(
       total, describe=lambda name, row: engines[name].describe(row)
     ),
@@ -57,7 +47,7 @@ def _reproduce(task, signals):
 def main(name: str | None = None) -> None:
   """Reproduces the named figure, or all figures."""
   every, quick = _F["all"].value, _F["quick"].value
-  if every and _TRAINING["workdir"].value:
+  if every and _F["workdir"].value:
     raise ValueError("--workdir is the folder of one figure: drop it or --all")
   if _F["list"].value:
     print(reproduce.listing(_FIGURES, flags.ENGINES))
@@ -73,4 +63,4 @@ def main(name: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=1)
+  flags.run(main, "reproduce")

@@ -146,6 +146,5 @@ def main(folder: str | None = None, *, out: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-  _HELP = "File to write. Default: timeline.json in the run's folder."
-  _F = flags.define({"out": (str, None, _HELP)})
-  flags.run(lambda *words: main(*words, out=_F["out"].value), words=1)
+  _F = flags.define("timeline")
+  flags.run(lambda *words: main(*words, out=_F["out"].value), "timeline")

@@ -55,30 +55,9 @@ from asgd.experiment.signals import Signals
 from asgd.live import faults as faults_lib
 from asgd.parallel import processes, supervisor
 
-from . import compiled, flags, listing
+from . import compiled, flags
 
-_FAULT = "Faults to inject: KIND:WORKER:SEQ,... (kill:1:20;"
-_FAULT += " slow:1:20:SECONDS), of " + ", ".join(faults_lib.KINDS)
-_CONFIG = flags.define_config()
-_F = flags.define(
-  {
-    **flags.TRAINING,
-    "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
-    "cells": (str, "1/1", "Share of the cells to train, I/N."),
-    "fault": (list, [], _FAULT),
-    "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
-    "gpus_per_process": (float, 0.0, "GPUs that Ray reserves for a process."),
-    "spans": (bool, False, "Write the time spans of stages in the last batch."),
-    "num_processes": (int, 1, "Processes of a mesh, on all its machines."),
-    "process_id": (int, None, "Index of this process, from 0."),
-    "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
-    "start_seconds": (float, 60.0, "Limit for a mesh's processes to start."),
-    "profile": (str, None, "Folder for a JAX trace of 5 s of training."),
-    "wandb": (bool, False, "Write runs for Weights & Biases, offline."),
-    "compile": (str, None, compiled.HELP),
-    "list": (bool, False, "List recipes, schedules, engines, models, data."),
-  }
-)
+_F = flags.define("train")
 
 
 def _jobs() -> int | str:
@@ -247,9 +226,6 @@ def _crew(runs) -> jobs.Crew:
 
 def main() -> None:
   """Trains as the flags describe."""
-  if _F["list"].value:
-    print(listing.text(flags.ENGINES))
-    return
   of_role = "num_processes", "process_id", "coordinator", "start_seconds"
   role = processes.role(*(_F[name].value for name in of_role))
   # [1] Read the config, and check the flags against it.
@@ -293,4 +269,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-  processes.run(lambda: flags.run(main))
+  processes.run(lambda: flags.run(main, "train"))

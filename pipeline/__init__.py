@@ -11,21 +11,24 @@
 - `executor`: executes a table; `processes` does so in several processes.
 - `engine`: the engine `pipeline` of experiments.
 
+This folder is at the top of the checkout, and installed below asgd, as a
+user's own code may have a `pipeline.py`. asgd/pipeline is a link to it.
+
 Stages keep their weights in servers of `asgd`; a stashed weight is a ticket.
-Begin with `pipeline.train`, which trains a user's layers in one call, then read
-`table` and `executor`.
+Begin with `asgd.pipeline.train`, which trains a user's layers in one call, then
+read `table` and `executor`.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from pipeline.facade import train
+  from asgd.pipeline.facade import train
 else:
 
   def __getattr__(name: str) -> Any:
     """Imports `train` at its first use: it imports all of asgd.experiment."""
     if name != "train":
       raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from pipeline.facade import train
+    from asgd.pipeline.facade import train
 
     return train

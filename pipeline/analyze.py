@@ -12,11 +12,11 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import base, checks
-from pipeline import by_slot
-from pipeline import spans as spans_lib
-from pipeline import table as table_lib
-from pipeline import validate as validate_lib
-from pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
+from asgd.pipeline import by_slot
+from asgd.pipeline import spans as spans_lib
+from asgd.pipeline import table as table_lib
+from asgd.pipeline import validate as validate_lib
+from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, WEIGHT, Schedule
 
 WEIGHTS = ("latest", "stash", "2bw", "vertical")
 _MOST = 1e30  # time of a task
@@ -318,7 +318,7 @@ def in_flight(schedule: Schedule, weights: str = "stash") -> np.ndarray:
     ValueError: as `versions`.
 
   Example:
-    >>> from pipeline import analyze, schedules
+    >>> from asgd.pipeline import analyze, schedules
     >>> analyze.in_flight(schedules.pipedream(3, 8)).tolist()
     [3, 2, 1]
   """

@@ -10,7 +10,7 @@ import numpy as np
 
 from asgd import algorithms, base, models, problems
 from asgd import worker as worker_lib
-from pipeline.stage import Part
+from asgd.pipeline.stage import Part
 
 
 def cut(

@@ -5,7 +5,7 @@ of Ray, with the same parameters to the bit. If a process exits, the run loop
 starts a new one, and the cell resumes from its last checkpoint.
 
   from asgd import experiment
-  from pipeline.engine import PIPELINE
+  from asgd.pipeline.engine import PIPELINE
 
   engines = {**experiment.ENGINES, "pipeline": PIPELINE}
 """
@@ -25,7 +25,7 @@ import numpy as np
 from asgd import checks, simulator
 from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
 from asgd.experiment.engines import Column, mean
-from pipeline import (
+from asgd.pipeline import (
   analyze,
   cut,
   executor,
@@ -35,11 +35,11 @@ from pipeline import (
   spans,
   table,
 )
-from pipeline import stage as stage_lib
-from pipeline import state as state_lib
-from pipeline.lanes import PipelineError
-from pipeline.run_plan import PipelinePlan
-from pipeline.state import PipelineState
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline import state as state_lib
+from asgd.pipeline.lanes import PipelineError
+from asgd.pipeline.run_plan import PipelinePlan
+from asgd.pipeline.state import PipelineState
 
 _SECONDS = 1.0  # aim for one `advance` of an asynchronous table
 

@@ -13,7 +13,7 @@ Each device has a lane, which executes the device's tasks in order:
 A task of slot t needs only results of slots before t. So a run can stop before
 any slot with all entries in a `PipelineState`, and resume from that state.
 
-One process may execute only some lanes: see `pipeline.processes`.
+One process may execute only some lanes: see `asgd.pipeline.processes`.
 """
 
 import functools
@@ -26,14 +26,14 @@ import numpy as np
 import optax
 
 from asgd import base, simulator
-from pipeline import analyze, instructions, residence, validate
-from pipeline import lanes as lanes_lib
-from pipeline import stage as stage_lib
-from pipeline import state as state_lib
-from pipeline.instructions import TICKET, UPDATE
-from pipeline.lane_threads import LaneInbox
-from pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
-from pipeline.table import Schedule
+from asgd.pipeline import analyze, instructions, residence, validate
+from asgd.pipeline import lanes as lanes_lib
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline import state as state_lib
+from asgd.pipeline.instructions import TICKET, UPDATE
+from asgd.pipeline.lane_threads import LaneInbox
+from asgd.pipeline.state import AT_WORKER, SUM, PipelineResult, PipelineState
+from asgd.pipeline.table import Schedule
 
 _steps = functools.lru_cache(maxsize=64)(simulator.compile_steps)
 

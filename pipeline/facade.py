@@ -12,8 +12,8 @@ from flax import linen as nn
 
 from asgd import call_options, calls, checks, facade, models, problems
 from asgd.parallel import meshes
+from asgd.pipeline.engine import PIPELINE
 from asgd.problems import descriptions, own, streams
-from pipeline.engine import PIPELINE
 
 
 class _Plain(nn.Module):
@@ -172,7 +172,7 @@ def train(
       Its workers are the updates in flight at each stage.
     messages: microbatches in all, a multiple of `microbatches`.
     params: a tuple with the weights of each layer; None draws them.
-    schedule: one of `pipeline.schedules`; or a table, in a file.
+    schedule: one of `asgd.pipeline.schedules`; or a table, in a file.
     microbatches: of a batch of a synchronous schedule.
     machine: with processes=2 stages are in processes of Ray.
     options: batch_size, folder, seed, evaluate, every, progress and clip_norm
@@ -181,7 +181,8 @@ def train(
 
   Example:
     >>> import numpy as np
-    >>> import asgd, pipeline
+    >>> import asgd
+    >>> from asgd import pipeline
     >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
     >>> result = pipeline.train(
     ...   (nn.Dense(8), nn.tanh, nn.Dense(1)),

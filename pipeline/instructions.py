@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze, validate
-from pipeline.table import BACKWARD, FORWARD, INPUT, Schedule
+from asgd.pipeline import analyze, validate
+from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, Schedule
 
 UPDATE = "update"  # the kind of an instruction that is no row of the table
 TICKET = "w"

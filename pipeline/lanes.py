@@ -2,8 +2,8 @@
 
 Every device has a lane, which runs the device's instructions in their order and
 waits only for the inputs of a task. A lane has a box with its entries of the
-state (`pipeline.state`). Other lanes put entries into it, copied to its
-device. `pipeline.lane_threads` has the threads.
+state (`asgd.pipeline.state`). Other lanes put entries into it, copied to its
+device. `asgd.pipeline.lane_threads` has the threads.
 """
 
 import collections
@@ -19,12 +19,18 @@ import optax
 
 from asgd import base, sharding, simulator
 from asgd import server as server_lib
-from pipeline import stage as stage_lib
-from pipeline.instructions import OF_NOW, TICKET, UPDATE, Program, TicketKey
-from pipeline.lane_threads import LaneInbox, LaneThreads, Stop
-from pipeline.residence import STATE, WEIGHTS, DeviceMemory
-from pipeline.spans import TaskSpan
-from pipeline.state import (
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline.instructions import (
+  OF_NOW,
+  TICKET,
+  UPDATE,
+  Program,
+  TicketKey,
+)
+from asgd.pipeline.lane_threads import LaneInbox, LaneThreads, Stop
+from asgd.pipeline.residence import STATE, WEIGHTS, DeviceMemory
+from asgd.pipeline.spans import TaskSpan
+from asgd.pipeline.state import (
   AT_WORKER,
   HALF,
   KEPT,
@@ -33,7 +39,7 @@ from pipeline.state import (
   PipelineState,
   lane_of,
 )
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
+from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT
 
 
 class PipelineError(RuntimeError):
@@ -55,7 +61,7 @@ class ExecutorOptions(NamedTuple):
   own: Mapping[str, Callable[[int], Any]] = types.MappingProxyType({})
   clock: Callable[[], float] | None = None  # seconds, for spans; None: no spans
   # Bytes of weights, optimizer states and sums of gradients that a device holds
-  # at once; the rest is in the host's memory (`pipeline.residence`). None is
+  # at once; the rest is in the host's memory (`residence`). None is
   # that all are on the devices.
   room: int | None = None
 

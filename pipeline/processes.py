@@ -2,7 +2,7 @@
 
 Each process executes some of a table's lanes with an `executor.Executor`. It
 sends entries for a lane of another process as NumPy arrays: through shared
-memory on one machine (`pipeline.channels`), and by a call from actor to actor
+memory on one machine (`channels`), and by a call from actor to actor
 between machines. The driver receives losses and records after each run, and
 the state when the driver fetches it.
 
@@ -39,12 +39,12 @@ import numpy as np
 
 from asgd.live import ray_waits
 from asgd.live.hosts.site import node_id
-from pipeline import channels, executor
-from pipeline import state as state_lib
-from pipeline.lane_threads import Stop
-from pipeline.lanes import PipelineError, copier_of
-from pipeline.state import PipelineResult, PipelineState
-from pipeline.table import Schedule
+from asgd.pipeline import channels, executor
+from asgd.pipeline import state as state_lib
+from asgd.pipeline.lane_threads import Stop
+from asgd.pipeline.lanes import PipelineError, copier_of
+from asgd.pipeline.state import PipelineResult, PipelineState
+from asgd.pipeline.table import Schedule
 
 _CALLS = 32  # concurrent calls of one actor: its run, and `put` for its lanes
 _PATIENCE = 20.0  # seconds for the other processes to stop after a failure

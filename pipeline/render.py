@@ -1,5 +1,5 @@
 """Draws a table with its times: text, a picture, tracks for Perfetto, and what
-it costs in words. The numbers are from `pipeline.analyze`.
+it costs in words. The numbers are from `asgd.pipeline.analyze`.
 
 A run that was measured is drawn beside its plan, in the same tracks.
 """
@@ -14,11 +14,18 @@ import numpy as np
 
 from asgd import safe_files, text_table
 from asgd import tracks as tracks_lib
-from pipeline import analyze
-from pipeline import spans as spans_lib
-from pipeline import table as table_lib
-from pipeline.spans import TaskSpan, Timing
-from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
+from asgd.pipeline import analyze
+from asgd.pipeline import spans as spans_lib
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.spans import TaskSpan, Timing
+from asgd.pipeline.table import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  KNOWN,
+  WEIGHT,
+  Schedule,
+)
 
 # Text.
 
@@ -30,8 +37,8 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   A task is its name, filled with -; a dot is idle time. Where there is no room
   the number, or the whole name, is left out.
 
-  >>> from pipeline import analyze
-  >>> from pipeline import table as table_lib
+  >>> from asgd.pipeline import analyze
+  >>> from asgd.pipeline import table as table_lib
   >>> orders = [[("F", 0, 0), ("B", 0, 0)], [("F", 1, 0), ("B", 1, 0)]]
   >>> table = table_lib.lay_out("two", orders, every=1, flush=True)
   >>> times = analyze.times(table, analyze.costs(2))

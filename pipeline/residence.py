@@ -22,10 +22,10 @@ from typing import Any, NamedTuple
 import jax
 
 from asgd import base
-from pipeline.instructions import UPDATE, Instruction
-from pipeline.stage import Part
-from pipeline.state import SUM
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from asgd.pipeline.instructions import UPDATE, Instruction
+from asgd.pipeline.stage import Part
+from asgd.pipeline.state import SUM
+from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 WEIGHTS, STATE = "weights", "state"
 HOST = "pinned_host"  # the memory kind behind a device's own
@@ -58,7 +58,7 @@ def needs(op: Instruction, every: int) -> tuple[Block, ...]:
   """Returns the blocks that an instruction of a synchronous schedule needs.
 
   Example:
-    >>> from pipeline.instructions import Instruction
+    >>> from asgd.pipeline.instructions import Instruction
     >>> needs(Instruction(3, "update", 1, 0, 0, last=True), every=1)
     ((1, 'weights'), (1, 'state'))
   """

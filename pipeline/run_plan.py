@@ -28,11 +28,11 @@ from asgd.checks import shown
 from asgd.experiment import build_cache, checks
 from asgd.experiment.engines import learning_rates
 from asgd.experiment.schema import OF_A_RUN, Run, Section, Setting
-from pipeline import analyze, cut, discrepancy, residence, schedules
-from pipeline import table as table_lib
-from pipeline.partition import graph, mixed_pipe, pipedream, placement
-from pipeline.stage import Part
-from pipeline.table import Schedule
+from asgd.pipeline import analyze, cut, discrepancy, residence, schedules
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.partition import graph, mixed_pipe, pipedream, placement
+from asgd.pipeline.stage import Part
+from asgd.pipeline.table import Schedule
 
 _MOST_STAGES = 256
 _MOST_MICROBATCHES = 10**6
@@ -75,7 +75,7 @@ def options(section: Mapping[str, Any]) -> Sequence[str]:
 SECTIONS: dict[str, Any] = {
   "pipeline": Section(
     {
-      # A name of pipeline.schedules, or a table: FILE.txt, .csv or .json.
+      # A name of `schedules`, or a table: FILE.txt, .csv or .json.
       "schedule": Setting("pipedream", checks.text),
       "stages": Setting(2, checks.whole_number(1, _MOST_STAGES)),
       # Stages balance "parameters" or "time"; or a list of first layers.

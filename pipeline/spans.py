@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.table import KNOWN, Schedule, read_as
+from asgd.pipeline.table import KNOWN, Schedule, read_as
 
 _KEPT = 200_000  # spans of a run, the last ones
 _MOST = 1e15  # seconds, and numbers, in a file

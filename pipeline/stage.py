@@ -238,7 +238,7 @@ def _evaluate(closed, *args):
   return [read(v) for v in closed.jaxpr.outvars]
 
 
-_INFO = internals.DebugInfo("stage", "pipeline.stage", None, None)
+_INFO = internals.DebugInfo("stage", "asgd.pipeline.stage", None, None)
 
 
 def _run(invars, eqns, outvars, *args):

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base
-from pipeline import analyze
-from pipeline.instructions import TICKET, Program
-from pipeline.spans import TaskSpan
+from asgd.pipeline import analyze
+from asgd.pipeline.instructions import TICKET, Program
+from asgd.pipeline.spans import TaskSpan
 
 KEPT, HALF, SUM, AT_WORKER = "kept", "half", "sum", "at_worker"
 

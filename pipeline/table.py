@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline import by_slot
+from asgd.pipeline import by_slot
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 KNOWN = (FORWARD, BACKWARD, INPUT, WEIGHT)

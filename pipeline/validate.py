@@ -8,8 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline import table as table_lib
-from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Schedule
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import (
+  BACKWARD,
+  FORWARD,
+  INPUT,
+  KNOWN,
+  WEIGHT,
+  Schedule,
+)
 
 _AROUND = 12  # slots that an error shows on either side of a mark
 _MOST_DEVICES = 16  # that an error shows

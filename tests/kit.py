@@ -65,7 +65,7 @@ TINY_RATINGS = {  # of a run on 200 ratings
 def tiny(**config):
   """Returns an experiment of TINY_RUN, simulated unless an engine is named."""
   from asgd import experiment
-  from pipeline.engine import PIPELINE
+  from asgd.pipeline.engine import PIPELINE
 
   engines = {**experiment.ENGINES, "pipeline": PIPELINE}
   return experiment.build({**TINY_RUN, **config}, engines=engines)

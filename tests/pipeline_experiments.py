@@ -16,7 +16,7 @@ from asgd.experiment import overrides as overrides_lib
 from asgd.experiment.engines import Context
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 STAGES, MICROBATCHES, UPDATES = 4, 8, 2

@@ -1,10 +1,10 @@
-"""Tables that tests of the pipeline share, made without `pipeline.schedules`.
+"""Tables that tests of the pipeline share, made without `schedules`.
 
 A test imports it with `import pipeline_kit`; see `pythonpath` in
 pyproject.toml.
 """
 
-from pipeline import table as table_lib
+from asgd.pipeline import table as table_lib
 
 
 def one_f_one_b(stages, microbatches, *, every=None, flush=True, backward="B"):

@@ -373,13 +373,13 @@ class Hand:
     bench = self.bench
     bench.tell(bench.shards[shard], frame, self.ways[shard])
 
-  def say(self, kind, **fields):
+  def send(self, kind, **fields):
     """Says something to the lead."""
     self.tell(0, Frame(kind, self.worker, **fields))
     self.bench.settle()
 
-  def hello(self, holder=-1, life=0):
-    self.say(frames.HELLO, seq=life, job=holder)
+  def hello(self, holder=-1, restarts=0):
+    self.send(frames.HELLO, seq=restarts, job=holder)
 
   def fetch(self, seq):
     setup, parts = self.bench.setup, self.tickets[seq]
@@ -422,7 +422,7 @@ class Hand:
     for shard, way in zip(self.bench.shards, self.ways, strict=True):
       self.bench.call(
         shard,
-        lambda shard=shard, way=way: shard.gone(
+        lambda shard=shard, way=way: shard.disconnect(
           self.worker, self.bench.now, way
         ),
       )
@@ -495,7 +495,7 @@ def audit(shard):
   assert uses == +slots.uses
   assert sorted([*slots.free_params, *uses]) == list(range(counts.params))
   taken = [opened.message for opened in state.tickets.values()]
-  for messages in slots.dead.values():
+  for messages in slots.lost.values():
     taken += messages  # the workers that had them may still write
   assert sorted([*slots.free_messages, *slots.logged, *taken]) == list(
     range(counts.messages)
@@ -565,7 +565,7 @@ def act(bench, op, number):
   elif op == "vanish":
     hand.vanish()
   elif op == "drain":
-    hand.say(frames.DRAIN)
+    hand.send(frames.DRAIN)
     if hand.ready():
       hand.push()
     hand.bye()

@@ -10,7 +10,7 @@ import tiny
 from tiny import drawn_images
 
 from asgd import experiment
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 pytestmark = pytest.mark.usefixtures(drawn_images.__name__)
 

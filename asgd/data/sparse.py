@@ -210,7 +210,8 @@ def _wrong(keys, values, label, features) -> str | None:
 
 def _load_breast_cancer(data_dir):
   """Returns the breast cancer data, with numbers as bins."""
-  datasets = sources.embedded("breast_cancer", data_dir)
+  sources.refuse_folder("breast_cancer", data_dir, "scikit-learn")
+  datasets = sources.scikit_learn("datasets", "the data 'breast_cancer'")
   numbers, labels = datasets.load_breast_cancer(return_X_y=True)
   train = np.arange(len(labels)) % _EVERY != _EVERY - 1
   inner = np.arange(1, _BINS) / _BINS
@@ -249,8 +250,7 @@ def _load_sst2(data_dir):
 def _load_file(data_dir):
   """Returns the examples of a libsvm file."""
   path = sources.file_of("data", data_dir)
-  from sklearn import datasets
-
+  datasets = sources.scikit_learn("datasets", "a file of libsvm")
   try:
     matrix, labels = datasets.load_svmlight_file(str(path), zero_based=False)
   except OSError as error:

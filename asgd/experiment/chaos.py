@@ -34,7 +34,7 @@ def _leave(*_: object) -> None:
   raise SystemExit(128 + signal.SIGTERM)
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
   """Prints a line on stderr."""
   print(f"chaos: {text}", file=sys.stderr, flush=True)
 
@@ -171,7 +171,7 @@ class Victim:
     # [2] Send the signal.
     index = rng.choice(sorted(running))
     os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
-    say(f"{kind}: {victims} {index} of {cell}")
+    log_line(f"{kind}: {victims} {index} of {cell}")
     # [3] Note which incarnation must leave in the trace, for the audit.
     after, dead, coming = self._events(cell), (), None
     if kind != "shard":
@@ -179,11 +179,11 @@ class Victim:
       # It had not joined yet; its JOIN may have been written meanwhile.
       if index not in ledger.present:
         ledger = follow(after)
-      holder = ledger.holders.get(index, -1)
+      incarnation = ledger.incarnations.get(index, -1)
       if index in ledger.present:
-        dead = ((index, holder),)
+        dead = ((index, incarnation),)
       else:
-        coming = index, holder + 1
+        coming = index, incarnation + 1
     rows = len(before), len(after)
     self.failures.append(audit.Failure(kind, cell, index, dead, *rows, coming))
     return True
@@ -198,12 +198,12 @@ class Victim:
     killed driver's processes, which work on until they notice."""
     self.process.kill()
     self.process.wait()
-    say(f"driver: the driver of {cell}")
+    log_line(f"driver: the driver of {cell}")
     self._start()
     old = {pid for kind in pids.values() for pid in kind.values()}
     alive([process for process in self.processes if process[0] in old])
     after = self._events(cell)
-    dead = tuple(sorted(follow(after).holders.items()))
+    dead = tuple(sorted(follow(after).incarnations.items()))
     rows = len(before), len(after)
     self.failures.append(audit.Failure("driver", cell, 0, dead, *rows))
 
@@ -263,7 +263,7 @@ def inject(
         due = worked + rng.expovariate(rate)
         last = time.monotonic()  # the time of the injection is no work
   if victim.process.returncode == 0 and worked < seconds:
-    say(
+    log_line(
       f"the run ended after {worked:.0f} of {seconds:g} seconds; set a larger"
       " --config.epochs"
     )

@@ -17,7 +17,8 @@ class Failure(NamedTuple):
   kind: str  # worker, shard, hang, term or driver
   cell: str
   index: int  # of the worker or shard
-  holders: tuple[tuple[int, int], ...]  # (worker, incarnation) that it ended
+  # (worker, incarnation) that it ended
+  incarnations: tuple[tuple[int, int], ...]
   before: int  # rows of the lead's journal before the failure
   after: int  # rows when it had taken effect
   # (worker, incarnation) of a process that had not joined yet, and may still
@@ -156,9 +157,9 @@ def _not_seen(
     seen = any(failure is other for other in counted)
     if seen or failure.kind not in ("worker", "hang", "term"):
       continue
-    if not failure.holders:
+    if not failure.incarnations:
       text = "before it had joined"
-    elif any(killed[key] is not failure for key in failure.holders):
+    elif any(killed[key] is not failure for key in failure.incarnations):
       text = "after another failure"
     else:
       text = "after the last job"
@@ -185,7 +186,7 @@ def deaths(
   """
   dropped = collections.Counter(f.index for f in before if f.kind != "shard")
   # By (worker, incarnation): the first failure of each.
-  killed = {key: f for f in reversed(failures) for key in f.holders}
+  killed = {key: f for f in reversed(failures) for key in f.incarnations}
   coming = {f.coming: f for f in reversed(failures) if f.coming}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
   worked, left = set(), set()  # (worker, incarnation)
@@ -196,8 +197,8 @@ def deaths(
   # After the last message a worker may leave without a reason.
   received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
   for row, event in enumerate(events[: max(received, default=0) + 1]):
-    worker, action, ticket = event.worker, event.action, ledger.obey(event)
-    key = worker, ledger.holders.get(worker, -1)
+    worker, action, ticket = event.worker, event.action, ledger.apply(event)
+    key = worker, ledger.incarnations.get(worker, -1)
     failure = killed.get(key)
     if action == base.JOIN:
       excuse.pop(worker, None)

@@ -143,7 +143,7 @@ def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
   """Yields the rows that started and ended each job, in the order of ends."""
   ledger: Ledger[Event] = Ledger()
   for event in journal:
-    start = ledger.obey(event)
+    start = ledger.apply(event)
     if event.action in ENDS:
       yield start, event
 

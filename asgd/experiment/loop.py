@@ -224,7 +224,7 @@ def train(
   if wrong:
     bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
   deaths, before, machine = 0, -1, machine or Machine()
-  machine.say = lambda line: bar.line(f"{cell.name}: {line}")
+  machine.show_line = lambda line: bar.line(f"{cell.name}: {line}")
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:

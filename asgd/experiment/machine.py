@@ -30,7 +30,8 @@ class Machine:
   # A folder for a trace by JAX's profiler. It traces this process, or worker 0
   # on its machine if the workers are processes of Ray.
   profile: str | None = None
-  say: Callable[[str], None] | None = None  # shows a line; None: to stderr
+  # Shows a line to the user; None prints it to stderr.
+  show_line: Callable[[str], None] | None = None
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
   # Whether this object has started Ray.
@@ -50,12 +51,12 @@ class Machine:
       self._shared[id(value)] = ray.put(value), value
     return self._shared[id(value)][0]
 
-  def tell(self, line: str) -> None:
+  def show(self, line: str) -> None:
     """Shows a line to the user, at once: the engine is waiting."""
-    if self.say is None:
+    if self.show_line is None:
       print(line, file=sys.stderr)
     else:
-      self.say(line)
+      self.show_line(line)
 
   def worked(self) -> None:
     """Something was done in this process; see `Profile.worked`."""

@@ -72,7 +72,7 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   new, out = set(), []  # `new`: workers that joined and ended no job since
   ledger: Ledger[Event] = Ledger()
   for event in journal:
-    worker, ticket = event.worker, ledger.obey(event)
+    worker, ticket = event.worker, ledger.apply(event)
     if event.action == base.JOIN:
       new.add(worker)
     elif event.action == base.RECEIVE:

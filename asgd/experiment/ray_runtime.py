@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ from asgd.checks import text_of
 from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
-_PACKAGES = "asgd", "pipeline"  # their code is sent to a joined cluster
 # Set by Ray in the entry point of a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Prefixes of the variables that configure JAX's cache of compiled programs. A
@@ -193,16 +193,21 @@ def _runtime_env(modules, undo) -> dict[str, Any]:
 
 
 def _code(modules, undo) -> str:
-  """Returns a folder with copies of the packages and of `modules` only."""
+  """Returns a folder with copies of asgd, asgd.pipeline and `modules` only."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
-  root, only = Path(__file__).parents[2], shutil.ignore_patterns("__pycache__")
-  for path in (*(root / name for name in _PACKAGES), *map(Path, modules)):
+  only = shutil.ignore_patterns("__pycache__")
+  for path in (Path(__file__).parents[1], *map(Path, modules)):
     source = path.parent if path.name == "__init__.py" else path
     if source.is_dir():
       shutil.copytree(source, folder / source.name, ignore=only)
     else:
       shutil.copy(source, folder)
+  # In a checkout this package lies beside asgd, not inside it.
+  inside = folder / "asgd" / "pipeline"
+  if not inside.exists():
+    source = Path(importlib.util.find_spec("asgd.pipeline").origin).parent
+    shutil.copytree(source, inside, ignore=only)
   return str(folder)
 
 
@@ -302,7 +307,7 @@ def _quieten(ray_worker) -> None:
 
   def say_others(data, *args, **kwargs):
     text = "".join(data.get("lines", ()))
-    told = any(words in text for words in _NOISE) or ray_waits.dead()
+    told = any(words in text for words in _NOISE) or ray_waits.dead_processes()
     if not told:
       said(data, *args, **kwargs)
 
@@ -314,7 +319,7 @@ def stop() -> None:
   """Ends the cluster that `start` started, and undoes its changes."""
   import ray
 
-  if ray_waits.dead():
-    ray_waits.bury()  # the rest of the cluster would wait for its head
+  if ray_waits.dead_processes():
+    ray_waits.end_processes()  # the rest of the cluster would wait for its head
   ray.shutdown()
   _undo.close()

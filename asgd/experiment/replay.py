@@ -121,6 +121,12 @@ def load(
     data_dir=data_dir,
     dataset=given,
   )
+  if given is not None and given.sequential:
+    raise ValueError(
+      f"{folder} was trained on iterators, which a replay cannot rewind to the"
+      " batch of each job: for runs to be replayed, give data as a function"
+      " (worker, job) -> batch"
+    )
   if len(experiment.cells) != 1:
     raise ValueError(f"{folder}/{live_files.CHANGED}")
   now = experiment.dataset_identity

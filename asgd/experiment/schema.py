@@ -21,7 +21,7 @@ import optax
 from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
 from asgd.data import partitions
-from asgd.experiment import checks, protocol
+from asgd.experiment import checks, protocol, spelling
 
 
 class Setting(NamedTuple):
@@ -365,6 +365,7 @@ def resolve(config: Config, engines: Engines) -> Resolved:
   """Returns the config as plain data, with defaults, and its runs. Raises
   ValueError, which names the key, for an unknown key or a wrong value."""
   whole = _section(as_dict(config), sections(engines), "")
+  spelling.correct(whole, engines)
   for label in whole["only"]:
     names.lookup("label in config.only", label, whole["runs"])
   return Resolved(whole, _runs(whole, engines))

@@ -33,6 +33,7 @@ def find(name: str) -> str:
     return name
   files = {file.stem: file for file in FOLDER.glob("*.py")}
   stem = path.removeprefix("configs/").removesuffix(".py")
+  stem = names.canonical(stem, files)
   if stem not in files:
     raise ValueError(
       f"--config={name}: there is no such file, nor a config that comes with"

@@ -64,7 +64,7 @@ def find(name: str, place: Path) -> Path:
   known = files(place)
   if not known:
     raise ValueError(f"{place} holds no figure; give the path of a FILE.py")
-  return names.lookup("figure", name, known)
+  return names.lookup("figure", names.canonical(name, known), known)
 
 
 class _NoFigureError(ValueError):

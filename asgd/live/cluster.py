@@ -5,7 +5,7 @@ A protocol has a subclass. `start` begins; the driver calls `check` again and
 again until the cluster is `finished`. `check` returns lines for the user, and
 raises what would end the parties that replace others, too. For a checkpoint the
 driver calls `pause`, which returns whether all parties were at rest in time,
-and then `go_on`.
+and then `resume`.
 """
 
 from typing import Any

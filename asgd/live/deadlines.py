@@ -85,15 +85,15 @@ class WorkerWatch:
   def __init__(self, ladder: Ladder, now: float):
     self._deadlines = Deadlines(ladder)
     # When the shard started: no worker could send it a message or join before.
-    self.awake = now
+    self.started = now
     # Worker -> since when it has no connection.
     self._missing: dict[int, float] = {}
-    self.heard: dict[int, float] = {}  # worker -> its last sign of life
+    self.last_alive: dict[int, float] = {}  # worker -> its last sign of life
     self.late: set[int] = set()  # workers between T and 3 T
 
   def ended(self, began: float, now: float) -> None:
     """Takes the start and the end of a job."""
-    self._deadlines.ended(now - max(began, self.awake))
+    self._deadlines.ended(now - max(began, self.started))
 
   def learn(self, events: Iterable[Event]) -> None:
     """Takes the durations of a journal's jobs, after a restart: in a run that
@@ -123,8 +123,8 @@ class WorkerWatch:
     for worker, times in begun.items():
       # A worker computes its open tickets one after the other, so the time is
       # divided by their count.
-      heard = self.heard.get(worker, self.awake)
-      age = (now - max(min(times, default=now), heard)) / max(len(times), 1)
+      alive = self.last_alive.get(worker, self.started)
+      age = (now - max(min(times, default=now), alive)) / max(len(times), 1)
       if worker in present:
         self._missing.pop(worker, None)
       else:

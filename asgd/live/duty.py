@@ -5,6 +5,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -63,10 +64,20 @@ class Duty(NamedTuple):
       return contextlib.nullcontext()
     return jax.default_device(self.devices[worker % len(self.devices)])
 
+  def example(self, worker: int) -> base.Batch:
+    """Returns a batch in the form of a worker's."""
+    example = getattr(self.batch, "example", None)
+    return example(worker) if example else self.batch(worker, 0)
+
+  def kept_in(self, folder: Path, worker: int) -> "Duty":
+    """Returns the duty of one worker; see `stacking.NamedBatches.kept_in`."""
+    kept_in = getattr(self.batch, "kept_in", None)
+    return self._replace(batch=kept_in(folder, worker)) if kept_in else self
+
   def warm_up(self, worker: int, batch: base.Batch | None = None) -> None:
     """Compiles the work, for a batch like a worker's first by default, and
     drops its result."""
-    batch = self.batch(worker, 0) if batch is None else batch
+    batch = self.example(worker) if batch is None else batch
     self._try(worker, self._first(worker), batch)
     for held in self.hold() or ():
       held.warm_up()
@@ -88,7 +99,7 @@ class Duty(NamedTuple):
     """Compiles the work of each of N workers."""
     done = []
     for worker in range(workers):
-      batch = self.batch(worker, 0)
+      batch = self.example(worker)
       device = worker % max(len(self.devices), 1)
       program = device, [leaf.shape for leaf in jax.tree.leaves(batch)]
       if program not in done:

@@ -104,12 +104,12 @@ class Script:
     *,
     kill: Callable[[], None],
     wait: Callable[[float], None],
-    tell: Callable[[Fault], None] = lambda fault: None,
+    record: Callable[[Fault], None] = lambda fault: None,
   ):
     """`kill` ends this worker, and does not return; `wait` blocks for some
-    seconds; `tell` is called with each fault before it happens."""
+    seconds; `record` is called with each fault before it happens."""
     self._waiting = {fault[:3]: fault for fault in faults}
-    self._kill, self._wait, self._tell = kill, wait, tell
+    self._kill, self._wait, self._record = kill, wait, record
     self._late: dict[int, Frame] = {}  # by worker: a frame to be overtaken
     self._lock = threading.Lock()
     self.injected: list[Fault] = []
@@ -119,7 +119,7 @@ class Script:
       fault = self._waiting.pop((worker, seq, kind), None)
       if fault:
         self.injected.append(fault)
-        self._tell(fault)
+        self._record(fault)
     return fault
 
   def before_work(self, worker: int, seq: int) -> None:
@@ -159,5 +159,5 @@ class Script:
 def script_of(faults: Sequence[Fault], run: Path, inside: Any) -> Script:
   """Returns the faults of the worker in a host, which writes each of them to
   the folder of a run before it happens; `inside` is that of the host."""
-  tell = functools.partial(append_fault, run)
-  return Script(faults, kill=inside.kill, wait=inside.wait, tell=tell)
+  record = functools.partial(append_fault, run)
+  return Script(faults, kill=inside.kill, wait=inside.wait, record=record)

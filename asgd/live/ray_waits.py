@@ -19,7 +19,7 @@ class RayDied(ValueError):
   """Ray itself has died, with all processes that it had started."""
 
 
-def dead() -> list[str]:
+def dead_processes() -> list[str]:
   """Returns those of Ray's processes, started by this one, that have died."""
   node = ray_internals.node()
   if node is None:
@@ -28,7 +28,7 @@ def dead() -> list[str]:
   return [name for kind, name in _KINDS.items() if kind in ended]
 
 
-def bury() -> None:
+def end_processes() -> None:
   """Kills the rest of the Ray that this process has started."""
   for _, process in ray_internals.node().live_processes():
     processes.end_children(process.pid)
@@ -37,9 +37,9 @@ def bury() -> None:
 
 def check() -> None:
   """Raises RayDied if Ray has."""
-  if gone := dead():
+  if dead := dead_processes():
     raise RayDied(
-      f"Ray's own process ({', '.join(gone)}) has died: it was killed, or the"
+      f"Ray's own process ({', '.join(dead)}) has died: it was killed, or the"
       " machine is out of memory; run the same command again to resume"
     )
 

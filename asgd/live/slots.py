@@ -205,7 +205,7 @@ class SharedMemory:
             raise
         mapped = mmap.mmap(file.fileno(), size)
     except FileNotFoundError as error:
-      raise self._gone() from error
+      raise self._memory_lost() from error
     except OSError as error:
       raise ValueError(
         f"no room for {size / 1e6:.0f} MB in {path} ({error.strerror}): use"
@@ -281,7 +281,7 @@ class SharedMemory:
     try:
       store.write_body(self._folder / _SNAPSHOT, text.encode())
     except store.Changed as error:
-      raise self._gone() from error
+      raise self._memory_lost() from error
     self._turn = 1 - self._turn
 
   def _open_images(self):
@@ -299,13 +299,13 @@ class SharedMemory:
     try:
       for path, number in self._files.items():
         if path.stat().st_ino != number:
-          raise self._gone()
+          raise self._memory_lost()
       (self._folder / _ADOPTED).touch(0o600)
     except FileNotFoundError as error:
-      raise self._gone() from error
+      raise self._memory_lost() from error
     self.fresh = False
 
-  def _gone(self):
+  def _memory_lost(self):
     return ValueError(
       f"the shared memory {self._folder} is missing: it was removed while the"
       f" run used it; {GO_ON} from the last checkpoint"

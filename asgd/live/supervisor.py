@@ -113,8 +113,8 @@ class Supervisor:
   def lost(self, kind: str) -> list[Party]:
     """Returns the parties of a kind that have exited and were not dropped."""
     mine = self.parties[kind]
-    gone = [index for kind_, index in self.hosts.gone() if kind_ == kind]
-    return [mine[index] for index in gone if index in mine]
+    exited = [index for kind_, index in self.hosts.exited() if kind_ == kind]
+    return [mine[index] for index in exited if index in mine]
 
   def take_ended(self, kind: str) -> Iterator[tuple[Party, str]]:
     """Drops the parties of a kind that have exited or have ended their `run`.
@@ -236,14 +236,14 @@ class Supervisor:
     calls: Mapping[tuple[str, int], Call],
     limit: float,
     *,
-    say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
   ) -> list[tuple[str, int]]:
     """Waits for calls, all at once: a silent party takes no time from others.
 
     Args:
       calls: (kind, index) of a party -> what was asked of it.
       limit: seconds to wait, at most.
-      say: is given a line after 2 seconds, which names who is waited for.
+      show: is given a line after 2 seconds, which names who is waited for.
 
     Returns:
       The keys of the calls that have not ended by then.
@@ -257,7 +257,7 @@ class Supervisor:
       if left and passed > _SOON and not told:
         told = True
         names = ", ".join(f"{kind} {index}" for kind, index in left)
-        say(f"waiting for {names}, which has not answered for {passed:.0f} s")
+        show(f"waiting for {names}, which has not answered for {passed:.0f} s")
       if passed > limit:
         break
     return list(left)
@@ -265,7 +265,7 @@ class Supervisor:
   def _await(self, calls, limit):
     """Waits for calls, by (kind, index), and ends the silent parties; returns
     their keys."""
-    silent = self.silent(calls, limit, say=self.hosts.say)
+    silent = self.silent(calls, limit, show=self.hosts.show)
     for kind, index in silent:
       self.hosts.kill(kind, index)
     return silent

@@ -137,12 +137,14 @@ class WorkerLoop:
     duty: Duty,
     reach: Reach,
     *,
-    life: int = 0,
+    restarts: int = 0,
     patience: float = 5.0,
   ):
-    """`life` counts the earlier loops with this worker index. After `patience`
-    seconds without an answer, frames are sent again."""
-    self._worker, self._duty, self._life = worker, duty, life
+    """Args:
+      restarts: count of the earlier loops with this worker index.
+      patience: seconds without an answer after which frames are sent again.
+    """
+    self._worker, self._duty, self._restarts = worker, duty, restarts
     self._reach, self._patience = reach, patience
     self._memories = list(reach.memories())
     self._shards = range(len(self._memories))
@@ -193,7 +195,7 @@ class WorkerLoop:
       received = None
       try:
         ready = self._stages.ready if self._stages else bool(running)
-        received = self._reach.link.hear(0.0 if ready else self._patience)
+        received = self._reach.link.receive(0.0 if ready else self._patience)
       except Disconnected as error:
         self._reconnect(error.shard)
       # [4] Handle the frame, or finish a job, or retry after a timeout.
@@ -216,7 +218,7 @@ class WorkerLoop:
     if self._lease.revoked:
       return  # another loop sends the frames of this worker index
     try:
-      self._reach.link.say(shard, frame)
+      self._reach.link.send(shard, frame)
     except Disconnected:
       self._reconnect(shard)
 
@@ -229,12 +231,13 @@ class WorkerLoop:
         last_sign = clock()
         # A lead that is lost, too, gets its frames at its own reconnection.
         with contextlib.suppress(Disconnected):
-          link.say(0, self._hello(flag=1))
+          link.send(0, self._hello(flag=1))
     self._repeat((shard,))
 
   def _hello(self, flag: int = 0) -> Frame:
     number, attempt = self._tenure.number, self._tenure.attempt
-    return Frame(frames.HELLO, self._worker, self._life, number, attempt, flag)
+    worker, restarts = self._worker, self._restarts
+    return Frame(frames.HELLO, worker, restarts, number, attempt, flag)
 
   def _repeat(self, shards: Iterable[int]) -> None:
     """Sends shards the frames again that they have not answered. A shard
@@ -244,15 +247,15 @@ class WorkerLoop:
       if shard and tenure.number < 0:
         continue  # other shards accept a HELLO only with an incarnation
       try:
-        link.say(shard, self._hello())
+        link.send(shard, self._hello())
         if shard and not self._duty.consistent:
           for job in tenure.jobs.values():
             if shard not in job.tickets and 0 in job.tickets:
-              link.say(shard, job.fetch_frame(self._worker))
+              link.send(shard, job.fetch_frame(self._worker))
         for frame in list(tenure.unacked[shard].values()):
-          link.say(shard, frame)
+          link.send(shard, frame)
       except Disconnected:
-        return  # the next `hear` raises it again, and the loop reconnects
+        return  # the next `receive` raises it again, and the loop reconnects
 
 
   def _handle(self, shard: int, frame: Frame) -> None:
@@ -287,7 +290,7 @@ class WorkerLoop:
     lead would take later frames for those of the same incarnation."""
     while not self._lease.revoked:
       try:
-        self._reach.link.say(0, bye)
+        self._reach.link.send(0, bye)
         return
       except Disconnected:
         self._reconnect(0)

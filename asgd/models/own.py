@@ -1,14 +1,18 @@
-"""Users' models: a flax module, an nnx module or a pair (init, apply).
+"""Users' models: a flax module, an nnx module, a pair (init, apply) or a
+transformed function of Haiku.
 
 Such a model cannot be cut into stages. Statistics of BatchNorm follow the rule
 of this library: a message holds those of its batch, and the server averages
 them in. Flax averages by itself, new = m old + (1 - m) batch. So the batch's
 statistics are (new - m old) / (1 - m), and the server uses the momentum m. One
 worker then keeps the same statistics as a loop of flax and optax.
+
+Haiku's state has no such rule: it may be any values. A message holds the state
+after its batch, and the server replaces its own by it (momentum 0).
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +26,10 @@ from asgd import base, checks
 _MODES = {"train": True, "training": True, "is_training": True}
 _MODES |= {"deterministic": False, "use_running_average": False}
 _KEYS = "key", "rng"
+_STATE = "state"  # the name of a second argument of apply, as Haiku has it
 _FORMS = (
-  "a flax.linen Module, a tuple of layers, a pair (init, apply) or, with an"
-  " argument rngs, a flax.nnx Module"
+  "a flax.linen Module, a tuple of layers, a pair (init, apply), a transformed"
+  " function of Haiku or, with an argument rngs, a flax.nnx Module"
 )
 DECAY = 0.9  # for statistics that a model returns as those of its batch
 
@@ -42,6 +47,10 @@ class Model(NamedTuple):
   apply: Callable[..., tuple[jax.Array, Any]]
   # example -> the part of the old statistics that an update keeps
   decay: Callable[[Any], float] = lambda example: DECAY
+  # Variables in the form of the model's package -> params of this model
+  inward: Callable[[Any], optax.Params] = lambda variables: variables
+  # (params of this model, example) -> variables in the package's form
+  outward: Callable[[optax.Params, Any], Any] = lambda params, example: params
 
 
 def as_model(value: Any) -> Any:
@@ -63,6 +72,9 @@ def as_model(value: Any) -> Any:
       return tuple(value)
     if len(value) == 2 and all(map(callable, value)):
       return _pair(*value)
+  pair = getattr(value, "init", None), getattr(value, "apply", None)
+  if all(map(callable, pair)):
+    return _pair(*pair)
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
@@ -195,7 +207,19 @@ def _linen(module: nn.Module) -> Model:
     momenta_seen.update(momenta)
     return _one_momentum(momenta, name)
 
-  return Model(init, apply, decay)
+  def inward(variables):
+    if not isinstance(variables, Mapping) or "params" not in variables:
+      return variables
+    weights, stats = variables["params"], variables.get("batch_stats")
+    return base.Variables(weights, stats) if stats else weights
+
+  def outward(params, example):
+    del example
+    if isinstance(params, base.Variables):
+      return {"params": params.weights, "batch_stats": params.stats}
+    return {"params": params}
+
+  return Model(init, apply, decay, inward, outward)
 
 
 def check_layers(init: Callable[[jax.Array], Any]) -> None:
@@ -281,7 +305,13 @@ def of_nnx(make: Callable[..., Any]) -> Model:
   return Model(init, apply, decay)
 
 
-# Two functions.
+# Two functions, with or without Haiku's positional state and rng.
+
+
+def _positional(function: Callable) -> list[inspect.Parameter]:
+  """Returns the parameters of a function that are passed by position."""
+  parameters = inspect.signature(function).parameters.values()
+  return [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
 
 
 def _pair(init: Callable, apply: Callable) -> Model:
@@ -289,25 +319,24 @@ def _pair(init: Callable, apply: Callable) -> Model:
 
   init is called as init(key) or init(key, example). apply is called as
   apply(params, x), with `train` and `key` by name if it takes them. If params
-  are base.Variables, apply must return (output, the batch's own statistics)."""
-  needed = [
-    p
-    for p in inspect.signature(init).parameters.values()
-    if p.default is p.empty and p.kind < p.KEYWORD_ONLY
-  ]
-  if len(needed) not in (1, 2):
-    names = ", ".join(p.name for p in needed)
-    raise ValueError(f"init takes ({names}); write init(key) or init(key, x)")
-  arguments = _arguments(apply, 2, "apply")
+  are base.Variables, apply must return (output, the batch's own statistics).
 
-  def start(key, example):
-    if len(needed) == 1:
-      return init(key)
-    return init(key, jnp.zeros(example.shape, example.dtype))
+  apply may also have the form of Haiku: apply(params, rng, x), apply(params,
+  state, rng, x) or apply(params, state, x). With a state, init returns (params,
+  state) and apply returns (output, state)."""
+  names = [p.name for p in _positional(apply)]
+  between = [name for name in names[1:2] if name == _STATE]
+  between += [name for name in names[1 + len(between) :][:1] if name in _KEYS]
+  arguments = _arguments(apply, 2 + len(between), "apply")
+  draw = _drawing(init)
+  if _STATE in between:
+    return _stateful(draw, apply, between, arguments)
 
   def run(params, x, train, key):
     keys = {name: key for name in _KEYS if name in arguments}
-    out = apply(params, x, **_mode(arguments, train), **keys)
+    out = apply(
+      params, *(key for _ in between), x, **_mode(arguments, train), **keys
+    )
     if not isinstance(params, base.Variables):
       return out, ()
     if not isinstance(out, tuple) or len(out) != 2:
@@ -317,4 +346,105 @@ def _pair(init: Callable, apply: Callable) -> Model:
       )
     return out
 
-  return Model(start, run)
+  return Model(draw, run)
+
+
+def _drawing(init: Callable) -> Callable:
+  """Returns (key, example) -> the result of a pair's init."""
+  needed = [
+    p.name
+    for p in _positional(init)
+    if p.kind is p.VAR_POSITIONAL
+    or (p.default is p.empty and p.name not in _MODES)
+  ]
+  if len(needed) not in (1, 2):
+    names = ", ".join(needed)
+    raise ValueError(f"init takes ({names}); write init(key) or init(key, x)")
+  # Haiku's moving averages get their shapes only in training.
+  mode = _mode(_arguments(init, len(needed), "init"), True)
+
+  def draw(key, example):
+    if len(needed) == 1:
+      return init(key, **mode)
+    return init(key, jnp.zeros(example.shape, example.dtype), **mode)
+
+  return draw
+
+
+def _stateful(
+  draw: Callable, apply: Callable, between: list[str], arguments: list[str]
+) -> Model:
+  """Returns the Model of a pair whose apply takes and returns a state.
+
+  The statistics of this model are the state, in floating point numbers: the
+  server subtracts and adds statistics. A count is exact up to 2^24.
+
+  Args:
+    draw: (key, example) -> (params, state).
+    apply: of the pair.
+    between: names of its arguments between params and x.
+    arguments: names of its arguments after x.
+  """
+
+  def of_pair(made):
+    if not isinstance(made, tuple) or len(made) != 2:
+      raise ModelError(
+        "apply takes a state, so init must return (params, state), not"
+        f" {checks.shown(made)}"
+      )
+    if not jax.tree.leaves(made[1]):
+      return made[0]
+    return base.Variables(made[0], jax.tree.map(_as_float, made[1]))
+
+  def init(key, example):
+    return of_pair(draw(key, example))
+
+  def like(x):
+    """The state's structure and dtypes, which params alone do not show."""
+    example = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    made = jax.eval_shape(lambda key: draw(key, example), jax.random.key(0))
+    return made[1]
+
+  def own_state(params, x):
+    state = like(x)
+    if isinstance(params, base.Variables):
+      return jax.tree.map(lambda s, of: s.astype(of.dtype), params.stats, state)
+    if jax.tree.leaves(state):
+      raise ModelError(
+        "the model has a state, which the parameters lack: give params=(params,"
+        " state) as its init returns them, or params=None"
+      )
+    return state
+
+  def run(params, x, train, key):
+    passed = {_STATE: own_state(params, x)}
+    out = apply(
+      base.weights_of(params),
+      *(passed.get(name, key) for name in between),
+      x,
+      **_mode(arguments, train),
+    )
+    if not isinstance(out, tuple) or len(out) != 2:
+      raise ModelError(
+        "apply takes a state, so it must return (output, state), not"
+        f" {checks.shown(out)}"
+      )
+    if not isinstance(params, base.Variables):
+      return out[0], ()
+    after = jax.tree.map(_as_float, out[1])
+    return out[0], after if train else params.stats
+
+  def inward(variables):
+    # Haiku's params are a dict; (params, state) and Variables are tuples.
+    return of_pair(variables) if isinstance(variables, tuple) else variables
+
+  def outward(params, example):
+    return base.weights_of(params), own_state(params, example)
+
+  return Model(init, run, lambda example: 0.0, inward, outward)
+
+
+def _as_float(value: jax.Array) -> jax.Array:
+  """Returns an array of integers or flags in floating point numbers."""
+  inexact = jnp.issubdtype(jnp.result_type(value), jnp.inexact)
+  return jnp.asarray(value) if inexact else jnp.asarray(value, jnp.float32)

@@ -53,9 +53,9 @@ class Arrivals:
     del event
     self.tickets += 1
 
-  def add(self, key: Key, took: float | None) -> None:
-    """Notes that a message has arrived, `took` after its ticket."""
-    del took
+  def add(self, key: Key, seconds: float | None) -> None:
+    """Notes that a message has arrived, `seconds` after its ticket."""
+    del seconds
     self._number[key] = next(self._count)
     if key[1] == next(iter(self._ledger.open[key[0]])):
       self._first.append(key)
@@ -72,7 +72,7 @@ class Arrivals:
         self._first.append(first)
     return event.action != base.RECEIVE
 
-  def beaten(self) -> list[Key]:
+  def superseded(self) -> list[Key]:
     """Returns messages that arrived after another message of their job."""
     return []
 
@@ -117,15 +117,15 @@ class RoundArrivals(Arrivals):
       self._began = event.time
     self.granted += self._copies.start(event.job, event.key)
 
-  def add(self, key: Key, took: float | None) -> None:
-    """Notes that a message has arrived, `took` after its ticket."""
+  def add(self, key: Key, seconds: float | None) -> None:
+    """Notes that a message has arrived, `seconds` after its ticket."""
     worker, seq = key
     self._number[key] = next(self._count)
     self._waiting[worker] += 1
     tickets = self._ledger.open[worker]
     self._copies.arrive(tickets[seq].job, key)
-    if took is not None and self._late_factor < math.inf:
-      self._copies.set_time(worker, took)
+    if seconds is not None and self._late_factor < math.inf:
+      self._copies.set_time(worker, seconds)
     front, end = self._front.get(worker, 0), self._ledger.next_seq[worker]
     while front < end and (front not in tickets or (worker, front) in self):
       if front in tickets and tickets[front].round == self.round:
@@ -159,9 +159,9 @@ class RoundArrivals(Arrivals):
     self._late.update(worker for worker, _ in self._on_time)
     self._on_time.clear()
 
-  def beaten(self) -> list[Key]:
+  def superseded(self) -> list[Key]:
     """Returns messages that arrived after another message of their job."""
-    return self._copies.beaten()
+    return self._copies.superseded()
 
   def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
     """Returns late messages, which the server drops, then those of the round if

@@ -37,7 +37,7 @@ class Copies:
     >>> copies.end(5, (1, 0), counts=True)
     False
     >>> copies.arrive(5, (0, 0))
-    >>> copies.beaten()
+    >>> copies.superseded()
     [(0, 0)]
   """
 
@@ -47,7 +47,7 @@ class Copies:
     self.awaited: set[int] = set()
     self._done: set[int] = set()  # open jobs of which a message was received
     self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
-    self._second: list[tuple[int, Key]] = []  # candidates for `beaten`
+    self._second: list[tuple[int, Key]] = []  # candidates for `superseded`
     self._time: dict[int, float] = {}  # worker -> time of its latest job
     self._times: list[float] = []  # the same, sorted
 
@@ -98,7 +98,7 @@ class Copies:
     else:
       self.single.pop(job, None)
 
-  def beaten(self) -> list[Key]:
+  def superseded(self) -> list[Key]:
     """Returns the messages that arrived since the last call, in their order,
     after another message of their job."""
     second, self._second = self._second, []
@@ -110,7 +110,7 @@ class Copies:
     return out
 
   def set_time(self, worker: int, time: float) -> None:
-    """Sets the time that a worker took for its latest job."""
+    """Sets the time that a worker needed for its latest job."""
     if worker in self._time:
       del self._times[bisect.bisect_left(self._times, self._time[worker])]
     self._time[worker] = time

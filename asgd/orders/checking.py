@@ -58,7 +58,7 @@ def check(
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
     if why := _forbidden(ledger, event, depth):
       ledger.refuse(event, why)
-    ledger.obey(event)
+    ledger.apply(event)
     workers = max(workers, event.worker + 1)
   return workers
 

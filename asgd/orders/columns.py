@@ -113,21 +113,22 @@ def _taken(stream, count):
 def _without_rounds(rules, draws, workers, messages):
   """Returns the trace of a protocol without rounds: first the warm start of
   worker 0, then all workers. The bound may be infinite."""
-  alone = min(rules.warm_start, messages)
-  ends = np.add.accumulate(draws.first(alone))
-  job = np.arange(alone)
-  times = np.repeat(np.append(0.0, ends), 2)[1:-1] if alone else ends
-  kept = np.where(job % rules.fetch_every, base.KEEP, base.SEND)
-  actions = np.stack([kept, np.full(alone, base.RECEIVE)], 1).ravel()
+  warm = min(rules.warm_start, messages)  # jobs of the warm start
+  ends = np.add.accumulate(draws.first(warm))
+  job = np.arange(warm)
+  # A job has two rows. It starts when the job before it ends.
+  times = np.repeat(np.append(0.0, ends), 2)[1:-1] if warm else ends
+  starts = np.where(job % rules.fetch_every, base.KEEP, base.SEND)
+  actions = np.stack([starts, np.full(warm, base.RECEIVE)], 1).ravel()
   jobs = np.repeat(job, 2)
-  rows = [times, np.zeros(2 * alone), jobs, jobs, actions]
-  if messages > alone:
-    begin = float(ends[-1]) if alone else 0.0
-    levels = _Levels(rules, draws, workers, messages - alone, begin)
+  rows = [times, np.zeros(2 * warm), jobs, jobs, actions]
+  if messages > warm:
+    begin = float(ends[-1]) if warm else 0.0
+    levels = _Levels(rules, draws, workers, messages - warm, begin)
     time, worker, seq, job, action = levels.rows()
-    seq[worker == 0] += alone
-    together = (time, worker, seq, job + alone, action)
-    rows = map(np.concatenate, zip(rows, together, strict=True))
+    seq[worker == 0] += warm
+    later_rows = (time, worker, seq, job + warm, action)
+    rows = map(np.concatenate, zip(rows, later_rows, strict=True))
   return _trace(rows)
 
 
@@ -141,7 +142,7 @@ class _Levels:
 
   def __init__(self, rules, draws, workers, messages, begin):
     self._workers, self._messages, self._begin = workers, messages, begin
-    self._every, bound = rules.fetch_every, rules.bound
+    self._fetch_every, bound = rules.fetch_every, rules.bound
     self._bound = None if bound == math.inf else math.floor(bound)
     levels = self._ends(draws)
     sizes = [len(ends) for _, ends in levels]
@@ -157,28 +158,32 @@ class _Levels:
     them."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
-    levels, gates, known, horizon = [], [], 0, math.inf
-    due = self._messages  # number of known messages at the next estimate
+    levels, level_ends = [], []
+    count, horizon = 0, math.inf  # messages so far; time of the last message
+    next_estimate = self._messages  # count at which `horizon` is estimated
     while len(active):
       starts = latest[active]
       if self._bound is not None and len(levels) > self._bound:
-        gate = gates[len(levels) - self._bound - 1]
-        if gate > horizon:
+        # No worker may start before this earlier level has ended.
+        level_end = level_ends[len(levels) - self._bound - 1]
+        if level_end > horizon:
           break
-        starts = np.maximum(starts, gate)
+        starts = np.maximum(starts, level_end)
       ends = starts + draws.peek(active)
       draws.use(active)
       if (ends <= starts).any():
         raise _Irregular
       levels.append((active, ends))
       latest[active] = ends
-      gates.append(ends.max() if len(active) == self._workers else math.inf)
-      known += len(active)
-      if known >= due:
+      complete = len(active) == self._workers
+      level_ends.append(ends.max() if complete else math.inf)
+      count += len(active)
+      if count >= next_estimate:
         # An upper bound of the last message's time: more levels only lower it.
-        found = np.concatenate([ends for _, ends in levels])
+        all_ends = np.concatenate([ends for _, ends in levels])
         last = self._messages - 1
-        horizon, due = np.partition(found, last)[last], known + known // 16
+        horizon = np.partition(all_ends, last)[last]
+        next_estimate = count + count // 16
       if horizon < math.inf and (ends > horizon).any():
         active = active[ends <= horizon]
     return levels
@@ -209,24 +214,24 @@ class _Levels:
     order = np.argsort(self._end, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    known: dict[int, int] = {}
+    last_ranks: dict[int, int] = {}  # of the levels that were needed so far
 
     def level_ranks(levels):
       out = np.empty(len(levels), np.int64)
       for level in np.unique(levels).tolist():
-        if level not in known:
+        if level not in last_ranks:
           part = slice(self._offsets[level], self._offsets[level + 1])
-          known[level] = rank[part].max()
-        out[levels == level] = known[level]
+          last_ranks[level] = rank[part].max()
+        out[levels == level] = last_ranks[level]
       return out
 
-    # Triggers are earlier than the messages that they grant. So groups of equal
-    # times are sorted in the order of time.
+    # The order of messages with equal times depends on the ranks of their
+    # triggers, which are earlier. So such groups are sorted in order of time.
     ends = self._end[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
-    new = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
-    starts = tied[new]
-    stops = np.append(tied[new[1:] - 1], tied[-1:]) + 2
+    group_starts = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
+    starts = tied[group_starts]
+    stops = np.append(tied[group_starts[1:] - 1], tied[-1:]) + 2
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
       if start >= self._messages:
         break
@@ -241,10 +246,10 @@ class _Levels:
     """Returns the columns of all rows, from the first grants on."""
     order, rank = self._ranks()
     last_ranks = np.maximum.reduceat(rank, self._offsets[:-1])
-    whole = np.diff(self._offsets) == self._workers
-    last_ranks[~whole] = len(rank)
-    every = np.arange(len(rank))
-    triggers = self._triggers(every, rank, last_ranks.__getitem__)
+    level_is_full = np.diff(self._offsets) == self._workers
+    last_ranks[~level_is_full] = len(rank)
+    indices = np.arange(len(rank))
+    triggers = self._triggers(indices, rank, last_ranks.__getitem__)
     granted = np.flatnonzero(triggers < self._messages - 1)
     # Jobs are numbered by trigger and then by worker.
     key = triggers[granted] * self._workers + self._worker[granted]
@@ -254,18 +259,21 @@ class _Levels:
     jobs[granted] = np.arange(len(granted))
     received = order[: self._messages]
 
-    starts = np.arange(len(granted)) + triggers + 1  # their rows
+    # The row numbers of jobs that start, and of messages that are received.
+    start_rows = np.arange(len(granted)) + triggers + 1
     ranks = np.arange(self._messages)
-    ends = ranks + np.searchsorted(triggers, ranks)
+    end_rows = ranks + np.searchsorted(triggers, ranks)
     level = self._level[granted]
-    at = np.where(triggers < 0, self._begin, self._end[order[triggers]])
-    actions = np.where(level % self._every, base.KEEP, base.SEND)
-    messages = np.empty(len(starts) + len(ends), np.int64)
+    start_times = np.where(
+      triggers < 0, self._begin, self._end[order[triggers]]
+    )
+    start_actions = np.where(level % self._fetch_every, base.KEEP, base.SEND)
+    messages = np.empty(len(start_rows) + len(end_rows), np.int64)
     times = np.empty(len(messages))
     action = np.full(len(messages), base.RECEIVE, np.int8)
-    messages[starts], messages[ends] = granted, received
-    times[starts], times[ends] = at, self._end[received]
-    action[starts] = actions
+    messages[start_rows], messages[end_rows] = granted, received
+    times[start_rows], times[end_rows] = start_times, self._end[received]
+    action[start_rows] = start_actions
     return [
       *(times, self._worker[messages], self._level[messages], jobs[messages]),
       action,
@@ -281,11 +289,12 @@ class _Rounds:
 
   def __init__(self, rules, draws, workers):
     self._draws, self._size = draws, rules.round
-    self._most = rules.round + rules.backup
-    self._end = np.full(workers, math.inf)  # of those at work
+    self._jobs_of_round = rules.round + rules.backup
+    # By worker: its current job. An idle worker ends at infinity.
+    self._end = np.full(workers, math.inf)
     self._seq = np.full(workers, -1)
     self._job = np.zeros(workers, np.int64)
-    self._of = np.zeros(workers, np.int64)  # the round of its job
+    self._round_of_job = np.zeros(workers, np.int64)
     self._round = self._jobs = self._received = 0
     self._rows = []  # float[5, R]: columns; their integers are exact
 
@@ -310,7 +319,7 @@ class _Rounds:
     self._seq[workers] += 1
     self._job[workers] = self._jobs + np.arange(len(workers))
     self._jobs += len(workers)
-    self._of[workers] = self._round
+    self._round_of_job[workers] = self._round
     return self._columns(workers, times, base.SEND)
 
   def _columns(self, workers, times, action):
@@ -321,18 +330,18 @@ class _Rounds:
 
   def _play_round(self, now):
     """Plays a round; returns when it is complete."""
-    starters = np.flatnonzero(self._end == math.inf)[: self._most]
+    starters = np.flatnonzero(self._end == math.inf)[: self._jobs_of_round]
     self._rows.append(self._start(starters, now))
-    left = self._most - len(starters)  # jobs that the round may still start
-    handed_in = []  # rows of its messages
+    left = self._jobs_of_round - len(starters)  # jobs that may still start
+    round_messages = []  # rows
     missing = self._size
     while missing:
       arrivals, restarts = self._next_arrivals(left, missing)
       times = self._end[arrivals]
       ends = self._columns(arrivals, times, base.RECEIVE)
-      on_time = self._of[arrivals] == self._round
+      on_time = self._round_of_job[arrivals] == self._round
       missing -= int(on_time.sum())
-      handed_in.append(ends[:, on_time])
+      round_messages.append(ends[:, on_time])
       late = ends[:, ~on_time]
       self._received += late.shape[1]
       self._end[arrivals] = math.inf
@@ -345,29 +354,33 @@ class _Rounds:
       self._rows.append(np.concatenate([late, starts], axis=1)[:, order])
       now = times[-1]
     self._round += 1
-    whole = np.concatenate(handed_in, axis=1)
-    whole[0] = now
-    self._rows.append(whole[:, np.argsort(whole[3])])  # sorted by job
+    # The server receives all messages of a round at its end, sorted by job.
+    received = np.concatenate(round_messages, axis=1)
+    received[0] = now
+    self._rows.append(received[:, np.argsort(received[3])])
     return now
 
   def _next_arrivals(self, left, missing):
-    """Returns (workers in the order of their next messages, number of the first
-    ones that start again). The list stops where the round is complete, or
-    before a job that one of them starts may end."""
+    """Returns (workers, restarts): the workers in the order of their next
+    messages, of which the first `restarts` start another job.
+
+    The list ends with the message that completes the round, or before the first
+    message of a job that is started here."""
     busy = np.flatnonzero(self._end < math.inf)
     order = busy[np.lexsort((self._job[busy], self._end[busy]))]
-    on_time = np.cumsum(self._of[order] == self._round)
+    on_time = np.cumsum(self._round_of_job[order] == self._round)
     last = int(np.searchsorted(on_time, missing))  # completes the round
     order = order[: last + 1]
     restarts = min(left, last, len(order))
     if restarts:
-      again = order[:restarts]
-      ends = self._end[again] + self._draws.peek(again)
-      first = np.full(len(order), math.inf)  # of those before, the first to end
-      first[1 : restarts + 1] = np.minimum.accumulate(ends)[: len(order) - 1]
-      first[restarts + 1 :] = ends.min()
-      sooner = self._end[order] > first
-      if sooner.any():
-        order = order[: int(np.argmax(sooner))]
+      restarted = order[:restarts]
+      ends = self._end[restarted] + self._draws.peek(restarted)
+      # The earliest end among the jobs restarted before each arrival.
+      earliest = np.full(len(order), math.inf)
+      earliest[1 : restarts + 1] = np.minimum.accumulate(ends)[: len(order) - 1]
+      earliest[restarts + 1 :] = ends.min()
+      overtaken = self._end[order] > earliest
+      if overtaken.any():
+        order = order[: int(np.argmax(overtaken))]
         restarts = min(restarts, len(order))
     return order, restarts

@@ -3,7 +3,7 @@
 A Dispatcher is called for each event (a worker joins, asks for work, sends a
 message, leaves) and decides which jobs start. Each decision is a row of a
 Trace. The rows and the waiting messages are the only state, so
-`Dispatcher.obey` restores it from a recorded trace after a crash. A simulated
+`Dispatcher.replay` restores it from a recorded trace after a crash. A simulated
 order calls it at drawn times, a live run at real ones. An event costs O(log N)
 for N workers: `asgd.orders.starters` keeps the workers that may start,
 `asgd.orders.arrivals` the messages that may be received.
@@ -114,7 +114,7 @@ class Grant(NamedTuple):
 
 
 @dataclasses.dataclass(slots=True)
-class _Place:
+class _WorkerState:
   """The state of one worker index, beside its tickets."""
 
   finished: int = 0  # the worker's clock
@@ -160,8 +160,9 @@ class Dispatcher:
     self.jobs: int | None = jobs
     self._owned: bool = owned
     self._log: Callable[[Event], None] = log or (lambda row: None)
-    self._places: dict[int, _Place] = collections.defaultdict(_Place)
-    self._again: dict[int, list[int]] = {}  # heaps of lost jobs, none empty
+    self._states = collections.defaultdict[int, _WorkerState](_WorkerState)
+    # Heaps of lost jobs, none of them empty; see `_owner` for the keys.
+    self._lost_jobs: dict[int, list[int]] = {}
     self._next_job = 0
     self._ledger: Ledger[StartedJob] = Ledger(self._open)
     self.received = 0  # jobs
@@ -179,9 +180,9 @@ class Dispatcher:
         f"worker {worker} is registered already: it must leave before its next"
         " incarnation joins"
       )
-    holder = self._ledger.holders.get(worker, -1) + 1
-    self._write(now, worker, NO_SEQ, holder, base.JOIN)
-    return holder
+    incarnation = self._ledger.incarnations.get(worker, -1) + 1
+    self._write(now, worker, NO_SEQ, incarnation, base.JOIN)
+    return incarnation
 
   def leave(self, worker: int, now: float) -> list[int]:
     """Removes a worker and frees its open jobs for others; returns the seqs of
@@ -191,8 +192,8 @@ class Dispatcher:
     tickets = self.open(worker)
     for seq, ticket in tickets.items():
       self._write(now, worker, seq, ticket.job, base.LOST)
-    holder = self._ledger.holders.get(worker, 0)
-    self._write(now, worker, NO_SEQ, holder, base.LEAVE)
+    incarnation = self._ledger.incarnations.get(worker, 0)
+    self._write(now, worker, NO_SEQ, incarnation, base.LEAVE)
     return list(tickets)
 
   def reject(self, worker: int, seq: int, now: float) -> list[int]:
@@ -203,8 +204,8 @@ class Dispatcher:
 
   def pause(self, worker: int) -> None:
     """Grants no new job to a worker that is about to leave."""
-    self._places[worker].paused = True
-    self._note(worker)
+    self._states[worker].paused = True
+    self._update_starters(worker)
 
   def arrive(
     self, worker: int, seq: int, now: float | None = None
@@ -217,7 +218,7 @@ class Dispatcher:
       return False
     self._arrivals.add(key, None if now is None else now - ticket.time)
     if self.rules.round:
-      self._note(worker)
+      self._update_starters(worker)
     return True
 
   def deliver(self, now: float) -> list[tuple[int, int, int]]:
@@ -225,7 +226,7 @@ class Dispatcher:
     Messages of a round wait for each other. They are received in the order of
     their jobs, so that a sum over them does not depend on their arrivals."""
     out = []
-    for worker, seq in self._arrivals.beaten():
+    for worker, seq in self._arrivals.superseded():
       job = self._ledger.open[worker][seq].job
       self._write(now, worker, seq, job, base.DROP)
     while ready := self._arrivals.ready(self._more_to_come):
@@ -237,7 +238,7 @@ class Dispatcher:
 
   def _more_to_come(self) -> bool:
     """Whether a job has yet to start."""
-    return self._fresh_jobs() > 0 or bool(self._again)
+    return self._fresh_jobs() > 0 or bool(self._lost_jobs)
 
   def grants(self, now: float) -> list[Grant]:
     """Starts all jobs that may start now, in rounds over the workers."""
@@ -247,14 +248,14 @@ class Dispatcher:
       for worker in starters:
         job = self._take_job(worker)
         if job is None:
-          self._note(worker)
+          self._update_starters(worker)
           continue
         keep = self._keeps(worker)
         out.append(self._start(now, worker, job, keep=keep))
       # With one ticket each, all workers that could start have started.
       if len(out) == before or (self.rules.depth == 1 and not self._owned):
         break
-    return out + self._hand_out_late(now)
+    return out + self._start_backup_tasks(now)
 
   def _start(self, now, worker, job, *, keep):
     seq = self._ledger.next_seq.get(worker, 0)
@@ -266,10 +267,10 @@ class Dispatcher:
     many as jobs are left. In a warm start this is the worker that has begun,
     or the first."""
     rules, starters = self.rules, self._starters
-    if self._alone:
+    if self._in_warm_start:
       if self._arrivals.tickets:
         return ()
-      free = (w for w in starters.workers if not self._places[w].paused)
+      free = (w for w in starters.workers if not self._states[w].paused)
       return list(itertools.islice(free, 1))
     limit, most = math.inf, len(starters.workers)
     if rules.round:
@@ -278,13 +279,14 @@ class Dispatcher:
       limit = self.slowest() + rules.bound
     fresh = self._fresh_jobs()
     if not self._owned:
-      jobs = fresh + len(self._again.get(0, ()))
+      jobs = fresh + len(self._lost_jobs.get(0, ()))
       return starters.take(limit, min(most, jobs))
     if fresh > 0:
       return starters.take(limit, most)
-    return sorted(w for w in self._again if starters.allows(w, limit))[:most]
+    owners = (w for w in self._lost_jobs if starters.allows(w, limit))
+    return sorted(owners)[:most]
 
-  def _hand_out_late(self, now: float) -> list[Grant]:
+  def _start_backup_tasks(self, now: float) -> list[Grant]:
     """Starts backup tasks: copies of late jobs at idle workers."""
     out: list[Grant] = []
     for due, _, job in sorted(self._late_jobs(now)):
@@ -311,100 +313,101 @@ class Dispatcher:
     return arrivals.late_jobs(before)
 
   @property
-  def _alone(self):
+  def _in_warm_start(self):
     """Whether one worker works alone, in a warm start."""
     return self.received < self.rules.warm_start
 
   def slowest(self) -> int:
     """The clock of the slowest worker that has a job to do; in a warm start
     that of the one worker that computes."""
-    if self._alone:
+    if self._in_warm_start:
       return self._starters.most
-    everyone = self._fresh_jobs() > 0 or (bool(self._again) and not self._owned)
+    job_for_all = bool(self._lost_jobs) and not self._owned
+    everyone = self._fresh_jobs() > 0 or job_for_all
     return self._starters.slowest(everyone=everyone)
 
   def _clock(self, worker: int) -> int:
     """The worker's clock once its open jobs have ended."""
-    return self._places[worker].finished + len(self._ledger.open[worker])
+    return self._states[worker].finished + len(self._ledger.open[worker])
 
   def _keeps(self, worker: int) -> bool:
     """Whether the worker computes its next job on its latest ticket."""
-    rules, place = self.rules, self._places[worker]
-    if not place.on_ticket:
+    rules, state = self.rules, self._states[worker]
+    if not state.on_ticket:
       return False
     if rules.cache:
-      ahead = self._clock(worker) - place.slowest
-      return not self._alone and ahead <= rules.bound
-    return place.on_ticket < rules.fetch_every
+      ahead = self._clock(worker) - state.slowest
+      return not self._in_warm_start and ahead <= rules.bound
+    return state.on_ticket < rules.fetch_every
 
   def _fresh_jobs(self) -> float:
     """The number of jobs that were never started; infinity without an end."""
     return math.inf if self.jobs is None else self.jobs - self._next_job
 
   def _owner(self, worker: int) -> int:
-    """The key in `_again` of the jobs that a worker lost: its index if jobs
+    """The key in `_lost_jobs` of the jobs that a worker lost: its index if jobs
     belong to workers, else 0."""
     return worker if self._owned else 0
 
   def _take_job(self, worker):
-    if lost := self._again.get(self._owner(worker)):
+    if lost := self._lost_jobs.get(self._owner(worker)):
       return lost[0]
     return self._next_job if self._fresh_jobs() > 0 else None
 
-  def _note(self, worker: int) -> None:
+  def _update_starters(self, worker: int) -> None:
     """Updates the starters after a worker has changed."""
     if worker not in self._ledger.present:
       self._starters.remove(worker)
       return
-    place, tickets = self._places[worker], self._ledger.open[worker]
-    free = not place.paused and self._arrivals.busy(worker) < self.rules.depth
+    state, tickets = self._states[worker], self._ledger.open[worker]
+    free = not state.paused and self._arrivals.busy(worker) < self.rules.depth
     self._starters.note(
       worker,
-      place.finished,
-      has_job=bool(tickets) or (self._owned and worker in self._again),
-      ahead=place.finished + len(tickets) if free else None,
+      state.finished,
+      has_job=bool(tickets) or (self._owned and worker in self._lost_jobs),
+      ahead=state.finished + len(tickets) if free else None,
     )
 
   def _write(self, now, worker, seq, job, action):
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
     self._log(event)
-    self._obey(event)
+    self._apply(event)
 
-  def obey(self, rows: Iterable[Event]) -> "Dispatcher":
+  def replay(self, rows: Iterable[Event]) -> "Dispatcher":
     """Replays logged rows; raises TraceError."""
     for event in rows:
-      self._obey(event)
+      self._apply(event)
     return self
 
-  def _obey(self, event):
+  def _apply(self, event):
     worker, action = event.worker, event.action
     slowest = self.slowest() if action == base.JOIN else 0
-    ticket = self._ledger.obey(event)
+    ticket = self._ledger.apply(event)
     if action in ENDS:
       self._end(event, ticket)
     elif action == base.JOIN:
-      place = self._places[worker]
-      place.paused, place.on_ticket = False, 0
-      place.finished = max(place.finished, slowest)
-    self._note(worker)
+      state = self._states[worker]
+      state.paused, state.on_ticket = False, 0
+      state.finished = max(state.finished, slowest)
+    self._update_starters(worker)
 
   def _open(self, event, kept):
     """Returns the ticket of a job that starts."""
     del kept
-    job, place = event.job, self._places[event.worker]
+    job, state = event.job, self._states[event.worker]
     owner = self._owner(event.worker)
-    lost = self._again.get(owner)
+    lost = self._lost_jobs.get(owner)
     if lost and lost[0] == job:
       heapq.heappop(lost)
       if not lost:
-        del self._again[owner]
+        del self._lost_jobs[owner]
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
-      place.on_ticket = 0
+      state.on_ticket = 0
       if self.rules.cache:
-        self._note(event.worker)
-        place.slowest = self.slowest()
-    place.on_ticket += 1
+        self._update_starters(event.worker)
+        state.slowest = self.slowest()
+    state.on_ticket += 1
     ticket = StartedJob(job, self._arrivals.round, event.time)
     self._arrivals.start(event)
     return ticket
@@ -412,23 +415,23 @@ class Dispatcher:
   def _end(self, event, ticket):
     lost = self._arrivals.end(event, ticket)
     if event.action == base.RECEIVE:
-      place = self._places[event.worker]
-      place.finished += 1
+      state = self._states[event.worker]
+      state.finished += 1
       self.received += 1
       if self.received == self.rules.warm_start:
-        self._end_warm_start(max(place.finished, self._starters.most))
+        self._end_warm_start(max(state.finished, self._starters.most))
     elif event.action != base.DROP:
       self.lost += 1
       if lost:  # no copy of the job is open or was received
-        again = self._again.setdefault(self._owner(event.worker), [])
-        heapq.heappush(again, ticket.job)
+        lost_jobs = self._lost_jobs.setdefault(self._owner(event.worker), [])
+        heapq.heappush(lost_jobs, ticket.job)
 
   def _end_warm_start(self, clock: int) -> None:
     """Sets all clocks to that of the worker that was alone."""
-    for place in self._places.values():
-      place.finished, place.on_ticket = clock, 0
+    for state in self._states.values():
+      state.finished, state.on_ticket = clock, 0
     for worker in list(self._starters.workers):
-      self._note(worker)
+      self._update_starters(worker)
 
   @property
   def rows(self) -> int:

@@ -270,7 +270,7 @@ class Ledger(Generic[T]):
     self.open: dict[int, dict[int, T]] = collections.defaultdict(dict)
     self.latest: dict[int, T] = {}  # worker -> the ticket of its latest job
     self.next_seq: dict[int, int] = {}  # worker -> jobs that it has started
-    self.holders: dict[int, int] = {}  # worker -> its latest incarnation
+    self.incarnations: dict[int, int] = {}  # worker -> its latest incarnation
     self.present: set[int] = set()  # workers that joined, or were sent a ticket
     self.ended: set[int] = set()  # workers that lost a ticket or left
     self.received: list[int] = []  # rows of the messages in the state
@@ -279,7 +279,7 @@ class Ledger(Generic[T]):
     # (receiver, sender) -> seq of the last message that was taken
     self.taken: dict[tuple[int, int], int] = {}
 
-  def obey(self, event: Event) -> T | None:
+  def apply(self, event: Event) -> T | None:
     """Applies the next row; returns the ticket that it opens or closes, if any.
     Raises TraceError if the row has no meaning after the rows before it."""
     _, worker, seq, job, action, *_ = event
@@ -295,7 +295,7 @@ class Ledger(Generic[T]):
       elif action != base.DROP:
         self.ended.add(worker)
     elif action == base.JOIN:
-      self.holders[worker] = job
+      self.incarnations[worker] = job
       self.present.add(worker)
       self.ended.discard(worker)
       self.latest.pop(worker, None)
@@ -364,7 +364,7 @@ def follow(
   """Returns `ledger`, or a new one, after applying `rows`."""
   ledger = ledger or Ledger()
   for event in rows:
-    ledger.obey(event)
+    ledger.apply(event)
   return ledger
 
 
@@ -465,7 +465,7 @@ def _staleness_by_rows(
   counts = []
   for event in events(trace):
     changes = len(ledger.received) // every
-    sent: Any = ledger.obey(event)
+    sent: Any = ledger.apply(event)
     if event.action == base.RECEIVE:
       counts.append(changes - sent)
   return np.array(counts, np.int32)

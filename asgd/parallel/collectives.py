@@ -1,18 +1,21 @@
 """All-reduce algorithms written out in messages, as `jax.lax.psum` may use.
 
-Every collective consists of rounds of `jax.lax.ppermute`. In one `ppermute` a
-device sends and receives one message at most; the module `asgd.parallel.costs`
-has the formulas. They are for teaching and measuring; training uses XLA's own,
-"psum".
+A collective consists of rounds of `jax.lax.ppermute`, in which a device sends
+at most one message and receives at most one. The module `asgd.parallel.costs`
+has a formula for the time of each collective. The collectives are for teaching
+and measuring; training uses XLA's own, "psum".
 
-All are for use inside `jax.shard_map` and take (x, axis). An axis is a name of
-the mesh, or a tuple of names, which are flattened to one axis. The
-array x may have any shape and dtype that can be added (for booleans + is "or",
-where psum counts); it is cut into equal chunks, padded with zeros. Unless a
-function says otherwise it returns the sum over devices, in the shape and dtype
-of x, the same on all devices to the bit. JAX cannot infer that, so shard_map
-needs check_vma=False, or the axis in its out_specs. Rounds are unrolled, so
-that XLA can overlap them; the program grows with N.
+Call them inside `jax.shard_map` with (x, axis):
+  axis  a name of the mesh, or a tuple of names that count as one axis.
+  x     an array of any shape and of any dtype that can be added. For booleans
+        the sum is "or", where `psum` counts. The array is padded with zeros and
+        cut into equal chunks.
+
+Unless its docstring differs, a collective returns the sum over devices, in the
+shape and dtype of x, equal on all devices to the bit. JAX cannot infer that
+they are equal, so shard_map needs check_vma=False, or the axis in its
+out_specs. Rounds are unrolled, so that XLA can overlap them; the size of the
+program grows with N.
 
 Index letters in shape comments:
   N  devices of the axis
@@ -62,9 +65,13 @@ def _ring(devices: int, step: int) -> list[tuple[int, int]]:
   return [(d, (d + step) % devices) for d in range(devices)]
 
 
-def _by_device(arrays, here, rows, step):
-  """Returns [rows, ...], arrays in the order of devices 0, 1, ...; `arrays[i]`
-  is from the device i steps before this one."""
+def _in_device_order(
+  arrays: Sequence[jax.Array], here: jax.Array, rows: int, step: int
+) -> jax.Array:
+  """Reorders arrays from the order of a ring to the order of devices.
+
+  `arrays[i]` is from the device i steps before this one, `here`. Row j of the
+  result, [rows, ...], is from device j."""
   devices = len(arrays)
 
   def stack(device):
@@ -72,7 +79,8 @@ def _by_device(arrays, here, rows, step):
     return lambda arrays: jnp.stack([arrays[i] for i in order])
 
   if devices <= _MANY:
-    # A copy of each. XLA's CPU backend chooses for each element otherwise.
+    # One branch for each device, which copies whole arrays. With a dynamic
+    # index, XLA's CPU backend selects element by element, which is slow.
     return jax.lax.switch(here, list(map(stack, range(devices))), arrays)
   order = (here - jnp.arange(rows)) * step % devices
   return jnp.take(jnp.stack(arrays), order, axis=0)
@@ -103,7 +111,7 @@ def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   chunks = [jnp.asarray(x)]
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
-  return _by_device(chunks, here, devices, step)
+  return _in_device_order(chunks, here, devices, step)
 
 
 def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
@@ -114,39 +122,50 @@ def ring_all_reduce(x: jax.Array, axis: Axis) -> jax.Array:
 
 
 def bidirectional_ring(x: jax.Array, axis: Axis) -> jax.Array:
-  """Two rings at once in opposite directions, of half the array each: a ring's
-  rounds, with two messages of a 2 N-th; half the time where a device can send
-  to both neighbours at once."""
+  """Two rings at once in opposite directions, each for half of the array.
+
+  2 (N - 1) rounds, in each of which a device sends two messages of a 2 N-th of
+  the array. This takes half the time of one ring if a device can send to both
+  neighbours at once."""
   x = jnp.asarray(x)
   devices = jax.lax.axis_size(axis)
   chunks = _cut(x, 2 * devices)
-  there = ring_reduce_scatter(chunks[:devices], axis)
-  back = ring_reduce_scatter(chunks[devices:], axis, -1)
-  halves = ring_all_gather(there, axis), ring_all_gather(back, axis, -1)
+  forward = ring_reduce_scatter(chunks[:devices], axis)
+  backward = ring_reduce_scatter(chunks[devices:], axis, -1)
+  halves = ring_all_gather(forward, axis), ring_all_gather(backward, axis, -1)
   return _paste(jnp.concatenate(halves), x)
 
 
-def _on_cube(x, axis, inner):
-  """Runs inner(members, x, number of this device) on 2^k of N devices, the
-  members. If N is no power of 2, the first 2 (N - 2^k) devices form pairs: the
-  even one sends its array to the odd one, and receives the sum at the end."""
+def _on_power_of_two(
+  x: jax.Array,
+  axis: Axis,
+  inner: Callable[[list[int], jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+  """Runs inner(members, x, index of this device among them) on 2^k of the N
+  devices, the members.
+
+  If N is no power of 2, the first 2 (N - 2^k) devices form pairs. The even
+  device of a pair sends its array to the odd one, which is a member, and
+  receives the sum at the end."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   size = 1 << (devices.bit_length() - 1)
-  lent = devices - size
-  members = [2 * i + 1 if i < lent else i + lent for i in range(size)]
-  number = jnp.where(here < 2 * lent, here // 2, here - lent)
-  if not lent:
-    return inner(members, x, number)
-  there = [(2 * i, 2 * i + 1) for i in range(lent)]
-  # A device that receives nothing gets zeros.
-  x = x + jax.lax.ppermute(x, axis, there)
-  x = inner(members, x, number)
-  total = jax.lax.ppermute(x, axis, [(b, a) for a, b in there])
-  return jnp.where((here < 2 * lent) & (here % 2 == 0), total, x)
+  extra = devices - size  # count of pairs
+  members = [2 * i + 1 if i < extra else i + extra for i in range(size)]
+  member = jnp.where(here < 2 * extra, here // 2, here - extra)
+  if not extra:
+    return inner(members, x, member)
+  even_to_odd = [(2 * i, 2 * i + 1) for i in range(extra)]
+  # A device that receives nothing adds zeros.
+  x = x + jax.lax.ppermute(x, axis, even_to_odd)
+  x = inner(members, x, member)
+  odd_to_even = [(odd, even) for even, odd in even_to_odd]
+  total = jax.lax.ppermute(x, axis, odd_to_even)
+  return jnp.where((here < 2 * extra) & (here % 2 == 0), total, x)
 
 
-def _exchange(members, bit):
-  """(sender, receiver) pairs, of numbers that differ in that bit."""
+def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
+  """Returns (sender, receiver) pairs of members whose indices differ in one
+  bit."""
   return [(device, members[i ^ bit]) for i, device in enumerate(members)]
 
 
@@ -156,41 +175,45 @@ def _powers(end):
 
 
 def recursive_doubling(x: jax.Array, axis: Axis) -> jax.Array:
-  """Partners at distance 1, 2, 4, ... exchange their sums: log2 N rounds of the
-  whole array, the fewest, for small arrays. If N is no power of 2 there are two
-  more, see `_on_cube`."""
+  """Partners at distance 1, 2, 4, ... exchange their sums.
 
-  def inner(members, x, number):
-    del number
+  log2 N rounds of the whole array. No algorithm has fewer rounds, so this is
+  the best for small arrays. If N is no power of 2 there are two more rounds,
+  see `_on_power_of_two`."""
+
+  def inner(members, x, member):
+    del member
     for bit in _powers(len(members)):
       x = x + jax.lax.ppermute(x, axis, _exchange(members, bit))
     return x
 
-  return _on_cube(jnp.asarray(x), axis, inner)
+  return _on_power_of_two(jnp.asarray(x), axis, inner)
 
 
 def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
-  """Rabenseifner's: reduce-scatter by halves, all-gather by doubling; 2 log2 N
-  rounds and the bytes of a ring if N is a power of 2, otherwise two more rounds
-  of the whole array, see `_on_cube`."""
+  """Rabenseifner's algorithm: reduce-scatter by halves, all-gather by doubling.
 
-  def inner(members, x, number):
+  2 log2 N rounds, and as many bytes as a ring, if N is a power of 2. Otherwise
+  there are two more rounds of the whole array, see `_on_power_of_two`."""
+
+  def inner(members, x, member):
     bits = _powers(len(members))
     part = _cut(x, len(members))
     for bit in reversed(bits):
       # Keeps the half with its own chunk, and sends the other one.
       half = part.reshape(2, bit, part.shape[-1])
-      mine = (number // bit) % 2
+      own = (member // bit) % 2
       pairs = _exchange(members, bit)
-      part = half[mine] + jax.lax.ppermute(half[1 - mine], axis, pairs)
+      part = half[own] + jax.lax.ppermute(half[1 - own], axis, pairs)
     for bit in bits:
-      got = jax.lax.ppermute(part, axis, _exchange(members, bit))
-      low = (number // bit) % 2 == 0
-      first, second = jnp.where(low, part, got), jnp.where(low, got, part)
+      received = jax.lax.ppermute(part, axis, _exchange(members, bit))
+      low = (member // bit) % 2 == 0
+      first = jnp.where(low, part, received)
+      second = jnp.where(low, received, part)
       part = jnp.concatenate([first, second])
     return _paste(part, x)
 
-  return _on_cube(jnp.asarray(x), axis, inner)
+  return _on_power_of_two(jnp.asarray(x), axis, inner)
 
 
 def tree(x: jax.Array, axis: Axis) -> jax.Array:
@@ -207,17 +230,19 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   for distance in _powers(devices):
     x = x + jax.lax.ppermute(x, axis, edges(distance))
   for distance in reversed(_powers(devices)):
-    down = [(parent, child) for child, parent in edges(distance)]
-    got = jax.lax.ppermute(x, axis, down)
-    x = jnp.where(here % (2 * distance) == distance, got, x)
+    to_child = [(parent, child) for child, parent in edges(distance)]
+    received = jax.lax.ppermute(x, axis, to_child)
+    x = jnp.where(here % (2 * distance) == distance, received, x)
   return x
 
 
 def hierarchical(x: jax.Array, axis: tuple[str, str]) -> jax.Array:
-  """Two levels: reduce-scatter inside of each node, all-reduce of each chunk
-  between nodes, all-gather inside, by rings. The slow links between nodes carry
-  an array per node, not one per device. `axis` is two names of the mesh's,
-  inside of a node and between nodes."""
+  """Rings on two levels: reduce-scatter inside each node, all-reduce of each
+  chunk between nodes, all-gather inside each node.
+
+  The slow links between nodes carry one array for each node, not one for each
+  device. `axis` has two names of the mesh: inside a node, and between nodes.
+  Raises ValueError for another axis."""
   x = jnp.asarray(x)
   if not isinstance(axis, tuple) or len(axis) != 2:
     raise ValueError(
@@ -234,10 +259,11 @@ def parameter_server(
 ) -> jax.Array:
   """A sharded parameter server, in one step of all workers.
 
-  Device j < P is a worker and also owns chunk j of P. All send it that chunk,
-  one after the other, as it has one link; it sends the sum to each. 2 (N - 1)
-  rounds of a P-th of the array: a ring if P = N, else N / P times as long.
-  `shards` is P, from 1 to N (None is N).
+  Device j < P is a worker and also owns chunk j of P. Every other worker sends
+  its chunk j to device j, which sends the sum back to each. A device has one
+  link, so it receives and sends one message at a time. 2 (N - 1) rounds of a
+  P-th of the array: as long as a ring if P = N, else N / P times as long.
+  `shards` is P, from 1 to N (None is N); raises ValueError for another number.
   """
   x = jnp.asarray(x)
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
@@ -249,7 +275,8 @@ def parameter_server(
   chunks = _cut(x, shards)
 
   def pairs(turn):
-    """(worker, owner): in each turn an owner receives from one worker."""
+    """Returns (worker, owner) pairs of a turn, in which each owner receives
+    from one worker."""
     return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
   total = chunks[jnp.minimum(here, shards - 1)]
@@ -258,9 +285,9 @@ def parameter_server(
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
   sums = [total]
   for turn in range(1, devices):
-    back = [(owner, worker) for worker, owner in pairs(turn)]
-    sums.append(jax.lax.ppermute(total, axis, back))
-  return _paste(_by_device(sums, here, shards, -1), x)
+    to_worker = [(owner, worker) for worker, owner in pairs(turn)]
+    sums.append(jax.lax.ppermute(total, axis, to_worker))
+  return _paste(_in_device_order(sums, here, shards, -1), x)
 
 
 COLLECTIVES: dict[str, Reduce] = {
@@ -288,16 +315,18 @@ def fastest(
     "ring", "halving_doubling", "recursive_doubling", "tree",
   ),
 ) -> Reduce:
-  """Returns an all-reduce by the collective of `among` that takes the least
-  time for its array's size, by the model of a link (`costs.fastest`), such as
-  one that was fitted to measured times. By default those of one link."""
+  """Returns an all-reduce that uses, for each array, the collective of `among`
+  that is fastest by the cost model (`costs.fastest`).
+
+  `link` may be fitted to measured times. The default names have a cost model
+  for one link. Raises ValueError for a name without a cost model."""
   for name in among:
     names.lookup("collective with a cost", name, costs.COSTS)
 
   def reduce(x: jax.Array, axis: Axis) -> jax.Array:
     x = jnp.asarray(x)
-    devices, grain = jax.lax.axis_size(axis), x.dtype.itemsize
-    name = costs.fastest(bytes_of(x), devices, link, among, grain=grain)
+    devices, itemsize = jax.lax.axis_size(axis), x.dtype.itemsize
+    name = costs.fastest(bytes_of(x), devices, link, among, grain=itemsize)
     return COLLECTIVES[name](x, axis)
 
   return reduce
@@ -306,12 +335,13 @@ def fastest(
 def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   """Puts the leaves of a tree of gradients into buckets.
 
-  A backward ends with the first layer, so leaves are taken from the last to
-  the first. A bucket has one dtype and at most `bucket_bytes`, or one leaf.
+  A backward pass ends with the first layer, so leaves are taken from the last
+  to the first. The leaves of a bucket have one dtype and together at most
+  `bucket_bytes`; a larger leaf has a bucket of its own.
 
   Returns:
-    The indices of each bucket's leaves, as jax.tree.leaves has them; buckets in
-    the order in which a backward fills them.
+    For each bucket the indices of its leaves in jax.tree.leaves(tree). The
+    buckets are in the order in which a backward pass completes them.
 
   Example:
     >>> params = [jnp.zeros(3), jnp.zeros(2), jnp.zeros(1)]
@@ -340,9 +370,10 @@ def all_reduce_tree(
   bucket_bytes: int = BUCKET_BYTES,
   reduce: str | Reduce = "psum",
 ) -> Any:
-  """Returns `jax.lax.psum(tree, axis)`, in buckets, by `reduce`: one of
-  COLLECTIVES, or a function of its kind. The leaves are in the order of the
-  forward."""
+  """Returns `jax.lax.psum(tree, axis)`, computed bucket by bucket.
+
+  `reduce` is a name in COLLECTIVES, or a function (x, axis) -> the sum. The
+  leaves are expected in the order of the forward pass."""
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
   out = list(leaves)

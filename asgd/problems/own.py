@@ -6,7 +6,6 @@ anything runs. Each error is one ValueError, in words of the caller's arguments.
 
 import functools
 import hashlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -18,98 +17,18 @@ from flax import linen as nn
 from asgd import algorithms, base, checks, models
 from asgd import losses as losses_lib
 from asgd.problems import descriptions, streams
+from asgd.problems import own_params as params_lib
 from asgd.problems.problem import Evaluation, Pieces, Problem, whole_loss
 
 _NAN = float("nan")
-_ARRAYS = jax.Array, np.ndarray, np.generic
 _INPUTS = "x", "image", "images", "input", "inputs", "tokens"  # keys of a dict
 
 
-# Parameters and models.
+# Models.
 
-_SPLIT = (
-  "train the arrays alone, and join them with the rest in the loss: params,"
-  " rest = eqx.partition(model, eqx.is_inexact_array) and eqx.combine(params,"
-  " rest) in Equinox, nnx.split and nnx.merge in Flax NNX"
-)
 _AS_PARAMS = (
   ": give a model that holds its arrays as params, with a loss (model, batch)"
 )
-
-
-def _is_model(given: Any) -> bool:
-  """Whether a value is callable and holds arrays, as a model of Equinox does.
-  It is then parameters, not a function that makes parameters."""
-  arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(given))
-  is_partial = isinstance(given, functools.partial)  # jax.tree_util.Partial is
-  return callable(given) and not is_partial and any(arrays)
-
-
-def _is_constant(value: Any) -> bool:
-  """Whether a value is a variable of Flax NNX but no parameter, such as the
-  statistics of BatchNorm."""
-  nnx = sys.modules.get("flax.nnx")  # a variable exists only if it is imported
-  return (
-    nnx is not None
-    and isinstance(value, nnx.Variable)
-    and not isinstance(value, nnx.Param)
-  )
-
-
-def _as_arrays(given: Any) -> Any:
-  """Returns a tree as arrays of JAX. Raises ValueError for a leaf that is no
-  array; in a model, also for one that is not trained, such as a seed."""
-  of_model = _is_model(given)
-
-  def refused(path, leaf, why):
-    name = f"params{jax.tree_util.keystr(path)}"
-    return ValueError(f"{name} is {checks.shown(leaf)}, {why}")
-
-  def array(path, leaf):
-    is_array = isinstance(leaf, _ARRAYS)
-    trained = is_array and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    if callable(leaf) or (of_model and not trained):
-      raise refused(path, leaf, f"which cannot be trained: {_SPLIT}")
-    try:
-      return jnp.asarray(leaf)
-    except (TypeError, ValueError) as error:
-      why = "and parameters are arrays: drop it, or bind it to the loss with"
-      raise refused(path, leaf, f"{why} functools.partial") from error
-
-  # Tied weights are one array with two paths; as a tree, they are two leaves.
-  arrays = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
-  if of_model and len({id(x) for x in arrays}) < len(arrays):
-    raise ValueError(
-      "params is a model that holds an array twice (tied weights), and the two"
-      f" would be trained separately: {_SPLIT}; or give a pair of a function"
-      " rngs -> nnx module, and a criterion"
-    )
-  is_leaf = _is_constant if of_model else None
-  return jax.tree_util.tree_map_with_path(array, given, is_leaf=is_leaf)
-
-
-def read_params(given: Any) -> Callable[[jax.Array], Any]:
-  """Returns (key) -> parameters. `given` is a tree of arrays, which may be a
-  callable model, or a function of a key that makes one."""
-  if isinstance(given, nn.Module):
-    raise ValueError(
-      "params is a flax module, which holds no parameters: give its variables,"
-      " or the pair (module, criterion) as the loss and params=None"
-    )
-  if callable(given) and not _is_model(given):
-    if not streams.accepts(given, 1):
-      raise ValueError(
-        "params must be a tree of arrays, or a function of a key that makes"
-        f" one; it takes {streams.arguments_of(given)}"
-      )
-    return lambda key: _as_arrays(given(key))
-  if not jax.tree.leaves(given):
-    raise ValueError(
-      f"params holds no array: {checks.shown(given)}; give a tree of arrays, or"
-      " a function of a key that makes one"
-    )
-  params = jax.tree.map(np.asarray, _as_arrays(given))
-  return lambda key: jax.tree.map(jnp.asarray, params)
 
 
 def input_of(batch: base.Batch) -> Any:
@@ -132,27 +51,14 @@ class _OfModel(NamedTuple):
   model: models.Model
   criterion: Callable[[jax.Array, base.Batch], jax.Array]
   example: jax.ShapeDtypeStruct  # of the model's input
-  is_linen: bool  # whether the caller's parameters are flax's variables
 
   def init(self, key: jax.Array) -> Any:
     """Draws parameters."""
     return self.model.init(key, self.example)
 
-  def inward(self, params: Any) -> Any:
-    """Returns the trained tree of a module's variables, or of weights alone."""
-    of_flax = isinstance(params, Mapping) and "params" in params
-    if not self.is_linen or not of_flax:
-      return params
-    weights, stats = params["params"], params.get("batch_stats")
-    return base.Variables(weights, stats) if stats else weights
-
   def outward(self, params: Any) -> Any:
-    """Returns parameters in the caller's form: a linen module's variables."""
-    if not self.is_linen:
-      return params
-    if isinstance(params, base.Variables):
-      return {"params": params.weights, "batch_stats": params.stats}
-    return {"params": params}
+    """Returns parameters in the form of the model's package."""
+    return self.model.outward(params, self.example)
 
   def loss(self) -> Callable:
     """Returns the loss, with the statistics of the batch as aux."""
@@ -175,13 +81,14 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
   is_linen = isinstance(model, nn.Module)
   if callable(model) and not is_linen and streams.takes(model, "rngs"):
     model = models.own.of_nnx(model)
-  elif isinstance(model, nn.Module | models.Model | tuple | list):
+  elif isinstance(model, tuple | list) or hasattr(model, "apply"):
     model = models.own.as_model(model)
   if not isinstance(model, models.Model):
     raise ValueError(
       "a loss that is a pair must be (model, criterion), the model a flax"
-      " module, a pair (init, apply), or a function rngs -> nnx module, not"
-      f" {checks.shown(model)}{_AS_PARAMS if _is_model(model) else ''}"
+      " module, a pair (init, apply), a transformed function of Haiku, or a"
+      f" function rngs -> nnx module, not {checks.shown(model)}"
+      f"{_AS_PARAMS if params_lib.is_model(model) else ''}"
     )
   if not callable(criterion) or not streams.accepts(criterion, 2):
     raise ValueError(
@@ -191,7 +98,7 @@ def _read_model(loss, first: base.Batch) -> _OfModel:
   # Parameters are made for one example: they do not depend on the batch size.
   x = jnp.asarray(input_of(first))
   example = jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-  return _OfModel(model, criterion, example, is_linen)
+  return _OfModel(model, criterion, example)
 
 
 # The objects of one run.
@@ -234,6 +141,7 @@ class Objects:
     self._stream = streams.read_data(dataset, batch_size)
     # [1] The loss and parameters, of a model and a criterion or as given.
     self._model: _OfModel | None = None
+    self._constants = ""  # a checksum of a model's leaves without training
     if isinstance(loss, nn.Module):
       raise ValueError(
         "the loss is a flax module: give a pair, (module, criterion), with"
@@ -241,12 +149,15 @@ class Objects:
       )
     if isinstance(loss, (tuple, list)):
       self._model = model = _read_model(loss, self._stream.first)
-      raw = model.loss()
-      made = read_params(model.init if params is None else params)
-      self._init = lambda key: model.inward(made(key))
+      made = params_lib.read(model.init if params is None else params)
+      self._init = lambda key: model.model.inward(made.init(key))
+      self._loss = losses_lib.as_loss(model.loss())
+      self._outward = model.outward
     else:
-      raw, self._init = loss, read_params(params)
-    self._loss = losses_lib.as_loss(raw)
+      made = params_lib.read(params)
+      self._constants = made.model.digest() if made.model else ""
+      self._init, self._outward = made.init, made.outward
+      self._loss = made.loss_of(losses_lib.as_loss(loss))
     # [2] Trace everything once.
     self._check()
     # [3] Describe the objects for the results folder.
@@ -260,6 +171,11 @@ class Objects:
   def size(self) -> int:
     """Examples in a batch; 1 if the number is not known."""
     return self._stream.size
+
+  @property
+  def sequential(self) -> bool:
+    """Whether the data are iterators."""
+    return self._stream.sequential
 
   @property
   def per_epoch(self) -> int | None:
@@ -284,6 +200,7 @@ class Objects:
       self._pieces,
       rebatch if stream.resize else None,
       statistics_decay=self._decay,
+      sequential=stream.sequential,
     )
 
   @functools.cached_property
@@ -295,7 +212,7 @@ class Objects:
 
   def outward(self, params: Any) -> Any:
     """Returns parameters in the caller's form."""
-    return params if self._model is None else self._model.outward(params)
+    return self._outward(params)
 
   def _evaluate(self, params) -> Evaluation:
     if self.evaluate is None:
@@ -334,10 +251,14 @@ class Objects:
   def _identify(self, loss, params, dataset, batch_size) -> dict[str, Any]:
     """Returns the description in a results folder, as data for JSON."""
     stream, key = self._stream, jax.random.key(0)
-    # Two batches represent the data in the checksum.
-    seen = [stream.batches(0, 1)(0, job) for job in range(2)]
-    arrays = [jax.device_get(self._init(key)), stream.first, *seen]
-    total = hashlib.sha256()
+    # Two batches represent the data in the checksum. An iterator without a
+    # state may start elsewhere in each call, so its shapes represent it.
+    batches = stream.batches(0, 1)
+    seen = [stream.first, *(batches(0, job) for job in range(2))]
+    if not stream.repeatable:
+      seen = [jax.tree.map(np.zeros_like, stream.first)]
+    arrays = [jax.device_get(self._init(key)), *seen]
+    total = hashlib.sha256(self._constants.encode())
     # dtype and shape, too: the same bytes may be another array.
     for leaf in map(np.ascontiguousarray, jax.tree.leaves(arrays)):
       total.update(f"{leaf.dtype}{leaf.shape}".encode() + leaf.tobytes())

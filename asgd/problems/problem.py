@@ -109,6 +109,7 @@ class Problem(NamedTuple):
   # The function at the server (`tables.RowFunction.name`) that applies the
   # updates, and its options.
   function: tuple[str, Mapping[str, Any]] = ("add", {})
+  sequential: bool = False  # batches of a worker come from an iterator
 
   def with_batch_size(self, batch_size: int) -> "Problem":
     """Returns the same problem with batches of another size.

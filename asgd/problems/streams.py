@@ -8,12 +8,14 @@ import jax
 import numpy as np
 
 from asgd import base, checks, data, stacking
+from asgd.data import iterators
 from asgd.problems.problem import Batches
 
 _MOST_EXAMPLES = 10**9  # for more, no random order is drawn
 _REMEDY = (
   "give arrays with batch_size=, something with len() and an index (a list of"
-  " batches, a grain.MapDataset), or a function (worker, job) -> batch"
+  " batches, a grain.MapDataset), a function (worker, job) -> batch, or one"
+  " (worker) -> iterator of batches"
 )
 
 
@@ -53,6 +55,8 @@ class Stream(NamedTuple):
   per_epoch: int | None  # batches in an epoch; None: the data have no end
   # batch size -> the same data; None: they were given as batches.
   resize: "Callable[[int], Stream] | None" = None
+  sequential: bool = False  # from iterators, see `data.iterators`
+  repeatable: bool = True  # the same calls give the same batches
 
 
 def read_data(given: Any, batch_size: int | None = None) -> Stream:
@@ -60,8 +64,10 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
 
   Args:
     given: arrays with a leading axis of examples, in a tuple, a dict or alone;
-      anything with len() and an index, of examples, or of batches if there is
-      no `batch_size`; or a pure function (worker, job) -> batch.
+      a `datasets.Dataset`, whose columns are such arrays; anything with len()
+      and an index, of examples, or of batches if there is no `batch_size`; a
+      pure function (worker, job) -> batch; or a function worker -> iterator of
+      batches, see `data.iterators`.
     batch_size: examples in a batch. Each epoch visits them in a newly drawn
       order; a rest that does not fill a batch is dropped.
 
@@ -74,22 +80,38 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   """
   if batch_size is not None:
     checks.whole("batch_size", batch_size)
+  if isinstance(given, Mapping):
+    splits = [key for key, x in given.items() if data.columns.is_table(x)]
+    if splits:
+      raise ValueError(
+        f"data has the splits {', '.join(splits)}: choose one, such as"
+        f" data[{splits[0]!r}]"
+      )
   # A tuple or a dict holds arrays; a list holds batches.
   if isinstance(given, (tuple, Mapping, np.ndarray, jax.Array)):
     return _of_arrays(given, batch_size)
   if isinstance(given, str) or given is None:
     raise ValueError(f"data cannot be {checks.shown(given)}: {_REMEDY}")
+  if data.columns.is_table(given):
+    return _of_arrays(data.columns.arrays(given), batch_size)
   if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
     return _of_indexed(given, batch_size)
   if callable(given):
-    return _of_function(given, batch_size)
+    by_worker = accepts(given, 1) and not accepts(given, 2)
+    read = _of_iterators if by_worker else _of_function
+    return read(given, batch_size)
   kind = type(given).__name__
-  iterator = isinstance(given, Iterable) or hasattr(given, "__next__")
-  why = "is an iterator, which" if iterator else "is of no known form and"
-  raise ValueError(
-    f"data ({kind}) {why} cannot be indexed, so a worker that restarts could"
-    f" not resume; {_REMEDY}"
-  )
+  if hasattr(given, "__next__"):
+    raise ValueError(
+      f"data ({kind}) is an iterator, and each worker needs its own: {_REMEDY}"
+    )
+  if isinstance(given, Iterable):
+    raise ValueError(
+      f"data ({kind}) can be iterated over, and each worker needs its own"
+      " iterator: give a function, data=lambda worker: iter(...), which makes"
+      " it for a worker"
+    )
+  raise ValueError(f"data ({kind}) is of no known form: {_REMEDY}")
 
 
 def as_batch(value: Any, what: str) -> base.Batch:
@@ -211,8 +233,8 @@ def _of_function(given, size):
   """Reads a function (worker, job) -> batch."""
   if not accepts(given, 2):
     raise ValueError(
-      "data must be a function (worker, job) -> batch, two integers; it takes"
-      f" {arguments_of(given)}"
+      "data must be a function (worker, job) -> batch, or (worker) -> iterator,"
+      f" of integers; it takes {arguments_of(given)}"
     )
   if size is not None:
     raise ValueError(
@@ -221,7 +243,13 @@ def _of_function(given, size):
     )
 
   def batch(worker, job):
-    return as_batch(given(int(worker), int(job)), "data(worker, job)")
+    made = given(int(worker), int(job))
+    if hasattr(made, "__next__"):
+      raise ValueError(
+        f"data({worker}, {job}) returned an iterator ({type(made).__name__}): a"
+        " function that makes iterators takes the worker alone"
+      )
+    return as_batch(made, "data(worker, job)")
 
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.
@@ -245,3 +273,44 @@ def _of_function(given, size):
       " np.random.default_rng((seed, worker, job))"
     )
   return Stream(lambda seed, workers: later, first, _size(first), None)
+
+
+def _of_iterators(given, size):
+  """Reads a function worker -> iterator of batches."""
+  if size is not None:
+    raise ValueError(
+      "batch_size is for arrays and data sets; the iterators of a function"
+      " (worker) -> iterator decide the size themselves: drop it"
+    )
+  source = iterators.Source(given, _as_batch_of_arrays)
+  one, other = (iterators.WorkerIterator(source, 0) for _ in range(2))
+  has_position = hasattr(one.made, "__next__") or one.keeps_position
+  if one.made is other.made and has_position:
+    raise ValueError(
+      f"data(0) returned the same {type(one.made).__name__} twice, and a"
+      " position cannot be shared: make a new one in each call"
+    )
+  first = one.take()
+  source = source._replace(form=iterators.Form.of(first))
+
+  def batches(seed, workers):
+    del seed, workers
+    return iterators.IteratorBatches(source)
+
+  return Stream(
+    *(batches, first, _size(first), None),
+    sequential=True,
+    repeatable=one.resumable,
+  )
+
+
+def _as_batch_of_arrays(value, what):
+  """Returns an iterator's batch as NumPy arrays."""
+  for path, leaf in jax.tree_util.tree_leaves_with_path(value):
+    if isinstance(leaf, (bool, int, float, str)) and path:
+      raise ValueError(
+        f"{what}{jax.tree_util.keystr(path)} is {checks.shown(leaf)}, but a"
+        " batch holds arrays: stack its examples with numpy.stack, or use"
+        " with_format('numpy') and batch(...) of a datasets.IterableDataset"
+      )
+  return as_batch(value, what)

@@ -40,7 +40,7 @@ class BatchWorker:
     self.alive = True  # according to the rows of the trace
     self.fetched = -1  # the evaluation of the worker's parameters
     self.seq = 0  # number of the next job
-    self.holder = 0  # the present incarnation, counted from 0
+    self.incarnation = 0  # the present incarnation, counted from 0
     # The running job, or None. Its first fields are evaluation, job, seq. It
     # has `fresh`, whether the worker fetches parameters for the job, and
     # `loss`, which is set if a copy of the job has ended.
@@ -89,7 +89,7 @@ class BatchWorkers:
     """Writes a row of a worker, and returns it."""
     state = self.all[worker]
     # A row of the worker itself (JOIN, LEAVE) has the incarnation as its job.
-    seq, job = NO_SEQ, state.holder
+    seq, job = NO_SEQ, state.incarnation
     if state.ticket is not None:
       evaluation, job, seq, *_ = state.ticket
       job += evaluation * self._jobs
@@ -114,7 +114,7 @@ class BatchWorkers:
     if state.alive:
       state.alive = False
       self.write(worker, base.LEAVE)
-      state.holder += 1
+      state.incarnation += 1
     return ticket
 
 
@@ -199,7 +199,7 @@ class BatchDriver:
     while not self.ended:
       request = self.request
       if isinstance(request, Command):
-        self._answer(self._shards.obey(request))
+        self._answer(self._shards.execute(request))
       elif isinstance(request, Begin):
         self._begin(request.evaluation)
       elif request.job in self._losses:

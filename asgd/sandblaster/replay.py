@@ -84,7 +84,7 @@ def recompute(
   while (request := coordinator.request) is not None:
     answer = None
     if isinstance(request, Command):
-      answer = shards.obey(request)
+      answer = shards.execute(request)
     elif isinstance(request, Begin):
       shards.forget(shards.number)
       sent = jax.tree.map(jnp.asarray, shards.read("trial"))

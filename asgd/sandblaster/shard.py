@@ -80,11 +80,12 @@ class VectorShard:
     >>> from asgd.sandblaster import Command, VectorShard
     >>> shard = VectorShard({"w": np.zeros(2)})
     >>> shard.put("gradient", {"w": np.array([3.0, 4.0])})
-    >>> shard.obey(Command(0, "copy", "direction", "gradient"))
-    >>> shard.obey(Command(1, "scale", "direction", factor=-1.0))
-    >>> shard.obey(Command(2, "dot", "direction", "gradient"))
+    >>> shard.execute(Command(0, "copy", "direction", "gradient"))
+    >>> shard.execute(Command(1, "scale", "direction", factor=-1.0))
+    >>> shard.execute(Command(2, "dot", "direction", "gradient"))
     -25.0
-    >>> shard.obey(Command(1, "scale", "direction", factor=-1.0))  # once only
+    >>> # A repeated command is executed once only.
+    >>> shard.execute(Command(1, "scale", "direction", factor=-1.0))
     >>> shard.read("direction")["w"].tolist()
     [-3.0, -4.0]
   """
@@ -126,7 +127,7 @@ class VectorShard:
       raise ValueError(f"there is no vector {name!r}; the vectors: {known}")
     return rows
 
-  def obey(self, command: Command) -> float | None:
+  def execute(self, command: Command) -> float | None:
     """Executes a command, and returns its answer.
 
     Raises:
@@ -225,7 +226,7 @@ class Shards:
     >>> from asgd.sandblaster import Command, Shards
     >>> shards = Shards({"w": np.zeros(3)}, 2)
     >>> shards.put("x", {"w": np.array([1.0, 2.0, 3.0])})
-    >>> shards.obey(Command(0, "dot", "x", "x"))
+    >>> shards.execute(Command(0, "dot", "x", "x"))
     14.0
   """
 
@@ -258,10 +259,10 @@ class Shards:
     """Number of the next command."""
     return self._shards[0].number
 
-  def obey(self, command: Command) -> float | None:
+  def execute(self, command: Command) -> float | None:
     """Executes a command on every shard. Returns the sum of their answers, in
     the order of the shards, for `dot`; else None."""
-    answers = [shard.obey(command) for shard in self._shards]
+    answers = [shard.execute(command) for shard in self._shards]
     if command.operation != "dot":
       return None
     return float(sharding.add_up(answers))

@@ -348,7 +348,9 @@ class ChunkRun:
   @functools.cached_property
   def _most(self):
     """Messages of a call."""
-    batch = self._batch(int(self._worker[0]), int(self._job[0]))
+    # The next job: an iterator cannot go back to the first.
+    first = self._done
+    batch = self._batch(int(self._worker[first]), int(self._job[first]))
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     if self._program.pure.codec is not None:
       size += self._traffic.dense

@@ -302,7 +302,7 @@ class Peers:
     """
     rows: list[PeerRow] = []
     for event in trace_lib.events(self.trace, self.event, end):
-      job, peer = self.ledger.obey(event), self.peers[event.worker]
+      job, peer = self.ledger.apply(event), self.peers[event.worker]
       if event.action == base.RECEIVE:
         batch = self._batch(event.worker, event.job)
         work = peer.work(job, batch, event.job)
@@ -391,7 +391,7 @@ class Peers:
     self._restored = {read_key(name): job for name, job in jobs}
     self._links.restore(arrays["codes"], tree["traffic"], notes)
     for event in trace_lib.events(self.trace, 0, notes["event"]):
-      self.ledger.obey(event)
+      self.ledger.apply(event)
       self._links.note(event)
       if event.action == base.JOIN:
         self._newcomers.add(event.worker)

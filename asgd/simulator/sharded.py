@@ -44,7 +44,8 @@ class _Shard(ServerReplay):
     """Goes to a row, with tickets (worker, seq, version, fresh, params), where
     seq is None for a worker's latest."""
     past, ledger = trace_lib.follow(self.events[:rows]), self.ledger
-    for name in ("rows", "time", "next_seq", "holders", "present", "ended"):
+    copied = "rows", "time", "next_seq", "incarnations", "present", "ended"
+    for name in copied:
       setattr(ledger, name, getattr(past, name))
     ledger.received = past.received
     for worker, seq, version, fresh, params in tickets:
@@ -74,8 +75,8 @@ class ShardOptions(NamedTuple):
   # the algorithm needs none.
   totals: Sequence[Sequence[tuple[float, ...]]] | None = None
   # The division of the parameters; None is `sharding.make_plan`. With a
-  # pipeline's stages as shards, and their traces (`pipeline.analyze.traces`),
-  # the delays are those of the pipeline.
+  # pipeline's stages as shards, and their traces (`analyze.traces` of
+  # `asgd.pipeline`), the delays are those of the pipeline.
   plan: sharding.ShardPlan | None = None
 
 
@@ -125,7 +126,7 @@ class Sharded:
     self._new_worker = lambda: worker.init(params)
     self._steps, self._batch, self._root = steps, batch, root
     self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
-    self._holders: dict[_Key, int] = {}  # message -> incarnation
+    self._incarnations: dict[_Key, int] = {}  # message -> incarnation
     self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
     self._ends: dict[_Key, int] = {}  # job -> shards at which it has ended
 
@@ -134,7 +135,7 @@ class Sharded:
     messages in all and the other shards have replayed all earlier rows; None
     replays all rows."""
     while following := sorted(self._following(messages)):
-      if any(self._obey(index) for _, index in following):
+      if any(self._apply(index) for _, index in following):
         continue
       rows = {i: self._shards[i].next.format() for _, i in following}
       raise ValueError(
@@ -157,7 +158,7 @@ class Sharded:
           continue
       yield event.time, index
 
-  def _obey(self, index: int) -> bool:
+  def _apply(self, index: int) -> bool:
     """Replays a shard's next row; False if it has to wait for other shards."""
     shard = self._shards[index]
     event = shard.next
@@ -169,7 +170,7 @@ class Sharded:
       message = self._message(key, event.job)
       if message is None:
         return False
-    ticket = shard.obey(event)
+    ticket = shard.apply(event)
     if message is not None and event.action == base.RECEIVE:
       parts, loss = message
       sums = None if self._totals is None else self._totals[index][row]
@@ -179,7 +180,7 @@ class Sharded:
     elif event.action in trace_lib.STARTS:
       shard.tickets[key] = ticket
       if index == 0:
-        self._holders[key] = shard.ledger.holders.get(event.worker, 0)
+        self._incarnations[key] = shard.ledger.incarnations.get(event.worker, 0)
     return True
 
   def _message(self, key: _Key, job: int) -> tuple | None:
@@ -191,11 +192,11 @@ class Sharded:
       return None
     params = sharding.join(self.plan, [ticket.params for ticket in tickets])
     ticket, worker = tickets[0]._replace(params=params), key[0]
-    holder = worker, self._holders[key]
-    if holder not in self._workers:
-      self._workers[holder] = self._new_worker()
-    self._workers[holder], message, metrics = self._steps.work(
-      *(self._workers[holder], ticket, self._batch(worker, job)),
+    incarnation = worker, self._incarnations[key]
+    if incarnation not in self._workers:
+      self._workers[incarnation] = self._new_worker()
+    self._workers[incarnation], message, metrics = self._steps.work(
+      *(self._workers[incarnation], ticket, self._batch(worker, job)),
       *(self._root, np.int32(job)),
     )
     message, loss = fetch((message, metrics.loss))
@@ -207,7 +208,7 @@ class Sharded:
     if self._ends[key] == len(self._shards):
       for shard in self._shards:
         shard.tickets.pop(key, None)
-      for table in (self._messages, self._ends, self._holders):
+      for table in (self._messages, self._ends, self._incarnations):
         table.pop(key, None)
 
   @property
@@ -223,7 +224,7 @@ class Sharded:
 
   @property
   def _tables(self):
-    return {"holder": self._holders, "ends": self._ends}
+    return {"incarnation": self._incarnations, "ends": self._ends}
 
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the position of the run, without records: a tree of arrays and

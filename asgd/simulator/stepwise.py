@@ -92,10 +92,10 @@ class StepwiseRun:
     self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
     self._told = 0  # messages with records that were returned already
 
-  def obey(self, event: trace_lib.Event) -> None:
+  def apply(self, event: trace_lib.Event) -> None:
     """Replays the next row; raises TraceError if it has no meaning."""
     replay = self._replay
-    ticket, w = replay.obey(event), event.worker
+    ticket, w = replay.apply(event), event.worker
     if event.action == base.JOIN:
       self._states[w] = self._worker.init(replay.state.params)
     elif event.action in (base.RECEIVE, base.DROP):
@@ -143,7 +143,7 @@ class StepwiseRun:
     """Replays the rows of the trace up to, not including, row `end`."""
     start = self._replay.ledger.rows
     for event in trace_lib.events(self._trace, start, end):
-      self.obey(event)
+      self.apply(event)
     return self.records()
 
   def records(self) -> base.Records:
@@ -196,11 +196,11 @@ class ServerReplay:
     self.traffic.send(event.worker, event.seq)
     return self._steps.send(self.state, self._numbers[event.worker])
 
-  def obey(self, event: trace_lib.Event) -> base.Ticket | None:
+  def apply(self, event: trace_lib.Event) -> base.Ticket | None:
     """Replays the next row; returns the ticket that it opens or closes."""
     if self.ledger.rows in self._returns:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
-    ticket = self.ledger.obey(event)
+    ticket = self.ledger.apply(event)
     if event.action == base.JOIN:
       self.traffic.join(event.worker)
     if event.action in (base.LOST, base.REJECT):

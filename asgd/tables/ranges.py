@@ -114,8 +114,8 @@ class RangeClocks:
   Example:
     >>> from asgd import tables
     >>> clocks = tables.RangeClocks([0, 1], 0, 100)
-    >>> clocks.tell(0, 1)
-    >>> clocks.tell(1, 1, 40, 60)  # of some keys only
+    >>> clocks.advance(0, 1)
+    >>> clocks.advance(1, 1, 40, 60)  # of some keys only
     >>> clocks.least([39, 40, 60]).tolist(), len(clocks)
     ([0, 1, 0], 3)
   """
@@ -140,7 +140,7 @@ class RangeClocks:
         clocks.insert(at, clocks[at - 1])
     return at
 
-  def tell(
+  def advance(
     self, worker: int, clock: int, start: int | None = None,
     stop: int | None = None,
   ) -> None:

@@ -223,7 +223,7 @@ def _replay_row(
     )
   if joins:
     _deliver_rows(shards, shard, event.worker, incarnations)
-  shard.obey(request)
+  shard.apply(request)
   del incarnation.asks[index]
   incarnation.worker.sessions.receive(index, shard.reply(request))
   return True
@@ -266,7 +266,7 @@ def _move(
   for s, shard in enumerate(shards):
     parts = [each[s] for each in given if s in each]
     data = requests.dump_move(event.job, cuts, parts)
-    shard.obey(requests.load_request(data))
+    shard.apply(requests.load_request(data))
   for incarnation in joined:
     incarnation.receive_rows(shards)
     incarnation.worker.divide(cuts)

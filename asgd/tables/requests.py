@@ -250,7 +250,7 @@ class ShardSessions:
   def pack(self) -> dict[str, Any]:
     """Returns the sessions as a tree of arrays and JSON."""
     return {
-      "life": self.incarnation,
+      "incarnation": self.incarnation,
       "taken": self.taken,
       "numbers": self._numbers,
       "replies": [reply._replace(rows=[]) for reply in self.replies],
@@ -260,7 +260,7 @@ class ShardSessions:
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores what `pack` returned."""
-    self.incarnation, self.taken = tree["life"], tree["taken"]
+    self.incarnation, self.taken = tree["incarnation"], tree["taken"]
     self._numbers = tree["numbers"]
     self.replies = [Reply(*reply) for reply in tree["replies"]]
     self._inbox = [dict(rows) for rows in tree["inbox"]]

@@ -116,7 +116,7 @@ class TableServer:
     else:
       self._apply(push.worker, values)
     for clocks in self.clocks.values():
-      clocks.tell(push.worker, push.clock)
+      clocks.advance(push.worker, push.clock)
     # This message may complete a clock that has deferred messages.
     after = self.slowest
     self._apply_deferred(after)

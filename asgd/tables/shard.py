@@ -38,7 +38,7 @@ EXPELLED = Reply(-1, [])  # for an incarnation after which another has joined
 class _WorkerSession:
   """A shard's state of one worker; the fields are keys of images."""
 
-  life: int = -1  # the latest incarnation that joined; -1: none has
+  incarnation: int = -1  # the latest incarnation that joined; -1: none has
   done: int = 0  # jobs that the shard has received
   number: int = -1  # of the last request
   sent: int = 0  # rows that were made for this incarnation
@@ -47,7 +47,7 @@ class _WorkerSession:
   upto: int = 0  # see `Reply`
   version: int = 0  # of the server, after the last request
   change: tuple[float, int] = 0.0, 0  # by the last push: squares, elements
-  gone: bool = False  # whether the worker has left for good
+  left: bool = False  # whether the worker has left for good
 
   def pack(self) -> dict[str, Any]:
     """Returns the session as a tree of JSON and bytes."""
@@ -64,7 +64,7 @@ class TableShard:
   """A server of some rows, and a session for each worker.
 
   For each request the caller asks whether it `waits`. Once it need not wait,
-  the caller applies it with `obey`, and sends the `reply`.
+  the caller applies it with `apply`, and sends the `reply`.
   """
 
   def __init__(self, index: int, server: TableServer):
@@ -79,14 +79,14 @@ class TableShard:
     """Whether a later incarnation of the request's worker has joined, or the
     worker has left."""
     session = self._sessions[request.worker]
-    return session.gone or request.incarnation < session.life
+    return session.left or request.incarnation < session.incarnation
 
   def is_done(self, request: Request) -> bool:
     """Whether the request was applied before."""
     if request.kind == MOVE:
       return request.number <= self.version
     session = self._sessions[request.worker]
-    same = request.incarnation == session.life
+    same = request.incarnation == session.incarnation
     return same and request.number <= session.number
 
   def waits(self, request: Request) -> bool:
@@ -119,7 +119,7 @@ class TableShard:
 
   # Applying requests.
 
-  def obey(self, request: Request) -> None:
+  def apply(self, request: Request) -> None:
     """Applies a request, which must be the next one of its incarnation."""
     if request.kind == MOVE:
       self._move(request)
@@ -143,15 +143,16 @@ class TableShard:
 
   def leave(self, worker: int) -> None:
     """Removes a worker for good: no other worker waits for it."""
-    life, done = self._sessions[worker].life, self._sessions[worker].done
-    self._sessions[worker] = _WorkerSession(life, done, gone=True)
+    session = self._sessions[worker]
+    incarnation, done = session.incarnation, session.done
+    self._sessions[worker] = _WorkerSession(incarnation, done, left=True)
     if len(self.server.workers) > 1 and self.server.leave(worker):
       self._send_changes()
 
   def _add_rows(self, worker: int, rows: Rows) -> None:
     """Numbers rows for a worker, if it has joined and not left."""
     session = self._sessions[worker]
-    if session.life >= 0 and not session.gone:
+    if session.incarnation >= 0 and not session.left:
       session.rows[session.sent] = wire.dump(rows)
       session.sent += 1
 
@@ -231,11 +232,12 @@ class TableShard:
     """The worker's latest incarnation; None before its first one joins, and
     after the worker has left for good."""
     session = self._sessions[worker]
-    return None if session.gone or session.life < 0 else session.life
+    absent = session.left or session.incarnation < 0
+    return None if absent else session.incarnation
 
   def incarnation(self, worker: int) -> int:
     """The worker's latest incarnation that joined; -1 if none has."""
-    return self._sessions[worker].life
+    return self._sessions[worker].incarnation
 
   def done(self) -> dict[int, int]:
     """Returns, by worker, the number of jobs that the shard has received."""

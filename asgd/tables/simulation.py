@@ -5,7 +5,7 @@ server, KEEP where a job starts on the worker's copies alone, RECEIVE where a
 job ends. A worker's own updates are sent and applied at the end of a clock. A
 worker waits if its next read would be too old for the consistency model.
 
-`Simulation.obey` replays a recorded trace, with the same bits.
+`Simulation.replay` replays a recorded trace, with the same bits.
 """
 
 import collections
@@ -427,7 +427,7 @@ class Simulation(TableRun):
       if state.waits:
         self._try(other)
 
-  def obey(self, trace: base.Trace) -> None:
+  def replay(self, trace: base.Trace) -> None:
     """Replays a recorded trace: its rows give the order, instead of durations.
 
     Raises:

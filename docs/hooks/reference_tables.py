@@ -16,11 +16,10 @@ from asgd.experiment import problem, protocol
 from asgd.gossip import topologies
 from asgd.live import faults
 from asgd.orders import durations, makers
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
 from asgd.text_table import format_markdown
-from launch import __main__ as commands
-from launch import listing
-from pipeline import schedules
-from pipeline.engine import PIPELINE
+from launch import command_line, listing
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 _TABLE = re.compile(r"^<!-- (table|api): (\w+) -->$", re.MULTILINE)
@@ -92,7 +91,7 @@ def schedule_table() -> str:
   rows = []
   for name, maker in schedules.SCHEDULES.items():
     traits = schedules.describe(name)
-    link = f"[`{name}`](../api/schedules.md#pipeline.schedules.{name})"
+    link = f"[`{name}`](../api/schedules.md#asgd.pipeline.schedules.{name})"
     flush = "after each batch" if traits.flush else "never"
     weights = "latest" if traits.flush else traits.weights
     options = _code(listing.options(maker, traits.options))
@@ -192,8 +191,8 @@ def datasets() -> str:
 def command_table() -> str:
   """The commands of `launch`, each with the first line of its docstring."""
   rows = (
-    (f"`asgd {name}`", commands.summary(name))
-    for name in commands.COMMANDS
+    (f"`asgd {name}`", command_line.summary(name))
+    for name in command_line.COMMANDS
   )
   return format_markdown(("command", "what it does"), rows)
 
@@ -269,7 +268,9 @@ NAMES: dict[str, Callable[[], list[str]]] = {
   "transforms": lambda: [
     _path("asgd.transforms", name) for name in transform_names()
   ],
-  "schedules": lambda: [f"pipeline.schedules.{x}" for x in schedules.SCHEDULES],
+  "schedules": lambda: [
+    f"asgd.pipeline.schedules.{name}" for name in schedules.SCHEDULES
+  ],
   "codecs": lambda: [
     _path("asgd.compression", name)
     for name in (*compression.CODECS, *_COMPOSED, *_IN_STEP)

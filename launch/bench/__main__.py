@@ -29,32 +29,16 @@ import jax
 from asgd import names, safe_files
 from asgd.experiment import provenance
 
-from .. import __main__ as commands
-from .. import flags
+from .. import command_line, flags
+from ..command_flags import GIVEN
 from . import report, summary
 
 BENCHMARKS = (  # modules with run(report, *, flags)
   *("simulator", "server", "pipeline", "parallel", "compression", "tables"),
   *("network", "orders"),
 )
-_FLAGS = {
-  "rounds": (int, None, "Turns. Default: 2, 3 or 5."),
-  "block": (int, None, "Updates of a turn (simulator). Default: by model."),
-  "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
-  "seconds": (float, None, "For each contestant. Default: 3."),
-  "links": (("threads", "tc"), None, "Which are slow (network)."),
-  "peer": (str, None, "Python with torch (simulator, pipeline)."),
-  "large": (bool, None, "Orders of 10 M rows or 100,000 workers (orders)."),
-}
-_F = flags.define(
-  {
-    **_FLAGS,
-    "all": (bool, False, "Run all, one after the other."),
-    "json": ("optional", None, "Write numbers as JSON to FILE, or print them."),
-    "table": (bool, False, "Print the table of FILEs that --json has written."),
-    "page": (str, None, "With --table: put it in this page instead."),
-  }
-)
+_F = flags.define("bench")
+_OF_BENCHMARKS = "rounds", "block", "sizes", "seconds", "links", "peer", "large"
 _BUSY = 0.1  # share of the cores from which on other programs matter
 _LONGEST = 240  # seconds
 _MOST = 1e5  # MB
@@ -67,7 +51,8 @@ def _runner(name: str) -> Any:
 def _given(name: str) -> dict[str, Any]:
   """The flags that are given, of those that a benchmark takes."""
   takes = inspect.signature(_runner(name)).parameters
-  given = {k: _F[k].value for k in _FLAGS if _F[k].value is not None}
+  values = {key: _F[key].value for key in _OF_BENCHMARKS}
+  given = {key: value for key, value in values.items() if value is not None}
   if "sizes" in given:
     given["sizes"] = list(map(float, given["sizes"]))
   return {k: value for k, value in given.items() if k in takes}
@@ -138,7 +123,7 @@ def _measure_all() -> list[dict[str, Any]]:
 
 def _list() -> None:
   for name in BENCHMARKS:
-    print(f"asgd bench {name:<12} {commands.summary(f'bench/{name}')}")
+    print(f"asgd bench {name:<12} {command_line.summary(f'bench/{name}')}")
 
 
 def _check() -> None:
@@ -170,10 +155,10 @@ def main(name: str = "", *files: str) -> None:
       return
     names.check("benchmark", name, BENCHMARKS)
   to = _F["json"].value
-  aside = sys.stderr if to == flags.GIVEN else sys.stdout
+  aside = sys.stderr if to == GIVEN else sys.stdout
   with contextlib.redirect_stdout(aside):
     results = [_measure(name)] if name else _measure_all()
-  if to == flags.GIVEN:
+  if to == GIVEN:
     print(report.to_json(results), end="")
   elif to is not None:
     safe_files.write(Path(to), report.to_json(results))
@@ -182,4 +167,4 @@ def main(name: str = "", *files: str) -> None:
 
 
 if __name__ == "__main__":
-  flags.run(main, words=20)
+  flags.run(main, "bench")

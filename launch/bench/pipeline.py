@@ -37,7 +37,7 @@ import numpy as np
 from asgd import algorithms, models
 from asgd.experiment import ray_runtime
 from asgd.models import transformer
-from pipeline import (
+from asgd.pipeline import (
   analyze,
   executor,
   lanes,
@@ -45,8 +45,8 @@ from pipeline import (
   schedules,
   validate,
 )
-from pipeline import stage as stage_lib
-from pipeline.state import KEPT
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline.state import KEPT
 
 from . import turns
 from .report import BenchReport, Measured

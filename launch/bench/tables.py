@@ -76,9 +76,9 @@ def _worker(rows, folder, host, keys, clock) -> WorkerHost:
   )
   division = divide(_first(rows), 1)
 
-  def make(life, work):
+  def make(incarnation, work):
     return TableWorker(
-      *(0, life, _settings(), division, work), workers=1, jobs=_MANY
+      *(0, incarnation, _settings(), division, work), workers=1, jobs=_MANY
     )
 
   def ignore(*_: Any) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from pipeline.partition import graph as graph_lib
-from pipeline.partition.graph import Graph
+from asgd.pipeline.partition import graph as graph_lib
+from asgd.pipeline.partition.graph import Graph
 
 
 class Blocks:

@@ -51,12 +51,12 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline.partition import graph as graph_lib
-from pipeline.partition import placement
-from pipeline.partition.coarsen import Blocks, coarsen
-from pipeline.partition.graph import Graph
-from pipeline.partition.placement import Partition
-from pipeline.table import check_positive
+from asgd.pipeline.partition import graph as graph_lib
+from asgd.pipeline.partition import placement
+from asgd.pipeline.partition.coarsen import Blocks, coarsen
+from asgd.pipeline.partition.graph import Graph
+from asgd.pipeline.partition.placement import Partition
+from asgd.pipeline.table import check_positive
 
 ORDERS = ("largest_first", "smallest_first")
 RECOMPUTE = ("none", "all", "but_last")

@@ -45,11 +45,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline.partition import graph as graph_lib
-from pipeline.partition import placement
-from pipeline.partition.graph import Graph
-from pipeline.partition.placement import Partition
-from pipeline.table import check_positive
+from asgd.pipeline.partition import graph as graph_lib
+from asgd.pipeline.partition import placement
+from asgd.pipeline.partition.graph import Graph
+from asgd.pipeline.partition.placement import Partition
+from asgd.pipeline.table import check_positive
 
 CUTS = ("order", "antichains", "released")
 MOST_STATES = 2000  # sets of nodes before a cut

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline.partition.graph import Graph
+from asgd.pipeline.partition.graph import Graph
 
 TIED = ("allow", "together")
 

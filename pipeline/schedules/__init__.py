@@ -25,26 +25,26 @@ from pathlib import Path
 import numpy as np
 
 from asgd import names
-from pipeline import analyze, validate
-from pipeline import table as table_lib
-from pipeline.schedules.asynchronous import (
+from asgd.pipeline import analyze, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.schedules.asynchronous import (
   ftpipe,
   pipedream,
   pipedream_2bw,
   pipemare,
   stale,
 )
-from pipeline.schedules.flush import (
+from asgd.pipeline.schedules.flush import (
   breadth_first,
   gpipe,
   interleaved,
   one_f_one_b,
 )
-from pipeline.schedules.layout import Traits, listed
-from pipeline.schedules.play import Rule, RuleState
-from pipeline.schedules.two_directions import chimera, dualpipe, dualpipe_v
-from pipeline.schedules.user_rules import custom, fill
-from pipeline.schedules.zero_bubbles import (
+from asgd.pipeline.schedules.layout import Traits, listed
+from asgd.pipeline.schedules.play import Rule, RuleState
+from asgd.pipeline.schedules.two_directions import chimera, dualpipe, dualpipe_v
+from asgd.pipeline.schedules.user_rules import custom, fill
+from asgd.pipeline.schedules.zero_bubbles import (
   v_half,
   v_min,
   zb_h1,
@@ -52,7 +52,7 @@ from pipeline.schedules.zero_bubbles import (
   zb_v,
   zero_bubble,
 )
-from pipeline.table import KNOWN, Schedule, check_positive
+from asgd.pipeline.table import KNOWN, Schedule, check_positive
 
 _MOST = 10**7  # forwards of a table that `build` makes
 
@@ -90,11 +90,11 @@ def build(name: str, **options) -> Schedule:
       for a table of more than 10 million forwards.
 
   Example:
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> schedules.build("gpipe", stages=2, microbatches=3).slots
     8
   """
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   count = forwards(options)
   if count > _MOST:
     raise ValueError(
@@ -109,7 +109,7 @@ def forwards(options: Mapping[str, object]) -> int:
   fewer. A value that is no number counts as 1: the maker refuses it.
 
   Example:
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> schedules.forwards({"stages": 4, "microbatches": 8})
     32
   """
@@ -126,13 +126,13 @@ def describe(name: str) -> Traits:
   nearest known one.
 
   Example:
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> schedules.describe("interleaved").options
     ('chunks', 'group')
   """
   if table_lib.is_file(name):
     return Traits(())
-  return names.lookup("schedule", name, SCHEDULES).traits
+  return _maker(name).traits
 
 
 def make(
@@ -169,7 +169,7 @@ def make(
   Example:
     Two updates, each of 4 microbatches, are two times the same table.
 
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> table = schedules.make("one_f_one_b", stages=2, total=8, batch=4)
     >>> table.microbatches, table.every, table.flush
     (4, 4, True)
@@ -181,8 +181,14 @@ def make(
   return table
 
 
+def _maker(name: str):
+  """Returns the maker of a schedule, also for a name such as "1F1B"."""
+  name = names.canonical(name, SCHEDULES)
+  return names.lookup("schedule", name, SCHEDULES)
+
+
 def _of_maker(name, stages, total, batch, every, options):
-  maker = names.lookup("schedule", name, SCHEDULES)
+  maker = _maker(name)
   traits, takes = maker.traits, inspect.signature(maker).parameters
   for key in options:
     names.lookup(f"option of {name}", key, dict.fromkeys(traits.options))
@@ -262,7 +268,7 @@ def _of_file(path, stages, total, batch, every, options):
     raise OptionError(
       "schedule",
       f"{path} has actions {own}, for which there are no functions here: use"
-      " pipeline.executor, or drop them",
+      " asgd.pipeline.executor, or drop them",
     )
   if stages is not None and stages != table.stages:
     why = f"{stages} are not the {table.stages} of {path}: drop it"
@@ -303,7 +309,7 @@ def recompute_of(
     OptionError: for a stage that the table does not have.
 
   Example:
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> schedules.recompute_of(schedules.ftpipe(range(3), 4))
     (True, True, False)
     >>> schedules.recompute_of(schedules.pipedream(3, 4), [1])
@@ -334,7 +340,7 @@ def weights_of(table: Schedule, weights: str | None = None) -> str:
     ValueError: as `analyze.versions`.
 
   Example:
-    >>> from pipeline import schedules
+    >>> from asgd.pipeline import schedules
     >>> schedules.weights_of(schedules.pipedream(2, 4))
     'stash'
   """

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline import analyze, discrepancy
-from pipeline.schedules import layout
-from pipeline.schedules.play import play
-from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
+from asgd.pipeline import analyze, discrepancy
+from asgd.pipeline.schedules import layout
+from asgd.pipeline.schedules.play import play
+from asgd.pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 
 @layout.traits(flush=False, partitioner="pipedream")
@@ -51,7 +51,7 @@ def pipedream(
     training", SOSP 2019.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> dream = schedules.pipedream(3, 4)
     >>> print(table.to_text(dream), end="")
     # pipedream; every 1
@@ -113,7 +113,7 @@ def pipedream_2bw(
     2021, arXiv:2006.09503.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> double = schedules.pipedream_2bw(2, 4)
     >>> print(table.to_text(double), end="")
     # pipedream_2bw; every 2
@@ -158,7 +158,7 @@ def stale(stages: int, microbatches: int, *, every: int = 1) -> Schedule:
     MLSys 2021, arXiv:2003.11666.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> stale = schedules.stale(2, 4)
     >>> print(table.to_text(stale), end="")
     # stale; every 1
@@ -193,7 +193,7 @@ def pipemare(
   A stage i of 1 to P begins a forward in the slot of the backward before, so
   that tau is the mean number of updates between reading and the update. A run
   with weights="latest" has learning rates by T1, and backwards that find other
-  weights than their forward read u_bkwd (`pipeline.discrepancy`). T1 raises no
+  weights than their forward read u_bkwd (`discrepancy`). T1 raises no
   rate where tau is below 1. The paper's T3, a start in step, is not here.
 
   Args:
@@ -218,7 +218,7 @@ def pipemare(
   Example:
     With N = 2 the delays are 3 / 2 and 1 / 2.
 
-    >>> from pipeline import analyze, schedules
+    >>> from asgd.pipeline import analyze, schedules
     >>> late = analyze.staleness(schedules.pipemare(2, 8, every=2), "latest")
     >>> late.forward[:, 4:].mean(1).tolist()
     [1.5, 0.5]
@@ -283,7 +283,7 @@ def ftpipe(
     the schedule "virtual_stages_1f1b" of its released code.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> equal = analyze.costs(3, backward=1.0)  # a task takes a slot
     >>> mixed = schedules.ftpipe((0, 1, 0), 2, costs=equal)
     >>> print(table.to_text(mixed), end="")

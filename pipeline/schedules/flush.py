@@ -3,8 +3,8 @@
 import itertools
 
 from asgd import checks
-from pipeline.schedules import layout
-from pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
+from asgd.pipeline.schedules import layout
+from asgd.pipeline.table import BACKWARD, FORWARD, Schedule, check_positive
 
 _ABSENT = -1  # a microbatch that fills a short group
 
@@ -36,7 +36,7 @@ def gpipe(
     pipeline parallelism", NeurIPS 2019, arXiv:1811.06965, figure 2c.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> gpipe = schedules.gpipe(2, 3)
     >>> print(table.to_text(gpipe), end="")
     # gpipe; every 3; flush
@@ -84,7 +84,7 @@ def one_f_one_b(
     arXiv:2006.09503.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> flush = schedules.one_f_one_b(2, 3)
     >>> print(table.to_text(flush), end="")
     # one_f_one_b; every 3; flush
@@ -137,7 +137,7 @@ def interleaved(
     clusters using Megatron-LM", SC 2021, arXiv:2104.04473, figure 4.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> loops = schedules.interleaved(2, 2, 2)
     >>> print(table.to_text(loops), end="")
     # interleaved; every 2; flush
@@ -200,7 +200,7 @@ def breadth_first(
     Lamy-Poirier, "Breadth-first pipeline parallelism", 2022, arXiv:2211.05953.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> loops = schedules.breadth_first(2, 2, 2)
     >>> print(table.to_text(loops), end="")
     # breadth_first; every 2; flush

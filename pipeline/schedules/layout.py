@@ -10,9 +10,15 @@ from typing import NamedTuple
 import numpy as np
 
 from asgd import checks
-from pipeline import analyze, validate
-from pipeline import table as table_lib
-from pipeline.table import BACKWARD, FORWARD, Schedule, Step, check_positive
+from asgd.pipeline import analyze, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import (
+  BACKWARD,
+  FORWARD,
+  Schedule,
+  Step,
+  check_positive,
+)
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
 
@@ -32,7 +38,7 @@ class Traits(NamedTuple):
   sums: bool = False  # whether an update is of a batch although none flushes
   listed: bool = False  # whether `devices` is a list, a device for each stage
   chunks: int = 1  # stages on a device, where `devices` is a number
-  partitioner: str | None = None  # module of `pipeline.partition` that cuts it
+  partitioner: str | None = None  # module of `partition` that cuts it
 
 
 def traits(**values) -> Callable:

@@ -10,10 +10,10 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from pipeline import analyze
-from pipeline import table as table_lib
-from pipeline.schedules.layout import Orders, stages_of
-from pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
+from asgd.pipeline import analyze
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.schedules.layout import Orders, stages_of
+from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, KNOWN, WEIGHT, Step
 
 _MANY = 1000  # user's actions in a row on each device, until they never end
 

@@ -20,11 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeline import analyze
-from pipeline.schedules import layout
-from pipeline.schedules.layout import Orders
-from pipeline.schedules.play import Rule, play
-from pipeline.table import FORWARD, INPUT, WEIGHT, Step
+from asgd.pipeline import analyze
+from asgd.pipeline.schedules import layout
+from asgd.pipeline.schedules.layout import Orders
+from asgd.pipeline.schedules.play import Rule, play
+from asgd.pipeline.table import FORWARD, INPUT, WEIGHT, Step
 
 _ACTIONS = FORWARD, INPUT, WEIGHT
 Score = tuple[float, float]

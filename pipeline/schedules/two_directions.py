@@ -4,8 +4,8 @@ import collections
 from collections.abc import Sequence
 
 from asgd import checks
-from pipeline.schedules.layout import synchronous, traits
-from pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
+from asgd.pipeline.schedules.layout import synchronous, traits
+from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 
 def _check_even(**numbers):
@@ -49,7 +49,7 @@ def chimera(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     with bidirectional pipelines", SC 2021, arXiv:2107.06925, figure 3.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> chimera = schedules.chimera(4, 4)
     >>> print(table.to_text(chimera), end="")
     # chimera; every 4; flush
@@ -154,7 +154,7 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
     order is that of the README of its code.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> dual = schedules.dualpipe(2, 4)
     >>> print(table.to_text(dual), end="")
     # dualpipe; every 4; flush
@@ -210,7 +210,7 @@ def dualpipe_v(
     DeepSeek-AI, the README of DualPipe, 2025.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> dual = schedules.dualpipe_v(1, 2)
     >>> print(table.to_text(dual), end="")
     # dualpipe_v; every 2; flush

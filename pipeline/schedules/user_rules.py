@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from asgd import checks
-from pipeline import analyze, validate
-from pipeline import table as table_lib
-from pipeline.schedules import layout
-from pipeline.schedules.play import Rule, play
-from pipeline.table import KNOWN, Schedule
+from asgd.pipeline import analyze, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.schedules import layout
+from asgd.pipeline.schedules.play import Rule, play
+from asgd.pipeline.table import KNOWN, Schedule
 
 
 @layout.traits(listed=True)
@@ -57,7 +57,7 @@ def custom(
   Example:
     1F1B that does some optimizer work, K, whenever it would wait:
 
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> def rule(device, state):
     ...   step = state.first("B")
     ...   if step is None and state.in_flight[device] < 2 - device:
@@ -103,7 +103,7 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
     none: what fills a table is the user's.
 
   Example:
-    >>> from pipeline import schedules, table
+    >>> from asgd.pipeline import schedules, table
     >>> filled = schedules.fill(schedules.gpipe(2, 1), {0: ["K", "K"]})
     >>> print(table.to_text(filled), end="")
     # gpipe; every 1; flush

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pipeline.analyze import Costs
-from pipeline.schedules import layout, search
-from pipeline.table import INPUT, Schedule, check_positive
+from asgd.pipeline.analyze import Costs
+from asgd.pipeline.schedules import layout, search
+from asgd.pipeline.table import INPUT, Schedule, check_positive
 
 Times = Costs | None  # of F, I, W and transfers; None is 1, 1, 1 and 0
 
@@ -86,7 +86,7 @@ def zero_bubble(
     for the cost and the memory; the search is this library's.
 
   Example:
-    >>> from pipeline import schedules, table
+    >>> from asgd.pipeline import schedules, table
     >>> zero = schedules.zero_bubble((0, 1, 0), 2, max_activations=(3, 1))
     >>> print(table.to_text(zero), end="")
     # zero_bubble; every 2; flush
@@ -155,7 +155,7 @@ def zb_h1(
     Qi et al., ICLR 2024, figure 2.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> zero = schedules.zb_h1(2, 3)
     >>> print(table.to_text(zero), end="")
     # zb_h1; every 3; flush
@@ -197,7 +197,7 @@ def zb_h2(
   Example:
     No device waits between its first task and its last.
 
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> zero = schedules.zb_h2(2, 3)
     >>> print(table.to_text(zero), end="")
     # zb_h2; every 3; flush
@@ -236,7 +236,7 @@ def zb_v(
     Qi et al., NeurIPS 2024.
 
   Example:
-    >>> from pipeline import analyze, schedules, table
+    >>> from asgd.pipeline import analyze, schedules, table
     >>> zero = schedules.zb_v(1, 2)
     >>> print(table.to_text(zero), end="")
     # zb_v; every 2; flush
@@ -362,7 +362,7 @@ def v_half(
     Qi et al., NeurIPS 2024.
 
   Example:
-    >>> from pipeline import analyze, schedules
+    >>> from asgd.pipeline import analyze, schedules
     >>> facts = analyze.analyze(schedules.v_half(6, 18))
     >>> print(facts.peak_activations.max())  # 6 + 2 of 12
     8.0
@@ -399,7 +399,7 @@ def v_min(
     Qi et al., NeurIPS 2024.
 
   Example:
-    >>> from pipeline import analyze, schedules
+    >>> from asgd.pipeline import analyze, schedules
     >>> facts = analyze.analyze(schedules.v_min(6, 18))
     >>> print(facts.peak_activations.max())  # 2 floor(10 / 3) of 12
     6.0

@@ -21,9 +21,9 @@ from asgd.experiment import loop, replay
 from asgd.experiment.progress import Silent
 from asgd.gossip import topologies
 from asgd.orders import protocol
-from pipeline import analyze, schedules
-from pipeline import table as table_lib
-from pipeline.engine import PIPELINE
+from asgd.pipeline import analyze, schedules
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 Case = Callable[[], dict[str, str]]

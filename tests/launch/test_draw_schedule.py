@@ -5,9 +5,9 @@ import json
 import kit
 import pytest
 
+from asgd.pipeline import analyze, schedules, spans
+from asgd.pipeline import table as table_lib
 from launch import draw_schedule
-from pipeline import analyze, schedules, spans
-from pipeline import table as table_lib
 
 FILES = {
   *("grid.txt", "analysis.txt", "schedule.csv", "schedule.json"),
@@ -245,8 +245,8 @@ BROKEN = "# t; every 1\n0 | B0 F0\n"
 MISTAKES = (
   ({}, "give a table: either --schedule=NAME, one of breadth_first, "),
   ({**GPIPE, "table": "x"}, "give a table: either"),
-  ({"schedule": "one_f_1b"},
-   "unknown schedule 'one_f_1b'; did you mean 'one_f_one_b'"),
+  ({"schedule": "one_f_two_b"},
+   "unknown schedule 'one_f_two_b'; did you mean 'one_f_one_b'"),
   ({"schedule": "custom"}, "unknown schedule 'custom'"),
   ({"schedule": "gpipe", "options": {"stage": "2"}},
    "schedule 'gpipe' takes no argument 'stage'; did you mean 'stages'"),

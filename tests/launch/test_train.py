@@ -109,7 +109,7 @@ def test_the_resolved_config_is_kept(finished):
   config = storage.read_json(workdir / "config.json")
   assert config["config"]["workers"] == [3]
   assert config["config"]["runs"]["nag_asgd"]["recipe"] == "nag_asgd"
-  assert config["free"]["data source"] == "scikit-learn (embedded)"
+  assert config["free"]["data source"] == "UCI optical digits (embedded)"
 
 
 def read_rows(path):

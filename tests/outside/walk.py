@@ -253,7 +253,7 @@ class WalkCluster(Cluster):
       lambda: self.check(0) is not None and self._call is None, seconds
     )
 
-  def go_on(self):
+  def resume(self):
     self._paused = False
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from pipeline_kit import one_f_one_b
 
 from asgd import base
-from pipeline import analyze, validate
-from pipeline import table as table_lib
-from pipeline.table import ScheduleError
+from asgd.pipeline import analyze, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import ScheduleError
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from pipeline import analyze, by_slot, schedules, table
-from pipeline.table import ScheduleError
+from asgd.pipeline import analyze, by_slot, schedules, table
+from asgd.pipeline.table import ScheduleError
 
 EVERY = 3
 

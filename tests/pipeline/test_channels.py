@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from kit import same
 
-from pipeline import channels
+from asgd.pipeline import channels
 
 ENTRIES = [
   (0, ("x", 1, 0), np.arange(6.0).reshape(2, 3)),

@@ -11,7 +11,7 @@ from flax import linen as nn
 from asgd import algorithms, base, data, models, problems, simulator
 from asgd import worker as worker_lib
 from asgd.data import text
-from pipeline import cut, executor, schedules
+from asgd.pipeline import cut, executor, schedules
 
 MICROBATCHES, RATE = 4, 0.1
 TOKENS = np.zeros((1, 5), np.int32)

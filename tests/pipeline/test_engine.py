@@ -28,8 +28,8 @@ from pipeline_experiments import (
 
 from asgd.experiment import cell_files, checkpoint, folder, signals, storage
 from asgd.experiment.machine import Machine
-from pipeline import analyze, engine, schedules, spans
-from pipeline import table as table_lib
+from asgd.pipeline import analyze, engine, schedules, spans
+from asgd.pipeline import table as table_lib
 
 pytestmark = pytest.mark.slow
 

@@ -15,12 +15,12 @@ from pipeline_kit import gpipe, one_f_one_b
 import asgd
 from asgd import algorithms, base, models, orders, sharding, simulator
 from asgd import worker as worker_lib
-from pipeline import analyze, discrepancy, schedules
-from pipeline import stage as stage_lib
-from pipeline import table as table_lib
-from pipeline.executor import Executor
-from pipeline.lanes import PipelineError
-from pipeline.stage import Part
+from asgd.pipeline import analyze, discrepancy, schedules
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.executor import Executor
+from asgd.pipeline.lanes import PipelineError
+from asgd.pipeline.stage import Part
 
 # Four stages of the same shapes, whose servers share their programs.
 LAYERS = models.mlp(6, hidden=(6, 6, 6))

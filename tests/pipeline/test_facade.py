@@ -14,11 +14,10 @@ from flax import linen as nn
 from flax import nnx
 
 import asgd
-import pipeline
-from asgd import call_options
-from pipeline import schedules
-from pipeline.engine import PIPELINE
-from pipeline.facade import read_layers
+from asgd import call_options, pipeline
+from asgd.pipeline import schedules
+from asgd.pipeline.engine import PIPELINE
+from asgd.pipeline.facade import read_layers
 
 X = np.float32(kit.normal(32, 3))
 DATA = X, X.sum(1)

@@ -3,9 +3,9 @@
 import pipeline_kit
 import pytest
 
-from pipeline import analyze, schedules, validate
-from pipeline import table as table_lib
-from pipeline.schedules import layout, search
+from asgd.pipeline import analyze, schedules, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.schedules import layout, search
 
 LINE = [(0,), (1,)]
 # One unit for each task:

@@ -5,7 +5,7 @@ import threading
 import jax.numpy as jnp
 import pytest
 
-from pipeline.lane_threads import LaneInbox, LaneThreads, Stop
+from asgd.pipeline.lane_threads import LaneInbox, LaneThreads, Stop
 
 
 def run_lanes(scripts, inboxes=None):

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asgd import models
-from pipeline import analyze
-from pipeline import table as table_lib
-from pipeline.partition import coarsen, graph, mixed_pipe, placement
-from pipeline.partition.coarsen import Blocks
-from pipeline.partition.graph import Node, chain, make
-from pipeline.partition.pipedream import pipedream
+from asgd.pipeline import analyze
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.partition import coarsen, graph, mixed_pipe, placement
+from asgd.pipeline.partition.coarsen import Blocks
+from asgd.pipeline.partition.graph import Node, chain, make
+from asgd.pipeline.partition.pipedream import pipedream
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -17,15 +17,15 @@ from pipeline_experiments import build_pipelines, train_pipelines
 from asgd import algorithms, models
 from asgd.experiment import ray_runtime
 from asgd.experiment.machine import Machine
-from pipeline import analyze, executor, schedules
-from pipeline import engine as engine_lib
-from pipeline import stage as stage_lib
-from pipeline.lanes import PipelineError, Stop
-from pipeline.state import PipelineState
+from asgd.pipeline import analyze, executor, schedules
+from asgd.pipeline import engine as engine_lib
+from asgd.pipeline import stage as stage_lib
+from asgd.pipeline.lanes import PipelineError, Stop
+from asgd.pipeline.state import PipelineState
 
 ray = pytest.importorskip("ray")
 
-from pipeline import processes  # noqa: E402
+from asgd.pipeline import processes  # noqa: E402
 
 pytestmark = pytest.mark.process
 

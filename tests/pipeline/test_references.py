@@ -11,10 +11,10 @@ from kit import same
 
 import asgd
 from asgd import base
-from pipeline import analyze
-from pipeline import table as table_lib
-from pipeline.executor import Executor
-from pipeline.stage import Part
+from asgd.pipeline import analyze
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.executor import Executor
+from asgd.pipeline.stage import Part
 
 BATCHES = 12
 ROWS, WIDTH, FEATURES, SIZE = 10, 4, 3, 8  # SIZE examples in a batch

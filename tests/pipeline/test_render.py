@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pipeline_kit import one_f_one_b, table
 
 from asgd import tracks
-from pipeline import analyze, render, spans
-from pipeline.spans import TaskSpan
+from asgd.pipeline import analyze, render, spans
+from asgd.pipeline.spans import TaskSpan
 
 quick = settings(deadline=None, derandomize=True, max_examples=40)
 

@@ -13,8 +13,8 @@ from pipeline_experiments import (
   to_the_end,
 )
 
-from pipeline import analyze, instructions, residence
-from pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
+from asgd.pipeline import analyze, instructions, residence
+from asgd.pipeline.residence import STATE, SUM, WEIGHTS, BlockMemory
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -24,7 +24,7 @@ ONE_DEVICE = dict(
 )
 
 
-def obey(uses, room, passes=1):
+def loaded(uses, room, passes=1):
   """Returns what is fetched, of blocks of one byte, without looking ahead."""
   memory, fetched = BlockMemory(uses, room), []
   for _ in range(passes):
@@ -41,11 +41,11 @@ def test_what_is_used_last_gives_way():
   # A B C B A: with room for two, C takes the place of A, whose next use comes
   # after that of B.
   uses = [[A], [B], [C], [B], [A]]
-  assert obey(uses, 2) == [A, B, C, A]
-  assert obey(uses, 3) == [A, B, C]
-  assert obey(uses, 1) == [A, B, C, B, A]
+  assert loaded(uses, 2) == [A, B, C, A]
+  assert loaded(uses, 3) == [A, B, C]
+  assert loaded(uses, 1) == [A, B, C, B, A]
   # Over and over: at the last A it is C that is used later, in the next pass.
-  assert obey(uses, 2, passes=2) == [A, B, C, A, C, A]
+  assert loaded(uses, 2, passes=2) == [A, B, C, A, C, A]
 
 
 def test_what_comes_next_is_fetched_if_it_is_not_in_the_way():

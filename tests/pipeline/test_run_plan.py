@@ -23,9 +23,9 @@ from pipeline_experiments import (
 )
 
 from asgd.experiment import folder, schema
-from pipeline import run_plan, schedules
-from pipeline import table as table_lib
-from pipeline.partition import mixed_pipe
+from asgd.pipeline import run_plan, schedules
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.partition import mixed_pipe
 
 ROOT = Path(__file__).parents[2]
 

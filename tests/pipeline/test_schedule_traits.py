@@ -4,8 +4,8 @@ more than its stages and microbatches."""
 import numpy as np
 import pytest
 
-from pipeline import schedules
-from pipeline import table as table_lib
+from asgd.pipeline import schedules
+from asgd.pipeline import table as table_lib
 
 SIZES = dict(stages=4, total=24, batch=8)
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline import analyze, schedules, validate
-from pipeline import table as table_lib
-from pipeline.schedules import search
+from asgd.pipeline import analyze, schedules, validate
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.schedules import search
 
 quick = settings(deadline=None, derandomize=True, max_examples=25)
 

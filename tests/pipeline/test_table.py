@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_kit import one_f_one_b
 
-from pipeline import table as table_lib
-from pipeline.table import ScheduleError, Task
+from asgd.pipeline import table as table_lib
+from asgd.pipeline.table import ScheduleError, Task
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 

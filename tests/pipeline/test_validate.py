@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_kit import gpipe, one_f_one_b, table
 
-from pipeline import table as table_lib
-from pipeline import validate
-from pipeline.table import ScheduleError
+from asgd.pipeline import table as table_lib
+from asgd.pipeline import validate
+from asgd.pipeline.table import ScheduleError
 
 quick = settings(deadline=None, derandomize=True, max_examples=60)
 

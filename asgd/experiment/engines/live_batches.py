@@ -111,7 +111,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
         index=index,
         make_task=functools.partial(make_task, hosts.plan, live.cell.seed),
         faults=[f for f in machine.faults if f.worker == index],
-        tell=functools.partial(faults_lib.append_fault, live.folder),
+        record=functools.partial(faults_lib.append_fault, live.folder),
         span=write_span and functools.partial(write_span, index),
       )
 

@@ -298,7 +298,7 @@ class LiveEngine(engines.Engine):
         self.cluster.pause()
       packed = self._pack()
       if not self._stopped:
-        self.cluster.go_on()
+        self.cluster.resume()
     return packed if packed[0] else None
 
   def stop(self) -> str:

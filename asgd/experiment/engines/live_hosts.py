@@ -90,7 +90,7 @@ def thread_hosts(live: LiveCell, machine: Any) -> CellHosts:
   processes.allow_open_files()
   workers = live.plan.workers
   hosts = throttled_hosts.make_hosts(live.network, workers, began=live.began)
-  hosts.say = machine.tell
+  hosts.show = machine.show
   return CellHosts(hosts, lambda: live.plan, apart=False)
 
 
@@ -109,7 +109,7 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
     "scheduling_strategy": _PLACEMENT[settings["placement"]],
   }
   hosts = ActorHosts(where, resources=resources)
-  hosts.say = machine.tell
+  hosts.show = machine.show
   plan = functools.partial(make_plan, rebuild, config, shared, live.cell)
   leave_seconds = 60.0 if where.profile else 10.0 if where.spans else 2.0
   return CellHosts(hosts, plan, apart=True, leave_seconds=leave_seconds)

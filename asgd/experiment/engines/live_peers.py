@@ -33,7 +33,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   The last message of a peer that failed may have no record."""
   workers = description["cell"]["workers"]
   files.read_trace(folder, workers)
-  files.FILES.check(folder, workers, files.lives_of)
+  files.FILES.check(folder, workers, files.count_incarnations)
 
 
 def make_duty(

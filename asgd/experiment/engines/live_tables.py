@@ -76,7 +76,7 @@ def check_files(folder: Path, description: Mapping[str, Any]) -> None:
   files.read_orders(folder, shards, workers)
   files.read_trace(folder, workers)
   files.FILES.check(
-    folder, workers, lambda events: files.lives_of(events) - 1, "jobs"
+    folder, workers, lambda events: files.count_incarnations(events) - 1, "jobs"
   )
 
 
@@ -122,9 +122,9 @@ class TableMakers(NamedTuple):
     division = division_of(plan)
     _, root = jax.random.split(jax.random.key(self.seed))
 
-    def make(life, work):
+    def make(incarnation, work):
       return TableWorker(
-        *(index, life, plan.settings, division, work),
+        *(index, incarnation, plan.settings, division, work),
         workers=plan.workers,
         jobs=plan.messages // plan.workers,
         seed=self.seed,

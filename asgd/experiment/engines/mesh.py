@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from asgd import base
+from asgd import base, stacking
 from asgd.experiment import engines
 from asgd.experiment.engines import Column, by_protocol, mesh_plan
 from asgd.experiment.schema import Run
@@ -41,7 +41,7 @@ class MeshEngine(engines.Engine):
     problem, seed = self._plan.problem, context.cell.seed
     init_key, self._root = jax.random.split(jax.random.key(seed))
     self._first = problem.init(init_key)
-    self._batches = problem.batches(seed, 1)
+    self._batches = stacking.NamedBatches(problem.batches(seed, 1))
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
@@ -65,6 +65,8 @@ class MeshEngine(engines.Engine):
     self._put(tree["state"])
     self._records = MeshRecords(*map(np.array, tree["records"]))
     self.done, self._seconds = notes["update"], notes["seconds"]
+    if "iterators" in notes:
+      self._batches.iterators.restore(notes["iterators"])
 
   def _put(self, arrays):
     """Sets the state to NumPy arrays."""
@@ -163,7 +165,10 @@ class MeshEngine(engines.Engine):
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns whole arrays, whatever the mesh."""
     tree = {"state": self._whole_state(), "records": self._records}
-    return self.done, tree, {"update": self.done, "seconds": self._seconds}
+    notes = {"update": self.done, "seconds": self._seconds}
+    if self._batches.iterators is not None:
+      notes["iterators"] = self._batches.iterators.save()
+    return self.done, tree, notes
 
 
 def describe(result: Mapping[str, Any]) -> str:

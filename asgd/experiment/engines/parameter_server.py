@@ -368,7 +368,31 @@ def plan(
       problem.batches(seed, workers)
       result.of_seed(seed).trace(seed, messages=workers)
   result.check()
+  if problem.sequential:
+    _check_sequential(result)
   return result
+
+
+def _check_sequential(plan: ServerPlan) -> None:
+  """Raises ValueError for runs that ask for batches in another order than that
+  of the jobs, so iterators cannot follow."""
+  reasons = {
+    "config.allocation, which cuts batches": allocations.changes_batches(
+      plan.run
+    )
+    or allocations.unknown(plan)
+    or plan.allocation is not None,
+    "codes over a network, which are computed ahead": (
+      plan.network is not None and networks.coded(plan)
+    ),
+    "shards out of step": server_orders.out_of_step(plan.run),
+  }
+  for reason, applies in reasons.items():
+    if applies:
+      raise ValueError(
+        f"iterators as data are not for {reason}: leave it out, or give a"
+        " function (worker, job) -> batch"
+      )
 
 
 def summary(records: base.Records) -> dict[str, float]:

@@ -35,8 +35,15 @@ class SimulationEngine(SimulatedEngine):
     new = simulator.initial(
       plan.server, plan.coded_worker(), params, plan.workers
     )
-    restored = restore(lambda saved: _unpack(saved, new))
-    state, records, sizes = restored or (new, simulator.concatenate([]), None)
+    restored = restore(
+      lambda saved: (*_unpack(saved, new), saved.notes.get("iterators"))
+    )
+    if restored is None:
+      restored = new, simulator.concatenate([]), None, None
+    state, records, sizes, positions = restored
+    self._iterators = batch.iterators
+    if positions is not None:
+      self._iterators.restore(positions)
     self._order = simulated_orders.order_of(
       *(plan, seed, batch, root), saved=sizes, rows=state.event
     )
@@ -77,6 +84,8 @@ class SimulationEngine(SimulatedEngine):
     simulation = self._order.run.pause()
     tree, notes = _pack(simulation)
     notes["sizes"] = self._order.save()
+    if self._iterators is not None:
+      notes["iterators"] = self._iterators.save()
     return simulation.event, {**tree, "records": self.records()}, notes
 
 

@@ -107,7 +107,7 @@ class GrownOrder:
   def _run_row(self) -> None:
     """Simulates the next row."""
     event = self._order.rows[self._next]
-    self.run.obey(event)
+    self.run.apply(event)
     self._next += 1
     self._received += event.action == base.RECEIVE
 

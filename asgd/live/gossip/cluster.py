@@ -132,7 +132,7 @@ class PeerCluster(Cluster):
       self.incarnations[party.index] = self._starting.pop(party.index)
       party.run = party.host.call("run")
     self._ask("meet", self._neighbours())
-    self.go_on()
+    self.resume()
     for peer in set(indices) - set(first):
       self._make(peer)
 
@@ -150,7 +150,8 @@ class PeerCluster(Cluster):
   def _make(self, peer: int, image: Image | None = None) -> Party:
     """Starts the next incarnation of a peer."""
     run = self._maker.run
-    self._starting[peer] = files.lives_of(read_journal(journal_path(run, peer)))
+    events = read_journal(journal_path(run, peer))
+    self._starting[peer] = files.count_incarnations(events)
     counters = self._supervisor.parties.get(COUNTER, {})
     counter = counters[0].host if counters else None
     make = functools.partial(self._maker, peer, image, counter)
@@ -313,7 +314,7 @@ class PeerCluster(Cluster):
       self._ask("allow", max(limits.values()))
     return self._supervisor.rest(self._at_rest, seconds)
 
-  def go_on(self) -> None:
+  def resume(self) -> None:
     """Ends a pause."""
     self._paused = False
     self._ask("allow", self._limit)
@@ -335,7 +336,7 @@ class PeerCluster(Cluster):
     if peer in self._starting and self._lenders(peer):
       self._introduce(peer)
       self._supervisor.news.append(f"peer {peer} joins again")
-    self.go_on()
+    self.resume()
 
   def _introduce(self, peer: int) -> None:
     """Connects a newcomer with the peers alive, some of which lend to it."""

@@ -50,7 +50,7 @@ def read_trace(run: Path, peers: int) -> base.Trace:
   return trace
 
 
-def lives_of(events: Sequence[Event]) -> int:
+def count_incarnations(events: Sequence[Event]) -> int:
   """Returns the number of incarnations of a peer that have left."""
   return sum(event.action == base.LEAVE for event in events)
 

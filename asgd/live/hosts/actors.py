@@ -284,7 +284,7 @@ class ActorHosts(Hosts):
     more, _ = ray_waits.wait(refs, timeout=0) if done else ([], [])
     return [call for call in calls if call.ref in (*done, *more)]
 
-  def gone(self) -> list[tuple[str, int]]:
+  def exited(self) -> list[tuple[str, int]]:
     """See the base."""
     refs = {ref: key for key, ref in self._serves.items()}
     done, _ = ray_waits.wait(list(refs), timeout=0)

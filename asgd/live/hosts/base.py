@@ -90,7 +90,7 @@ class Hosts(abc.ABC):
     >>> host.call("index", 3).result()
     2
     >>> hosts.kill("shard", 0)
-    >>> hosts.gone()
+    >>> hosts.exited()
     [('shard', 0)]
     >>> host.call("index", 3).result()
     Traceback (most recent call last):
@@ -101,7 +101,7 @@ class Hosts(abc.ABC):
 
   disk: Any = os  # writes the driver's files: `write` and `replace`
   # Shows a line to the user, at once.
-  say: Callable[[str], None] = staticmethod(lambda text: None)
+  show: Callable[[str], None] = staticmethod(lambda text: None)
 
   @abc.abstractmethod
   def clock(self) -> float:
@@ -127,7 +127,7 @@ class Hosts(abc.ABC):
     calls that have ended."""
 
   @abc.abstractmethod
-  def gone(self) -> list[tuple[str, int]]:
+  def exited(self) -> list[tuple[str, int]]:
     """Returns (kind, index) of each host that has exited and has no successor.
     It does not raise the errors that ended them."""
 

@@ -251,7 +251,7 @@ class ThreadHosts(Hosts):
     done, _ = concurrent.futures.wait(calls, seconds, first)
     return [call for call in calls if call in done]
 
-  def gone(self) -> list[tuple[str, int]]:
+  def exited(self) -> list[tuple[str, int]]:
     """See the base."""
     return [key for key, host in self._hosts.items() if not host.alive]
 

@@ -16,10 +16,10 @@ class Disconnected(Exception):
 class WorkerLink(Protocol):
   """The way of one worker to all shards."""
 
-  def say(self, shard: int, frame: Frame) -> None:
+  def send(self, shard: int, frame: Frame) -> None:
     """Sends a frame. Raises Disconnected."""
 
-  def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
+  def receive(self, seconds: float | None) -> tuple[int, Frame] | None:
     """Returns the next (shard, frame), None if none comes in that time (None:
     forever), or if `wake` was called. Raises Disconnected."""
 
@@ -28,4 +28,4 @@ class WorkerLink(Protocol):
     is not there."""
 
   def wake(self) -> None:
-    """Ends a `hear` that is waiting; may be called from a signal handler."""
+    """Ends a `receive` that is waiting; may be called from a signal handler."""

@@ -27,7 +27,7 @@ from asgd.live.slots import MESSAGES, PARAMS, UPDATES, WrongSlot, message_stamp
 _LISTEN = 1.0  # seconds between two looks at a shard that does not answer
 _PAUSE = 0.2  # seconds between two tries to connect
 _SECONDS = 60.0  # to fetch a slot's content
-Token = tuple[int, int, str]  # worker, life, a random text: names a session
+Token = tuple[int, int, str]  # worker, restarts, a random text: names a session
 
 
 class Session:
@@ -42,7 +42,7 @@ class Session:
     self._out: list[tuple[bytes, Any]] = []
     self._listener: Future[list] | None = None  # takes the next frames sent
 
-  def hear(self, frame: Frame) -> None:
+  def identify(self, frame: Frame) -> None:
     """Takes note of a frame of the worker; raises BadFrame if it is not of a
     worker, or of another."""
     if frame.kind in frames.OF_SHARDS:
@@ -50,7 +50,7 @@ class Session:
     self._speaker = frames.speaker(frame, self._speaker)
     self.worker = frame.worker
 
-  def say(self, frame: Frame) -> None:
+  def send(self, frame: Frame) -> None:
     """Sends a frame, and the parameters or updates that it names, when the
     worker listens: an answer is often two frames."""
     memory, params = self._memory, None
@@ -116,24 +116,24 @@ class RayLink:
   """A worker's way to shards on another machine; see `base.WorkerLink`."""
 
   def __init__(
-    self, site: Any, worker: int, life: int, messages: Sequence[Any] = ()
+    self, site: Any, worker: int, restarts: int, messages: Sequence[Any] = ()
   ):
     """Connects to no shard of a `Site` yet. `messages` are the formats of each
     shard's messages as in `slots.SharedMemory`, dense by default."""
     import ray
 
     shards = site.setup.shards
-    self._ray, self._site, self._owner = ray, site, (worker, life)
+    self._ray, self._site, self._owner = ray, site, (worker, restarts)
     self._actors: list[Any] = [None] * shards
     self._generations = [0] * shards  # of the actor that replaces one it is 1
     self._tokens: list[Any] = [None] * shards  # of its sessions
-    self._heard: list[Any] = [None] * shards  # pending calls of `listen`
+    self._listening: list[Any] = [None] * shards  # pending calls of `listen`
     self._inbox: list[tuple[int, Frame]] = []
     self._woken = threading.Event()
     messages = messages or [None] * shards
     self.memories = [_FarMemory(like) for like in messages]
 
-  def say(self, shard: int, frame: Frame) -> None:
+  def send(self, shard: int, frame: Frame) -> None:
     """See `base.WorkerLink`; a PUSH takes its message along."""
     message = None
     if frame.kind == frames.PUSH:
@@ -144,14 +144,14 @@ class RayLink:
     if actor is None:
       raise Disconnected(shard)
     args = self._tokens[shard], frames.pack(frame), message
-    told = actor.call.remote("tell", args)
+    delivered = actor.call.remote("deliver", args)
     patience = deadlines.DEAD * self._site.setup.ladder.start
     end = time.monotonic() + patience
-    while not self._ray.wait([told], timeout=_LISTEN)[0]:
+    while not self._ray.wait([delivered], timeout=_LISTEN)[0]:
       if self._successor(shard) or time.monotonic() > end:
         self._actors[shard] = None
         raise Disconnected(shard)
-    self._fetch(shard, told)
+    self._fetch(shard, delivered)
 
   def _fetch(self, shard, ref):
     try:
@@ -160,16 +160,16 @@ class RayLink:
       self._actors[shard] = None
       raise Disconnected(shard) from error
 
-  def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
+  def receive(self, seconds: float | None) -> tuple[int, Frame] | None:
     """See `base.WorkerLink`."""
     end = time.monotonic() + (1e9 if seconds is None else seconds)
     while not self._inbox:
-      if None in self._actors:  # `say` has noticed it, and may not have told
+      if None in self._actors:  # `send` noticed it, and may not have raised
         raise Disconnected(self._actors.index(None))
       pause = min(end - time.monotonic(), _LISTEN / 2)
-      done, _ = self._ray.wait(self._heard, timeout=max(pause, 0.0))
+      done, _ = self._ray.wait(self._listening, timeout=max(pause, 0.0))
       for ref in done:
-        self._take(self._heard.index(ref), ref)
+        self._take(self._listening.index(ref), ref)
       if self._woken.is_set() or (not self._inbox and pause <= 0):
         self._woken.clear()
         return None
@@ -191,7 +191,7 @@ class RayLink:
   def _listen(self, shard):
     actor = self._actors[shard]
     args = (self._tokens[shard],)
-    self._heard[shard] = actor.call.remote("listen", args)
+    self._listening[shard] = actor.call.remote("listen", args)
 
   def _find(self, shard, generation):
     name = self._site.actor_name("shard", shard, generation)
@@ -224,10 +224,10 @@ class RayLink:
       time.sleep(_PAUSE)
       return False
     self._actors[shard], self._tokens[shard] = actor, token
-    self._inbox = [heard for heard in self._inbox if heard[0] != shard]
+    self._inbox = [item for item in self._inbox if item[0] != shard]
     self._listen(shard)
     return True
 
   def wake(self) -> None:
-    """Ends a `hear`, soon; may be called from a signal handler."""
+    """Ends a `receive`, soon; may be called from a signal handler."""
     self._woken.set()

@@ -128,7 +128,7 @@ class SocketLink:
     self._waker = _Waker(network, self._selector)
     self.wake = self._waker.wake
 
-  def say(self, shard: int, frame: Frame) -> None:
+  def send(self, shard: int, frame: Frame) -> None:
     """See `base.WorkerLink`."""
     way = self._ways[shard]
     if way is None:
@@ -139,11 +139,11 @@ class SocketLink:
       self._drop(shard)
       raise Disconnected(shard) from error
 
-  def hear(self, seconds: float | None) -> tuple[int, Frame] | None:
+  def receive(self, seconds: float | None) -> tuple[int, Frame] | None:
     """See `base.WorkerLink`."""
     if self._inbox:
       return self._inbox.pop(0)
-    if None in self._ways:  # `say` has noticed it, and may not have told
+    if None in self._ways:  # `send` noticed it, and may not have raised
       raise Disconnected(self._ways.index(None))
     for key, _ in self._selector.select(seconds):
       if key.data is self._waker:
@@ -182,7 +182,7 @@ class SocketLink:
       self._selector.unregister(way.sock)
       way.sock.close()
       self._ways[shard] = None
-    self._inbox = [heard for heard in self._inbox if heard[0] != shard]
+    self._inbox = [item for item in self._inbox if item[0] != shard]
 
 
 class _Peer(_Connection):
@@ -196,7 +196,7 @@ class _Peer(_Connection):
     self._out = bytearray()
     self.reads = True  # it reads the bytes sent to it
 
-  def say(self, frame: Frame) -> None:
+  def send(self, frame: Frame) -> None:
     """Sends a frame with the next `flush`: an answer is often two frames.
     Frames to a closed connection are dropped."""
     if self.sock.fileno() < 0:
@@ -287,7 +287,7 @@ class ShardServer:
     ticked = self._clock()
     while not self._over:
       self._follow_lead()
-      self._hear(_TICK)
+      self._receive_frames(_TICK)
       while not self._calls.empty():
         self._make(*self._calls.get())
       now = self._clock()
@@ -326,9 +326,9 @@ class ShardServer:
       # While it is being replaced, the next round tries again.
       with contextlib.suppress(OSError):
         self._lead = self._add_peer(self._network.connect(self._lead_path))
-        self.shard.role.follow(self._lead.say)
+        self.shard.role.follow(self._lead.send)
 
-  def _hear(self, seconds):
+  def _receive_frames(self, seconds):
     """Waits for frames, not longer than that, and handles them."""
     for key, events in self._selector.select(seconds):
       if key.data is self._waker:
@@ -366,7 +366,7 @@ class ShardServer:
       for frame in peer.read():
         if peer is not self._lead:
           self._identify(peer, frame)
-        self.shard.handle(frame, peer.say, self._clock())
+        self.shard.handle(frame, peer.send, self._clock())
     except (EOFError, frames.BadFrame):
       self._drop(peer)
 
@@ -405,6 +405,6 @@ class ShardServer:
       self._lead = None
       self._network.sleep(_PAUSE)  # it may refuse another for a moment
     elif kind == "worker":
-      self.shard.gone(number, self._clock(), peer.say)
+      self.shard.disconnect(number, self._clock(), peer.send)
     elif self._followers.get(number) is peer:
       del self._followers[number]

@@ -105,14 +105,14 @@ class LiveBatchWorkers(BatchWorkers):
     leaves = [e.worker for e in self._run_log.rows if e.action == base.LEAVE]
     for worker, state in enumerate(self.all):
       state.seq = ledger.next_seq.get(worker, 0)
-      state.holder, state.alive = leaves.count(worker), not begun
+      state.incarnation, state.alive = leaves.count(worker), not begun
       for row in ledger.open[worker].values():
         lost = Event(ledger.time, worker, row.seq, row.job, base.LOST)
         self._run_log.write(lost)
       if begun and (worker in ledger.present or worker not in ledger.ended):
-        left = Event(ledger.time, worker, NO_SEQ, state.holder, base.LEAVE)
+        left = Event(ledger.time, worker, NO_SEQ, state.incarnation, base.LEAVE)
         self._run_log.write(left)
-        state.holder += 1
+        state.incarnation += 1
 
   def start(self, worker: int) -> None:
     """Starts the next incarnation of a worker, without waiting for it."""
@@ -150,7 +150,7 @@ class LiveBatchWorkers(BatchWorkers):
       )
       if state.late == _STARTS:
         raise ValueError(text)
-      self._supervisor.hosts.say(text)
+      self._supervisor.hosts.show(text)
       self._supervisor.end(state.party)
       state.waited = 0.0  # do not end it again before its exit is noticed
 

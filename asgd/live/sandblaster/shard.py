@@ -75,7 +75,7 @@ class LiveShard(VectorShard):
 
   def obey_all(self, commands: Sequence[Command]) -> list[float | None]:
     """Executes commands one after the other; returns their answers."""
-    return [self.obey(command) for command in commands]
+    return [self.execute(command) for command in commands]
 
   def begin(self, evaluation: int, number: int) -> None:
     """Begins an evaluation at the present `trial`, unless it has begun. Drops

@@ -88,7 +88,7 @@ class LiveShards:
 
   # Commands.
 
-  def obey(self, command: Command) -> float | None:
+  def execute(self, command: Command) -> float | None:
     """Executes a command on every shard: a `dot` at once, another one together
     with the next `dot`. Returns the sum of the answers to a `dot`, else
     None."""

@@ -91,7 +91,7 @@ class LiveWorker:
     make_task: Callable[[], PortionTask],
     *,
     faults: Sequence[Fault] = (),
-    tell: Callable[[Fault], None] = lambda fault: None,
+    record: Callable[[Fault], None] = lambda fault: None,
     span: Callable[[Span], None] | None = None,
   ):
     """Prepares and compiles the computation.
@@ -101,13 +101,15 @@ class LiveWorker:
       index: of the worker.
       make_task: returns the computation.
       faults: to inject.
-      tell: called with each fault before it happens.
+      record: called with each fault before it happens.
       span: called with the worker's spans of time.
     """
     self._inside, self._index = inside, index
     self._task = task = make_task()
     self._span = span or (lambda span: None)
-    self._faults = Script(faults, kill=inside.kill, wait=inside.wait, tell=tell)
+    self._faults = Script(
+      faults, kill=inside.kill, wait=inside.wait, record=record
+    )
     self._plan = sharding.make_plan(task.params, task.settings.shards)
     self._loader = PortionLoader(task.batch, task.keep, inside.pool())
     self._sums = make_sums(task.work(self._loader))

@@ -79,7 +79,7 @@ class ServerCluster(Cluster):
     self._refill, self._leave_seconds = refill, leave_seconds
     counts = {SHARD: setup.shards, WORKER: setup.workers}
     super().__init__(Supervisor(hosts, counts, setup.ladder))
-    self._lives = collections.Counter[int]()  # incarnations of each worker
+    self._starts = collections.Counter[int]()  # incarnations of each worker
     self._image_row = -1  # at which shards keep an image
     # Workers that were replaced since the lead last reported whom it has given
     # up: it may mean the one before, which is one exit.
@@ -157,8 +157,8 @@ class ServerCluster(Cluster):
     self._run_worker(self._make_worker(worker))
 
   def _make_worker(self, worker) -> Party:
-    make = self._makers.worker(worker, self._lives[worker])
-    self._lives[worker] += 1
+    make = self._makers.worker(worker, self._starts[worker])
+    self._starts[worker] += 1
     self._absent.pop(worker, None)
     return self._supervisor.start(WORKER, worker, make)
 
@@ -183,9 +183,9 @@ class ServerCluster(Cluster):
 
   def _worker_ended(self, worker, how):
     """Handles a worker that was dropped."""
-    news, life = self._supervisor.news, self._lives[worker] - 1
+    news, restarts = self._supervisor.news, self._starts[worker] - 1
     for shard in self._supervisor.parties[SHARD].values():
-      shard.host.call("gone", worker, life)
+      shard.host.call("worker_exited", worker, restarts)
     if how == "stopped":
       return
     if not self._refill:

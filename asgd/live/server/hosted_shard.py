@@ -37,7 +37,7 @@ class HostedShard:
     """`inside` is of its host, `run` the folder of the run."""
     self.server, self._ended = server, Future[str]()
     self.clock = inside.clock  # the seconds since the run began
-    self._far: set[tuple[int, int]] = set()  # (worker, life) with sessions
+    self._far: set[tuple[int, int]] = set()  # (worker, restarts) with sessions
     self._sessions: dict[Token, Session] = {}
     self._run, self._write_span = run, spans.SpanWriter(run)
     inside.later(server.serve, "served")
@@ -106,7 +106,7 @@ class HostedShard:
 
     return self.server.submit(make)
 
-  def tell(self, token: Token, data: bytes, message: Any) -> Future[None]:
+  def deliver(self, token: Token, data: bytes, message: Any) -> Future[None]:
     """Takes a frame of a session, and the message of a PUSH. A BadFrame ends
     the session, as it would a connection."""
     frame = frames.unpack(data)
@@ -114,13 +114,13 @@ class HostedShard:
     def take(shard):
       session = self._sessions[token]
       try:
-        session.hear(frame)
-        holds = shard.role.peers.get(frame.worker) == session.say
+        session.identify(frame)
+        holds = shard.role.peers.get(frame.worker) == session.send
         if message is not None and holds and shard.state.accepts(frame):
           memory = shard.state.slots.memory
           stamp = message_stamp(frame.worker, frame.seq)
           memory.write(MESSAGES, frame.message, message, stamp)
-        shard.handle(frame, session.say, self.clock())
+        shard.handle(frame, session.send, self.clock())
       except (BadCode, frames.BadFrame):
         self._end(shard, token)
         raise
@@ -142,27 +142,27 @@ class HostedShard:
     listen.add_done_callback(fail)
     return answer
 
-  def gone(self, worker: int, life: int) -> None:
+  def worker_exited(self, worker: int, restarts: int) -> None:
     """Takes note that an incarnation of a worker has exited: a connection has
     reported that already, a session has not."""
 
     def drop(shard):
       for token in list(self._sessions):
-        if token[:2] == (worker, life):
+        if token[:2] == (worker, restarts):
           self._end(shard, token)
 
-    if (worker, life) in self._far:
+    if (worker, restarts) in self._far:
       self.server.submit(drop)
 
   def _end(self, shard, token):
     if session := self._sessions.pop(token, None):
       session.release()
-      shard.gone(session.worker, self.clock(), session.say)
+      shard.disconnect(session.worker, self.clock(), session.send)
 
-  def write_spans(self, worker: int, told: Sequence[spans.Span]) -> None:
+  def write_spans(self, worker: int, times: Sequence[spans.Span]) -> None:
     """Writes spans of a worker, in times of `clock`; the last is the push that
     ends a job."""
-    for span in told:
+    for span in times:
       self._write_span(worker, span)
 
   def write_fault(self, fault: faults.Fault) -> None:

@@ -46,7 +46,8 @@ class HostedWorker:
 
   def run(self, make_duty: Callable[[], Duty]) -> str:
     """Works until there is no more to do; see `WorkerLoop.run`."""
-    duty, maker = make_duty(), self._maker
+    maker = self._maker
+    duty = make_duty().kept_in(Path(maker.site.run), self._worker)
     if maker.warm_up:
       # Before it joins, or the lead would take it for hung: its deadline is
       # that of workers that have compiled.
@@ -60,7 +61,7 @@ class HostedWorker:
       return REPLACED
     self._loop = WorkerLoop(
       *(self._worker, duty, reach),
-      life=maker.life,
+      restarts=maker.restarts,
       patience=maker.site.patience,
     )
     if self._drained:  # before there was a loop
@@ -97,7 +98,7 @@ class WorkerMaker(NamedTuple):
   site: Site
   network: UnixNetwork
   worker: int
-  life: int  # how many incarnations of the worker were before
+  restarts: int  # how many incarnations of the worker were before
   faults: Sequence[faults_lib.Fault]
   make_script: MakeScript
   warm_up: bool  # in a separate process it compiles before it joins
@@ -111,7 +112,7 @@ class WorkerMaker(NamedTuple):
     site = self.site
     near = not site.machine or (site.sockets and node_id() == site.machine)
     reach = self._near(duty, inside) if near else self._far(duty, inside)
-    first = self.worker == 0 == self.life
+    first = self.worker == 0 == self.restarts
     profile = Profile(site.profile if first else None)
     write_span, close = reach.span, reach.close
     assert write_span is not None
@@ -151,11 +152,11 @@ class WorkerMaker(NamedTuple):
   def _far(self, duty, inside):
     """On another machine, by calls of Ray."""
     messages = [message for _, message, *_ in duty.shares()]
-    link = RayLink(self.site, self.worker, self.life, messages)
+    link = RayLink(self.site, self.worker, self.restarts, messages)
     clock = time.monotonic  # the lead's is another
     notes = FarNotes(self.worker, link.find_lead, clock=clock)
     script = faults_lib.Script(
-      self.faults, kill=inside.kill, wait=inside.wait, tell=notes.fault
+      self.faults, kill=inside.kill, wait=inside.wait, record=notes.fault
     )
     return Reach(
       link,

@@ -61,10 +61,10 @@ class ServerMakers:
       *(index, part, image, resumed),
     )
 
-  def worker(self, worker: int, life: int) -> Make:
+  def worker(self, worker: int, restarts: int) -> Make:
     """Returns what makes a worker, which had so many incarnations before."""
     return WorkerMaker(
-      *(self.site, self._network, worker, life),
+      *(self.site, self._network, worker, restarts),
       *(self._faults, self._make_script),
       warm_up=self._steps is None,
     )

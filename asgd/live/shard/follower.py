@@ -11,7 +11,7 @@ from asgd import base
 from asgd.live import frames
 from asgd.live.frames import Frame
 from asgd.live.setup import slot_counts
-from asgd.live.shard.role import MOST_AHEAD, Role, Say
+from asgd.live.shard.role import MOST_AHEAD, Role, SendFrame
 from asgd.live.shard.state import Key
 from asgd.orders.trace import NO_SEQ, Event
 
@@ -21,17 +21,17 @@ class Follower(Role):
 
   def __init__(self, *args):
     super().__init__(*args)
-    self._lead: Say | None = None
+    self._lead: SendFrame | None = None
     self._ordered: collections.deque[Event] = collections.deque()
     # Message -> index -> total, as received from the lead (TOTAL).
     self._totals: dict[Key, dict[int, float]] = collections.defaultdict(dict)
     self._question: Frame | None = None  # the lead's ASK, not answered yet
 
-  def follow(self, say: Say) -> None:
+  def follow(self, send: SendFrame) -> None:
     """Asks the lead for missing rows, and reports messages to it."""
-    self._lead = say
+    self._lead = send
     self._ordered.clear()
-    say(Frame(frames.FOLLOW, self.index, version=self.state.rows))
+    send(Frame(frames.FOLLOW, self.index, version=self.state.rows))
     for key in self.state.pushed:
       self._report_prepared(key)
 
@@ -47,9 +47,9 @@ class Follower(Role):
       refused = int(not self.state.pushed[key].flag)
       self._lead(Frame(frames.PREPARED, *key, job=self.index, flag=refused))
 
-  def hear(self, frame: Frame, say: Say) -> None:
+  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of the lead, by the connection that was opened last."""
-    if say != self._lead:
+    if send != self._lead:
       return
     key = frame.worker, frame.seq
     if frame.kind == frames.TOTAL:
@@ -72,7 +72,7 @@ class Follower(Role):
       key = event.key
       if event.action in (base.LOST, base.REJECT, base.DROP):
         self._totals.pop(key, None)
-        event = event._replace(message=state.dead_slot(key))
+        event = event._replace(message=state.lost_slot(key))
       elif event.action == base.RECEIVE:
         # The lead receives only messages that this shard has prepared. The
         # message lies in its slot, also if this shard was killed since then and
@@ -120,12 +120,12 @@ class Independent(Role):
   def leave(self, worker: int) -> None:
     """Ends the tickets of the present incarnation of a worker."""
     state = self.state
-    number = self.holders.pop(worker, None)
+    number = self.incarnations.pop(worker, None)
     keys = [key for key in state.tickets if key[0] == worker]
     if number is not None and keys:
       self.died[worker] = number
     for key in keys:
-      job, slot = state.tickets[key].job, state.dead_slot(key)
+      job, slot = state.tickets[key].job, state.lost_slot(key)
       self._decide(*key, job, base.LOST, message=slot)
     if keys or number is not None:
       self._decide(worker, NO_SEQ, number or 0, base.LEAVE)
@@ -140,7 +140,7 @@ class Independent(Role):
     key, state = (frame.worker, frame.seq), self.state
     worker = frame.worker
     if key in state.tickets:
-      self.say(worker, state.ticket_frame(key))
+      self.send(worker, state.ticket_frame(key))
     elif frame.seq < state.seqs.get(worker, 0):
       self.leave(worker)
       self.expel(worker)
@@ -164,7 +164,7 @@ class Independent(Role):
     # incarnations that never connected to this shard.
     ahead = frame.seq - state.seqs.get(worker, 0)
     jobs = [state.tickets[key].job for key in state.tickets if key[0] == worker]
-    taken = len(state.tickets) + sum(map(len, slots.dead.values()))
+    taken = len(state.tickets) + sum(map(len, slots.lost.values()))
     if (
       frame.job in jobs
       or len(jobs) >= most

@@ -40,7 +40,7 @@ def describe(state: ShardState) -> dict[str, Any]:
     "without_params": sorted(
       key for key, t in state.tickets.items() if t.ticket.params is None
     ),
-    "dead": sorted(slots.dead.items()),
+    "lost": sorted(slots.lost.items()),
     "published": slot,
     "current": slot >= 0 and params is state.server.params,
     **updates,
@@ -62,7 +62,7 @@ def _open_tickets(
   state.rows = ledger.rows
   state.messages.count = len(ledger.received) + ledger.undone
   state.seqs = dict(ledger.next_seq)
-  state.joined = dict(ledger.holders)
+  state.joined = dict(ledger.incarnations)
   state.tickets = {
     event.key: state.read_ticket(
       event,
@@ -96,9 +96,9 @@ def restore(
     for worker, seq, after in meta["bases"]:
       ticket = state.tickets[worker, seq]._replace(base=after)
       state.tickets[worker, seq] = ticket
-  for worker, messages in meta["dead"]:
+  for worker, messages in meta["lost"]:
     for slot in messages:
-      slots.bury(worker, slots.take_message(slot))
+      slots.keep_lost(worker, slots.take_message(slot))
   for ticket in state.tickets.values():
     slots.take_message(ticket.message)
   for ticket in (*state.tickets.values(), *state.kept.values()):
@@ -134,14 +134,14 @@ def reopen(
   for event in events:
     key = event.key
     if event.action == base.JOIN:
-      state.slots.dead.pop(event.worker, None)
+      state.slots.lost.pop(event.worker, None)
       state.updates.join(event.worker)
     elif event.action == base.SEND and key in state.tickets:
       state.tickets[key] = state.with_updates(event, state.tickets[key])
     elif event.action in (base.LOST, base.REJECT):
       state.updates.lose(*key)
       if event.message >= 0:
-        state.slots.bury(event.worker, event.message)
+        state.slots.keep_lost(event.worker, event.message)
   state.slots.recount(
     [t.params for t in (*state.tickets.values(), *state.kept.values())],
     [t.message for t in state.tickets.values()],

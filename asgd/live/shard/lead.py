@@ -11,7 +11,7 @@ from asgd import base, sharding
 from asgd.live import frames
 from asgd.live.deadlines import WorkerWatch
 from asgd.live.frames import Frame
-from asgd.live.shard.role import Role, Say, row_frames, total_frames
+from asgd.live.shard.role import Role, SendFrame, row_frames, total_frames
 from asgd.live.shard.state import Key
 from asgd.orders import protocol
 from asgd.orders.trace import ENDS, Event
@@ -49,17 +49,17 @@ class Lead(Role):
 
   def join(self, worker: int, number: int) -> None:
     """Registers a new incarnation of a worker and numbers it."""
-    self.heard(worker)
-    self.holders[worker] = self.dispatcher.join(worker, self.time)
+    self.mark_alive(worker)
+    self.incarnations[worker] = self.dispatcher.join(worker, self.time)
 
   def leave(self, worker: int) -> None:
     """Ends the tickets of a worker; other workers get its jobs."""
     super().leave(worker)
     self.dispatcher.leave(worker, self.time)
 
-  def heard(self, worker: int) -> None:
+  def mark_alive(self, worker: int) -> None:
     """Notes that a worker is alive now."""
-    self.watch.heard[worker] = self.time
+    self.watch.last_alive[worker] = self.time
 
   def pause(self, worker: int) -> None:
     """Starts no new job at a worker."""
@@ -87,18 +87,18 @@ class Lead(Role):
     self.dispatcher.reject(*key, self.time)
     self.expel(worker)
 
-  def hear(self, frame: Frame, say: Say) -> None:
+  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of a follower, by the connection that was opened last."""
     key = frame.worker, frame.seq
     if frame.kind == frames.FOLLOW:
-      self.followers[frame.worker] = say
+      self.followers[frame.worker] = send
       events = self.journal.events()
       for row in range(frame.version, len(events)):
         for row_frame in row_frames(row, events[row]):
-          say(row_frame)
+          send(row_frame)
       if self._totals:
-        self._totals.ask(say)
-    elif self.followers.get(frame.job) != say or key not in self.state.tickets:
+        self._totals.ask(send)
+    elif self.followers.get(frame.job) != send or key not in self.state.tickets:
       return  # from a replaced connection, or about a ticket that has ended
     elif frame.kind == frames.PREPARED and frame.flag:
       self._refuse(key)
@@ -134,7 +134,7 @@ class Lead(Role):
     if self.dispatcher.finished:
       self.stopped = True
       for worker in self.peers:
-        self.say(worker, Frame(frames.STOP, worker))
+        self.send(worker, Frame(frames.STOP, worker))
 
   def _waits_for_others(self) -> bool:
     """Whether the first job must wait, as workers are still missing and
@@ -143,7 +143,7 @@ class Lead(Role):
     return (
       not self.state.seqs
       and len(self.dispatcher.workers) < setup.gathered
-      and self.time - self.watch.awake < setup.ladder.start
+      and self.time - self.watch.started < setup.ladder.start
     )
 
   def _decided(self, event: Event) -> None:
@@ -156,7 +156,7 @@ class Lead(Role):
         slot, loss = state.tickets[key].message, state.pushed[key].value
         event = event._replace(message=slot, loss=loss, totals=totals)
       else:
-        event = event._replace(message=state.dead_slot(key))
+        event = event._replace(message=state.lost_slot(key))
     self.commit(event)
 
   def overdue(self, now: float) -> list[int]:
@@ -227,21 +227,21 @@ class LeadTotals:
     out = state.stage(key, state.pushed[key].value, totals)
     if isinstance(out, sharding.Ask):
       operands[0] = out.operand
-      for say in self._lead.followers.values():
-        self.ask(say)
+      for send in self._lead.followers.values():
+        self.ask(send)
       return
     self._asking = None
     self._queue.remove(key)
     self._complete[key] = tuple(totals)
     self._dispatcher.arrive(*key)
 
-  def ask(self, say: Say) -> None:
+  def ask(self, send: SendFrame) -> None:
     """Asks a follower for its operand, if one is needed."""
     if self._asking:
       key, totals, _ = self._asking
       for frame in total_frames(key, totals):
-        say(frame)
-      say(Frame(frames.ASK, *key, version=len(totals)))
+        send(frame)
+      send(Frame(frames.ASK, *key, version=len(totals)))
 
   def answer(self, frame: Frame) -> None:
     """Takes a follower's operand (ASKED)."""

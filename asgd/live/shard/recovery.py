@@ -111,21 +111,22 @@ def recover(
       now = max(role.time, now)
     row = Event(now, 0, NO_SEQ, rows, base.ROLLBACK)
     before = ledger.undone
-    ledger.obey(row)
+    ledger.apply(row)
     rollback = Rollback(rows, received, ledger.undone - before, start.why)
     role.commit(row)
   # Workers that may connect again: the journal has a JOIN but no LEAVE of them.
   present = sorted(ledger.present)
-  role.holders |= {w: ledger.holders[w] for w in present if w in ledger.holders}
+  known = ledger.incarnations
+  role.incarnations |= {w: known[w] for w in present if w in known}
   # The shard may have been killed after a worker's tickets ended, but before
   # the LEAVE was written: it is written now.
   ended = [w for w in present if w in ledger.ended]
   alive = set(present).difference(ended)
-  role.died = {w: n for w, n in ledger.holders.items() if w not in alive}
+  role.died = {w: n for w, n in ledger.incarnations.items() if w not in alive}
   for worker in ended if role.decides else ():
     role.leave(worker)
   if resumed:
-    for worker in sorted(role.holders):
+    for worker in sorted(role.incarnations):
       role.leave(worker)
   elif not role.index:
     role.watch.learn(role.journal.events())
@@ -147,7 +148,7 @@ def _replay(
     images.restore(state, start.image, ledger, start.memory_intact)
   trace.follow(events[rows:], ledger)
   if not role.index:
-    role.dispatcher.obey(events)
+    role.dispatcher.replay(events)
   if state.setup.log and not start.from_checkpoint:
     # The records may be ahead of the journal after a loss of power. The sink
     # skips the records that it has when the rows are applied again.
@@ -156,7 +157,7 @@ def _replay(
     state.messages.sink.truncate(before + received)
     state.messages.recorded = state.messages.sink.count - before
     for event in events[rows:]:
-      state.obey(event)
+      state.apply(event)
     return ledger, False
   later = events[rows:]
   lost_updates = images.reopen(state, later, ledger, start.memory_intact)

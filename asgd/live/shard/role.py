@@ -15,7 +15,8 @@ from asgd.orders.trace import STARTS, Event
 # connected to another shard. A larger distance is an error of the sender.
 MOST_AHEAD = 100
 
-Say = Callable[[Frame], None]  # to one peer; never raises, never blocks long
+# Sends a frame to one peer. It never raises, and never blocks for long.
+SendFrame = Callable[[Frame], None]
 
 
 class Role:
@@ -38,13 +39,14 @@ class Role:
     # after a restart on another machine: rows must be in order of time.
     events = journal.events()
     self.time = max(now, events[-1].time if events else 0.0)
-    self.peers: dict[int, Say] = {}  # worker -> its connection
-    self.holders: dict[int, int] = {}  # worker -> its present incarnation
+    self.peers: dict[int, SendFrame] = {}  # worker -> its connection
+    self.incarnations: dict[int, int] = {}  # worker -> its present incarnation
     # Worker -> the latest incarnation whose tickets were ended at this shard.
     self.died: dict[int, int] = {}
     # Worker -> index of its latest loop, counted by the cluster from 0.
-    self.lives: dict[int, int] = {}
-    self.followers: dict[int, Say] = {}  # at the lead: shard -> its connection
+    self.restarts: dict[int, int] = {}
+    # At the lead: shard -> its connection.
+    self.followers: dict[int, SendFrame] = {}
     # Called after each row, with the count of rows so far.
     self.committed: Callable[[int], None] = lambda rows: None
 
@@ -55,53 +57,53 @@ class Role:
     # A snapshot frees the message slots of the log, one of which is needed.
     if starts and state.log_is_full:
       images.snapshot(state)
-    state.obey(event)
+    state.apply(event)
     if starts:
       ticket, _, params, message, _ = state.tickets[key]
       version = state.version_of(ticket)
       event = event._replace(version=version, params=params, message=message)
     # A row that a peer knows must survive a kill, so it is written first.
     self.journal.append(event)
-    for say in self.followers.values():
+    for send in self.followers.values():
       for frame in row_frames(state.rows - 1, event):
-        say(frame)
+        send(frame)
     if starts:
-      self.say(event.worker, state.ticket_frame(key))
+      self.send(event.worker, state.ticket_frame(key))
     elif event.action in (base.RECEIVE, base.DROP):
-      self.say(event.worker, Frame(frames.ACK, *key))
+      self.send(event.worker, Frame(frames.ACK, *key))
     self.committed(state.rows)
 
-  def say(self, worker: int, frame: Frame) -> None:
+  def send(self, worker: int, frame: Frame) -> None:
     """Sends a frame to a worker, if it is connected."""
     if worker in self.peers:
       self.peers[worker](frame)
 
   def expel(self, worker: int) -> None:
     """Sends EXPEL to a worker, and forgets it."""
-    self.holders.pop(worker, None)
-    self.say(worker, Frame(frames.EXPEL, worker))
+    self.incarnations.pop(worker, None)
+    self.send(worker, Frame(frames.EXPEL, worker))
     self.peers.pop(worker, None)
 
   def outdated(self, worker: int, number: int) -> bool:
     """Whether incarnation `number` was replaced by a later one."""
-    return number < self.holders.get(worker, -1)
+    return number < self.incarnations.get(worker, -1)
 
   def join(self, worker: int, number: int) -> None:
     """Registers a new incarnation of a worker; the lead assigned `number`."""
-    self.holders[worker] = number
+    self.incarnations[worker] = number
 
   def leave(self, worker: int) -> None:
     """Forgets the incarnation of a worker; a deciding shard ends its
     tickets."""
-    self.holders.pop(worker, None)
+    self.incarnations.pop(worker, None)
 
   def push(self, frame: Frame) -> None:
     """Takes a PUSH: the message of an open ticket lies in its slot."""
 
-  def hear(self, frame: Frame, say: Say) -> None:
+  def handle_frame(self, frame: Frame, send: SendFrame) -> None:
     """Takes a frame of another shard (`frames.OF_SHARDS`)."""
 
-  def heard(self, worker: int) -> None:
+  def mark_alive(self, worker: int) -> None:
     """Notes that a worker is alive now."""
 
   def advance(self) -> None:

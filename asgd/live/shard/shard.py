@@ -26,7 +26,7 @@ from asgd.live.setup import Setup, slot_counts
 from asgd.live.shard import images, recovery
 from asgd.live.shard.follower import Follower, Independent
 from asgd.live.shard.lead import Lead
-from asgd.live.shard.role import MOST_AHEAD, Say
+from asgd.live.shard.role import MOST_AHEAD, SendFrame
 from asgd.live.shard.slots import SlotTable
 from asgd.live.shard.state import ShardState
 from asgd.live.slots import SharedMemory
@@ -97,18 +97,18 @@ class Shard:
     # recovers after the last job is stopped from the start.
     self.role.stopped = not index and self.role.dispatcher.finished
 
-  def handle(self, frame: Frame, say: Say, now: float) -> None:
-    """Takes one frame of a peer; `say` sends a frame back to that peer. Raises
+  def handle(self, frame: Frame, send: SendFrame, now: float) -> None:
+    """Takes one frame of a peer; `send` sends a frame back to that peer. Raises
     BadFrame, and changes nothing, for a frame that no worker or shard sends."""
     role, kind, worker = self.role, frame.kind, frame.worker
     frames.check(frame, self.index, self.setup)
     role.time = max(now, role.time)
     if kind in frames.OF_SHARDS:
-      role.hear(frame, say)
+      role.handle_frame(frame, send)
     elif kind == frames.HELLO:
-      self._hello(frame, say)
-    elif role.peers.get(worker) != say:
-      say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
+      self._hello(frame, send)
+    elif role.peers.get(worker) != send:
+      send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
     elif kind == frames.PUSH:
       self._push(frame)
     elif kind == frames.FETCH:
@@ -124,7 +124,7 @@ class Shard:
       self._leave(worker)
     role.advance()
 
-  def _hello(self, frame: Frame, say: Say) -> None:
+  def _hello(self, frame: Frame, send: SendFrame) -> None:
     """Connects a worker. A HELLO names the incarnation; -1 asks for a new one.
 
     [1] Refuse a loop that was replaced. [2] Refuse an incarnation whose tickets
@@ -134,13 +134,14 @@ class Shard:
     role, worker, number = self.role, frame.worker, frame.job
     # [1]
     if not self.index and self._is_past(frame):
-      say(Frame(frames.EXPEL, worker, flag=1))
+      send(Frame(frames.EXPEL, worker, flag=1))
       return
-    same = role.peers.get(worker) == say
+    same = role.peers.get(worker) == send
     if same and frame.flag:
-      role.heard(worker)
+      role.mark_alive(worker)
     # A new worker repeats its HELLO if the answer takes long.
-    present = same if number < 0 else number == role.holders.get(worker, -1)
+    registered = role.incarnations.get(worker, -1)
+    present = same if number < 0 else number == registered
     # [2]
     if not present:
       if self.index and number > self.state.joined.get(worker, -1) + MOST_AHEAD:
@@ -150,40 +151,40 @@ class Shard:
           f" {self.state.joined.get(worker, 'none')}"
         )
       if number >= 0 and role.outdated(worker, number):
-        say(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
+        send(Frame(frames.EXPEL, worker, flag=int(worker in role.peers)))
         return
-      role.say(worker, Frame(frames.EXPEL, worker, flag=1))
+      role.send(worker, Frame(frames.EXPEL, worker, flag=1))
       self._leave(worker)
     # [3]
-    role.peers[worker] = say
+    role.peers[worker] = send
     if not present:
       role.join(worker, number)
       if self._paused:
         role.pause(worker)
-    number, attempt = role.holders[worker], frame.version
-    say(Frame(frames.WELCOME, worker, job=number, version=attempt))
+    number, attempt = role.incarnations[worker], frame.version
+    send(Frame(frames.WELCOME, worker, job=number, version=attempt))
     for key in self.state.tickets:
       if key[0] == worker and key not in self.state.pushed:
-        say(self.state.ticket_frame(key))
+        send(self.state.ticket_frame(key))
     if role.stopped:
-      say(Frame(frames.STOP, worker))
+      send(Frame(frames.STOP, worker))
 
   def _is_past(self, frame: Frame) -> bool:
     """Whether the HELLO comes from a loop that was replaced. To accept it would
     take the slots from the later loop."""
     role, worker = self.role, frame.worker
-    latest = role.lives.get(worker, 0)
+    latest = role.restarts.get(worker, 0)
     if frame.seq > max(latest, self.state.joined.get(worker, 0)) + MOST_AHEAD:
       raise frames.BadFrame(
         f"{frame} is too far ahead of loop {latest}, the latest of its worker"
       )
-    role.lives[worker] = max(frame.seq, latest)
+    role.restarts[worker] = max(frame.seq, latest)
     return frame.seq < latest
 
   def _push(self, frame: Frame) -> None:
     """Passes a PUSH to the role, or acknowledges a committed one again."""
     key, state = (frame.worker, frame.seq), self.state
-    self.role.heard(frame.worker)
+    self.role.mark_alive(frame.worker)
     if key in state.pushed:  # a retry; the message is not received yet
       return
     if key in state.tickets:
@@ -194,28 +195,30 @@ class Shard:
           frame = frame._replace(flag=0)
       self.role.push(frame)
     else:  # a retry of a committed message, whose ACK may be lost
-      self.role.say(frame.worker, Frame(frames.ACK, *key))
+      self.role.send(frame.worker, Frame(frames.ACK, *key))
 
   def _leave(self, worker):
     self.role.peers.pop(worker, None)
     self.role.leave(worker)
 
-  def gone(self, worker: int, now: float, say: Say | None = None) -> None:
-    """Ends the tickets of a worker whose connection broke. If `say` is given,
+  def disconnect(
+    self, worker: int, now: float, send: SendFrame | None = None
+  ) -> None:
+    """Ends the tickets of a worker whose connection broke. If `send` is given,
     it is the broken connection: nothing changes if the worker has another."""
     role = self.role
-    if say is None or role.peers.get(worker) == say:
+    if send is None or role.peers.get(worker) == send:
       role.time = max(now, role.time)
       self._leave(worker)
       role.advance()
 
   def expel(self, worker: int, now: float) -> None:
     """Ends the tickets of a worker that took too long, and sends it EXPEL."""
-    say = self.role.peers.get(worker)
-    self.gone(worker, now)
+    send = self.role.peers.get(worker)
+    self.disconnect(worker, now)
     self._expelled.append(worker)
-    if say:
-      say(Frame(frames.EXPEL, worker))
+    if send:
+      send(Frame(frames.EXPEL, worker))
 
   def end_open_tickets(self) -> None:
     """Ends the open tickets of an independent shard, after the lead has
@@ -306,4 +309,4 @@ class Shard:
   @property
   def workers(self) -> Sequence[int]:
     """The worker indices with an incarnation registered at this shard."""
-    return sorted(self.role.holders)
+    return sorted(self.role.incarnations)

@@ -26,7 +26,7 @@ class SlotTable:
     # Worker -> message slots of its lost tickets. A worker that does not know
     # of the loss may still write to them, so they stay taken until the next
     # incarnation joins.
-    self.dead: dict[int, list[int]] = {}
+    self.lost: dict[int, list[int]] = {}
 
   def publish(self, params: Any, stamp: int, slot: int = -1) -> int:
     """Makes parameters readable for workers and returns their slot, with one
@@ -73,13 +73,13 @@ class SlotTable:
     self.free_messages.remove(slot)
     return slot
 
-  def bury(self, worker: int, slot: int) -> None:
+  def keep_lost(self, worker: int, slot: int) -> None:
     """Sets aside the message slot of a lost ticket."""
-    self.dead.setdefault(worker, []).append(slot)
+    self.lost.setdefault(worker, []).append(slot)
 
-  def exhume(self, worker: int) -> None:
+  def free_lost(self, worker: int) -> None:
     """Frees the message slots of earlier incarnations of a worker."""
-    self.free_messages += self.dead.pop(worker, [])
+    self.free_messages += self.lost.pop(worker, [])
 
   def save(self, state: Any, meta: Any, params: list[int]) -> None:
     """Saves a snapshot, and frees the message slots of the log. `params` are
@@ -101,6 +101,6 @@ class SlotTable:
     self.uses.clear()
     self.uses.update(params)
     self.uses.update(self.pinned)
-    taken, counts = set(messages).union(*self.dead.values()), self.counts
+    taken, counts = set(messages).union(*self.lost.values()), self.counts
     self.free_params = [s for s in range(counts.params) if not self.uses[s]]
     self.free_messages = [s for s in range(counts.messages) if s not in taken]

@@ -76,7 +76,7 @@ class ReceivedMessages:
 class ShardState:
   """The server's state, its open tickets and their slots.
 
-  Only `obey` changes them, in a run and in a recovery. So a shard that replays
+  Only `apply` changes them, in a run and in a recovery. So a shard that replays
   its journal recomputes its state to the bit.
   """
 
@@ -102,7 +102,7 @@ class ShardState:
     self.pushed: dict[Key, Frame] = {}  # PUSHes of messages not yet received
     self._codes: dict[Key, Any] = {}  # unpacked messages not yet received
 
-  def obey(self, event: Event) -> None:
+  def apply(self, event: Event) -> None:
     """Applies a row of the journal."""
     action, worker = event.action, event.worker
     self.rows += 1
@@ -114,7 +114,7 @@ class ShardState:
       self._lose(event)
     elif action in (base.JOIN, base.LEAVE):
       if action == base.JOIN:
-        self.slots.exhume(worker)
+        self.slots.free_lost(worker)
         self.joined[worker] = event.job
         self.updates.join(worker)
       self._drop_kept(worker)
@@ -217,7 +217,7 @@ class ShardState:
     if event.message < 0:  # PUSH arrived: the worker no longer writes there
       self.slots.free_messages.append(open_ticket.message)
     else:
-      self.slots.bury(event.worker, open_ticket.message)
+      self.slots.keep_lost(event.worker, open_ticket.message)
     self._forget(event.key)
 
   def _drop_kept(self, worker: int) -> None:
@@ -310,7 +310,7 @@ class ShardState:
       len(slots.logged) >= max(self.setup.log, 1)
     )
 
-  def dead_slot(self, key: Key) -> int:
+  def lost_slot(self, key: Key) -> int:
     """Returns the message slot of a lost ticket, if its worker may still write
     to the slot, otherwise -1."""
     return -1 if key in self.pushed else self.tickets[key].message

@@ -3,7 +3,7 @@
   driver (cluster) -- starts, watches, moves ranges --> shards and workers
   worker (worker)  -- pull, push, listen --> shard (shard)
 
-Begin with `worker.WorkerHost.run` and `shard.ShardHost.hear`. Files of a run,
+Begin with `worker.WorkerHost.run` and `shard.ShardHost.handle`. Files of a run,
 in its folder (`files`, `job_journal`; times are the run's seconds):
 
   shard-K.csv    trace of shard K: JOIN, SEND, RECEIVE, LEAVE, MOVE (see

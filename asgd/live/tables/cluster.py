@@ -313,7 +313,7 @@ class TableCluster(Cluster):
     self._look()  # a shard may exit while the workers halt
     return all(standing.idle for standing in self._standing.values())
 
-  def go_on(self) -> None:
+  def resume(self) -> None:
     """Ends a pause."""
     self._limit = None
     self._ask("allow", None, among=[0])

@@ -151,7 +151,7 @@ def read_trace(run: Path, workers: int) -> base.Trace:
   return trace
 
 
-def lives_of(events: Sequence[Event]) -> int:
+def count_incarnations(events: Sequence[Event]) -> int:
   """Returns the number of incarnations of a worker, from its rows."""
   return sum(event.action == base.JOIN for event in events)
 
@@ -187,7 +187,7 @@ def leave(run: Path, worker: int, now: float, disk: Any = os) -> None:
   now = max([now, *(event.time for event in events[-1:])])
   for event in open_jobs(events):
     journal.append(Event(now, worker, event.seq, event.job, base.LOST))
-  incarnation = lives_of(events) - 1
+  incarnation = count_incarnations(events) - 1
   if incarnation >= 0:
     journal.append(Event(now, worker, NO_SEQ, incarnation, base.LEAVE))
 

@@ -44,7 +44,8 @@ class JobJournal(WorkerJournal):
     self._row: Event | None = None  # the row that began the last job
     opened = files.FILES.open(run, index, inside.disk)
     super().__init__(index, opened, inside.clock)
-    self.incarnation = files.lives_of(self._journal.events()) - resumes
+    joined = files.count_incarnations(self._journal.events())
+    self.incarnation = joined - resumes
     self._last = None
     if memory:
       self._last = files.LastMessage(

@@ -131,7 +131,7 @@ class ShardHost:
           f"{self._folder} lacks requests of {self._journal.name}: the memory"
           " of the run was changed; start again in another folder (--workdir)"
         )
-      self._shard.obey(requests.load_request(data))
+      self._shard.apply(requests.load_request(data))
     if self._log.bodies:
       self._save()
 
@@ -144,7 +144,7 @@ class ShardHost:
 
   # Requests of workers.
 
-  def hear(self, data: bytes) -> Reply | Future[Reply]:
+  def handle(self, data: bytes) -> Reply | Future[Reply]:
     """Handles a request of a worker. Returns the reply, or a Future of the
     reply if the request must wait."""
     request = requests.load_request(data)
@@ -191,7 +191,7 @@ class ShardHost:
     """Logs a request, writes its trace row, and applies it."""
     self._log.append(data)
     self._write(self._shard.event(request, self._now()))
-    self._shard.obey(request)
+    self._shard.apply(request)
     if self._log.size > max(self._image_size, _LEAST_LOG):
       self._save()
 

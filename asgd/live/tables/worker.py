@@ -167,7 +167,7 @@ class WorkerHost:
     incarnation of the worker has joined."""
     for shard, data in self._asks.items():
       if shard not in self._asked:
-        self._asked[shard] = self._shards[shard].call("hear", data)
+        self._asked[shard] = self._shards[shard].call("handle", data)
     # All requests are sent before the first reply is awaited, also after a
     # shard was lost. A shard may delay the reply to a push until other workers
     # have pushed to it. If one worker awaited shard 0 before it sent to shard

@@ -343,7 +343,7 @@ class WorldHosts(Hosts):
     )
     return [call for call in calls if call.done()]
 
-  def gone(self) -> list[tuple[str, int]]:
+  def exited(self) -> list[tuple[str, int]]:
     """See the base."""
     return [key for key, host in self.hosts.items() if not host.alive]
 

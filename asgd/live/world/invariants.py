@@ -183,7 +183,7 @@ def _check_slots(shard: Shard) -> None:
   messages = [
     *slots.free_messages,
     *slots.logged,
-    *(slot for dead in slots.dead.values() for slot in dead),
+    *(slot for dead in slots.lost.values() for slot in dead),
     *(ticket.message for ticket in tickets),
   ]
   name = f"shard {shard.index}"

@@ -110,9 +110,10 @@ class _Checks:
     may be missing: the peer exited before it wrote the record."""
     for peer, events in enumerate(self._journals):
       written = files.read_peer_records(self._run, peer)
-      path, lives = records_path(self._run, peer), files.lives_of(events)
+      path = records_path(self._run, peer)
+      incarnations = files.count_incarnations(events)
       with refused(RECORDS):
-        check_count(path, len(written.loss), events, lives)
+        check_count(path, len(written.loss), events, incarnations)
       # A job may be done twice, by two incarnations at two times.
       ends = [(e.job, e.time) for e in events if e.action == base.RECEIVE]
       keys = zip(written.job.tolist(), written.time.tolist(), strict=True)

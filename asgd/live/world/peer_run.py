@@ -171,7 +171,7 @@ class PeersRun(WorldRun):
   def _pause_and_save(self):
     self._cluster.pause()
     self._save()
-    self._cluster.go_on()
+    self._cluster.resume()
 
   def _received(self):
     peers = range(self._case.peers)

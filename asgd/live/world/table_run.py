@@ -156,9 +156,9 @@ class TablesRun(WorldRun):
       self.work(job)
       return _gradient(rows, job, *rest)
 
-    def make(life, work):
+    def make(incarnation, work):
       return TableWorker(
-        *(index, life, self._settings, self._division, work),
+        *(index, incarnation, self._settings, self._division, work),
         workers=WORKERS,
         jobs=JOBS,
       )
@@ -218,7 +218,7 @@ class TablesRun(WorldRun):
     counts = {w: image[:2] for w, image in images.workers.items()}
     lengths = files.FILES.lengths(self.folder, WORKERS, counts)
     self._saved = images, lengths
-    cluster.go_on()
+    cluster.resume()
 
   def _cut_files(self) -> None:
     """Cuts the files back to the last checkpoint, or to nothing."""
@@ -273,8 +273,9 @@ class TablesRun(WorldRun):
     written = files.read_table_records(self.folder, worker)
     replayed = files.columns(records)
     rows = np.searchsorted(replayed.job, written.job)
-    lives = files.lives_of(read_journal(journal_path(self.folder, worker)))
-    same = len(records) - len(written.job) < lives
+    events = read_journal(journal_path(self.folder, worker))
+    incarnations = files.count_incarnations(events)
+    same = len(records) - len(written.job) < incarnations
     for name in written._fields:
       column, other = getattr(written, name), getattr(replayed, name)
       same &= np.array_equal(column, other[rows], equal_nan=name != "reads")

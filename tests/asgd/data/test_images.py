@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asgd import data
-from asgd.data import download, formats
+from asgd.data import documents, download, formats, sparse
 from asgd.data import images as images_lib
 
 # Digits.
@@ -46,13 +46,28 @@ def test_digits_are_split_by_class_without_overlap():
   assert ours == theirs
 
 
-def test_digits_without_their_file_are_refused(monkeypatch, tmp_path):
-  (tmp_path / "sklearn").mkdir()
-  (tmp_path / "sklearn" / "__init__.py").write_text("")
-  monkeypatch.delitem(sys.modules, "sklearn", raising=False)
-  monkeypatch.syspath_prepend(tmp_path)
-  with pytest.raises(data.DataError, match="has no datasets/data/digits.csv"):
-    data.load("digits")
+@pytest.fixture
+def without_scikit_learn(monkeypatch):
+  for name in [name for name in sys.modules if name.startswith("sklearn.")]:
+    monkeypatch.delitem(sys.modules, name)
+  monkeypatch.setitem(sys.modules, "sklearn", None)
+
+
+def test_only_digits_do_without_scikit_learn(without_scikit_learn, tmp_path):
+  assert data.load("digits").source == "UCI optical digits (embedded)"
+  libsvm = tmp_path / "examples"
+  libsvm.write_text("1 1:1\n0 2:1\n")
+  loads = {
+    "the dataset 'diabetes'": lambda: data.load("diabetes"),
+    "the data 'breast_cancer'": lambda: sparse.load("breast_cancer"),
+    "a file of libsvm": lambda: sparse.load("file", data_dir=libsvm),
+    "the data 'newsgroups'": lambda: documents.load("newsgroups"),
+    "common English words": lambda: documents.from_texts(["a tree"] * 12),
+  }
+  for what, load in loads.items():
+    with pytest.raises(data.DataError, match=what) as caught:
+      load()
+    assert str(caught.value).endswith("pip install 'asgd[sklearn]'")
 
 
 def test_the_split_of_digits_never_changes():
@@ -89,7 +104,7 @@ def test_a_stratified_split_is_exact_and_in_proportion(counts, portion):
 
 
 def test_digits_take_no_data_dir(tmp_path):
-  with pytest.raises(ValueError, match="embedded in scikit-learn"):
+  with pytest.raises(ValueError, match="embedded in asgd"):
     data.load("digits", data_dir=tmp_path)
 
 

@@ -12,10 +12,11 @@ import ml_collections
 import numpy as np
 import pytest
 import tokenizers
+from sklearn import metrics
 
 from asgd import experiment, models, problems
 from asgd.data import DataError, sentences
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ROOT = Path(__file__).parents[3]
 
@@ -290,6 +291,17 @@ def sentence_problem(held=None, **options):
   layers = models.build("bert", 2, **SMALL)
   held = drawn_task() if held is None else held
   return problems.classify_sentences(held, layers, batch_size=4, **options)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_measures_are_those_of_scikit_learn(seed):
+  rng = np.random.default_rng(seed)
+  labels, said = rng.integers(0, 2, (2, 50)) * [[seed != 0], [seed != 1]]
+  found = {name: of(labels, said) for name, of in sentences.MEASURES.items()}
+  assert found == pytest.approx({
+    "matthews": metrics.matthews_corrcoef(labels, said),
+    "f1": metrics.f1_score(labels, said, zero_division=0.0),
+  }, rel=1e-12)
 
 
 def test_loss_and_measures_are_those_of_the_logits():

@@ -216,9 +216,10 @@ def test_a_term_is_counted_as_one_whether_or_not_it_had_joined():
   trace += [(0, 1, join), (0, 1, leave), (0, 2, join)]  # rows 5 to 7
   trace += [(1, 1, send), (1, 1, receive)]
 
-  def term(worker, holder, before, **more):
-    holders = ((worker, holder),) if holder is not None else ()
-    return audit.Failure("term", "a", worker, holders, before, before, **more)
+  def term(worker, incarnation, before, **more):
+    incarnations = ((worker, incarnation),) if incarnation is not None else ()
+    rows = before, before
+    return audit.Failure("term", "a", worker, incarnations, *rows, **more)
 
   known = term(0, 0, 3)
   unborn = term(0, None, 5, coming=(0, 1))

@@ -6,7 +6,7 @@ import pytest
 
 from asgd import data, experiment
 from asgd.experiment import cells
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 ASGD = {"asgd": {"recipe": "asgd"}}

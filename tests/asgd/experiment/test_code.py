@@ -13,7 +13,7 @@ from asgd import experiment
 from asgd.experiment import cell_files, code, folder, jobs
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import Silent
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 MODULE = '''

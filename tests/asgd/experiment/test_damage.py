@@ -33,7 +33,7 @@ from asgd.experiment.signals import NoSignals, Stopped
 from asgd.live.faults import Fault
 from asgd.live.journal import journal_path, read_journal
 from asgd.orders.trace import from_events
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 CASES = int(os.environ.get("ASGD_DAMAGE", "150"))
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}

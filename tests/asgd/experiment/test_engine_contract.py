@@ -29,7 +29,7 @@ from asgd.experiment import (
 from asgd.experiment.engines import NonFiniteResult
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import Stopped
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 PROCESS = pytest.mark.process

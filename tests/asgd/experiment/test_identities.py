@@ -9,7 +9,7 @@ import pytest
 
 from asgd import experiment
 from asgd.experiment import cells, folder, identities, schema, storage
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 DATASET = {"name": "digits", "sha256": "0"}

@@ -11,7 +11,7 @@ from asgd import compression, experiment, orders
 from asgd.experiment import cell_files, folder, report
 from asgd.experiment.signals import Stopped
 from asgd.gossip import topologies
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 RUNS = {

@@ -11,7 +11,7 @@ import pytest
 from asgd import experiment
 from asgd.experiment import overrides as overrides_lib
 from asgd.experiment import schema
-from pipeline.engine import PIPELINE
+from asgd.pipeline.engine import PIPELINE
 
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 ASGD = {"asgd": {"recipe": "asgd"}}

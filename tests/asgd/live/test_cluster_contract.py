@@ -205,9 +205,9 @@ class Gates:
       self._hosts[0].kill(kind, index)
     if kind in ("worker", "peer"):
       how = "term" if number == TERM else "worker"
-      holder = index, follow(rows).holders.get(index, -1)
+      incarnation = index, follow(rows).incarnations.get(index, -1)
       self.failures.append(
-        audit.Failure(how, "run", index, (holder,), len(rows), len(rows))
+        audit.Failure(how, "run", index, (incarnation,), len(rows), len(rows))
       )
 
 

@@ -69,13 +69,13 @@ class Link:
       self._box.put((0, ticket._replace(value=7.0)))
     self.pushed = []
 
-  def say(self, shard, frame):
+  def send(self, shard, frame):
     if frame.kind == frames.PUSH:
       self.pushed.append(frame.seq)
     if len(self.pushed) == 3:
       self._box.put((0, Frame(frames.STOP, 0)))
 
-  def hear(self, seconds):
+  def receive(self, seconds):
     try:
       return self._box.get(block=seconds != 0, timeout=seconds or None)
     except queue.Empty:

@@ -27,7 +27,7 @@ def test_it_is_told_with_the_remedy(monkeypatch, kind, name):
   with pytest.raises(ray_waits.RayDied, match=rf"process \({name}\)") as told:
     ray_waits.wait([])
   assert signals.GO_ON in str(told.value)
-  assert ray_waits.dead() == [name]
+  assert ray_waits.dead_processes() == [name]
 
 
 def test_what_it_can_do_without_is_not_missed(monkeypatch):

@@ -79,17 +79,17 @@ def test_a_shard_with_a_successor_is_not_waited_for(ray):
   link = connected(deadlines.Ladder())
   ray.actors["shard-0-1"] = Calls()
   with pytest.raises(Disconnected):
-    link.say(0, Frame(frames.HELLO, 0))
-  assert ray.actors["shard-0-0"].calls == ["open", "listen", "tell"]
+    link.send(0, Frame(frames.HELLO, 0))
+  assert ray.actors["shard-0-0"].calls == ["open", "listen", "deliver"]
   # It is away, until the worker connects again.
   with pytest.raises(Disconnected):
-    link.hear(None)
+    link.receive(None)
 
 
 def test_a_shard_that_says_nothing_is_not_waited_for_without_end(ray):
   link = connected(deadlines.Ladder(start=1e-9))
   with pytest.raises(Disconnected):
-    link.say(0, Frame(frames.HELLO, 0))
+    link.send(0, Frame(frames.HELLO, 0))
 
 
 class Server:
@@ -140,7 +140,7 @@ def heard(sessions, token):
 
 
 def tell(sessions, token, frame, message=None):
-  sessions.tell(token, frames.pack(frame), message).result(timeout=0)
+  sessions.deliver(token, frames.pack(frame), message).result(timeout=0)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_the_sessions_of_a_worker_end_with_it():
   for token, worker in (((0, 0, "a"), 0), ((2, 0, "a"), 2)):
     sessions.open(token)
     tell(sessions, token, Frame(frames.HELLO, worker, job=-1))
-  sessions.gone(0, 0)
+  sessions.worker_exited(0, 0)
   assert bench.lead.workers == [2]
   with pytest.raises(KeyError):
     heard(sessions, (0, 0, "a"))

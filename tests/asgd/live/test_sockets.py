@@ -56,42 +56,42 @@ def way(tmp_path):
 
 def test_frames_come_whole_and_in_their_order(way):
   link, (first, second) = way
-  link.say(0, HELLO)
+  link.send(0, HELLO)
   assert frames.unpack(first.recv(frames.SIZE)) == HELLO
   data = frames.pack(HELLO) + frames.pack(HELLO._replace(seq=1))
   second.sendall(data[:100])
-  assert link.hear(5.0) == (1, HELLO)
-  assert link.hear(0.0) is None
+  assert link.receive(5.0) == (1, HELLO)
+  assert link.receive(0.0) is None
   second.sendall(data[100:])
-  assert link.hear(5.0) == (1, HELLO._replace(seq=1))
+  assert link.receive(5.0) == (1, HELLO._replace(seq=1))
 
 
-@pytest.mark.parametrize("noticed_by", ["say", "hear"])
+@pytest.mark.parametrize("noticed_by", ["send", "receive"])
 def test_a_shard_that_is_killed_is_missed_until_there_is_another(
   way, noticed_by
 ):
-  """`say` may notice it where its worker waits for another shard, and goes on:
-  then `hear` has no socket to wait for."""
+  """`send` may notice it where its worker waits for another shard, and goes on:
+  then `receive` has no socket to wait for."""
   link, (first, second) = way
   second.sendall(frames.pack(HELLO))
-  assert link.hear(5.0) == (1, HELLO)
+  assert link.receive(5.0) == (1, HELLO)
   first.close()
-  if noticed_by == "say":
+  if noticed_by == "send":
     with pytest.raises(Disconnected):
-      link.say(0, HELLO)
+      link.send(0, HELLO)
   for _ in range(2):
     with pytest.raises(Disconnected) as error:
-      link.hear(5.0)
+      link.receive(5.0)
     assert error.value.shard == 0
   assert link.connect(0)
-  assert link.hear(0.0) is None
+  assert link.receive(0.0) is None
 
 
 def test_waking_ends_a_wait(way):
   link, _ = way
   waker = threading.Thread(target=link.wake)
   waker.start()
-  assert link.hear(None) is None
+  assert link.receive(None) is None
   waker.join()
 
 
@@ -104,16 +104,16 @@ class FakeShard:
     self.taken, self.left = [], []
     self._setup = Setup(Rules(), 3, 9, shards, consistent=shards > 1)
 
-  def handle(self, frame, say, now):
+  def handle(self, frame, send, now):
     frames.check(frame, 0, self._setup)
     self.taken.append(frame)
     for _ in range(frame.version):
-      say(Frame(frames.WELCOME, frame.worker))
+      send(Frame(frames.WELCOME, frame.worker))
 
   def tick(self, now):
     pass
 
-  def gone(self, worker, now, say):
+  def disconnect(self, worker, now, send):
     self.left.append(worker)
 
 
@@ -227,11 +227,11 @@ def test_nothing_is_kept_for_a_peer_that_is_gone():
   waiting = {}
   with one, other:
     peer = _Peer(one, waiting)
-    peer.say(HELLO)
+    peer.send(HELLO)
     assert list(waiting) == [peer]
     waiting.clear()
     one.close()
-    peer.say(HELLO)
+    peer.send(HELLO)
     assert not waiting
 
 

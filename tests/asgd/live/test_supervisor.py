@@ -79,7 +79,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   monkeypatch.setattr(supervisor_lib, "_ANSWER_LOOK", 0.01)
   monkeypatch.setattr(supervisor_lib, "_SOON", 0.0)
   hosts, lines = ThreadHosts(began=time.monotonic()), []
-  hosts.say = lines.append
+  hosts.show = lines.append
   supervisor = Supervisor(hosts, {"shard": 2}, LADDER, patience=0.0)
   for index in range(2):
     supervisor.start("shard", index, lambda inside: inside)
@@ -87,7 +87,7 @@ def test_a_silent_party_is_named_and_ended(monkeypatch):
   silent = supervisor.parties["shard"][1]
   assert not supervisor.ask(silent.kind, "wait", 600.0, among=[silent.index])
   assert lines == ["waiting for shard 1, which has not answered for 0 s"]
-  assert hosts.gone() == [("shard", 1)]
+  assert hosts.exited() == [("shard", 1)]
   hosts.close()
 
 

@@ -650,17 +650,17 @@ def test_tickets_come_in_their_order_when_a_shard_was_replaced():
     run.start_shards()
     link = run.link()
     assert link.connect(0)
-    link.say(0, Frame(frames.HELLO, 0, job=-1))
-    _, frame = link.hear(LONG)
+    link.send(0, Frame(frames.HELLO, 0, job=-1))
+    _, frame = link.receive(LONG)
     assert frame == Frame(frames.WELCOME, 0, job=0)
     until(lambda: len(run.events()) == 3, "two tickets")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
-      while link.hear(LONG):
+      while link.receive(LONG):
         pass
     until(lambda: link.connect(0), "a connection")
-    link.say(0, Frame(frames.HELLO, 0, job=0))
-    heard = [link.hear(LONG)[1] for _ in range(3)]
+    link.send(0, Frame(frames.HELLO, 0, job=0))
+    heard = [link.receive(LONG)[1] for _ in range(3)]
     kinds = [(frame.kind, frame.seq) for frame in heard]
     assert kinds == [
       *((frames.WELCOME, 0), (frames.TICKET, 0), (frames.TICKET, 1)),
@@ -673,18 +673,18 @@ def test_what_other_shards_say_is_heard_though_one_is_dead():
     run.start_shards()
     link = run.link()
     assert all(link.connect(shard) for shard in range(2))
-    link.say(0, Frame(frames.HELLO, 0, job=-1))
+    link.send(0, Frame(frames.HELLO, 0, job=-1))
     for kind in (frames.WELCOME, frames.TICKET):
-      shard, frame = link.hear(LONG)
+      shard, frame = link.receive(LONG)
       assert (shard, frame.kind) == (0, kind)
-    link.say(1, Frame(frames.HELLO, 0, job=0))
+    link.send(1, Frame(frames.HELLO, 0, job=0))
     follower = run.server(1).shard
     until(lambda: follower.role.peers, "a welcome")
     run.kill_shard(0)
     with pytest.raises(Disconnected):
-      link.hear(LONG)
+      link.receive(LONG)
     until(lambda: link.connect(0), "a connection")
-    welcome, ticket = link.hear(1.0), link.hear(1.0)
+    welcome, ticket = link.receive(1.0), link.receive(1.0)
     assert welcome == (1, Frame(frames.WELCOME, 0, job=0))
     assert ticket is not None
     assert (ticket[0], ticket[1].kind) == (1, frames.TICKET)

@@ -24,10 +24,10 @@ class Link:
   def __init__(self, heard):
     self.heard, self.said = heard, []
 
-  def say(self, shard, frame):
+  def send(self, shard, frame):
     self.said.append((shard, frame))
 
-  def hear(self, seconds):
+  def receive(self, seconds):
     return self.heard.pop(0)
 
   def connect(self, shard):
@@ -89,8 +89,8 @@ STOP = 0, Frame(frames.STOP, 0)
 
 
 def test_a_worker_that_lost_its_place_says_nothing_any_more():
-  made, link, _ = loop([WELCOME, (0, Frame(frames.EXPEL, 0))], life=3)
-  hear, first = link.hear, made._hello()
+  made, link, _ = loop([WELCOME, (0, Frame(frames.EXPEL, 0))], restarts=3)
+  hear, first = link.receive, made._hello()
   assert (first.seq, first.job) == (3, -1)
 
   def hear_last(seconds):
@@ -98,7 +98,7 @@ def test_a_worker_that_lost_its_place_says_nothing_any_more():
       made.revoke()  # by the driver, while the frame is under way
     return hear(seconds)
 
-  link.hear = hear_last
+  link.receive = hear_last
   assert made.run() == "replaced"
   assert link.said == [(0, first)]
 
@@ -109,8 +109,8 @@ def test_an_answer_to_the_holder_before_is_passed_over():
   third = 0, Frame(frames.WELCOME, 0, job=3, version=1)
   made, link, _ = loop([WELCOME, expel, WELCOME, ticket(), third, STOP])
   numbers = []
-  hear = link.hear
-  link.hear = lambda seconds: numbers.append(made._tenure.number) or hear(0)
+  hear = link.receive
+  link.receive = lambda seconds: numbers.append(made._tenure.number) or hear(0)
   assert made.run() == "stopped"
   assert numbers == [-1, 1, -1, -1, -1, 3]
   said = [frame.version for _, frame in link.said]

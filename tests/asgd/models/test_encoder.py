@@ -13,7 +13,7 @@ from scipy import special
 from asgd import algorithms, models, problems
 from asgd.data import DataError, sentences
 from asgd.models import encoder
-from pipeline import cut
+from asgd.pipeline import cut
 
 pytestmark = pytest.mark.slow
 

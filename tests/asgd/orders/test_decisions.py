@@ -28,8 +28,8 @@ class AskingDispatcher(Dispatcher):
         self.took[worker] = now - self._ledger.open[worker][seq].time
     return fresh
 
-  def _obey(self, event):
-    super()._obey(event)
+  def _apply(self, event):
+    super()._apply(event)
     if event.seq != NO_SEQ and event.action not in STARTS:
       self.came.pop(event.key, None)
     if event.action == base.RECEIVE:
@@ -77,7 +77,7 @@ class AskingDispatcher(Dispatcher):
     more_to_come = (
       self.jobs is None
       or self._next_job < self.jobs
-      or any(self._again.values())
+      or any(self._lost_jobs.values())
       or any(not {*keys} & {*self.came} for keys in self.doing().values())
     )
     chosen = sorted(late)
@@ -90,9 +90,9 @@ class AskingDispatcher(Dispatcher):
     while True:
       before, slowest = len(out), self.slowest()
       starters = sorted(self._ledger.present)
-      if self._alone:
+      if self._in_warm_start:
         busy = [worker for worker in starters if self.tickets(worker)]
-        free = [w for w in starters if not self._places[w].paused]
+        free = [w for w in starters if not self._states[w].paused]
         starters = (busy or free)[:1]
       for worker in starters:
         job = self._take_job(worker)
@@ -108,21 +108,21 @@ class AskingDispatcher(Dispatcher):
 
   def may_start(self, worker, slowest):
     rules, tickets = self.rules, self.tickets(worker)
-    busy, depth = len(tickets), 1 if self._alone else rules.depth
+    busy, depth = len(tickets), 1 if self._in_warm_start else rules.depth
     if rules.round:
       busy = sum((worker, seq) not in self.came for seq in tickets)
-    if busy >= depth or self._places[worker].paused:
+    if busy >= depth or self._states[worker].paused:
       return False
     if rules.round:
       return self._arrivals.granted < rules.round + rules.backup
     return self._clock(worker) - slowest <= rules.bound
 
   def slowest(self):
-    if self._alone:
-      return max((p.finished for p in self._places.values()), default=0)
+    if self._in_warm_start:
+      return max((p.finished for p in self._states.values()), default=0)
     return min(
       (
-        self._places[worker].finished
+        self._states[worker].finished
         for worker in self._ledger.present
         if self.tickets(worker) or self._take_job(worker) is not None
       ),
@@ -135,7 +135,7 @@ class AskingDispatcher(Dispatcher):
     return [
       worker
       for worker in sorted(self._ledger.present)
-      if not self._places[worker].paused
+      if not self._states[worker].paused
       and all((worker, seq) in self.came for seq in self.tickets(worker))
     ]
 
@@ -238,9 +238,9 @@ class Drive:
   def restart(self):
     """The first one fails, and another is made of its rows."""
     came = list(self.pair[1].came)
-    paused = [w for w, p in self.pair[1]._places.items() if p.paused]
+    paused = [w for w, p in self.pair[1]._states.items() if p.paused]
     self.pair = [
-      type(it)(self.rules, **self.given, log=rows.append).obey([*rows])
+      type(it)(self.rules, **self.given, log=rows.append).replay([*rows])
       for it, rows in zip(self.pair, self.rows, strict=True)
     ]
     for key in came:

@@ -332,7 +332,7 @@ def test_a_warm_start_is_restored_with_its_clocks():
   run.go()
   run.end(0, 0)
   run.end(0, 1)
-  again = Dispatcher(run.it.rules).obey(run.rows)
+  again = Dispatcher(run.it.rules).replay(run.rows)
   assert [again.slowest(), again.received] == [run.it.slowest(), 2] == [2, 2]
 
 
@@ -498,7 +498,7 @@ class Chaos:
     rows = []
     again = Dispatcher(
       self.rules, jobs=self.jobs, owned=self.owned, log=rows.append
-    ).obey(list(self.rows))
+    ).replay(list(self.rows))
     for key in self.arrived:
       assert again.arrive(*key)
     before = len(self.rows)

@@ -247,7 +247,7 @@ def test_staleness_on_a_kept_ticket_is_of_the_messages_of_others():
 def test_a_ledger_returns_the_ticket_that_a_row_opens_or_closes():
   ledger = Ledger()
   events = list(trace_lib.events(kit.trace(*GOOD)))
-  tickets = [ledger.obey(event) for event in events]
+  tickets = [ledger.apply(event) for event in events]
   starts = [event for event in events if event.action in trace_lib.STARTS]
   opened = {(event.worker, event.seq): event for event in starts}
   for event, ticket in zip(events, tickets, strict=True):
@@ -260,7 +260,7 @@ def test_a_ledger_returns_the_ticket_that_a_row_opens_or_closes():
   assert ledger.open == {0: {0: events[2]}, 1: {}}
   assert (ledger.rows, ledger.time) == (12, 4.0)
   assert ledger.next_seq == {0: 1, 1: 3}
-  assert ledger.holders == {0: 0, 1: 1}
+  assert ledger.incarnations == {0: 0, 1: 1}
   assert (ledger.present, ledger.ended) == ({0}, {1})
   assert ledger.latest == {0: events[2]}
   assert ledger.received == [4]
@@ -275,7 +275,7 @@ def test_a_ledger_keeps_what_it_is_given_for_a_ticket():
 
   ledger = Ledger(start)
   rows = "0,0,5,send", "1,0,5,receive", "1,0,6,keep", "2,0,6,receive"
-  tickets = [ledger.obey(e) for e in trace_lib.events(kit.trace(*rows))]
+  tickets = [ledger.apply(e) for e in trace_lib.events(kit.trace(*rows))]
   assert made == [(5, None), (6, 5)]
   assert tickets == [5, 5, 5, 5]
 
@@ -285,7 +285,7 @@ def test_a_ledger_counts_what_rollbacks_undo():
   rows += ["3,0,3,rollback", "3,0,2,send", "4,0,2,receive", "5,0,1,rollback"]
   ledger, received = Ledger(), []
   for event in trace_lib.events(kit.trace(*rows)):
-    assert (ledger.obey(event) is None) == (event.action == base.ROLLBACK)
+    assert (ledger.apply(event) is None) == (event.action == base.ROLLBACK)
     received.append(list(ledger.received))
   assert received[3:] == [[1, 3], [1], [1], [1, 6], []]
   assert (ledger.rollbacks, ledger.undone) == (2, 3)
@@ -303,8 +303,8 @@ def test_a_ledger_counts_what_rollbacks_undo():
 )
 def test_a_ledger_refuses_a_row_without_a_meaning(event, why):
   ledger = Ledger()
-  ledger.obey(Event(0.0, 0, 0, 0, base.SEND))
+  ledger.apply(Event(0.0, 0, 0, 0, base.SEND))
   with pytest.raises(TraceError, match="^trace row 1 ") as error:
-    ledger.obey(event)
+    ledger.apply(event)
   assert why in error.value.why
   assert ledger.rows == 1

@@ -73,7 +73,7 @@ class World:
     coordinator, request = self.coordinator, self.coordinator.request
     before = coordinator.state.iteration
     if isinstance(request, Command):
-      coordinator.answer(self.shards.obey(request))
+      coordinator.answer(self.shards.execute(request))
     elif isinstance(request, Begin):
       if (request.evaluation, 0) not in self.losses:
         self.evaluate(request.evaluation)

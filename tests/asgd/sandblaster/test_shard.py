@@ -17,7 +17,7 @@ def shard(**vectors):
 def test_each_operation():
   made = shard(x=[1, 2, 3], y=[4, 5, 6])
   answers = [
-    made.obey(Command(number, *rest))
+    made.execute(Command(number, *rest))
     for number, rest in enumerate([
       ("copy", "z", "x"),
       ("scale", "z", "", 2.0),
@@ -37,22 +37,22 @@ def test_each_operation():
 
 def test_a_command_is_obeyed_once_in_its_turn():
   made = shard(x=[1, 2, 3])
-  made.obey(Command(0, "copy", "z", "x"))
+  made.execute(Command(0, "copy", "z", "x"))
   double = Command(1, "scale", "z", factor=2.0)
   for _ in range(3):
-    assert made.obey(double) is None
-  assert made.obey(Command(2, "dot", "z", "z")) == 56
-  made.obey(Command(3, "allocate", "z"))
-  assert made.obey(Command(2, "dot", "z", "z")) == 56  # the stored answer
+    assert made.execute(double) is None
+  assert made.execute(Command(2, "dot", "z", "z")) == 56
+  made.execute(Command(3, "allocate", "z"))
+  assert made.execute(Command(2, "dot", "z", "z")) == 56  # the stored answer
   early = "'5,allocate,z,,1.0' comes too early: the next number is 4"
   with pytest.raises(ValueError, match=early):
-    made.obey(Command(5, "allocate", "z"))
+    made.execute(Command(5, "allocate", "z"))
   with pytest.raises(ValueError, match="differs from '1,scale,z,,2.0', which"):
-    made.obey(double._replace(factor=3.0))
+    made.execute(double._replace(factor=3.0))
   made.forget(2)
   with pytest.raises(ValueError, match="dropped: the journal starts at 2"):
-    made.obey(double)
-  assert made.obey(Command(2, "dot", "z", "z")) == 56
+    made.execute(double)
+  assert made.execute(Command(2, "dot", "z", "z")) == 56
 
 
 def test_the_first_message_counts_and_a_lost_shard_comes_back():
@@ -64,7 +64,7 @@ def test_the_first_message_counts_and_a_lost_shard_comes_back():
         each.put("y", {"w": np.full(3, 0.1)})
       name = "x" if number < 150 else "y"
       copy = Command(number, "axpy" if number else "copy", "z", name)
-      each.obey(copy)
+      each.execute(copy)
     if number % 33 == 0 or number > 190:
       other.lose()
   kit.same(other.read("z"), made.read("z"))
@@ -74,7 +74,7 @@ def test_the_first_message_counts_and_a_lost_shard_comes_back():
 def test_the_total_is_the_sum_over_shards_in_their_order():
   x = {"b": kit.normal(5), "w": kit.normal(7, 3, seed=1)}
   parts = [Shards(x, count, start={"x": x}) for count in (1, 2, 5)]
-  totals = [each.obey(Command(0, "dot", "x", "x")) for each in parts]
+  totals = [each.execute(Command(0, "dot", "x", "x")) for each in parts]
   np.testing.assert_allclose(totals, dot(x, x), rtol=1e-15)
   for each in parts:
     kit.same(each.read("x"), x)

@@ -387,7 +387,7 @@ def test_an_order_obeyed_again_gives_the_same(world, which):
     workers=world.workers,
     messages=world.total,
   )
-  again.obey(trace_lib.from_events(run.rows))
+  again.replay(trace_lib.from_events(run.rows))
   assert again.rows == run.rows
   for a, b in zip(again.records(), run.records(), strict=True):
     assert a.tobytes() == b.tobytes()
@@ -441,7 +441,7 @@ def test_a_row_that_its_model_does_not_allow_is_refused():
     messages=8,
   )
   with pytest.raises(trace_lib.TraceError, match="too old|it was a"):
-    strict.obey(trace_lib.from_events(run.rows))
+    strict.replay(trace_lib.from_events(run.rows))
 
 
 def test_rules_say_what_is_missing_and_what_is_too_much():

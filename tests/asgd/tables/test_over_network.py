@@ -142,7 +142,7 @@ def test_its_order_obeyed_without_a_network_gives_the_same_bits(model):
   assert run.now > 1.2 * finished(**model).now
   assert orders.check(trace_lib.from_events(run.rows)) == WORKERS
   again = run_of(**model)
-  again.obey(trace_lib.from_events(run.rows))
+  again.replay(trace_lib.from_events(run.rows))
   same(again, run)
 
 

@@ -111,10 +111,10 @@ class World:
     server = self.division.server(s, first(), self.settings, WORKERS)
     return TableShard(s, server)
 
-  def worker(self, w, life):
-    self.journals[w].append(Event(0.0, w, NO_SEQ, life, base.JOIN))
+  def worker(self, w, incarnation):
+    self.journals[w].append(Event(0.0, w, NO_SEQ, incarnation, base.JOIN))
     return TableWorker(
-      *(w, life, self.settings, self.division, self.work),
+      *(w, incarnation, self.settings, self.division, self.work),
       workers=WORKERS,
       jobs=JOBS,
     )
@@ -138,7 +138,7 @@ class World:
       return False
     self.orders[s].append(shard.event(request, 0.0))
     self.log[s].append(self.asks[w][s])
-    shard.obey(request)
+    shard.apply(request)
     self.workers[w].sessions.receive(s, shard.reply(request))
     del self.asks[w][s]
     return True
@@ -156,7 +156,7 @@ class World:
       request = requests.load_request(data)
       self.orders[s].append(shard.event(request, 0.0))
       self.log[s].append(data)
-      shard.obey(request)
+      shard.apply(request)
     for w, worker in enumerate(self.workers):
       for s, shard in enumerate(self.shards):
         rows = shard.unsent(w, worker.sessions.taken[s])
@@ -202,7 +202,7 @@ class World:
     self.shards[s] = self.shard(s)
     self.shards[s].unpack(wire.load(self.images[s]))
     for data in self.log[s]:
-      self.shards[s].obey(requests.load_request(data))
+      self.shards[s].apply(requests.load_request(data))
 
   def run(self, kills=()):
     step, kills = 0, [*kills]

@@ -193,13 +193,13 @@ def test_a_hot_range_is_divided():
 def test_range_clocks_split_where_they_are_told_of_a_part():
   clocks = tables.RangeClocks([0, 1, 2], 0, 1000)
   for worker in (0, 1, 2):
-    clocks.tell(worker, 3)
-  clocks.tell(0, 5, 100, 200)
-  clocks.tell(1, 4)
+    clocks.advance(worker, 3)
+  clocks.advance(0, 5, 100, 200)
+  clocks.advance(1, 4)
   assert (len(clocks), clocks.slowest) == (3, 3)
   clocks.leave(2)
   assert clocks.least([99, 100, 199, 200]).tolist() == [3, 4, 4, 3]
-  clocks.tell(0, 1)  # late: nothing goes back
+  clocks.advance(0, 1)  # late: nothing goes back
   assert clocks.slowest == 3
   again = tables.RangeClocks.unpack(clocks.pack())
   assert again.least([99, 100]).tolist() == [3, 4]

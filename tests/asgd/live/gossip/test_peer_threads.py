@@ -307,5 +307,5 @@ def test_a_driver_that_waited_for_one_peer_takes_no_other_for_hung(tmp_path):
     peer: PeerStatus(False, 3, seconds) for peer, seconds in busy.items()
   }
   peers._look()
-  assert hosts.gone() == [(PEER, 2)]
+  assert hosts.exited() == [(PEER, 2)]
   peers.close()

@@ -58,7 +58,7 @@ def test_calls_are_made_one_after_the_other(hosts):
   calls = [host.call("add") for _ in range(100)]
   assert [call.result() for call in calls] == list(range(1, 101))
   assert hosts.made("shard", 0).result() is None
-  assert hosts.gone() == []
+  assert hosts.exited() == []
 
 
 def test_an_answer_may_be_put_off(hosts):
@@ -103,12 +103,12 @@ def test_one_that_died_is_gone_for_all_and_another_takes_its_place(hosts, how):
   for each in (call, waiting, other.call("of", host)):
     with pytest.raises(HostExited, match="shard 0 has exited"):
       each.result()
-  assert hosts.gone() == [("shard", 0)]
+  assert hosts.exited() == [("shard", 0)]
   host.thread.join()
   assert events == ["closed"]
   again = hosts.start("shard", 0, Counter)
   assert other.call("of", again).result() == 1
-  assert hosts.gone() == []
+  assert hosts.exited() == []
 
 
 def test_waiting_ends_with_the_first(hosts):

@@ -69,7 +69,7 @@ def test_it_is_what_it_was_after_every_death(tmp_path):
           live.push(count, job, rows)
           plain.put(message_name(count, job), rows)
         continue
-      answer = plain.obey(command)
+      answer = plain.execute(command)
       assert live.obey_all([command]) == [answer]
       assert live.obey_all([command]) == [answer]  # once only
       number = command.number + 1
@@ -89,9 +89,9 @@ def test_it_is_what_it_was_after_every_death(tmp_path):
 
 def test_only_the_parameters_of_this_evaluation_are_fetched(tmp_path):
   live = open_shard(tmp_path)
-  live.obey(Command(0, "copy", "trial", "point"))
+  live.execute(Command(0, "copy", "trial", "point"))
   live.begin(0, 1)
-  live.obey(Command(1, "scale", "trial", factor=2.0))  # after the evaluation
+  live.execute(Command(1, "scale", "trial", factor=2.0))  # after the evaluation
   kit.same(live.fetch(0), LIKE)
   live.begin(1, 2)
   assert live.fetch(0) is None
@@ -101,7 +101,7 @@ def test_only_the_parameters_of_this_evaluation_are_fetched(tmp_path):
 
 def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
   live = open_shard(tmp_path)
-  live.obey(Command(0, "scale", "point", factor=3.0))
+  live.execute(Command(0, "scale", "point", factor=3.0))
   live.close()
   (tmp_path / "commands").write_bytes(b"damaged" * 8)  # must not be read
   vectors = {"point": LIKE, "trial": MESSAGES[0]}
@@ -117,10 +117,10 @@ def test_it_begins_anew_or_from_an_image_of_a_checkpoint(tmp_path):
 )
 def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
   live = open_shard(tmp_path)
-  live.obey(Command(0, "copy", "trial", "point"))
+  live.execute(Command(0, "copy", "trial", "point"))
   live.begin(0, 1)
   live.push(0, 0, MESSAGES[0])
-  live.obey(Command(1, "dot", "point", "point"))
+  live.execute(Command(1, "dot", "point", "point"))
   live.close()
   path = tmp_path / name
   content = path.read_bytes()
@@ -139,14 +139,14 @@ def test_files_that_were_changed_are_refused_in_one_line(tmp_path, name):
 
 def test_a_line_that_a_kill_cut_short_was_not_answered(tmp_path):
   live = open_shard(tmp_path)
-  live.obey(Command(0, "scale", "point", factor=3.0))
-  live.obey(Command(1, "scale", "point", factor=5.0))
+  live.execute(Command(0, "scale", "point", factor=3.0))
+  live.execute(Command(1, "scale", "point", factor=5.0))
   live.close()
   path = tmp_path / "commands"
   path.write_bytes(path.read_bytes()[:-3])
   again = open_shard(tmp_path)
   assert again.number == 1
-  again.obey(Command(1, "scale", "point", factor=5.0))
+  again.execute(Command(1, "scale", "point", factor=5.0))
   again.close()
   np.testing.assert_array_equal(
     open_shard(tmp_path).read("point")["v"], LIKE["v"] * 3 * 5

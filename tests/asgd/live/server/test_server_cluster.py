@@ -66,7 +66,7 @@ class BenchHosts(Hosts):
   def wait(self, calls, seconds):
     return list(calls)
 
-  def gone(self):
+  def exited(self):
     return sorted(self.lost)
 
   def kill(self, kind, index):
@@ -83,7 +83,7 @@ class NoMakers:
   def shard(self, index, resumed):
     return None
 
-  def worker(self, worker, life):
+  def worker(self, worker, restarts):
     return None
 
   def close(self):

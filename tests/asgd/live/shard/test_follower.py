@@ -242,7 +242,7 @@ def test_a_follower_says_who_leaves():
   hand.vanish()
   bench.join(0)
   bench.hands[0].push()
-  bench.hands[0].say(frames.DRAIN)
+  bench.hands[0].send(frames.DRAIN)
   bench.hands[0].push()
   bench.hands[0].bye()
   for index in (0, 1):

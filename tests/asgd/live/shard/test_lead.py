@@ -104,7 +104,7 @@ def test_a_message_of_an_expelled_holder_is_not_taken():
   bench = Bench(one())
   first, second = bench.join(0, 1)
   pushes = first.work(0)
-  bench.lead.gone(0, 1.0)
+  bench.lead.disconnect(0, 1.0)
   first.listen()
   first.tell(0, pushes[0])
   assert first.listen() == ["expel"]
@@ -188,7 +188,7 @@ def test_a_first_hello_said_twice_is_one():
 def test_a_holder_from_before_is_told_to_go():
   bench = Bench(one())
   first = bench.join(0)
-  bench.lead.gone(0, 1.0)
+  bench.lead.disconnect(0, 1.0)
   first.listen()
   first.hello(holder=0)
   assert first.listen() == ["expel"]  # it may join as somebody new
@@ -226,10 +226,10 @@ def test_a_message_that_is_not_finite_costs_the_place():
 def test_who_drains_gets_nothing_new_and_leaves():
   bench = Bench(one())
   first, second = bench.join(0, 1)
-  first.say(frames.DRAIN)
+  first.send(frames.DRAIN)
   first.push()
   assert first.listen() == ["welcome 0", "ticket 0: job 0 v0", "ack 0"]
-  first.say(frames.BYE)
+  first.send(frames.BYE)
   assert bench.lead.workers == [1]
   assert bench.rows(start=4) == ["receive 0:0", "leave 0:0"]
   second.push()
@@ -314,7 +314,7 @@ def test_who_is_there_waits_for_the_others():
   third = bench.join(2)
   for job, hand in enumerate((first, second, third)):
     assert hand.listen()[-1] == f"ticket 0: job {job} v0"
-  bench.lead.gone(2, 9.5)  # once it has begun, nobody waits
+  bench.lead.disconnect(2, 9.5)  # once it has begun, nobody waits
   first.push()
   assert first.listen()[-1].startswith("ticket 1: job ")
 

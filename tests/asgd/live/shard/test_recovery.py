@@ -403,7 +403,7 @@ def test_a_kill_between_the_end_of_tickets_and_their_leave_forgets_nobody():
   # has left. What that believes to be there is lost: it is no holder any more.
   bench = Bench(crew(rules=Rules(depth=2)))
   bench.join(0)
-  bench.shards[1].gone(0, bench.now)
+  bench.shards[1].disconnect(0, bench.now)
   events = bench.journals[1]._events
   assert [e.action for e in events[-3:]] == [base.LOST, base.LOST, base.LEAVE]
   del events[-1]

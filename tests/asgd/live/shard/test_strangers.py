@@ -17,7 +17,7 @@ def refused(hand, shard, frame, why):
   with pytest.raises(frames.BadFrame, match=why):
     hand.tell(shard, frame)
   assert hand.bench.rows(shard) == before
-  hand.bench.shards[shard].gone(
+  hand.bench.shards[shard].disconnect(
     hand.worker, hand.bench.now, hand.ways[shard]
   )
 
@@ -164,11 +164,11 @@ def test_a_place_whose_number_a_stranger_has_used_is_not_lost():
   refused(hand, 1, fetch(bench.setup.jobs + MOST_AHEAD + 1), "as its 110")
   hand.tell(1, Frame(frames.HELLO, 0, job=0))
   hand.tell(1, fetch(3))
-  bench.shards[1].gone(0, 0.0, hand.ways[1])
+  bench.shards[1].disconnect(0, 0.0, hand.ways[1])
   honest = bench.join(0)
   for _ in range(5):
     if honest.out:  # its job was another's: it begins anew, with the next
-      honest.say(frames.BYE)
+      honest.send(frames.BYE)
       honest = bench.join(0)
   assert honest.ready() == [4]
   bench.finish()
@@ -216,12 +216,12 @@ def test_no_frame_tells_of_a_row_that_is_not_in_the_journal(make):
   written, said = [], []
   journal.watch = lambda count: written.append(len(said))
 
-  def say(frame):
+  def send(frame):
     said.append((frame.kind, len(journal.events())))
 
   if bench.setup.consistent:
-    role.followers = {1: say}
-  bench.lead.handle(Frame(frames.HELLO, 0, job=-1), say, 0.0)
+    role.followers = {1: send}
+  bench.lead.handle(Frame(frames.HELLO, 0, job=-1), send, 0.0)
   rows = frames.ROW, frames.TICKET, frames.ACK
   told = [(kind, count) for kind, count in said if kind in rows]
   assert written[0] == 0
@@ -235,7 +235,7 @@ def test_a_loop_in_whose_place_another_was_started_is_late():
   bench = Bench(one())
   old, new = Hand(bench, 0), Hand(bench, 0)
   old.hello()
-  new.hello(life=1)
+  new.hello(restarts=1)
   rows = bench.rows()
   old.hello()
   assert bench.rows() == rows

@@ -88,9 +88,9 @@ class Run:
   shard_host = ShardHost
 
   def worker(self, index, shards, image):
-    def make(life, work):
+    def make(incarnation, work):
       return TableWorker(
-        *(index, life, self.settings, self.division, work),
+        *(index, incarnation, self.settings, self.division, work),
         workers=WORKERS,
         jobs=JOBS,
       )

@@ -32,7 +32,7 @@ class Hand:
     return self.ask_again()
 
   def ask_again(self):
-    return self._host.hear(self._last)
+    return self._host.handle(self._last)
 
   def pull(self, clock=0):
     return self.ask(PULL, clock, tables={"w": KEYS})

@@ -42,8 +42,9 @@ def worker(tmp_path):
   division = division_lib.divide(FIRST, 2)
   work = tables.Work(lambda *_: 0, lambda _: {"w": np.arange(4)}, None)
 
-  def make(life, work):
-    return TableWorker(0, life, settings, division, work, workers=1, jobs=1)
+  def make(incarnation, work):
+    counts = {"workers": 1, "jobs": 1}
+    return TableWorker(0, incarnation, settings, division, work, **counts)
 
   inside = Inside(
     kill=lambda: None, wait=lambda seconds: None, clock=lambda: 0.0

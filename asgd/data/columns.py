@@ -1,0 +1,65 @@
+"""Columns of a Hugging Face `datasets.Dataset` as arrays."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from asgd import checks
+
+
+def is_table(given: Any) -> bool:
+  """Whether a value has the interface of a map-style `datasets.Dataset`."""
+  methods = "with_format", "__getitem__", "__len__"
+  has_columns = isinstance(getattr(given, "column_names", None), list)
+  return has_columns and all(hasattr(given, name) for name in methods)
+
+
+def arrays(dataset: Any, names: Sequence[str] | None = None) -> Any:
+  """Returns columns of a data set as arrays, [n, ...] each.
+
+  Args:
+    dataset: a `datasets.Dataset`, or an object with its `column_names`,
+      `with_format("numpy", columns=...)` and slices.
+    names: of columns. None takes all.
+
+  Returns:
+    A tuple of arrays in the order of `names`; without names, a dict of all.
+
+  Raises:
+    ValueError: for an unknown column, and for one that is no array of numbers.
+
+  Example: `asgd.simulate(loss, params, columns.arrays(dataset, ["image",
+  "label"]), recipe, messages=400, batch_size=32)`
+  """
+  if not is_table(dataset):
+    raise ValueError(
+      f"{checks.shown(dataset)} is no datasets.Dataset of one split: choose a"
+      " split, dataset['train']"
+    )
+  known = dataset.column_names
+  for name in names or ():
+    if name not in known:
+      raise ValueError(
+        f"the data set has no column {name!r}; its columns are"
+        f" {', '.join(known)}"
+      )
+  wanted = list(known if names is None else names)
+  table = dataset.with_format("numpy", columns=wanted)[:]
+  found = {name: _array(name, table[name], wanted) for name in wanted}
+  return found if names is None else tuple(found.values())
+
+
+def _array(name: str, column: Any, wanted: Sequence[str]) -> np.ndarray:
+  """Returns a column as an array of numbers."""
+  try:
+    array = np.asarray(column)
+  except ValueError:  # rows of several shapes
+    array = np.asarray(None)
+  if array.dtype.kind in "biuf" and array.ndim:
+    return array
+  others = [other for other in wanted if other != name]
+  raise ValueError(
+    f"column {name!r} is no array of numbers of one shape: encode or pad it"
+    f" with dataset.map, or leave it out, columns.arrays(dataset, {others})"
+  )

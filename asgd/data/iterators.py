@@ -1,0 +1,295 @@
+"""Iterators of batches, one for each worker, read in the order of its jobs.
+
+An iterator has a position, so its batch is no function of (worker, job). Each
+new job of a worker takes the next batch of its iterator. A run can resume, and
+a worker can be replaced, only if the position can be saved:
+
+- the iterator has `get_state()` and `set_state(state)`, as those of grain;
+- or the iterable that makes it has `state_dict()` and `load_state_dict(state)`,
+  as `datasets.IterableDataset` and torchdata's `StatefulDataLoader`.
+"""
+
+import base64
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, checks, safe_files
+
+_RESUMABLE = (
+  "give iterators with get_state() and set_state(state) (grain.IterDataset), or"
+  " iterables with state_dict() and load_state_dict(state), or a function"
+  " (worker, job) -> batch"
+)
+
+
+def _has(value: Any, *methods: str) -> bool:
+  return all(callable(getattr(value, name, None)) for name in methods)
+
+
+def _plain(state: Any) -> Any:
+  """Returns an iterator's state as data for JSON. Raises ValueError for a part
+  that is neither plain data nor an array."""
+  if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+    return {"dict": {key: _plain(value) for key, value in state.items()}}
+  if isinstance(state, list | tuple):
+    return {type(state).__name__: [_plain(value) for value in state]}
+  if isinstance(state, bytes):
+    return {"bytes": base64.b64encode(state).decode()}
+  if isinstance(state, np.ndarray | np.generic):
+    content = base64.b64encode(state.tobytes()).decode()
+    return {"array": [state.dtype.str, list(state.shape), content]}
+  if state is None or isinstance(state, bool | int | float | str):
+    return state
+  raise ValueError(
+    f"the state of an iterator holds {checks.shown(state)}; it must be made of"
+    " dicts with text keys, lists, tuples, numbers, texts, bytes and arrays"
+  )
+
+
+def _unplain(data: Any) -> Any:
+  """Returns the state that `_plain` was given."""
+  if not isinstance(data, dict):
+    return data
+  ((kind, value),) = data.items()
+  if kind == "dict":
+    return {key: _unplain(each) for key, each in value.items()}
+  if kind == "bytes":
+    return base64.b64decode(value)
+  if kind == "array":
+    dtype, shape, content = value
+    flat = np.frombuffer(base64.b64decode(content), dtype)
+    return flat.reshape(shape).copy()
+  values = [_unplain(each) for each in value]
+  return tuple(values) if kind == "tuple" else values
+
+
+class Form(NamedTuple):
+  """The structure, shapes and dtypes of each batch."""
+
+  structure: Any
+  leaves: tuple[tuple[tuple[int, ...], Any], ...]  # (shape, dtype)
+
+  @classmethod
+  def of(cls, batch: base.Batch) -> "Form":
+    """Returns the form of a batch of NumPy arrays."""
+    leaves, structure = jax.tree.flatten(batch)
+    return cls(structure, tuple((x.shape, x.dtype) for x in leaves))
+
+  def __str__(self) -> str:
+    """Returns the shapes as a short text."""
+    texts = [f"{dtype}{list(shape)}" for shape, dtype in self.leaves]
+    tree = jax.tree.unflatten(self.structure, texts)
+    return checks.shown(tree).replace("'", "")
+
+
+class Source(NamedTuple):
+  """A caller's factory, and the form of its batches."""
+
+  make: Callable[[int], Any]  # worker -> an iterator or an iterable
+  read: Callable[[Any, str], base.Batch]  # (batch, its name) -> NumPy arrays
+  form: Form | None = None  # None: not known yet
+
+  def example(self) -> base.Batch:
+    """Returns a batch of zeros."""
+    assert self.form is not None
+    leaves = [np.zeros(*leaf) for leaf in self.form.leaves]
+    return jax.tree.unflatten(self.form.structure, leaves)
+
+
+class WorkerIterator:
+  """The iterator of one worker, with its position."""
+
+  def __init__(self, source: Source, worker: int):
+    """Makes the iterator. Raises ValueError if the factory makes none."""
+    self._source, self._worker = source, worker
+    with checks.user_code(f"data({worker}) fails"):
+      self.made = source.make(worker)
+    indexed = isinstance(self.made, Iterable) and _has(
+      self.made, "__getitem__", "__len__"
+    )
+    iterable = _has(self.made, "__next__") or isinstance(self.made, Iterable)
+    if indexed or not iterable:
+      remedy = "return an iterator of batches, such as iter(loader)"
+      if indexed:
+        remedy = "give it as data, without a function, or return iter(...)"
+      raise ValueError(
+        f"data({worker}) returned {checks.shown(self.made)}, which is no"
+        f" iterator: {remedy}"
+      )
+    self.drawn, self._epoch = 0, 0
+    self._start()
+
+  def _start(self) -> None:
+    """Starts a pass over an iterable; an iterator is its own single pass."""
+    with checks.user_code(f"the iterator of worker {self._worker} fails"):
+      once = _has(self.made, "__next__")
+      self._iterator: Iterator[Any] = self.made if once else iter(self.made)
+
+  @property
+  def keeps_position(self) -> bool:
+    """Whether the iterable, not its iterator, has the position."""
+    return _has(self.made, "state_dict", "load_state_dict")
+
+  @property
+  def resumable(self) -> bool:
+    """Whether the position can be saved and restored."""
+    of_iterator = _has(self._iterator, "get_state", "set_state")
+    return of_iterator or self.keeps_position
+
+  def take(self) -> base.Batch:
+    """Returns the next batch. An iterable starts again at its end; ValueError
+    for an iterator that ends, or a batch of another form."""
+    name = f"the iterator of worker {self._worker}"
+    with checks.user_code(f"{name} fails at batch {self.drawn}"):
+      batch = next(self._iterator, self)
+      if batch is self and self._iterator is not self.made:
+        self._epoch += 1
+        self._start()
+        batch = next(self._iterator, self)
+    if batch is self:
+      raise ValueError(
+        f"{name} ended after {self.drawn} batches, but the run needs more:"
+        " repeat it (ds.repeat(), itertools.cycle), or return an iterable,"
+        " which starts again at its end"
+      )
+    batch = self._source.read(batch, f"batch {self.drawn} of {name}")
+    form, wanted = Form.of(batch), self._source.form
+    if wanted is not None and form != wanted:
+      raise ValueError(
+        f"batch {self.drawn} of {name} is {form}, but the first batch of worker"
+        f" 0 is {wanted}: all batches must have one form; drop the last one of"
+        " a pass (drop_last=True, drop_remainder=True), or pad it"
+      )
+    self.drawn += 1
+    return batch
+
+  def save(self) -> dict[str, Any]:
+    """Returns the position as data for JSON, without a state if the iterator
+    has none."""
+    saved: dict[str, Any] = {"drawn": self.drawn, "epoch": self._epoch}
+    with checks.user_code("the state of an iterator cannot be saved"):
+      if _has(self._iterator, "get_state", "set_state"):
+        saved["iterator"] = _plain(self._iterator.get_state())
+      elif self.resumable:
+        saved["iterable"] = _plain(self.made.state_dict())
+    return saved
+
+  def restore(self, saved: dict[str, Any]) -> None:
+    """Moves a new iterator to a saved position; ValueError without a state."""
+    if not saved["drawn"]:
+      return
+    if not {"iterator", "iterable"} & set(saved) or not self.resumable:
+      raise ValueError(
+        f"worker {self._worker} has drawn {saved['drawn']} batches from an"
+        " iterator whose position cannot be restored, so the run cannot"
+        f" continue: start anew in another folder, and {_RESUMABLE}"
+      )
+    with checks.user_code(
+      f"the iterator of worker {self._worker} cannot be restored"
+    ):
+      if "iterable" in saved:
+        self.made.load_state_dict(_unplain(saved["iterable"]))
+        self._start()
+      else:
+        self._iterator.set_state(_unplain(saved["iterator"]))
+    self.drawn, self._epoch = saved["drawn"], saved["epoch"]
+
+
+class IteratorBatches:
+  """Batches of jobs from the iterators of all workers.
+
+  A worker asks for its jobs in order. The last job may be asked for again.
+  """
+
+  def __init__(self, source: Source, steps: int = 1):
+    """Reads `steps` batches for each job, stacked if there are several."""
+    self.source, self.steps = source, steps
+    self._iterators: dict[int, WorkerIterator] = {}
+    self._last: dict[int, tuple[int, base.Batch]] = {}  # (job, batch)
+
+  def of_steps(self, steps: int) -> "IteratorBatches":
+    """Returns jobs of so many batches each."""
+    return IteratorBatches(self.source, steps)
+
+  def _stack(self, batches: list[base.Batch]) -> base.Batch:
+    if self.steps == 1:
+      return batches[0]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+
+  def example(self, worker: int) -> base.Batch:
+    """Returns zeros in the form of a job, without reading an iterator."""
+    del worker
+    return self._stack([self.source.example()] * self.steps)
+
+  def __call__(self, worker: int, job: int) -> base.Batch:
+    """Returns the batch of a worker's next job, or that of its last one."""
+    worker, job = int(worker), int(job)
+    last, batch = self._last.get(worker, (-1, None))
+    if job == last:
+      return batch
+    if job < last:
+      raise ValueError(
+        f"worker {worker} asks for job {job} after job {last}, but an iterator"
+        " cannot go back: give a function (worker, job) -> batch"
+      )
+    if worker not in self._iterators:
+      self._iterators[worker] = WorkerIterator(self.source, worker)
+    iterator = self._iterators[worker]
+    batch = self._stack([iterator.take() for _ in range(self.steps)])
+    self._last[worker] = job, batch
+    return batch
+
+  def save(self) -> dict[str, Any]:
+    """Returns the positions of all iterators, as data for JSON."""
+    return {str(w): each.save() for w, each in self._iterators.items()}
+
+  def restore(self, saved: dict[str, Any]) -> None:
+    """Continues from saved positions; ValueError if one has no state."""
+    for worker, position in saved.items():
+      iterator = WorkerIterator(self.source, int(worker))
+      iterator.restore(position)
+      self._iterators[int(worker)] = iterator
+
+  def kept_in(self, folder: Path, worker: int) -> "KeptBatches":
+    """Returns the batches of one live worker, whose position is kept in a
+    folder of the run."""
+    return KeptBatches(self, folder / f"iterator-{worker}.json", worker)
+
+
+class KeptBatches:
+  """Batches of one incarnation of a live worker.
+
+  The position is written after each job's batch was taken. The next incarnation
+  continues there, so it does not repeat the batches of lost jobs.
+  """
+
+  def __init__(self, batches: IteratorBatches, path: Path, worker: int):
+    """Continues from the file, if an earlier incarnation wrote it."""
+    self._batches, self._path = batches.of_steps(batches.steps), path
+    self._job = -1
+    if not path.parent.is_dir():
+      raise ValueError(
+        f"worker {worker} does not see {path.parent}, where the positions of"
+        " iterators are kept: put the folder on a file system that all machines"
+        " share, or give a function (worker, job) -> batch"
+      )
+    if path.exists():
+      self._batches.restore({str(worker): json.loads(path.read_bytes())})
+
+  def example(self, worker: int) -> base.Batch:
+    """Returns zeros in the form of a job, without reading an iterator."""
+    return self._batches.example(worker)
+
+  def __call__(self, worker: int, job: int) -> base.Batch:
+    """Returns the batch of the worker's next job, or that of its last one."""
+    batch = self._batches(worker, job)
+    if job != self._job:
+      self._job = job
+      position = self._batches.save()[str(int(worker))]
+      safe_files.write(self._path, json.dumps(position))
+    return batch

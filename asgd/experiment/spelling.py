@@ -1,0 +1,41 @@
+"""Names of a config in other spellings, such as `dana-zero` or `1F1B`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from asgd import data, models, names
+from asgd.data import sentences
+from asgd.experiment import protocol
+
+
+def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
+  """Replaces names of a checked config by their exact spelling, in place.
+
+  The names are those of engines, recipes, labels in `only`, the model and the
+  data. An unknown name stays: the code that uses it raises the error.
+
+  Args:
+    config: plain data, with every key.
+    engines: by name.
+
+  Example:
+    >>> runs = {"a": {"recipe": "Dana-Zero"}}
+    >>> config = {"runs": runs, "engine": "simulate", "only": ["A"]}
+    >>> correct(config | {"model": {}, "data": {}}, {"simulate": None})
+    >>> runs
+    {'a': {'recipe': 'dana_zero'}}
+  """
+  runs = config["runs"] if isinstance(config["runs"], Mapping) else {}
+  entries = [entry for entry in runs.values() if isinstance(entry, dict)]
+  for place in (config, *entries):
+    _replace(place, "engine", engines)
+  for entry in entries:
+    _replace(entry, "recipe", protocol.recipes())
+  _replace(config["model"], "name", models.MODELS)
+  _replace(config["data"], "name", (*data.DATASETS, *sentences.TASKS))
+  config["only"] = [names.canonical(label, runs) for label in config["only"]]
+
+
+def _replace(place: dict[str, Any], key: str, valid: Any) -> None:
+  if key in place:
+    place[key] = names.canonical(place[key], valid)

@@ -1,0 +1,226 @@
+"""A caller's parameters: a tree of arrays, a model, or a function of a key.
+
+A model is a callable tree, as Equinox and Flax NNX make them. Its floating
+point arrays are trained, as by `eqx.partition(model, eqx.is_inexact_array)`.
+Its other leaves, such as functions and rates of dropout, are constants. The
+trained tree is a dict of arrays by their paths in the model, so it can travel,
+be cut into shards and be saved without the model's package.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+
+from asgd import checks
+from asgd import losses as losses_lib
+from asgd.problems import descriptions, streams
+
+_ARRAYS = jax.Array, np.ndarray, np.generic
+_SPLIT = (
+  "train the arrays alone, and join them with the rest in the loss: params,"
+  " rest = eqx.partition(model, eqx.is_inexact_array) and eqx.combine(params,"
+  " rest) in Equinox, nnx.split and nnx.merge in Flax NNX"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trained:
+  """Stands for a trained array in a model."""
+
+  name: str
+
+
+class ModelTree(NamedTuple):
+  """A callable model without the arrays that are trained."""
+
+  template: Any  # the model, with a _Trained in place of each of them
+
+  def join(self, arrays: dict[str, jax.Array]) -> Any:
+    """Returns the model with these arrays."""
+
+    def leaf(value):
+      return arrays[value.name] if isinstance(value, _Trained) else value
+
+    return jax.tree.map(leaf, self.template)
+
+  def digest(self) -> str:
+    """Returns a checksum of the constants, which a results folder records."""
+    leaves, structure = jax.tree.flatten(self.template)
+    # A function has another address in each process.
+    texts = [re.sub(r" at 0x\w+", "", str(structure))]
+    for leaf in leaves:
+      if isinstance(leaf, np.ndarray):
+        texts.append(f"{leaf.dtype}{leaf.shape}{leaf.tobytes().hex()}")
+      else:
+        texts.append(descriptions.name_of(leaf))
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+class Parameters(NamedTuple):
+  """Initial parameters, and the model that they belong to."""
+
+  init: Callable[[jax.Array], Any]  # key -> the tree that is trained
+  model: ModelTree | None = None
+
+  def outward(self, params: Any) -> Any:
+    """Returns trained parameters in the caller's form."""
+    return params if self.model is None else self.model.join(params)
+
+  def loss_of(self, loss: losses_lib.Loss) -> losses_lib.Loss:
+    """Returns a loss of the caller's form as a loss of the trained tree."""
+    model = self.model
+    if model is None:
+      return loss
+    return lambda params, batch, key: loss(model.join(params), batch, key)
+
+
+def is_model(given: Any) -> bool:
+  """Whether a value is callable and holds arrays, as a model of Equinox does.
+  It is then parameters, not a function that makes parameters."""
+  arrays = (isinstance(x, _ARRAYS) for x in jax.tree.leaves(given))
+  is_partial = isinstance(given, functools.partial)  # jax.tree_util.Partial is
+  return callable(given) and not is_partial and any(arrays)
+
+
+def _is_key(leaf: Any) -> bool:
+  """Whether a leaf is an array of keys, which NumPy does not have."""
+  return isinstance(leaf, jax.Array) and jnp.issubdtype(
+    leaf.dtype, jax.dtypes.prng_key
+  )
+
+
+def _is_constant(value: Any) -> bool:
+  """Whether a value is a variable of Flax NNX but no parameter, such as the
+  statistics of BatchNorm."""
+  nnx = sys.modules.get("flax.nnx")  # a variable exists only if it is imported
+  return (
+    nnx is not None
+    and isinstance(value, nnx.Variable)
+    and not isinstance(value, nnx.Param)
+  )
+
+
+def _refused(path: Any, leaf: Any, why: str) -> ValueError:
+  """Returns the error for a leaf of the parameters."""
+  name = f"params{jax.tree_util.keystr(path)}"
+  return ValueError(f"{name} is {checks.shown(leaf)}, {why}")
+
+
+def _as_arrays(given: Any) -> Any:
+  """Returns a tree as arrays of JAX; ValueError for a leaf that is no array."""
+
+  def array(path, leaf):
+    if callable(leaf):
+      raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
+    try:
+      return jnp.asarray(leaf)
+    except (TypeError, ValueError) as error:
+      why = "and parameters are arrays: drop it, or bind it to the loss with"
+      raise _refused(path, leaf, f"{why} functools.partial") from error
+
+  return jax.tree_util.tree_map_with_path(array, given)
+
+
+def _split(given: Any) -> tuple[dict[str, Any], ModelTree]:
+  """Returns the arrays of a model by their paths, and the model without them.
+
+  Raises:
+    ValueError: for tied weights, for variables of Flax NNX that a training
+      would have to update without a gradient, and for constants that are
+      computed from a key.
+  """
+  # Tied weights are one array with two paths; as a tree, they are two leaves.
+  arrays = [x for x in jax.tree.leaves(given) if isinstance(x, _ARRAYS)]
+  if len({id(x) for x in arrays}) < len(arrays):
+    raise ValueError(
+      "params is a model that holds an array twice (tied weights), and the two"
+      f" would be trained separately: {_SPLIT}; or give a pair of a function"
+      " rngs -> nnx module, and a criterion"
+    )
+  for path, leaf in jax.tree_util.tree_leaves_with_path(
+    given, is_leaf=_is_constant
+  ):
+    if _is_constant(leaf):
+      raise _refused(path, leaf, f"which cannot be trained: {_SPLIT}")
+  trained = {}
+
+  def replaced(path, leaf):
+    is_array = isinstance(leaf, _ARRAYS)
+    if is_array and jnp.issubdtype(leaf.dtype, jnp.inexact):
+      name = jax.tree_util.keystr(path).removeprefix(".")
+      trained[name] = jnp.asarray(leaf)
+      return _Trained(name)
+    if isinstance(leaf, jax.core.Tracer):
+      why = "a constant that is made from the key: give the model itself"
+      raise _refused(path, leaf, f"{why} instead of a function of a key")
+    # Only NumPy arrays travel to other processes; they have no keys.
+    return np.asarray(leaf) if is_array and not _is_key(leaf) else leaf
+
+  template = jax.tree_util.tree_map_with_path(replaced, given)
+  if not trained:
+    raise ValueError(
+      f"params is a model without an array of floats: {checks.shown(given)}"
+    )
+  return trained, ModelTree(template)
+
+
+def read(given: Any) -> Parameters:
+  """Reads parameters: a tree of arrays, a callable model that holds arrays, or
+  a function of a key that makes one of the two.
+
+  Raises ValueError for anything else.
+
+  Example:
+    >>> params = read({"w": np.ones(2)})
+    >>> print(params.init(jax.random.key(0)))
+    {'w': Array([1., 1.], dtype=float32)}
+  """
+  if isinstance(given, nn.Module):
+    raise ValueError(
+      "params is a flax module, which holds no parameters: give its variables,"
+      " or the pair (module, criterion) as the loss and params=None"
+    )
+  if is_model(given):
+    arrays, model = _split(given)
+    arrays = jax.tree.map(np.asarray, arrays)
+    return Parameters(lambda key: jax.tree.map(jnp.asarray, arrays), model)
+  if callable(given):
+    return _of_function(given)
+  if not jax.tree.leaves(given):
+    raise ValueError(
+      f"params holds no array: {checks.shown(given)}; give a tree of arrays, or"
+      " a function of a key that makes one"
+    )
+  params = jax.tree.map(np.asarray, _as_arrays(given))
+  return Parameters(lambda key: jax.tree.map(jnp.asarray, params))
+
+
+def _of_function(given: Callable[..., Any]) -> Parameters:
+  """Reads a function of a key that makes a tree of arrays or a model."""
+  if not streams.accepts(given, 1):
+    raise ValueError(
+      "params must be a tree of arrays, or a function of a key that makes"
+      f" one; it takes {streams.arguments_of(given)}"
+    )
+  models: list[ModelTree] = []  # of a trace, which yields arrays alone
+
+  def trace(key):
+    made = given(key)
+    if is_model(made):
+      models.append(_split(made)[1])
+    return ()
+
+  with checks.user_code("params cannot be made", passes=(ValueError,)):
+    jax.eval_shape(trace, jax.random.key(0))
+  if models:
+    return Parameters(lambda key: _split(given(key))[0], models[-1])
+  return Parameters(lambda key: _as_arrays(given(key)))

@@ -1,0 +1,238 @@
+"""The commands and their flags, as plain data.
+
+`command_line` prints --help from them and finds mistakes in a command line;
+`flags` gives them to absl. This module imports nothing that takes time. Values
+of other modules are copied here, and tests compare them with their origin.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+# A flag: (kind, default, help). A kind is str, int, float, bool, list, the
+# names of an enum, or OPTIONAL: a text that may be left out, and is then GIVEN.
+Flag = tuple[Any, Any, str]
+OPTIONAL = "optional"
+GIVEN = "true"  # absl's value of an optional text flag without a text
+
+ENGINES = "simulate", "threads", "ray", "mesh", "pipeline"
+LIVE = "threads", "ray"
+KINDS = "worker", "shard", "hang", "driver", "term"  # of failures
+FAULTS = "kill", "hang", "slow", "nan", "lose", "double", "reorder"
+PROTOCOLS = "server", "tables", "sandblaster", "gossip"
+RECIPES = "asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc"
+OPTIMIZERS = "sgd", "momentum", "adagrad", "adam", "adafactor"
+PRECISIONS = "float32", "mixed", "mixed_main_gradients", "cast", "bfloat16"
+ACTIVATIONS = "plain", "sequence", "full"
+WEIGHTS = "latest", "stash", "2bw", "vertical"
+
+
+class Command(NamedTuple):
+  """A command: the words after its name, and its flags."""
+
+  arguments: str  # of the usage line
+  flags: Mapping[str, Flag]
+  words: int = 0  # most arguments that are no flags
+  config: str = ""  # an example of --config, if the command takes a config
+
+
+_QUIET = (bool, False, "Print only warnings and errors.")
+_JSON = (bool, False, "Print the results as one JSON object; the rest: stderr.")
+_TRUST = (bool, False, "Run code that another user's folder names.")
+_COMPILE = (
+  "Compile the programs of the config for v5e:4x4, v5p:4x4x4, two slices"
+  " v5e:2x2*2, or GPUs h100:8, and compare them with the planner. This machine"
+  " needs none of these devices."
+)
+_WORKDIR = (
+  "Folder of results. Default: the runs/CONFIG-NNN that already holds this"
+  " experiment, or the next free one."
+)
+TRAINING: dict[str, Flag] = {  # flags of every command that trains
+  "workdir": (str, None, _WORKDIR),
+  "data_dir": (str, None, "Folder or file of the data. Default: search it."),
+  "engine": (ENGINES, None, "For all runs, instead of the config's."),
+  "memory_dir": (str, "/dev/shm", "Folder for the shared memory of live runs."),
+  "grace_seconds": (float, 20.0, "Seconds for live workers to end their jobs."),
+  "address": (str, None, "Ray cluster to join. Default: one on this machine."),
+  "allow_network": (
+    bool,
+    False,
+    "Allow Ray to listen on other network interfaces (docs/howto/security.md).",
+  ),
+}
+_FAULT = "Faults to inject: KIND:WORKER:SEQ,... (kill:1:20;"
+_FAULT += " slow:1:20:SECONDS), of " + ", ".join(FAULTS)
+_TRAIN: dict[str, Flag] = {
+  **TRAINING,
+  "jobs": (str, "auto", "Simulated cells at once: auto, a number, or ray."),
+  "cells": (str, "1/1", "Share of the cells to train, I/N."),
+  "dry_run": (bool, False, "Print cells, messages and minutes; train nothing."),
+  "fault": (list, [], _FAULT),
+  "processes": (int, 0, "Processes for a pipeline's stages. 0: threads."),
+  "gpus_per_process": (float, 0.0, "GPUs that Ray reserves for a process."),
+  "spans": (bool, False, "Write the time spans of stages in the last batch."),
+  "num_processes": (int, 1, "Processes of a mesh, on all its machines."),
+  "process_id": (int, None, "Index of this process, from 0."),
+  "coordinator": (str, None, "HOST:PORT of process 0; or auto."),
+  "start_seconds": (float, 60.0, "Limit for a mesh's processes to start."),
+  "profile": (str, None, "Folder for a JAX trace of 5 s of training."),
+  "wandb": (bool, False, "Write runs for Weights & Biases, offline."),
+  "compile": (str, None, _COMPILE),
+  "list": (bool, False, "List recipes, schedules, engines, models, data."),
+  "quiet": _QUIET,
+  "json": _JSON,
+}
+_CHAOS: dict[str, Flag] = {
+  **TRAINING,
+  "engine": (LIVE, "ray", "Engine of all runs."),
+  "mtbf": (float, 5.0, "Mean seconds between two failures."),
+  "seconds": (float, 60.0, "How long to inject, while messages arrive."),
+  "kinds": (list, list(KINDS), "Kinds of failures to inject."),
+  "seed": (int, 0, "Seed of the failures' times and victims."),
+  "patience": (float, 180.0, "Seconds without an event: the run has hung."),
+  "simulate": (int, 0, "Number of simulated runs, for seeds from --seed on."),
+  "protocol": (PROTOCOLS, "server", "Protocol of --simulate."),
+  "faults": (list, None, "With --simulate=1, indices of the faults to keep."),
+  "jobs": (int, 1, "Processes for --simulate."),
+  "json": _JSON,
+}
+_COMPARE: dict[str, Flag] = {
+  **TRAINING,
+  "durations_of": (str, None, "Use the times of this WORKDIR/cells/NAME."),
+  "trust": _TRUST,
+  "out": (str, None, "Folder to write to. Default: the cell's folder."),
+  "quiet": _QUIET,
+  "json": _JSON,
+}
+_REPLAY: dict[str, Flag] = {
+  "data_dir": TRAINING["data_dir"],
+  "trust": _TRUST,
+  "restore": (bool, False, "Rewrite params.msgpack from the replay."),
+}
+_REPRODUCE: dict[str, Flag] = {
+  **{key: TRAINING[key] for key in ("workdir", "data_dir", "memory_dir")},
+  "all": (bool, False, "Reproduce all figures."),
+  "quick": (bool, False, "Train a small version: minutes on two cores."),
+  "list": (bool, False, "List the figures."),
+  "docs": (bool, False, "Copy the verdicts to docs/ and rewrite the page."),
+  "quiet": _QUIET,
+  "json": _JSON,
+}
+_TIMELINE: dict[str, Flag] = {
+  "out": (str, None, "File. Default: timeline.json in the run's folder."),
+}
+PLAN: dict[str, Flag] = {
+  "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
+  "data_dir": (str, None, "Folder or file of the config's data."),
+  "devices": (int, None, "Number of devices."),
+  "bandwidth": (float, None, "GB/s of a device's link, in each direction."),
+  "latency": (float, 5.0, "Microseconds of a message."),
+  "node": (int, 1, "Devices of a node, with links of --node_bandwidth."),
+  "node_bandwidth": (float, None, "GB/s inside a node."),
+  "memory": (float, 80.0, "GB of a device."),
+  "flops": (float, 100.0, "TFLOP/s that a device reaches (not its peak)."),
+  "batch": (int, None, "Examples of a step. Default: the config's, or 8 each."),
+  "microbatch": (int, None, "Examples at once. Default: the best number."),
+  "optimizer": (str, "adam", f"One of {', '.join(OPTIMIZERS)}."),
+  "precision": (str, "mixed", f"One of {', '.join(PRECISIONS)}."),
+  "activations": (str, "plain", f"One of {', '.join(ACTIVATIONS)}."),
+  "variation": (float, 0.1, "Coefficient of variation of batch times."),
+  "overlap": (bool, False, "Reduce gradients behind the backward (wait-free)."),
+  "shards": (int, None, "Parameter-server shards. Default: one per device."),
+  "recipes": (list, list(RECIPES), "Asynchronous recipes."),
+  "out": (str, None, "Picture to write: FILE.png, .svg or .pdf."),
+  "depth": (int, None, "Blocks of the GPT."),
+  "width": (int, None, "Features of the GPT's residual stream."),
+  "heads": (int, None, "Attention heads of the GPT."),
+  "context": (int, None, "Positions of a sequence (2048)."),
+  "vocabulary": (int, None, "Size of the vocabulary (51200)."),
+  "compile": (str, None, _COMPILE),
+}
+_WEIGHTS_HELP = (
+  f"Which weights are read: {', '.join(WEIGHTS)}. Default: latest with a flush;"
+  " otherwise those of the schedule's paper, or stash."
+)
+DRAWING: dict[str, Flag] = {
+  "schedule": (str, None, "Name of a schedule; asgd --list has all."),
+  "table": (str, None, "FILE.txt, .csv or .json of a table."),
+  "weights": (str, None, _WEIGHTS_HELP),
+  "transfers": (str, "buffered", "Or rendezvous: sends wait for receives."),
+  "measured": (str, None, "FILE.json of spans of a run."),
+  "out": (str, None, "Folder to write to. Default: none."),
+  "max_in_flight": (int, None, "Most forwards allowed in flight on a device."),
+  "own": (list, [], "NAME=TIME,... of user-defined actions."),
+  "options": (list, [], "KEY=VALUE,... of the schedule."),
+}
+COSTS = {  # times of `draw_schedule`; defaults in parentheses
+  "forward": "Time of a forward (1).",
+  "backward": "Time of a backward (that of input + weight).",
+  "input": "Time of a backward of inputs (1).",
+  "weight": "Time of a backward of weights (1).",
+  "transfer": "Time from a stage to the next one, on another device (0).",
+  "transfer_back": "Time of a transfer of gradients (as transfer).",
+  "overlap": "Time of a block of a forward and a backward (their sum).",
+}
+OF_SCHEDULES = {  # options of schedules; a text ends with its only schedule
+  "stages": "Stages, one on each device.",
+  "devices": "Number of devices, or the device of each stage (0,1,1,0).",
+  "chunks": "Stages of each device.",
+  "microbatches": "Microbatches of a batch.",
+  "batches": "Batches to draw (1).",
+  "every": "Microbatches of an update.",
+  "max_activations": "Most stored activations of a device (zero_bubble).",
+  "replicas": "Devices of each stage, as 2,1 (pipedream).",
+  "group": "Microbatches that pass a stage before the next one (interleaved).",
+  "reverse": "Backwards start with the last microbatch (gpipe).",
+  "stage_depth": "Depth of each stage, from the end (ftpipe).",
+  "supremum": "Least upper bound of the staleness (ftpipe).",
+  "anneal": "Updates of the learning rate's correction (pipemare).",
+  "decay": "Decay of the discrepancy's correction, in (0, 1) (pipemare).",
+}
+_BENCH: dict[str, Flag] = {
+  "rounds": (int, None, "Turns. Default: 2, 3 or 5."),
+  "block": (int, None, "Updates of a turn (simulator). Default: by model."),
+  "sizes": (list, None, "MB of parameters (server). Default: 0.1,1,10,100."),
+  "seconds": (float, None, "For each contestant. Default: 3."),
+  "links": (("threads", "tc"), None, "Which are slow (network)."),
+  "peer": (str, None, "Python with torch (simulator, pipeline)."),
+  "large": (bool, None, "Orders of 10 M rows or 100,000 workers (orders)."),
+  "all": (bool, False, "Run all, one after the other."),
+  "json": (OPTIONAL, None, "Write numbers as JSON to FILE, or print them."),
+  "table": (bool, False, "Print the table of FILEs that --json has written."),
+  "page": (str, None, "With --table: put it in this page instead."),
+}
+
+
+def _texts(helps: Mapping[str, str]) -> dict[str, Flag]:
+  """Returns text flags without defaults."""
+  return {name: (str, None, text) for name, text in helps.items()}
+
+
+_RUN = "WORKDIR/cells/NAME"
+COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
+  "train": Command("CONFIG", _TRAIN, config="digits"),
+  "replay": Command(_RUN, _REPLAY, words=1),
+  "chaos": Command("CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "compare": Command(
+    f"{_RUN} | WORKDIR... | --config=CONFIG",
+    _COMPARE,
+    words=24,
+    config="straggler_digits",
+  ),
+  "reproduce": Command("FIGURE", _REPRODUCE, words=1),
+  "timeline": Command(_RUN, _TIMELINE, words=1),
+  "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "draw_schedule": Command(
+    "--schedule=NAME | --table=FILE",
+    {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},
+  ),
+  "bench": Command("[NAME]", _BENCH, words=20),
+}
+OF_CONFIG = tuple(  # their first word is a config
+  name for name, each in COMMANDS.items() if each.config and not each.words
+)
+
+
+def flags_of(names: Sequence[str]) -> dict[str, Flag]:
+  """Returns the flags of several commands."""
+  return {k: v for name in names for k, v in COMMANDS[name].flags.items()}

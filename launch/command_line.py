@@ -1,0 +1,217 @@
+"""A command line before any library is imported: --help, and wrong flags.
+
+`dispatch` needs a tenth of a second. It prints --help, and refuses a flag that
+the command does not have, with the nearest flag or key of a config as remedy.
+Every other command line is left to the command, which imports JAX.
+"""
+
+import ast
+import difflib
+import functools
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from asgd import output
+
+from .command_flags import COMMANDS, OPTIONAL, Command, Flag
+
+USAGE_ERROR = 2  # exit status
+HELP = "--help", "-h", "-help", "--helpfull", "--helpshort"
+_HERE = Path(__file__).parent
+_WIDEST = 100  # columns of --help
+_NEAR = 0.6  # least similarity of a name that an error proposes
+_LONGEST = 60  # most characters of a printed default
+
+
+def summary(name: str) -> str:
+  """Returns the first line of a command's docstring, without importing it."""
+  return _docstring(name).partition("\n")[0]
+
+
+def _docstring(name: str) -> str:
+  folder = _HERE / name
+  path = folder / "__main__.py" if folder.is_dir() else _HERE / f"{name}.py"
+  return ast.get_docstring(ast.parse(path.read_text())) or ""
+
+
+@functools.cache
+def catalogue() -> dict[str, Any]:
+  """Returns the names and keys of a config, as `listing.write` stored them:
+  "list", the lines of `asgd --list`, and "keys", (kind, default) of each."""
+  return json.loads((_HERE / "catalogue.json").read_text())
+
+
+def fail(text: str) -> NoReturn:
+  """Prints an error on one line, and exits with the status of wrong usage."""
+  print(f"error: {text}", file=sys.stderr)
+  sys.exit(USAGE_ERROR)
+
+
+# --help.
+
+
+def overview() -> str:
+  """Returns the text of `asgd --help`."""
+  width = max(map(len, COMMANDS))
+  lines = [f"asgd {name.ljust(width)}  {summary(name)}" for name in COMMANDS]
+  lines.append(
+    "\nEach takes --help; in a checkout, python -m launch.NAME is the same."
+    "\nasgd --list lists recipes, schedules, engines, models and datasets."
+  )
+  return "\n".join(lines)
+
+
+def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
+  """Yields the lines of (name, text) rows in two columns."""
+  columns = min(shutil.get_terminal_size().columns, _WIDEST)
+  rows = list(rows)
+  width = min(max(len(name) for name, _ in rows), 32) + 4
+  for name, text in rows:
+    head = f"  {name}".ljust(width)
+    wrapped = textwrap.wrap(text, max(columns - width, 24)) or [""]
+    if len(head) > width:
+      yield head
+      head = " " * width
+    yield (head + wrapped[0]).rstrip()
+    yield from (" " * width + line for line in wrapped[1:])
+
+
+def _usage_of(name: str, flag: Flag) -> tuple[str, str]:
+  """Returns (flag with its kind of value, help with the default)."""
+  kind, default, text = flag
+  if kind is bool:
+    return f"--{name}", text
+  if kind == OPTIONAL:
+    return f"--{name}[=TEXT]", text
+  values = {str: "TEXT", int: "N", float: "NUMBER", list: "A,B,..."}
+  if kind not in values:
+    text = f"{text} One of {', '.join(kind)}."
+  if default not in (None, []) and f"{default}" not in text:
+    shown = ",".join(default) if isinstance(default, list) else f"{default}"
+    text += f" Default: {shown}."
+  return f"--{name}={values.get(kind, 'NAME')}", text
+
+
+def _key_text(kind: str, default: Any) -> str:
+  """Returns the kind and the default of a key of a config."""
+  shown = repr(default)
+  if len(shown) > _LONGEST:
+    shown = shown[: _LONGEST - 3] + "..."
+  return f"{kind}; default {shown}"
+
+
+def help_text(name: str) -> str:
+  """Returns the text of `asgd NAME --help`: usage, description, flags, and the
+  keys of a config if the command takes one."""
+  command = COMMANDS[name]
+  head, _, rest = _docstring(name).partition("\n")
+  lines = [f"usage: asgd {name} {command.arguments} [--FLAG=VALUE ...]", ""]
+  lines += [head, rest.rstrip(), "", "flags:"]
+  if command.config:
+    text = "A file with get_config(), or the name of a config of asgd."
+    of_config = {"--config=FILE": text, "--config.KEY=VALUE": "Set a key."}
+    lines += _entries(of_config.items())
+  flags = sorted(command.flags.items())
+  lines += _entries(_usage_of(*item) for item in flags)
+  if command.config:
+    keys = catalogue()["keys"].items()
+    lines += ["", f"keys of a config (asgd {name} {command.config} ...):"]
+    lines += _entries((key, _key_text(*row)) for key, row in keys)
+    lines += ["", "asgd --list has the names of recipes, models and data."]
+  return "\n".join(lines)
+
+
+# Mistakes.
+
+
+def _given(words: Sequence[str], command: Command) -> Iterator[tuple[str, str]]:
+  """Yields (name, word) of each flag on a command line."""
+  rest = iter(words)
+  for word in rest:
+    if word == "--":
+      return
+    if not word.startswith("-") or word == "-":
+      continue
+    name, equals, _ = word.lstrip("-").partition("=")
+    yield name, word
+    kind = command.flags[name][0] if name in command.flags else None
+    is_key = command.config and name.partition(".")[0] == "config"
+    if not equals and (is_key or kind not in (None, bool, OPTIONAL)):
+      next(rest, None)  # the next word is the value
+
+
+def _is_known(name: str, command: Command) -> bool:
+  """Whether a command, or absl, has a flag."""
+  plain = name.removeprefix("no")
+  if name in command.flags or command.flags.get(plain, (None,))[0] is bool:
+    return True
+  # absl explains what is wrong with --noconfig.x.
+  if "config" in (name.partition(".")[0], plain.partition(".")[0]):
+    return True
+  if name in ("flagfile", "undefok"):  # absl defines them when it parses
+    return True
+  from absl import app, flags  # --verbosity and others
+
+  app.define_help_flags()
+  return name in flags.FLAGS or plain in flags.FLAGS
+
+
+def closest(name: str, command: Command) -> str | None:
+  """Returns the flag, or the key of a config, that a wrong flag resembles.
+
+  Example:
+    >>> closest("wrokers", COMMANDS["train"])
+    '--config.workers'
+  """
+  spellings = {key: f"--{key}" for key in reversed(command.flags)}
+  if command.config:
+    spellings["config"] = "--config"
+    for key in reversed(catalogue()["keys"]):
+      last = key.rpartition(".")[2]
+      initials = "".join(part[:1] for part in last.split("_") if "_" in last)
+      for spelling in filter(None, (last, initials, key)):
+        spellings.setdefault(spelling, f"--config.{key}")
+  plain = name.replace("-", "_").lower()
+  if plain in spellings:
+    return spellings[plain]
+  near = difflib.get_close_matches(plain, spellings, n=1, cutoff=_NEAR)
+  return spellings[near[0]] if near else None
+
+
+def mistake(name: str, words: Sequence[str]) -> str | None:
+  """Returns an error for the first flag that a command does not have."""
+  command = COMMANDS[name]
+  for flag, word in _given(words, command):
+    if _is_known(flag, command):
+      continue
+    near, (_, equals, value) = closest(flag, command), word.partition("=")
+    hint = f"did you mean {near}{equals}{value}? " if near else ""
+    return f"unknown flag {word}; {hint}asgd {name} --help lists all"
+  return None
+
+
+@output.ends_with_its_reader()
+def dispatch(name: str, words: Sequence[str]) -> None:
+  """Ends the process for --help, for --list and for an unknown flag."""
+  before = words[: words.index("--")] if "--" in words else words
+  if any(word in HELP for word in before):
+    print(help_text(name))
+    sys.exit(0)
+  if name == "train" and "--list" in before:
+    print("\n".join(catalogue()["list"]))
+    sys.exit(0)
+  if error := mistake(name, words):
+    fail(error)
+
+
+def dispatch_module(package: str) -> None:
+  """Calls `dispatch` if Python was started as `python -m PACKAGE.COMMAND`."""
+  before, _, words = " ".join(sys.orig_argv).partition(f" -m {package}.")
+  name = words.partition(" ")[0]
+  if before and name in COMMANDS:
+    dispatch(name, sys.argv[1:])
