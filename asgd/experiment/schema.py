@@ -20,7 +20,6 @@ import optax
 
 from asgd import algorithms, names, optimizers, rates, sharding, transforms
 from asgd.checks import shown
-from asgd.data import partitions
 from asgd.experiment import checks, protocol, spelling
 
 
@@ -89,14 +88,6 @@ def _of_schedule(section: Mapping[str, Any]) -> list[str]:
   return [] if name == rates.STEPS else rates.arguments(name)
 
 
-def _partition(value: Any, key: str) -> Any:
-  """Checks a partition: its name, or a dict of its name and options."""
-  section, _, own = key.rpartition(".")
-  with checks.blame(section, (own,)):
-    partitions.divides(value)
-  return value
-
-
 _COUNTS = "epochs", "messages", "updates"
 _COUNT = checks.whole_number(0)
 _EPOCHS = checks.number(most=1e6)
@@ -105,12 +96,11 @@ _EPOCHS = checks.number(most=1e6)
 SHARED: dict[str, Any] = {
   "data": Section(
     {
-      # A name of `asgd.data`, a text or a task of sentences; or
-      # MODULE:FUNCTION, which returns data for the other keys as arguments.
+      # Of `asgd.data`, a text or a task of sentences; or MODULE:FUNCTION,
+      # which returns data for the other keys as arguments.
       "name": Setting("digits", checks.text),
       "augment": Setting(False, checks.flag),  # images: pad, crop and flip
-      # "shared", "sharded", or "dirichlet", which skews labels; or a dict.
-      "partition": Setting(partitions.SHARED, _partition),
+      "partition": Setting("shared", checks.partition),
       # Characters in a window of text, word pieces in a sentence.
       "context": Setting(64, checks.whole_number(1, 10**6)),
       # For a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.
