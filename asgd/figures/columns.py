@@ -11,8 +11,8 @@ latter by name:
                                      above (or `below`) that; more evaluations
                                      make it more precise
   dict(kind="last", column=C)        C of the last evaluation
-  dict(kind="at", column=C, time=T)  C of the last evaluation until the time T,
-                                     simulated, or seconds of a live run
+  dict(kind="at", column=C, time=T)  C of the last evaluation until the time T
+                                     (or `epoch`): simulated, or live seconds
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
                                      evaluations; `since` is a part of the run,
@@ -74,7 +74,7 @@ _KINDS: Mapping[str, fields.Table] = {
   },
   "at": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
-    "time": FieldCheck(fields.number, "a time"),
+    **dict.fromkeys(ALONG, FieldCheck(fields.number)),
   },
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
@@ -95,6 +95,8 @@ def check(made: Made) -> None:
     names.check(f"kind of {where}:", kind, _KINDS)
     kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
+    if kind == "at" and len(set(ALONG) & set(how)) != 1:
+      raise ValueError(f"{where} needs either 'time' or 'epoch'")
     if kind in ("first", "until") and len(_SIDES.keys() & set(how)) != 1:
       raise ValueError(f"{where} needs either 'below' or 'above'")
 
@@ -223,9 +225,7 @@ class CellTable:
         rows = folder.read_rows(done.place)
         return _number(rows[-1].get(how["column"]))
       case "at":
-        rows = folder.read_rows(done.place)
-        rows = [row for row in rows if _time(row) <= how["time"]]
-        return _number(rows[-1].get(how["column"])) if rows else math.nan
+        return _at(done, how)
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
       case "quotient":
@@ -273,6 +273,17 @@ def _until(done, how):
     if _is_beyond(how, _number(row.get(how["column"]))):
       return _time(row)
   return math.inf
+
+
+def _at(done, how):
+  """Returns a column of the last evaluation until a time or an epoch."""
+  passed = [
+    row
+    for row in folder.read_rows(done.place)
+    if _time(row) <= how.get("time", math.inf)
+    and _number(row.get("epoch")) <= how.get("epoch", math.inf)
+  ]
+  return _number(passed[-1].get(how["column"])) if passed else math.nan
 
 
 def _time(row):
