@@ -28,6 +28,19 @@ from importlib import metadata, util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
+  from asgd import (
+    algorithms,
+    compression,
+    data,
+    gossip,
+    models,
+    optimizers,
+    orders,
+    pipeline,
+    problems,
+    simulator,
+    transforms,
+  )
   from asgd.algorithms import (
     PEER_RECIPES,
     RECIPES,
@@ -104,7 +117,7 @@ _HOMES = {  # module -> those of its names that are also names of `asgd`
 }
 _MODULES = (
   *("algorithms", "compression", "data", "gossip", "models", "optimizers"),
-  *("orders", "problems", "simulator", "transforms"),
+  *("orders", "pipeline", "problems", "simulator", "transforms"),
 )
 _HOME_OF = {
   name: module for module, names in _HOMES.items() for name in names

@@ -98,7 +98,7 @@ class Algorithm(NamedTuple):
   """
 
   init: optax.TransformInitFn
-  update: optax.TransformUpdateExtraArgsFn
+  update: Callable[..., tuple[Any, Any]]  # as of an optax transform
   send: SendFn = send_current
 
 

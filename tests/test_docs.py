@@ -84,6 +84,35 @@ def test_coming_from_another_library(tmp_path, monkeypatch):
       assert names["loss"](names["result"].params, names["data"]) < 0.55
 
 
+def test_the_memory_of_recipes():
+  """The table of howto/choosing.md, by the sizes of states."""
+  table = PAGES["howto/choosing.md"].partition("## Memory of each worker")[2]
+  rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+  rows = {row[0]: row[1:] for row in rows if row[0].startswith("`")}
+  assert len(rows) == 9
+  params = np.zeros(1000, np.float32)
+
+  def copies(state):
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(state)]
+    return sum(size for size in sizes if size >= 1000) // 1000
+
+  for names, counts in rows.items():
+    for name in re.findall("`([a-z_]+)`", names):
+      few, many = (asgd.build(name, 0.1, workers=n) for n in (2, 5))
+      if "without momentum" in names:
+        few, many = (
+          asgd.build(name, 0.1, workers=n, momentum=0.0) for n in (2, 5)
+        )
+      small, large = (
+        copies(recipe.server().init(params)) - 1 for recipe in (few, many)
+      )
+      each = (large - small) // 3
+      own = copies(few.make_worker(lambda w, batch: w).init(params))
+      assert [small - 2 * each, each, own] == [
+        int(count.split(":")[0]) for count in counts[:3]
+      ], name
+
+
 def test_peers_without_a_server(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
@@ -280,12 +309,6 @@ def test_the_table_of_protocols_says_which_engines_run_them(tables):
   served = {row.split("|")[1].strip(): row.split("|")[3:-1] for row in rows}
   assert [x.strip() for x in served["tables"]] == ["yes"] * 3 + ["no"] * 2
   assert [x.strip() for x in served["a server"]] == ["yes"] * 5
-
-
-def test_the_page_of_keys_names_every_key():
-  page = PAGES["reference/config.md"]
-  for key in schema.sections(ENGINES):
-    assert re.search(rf"^\| [^|]*`{key}`", page, re.MULTILINE), key
 
 
 def test_the_page_of_configs_names_every_one():

@@ -96,6 +96,7 @@ def imports(path):
 
 def _in_checkout(name):
   """The dotted name of a module by its folder: pipeline for asgd.pipeline."""
+  assert name.split(".")[0] != "pipeline", f"{name} is asgd.{name}"
   return re.sub(r"^asgd\.(pipeline|configs|launch)\b", r"\1", name)
 
 
@@ -110,7 +111,9 @@ def room(path):
 def test_packages_import_only_what_is_below_them():
   for package, allowed in ALLOWED.items():
     for path in files(package):
-      for name in imports(path):
+      # asgd/__init__.py shows type checkers all that is installed below asgd.
+      names = imports(path) if path != ROOT / "asgd" / "__init__.py" else []
+      for name in names:
         top = name.split(".")[0]
         assert top not in ALLOWED or top in allowed, f"{path} imports {name}"
 

@@ -9,9 +9,10 @@ from typing import Any, assert_type
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 
 import asgd
-from asgd import algorithms, base, pipeline
+from asgd import algorithms, base
 
 
 def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
@@ -39,7 +40,23 @@ def cases() -> None:
     runtime="ray",
     live={"slowdown": (1, 3)},
   )
-  pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
+  asgd.pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
+
+  # Packages below asgd, by `import asgd` alone.
+  assert_type(asgd.compression.top_k(0.01), asgd.compression.Codec)
+  asgd.compression.top_k(densty=0.01)  # type: ignore[call-arg]
+  ring = asgd.gossip.topologies.ring(4)
+  assert_type(ring, asgd.gossip.topology.Topology)
+  asgd.gossip.topologies.ring("4")  # type: ignore[arg-type]
+  trace = asgd.orders.asynchronous(clock, workers=2, messages=8)
+  assert_type(trace, base.Trace)
+  asgd.orders.asynchronous(clock, workers=2)  # type: ignore[call-arg]
+  layers = asgd.models.mlp(10, hidden=(8,))
+  assert_type(layers, tuple[nn.Module, ...])
+  asgd.models.cnn(10, norm=8)  # type: ignore[arg-type]
+  table = asgd.pipeline.schedules.gpipe(2, 4)
+  assert_type(table, asgd.pipeline.table.Schedule)
+  asgd.pipeline.schedules.gpipes(2, 4)  # type: ignore[attr-defined]
 
   asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
   asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
@@ -57,7 +74,7 @@ def cases() -> None:
     *(loss, np.zeros(3), DATA, "dana_zero"),  # type: ignore[arg-type]
     messages=8,
   )
-  pipeline.train(  # type: ignore[call-arg]
+  asgd.pipeline.train(  # type: ignore[call-arg]
     *((jax.nn.relu,), loss, DATA, RECIPE),
     messages=8,
     stage=2,

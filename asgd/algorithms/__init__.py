@@ -112,7 +112,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 def build(
-  name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
+  name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs: Any
 ) -> Recipe:
   """Builds one of ALL, or a user's recipe, by name.
 

@@ -7,6 +7,7 @@ jobs of EASGD or FedAsync may share a ticket.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import optax
@@ -14,14 +15,25 @@ import optax
 from asgd import base, checks, optimizers, rates, transforms
 from asgd import worker as worker_lib
 from asgd.algorithms.recipe import Recipe
-from asgd.algorithms.sgd import decay_weights, sgd, sgd_chain, velocity
+from asgd.algorithms.sgd import (
+  at_server,
+  decay_weights,
+  sgd,
+  sgd_chain,
+  velocity,
+)
 from asgd.optimizers import OptimizerLike
 from asgd.transforms import scale_by_sent_rate
 
 
 def local_optimizer(
-  optimizer, learning_rate, momentum=0.0, weight_decay=0.0, *first, **options
-):
+  optimizer: Any,
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  *first: optax.GradientTransformation,
+  **options: Any,
+) -> optax.GradientTransformation:
   """Returns a worker's optimizer: SGD behind `first`, or the given one."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
@@ -32,7 +44,13 @@ def local_optimizer(
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
-def displacement_recipe(algorithm, tx, steps, *, keep_state=True) -> Recipe:
+def displacement_recipe(
+  algorithm: base.Algorithm,
+  tx: optax.GradientTransformation,
+  steps: int,
+  *,
+  keep_state: bool = True,
+) -> Recipe:
   """Returns a recipe whose workers send the start minus the end of a job."""
   checks.whole("steps", steps)
 
@@ -123,9 +141,9 @@ def downpour(
   server = optax.chain(
     # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
-    (optimizer or _adagrad)(learning_rate),
+    at_server(learning_rate, optimizer=optimizer or _adagrad),
   )
-  jobs = {"steps": steps, "push_every": push_every // steps}
+  jobs: Any = {"steps": steps, "push_every": push_every // steps}
   return Recipe(
     base.as_algorithm(server),
     worker=lambda loss: worker_lib.local_worker(
@@ -321,7 +339,7 @@ def diloco(
   )
   if outer_optimizer is not None:
     # The server treats a displacement as a gradient.
-    outer = outer_optimizer(outer_rate)
+    outer = at_server(outer_rate, optimizer=outer_optimizer)
   else:
     outer = optax.chain(
       velocity(outer_momentum, nesterov=True),

@@ -55,6 +55,7 @@ class Section(NamedTuple):
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
+@checks.named
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
@@ -96,8 +97,7 @@ _EPOCHS = checks.number(most=1e6)
 SHARED: dict[str, Any] = {
   "data": Section(
     {
-      # Of `asgd.data`, a text or a task of sentences; or MODULE:FUNCTION,
-      # which returns data for the other keys as arguments.
+      # Of `asgd.data`; or MODULE:FUNCTION (the other keys) -> data.
       "name": Setting("digits", checks.text),
       "augment": Setting(False, checks.flag),  # images: pad, crop and flip
       "partition": Setting("shared", checks.partition),

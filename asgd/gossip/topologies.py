@@ -185,7 +185,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
     return of_matrices("hypercube", [of_links(links) for links in rounds])
-  return of_matrices("hypercube", of_links(rounds.any(0)))
+  return of_matrices("hypercube", of_links(np.asarray(rounds.any(0))))
 
 
 def random_regular(
@@ -355,7 +355,7 @@ def graph(
   links = np.zeros((workers, workers), bool)
   for edge in edges:
     paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
-    pair = list(edge) if paired else [edge]
+    pair: list[Any] = [*edge] if paired else [edge]
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:

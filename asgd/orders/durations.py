@@ -12,7 +12,7 @@ Each maker raises ValueError for a value out of its range.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -69,7 +69,12 @@ def constant(mean: float = 1.0, *, slowdown: Sequence[float] = ()) -> Durations:
 
 
 def gamma(
-  mean=1.0, *, seed=0, variation=0.1, machine_variation=0.0, offset=0.0
+  mean: float = 1.0,
+  *,
+  seed: int = 0,
+  variation: float = 0.1,
+  machine_variation: float = 0.0,
+  offset: float = 0.0,
 ) -> Durations:
   """Batch times are drawn from gamma distributions.
 
@@ -326,7 +331,7 @@ _MAKERS = {maker.__name__: maker for maker in _KNOWN}
 NAMES = tuple(_MAKERS)  # that `build` knows
 
 
-def build(name: str, *, seed: int = 0, **kwargs) -> Durations:
+def build(name: str, *, seed: int = 0, **kwargs: Any) -> Durations:
   """Builds durations by name.
 
   Args:

@@ -24,7 +24,7 @@ Each maker raises ValueError for a value out of its range, and for an incomplete
 last round.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asgd import base, checks, names
@@ -306,14 +306,14 @@ def fixed_delay(*, delay: int, messages: int) -> base.Trace:
   return from_events(rows)
 
 
-_KNOWN = asynchronous, backup_tasks, backup_workers, bulk_synchronous
-_KNOWN += stale_synchronous, fixed_delay
+_KNOWN: list[Callable[..., base.Trace]] = [asynchronous, backup_tasks]
+_KNOWN += [backup_workers, bulk_synchronous, stale_synchronous, fixed_delay]
 _PROTOCOLS = {maker.__name__: maker for maker in _KNOWN}
 NAMES = tuple(_PROTOCOLS)  # that `build` knows
 
 
 def build(
-  name: str, durations: Durations, *, workers: int, messages: int, **kwargs
+  name: str, durations: Durations, *, workers: int, messages: int, **kwargs: Any
 ) -> base.Trace:
   """Builds a trace by the name of its protocol.
 
@@ -363,7 +363,7 @@ def _rules(
 
 def start(
   name: str, durations: Durations, *, workers: int,
-  network: Network | None = None, sizes: Sizes | None = None, **kwargs
+  network: Network | None = None, sizes: Sizes | None = None, **kwargs: Any
 ) -> Play:
   """Returns a Play of a protocol over a network, which makes rows on demand.
 

@@ -112,7 +112,7 @@ class Play:
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
-    self._heap: list[tuple[float, tuple[int, int], int, Callable, Any]] = []
+    self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
     self._count = 0  # of entries so far, for ties of one order
     self._may_send = not comes  # the last event may start a job
     if comes is None:
@@ -160,7 +160,7 @@ class Play:
 
   def _join(self, worker):
     self._dispatcher.join(worker, self.now)
-    following = self._heap[0][:2] if self._heap else (math.inf, ())
+    following = self._heap[0][:2] if self._heap else (math.inf, (0, 0))
     # Workers that join together get tickets together.
     self._may_send = following[0] != self.now or following[1][0] >= 0
 

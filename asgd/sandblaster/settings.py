@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import optax
+
 from asgd import checks
 from asgd.sandblaster import line_search
 
@@ -58,8 +60,8 @@ class Settings(NamedTuple):
 
 
 def sandblaster(
-  learning_rate,
-  workers,
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
   *,
   history: int = 10,
   portions: int | None = None,

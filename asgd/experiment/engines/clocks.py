@@ -18,7 +18,7 @@ from asgd.parallel import partitions
 HEADER = ["worker", "seconds"]  # of a file of times
 
 
-def build(name: str, **options) -> durations.Durations:
+def build(name: str, **options: Any) -> durations.Durations:
   """Returns durations by name: `recorded`, `partitioned`, or as
   `asgd.orders.durations.build` has it, and its errors."""
   own = {maker.__name__: maker for maker in (recorded, partitioned)}

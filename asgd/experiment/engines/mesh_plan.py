@@ -22,6 +22,7 @@ _MOST_DEVICES = 4096
 _START = 0.1  # of the peak, where a warm-up begins
 
 
+@checks.described(type=["object", "string"])
 def _axes(value: Any, key: str) -> dict[str, int]:
   """Reads a mesh: a dict, or a text such as data:2,tensor:4."""
   axes, pairs = value, []
@@ -51,6 +52,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
   return {meshes.DATA: 1, **axes} if axes else {}
 
 
+@checks.described(type=["object", "null"])
 def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
   if value is None:
     return None

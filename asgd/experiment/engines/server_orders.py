@@ -18,6 +18,7 @@ from asgd.experiment.schema import Run, Setting
 from asgd.orders import durations, protocol
 
 
+@checks.named
 def _delays(value: Any, key: str) -> dict[str, Any] | None:
   """Reads durations: a name, or a dict of it and its options."""
   if value is None:

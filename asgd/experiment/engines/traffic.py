@@ -17,6 +17,7 @@ from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders.trace import Event
 
 
+@checks.named
 def _codec(value: Any, key: str) -> dict[str, Any] | None:
   """Checks a codec: its name, or a dict of its name and options."""
   if value is None:
