@@ -179,7 +179,24 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     raise ValueError(f"config.{key}{mark}{message}") from error
 
 
-@described(anyOf=[{"enum": [*partitions.NAMES]}, {"type": "object"}])
+_PARTITION = {"enum": [*partitions.NAMES]}
+_OF_PARTITION = {
+  "name": _PARTITION,
+  "concentration": {"type": "number", "exclusiveMinimum": 0},
+}
+
+
+@described(
+  anyOf=[
+    _PARTITION,
+    {
+      "type": "object",
+      "properties": _OF_PARTITION,
+      "required": ["name"],
+      "additionalProperties": False,
+    },
+  ]
+)
 def partition(value: Any, key: str) -> Any:
   """Checks a partition of the data: a name, or a dict of it and its options."""
   section, _, own = key.rpartition(".")
