@@ -121,6 +121,11 @@ _REPRODUCE: dict[str, Flag] = {
 _TIMELINE: dict[str, Flag] = {
   "out": (str, None, "File. Default: timeline.json in the run's folder."),
 }
+WATCH: dict[str, Flag] = {
+  "port": (int, 8642, "Port of the page. 0: any that is free."),
+  "cell": (str, None, "With --picture: the cell to draw."),
+  "picture": (str, None, "FILE.svg to write, instead of serving the page."),
+}
 PLAN: dict[str, Flag] = {
   "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
   "data_dir": (str, None, "Folder or file of the config's data."),
@@ -221,6 +226,7 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
   ),
   "reproduce": Command("FIGURE", _REPRODUCE, words=1),
   "timeline": Command(_RUN, _TIMELINE, words=1),
+  "watch": Command("WORKDIR", WATCH, words=1),
   "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Command(
     "--schedule=NAME | --table=FILE",

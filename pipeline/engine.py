@@ -23,7 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import checks, simulator
-from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
+from asgd.experiment import (
+  cell_progress,
+  cells,
+  checkpoint,
+  engines,
+  ray_runtime,
+  storage,
+)
 from asgd.experiment.engines import Column, mean
 from asgd.pipeline import (
   analyze,
@@ -267,7 +274,19 @@ class PipelineEngine(engines.Engine):
       )
     stale, gap = _delays(result.records)
     age = mean(stale) if stale.size else None
-    return engines.Progress(losses, age, mean(gap), broken=broken)
+    rows = PipelineRecords(losses, np.zeros(0, int), stale, gap, stale)
+    return engines.Progress(losses, age, mean(gap), broken=broken, rows=rows)
+
+  def work(self) -> list[cell_progress.Segment]:
+    """Returns the last tasks of the devices."""
+    last = list(self._log.spans)[-cell_progress.ROWS :]
+    names = {"F": "forward", "B": "backward"}
+    return [
+      cell_progress.Segment(
+        span.device, names.get(span.action, "compute"), span.start, span.end
+      )
+      for span in last
+    ]
 
   def _stage_records(self):
     """Returns the records of each stage, one row for each update."""

@@ -61,11 +61,14 @@ def test_every_block_is_tested_here():
     "tutorial.md": 5,  # in test_tutorial.py
     "concepts.md": 1,
     "howto/own_model.md": 2,
+    "howto/other_models.md": 2,
+    "howto/own_data.md": 2,
     "howto/own_algorithm.md": 1,
+    "howto/own_order.md": 1,
     "howto/optimizers.md": 2,
     "howto/experiments.md": 2,
     "howto/pipelines.md": 2,
-    "howto/meshes.md": 1,
+    "howto/meshes.md": 2,
   }
 
 
@@ -153,11 +156,44 @@ def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):
   assert names["state"].step == 1
 
 
+def test_models_of_equinox_and_haiku():
+  for word in ("equinox", "haiku"):
+    names = {}
+    exec(block("howto/other_models.md", f"import {word}"), names)
+    losses = names["result"].records.loss
+    assert losses[-40:].mean() < losses[:40].mean()
+
+
+def test_iterators_and_columns():
+  names = {}
+  exec(block("howto/own_data.md", "grain"), names)
+  np.testing.assert_allclose(names["result"].params, 1, atol=0.05)
+  table = {"image": np.zeros((4, 8, 8)), "label": np.arange(4)}
+  names = {"dataset": kit.Table(table)}
+  exec(block("howto/own_data.md", "columns.arrays"), names)
+  assert [x.shape for x in names["data"]] == [(4, 8, 8), (4,)]
+
+
 def test_optimizers_and_schedules_of_recipes():
   for word in ("adamw", "cosine"):
     names = {"asgd": asgd, "optax": optax}
     exec(block("howto/optimizers.md", word), names)
     assert isinstance(names["recipe"], asgd.Recipe)
+
+
+def test_an_order_of_your_own(capsys):
+  names = {}
+  exec(block("howto/own_order.md", "trace=slow.trace"), names)
+  most, again = map(int, capsys.readouterr().out.split())
+  assert most == again > 3
+  turns = names["turns"].records.worker[:6].tolist()
+  assert turns == [0, 1, 0, 2, 0, 3]
+  np.testing.assert_allclose(names["peers"].params, 1, atol=0.5)
+
+
+def test_a_mesh_in_one_call(capsys):
+  exec(block("howto/meshes.md", "asgd.train_mesh"), {})
+  assert capsys.readouterr().out == "[1. 1. 1.]\n"
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ from asgd.algorithms.local_work import (
   easgd,
   fedasync,
   model_averaging,
+  slowmo,
 )
 from asgd.algorithms.lookahead import (
   dana_dc,
@@ -72,7 +73,7 @@ from asgd.algorithms.staleness import (
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
 _STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
 _DANA = dana_zero, dana_slim, dana_dc
-_LOCAL_WORK = downpour, model_averaging, easgd, diloco, fedasync
+_LOCAL_WORK = downpour, model_averaging, slowmo, easgd, diloco, fedasync
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)

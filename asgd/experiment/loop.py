@@ -19,6 +19,7 @@ from asgd.experiment import (
   build_cache,
   cell_files,
   cell_log,
+  cell_progress,
   checkpoint,
   folder,
   storage,
@@ -224,9 +225,16 @@ def train(
   if wrong:
     bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
   deaths, before, machine = 0, -1, machine or Machine()
-  machine.show_line = lambda line: bar.line(f"{cell.name}: {line}")
+  lines: list[str] = []
+
+  def say(line):
+    lines.append(line)
+    bar.line(f"{cell.name}: {line}")
+
+  machine.show_line = say
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
+    attempt.lines = lines
     try:
       with attempt:
         return attempt.run(ended)
@@ -241,7 +249,7 @@ def train(
       where = "resuming from the last checkpoint"
       if not attempt.has_saved:
         where = "starting again, as no checkpoint was saved yet"
-      bar.line(f"{cell.name}: {error}; {where}")
+      say(f"{error}; {where}")
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
@@ -269,7 +277,8 @@ class _Attempt(contextlib.ExitStack):
     self._kind = experiment.kind(cell)
     # Messages that were received before this attempt, and in it.
     self.start, self.counted = -1, 0
-    self._checkpoints, self._log = None, None
+    self._checkpoints, self._log, self._progress = None, None, None
+    self.lines: list[str] = []  # printed on the cell
     self._rows, self._diverged = [], False  # of earlier attempts
 
   @property
@@ -294,6 +303,9 @@ class _Attempt(contextlib.ExitStack):
         self._place, self._board, self._book.rows, settings
       )
       self.push(_closing(self._log.close))
+      self._progress = cell_progress.ProgressFile(
+        self._place, self._about(), engine, self.lines
+      )
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
     self._train(engine)
@@ -306,6 +318,11 @@ class _Attempt(contextlib.ExitStack):
     engine.discard()
     self._bar.finish(self._cell, result)
     return result
+
+  def _about(self):
+    """Returns what progress.json says of the cell itself."""
+    run = self._experiment.runs[self._cell.label]
+    return {**self._cell._asdict(), "engine": run.engine}
 
   def _open(self):
     """Starts the engine, from the last checkpoint if one exists."""
@@ -350,11 +367,12 @@ class _Attempt(contextlib.ExitStack):
   def _train(self, engine):
     """Trains to the last evaluation, or to the first after a NaN."""
     book, config, saved = self._book, self._experiment.config, time.monotonic()
+    advance = self._progress.advance if self._progress else engine.advance
     while not book.finished:
       target = book.next
-      progress = engine.advance(target)
+      progress = advance(target)
       for line in progress.news:
-        self._bar.line(f"{self._cell.name}: {line}")
+        self._machine.show_line(line)
       if progress.count:
         self.counted += progress.count
         self._bar.update(self._cell, progress)
@@ -404,6 +422,7 @@ class _Attempt(contextlib.ExitStack):
       return
     for name, content in engine.extras().items():
       safe_files.write(self._place / name, content)
+    self._progress.finish()
     kept, packs = engine.records(), not self._kind.journaled
     cell_files.finish(self._place, result, kept, params, packs=packs)
 

@@ -11,6 +11,7 @@ A job on a kept ticket is granted by a message without parameters, which takes
 the latency. All shards keep one order, that of the lead.
 """
 
+import array
 import collections
 import heapq
 import math
@@ -112,6 +113,8 @@ class Play:
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
+    # Start and end of each worker's computations, one after the other.
+    self._computed = [array.array("d") for _ in range(workers)]
     self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
     self._count = 0  # of entries so far, for ties of one order
     self._may_send = not comes  # the last event may start a job
@@ -132,6 +135,11 @@ class Play:
   def job(self, worker: int, seq: int) -> int:
     """Returns the job number of an open ticket."""
     return self._jobs[worker, seq].number
+
+  def computed(self, worker: int, seq: int) -> tuple[float, ...]:
+    """Returns when a worker began and ended the computation of a job; () if it
+    has not ended, or the network takes no time."""
+    return tuple(self._computed[worker][2 * seq : 2 * seq + 2])
 
   def until(self, messages: int) -> None:
     """Advances until `messages` messages have been received in all."""
@@ -223,6 +231,7 @@ class Play:
     if self._instant:
       self._arrived(job)
       return
+    self._computed[job.worker].extend((self.now - job.length, self.now))
     sizes = self._sizes.up(job.worker, job.seq)
     # The lead's part leaves last.
     self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)

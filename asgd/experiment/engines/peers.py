@@ -63,6 +63,9 @@ class PeerPlan(ServerPlan):
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed."""
     count = self.messages if messages is None else messages
+    own = self._own_trace(seed, count)
+    if own is not None:
+      return own
     if self.call_network is not None:
       return self._over_network(seed, count)[0]
     return self.gossip.trace(
@@ -70,8 +73,10 @@ class PeerPlan(ServerPlan):
     )
 
   def use(self, seed: int) -> LinkUse | None:
-    """Returns the use of the network by a cell; None without a network."""
-    if self.call_network is None:
+    """Returns the use of the network by a cell; None without a network, or if
+    the run has its own order."""
+    own = self._own_trace(seed, self.messages)
+    if self.call_network is None or own is not None:
       return None
     return self._over_network(seed, self.messages)[1]
 
@@ -161,6 +166,9 @@ class PeerEngine(SimulatedEngine):
     part = self._peers.run(int(self._ends[end - 1]))
     self._parts.append(part)
     return part
+
+  def _trace(self):
+    return self._peers.trace, self._peers.event
 
   def _states(self):
     return self._peers.states
