@@ -221,12 +221,15 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
   ),
   "reproduce": Command("FIGURE", _REPRODUCE, words=1),
   "timeline": Command(_RUN, _TIMELINE, words=1),
+  "show": Command("WORKDIR", {}, words=1),
+  "new": Command("DIR", {}, words=1),
   "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Command(
     "--schedule=NAME | --table=FILE",
     {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},
   ),
   "bench": Command("[NAME]", _BENCH, words=20),
+  "completion": Command("bash | zsh", {}, words=1),
 }
 OF_CONFIG = tuple(  # their first word is a config
   name for name, each in COMMANDS.items() if each.config and not each.words
