@@ -57,6 +57,8 @@ def test_every_block_is_tested_here():
     "gossip.md": 3,
     "tables.md": 2,
     "start.md": 1,
+    "coming_from.md": 6,
+    "tutorial.md": 5,  # in test_tutorial.py
     "concepts.md": 1,
     "howto/own_model.md": 2,
     "howto/own_algorithm.md": 1,
@@ -70,6 +72,16 @@ def test_every_block_is_tested_here():
 def test_the_first_call(capsys):
   exec(block("start.md", "asgd.simulate"), {})
   assert capsys.readouterr().out == "[1. 1. 1.] 3.0\n"
+
+
+def test_coming_from_another_library(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  names = {}
+  for text in BLOCK.findall(PAGES["coming_from.md"]):
+    exec(text, names)
+    if "result" in names:
+      # Each snippet trains: the loss at the start is 0.61.
+      assert names["loss"](names["result"].params, names["data"]) < 0.55
 
 
 def test_peers_without_a_server(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -192,7 +193,7 @@ def _runtime_env(modules, undo) -> dict[str, Any]:
 
 
 def _code(modules, undo) -> str:
-  """Returns a folder with copies of asgd and of `modules` only."""
+  """Returns a folder with copies of asgd, asgd.pipeline and `modules` only."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
   only = shutil.ignore_patterns("__pycache__")
@@ -202,6 +203,11 @@ def _code(modules, undo) -> str:
       shutil.copytree(source, folder / source.name, ignore=only)
     else:
       shutil.copy(source, folder)
+  # In a checkout this package lies beside asgd, not inside it.
+  inside = folder / "asgd" / "pipeline"
+  if not inside.exists():
+    source = Path(importlib.util.find_spec("asgd.pipeline").origin).parent
+    shutil.copytree(source, inside, ignore=only)
   return str(folder)
 
 

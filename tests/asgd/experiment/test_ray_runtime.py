@@ -1,5 +1,6 @@
 """Ray is started so that nobody else gets at it."""
 
+import contextlib
 import json
 import os
 import signal
@@ -255,3 +256,13 @@ def test_folders_of_drivers_that_were_killed_are_removed(tmp_path):
   ray_runtime._remove_left(tmp_path)
   assert not dead.exists()
   assert alive.exists() and other.exists()
+
+
+def test_the_code_for_a_cluster_includes_every_package(tmp_path):
+  module = tmp_path / "own.py"
+  module.write_text("")
+  with contextlib.ExitStack() as undo:
+    folder = Path(ray_runtime._code([module], undo))
+    sent = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+  assert {"own.py", "asgd/__init__.py", "asgd/pipeline/__init__.py"} <= sent
+  assert not any(name.startswith("configs/") for name in sent)

@@ -1,0 +1,118 @@
+"""The tutorial: its files and commands run as a reader would run them."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+
+from asgd.live import ray_internals
+
+PAGE = (kit.ROOT / "docs" / "tutorial.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+CNN, LOOP, SIMULATED, LIVE, REPLAY = BLOCKS
+SECONDS = 240
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+  (tmp_path / "cnn.py").write_text(CNN)
+  (tmp_path / "live.py").write_text(LIVE)
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.syspath_prepend(tmp_path)
+  yield tmp_path
+  sys.modules.pop("cnn", None)
+
+
+def start(*arguments):
+  path = os.pathsep.join([str(kit.ROOT), os.environ.get("PYTHONPATH", "")])
+  return subprocess.Popen(
+    [sys.executable, "live.py", *arguments],
+    env={**os.environ, "PYTHONPATH": path},
+    stdout=subprocess.PIPE,
+    stderr=subprocess.STDOUT,
+    text=True,
+  )
+
+
+def finish(process):
+  """Returns (accuracy, mean staleness), the last line that a run prints."""
+  out, _ = process.communicate(timeout=SECONDS)
+  assert process.returncode == 0, out
+  return [float(word) for word in out.splitlines()[-1].split()]
+
+
+def replay(name, capsys):
+  exec(REPLAY.replace("runs/killed", f"runs/{name}"), {})
+  return capsys.readouterr().out.splitlines()[-1]
+
+
+def test_the_plain_loop_and_the_simulations(folder, capsys):
+  names = {}
+  exec(LOOP, names)
+  alone = float(capsys.readouterr().out)
+  exec(SIMULATED, names)
+  lines = capsys.readouterr().out.splitlines()
+  rows = [line.split() for line in lines]
+  found = {name: list(map(float, numbers)) for name, *numbers in rows}
+  (shared, staleness, gap), own = found["nag_asgd"], found["dana_zero"]
+  assert alone > 0.93 and own[0] > 0.93 and shared < 0.85
+  assert staleness == own[1] == pytest.approx(7.0, abs=0.1)
+  assert gap > 10 * own[2]
+
+
+def test_threads(folder, capsys):
+  result = finish(start("threads", "runs/threads", "1000"))
+  assert result[0] > 0.9 and 2.5 < result[1] < 3.5
+  assert replay("threads", capsys) == "True"
+
+
+@pytest.mark.process
+def test_a_killed_worker_and_the_same_bits(folder, capsys):
+  pytest.importorskip("ray")
+  process = start("ray", "runs/killed", "6000")
+  for line in process.stdout:  # until the run shows its progress
+    if "updates/s" in line:
+      break
+  hosts = [pid for pid, name in descendants(process.pid) if "HostActor" in name]
+  os.kill(max(hosts), signal.SIGKILL)
+  assert finish(process)[0] > 0.9
+  (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
+  text = trace.read_text()
+  assert text.count("receive") == 6000 and "lost" in text
+  assert replay("killed", capsys) == "True"
+
+
+def descendants(root):
+  """Returns (pid, command line) of all processes that a process started."""
+  listed = subprocess.run(
+    ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+  )
+  rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
+  found, out = {root}, []
+  for pid, parent, command in sorted(rows, key=lambda row: int(row[0])):
+    if int(parent) in found:
+      found.add(int(pid))
+      out.append((int(pid), command))
+  return out
+
+
+@pytest.mark.process
+@pytest.mark.filterwarnings("ignore:os.fork.. was called")
+def test_a_cluster_of_two_nodes(folder):
+  pytest.importorskip("ray")
+  from ray import cluster_utils
+
+  node = dict(num_cpus=2, include_dashboard=False)
+  with ray_internals.without_unused_processes():
+    cluster = cluster_utils.Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(num_cpus=2)
+  try:
+    result = finish(start("ray", "runs/cluster", "1000", cluster.address))
+  finally:
+    cluster.shutdown()
+  assert result[0] > 0.9
