@@ -37,7 +37,7 @@ _NEEDS_VALUE = (
 
 
 def lbfgs(
-  learning_rate=None,
+  learning_rate: Any = None,
   *,
   memory_size: int = 10,
   scale_init_precond: bool = True,
@@ -213,7 +213,7 @@ def check(optimizer: Optimizer) -> None:
     )
 
 
-def momentum_of(optimizer: Optimizer) -> float | None:
+def momentum_of(optimizer: Any) -> float | None:
   """Returns the momentum of plain SGD (0 without), None for other optimizers.
 
   Example:
@@ -255,7 +255,7 @@ class _RateOfVersion(optax.schedules.StatefulSchedule):
 
 
 def at_version(
-  optimizer: Optimizer, learning_rate: optax.ScalarOrSchedule
+  optimizer: Any, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
   """Returns an optimizer whose schedule counts the server's updates.
 
@@ -291,7 +291,7 @@ def at_version(
 
 
 def refuse_beside(
-  optimizer: Optimizer | None, **given: tuple[Any, Any]
+  optimizer: OptimizerLike, **given: tuple[Any, Any]
 ) -> None:
   """Raises ValueError if options of a recipe's built-in SGD, each given as
   (value, default), are changed although there is an optimizer."""

@@ -5,7 +5,7 @@ import functools
 import inspect
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,7 +65,12 @@ def after_warmup(
 
 
 def warmup_steps(
-  peak: float, *, warmup=0, start=0.0, boundaries=(), factor=0.1
+  peak: float,
+  *,
+  warmup: int = 0,
+  start: float = 0.0,
+  boundaries: Sequence[int] = (),
+  factor: float = 0.1,
 ) -> optax.ScalarOrSchedule:
   """Linear warm-up from `start` to `peak`, then drops at given updates.
 

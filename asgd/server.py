@@ -18,6 +18,10 @@ import optax
 from asgd import base, checks
 
 _FEW_LEAVES = 100  # XLA compiles a chain of this many additions in a second
+# Sizes of leaves whose squares are summed in pieces of at most the smaller one:
+# on a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28 us. With
+# 200,704 there was no difference.
+_PIECE, _LARGEST_IN_PIECES = 2**15, 2**17
 
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
 # The state after a message; and float32[], the RMS of the parameters' change.
@@ -208,13 +212,19 @@ def rms(tree: optax.Params) -> jax.Array:
   leaves = [x for x in jax.tree.leaves(tree) if x.size]
   if not leaves:
     return jnp.zeros([], jnp.float32)
-  # Sum each leaf over its leading axes first. XLA's CPU loops vectorize over
-  # the last axis; a sum over all axes at once is one chain of additions.
-  squares = [
-    jnp.square(x).sum(axis=tuple(range(x.ndim - 1))).sum() for x in leaves
-  ]
+  squares = [_sum_of_squares(x) for x in leaves]
   square = _add_up(squares) if len(leaves) > _FEW_LEAVES else sum(squares)
   return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
+
+
+def _sum_of_squares(leaf: jax.Array) -> jax.Array:
+  """Returns the sum of a leaf's squares, float[]."""
+  if _PIECE < leaf.size <= _LARGEST_IN_PIECES:
+    pieces = jnp.array_split(leaf, -(-leaf.size // _PIECE))
+    return sum((jnp.vdot(x, x) for x in pieces), jnp.zeros([], leaf.dtype))
+  # Sum over the leading axes first. XLA's CPU loops vectorize over the last
+  # axis; a sum over all axes at once is one chain of additions.
+  return jnp.square(leaf).sum(axis=tuple(range(leaf.ndim - 1))).sum()
 
 
 def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:

@@ -53,7 +53,8 @@ def job_batches(batches: Batches, steps: int) -> Batches:
   if steps == 1:
     return batches
   if hasattr(batches, "of_steps"):  # it has a position: `data.iterators`
-    return batches.of_steps(steps)
+    stacked: Batches = batches.of_steps(steps)
+    return stacked
 
   def batch(worker: int, job: int) -> base.Batch:
     return stack([batches(worker, job * steps + h) for h in range(steps)])

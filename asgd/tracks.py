@@ -8,7 +8,7 @@ Event = dict[str, Any]
 _FIRST_TID = 11  # 0 is the idle task, and smaller ones may equal a pid
 
 
-def event(phase: str, name: str, pid: int, tid: int, **fields) -> Event:
+def event(phase: str, name: str, pid: int, tid: int, **fields: Any) -> Event:
   """Returns an event. Phases: "X" span, "i" instant, "C" counter, "M" name."""
   return {"name": name, "ph": phase, "pid": pid, "tid": tid, **fields}
 
@@ -19,7 +19,7 @@ def microseconds(seconds: float) -> int:
 
 
 def piece(
-  name: str, pid: int, tid: int, start: float, end: float, **fields
+  name: str, pid: int, tid: int, start: float, end: float, **fields: Any
 ) -> Event:
   """Returns a span of time; `start` and `end` are seconds."""
   time = microseconds(start)
@@ -30,7 +30,7 @@ def piece(
 class Lanes:
   """Lanes for spans that may overlap; spans of the same lane do not."""
 
-  def __init__(self):
+  def __init__(self) -> None:
     self._free: list[float] = []
 
   def take(self, start: float, end: float) -> int:

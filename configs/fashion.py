@@ -16,9 +16,6 @@ seeds, in 12 minutes on two cores:
   Gap-Aware    82.9 ± 0.6    78.8 ± 1.7
   ASGD         81.6 ± 0.7    79.8 ± 1.0
   one worker   88.3 ± 0.3
-
-`configs/fashion.py:smoke` is a version of one minute: one seed, 8 workers and a
-tenth of an epoch.
 """
 
 import ml_collections
@@ -46,16 +43,12 @@ def get_config(arg=None):
   config.evaluations = 8
   config.curvature_checks = 3
   config.on_nan = "record"
-  if arg == "smoke":
-    config.workers, config.seeds = (8,), (0,)
-    config.epochs, config.evaluations = 0.1, 2
-    config.learning_rate_schedule = dict(warmup_epochs=0.01)
-  elif arg == "tiny":
+  if arg == "tiny":
     config.model = dict(name="cnn", features=(2,), hidden=8)
     config.workers, config.seeds, config.batch_size = (2,), (0,), 16
     config.examples, config.evaluations, config.curvature_checks = 128, 1, 0
     config.evaluation_examples = 32
     config.learning_rate_schedule = dict()
   elif arg:
-    raise ValueError(f"unknown variant {arg!r}; known: smoke, tiny")
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
   return config.lock()

@@ -17,7 +17,7 @@ runs work and learn. 1F1B makes 80 updates, PipeDream 640. In 80 updates
 1F1B does not learn at rates of 0.1 and more. "FTPipe, stale" keeps its
 activations; FTPipe itself recomputes them with the newest weights. Another
 machine measures other layer times and cuts elsewhere, so its asynchronous runs
-have other numbers. `configs/pipeline_cifar10.py:smoke` makes two updates.
+have other numbers.
 """
 
 import ml_collections
@@ -51,17 +51,12 @@ def get_config(arg=None):
   config.evaluation_examples = 2000
   config.checkpoint_seconds = 60.0
   config.on_nan = "record"
-  if arg == "smoke":
-    config.pipeline = dict(stages=4, cuts="time", microbatches=2)
-    config.batch_size, config.examples = 4, 16
-    config.evaluations, config.evaluation_examples = 1, 100
-    config.learning_rate_schedule = dict()
-  elif arg == "tiny":
+  if arg == "tiny":
     config.model = dict(name="cnn", features=(2, 2), hidden=8)
     config.pipeline = dict(stages=4, cuts="time", microbatches=2)
     config.batch_size, config.examples = 4, 16
     config.evaluations, config.evaluation_examples = 1, 32
     config.learning_rate_schedule = dict()
   elif arg:
-    raise ValueError(f"unknown variant {arg!r}; known: smoke, tiny")
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
   return config.lock()

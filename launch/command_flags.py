@@ -5,7 +5,7 @@
 of other modules are copied here, and tests compare them with their origin.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # A flag: (kind, default, help). A kind is str, int, float, bool, list, the
@@ -121,6 +121,11 @@ _REPRODUCE: dict[str, Flag] = {
 _TIMELINE: dict[str, Flag] = {
   "out": (str, None, "File. Default: timeline.json in the run's folder."),
 }
+WATCH: dict[str, Flag] = {
+  "port": (int, 8642, "Port of the page. 0: any that is free."),
+  "cell": (str, None, "With --picture: the cell to draw."),
+  "picture": (str, None, "FILE.svg to write, instead of serving the page."),
+}
 PLAN: dict[str, Flag] = {
   "params": (str, None, "Parameters: 1.5e9, 350M, 1.5B."),
   "data_dir": (str, None, "Folder or file of the config's data."),
@@ -223,6 +228,7 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
   "timeline": Command(_RUN, _TIMELINE, words=1),
   "show": Command("WORKDIR", {}, words=1),
   "new": Command("DIR", {}, words=1),
+  "watch": Command("WORKDIR", WATCH, words=1),
   "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Command(
     "--schedule=NAME | --table=FILE",
@@ -234,8 +240,3 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
 OF_CONFIG = tuple(  # their first word is a config
   name for name, each in COMMANDS.items() if each.config and not each.words
 )
-
-
-def flags_of(names: Sequence[str]) -> dict[str, Flag]:
-  """Returns the flags of several commands."""
-  return {k: v for name in names for k, v in COMMANDS[name].flags.items()}

@@ -19,16 +19,29 @@ Begin with `asgd.pipeline.train`, which trains a user's layers in one call, then
 read `table` and `executor`.
 """
 
+import importlib
+from importlib import util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+  from asgd.pipeline import (
+    analyze,
+    executor,
+    partition,
+    processes,
+    render,
+    schedules,
+    table,
+    validate,
+  )
   from asgd.pipeline.facade import train
 else:
 
   def __getattr__(name: str) -> Any:
-    """Imports `train` at its first use: it imports all of asgd.experiment."""
-    if name != "train":
+    """Imports `train` or a module of the package at its first use: `train`
+    imports all of asgd.experiment."""
+    if name == "train":
+      return importlib.import_module(f"{__name__}.facade").train
+    if name.startswith("_") or not util.find_spec(f"{__name__}.{name}"):
       raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from asgd.pipeline.facade import train
-
-    return train
+    return importlib.import_module(f"{__name__}.{name}")

@@ -6,7 +6,7 @@ Facts about weights (`versions`, `staleness`) depend on the order alone.
 """
 
 import collections
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,18 +35,19 @@ class Costs(NamedTuple):
   own: Mapping[str, float]  # actions of the user
 
 
+Times = float | Sequence[float] | np.ndarray  # one, or one for each stage
 COST_OF = dict(zip(KNOWN, Costs._fields[:4], strict=True))  # action -> field
 
 
 def costs(
   stages: int,
   *,
-  forward=1.0,
-  backward=None,
-  input=1.0,  # noqa: A002 - the name of the action
-  weight=1.0,
-  transfer=0.0,
-  transfer_back=None,
+  forward: Times = 1.0,
+  backward: Times | None = None,
+  input: Times = 1.0,  # noqa: A002 - the name of the action
+  weight: Times = 1.0,
+  transfer: Times = 0.0,
+  transfer_back: Times | None = None,
   overlap: float | None = None,
   own: Mapping[str, float] | None = None,
 ) -> Costs:
@@ -406,8 +407,8 @@ def analyze(
   cost: Costs | None = None,
   *,
   weights: str | None = None,
-  activation=1.0,
-  boundary=1.0,
+  activation: Times = 1.0,
+  boundary: Times = 1.0,
 ) -> Analysis:
   """Returns the costs of a valid table.
 

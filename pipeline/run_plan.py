@@ -43,6 +43,9 @@ _LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 def _list_or(*known: Any, kind: str) -> checks.Check:
   """Returns a check for known values or a list of integers, also as text."""
 
+  numbers = {"type": "array", "items": {"type": "integer"}}
+
+  @checks.described(anyOf=[{"enum": list(known)}, numbers])
   def check(value, key):
     if isinstance(value, str) and _LIST.fullmatch(value):
       return [int(number) for number in value.split(",")]

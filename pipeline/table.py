@@ -82,7 +82,9 @@ class Schedule(NamedTuple):
     columns = (column.tolist() for column in self[1:6])
     return [Task(*row) for row in zip(*columns, strict=True)]
 
-  def rows_of_devices(self, order: np.ndarray | None = None):
+  def rows_of_devices(
+    self, order: np.ndarray | None = None
+  ) -> list[np.ndarray]:
     """Returns the rows of each device, int[D][...]. `order` is an order of the
     rows that has each device's together; None is that of the table."""
     if order is None:
@@ -152,7 +154,15 @@ def make(
 
 
 def from_columns(
-  name, time, device, stage, microbatch, action, *, every, flush
+  name: str,
+  time: np.ndarray,
+  device: np.ndarray,
+  stage: np.ndarray,
+  microbatch: np.ndarray,
+  action: np.ndarray,
+  *,
+  every: int,
+  flush: bool,
 ) -> Schedule:
   """`make` for columns that are NumPy arrays already."""
   if not isinstance(name, str) or not name.isprintable() or ";" in name:

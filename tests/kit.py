@@ -656,6 +656,23 @@ def call(module, *arguments, status=None):
   return result
 
 
+class Table:
+  """The interface of a map-style `datasets.Dataset`."""
+
+  def __init__(self, columns):
+    self.columns, self.column_names = columns, list(columns)
+
+  def with_format(self, kind, columns):
+    assert kind == "numpy"
+    return Table({name: self.columns[name] for name in columns})
+
+  def __len__(self):
+    return len(next(iter(self.columns.values())))
+
+  def __getitem__(self, rows):
+    return {name: column[rows] for name, column in self.columns.items()}
+
+
 def start(module, *arguments, until):
   """Starts a command of `launch`; returns its process once a condition holds.
 

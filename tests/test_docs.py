@@ -61,11 +61,14 @@ def test_every_block_is_tested_here():
     "tutorial.md": 5,  # in test_tutorial.py
     "concepts.md": 1,
     "howto/own_model.md": 2,
+    "howto/other_models.md": 2,
+    "howto/own_data.md": 2,
     "howto/own_algorithm.md": 1,
+    "howto/own_order.md": 1,
     "howto/optimizers.md": 2,
     "howto/experiments.md": 2,
     "howto/pipelines.md": 2,
-    "howto/meshes.md": 1,
+    "howto/meshes.md": 2,
   }
 
 
@@ -82,6 +85,35 @@ def test_coming_from_another_library(tmp_path, monkeypatch):
     if "result" in names:
       # Each snippet trains: the loss at the start is 0.61.
       assert names["loss"](names["result"].params, names["data"]) < 0.55
+
+
+def test_the_memory_of_recipes():
+  """The table of howto/choosing.md, by the sizes of states."""
+  table = PAGES["howto/choosing.md"].partition("## Memory of each worker")[2]
+  rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+  rows = {row[0]: row[1:] for row in rows if row[0].startswith("`")}
+  assert len(rows) == 9
+  params = np.zeros(1000, np.float32)
+
+  def copies(state):
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(state)]
+    return sum(size for size in sizes if size >= 1000) // 1000
+
+  for names, counts in rows.items():
+    for name in re.findall("`([a-z_]+)`", names):
+      few, many = (asgd.build(name, 0.1, workers=n) for n in (2, 5))
+      if "without momentum" in names:
+        few, many = (
+          asgd.build(name, 0.1, workers=n, momentum=0.0) for n in (2, 5)
+        )
+      small, large = (
+        copies(recipe.server().init(params)) - 1 for recipe in (few, many)
+      )
+      each = (large - small) // 3
+      own = copies(few.make_worker(lambda w, batch: w).init(params))
+      assert [small - 2 * each, each, own] == [
+        int(count.split(":")[0]) for count in counts[:3]
+      ], name
 
 
 def test_peers_without_a_server(tmp_path, monkeypatch):
@@ -124,11 +156,44 @@ def test_a_model_of_your_own(capsys, tmp_path, monkeypatch):
   assert names["state"].step == 1
 
 
+def test_models_of_equinox_and_haiku():
+  for word in ("equinox", "haiku"):
+    names = {}
+    exec(block("howto/other_models.md", f"import {word}"), names)
+    losses = names["result"].records.loss
+    assert losses[-40:].mean() < losses[:40].mean()
+
+
+def test_iterators_and_columns():
+  names = {}
+  exec(block("howto/own_data.md", "grain"), names)
+  np.testing.assert_allclose(names["result"].params, 1, atol=0.05)
+  table = {"image": np.zeros((4, 8, 8)), "label": np.arange(4)}
+  names = {"dataset": kit.Table(table)}
+  exec(block("howto/own_data.md", "columns.arrays"), names)
+  assert [x.shape for x in names["data"]] == [(4, 8, 8), (4,)]
+
+
 def test_optimizers_and_schedules_of_recipes():
   for word in ("adamw", "cosine"):
     names = {"asgd": asgd, "optax": optax}
     exec(block("howto/optimizers.md", word), names)
     assert isinstance(names["recipe"], asgd.Recipe)
+
+
+def test_an_order_of_your_own(capsys):
+  names = {}
+  exec(block("howto/own_order.md", "trace=slow.trace"), names)
+  most, again = map(int, capsys.readouterr().out.split())
+  assert most == again > 3
+  turns = names["turns"].records.worker[:6].tolist()
+  assert turns == [0, 1, 0, 2, 0, 3]
+  np.testing.assert_allclose(names["peers"].params, 1, atol=0.5)
+
+
+def test_a_mesh_in_one_call(capsys):
+  exec(block("howto/meshes.md", "asgd.train_mesh"), {})
+  assert capsys.readouterr().out == "[1. 1. 1.]\n"
 
 
 @pytest.mark.slow
@@ -280,12 +345,6 @@ def test_the_table_of_protocols_says_which_engines_run_them(tables):
   served = {row.split("|")[1].strip(): row.split("|")[3:-1] for row in rows}
   assert [x.strip() for x in served["tables"]] == ["yes"] * 3 + ["no"] * 2
   assert [x.strip() for x in served["a server"]] == ["yes"] * 5
-
-
-def test_the_page_of_keys_names_every_key():
-  page = PAGES["reference/config.md"]
-  for key in schema.sections(ENGINES):
-    assert re.search(rf"^\| [^|]*`{key}`", page, re.MULTILINE), key
 
 
 def test_the_page_of_configs_names_every_one():

@@ -52,10 +52,12 @@ RANKS = {
   "simulator": 3,
   "live": 4,
   "parallel": 4,
+  "pages": 4,
   "experiment": 5,
-  "calls": 5.5,
+  "call_options": 5.5,
   "figures": 5.7,
-  "call_options": 5.8,
+  "calls": 5.8,
+  "call_runs": 5.9,
   "facade": 6,
   "train_state": 0,
   "__init__": 7,
@@ -96,6 +98,7 @@ def imports(path):
 
 def _in_checkout(name):
   """The dotted name of a module by its folder: pipeline for asgd.pipeline."""
+  assert name.split(".")[0] != "pipeline", f"{name} is asgd.{name}"
   return re.sub(r"^asgd\.(pipeline|configs|launch)\b", r"\1", name)
 
 
@@ -110,7 +113,9 @@ def room(path):
 def test_packages_import_only_what_is_below_them():
   for package, allowed in ALLOWED.items():
     for path in files(package):
-      for name in imports(path):
+      # asgd/__init__.py shows type checkers all that is installed below asgd.
+      names = imports(path) if path != ROOT / "asgd" / "__init__.py" else []
+      for name in names:
         top = name.split(".")[0]
         assert top not in ALLOWED or top in allowed, f"{path} imports {name}"
 

@@ -62,6 +62,10 @@ def test_a_wheel_holds_the_packages_the_commands_and_the_configs(wheel):
   assert held == set(sources())
   tops = (info / "top_level.txt").read_text().split()
   assert tops == ["asgd"]
+  shown = (info / "METADATA").read_text().partition("\n\n")[2]
+  links = re.findall(r"(!?)\[[^\]]*\]\(([^)]*)\)", shown)
+  assert links and all(not bang and "://" in to for bang, to in links)
+  assert "The main job below" not in shown  # the caption of its figure
   scripts = configparser.ConfigParser()
   scripts.read(info / "entry_points.txt")
   main = "asgd.launch.__main__:main"
@@ -104,7 +108,8 @@ def test_the_version_is_that_of_the_package():
   text = (ROOT / "pyproject.toml").read_text()
   said = re.search(r'^version = "(.*)"$', text, re.MULTILINE)[1]
   assert f"\nversion: {said}\n" in (ROOT / "CITATION.cff").read_text()
-  assert f"\n## {said}" in (ROOT / "CHANGELOG.md").read_text()
+  assert f"version = {{{said}}}" in (ROOT / "README.md").read_text()
+  assert f"\n## {said}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_where_nothing_is_installed_the_version_is_not_known(monkeypatch):

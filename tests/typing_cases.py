@@ -9,9 +9,10 @@ from typing import Any, assert_type
 import jax
 import numpy as np
 import optax
+from flax import linen as nn
 
 import asgd
-from asgd import algorithms, base, pipeline
+from asgd import algorithms, base
 
 
 def loss(params: jax.Array, batch: jax.Array) -> jax.Array:
@@ -39,7 +40,52 @@ def cases() -> None:
     runtime="ray",
     live={"slowdown": (1, 3)},
   )
-  pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
+  asgd.pipeline.train((jax.nn.relu,), loss, DATA, RECIPE, messages=8, stages=2)
+
+  # Packages below asgd, by `import asgd` alone.
+  assert_type(asgd.compression.top_k(0.01), asgd.compression.Codec)
+  asgd.compression.top_k(densty=0.01)  # type: ignore[call-arg]
+  ring = asgd.gossip.topologies.ring(4)
+  assert_type(ring, asgd.gossip.topology.Topology)
+  asgd.gossip.topologies.ring("4")  # type: ignore[arg-type]
+  trace = asgd.orders.asynchronous(clock, workers=2, messages=8)
+  assert_type(trace, base.Trace)
+  asgd.orders.asynchronous(clock, workers=2)  # type: ignore[call-arg]
+  layers = asgd.models.mlp(10, hidden=(8,))
+  assert_type(layers, tuple[nn.Module, ...])
+  asgd.models.cnn(10, norm=8)  # type: ignore[arg-type]
+  table = asgd.pipeline.schedules.gpipe(2, 4)
+  assert_type(table, asgd.pipeline.table.Schedule)
+  asgd.pipeline.schedules.gpipes(2, 4)  # type: ignore[attr-defined]
+
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, asgd.table(0.1, workers=4)),
+    epochs=1.5,
+    trace=result.trace,
+    durations=[1, 1, 1, 3],
+  )
+  rules = asgd.orders.protocol.Rules(bound=3)
+  asgd.train_live(
+    *(loss, np.zeros(3), DATA, asgd.sandblaster_lbfgs(1.0, workers=4)),
+    messages=8,
+    order=lambda workers: rules,
+    durations=[1.0, 3.0],
+  )
+  matrix = np.full((4, 4), 0.25)
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, asgd.d_psgd(0.1, workers=4, topology=matrix)),
+    messages=8,
+    order=[0, 1, 0, 2],
+    topology=matrix,
+  )
+  asgd.train_mesh(
+    *(loss, np.zeros(3), DATA, optax.sgd(0.1)),
+    epochs=1,
+    axes={"data": 2},
+    zero=1,
+  )
+  model = nn.Sequential([nn.Dense(1)])
+  asgd.pipeline.train(model, loss, DATA, RECIPE, epochs=2)
 
   asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
   asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
@@ -57,8 +103,27 @@ def cases() -> None:
     *(loss, np.zeros(3), DATA, "dana_zero"),  # type: ignore[arg-type]
     messages=8,
   )
-  pipeline.train(  # type: ignore[call-arg]
+  asgd.pipeline.train(  # type: ignore[call-arg]
     *((jax.nn.relu,), loss, DATA, RECIPE),
     messages=8,
     stage=2,
+  )
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, RECIPE),
+    epochs="two",  # type: ignore[arg-type]
+  )
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    order=3,  # type: ignore[arg-type]
+  )
+  asgd.train_mesh(  # type: ignore[call-arg]
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    axis={"data": 2},
+  )
+  asgd.train_live(  # type: ignore[call-arg]
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    trace=result.trace,
   )

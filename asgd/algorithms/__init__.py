@@ -51,6 +51,7 @@ from asgd.algorithms.local_work import (
   easgd,
   fedasync,
   model_averaging,
+  slowmo,
 )
 from asgd.algorithms.lookahead import (
   dana_dc,
@@ -71,7 +72,7 @@ from asgd.algorithms.staleness import (
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
 _STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
 _DANA = dana_zero, dana_slim, dana_dc
-_LOCAL_WORK = downpour, model_averaging, easgd, diloco, fedasync
+_LOCAL_WORK = downpour, model_averaging, slowmo, easgd, diloco, fedasync
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
@@ -110,7 +111,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 def build(
-  name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs
+  name: str, learning_rate: optax.ScalarOrSchedule, workers: int, **kwargs: Any
 ) -> Recipe:
   """Builds one of ALL, or a user's recipe, by name.
 

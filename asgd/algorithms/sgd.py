@@ -1,5 +1,7 @@
 """SGD at the server, asynchronous and synchronous, and parts of recipes."""
 
+from typing import Any
+
 import optax
 
 from asgd import base, checks, optimizers
@@ -15,7 +17,9 @@ def decay_weights(weight_decay: float) -> optax.GradientTransformation:
   return optax.add_decayed_weights(weight_decay)
 
 
-def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
+def velocity(
+  momentum: float, *, nesterov: bool = False
+) -> optax.GradientTransformation:
   """Momentum, in [0, 1), in the form that does not contain the learning rate.
 
     v <- momentum v + g;   the update is v
@@ -35,7 +39,11 @@ def velocity(momentum, *, nesterov=False) -> optax.GradientTransformation:
 
 
 def sgd_chain(
-  scale, momentum=0.0, weight_decay=0.0, *first, nesterov=False
+  scale: optax.GradientTransformation,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  *first: optax.GradientTransformation,
+  nesterov: bool = False,
 ) -> optax.GradientTransformation:
   """SGD behind other transforms: `first`, weight decay, momentum, then `scale`,
   which multiplies by minus the learning rate.
@@ -55,16 +63,25 @@ def sgd_chain(
 
 
 def at_server(
-  learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: Any = None,
 ) -> optax.GradientTransformation:
   """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
-    return optimizer(learning_rate)
+    tx: optax.GradientTransformation = optimizer(learning_rate)
+    return tx
   scale = optax.scale_by_learning_rate(learning_rate)
   return sgd_chain(scale, momentum, weight_decay)
 
 
-def sgd(learning_rate, momentum=0.0, weight_decay=0.0, optimizer=None):
+def sgd(
+  learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0,
+  weight_decay: float = 0.0,
+  optimizer: Any = None,
+) -> base.Algorithm:
   """The Algorithm of SGD, or of another optimizer, without look-ahead.
   ValueError for a momentum or a weight decay next to an optimizer."""
   optimizers.refuse_beside(

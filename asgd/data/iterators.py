@@ -203,7 +203,8 @@ class WorkerIterator:
 class IteratorBatches:
   """Batches of jobs from the iterators of all workers.
 
-  A worker asks for its jobs in order. The last job may be asked for again.
+  A worker asks for its jobs in the order in which it does them, whatever their
+  numbers. It may ask for its last job again.
   """
 
   def __init__(self, source: Source, steps: int = 1):
@@ -232,11 +233,6 @@ class IteratorBatches:
     last, batch = self._last.get(worker, (-1, None))
     if job == last:
       return batch
-    if job < last:
-      raise ValueError(
-        f"worker {worker} asks for job {job} after job {last}, but an iterator"
-        " cannot go back: give a function (worker, job) -> batch"
-      )
     if worker not in self._iterators:
       self._iterators[worker] = WorkerIterator(self.source, worker)
     iterator = self._iterators[worker]

@@ -17,6 +17,7 @@ import numpy as np
 
 from asgd import safe_files
 from asgd.experiment import storage
+from asgd.pages.run_files import PROGRESS
 
 # Files that a result has checksums of.
 FILES = ("cell.json", "metrics.jsonl", "records.npz", "params.msgpack")
@@ -91,8 +92,9 @@ def _pack(
   for name, column in records._asdict().items():
     np.save(content := io.BytesIO(), column)
     members[f"{name}.npy"] = content.getvalue()
-  for name in ("cell.json", "metrics.jsonl"):
-    members[name] = (place / name).read_bytes()
+  for name in ("cell.json", "metrics.jsonl", PROGRESS):
+    if (place / name).exists():
+      members[name] = (place / name).read_bytes()
   members["params.msgpack"] = storage.params_bytes(params)
   text = storage.to_json(result, indent=2) + "\n"
   storage.write_archive(place / CELL, {**members, "result.json": text.encode()})
@@ -101,7 +103,7 @@ def _pack(
 
 def _remove_packed(place: Path) -> None:
   """Removes the files and checkpoints that the archive replaces."""
-  for name in (*FILES, "result.json"):
+  for name in (*FILES, PROGRESS, "result.json"):
     (place / name).unlink(missing_ok=True)
   shutil.rmtree(place / "checkpoints", ignore_errors=True)
 

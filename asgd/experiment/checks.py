@@ -5,6 +5,7 @@ with the key, the value and the expected kind.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from asgd import names
 from asgd.checks import shown, text_of
 
 Check = Callable[[Any, str], Any]
+JsonSchema = dict[str, Any]
 
 MOST_NUMBER = 1e30  # float32 holds it, and its inverse
 MOST_INTEGER = 2**31 - 1  # int32 holds it
@@ -26,8 +28,39 @@ def _require(holds: Any, value: Any, key: str, kind: str) -> Any:
   return value
 
 
-def _check(is_valid: Callable[[Any], bool], kind: str) -> Check:
-  return lambda value, key: _require(is_valid(value), value, key, kind)
+@dataclasses.dataclass(frozen=True)
+class Described:
+  """A check, with the JSON schema of the values that it accepts."""
+
+  run: Check
+  schema: JsonSchema
+
+  def __call__(self, value: Any, key: str) -> Any:
+    """Returns the value or raises ValueError."""
+    return self.run(value, key)
+
+
+def described(**schema: Any) -> Callable[[Check], Described]:
+  """Returns a decorator of a check with the keys of its JSON schema."""
+  return lambda check: Described(check, schema)
+
+
+# Of a check that accepts a name, or a dict of a name and options.
+named = described(type=["string", "object", "null"])
+
+
+def schema_of(check: Check) -> JsonSchema:
+  """Returns the JSON schema of a check; {} accepts all values."""
+  return getattr(check, "schema", {})
+
+
+def _check(
+  is_valid: Callable[[Any], bool], kind: str, **schema: Any
+) -> Check:
+  """Returns a check; `schema` has the keys of its JSON schema."""
+  return Described(
+    lambda value, key: _require(is_valid(value), value, key, kind), schema
+  )
 
 
 def anything(value: Any, key: str) -> Any:
@@ -41,6 +74,7 @@ def whole_number(least: int = 1, most: int = MOST_COUNT) -> Check:
   return _check(
     lambda value: type(value) is int and least <= value <= most,
     f"a whole number from {least} to {most}",
+    **dict(type="integer", minimum=least, maximum=most),
   )
 
 
@@ -54,20 +88,29 @@ def number(
     return real and least <= value <= most and not (above and value == least)
 
   low = f"above {least:g}" if above else f"from {least:g}"
-  return _check(inside, f"a number {low} to {most:g}")
+  bound = "exclusiveMinimum" if above else "minimum"
+  schema = {"type": "number", bound: least, "maximum": most}
+  return _check(inside, f"a number {low} to {most:g}", **schema)
 
 
 positive = number(above=True)
-flag = _check(lambda value: isinstance(value, bool), "True or False")
-text = _check(lambda value: isinstance(value, str) and value != "", "a name")
+flag = _check(
+  lambda value: isinstance(value, bool), "True or False", type="boolean"
+)
+text = _check(
+  lambda value: isinstance(value, str) and value != "",
+  "a name",
+  **dict(type="string", minLength=1),
+)
 
 
 def choice(*options: str) -> Check:
   """Returns a check of one of a few names."""
   if len(options) < 4:
     words = " or ".join(map(repr, options))
-    return _check(lambda value: value in options, words)
+    return _check(lambda value: value in options, words, enum=list(options))
 
+  @described(enum=list(options))
   def check(value, key):
     if value not in options:
       hint = names.nearest(value, options)
@@ -80,6 +123,7 @@ def choice(*options: str) -> Check:
 def optional(check: Check) -> Check:
   """Returns a check that also accepts None."""
 
+  @described(anyOf=[schema_of(check), {"type": "null"}])
   def either(value, key):
     if value is None:
       return None
@@ -94,6 +138,12 @@ def optional(check: Check) -> Check:
 def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
   """Returns a check of a list, with `check` for each of its values."""
 
+  @described(
+    type="array",
+    items=schema_of(check),
+    minItems=least,
+    uniqueItems=distinct,
+  )
   def each(value, key):
     _require(isinstance(value, list), value, key, "a list")
     for item in value:

@@ -7,6 +7,7 @@ WORKDIR/
     cell.json            run, workers and seed of the cell, and its config
     checkpoints/         see asgd.experiment.checkpoint
     metrics.jsonl        one row per evaluation, with its checksum
+    progress.json        state of the cell, once a second, for asgd watch
     records.npz          one row per message
     params.msgpack       final parameters, for flax.serialization
     result.json          written last: the cell is finished; checksums of all

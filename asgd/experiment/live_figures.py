@@ -17,6 +17,7 @@ import numpy as np
 
 from asgd import base, sharding, wire
 from asgd.experiment import boards
+from asgd.pages.panels import bytes_text
 
 _WINDOW = 5.0  # seconds over which rates are taken
 _BOARD = 1.0  # seconds between two points of a curve
@@ -131,20 +132,11 @@ def sparkline(counts: Sequence[int]) -> str:
   return "".join(_BLOCKS[level] for level in levels)
 
 
-def bytes_text(rate: float) -> str:
-  """Returns bytes per second as text."""
-  for unit in ("B/s", "kB/s", "MB/s"):
-    if rate < 999.5:
-      return f"{rate:.3g} {unit}"
-    rate /= 1000
-  return f"{rate:.3g} GB/s"
-
-
 def short(figures: Figures) -> str:
   """Returns the rates in a few words, for a progress bar."""
   return (
     f"{sparkline(figures.staleness)} {figures.updates:.3g} upd/s"
-    f" {bytes_text(figures.bytes)} worker {figures.workers.min():.3g}-"
+    f" {bytes_text(figures.bytes)}/s worker {figures.workers.min():.3g}-"
     f"{figures.workers.max():.3g}/s"
   )
 
@@ -160,8 +152,9 @@ def long(figures: Figures) -> str:
       f" (worker {rates.argmax()}), median {np.median(rates):.3g}"
     )
   return (
-    f"{figures.updates:.3g} updates/s, {bytes_text(figures.bytes)}, messages/s"
-    f" of each worker {each}, staleness {histogram(figures.staleness)}"
+    f"{figures.updates:.3g} updates/s, {bytes_text(figures.bytes)}/s,"
+    f" messages/s of each worker {each},"
+    f" staleness {histogram(figures.staleness)}"
   )
 
 

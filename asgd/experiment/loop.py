@@ -19,6 +19,7 @@ from asgd.experiment import (
   build_cache,
   cell_files,
   cell_log,
+  cell_progress,
   checkpoint,
   folder,
   storage,
@@ -224,7 +225,13 @@ def train(
   if wrong:
     bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
   deaths, before, machine = 0, -1, machine or Machine()
-  machine.show_line = lambda line: bar.line(f"{cell.name}: {line}")
+  machine.lines.clear()
+
+  def say(line):
+    machine.lines.append(line)
+    bar.line(f"{cell.name}: {line}")
+
+  machine.show_line = say
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
@@ -241,7 +248,7 @@ def train(
       where = "resuming from the last checkpoint"
       if not attempt.has_saved:
         where = "starting again, as no checkpoint was saved yet"
-      bar.line(f"{cell.name}: {error}; {where}")
+      say(f"{error}; {where}")
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
@@ -290,8 +297,11 @@ class _Attempt(contextlib.ExitStack):
     self._book = _Evaluations(self._experiment, self._cell, engine, *before)
     if self._place is not None:
       settings = cell_log.settings_of(self._experiment, self._cell)
+      progress = cell_progress.ProgressFile(
+        self._place, self._about(), engine, self._machine.lines
+      )
       self._log = cell_log.CellLog(
-        self._place, self._board, self._book.rows, settings
+        *(self._place, self._board, self._book.rows, settings), progress
       )
       self.push(_closing(self._log.close))
     self.start = self.counted = engine.done
@@ -306,6 +316,11 @@ class _Attempt(contextlib.ExitStack):
     engine.discard()
     self._bar.finish(self._cell, result)
     return result
+
+  def _about(self):
+    """Returns what progress.json says of the cell itself."""
+    run = self._experiment.runs[self._cell.label]
+    return {**self._cell._asdict(), "engine": run.engine}
 
   def _open(self):
     """Starts the engine, from the last checkpoint if one exists."""
@@ -350,11 +365,12 @@ class _Attempt(contextlib.ExitStack):
   def _train(self, engine):
     """Trains to the last evaluation, or to the first after a NaN."""
     book, config, saved = self._book, self._experiment.config, time.monotonic()
+    advance = self._log.progress.advance if self._log else engine.advance
     while not book.finished:
       target = book.next
-      progress = engine.advance(target)
+      progress = advance(target)
       for line in progress.news:
-        self._bar.line(f"{self._cell.name}: {line}")
+        self._machine.show_line(line)
       if progress.count:
         self.counted += progress.count
         self._bar.update(self._cell, progress)
@@ -404,6 +420,7 @@ class _Attempt(contextlib.ExitStack):
       return
     for name, content in engine.extras().items():
       safe_files.write(self._place / name, content)
+    self._log.progress.finish()
     kept, packs = engine.records(), not self._kind.journaled
     cell_files.finish(self._place, result, kept, params, packs=packs)
 

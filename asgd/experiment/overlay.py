@@ -8,9 +8,10 @@ from typing import Any
 
 from asgd import safe_files
 from asgd.checks import shortened
-from asgd.experiment import folder, page, report, schema, storage
+from asgd.experiment import folder, report, schema, storage
 from asgd.experiment.schema import Engines
 from asgd.names import is_import
+from asgd.pages import page
 
 _SHOWN = 60  # characters of a config's value in the table of differences
 _MADE = "compared.json"  # the file that marks a folder of a comparison
@@ -188,7 +189,7 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
     content = page.render(
       title,
       f"{len(together)} cells of {len(workdirs)} experiments",
-      warnings=[*left_out, *notes],
+      warnings=page.merged([*left_out, *notes]),
       pictures=page.pictures([out / "figure.svg"]),
       results=page.results(csv_rows, report.columns_of(together, engines)),
       differing=_differences(names, identities),

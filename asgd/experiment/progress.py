@@ -169,7 +169,7 @@ class Silent:
 
   notes: tuple[str, ...] = ()
 
-  def skip(self, *_):
+  def skip(self, *_: Any) -> None:
     """Shows nothing."""
 
   update = line = finish = close = skip

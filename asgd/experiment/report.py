@@ -13,7 +13,6 @@ from asgd.experiment import (
   cell_log,
   figure,
   folder,
-  page,
   problem,
   protocol,
   schema,
@@ -24,8 +23,10 @@ from asgd.experiment.engines import Column, networks, traffic
 from asgd.experiment.figure import Row, Rows
 from asgd.experiment.schema import Engines
 from asgd.experiment.signals import Stopped
+from asgd.pages import page, panels, run_files
 from asgd.parallel import processes
 
+_WITH_PANELS = 32  # most cells with panels in a page
 _CURES = ("gap_aware", "dana_zero", "dana_slim", "dana_dc")
 
 # Columns of every table; columns of the engine follow.
@@ -281,6 +282,9 @@ def write_page(
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
   shown = [*columns_of(results, engines), Column("diverged", "diverged")]
 
+  drawn = figure.group_by(results, "label", "workers").values()
+  first = [workdir / "cells" / group[0]["cell"] for group in drawn]
+
   def files(folder):
     paths = sorted(p for p in folder.iterdir() if p.is_file())
     names = (p.relative_to(workdir).as_posix() for p in paths)
@@ -290,9 +294,14 @@ def write_page(
   content = page.render(
     title,
     lead,
-    warnings=[*notes, *warnings(results), *damaged],
+    warnings=page.merged([*notes, *warnings(results), *damaged]),
     pictures=page.pictures(pictures),
     results=page.results(csv_rows, shown),
+    panels=[
+      panels.of_cell(run_files.read_cell(place))
+      for place in first[:_WITH_PANELS]
+    ],
+    left_out=len(results) - len(first[:_WITH_PANELS]),
     config=page.config(config, defaults),
     facts=page.facts(free),
     files=files(workdir),

@@ -55,6 +55,7 @@ class Section(NamedTuple):
 _sweep = functools.partial(checks.several, distinct=True, least=1)
 
 
+@checks.named
 def _optimizer(value: Any, key: str) -> dict[str, Any] | None:
   """Checks an optimizer: its name, or a dict of its name and options."""
   if value is None:
@@ -175,8 +176,8 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the complete config, with the run's values
   given: algorithms.Recipe | None = None  # object given instead of a name
-  # asgd.compression.Codecs given as objects, by their keys of the config.
-  codecs: Mapping[str, Any] = {}
+  # Codecs, order and durations given as objects, by their keys of the config.
+  objects: Mapping[str, Any] = {}
 
   def make_recipe(
     self,

@@ -185,7 +185,7 @@ def hypercube(workers: int, *, one_peer: bool = False) -> Topology:
     rounds[k, ranks, ranks ^ (1 << k)] = True
   if one_peer:
     return of_matrices("hypercube", [of_links(links) for links in rounds])
-  return of_matrices("hypercube", of_links(rounds.any(0)))
+  return of_matrices("hypercube", of_links(np.asarray(rounds.any(0))))
 
 
 def random_regular(
@@ -355,7 +355,7 @@ def graph(
   links = np.zeros((workers, workers), bool)
   for edge in edges:
     paired = isinstance(edge, Sequence | np.ndarray) and np.ndim(edge) == 1
-    pair = list(edge) if paired else [edge]
+    pair: list[Any] = [*edge] if paired else [edge]
     if len(pair) != 2:
       raise ValueError(f"edges must be pairs, not {checks.shown(edge)}")
     for peer in pair:
@@ -425,13 +425,15 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 
 
 def build(
-  topology: str | Mapping[str, Any] | Topology, workers: int
+  topology: str | Mapping[str, Any] | Topology | Any, workers: int
 ) -> Topology:
   """Builds a topology by its name, and checks that it is connected.
 
   Args:
-    topology: a name of TOPOLOGIES, a dict of a name and its options, or a
-      Topology of n peers.
+    topology: a name of TOPOLOGIES; MODULE:FUNCTION, a user's function of n and
+      its options; a dict of a name and its options; a matrix of weights, or one
+      for each round (`matrix`); or a Topology of n peers. The function may
+      return a matrix, too.
     workers: n.
 
   Raises:
@@ -460,7 +462,7 @@ def build(
     # `workers` comes from the run, so a config must not set it.
     options = dict(topology)
     name = options.pop("name", None)
-    maker = names.lookup("topology", name, TOPOLOGIES)
+    maker = names.resolve("topology", name, TOPOLOGIES)
     if "workers" in options:
       raise ValueError(
         f"topology has workers {checks.shown(options['workers'])}, but always"
@@ -469,10 +471,12 @@ def build(
     make = functools.partial(maker, workers)
     with checks.below("topology", options):
       topology = names.call("topology", name, make, options)
+  if isinstance(topology, list | tuple) or hasattr(topology, "__array__"):
+    topology = matrix(workers, weights=topology)
   if not isinstance(topology, Topology):
     raise ValueError(
-      "topology must be a name, a dict of a name and options, or a Topology,"
-      f" not {checks.shown(topology)}"
+      "topology must be a name, a dict of a name and options, a matrix of"
+      f" weights or a Topology, not {checks.shown(topology)}"
     )
   if topology.workers != workers:
     raise ValueError(

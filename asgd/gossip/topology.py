@@ -46,7 +46,7 @@ class Topology:
   @functools.cached_property
   def union(self) -> Links:
     """[n, n]: whether peer i receives from peer j in any round."""
-    return self.links.any(0)
+    return np.asarray(self.links.any(0))
 
   @functools.cached_property
   def _senders(self) -> list[list[list[int]]]:

@@ -11,6 +11,7 @@ stage. Models of images are in `images.py`, GPT in `transformer.py`, BERT in
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from asgd import names
 from asgd.models import encoder, own, transformer
@@ -40,7 +41,7 @@ MODELS: dict[str, Callable[..., Layers]] = {
 }
 
 
-def build(name: str, classes: int, **kwargs) -> Layers | Model:
+def build(name: str, classes: int, **kwargs: Any) -> Layers | Model:
   """Builds a model by name, with `classes` logits and its options.
 
   The name is one of MODELS, or MODULE:FUNCTION of a user's function that

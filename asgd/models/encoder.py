@@ -73,7 +73,7 @@ class EncoderEmbed(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, tokens, train: bool = False):
+  def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
     integers = jnp.issubdtype(tokens.dtype, jnp.integer)
     if tokens.ndim != 3 or tokens.shape[1] != 2 or not integers:
       raise ValueError(
@@ -105,7 +105,7 @@ class EncoderBlock(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     dtype, not_padding = x.dtype, _not_padding(x)
     drop = nn.Dropout(self.dropout, deterministic=not train)
     attention = transformer.attention(self, dtype, train)
@@ -131,7 +131,7 @@ class EncoderHead(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     dtype = x.dtype
     if self.pooling == "mean":
       # Padding is zero, so a sum over positions is a sum over words.
@@ -223,7 +223,7 @@ def find(folder_or_package: str | os.PathLike) -> Path:
 
 
 def pretrained(
-  folder_or_package: str | os.PathLike, *, pooling="mean"
+  folder_or_package: str | os.PathLike[str], *, pooling: str = "mean"
 ) -> Pretrained:
   """Reads an encoder in the format of Hugging Face's libraries.
 

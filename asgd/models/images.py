@@ -61,7 +61,7 @@ class Flatten(nn.Module):
   """Makes a vector of each example: [B, ...] -> [B, C]."""
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
     return x.reshape(x.shape[0], -1)
 
@@ -72,7 +72,7 @@ class Dense(nn.Module):
   features: int
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
     he = nn.initializers.he_normal()
     return nn.relu(nn.Dense(self.features, kernel_init=he, name="dense")(x))
@@ -87,7 +87,7 @@ class Classifier(nn.Module):
   classes: int
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     del train
     return nn.Dense(self.classes, name="dense")(x)
 
@@ -103,7 +103,7 @@ class ConvPool(nn.Module):
   groups: int = 8
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     _check_images(x)
     if min(x.shape[1:3]) < 2:
       raise ValueError(
@@ -129,7 +129,7 @@ class Stem(nn.Module):
   groups: int = 8
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     _check_images(x)
     x = _conv(self.features, name="conv")(x)
     if self.norm == "none":
@@ -148,7 +148,7 @@ class Head(nn.Module):
   groups: int = 8
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     if self.norm != "none":
       x = nn.relu(_norm(self, x, train, "norm"))
     return nn.Dense(self.classes, name="dense")(x.mean((1, 2)))
@@ -177,7 +177,7 @@ class BasicBlock(nn.Module):
   groups: int = 8
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     y = _conv(self.features, stride=self.stride, name="conv1")(x)
     y = nn.relu(_norm(self, y, train, "norm1"))
     y = _conv(self.features, name="conv2")(y)
@@ -198,7 +198,7 @@ class WideBlock(nn.Module):
   groups: int = 8
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     y = nn.relu(_norm(self, x, train, "norm1"))
     if self.stride != 1 or self.features != x.shape[-1]:
       x = _conv(self.features, 1, stride=self.stride, name="shortcut")(y)
@@ -237,7 +237,7 @@ def _check_norm(norm, groups, channels, *, residual=False) -> None:
     )
 
 
-def mlp(classes: int, *, hidden=(64,)) -> Layers:
+def mlp(classes: int, *, hidden: Sequence[int] = (64,)) -> Layers:
   """A perceptron: Flatten, a Dense of each width in `hidden`, Classifier."""
   checks.whole("classes", classes)
   _check_widths("hidden", hidden, least=0)
@@ -245,7 +245,12 @@ def mlp(classes: int, *, hidden=(64,)) -> Layers:
 
 
 def cnn(
-  classes: int, *, features=(16, 32), hidden=64, norm="none", groups=8
+  classes: int,
+  *,
+  features: Sequence[int] = (16, 32),
+  hidden: int = 64,
+  norm: str = "none",
+  groups: int = 8,
 ) -> Layers:
   """A small convolutional network, fast on a CPU.
 
@@ -261,7 +266,9 @@ def cnn(
   return (*convs, Flatten(), Dense(hidden), Classifier(classes))
 
 
-def resnet(classes: int, *, depth=20, norm="group", groups=8) -> Layers:
+def resnet(
+  classes: int, *, depth: int = 20, norm: str = "group", groups: int = 8
+) -> Layers:
   """The ResNet for CIFAR of He et al. 2016, section 4.2, with option A.
 
   Stem, three groups of (depth - 2) / 6 BasicBlocks with 16, 32 and 64 channels,
@@ -290,7 +297,12 @@ def _blocks(block, width, count, norm, groups) -> list[nn.Module]:
 
 
 def wide_resnet(
-  classes: int, *, depth=16, widen=4, norm="group", groups=8
+  classes: int,
+  *,
+  depth: int = 16,
+  widen: int = 4,
+  norm: str = "group",
+  groups: int = 8,
 ) -> Layers:
   """The wide ResNet of Zagoruyko and Komodakis 2016, table 1, without dropout.
 
@@ -311,11 +323,15 @@ def wide_resnet(
   return (Stem(16), *blocks, Head(classes, norm, groups))
 
 
-def resnet20(classes: int, *, norm="group", groups=8) -> Layers:
+def resnet20(
+  classes: int, *, norm: str = "group", groups: int = 8
+) -> Layers:
   """The `resnet` of depth 20: 269,722 parameters for 10 classes of CIFAR."""
   return resnet(classes, depth=20, norm=norm, groups=groups)
 
 
-def wrn16_4(classes: int, *, norm="group", groups=8) -> Layers:
+def wrn16_4(
+  classes: int, *, norm: str = "group", groups: int = 8
+) -> Layers:
   """The `wide_resnet` 16-4: 2,748,890 parameters for 10 classes of CIFAR."""
   return wide_resnet(classes, depth=16, widen=4, norm=norm, groups=groups)

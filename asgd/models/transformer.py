@@ -11,6 +11,8 @@ References:
   layer norm before attention and MLP, GELU, initial deviation 0.02.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -21,7 +23,9 @@ from asgd.models.layers import MOST_FEATURES, MOST_LAYERS, Layers
 INIT = nn.initializers.normal(0.02)
 
 
-def attention(block, dtype, train: bool, **options):
+def attention(
+  block: Any, dtype: Any, train: bool, **options: Any
+) -> nn.MultiHeadDotProductAttention:
   """Returns the attention of a block with `heads` and `dropout`."""
   return nn.MultiHeadDotProductAttention(
     block.heads,
@@ -43,7 +47,7 @@ class Embed(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, tokens, train: bool = False):
+  def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
     length = tokens.shape[1]
     check_length(length, self.context)
     table = self.param("tokens", INIT, (self.vocabulary, self.width))
@@ -64,7 +68,7 @@ class Block(nn.Module):
   dropout: float = 0.0
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     width, dtype = x.shape[-1], x.dtype
     # GPT-2 scales the weights of outputs by 1 / sqrt(residual additions).
     output_init = nn.initializers.normal(0.02 / (2 * self.depth) ** 0.5)
@@ -85,7 +89,7 @@ class Unembed(nn.Module):
   vocabulary: int
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     del train
     x = nn.LayerNorm(dtype=x.dtype)(x)
     return nn.Dense(
@@ -115,7 +119,13 @@ def check_length(length: int, context: int) -> None:
 
 
 def gpt(
-  classes: int, *, depth=4, width=128, heads=4, context=128, dropout=0.0
+  classes: int,
+  *,
+  depth: int = 4,
+  width: int = 128,
+  heads: int = 4,
+  context: int = 128,
+  dropout: float = 0.0,
 ) -> Layers:
   """A GPT: Embed, `depth` Blocks, Unembed; predicts each token's next.
 

@@ -23,6 +23,7 @@ Index letters:
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 
@@ -128,7 +129,7 @@ def _without_rounds(rules, draws, workers, messages):
     time, worker, seq, job, action = levels.rows()
     seq[worker == 0] += warm
     later_rows = (time, worker, seq, job + warm, action)
-    rows = map(np.concatenate, zip(rows, later_rows, strict=True))
+    rows = [*map(np.concatenate, zip(rows, later_rows, strict=True))]
   return _trace(rows)
 
 
@@ -158,7 +159,8 @@ class _Levels:
     them."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
-    levels, level_ends = [], []
+    levels: list[Any] = []
+    level_ends: list[Any] = []
     count, horizon = 0, math.inf  # messages so far; time of the last message
     next_estimate = self._messages  # count at which `horizon` is estimated
     while len(active):

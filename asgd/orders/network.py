@@ -199,7 +199,7 @@ class MessagePart:
 
 # (time, part, line): with line None the part enters its next line; else the
 # part is through on that shared line, unless another part has entered since.
-Happening = tuple[float, MessagePart | None, Any]
+Happening = tuple[float, MessagePart, Any]
 
 
 class LinkUse(NamedTuple):
@@ -263,7 +263,7 @@ class Links:
     return MessagePart(key, hops)
 
   def advance(
-    self, now: float, part: MessagePart | None, line: Any = None
+    self, now: float, part: MessagePart, line: Any = None
   ) -> list[Happening]:
     """Moves a part to its next line, or takes it off a shared line.
 

@@ -11,6 +11,7 @@ A job on a kept ticket is granted by a message without parameters, which takes
 the latency. All shards keep one order, that of the lead.
 """
 
+import array
 import collections
 import heapq
 import math
@@ -103,7 +104,7 @@ class Play:
     self.links = Links(network or Network(), workers)
     nothing = [0.0] * self.links.network.shards
     self._sizes = sizes or fixed(nothing, nothing)
-    self._nothing, self._instant = nothing, self.links.network.is_instant
+    self._instant = self.links.network.is_instant
     self._streams, self._late = streams, rules.late < math.inf
     # Time at which each worker has ended the jobs that it has begun.
     self._free = list(comes or [0.0] * workers)
@@ -112,7 +113,9 @@ class Play:
       collections.deque() for _ in range(workers)
     ]
     self._jobs: dict[tuple[int, int], _Job] = {}
-    self._heap: list[tuple[float, tuple[int, int], int, Callable, Any]] = []
+    # Start and end of each worker's computations, one after the other.
+    self._computed = [array.array("d") for _ in range(workers)]
+    self._heap: list[tuple[float, tuple[int, int], int, Any, Any]] = []
     self._count = 0  # of entries so far, for ties of one order
     self._may_send = not comes  # the last event may start a job
     if comes is None:
@@ -132,6 +135,11 @@ class Play:
   def job(self, worker: int, seq: int) -> int:
     """Returns the job number of an open ticket."""
     return self._jobs[worker, seq].number
+
+  def computed(self, worker: int, seq: int) -> tuple[float, ...]:
+    """Returns when a worker began and ended the computation of a job; () if it
+    has not ended, or the network takes no time."""
+    return tuple(self._computed[worker][2 * seq : 2 * seq + 2])
 
   def until(self, messages: int) -> None:
     """Advances until `messages` messages have been received in all."""
@@ -160,7 +168,7 @@ class Play:
 
   def _join(self, worker):
     self._dispatcher.join(worker, self.now)
-    following = self._heap[0][:2] if self._heap else (math.inf, ())
+    following = self._heap[0][:2] if self._heap else (math.inf, (0, 0))
     # Workers that join together get tickets together.
     self._may_send = following[0] != self.now or following[1][0] >= 0
 
@@ -174,7 +182,8 @@ class Play:
       if self._instant:
         self._fetched(job)
         continue
-      sizes = self._nothing if keep else self._sizes.down(worker, seq)
+      nothing = [0.0] * self.links.network.shards
+      sizes = nothing if keep else self._sizes.down(worker, seq)
       self._set_out(job, self.links.down, range(len(sizes)), sizes)
 
   def _set_out(self, job, way, shards, sizes):
@@ -223,6 +232,7 @@ class Play:
     if self._instant:
       self._arrived(job)
       return
+    self._computed[job.worker].extend((self.now - job.length, self.now))
     sizes = self._sizes.up(job.worker, job.seq)
     # The lead's part leaves last.
     self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)

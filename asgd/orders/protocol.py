@@ -155,7 +155,14 @@ class Dispatcher:
     [2, 3]
   """
 
-  def __init__(self, rules: Rules, *, jobs=None, owned=False, log=None):
+  def __init__(
+    self,
+    rules: Rules,
+    *,
+    jobs: int | None = None,
+    owned: bool = False,
+    log: Callable[[Event], None] | None = None,
+  ) -> None:
     self.rules = check_rules(rules)
     self.jobs: int | None = jobs
     self._owned: bool = owned

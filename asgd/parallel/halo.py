@@ -170,7 +170,7 @@ class Local(nn.Module):
   stride: int = 1
 
   @nn.compact
-  def __call__(self, x, *, train: bool):
+  def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
     """[B, H, W, C] -> [B, H / stride, W / stride, features]."""
     del train
     low = (self.kernel - 1) // 2

@@ -151,7 +151,7 @@ class RecipeBytes(NamedTuple):
 _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 
 
-def cure(recipe: str, workers: int, **options) -> RecipeBytes:
+def cure(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   """Counts the float32 memory of a recipe of `asgd.algorithms`.
 
   Tickets are counted if its update reads them (compensation, the gap); a server

@@ -146,7 +146,7 @@ class ParallelEmbed(transformer.Embed):
   sequence: bool = False
 
   @nn.compact
-  def __call__(self, tokens, train: bool = False):
+  def __call__(self, tokens: jax.Array, train: bool = False) -> jax.Array:
     """Raises ValueError for more positions than the context, and, with
     `sequence`, for positions that the axis does not divide."""
     length = tokens.shape[1]
@@ -181,7 +181,7 @@ class ParallelBlock(transformer.Block):
   sequence: bool = False
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     """Applies the block."""
     width, dtype = x.shape[-1], x.dtype
     dim = _POSITIONS if self.sequence else None
@@ -218,7 +218,7 @@ class ParallelUnembed(transformer.Unembed):
   sequence: bool = False
 
   @nn.compact
-  def __call__(self, x, train: bool = False):
+  def __call__(self, x: jax.Array, train: bool = False) -> jax.Array:
     """Applies the layer."""
     del train
     size = jax.lax.axis_size(_AXIS)

@@ -84,7 +84,9 @@ def _kernel(path: Path) -> Path:
   return (*path, "kernel")
 
 
-def apply_layer(layer, weights, params, number, x, key):
+def apply_layer(
+  layer: nn.Module, weights: Any, params: Any, number: int, x: Any, key: Any
+) -> tuple[Any, Any]:
   """Applies layer `number` of a model in training: (y, its statistics)."""
   own = (weights,)
   if isinstance(params, base.Variables):

@@ -97,8 +97,7 @@ def read_data(given: Any, batch_size: int | None = None) -> Stream:
   if hasattr(given, "__getitem__") and hasattr(given, "__len__"):
     return _of_indexed(given, batch_size)
   if callable(given):
-    by_worker = accepts(given, 1) and not accepts(given, 2)
-    read = _of_iterators if by_worker else _of_function
+    read = _of_iterators if _takes_worker_alone(given) else _of_function
     return read(given, batch_size)
   kind = type(given).__name__
   if hasattr(given, "__next__"):
@@ -273,6 +272,17 @@ def _of_function(given, size):
       " np.random.default_rng((seed, worker, job))"
     )
   return Stream(lambda seed, workers: later, first, _size(first), None)
+
+
+def _takes_worker_alone(given: Callable) -> bool:
+  """Whether a function of data needs one argument; others may have values."""
+  try:
+    parameters = inspect.signature(given).parameters.values()
+  except (TypeError, ValueError):
+    return False
+  if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    return False
+  return accepts(given, 1)
 
 
 def _of_iterators(given, size):

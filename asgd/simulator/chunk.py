@@ -30,6 +30,7 @@ from asgd.simulator.simulation import (
 )
 from asgd.simulator.tickets import NotCompiled, plan_tickets
 from asgd.simulator.traffic import Traffic
+from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
 _MOST = 256  # messages of a call
@@ -252,7 +253,15 @@ def obstacle(opt_state: Any, worker_state: Any, trace: base.Trace) -> str:
 class ChunkRun:
   """A trace that is replayed in chunks; a TraceRun."""
 
-  def __init__(self, parts, simulation, trace, *, batch, root):
+  def __init__(
+    self,
+    parts: tuple[base.Server, base.Worker, Any],
+    simulation: SimulationState,
+    trace: base.Trace,
+    *,
+    batch: Batches,
+    root: jax.Array,
+  ) -> None:
     """Continues a SimulationState; `parts` are server, worker and wire."""
     server, worker, _ = parts
     state = simulation.server.opt_state

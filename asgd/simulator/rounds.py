@@ -27,8 +27,13 @@ import numpy.typing as npt
 from asgd import base
 from asgd.simulator import chunk
 from asgd.simulator import steps as steps_lib
-from asgd.simulator.simulation import Simulator, make_simulator
+from asgd.simulator.simulation import (
+  SimulationState,
+  Simulator,
+  make_simulator,
+)
 from asgd.simulator.tickets import TicketPlan
+from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
 _MOST_LANES = 64
@@ -284,7 +289,15 @@ def make_rounds(
 class RoundsRun(chunk.ChunkRun):
   """A trace that is replayed in rounds; a TraceRun."""
 
-  def __init__(self, parts, simulation, trace, *, batch, root):
+  def __init__(
+    self,
+    parts: tuple[base.Server, base.Worker, Any],
+    simulation: SimulationState,
+    trace: base.Trace,
+    *,
+    batch: Batches,
+    root: jax.Array,
+  ) -> None:
     """Continues a SimulationState; `parts` are server, worker and wire."""
     super().__init__(parts, simulation, trace, batch=batch, root=root)
     sizes = [x.nbytes for x in jax.tree.leaves(simulation.server.params)]

@@ -111,7 +111,7 @@ def pure_steps(
 
 
 @functools.lru_cache(maxsize=32)
-def compile_work(worker: base.Worker, group=ALONE) -> Callable:
+def compile_work(worker: base.Worker, group: WorkerDevices = ALONE) -> Callable:
   """Compiles a worker once, however many servers it serves.
 
   Its devices are the first of this process. XLA divides the work among them: in
@@ -175,9 +175,9 @@ def compile_steps(
   server: base.Server,
   worker: base.Worker | None,
   *,
-  wire=None,
-  group=ALONE,
-  keeps_messages=False,
+  wire: Any = None,
+  group: WorkerDevices = ALONE,
+  keeps_messages: bool = False,
 ) -> Steps:
   """Compiles the functions of runtimes, once; without a worker, no work.
 

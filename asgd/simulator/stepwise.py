@@ -7,7 +7,7 @@ and sending costs nothing.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ from asgd.simulator.simulation import (
   needs_of,
 )
 from asgd.simulator.steps import Steps
-from asgd.simulator.traffic import NOTHING_SENT, ReceivedMessage, Traffic
+from asgd.simulator.traffic import (
+  NOTHING_SENT,
+  ReceivedMessage,
+  Sent,
+  Traffic,
+)
+from asgd.stacking import Batches
 
 
 def make_host(
@@ -66,8 +72,16 @@ class StepwiseRun:
   """
 
   def __init__(
-    self, parts, simulation, *, batch, root, trace=None, keeps=True, returns=()
-  ):
+    self,
+    parts: tuple[base.Worker, Steps, steps_lib.WorkerDevices],
+    simulation: SimulationState,
+    *,
+    batch: Batches,
+    root: jax.Array,
+    trace: base.Trace | None = None,
+    keeps: bool = True,
+    returns: Iterable[int] = (),
+  ) -> None:
     """Continues a SimulationState, which is consumed; `parts` are worker, steps
     and group, `trace` is that of `until`, `keeps` and `returns` as of
     `needs_of`."""
@@ -172,11 +186,11 @@ class ServerReplay:
 
   def __init__(
     self,
-    state,
+    state: base.ServerState,
     steps: Steps,
-    numbers,
+    numbers: Sequence[jax.Array],
     *,
-    sent=NOTHING_SENT,
+    sent: Sent = NOTHING_SENT,
     keeps: bool = True,
     returns: Iterable[int] = (),
   ):
@@ -210,7 +224,9 @@ class ServerReplay:
       self.traffic.roll_back(self.state)
     return ticket
 
-  def receive(self, event: trace_lib.Event, message, totals=None) -> None:
+  def receive(
+    self, event: trace_lib.Event, message: Any, totals: Any = None
+  ) -> None:
     """Gives the server the (ticket, updates, loss) of the last RECEIVE row."""
     ticket, updates, loss = message
     if self._steps.codec is not None:

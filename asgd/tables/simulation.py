@@ -12,7 +12,7 @@ import collections
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ class TableTicket(NamedTuple):
 class SimulatedTableWorker:
   """State of one worker in simulated time."""
 
-  def __init__(self, stream):
+  def __init__(self, stream: Iterator[float]) -> None:
     self._stream = stream  # of the durations of its jobs
     self._drawn = self.started = self.done = 0  # counts of jobs
     self.ticket: TableTicket | None = None  # of the job that it computes

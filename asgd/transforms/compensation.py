@@ -29,7 +29,7 @@ def by_distance(
     moved = optax.tree.sub(params, sent_params)
     return jax.tree.map(change, updates, moved), state
 
-  return base.Transform(optax.init_empty_state, update_fn)
+  return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
 
 
 def delay_compensation(strength: float = 0.04) -> base.Transform:
@@ -125,4 +125,4 @@ def adaptive_delay_compensation(
     )
     return updates, AdaptiveCompensationState(mean_square)
 
-  return base.Transform(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from asgd import base, checks, rates
 class GapAwareState(NamedTuple):
   """State of `gap_aware`."""
 
-  count: jax.Array  # int32[], updates made
+  count: jax.Array  # type: ignore[assignment] # int32[], updates made
   largest_rate: jax.Array  # float[], largest learning rate so far
   samples: jax.Array  # int32[], squares averaged into mean_square
   # like params, moving average of the squares of gradients or updates
@@ -146,7 +146,7 @@ def gap_aware(
     )
     return updates, state
 
-  return base.Transform(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]
 
 
 def _penalty(

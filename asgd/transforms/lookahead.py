@@ -145,7 +145,7 @@ def slim(
 class VelocityState(NamedTuple):
   """State of `velocity_lookahead`."""
 
-  count: jax.Array  # int32[], updates update
+  count: jax.Array  # type: ignore[assignment] # int32[], updates update
   momentum: optax.OptState  # of the momentum transform
   rate: optax.OptState  # of the scaling by the learning rate
 
@@ -325,4 +325,4 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)
 
-  return base.Transform(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ def mix_models(
 
     return jax.tree.map(mix, updates, sent_params, params), state
 
-  return base.Transform(optax.init_empty_state, update_fn)
+  return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]
 
 
 def add_proximal_pull(strength: float) -> base.Transform:

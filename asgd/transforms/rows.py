@@ -5,7 +5,7 @@ accumulator for each worker: an ordinary transform, wrapped in `per_worker`. An
 update costs one row of `WorkerRows`, whatever the number of workers.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def write(
   return rows._replace(pending=row, owner=worker)
 
 
-def peek(rows: WorkerRows, worker: jax.Array) -> optax.OptState:
+def peek(rows: WorkerRows, worker: jax.Array) -> Any:
   """Returns a worker's row, for a caller that does not write.
 
   Args:
@@ -151,4 +151,4 @@ def per_worker(
     updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
     return updates, PerWorkerState(write(rows, worker, row))
 
-  return base.Transform(init_fn, update_fn)
+  return base.Transform(init_fn, update_fn)  # type: ignore[arg-type]

@@ -43,4 +43,4 @@ def scale_by_staleness() -> base.Transform:
     updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
     return updates, state
 
-  return base.Transform(optax.init_empty_state, update_fn)
+  return base.Transform(optax.init_empty_state, update_fn)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ Index letters in shape comments, here and in the partitioners:
 import statistics
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,7 +204,7 @@ def measure(
 def profile(
   layers: models.Layers,
   params: optax.Params,
-  example,
+  example: Any,
   *,
   measure: Callable[[Callable[[], object]], float] | None = None,
   seconds: Sequence[tuple[float, float]] | None = None,

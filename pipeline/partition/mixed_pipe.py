@@ -46,7 +46,7 @@ References:
 import collections
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,7 +126,15 @@ def connect(blocks: Blocks, device: Mapping[int, int]) -> Blocks:
 class Refinement:
   """Stages of units while they are refined."""
 
-  def __init__(self, units, stages, devices, bandwidth, sizes, memory):
+  def __init__(
+    self,
+    units: Blocks,
+    stages: Sequence[Sequence[int]],
+    devices: Sequence[int],
+    bandwidth: float,
+    sizes: Mapping[int, float],
+    memory: float | None,
+  ) -> None:
     self.units, self.devices, self.bandwidth = units, devices, bandwidth
     self.sizes, self.memory = sizes, memory
     stage_of = {i: s for s, stage in enumerate(stages) for i in stage}
@@ -160,7 +168,13 @@ class Refinement:
     return False
 
 
-def cost(graph, stage, devices, weights, bandwidth) -> tuple[float, float]:
+def cost(
+  graph: Graph,
+  stage: Sequence[int],
+  devices: Sequence[int],
+  weights: Sequence[float],
+  bandwidth: float,
+) -> tuple[float, float]:
   """Returns the objective, in seconds for a microbatch, and the bytes sent
   between devices; stages and weights are of nodes, devices of stages."""
   work = collections.defaultdict(float)
@@ -234,7 +248,7 @@ class MixedPipeOptions(NamedTuple):
   seed: int = 0  # of the centres drawn at random
 
 
-def mixed_pipe(graph: Graph, devices: int, **options) -> Mixed:
+def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
   """Returns the partition of least objective over several L, on so many
   devices; the options are those of `MixedPipeOptions`.
 

@@ -21,6 +21,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -75,7 +76,7 @@ class OptionError(ValueError):
     self.key = key
 
 
-def build(name: str, **options) -> Schedule:
+def build(name: str, **options: Any) -> Schedule:
   """Builds a table by the name of its schedule.
 
   Args:
@@ -142,7 +143,7 @@ def make(
   total: int,
   batch: int,
   every: int | None = None,
-  **options,
+  **options: Any,
 ) -> Schedule:
   """Returns the table of a run: of one update, which the run repeats, if the
   schedule flushes, else of all microbatches.

@@ -5,7 +5,7 @@ the table of these orders.
 import inspect
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from asgd.pipeline.table import (
 )
 
 Orders = list[list[Step | tuple[Step, Step]]]  # of each device
+Maker = TypeVar("Maker")  # the function that makes a table
 
 # Arguments that a run's stages and microbatches determine, not its options.
 _DERIVED = ("stages", "microbatches", "batches", "every", "costs", "name")
@@ -41,7 +42,7 @@ class Traits(NamedTuple):
   partitioner: str | None = None  # module of `partition` that cuts it
 
 
-def traits(**values) -> Callable:
+def traits(**values: Any) -> Callable[[Maker], Maker]:
   """Declares the traits (fields of `Traits`) of the schedule that the decorated
   function makes. Its options are the arguments that do not follow from stages
   and microbatches.
@@ -64,7 +65,7 @@ def traits(**values) -> Callable:
   return declare
 
 
-def listed(value, length: int | None = None) -> list | None:
+def listed(value: Any, length: int | None = None) -> list[Any] | None:
   """Returns the items of an iterable with `length` items (None: any number), or
   None for a text and for other values.
 
@@ -87,7 +88,11 @@ def check_updates(microbatches: int, every: int) -> None:
 
 
 def synchronous(
-  name: str, orders: Orders, microbatches: int, batches: int, limit=None
+  name: str,
+  orders: Orders,
+  microbatches: int,
+  batches: int,
+  limit: int | None = None,
 ) -> Schedule:
   """Returns the valid table of a batch's orders, done once for each batch.
 
@@ -126,7 +131,12 @@ def synchronous(
 
 
 def valid(
-  name: str, orders: Orders, every: int, *, flush: bool = False, limit=None
+  name: str,
+  orders: Orders,
+  every: int,
+  *,
+  flush: bool = False,
+  limit: int | None = None,
 ) -> Schedule:
   """Returns the table of all steps of each device, checked. Arguments are those
   of `synchronous` and `table.lay_out`."""
@@ -170,7 +180,9 @@ def straight(
   ]
 
 
-def places_of(devices, without_replicas: str = "") -> list[tuple[int, ...]]:
+def places_of(
+  devices: Sequence[Any], without_replicas: str = ""
+) -> list[tuple[int, ...]]:
   """Returns the devices of each stage, checked.
 
   Args:

@@ -164,6 +164,14 @@ def test_rms_is_taken_over_all_elements_of_all_leaves():
   )
 
 
+def test_rms_of_a_leaf_that_is_summed_in_pieces():
+  for shape in ((300, 150), (1, 70_000), (131_072,)):
+    leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    known = np.sqrt(np.mean(leaf.astype(np.float64) ** 2))
+    np.testing.assert_allclose(server.rms(leaf), known, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(server.rms)(leaf), known, rtol=1e-6)
+
+
 _EVERY = [(x, "every must be a positive whole") for x in (0, -1, 1.5, True)]
 test_every_must_be_a_positive_whole_number = kit.refuses(
   _EVERY, lambda every: make(every=every)

@@ -76,7 +76,7 @@ def test_a_shipped_config_is_found_by_its_name(name, tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   file = str(shipped.FOLDER / "digits.py")
   assert shipped.find(name) == file
-  assert shipped.find(f"{name}:smoke") == f"{file}:smoke"
+  assert shipped.find(f"{name}:tiny") == f"{file}:tiny"
 
 
 def test_a_file_of_that_path_wins(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_a_file_of_that_path_wins(tmp_path, monkeypatch):
   for name in ("digits", "configs/digits.py"):
     (tmp_path / name).touch()
     assert shipped.find(name) == name
-    assert shipped.find(f"{name}:small") == f"{name}:small"
+    assert shipped.find(f"{name}:tiny") == f"{name}:tiny"
 
 
 @pytest.mark.parametrize(

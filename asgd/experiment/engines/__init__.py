@@ -40,6 +40,7 @@ class Progress(NamedTuple):
   news: Sequence[str] = ()  # lines to show to the user
   figures: Any = None  # of a live run: asgd.experiment.live_figures.Figures
   broken: str | None = None  # which message was not finite, and why not
+  rows: Any = None  # records of the new messages, a NamedTuple of columns
 
   @property
   def count(self) -> int:
@@ -64,6 +65,7 @@ class Engine(abc.ABC):
   done: int  # messages received
   quantum: int = 1  # evaluations are at multiples of `quantum` messages
   ended: bool = False  # training ended, even if `total` is not reached
+  unit: str = "s"  # of the times of `work`
 
   @abc.abstractmethod
   def advance(self, until: int) -> Progress:
@@ -80,6 +82,11 @@ class Engine(abc.ABC):
   @abc.abstractmethod
   def records(self) -> Any:
     """Returns the records, a NamedTuple of columns; one is `loss`."""
+
+  def work(self) -> list[Any]:
+    """Returns the last stretches of the workers' time, as
+    `asgd.experiment.cell_progress.Segment`; [] if all work in step."""
+    return []
 
   def course(self) -> np.ndarray:
     """Returns the losses, in order, that show whether the cell diverged."""

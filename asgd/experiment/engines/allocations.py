@@ -21,9 +21,16 @@ from asgd.experiment.schema import Run, Setting
 
 EQUAL, SPEED = "equal", "speed"
 _NUMBER = re.compile("[0-9]{1,9}")
+_SHARE = checks.whole_number(1)
 _FILE = "allocation.json"  # in the folder of a live cell
 
 
+@checks.described(
+  anyOf=[
+    {"enum": [EQUAL, SPEED]},
+    {"type": "array", "minItems": 1, "items": checks.schema_of(_SHARE)},
+  ]
+)
 def _shares(value: Any, key: str) -> str | list[int]:
   """Checks "equal", "speed" or a number for each worker."""
   if value in (EQUAL, SPEED):

@@ -145,6 +145,10 @@ class CoordinatedEngine(SimulatedEngine):
     broken = reason.startswith("not finite")
     return f"{self._name}: {reason}" if broken else None
 
+  def _trace(self):
+    rows = self._simulation.run_log.rows
+    return rows, len(rows)
+
   def _progress(self, part):
     run_log = self._simulation.run_log
     news, run_log.news = run_log.news, []

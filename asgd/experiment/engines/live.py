@@ -24,6 +24,7 @@ from asgd.live.deadlines import MOST_SECONDS
 _SECONDS = checks.number(most=MOST_SECONDS, above=True)
 
 
+@checks.described(type="object")
 def _resources(value: Any, key: str) -> dict[str, float]:
   """Checks amounts of Ray's resources, by name."""
   if not isinstance(value, Mapping):

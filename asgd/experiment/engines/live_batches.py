@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from asgd import base, sandblaster
-from asgd.experiment import storage
+from asgd.experiment import engines, storage
 from asgd.experiment.engines import coordinated, live_engine
 from asgd.experiment.engines.coordinated import CoordinatedPlan
 from asgd.live import faults as faults_lib
@@ -148,7 +148,7 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _look_for(self, until):
     self.done = self._received
 
-  def advance(self, until):
+  def advance(self, until: int) -> engines.Progress:
     """Trains for a moment, but not past message `until`."""
     progress, broken = super().advance(until), self._broken(None)
     if broken:

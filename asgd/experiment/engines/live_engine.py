@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from asgd.experiment import engines, live_figures
+from asgd.experiment import cell_progress, engines, live_figures
 from asgd.experiment import live_memory as memory_lib
 from asgd.experiment.engines import live_hosts, parameter_server
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
@@ -250,6 +250,10 @@ class LiveEngine(engines.Engine):
     self._check_files()
     new = self._read()
     self._received += len(new.loss)
+    rows = new
+    if self._share < 1:  # the lead records its part of the bytes
+      up, down = (new.bytes_up / self._share, new.bytes_down / self._share)
+      rows = new._replace(bytes_up=up, bytes_down=down)
     figures = self._figures.look(time.monotonic(), new, self._received)
     with self._errors():
       self._look_for(until)
@@ -260,7 +264,13 @@ class LiveEngine(engines.Engine):
       gap=engines.mean(new.gap) if self._gaps else None,
       news=news,
       figures=figures,
+      rows=rows,
     )
+
+  def work(self) -> list[cell_progress.Segment]:
+    """Returns the last stretches of the workers' time, by journals and spans.
+    """
+    return cell_progress.read_work(self._folder)
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters at the message that `advance` had to reach."""

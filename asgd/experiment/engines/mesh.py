@@ -118,8 +118,8 @@ class MeshEngine(engines.Engine):
         )
       self.done += 1
     self._seconds += self._pace.end()
-    loss = self._records.loss[first : self.done]
-    return engines.Progress(loss=loss, broken=broken)
+    rows = MeshRecords(*(c[first : self.done] for c in self._records))
+    return engines.Progress(loss=rows.loss, broken=broken, rows=rows)
 
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters, whole, as NumPy arrays; on every process."""

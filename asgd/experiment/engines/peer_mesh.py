@@ -189,6 +189,10 @@ class PeerMeshEngine(peers.PeerEngine):
       *(up, down, residual, mixed),
     )
 
+  def work(self) -> list[Any]:
+    """Returns nothing: all peers work in step."""
+    return []
+
   def _states(self) -> list[gossip.PeerState]:
     """Returns the states of all peers, as NumPy arrays."""
     if self._cached is None or self._cached[0] != self.done:

@@ -63,6 +63,9 @@ class PeerPlan(ServerPlan):
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed."""
     count = self.messages if messages is None else messages
+    own = self._own_trace(seed, count)
+    if own is not None:
+      return own
     return self.gossip.trace(
       self._durations(seed), messages=count, seed=seed
     )
@@ -128,6 +131,9 @@ class PeerEngine(SimulatedEngine):
     part = self._peers.run(int(self._ends[end - 1]))
     self._parts.append(part)
     return part
+
+  def _trace(self):
+    return self._peers.trace, self._peers.event
 
   def _states(self):
     return self._peers.states

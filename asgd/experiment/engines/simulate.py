@@ -56,6 +56,10 @@ class SimulationEngine(SimulatedEngine):
     self._parts.append(part)
     return part
 
+  def work(self) -> list[Any]:
+    """Returns the last stretches of the workers' time, also over a network."""
+    return self._order.work()
+
   def snapshot(self) -> engines.Snapshot:
     """Returns the parameters as they are, at the simulated time."""
     server = self._order.run.server

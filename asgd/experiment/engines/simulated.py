@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from asgd import base, simulator
-from asgd.experiment import engines
+from asgd.experiment import cell_progress, engines
 from asgd.experiment.engines import parameter_server
+from asgd.orders.trace import Event
 
 _SECONDS = 0.25  # of a call; the loop checks clocks and signals in between
 _FIRST = 16  # messages of the first call of `advance`
@@ -33,6 +34,7 @@ class SimulatedEngine(engines.Engine):
   _join = staticmethod(simulator.concatenate)  # consecutive records
   _parts: list[Any]  # records so far, if the simulation does not keep them
   _seconds = 0.0  # of all calls of `advance`
+  unit = "mean batches"
 
   def __init__(self, context: engines.Context):
     """Starts the cell, or resumes from its last checkpoint."""
@@ -78,7 +80,17 @@ class SimulatedEngine(engines.Engine):
       staleness=engines.mean(part.staleness),
       gap=engines.mean(part.gap),
       broken=self._broken(part),
+      rows=part,
     )
+
+  def _trace(self) -> tuple[base.Trace | Sequence[Event], int]:
+    """Returns the trace as columns or rows, and its next row."""
+    return (), 0
+
+  def work(self) -> list[cell_progress.Segment]:
+    """Returns the last stretches of the workers' time, by the trace."""
+    rows = cell_progress.rows_before(*self._trace())
+    return cell_progress.segments(rows)
 
   def records(self) -> Any:
     """Returns a row for each message."""

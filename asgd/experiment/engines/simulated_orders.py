@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from asgd import base, simulator
+from asgd.experiment import cell_progress
 from asgd.experiment.engines import networks
 from asgd.orders import play
 from asgd.orders.network import LinkUse
@@ -34,6 +35,7 @@ class MadeOrder:
       self.trace = self._order.trace()
     self._ends = simulator.end_of_message(self.trace)
     self.choice: simulator.Choice = plan.simulator(self.trace)
+    self._row = 0  # the next one
 
   def begin(self, simulation: simulator.SimulationState) -> None:
     """Starts to follow the order from a simulation."""
@@ -42,7 +44,14 @@ class MadeOrder:
 
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
-    return self.run.until(int(self._ends[messages - 1]))
+    self._row = int(self._ends[messages - 1])
+    return self.run.until(self._row)
+
+  def work(self) -> list[cell_progress.Segment]:
+    """Returns the last stretches of the workers' time."""
+    rows = cell_progress.rows_before(self.trace, self._row)
+    over_network = [self._order.computed] if self._order else []
+    return cell_progress.segments(rows, *over_network)
 
   def use(self) -> LinkUse | None:
     """Returns the use of each link by the end, None without a network."""
@@ -103,6 +112,11 @@ class GrownOrder:
         continue
       self._run_row()
     return self.run.records()
+
+  def work(self) -> list[cell_progress.Segment]:
+    """Returns the last stretches of the workers' time."""
+    rows = cell_progress.rows_before(self._order.rows, self._next)
+    return cell_progress.segments(rows, self._order.computed)
 
   def _run_row(self) -> None:
     """Simulates the next row."""

@@ -53,6 +53,11 @@ class ShardedEngine(SimulatedEngine):
     self._sharded.until(None if end == self.total else end)
     return self._sharded.records(self.done - self._since)[0]
 
+  def _trace(self):
+    lead = self._traces[0]
+    ends = simulator.end_of_message(lead)
+    return lead, int(ends[self.done - 1]) if self.done else 0
+
   def _records(self) -> list[base.Records]:
     """Returns the records of each shard since the cell began."""
     pairs = zip(self._before, self._sharded.records(), strict=True)

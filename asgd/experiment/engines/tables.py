@@ -300,6 +300,9 @@ class TableEngine(SimulatedEngine):
     del part
     return self._not_finite
 
+  def _trace(self):
+    return self._simulation.rows, len(self._simulation.rows)
+
   def snapshot(self) -> engines.Snapshot:
     """Returns the server's rows, at the simulated time."""
     simulation = self._simulation

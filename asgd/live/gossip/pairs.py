@@ -104,7 +104,7 @@ class Pairs(LivePeer):
     idle = not self._asked and self._lock_owner is None
     return super().quiet and done and idle
 
-  def peer_exited(self, peer):
+  def peer_exited(self, peer: int) -> None:
     """Cancels or ends an exchange with the peer, too."""
     super().peer_exited(peer)
     self._no_job_left = False  # the counter assigns the peer's job again

@@ -6,10 +6,12 @@ It does not wait for a neighbour that has exited. The last messages of that
 neighbour are mixed by all its receivers, or by none (`Rounds.received_from`).
 """
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from asgd.live.gossip import frames
 from asgd.live.gossip.frames import PeerFrame
+from asgd.live.gossip.outbox import Neighbour
 from asgd.live.gossip.peer import LivePeer
 from asgd.live.gossip.peer_rows import View
 
@@ -37,14 +39,16 @@ class Rounds(LivePeer):
   def _senders(self):
     return self.duty.gossip.topology.neighbours
 
-  def join(self, others, rounds, lenders):
+  def join(
+    self, others: Mapping[int, Neighbour], rounds: int, lenders: Iterable[int]
+  ) -> None:
     """Begins as a newcomer, which takes no message put before its first
     round."""
     super().join(others, rounds, lenders)
     peers = range(self.duty.gossip.topology.workers)
     self._first = dict.fromkeys(peers, self._next_put)
 
-  def present(self, peer, newcomer, lend):
+  def present(self, peer: int, newcomer: Neighbour, lend: bool) -> None:
     """Adds a newcomer between two rounds, and drops messages that must not be
     mixed.
 
@@ -101,7 +105,7 @@ class Rounds(LivePeer):
       for peer in self._senders(self.index, number)
     )
 
-  def peer_exited(self, peer):
+  def peer_exited(self, peer: int) -> None:
     """Removes the peer; its last messages were forwarded before."""
     super().peer_exited(peer)
     self._lost_senders.discard(peer)
@@ -196,7 +200,7 @@ class Rounds(LivePeer):
     if frame.round >= self._first.get(frame.sender, 0):
       self._messages.setdefault((frame.sender, frame.round), frame)
 
-  def image(self):
+  def image(self) -> Any:
     """Returns the image of the base class, with the messages that were received
     and not mixed."""
     tree, notes = super().image()
@@ -211,7 +215,7 @@ class Rounds(LivePeer):
     notes["first"] = list(self._first.items())
     return tree, notes
 
-  def restore(self, tree, notes):
+  def restore(self, tree: Any, notes: dict[str, Any]) -> None:
     """Continues from an image."""
     super().restore(tree, notes)
     self._first = dict(map(tuple, notes["first"]))

@@ -19,7 +19,7 @@ from asgd.orders.trace import NO_SEQ, Event
 class Follower(Role):
   """A shard of a consistent run: applies the rows of the lead's journal."""
 
-  def __init__(self, *args):
+  def __init__(self, *args: Any) -> None:
     super().__init__(*args)
     self._lead: SendFrame | None = None
     self._ordered: collections.deque[Event] = collections.deque()

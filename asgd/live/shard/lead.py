@@ -23,7 +23,7 @@ class Lead(Role):
 
   decides = True
 
-  def __init__(self, *args):
+  def __init__(self, *args: Any) -> None:
     super().__init__(*args)
     setup = self.setup
     self.dispatcher = protocol.Dispatcher(

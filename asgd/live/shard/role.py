@@ -1,7 +1,7 @@
 """The base class of all shards, which commits rows of the journal and sends
 them to workers and other shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from asgd import base
 from asgd.live import frames
@@ -110,7 +110,7 @@ class Role:
     """Commits the rows that the frames so far allow."""
 
 
-def total_frames(key: Key, totals) -> list[Frame]:
+def total_frames(key: Key, totals: Iterable[float]) -> list[Frame]:
   """Returns the frames of a message's totals."""
   return [
     Frame(frames.TOTAL, *key, version=i, value=value)

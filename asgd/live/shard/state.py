@@ -46,7 +46,9 @@ class ReceivedMessages:
     # (worker, RMS) of residuals lost with workers before the last job.
     self.lost: list[tuple[int, float]] = []
 
-  def add(self, message: simulator.ReceivedMessage, row: Any, params: Any):
+  def add(
+    self, message: simulator.ReceivedMessage, row: Any, params: Any
+  ) -> None:
     """Counts a message. `row` is its Observation; `params` are the parameters
     after its update."""
     if self.recorded:

@@ -66,7 +66,7 @@ class JobJournal(WorkerJournal):
     """Writes the JOIN row of the incarnation."""
     self.write(NO_SEQ, self.incarnation, base.JOIN)
 
-  def begin(self, job: int, action: int, **fields) -> None:
+  def begin(self, job: int, action: int, **fields: Any) -> None:
     """Writes the row that begins a job."""
     self._row = self.write(self.seqs, job, action, **fields)
     self._open.append((self._row.seq, job))

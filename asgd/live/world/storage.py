@@ -76,7 +76,9 @@ class Disk:
 class Memory(SharedMemory):
   """Shared memory of the world's processes."""
 
-  def __init__(self, scheduler: Scheduler, disk: Disk, *args: Any, **options):
+  def __init__(
+    self, scheduler: Scheduler, disk: Disk, *args: Any, **options: Any
+  ) -> None:
     super().__init__(*args, **options)
     self._scheduler, self._disk = scheduler, disk
     # Returns the shard that reads these slots, if a worker opened the memory.

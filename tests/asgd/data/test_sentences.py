@@ -388,8 +388,8 @@ def build_alone(config, **options):
   return experiment.build(config, engines=engines, **options)
 
 
-def test_the_small_config_builds_and_its_first_run_is_the_embedded_task():
-  config = config_of("small")
+def test_the_topics_config_builds_and_its_first_run_is_the_embedded_task():
+  config = config_of("topics")
   assert config.is_locked
   exp = build_alone(config)
   assert exp.dataset.name == "topics"

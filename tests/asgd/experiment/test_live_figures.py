@@ -113,7 +113,7 @@ def test_a_sparkline_has_a_block_a_bin():
   ],
 )
 def test_bytes_have_a_unit(rate, text):
-  assert live_figures.bytes_text(rate) == text
+  assert f"{live_figures.bytes_text(rate)}/s" == text
 
 
 def figures(workers):

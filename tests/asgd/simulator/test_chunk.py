@@ -92,6 +92,30 @@ def test_it_agrees_with_the_host_engine(case, monkeypatch):
   same(whole, cut(host, trace, ends, between=many))
 
 
+def test_norms_of_large_leaves_agree_wherever_a_run_is_cut():
+  problem = problems.quadratic(np.linspace(1, 3, 40_000), noise=0.1)
+  recipe = algorithms.build("dana_zero", 0.01, WORKERS)
+  parts = recipe.server(), recipe.make_worker(problem.loss)
+  trace = order_of(orders.asynchronous, messages=12)
+  data = {"batch": problem.batches(0, WORKERS), "root": ROOT}
+
+  def run(engine, *ends):
+    state, records = engine.init(problem.init(ROOT), WORKERS), []
+    for end in ends:
+      state, part = engine.run(state, trace, end, **data)
+      records.append(part)
+    return state, simulator.concatenate(records)
+
+  rows, middle = len(trace.time), int(simulator.end_of_message(trace)[5])
+  many = simulator.make_chunk(*parts)
+  state, records = whole = run(many, rows)
+  resumed, same_records = run(many, middle, rows)
+  chex.assert_trees_all_equal(state.server, resumed.server)
+  chex.assert_trees_all_equal(records, same_records)
+  same(run(simulator.make_host(*parts), rows), whole)
+  assert (records.gap > 0).any()
+
+
 def test_a_worker_that_is_replaced_starts_anew():
   host, many = engines_of("dana_slim")  # its workers have momentum
   rows = list(orders.trace.events(order_of(orders.asynchronous)))

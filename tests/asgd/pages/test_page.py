@@ -7,8 +7,9 @@ import json
 import kit
 import pytest
 
-from asgd.experiment import page, report
+from asgd.experiment import report
 from asgd.experiment.engines import Column
+from asgd.pages import page
 
 VOID = {"meta", "img", "input", "br", "link", "hr"}
 
@@ -142,5 +143,75 @@ def test_warnings_are_told_once_for_all_seeds():
   }
   (said,) = report.warnings([row, {**row, "cell": "a-n8-s1"}])
   assert said.startswith("a-n8-s0: learning rate x sharpness")
-  assert page.render("", "", warnings=[said, said]).count("<li>") == 1
+  once = page.render("", "", warnings=page.merged([said, said]))
+  assert once.count("<li>") == 1
   assert "Warnings" not in page.render("", "", warnings=[])
+
+
+def mean_of(workers, accuracy, std, seeds=3):
+  return {
+    "algorithm": str(accuracy),
+    "workers": workers,
+    "seeds": seeds,
+    "test_accuracy": accuracy,
+    "test_accuracy_std": std,
+  }
+
+
+def marked(*rows):
+  """Returns the groups of a table, and the accuracies that it marks."""
+  shown = [Column("run", "algorithm"), Column("accuracy", "test_accuracy")]
+  drawn = page.results(rows, shown)
+  cells = [
+    cell for rows in drawn.groups.values() for row in rows for cell in row
+  ]
+  best = [cell.value for cell in cells if "best" in cell.kind]
+  assert bool(best) == bool(drawn.explains)
+  text = page.render("", "", results=drawn)
+  assert text.count('best"') == len(best) + bool(best)
+  return list(drawn.groups), best
+
+
+def test_the_best_of_each_number_of_workers_is_marked():
+  rows = mean_of(2, 0.9, 0.01), mean_of(2, 0.5, 0.02), mean_of(4, 0.5, 0.01)
+  assert marked(*rows) == (["2 workers", "4 workers"], [0.9])
+  again = mean_of(4, 0.3, 0.01)
+  assert marked(*rows, again)[1] == [0.9, 0.5]
+
+
+def test_what_is_not_better_than_the_noise_is_not_marked():
+  # Welch's test by hand: the difference is 0.1, its standard error
+  # sqrt(2 x 0.05**2 / 3) = 0.0408, t of 4 degrees of freedom 2.776.
+  assert 2.776 * 0.0408 > 0.1
+  assert marked(mean_of(2, 0.9, 0.05), mean_of(2, 0.8, 0.05))[1] == []
+  # With 0.04 the bound is 0.0907.
+  assert marked(mean_of(2, 0.9, 0.04), mean_of(2, 0.8, 0.04))[1] == [0.9]
+  # One seed has no noise that is known; two equal bests are no best.
+  one = mean_of(2, 0.9, None, seeds=1)
+  assert marked(one, mean_of(2, 0.1, 0.01))[1] == []
+  assert marked(mean_of(2, 0.9, 0.0), mean_of(2, 0.9, 0.0))[1] == []
+  # A third run that is as good as the first.
+  near = mean_of(2, 0.89, 0.04)
+  assert marked(mean_of(2, 0.9, 0.04), mean_of(2, 0.8, 0.04), near)[1] == []
+
+
+def test_equal_warnings_of_several_cells_are_one_with_a_count():
+  texts = [f"a-n{n}-s0: rate stayed at {n / 10}, try 1e-3" for n in (2, 4, 8)]
+  texts += ["a-n2-s0: diverged", "the disk: full", "the disk: full"]
+  merged = page.merged(texts)
+  assert [len(each.cells) for each in merged] == [3, 1, 0]
+  read = Reader(page.render("", "", warnings=merged))
+  text = " ".join(read.texts)
+  assert "3 cells" in text
+  assert "a-n2-s0, a-n4-s0, a-n8-s0" in text
+  assert "rate stayed at 0.2, try 1e-3" in text
+  assert text.count("the disk: full") == 1
+
+
+def test_a_report_has_the_panels_of_each_run(written):
+  read = Reader((written / "report.html").read_text())
+  text = " ".join(read.texts)
+  for name in ("a-n2-s0", "b-n2-s0"):
+    assert name in text
+  assert read.texts.count("Staleness") == 2
+  assert "2 other cells have the same panels" in text

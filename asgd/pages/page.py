@@ -1,10 +1,11 @@
-"""Makes the HTML page of a report from the template page.html.
+"""Makes the HTML pages of reports and of `asgd watch` from their templates.
 
-The page is one file, and needs no other file and no network. The template
-escapes all text: names, paths, configs, warnings.
+A page is one file, and needs no other file and no network. The templates
+escape all text: names, paths, configs, warnings.
 """
 
 import base64
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,44 +14,87 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from asgd.pages import panels
+
 # Pixels for each point of a figure, so that its text has the page's size.
 _PIXELS = 1.45
 _WIDEST, _NARROWEST = 760, 480  # width of a figure, in pixels
 _ROUNDING = 1e-9  # a smaller relative spread is not shown
 
 
-def render(title: str, lead: str, **sections: Any) -> str:
+def render(
+  title: str, lead: str, template: str = "report.html", **sections: Any
+) -> str:
   """Returns a page.
 
   Args:
     title: of the page.
     lead: a line below the title.
-    **sections: of the page, each drawn by page.html if it is given:
-      warnings: texts.
+    template: of this folder.
+    **sections: of the page; report.html draws each that is given:
+      warnings: from `merged`.
       pictures: from `pictures`.
       results: a `Results`.
+      panels: a `panels.Panels` for each shown cell; left_out counts the others.
       config: a `Config`.
       facts: names and values.
       differing: (header, rows).
       folders: texts.
       files: names of files beside the page.
-      cells: for each cell a mapping with these sections.
+      cells: for each cell the names of its files.
 
   Example:
-    >>> text = render("a <b>", "of one seed", warnings=["x < y"])
+    >>> text = render("a <b>", "of one seed", folders=["x < y"])
     >>> "<h1>a &lt;b&gt;</h1>" in text, "<li>x &lt; y</li>" in text
     (True, True)
   """
+  return _template(template).render(
+    title=title, lead=lead, size=panels.SIZE, **sections
+  )
+
+
+@functools.cache
+def _template(name: str) -> Any:
+  """Returns a template, which is compiled once."""
   import jinja2  # only here, which shortens the start of commands
 
-  templates = jinja2.Environment(
+  return jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=True,
     trim_blocks=True,
     lstrip_blocks=True,
-  )
-  template = templates.get_template("page.html")
-  return template.render(title=title, lead=lead, **sections) + "\n"
+    keep_trailing_newline=True,
+  ).get_template(name)
+
+
+class Warned(NamedTuple):
+  """A warning of one cell or more."""
+
+  text: str
+  cells: list[str]  # that have it; [] if it names none
+
+
+_OF_A_CELL = re.compile(r"([^\s:]+-n\d+-s\d+): (.*)", re.DOTALL)
+
+
+def merged(texts: Iterable[str]) -> list[Warned]:
+  """Merges warnings that differ in their cell and their numbers only.
+
+  Example:
+    >>> merged(["a-n2-s0: stayed at 0.5", "a-n4-s0: stayed at 0.75", "full"])
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [Warned(text='stayed at 0.5', cells=['a-n2-s0', 'a-n4-s0']),
+     Warned(text='full', cells=[])]
+  """
+  groups: dict[str, Warned] = {}
+  for text in texts:
+    match = _OF_A_CELL.fullmatch(text)
+    cell, said = match.groups() if match else ("", text)
+    key = re.sub(r"\d[\d.e+-]*", "#", said) if cell else text
+    warned = groups.setdefault(key, Warned(said, []))
+    if cell and cell not in warned.cells:
+      warned.cells.append(cell)
+  return list(groups.values())
 
 
 class Picture(NamedTuple):
@@ -94,10 +138,17 @@ class ResultCell(NamedTuple):
 
 
 class Results(NamedTuple):
-  """The table of results. A click on a column sorts it."""
+  """The table of results. A click on a column sorts each group."""
 
   columns: list[Heading]
-  rows: list[list[ResultCell]]
+  groups: dict[str, list[list[ResultCell]]]  # by number of workers
+  explains: str  # the meaning of a mark; "" without a mark
+
+
+# Columns with a best value: 1 if higher is better, -1 if lower is.
+_BETTER = {"test_accuracy": 1, "test_measure": 1, "test_loss": -1}
+_BETTER |= {"train_loss": -1, "simulated_time": -1, "seconds": -1}
+_LEVEL = 0.975  # of Student's t: 95 % on two sides
 
 
 def _is_number(value: Any) -> bool:
@@ -130,18 +181,66 @@ def results(
     kind = "n" * numeric + " more" * (key not in known)
     name = known[key].header if key in known else key
     headings.append(Heading(kind, key, name))
-  cells = [
-    [_cell(row, head, known.get(head.key)) for head in headings] for row in rows
-  ]
-  return Results(headings, cells)
+  groups: dict[Any, list[Any]] = {}
+  for row in rows:
+    groups.setdefault(row.get("workers"), []).append(row)
+  drawn, marked = {}, False
+  for workers, members in groups.items():
+    best = {key: _best(members, key) for key in keys}
+    name = f"{workers} worker{'s' * (workers != 1)}"
+    drawn[name] = [
+      [
+        _cell(row, head, known.get(head.key), is_best=row is best[head.key])
+        for head in headings
+      ]
+      for row in members
+    ]
+    marked |= any(row is not None for row in best.values())
+  explains = "better than each other run with as many workers (Welch, 95 %)"
+  return Results(headings, drawn, explains if marked else "")
+
+
+def _best(
+  rows: Sequence[Mapping[str, Any]], key: str
+) -> Mapping[str, Any] | None:
+  """Returns the row that is best in a column; None if it is not better than
+  each other by more than the noise of the seeds, or that noise is not known."""
+  sign = _BETTER.get(key)
+  rows = [row for row in rows if not _is_missing(row.get(key))]
+  if not sign or len(rows) < 2:
+    return None
+  first = max(rows, key=lambda row: sign * row[key])
+  is_best = all(row is first or _differ(first, row, key) for row in rows)
+  return first if is_best else None
+
+
+def _differ(one: Mapping[str, Any], other: Mapping[str, Any], key: str) -> bool:
+  """Whether two means over seeds differ, by Welch's test."""
+  from scipy import special
+
+  spreads = one.get(f"{key}_std"), other.get(f"{key}_std")
+  counts = one.get("seeds", 1), other.get("seeds", 1)
+  if any(map(_is_missing, spreads)) or min(counts) < 2:
+    return False
+  pairs = zip(spreads, counts, strict=True)
+  parts = [float(std or 0) ** 2 / count for std, count in pairs]
+  variance, difference = sum(parts), abs(one[key] - other[key])
+  if not variance:
+    return bool(difference > 0)
+  freedom = variance**2 / sum(
+    part**2 / (count - 1) for part, count in zip(parts, counts, strict=True)
+  )
+  noise = special.stdtrit(freedom, _LEVEL) * variance**0.5
+  return bool(difference > noise)
 
 
 def _cell(
-  row: Mapping[str, Any], heading: Heading, column: Any
+  row: Mapping[str, Any], heading: Heading, column: Any, *, is_best: bool
 ) -> ResultCell:
   """Returns the cell of a row with its value and deviation. `column` is an
   `asgd.experiment.engines.Column`, or None for a key without one."""
   kind, key, _ = heading
+  kind += " best" * is_best
   value, std = row.get(key), row.get(f"{key}_std")
   scale, form = (column.scale, column.form) if column else (1, "{:.4g}")
   if _is_missing(value):

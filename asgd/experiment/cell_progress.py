@@ -1,0 +1,345 @@
+"""progress.json: the state of a cell while it trains, for `asgd watch`.
+
+The run loop writes this file for every engine, at most once a second and for at
+most 1 % of the time, from the progress that it has anyway. It replaces the file
+as a whole, so a reader never finds half of it. The file of a finished cell has
+the totals of all its records. `asgd.pages.panels` draws it in both cases.
+"""
+
+import collections
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd import base, safe_files
+from asgd.experiment import engines, storage
+from asgd.orders.trace import ENDS, STARTS, Event, events
+from asgd.pages.run_files import PROGRESS
+
+_INTERVAL = 1.0  # least seconds between two writes
+_SPARING = 100.0  # least time between two writes, in times of a write
+_POINTS = 240  # most points of the curves
+_BINS = 128  # most bins of the staleness
+_GAPS = (-12.0, 4.0)  # logarithms of the smallest and the largest gap
+_EVENTS = 200  # most lines on faults and recoveries
+_SEGMENTS = 400  # most stretches of work
+_LANES = 32  # most workers with a strip
+_CALLS = 100  # most calls of `advance` in a strip
+
+
+ROWS = 800  # of a trace, for the last stretches of work
+
+
+class Segment(NamedTuple):
+  """A stretch of a worker's time; the worker waits between two of them."""
+
+  lane: int  # index of the worker, or of the device
+  kind: str  # compute, wire, or job, which is both together
+  start: float  # seconds, or simulated time
+  end: float
+
+
+def segments(
+  rows: Sequence[Event],
+  computed: Callable[[int, int], Sequence[float]] = lambda *_: (),
+  kind: str = "compute",
+) -> list[Segment]:
+  """Returns the jobs in the last rows of a trace.
+
+  Args:
+    rows: of the trace; a job whose start is not among them is left out.
+    computed: (worker, seq) -> when the worker began and ended its computation;
+      the rest of the job is wire. (): it is not known.
+    kind: of jobs whose computation is not known.
+
+  Example:
+    >>> row = Event(0.0, 3, 0, 7, base.SEND)
+    >>> segments([row, row._replace(time=2.0, action=base.RECEIVE)])
+    [Segment(lane=3, kind='compute', start=0.0, end=2.0)]
+  """
+  out: list[Segment] = []
+  started: dict[tuple[int, int], float] = {}
+  now = rows[-1].time if rows else 0.0
+
+  def add(key: tuple[int, int], start: float, end: float) -> None:
+    inner = computed(*key)
+    if not inner:
+      out.append(Segment(key[0], kind, start, end))
+      return
+    began, ended = (min(time, end) for time in inner)
+    parts = ("wire", start, began), ("compute", began, ended)
+    for name, *times in (*parts, ("wire", ended, end)):
+      out.append(Segment(key[0], name, *times))
+
+  for event in rows:
+    if event.action in STARTS:
+      started[event.key] = event.time
+    elif event.action in ENDS and event.key in started:
+      add(event.key, started.pop(event.key), event.time)
+  for key, start in started.items():  # jobs in progress
+    add(key, start, now)
+  return [part for part in out if part.end > part.start]
+
+
+def rows_before(
+  trace: base.Trace | Sequence[Event], end: int
+) -> Sequence[Event]:
+  """Returns the last `ROWS` rows, before row `end`, of a trace as columns or as
+  rows."""
+  start = max(end - ROWS, 0)
+  if isinstance(trace, base.Trace):
+    return list(events(trace, start, end))
+  return trace[start:end]
+
+
+def last_lines(path: Path, size: int = 2**14) -> list[str]:
+  """Returns the complete lines in the last bytes of a file, which another
+  process may be writing; [] if the file does not exist."""
+  try:
+    with path.open("rb") as file:
+      file.seek(max(path.stat().st_size - size, 0))
+      whole = not file.tell()
+      text = file.read().decode("utf-8", "replace")
+  except FileNotFoundError:
+    return []
+  # The first line may be cut by the seek, the last one by its writer.
+  return text.split("\n")[0 if whole else 1 : -1]
+
+
+def _event(line: str) -> Event | None:
+  """Returns the row of a journal's line, None if it is no row."""
+  try:
+    return Event.parse(line)
+  except ValueError:  # the header
+    return None
+
+
+def _stretch(lane: int, line: str) -> Segment | None:
+  """Returns the stretch of a span's line, None if it is no span."""
+  try:
+    name, start, end, *_ = line.split(",")
+    kind = "compute" if name == "compute" else "wire"
+    return Segment(lane, kind, float(start), float(end))
+  except ValueError:
+    return None
+
+
+def read_work(folder: Path) -> list[Segment]:
+  """Returns the last stretches of work in the files of a live cell.
+
+  The spans of a worker separate its fetches, computations and pushes. The
+  jobs of workers without spans are taken from the journals.
+  """
+  out: list[Segment] = []
+  jobs: dict[tuple[int, float], Segment] = {}
+  for path in folder.glob("spans-*.csv"):
+    lane = int(path.stem.partition("-")[2])
+    spans = (_stretch(lane, line) for line in last_lines(path))
+    out += filter(None, spans)
+  separated = {part.lane for part in out}
+  for path in sorted(folder.glob("trace-*.csv")):
+    rows = list(filter(None, map(_event, last_lines(path))))
+    for part in segments(rows, kind="job"):
+      # Each shard has a row of a job; the first one is the lead.
+      jobs.setdefault((part.lane, round(part.start, 3)), part)
+  return out + [part for part in jobs.values() if part.lane not in separated]
+
+
+class _Totals:
+  """Sums and histograms over messages."""
+
+  def __init__(self) -> None:
+    self.messages = self.bytes_up = self.bytes_down = 0
+    self.width, self.staleness = 1, np.zeros(_BINS, np.int64)
+    self.gap = np.zeros(_BINS, np.int64)
+
+  def add(self, rows: Any) -> int:
+    """Counts the rows of records, without columns that they lack. Returns the
+    bytes that they sent."""
+    up, down = (
+      int(np.sum(getattr(rows, name, 0))) for name in ("bytes_up", "bytes_down")
+    )
+    self.messages += len(rows.loss)
+    self.bytes_up, self.bytes_down = self.bytes_up + up, self.bytes_down + down
+    if hasattr(rows, "staleness"):
+      self._add_delays(rows)
+    return up + down
+
+  def _add_delays(self, rows: Any) -> None:
+    """Counts staleness and gaps in their bins."""
+    staleness = np.maximum(rows.staleness.ravel(), 0)
+    while staleness.max(initial=0) >= self.width * _BINS:
+      # Bins of twice the width: two bins become one.
+      self.width *= 2
+      pairs = self.staleness.reshape(-1, 2).sum(1)
+      self.staleness = np.append(pairs, np.zeros_like(pairs))
+    self.staleness += np.bincount(staleness // self.width, minlength=_BINS)
+    gap = rows.gap.ravel()
+    gap = np.clip(gap[np.isfinite(gap)], 10 ** _GAPS[0], 0.99 * 10 ** _GAPS[1])
+    self.gap += np.histogram(np.log10(gap), _BINS, _GAPS)[0]
+
+  def content(self) -> dict[str, Any]:
+    """Returns the totals as plain data, without empty bins at the end."""
+    bins = np.trim_zeros(self.staleness, "b").tolist()
+    return {
+      "messages": self.messages,
+      "bytes": [self.bytes_up, self.bytes_down],
+      "staleness": {"width": self.width, "counts": bins},
+      "gap": {"range": _GAPS, "counts": self.gap.tolist()},
+    }
+
+
+class _Point(NamedTuple):
+  """A point of the curves: the mean over the messages since the last one."""
+
+  seconds: float  # of training, at the last of the messages
+  message: float  # messages received by then
+  loss: float
+  staleness: float
+  nbytes: float  # sent, both ways
+
+
+class _Losses(NamedTuple):
+  """The rows of an engine whose progress has no records."""
+
+  loss: npt.NDArray[Any]
+
+
+def _thinned(points: list[_Point]) -> list[_Point]:
+  """Returns one point for two, with the means over both."""
+  out: list[_Point] = []
+  before = 0.0
+  for first, second in zip(points[::2], points[1::2], strict=False):
+    weights = first.message - before, second.message - first.message
+    total = max(sum(weights), 1)
+    loss, staleness = (
+      (weights[0] * a + weights[1] * b) / total
+      for a, b in zip(first[2:4], second[2:4], strict=True)
+    )
+    nbytes = first.nbytes + second.nbytes
+    out.append(second._replace(loss=loss, staleness=staleness, nbytes=nbytes))
+    before = second.message
+  return out + points[2 * len(out) :]
+
+
+def _earlier(path: Path, done: int) -> tuple[list[_Point], list[Any]]:
+  """Returns the points and the lines of an earlier attempt, up to message
+  `done`; none if the file is missing or was damaged."""
+  before = storage.read_json(path) or {}
+  try:
+    rows = [[math.nan if x is None else x for x in p] for p in before["points"]]
+    points = [_Point(*map(float, row)) for row in rows]
+    return [p for p in points if p.message <= done], list(before["events"])
+  except (KeyError, TypeError, ValueError):
+    return [], []
+
+
+class ProgressFile:
+  """Writes progress.json of one cell."""
+
+  def __init__(
+    self,
+    place: Path,
+    about: Mapping[str, Any],
+    engine: Any,
+    lines: list[str] | None = None,
+  ):
+    """Continues the file of an earlier attempt at the cell.
+
+    Args:
+      place: the cell's folder.
+      about: name, engine and workers of the cell.
+      engine: of the cell.
+      lines: printed on the cell. More are added while it trains, and those
+        that the file has are removed.
+    """
+    self._path, self._engine = place / PROGRESS, engine
+    self._lines = [] if lines is None else lines
+    self._about = {**about, "total": engine.total, "unit": engine.unit}
+    self._points, self._events = _earlier(self._path, engine.done)
+    # The clock continues at the last point, so the stop between has no length.
+    self._next = self._points[-1].seconds if self._points else 0.0
+    self._began = time.monotonic() - self._next
+    self._totals, self._message = _Totals(), engine.done
+    if engine.done:
+      self._totals.add(engine.records())
+      self._events.append([self._next, f"resumed at message {engine.done}"])
+    self._new: list[Any] = []  # rows of records since the last point
+    self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
+
+  def advance(self, until: int) -> engines.Progress:
+    """Advances the engine, and counts its progress. Returns it without the
+    rows of records, which only this file needs."""
+    start = time.monotonic() - self._began
+    progress: engines.Progress = self._engine.advance(until)
+    now = time.monotonic() - self._began
+    if progress.count:
+      self._new.append(progress.rows or _Losses(progress.loss))
+      self._calls.append(Segment(0, "compute", start, now))
+    if now >= self._next or (self._new and not self._points):
+      self._write(now)
+    return progress._replace(rows=None)
+
+  def finish(self) -> None:
+    """Writes the file of a finished cell, with the totals of all records."""
+    now = time.monotonic() - self._began
+    self._add_point(now)
+    self._totals = _Totals()
+    self._totals.add(self._engine.records())
+    self._write(now)
+
+  def _add_point(self, now: float) -> None:
+    """Adds the point of the rows since the last one, if there are some."""
+    new, self._new = self._new, []
+    if not new:
+      return
+    losses, staleness = _joined(new, "loss"), _joined(new, "staleness")
+    nbytes = sum(map(self._totals.add, new))
+    self._message += len(losses)
+    means = engines.mean(losses), engines.mean(staleness)
+    self._points.append(_Point(now, self._message, *means, nbytes))
+    if len(self._points) > _POINTS:
+      self._points = _thinned(self._points)
+
+  def _write(self, now: float) -> None:
+    """Writes the file."""
+    began = time.monotonic()
+    self._add_point(now)
+    self._events += [[now, line] for line in self._lines]
+    self._lines.clear()
+    self._events = self._events[-_EVENTS:]
+    work = self._engine.work() or list(self._calls)
+    work = [part for part in work if part.lane < _LANES]
+    work.sort(key=lambda part: part.end)
+    content = {
+      **self._about,
+      "seconds": now,
+      **self._totals.content(),
+      "points": _rounded(self._points),
+      "work": _rounded(work[-_SEGMENTS:]),
+      "events": _rounded(self._events),
+    }
+    with contextlib.suppress(OSError):  # the run does not need this file
+      safe_files.write(self._path, storage.to_json(content))
+    took = time.monotonic() - began
+    self._next = now + max(_INTERVAL, _SPARING * took)
+
+
+def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
+  """Returns a column of records in parts; empty if they lack it."""
+  columns = [np.ravel(getattr(part, column, ())) for part in parts]
+  return np.concatenate(columns)
+
+
+def _rounded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+  """Returns rows whose floats have four digits after the point."""
+  return [
+    [round(value, 4) if isinstance(value, float) else value for value in row]
+    for row in rows
+  ]

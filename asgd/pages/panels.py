@@ -1,0 +1,374 @@
+"""The panels of a cell: curves, histograms, the workers' strip, and events.
+
+A chart is geometry in the pixels of its viewBox; `panels.html` draws it as SVG
+within the page, in the page's colours. The numbers are those of progress.json
+(`asgd.experiment.cell_progress`) and of the evaluations.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from asgd.pages.run_files import CellFiles
+
+
+class Size(NamedTuple):
+  """Size and margins of a chart; the margins have ticks and labels."""
+
+  width: int = 300
+  height: int = 160
+  left: int = 46
+  right: int = 12
+  top: int = 10
+  bottom: int = 34
+
+
+SIZE = Size()
+_TICKS = 5  # about so many on an axis
+_BARS, _FEW_BARS = 32, 5  # most bars; there is room for a few at least
+_RECENT = 5.0  # seconds over which the present rate is taken
+_WIDE = 50.0  # ratio of the values from which an axis is logarithmic
+_SCALE = 1000  # width of a strip
+
+
+class Chart(NamedTuple):
+  """A chart, in pixels from the upper left corner of its viewBox."""
+
+  name: str
+  x_label: str
+  x_ticks: list[tuple[float, str]]
+  y_ticks: list[tuple[float, str]]
+  # (name, points of a polyline, its end)
+  lines: list[tuple[str, str, tuple[float, float]]] = []
+  bars: list[tuple[float, float, float, str]] = []  # x, width, height, text
+
+
+class Lane(NamedTuple):
+  """The strip of a worker."""
+
+  name: str
+  parts: list[tuple[str, float, float, str]]  # kind, x, width, text
+  shares: str  # of the time, in percent
+
+
+class Strip(NamedTuple):
+  """The strips of workers, over one stretch of time."""
+
+  lanes: list[Lane]
+  kinds: list[str]
+  begin: str
+  end: str
+  note: str  # on workers without a strip
+
+
+class Panels(NamedTuple):
+  """All panels of a cell."""
+
+  name: str
+  state: str  # of `run_files`, or of the page that shows it
+  share: float  # of the messages that are received
+  facts: list[tuple[str, str]]
+  charts: list[Chart]
+  strip: Strip | None
+  events: list[tuple[str, str]]  # (seconds, line): faults, recoveries
+
+
+def number(value: float | None, form: str = "{:.4g}") -> str:
+  """Returns a number as text; a dash if it is not known."""
+  if value is None or not math.isfinite(value):
+    return "-"
+  if float(value).is_integer() and abs(value) < 1e15:
+    return f"{int(value):,}"
+  return form.format(value)
+
+
+def bytes_text(count: float) -> str:
+  """Returns a count of bytes as text.
+
+  Example:
+    >>> bytes_text(1234567)
+    '1.23 MB'
+  """
+  for unit in ("B", "kB", "MB"):
+    if count < 999.5:
+      return f"{count:.3g} {unit}"
+    count /= 1000
+  return f"{count:.3g} GB"
+
+
+def _ticks(low: float, high: float) -> list[float]:
+  """Returns round numbers from `low` to `high`, in steps of 1, 2 or 5.
+
+  Example:
+    >>> _ticks(0.0, 9.0)
+    [0.0, 2.0, 4.0, 6.0, 8.0]
+  """
+  rough = (high - low) / _TICKS
+  power = 10.0 ** math.floor(math.log10(rough))
+  step = next(m * power for m in (1, 2, 5, 10) if m * power >= 0.999 * rough)
+  first = math.ceil(low / step - 1e-9)
+  count = math.floor(high / step + 1e-9) - first + 1
+  return [round((first + i) * step, 12) for i in range(count)]
+
+
+def _across(value: Any, low: float, high: float) -> Any:
+  room = SIZE.width - SIZE.left - SIZE.right
+  return SIZE.left + room * (value - low) / (high - low)
+
+
+def _down(value: Any, low: float, high: float) -> Any:
+  bottom = SIZE.height - SIZE.bottom
+  return bottom - (bottom - SIZE.top) * (value - low) / (high - low)
+
+
+def _range(values: npt.NDArray[Any], *, zero: bool) -> tuple[float, float]:
+  """Returns limits of an axis that differ, from 0 on if `zero`."""
+  low, high = float(values.min()), float(values.max())
+  low = min(low, 0.0) if zero else low
+  if high - low <= 1e-9 * max(abs(high), abs(low)):
+    low, high = (low, high + 1.0) if zero else (low - 0.5, high + 0.5)
+  return low, high
+
+
+def _curves(
+  name: str,
+  x_label: str,
+  curves: Mapping[str, Iterable[tuple[float, float]]],
+  *,
+  zero: bool,
+) -> Chart | None:
+  """Returns a chart of named curves; None without any finite point."""
+  arrays = {}
+  for label, points in curves.items():
+    rows = np.array([[x, np.nan if y is None else y] for x, y in points], float)
+    rows = rows.reshape(-1, 2)
+    rows = rows[np.isfinite(rows).all(1)]
+    if len(rows):
+      arrays[label] = rows
+  if not arrays:
+    return None
+  points = np.concatenate([*arrays.values()])
+  values = points[:, 1]
+  scale: Callable[[Any], Any] = np.asarray
+  is_log = not zero and values.min() > 0 and values.max() > _WIDE * values.min()
+  if is_log:
+    scale = np.log10
+  x_range = _range(points[:, 0], zero=True)
+  y_range = _range(scale(values), zero=zero)
+  lines = []
+  for label, rows in arrays.items():
+    x, y = _across(rows[:, 0], *x_range), _down(scale(rows[:, 1]), *y_range)
+    pixels = list(zip(x.tolist(), y.tolist(), strict=True))
+    text = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
+    lines.append((label, text, pixels[-1]))
+  ticks = _ticks(*y_range)
+  shown = [number(10**tick if is_log else tick, "{:.3g}") for tick in ticks]
+  return Chart(
+    name,
+    x_label,
+    [(_across(tick, *x_range), number(tick)) for tick in _ticks(*x_range)],
+    [(_down(t, *y_range), text) for t, text in zip(ticks, shown, strict=True)],
+    lines=lines,
+  )
+
+
+def _bars(
+  name: str,
+  x_label: str,
+  counts: npt.NDArray[Any],
+  labels: Sequence[str],
+  ticks: Iterable[tuple[int, str]],
+) -> Chart | None:
+  """Returns a histogram in percent of the messages; None if it is empty.
+
+  Args:
+    name: of the chart.
+    x_label: of its axis.
+    counts: of each bar.
+    labels: of each bar.
+    ticks: (index of a bar, text).
+  """
+  total = int(counts.sum())
+  if not total:
+    return None
+  shares = 100 * counts / total
+  high = float(shares.max())
+  count = len(counts)
+  x = _across(np.arange(count + 1), 0, max(count, _FEW_BARS))
+  height = SIZE.height - SIZE.bottom - _down(shares, 0, high)
+  texts = [
+    f"{label}: {number(each)} messages, {share:.3g} %"
+    for label, each, share in zip(labels, counts.tolist(), shares, strict=True)
+  ]
+  pixels = zip(
+    x[:-1].tolist(), np.diff(x).tolist(), height.tolist(), texts, strict=True
+  )
+  return Chart(
+    name,
+    x_label,
+    [(float(x[i] + x[i + 1]) / 2, text) for i, text in ticks],
+    [(_down(t, 0, high), f"{number(t)} %") for t in _ticks(0.0, high)],
+    bars=list(pixels),
+  )
+
+
+def _staleness(content: Mapping[str, Any]) -> Chart | None:
+  """Returns the histogram of staleness."""
+  counts, width = np.array(content["counts"], int), content["width"]
+  merged = max(-(-len(counts) // _BARS), 1)
+  counts = np.append(counts, np.zeros(-len(counts) % merged, int))
+  counts, width = counts.reshape(-1, merged).sum(1), width * merged
+  labels = [
+    f"{i * width}" if width == 1 else f"{i * width} to {(i + 1) * width - 1}"
+    for i in range(len(counts))
+  ]
+  step = -(-len(counts) // 6)
+  ticks = [(i, f"{i * width}") for i in range(0, len(counts), step)]
+  return _bars("Staleness", "updates", counts, labels, ticks)
+
+
+def _gap(content: Mapping[str, Any]) -> Chart | None:
+  """Returns the histogram of gaps, on a logarithmic axis."""
+  counts, (low, high) = np.array(content["counts"], int), content["range"]
+  edges = np.linspace(low, high, len(counts) + 1)
+  zero, some = int(counts[0]), np.flatnonzero(counts[1:])
+  name, x_label = "Gap", "RMS of the parameters' change, log scale"
+  if not len(some):
+    return _bars(name, x_label, counts[:1], ["0"], [(0, "0")])
+  first, last = some[0] + 1, some[-1] + 2
+  labels = [
+    f"{10**a:.2g} to {10**b:.2g}"
+    for a, b in itertools.pairwise(edges[first : last + 1])
+  ]
+  inner, ticks = counts[first:last], []
+  if zero:
+    inner, labels = np.append([zero, 0], inner), ["0", "-", *labels]
+    ticks = [(0, "0")]
+  shift = 2 * bool(zero) - first
+  step = max(-(-len(inner) // 4), 1)
+  ticks += [
+    (i + shift, f"{10 ** edges[i]:.1g}")
+    for i in range(first + bool(zero), last, step)
+  ]
+  return _bars(name, x_label, inner, labels, ticks)
+
+
+def _strip(progress: Mapping[str, Any]) -> Strip | None:
+  """Returns the workers' strip over the last stretch of time."""
+  work, unit = progress["work"], progress["unit"]
+  if not work:
+    return None
+  starts: dict[int, float] = {}
+  for lane, _, start, _ in work:
+    starts[lane] = min(start, starts.get(lane, start))
+  end = max(part[3] for part in work)
+  # The work of a worker before its first stretch here is not known. So the
+  # strip begins where all are known, except for workers that joined later.
+  first = min(starts.values())
+  begin = min(max(starts.values()), (first + end) / 2)
+  length = (end - begin) or 1.0
+  lanes = []
+  step = len(starts) == 1 and progress["workers"] > 1
+  for lane in sorted(starts):
+    parts, busy = [], dict.fromkeys(("compute", "wire"), 0.0)
+    for _, kind, start, stop in sorted(p for p in work if p[0] == lane):
+      start = max(start, begin)
+      if stop <= start:
+        continue
+      took, name = stop - start, kind if kind in ("wire", "job") else "compute"
+      x, width = (_SCALE * time / length for time in (start - begin, took))
+      parts.append((kind, x, width, f"{kind}, {number(took)} {unit}"))
+      busy[name] = busy.get(name, 0.0) + took
+    shares = {name: 100 * time / length for name, time in busy.items() if time}
+    shares["wait"] = max(100 - sum(shares.values()), 0.0)
+    text = ", ".join(f"{name} {share:.0f} %" for name, share in shares.items())
+    lanes.append(Lane("all" if step else str(lane), parts, text))
+  kinds = dict.fromkeys(part[1] for part in work)
+  missing = 0 if step else progress["workers"] - len(lanes)
+  note = f"{len(lanes)} of {progress['workers']} workers" if missing > 0 else ""
+  texts = [number(time, "{:.5g}") for time in (begin, end)]
+  return Strip(lanes, [*kinds, "wait"], texts[0], f"{texts[1]} {unit}", note)
+
+
+def _rate(points: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+  """Returns (seconds, messages a second) between points."""
+  before, out = (0.0, 0.0), []
+  for seconds, message, *_ in points:
+    if seconds > before[0] and message >= before[1]:
+      rate = (message - before[1]) / (seconds - before[0])
+      out.append((seconds, rate))
+    before = seconds, message
+  return out
+
+
+def _facts(cell: CellFiles) -> list[tuple[str, str]]:
+  """Returns names and values of the numbers above the charts."""
+  progress = cell.progress
+  points, total = progress["points"], progress["total"]
+  done, (up, down) = progress["messages"], progress["bytes"]
+  facts = [("messages", f"{done:,} of {total:,}")]
+  recent = [p for p in points if p[0] >= points[-1][0] - _RECENT]
+  if cell.result or len(recent) < 2:
+    recent = [[0.0, 0], *points[-1:]]
+  seconds = recent[-1][0] - recent[0][0]
+  if seconds > 0:
+    rate = (recent[-1][1] - recent[0][1]) / seconds
+    facts.append(("messages/s", number(rate, "{:.3g}")))
+  if points:
+    facts.append(("loss", number(points[-1][2])))
+  row = cell.result or (cell.rows[-1] if cell.rows else {})
+  for key, name in (("test_loss", "test loss"), ("test_accuracy", "accuracy")):
+    if row.get(key) is not None:
+      percent = key == "test_accuracy"
+      value = f"{100 * row[key]:.1f} %" if percent else number(row[key])
+      facts.append((name, value))
+  staleness = progress["staleness"]
+  counts = np.array(staleness["counts"], float)
+  if counts.sum() and staleness["width"] == 1:
+    mean = np.arange(len(counts)) @ counts / counts.sum()
+    facts.append(("staleness", number(mean, "{:.3g}")))
+  if up or down:
+    facts.append(("bytes up, down", f"{bytes_text(up)}, {bytes_text(down)}"))
+  facts.append(("seconds", number(progress["seconds"], "{:.1f}")))
+  return facts
+
+
+def of_cell(cell: CellFiles) -> Panels:
+  """Returns the panels of a cell; without charts if its progress.json is
+  missing or was damaged."""
+  try:
+    return _of_progress(cell)
+  except (KeyError, TypeError, ValueError, IndexError):
+    return Panels(cell.name, cell.state, 0.0, [], [], None, [])
+
+
+def _of_progress(cell: CellFiles) -> Panels:
+  """Returns the panels of a cell with a valid progress.json."""
+  progress, points = cell.progress, cell.progress["points"]
+  tests = [(row.get("message"), row.get("test_loss")) for row in cell.rows]
+  losses = {"train": [(p[1], p[2]) for p in points], "test": tests}
+  charts = [
+    _curves("Rate", "seconds", {"messages/s": _rate(points)}, zero=True),
+    _curves("Loss", "messages", losses, zero=False),
+    _staleness(progress["staleness"]),
+    _gap(progress["gap"]),
+  ]
+  sent, total = [], 0.0
+  for _, message, _, _, nbytes in points:
+    sent.append((message, total := total + nbytes / 1e6))
+  if total:
+    charts.append(_curves("Bytes", "messages", {"MB sent": sent}, zero=True))
+  events = [(f"{time:.1f} s", line) for time, line in progress["events"]]
+  return Panels(
+    cell.name,
+    cell.state,
+    progress["messages"] / max(progress["total"], 1),
+    _facts(cell),
+    [chart for chart in charts if chart],
+    _strip(progress),
+    events[::-1],
+  )

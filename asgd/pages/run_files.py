@@ -1,0 +1,99 @@
+"""Reads the folder of an experiment while it is trained, and afterwards.
+
+The files are those of `asgd.experiment.folder`. Another process may be writing
+them, so a line that is cut at the end of a file is left out, and a file that
+cannot be read is treated as missing.
+"""
+
+import contextlib
+import json
+import zipfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PROGRESS = "progress.json"  # of a cell; asgd.experiment.cell_progress writes it
+_ARCHIVE = "cell.npz"  # has the files of a finished cell
+
+
+FINISHED, BEGUN = "finished", "begun"  # states of a cell
+
+
+class CellFiles(NamedTuple):
+  """One cell, as far as it is trained."""
+
+  name: str
+  progress: dict[str, Any]  # contents of progress.json; {}: there is none
+  rows: list[dict[str, Any]]  # evaluations
+  result: dict[str, Any]  # {} until the cell is finished
+
+  @property
+  def state(self) -> str:
+    """FINISHED or BEGUN."""
+    return FINISHED if self.result else BEGUN
+
+
+def _content(place: Path, name: str) -> str:
+  """Returns the text of a cell's file, packed or not; "" if it is missing."""
+  with contextlib.suppress(OSError):
+    return (place / name).read_text("utf-8", "replace")
+  absent = OSError, KeyError, zipfile.BadZipFile
+  with contextlib.suppress(*absent), zipfile.ZipFile(place / _ARCHIVE) as file:
+    return file.read(name).decode("utf-8", "replace")
+  return ""
+
+
+def _json(text: str) -> dict[str, Any]:
+  """Returns a JSON object; {} for any other text."""
+  with contextlib.suppress(ValueError, RecursionError):
+    value = json.loads(text)
+    return value if isinstance(value, dict) else {}
+  return {}
+
+
+def read_progress(place: Path) -> dict[str, Any]:
+  """Returns the contents of a cell's progress.json; {} if there is none."""
+  return _json(_content(place, PROGRESS))
+
+
+def last_write(place: Path) -> float:
+  """Returns when a file of a cell was written last, in seconds since 1970."""
+  names = PROGRESS, "cell.json", "metrics.jsonl", "result.json", _ARCHIVE
+  times = [0.0]
+  for name in names:
+    with contextlib.suppress(OSError):  # missing, or removed just now
+      times.append((place / name).stat().st_mtime)
+  return max(times)
+
+
+def is_held(place: Path) -> bool:
+  """Whether a process trains a cell, or was killed while it did."""
+  return (place / ".lock").exists()
+
+
+def read_cell(place: Path) -> CellFiles:
+  """Reads the folder of a cell."""
+  lines = _content(place, "metrics.jsonl").split("\n")[:-1]
+  rows = list(filter(None, map(_json, lines)))
+  result = _json(_content(place, "result.json"))
+  return CellFiles(place.name, read_progress(place), rows, result)
+
+
+def cells_of(workdir: Path) -> list[Path]:
+  """Returns the folders of the cells of a run that have begun.
+
+  Raises:
+    ValueError: the folder is missing, empty, or no experiment's; with the
+      remedy.
+  """
+  train = f"start asgd train --workdir={workdir}, then watch it"
+  if not workdir.is_dir():
+    what = "is a file" if workdir.exists() else "does not exist"
+    raise ValueError(f"{workdir} {what}: name the folder of a run, or {train}")
+  if not (workdir / "config.json").exists():
+    if not any(workdir.iterdir()):
+      raise ValueError(f"{workdir} is empty, no run has begun in it: {train}")
+    raise ValueError(
+      f"{workdir} is not the folder of an experiment, which has a config.json:"
+      " name a folder that asgd train made (its --workdir)"
+    )
+  return sorted(path for path in (workdir / "cells").glob("*") if path.is_dir())
