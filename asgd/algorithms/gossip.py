@@ -3,15 +3,16 @@
 Each peer has its own parameters and optimizer. A job is one batch, and an epoch
 is one pass of all peers together over the data. Two options are shared:
 
-- `topology`: a name of `asgd.gossip.topologies`, a dict of a name and its
-  options, or a Topology; W are its weights;
+- `topology`: a name of `asgd.gossip.topologies`, MODULE:FUNCTION, a dict of a
+  name and its options, a matrix, or a Topology; W are its weights;
 - `codec`: a name of `asgd.compression.CODECS`, a dict of a name and its
   options, or a Codec. None sends uncompressed parameters.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import optax
 
 from asgd import base, checks, compression, gossip
@@ -22,7 +23,8 @@ from asgd.gossip import rules, topologies
 from asgd.gossip.orders import check_pairs
 from asgd.optimizers import OptimizerLike
 
-_Topology = str | Mapping[str, Any] | gossip.Topology
+_Matrix = np.ndarray | Sequence[Sequence[float]]
+_Topology = str | Mapping[str, Any] | _Matrix | gossip.Topology
 _Codec = str | Mapping[str, Any] | compression.Codec | None
 _RING = "ring"
 

@@ -72,6 +72,11 @@ class Recipe(NamedTuple):
     """Name of the protocol that trains it: "server" or "peers"."""
     return "peers" if self.gossip else "server"
 
+  @property
+  def rounds(self) -> bool:
+    """Whether messages are counted in rounds of all workers."""
+    return self.order not in ("asynchronous", gossip_lib.PAIRS)
+
   def in_rounds(self, workers: int) -> "Recipe":
     """Returns the recipe with updates on the mean of one message per worker."""
     return self._replace(every=workers, order="bulk_synchronous")

@@ -113,7 +113,8 @@ class Experiment:
 def _carrying(run, problem):
   """Returns a run's problem, which may carry the state of its optimizer."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
-  if not averages and (run.given is None or run.given.carried is None):
+  # Settings of tables and of Sandblaster carry none.
+  if not averages and getattr(run.given, "carried", None) is None:
     return problem
   workers = max(run.config["workers"])
   recipe = run.make_recipe(run.config["learning_rate"], workers)
@@ -191,7 +192,7 @@ def _checked(config, engines, dataset=None) -> schema.Resolved:
   """Checks a config as far as possible without data and devices."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
-    given = {"given": dataset.recipe, "codecs": dataset.codecs}
+    given = {"given": dataset.recipe, "objects": dataset.objects}
     runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())

@@ -176,8 +176,8 @@ class Run(NamedTuple):
   options: dict[str, Any]  # of the recipe
   config: dict[str, Any]  # the complete config, with the run's values
   given: algorithms.Recipe | None = None  # object given instead of a name
-  # asgd.compression.Codecs given as objects, by their keys of the config.
-  codecs: Mapping[str, Any] = {}
+  # Codecs, order and durations given as objects, by their keys of the config.
+  objects: Mapping[str, Any] = {}
 
   def make_recipe(
     self,

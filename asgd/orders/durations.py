@@ -11,7 +11,7 @@ Each maker raises ValueError for a value out of its range.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -318,6 +318,69 @@ def measured(
     return _drawn(lambda count: rng.choice(row, count))
 
   return Durations(stream)
+
+
+def of_each(
+  times: Sequence[float] | Sequence[Sequence[float]],
+) -> Durations:
+  """Returns the times that a user gives for each worker.
+
+  Args:
+    times: positive numbers, one for each worker, whose batches always take it;
+      or rows of numbers, one for each worker, which repeat.
+
+  Returns:
+    Durations in the unit of `times`.
+
+  Raises:
+    ValueError: for other values.
+
+  Source:
+    none: nothing is drawn.
+
+  Example:
+    >>> from asgd.orders import durations
+    >>> clock = durations.of_each([1.0, 3.0])
+    >>> [next(clock.stream(worker)) for worker in range(2)]
+    [1.0, 3.0]
+  """
+  rows: list[Any] = [row if np.ndim(row) else [row] for row in times]
+  return measured(rows)
+
+
+def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
+  """Returns the times that a user's function yields, and checks them.
+
+  Args:
+    stream: worker -> its times, positive numbers without an end.
+
+  Returns:
+    Durations. A stream that ends, or yields another value, raises ValueError
+    when it is reached.
+
+  Source:
+    none: the function decides.
+
+  Example:
+    >>> import itertools
+    >>> from asgd.orders import durations
+    >>> clock = durations.of_stream(lambda worker: itertools.repeat(worker + 1))
+    >>> next(clock.stream(2))
+    3.0
+  """
+
+  def checked(worker: int) -> Iterator[float]:
+    count = 0
+    for time in stream(worker):
+      checks.positive(f"the duration of worker {worker}", time)
+      yield float(time)
+      count += 1
+    raise ValueError(
+      f"the durations of worker {worker} end after {count} jobs: yield them"
+      " without an end, as itertools.cycle does"
+    )
+
+  return Durations(checked)
 
 
 _KNOWN = constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts

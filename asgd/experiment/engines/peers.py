@@ -63,6 +63,9 @@ class PeerPlan(ServerPlan):
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed."""
     count = self.messages if messages is None else messages
+    own = self._own_trace(seed, count)
+    if own is not None:
+      return own
     return self.gossip.trace(
       self._durations(seed), messages=count, seed=seed
     )
