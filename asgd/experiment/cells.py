@@ -113,7 +113,8 @@ class Experiment:
 def _carrying(run, problem):
   """Returns a run's problem, which may carry the state of its optimizer."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
-  if not averages and (run.given is None or run.given.carried is None):
+  # Settings of tables and of Sandblaster carry none.
+  if not averages and getattr(run.given, "carried", None) is None:
     return problem
   workers = max(run.config["workers"])
   recipe = run.make_recipe(run.config["learning_rate"], workers)

@@ -28,7 +28,7 @@ ATTACK = "<script>alert(1)</script> & co"
 @contextlib.contextmanager
 def serving(workdir):
   """Serves a run's page; yields a function that fetches it."""
-  server = watch.Server(workdir, 0)
+  server = watch.PageServer(workdir, 0)
   thread = threading.Thread(target=server.serve_forever, args=(0.01,))
   thread.start()
 
@@ -180,6 +180,18 @@ def test_a_cell_without_or_with_a_damaged_progress_has_no_panels(tmp_path):
       (place / "progress.json").write_text(content)
       os.utime(place / "progress.json", (number, 2e9 + number))
       assert "no message was received yet" in fetch()
+
+
+def test_the_state_of_a_cell_is_that_of_its_files(tmp_path):
+  (tmp_path / "config.json").write_text("{}")
+  place = kit.write_live_cell(tmp_path, [])
+  with serving(tmp_path) as fetch:
+    assert "<td>stopped</td>" in fetch()
+    (place / ".lock").touch()
+    assert "<td>training</td>" in fetch()
+    for path in place.iterdir():
+      os.utime(path, (0, 0))
+    assert "<td>silent</td>" in fetch()
 
 
 def test_only_programs_of_this_machine_get_the_page(finished):
