@@ -75,7 +75,8 @@ def costs(
       )
     if not (np.isfinite(array) & (array >= 0)).all():
       raise ValueError(f"{name} must be finite and not negative, not {value!r}")
-    if (array > _MOST).any():  # so that sums are finite, too
+    # Larger times could overflow in sums.
+    if (array > _MOST).any():
       raise ValueError(f"{name} must be at most {_MOST:g}, not {value!r}")
     return np.broadcast_to(array, (length,))
 
@@ -90,10 +91,10 @@ def costs(
       column(name, value, 0)
   if backward is None:
     backward = column("input", input, stages) + column("weight", weight, stages)
-  back = transfer if transfer_back is None else transfer_back
-  values = forward, backward, input, weight, transfer, back
+  gradient_transfer = transfer if transfer_back is None else transfer_back
+  field_values = forward, backward, input, weight, transfer, gradient_transfer
   lengths = [stages] * 4 + [max(stages - 1, 0)] * 2
-  return Costs(*map(column, Costs._fields, values, lengths), overlap, own)
+  return Costs(*map(column, Costs._fields, field_values, lengths), overlap, own)
 
 
 def check_costs(cost: Costs, stages: int) -> None:
@@ -112,20 +113,20 @@ def measured_costs(
   and of the user's own. Transfers take nothing, and blocks the sum of their
   tasks."""
   run = spans_lib.measured(schedule, spans)
-  took = run.end - run.start
+  durations = run.end - run.start
 
-  def median(mine):
-    return float(np.median(took[mine])) if mine.any() else 0.0
+  def median(chosen):
+    return float(np.median(durations[chosen])) if chosen.any() else 0.0
 
   def column(action):
-    mine = run.action == action
-    return [median(mine & (run.stage == s)) for s in range(schedule.stages)]
+    chosen = run.action == action
+    return [median(chosen & (run.stage == s)) for s in range(schedule.stages)]
 
-  own = sorted(set(run.action.tolist()) - set(KNOWN))
+  user_actions = sorted(set(run.action.tolist()) - set(KNOWN))
   return costs(
     schedule.stages,
     **{name: column(action) for action, name in COST_OF.items()},
-    own={action: median(run.action == action) for action in own},
+    own={action: median(run.action == action) for action in user_actions},
   )
 
 
@@ -142,23 +143,23 @@ def times(schedule: Schedule, cost: Costs) -> spans_lib.Timing:
   check_costs(cost, schedule.stages)
   durations = np.zeros(len(schedule.time))  # of tasks by themselves
   for action, name in COST_OF.items():
-    mine = schedule.action == action
-    durations[mine] = getattr(cost, name)[schedule.stage[mine]]
+    chosen = schedule.action == action
+    durations[chosen] = getattr(cost, name)[schedule.stage[chosen]]
   for action, value in cost.own.items():
     durations[schedule.action == action] = value
-  needs = _needs(schedule, cost)
+  inputs = _input_rows(schedule, cost)
   flush = schedule.flush and schedule.microbatches > schedule.every
-  wide = by_slot.times(
+  timing = by_slot.times(
     (schedule.time, schedule.device),
     durations,
     cost.overlap,
-    needs,
+    inputs,
     _updates(schedule) if flush else None,
   )
-  if wide is not None:
-    return spans_lib.Timing(*wide)
-  own = durations.tolist()
-  return _times_by_row(schedule, cost.overlap, own, needs, flush=flush)
+  if timing is not None:
+    return spans_lib.Timing(*timing)
+  seconds = durations.tolist()
+  return _times_by_row(schedule, cost.overlap, seconds, inputs, flush=flush)
 
 
 def _updates(schedule):
@@ -171,32 +172,34 @@ def _updates(schedule):
   return np.where(later, number - 1, -1), np.where(counted, number, -1)
 
 
-def _times_by_row(schedule, overlap, own, needs, *, flush):
+def _times_by_row(schedule, overlap, durations, inputs, *, flush):
   """`times`, row by row: narrow tables have few rows in a slot."""
-  count, every = len(own), schedule.every
-  first, second, delay = needs
+  count, every = len(durations), schedule.every
+  first, second, delay = inputs
   updated: dict[tuple[int, int], float] = collections.defaultdict(float)
   columns = (c.tolist() for c in (*schedule[1:6], first, second, delay))
   free = [0.0] * schedule.devices
   start, end = [0.0] * count, [0.0] * count
-  before = (-1, -1)
-  for row, (slot, d, stage, batch, action, one, two, wait) in enumerate(
-    zip(*columns, strict=True)
-  ):
-    block = before == (d, slot)
-    before = d, slot
+  previous = (-1, -1)
+  # A task starts when its device is free, its inputs have arrived and, in a
+  # synchronous schedule, the update of the batch before is done.
+  for row, task in enumerate(zip(*columns, strict=True)):
+    slot, d, stage, batch, action, local_input, remote_input, transfer = task
+    block = previous == (d, slot)
+    previous = d, slot
     begin = start[row - 1] if block else free[d]
-    if one >= 0 and end[one] > begin:
-      begin = end[one]
-    if two >= 0 and end[two] + wait > begin:
-      begin = end[two] + wait
+    if local_input >= 0 and end[local_input] > begin:
+      begin = end[local_input]
+    if remote_input >= 0 and end[remote_input] + transfer > begin:
+      begin = end[remote_input] + transfer
     if flush and action == FORWARD and batch >= every:
       begin = max(begin, updated[stage, batch // every - 1])
     start[row] = begin
-    end[row] = free[d] = begin + own[row]
+    end[row] = free[d] = begin + durations[row]
+    # The second task of a block ends both: they overlap.
     if block:
-      both = own[row - 1] + own[row]
-      finish = begin + (both if overlap is None else overlap)
+      duration = durations[row - 1] + durations[row]
+      finish = begin + (duration if overlap is None else overlap)
       start[row - 1] = begin
       end[row] = end[row - 1] = free[d] = finish
     if flush and action in (BACKWARD, WEIGHT):
@@ -205,22 +208,22 @@ def _times_by_row(schedule, overlap, own, needs, *, flush):
   return spans_lib.Timing(np.array(start), np.array(end))
 
 
-def _needs(schedule, cost):
+def _input_rows(schedule, cost):
   """Rows that each row needs, -1 for none: int[T] on its own device and int[T]
   perhaps on another, from where the transfer takes float[T]."""
-  where, device = validate_lib.rows(schedule), schedule.device
+  table_rows, device = validate_lib.rows(schedule), schedule.device
   first, second = np.full((2, len(device)), -1, np.int64)
   delay = np.zeros(len(device))
 
   def need(column, later, earlier, transfer=0.0):
     transfer = np.broadcast_to(transfer, later.shape)
-    there = (later >= 0) & (earlier >= 0)
-    later, earlier = later[there], earlier[there]
+    exists = (later >= 0) & (earlier >= 0)
+    later, earlier = later[exists], earlier[exists]
     column[later] = earlier
-    moved = device[later] != device[earlier]
-    delay[later[moved]] = transfer[there][moved]
+    is_remote = device[later] != device[earlier]
+    delay[later[is_remote]] = transfer[exists][is_remote]
 
-  forward, backward, weight = where
+  forward, backward, weight = table_rows
   need(second, forward[1:], forward[:-1], cost.transfer[:, None])
   need(first, backward, forward)
   need(second, backward[:-1], backward[1:], cost.transfer_back[:, None])
@@ -275,17 +278,20 @@ def versions(schedule: Schedule, weights: str = "stash") -> Versions:
       many microbatches in an update as there are stages.
   """
   checks.one_of("weights", weights, WEIGHTS)
-  where = validate_lib.rows(schedule)
+  table_rows = validate_lib.rows(schedule)
   shape = schedule.stages, schedule.microbatches
-  if (where.weight < 0).any():
+  if (table_rows.weight < 0).any():
     return Versions(*np.zeros((3, *shape), np.int64))
   forward, backward, update = np.empty((3, *shape), np.int64)
-  done = np.sort(schedule.time[where.weight], axis=1)
+  # `done` has the slots of each stage's gradients, so a count of those before a
+  # slot gives the version at the slot.
+  done = np.sort(schedule.time[table_rows.weight], axis=1)
   number = np.broadcast_to(np.arange(shape[1]) // schedule.every, shape)
   np.put_along_axis(update, update_order(schedule), number, 1)
-  for rows, out in ((where.forward, forward), (where.backward, backward)):
-    for stage, read in enumerate(schedule.time[rows]):
-      out[stage] = np.searchsorted(done[stage], read) // schedule.every
+  forwards, backwards, _ = table_rows
+  for rows, out in ((forwards, forward), (backwards, backward)):
+    for stage, slots in enumerate(schedule.time[rows]):
+      out[stage] = np.searchsorted(done[stage], slots) // schedule.every
   latest = forward
   if weights == "stash":
     backward = forward
@@ -330,19 +336,19 @@ def weight_versions(schedule: Schedule, weights: str = "stash") -> np.ndarray:
   """Returns int[S]: the most versions of its weights that a stage holds at
   once, the newest included."""
   read = versions(schedule, weights)
-  where = validate_lib.rows(schedule)
+  table_rows = validate_lib.rows(schedule)
   out = np.ones(schedule.stages, np.int64)
-  if weights == "latest" or (where.weight < 0).any():
+  if weights == "latest" or (table_rows.weight < 0).any():
     return out
-  ends = updates_done(schedule)  # when a version is replaced
-  for stage, done in enumerate(schedule.time[where.weight]):
+  update_slots = updates_done(schedule)  # when a version is replaced
+  for stage, done in enumerate(schedule.time[table_rows.weight]):
     # A version that is read later than it is replaced is kept until then.
-    last = np.zeros(ends.shape[1] + 1, np.int64)
-    np.maximum.at(last, read.forward[stage], done)
-    kept = last[:-1] > ends[stage]
+    last_reads = np.zeros(update_slots.shape[1] + 1, np.int64)
+    np.maximum.at(last_reads, read.forward[stage], done)
+    is_stashed = last_reads[:-1] > update_slots[stage]
     change = np.zeros(schedule.slots + 1, np.int64)
-    np.add.at(change, ends[stage, kept] + 1, 1)
-    np.add.at(change, last[:-1][kept] + 1, -1)
+    np.add.at(change, update_slots[stage, is_stashed] + 1, 1)
+    np.add.at(change, last_reads[:-1][is_stashed] + 1, -1)
     out[stage] += change.cumsum().max()
   return out
 
@@ -365,8 +371,8 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
       " both; use 'stash', '2bw' or 'vertical'"
     )
   read = versions(schedule, weights)
-  where = validate_lib.rows(schedule)
-  if (where.weight < 0).any():
+  table_rows = validate_lib.rows(schedule)
+  if (table_rows.weight < 0).any():
     raise ValueError(
       f"{schedule.name} has no backward, so servers receive nothing: add"
       " backwards"
@@ -374,6 +380,7 @@ def traces(schedule: Schedule, weights: str = "stash") -> list[base.Trace]:
   out = []
   for stage, order in enumerate(update_order(schedule).tolist()):
     sends = collections.defaultdict(list)
+    # A worker is sent version v right before the first gradient of update v.
     for job, version in enumerate(read.forward[stage].tolist()):
       sends[version].append(job)
     events = []
@@ -429,18 +436,19 @@ def analyze(
   weights = weights or ("latest" if schedule.flush else "stash")
   timing = times(schedule, cost)
   run = spans_lib.planned(schedule, timing)
-  use = spans_lib.idle(run, schedule.devices)
+  bubbles = spans_lib.idle(run, schedule.devices)
   sent = np.zeros(schedule.devices)
+  # Transfers are charged to the device that sends.
   size = np.broadcast_to(np.asarray(boundary, float), (schedule.stages - 1,))
   pairs = validate_lib.transfers(schedule, validate_lib.rows(schedule))
   border = schedule.stage[pairs].min(1)
   np.add.at(sent, schedule.device[pairs[:, 0]], size[border])
   return Analysis(
-    makespan=use.makespan,
-    busy=use.busy,
-    bubble_of_total=use.of_total,
-    bubble_of_ideal=use.of_ideal,
-    idle=use.idle,
+    makespan=bubbles.makespan,
+    busy=bubbles.busy,
+    bubble_of_total=bubbles.of_total,
+    bubble_of_ideal=bubbles.of_ideal,
+    idle=bubbles.idle,
     peak_activations=_peaks(schedule, timing, activation),
     weight_versions=weight_versions(schedule, weights),
     staleness=staleness(schedule, weights),
@@ -450,18 +458,18 @@ def analyze(
 
 
 def _peaks(schedule, timing, activation):
-  """The most that devices hold, at any time."""
-  begun = schedule.action == FORWARD
-  freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
+  """Returns float[D]: the largest sum of activations on each device."""
+  is_forward = schedule.action == FORWARD
+  is_freed = np.isin(schedule.action, (BACKWARD, WEIGHT))
   out = np.zeros(schedule.devices)
-  if not freed.any():
+  if not is_freed.any():
     return out
   size = np.asarray(activation, float)
   size = np.broadcast_to(size, (schedule.stages,))[schedule.stage]
-  change = size * (1.0 * begun - freed)
-  when = np.where(begun, timing.start, timing.end)
+  change = size * (1.0 * is_forward - is_freed)
+  when = np.where(is_forward, timing.start, timing.end)
   # At the same time, memory is freed first.
   order = np.lexsort((change, when, schedule.device))
-  for d, mine in enumerate(schedule.rows_of_devices(order)):
-    out[d] = np.cumsum(change[mine]).max(initial=0.0)
+  for d, device_rows in enumerate(schedule.rows_of_devices(order)):
+    out[d] = np.cumsum(change[device_rows]).max(initial=0.0)
   return out

@@ -37,9 +37,9 @@ class _Blocks(NamedTuple):
     return np.where(at < self.first[1:, None], at, len(self.kind))
 
 
-def _read(orders, known) -> _Blocks | None:
+def _read(orders, known_actions) -> _Blocks | None:
   """Returns the steps in columns; None if one is not (name, int, int)."""
-  numbers = {name: number for number, name in enumerate(known)}
+  action_index = {name: number for number, name in enumerate(known_actions)}
   columns, sizes, stop = [], [], []
   for order in orders:
     if all(isinstance(block[0], str) for block in order):
@@ -52,17 +52,17 @@ def _read(orders, known) -> _Blocks | None:
     stop.append(len(order))
     if not steps:
       continue
-    kinds = [numbers.setdefault(a, len(numbers)) for a, _, _ in steps]
-    both = [list(map(operator.itemgetter(i), steps)) for i in (1, 2)]
-    columns.append(list(map(np.array, (kinds, *both))))
+    kinds = [action_index.setdefault(a, len(action_index)) for a, _, _ in steps]
+    numbers = [list(map(operator.itemgetter(i), steps)) for i in (1, 2)]
+    columns.append(list(map(np.array, (kinds, *numbers))))
   if not columns or any(c.dtype.kind != "i" for each in columns for c in each):
     return None
   columns = [np.concatenate(column) for column in zip(*columns, strict=True)]
   first = np.concatenate([[0], *sizes]).cumsum()
-  return _Blocks(*columns, first, np.cumsum(stop), list(numbers))
+  return _Blocks(*columns, first, np.cumsum(stop), list(action_index))
 
 
-class _Needs(NamedTuple):
+class _StepInputs(NamedTuple):
   """The ends that each step waits for, as indices of one array `ends`.
 
   `ends` has forwards, then backwards, then updates (gates). Its last two
@@ -71,13 +71,13 @@ class _Needs(NamedTuple):
   """
 
   needed: np.ndarray  # int64[T + 1, 2], indices that a step reads
-  made: np.ndarray  # int64[T + 1], the index that a step's end is written to
+  written: np.ndarray  # int64[T + 1], the index that a step's end is written to
   gate: np.ndarray  # int64[T + 1], the update that a step counts for
   ends: np.ndarray  # int64[E], slots
-  left: np.ndarray  # int64[gates + 1], missing steps of each update
+  missing: np.ndarray  # int64[gates + 1], missing steps of each update
 
 
-def _needs_of(blocks, every, flush) -> _Needs | None:
+def _needs_of(blocks, every, flush) -> _StepInputs | None:
   """Returns the ends that steps wait for. None if a step occurs twice, or if
   stages or microbatches are negative or too large."""
   kind, stage, microbatch = blocks[:3]
@@ -87,12 +87,14 @@ def _needs_of(blocks, every, flush) -> _Needs | None:
     return None
   stages, count = int(1 + stage.max()), int(1 + microbatch.max())
   batches = count // every + 1
-  if stages * count > min(_MOST, 8 * len(kind) + 1000):  # also a misprint
+  # A microbatch number far above the number of steps is a misprint: refuse it
+  # before arrays of that size are allocated.
+  if stages * count > min(_MOST, 8 * len(kind) + 1000):
     return None
   forward, backward, weight = kind == 0, (kind == 1) | (kind == 2), kind == 3
-  at = stage * count + microbatch
-  for mine in (forward, backward, weight | (kind == 1)):
-    if np.bincount(at[mine], minlength=1).max() > 1:
+  cell = stage * count + microbatch
+  for chosen in (forward, backward, weight | (kind == 1)):
+    if np.bincount(cell[chosen], minlength=1).max() > 1:
       return None
   # [1] Lay out `ends`: forwards, backwards, updates, and the two dummies.
   forwards = stages * count
@@ -101,28 +103,28 @@ def _needs_of(blocks, every, flush) -> _Needs | None:
   nothing = unused + 1
   # [2] Count the steps of each update; an update without steps is done.
   needed = np.full((len(kind) + 1, 2), nothing)
-  made = np.full(len(kind) + 1, unused)
+  written = np.full(len(kind) + 1, unused)
   gate = np.full(len(kind) + 1, stages * batches)
   update = stage * batches + microbatch // every
   counted = weight | (kind == 1)
   gate[:-1][counted] = update[counted]
-  left = np.bincount(update[counted], minlength=stages * batches)
+  missing = np.bincount(update[counted], minlength=stages * batches)
   ends = np.full(nothing + 1, _NEVER)
-  ends[gates:unused][left == 0] = 0
+  ends[gates:unused][missing == 0] = 0
   ends[nothing] = 0
   # [3] Connect forwards and backwards along the stages.
-  made[:-1][forward] = at[forward]
-  made[:-1][backward] = forwards + at[backward]
+  written[:-1][forward] = cell[forward]
+  written[:-1][backward] = forwards + cell[backward]
   later = forward & (stage > 0)
-  needed[:-1, 0][later] = at[later] - count
+  needed[:-1, 0][later] = cell[later] - count
   if flush:
     later = forward & (microbatch >= every)
     needed[:-1, 1][later] = gates + update[later] - 1
-  needed[:-1, 0][backward] = at[backward]
+  needed[:-1, 0][backward] = cell[backward]
   earlier = backward & (stage < stages - 1)
-  needed[:-1, 1][earlier] = forwards + at[earlier] + count
-  needed[:-1, 0][weight] = forwards + at[weight]
-  return _Needs(needed, made, gate, ends, np.append(left, _NEVER))
+  needed[:-1, 1][earlier] = forwards + cell[earlier] + count
+  needed[:-1, 0][weight] = forwards + cell[weight]
+  return _StepInputs(needed, written, gate, ends, np.append(missing, _NEVER))
 
 
 def lay_out(
@@ -150,18 +152,18 @@ def lay_out(
   """
   if len(orders) < WIDE or (blocks := _read(orders, known)) is None:
     return None
-  needs = _needs_of(blocks, every, flush)
-  if needs is None or not all(map(name.fullmatch, blocks.names)):
+  inputs = _needs_of(blocks, every, flush)
+  if inputs is None or not all(map(name.fullmatch, blocks.names)):
     return None
   steps = blocks.in_blocks
-  begun = _begins(blocks, steps, needs, counts_updates=flush)
-  if begun is None:
+  block_slots = _block_slots(blocks, steps, inputs, counts_updates=flush)
+  if block_slots is None:
     return None
   sizes = np.diff(blocks.first)
   devices = np.diff(blocks.stop, prepend=0)
   device = np.repeat(np.arange(len(devices)), devices)
   numbers = (
-    np.repeat(begun, sizes),
+    np.repeat(block_slots, sizes),
     np.repeat(device, sizes),
     blocks.stage,
     blocks.microbatch,
@@ -170,14 +172,15 @@ def lay_out(
   return *(column.astype(np.int32) for column in numbers), actions
 
 
-def _begins(blocks, steps, needs, *, counts_updates):
+def _block_slots(blocks, steps, inputs, *, counts_updates):
   """Returns int[K], the slot of each block; None for a deadlock."""
   width = steps.shape[1]
-  needed = needs.needed[steps].reshape(-1, 2 * width)
-  made, gate = needs.made[steps], needs.gate[steps]
-  ends, left, none = needs.ends, needs.left, len(needs.left) - 1
-  gates = len(ends) - 2 - none
-  begun = np.empty(len(steps), np.int64)
+  needed = inputs.needed[steps].reshape(-1, 2 * width)
+  written, gate = inputs.written[steps], inputs.gate[steps]
+  ends, missing = inputs.ends, inputs.missing
+  no_update = len(missing) - 1
+  gates = len(ends) - 2 - no_update
+  block_slots = np.empty(len(steps), np.int64)
   stop = blocks.stop
   at = np.append(0, stop[:-1])  # the next block of each device
   at, stop = at[at < stop], stop[at < stop]
@@ -185,25 +188,27 @@ def _begins(blocks, steps, needs, *, counts_updates):
   # Each pass does one slot: devices with a ready block begin it.
   while len(at):
     ready = ends[needed[at]].max(1)
-    begins = ready <= slot
-    done = at[begins]
-    if not len(done):  # skip the slots in which every device waits
+    starts_now = ready <= slot
+    started = at[starts_now]
+    if not len(started):  # skip the slots in which every device waits
       slot = ready.min()
       if slot == _NEVER:
         return None
       continue
-    begun[done] = slot
+    block_slots[started] = slot
     slot += 1
-    ends[made[done]] = slot
+    # Steps of this slot end at the beginning of the next.
+    ends[written[started]] = slot
     if counts_updates:
-      counted = gate[done].ravel()
-      np.subtract.at(left, counted, 1)
-      complete = counted[(left[counted] == 0) & (counted < none)]
+      # A forward of the next batch is ready once its update misses no step.
+      counted = gate[started].ravel()
+      np.subtract.at(missing, counted, 1)
+      complete = counted[(missing[counted] == 0) & (counted < no_update)]
       ends[gates + complete] = slot
-    at = at + begins
+    at = at + starts_now
     if (at == stop).any():
       at, stop = at[at < stop], stop[at < stop]
-  return begun
+  return block_slots
 
 
 def times(
@@ -230,23 +235,26 @@ def times(
     with blocks of more than two tasks.
   """
   slot, device = table
-  begins = np.ones(len(slot), bool)  # whether a row is the first of its block
-  begins[1:] = (np.diff(slot) != 0) | (np.diff(device) != 0)
-  first = np.flatnonzero(begins)
+  is_first = np.ones(len(slot), bool)  # whether a row is the first of its block
+  is_first[1:] = (np.diff(slot) != 0) | (np.diff(device) != 0)
+  first = np.flatnonzero(is_first)
   size = np.diff(first, append=len(slot))
+  # [1] Group rows into blocks of one or two tasks.
   if len(slot) == 0 or device.max() + 1 < WIDE or size.max() > 2:
     return None
-  width, block = int(size.max()), begins.cumsum() - 1
+  width, block = int(size.max()), is_first.cumsum() - 1
   rows = np.minimum(first[:, None] + np.arange(width), len(slot) - 1)
   rows = np.where(np.arange(width) < size[:, None], rows, first[:, None])
-  took = durations[first]
+  block_seconds = durations[first]
   if width == 2:
-    both = durations[rows].sum(1) if overlap is None else overlap
-    took = np.where(size == 2, both, took)
-  one, two, wait = needs
+    overlapped = durations[rows].sum(1) if overlap is None else overlap
+    block_seconds = np.where(size == 2, overlapped, block_seconds)
+  # [2] Turn the rows that a block needs into indices of blocks.
+  local_input, remote_input, transfer = needs
   block = np.append(block, len(first))  # row -1, no need: ends at -infinity
-  needed = block[np.concatenate([one[rows], two[rows]], 1)]
-  delay = np.concatenate([np.zeros(rows.shape), wait[rows]], 1)
+  needed = block[np.concatenate([local_input[rows], remote_input[rows]], 1)]
+  delay = np.concatenate([np.zeros(rows.shape), transfer[rows]], 1)
+  # [3] Time all blocks of a slot at once: they never depend on each other.
   begin, end = np.empty(len(first)), np.full(len(first) + 1, -np.inf)
   device = device[first]
   free = np.zeros(device.max() + 1)
@@ -256,15 +264,17 @@ def times(
     updated = np.zeros(max(waits.max(), counts.max()) + 2)  # last: none
   cuts = np.flatnonzero(np.diff(slot[first], prepend=-1))
   for low, high in zip(cuts, [*cuts[1:], len(first)], strict=True):
-    here = slice(low, high)
-    starts = (end[needed[here]] + delay[here]).max(1)
-    starts = np.maximum(starts, free[device[here]])
+    slot_blocks = slice(low, high)
+    starts = (end[needed[slot_blocks]] + delay[slot_blocks]).max(1)
+    starts = np.maximum(starts, free[device[slot_blocks]])
     if updates is not None:
-      starts = np.maximum(starts, updated[waits[here]])
-    ends = starts + took[here]
-    begin[here], end[here], free[device[here]] = starts, ends, ends
+      starts = np.maximum(starts, updated[waits[slot_blocks]])
+    ends = starts + block_seconds[slot_blocks]
+    begin[slot_blocks], end[slot_blocks] = starts, ends
+    free[device[slot_blocks]] = ends
     if updates is not None:
-      np.maximum.at(updated, counts[here], ends)
+      np.maximum.at(updated, counts[slot_blocks], ends)
+      # Rows without an update write to the last element: reset it.
       updated[-1] = 0.0
   block = block[:-1]
   return begin[block], end[:-1][block]

@@ -68,6 +68,8 @@ class Sender:
     for array in arrays:
       ranges.append((end, end + array.size))
       end = -(-ranges[-1][1] // wire.ALIGNMENT) * wire.ALIGNMENT
+    # Arrays travel in shared memory; the message has only their ranges and the
+    # pickled tree.
     with self._lock:
       try:
         index = self._segment(end)
@@ -119,44 +121,48 @@ class Receivers:
     self._take = take
     self._folder = tempfile.TemporaryDirectory(prefix="asgd-")  # for the owner
     self.path = str(Path(self._folder.name) / "socket")
-    # As many may connect before the first is accepted.
+    # Up to 128 processes may connect before the first is accepted.
     self._listener = connection.Listener(self.path, "AF_UNIX", backlog=128)
 
   def accept(self, count: int) -> threading.Thread:
-    """Returns a thread, which has begun and ends when so many processes are
+    """Returns a thread, which has begun and ends when `count` processes are
     connected; no more are accepted then."""
     thread = threading.Thread(target=self._accept, args=(count,), daemon=True)
     thread.start()
     return thread
 
-  def _accept(self, count):
+  def _accept(self, count: int) -> None:
+    """Starts a receiving thread for each of `count` processes."""
     for _ in range(count):
-      sender = self._listener.accept()
+      peer = self._listener.accept()
       threading.Thread(
-        target=self._receive, args=(sender,), daemon=True
+        target=self._receive, args=(peer,), daemon=True
       ).start()
     self.close()
 
   def close(self) -> None:
-    """Accepts no others."""
+    """Accepts no more processes."""
     self._listener.close()
     self._folder.cleanup()
 
-  def _receive(self, sender):
+  def _receive(self, peer):
+    """Stores segments and entries of one process until it exits."""
     segments: list[np.ndarray] = []
-    # The other process ends, or this one: the driver knows more.
+    # Either process may exit at any time; the driver reports the cause.
     with contextlib.suppress(EOFError, OSError):
       while True:
-        kind, *rest = sender.recv()
+        kind, *fields = peer.recv()
         if kind == _NEW:
-          descriptor = reduction.recv_handle(sender)
-          segments.append(_mapped(descriptor, *rest))
+          descriptor = reduction.recv_handle(peer)
+          segments.append(_mapped(descriptor, *fields))
           os.close(descriptor)
         elif kind == _FLUSH:
-          sender.send(None)
+          peer.send(None)
         else:
-          number, places, head = rest
-          memory = segments[number]
-          buffers = [memory[low:high] for low, high in places]
+          index, ranges, head = fields
+          memory = segments[index]
+          # These arrays are views, so `take` must copy them before the segment
+          # is free.
+          buffers = [memory[low:high] for low, high in ranges]
           self._take(*pickle.loads(head, buffers=buffers))
           memory[0] = _FREE

@@ -41,16 +41,16 @@ def cut(
       f"cuts must rise from 0 to the {len(layers)} layers of the model, each"
       f" layer in one stage, not {list(cuts)}"
     )
-  count, single = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
-  recipes = [recipe] * count if single else recipe
+  count, one_recipe = len(cuts) - 1, isinstance(recipe, algorithms.Recipe)
+  recipes = [recipe] * count if one_recipe else recipe
   if len(recipes) != count:
     raise ValueError(
       f"{count} stages need a recipe each, or one for all, not {len(recipes)}"
     )
   out = []
   for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
-    own = slice_of(params, first, last)
-    if not jax.tree.leaves(base.weights_of(own)):
+    stage_params = slice_of(params, first, last)
+    if not jax.tree.leaves(base.weights_of(stage_params)):
       raise ValueError(
         f"stage {stage} (layers {first} to {last - 1}) has no weights; give its"
         " layers to another stage"
@@ -64,7 +64,7 @@ def cut(
         " staleness_aware or gap_aware"
       )
     fn = _stage_fn(problem.pieces, first, last)
-    out.append(Part(fn, own, rules.server(), rules.at_worker))
+    out.append(Part(fn, stage_params, rules.server(), rules.at_worker))
   return out
 
 
@@ -85,12 +85,14 @@ def whole(parts: Sequence[Any]) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _stage_fn(pieces, first, last):
-  ends = last == len(pieces.layers)
+def _stage_fn(pieces: Any, first: int, last: int) -> Callable[..., Any]:
+  """Returns `Part.fn` of layers[first:last]."""
+  is_last = last == len(pieces.layers)
 
   def fn(params, x, extra):
     batch, key = extra
     prepare_key, model_key = jax.random.split(key)
+    # The first stage gets examples; later stages get activations.
     if first == 0:
       dtype = problems.dtype_of(base.weights_of(params))
       x = pieces.prepare(batch, prepare_key, dtype)
@@ -98,7 +100,7 @@ def _stage_fn(pieces, first, last):
     y, stats = models.apply(
       layers, params, x, train=True, key=model_key, first=first
     )
-    return (pieces.criterion(y, batch) if ends else y), stats
+    return (pieces.criterion(y, batch) if is_last else y), stats
 
   return fn
 
@@ -113,8 +115,9 @@ def extras(
   key_of = jax.jit(lambda job: worker_lib.job_key(root, np.int32(0), job))
 
   def extra(stage, microbatch):
+    # The key depends on the microbatch alone, so all stages agree on it.
     key = key_of(np.int32(microbatch))
-    ends = stage in (0, stages - 1)
-    return (batch(microbatch) if ends else ()), key
+    reads_batch = stage in (0, stages - 1)
+    return (batch(microbatch) if reads_batch else ()), key
 
   return extra

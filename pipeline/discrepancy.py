@@ -51,7 +51,8 @@ def cures(
   checks.whole("every", every)
   if not 0 < decay < 1:
     raise ValueError(f"decay must be between 0 and 1, not {decay!r}")
-  delays = ((2 * after + 1) / every for after in reversed(range(stages)))
+  # Stages are numbered from 1 in the paper: P - i is the distance to the last.
+  delays = ((2 * distance + 1) / every for distance in reversed(range(stages)))
   return [Cure(delay, updates, decay) for delay in delays]
 
 
@@ -103,6 +104,7 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
     -2.0
     -2.0
   """
+  # D is the share that is left after tau updates: gamma^tau = D.
   gamma = cure.decay ** (1 / cure.delay)
 
   def init(params):
@@ -110,11 +112,12 @@ def follow(algorithm: base.Algorithm, cure: Cure) -> base.Algorithm:
     return WeightVelocityState(algorithm.init(params), zeros)
 
   def update(updates, state, params=None, **extra_args):
-    before = state.weight_velocity
+    velocity_before = state.weight_velocity
     updates, inner = algorithm.update(
       updates, state.inner, params, **extra_args
     )
-    velocity = optax.tree.update_moment(updates, before, gamma, 1)
+    # `updates` is w_{t+1} - w_t.
+    velocity = optax.tree.update_moment(updates, velocity_before, gamma, 1)
     return updates, WeightVelocityState(inner, velocity)
 
   def send(opt_state, params, *, worker):
@@ -128,7 +131,7 @@ def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
   """Returns T2 for `stage.Part.correct`: state -> w_t - tau delta_t. The part's
   server needs an algorithm of `follow`."""
 
-  def back(weight, velocity):
+  def at_forward(weight, velocity):
     return (weight - cure.delay * velocity).astype(weight.dtype)
 
   @jax.jit
@@ -136,7 +139,7 @@ def extrapolate(cure: Cure) -> Callable[[base.ServerState], Any]:
     weights = base.weights_of(state.params)
     velocity = optax.tree.get(state.opt_state, "weight_velocity")
     return base.with_weights(
-      state.params, jax.tree.map(back, weights, velocity)
+      state.params, jax.tree.map(at_forward, weights, velocity)
     )
 
   return corrected

@@ -6,7 +6,6 @@ starts a new one, and the cell resumes from its last checkpoint.
 
   from asgd import experiment
   from asgd.pipeline.engine import PIPELINE
-
   engines = {**experiment.ENGINES, "pipeline": PIPELINE}
 """
 
@@ -49,12 +48,12 @@ def _arguments(plan: PipelinePlan, seed: int, clock) -> dict[str, Any]:
   """Returns the arguments of the executor for a cell."""
   init_key, _ = jax.random.split(jax.random.key(seed))
   params = plan.problem.init(init_key)
-  ends = zip(plan.parts, itertools.pairwise(plan.cuts), strict=True)
+  stages = zip(plan.parts, itertools.pairwise(plan.cuts), strict=True)
   return {
     "schedule": plan.table,
     "parts": [
       part._replace(params=cut.slice_of(params, first, last))
-      for part, (first, last) in ends
+      for part, (first, last) in stages
     ],
     "extra": _extras(plan, seed),
     "weights": plan.weights,
@@ -96,26 +95,26 @@ def _in_processes(context: engines.Context) -> processes.Processes:
   if machine.gpus_per_process:
     import ray
 
-    there = ray.cluster_resources().get("GPU", 0.0)
-    _check_gpus(machine.gpus_per_process, count, there)
+    available = ray.cluster_resources().get("GPU", 0.0)
+    _check_gpus(machine.gpus_per_process, count, available)
   config = cells.only(plan.run, context.cell)
   make = functools.partial(
     _remote_arguments, config, dataset, plan.measurements, context.cell
   )
   affinity = getattr(os, "sched_getaffinity", lambda process: ())
-  shares = np.array_split(sorted(affinity(0)), count)
+  core_groups = np.array_split(sorted(affinity(0)), count)
   cores = None  # processes share cores if there are fewer cores than processes
-  if not machine.address and all(map(len, shares)):
-    cores = [share.tolist() for share in shares]
+  if not machine.address and all(map(len, core_groups)):
+    cores = [share.tolist() for share in core_groups]
   gpus = {"num_gpus": machine.gpus_per_process}
   return processes.Processes(make, plan.table, count, cores=cores, options=gpus)
 
 
 def _in_threads(context: engines.Context) -> executor.Executor:
-  plan, here = context.plan, jax.local_devices()
+  plan, local = context.plan, jax.local_devices()
   return executor.Executor(
     **_arguments(plan, context.cell.seed, time.perf_counter),
-    devices=[here[d % len(here)] for d in range(plan.table.devices)],
+    devices=[local[d % len(local)] for d in range(plan.table.devices)],
   )
 
 
@@ -140,21 +139,22 @@ def check_machine(
       asked=f"--processes={count}",
       instead="--processes=0",
     )
-  most = max(plan.table.devices for plan in plans)
-  here = jax.local_devices()
-  if most > len(here):
-    print(f"{most} devices of the tables share {len(here)}: {here[0].platform}")
+  max_devices = max(plan.table.devices for plan in plans)
+  local = jax.local_devices()
+  if max_devices > len(local):
+    shared = f"{len(local)}: {local[0].platform}"
+    print(f"{max_devices} devices of the tables share {shared}")
   for plan in plans:
     if plan.run.config["pipeline"]["partition"]:
       print(plan.describe_partition())
 
 
-def _check_gpus(each, count, there):
+def _check_gpus(gpus: float, count: int, total: float) -> None:
   """Raises ValueError for more GPUs than Ray has: Ray would wait forever."""
-  if each * count > there:
+  if gpus * count > total:
     raise ValueError(
-      f"{count} processes of --gpus_per_process={each:g} need {each * count:g}"
-      f" GPUs, and Ray has {there:g}: use fewer --processes, or parts of a GPU"
+      f"{count} processes of --gpus_per_process={gpus:g} need {gpus * count:g}"
+      f" GPUs, and Ray has {total:g}: use fewer --processes, or parts of a GPU"
       " (0.5)"
     )
 
@@ -183,7 +183,7 @@ class PipelineEngine(engines.Engine):
     self._updates_done = analyze.updates_done(plan.table).max(0)  # slots
     self._loss = np.full(plan.messages, np.nan, np.float32)
     self._pieces = [[simulator.concatenate([])] for _ in plan.parts]
-    self._seconds, self._moved = 0.0, residence.DeviceTraffic()
+    self._seconds, self._earlier_traffic = 0.0, residence.DeviceTraffic()
     self._log = spans.SpanLog(plan.table)
     self._pace = engines.Pace(_SECONDS, 4 * plan.table.stages)
     with self._as_engine_errors():
@@ -212,17 +212,17 @@ class PipelineEngine(engines.Engine):
     if self.done == self.total:
       return
     updates = min(2, self._plan.updates)
-    until = None if self._plan.table.flush else self._slot_of(updates)
+    stop_slot = None if self._plan.table.flush else self._slot_of(updates)
     state = self._executor.fetch(self._state)
-    self._executor.run(self._executor.start(), until)
+    self._executor.run(self._executor.start(), stop_slot)
     if self._plan.room is not None:
-      self._executor.reset_traffic(self._moved)
+      self._executor.reset_traffic(self._earlier_traffic)
     self._state = self._executor.place(state)
 
   def _update(self):
     """Returns how many updates every stage has made."""
-    before = self._state.microbatch // self.quantum
-    return before + int(np.searchsorted(self._updates_done, self._state.slot))
+    earlier = self._state.microbatch // self.quantum
+    return earlier + int(np.searchsorted(self._updates_done, self._state.slot))
 
   @property
   def done(self) -> int:
@@ -237,14 +237,14 @@ class PipelineEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Trains for one update of a synchronous schedule, or for some slots."""
-    flush, slot = self._plan.table.flush, None
+    flush, stop_slot = self._plan.table.flush, None
     steps = self._pace.begin()
     # [1] Choose the slot to stop at: a synchronous table runs to its end.
     if not flush:
-      last = self._slot_of(until // self.quantum)
-      slot = min(self._state.slot + steps, last)
+      last_slot = self._slot_of(until // self.quantum)
+      stop_slot = min(self._state.slot + steps, last_slot)
     with self._as_engine_errors():
-      result = self._executor.run(self._state, slot)
+      result = self._executor.run(self._state, stop_slot)
       self._state = result.state
       self._seconds += self._pace.end()
       if flush:
@@ -312,8 +312,8 @@ class PipelineEngine(engines.Engine):
     plan, records, schedule = self._plan, self.records(), self._plan.table
     tasks = self._log.spans
     costs = analyze.measured_costs(schedule, tasks) if tasks else None
-    kept = _kept_bytes(plan, self._cell.seed)
-    options = {"weights": plan.weights, "activation": kept}
+    activation_bytes = _kept_bytes(plan, self._cell.seed)
+    options = {"weights": plan.weights, "activation": activation_bytes}
     facts = analyze.analyze(schedule, costs, **options)
     return {
       "messages": self.done,
@@ -343,8 +343,8 @@ class PipelineEngine(engines.Engine):
     if self._plan.room is None:
       return {}
     with self._as_engine_errors():
-      moved = self._executor.traffic()._asdict()
-    return {f"weights_{name}_bytes": value for name, value in moved.items()}
+      traffic = self._executor.traffic()._asdict()
+    return {f"weights_{name}_bytes": value for name, value in traffic.items()}
 
   def _tree(self, servers, messages, on_its_way, records):
     state = {"servers": servers, "messages": messages, "on_its_way": on_its_way}
@@ -355,8 +355,8 @@ class PipelineEngine(engines.Engine):
     schedule, leaves = self._plan.table, []
     with self._as_engine_errors():
       state = self._executor.fetch(self._state)
-    messages, rest = _split(state.entries)
-    on_its_way = state_lib.describe(state_lib.to_host(rest), leaves)
+    messages, others = _split(state.entries)
+    on_its_way = state_lib.describe(state_lib.to_host(others), leaves)
     tree = self._tree(state.servers, messages, leaves, self._stage_records())
     passes = state.microbatch // schedule.microbatches
     notes = {
@@ -376,26 +376,26 @@ class PipelineEngine(engines.Engine):
       notes = saved.notes
       if notes["of"] != self._identity:
         raise ValueError(f"it is of {notes['of']}, not of {self._identity}")
-      there = [checkpoint.ANY] * notes["leaves"]
+      array_leaves = [checkpoint.ANY] * notes["leaves"]
       records = checkpoint.any_shapes(
         [simulator.concatenate([]) for _ in self._plan.parts]
       )
       messages, _ = _split(template.entries)
       tree = saved.tree(
-        self._tree(template.servers, messages, there, records)
+        self._tree(template.servers, messages, array_leaves, records)
       )
       servers, messages = (
         jax.tree.map(jnp.array, tree[name]) for name in ("servers", "messages")
       )
-      rest = state_lib.rebuild(notes["state"], tree["on_its_way"])
-      entries = messages | state_lib.with_keys(rest)
-      moved = residence.DeviceTraffic(*notes["moved"])
-      return PipelineState(*notes["at"], servers, entries), tree, notes, moved
+      others = state_lib.rebuild(notes["state"], tree["on_its_way"])
+      entries = messages | state_lib.with_keys(others)
+      traffic = residence.DeviceTraffic(*notes["moved"])
+      return PipelineState(*notes["at"], servers, entries), tree, notes, traffic
 
     restored = context.restore(unpack)
     if restored is None:
       return first
-    state, tree, notes, self._moved = restored
+    state, tree, notes, self._earlier_traffic = restored
     self._seconds, self._loss = notes["seconds"], np.array(tree["loss"])
     self._pieces = [[rows] for rows in tree["records"]]
     return self._executor.place(state)
@@ -421,10 +421,10 @@ def _split(entries):
   return at_worker, {k: v for k, v in entries.items() if k not in at_worker}
 
 
-def _delays(records, first=0):
-  """Returns staleness and gaps of all stages' updates, from `first` on."""
+def _delays(records, first_update=0):
+  """Returns staleness and gaps of all stages' updates, from an update on."""
   return (
-    np.concatenate([getattr(rows, name)[first:] for rows in records])
+    np.concatenate([getattr(rows, name)[first_update:] for rows in records])
     for name in ("staleness", "gap")
   )
 
@@ -433,11 +433,11 @@ def _kept_bytes(plan: PipelinePlan, seed: int) -> list[int]:
   """Returns the bytes that each stage keeps for a microbatch's backward."""
   extra, sizes, x = _extras(plan, seed), [], ()
   for stage, part in enumerate(plan.parts):
-    given = extra(stage, 0)
-    compiled = stage_lib.compile_stage(part.fn, part.params, x, given)
+    inputs = extra(stage, 0)
+    compiled = stage_lib.compile_stage(part.fn, part.params, x, inputs)
     size = compiled.kept_bytes
     if plan.recompute[stage]:
-      leaves = jax.tree.leaves((x, given))
+      leaves = jax.tree.leaves((x, inputs))
       size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     sizes.append(size)
     x = compiled.y
@@ -450,18 +450,18 @@ def _percent(share):
 
 
 def _describe_result(result: Mapping[str, Any]) -> str:
-  moved = ""
+  traffic = ""
   if "weights_fetched_bytes" in result:
     names = ("fetched", "written", "peak")
     sizes = (result[f"weights_{name}_bytes"] / 1e6 for name in names)
-    moved = ", {:.3g} MB fetched, {:.3g} written, {:.3g} held".format(*sizes)
+    traffic = ", {:.3g} MB fetched, {:.3g} written, {:.3g} held".format(*sizes)
   return (
     f"test loss {result['test_loss']:.3f}, {result['seconds']:.1f} s, staleness"
     f" of stages {' '.join(map(str, result['stage_staleness']))}, versions"
     f" {' '.join(map(str, result['weight_versions']))}, activations"
     f" {result['peak_bytes'] / 2**20:.3g} MiB, bubble"
     f" {_percent(result['bubble_measured'])} (predicted"
-    f" {_percent(result['bubble_predicted'])}){moved}"
+    f" {_percent(result['bubble_predicted'])}){traffic}"
   )
 
 

@@ -80,6 +80,7 @@ def _compile_parts(
     steps, at_worker = _steps(part.server, None), _jitted(part.at_worker)
     out.append(lanes_lib.CompiledPart(stage, steps, at_worker, part.correct))
   scalar = getattr(x, "shape", None) == ()
+  # All losses are scalars, so that their gradient starts at 1.
   if not scalar or not jnp.issubdtype(x.dtype, jnp.floating):
     raise ValueError(
       "the last stage must return its loss, float[], not"
@@ -127,20 +128,20 @@ class Executor:
         `validate.validate` rejects the schedule.
     """
     self.schedule, self.parts = schedule, tuple(parts)
-    how = lanes_lib.ExecutorOptions(**options)
-    _check_parts(schedule, self.parts, how.own)
+    settings = lanes_lib.ExecutorOptions(**options)
+    _check_parts(schedule, self.parts, settings.own)
     lanes = [d for d in range(schedule.devices) if d not in (elsewhere or {})]
     self.devices = dict(zip(lanes, _devices(devices, len(lanes)), strict=True))
     self.inboxes: dict[int, LaneInbox] = {}
     if elsewhere is not None:
       self.inboxes = {lane: LaneInbox() for lane in lanes}
-    weights = how.weights or ("latest" if schedule.flush else "stash")
+    weights = settings.weights or ("latest" if schedule.flush else "stash")
     streams = _streams(schedule, self.parts, weights)
     program = instructions.write(
       schedule,
       analyze.versions(schedule, weights),
       streams=streams,
-      together=how.together,
+      together=settings.together,
     )
     self._at_worker = {  # keys of states
       (AT_WORKER, stage, worker)
@@ -148,17 +149,20 @@ class Executor:
       if part.at_worker
       for worker in range(streams[stage])
     }
-    is_here = [any(d in self.devices for d in each) for each in program.places]
+    is_here = [
+      any(lane in self.devices for lane in places) for places in program.places
+    ]
     compiled_parts = _compile_parts(self.parts, extra, is_here)
     self._earlier_traffic, memories = residence.DeviceTraffic(), {}
-    if how.room is not None:
-      memories = _memories(program, self.parts, self.devices, how.room)
-    if isinstance(how.recompute, bool):
-      how = how._replace(recompute=[how.recompute] * len(self.parts))
-    if len(how.recompute) != len(self.parts):
+    if settings.room is not None:
+      memories = _memories(program, self.parts, self.devices, settings.room)
+    if isinstance(settings.recompute, bool):
+      flags = [settings.recompute] * len(self.parts)
+      settings = settings._replace(recompute=flags)
+    if len(settings.recompute) != len(self.parts):
       raise ValueError(
         f"recompute must be a bool, or one for each of {len(parts)} stages,"
-        f" not {how.recompute!r}"
+        f" not {settings.recompute!r}"
       )
     on_cpu = next(iter(self.devices.values())).platform == "cpu"
     self.compiled_program = lanes_lib.CompiledProgram(
@@ -168,9 +172,9 @@ class Executor:
       inboxes=self.inboxes,
       elsewhere=elsewhere or {},
       extra=extra,
-      how=how,
+      how=settings,
       # On a CPU the lane's core computes, so there is nothing to overlap.
-      waits=how.clock is not None or on_cpu,
+      waits=settings.clock is not None or on_cpu,
       memories=memories,
     )
 
@@ -178,6 +182,7 @@ class Executor:
     """Returns the state before the first slot."""
     entries, homes = {}, self.compiled_program.homes()
     servers: list[base.ServerState | None] = [None] * len(self.parts)
+    # Servers whose first device is in another process stay None.
     for stage in homes:
       part = self.parts[stage]
       state = simulator.start(part.server, part.params)
@@ -271,6 +276,7 @@ class Executor:
     compiled = self.compiled_program
     for stage in compiled.homes():
       for key, lane, ticket in compiled.tickets(stage, 0, servers[stage]):
+        # A ticket goes to the lane of the replica that reads it.
         if lane in self.devices:
           entries[key] = ticket
         else:
@@ -310,6 +316,7 @@ def _memories(
   """Returns lane -> the memory that swaps weights between host and device,
   within `room` bytes."""
   schedule = program.schedule
+  # Blocks of other processes' lanes cannot be evicted from here.
   if len(devices) < schedule.devices:
     raise ValueError(
       f"room={room} needs all {schedule.devices} devices of {schedule.name} in"
@@ -365,6 +372,8 @@ def _streams(
   """Returns each stage's number of workers: its updates in flight, or 1 if its
   algorithm was built for one worker."""
   out = []
+  # An algorithm that keeps a state for each worker needs one worker for each
+  # update in flight.
   for stage, count in enumerate(analyze.in_flight(schedule, weights).tolist()):
     workers = parts[stage].server.workers
     if workers not in (None, 1) and workers < count:
@@ -381,14 +390,14 @@ def _devices(
 ) -> Sequence[jax.Device]:
   """Returns `count` devices: the caller's, or the first local ones."""
   if devices is None:
-    here = jax.local_devices()
-    if len(here) < count:
+    local = jax.local_devices()
+    if len(local) < count:
       raise ValueError(
-        f"the schedule needs {count} devices and this process has {len(here)}:"
+        f"the schedule needs {count} devices and this process has {len(local)}:"
         " for CPU devices call jax.config.update('jax_num_cpu_devices',"
         f" {count}) before JAX is used"
       )
-    devices = here[:count]
+    devices = local[:count]
   if len(devices) != count:
     raise ValueError(
       f"the schedule needs {count} devices, and devices has {len(devices)}"

@@ -85,10 +85,10 @@ def write(
   where, places = validate.rows(schedule), schedule.places()
   streams = [1] * schedule.stages if streams is None else streams
   workers = versions.update % np.array(streams)[:, None]
-  same = versions.backward == versions.forward
+  same_version = versions.backward == versions.forward
   reads = (
     (versions.forward, workers),
-    (versions.backward, np.where(same, workers, OF_NOW)),
+    (versions.backward, np.where(same_version, workers, OF_NOW)),
   )
   order, last_reads = analyze.update_order(schedule), {}
   lanes: list[list[Instruction]] = [[] for _ in range(schedule.devices)]
@@ -97,40 +97,43 @@ def write(
     schedule, together, tuple(lanes), places, where, order, reads, last_reads,
     readers,
   )
-  numbers = [(v.tolist(), w.tolist()) for v, w in reads]
+  reads_ = [(v.tolist(), w.tolist()) for v, w in reads]
 
   def tickets_of(stage, microbatch, replica):
-    read = [(v[stage][microbatch], w[stage][microbatch]) for v, w in numbers]
-    return tuple((TICKET, stage, v, replica, w) for v, w in read)
+    pairs = [(v[stage][microbatch], w[stage][microbatch]) for v, w in reads_]
+    return tuple((TICKET, stage, v, replica, w) for v, w in pairs)
 
-  replica = [{d: i for i, d in enumerate(devices)} for devices in places]
+  replica_of = [{d: i for i, d in enumerate(devices)} for devices in places]
+  # [1] One instruction for each task, with the ticket and the entry it needs.
   for slot, device, stage, microbatch, action in schedule.tasks:
     op = Instruction(slot, action, stage, microbatch, 0)
     if action in validate.KNOWN:
-      mine = replica[stage][device]
-      tickets = tickets_of(stage, microbatch, mine)
+      replica = replica_of[stage][device]
+      tickets = tickets_of(stage, microbatch, replica)
       needs = [tickets[action != FORWARD]]
       if action == FORWARD and stage:
         needs.append(("x", stage, microbatch))
       elif action in (BACKWARD, INPUT) and stage + 1 < schedule.stages:
         needs.append(("g", stage, microbatch))
-      op = op._replace(replica=mine, tickets=tickets, needs=tuple(needs))
+      op = op._replace(replica=replica, tickets=tickets, needs=tuple(needs))
     lanes[device].append(op)
-  for stage, owners in enumerate(places):
+  # [2] One update instruction for each gradient, on the stage's first device.
+  for stage, stage_devices in enumerate(places):
     for number, microbatch in enumerate(order[stage].tolist()):
       row = where.weight[stage, microbatch]
       slot, device = int(schedule.time[row]), int(schedule.device[row])
-      group, at = divmod(number, schedule.every)
+      group, position = divmod(number, schedule.every)
       op = Instruction(
-        slot, UPDATE, stage, microbatch, replica[stage][device],
-        int(workers[stage, microbatch]), at + 1 == schedule.every, group,
+        slot, UPDATE, stage, microbatch, replica_of[stage][device],
+        int(workers[stage, microbatch]), position + 1 == schedule.every, group,
         needs=(("m", stage, microbatch),),
       )
-      lanes[owners[0]].append(op)
+      lanes[stage_devices[0]].append(op)
       for ticket in tickets_of(stage, microbatch, op.replica):
         last_reads[ticket] = max(slot, last_reads.get(ticket, slot))
+  # [3] Order the lanes: in a slot, updates follow the backward that they need.
   if together:
-    lanes = _with_updates_together(lanes, schedule, where)
+    lanes = _merge_updates(lanes, schedule, where)
   for lane in lanes:
     lane.sort(key=lambda op: (op.slot, op.kind == UPDATE))
   for ticket in sorted(last_reads):
@@ -138,12 +141,13 @@ def write(
   return program._replace(lanes=tuple(lanes))
 
 
-def _with_updates_together(lanes, schedule, where):
-  """The lanes with the updates of a batch in one instruction at its end."""
+def _merge_updates(lanes, schedule, where):
+  """Returns the lanes with a batch's updates in one instruction at its end."""
   shape = schedule.stages, -1, schedule.every
-  begins = schedule.time[where.forward].reshape(shape)
-  ends = schedule.time[where.weight].reshape(shape).max((0, 2))
-  if not schedule.flush or (begins.min((0, 2))[1:] <= ends[:-1]).any():
+  batch_starts = schedule.time[where.forward].reshape(shape)
+  batch_ends = schedule.time[where.weight].reshape(shape).max((0, 2))
+  starts_early = (batch_starts.min((0, 2))[1:] <= batch_ends[:-1]).any()
+  if not schedule.flush or starts_early:
     raise ValueError(
       f"{schedule.name} begins a batch before the one before has ended at all"
       " stages, so their updates cannot be made together: use a table of one"
@@ -154,10 +158,10 @@ def _with_updates_together(lanes, schedule, where):
     groups = collections.defaultdict(list)
     for op in lane:
       if op.last:
-        groups[op.group].append(op._replace(slot=int(ends[op.group])))
-    rest = [op for op in lane if not op.last]
-    for first, *others in groups.values():
-      needs = sum((op.needs for op in (first, *others)), ())
-      rest.append(first._replace(also=tuple(others), needs=needs))
-    out.append(rest)
+        groups[op.group].append(op._replace(slot=int(batch_ends[op.group])))
+    merged = [op for op in lane if not op.last]
+    for first_op, *later_ops in groups.values():
+      needs = sum((op.needs for op in (first_op, *later_ops)), ())
+      merged.append(first_op._replace(also=tuple(later_ops), needs=needs))
+    out.append(merged)
   return out

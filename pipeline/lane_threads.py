@@ -65,12 +65,12 @@ class LaneThreads:
     self._idle_threads = threading.Condition(self._lock)
     self._arrivals = threading.Condition(self._lock)
     self._ready = collections.deque(self.boxes)
-    self._lacks: dict[int, tuple] = {}  # lane -> the first key that it lacks
+    self._missing_key: dict[int, tuple] = {}  # lane -> first key that it lacks
     self._threads: list[threading.Thread] = []
     self._idle = self._waiting = self._turns = 0
-    self._waits = False  # whether the last task that ended was waited for
-    self._left = len(self.boxes)  # lanes that are not at their end
-    self._over = threading.Event()  # all lanes are at their end, or one failed
+    self._last_waited = False  # whether the last task waited for its device
+    self._unfinished = len(self.boxes)  # lanes that are not at their end
+    self._ended = threading.Event()  # all lanes are at their end, or one failed
     # JAX keeps this setting for each thread: the new ones take the caller's.
     self._x64 = jax.config.jax_enable_x64
 
@@ -83,7 +83,7 @@ class LaneThreads:
       self._add_thread()
     turns = None
     try:
-      while not self._over.wait(_UNCLAIMED):
+      while not self._ended.wait(_UNCLAIMED):
         if turns == self._turns:  # no progress: a thread may be blocked
           self._share()
         turns = self._turns
@@ -97,7 +97,7 @@ class LaneThreads:
   def stop(self) -> None:
     """Ends the run: each thread ends after its task."""
     with self._lock:
-      self._over.set()
+      self._ended.set()
       self._idle_threads.notify_all()
       self._arrivals.notify_all()
 
@@ -106,10 +106,11 @@ class LaneThreads:
     run again when that entry arrives."""
     box = self.boxes[lane]
     for key in keys:
+      # Checked again under the lock: `put` may add the key in between.
       if key not in box:
         with self._lock:
           if key not in box:
-            self._lacks[lane] = key
+            self._missing_key[lane] = key
             return False
     return True
 
@@ -117,10 +118,11 @@ class LaneThreads:
     """Gives an entry to a lane of this process."""
     with self._lock:
       self.boxes[lane][key] = value
-      if self._lacks.get(lane) == key:
-        del self._lacks[lane]
+      # The lane continues: the entry that it lacked has arrived.
+      if self._missing_key.get(lane) == key:
+        del self._missing_key[lane]
         self._ready.append(lane)
-        if self._waits:
+        if self._last_waited:
           self._share()
       if self._waiting:
         self._arrivals.notify_all()
@@ -130,9 +132,10 @@ class LaneThreads:
     None after `stop`."""
     box = self.boxes[lane]
     with self._lock:
+      # This thread blocks, so another one takes the ready lanes.
       self._share()
       self._waiting += 1
-      while key not in box and not self._over.is_set():
+      while key not in box and not self._ended.is_set():
         self._arrivals.wait()
       self._waiting -= 1
       return box.pop(key, None)
@@ -141,10 +144,10 @@ class LaneThreads:
     """Waits for a tree of arrays."""
     leaves = jax.tree.leaves(value)
     # Keys of random numbers have no `is_ready`.
-    self._waits = not all(
+    self._last_waited = not all(
       hasattr(leaf, "is_ready") and leaf.is_ready() for leaf in leaves
     )
-    if self._waits:
+    if self._last_waited:
       self._share()
     for leaf in leaves:  # also if it is ready: this raises its errors
       leaf.block_until_ready()
@@ -170,18 +173,18 @@ class LaneThreads:
       while (lane := self._next()) is not None:
         if self._run_lane(lane):
           with self._lock:
-            self._left -= 1
-            if not self._left:
+            self._unfinished -= 1
+            if not self._unfinished:
               self.stop()
 
   def _next(self):
     """Returns a lane that is ready; None at the end of the run."""
     with self._lock:
       self._turns += 1
-      while not self._ready and not self._over.is_set():
+      while not self._ready and not self._ended.is_set():
         self._idle += 1
         self._idle_threads.wait()
-      return None if self._over.is_set() else self._ready.popleft()
+      return None if self._ended.is_set() else self._ready.popleft()
 
   def _collect(self, lane: int, inbox: LaneInbox) -> None:
     """Takes the items that have arrived for a lane."""

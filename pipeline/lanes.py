@@ -139,15 +139,16 @@ def _copies(device):
 
 
 def copier_of(device: jax.Device, tree: Any) -> Callable[[Any], Any]:
-  """Returns what copies trees like this one, of NumPy's arrays or of any
-  device's, to a device; no memory is shared. Small ones reach a CPU by a
-  compiled program, which reads them where they lie: `jax.device_put` takes ten
-  times as long."""
+  """Returns a function that copies trees like this one to a device.
+
+  Leaves are arrays of NumPy or of any device, and share no memory with the
+  copy. Small trees reach a CPU by a compiled program: `jax.device_put` takes
+  ten times as long."""
   leaves = jax.tree.leaves(tree)
   # Keys have dtypes that NumPy does not know.
-  numbers = all(isinstance(getattr(x, "dtype", x), np.dtype) for x in leaves)
-  small = numbers and sum(x.nbytes for x in leaves) <= _SMALL
-  if device.platform != "cpu" or not small:
+  is_numeric = all(isinstance(getattr(x, "dtype", x), np.dtype) for x in leaves)
+  is_small = is_numeric and sum(x.nbytes for x in leaves) <= _SMALL
+  if device.platform != "cpu" or not is_small:
     return lambda tree: jax.device_put(tree, device, may_alias=False)
   copies = _copies(device)
   return lambda tree: copies(jax.tree.map(np.asarray, tree))
@@ -165,7 +166,7 @@ class LaneRun:
     self, compiled: CompiledProgram, state: PipelineState, until: int
   ):
     self._compiled, self._program = compiled, compiled.program
-    self._state, self._until = state, until
+    self._state, self._stop_slot = state, until
     self._servers = list(state.servers)
     self._threads = LaneThreads(self._run_lane, compiled.devices)
     self._boxes = self._threads.boxes
@@ -176,14 +177,14 @@ class LaneRun:
       for lane in self._boxes
     }
     self._copiers: dict[tuple, Callable] = {}  # of entries for other lanes
-    self._begun: dict[int, Any] = {}  # of lanes with a memory
+    self._begun_op: dict[int, Any] = {}  # of lanes with a memory
     for lane in compiled.memories:
       self._adopt(lane)
     self._losses, self._spans = {}, []
     self._failures: list[PipelineError] = []
     self._rows = [[] for _ in compiled.parts]  # of records
     # Kind -> method that runs an instruction and returns its start time.
-    self._does = {
+    self._handlers = {
       UPDATE: self._receive,
       FORWARD: self._forward,
       BACKWARD: self._backward,
@@ -199,17 +200,17 @@ class LaneRun:
       raise self._failures[0]
     entries = {}
     for lane, inbox in self._compiled.inboxes.items():
-      late = [item for item in inbox.take() if item is not Stop]
-      self._boxes[lane].update(late)
+      arrived = [item for item in inbox.take() if item is not Stop]
+      self._boxes[lane].update(arrived)
     for lane, box in self._boxes.items():
       if lane in self._compiled.memories:
         self._give_back(lane)
       entries |= box
     state = self._state._replace(
-      slot=self._until, servers=tuple(self._servers), entries=entries
+      slot=self._stop_slot, servers=tuple(self._servers), entries=entries
     )
     records = tuple(
-      simulator.records([got for got, _ in rows], [row for _, row in rows])
+      simulator.records([msg for msg, _ in rows], [row for _, row in rows])
       for rows in self._rows
     )
     spans = tuple(sorted(self._spans, key=lambda span: span.start))
@@ -217,7 +218,7 @@ class LaneRun:
 
   # Entries.
 
-  def _give(self, lane, key, value):
+  def _deliver(self, lane, key, value):
     """Moves an entry that a lane has made to the lane that needs it."""
     target, devices = lane_of(self._program, key), self._compiled.devices
     if target == lane:
@@ -250,7 +251,8 @@ class LaneRun:
   # Weights that are not all on a lane's device.
 
   def _stages_of(self, lane):
-    return [s for s, at in enumerate(self._program.places) if at[0] == lane]
+    places = self._program.places
+    return [stage for stage, lanes in enumerate(places) if lanes[0] == lane]
 
   def _adopt(self, lane):
     """Starts a lane's memory with the state of its stages."""
@@ -288,12 +290,12 @@ class LaneRun:
     try:
       while ops:
         op = ops[0]
-        if memory is not None and self._begun.get(lane) is not op:
+        if memory is not None and self._begun_op.get(lane) is not op:
           memory.begin(op)
-          self._begun[lane] = op
+          self._begun_op[lane] = op
         if not self._threads.has(lane, op.needs):
           return False
-        start = self._does.get(op.kind, self._own)(lane, op)
+        start = self._handlers.get(op.kind, self._user_action)(lane, op)
         if self._compiled.how.clock:
           span = lane, op.stage, op.microbatch, op.kind, start
           self._spans.append(TaskSpan(*span, self._compiled.now()))
@@ -301,12 +303,12 @@ class LaneRun:
     except _Stopped:
       pass
     except BaseException as error:  # noqa: BLE001 - whatever it is, all stop
-      what, slot = "what is to be done", self._state.slot
+      task, slot = "what is to be done", self._state.slot
       if op is not None:
-        what = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
+        task = f"{op.kind} of stage {op.stage}, microbatch {op.microbatch}"
         slot = op.slot
       failure = PipelineError(
-        f"{what} (device {lane}, slot {slot}) failed:"
+        f"{task} (device {lane}, slot {slot}) failed:"
         f" {type(error).__name__}: {error}"
       )
       failure.__cause__ = error
@@ -314,7 +316,7 @@ class LaneRun:
       self._threads.stop()
     return True
 
-  def _own(self, lane, op):
+  def _user_action(self, lane, op):
     start = self._compiled.now()
     jax.block_until_ready(self._compiled.how.own[op.kind](lane))
     return start
@@ -325,63 +327,63 @@ class LaneRun:
     params = self._params(lane, op)
     extra = compiled.extra(stage, self._state.microbatch + number)
     start = compiled.now()
-    y, aux, kept = compiled.parts[stage].stage.forward(params, x, extra)
+    y, aux, residuals = compiled.parts[stage].stage.forward(params, x, extra)
     if compiled.how.recompute[stage]:
-      kept = x, extra
-    self._boxes[lane][KEPT, stage, number] = kept, aux
+      residuals = x, extra
+    self._boxes[lane][KEPT, stage, number] = residuals, aux
     if stage == len(compiled.parts) - 1:
       self._losses[self._state.microbatch + number] = y
     else:
       self._settle(y)
-      self._give(lane, ("x", stage + 1, number), y)
+      self._deliver(lane, ("x", stage + 1, number), y)
     return start
 
   def _weight(self, lane, op):
-    at, box = (op.stage, op.microbatch), self._boxes[lane]
+    cell, box = (op.stage, op.microbatch), self._boxes[lane]
     params = self._params(lane, op, backward=True)
-    (kept, aux), half = box.pop((KEPT, *at)), box.pop((HALF, *at))
+    (residuals, aux), half = box.pop((KEPT, *cell)), box.pop((HALF, *cell))
     start = self._compiled.now()
     stage = self._compiled.parts[op.stage].stage
-    gradient = stage.weight(params, kept, half)
+    gradient = stage.weight(params, residuals, half)
     self._settle(gradient)
-    self._hand_in(lane, op, gradient, aux)
+    self._submit(lane, op, gradient, aux)
     return start
 
   def _backward(self, lane, op):
-    whole, box = self._compiled, self._boxes[lane]
-    stage, number = at = op.stage, op.microbatch
-    compiled = whole.parts[stage].stage
-    if stage == len(whole.parts) - 1:
-      gy = [_one(compiled.y.dtype)]
+    compiled, box = self._compiled, self._boxes[lane]
+    stage, number = cell = op.stage, op.microbatch
+    stage_fns = compiled.parts[stage].stage
+    if stage == len(compiled.parts) - 1:
+      gy = [_one(stage_fns.y.dtype)]
     else:
       gy = box.pop(("g", stage, number))
     params = self._params(lane, op, backward=True)
-    kept, aux = box.pop((KEPT, *at))
-    start, again = whole.now(), whole.how.recompute[stage]
+    residuals, aux = box.pop((KEPT, *cell))
+    start, recomputes = compiled.now(), compiled.how.recompute[stage]
     if op.kind == INPUT:
-      if again:
-        kept = compiled.kept(params, *kept)
-      box[KEPT, *at] = kept, aux
-      gx, box[HALF, *at] = compiled.input(params, kept, gy)
-    elif again:  # one program takes less time than two
-      gradient, gx = compiled.recompute(params, *kept, gy)
+      if recomputes:
+        residuals = stage_fns.kept(params, *residuals)
+      box[KEPT, *cell] = residuals, aux
+      gx, box[HALF, *cell] = stage_fns.input(params, residuals, gy)
+    elif recomputes:  # one program takes less time than two
+      gradient, gx = stage_fns.recompute(params, *residuals, gy)
     else:
-      gradient, gx = compiled.backward(params, kept, gy)
-    # Its results are there at the same time.
+      gradient, gx = stage_fns.backward(params, residuals, gy)
+    # All results of a program are ready at the same time: wait for one.
     self._settle(gx if op.kind == INPUT else gradient)
     if stage:
-      self._give(lane, ("g", stage - 1, number), gx)
+      self._deliver(lane, ("g", stage - 1, number), gx)
     if op.kind == BACKWARD:
-      self._hand_in(lane, op, gradient, aux)
+      self._submit(lane, op, gradient, aux)
     return start
 
-  def _hand_in(self, lane, op, gradient, aux):
+  def _submit(self, lane, op, gradient, aux):
     """Gives a gradient to the stage's server, with the forward's ticket, and
     drops the tickets that no later microbatch reads."""
     ticket = self._boxes[lane][op.tickets[0]]
     if isinstance(gradient, base.Variables):
       gradient = gradient._replace(stats=aux)
-    self._give(lane, ("m", op.stage, op.microbatch), (gradient, ticket))
+    self._deliver(lane, ("m", op.stage, op.microbatch), (gradient, ticket))
     for key in op.tickets:
       if self._program.last_reads[key] == op.slot:
         self._boxes[lane].pop(key, None)
@@ -390,11 +392,11 @@ class LaneRun:
     """Receives a message; the last of an update makes a new version."""
     ops = op, *op.also
     box = self._boxes[lane]
-    messages = [box.pop(("m", each.stage, each.microbatch)) for each in ops]
+    messages = [box.pop(("m", one.stage, one.microbatch)) for one in ops]
     start = self._compiled.now(op.slot)
     arguments = [
-      self._arguments(lane, each, *message)
-      for each, message in zip(ops, messages, strict=True)
+      self._arguments(lane, update_op, *message)
+      for update_op, message in zip(ops, messages, strict=True)
     ]
     if arguments[0] is None:  # there are more to come
       return start
@@ -403,8 +405,8 @@ class LaneRun:
     else:
       steps = self._compiled.parts[op.stage].steps
       results = [steps.receive(*arguments[0])]
-    for each, (server, row) in zip(ops, results, strict=True):
-      self._publish(lane, each, server, row)
+    for update_op, (server, row) in zip(ops, results, strict=True):
+      self._publish(lane, update_op, server, row)
     return start
 
   def _arguments(self, lane, op, message, ticket):
@@ -451,11 +453,11 @@ class LaneRun:
     """Receives with totals over the stages of all lanes."""
     totals = ()
     steps = [self._compiled.parts[op.stage].steps.stage for op in ops]
-    others = {lanes[0] for lanes in self._program.places} - {lane}
+    other_lanes = {lanes[0] for lanes in self._program.places} - {lane}
     while True:
       outs = [
-        step(totals, *given)
-        for step, given in zip(steps, arguments, strict=True)
+        step(totals, *args)
+        for step, args in zip(steps, arguments, strict=True)
       ]
       if isinstance(outs[0], sharding.Done):
         return [out.result for out in outs]
@@ -463,11 +465,11 @@ class LaneRun:
         op.stage: jax.device_get(out.operand)
         for op, out in zip(ops, outs, strict=True)
       }
-      at = ops[0].group, len(totals)
-      for other in others:
-        self._send(other, ("n", lane, *at), operands)
-      for other in others:
-        received = self._threads.wait(lane, ("n", other, *at))
+      round_key = ops[0].group, len(totals)
+      for other_lane in other_lanes:
+        self._send(other_lane, ("n", lane, *round_key), operands)
+      for other_lane in other_lanes:
+        received = self._threads.wait(lane, ("n", other_lane, *round_key))
         if received is None:
           raise _Stopped
         operands |= received

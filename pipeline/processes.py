@@ -80,7 +80,7 @@ class _RemoteSender:
     self._calls.clear()
 
 
-class _Away(NamedTuple):
+class _RemoteLane(NamedTuple):
   """The queue of a lane of another process."""
 
   lane: int
@@ -109,27 +109,27 @@ class _StageProcess:
     self._receivers = channels.Receivers(self._take)
     return node_id(), self._receivers.path
 
-  def open(self, make, others, x64):
+  def open(self, make, peers, x64):
     """Starts JAX, connects to the other processes, compiles local stages.
 
-    `others` has (actor, lanes, (machine, path)) of every process.
+    `peers` has (actor, lanes, (machine, path)) of every process.
     """
     jax.config.update("jax_enable_x64", x64)
     # Has no effect if JAX uses GPUs.
     jax.config.update("jax_num_cpu_devices", len(self._lanes))
-    others = [other for other in others if other[1] != self._lanes]
-    near = [machine == node_id() for *_, (machine, _) in others]
-    away, accepting = {}, self._receivers.accept(sum(near))
-    for (actor, lanes, (_, path)), is_near in zip(others, near, strict=True):
+    peers = [peer for peer in peers if peer[1] != self._lanes]
+    near = [machine == node_id() for *_, (machine, _) in peers]
+    remote_lanes, accepting = {}, self._receivers.accept(sum(near))
+    for (actor, lanes, (_, path)), is_near in zip(peers, near, strict=True):
       sender = channels.Sender(path) if is_near else _RemoteSender(actor)
       self._senders.append(sender)
-      away.update((lane, _Away(lane, sender)) for lane in lanes)
+      remote_lanes.update((lane, _RemoteLane(lane, sender)) for lane in lanes)
     accepting.join()
-    here = jax.local_devices()
+    local = jax.local_devices()
     self._executor = executor.Executor(
       **make(),
-      devices=[here[i % len(here)] for i in range(len(self._lanes))],
-      elsewhere=away,
+      devices=[local[i % len(local)] for i in range(len(self._lanes))],
+      elsewhere=remote_lanes,
     )
 
   def put(self, lane, key, value):
@@ -158,17 +158,17 @@ class _StageProcess:
       inbox.take()
 
   def start(self):
-    self._enter(self._executor.start())
+    self._keep_state(self._executor.start())
 
   def next_pass(self):
-    self._enter(self._executor.next_pass(self._state))
+    self._keep_state(self._executor.next_pass(self._state))
 
   def run(self, until):
     """Returns losses, records (None for stages elsewhere) and spans."""
     result = self._executor.run(self._state, until)
     if self._put_error:
       raise PipelineError(self._put_error)
-    self._enter(result.state)
+    self._keep_state(result.state)
     pairs = zip(result.state.servers, result.records, strict=True)
     records = [server and rows for server, rows in pairs]
     return jax.device_get(result.losses), records, result.spans
@@ -191,7 +191,7 @@ class _StageProcess:
   def params(self):
     return state_lib.to_host(self._executor.params(self._state))
 
-  def _enter(self, state):
+  def _keep_state(self, state):
     """Keeps a state, and waits until every entry it sent has arrived. If one
     never does, the driver notices the silent process and kills this one."""
     self._state = state
@@ -261,14 +261,14 @@ class Processes:
     self._broken, self._serial = None, 0
     pairs = zip(self._actors, self.lanes, strict=True)
     try:
-      addresses = self._all("listen")
-      others = [(*pair, at) for pair, at in zip(pairs, addresses, strict=True)]
-      self._all("open", make, others, bool(jax.config.jax_enable_x64))
+      addresses = self._call_all("listen")
+      peers = [(*pair, at) for pair, at in zip(pairs, addresses, strict=True)]
+      self._call_all("open", make, peers, bool(jax.config.jax_enable_x64))
     except BaseException:
       self.close()
       raise
 
-  def _all(self, name, *args):
+  def _call_all(self, name, *args):
     """Calls a method of all actors; returns the results in order of lanes."""
     if self._broken:
       raise PipelineError(
@@ -283,7 +283,7 @@ class Processes:
       try:
         self._ray.get(done, timeout=_SILENT)
       except self._ray.exceptions.RayError as error:
-        kind, self._broken = self._why(calls, waiting)
+        kind, self._broken = self._first_cause(calls, waiting)
         raise kind(self._broken) from error
       if done:
         continue
@@ -294,13 +294,14 @@ class Processes:
         heartbeats = [actor.is_alive.remote() for actor in self._actors]
       elif time.monotonic() - last_heartbeat > _SILENT:
         pairs = zip(heartbeats, self.lanes, strict=True)
-        lost = " and ".join(_name(lanes) for x, lanes in pairs if x in silent)
+        names = (_process_name(lanes) for x, lanes in pairs if x in silent)
+        lost = " and ".join(names)
         self._broken = f"{lost} has sent no heartbeat for {_SILENT:g} s"
         raise ProcessDied(self._broken)
     return self._ray.get(calls, timeout=_SILENT)
 
-  def _why(self, calls, waiting):
-    """Stops all processes; returns the type and the text of the first cause.
+  def _first_cause(self, calls, waiting):
+    """Stops all processes; returns the first cause as error type and text.
 
     One failure makes other calls fail, too. So causes have ranks: an exited
     process, a failed task, another error, a lost connection, no answer.
@@ -312,7 +313,7 @@ class Processes:
       ray_waits.wait(waiting, timeout=_PATIENCE)
     reasons = []
     for call, lanes in zip(calls, self.lanes, strict=True):
-      process = _name(lanes)
+      process = _process_name(lanes)
       try:
         self._ray.get(call, timeout=0.0)
       except self._ray.exceptions.RayTaskError as error:
@@ -329,14 +330,14 @@ class Processes:
         reasons.append((0, f"{process} has died"))
       except self._ray.exceptions.RayError as error:  # the call timed out
         reasons.append((4, f"{process} does not stop: {type(error).__name__}"))
-    first, text = min(reasons)
-    return (PipelineError if first in (1, 2) else ProcessDied), text
+    rank, text = min(reasons)
+    return (PipelineError if rank in (1, 2) else ProcessDied), text
 
   def _new_state(self, slot, microbatch):
     self._serial += 1
     return RemoteState(slot, microbatch, self._serial)
 
-  def _check(self, state):
+  def _check_latest(self, state):
     if state.serial != self._serial:
       raise ValueError(
         f"state {state.serial} is no longer in the processes, which keep state"
@@ -346,16 +347,16 @@ class Processes:
 
   def start(self) -> RemoteState:
     """See `Executor.start`."""
-    self._all("forget")  # before any process sends the first tickets
-    self._all("start")
+    self._call_all("forget")  # before any process sends the first tickets
+    self._call_all("start")
     return self._new_state(0, 0)
 
   def run(self, state: RemoteState, until: int | None = None) -> PipelineResult:
     """See `Executor.run`; losses are NumPy's. Raises ProcessDied if a process
     exited, and ValueError if `state` is not the latest state."""
-    self._check(state)
+    self._check_latest(state)
     until = executor.check_until(self.schedule, state.slot, until)
-    losses, records, spans = zip(*self._all("run", until), strict=True)
+    losses, records, spans = zip(*self._call_all("run", until), strict=True)
     return PipelineResult(
       self._new_state(until, state.microbatch),
       functools.reduce(operator.or_, losses),
@@ -365,28 +366,29 @@ class Processes:
 
   def next_pass(self, state: RemoteState) -> RemoteState:
     """See `Executor.next_pass`."""
-    self._check(state)
-    self._all("next_pass")
+    self._check_latest(state)
+    self._call_all("next_pass")
     return self._new_state(0, state.microbatch + self.schedule.microbatches)
 
   def fetch(self, state: RemoteState) -> PipelineState:
     """Returns the complete state, in NumPy arrays."""
-    self._check(state)
-    parts = [state_lib.with_keys(part) for part in self._all("fetch")]
+    self._check_latest(state)
+    parts = [state_lib.with_keys(part) for part in self._call_all("fetch")]
+    # Each process fetched only the entries of its lanes.
     entries = functools.reduce(operator.or_, (part.entries for part in parts))
     servers = _of_stages(part.servers for part in parts)
     return PipelineState(state.slot, state.microbatch, servers, entries)
 
   def place(self, state: PipelineState) -> RemoteState:
     """Gives each process its part of a state."""
-    self._all("forget")
-    self._all("place", self._ray.put(state_lib.to_host(state)))
+    self._call_all("forget")
+    self._call_all("place", self._ray.put(state_lib.to_host(state)))
     return self._new_state(state.slot, state.microbatch)
 
   def params(self, state: RemoteState) -> list[Any]:
     """See `Executor.params`; in NumPy arrays."""
-    self._check(state)
-    return list(_of_stages(self._all("params")))
+    self._check_latest(state)
+    return list(_of_stages(self._call_all("params")))
 
   def close(self) -> None:
     """Kills the processes, unless Ray has exited with them."""
@@ -394,13 +396,14 @@ class Processes:
       self._ray.kill(actor)
 
 
-def _name(lanes):
+def _process_name(lanes):
   return f"the process of devices {', '.join(map(str, lanes))}"
 
 
 def _of_stages(parts):
   """Returns each stage's value: from the process where it is not None."""
   return tuple(
-    next(value for value in values if value is not None)
-    for values in zip(*parts, strict=True)
+    # A stage's server is in one process only; the others have None.
+    next(value for value in candidates if value is not None)
+    for candidates in zip(*parts, strict=True)
   )

@@ -65,11 +65,12 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
     len("&".join(names)) / (end - start)
     for (_, start, end), names in blocks.items()
   ]
+  # As wide as asked, but no wider than the longest name needs.
   scale = min(columns / makespan, max(needed)) if blocks else 1.0
   grid = [["."] * round(makespan * scale) for _ in range(schedule.devices)]
   for (device, start, end), names in blocks.items():
     first, last = round(start * scale), round(end * scale)
-    name = _fit(names, last - first)
+    name = _longest_label(names, last - first)
     grid[device][first:last] = name.ljust(last - first, "-")
   number = len(str(schedule.devices - 1))
   lines = [f"# {schedule.name}; a column is {1 / scale:.6g}"]
@@ -77,8 +78,8 @@ def to_text(schedule: Schedule, timing: Timing, *, columns: int = 120) -> str:
   return "\n".join(lines) + "\n"
 
 
-def _fit(names, room):
-  """The most of the names that there is room for."""
+def _longest_label(names, room):
+  """Returns the longest form of the names that fits into `room` letters."""
   bare = [name.rstrip("0123456789") for name in names]
   texts = "&".join(names), "&".join(bare), bare[0], ""
   return next(text for text in texts if len(text) <= room)
@@ -98,10 +99,10 @@ class Drawing(NamedTuple):
   measured: list[TaskSpan] | None = None
 
 
-def _range(values):
+def _range(column):
   """`3` or `2-3`."""
-  ends = dict.fromkeys((int(values.min()), int(values.max())))
-  return "-".join(map(str, ends))
+  low_high = dict.fromkeys((int(column.min()), int(column.max())))
+  return "-".join(map(str, low_high))
 
 
 def describe(drawing: Drawing) -> str:
@@ -276,12 +277,12 @@ def gantt(
   end = max(part.makespan for part in idle) or 1.0
   room = width / end, height / schedule.devices
   actions = {action for run in runs.values() for action in run.action.tolist()}
-  others = sorted(actions - _COLOURS.keys())
-  others = dict(zip(others, itertools.cycle(_OTHER_COLOURS)))
-  every = {**_COLOURS, **others}.items()
-  colours = {action: colour for action, colour in every if action in actions}
-  for place, run in enumerate(runs.values()):
-    bars = _bars(run, place, len(runs))
+  other_actions = sorted(actions - _COLOURS.keys())
+  other_actions = dict(zip(other_actions, itertools.cycle(_OTHER_COLOURS)))
+  all_colours = {**_COLOURS, **other_actions}.items()
+  colours = {name: colour for name, colour in all_colours if name in actions}
+  for position, run in enumerate(runs.values()):
+    bars = _bars(run, position, len(runs))
     _draw(axes, run, bars, colours, schedule.stages, room)
   _dress(axes, schedule, idle, end, room[1])
   _legend(figure, colours, schedule.stages)
@@ -293,14 +294,14 @@ def gantt(
       safe_files.save_figure(figure, path, dpi=110, metadata=metadata)
 
 
-def _bars(run, place, places):
+def _bars(run, position, positions):
   """float[T, 4]: start, end, top and bottom of each task; the row of device d
   is from d to d + 1. Tasks that overlap share its height."""
   lane, lanes = _share(run)
-  height = 0.86 / places
-  each = height / lanes
-  top = run.device + 0.07 + place * height + lane * each
-  return np.stack([run.start, run.end, top, top + 0.94 * each], 1)
+  height = 0.86 / positions
+  bar = height / lanes
+  top = run.device + 0.07 + position * height + lane * bar
+  return np.stack([run.start, run.end, top, top + 0.94 * bar], 1)
 
 
 def _share(run):
@@ -332,23 +333,25 @@ def _draw(axes, run, bars, colours, stages, room):
   """Draws the bars of a run, and numbers on them."""
   from matplotlib.collections import PolyCollection
 
+  # Later stages have paler colours.
   share = _PALEST * np.maximum(run.stage, 0) / max(stages - 1, 1)
   fill = _paler([colours[action] for action in run.action.tolist()], share)
   left, right, top, bottom = bars.T
   corners = bars[:, [[0, 2], [1, 2], [1, 3], [0, 3]]]
-  many = len(bars) > _VECTORS
+  is_dense = len(bars) > _VECTORS
   axes.add_collection(
     PolyCollection(
       corners,
       facecolors=fill,
       edgecolors="white",
-      linewidths=0 if many else 0.4,
-      rasterized=many,
+      linewidths=0 if is_dense else 0.4,
+      rasterized=is_dense,
     )
   )
   if len(bars) > _NUMBERED:
     return
-  dark = fill @ [0.299, 0.587, 0.114] < 0.6
+  # Luminance (Rec. 601) decides between white and black digits.
+  is_dark = fill @ [0.299, 0.587, 0.114] < 0.6
   wide, high = 72 * room[0] * (right - left), 72 * room[1] * (bottom - top)
   x, y = (left + right) / 2, (top + bottom) / 2
   style = {"ha": "center", "va": "center_baseline", "clip_on": True}
@@ -356,7 +359,7 @@ def _draw(axes, run, bars, colours, stages, room):
     text = str(number)
     size = min(9.0, 0.8 * high[task], (wide[task] - 1) / _LETTER / len(text))
     if number >= 0 and size >= 4:
-      colour = "white" if dark[task] else "black"
+      colour = "white" if is_dark[task] else "black"
       axes.text(x[task], y[task], text, fontsize=size, color=colour, **style)
 
 
@@ -372,23 +375,23 @@ def _dress(axes, schedule, idle, end, room):
   axes.spines[["top", "right", "left"]].set_visible(False)
   for device in range(1, schedule.devices):
     axes.axhline(device, color="#dddddd", lw=0.4, zorder=0)
-  beside = {"transform": axes.get_yaxis_transform(), "va": "center"}
-  words = ("planned ", "measured ") if len(idle) > 1 else ("",)
+  beside_axes = {"transform": axes.get_yaxis_transform(), "va": "center"}
+  prefixes = ("planned ", "measured ") if len(idle) > 1 else ("",)
   facts = [
     f"{schedule.name}: {schedule.stages} stages on {schedule.devices} devices,"
     f" {schedule.microbatches} microbatches"
   ]
-  for place, (word, part) in enumerate(zip(words, idle, strict=True)):
+  for position, (prefix, part) in enumerate(zip(prefixes, idle, strict=True)):
     for device in devices:
-      height = device + (place + 0.5) / len(idle)
-      text = f"{word}{part.bubble[device]:.1%}"
-      axes.text(1.01, height, text, fontsize=size, **beside)
+      height = device + (position + 0.5) / len(idle)
+      text = f"{prefix}{part.bubble[device]:.1%}"
+      axes.text(1.01, height, text, fontsize=size, **beside_axes)
     facts.append(
-      f"{word}makespan {part.makespan:.5g}; bubble {part.of_total:.1%} of the"
+      f"{prefix}makespan {part.makespan:.5g}; bubble {part.of_total:.1%} of the"
       f" total, {part.of_ideal:.1%} of the ideal"
     )
-  top = {"transform": axes.transAxes, "va": "bottom"}
-  axes.text(1.01, 1, "bubble", fontsize=9, **top)
+  above_axes = {"transform": axes.transAxes, "va": "bottom"}
+  axes.text(1.01, 1, "bubble", fontsize=9, **above_axes)
   title = "\n".join(facts).replace("$", r"\$")
   axes.set_title(title, fontsize=10, loc="left")
 

@@ -50,8 +50,8 @@ def add_up(parts: Sequence[DeviceTraffic]) -> DeviceTraffic:
     >>> add_up([DeviceTraffic(*part) for part in parts])
     DeviceTraffic(fetched=3, written=0, used=0, peak=3)
   """
-  sums = map(sum, zip(*(each[:3] for each in parts), strict=True))
-  return DeviceTraffic(*sums, max(each.peak for each in parts))
+  sums = map(sum, zip(*(part[:3] for part in parts), strict=True))
+  return DeviceTraffic(*sums, max(part.peak for part in parts))
 
 
 def needs(op: Instruction, every: int) -> tuple[Block, ...]:
@@ -105,10 +105,12 @@ def check(schedule: Schedule, parts: Sequence[Part], room: int) -> None:
         " the server's, which would be held too: use another, such as ssgd"
       )
     sizes, every = sizes_of(part), schedule.every
-    least = sum(sizes.values()) if every > 1 else sizes[WEIGHTS] + sizes[STATE]
-    if least > room:
+    needed = sizes[WEIGHTS] + sizes[STATE]
+    if every > 1:
+      needed += sizes[SUM]
+    if needed > room:
       raise ValueError(
-        f"the update of stage {stage} needs {least / 1e6:.6g} MB at once, and"
+        f"the update of stage {stage} needs {needed / 1e6:.6g} MB at once, and"
         f" there is room for {room / 1e6:.6g}: give more, or cut the model into"
         " more stages"
       )
@@ -123,31 +125,31 @@ class BlockMemory:
 
   def __init__(self, uses: Sequence[Sequence[Block]], room: int):
     self.uses, self._room = uses, room
-    self._at: dict[Block, list[int]] = {}
-    for at, blocks in enumerate(uses):
+    self._op_index: dict[Block, list[int]] = {}
+    for op_index, blocks in enumerate(uses):
       for block in blocks:
-        self._at.setdefault(block, []).append(at)
+        self._op_index.setdefault(block, []).append(op_index)
     self.held: dict[Block, int] = {}  # bytes of each
 
   def bytes(self) -> int:
     """Returns the bytes held."""
     return sum(self.held.values())
 
-  def next_use(self, block: Block, at: int) -> int:
-    """Returns the first instruction, `at` or later, that needs a block.
+  def next_use(self, block: Block, op_index: int) -> int:
+    """Returns the first instruction, `op_index` or later, that needs a block.
 
     An instruction of the next pass counts as its index + the number of
     instructions. A block without uses counts as later than any other.
     """
-    indices = self._at.get(block)
+    indices = self._op_index.get(block)
     if not indices:
       return 2 * len(self.uses)
-    first = bisect.bisect_left(indices, at)
+    first = bisect.bisect_left(indices, op_index)
     is_next_pass = first == len(indices)
     return indices[0] + len(self.uses) if is_next_pass else indices[first]
 
-  def admit(self, block: Block, size: int, at: int) -> list[Block]:
-    """Adds a block of `size` bytes that instruction `at` needs.
+  def admit(self, block: Block, size: int, op_index: int) -> list[Block]:
+    """Adds a block of `size` bytes that instruction `op_index` needs.
 
     Returns:
       The blocks that it evicts.
@@ -156,38 +158,41 @@ class BlockMemory:
       ValueError: if the blocks of the instruction do not fit.
     """
     evicted = []
-    kept = {*self.uses[at], block}
+    needed = {*self.uses[op_index], block}
+    # Evict the block with the latest next use (Belady) until the new one fits.
     while self.bytes() + size > self._room:
-      others = [each for each in self.held if each not in kept]
-      if not others:
+      candidates = [other for other in self.held if other not in needed]
+      if not candidates:
         raise ValueError(
-          f"instruction {at} needs {self.bytes() + size} bytes at once, and"
-          f" there is room for {self._room}"
+          f"instruction {op_index} needs {self.bytes() + size} bytes at once,"
+          f" and there is room for {self._room}"
         )
-      last = max(others, key=lambda each: (self.next_use(each, at + 1), each))
-      evicted.append(last)
-      del self.held[last]
+      next_uses = [(self.next_use(x, op_index + 1), x) for x in candidates]
+      _, victim = max(next_uses)
+      evicted.append(victim)
+      del self.held[victim]
     self.held[block] = size
     return evicted
 
-  def ahead(self, at: int, sizes: Callable[[Block], int]) -> list[Block]:
-    """Returns the blocks to prefetch while instruction `at` computes.
+  def ahead(self, op_index: int, sizes: Callable[[Block], int]) -> list[Block]:
+    """Returns the blocks to prefetch while instruction `op_index` runs.
 
     They belong to the next instruction that lacks a block. Blocks that are used
     before it stay; [] if the prefetched ones do not fit beside these.
     """
     count = len(self.uses)
-    stay = set(self.uses[at])
+    resident = set(self.uses[op_index])
+    # Blocks that are used before the prefetched ones must stay as well.
     for step in range(1, count):
-      blocks = self.uses[(at + step) % count]
-      stay.update(blocks)
-      wanted = [
+      blocks = self.uses[(op_index + step) % count]
+      resident.update(blocks)
+      missing = [
         block for block in blocks if block not in self.held and sizes(block)
       ]
-      if wanted:
-        size = sum(map(sizes, wanted))
-        size += sum(self.held.get(block, 0) for block in stay)
-        return wanted if size <= self._room else []
+      if missing:
+        size = sum(map(sizes, missing))
+        size += sum(self.held.get(block, 0) for block in resident)
+        return missing if size <= self._room else []
     return []
 
 
@@ -209,14 +214,14 @@ class DeviceMemory:
         f"{device} has memories {', '.join(kinds)} and no {HOST}: leave"
         " device_megabytes out"
       )
-    self._index = {_name(op): at for at, op in enumerate(ops)}
+    self._index = {_op_key(op): at for at, op in enumerate(ops)}
     self._memory = BlockMemory([needs(op, every) for op in ops], room)
     self._host_of = jax.sharding.SingleDeviceSharding(device, memory_kind=HOST)
-    self._here = jax.sharding.SingleDeviceSharding(device)
+    self._on_device = jax.sharding.SingleDeviceSharding(device)
     self._host: dict[Block, Any] = {}  # None: newer on the device
     self._device: dict[Block, Any] = {}
     self._sizes: dict[Block, int] = {}
-    self._at = 0
+    self._op_index = 0
     self.traffic = DeviceTraffic()
 
   def to_host(self, tree: Any) -> Any:
@@ -226,9 +231,9 @@ class DeviceMemory:
   def adopt(self, block: Block, tree: Any) -> None:
     """Starts with a block in the host's memory (`to_host`). A cached copy of
     the same arrays stays on the device."""
-    earlier = jax.tree.leaves(self._host.get(block))
+    cached = jax.tree.leaves(self._host.get(block))
     leaves = jax.tree.leaves(tree)
-    if len(earlier) == len(leaves) and all(map(operator.is_, earlier, leaves)):
+    if len(cached) == len(leaves) and all(map(operator.is_, cached, leaves)):
       return
     self.drop(block)
     self._host[block], self._sizes[block] = tree, _nbytes(tree)
@@ -236,12 +241,16 @@ class DeviceMemory:
   def begin(self, op: Instruction) -> None:
     """Fetches the blocks of an instruction, and starts to prefetch the blocks
     of a later one."""
-    self._at = self._index[_name(op)]
-    for block in self._memory.uses[self._at]:
+    self._op_index = self._index[_op_key(op)]
+    for block in self._memory.uses[self._op_index]:
       if block in self._sizes:  # the sum of an update starts without a block
         self._fetch(block)
         self._count(used=self._sizes[block])
-    for block in self._memory.ahead(self._at, lambda b: self._sizes.get(b, 0)):
+    # These copies run while the instruction computes.
+    next_blocks = self._memory.ahead(
+      self._op_index, lambda block: self._sizes.get(block, 0)
+    )
+    for block in next_blocks:
       self._fetch(block)
 
   def get(self, block: Block) -> Any:
@@ -275,8 +284,8 @@ class DeviceMemory:
     for table in (self._host, self._device, self._sizes, self._memory.held):
       table.pop(block, None)
 
-  def _count(self, **more):
-    traffic = {k: getattr(self.traffic, k) + v for k, v in more.items()}
+  def _count(self, **counts):
+    traffic = {k: getattr(self.traffic, k) + v for k, v in counts.items()}
     self.traffic = self.traffic._replace(**traffic)
 
   def _fetch(self, block):
@@ -284,19 +293,21 @@ class DeviceMemory:
       return
     self._admit(block)
     self._device[block] = jax.device_put(
-      self._host[block], self._here, may_alias=False
+      self._host[block], self._on_device, may_alias=False
     )
     self._count(fetched=self._sizes[block])
 
   def _admit(self, block):
-    for gone in self._memory.admit(block, self._sizes[block], self._at):
-      self.host(gone)
-      del self._device[gone]
+    size = self._sizes[block]
+    for evicted in self._memory.admit(block, size, self._op_index):
+      # The host's copy must be current before the device's is dropped.
+      self.host(evicted)
+      del self._device[evicted]
     peak = max(self.traffic.peak, self._memory.bytes())
     self.traffic = self.traffic._replace(peak=peak)
 
 
-def _name(op):
+def _op_key(op):
   return op.slot, op.kind, op.stage, op.microbatch
 
 

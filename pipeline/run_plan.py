@@ -43,9 +43,9 @@ _LIST = re.compile(r"\s*\d+\s*(,\s*\d+\s*)*")
 def _list_or(*known: Any, kind: str) -> checks.Check:
   """Returns a check for known values or a list of integers, also as text."""
 
-  numbers = {"type": "array", "items": {"type": "integer"}}
+  integers = {"type": "array", "items": {"type": "integer"}}
 
-  @checks.described(anyOf=[{"enum": list(known)}, numbers])
+  @checks.described(anyOf=[{"enum": list(known)}, integers])
   def check(value, key):
     if isinstance(value, str) and _LIST.fullmatch(value):
       return [int(number) for number in value.split(",")]
@@ -159,31 +159,31 @@ class PipelinePlan(NamedTuple):
 
   def describe_partition(self) -> str:
     """Returns a line with the layers and devices of each stage."""
-    ends = itertools.pairwise(self.cuts)
+    ranges = itertools.pairwise(self.cuts)
     stages = (
       f"{first} to {last - 1} on {', '.join(map(str, places))}"
-      for (first, last), places in zip(ends, self.table.places(), strict=True)
+      for (first, last), places in zip(ranges, self.table.places(), strict=True)
     )
     return f"{self.run.label}: layers (on devices) {'; '.join(stages)}"
 
 
 def check(run: Run) -> None:
   """Checks the settings that need no data set."""
-  section, where = run.config["pipeline"], f"config.runs.{run.label}"
-  name, wanted = section["schedule"], section["partition"]
+  section, key_path = run.config["pipeline"], f"config.runs.{run.label}"
+  name, partitioner = section["schedule"], section["partition"]
   with checks.blame(f"runs.{run.label}"):
     traits = schedules.describe(name)
-  if wanted is None:
+  if partitioner is None:
     return
-  if traits.partitioner != wanted:
+  if traits.partitioner != partitioner:
     raise ValueError(
-      f"{where}.partition={wanted} is not for the schedule {name}: use"
-      f" {'pipedream' if wanted == 'pipedream' else 'ftpipe'}"
+      f"{key_path}.partition={partitioner} is not for the schedule {name}: use"
+      f" {'pipedream' if partitioner == 'pipedream' else 'ftpipe'}"
     )
   for key in ("devices", "replicas"):
     if key in section:
       raise ValueError(
-        f"{where}.{key} follows from {where}.partition: drop one of them"
+        f"{key_path}.{key} follows from {key_path}.partition: drop one of them"
       )
 
 
@@ -194,11 +194,11 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
     ValueError: if schedule, options and cuts do not fit the model.
   """
   del workers
-  problem, where = experiment.problem_of(run), f"runs.{run.label}"
+  problem, path = experiment.problem_of(run), f"runs.{run.label}"
   if problem.pieces is None:
     key = "model" if run.config["problem"]["name"] is None else "problem"
     raise ValueError(
-      f"config.{where}: config.{key}.name {run.config[key]['name']!r} makes a"
+      f"config.{path}: config.{key}.name {run.config[key]['name']!r} makes a"
       " model that is not a tuple of layers, which cannot be cut into stages:"
       " use engine simulate, threads, ray or mesh, or return layers"
     )
@@ -211,7 +211,7 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   if table_lib.is_file(section["schedule"]):
     stages = experiment.config["runs"][run.label].get("stages")
   table = _table(run, section, stages, total)
-  with checks.blame(where, tuple(section)):
+  with checks.blame(path, tuple(section)):
     weights = schedules.weights_of(table, section["weights"])
     recompute = schedules.recompute_of(table, section["recompute"])
   peak = float(run.config["learning_rate"]) * table.every
@@ -239,19 +239,19 @@ def plan(experiment: Any, run: Run, workers: int) -> PipelinePlan:
   if planned.room is not None:
     if planned.together:
       raise ValueError(
-        f"config.{where}.device_megabytes: config.clip_norm needs the gradients"
+        f"config.{path}.device_megabytes: config.clip_norm needs the gradients"
         " of all stages at once: drop one of them"
       )
-    with checks.blame(f"{where}.device_megabytes"):
+    with checks.blame(f"{path}.device_megabytes"):
       residence.check(table, parts, planned.room)
   return planned._replace(parts=tuple(parts))
 
 
 def _total(run: Run, problem: problems.Problem) -> int:
   """Returns the microbatches of a cell: a multiple of an update's."""
-  each = run.config["pipeline"]["microbatches"]
+  per_update = run.config["pipeline"]["microbatches"]
   count = learning_rates.passes(run, problem)
-  total = max(int(round(count)) // each, 1) * each
+  total = max(int(round(count)) // per_update, 1) * per_update
   if total > _MOST_MICROBATCHES:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {total:,} microbatches of"
@@ -262,7 +262,7 @@ def _total(run: Run, problem: problems.Problem) -> int:
 
 def _table(run, section, stages, total) -> Schedule:
   name = section["schedule"]
-  known = schedules.describe(name).options
+  option_names = schedules.describe(name).options
   try:
     return schedules.make(
       name,
@@ -270,12 +270,12 @@ def _table(run, section, stages, total) -> Schedule:
       total=total,
       batch=section["microbatches"],
       every=section["every"],
-      **{key: section[key] for key in known if key in section},
+      **{key: section[key] for key in option_names if key in section},
     )
   except schedules.OptionError as error:
     raise ValueError(f"config.runs.{run.label}.{error}") from error
   except (TypeError, ValueError):
-    with checks.blame(f"runs.{run.label}", known):
+    with checks.blame(f"runs.{run.label}", option_names):
       raise
 
 
@@ -288,20 +288,20 @@ def _parts(
   if not _keeps_workers(run, rate, shapes):
     workers = [1] * table.stages
   cures = _cures(section, planned)
-  ahead = [None] * table.stages  # no prediction besides the recipe's
+  horizons = [None] * table.stages  # no prediction besides the recipe's
   if section["predict"]:
     stale = analyze.staleness(table, planned.weights).forward
-    ahead = np.median(stale, axis=1).astype(int).tolist()
-  kinds = list(zip(workers, ahead, cures, strict=True))
+    horizons = np.median(stale, axis=1).astype(int).tolist()
+  variants = list(zip(workers, horizons, cures, strict=True))
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
-    recipes = [_recipe(run, rate, *kind) for kind in kinds]
+    recipes = [_recipe(run, rate, *variant) for variant in variants]
     parts = cut.cut(planned.problem, shapes, planned.cuts, recipes)
-  same = [run.recipe, run.options, table.every]
-  same += [run.config[key] for key in OF_A_RUN]
-  for stage, kind in enumerate(kinds):
-    made, cure = (parts[stage].server, parts[stage].at_worker), cures[stage]
+  cache_key = [run.recipe, run.options, table.every]
+  cache_key += [run.config[key] for key in OF_A_RUN]
+  for stage, variant in enumerate(variants):
+    built, cure = (parts[stage].server, parts[stage].at_worker), cures[stage]
     server, at_worker = _servers.get(
-      lambda made=made: made, [*same, *kind], rate, run.given
+      lambda built=built: built, [*cache_key, *variant], rate, run.given
     )
     parts[stage] = parts[stage]._replace(
       server=server,
@@ -328,7 +328,7 @@ def _keeps_workers(run: Run, rate: Any, shapes: Any) -> bool:
   # A recipe that averages over workers: a schedule averages microbatches.
   if two.every > 1:
     return False
-  states = (jax.eval_shape(each.server().init, shapes) for each in (one, two))
+  states = (jax.eval_shape(r.server().init, shapes) for r in (one, two))
   first, second = map(jax.tree.leaves, states)
   return two.at_worker is not None or first != second
 
@@ -340,8 +340,8 @@ def _cures(section, planned) -> list[discrepancy.Cure | None]:
   if not traits.corrected or planned.weights != "latest":
     return [None] * table.stages
   updates = section.get("anneal") or max(planned.updates // 4, 1)
-  given = {"decay": section["decay"]} if "decay" in section else {}
-  return discrepancy.cures(table.stages, table.every, updates, **given)
+  options = {"decay": section["decay"]} if "decay" in section else {}
+  return discrepancy.cures(table.stages, table.every, updates, **options)
 
 
 def _recipe(run, rate, workers, ahead, cure) -> algorithms.Recipe:
@@ -365,39 +365,39 @@ def _recipe(run, rate, workers, ahead, cure) -> algorithms.Recipe:
 
 
 def _cuts(experiment, section, stages, problem, shapes) -> list[int]:
-  wanted, layers = section["cuts"], problem.pieces.layers
-  if isinstance(wanted, list) and stages == section["stages"]:
-    if len(wanted) != stages + 1:
+  setting, layers = section["cuts"], problem.pieces.layers
+  if isinstance(setting, list) and stages == section["stages"]:
+    if len(setting) != stages + 1:
       raise ValueError(
         f"{stages} stages are cut at {stages + 1} layers, from 0 to"
-        f" {len(layers)}, not {wanted}"
+        f" {len(layers)}, not {setting}"
       )
-    return wanted
-  ends = _ends(problem, shapes)
-  if stages > len(ends):
+    return setting
+  layer_ends = _layer_ends(problem, shapes)
+  if stages > len(layer_ends):
     raise ValueError(
-      f"the model has {len(ends)} layers with weights, too few for {stages}"
-      f" stages: set config.pipeline.stages={len(ends)}, or a deeper"
-      " config.model"
+      f"the model has {len(layer_ends)} layers with weights, too few for"
+      f" {stages} stages: set config.pipeline.stages={len(layer_ends)}, or a"
+      " deeper config.model"
     )
-  if wanted == "time":
-    costs = [sum(both) for both in _layer_seconds(experiment, problem)]
+  if setting == "time":
+    costs = [sum(seconds) for seconds in _layer_seconds(experiment, problem)]
   else:
     costs = [models.count(weights) for weights in base.weights_of(shapes)]
-  groups = [sum(costs[s:e]) for s, e in itertools.pairwise([0, *ends])]
+  groups = [sum(costs[s:e]) for s, e in itertools.pairwise([0, *layer_ends])]
   nodes = placement.balance(groups, stages)
-  return [0, *(ends[stage[-1]] for stage in nodes)]
+  return [0, *(layer_ends[stage[-1]] for stage in nodes)]
 
 
-def _ends(problem, shapes) -> list[int]:
+def _layer_ends(problem, shapes) -> list[int]:
   """Returns the ends of layers at which the model may be cut.
 
   Each piece must have weights, so a layer without weights stays with the next
   layer.
   """
   layers = enumerate(base.weights_of(shapes), 1)
-  ends = [after for after, weights in layers if models.count(weights)]
-  return [*ends[:-1], len(problem.pieces.layers)]
+  layer_ends = [end for end, weights in layers if models.count(weights)]
+  return [*layer_ends[:-1], len(problem.pieces.layers)]
 
 
 def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
@@ -409,14 +409,14 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
   section = run.config["pipeline"]
   # With a partitioner, the section's `stages` is the number of devices.
   count, speed = section["stages"], float(section["bandwidth"])
-  ends = _ends(problem, shapes)
+  layer_ends = _layer_ends(problem, shapes)
   seconds = _layer_seconds(experiment, problem)
   with checks.blame(f"runs.{run.label}"):
     layers, nodes = _profile(problem, shapes, seconds=seconds).nodes, []
-    for first, last in itertools.pairwise([0, *ends]):
-      group = layers[first:last]
-      added = ("forward", "backward", "parameters", "stash")
-      sums = {k: sum(getattr(node, k) for node in group) for k in added}
+    for start, stop in itertools.pairwise([0, *layer_ends]):
+      group = layers[start:stop]
+      summed = ("forward", "backward", "parameters", "stash")
+      sums = {k: sum(getattr(node, k) for node in group) for k in summed}
       nodes.append(group[-1]._replace(**sums))
     chain = graph.chain(nodes)
     if section["partition"] == "pipedream":
@@ -428,7 +428,7 @@ def _placed(experiment, run, problem, shapes) -> dict[str, Any]:
       )
       placed = {"devices": [device for (device,) in result.partition.devices]}
     inner = placement.cuts(result.partition)[1:]
-  cuts = [0, *(ends[node - 1] for node in inner)]
+  cuts = [0, *(layer_ends[node - 1] for node in inner)]
   return {**placed, "stages": len(inner), "cuts": cuts}
 
 

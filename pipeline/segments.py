@@ -63,15 +63,17 @@ class Segment(nn.Module):
       if number == self.index:
         output = method(*args, **kwargs)
       elif number == self.index - 1:
+        # `intercept` runs this for every submodule that the module calls, in
+        # order.
         output = x
       else:
         output = _zeros(self.calls[number], x)
       outputs.append(output)
       return output
 
-    given = _zeros(self.example, x) if self.index else x
+    inner_input = _zeros(self.example, x) if self.index else x
     with nn.intercept_methods(_of_submodules(self.inner, call)):
-      result: jax.Array = _run(self.inner, given, train)
+      result: jax.Array = _run(self.inner, inner_input, train)
     is_last = self.index == len(self.calls) - 1
     return result if is_last else outputs[self.index]
 
@@ -109,8 +111,8 @@ def _of_submodules(
 
 
 def _run(module: nn.Module, x: Any, train: bool) -> Any:
-  takes = inspect.signature(type(module).__call__).parameters
-  return module(x, train=train) if "train" in takes else module(x)
+  parameters = inspect.signature(type(module).__call__).parameters
+  return module(x, train=train) if "train" in parameters else module(x)
 
 
 def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
@@ -130,17 +132,17 @@ def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
     >>> [each.calls[each.index].name for each in segments]
     ['layers_0', 'layers_2']
   """
-  what, calls = type(module).__name__, []
+  title, calls = type(module).__name__, []
 
   def refused(why: str) -> ValueError:
-    return ValueError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
+    return ValueError(f"pipeline.train cannot cut {title}: {why}: {_REMEDY}")
 
   def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Notes a call and its output."""
     name = context.module.name
     if context.method_name != "__call__":
       raise refused(f"it calls {name}.{context.method_name}, not {name}(x)")
-    if any(each.name == name for each in calls):
+    if any(submodule_call.name == name for submodule_call in calls):
       raise refused(f"it calls {name} twice, on two stages")
     output = method(*args, **kwargs)
     if np.shape(output)[:1] != x.shape[:1]:
@@ -153,22 +155,23 @@ def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
     return watched.init({"params": key, "dropout": key}, x, train=False)
 
   x = jnp.asarray(x)
-  with checks.user_code(f"{what} fails on a batch", passes=(ValueError,)):
+  with checks.user_code(f"{title} fails on a batch", passes=(ValueError,)):
     variables = jax.eval_shape(init, jax.random.key(0), x)
-  names = {each.name for each in calls}
-  if own := {*variables.get("params", {})} - names:
-    raise refused(f"{min(own)} is a parameter outside of its submodules")
+  names = {submodule_call.name for submodule_call in calls}
+  if outside := {*variables.get("params", {})} - names:
+    raise refused(f"{min(outside)} is a parameter outside of its submodules")
   if len(calls) < 2:
     raise refused(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
   segments = tuple(
     Segment(module, index, tuple(calls), example) for index in range(len(calls))
   )
-  for before, segment in itertools.pairwise(segments):
-    if _reads_outside(segment, before.calls[before.index]):
+  for previous, segment in itertools.pairwise(segments):
+    last_call = previous.calls[previous.index]
+    if _reads_outside(segment, last_call):
       raise refused(
-        f"what follows {before.calls[before.index].name} needs more than its"
-        " output, such as a skip connection over it"
+        f"what follows {last_call.name} needs more than its output,"
+        " such as a skip connection over it"
       )
   return segments
 
@@ -188,23 +191,24 @@ class _Watched(nn.Module):
     return output
 
 
-def _reads_outside(segment: Segment, given: SubmoduleCall) -> bool:
+def _reads_outside(segment: Segment, input_call: SubmoduleCall) -> bool:
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
     segment: to trace.
-    given: the call whose output is the segment's input.
+    input_call: the call whose output is the segment's input.
   """
-  x = jax.ShapeDtypeStruct(given.shape, given.dtype)
+  x = jax.ShapeDtypeStruct(input_call.shape, input_call.dtype)
   variables = jax.eval_shape(
     lambda key, x: segment.init(key, x, train=False), jax.random.key(0), x
   )
   traced = jax.make_jaxpr(lambda v, x: segment.apply(v, x, train=False))
   jaxpr = traced(variables, x).jaxpr
+  # Dead code goes first: a segment computes zeros that it does not use.
   used, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return any(
-    each.primitive.name == "name" and each.params["name"] == _OUTSIDE
-    for each in internals.equations(used)
+    equation.primitive.name == "name" and equation.params["name"] == _OUTSIDE
+    for equation in internals.equations(used)
   )
 
 

@@ -86,19 +86,23 @@ def measured(schedule: Schedule, spans: Iterable[TaskSpan]) -> Timeline:
   devices, name = schedule.devices, schedule.name
   for span in spans:
     device, stage, microbatch, action, start, end = span
-    why = None
+    fault = None
     if not 0 <= device < devices:
-      why = f": the table {name} has devices 0 to {devices - 1}"
+      fault = f": the table {name} has devices 0 to {devices - 1}"
     elif not (np.isfinite(span[4:]).all() and start <= end):
-      why = f" is from {start!r} to {end!r}: these must be finite, and not fall"
+      fault = (
+        f" is from {start!r} to {end!r}: these must be finite, and not fall"
+      )
     elif action in KNOWN and span[:4] not in tasks:
-      why = f" is not in the table {name}: was another one measured?"
+      fault = f" is not in the table {name}: was another one measured?"
     elif action in KNOWN and span[:4] in done:
-      why = " was measured twice: give the spans of one pass through the table"
-    if why:
+      fault = (
+        " was measured twice: give the spans of one pass through the table"
+      )
+    if fault:
       raise ValueError(
         f"{action} of stage {stage}, microbatch {microbatch} on device"
-        f" {device}{why}"
+        f" {device}{fault}"
       )
     done.add(span[:4])
   columns = [np.array(column) for column in zip(*spans, strict=True)]
@@ -117,14 +121,16 @@ def idle(run: Timeline, devices: int) -> Idle:
   makespan, busy = float(run.end.max(initial=0.0)), np.zeros(devices)
   order = np.argsort(run.device, kind="stable")
   cuts = np.searchsorted(run.device[order], np.arange(1, devices))
-  for device, mine in enumerate(np.split(order, cuts)):
-    start, end = run.start[mine], run.end[mine]
+  for device, rows in enumerate(np.split(order, cuts)):
+    start, end = run.start[rows], run.end[rows]
+    # A task that overlaps an earlier one counts from the end of that task.
     reach = np.maximum.accumulate([0.0, *end])[:-1]
     busy[device] = np.maximum(end - np.maximum(start, reach), 0.0).sum()
-  left, whole = makespan - busy, makespan or 1.0
-  of_total = float(left.sum() / (whole * devices))
-  of_ideal = float(left.sum() / busy.sum()) if busy.any() else 0.0
-  return Idle(makespan, busy, left, left / whole, of_total, of_ideal)
+  idle_seconds, total = makespan - busy, makespan or 1.0
+  of_total = float(idle_seconds.sum() / (total * devices))
+  of_ideal = float(idle_seconds.sum() / busy.sum()) if busy.any() else 0.0
+  bubble = idle_seconds / total
+  return Idle(makespan, busy, idle_seconds, bubble, of_total, of_ideal)
 
 
 class SpanLog:
@@ -135,7 +141,7 @@ class SpanLog:
   def __init__(self, schedule: Schedule):
     self.spans: collections.deque[TaskSpan] = collections.deque(maxlen=_KEPT)
     self._schedule, self._end = schedule, 0.0
-    self._busy = self._whole = 0.0  # seconds of all devices
+    self._busy = self._device_seconds = 0.0  # seconds of all devices
 
   def add(self, new: Sequence[TaskSpan]) -> None:
     """Adds the spans of a call, by time of start."""
@@ -144,9 +150,10 @@ class SpanLog:
     schedule = self._schedule
     call = idle(measured(schedule, new), schedule.devices)
     self._busy += float(call.busy.sum())
-    self._whole += schedule.devices * call.makespan
+    self._device_seconds += schedule.devices * call.makespan
     if schedule.flush:
       self.spans.clear()
+    # The time between two calls is cut out.
     shift = self._end - new[0].start if self.spans else 0.0
     self._end = max(span.end for span in new) + shift
     self.spans.extend(
@@ -163,7 +170,9 @@ class SpanLog:
 
   def bubble(self) -> float:
     """Returns idle / total of all calls, NaN before the first."""
-    return 1 - self._busy / self._whole if self._whole else float("nan")
+    if not self._device_seconds:
+      return float("nan")
+    return 1 - self._busy / self._device_seconds
 
 
 def to_json(spans: Iterable[TaskSpan]) -> str:
@@ -199,12 +208,12 @@ def read(path: Path) -> list[TaskSpan]:
 
 
 def _is_span(device, stage, microbatch, action, start, end):
-  whole = device, stage, microbatch
+  integers = device, stage, microbatch
   return (
-    {type(number) for number in whole} == {int}
+    {type(number) for number in integers} == {int}
     and isinstance(action, str)
     and action.isprintable()
     and {type(start), type(end)} <= {int, float}
     # NaN is for `measured` to name.
-    and not any(abs(number) > _MOST for number in (*whole, start, end))
+    and not any(abs(number) > _MOST for number in (*integers, start, end))
   )

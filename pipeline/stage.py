@@ -77,7 +77,7 @@ def compile_stage(fn: Callable, params: Any, x: Any, extra: Any) -> Stage:
 
 @functools.lru_cache(maxsize=256)
 def _compile(fn, tree, *leaves):
-  shapes = params, *given = jax.tree.unflatten(tree, leaves)
+  shapes = params, *inputs = jax.tree.unflatten(tree, leaves)
   if not floating(params):
     raise ValueError(
       "a stage needs parameters of a floating point dtype; give its layers to"
@@ -87,32 +87,33 @@ def _compile(fn, tree, *leaves):
   compute, backward, kept = _differentiate(fn, *shapes)
 
   def forward(params, x, extra):
-    _check_same("x", x, given[0])
-    _check_same("extra", extra, given[1])
+    _check_same("x", x, inputs[0])
+    _check_same("extra", extra, inputs[1])
     return compute(params, x, extra)
 
-  def again(params, x, extra):
+  def residuals_of(params, x, extra):
     return compute(params, x, extra)[2]
 
   def recompute(params, x, extra, gy):
-    return backward(params, again(params, x, extra), gy)
+    return backward(params, residuals_of(params, x, extra), gy)
 
   halves = _split(backward, params, kept, floating(y))
-  functions = forward, again, backward, recompute, *halves
+  functions = forward, residuals_of, backward, recompute, *halves
   size = sum(s.size * s.dtype.itemsize for s in kept)
   return Stage(*map(jax.jit, functions), size, y)
 
 
-def _check_same(name, actual, wanted):
+def _check_same(name, actual, expected):
   """Raises ValueError for other shapes than those the stage was compiled for.
 
   The program would silently compute a wrong result from other shapes.
   """
-  shapes, others = (jax.tree.map(np.shape, tree) for tree in (actual, wanted))
-  if shapes != others:
+  shapes = jax.tree.map(np.shape, actual)
+  expected_shapes = jax.tree.map(np.shape, expected)
+  if shapes != expected_shapes:
     raise ValueError(
       f"{name} has shapes {shapes}, and the stage was compiled for those of"
-      f" the first microbatch, {others}: make all microbatches alike"
+      f" the first microbatch, {expected_shapes}: make all microbatches alike"
     )
 
 
@@ -128,11 +129,12 @@ def _differentiate(fn, params, x, extra):
     leaves, tree = jax.tree.flatten(x)
     moving = [i for i, leaf in enumerate(leaves) if _is_floating(leaf)]
 
+    # Only floating leaves of x have gradients; the rest are constants.
     def of(params, floats):
-      given = list(leaves)
+      filled = list(leaves)
       for i, value in zip(moving, floats, strict=True):
-        given[i] = value
-      y, aux = fn(params, jax.tree.unflatten(tree, given), extra)
+        filled[i] = value
+      y, aux = fn(params, jax.tree.unflatten(tree, filled), extra)
       return floating(y), (y, aux)
 
     _, vjp, (y, aux) = jax.vjp(
@@ -143,35 +145,35 @@ def _differentiate(fn, params, x, extra):
   jaxpr, shapes = _inlined(full, params, x, extra)
   out, vjp = jax.tree.structure(shapes[:2]), jax.tree.structure(shapes[2])
   n_out, outs = out.num_leaves, jaxpr.jaxpr.outvars
-  own = jaxpr.jaxpr.invars[: jax.tree.structure(params).num_leaves]
+  param_vars = jaxpr.jaxpr.invars[: jax.tree.structure(params).num_leaves]
   # Residuals that depend on the parameters alone are not kept: the backward
   # recomputes them.
-  free = {*own, *jaxpr.jaxpr.constvars}
+  free = {*param_vars, *jaxpr.jaxpr.constvars}
   for eqn in jaxpr.jaxpr.eqns:
     if all(_literal(v) or v in free for v in eqn.invars) and not eqn.effects:
       free.update(eqn.outvars)
   residuals = outs[n_out:]
-  kept = [v for v in _variables(residuals) if v not in free]
-  compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *kept])
-  again = [v for v in residuals if _literal(v) or v in free]
+  stored = [v for v in _variables(residuals) if v not in free]
+  compute = _function(jaxpr, jaxpr.jaxpr.invars, [*outs[:n_out], *stored])
+  recomputed = [v for v in residuals if _literal(v) or v in free]
   # The backward drops effects, such as prints: the forward has had them.
-  eqns = _needed(jaxpr.jaxpr.eqns, again, effects=False)
-  compute_again = _function(jaxpr, own, again, eqns)
+  eqns = _needed(jaxpr.jaxpr.eqns, recomputed, effects=False)
+  compute_again = _function(jaxpr, param_vars, recomputed, eqns)
 
   def forward(params, x, extra):
-    values = compute(*jax.tree.leaves((params, x, extra)))
-    return *jax.tree.unflatten(out, values[:n_out]), tuple(values[n_out:])
+    outputs = compute(*jax.tree.leaves((params, x, extra)))
+    return *jax.tree.unflatten(out, outputs[:n_out]), tuple(outputs[n_out:])
 
-  def backward(params, values, gy):
-    rest = iter(compute_again(*jax.tree.leaves(params)))
-    value_of = dict(zip(kept, values, strict=True))
+  def backward(params, outputs, gy):
+    from_params = iter(compute_again(*jax.tree.leaves(params)))
+    value_of = dict(zip(stored, outputs, strict=True))
     leaves = [
-      value_of[v] if not _literal(v) and v in value_of else next(rest)
+      value_of[v] if not _literal(v) and v in value_of else next(from_params)
       for v in residuals
     ]
     return jax.tree.unflatten(vjp, leaves)(list(gy))
 
-  return forward, backward, tuple(_shape(v.aval) for v in kept)
+  return forward, backward, tuple(_shape(v.aval) for v in stored)
 
 
 def _split(backward, params, kept, gy):
@@ -182,15 +184,19 @@ def _split(backward, params, kept, gy):
   n, n_inputs = gradient.num_leaves, len(shapes[1])
   eqns, invars = jaxpr.jaxpr.eqns, jaxpr.jaxpr.invars
   weights, inputs = jaxpr.jaxpr.outvars[:n], jaxpr.jaxpr.outvars[n:]
-  first, own = _needed(eqns, inputs), invars[: len(invars) - len(gy)]
-  done = {*invars[len(own) :], *(v for eqn in first for v in eqn.outvars)}
-  second = [
-    eqn for eqn in _needed(eqns, weights) if not any(eqn is e for e in first)
+  input_eqns, kept_vars = _needed(eqns, inputs), invars[: len(invars) - len(gy)]
+  # `half` is what both halves read: I returns it, and W takes it.
+  outvars = (v for eqn in input_eqns for v in eqn.outvars)
+  computed = {*invars[len(kept_vars) :], *outvars}
+  weight_eqns = [
+    eqn
+    for eqn in _needed(eqns, weights)
+    if not any(eqn is other for other in input_eqns)
   ]
-  used = [*(v for eqn in second for v in eqn.invars), *weights]
-  half = [v for v in _variables(used) if v in done]
+  weight_atoms = [*(v for eqn in weight_eqns for v in eqn.invars), *weights]
+  half = [v for v in _variables(weight_atoms) if v in computed]
   compute_inputs = _function(jaxpr, invars, [*inputs, *half])
-  compute_weights = _function(jaxpr, [*own, *half], weights, second)
+  compute_weights = _function(jaxpr, [*kept_vars, *half], weights, weight_eqns)
 
   def input(params, kept, gy):
     values = compute_inputs(*jax.tree.leaves((params, kept, gy)))
@@ -250,13 +256,13 @@ def _run(invars, eqns, outvars, *args):
 def _needed(eqns, outs, *, effects=True):
   """Returns the equations that `outs` depend on, and those with effects, in
   their order."""
-  wanted = set(_variables(outs))
+  wanted_vars = set(_variables(outs))
   needed = []
   for eqn in reversed(eqns):
     has_effects = effects and eqn.effects
-    if has_effects or any(v in wanted for v in eqn.outvars):
+    if has_effects or any(v in wanted_vars for v in eqn.outvars):
       needed.append(eqn)
-      wanted.update(_variables(eqn.invars))
+      wanted_vars.update(_variables(eqn.invars))
   return needed[::-1]
 
 

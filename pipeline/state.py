@@ -50,36 +50,39 @@ class PipelineResult(NamedTuple):
 def keys(program: Program, slot: int) -> set[tuple]:
   """Returns the keys of the whole table's state before a slot; those of
   tickets, if they will be read."""
-  schedule, where = program.schedule, program.where
+  schedule, rows_of = program.schedule, program.where
   every = schedule.every
-  forward, backward, weight = (schedule.time[rows] for rows in where)
+  forward, backward, weight = (schedule.time[rows] for rows in rows_of)
   out: set[tuple] = set()
 
-  def add(kind, made, read, first_stage=0):
-    for stage, number in np.argwhere((made < slot) & (slot <= read)).tolist():
+  def add(kind, made_at, read_at, first_stage=0):
+    # An entry exists between the task that makes it and the task that reads it.
+    exists = (made_at < slot) & (slot <= read_at)
+    for stage, number in np.argwhere(exists).tolist():
       out.add((kind, first_stage + stage, number))
 
   add("x", forward[:-1], forward[1:], 1)
   add("g", backward[1:], backward[:-1])
   add(KEPT, forward, weight)
   add(HALF, backward, weight)
-  ends = analyze.updates_done(schedule)  # when versions 1, 2, ... are made
+  update_slots = analyze.updates_done(schedule)  # of versions 1, 2, ...
   if program.together:
-    ends = np.broadcast_to(ends.max(0), ends.shape)
+    update_slots = np.broadcast_to(update_slots.max(0), update_slots.shape)
   for stage, places in enumerate(program.places):
     later = np.flatnonzero(weight[stage] >= slot)
-    rows = where.weight[stage, later]
+    rows = rows_of.weight[stage, later]
     replica = np.searchsorted(places, schedule.device[rows])
-    before = int(np.searchsorted(ends[stage], slot, "left"))  # versions made
-    done = len(weight[stage]) - len(later) - before * every
-    if every > 1 and done:
+    current = int(np.searchsorted(update_slots[stage], slot, "left"))
+    # `waiting` messages belong to an update that is not made yet.
+    waiting = len(weight[stage]) - len(later) - current * every
+    if every > 1 and waiting:
       out.add((SUM, stage))
-    if done == every:  # the last message waits for the other stages
-      number = (before + 1) * every - 1
+    if waiting == every:  # the last message waits for the other stages
+      number = (current + 1) * every - 1
       out.add(("m", stage, int(program.order[stage, number])))
     for version, worker in program.reads:
       columns = version[stage, later], replica, worker[stage, later]
-      tickets = np.stack(columns, 1)[columns[0] <= before].tolist()
+      tickets = np.stack(columns, 1)[columns[0] <= current].tolist()
       out.update((TICKET, stage, *ticket) for ticket in tickets)
   return out
 
@@ -96,7 +99,7 @@ def lane_of(program: Program, key: tuple) -> int:
 
 
 def check(state: PipelineState, program: Program, at_worker: set) -> None:
-  """Refuses (ValueError) a state of another table, one that is not whole, or
+  """Raises ValueError for a state of another table, an incomplete one, or
   one that a run has consumed: its lanes would wait forever. `at_worker` are the
   keys of the states of every `Part.at_worker`."""
   table = program.schedule
@@ -111,13 +114,13 @@ def check(state: PipelineState, program: Program, at_worker: set) -> None:
       raise ValueError(
         "this state was consumed by a run: use the one that the run returned"
       )
-  wanted = keys(program, state.slot) | at_worker
-  for key in sorted(wanted ^ state.entries.keys()):
+  expected = keys(program, state.slot) | at_worker
+  for key in sorted(expected ^ state.entries.keys()):
     # A version may be held that is read no more.
-    if key in wanted or key[0] != TICKET:
+    if key in expected or key[0] != TICKET:
       raise ValueError(
         f"before slot {state.slot} of {table.name} a state has"
-        f" {'' if key in wanted else 'no '}{key}, unlike this one: it is of"
+        f" {'' if key in expected else 'no '}{key}, unlike this one: it is of"
         " another table, or not whole"
       )
 

@@ -171,21 +171,24 @@ def from_columns(
     )
   if name != name.strip():  # it could not be read again
     raise ScheduleError("a schedule's name must not begin or end in a space")
+  # Only a user's action may have stage and microbatch -1.
   lowest = np.isin(action, KNOWN) - 1
   columns = time, device, stage, microbatch
-  least = 0, 0, lowest, lowest
+  lower_bounds = 0, 0, lowest, lowest
 
   def at(i):
     return f"'{action[i]}' (slot {time[i]}, device {device[i]})"
 
-  for what, column, low in zip(Task._fields[:4], columns, least, strict=True):
+  named = zip(Task._fields[:4], columns, lower_bounds, strict=True)
+  for key, column, low in named:
     for i in np.flatnonzero(column < low):
-      raise ScheduleError(f"{what} {column[i]} of {at(i)} must not be negative")
+      raise ScheduleError(f"{key} {column[i]} of {at(i)} must not be negative")
   for i in np.flatnonzero((stage < 0) != (microbatch < 0)):
     raise ScheduleError(
       f"{at(i)} has stage {stage[i]} and microbatch {microbatch[i]}: give both,"
       " or -1 for both"
     )
+  # Tasks of a block are sorted by action: a forward comes first.
   rank = np.full(len(time), len(KNOWN), np.int8)
   for number, kind in enumerate(KNOWN):
     rank[action == kind] = number
@@ -232,9 +235,10 @@ def lay_out_by_task(
     for order in orders
   ]
   clock, queues = _Clock(blocks, every, flush), list(map(deque, blocks))
-  free, rows, moved = [0] * len(blocks), [], True
-  while moved:
-    moved = False
+  free, rows, progressed = [0] * len(blocks), [], True
+  # Rounds over the devices, until no device can start its next block.
+  while progressed:
+    progressed = False
     for device, queue in enumerate(queues):
       while queue:
         times = [clock.ready(*step) for step in queue[0]]
@@ -245,7 +249,7 @@ def lay_out_by_task(
           rows.append((start, device, stage, microbatch, action))
           clock.done(action, stage, microbatch, start + 1)
         free[device] = start + 1
-        moved = True
+        progressed = True
   table = make(name, rows, every=every, flush=flush)
   waiting = [
     f"\n  device {device}: {' & '.join(_cell(*s, True) for s in queue[0])}"
@@ -266,10 +270,10 @@ class _Clock:
   def __init__(self, blocks, every, flush):
     self._every, self._flush = every, flush
     steps = [step for order in blocks for block in order for step in block]
-    self._last = max((stage for _, stage, _ in steps), default=-1)
+    self._last_stage = max((stage for _, stage, _ in steps), default=-1)
     self._ends: dict[Step, int] = {}
     # By update, (stage, batch): missing gradients, and the last one's slot.
-    self._left = Counter(
+    self._missing = Counter(
       (stage, microbatch // every)
       for action, stage, microbatch in steps
       if action in (BACKWARD, WEIGHT)
@@ -278,27 +282,28 @@ class _Clock:
 
   def ready(self, action, stage, microbatch):
     """Returns the slot at which a step may start; None if not known yet."""
-    ends, needs = self._ends, [0]
+    ends, inputs = self._ends, [0]
     if action == FORWARD:
       if stage:
-        needs.append(ends.get((FORWARD, stage - 1, microbatch)))
+        inputs.append(ends.get((FORWARD, stage - 1, microbatch)))
       if self._flush:
         update = stage, microbatch // self._every - 1
-        needs.append(None if self._left[update] else self._updated[update])
+        inputs.append(None if self._missing[update] else self._updated[update])
     elif action in (BACKWARD, INPUT):
-      needs.append(ends.get((FORWARD, stage, microbatch)))
-      if stage < self._last:
-        needs.append(ends.get((BACKWARD, stage + 1, microbatch)))
+      inputs.append(ends.get((FORWARD, stage, microbatch)))
+      if stage < self._last_stage:
+        inputs.append(ends.get((BACKWARD, stage + 1, microbatch)))
     elif action == WEIGHT:
-      needs.append(ends.get((BACKWARD, stage, microbatch)))
-    return None if None in needs else max(needs)
+      inputs.append(ends.get((BACKWARD, stage, microbatch)))
+    return None if None in inputs else max(inputs)
 
   def done(self, action, stage, microbatch, end):
+    # A backward of inputs frees the stage before it like a full backward.
     kind = BACKWARD if action == INPUT else action
     self._ends[kind, stage, microbatch] = end
     if action in (BACKWARD, WEIGHT):
       update = stage, microbatch // self._every
-      self._left[update] -= 1
+      self._missing[update] -= 1
       self._updated[update] = max(self._updated[update], end)
 
 
@@ -331,11 +336,13 @@ def to_text(
 
   `marks` are (device, slot) -> a character put on either side of that cell.
   """
-  own = bool((schedule.stage == schedule.device)[schedule.stage >= 0].all())
+  is_same = schedule.stage == schedule.device
+  hides_stage = bool(is_same[schedule.stage >= 0].all())
   rows = [[_IDLE] * schedule.slots for _ in range(schedule.devices)]
   for time, device, stage, microbatch, action in schedule.tasks:
-    cell, before = _cell(action, stage, microbatch, not own), rows[device][time]
-    rows[device][time] = cell if before == _IDLE else f"{before}&{cell}"
+    cell = _cell(action, stage, microbatch, not hides_stage)
+    earlier = rows[device][time]
+    rows[device][time] = cell if earlier == _IDLE else f"{earlier}&{cell}"
   for (device, slot), mark in (marks or {}).items():
     if 0 <= slot < schedule.slots:
       rows[device][slot] = f"{mark}{rows[device][slot]}{mark}"

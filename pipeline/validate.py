@@ -100,41 +100,41 @@ def validate(
   return schedule
 
 
-def _fail(schedule, why, *marked):
-  """Raises `why`, in which {0}, {1}, ... are the marked rows in words."""
-  words = []
+def _fail(schedule, reason, *marked):
+  """Raises `reason`, in which {0}, {1}, ... are the marked rows in words."""
+  places = []
   for row in marked:
     slot, device, stage, microbatch, action = (c[row] for c in schedule[1:6])
     at = f"(device {device}, slot {slot})"
-    words.append(f"{action} of stage {stage}, microbatch {microbatch} {at}")
-  why = why.format(*words)
+    places.append(f"{action} of stage {stage}, microbatch {microbatch} {at}")
+  reason = reason.format(*places)
   table = f"\n{_window(schedule, marked)}" if marked else ""
-  raise table_lib.ScheduleError(f"{schedule.name}: {why}{table}")
+  raise table_lib.ScheduleError(f"{schedule.name}: {reason}{table}")
 
 
 def _window(schedule, marked):
   """Returns the table around the marked rows, which stand between two !."""
   marked = np.asarray(marked, np.int64)
-  first = max(int(schedule.time[marked].min()) - _AROUND, 0)
-  last = int(schedule.time[marked].max()) + _AROUND
-  if last - first > 4 * _AROUND:  # too wide: show the later marks
-    first = last - 4 * _AROUND
-  near = (schedule.time >= first) & (schedule.time <= last)
+  first_slot = max(int(schedule.time[marked].min()) - _AROUND, 0)
+  last_slot = int(schedule.time[marked].max()) + _AROUND
+  if last_slot - first_slot > 4 * _AROUND:  # too wide: show the later marks
+    first_slot = last_slot - 4 * _AROUND
+  near = (schedule.time >= first_slot) & (schedule.time <= last_slot)
   lowest = 0
   if schedule.devices > _MOST_DEVICES:
-    at = schedule.device[marked]
-    lowest = max(int(at.min()) - _MOST_DEVICES // 2, 0)
+    devices = schedule.device[marked]
+    lowest = max(int(devices.min()) - _MOST_DEVICES // 2, 0)
     near &= schedule.device >= lowest
-    near &= schedule.device <= max(int(at.max()), lowest + _MOST_DEVICES)
+    near &= schedule.device <= max(int(devices.max()), lowest + _MOST_DEVICES)
   fields = table_lib.Task._fields
   columns = {name: getattr(schedule, name)[near] for name in fields}
-  columns["time"] -= first
-  cells = np.stack([schedule.device, schedule.time - first], 1)[marked]
+  columns["time"] -= first_slot
+  cells = np.stack([schedule.device, schedule.time - first_slot], 1)[marked]
   marks = dict.fromkeys(map(tuple, cells.tolist()), "!")
-  begins = f"(slots from {first})\n" if first else ""
+  heading = f"(slots from {first_slot})\n" if first_slot else ""
   text = table_lib.to_text(schedule._replace(**columns), marks)
   head, *lines = text.splitlines(keepends=True)
-  return begins + "".join([head, *lines[lowest:]])
+  return heading + "".join([head, *lines[lowest:]])
 
 
 def _keys(schedule, at):
@@ -146,22 +146,22 @@ def _keys(schedule, at):
 def _check_doubles(schedule):
   """Each action of a stage on a microbatch, once."""
   for actions in _ACTIONS:
-    at = np.flatnonzero(np.isin(schedule.action, actions))
+    task_rows = np.flatnonzero(np.isin(schedule.action, actions))
     _, first, inverse = np.unique(
-      _keys(schedule, at), return_index=True, return_inverse=True
+      _keys(schedule, task_rows), return_index=True, return_inverse=True
     )
-    for double in np.flatnonzero(first[inverse] != np.arange(len(at))):
-      row, other = at[double], at[first[inverse[double]]]
-      _fail(schedule, "{} was done before, as {}", row, other)
+    for double in np.flatnonzero(first[inverse] != np.arange(len(task_rows))):
+      row, earlier = task_rows[double], task_rows[first[inverse[double]]]
+      _fail(schedule, "{} was done before, as {}", row, earlier)
 
 
 def _check_blocks(schedule):
   """One task of a device at a time, or a forward and a backward."""
   # Rows are sorted, so what shares a device and a slot is adjacent.
-  same = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
-  for row in np.flatnonzero(same).tolist():
+  shares_slot = (np.diff(schedule.time) == 0) & (np.diff(schedule.device) == 0)
+  for row in np.flatnonzero(shares_slot).tolist():
     pair = schedule.action[row], schedule.action[row + 1]
-    third = row and same[row - 1]
+    third = row and shares_slot[row - 1]
     if third or pair[0] != FORWARD or pair[1] not in (BACKWARD, INPUT):
       why = "{} while the device does {}: one task at a time, or one forward"
       _fail(schedule, f"{why} and one backward", row + 1, row)
@@ -179,10 +179,10 @@ def _check_forwards(schedule):
     return
   gaps = np.flatnonzero(keys != np.arange(len(keys)))
   stage, microbatch = divmod(int(gaps[0]) if len(gaps) else len(keys), count)
-  same = (schedule.stage == stage) & (schedule.microbatch == microbatch)
-  others = np.flatnonzero(same & np.isin(schedule.action, KNOWN))
+  is_cell = (schedule.stage == stage) & (schedule.microbatch == microbatch)
+  same_cell = np.flatnonzero(is_cell & np.isin(schedule.action, KNOWN))
   why = f"{FORWARD} of stage {stage}, microbatch {microbatch} is missing"
-  _fail(schedule, why, *others)
+  _fail(schedule, why, *same_cell)
 
 
 def _check_complete(schedule, where):
@@ -204,18 +204,18 @@ def _check_complete(schedule, where):
 def _check_order(schedule, where, trains):
   """Checks that each task comes after the tasks that compute its inputs."""
   forward, backward, weight = where
-  needs = [(forward[1:], forward[:-1])]
+  dependencies = [(forward[1:], forward[:-1])]
   if trains:
     split = weight != backward
-    needs += [
+    dependencies += [
       (backward, forward),
       (backward[:-1], backward[1:]),
       (weight[split], backward[split]),
     ]
-  for later, earlier in needs:
+  for later, earlier in dependencies:
     for at in np.argwhere(schedule.time[later] <= schedule.time[earlier]):
-      row, other = later[tuple(at)], earlier[tuple(at)]
-      _fail(schedule, "{} needs {}, which is not done before", row, other)
+      row, earlier_row = later[tuple(at)], earlier[tuple(at)]
+      _fail(schedule, "{} needs {}, which is not done before", row, earlier_row)
 
 
 def _check_batches(schedule, where):
@@ -228,10 +228,10 @@ def _check_batches(schedule, where):
   shape = schedule.stages, count // every, every
   forward = schedule.time[where.forward].reshape(shape)
   done = schedule.time[where.weight].reshape(shape).max(2)
-  early = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
-  for stage, batch, at in early:
-    mine = where.weight[stage, batch * every : (batch + 1) * every]
-    last = mine[np.argmax(schedule.time[mine])]
+  too_early = np.argwhere(forward[:, 1:] <= done[:, :-1, None])
+  for stage, batch, at in too_early:
+    update_rows = where.weight[stage, batch * every : (batch + 1) * every]
+    last = update_rows[np.argmax(schedule.time[update_rows])]
     row = where.forward[stage, (batch + 1) * every + at]
     why = f"{{}} is of batch {batch + 1}, and the stage is updated only after"
     _fail(schedule, f"{why} {{}}: flush first", row, last)
@@ -246,9 +246,10 @@ def in_flight(schedule: Schedule) -> np.ndarray:
   change[schedule.action == FORWARD] = 1
   change[np.isin(schedule.action, _ACTIONS.weight)] = -1
   out = np.empty_like(change)
-  for mine in schedule.rows_of_devices():
+  for device_rows in schedule.rows_of_devices():
     # A backward frees its activations only when it ends.
-    out[mine] = np.cumsum(change[mine]) - np.minimum(change[mine], 0)
+    own_change = change[device_rows]
+    out[device_rows] = np.cumsum(own_change) - np.minimum(own_change, 0)
   return out
 
 
@@ -258,23 +259,24 @@ def transfers(schedule: Schedule, where: TableRows) -> np.ndarray:
   sides = [(where.forward[:-1], where.forward[1:])]
   if (where.backward >= 0).all():
     sides.append((where.backward[1:], where.backward[:-1]))
-  both = np.concatenate([np.stack(pair, -1).reshape(-1, 2) for pair in sides])
-  devices = schedule.device[both]
-  return both[devices[:, 0] != devices[:, 1]]
+  rows_of = [np.stack(pair, -1).reshape(-1, 2) for pair in sides]
+  all_pairs = np.concatenate(rows_of)
+  devices = schedule.device[all_pairs]
+  return all_pairs[devices[:, 0] != devices[:, 1]]
 
 
 def _check_rendezvous(schedule, where):
   """Raises ScheduleError for a deadlock of sends that wait for the receiver."""
-  before, after = collections.defaultdict(list), collections.defaultdict(list)
+  received, sent = collections.defaultdict(list), collections.defaultdict(list)
   for pair in map(tuple, transfers(schedule, where).tolist()):
-    after[pair[0]].append(pair)
-    before[pair[1]].append(pair)
+    sent[pair[0]].append(pair)
+    received[pair[1]].append(pair)
   programs = [[] for _ in range(schedule.devices)]
   slots = zip(schedule.device.tolist(), schedule.time.tolist(), strict=True)
   blocks = itertools.groupby(enumerate(slots), key=lambda row: row[1])
   for (device, _), block in blocks:
     rows_ = [row for row, _ in block]  # one task, or two of one block
-    for pairs in (before, after):
+    for pairs in (received, sent):
       programs[device] += [pair for row in rows_ for pair in pairs[row]]
   # A transfer is one node of the graph, since both sides meet in it. It follows
   # the previous transfer of the sender and that of the receiver.
@@ -289,13 +291,13 @@ def _check_rendezvous(schedule, where):
     while ready := sorter.get_ready():
       sorter.done(*ready)
       done.update(ready)
-    rest = ([pair for pair in p if pair not in done] for p in programs)
-    stuck = [pairs[0] for pairs in rest if pairs]
+    unfinished = ([pair for pair in p if pair not in done] for p in programs)
+    stuck = [pairs[0] for pairs in unfinished if pairs]
     source, target = stuck[0]
-    others = {row for pair in stuck for row in pair} - {source, target}
+    other_rows = {row for pair in stuck for row in pair} - {source, target}
     why = (
       "deadlock, if sends wait for the other side: {} sends to {}, which first"
       " waits for something else. Use buffered transfers, or exchange in both"
       " directions at once"
     )
-    _fail(schedule, why, source, target, *others)
+    _fail(schedule, why, source, target, *other_rows)

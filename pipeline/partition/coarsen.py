@@ -60,34 +60,37 @@ class Blocks:
           heapq.heappush(ready, other)
     return out
 
-  def _reaches(self, start, end):
-    seen, stack = set(start), list(start)
+  def _reaches(self, start: set[int], end: int) -> bool:
+    """Returns whether a path leads from any block of `start` to `end`."""
+    visited, stack = set(start), list(start)
     while stack:
       block = stack.pop()
       if block == end:
         return True
-      new = self.after[block] - seen
-      seen |= new
-      stack.extend(new)
+      successors = self.after[block] - visited
+      visited |= successors
+      stack.extend(successors)
     return False
 
-  def _merge(self, a, b):
+  def _merge(self, a: int, b: int) -> int:
+    """Merges two blocks under the lower number; returns that number."""
     low, high = sorted((a, b))
     for i in self.members[high]:
       self.block_of[i] = low
     members = self.members[low] + self.members.pop(high)
     self.members[low] = tuple(sorted(members))
     sides = self.after, self.before
-    for mine, other in (sides, sides[::-1]):
-      mine[low] = (mine[low] | mine.pop(high)) - {low, high}
-      for block in mine[low]:
-        other[block] = (other[block] - {high}) | {low}
+    for near_side, far_side in (sides, sides[::-1]):
+      near_side[low] = (near_side[low] | near_side.pop(high)) - {low, high}
+      for block in near_side[low]:
+        far_side[block] = (far_side[block] - {high}) | {low}
     return low
 
   def try_merge(self, a: int, b: int) -> int | None:
     """Merges two blocks unless that closes a cycle; then returns None."""
-    around, back = self.after[a] - {b}, self.after[b] - {a}
-    if self._reaches(around, b) or self._reaches(back, a):
+    # A path from a to b besides the edge (a, b) would become a cycle.
+    successors, successors_of_b = self.after[a] - {b}, self.after[b] - {a}
+    if self._reaches(successors, b) or self._reaches(successors_of_b, a):
       return None
     return self._merge(a, b)
 
@@ -98,8 +101,8 @@ class Blocks:
       merged = False
       for a in self.order():
         if a in self.members:
-          others = (b for b in sorted(self.after[a]) if may(a, b))
-          merged |= self.merge_first(a, others)
+          successors = (b for b in sorted(self.after[a]) if may(a, b))
+          merged |= self.merge_first(a, successors)
 
   def merge_first(self, block: int, others: Iterable[int]) -> bool:
     """Merges a block with the first of others that closes no cycle."""
@@ -111,21 +114,22 @@ class Blocks:
     from scipy import sparse
     from scipy.sparse import csgraph
 
-    ends = [(a, b) for a, others in self.after.items() for b in others]
+    pairs = [(a, b) for a, others in self.after.items() for b in others]
     for group in groups:
-      first, *rest = (self.block_of[i] for i in group)
-      for other in rest:  # both ways: the group is then a cycle, to be merged
-        ends += [(first, other), (other, first)]
-    rows, columns = np.array(ends, int).reshape(-1, 2).T
+      first_block, *later_blocks = (self.block_of[i] for i in group)
+      # Both ways, so that the group becomes a cycle, which is merged below.
+      for other in later_blocks:
+        pairs += [(first_block, other), (other, first_block)]
+    rows, columns = np.array(pairs, int).reshape(-1, 2).T
     size = len(self.block_of)
-    entries = np.ones(len(ends)), (rows, columns)
+    entries = np.ones(len(pairs)), (rows, columns)
     matrix = sparse.csr_array(entries, (size, size))
     _, component = csgraph.connected_components(matrix, connection="strong")
     first_of = {}
     for block in list(self.members):
-      first = first_of.setdefault(component[block], block)
-      if first != block:
-        self._merge(first, block)
+      first_block = first_of.setdefault(component[block], block)
+      if first_block != block:
+        self._merge(first_block, block)
 
   def sent(self, block: int) -> float:
     """Returns the bytes of the forward cut, from a block to all others."""
@@ -165,8 +169,8 @@ def merge_weightless(blocks: Blocks, length: int) -> None:
 def _merge_lightest(blocks, block, sides):
   """Merges a block with its lightest neighbour that closes no cycle."""
 
-  def rank(other):
-    return blocks.weight(other), other
+  def rank(neighbour):
+    return blocks.weight(neighbour), neighbour
 
   return any(
     blocks.merge_first(block, sorted(side[block], key=rank)) for side in sides
@@ -186,7 +190,7 @@ def merge_bounded(
     return blocks
   protected: set[int] = set()
 
-  def bounded(blocks, block):
+  def is_bounded(blocks, block):
     return blocks.weight(block) <= blocks.sent(block) / bandwidth
 
   for start in sorted(blocks.order(), key=blocks.sent, reverse=True):
@@ -194,15 +198,16 @@ def merge_bounded(
       break
     if start not in blocks.members or start in protected:
       continue
-    if not blocks.sent(start) or not bounded(blocks, start):
+    if not blocks.sent(start) or not is_bounded(blocks, start):
       continue
+    # Grow a copy, and keep it only if the block becomes bounded.
     trial, block = blocks.copy(), start
-    while bounded(trial, block) and len(trial) > length:
-      others = sorted(trial.before[block] - protected, reverse=True)
-      if not trial.merge_first(block, others):
+    while is_bounded(trial, block) and len(trial) > length:
+      predecessors = sorted(trial.before[block] - protected, reverse=True)
+      if not trial.merge_first(block, predecessors):
         break
       block = trial.block_of[block]
-    if not bounded(trial, block):
+    if not is_bounded(trial, block):
       blocks = trial
       protected.add(block)
   return blocks
@@ -223,22 +228,24 @@ def merge_around_centers(blocks: Blocks, length: int, seed: int) -> None:
       kinds[kind].append(block)
   count = sum(map(len, kinds.values()))
   centers = []
-  for _, mine in sorted(kinds.items()):
-    share = min(length * len(mine) // count, len(mine))
-    centers += [mine[i * len(mine) // share] for i in range(share)]
-  left = [block for block in order if block not in centers]
+  for _, alike in sorted(kinds.items()):
+    n_centers = min(length * len(alike) // count, len(alike))
+    centers += [alike[i * len(alike) // n_centers] for i in range(n_centers)]
+  other_blocks = [block for block in order if block not in centers]
+  # Blocks without a kind, and remainders of the division, are drawn.
   rng = np.random.default_rng(seed)
-  drawn = rng.choice(len(left), length - len(centers), replace=False)
-  centers += [left[i] for i in sorted(drawn.tolist())]
+  indices = rng.choice(len(other_blocks), length - len(centers), replace=False)
+  centers += [other_blocks[i] for i in sorted(indices.tolist())]
+  # Centres take turns; a round in which none can merge is the last.
   for side, latest in ((blocks.after, False), (blocks.before, True)):
     queue = collections.deque(centers)
     idle = 0
     while len(blocks) > length and idle < len(queue):
       center = queue.popleft()
-      place = {b: n for n, b in enumerate(blocks.order())}
-      others = side[center].difference(queue)
-      others = sorted(others, key=place.__getitem__, reverse=latest)
-      idle = 0 if blocks.merge_first(center, others) else idle + 1
+      position = {b: n for n, b in enumerate(blocks.order())}
+      neighbours = side[center].difference(queue)
+      neighbours = sorted(neighbours, key=position.__getitem__, reverse=latest)
+      idle = 0 if blocks.merge_first(center, neighbours) else idle + 1
       queue.append(blocks.block_of[center])
     centers = list(queue)
 

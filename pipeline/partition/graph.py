@@ -88,30 +88,30 @@ def make(
   nodes = tuple(nodes)
   if not nodes:
     raise ValueError("a graph needs a node or more, not none")
-  number: dict[str, int] = {}
+  index_of: dict[str, int] = {}
   for i, node in enumerate(nodes):
-    if node.name in number:
+    if node.name in index_of:
       raise ValueError(
-        f"nodes {number[node.name]} and {i} are both called {node.name!r};"
+        f"nodes {index_of[node.name]} and {i} are both called {node.name!r};"
         " number them"
       )
-    number[node.name] = i
+    index_of[node.name] = i
     for field in Node._fields[1:-1]:
       checks.nonnegative(f"{field} of node {node.name!r}", getattr(node, field))
 
   def find(end):
     if isinstance(end, str):
-      if end not in number:
+      if end not in index_of:
         raise ValueError(f"no node is called {end!r}")
-      return number[end]
+      return index_of[end]
     if not 0 <= end < len(nodes):
       raise ValueError(f"no node has number {end}; there are {len(nodes)}")
     return int(end)
 
   by_ends = {}
   for edge in edges:
-    first, second, size, cut = (*edge, *(None, True)[len(edge) - 2 :])
-    source, target = find(first), find(second)
+    first_node, second_node, size, cut = (*edge, *(None, True)[len(edge) - 2 :])
+    source, target = find(first_node), find(second_node)
     between = f"{nodes[source].name!r} to {nodes[target].name!r}"
     if source >= target:
       raise ValueError(
@@ -129,10 +129,10 @@ def make(
     if len(members) < 2:
       raise ValueError(f"a tie needs two nodes or more, not {members}")
     checks.nonnegative(f"bytes of the tie {members}", size)
-    least = min(nodes[i].parameters for i in members)
-    if size > least:
+    smallest = min(nodes[i].parameters for i in members)
+    if size > smallest:
       raise ValueError(
-        f"nodes {members} cannot share {size} bytes: one of them has {least}"
+        f"nodes {members} cannot share {size} bytes: one of them has {smallest}"
         " bytes of parameters"
       )
     ties.append(Tie(members, size))
@@ -150,8 +150,8 @@ def parameters(graph: Graph, nodes: Collection[int]) -> float:
   """Returns the bytes of parameters of some nodes. Shared ones count once."""
   total = sum(graph.nodes[i].parameters for i in nodes)
   for tie in graph.tied:
-    here = sum(i in nodes for i in tie.nodes)
-    total -= max(here - 1, 0) * tie.bytes
+    members = sum(i in nodes for i in tie.nodes)
+    total -= max(members - 1, 0) * tie.bytes
   return total
 
 
@@ -262,8 +262,9 @@ def profile(
     forward, pull, both = _calls(layer, i, key)
     output = jax.eval_shape(forward, *args)
     shapes = jax.tree.map(lambda a: (a.shape, str(a.dtype)), args)
-    which = repr((layer, shapes, i == 0))
-    if which not in costs:
+    cost_key = repr((layer, shapes, i == 0))
+    # Layers with equal shapes and settings are measured once.
+    if cost_key not in costs:
       sizes = {
         "activation": memory.bytes_of(output),
         "parameters": memory.bytes_of(weights[i]),
@@ -273,11 +274,14 @@ def profile(
       if seconds is None:
         forward = jax.jit(forward).lower(*args).compile()
         both = jax.jit(both).lower(*args, output).compile()
-        once = seconds_of(forward, *args)
-        times = once, max(seconds_of(both, *args, output) - once, 0.0)
+        forward_seconds = seconds_of(forward, *args)
+        # The combined program runs the forward, too.
+        both_seconds = seconds_of(both, *args, output)
+        backward_seconds = max(both_seconds - forward_seconds, 0.0)
+        times = forward_seconds, backward_seconds
       node = Node("", *times, **sizes, kind=type(layer).__name__)
-      costs[which] = node, forward
-    node, forward = costs[which]
+      costs[cost_key] = node, forward
+    node, forward = costs[cost_key]
     if seconds is not None:
       node = node._replace(forward=seconds[i][0], backward=seconds[i][1])
     nodes.append(node._replace(name=f"{node.kind}_{i}"))
@@ -285,7 +289,7 @@ def profile(
   return chain(nodes)
 
 
-def _calls(layer, index, key):
+def _calls(layer: Any, index: int, key: jax.Array | None) -> tuple:
   """Returns the forward of a layer, its vjp, and forward and backward."""
 
   def forward(weights, stats, x):
@@ -302,24 +306,25 @@ def _calls(layer, index, key):
     return jax.vjp(lambda w: forward(w, stats, x), weights)
 
   def both(weights, stats, x, gradient):
-    y, back = pull(weights, stats, x)
-    return y, back(gradient)
+    y, pullback = pull(weights, stats, x)
+    return y, pullback(gradient)
 
   return forward, pull, both
 
 
-def _stash(pull, args):
+def _stash(pull: Callable, args: tuple) -> int:
   """Returns the bytes that the backward reads, save parameters."""
   backward = jax.make_jaxpr(lambda *args: jax.tree.leaves(pull(*args)[1]))
   program = backward(*args).jaxpr
+  # Parameters are held in any case: only other residuals take memory.
   inputs = set(map(id, program.invars[: len(jax.tree.leaves(args[:2]))]))
-  kept = {id(v): v.aval for v in program.outvars if id(v) not in inputs}
-  return memory.bytes_of(list(kept.values()))
+  residuals = {id(v): v.aval for v in program.outvars if id(v) not in inputs}
+  return memory.bytes_of(list(residuals.values()))
 
 
 def _array(leaf):
   if not isinstance(leaf, jax.ShapeDtypeStruct):
     return jnp.asarray(leaf)
   # Not zeros: some hardware is quicker on them.
-  real = jnp.issubdtype(leaf.dtype, jnp.inexact)
-  return jnp.full(leaf.shape, 0.5 if real else 0, leaf.dtype)
+  is_real = jnp.issubdtype(leaf.dtype, jnp.inexact)
+  return jnp.full(leaf.shape, 0.5 if is_real else 0, leaf.dtype)

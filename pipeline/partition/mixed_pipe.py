@@ -92,20 +92,21 @@ def assign(
     ValueError: naming the number of the item for which there is no room.
   """
   checks.one_of("order", order, ORDERS)
-  count, largest = len(weights), order == "largest_first"
+  count, descending = len(weights), order == "largest_first"
   sizes = [0.0] * count if sizes is None else sizes
   room = math.inf if memory is None else memory
   failed = None
+  # The second pass sorts by bytes: it may find room where the first did not.
   for keys in (weights, sizes):
-    load, used, out = [0.0] * devices, [0.0] * devices, [0] * count
-    for i in sorted(range(count), key=keys.__getitem__, reverse=largest):
-      fitting = [d for d in range(devices) if used[d] + sizes[i] <= room]
+    load, used_bytes, out = [0.0] * devices, [0.0] * devices, [0] * count
+    for i in sorted(range(count), key=keys.__getitem__, reverse=descending):
+      fitting = [d for d in range(devices) if used_bytes[d] + sizes[i] <= room]
       if not fitting:
         failed = i if failed is None else failed
         break
       out[i] = device = min(fitting, key=load.__getitem__)
       load[device] += weights[i]
-      used[device] += sizes[i]
+      used_bytes[device] += sizes[i]
     else:
       return tuple(out)
   raise ValueError(
@@ -151,20 +152,23 @@ class Refinement:
 
   def move(self, unit: int, stage: int) -> bool:
     """Moves a unit, if that is better; returns whether it is."""
-    before, device = self.stage[unit], self.devices[stage]
-    if self.memory is not None and device != self.devices[before]:
-      there = (u for u, s in self.stage.items() if self.devices[s] == device)
-      if sum(self.sizes[u] for u in there) + self.sizes[unit] > self.memory:
+    current, device = self.stage[unit], self.devices[stage]
+    if self.memory is not None and device != self.devices[current]:
+      # Check the memory of the new device before any cost is computed.
+      on_device = self.devices
+      residents = (u for u, s in self.stage.items() if on_device[s] == device)
+      if sum(self.sizes[u] for u in residents) + self.sizes[unit] > self.memory:
         return False
     self.stage[unit] = stage
-    new = self._cost()
+    cost_after = self._cost()
     slack = _SLACK * self.now[0]
-    same = abs(new[0] - self.now[0]) <= slack
-    if new[0] < self.now[0] - slack or same and new[1] < self.now[1]:
+    is_equal = abs(cost_after[0] - self.now[0]) <= slack
+    is_better = cost_after[0] < self.now[0] - slack
+    if is_better or is_equal and cost_after[1] < self.now[1]:
       # The least yet, lest moves within the rounding add up.
-      self.now = min(new[0], self.now[0]), new[1]
+      self.now = min(cost_after[0], self.now[0]), cost_after[1]
       return True
-    self.stage[unit] = before
+    self.stage[unit] = current
     return False
 
 
@@ -180,23 +184,25 @@ def cost(
   work = collections.defaultdict(float)
   for i, s in enumerate(stage):
     work[devices[s]] += weights[i]
-  out, back = collections.defaultdict(float), collections.defaultdict(float)
+  forward_bytes = collections.defaultdict(float)
+  backward_bytes = collections.defaultdict(float)
   total = 0.0
   for (source, target), size in graph_lib.sent(graph, stage).items():
     s = stage[source]
     if devices[s] != devices[target]:
-      out[s] += size
-      back[target] += size
+      forward_bytes[s] += size
+      backward_bytes[target] += size
       total += size
-  most = 0.0
+  objective = 0.0
   for s in set(stage):
-    own = work[devices[s]]
-    seconds = own
+    device_work = work[devices[s]]
+    seconds = device_work
     if bandwidth is not None:
-      seconds += max(0.0, out[s] / bandwidth - own)
-      seconds += max(0.0, back[s] / bandwidth - own)
-    most = max(most, seconds)
-  return most, total
+      # Communication beyond the device's work is not hidden.
+      seconds += max(0.0, forward_bytes[s] / bandwidth - device_work)
+      seconds += max(0.0, backward_bytes[s] / bandwidth - device_work)
+    objective = max(objective, seconds)
+  return objective, total
 
 
 def refine(state: Refinement) -> None:
@@ -206,29 +212,31 @@ def refine(state: Refinement) -> None:
   need it, and after the units that it needs.
   """
   units, stage = state.units, state.stage
-  moved = True
-  while moved:
-    moved = False
+  improved = True
+  while improved:
+    improved = False
     for later in (True, False):
       side = units.after if later else units.before
       for s in reversed(range(len(state.devices))):
         edges = sorted(
           (
             (unit, other)
-            for unit, mine in stage.items()
-            if mine == s
+            for unit, its_stage in stage.items()
+            if its_stage == s
             for other in side[unit]
             if stage[other] != s
           ),
           reverse=later,
         )
         for unit, other in edges:
-          to, around = stage[other], {stage[o] for o in side[unit]}
-          if stage[unit] != s or to == s:
+          # A unit may only go to the nearest stage that it is connected to.
+          target = stage[other]
+          neighbour_stages = {stage[o] for o in side[unit]}
+          if stage[unit] != s or target == s:
             continue
-          nearest = min(around) if later else max(around)
-          if to == nearest and state.move(unit, to):
-            moved = True
+          nearest = min(neighbour_stages) if later else max(neighbour_stages)
+          if target == nearest and state.move(unit, target):
+            improved = True
 
 
 class MixedPipeOptions(NamedTuple):
@@ -263,8 +271,8 @@ def mixed_pipe(graph: Graph, devices: int, **options: Any) -> Mixed:
   checks.one_of("order", options.order, ORDERS)
   checks.one_of("recompute", options.recompute, RECOMPUTE)
   if options.lengths is None:
-    most = len(graph.nodes)
-    lengths = sorted({min(n * devices, most) for n in range(1, 9)})
+    max_length = len(graph.nodes)
+    lengths = sorted({min(n * devices, max_length) for n in range(1, 9)})
     options = options._replace(lengths=lengths)
   if not options.lengths:
     raise ValueError("lengths must have one L or more, not none")
@@ -289,9 +297,9 @@ def _settle(graph, devices, options):
       return best
     spared = frozenset(best.partition.stages[-1])
   # Any end of the stage that was last at first may be what to assume.
-  first = results[frozenset()].partition.stages[-1]
-  for start in range(len(first)):
-    spared = frozenset(first[start:])
+  first_last_stage = results[frozenset()].partition.stages[-1]
+  for start in range(len(first_last_stage)):
+    spared = frozenset(first_last_stage[start:])
     if spared not in results:
       results[spared] = _sweep(graph, devices, options, spared)
   return min(results.values(), key=lambda r: (r.objective, not r.settled))
@@ -322,20 +330,23 @@ def _sweep(graph, devices, options, spared):
     raise ValueError(failure)
   length, best = min(states.items(), key=lambda each: each[1].now)
   # Some stages may have lost all their nodes.
-  kept, where = np.unique(best.nodes(), return_inverse=True)
-  stages = [np.flatnonzero(where == s).tolist() for s in range(len(kept))]
-  places = [best.devices[s] for s in kept.tolist()]
+  used_stages, stage_of = np.unique(best.nodes(), return_inverse=True)
+  numbers = range(len(used_stages))
+  stages = [np.flatnonzero(stage_of == s).tolist() for s in numbers]
+  devices_of = [best.devices[s] for s in used_stages.tolist()]
   counts = {"none": 0, "but_last": len(stages) - 1, "all": len(stages)}
-  again = tuple(range(counts[recompute]))
+  recomputed = tuple(range(counts[recompute]))
   partition = placement.make(
-    graph, stages, places, count=devices, recompute=again
+    graph, stages, devices_of, count=devices, recompute=recomputed
   )
-  where = where.tolist()
-  nodes = zip(graph.nodes, where, strict=True)
-  weights = [node.work(stage in again) for node, stage in nodes]
-  value = float(cost(graph, where, places, weights, options.bandwidth)[0])
+  stage_of = stage_of.tolist()
+  nodes = zip(graph.nodes, stage_of, strict=True)
+  # Recompute the objective: the last stage may differ from the assumed one.
+  weights = [node.work(stage in recomputed) for node, stage in nodes]
+  bandwidth = options.bandwidth
+  value = float(cost(graph, stage_of, devices_of, weights, bandwidth)[0])
   settled = recompute != "but_last" or spared == set(stages[-1])
-  return Mixed(partition, value, length, tuple(tried), again, settled)
+  return Mixed(partition, value, length, tuple(tried), recomputed, settled)
 
 
 def _attempt(units, length, sizes, devices, options):
@@ -349,13 +360,14 @@ def _attempt(units, length, sizes, devices, options):
   ]
   weights = [blocks.weight(b) for b in items]
   try:
-    placed = assign(weights, devices, bytes_, memory, options.order)
+    device_list = assign(weights, devices, bytes_, memory, options.order)
   except ValueError as error:
     largest = units.graph.nodes[items[int(np.argmax(bytes_))]].name
     why = f"{error} (the largest block begins with node {largest!r})"
     raise _NoRoom(why) from None
-  device = dict(zip(items, placed, strict=True))
+  device = dict(zip(items, device_list, strict=True))
   stages = connect(blocks, device)
+  # Stages in the order of the network get the numbers 0, 1, ...
   ids = stages.order()
   members, places = [stages.members[s] for s in ids], [device[s] for s in ids]
   state = Refinement(units, members, places, bandwidth, sizes, memory)

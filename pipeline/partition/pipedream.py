@@ -113,40 +113,41 @@ def pipedream(
     ValueError: for unknown options, if nothing fits, and for more than 2,000
       sets of nodes that may lie before a cut.
   """
-  levels, how = _levels(machines, bandwidth), PipeDreamOptions(**options)
+  levels, settings = _levels(machines, bandwidth), PipeDreamOptions(**options)
   searches = {"paper": _Paper, "code": _Code}
-  checks.one_of("formula", how.formula, searches)
-  cuts = how.cuts
+  checks.one_of("formula", settings.formula, searches)
+  cuts = settings.cuts
   if cuts is None:
-    cuts = "order" if how.formula == "paper" else "released"
+    cuts = "order" if settings.formula == "paper" else "released"
   checks.one_of("cuts", cuts, CUTS)
-  checks.one_of("tied", how.tied, placement.TIED)
-  placement.check_limit("memory", how.memory, "bytes")
-  ratio = how.compression
-  if ratio is not None and (how.formula == "paper" or not ratio > 0):
+  checks.one_of("tied", settings.tied, placement.TIED)
+  placement.check_limit("memory", settings.memory, "bytes")
+  ratio = settings.compression
+  if ratio is not None and (settings.formula == "paper" or not ratio > 0):
     raise ValueError(
       f"compression must be positive, and is for formula 'code' only; it is"
-      f" {ratio!r} with formula {how.formula!r}"
+      f" {ratio!r} with formula {settings.formula!r}"
     )
-  states = _states(graph, cuts, placement.must_stay(graph, how.tied))
-  search = searches[how.formula](graph, states, levels, how)
-  k, end, none = len(levels), len(states) - 1, Fraction(0)
+  states = _states(graph, cuts, placement.must_stay(graph, settings.tied))
+  search = searches[settings.formula](graph, states, levels, settings)
+  k, end, no_devices = len(levels), len(states) - 1, Fraction(0)
   total = math.prod(level.machines for level in levels)
-  time, count = search.whole(k, 0, end, none)
+  time, count = search.whole(k, 0, end, no_devices)
   if math.isinf(time):
-    raise ValueError(_why_not(graph, total, end, how))
-  stages = search.stages(k, 0, end, count, none, (0,))
+    raise ValueError(_explain_failure(graph, total, end, settings))
+  stages = search.stages(k, 0, end, count, no_devices, (0,))
   nodes, devices = zip(*stages, strict=True)
   partition = placement.make(graph, nodes, devices, count=total)
   replicas = tuple(map(len, devices))
-  used = sum(replicas)
-  sizes, later = [], used
-  for stage, places in zip(nodes, replicas, strict=True):
-    later -= places
-    flying = 1 + -(-later // places)
+  used_machines = sum(replicas)
+  # Later stages delay a backward, so early stages hold more microbatches.
+  sizes, later = [], used_machines
+  for stage, count_of_stage in zip(nodes, replicas, strict=True):
+    later -= count_of_stage
+    in_flight = 1 + -(-later // count_of_stage)
     stash = sum(graph.nodes[i].stash for i in stage)
-    sizes.append(flying * (stash + graph_lib.parameters(graph, stage)))
-  noam = -(-used // replicas[0])
+    sizes.append(in_flight * (stash + graph_lib.parameters(graph, stage)))
+  noam = -(-used_machines // replicas[0])
   return PipeDreamPlan(partition, replicas, time, noam, np.array(sizes, float))
 
 
@@ -158,26 +159,27 @@ def _levels(machines, bandwidth):
       f"each level of machines needs its bandwidth: there are {len(counts)} and"
       f" {len(speeds)}"
     )
-  out, size, within = [], 1, 1
+  out, size, inner_count = [], 1, 1
   for count, speed in zip(counts, speeds, strict=True):
     check_positive(**{"machines of a level": count})
     if speed is None:
       raise ValueError("a level's bandwidth must be a number, not None")
     placement.check_limit("bandwidth", speed, "bytes a second")
-    out.append(_Level(count, speed, within, size))
-    size, within = size * count, count
+    out.append(_Level(count, speed, inner_count, size))
+    size, inner_count = size * count, count
   return out
 
 
-def _why_not(graph, total, places, how):
-  if how.memory is None:
+def _explain_failure(graph, total, places, settings):
+  if settings.memory is None:
     return (
       f"{total} machines cannot all be used: there are {places} places to end a"
-      f" stage (straight={how.straight}); set fewer=True or give fewer machines"
+      f" stage (straight={settings.straight}); set fewer=True or give fewer"
+      " machines"
     )
   node = max(graph.nodes, key=lambda n: (n.parameters + n.stash, n.name))
   return (
-    f"nothing fits in {how.memory} bytes on each of {total} machines; the"
+    f"nothing fits in {settings.memory} bytes on each of {total} machines; the"
     f" largest node is {node.name!r} with {node.parameters} bytes of parameters"
     f" and {node.stash} of stash for each microbatch in flight; give more"
     " memory or machines"
@@ -191,20 +193,21 @@ def _states(graph, cuts, groups):
     sets = ((1 << i) - 1 for i in range(count + 1))
     masks = [sum(1 << i for i in group) for group in groups]
     return [s for s in sets if all(s & mask in (0, mask) for mask in masks)]
-  after, before = graph_lib.neighbours(graph)
-  follow = [sum(1 << j for j in nodes) for nodes in after]
-  whole, needs = (1 << count) - 1, _closures(before, groups)
-  reached, new = {0}, [0]
-  while new:
-    state = new.pop()
-    others = whole & ~state
+  successors, predecessors = graph_lib.neighbours(graph)
+  successor_masks = [sum(1 << j for j in nodes) for nodes in successors]
+  all_nodes, closures = (1 << count) - 1, _closures(predecessors, groups)
+  reached, queue = {0}, [0]
+  while queue:
+    state = queue.pop()
+    candidates = all_nodes & ~state
     if cuts == "released":
-      near = functools.reduce(operator.or_, (follow[i] for i in _in(state)), 0)
+      masks = (successor_masks[i] for i in _in(state))
+      reachable = functools.reduce(operator.or_, masks, 0)
       # Where nothing follows, the first of the other nodes is the next source.
-      others = near & others or others & -others
-    larger = {state | needs[i] for i in _in(others)} - reached
+      candidates = reachable & candidates or candidates & -candidates
+    larger = {state | closures[i] for i in _in(candidates)} - reached
     reached |= larger
-    new += larger
+    queue += larger
     if len(reached) > MOST_STATES:
       raise ValueError(
         f"the graph of {count} nodes has more than {MOST_STATES} antichains;"
@@ -218,19 +221,19 @@ def _in(mask):
   return (i for i in range(mask.bit_length()) if mask >> i & 1)
 
 
-def _closures(before, groups):
+def _closures(predecessors, groups):
   """Returns for each node, as a bit mask, the nodes that lie before every cut
   behind it: the node, all predecessors of these, and whole groups."""
-  direct = [set(nodes) for nodes in before]
+  direct = [set(nodes) for nodes in predecessors]
   for group in groups:
     for i in group:
       direct[i] |= set(group)
   out, changed = [1 << i for i in range(len(direct))], True
   while changed:
-    last = list(out)
+    previous = list(out)
     for i, nodes in enumerate(direct):
       out[i] |= functools.reduce(operator.or_, (out[j] for j in nodes), 0)
-    changed = out != last
+    changed = out != previous
   return out
 
 
@@ -285,23 +288,26 @@ class _Search:
 
   def best(self, k, i, j, m, down):
     """Returns A: its time, and state and machines of its last stage's cut."""
-    alone = m == 1 or not self.how.straight
-    time = self.stage(k, i, j, m, m, down) if alone else math.inf
-    least = time, None, m
+    may_be_single = m == 1 or not self.how.straight
+    time = self.stage(k, i, j, m, m, down) if may_be_single else math.inf
+    best_so_far = time, None, m
     for s in self.inside[j] if m > 1 else ():
       if s <= i or self.states[i] & self.states[s] != self.states[i]:
         continue
-      for last in range(1, 2 if self.how.straight else m):
-        border = self.send(k, s, j, last)
-        if border >= least[0]:
+      for last_machines in range(1, 2 if self.how.straight else m):
+        border = self.send(k, s, j, last_machines)
+        if border >= best_so_far[0]:
           continue
-        time = max(border, self.stage(k, s, j, last, m, down))
-        if time >= least[0]:
+        time = max(border, self.stage(k, s, j, last_machines, m, down))
+        if time >= best_so_far[0]:
           continue
-        left = self.best(k, i, s, m - last, self.after(k, last, down))[0]
-        if max(time, left) < least[0]:
-          least = max(time, left), s, last
-    return least
+        # The last stage is [s, j) on `last_machines`; the rest is solved
+        # before.
+        inner_down = self.after(k, last_machines, down)
+        rest_time = self.best(k, i, s, m - last_machines, inner_down)[0]
+        if max(time, rest_time) < best_so_far[0]:
+          best_so_far = max(time, rest_time), s, last_machines
+    return best_so_far
 
   def after(self, k, last, down):
     """Returns `down` of the stages before one that has `last` machines."""
@@ -316,14 +322,14 @@ class _Search:
     _, s, last = self.best(k, i, j, m, down)
     out = []
     if s is not None:
-      after = self.after(k, last, down)
-      out = self.stages(k, i, s, m - last, after, copies)
+      inner_down = self.after(k, last, down)
+      out = self.stages(k, i, s, m - last, inner_down, copies)
       i = s
     size = self.levels[k - 1].size
     copies = [c + n * size for c in copies for n in range(m - last, m)]
     down /= last
-    used = self.whole(k - 1, i, j, down)[1]
-    return out + self.stages(k - 1, i, j, used, down, copies)
+    used_machines = self.whole(k - 1, i, j, down)[1]
+    return out + self.stages(k - 1, i, j, used_machines, down, copies)
 
 
 class _Paper(_Search):
@@ -334,8 +340,8 @@ class _Paper(_Search):
     level, down = self.levels[k - 1], down / m
     _, parameters, stash, _ = self.sums(i, j)
     if k == 1 and self.how.memory is not None:
-      flying = 1 + math.ceil(down)
-      if flying * (stash + parameters) > self.how.memory:
+      in_flight = 1 + math.ceil(down)
+      if in_flight * (stash + parameters) > self.how.memory:
         return math.inf
     work, _ = self.whole(k - 1, i, j, down)
     return max(work, 2 * (m - 1) * parameters / level.bandwidth) / m
@@ -365,5 +371,6 @@ class _Code(_Search):
   def send(self, k, s, j, m):
     if self.how.compression is None:
       return 0.0
-    sent = max(self.border[s], self.border[j])  # after the last: nothing
-    return 2 * sent / (self.levels[k - 1].bandwidth * m * self.how.compression)
+    bytes_sent = max(self.border[s], self.border[j])  # after the last: nothing
+    bandwidth = self.levels[k - 1].bandwidth
+    return 2 * bytes_sent / (bandwidth * m * self.how.compression)

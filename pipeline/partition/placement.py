@@ -46,18 +46,19 @@ def make(
     (d,) if isinstance(d, int | np.integer) else tuple(sorted(d))
     for d in devices
   )
-  named = 1 + max((d for stage in devices for d in stage), default=-1)
-  count = named if count is None else count
-  if named > count:
-    raise ValueError(f"device {named - 1} is not one of {count} devices")
-  where = _check(graph, stages, devices)
+  n_named = 1 + max((d for stage in devices for d in stage), default=-1)
+  count = n_named if count is None else count
+  if n_named > count:
+    raise ValueError(f"device {n_named - 1} is not one of {count} devices")
+  stage_of = _stage_of_nodes(graph, stages, devices)
   load = np.zeros(count)
   for s, (nodes, places) in enumerate(zip(stages, devices, strict=True)):
     work = sum(graph.nodes[i].work(s in recompute) for i in nodes)
     for d in places:
       load[d] += work / len(places)
-  shared = (tuple(sorted({where[i] for i in tie.nodes})) for tie in graph.tied)
-  shared = tuple(owners for owners in shared if len(owners) > 1)
+  # Stages that share parameters must add up the gradients of these.
+  owners = (sorted({stage_of[i] for i in tie.nodes}) for tie in graph.tied)
+  shared = tuple(tuple(tied) for tied in owners if len(tied) > 1)
   return Partition(stages, devices, load, shared)
 
 
@@ -83,15 +84,16 @@ def balance(costs: Sequence[float], stages: int) -> tuple[tuple[int, ...], ...]:
     raise ValueError(
       f"{len(array)} nodes make 1 to {len(array)} stages, not {stages}"
     )
-  upto = np.concatenate([[0.0], np.cumsum(array)])
-  load = upto - upto[:, None]  # [i, j]: of the nodes from i to j - 1
-  load[np.tril_indices(len(upto))] = np.inf
+  prefix = np.concatenate([[0.0], np.cumsum(array)])
+  load = prefix - prefix[:, None]  # [i, j]: of the nodes from i to j - 1
+  load[np.tril_indices(len(prefix))] = np.inf
   # best[j]: the largest load of the first j nodes, in as many stages as yet.
   best, froms = load[0], []
   for _ in range(stages - 1):
     loads = np.maximum(best[:, None], load)
     froms.append(loads.argmin(0))
     best = loads.min(0)
+  # Walk back through the best cuts, from the last stage.
   end, out = len(array), []
   for start in reversed(froms):
     out.append(tuple(range(start[end], end)))
@@ -113,10 +115,10 @@ def cuts(partition: Partition) -> tuple[int, ...]:
   return tuple(out)
 
 
-def _check(graph, stages, devices) -> dict[int, int]:
+def _stage_of_nodes(graph, stages, devices) -> dict[int, int]:
   """Returns the stage of each node, if these are stages of the graph."""
   names = [node.name for node in graph.nodes]
-  where = {}
+  stage_of = {}
   for s, stage in enumerate(stages):
     if not stage:
       raise ValueError(f"stage {s} has no nodes; leave it out")
@@ -125,14 +127,14 @@ def _check(graph, stages, devices) -> dict[int, int]:
         raise ValueError(
           f"stage {s} has node {i}; the graph has {len(names)} nodes"
         )
-      if i in where:
+      if i in stage_of:
         raise ValueError(
-          f"node {names[i]!r} is in stage {where[i]} and in stage {s}: put it"
-          " into one of them"
+          f"node {names[i]!r} is in stage {stage_of[i]} and in stage {s}: put"
+          " it into one of them"
         )
-      where[i] = s
+      stage_of[i] = s
   for i, name in enumerate(names):
-    if i not in where:
+    if i not in stage_of:
       raise ValueError(f"node {name!r} is in no stage: add it to one")
   if len(devices) != len(stages):
     raise ValueError(f"devices are of {len(devices)} stages, not {len(stages)}")
@@ -143,23 +145,23 @@ def _check(graph, stages, devices) -> dict[int, int]:
         f" different ones, not {tuple(places)}"
       )
   for source, target, _, cut in graph.edges:
-    first, second = where[source], where[target]
-    if first > second:
+    source_stage, target_stage = stage_of[source], stage_of[target]
+    if source_stage > target_stage:
       raise ValueError(
-        f"node {names[target]!r} in stage {second} needs {names[source]!r} of"
-        f" stage {first}: stages must be in the order of the network, and no"
-        " two may need each other"
+        f"node {names[target]!r} in stage {target_stage} needs"
+        f" {names[source]!r} of stage {source_stage}: stages must be in the"
+        " order of the network, and no two may need each other"
       )
-    if first != second and not cut:
+    if source_stage != target_stage and not cut:
       raise ValueError(
-        f"the edge from node {names[source]!r} (stage {first}) to"
-        f" {names[target]!r} (stage {second}) must not be cut"
+        f"the edge from node {names[source]!r} (stage {source_stage}) to"
+        f" {names[target]!r} (stage {target_stage}) must not be cut"
       )
-  return where
+  return stage_of
 
 
 def check_limit(name: str, value: float | None, unit: str) -> None:
-  """Refuses a limit, in some unit, that is neither None nor positive."""
+  """Raises ValueError for a limit that is neither None nor positive."""
   if value is not None and not value > 0:
     raise ValueError(f"{name} must be positive, in {unit}, not {value!r}")
 

@@ -55,7 +55,7 @@ from asgd.pipeline.schedules.zero_bubbles import (
 )
 from asgd.pipeline.table import KNOWN, Schedule, check_positive
 
-_MOST = 10**7  # forwards of a table that `build` makes
+_MOST = 10**7  # the most forwards of a table that `build` makes
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
   maker.__name__: maker
@@ -115,10 +115,11 @@ def forwards(options: Mapping[str, object]) -> int:
     32
   """
   keys = ("devices", "stages", "chunks", "microbatches", "batches")
+  # A list of devices stands for as many stages.
   counts = [options.get(key) for key in keys]
   counts[0] = len(listed(counts[0]) or ()) or counts[0]
-  whole = (int(n) for n in counts if isinstance(n, (int, np.integer)))
-  return math.prod(max(number, 1) for number in whole)
+  integers = (int(n) for n in counts if isinstance(n, (int, np.integer)))
+  return math.prod(max(number, 1) for number in integers)
 
 
 def describe(name: str) -> Traits:
@@ -190,11 +191,11 @@ def _maker(name: str):
 
 def _of_maker(name, stages, total, batch, every, options):
   maker = _maker(name)
-  traits, takes = maker.traits, inspect.signature(maker).parameters
+  traits, parameters = maker.traits, inspect.signature(maker).parameters
   for key in options:
     names.lookup(f"option of {name}", key, dict.fromkeys(traits.options))
   check_positive(stages=stages, total=total, batch=batch)
-  if "stages" in takes:
+  if "stages" in parameters:
     options["stages"] = stages
   elif traits.listed:
     devices = options.setdefault("devices", list(range(stages)))
@@ -202,20 +203,20 @@ def _of_maker(name, stages, total, batch, every, options):
       why = f"must be a device for each of {stages} stages, not {devices!r}"
       raise OptionError("devices", why)
   else:
-    each = traits.chunks
-    if "chunks" in takes:
-      each = options.setdefault("chunks", each)
-      _check_option("chunks", each)
-    if stages % each:
+    per_device = traits.chunks
+    if "chunks" in parameters:
+      per_device = options.setdefault("chunks", per_device)
+      _check_option("chunks", per_device)
+    if stages % per_device:
       raise OptionError(
         "stages",
-        f"{stages} are no multiple of the {each} stages on each device of"
-        f" {name}: set stages={stages + each - stages % each}",
+        f"{stages} are no multiple of the {per_device} stages on each device of"
+        f" {name}: set stages={stages + per_device - stages % per_device}",
       )
-    options["devices"] = stages // each
+    options["devices"] = stages // per_device
   if name == "zero_bubble":
     options.setdefault("max_activations", stages)
-  if "rule" in takes:
+  if "rule" in parameters:
     options["rule"] = _function(options.get("rule"))
   flushes = options.get("flush", traits.flush)
   if every is None:
@@ -227,8 +228,9 @@ def _of_maker(name, stages, total, batch, every, options):
       f"{every} does not divide the {total} microbatches of the run; use a"
       f" divisor such as {math.gcd(total, every)}",
     )
+  # A run repeats the table of one update, or has one table in all.
   options["microbatches"] = every if flushes else total
-  if "every" in takes:
+  if "every" in parameters:
     options["every"] = every
   return build(name, **options)
 
@@ -265,11 +267,11 @@ def _of_file(path, stages, total, batch, every, options):
   except OSError as error:
     why = f"{path} cannot be read: {error.strerror}"
     raise OptionError("schedule", why) from error
-  if own := sorted(set(table.action.tolist()) - set(KNOWN)):
+  if user_actions := sorted(set(table.action.tolist()) - set(KNOWN)):
     raise OptionError(
       "schedule",
-      f"{path} has actions {own}, for which there are no functions here: use"
-      " asgd.pipeline.executor, or drop them",
+      f"{path} has actions {user_actions}, for which there are no functions"
+      " here: use asgd.pipeline.executor, or drop them",
     )
   if stages is not None and stages != table.stages:
     why = f"{stages} are not the {table.stages} of {path}: drop it"
@@ -283,8 +285,8 @@ def _of_file(path, stages, total, batch, every, options):
       f" in an update: set every={table.every}, or leave it out and set"
       f" microbatches={table.every}",
     )
-  wanted = table.every if table.flush else total
-  if table.microbatches != wanted or total % table.every:
+  needed = table.every if table.flush else total
+  if table.microbatches != needed or total % table.every:
     raise OptionError(
       "schedule",
       f"{path} has {table.microbatches} microbatches, {table.every} in an"
@@ -324,8 +326,8 @@ def recompute_of(
       why = f"must be stages from 0 to {stages[-1]}, not {list(recompute)}"
       raise OptionError("recompute", why)
     return tuple(stage in recompute for stage in stages)
-  last = bool(recompute) and recompute != "but_last"
-  return (*[bool(recompute)] * (table.stages - 1), last)
+  recomputes_last = bool(recompute) and recompute != "but_last"
+  return (*[bool(recompute)] * (table.stages - 1), recomputes_last)
 
 
 def weights_of(table: Schedule, weights: str | None = None) -> str:

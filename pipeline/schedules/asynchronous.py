@@ -80,10 +80,11 @@ def pipedream(
     )
   orders = []
   for stage, number in enumerate(counts):
+    # In flight: one microbatch for each device from this stage on.
     depth = -(-sum(counts[stage:]) // number)
     for replica in range(number):
-      own = range(replica, microbatches, number)
-      orders.append(layout.one_f_one_b_order(stage, own, depth))
+      microbatches_of = range(replica, microbatches, number)
+      orders.append(layout.one_f_one_b_order(stage, microbatches_of, depth))
   return layout.valid("pipedream", orders, every)
 
 
@@ -225,7 +226,7 @@ def pipemare(
   """
   check_positive(stages=stages)
   updates = 1 if anneal is None else anneal
-  discrepancy.cures(stages, every, updates, decay)  # are they in range?
+  discrepancy.cures(stages, every, updates, decay)  # checks the ranges
   layout.check_updates(microbatches, every)
   orders = layout.straight(range(2, 2 * stages + 1, 2)[::-1], microbatches)
   return layout.valid("pipemare", orders, every)
@@ -297,8 +298,8 @@ def ftpipe(
   places = layout.places_of(devices, without_replicas="ftpipe")
   layout.check_updates(microbatches, every)
   count = len(places)
-  given = range(count)[::-1] if stage_depth is None else stage_depth
-  depth = layout.listed(given, count)
+  depths = range(count)[::-1] if stage_depth is None else stage_depth
+  depth = layout.listed(depths, count)
   if depth is None or not all(
     isinstance(d, (int, np.integer)) and d >= 0 for d in depth
   ):
@@ -309,13 +310,14 @@ def ftpipe(
   if supremum is not None:
     check_positive(supremum=supremum)
     deepest = max(depth) + 1
-    less = deepest - min(deepest, supremum - 1)
-    depth = [max(d - less, 0) for d in depth]
+    reduction = deepest - min(deepest, supremum - 1)
+    depth = [max(d - reduction, 0) for d in depth]
   costs = layout.costs_of(costs, count)
-  own = layout.stages_of(places)
+  stages_on = layout.stages_of(places)
 
   def rule(device, state):
-    for stage in own[device]:
+    # Stages of a device come last stage first.
+    for stage in stages_on[device]:
       if state.forward[stage] and state.in_flight[stage] <= depth[stage]:
         return FORWARD, stage, state.forward[stage][0]
       if state.backward[stage]:

@@ -157,8 +157,8 @@ def interleaved(
   for start in range(0, microbatches, group):
     count = min(group, microbatches - start)
     widths.append(count if chunks == 1 else max(count, devices))
-    own = [start + i if i < count else _ABSENT for i in range(widths[-1])]
-    turns += itertools.product(range(chunks), own)
+    members = [start + i if i < count else _ABSENT for i in range(widths[-1])]
+    turns += itertools.product(range(chunks), members)
   orders = []
   for device in range(devices):
     forwards = [(FORWARD, c * devices + device, i) for c, i in turns]
@@ -213,8 +213,8 @@ def breadth_first(
   check_positive(devices=devices, chunks=chunks, microbatches=microbatches)
   orders = []
   for device in range(devices):
-    own = range(device, devices * chunks, devices)
-    forwards = itertools.product([FORWARD], own, range(microbatches))
-    backwards = itertools.product([BACKWARD], own[::-1], range(microbatches))
+    stages = range(device, devices * chunks, devices)
+    forwards = itertools.product([FORWARD], stages, range(microbatches))
+    backwards = itertools.product([BACKWARD], stages[::-1], range(microbatches))
     orders.append([*forwards, *backwards])
   return layout.synchronous("breadth_first", orders, microbatches, batches)

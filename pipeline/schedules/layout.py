@@ -57,8 +57,8 @@ def traits(**values: Any) -> Callable[[Maker], Maker]:
 
   def declare(maker):
     derived = _DERIVED if values.get("listed") else (*_DERIVED, "devices")
-    takes = inspect.signature(maker).parameters
-    options = tuple(key for key in takes if key not in derived)
+    parameters = inspect.signature(maker).parameters
+    options = tuple(key for key in parameters if key not in derived)
     maker.traits = Traits(options, **values)
     return maker
 
@@ -77,8 +77,8 @@ def listed(value: Any, length: int | None = None) -> list[Any] | None:
     items = list(value)
   except TypeError:
     return None
-  fits = length is None or len(items) == length
-  return items if fits and not isinstance(value, (str, bytes)) else None
+  has_length = length is None or len(items) == length
+  return items if has_length and not isinstance(value, (str, bytes)) else None
 
 
 def check_updates(microbatches: int, every: int) -> None:
@@ -116,15 +116,15 @@ def synchronous(
   """
   check_positive(batches=batches)
 
-  def later(block, by):
+  def shifted(block, by):
     if not isinstance(block[0], str):
-      return tuple(later(step, by) for step in block)
+      return tuple(shifted(step, by) for step in block)
     return block[0], block[1], block[2] + by
 
   if batches > 1:
     starts = range(0, batches * microbatches, microbatches)
     orders = [
-      [later(block, start) for start in starts for block in order]
+      [shifted(block, start) for start in starts for block in order]
       for order in orders
     ]
   return valid(name, orders, microbatches, flush=True, limit=limit)
@@ -154,10 +154,12 @@ def alternate(
     >>> "".join(alternate("abc", "ABC", depth=2))
     'abAcBC'
   """
-  first = min(depth - 1, len(forwards))
-  pairs = zip(forwards[first:], backwards, strict=False)
+  # Warm-up: forwards that no backward follows yet.
+  n_warm_up = min(depth - 1, len(forwards))
+  pairs = zip(forwards[n_warm_up:], backwards, strict=False)
   turns = itertools.chain.from_iterable(pairs)
-  return [*forwards[:first], *turns, *backwards[len(forwards) - first :]]
+  drain = backwards[len(forwards) - n_warm_up :]
+  return [*forwards[:n_warm_up], *turns, *drain]
 
 
 def one_f_one_b_order(
@@ -197,14 +199,14 @@ def places_of(
     >>> places_of([0, (1, 2), 0])
     [(0,), (1, 2), (0,)]
   """
-  whole = int, np.integer
+  integer = int, np.integer
   try:
     places = [
-      (int(place),) if isinstance(place, whole) else tuple(place)
+      (int(place),) if isinstance(place, integer) else tuple(place)
       for place in devices
     ]
     names = {device for place in places for device in place}
-    if not all(isinstance(device, whole) for device in names):
+    if not all(isinstance(device, integer) for device in names):
       names = None
   except TypeError:
     names = None

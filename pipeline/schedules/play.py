@@ -76,14 +76,16 @@ def play(
   stage.
   """
   clock = _Clock(places, microbatches, cost, every, flush)
+  # All microbatches are ready at stage 0 at the beginning.
   for microbatch in range(microbatches):
-    clock.come(0.0, 0, microbatch)
+    clock.arrive(0.0, 0, microbatch)
   touched = set(clock.idle)
-  while clock.left or clock.events:
+  while clock.remaining or clock.events:
     touched |= clock.advance()
+    # Devices are asked in order, so that the same rule leads to the same table.
     for device in sorted(touched & clock.idle):
-      if clock.left:
-        clock.ask(device, rule)
+      if clock.remaining:
+        clock.start_next(device, rule)
     touched.clear()
   return clock.orders
 
@@ -96,7 +98,7 @@ class _Clock:
     self.idle = set(range(len(self.states)))
     self.orders: Orders = [[] for _ in self.states]
     # Forwards and backwards of weights that have not begun.
-    self.left = 2 * len(places) * microbatches
+    self.remaining = 2 * len(places) * microbatches
     # A heap of (time, serial number, device, kind, stage, microbatch). A kind
     # is "idle", "done", or the action that becomes ready.
     self.events = []
@@ -106,35 +108,36 @@ class _Clock:
     self._length = {a: c.tolist() for a, c in zip(KNOWN, columns, strict=True)}
     self._transfer = cost.transfer.tolist(), cost.transfer_back.tolist()
     self._gates = _Gates(every) if flush and every < microbatches else None
-    self._number = itertools.count()
-    self._coming = [[] for _ in self.states]  # heaps of times
-    self._others = 0  # user's actions since the last step of a stage
-    self._now = 0.0
+    self._serial = itertools.count()
+    self._arrival_times = [[] for _ in self.states]  # heaps of times
+    self._user_actions = 0  # user's actions since the last step of a stage
+    self._time = 0.0
 
   def advance(self) -> set[int]:
     """Advances to the next events; returns the devices that they concern."""
     events = self.events
-    if not events or self._others > _MANY * len(self.states):
-      why = "no rule names a step" if not events else "own actions never end"
-      raise self._stopped(f"{why}, and {self.left} tasks are left")
+    if not events or self._user_actions > _MANY * len(self.states):
+      reason = "no rule names a step" if not events else "own actions never end"
+      raise self._stopped(f"{reason}, and {self.remaining} tasks are left")
     touched = set()
     # Events whose times differ only by rounding are simultaneous.
-    until = events[0][0] + 1e-9 * max(1.0, events[0][0])
-    while events and events[0][0] <= until:
-      self._now, _, device, kind, stage, microbatch = heapq.heappop(events)
+    end = events[0][0] + 1e-9 * max(1.0, events[0][0])
+    while events and events[0][0] <= end:
+      self._time, _, device, kind, stage, microbatch = heapq.heappop(events)
       touched.add(device)
       if kind == "idle":
         self.idle.add(device)
       elif kind == "done":
         self.states[device].in_flight[stage] -= 1
       else:
-        heapq.heappop(self._coming[device])
+        heapq.heappop(self._arrival_times[device])
         self.states[device].queues(kind)[stage].append(microbatch)
     return touched
 
-  def ask(self, device, rule):
+  def start_next(self, device, rule):
     """Asks the rule for a device's next step, and begins the step."""
-    state, coming, now = self.states[device], self._coming[device], self._now
+    state, now = self.states[device], self._time
+    coming = self._arrival_times[device]
     state.time, state.soon = now, coming[0] if coming else math.inf
     answer = rule(device, state)
     if answer is None:
@@ -154,21 +157,21 @@ class _Clock:
   def _take(self, device, action, stage, microbatch):
     """Removes a step from the ready ones; returns its duration."""
     if action not in KNOWN:
-      self._others += 1
-      own = self._cost.own  # None: every action takes 1
-      length = 1.0 if own is None else own.get(action, 0.0)
+      self._user_actions += 1
+      user_costs = self._cost.own  # None: every action takes 1
+      length = 1.0 if user_costs is None else user_costs.get(action, 0.0)
       if length <= 0:
         raise ValueError(
           f"costs have no time for the action {action!r}: pass it, such as"
           f" own={{{action!r}: 1}}"
         )
       return length
-    self._others = 0
+    self._user_actions = 0
     try:
       self.states[device].queues(action)[stage].remove(microbatch)
     except (KeyError, ValueError):
       raise self._stopped(
-        f"device {device} does {(action, stage, microbatch)} at {self._now:g},"
+        f"device {device} does {(action, stage, microbatch)} at {self._time:g},"
         " which is not ready"
       ) from None
     return self._length[action][stage]
@@ -176,29 +179,31 @@ class _Clock:
   def _begin(self, device, end, action, stage, microbatch):
     """Schedules the events that follow from a step that ends at `end`."""
     if action == FORWARD:
-      self.left -= 1
+      # The forward is in flight until its backward of weights ends.
+      self.remaining -= 1
       self.states[device].in_flight[stage] += 1
       if stage + 1 == len(self._places):
         self._send(end, device, BACKWARD, stage, microbatch)
       else:
         if self._device(stage + 1, microbatch) != device:
           end += self._transfer[0][stage]
-        self.come(end, stage + 1, microbatch)
+        self.arrive(end, stage + 1, microbatch)
       return
     if action != WEIGHT and stage:
-      other = self._device(stage - 1, microbatch)
-      when = end + self._transfer[1][stage - 1] if other != device else end
-      self._send(when, other, BACKWARD, stage - 1, microbatch)
+      neighbour = self._device(stage - 1, microbatch)
+      when = end + self._transfer[1][stage - 1] if neighbour != device else end
+      self._send(when, neighbour, BACKWARD, stage - 1, microbatch)
     if action == INPUT:
       self._send(end, device, WEIGHT, stage, microbatch)
       return
-    self.left -= 1
+    self.remaining -= 1
     self._at(end, device, "done", stage, microbatch)
+    # The update of a full batch releases the forwards that wait for it.
     if self._gates is not None:
       for when, waiting in self._gates.done(end, stage, microbatch):
-        self.come(when, stage, waiting)
+        self.arrive(when, stage, waiting)
 
-  def come(self, when, stage, microbatch):
+  def arrive(self, when, stage, microbatch):
     """Makes a forward ready at `when`, or later when its batch may start."""
     if self._gates is not None:
       when = self._gates.enter(when, stage, microbatch)
@@ -212,10 +217,10 @@ class _Clock:
 
   def _send(self, when, device, action, stage, microbatch):
     self._at(when, device, action, stage, microbatch)
-    heapq.heappush(self._coming[device], when)
+    heapq.heappush(self._arrival_times[device], when)
 
   def _at(self, when, *event):
-    heapq.heappush(self.events, (when, next(self._number), *event))
+    heapq.heappush(self.events, (when, next(self._serial), *event))
 
   def _stopped(self, why) -> table_lib.ScheduleError:
     table = table_lib.lay_out("so far", self.orders, **self._batches)
@@ -234,10 +239,10 @@ class _Gates:
   def enter(self, when, stage, microbatch):
     """Returns the start of a forward with inputs at `when`; None: not known."""
     batch = microbatch // self._every
-    before = stage, batch - 1
-    if batch == 0 or self._done[before] == self._every:
-      return max(when, self._end[before])
-    self._waiting[before].append((when, microbatch))
+    previous = stage, batch - 1
+    if batch == 0 or self._done[previous] == self._every:
+      return max(when, self._end[previous])
+    self._waiting[previous].append((when, microbatch))
     return None
 
   def done(self, end, stage, microbatch):

@@ -46,7 +46,7 @@ def _score_of(begin: Sequence[float], end: Sequence[float]) -> Score:
   The first is the time of a batch if devices do not wait for each other between
   batches (the zero bubble papers' cost).
   """
-  longest = max(last - first for first, last in zip(begin, end, strict=True))
+  longest = max(stop - start for start, stop in zip(begin, end, strict=True))
   # Sums of the same numbers in another order are the same time.
   return float(f"{longest:.9g}"), float(f"{max(end):.9g}")
 
@@ -71,36 +71,37 @@ class Gaps:
     ]
     # A gap may be too short by rounding errors. With steps of (almost) no time
     # there is no slack, because orders could then wait for each other.
-    long = min(self._time) > 1e-9 * sum(self._time)
-    self._slack = 1 + 1e-12 * long
-    moved = [a != b for a, b in zip(places, places[1:], strict=False)]
-    there = (costs.transfer * moved).tolist()
-    back = (costs.transfer_back * moved).tolist()
+    has_long_tasks = min(self._time) > 1e-9 * sum(self._time)
+    self._slack = 1 + 1e-12 * has_long_tasks
+    crosses = [a != b for a, b in zip(places, places[1:], strict=False)]
+    forward_delay = (costs.transfer * crosses).tolist()
+    backward_delay = (costs.transfer_back * crosses).tolist()
     count = len(self._time)
-    before, after = ([[] for _ in range(count)] for _ in range(2))
+    predecessors, successors = ([[] for _ in range(count)] for _ in range(2))
 
     def need(later, earlier, transfer=0.0):
       for microbatch in range(microbatches):
         a, b = ((*step, microbatch) for step in (earlier, later))
         a, b = self._number(a), self._number(b)
-        before[b].append((a, self._time[a] + transfer))
-        after[a].append((b, self._time[b] + transfer))
+        predecessors[b].append((a, self._time[a] + transfer))
+        successors[a].append((b, self._time[b] + transfer))
 
+    # [1] Steps depend on their own microbatch alone.
     for stage in range(len(places)):
       need((INPUT, stage), (FORWARD, stage))
       need((WEIGHT, stage), (INPUT, stage))
       if stage:
-        need((FORWARD, stage), (FORWARD, stage - 1), there[stage - 1])
-        need((INPUT, stage - 1), (INPUT, stage), back[stage - 1])
+        need((FORWARD, stage), (FORWARD, stage - 1), forward_delay[stage - 1])
+        need((INPUT, stage - 1), (INPUT, stage), backward_delay[stage - 1])
     third = count // 3
     held = [1] * third + [0] * third + [-1] * third
-    self._before = _Direction(before, held)
-    self._after = _Direction(after, held[::-1])
+    self._forward_time = _Direction(predecessors, held)
+    self._reverse_time = _Direction(successors, held[::-1])
 
   def score(self, orders: Orders) -> Score:
     """Returns the score of orders that can be run."""
     numbers = [list(map(self._number, order)) for order in orders]
-    return self._score(numbers, self._earliest(numbers, self._before))
+    return self._score(numbers, self._earliest(numbers, self._forward_time))
 
   def shorten(
     self, orders: Orders, limits: Sequence[int], rounds: int
@@ -109,31 +110,31 @@ class Gaps:
     can be run within the limits, the most activations of each device. A round
     is two passes; one that does not shorten the table is the last."""
     orders = [list(map(self._number, order)) for order in orders]
-    start = self._earliest(orders, self._before)
+    start = self._earliest(orders, self._forward_time)
     best = self._score(orders, start), orders
     for _ in range(rounds):
-      for direction, back in (
-        (self._before, self._after),
-        (self._after, self._before),
+      for direction, opposite in (
+        (self._forward_time, self._reverse_time),
+        (self._reverse_time, self._forward_time),
       ):
         orders = self._pull(orders, start, direction, limits)
         orders = [order[::-1] for order in orders]
-        start = self._earliest(orders, back)
-      found = self._score(orders, start)
-      if found >= best[0]:
+        start = self._earliest(orders, opposite)
+      score = self._score(orders, start)
+      if score >= best[0]:
         break
-      best = found, orders
+      best = score, orders
     return best[0], [list(map(self._step, order)) for order in best[1]]
 
   def _number(self, step: Step) -> int:
     stages, microbatches = self._shape
     action, stage, microbatch = step
-    place = _ACTIONS.index(action) * stages + stage
-    return place * microbatches + microbatch
+    position = _ACTIONS.index(action) * stages + stage
+    return position * microbatches + microbatch
 
   def _step(self, number: int) -> Step:
-    place, microbatch = divmod(number, self._shape[1])
-    action, stage = divmod(place, self._shape[0])
+    position, microbatch = divmod(number, self._shape[1])
+    action, stage = divmod(position, self._shape[0])
     return _ACTIONS[action], stage, microbatch
 
   def _score(self, orders, start):
@@ -144,18 +145,21 @@ class Gaps:
     """Returns when each step starts, at the earliest."""
     needs, time = direction.needs, self._time
     start = [-1.0] * len(time)  # negative: not known yet
-    at, free, left = [0] * len(orders), [0.0] * len(orders), len(time)
-    while left:
+    next_index, free = [0] * len(orders), [0.0] * len(orders)
+    remaining = len(time)
+    # Rounds over the devices: each runs until a step lacks an input.
+    while remaining:
       for device, order in enumerate(orders):
-        i, begin, first = at[device], free[device], at[device]
+        i = first_index = next_index[device]
+        begin = free[device]
         while i < len(order):
           step = order[i]
-          for need, after in needs[step]:
-            when = start[need]
-            if when < 0:
+          for input_step, delay in needs[step]:
+            input_start = start[input_step]
+            if input_start < 0:
               break
-            if when + after > begin:
-              begin = when + after
+            if input_start + delay > begin:
+              begin = input_start + delay
           else:
             start[step] = begin
             begin += time[step]
@@ -163,8 +167,8 @@ class Gaps:
             i += 1
             continue
           break
-        at[device] = i
-        left -= i - first
+        next_index[device] = i
+        remaining -= i - first_index
     return start
 
   def _pull(self, orders, start, direction, limits):
@@ -178,40 +182,43 @@ class Gaps:
       for step in order:
         held[-1].append(held[-1][-1] + change[step])
     rows = sorted(
-      (start[step], device, place)
+      (start[step], device, old_index)
       for device, order in enumerate(orders)
-      for place, step in enumerate(order)
+      for old_index, step in enumerate(order)
     )
     # A step moves only to an earlier index, so the indices of later rows hold.
-    for began, device, place in rows:
+    for old_start, device, old_index in rows:
       order, count = orders[device], held[device]
-      step = order[place]
+      step = order[old_index]
+      # [1] Find when the inputs of the step are ready.
       ready = 0.0
-      for need, after in needs[step]:
-        ready = max(ready, start[need] + after)
-      if ready >= began:
+      for input_step, delay in needs[step]:
+        ready = max(ready, start[input_step] + delay)
+      if ready >= old_start:
         continue
-      most = limits[device] if change[step] > 0 else len(time)
-      here, until, found = place, began + time[step], None
+      limit = limits[device] if change[step] > 0 else len(time)
+      # [2] Walk to earlier gaps while the inputs allow it and memory has room.
+      index, gap_end, target = old_index, old_start + time[step], None
       while True:
-        last = order[here - 1] if here else None
-        end = 0.0 if last is None else start[last] + time[last]
+        previous = order[index - 1] if index else None
+        end = 0.0 if previous is None else start[previous] + time[previous]
         begin = max(end, ready)
-        if begin < began and begin + time[step] <= until * self._slack:
-          found = here, begin
-        if end <= ready or count[here] >= most or count[here - 1] >= most:
+        if begin < old_start and begin + time[step] <= gap_end * self._slack:
+          target = index, begin
+        if end <= ready or count[index] >= limit or count[index - 1] >= limit:
           break
-        here, until = here - 1, start[last]
-      if found is None:
+        index, gap_end = index - 1, start[previous]
+      # [3] Move the step, and correct the activations between the two indices.
+      if target is None:
         continue
-      here, start[step] = found
-      order.insert(here, order.pop(place))
-      for i in range(here, place):
+      index, start[step] = target
+      order.insert(index, order.pop(old_index))
+      for i in range(index, old_index):
         count[i + 1] = count[i] + change[order[i]]
     return orders
 
 
-def _weight(state, costs, patience, full):
+def _next_weight(state, costs, patience, full):
   """The next W, if memory is full or it fits before the next known step."""
   step = state.first(WEIGHT)
   if step is None or full:
@@ -222,21 +229,23 @@ def _weight(state, costs, patience, full):
 
 def _follow(orders, limits, costs, patience) -> Rule:
   """Does what `orders` say; weights that they do not name, in between."""
-  at = [0] * len(orders)
-  named = [any(step[0] == WEIGHT for step in order) for order in orders]
+  next_index = [0] * len(orders)
+  names_weights = [any(step[0] == WEIGHT for step in order) for order in orders]
 
   def rule(device, state):
     order, full = orders[device], False
-    if at[device] < len(order):
-      action, stage, microbatch = step = order[at[device]]
+    if next_index[device] < len(order):
+      action, stage, microbatch = step = order[next_index[device]]
       queue = state.queues(action)[stage]
       if queue and queue[0] == microbatch:
         in_flight = sum(state.in_flight.values())
         full = action == FORWARD and in_flight >= limits[device]
         if not full:
-          at[device] += 1
+          next_index[device] += 1
           return step
-    return None if named[device] else _weight(state, costs, patience, full)
+    if names_weights[device]:
+      return None
+    return _next_weight(state, costs, patience, full)
 
   return rule
 
@@ -259,7 +268,7 @@ def _greedy(owned, limits, costs, patience) -> Rule:
           return FORWARD, stage, state.forward[stage][0]
         full = True
       room -= not state.in_flight[stage]
-    return _weight(state, costs, patience, full)
+    return _next_weight(state, costs, patience, full)
 
   return rule
 
@@ -297,18 +306,19 @@ def best(
   if not transfers and not np.ptp((costs.forward, costs.input, costs.weight)):
     costs = search.even
   limits = search.useful(limits)
-  others = (*named, *range(max(limits))[: search.least - 1 : -1])
-  others = (search.useful([most] * len(limits)) for most in others)
+  numbers = (*named, *range(max(limits))[: search.min_activations - 1 : -1])
+  other_limits = (search.useful([number] * len(limits)) for number in numbers)
   count = max(_WORK // search.tasks, 1)
-  least, found = search.least_engaged(costs), None
-  for most in list(dict.fromkeys([limits, *others]))[:count]:
-    score, orders = search.run(costs, most)
-    better = found is None or score < found[0]
+  lower_bound, best_found = search.least_engaged(costs), None
+  for tried_limits in list(dict.fromkeys([limits, *other_limits]))[:count]:
+    score, orders = search.run(costs, tried_limits)
+    better = best_found is None or score < best_found[0]
     if better and search.fits(orders, limits):
-      found = score, orders
-    if found[0][0] <= least:
+      best_found = score, orders
+    # No order can be shorter than the busiest device's work.
+    if best_found[0][0] <= lower_bound:
       break
-  return found[1]
+  return best_found[1]
 
 
 class _Search:
@@ -320,18 +330,19 @@ class _Search:
     self._owned = layout.stages_of(places)
     self.even = analyze.costs(len(places))
     self.tasks = 3 * len(places) * microbatches
-    self.least = max(map(len, self._owned))  # activations that any rule needs
+    # No rule can do with fewer activations on the device with most stages.
+    self.min_activations = max(map(len, self._owned))
 
   def useful(self, limits: Sequence[int]) -> Limits:
     """Returns the limits, lowered to all activations of the device's stages."""
-    each = (len(own) * self._microbatches for own in self._owned)
-    return tuple(map(min, limits, each))
+    totals = (len(stages) * self._microbatches for stages in self._owned)
+    return tuple(map(min, limits, totals))
 
   def least_engaged(self, costs) -> float:
     """Returns a lower bound of any score: the work of the busiest device."""
     work = (costs.forward + costs.input + costs.weight) * self._microbatches
-    most = max(work[own].sum() for own in self._owned)
-    return _score_of([0.0], [float(most)])[0]
+    longest = max(work[stages].sum() for stages in self._owned)
+    return _score_of([0.0], [float(longest)])[0]
 
   def fits(self, orders: Orders, limits: Limits) -> bool:
     """Returns whether orders hold no more activations than the limits."""
@@ -344,12 +355,14 @@ class _Search:
     even = self.even
     # Where all tasks take one unit, no device ever waits for a part of it.
     rules = self._rules(self._ways(limits), even, limits, _PATIENCE[:1])
-    found = self._shortest([], rules, even, limits)
+    best_found = self._shortest([], rules, even, limits)
     if costs is not even:
-      early = [[s for s in o if s[0] != WEIGHT] for o in found[1]]
-      rules = self._rules([early], costs, limits, _PATIENCE)
-      found = self._shortest([found[1]], rules, costs, limits)
-    return found
+      without_weights = [
+        [step for step in order if step[0] != WEIGHT] for order in best_found[1]
+      ]
+      rules = self._rules([without_weights], costs, limits, _PATIENCE)
+      best_found = self._shortest([best_found[1]], rules, costs, limits)
+    return best_found
 
   def _rules(self, ways, costs, limits, patience):
     """Yields rules that follow known orders, and greedy ones."""
@@ -362,19 +375,20 @@ class _Search:
   def _shortest(self, tried, rules, costs, limits):
     """Returns the best of some orders and the rules' orders, shortened."""
     places, count = self._places, self._microbatches
-    large = self.tasks > _LARGE
+    is_large = self.tasks > _LARGE
     tried += [
       play(rule, places, count, costs, every=count, flush=True)
-      for rule in itertools.islice(rules, 1 if large else None)
+      for rule in itertools.islice(rules, 1 if is_large else None)
     ]
     gaps = Gaps(places, count, costs)
     scores = [(gaps.score(orders), i) for i, orders in enumerate(tried)]
     # Keep the first of the orders with equal scores.
     scores = dict(sorted(scores, reverse=True))
-    first = sorted(scores.items())[: _SHORTENED if self.tasks <= _SMALL else 1]
-    if large:
-      return first[0][0], tried[first[0][1]]
+    n_shortened = _SHORTENED if self.tasks <= _SMALL else 1
+    best_first = sorted(scores.items())[:n_shortened]
+    if is_large:
+      return best_first[0][0], tried[best_first[0][1]]
     return min(
-      (gaps.shorten(tried[i], limits, _ROUNDS) for _, i in first),
+      (gaps.shorten(tried[i], limits, _ROUNDS) for _, i in best_first),
       key=lambda item: item[0],
     )

@@ -8,7 +8,8 @@ from asgd.pipeline.schedules.layout import synchronous, traits
 from asgd.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 
 
-def _check_even(**numbers):
+def _check_even(**numbers: int) -> None:
+  """Raises ValueError unless all counts are positive and even."""
   for name, value in numbers.items():
     checks.whole(name, value)
     if value % 2:
@@ -105,25 +106,33 @@ def _dualpipe(
       waiting.append((WEIGHT, stages_here[way], microbatch))
     return INPUT if split else BACKWARD, stages_here[way], microbatch
 
-  ahead = ranks - 1 - rank
-  for _ in range(2 * ahead):
+  to_middle = ranks - 1 - rank
+  # [1] Fill the pipeline: forwards that enter at this end.
+  for _ in range(2 * to_middle):
     order.append(forward(0))
+  # [2] Forwards of both directions in turn.
   for _ in range(rank + 1):
     order += [forward(0), forward(1)]
-  for _ in range(ahead):
+  # [3] The first backwards, split, with their weights at once.
+  for _ in range(to_middle):
     order += [backward(1, split=True), waiting.popleft(), forward(1)]
+  # [4] Steady state: blocks of a forward and a backward.
   for turn in range(len(microbatches[0]) - 2 * ranks + rank + 1):
     pair = forward(0), backward(1)
     # As in DeepSeek's code, the middle devices run their first pair one after
     # the other: the neighbour waits for both.
-    order += pair if turn == 0 and ahead == 0 else [pair]
+    order += pair if turn == 0 and to_middle == 0 else [pair]
     order.append((forward(1), backward(0)))
-  for _ in range(ahead):
+  # [5] No forwards of the first direction remain.
+  for _ in range(to_middle):
     order += [backward(1), (forward(1), backward(0))]
+  # [6] Last backwards of both directions; later ones are split.
   for turn in range(2 * (rank + 1)):
     order.append(backward(1 - turn % 2, split=turn > rank))
-  for _ in range(ahead):
+  # [7] Weights fill the wait for the last backwards.
+  for _ in range(to_middle):
     order += [waiting.popleft(), backward(0, split=True)]
+  # [8] The remaining weights.
   return order + list(waiting)
 
 
@@ -170,14 +179,14 @@ def dualpipe(stages: int, microbatches: int, *, batches: int = 1) -> Schedule:
       f"dualpipe needs {2 * stages} microbatches for {stages} stages, not"
       f" {microbatches}; use more, or chimera"
     )
-  half = range(microbatches // 2), range(microbatches // 2, microbatches)
+  halves = range(microbatches // 2), range(microbatches // 2, microbatches)
   orders = []
   for device in range(stages):
-    other = stages - 1 - device
-    near = device < other  # to the end where the first direction starts
-    stages_here = (device, other) if near else (other, device)
-    ways = half if near else half[::-1]
-    rank = min(device, other)
+    mirror = stages - 1 - device
+    is_near = device < mirror  # to the end where the first direction starts
+    stages_here = (device, mirror) if is_near else (mirror, device)
+    ways = halves if is_near else halves[::-1]
+    rank = min(device, mirror)
     orders.append(_dualpipe(stages_here, rank, stages // 2, ways))
   return synchronous("dualpipe", orders, microbatches, batches)
 
@@ -228,9 +237,9 @@ def dualpipe_v(
       f"dualpipe_v needs {2 * devices} microbatches for {devices} devices, not"
       f" {microbatches}; use more, or zb_v"
     )
-  both = range(microbatches), range(microbatches)
+  streams = range(microbatches), range(microbatches)
   orders = [
-    _dualpipe((device, 2 * devices - 1 - device), device, devices, both)
+    _dualpipe((device, 2 * devices - 1 - device), device, devices, streams)
     for device in range(devices)
   ]
   return synchronous("dualpipe_v", orders, microbatches, batches)

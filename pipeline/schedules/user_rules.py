@@ -111,24 +111,25 @@ def fill(schedule: Schedule, actions: Mapping[int, Sequence[str]]) -> Schedule:
     1 | .  F0 B0 .
   """
   rows = schedule.tasks
-  for device, own in actions.items():
+  for device, user_actions in actions.items():
     if device not in range(schedule.devices):
       raise ValueError(
         f"there is no device {device!r}; they are 0 to {schedule.devices - 1}"
       )
-    of_stages = [action for action in own if action in KNOWN]
+    of_stages = [action for action in user_actions if action in KNOWN]
     if of_stages:
       raise ValueError(
         f"{of_stages[0]!r} is not an own action: fill moves no work of stages"
       )
     busy = schedule.time[schedule.device == device].tolist()
     idle = sorted(set(range(schedule.slots)).difference(busy))
-    if len(own) > len(idle):
+    if len(user_actions) > len(idle):
+      count = len(user_actions)
       raise ValueError(
-        f"device {device} has {len(idle)} idle slots for {len(own)} actions;"
-        f" leave out {len(own) - len(idle)}"
+        f"device {device} has {len(idle)} idle slots for {count} actions;"
+        f" leave out {count - len(idle)}"
       )
-    slots = zip(idle, own, strict=False)
+    slots = zip(idle, user_actions, strict=False)
     rows += [(slot, device, -1, -1, action) for slot, action in slots]
   every, flush = schedule.every, schedule.flush
   table = table_lib.make(schedule.name, rows, every=every, flush=flush)

@@ -34,13 +34,13 @@ def _best(name, places, microbatches, costs, limits, batches) -> Schedule:
     memories = [p, 2 * p - 1]
 
     def ways(limits):
-      for times in (1, 2) if max(limits) <= p else (2, 1):  # as deep as 1F1B
-        deepest = range(1, times * p + 1, times)[::-1]
+      for multiple in (1, 2) if max(limits) <= p else (2, 1):  # as deep as 1F1B
+        deepest = range(1, multiple * p + 1, multiple)[::-1]
         depths = list(map(min, limits, deepest))
         yield layout.straight(depths, microbatches, INPUT)
 
   elif places == _vee(p):
-    memories = [most(p) for most in _OF_VEE.values()]
+    memories = [activations_of(p) for activations_of in _OF_VEE.values()]
 
     def ways(limits):
       return _orders_of_vee(p, microbatches, min(limits))
@@ -104,12 +104,12 @@ def zero_bubble(
       f"max_activations must be one number, or {len(owned)}, one for each"
       f" device, not {max_activations!r}"
     )
-  for device, (limit, own) in enumerate(zip(limits, owned, strict=True)):
+  for device, (limit, stages) in enumerate(zip(limits, owned, strict=True)):
     check_positive(max_activations=limit)
-    if limit < len(own):
+    if limit < len(stages):
       raise ValueError(
-        f"device {device} has {len(own)} stages and cannot do with"
-        f" max_activations={limit}; it needs {len(own)}"
+        f"device {device} has {len(stages)} stages and cannot do with"
+        f" max_activations={limit}; it needs {len(stages)}"
       )
   return _best("zero_bubble", places, microbatches, costs, limits, batches)
 
@@ -254,7 +254,7 @@ def _vee(devices):
 
 
 def _of_vee(name, devices, microbatches, costs, batches) -> Schedule:
-  """The best table of a V within the memory of its schedule."""
+  """Returns the best table of a V within the memory of its schedule."""
   check_positive(devices=devices, microbatches=microbatches)
   limits = [_OF_VEE[name](devices)] * devices
   places = _vee(devices)
@@ -273,31 +273,31 @@ def _orders_of_vee(devices, microbatches, limit):
   """Yields the orders of V schedules within `limit` activations, for equal
   times of F, I and W. The schedule with the most activations comes first."""
   p = devices
-  fit = {
+  fitting = {
     name
-    for name, most in _OF_VEE.items()
-    if min(most(p), 2 * microbatches) <= limit
+    for name, activations_of in _OF_VEE.items()
+    if min(activations_of(p), 2 * microbatches) <= limit
   }
-  if "zb_v" in fit and microbatches >= 2 * p - 1:
+  if "zb_v" in fitting and microbatches >= 2 * p - 1:
     yield [_zb_v(d, p, microbatches) for d in range(p)]
-  if "v_half" in fit:
+  if "v_half" in fitting:
     shift = 0 if p % 2 else 3  # of backwards, which else meet forwards
-    times = [
+    slots = [
       (2 * d, 3 * p - d - 2, 3 * p + shift + 2 * d - 1, 6 * p + shift - d - 2)
       for d in range(p)
     ]
-    yield _pattern(times, microbatches)
-  if "v_min" in fit:
+    yield _pattern(slots, microbatches)
+  if "v_min" in fitting:
     shift = 0 if p % 3 else 2
-    times = [
+    slots = [
       (d, 2 * p - d - 1, 2 * p + shift + d, 4 * p + shift - d - 1)
       for d in range(p)
     ]
-    yield _pattern(times, microbatches)
+    yield _pattern(slots, microbatches)
 
 
 def _zb_v(device, devices, microbatches):
-  """The order of a device if F, I and W take the same."""
+  """Returns the order of a device if F, I and W take the same."""
   stages = device, 2 * devices - 1 - device
   counts = collections.Counter()
   order = []
@@ -307,17 +307,20 @@ def _zb_v(device, devices, microbatches):
       order.append((action, stages[chunk], counts[action, chunk]))
       counts[action, chunk] += 1
 
-  left = devices - device
-  add("F" * (2 * left - 1), 0)
+  remaining = devices - device
+  # Warm-up: chunk 0 of more microbatches on devices farther from the turn.
+  add("F" * (2 * remaining - 1), 0)
   for chunk in (1, 0) * device:
     add("F", chunk)
-  add("FIW" * left, 1)
+  add("FIW" * remaining, 1)
+  # Steady state: F, I and W of both chunks in turn.
   while counts["F", 1] < microbatches:
     add("FIW" if counts["F", 0] < microbatches else "IW", 0)
     add("FIW", 1)
+  # Drain: the remaining backwards of inputs, then of weights.
   for chunk in (0, 1) * device:
     add("I", chunk)
-  add("IW" * left, 0)
+  add("IW" * remaining, 0)
   for chunk in (1, 0):
     add("W" * (microbatches - counts["W", chunk]), chunk)
   return order
@@ -329,8 +332,9 @@ def _pattern(times, microbatches):
   orders = []
   for device, slots in enumerate(times):
     up = 2 * len(times) - 1 - device
-    first = zip(slots, "FFII", (device, up, up, device), strict=True)
-    tasks = itertools.product(first, range(microbatches))
+    # A period of 6 slots has F, I and W of both chunks.
+    pattern = zip(slots, "FFII", (device, up, up, device), strict=True)
+    tasks = itertools.product(pattern, range(microbatches))
     ordered = sorted((t + 6 * i, action, s, i) for (t, action, s), i in tasks)
     orders.append([task[1:] for task in ordered])
   return orders
