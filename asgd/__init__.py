@@ -6,10 +6,11 @@
     loss, params, data, asgd.dana_zero(0.01, workers=8), messages=400
   )
 
-`simulate` and `train_live` train your own loss; `replay` recomputes a live run.
-Recipes, such as `dana_zero`, are functions of a learning rate and a number of
-workers. The transforms inside them, such as `delay_compensation`, can be used
-in your own optax chains. All of them are in `asgd.transforms`, and most
+`simulate`, `train_live` and `train_mesh` train your own loss; `replay`
+recomputes a live run. Recipes, such as `dana_zero`, are functions of a learning
+rate and a number of workers. `table` (keyed rows) and `sandblaster_lbfgs` are
+recipes, too. The transforms inside recipes, such as `delay_compensation`, can
+be used in your own optax chains. All of them are in `asgd.transforms`, and most
 also in `asgd`. A name that a recipe and a transform share is the recipe here:
 `asgd.gap_aware` is the recipe, `asgd.transforms.gap_aware` its transform.
 
@@ -61,11 +62,13 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     easgd,
     fedasync,
     gap_aware,
+    gradient_tracking,
     local_d_psgd,
     model_averaging,
     multi_asgd,
     nag_asgd,
     sgp,
+    slowmo,
     ssgd,
     staleness_aware,
     threshold_sharing,
@@ -83,8 +86,10 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     Worker,
     as_algorithm,
   )
-  from asgd.facade import Result, replay, simulate, train_live
+  from asgd.facade import Result, replay, simulate, train_live, train_mesh
+  from asgd.sandblaster.settings import sandblaster_lbfgs
   from asgd.server import make_server
+  from asgd.tables.settings import table
   from asgd.train_state import TrainState
   from asgd.transforms import (
     adaptive_delay_compensation,
@@ -105,8 +110,10 @@ _HOMES = {  # module -> those of its names that are also names of `asgd`
     *("Algorithm", "Delay", "Records", "Report", "Server", "ServerState"),
     *("Ticket", "Trace", "Variables", "Worker", "as_algorithm"),
   ),
-  "facade": ("Result", "replay", "simulate", "train_live"),
+  "facade": ("Result", "replay", "simulate", "train_live", "train_mesh"),
+  "sandblaster.settings": ("sandblaster_lbfgs",),
   "server": ("make_server",),
+  "tables.settings": ("table",),
   "train_state": ("TrainState",),
   "transforms": (
     *("adaptive_delay_compensation", "delay_compensation", "lookahead"),

@@ -42,6 +42,43 @@ class Variables(NamedTuple):
   stats: Params  # running means and variances, never differentiated
 
 
+class Carried(NamedTuple):
+  """`stats` of `Variables` that also carry the state of a local optimizer.
+
+  The server sends the state with the weights, and replaces it by the mean of
+  the states in the messages of an update (`worker.local_worker`).
+  """
+
+  stats: Any  # those of the model; () of one without statistics
+  state: Any  # of the optimizer, any pytree of arrays
+
+
+def carry(params: Params, state: Any) -> Variables:
+  """Returns parameters that carry a state of an optimizer."""
+  stats = params.stats if isinstance(params, Variables) else ()
+  return Variables(weights_of(params), Carried(stats, state))
+
+
+def state_of(params: Params) -> Any:
+  """Returns the state that parameters carry; ValueError if they carry none."""
+  if isinstance(params, Variables) and isinstance(params.stats, Carried):
+    return params.stats.state
+  raise ValueError(
+    "the optimizer's state is averaged, but the parameters carry none: make"
+    " them with asgd.base.carry(params, state)"
+  )
+
+
+def without_state(params: Params) -> Params:
+  """Returns the parameters of the model, without a carried state."""
+  if not isinstance(params, Variables):
+    return params
+  if not isinstance(params.stats, Carried):
+    return params
+  stats = params.stats.stats
+  return params.weights if stats == () else Variables(params.weights, stats)
+
+
 def weights_of(params: Params) -> Params:
   """Returns the trained part of `params`; gap and norms are taken over it."""
   return params.weights if isinstance(params, Variables) else params

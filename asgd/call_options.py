@@ -1,13 +1,17 @@
 """Keyword arguments of calls, with their types; see `asgd.facade`."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
+import numpy as np
+import numpy.typing as npt
 import optax
 
-from asgd import algorithms, base, compression
+from asgd import algorithms, base, compression, gossip
 from asgd.experiment.machine import Machine
+from asgd.orders.durations import Durations
+from asgd.orders.protocol import Rules
 from asgd.sandblaster.settings import Settings as SandblasterSettings
 from asgd.tables.settings import TableSettings
 
@@ -21,12 +25,37 @@ RecipeLike: TypeAlias = (
   | TableSettings
   | SandblasterSettings
 )
+Matrix: TypeAlias = npt.NDArray[np.floating[Any]]
+# Forms of an order: a name, a dict of it and options, a protocol, rows or
+# workers in their order, or a function that makes one of the last two.
+OrderLike: TypeAlias = (
+  str | Mapping[str, Any] | Rules | Iterable[Any] | Callable[..., Any]
+)
+# Forms of durations: a name, a dict, the seconds of each worker (or a row of
+# seconds for each), or a function (worker) -> seconds of its jobs.
+DurationsLike: TypeAlias = (
+  str
+  | Mapping[str, Any]
+  | Sequence[float]
+  | Sequence[Sequence[float]]
+  | Matrix
+  | Durations
+  | Callable[[int], Iterable[float]]
+)
+TopologyLike: TypeAlias = (
+  str
+  | Mapping[str, Any]
+  | Matrix
+  | Sequence[Sequence[float]]
+  | gossip.Topology
+)
 
 
 class RunOptions(NamedTuple):
   """How long a call trains, and which results it keeps and shows."""
 
-  messages: int
+  messages: int | None  # None: as many as `epochs` has, or a trace
+  epochs: float | None = None
   workers: int | None = None  # None: the recipe's
   batch_size: int | None = None
   folder: str | os.PathLike[str] | None = None
@@ -40,6 +69,7 @@ class RunOptions(NamedTuple):
 class CallOptions(TypedDict, total=False):
   """Keyword arguments that every call takes; see `simulate`."""
 
+  folder: str | os.PathLike[str] | None
   seed: int
   evaluate: Callable[[Any], Any] | None
   every: int | None
@@ -48,13 +78,19 @@ class CallOptions(TypedDict, total=False):
   clip_norm: float | None
 
 
-class ServerOptions(CallOptions, total=False):
-  """Keyword arguments of `simulate` and `train_live`: keys of a config."""
+class KeptOptions(CallOptions, total=False):
+  """Keyword arguments of calls that write checkpoints: keys of a config."""
 
   on_nan: str
   checkpoint_seconds: float | None
-  order: Mapping[str, Any]
-  durations: Mapping[str, Any]
+
+
+class ServerOptions(KeptOptions, total=False):
+  """Keyword arguments of `simulate` and `train_live`: keys of a config, and the
+  topology of a recipe of peers."""
+
+  order: OrderLike
+  topology: TopologyLike
   gate: Mapping[str, Any]
   allocation: Mapping[str, Any]
   network: Mapping[str, Any]
@@ -66,13 +102,32 @@ class ServerOptions(CallOptions, total=False):
 class SimulateOptions(ServerOptions, total=False):
   """Further keyword arguments of `simulate`."""
 
+  trace: base.Trace | None
+  durations: DurationsLike
   simulator: Mapping[str, Any]
 
 
 class LiveOptions(ServerOptions, total=False):
   """Further keyword arguments of `train_live`."""
 
+  durations: Sequence[float]
   live: Mapping[str, Any]
+
+
+class MeshOptions(KeptOptions, total=False):
+  """Further keyword arguments of `train_mesh`: settings of a mesh."""
+
+  devices: int | None
+  accumulate: int
+  zero: int
+  precision: str
+  loss_scale: Mapping[str, Any] | None
+  sequence: bool
+  microbatches: int | None
+  rounds: int | None
+  recompute: bool
+  form: str
+  compress: str | Mapping[str, Any] | None
 
 
 def read_options(

@@ -1,39 +1,47 @@
-"""Reads the arguments of `simulate` and `train_live`, and adapts their errors.
+"""Reads the arguments of `simulate`, `train_live` and other calls, and adapts
+their errors.
 """
 
 import contextlib
+import inspect
 import re
-from collections.abc import Iterator, Mapping
+import types
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import optax
 
-from asgd import algorithms, base, checks, compression
+from asgd import algorithms, base, checks, compression, names, orders
+from asgd.call_options import FURTHER, RunOptions
 from asgd.experiment import protocol, schema
-from asgd.problems import own
+from asgd.orders.protocol import Rules
+from asgd.problems import descriptions, own
+
+# Modules that have, nearly, the name of a recipe -> the recipe.
+_RECIPE_OF = {"sandblaster": "sandblaster_lbfgs", "tables": "table"}
+_IN_ROUNDS = "bulk_synchronous", "backup_workers", "backup_tasks"
 
 
-def read_recipe(recipe: Any, workers: int | None = None) -> Any:
-  """Returns a caller's `recipe` argument as a Recipe for `workers` workers.
-  Settings of tables or of Sandblaster are returned as they are."""
+def read_recipe(
+  recipe: Any, workers: int | None = None, topology: Any = None
+) -> Any:
+  """Returns a caller's `recipe` argument as a Recipe, or as settings of tables
+  or of Sandblaster, for `workers` workers.
+
+  Args:
+    recipe: in one of the forms of `call_options.RecipeLike`.
+    workers: of the call; None: the recipe's.
+    topology: of the call, for a recipe of peers; None: the recipe's.
+
+  Raises:
+    ValueError: for anything else, with the remedy.
+  """
   if isinstance(recipe, (base.Algorithm, optax.GradientTransformation)):
     send = getattr(recipe, "send", base.send_current)
     recipe = algorithms.Recipe(base.as_algorithm(recipe, send))
-  has_protocol = getattr(recipe, "protocol", None) in protocol.PROTOCOLS
-  if has_protocol and not isinstance(recipe, algorithms.Recipe):
-    if workers is None:
-      raise ValueError(
-        f"the settings of {recipe.protocol} do not give the number of workers:"
-        " add workers="
-      )
-    checks.whole("workers", workers)
-    return recipe
-  if not isinstance(recipe, algorithms.Recipe):
-    example = "such as asgd.dana_zero(0.01, workers=8)"
-    raise ValueError(
-      f"the recipe must be one of asgd, {example}, an asgd.Recipe or an optax"
-      f" transform, not {checks.shown(recipe)}"
-    )
+  if getattr(recipe, "protocol", None) not in protocol.PROTOCOLS:
+    raise ValueError(_no_recipe(recipe, workers))
   if workers is None and recipe.workers is None:
     raise ValueError(
       "the recipe does not give the number of workers: add workers="
@@ -46,20 +54,243 @@ def read_recipe(recipe: Any, workers: int | None = None) -> Any:
         f" drop workers=, or build the recipe with workers={workers}"
       )
     recipe = recipe._replace(workers=workers)
-  return recipe
+  return recipe if topology is None else _on_topology(recipe, topology)
 
 
-def codecs_of(
-  config: Mapping[str, Any],
-) -> tuple[dict[str, compression.Codec], dict[str, Any]]:
-  """Returns (codecs, config) of a call. Each codec that the caller gave as an
-  object is replaced in the config by the mark `schema.GIVEN`."""
-  codecs = {
+def _no_recipe(given: Any, workers: int | None) -> str:
+  """Returns the error for a value that is no recipe."""
+  known = {_RECIPE_OF.get(each, each) for each in protocol.recipes()}
+  name = given if isinstance(given, str) else getattr(given, "__name__", "")
+  name = name.rpartition(".")[2]
+  name, count = _RECIPE_OF.get(name, name), workers or 8
+  if name in known:
+    what = "a name" if isinstance(given, str) else "not called"
+    what = "a module" if isinstance(given, types.ModuleType) else what
+    return (
+      f"the recipe {checks.shown(getattr(given, '__name__', given))} is {what}:"
+      f" give it a learning rate, as asgd.{name}(0.01, workers={count})"
+    )
+  if isinstance(given, str):
+    near = names.nearest(name, known)
+    return (
+      f"the recipe {checks.shown(given)} is a name, and unknown; {near}. Call"
+      f" one, as asgd.dana_zero(0.01, workers={count})"
+    )
+  if inspect.isfunction(given) or inspect.isclass(given):
+    return (
+      f"the recipe is the function {descriptions.name_of(given)}, which was not"
+      " called: give it its arguments, as optax.sgd(0.01)"
+    )
+  return (
+    f"the recipe must be one of asgd, such as asgd.dana_zero(0.01,"
+    f" workers={count}), an asgd.Recipe or an optax transform, not"
+    f" {checks.shown(given)}"
+  )
+
+
+def _on_topology(recipe: Any, topology: Any) -> algorithms.Recipe:
+  """Returns a recipe of peers with another topology."""
+  made = getattr(recipe, "made", None)
+  if getattr(recipe, "gossip", None) is None or made is None:
+    raise ValueError(
+      "topology= is for a recipe of peers, such as asgd.d_psgd(0.01, workers="
+      f"{recipe.workers}, topology=...): drop it, or use such a recipe"
+    )
+  options = {**made.options, "topology": topology}
+  return algorithms.build(
+    made.name, made.learning_rate, recipe.workers, **options
+  )
+
+
+def read_config(
+  config: Mapping[str, Any], workers: int, *, live: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+  """Returns (config, objects) of a call.
+
+  Objects are codecs, an order and durations. The config has the mark
+  `schema.GIVEN` in place of each. Other forms of an order and of durations
+  become plain data.
+
+  Args:
+    config: keyword arguments of the call.
+    workers: N.
+    live: whether workers take real time, which no durations decide.
+  """
+  config = dict(config)
+  objects = {
     key: value
     for key, value in config.items()
     if isinstance(value, compression.Codec)
   }
-  return codecs, {**config, **dict.fromkeys(codecs, schema.GIVEN)}
+  if "trace" in config:
+    trace = config.pop("trace")
+    if "order" in config or not isinstance(trace, base.Trace):
+      raise ValueError(
+        "trace must be the order of another run, such as result.trace, without"
+        f" order=, not {checks.shown(trace)}; tables and meshes have no trace"
+      )
+    config["order"] = trace
+  if "order" in config:
+    given = config["order"]
+    config["order"] = _read_order(given, workers, live=live)
+    if config["order"] == {"name": schema.GIVEN}:
+      objects["order"] = given
+  if "durations" in config:
+    if live:
+      _read_slowdown(config, workers)
+    elif _is_object(config["durations"]):
+      objects["durations"] = config["durations"]
+      config["durations"] = {"name": schema.GIVEN}
+    else:
+      config["durations"] = _read_durations(config["durations"], workers)
+  codecs = {k: v for k, v in objects.items() if k not in ("order", "durations")}
+  return {**config, **dict.fromkeys(codecs, schema.GIVEN)}, objects
+
+
+def _read_order(given: Any, workers: int, *, live: bool) -> Any:
+  """Returns an order as a section of a config; {"name": GIVEN} for an object
+  that is used as it is."""
+  if isinstance(given, str | Mapping):
+    return {"name": given} if isinstance(given, str) else given
+  if live and callable(given) and orders.own.is_protocol(given):
+    name = descriptions.name_of(given)
+    given = orders.own.called(given, name, {}, workers=workers)
+  if isinstance(given, Rules):
+    return orders.makers.named(given, workers)
+  if live:
+    raise ValueError(
+      "the order of a live run must be a name, a dict, Rules or a function of"
+      f" workers that returns Rules, not {checks.shown(given)}: live workers"
+      " take the time that they take; use asgd.simulate for such an order"
+    )
+  if callable(given) or isinstance(given, Iterable):
+    return {"name": schema.GIVEN}
+  raise ValueError(
+    "order must be a name, a dict of it and options, asgd.orders.protocol.Rules"
+    f", {orders.own.FORMS}, not {checks.shown(given)}"
+  )
+
+
+def _is_object(given: Any) -> bool:
+  """Whether durations are used as they are."""
+  return isinstance(given, orders.durations.Durations) or callable(given)
+
+
+def _read_durations(given: Any, workers: int) -> Any:
+  """Returns durations as a section of a config."""
+  if isinstance(given, str | Mapping):
+    return {"name": given} if isinstance(given, str) else given
+  if not isinstance(given, list | tuple | np.ndarray):
+    raise ValueError(
+      "durations must be the seconds of each worker, as [1, 1, 1, 3], a name, a"
+      " dict of it and options, Durations, or a function (worker) -> seconds of"
+      f" its jobs, not {checks.shown(given)}"
+    )
+  if len(given) != workers:
+    raise ValueError(
+      f"durations has {len(given)} values, and the run has {workers} workers:"
+      " give one for each worker"
+    )
+  rows = [np.atleast_1d(row) for row in given]
+  with checks.below("durations", ("samples",)):
+    orders.durations.measured(rows)
+  return {"name": "measured", "samples": [row.tolist() for row in rows]}
+
+
+def _read_slowdown(config: dict[str, Any], workers: int) -> None:
+  """Replaces the durations of a live run by its `slowdown`: real workers have
+  real speeds, which can only be lowered."""
+  given, live = config.pop("durations"), dict(config.get("live") or {})
+  listed = isinstance(given, list | tuple | np.ndarray)
+  rows = _read_durations(given, workers)["samples"] if listed else ()
+  if "slowdown" in live or not rows or max(map(len, rows)) > 1:
+    raise ValueError(
+      "durations of a live run must be the relative seconds of each worker, as"
+      f" [1, 1, 1, 3], without live={{'slowdown': ...}}, not"
+      f" {checks.shown(given)}: workers are slowed down, and have real times"
+    )
+  least = min(row[0] for row in rows)
+  live["slowdown"] = [row[0] / least for row in rows]
+  config["live"] = live
+
+
+def check_keys(config: Mapping[str, Any], known: Iterable[str]) -> None:
+  """Raises ValueError for a keyword argument that is none of the `known` ones,
+  and would be ignored."""
+  known = [*known, *FURTHER]
+  for key in config:
+    if key not in known:
+      hint = names.nearest(key, [*known, *RunOptions._fields])
+      raise ValueError(f"unknown argument {key!r}; {hint}")
+
+
+# Lengths.
+
+
+def check_length(options: RunOptions, *, has_trace: bool = False) -> None:
+  """Raises ValueError unless a call says in one way how long it trains."""
+  given = {"messages": options.messages, "epochs": options.epochs}
+  given = {key: value for key, value in given.items() if value is not None}
+  if len(given) > 1:
+    raise ValueError(
+      f"messages={checks.shown(options.messages)} and"
+      f" epochs={checks.shown(options.epochs)} both say how long to train: drop"
+      " one"
+    )
+  if not given and not has_trace:
+    raise ValueError(
+      "the call does not say how long to train: add messages=400, or epochs=2"
+    )
+  if "messages" in given:
+    checks.whole("messages", options.messages)
+  elif given:
+    checks.positive("epochs", options.epochs)
+  checks.whole("seed", options.seed, 0, 2**32 - 1)
+
+
+def quantum_of(
+  recipe: Any, config: Mapping[str, Any], workers: int
+) -> tuple[int, str]:
+  """Returns how many messages a run counts together, and a text for so many:
+  those of a round, or 1 where workers do not wait for each other."""
+  order = config.get("order") or {}
+  name = order.get("name") if isinstance(order, Mapping) else None
+  in_rounds = name in _IN_ROUNDS or order.get("bound") == 0
+  if name != schema.GIVEN and (recipe.rounds or in_rounds):
+    return workers, "rounds of {} workers"
+  return 1, "messages"
+
+
+def count_messages(
+  options: RunOptions, given: own.Objects, quantum: tuple[int, str]
+) -> int:
+  """Returns the messages of a run: those of its call, of its epochs, or of its
+  trace. ValueError if they are no multiple of the quantum."""
+  trace, messages = given.objects.get("order"), options.messages
+  size, groups = quantum
+  check_length(options, has_trace=isinstance(trace, base.Trace))
+  if messages is None and options.epochs is None:
+    return int((trace.action == base.RECEIVE).sum())
+  if messages is not None:
+    checks.multiple(messages, "messages", size, groups)
+    return int(messages)
+  if given.per_epoch is None:
+    raise ValueError(
+      f"epochs={options.epochs}, but data has no end, and so no epochs: give"
+      " messages="
+    )
+  count = round(options.epochs * given.per_epoch / given.recipe.steps)
+  return max(count // size, 1) * size
+
+
+def read_rows(given: own.Objects, workers: int, messages: int) -> None:
+  """Replaces an order that a call gave as rows, or as workers, by its Trace. A
+  generator can be read once only."""
+  order = given.objects.get("order")
+  if order is not None and not callable(order):
+    given.objects["order"] = orders.own.read(
+      order, workers=workers, messages=messages
+    )
 
 
 _SEQUENTIAL = "simulate", "threads", "ray", "mesh"  # engines, with a server
@@ -90,6 +321,7 @@ def check_travels(given: own.Objects) -> None:
     "params": state["_init"],
     "data": state["_stream"],
     "the recipe": state["recipe"],
+    **state["objects"],
   }
   for what, part in parts.items():
     remedy = ": make what it holds (locks, files, generators) inside of the"
@@ -122,6 +354,12 @@ _WORDS = (
   ("--workdir", "folder"),
   ("dataset.sha256", "the checksum of params and data"),
   ("dataset.", ""),
+  (
+    "JAX_PLATFORMS=cpu in the environment, where this command makes as many of"
+    " the host's CPU as are needed",
+    "on a CPU, jax.config.update('jax_num_cpu_devices', 8) before JAX is used",
+  ),
+  ("use fewer, or engine simulate", "use fewer, make more, or asgd.simulate"),
   ("--config.", ""),
   ("run the same command again", "make the same call again"),
 )

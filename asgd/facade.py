@@ -4,60 +4,33 @@ Each function makes an experiment of one cell from objects, and trains it as
 `asgd.experiment` trains configs, so it can be stopped, resumed and replayed.
 """
 
-import contextlib
+import math
 import os
-import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
-import jax
-import numpy as np
-
-from asgd import algorithms, base, calls, checks, compression
+from asgd import algorithms, calls, checks, compression
 from asgd.call_options import (
-  FURTHER,
   LiveOptions,
+  MeshOptions,
   RecipeLike,
   RunOptions,
   SimulateOptions,
   read_options,
 )
-from asgd.experiment import (
-  cell_files,
-  cells,
-  code,
-  folder,
-  loop,
-  progress,
-  report,
-  schema,
-  storage,
-)
+from asgd.call_runs import Result, train
+from asgd.experiment import code
 from asgd.experiment import replay as replay_lib
 from asgd.experiment.engines import EngineKind
 from asgd.experiment.engines.live import RAY, THREADS
+from asgd.experiment.engines.mesh import MESH
 from asgd.experiment.engines.simulate import SIMULATE
 from asgd.experiment.folder import only_cell
-from asgd.experiment.machine import Machine
+from asgd.parallel import meshes
 from asgd.problems import descriptions, own
 
 _RUNTIMES = {"threads": THREADS, "ray": RAY}
-# Columns of an evaluation's row that a caller gets.
-_OF_A_ROW = (
-  *("message", "update", "time", "seconds", "megabytes", "train_loss"),
-  *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
-)
-
-class Result(NamedTuple):
-  """The results of a training."""
-
-  params: Any  # the final parameters, in the caller's form
-  records: Any  # a row for each message: loss, staleness, gap, ...
-  trace: base.Trace | None  # the order of sends and receives; None for tables
-  evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
-  folder: Path | None  # of the results; None if they are not kept
 
 
 def simulate(
@@ -66,10 +39,10 @@ def simulate(
   data: Any,
   recipe: RecipeLike,
   *,
-  messages: int,
+  messages: int | None = None,
+  epochs: float | None = None,
   workers: int | None = None,
   batch_size: int | None = None,
-  folder: str | os.PathLike[str] | None = None,
   **options: Unpack[SimulateOptions],
 ) -> Result:
   """Trains with many workers in simulated time.
@@ -92,10 +65,13 @@ def simulate(
       of batches), of batches, or with `batch_size` of examples; a pure
       function (worker, job) -> batch, with jobs counted over all workers; or a
       function (worker) -> iterator of batches (`asgd.data.iterators`).
-    recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`; an
-      `asgd.Recipe`; an optax transform, which may read a Delay; or the settings
-      of `asgd.tables.table` or `asgd.sandblaster.sandblaster`, with `workers`.
-    messages: how many the server receives, a multiple of the workers.
+    recipe: of `asgd`, such as `asgd.dana_zero(0.01, workers=8)`, `asgd.table`
+      (tables of keyed rows) or `asgd.sandblaster_lbfgs`; an `asgd.Recipe`; or
+      an optax transform, which may read a Delay.
+    messages: how many the server receives. In rounds they are a multiple of the
+      workers.
+    epochs: instead of `messages`: passes of all workers together over the data,
+      in rounds rounded down to complete rounds.
     workers: needed if the recipe does not give the number.
     batch_size: examples in a batch, unless the data are batches already.
     folder: where results, a report.html and checkpoints are kept; the same call
@@ -105,14 +81,24 @@ def simulate(
       "loss" and "accuracy" are those of a test.
     every: messages between two evaluations; it divides `messages`. None is
       `messages`: one evaluation, at the end.
+    order: when workers start. A name or a dict, as {"name": "fixed_delay"};
+      `asgd.orders.protocol.Rules`; the worker of each message, as [0, 1, 0, 2];
+      rows (time, worker, seq, job, action); or a function that makes one of
+      them (`asgd.orders.own`), or "MODULE:FUNCTION".
+    trace: instead of `order`: the trace of another run, as `result.trace`,
+      which is repeated. It also gives `messages`.
+    durations: of jobs. The seconds of each worker, as [1, 1, 1, 3]; a name or a
+      dict, as {"name": "gamma"}; a function (worker) -> seconds of its jobs;
+      `asgd.orders.durations.Durations`; or "MODULE:FUNCTION".
+    topology: of a recipe of peers: a matrix of weights, a name or a dict, an
+      `asgd.gossip.Topology`, or "MODULE:FUNCTION". Rows and columns sum to 1.
     progress: whether a progress bar is printed on the standard error.
     machine: an `asgd.experiment.machine.Machine`.
     options: `seed` (0) to `machine` (None), described above, and further keys
-      of a config. Some are order={"name": "fixed_delay"}, durations={...},
-      gate={"max_staleness": 8}, clip_norm=1.0 and allocation={"batch_size":
-      "speed"} (`asgd.allocation`). `compress` is a codec of messages
-      (`asgd.compression`), its name, or a dict of its name and options;
-      `compress_down` is a codec of the server's updates.
+      of a config. Some are gate={"max_staleness": 8}, clip_norm=1.0 and
+      allocation={"batch_size": "speed"} (`asgd.allocation`). `compress` is a
+      codec of messages (`asgd.compression`), its name, or a dict of its name
+      and options; `compress_down` is a codec of the server's updates.
 
   Raises ValueError for arguments that do not fit, before anything runs.
 
@@ -131,7 +117,7 @@ def simulate(
     >>> print(result.params.round(2), result.records.staleness.mean().round())
     [1. 1. 1.] 3.0
   """
-  named = messages, workers, batch_size, folder
+  named = messages, epochs, workers, batch_size
   parts = loss, params, data, recipe
   return _train(("simulate", SIMULATE), parts, *read_options(named, options))
 
@@ -142,11 +128,11 @@ def train_live(
   data: Any,
   recipe: RecipeLike,
   *,
-  messages: int,
+  messages: int | None = None,
+  epochs: float | None = None,
   workers: int | None = None,
   runtime: str = "threads",
   batch_size: int | None = None,
-  folder: str | os.PathLike[str] | None = None,
   **options: Unpack[LiveOptions],
 ) -> Result:
   """Trains with real workers, in real time; for other arguments see `simulate`.
@@ -157,14 +143,101 @@ def train_live(
     runtime: "threads" of this process, or "ray": processes of a cluster, on
       this machine unless `machine` names another. Ray's cloudpickle sends
       functions and data to them; `evaluate` is called in this process.
+    order: a name, a dict, Rules, or a function of `workers` that returns Rules.
+    durations: the relative seconds of each worker, as [1, 1, 1, 3]: worker 3 is
+      slowed down to a third of the speed of the others.
     options: also further keys of a config, such as server={"shards": 2}, or
       live={"slowdown": (1, 3)}.
   """
   checks.one_of("runtime", runtime, tuple(_RUNTIMES))
-  named = messages, workers, batch_size, folder
+  named = messages, epochs, workers, batch_size
   parts = loss, params, data, recipe
   engine = runtime, _RUNTIMES[runtime]
   return _train(engine, parts, *read_options(named, options))
+
+
+def train_mesh(
+  loss: Any,
+  params: Any,
+  data: Any,
+  recipe: RecipeLike,
+  *,
+  messages: int | None = None,
+  epochs: float | None = None,
+  workers: int | None = None,
+  axes: Mapping[str, int] | None = None,
+  batch_size: int | None = None,
+  **options: Unpack[MeshOptions],
+) -> Result:
+  """Trains one model on a mesh of devices in step: the synchronous baseline.
+
+  Other arguments are those of `simulate`. On a CPU the call makes as many
+  devices as `axes` has, if JAX was not used before.
+
+  Args:
+    recipe: its update takes the gradient of a complete batch. So a rule that
+      reads a delay reads staleness 0, and the call warns of it once. A recipe
+      of peers needs a device for each peer.
+    messages: updates; of peers, messages, a multiple of the peers.
+    workers: of a recipe of peers.
+    axes: axis of the mesh -> its size, as {"data": 4}; None: all devices share
+      the examples of a batch. The batch size is a multiple of `data`.
+    options: also accumulate=2, zero=1, precision="bfloat16", compress= and
+      other settings of `config.mesh` (docs/howto/meshes.md).
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> import numpy as np
+    >>> import optax
+    >>> import asgd
+    >>> x = np.random.default_rng(0).normal(size=(64, 3)).astype(np.float32)
+    >>> def loss(w, batch):
+    ...   x, y = batch
+    ...   return ((x @ w - y) ** 2).mean()
+    >>> result = asgd.train_mesh(
+    ...   *(loss, jnp.zeros(3), (x, x.sum(1)), optax.adam(0.1)),
+    ...   epochs=20,
+    ...   batch_size=16,
+    ...   axes={"data": 1},
+    ... )
+    >>> print(result.params.round(1), len(result.records.loss))
+    [1. 1. 1.] 80
+  """
+  settings: dict[str, Any] = dict(options)
+  mesh = {k: settings.pop(k) for k in MESH.sections["mesh"] if k in settings}
+  if axes is not None:
+    mesh["axes"] = axes
+    sizes = axes.values() if isinstance(axes, Mapping) else ()
+    if all(isinstance(size, int) and size > 0 for size in sizes):
+      meshes.want_cpu_devices(math.prod(sizes))
+  if getattr(recipe, "gossip", None) is not None:
+    meshes.want_cpu_devices(getattr(recipe, "workers", None) or 1)
+  elif getattr(recipe, "protocol", None) in (None, "server"):
+    if workers is not None:
+      raise ValueError(
+        f"workers={workers} is for recipes of peers: the devices of a mesh"
+        f" compute one gradient; drop it, and use axes={{'data': {workers}}}"
+      )
+    recipe, workers = _of_one_worker(recipe), 1
+  named = messages, epochs, workers, batch_size
+  run, config = read_options(named, settings)
+  calls.check_keys(config, (*MESH.sections["mesh"], "compress"))
+  if mesh:
+    config["mesh"] = mesh
+  parts = loss, params, data, recipe
+  return _train(("mesh", MESH), parts, run, config)
+
+
+def _of_one_worker(recipe: Any) -> Any:
+  """Returns a recipe with a server for one worker. A recipe that was changed by
+  hand cannot be rebuilt, and is used as it is."""
+  if not isinstance(recipe, algorithms.Recipe):
+    return recipe
+  try:
+    rate = recipe.made.learning_rate if recipe.made else 1.0
+    return algorithms.rebuild(recipe, rate, 1)
+  except ValueError:
+    return recipe._replace(workers=1)
 
 
 def _train(
@@ -175,16 +248,25 @@ def _train(
 ) -> Result:
   """Trains a caller's (loss, parameters, data, recipe)."""
   loss, params, data, recipe = parts
-  recipe = calls.read_recipe(recipe, options.workers)
-  codecs, config = calls.codecs_of(config)
+  config, kind = dict(config), engine[1]
+  # Mistakes that do not depend on the data are found before they are read.
+  further = ("topology", "trace") if "order" in kind.sections else ()
+  calls.check_keys(config, (*kind.sections, *further))
+  calls.check_length(options, has_trace="trace" in config)
+  topology = config.pop("topology", None)
+  recipe = calls.read_recipe(recipe, options.workers, topology)
+  config, objects = calls.read_config(
+    config, recipe.workers, live=kind.journaled
+  )
   with calls.in_words_of_calls():
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=options.batch_size,
       evaluate=options.evaluate,
-      codecs=codecs,
+      objects=objects,
     )
-    return train(given, engine, config, options)
+    quantum = calls.quantum_of(recipe, config, recipe.workers)
+    return train(given, engine, config, options, quantum=quantum)
 
 
 def replay(
@@ -250,7 +332,7 @@ def replay(
     given = own.Objects(
       *(loss, params, data, recipe),
       batch_size=recorded.get("batch_size"),
-      codecs={key: codec for key, codec in codecs.items() if codec},
+      objects={key: codec for key, codec in codecs.items() if codec},
     )
     replayed = replay_lib.replay(folder, given=given, trust=trust)
   return replayed._replace(params=given.outward(replayed.params))
@@ -276,198 +358,4 @@ def _imported(folder: Path, recorded: Mapping[str, Any]) -> tuple[Any, ...]:
   return *parts.values(), algorithms.build(**build, **options)
 
 
-def _config(
-  given: own.Objects, name: str, options: RunOptions
-) -> dict[str, Any]:
-  """Returns the config of an experiment with one run, of given objects."""
-  recipe, messages = given.recipe, options.messages
-  made = getattr(recipe, "made", None)
-  # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
-  # only a record then.
-  label = made.name if made and made.name.isidentifier() else "run"
-  rate = made.learning_rate if made else 1.0
-  if callable(rate):  # a schedule: the config records its peak
-    at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
-    rate = max(float(rate(update)) for update in at)
-  return {
-    "data": {"name": given.name},
-    "model": {"name": given.name},
-    "runs": {label: {"recipe": schema.GIVEN}},
-    "engine": name,
-    "workers": [options.workers or recipe.workers],
-    "seeds": [options.seed],
-    "batch_size": given.size,
-    "examples": messages * recipe.steps * given.size,
-    "learning_rate": float(rate),
-    "evaluations": messages // (options.every or messages),
-    "curvature_checks": 0,
-  }
-
-
-# `pipeline` uses the functions below, too.
-
-
-def train(
-  given: own.Objects,
-  engine: tuple[str, EngineKind],
-  config: Mapping[str, Any],
-  options: RunOptions,
-  *,
-  quantum: tuple[int, str] | None = None,
-) -> Result:
-  """Trains the objects that a caller gave on an engine.
-
-  Args:
-    given: the caller's objects.
-    engine: (name, kind).
-    config: further keys of a config.
-    options: of the call.
-    quantum: (how many messages must be counted together, a text such as "rounds
-      of {} workers"); None: the messages of a round of workers.
-  """
-  name, kind = engine
-  kept_in = options.folder
-  rounds = options.workers or given.recipe.workers, "rounds of {} workers"
-  every = _check_counts(options, quantum or rounds)
-  # An unknown key would otherwise be ignored.
-  known = *kind.sections, *FURTHER
-  for key in config:
-    if key not in known:
-      raise ValueError(
-        f"unknown argument {key!r}; further ones are {', '.join(known)}"
-      )
-  calls.check_sequential(given, name)
-  # [1] Make an experiment with one cell.
-  whole = _config(given, name, options._replace(every=every)) | dict(config)
-  experiment = cells.build(whole, engines={name: kind}, dataset=given)
-  (cell,), machine = experiment.cells, options.machine or _machine()
-  plan = experiment.plan(cell)
-  experiment.check_machine(machine)
-  if name == "ray" or machine.processes:
-    calls.check_travels(given)
-  kept: list[Any] = []
-  with contextlib.ExitStack() as stack:
-    stack.callback(machine.close)
-    # [2] Open its folder. A live run needs one for its journals, even if the
-    # caller keeps nothing.
-    workdir, cell_folder = None, None
-    if kept_in is None and kind.journaled:
-      kept_in = stack.enter_context(
-        tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-      )
-    if kept_in is not None:
-      workdir = folder.open_folder(os.fspath(kept_in), cell.label, experiment)
-      cell_folder = workdir / "cells" / cell.name
-    bar: progress.ProgressBar | progress.Silent = progress.Silent()
-    if options.progress:
-      bar = progress.ProgressBar(
-        plan.messages, describe=lambda name, row: kind.describe(row)
-      )
-      stack.callback(bar.close)
-    # [3] Train the cell.
-    loop.train(
-      *(experiment, cell, workdir),
-      bar=bar,
-      machine=machine,
-      ended=lambda *what: kept.extend(what),
-    )
-    # [4] Collect its results.
-    if workdir is not None and options.folder is not None:
-      _report(workdir, experiment, bar)
-    if not kept and cell_folder is not None:  # the cell had finished before
-      kept += _read(cell_folder, experiment, cell)
-    records, params, rows = kept
-    trace = _trace(plan, cell, cell_folder)
-  params = given.outward(params)
-  rows = [_row(row) for row in rows]
-  results = None if options.folder is None else Path(options.folder)
-  return Result(params, records, trace, rows, results)
-
-
-def _check_counts(options: RunOptions, quantum: tuple[Any, str]) -> int:
-  """Returns the messages between two evaluations; ValueError for counts that do
-  not fit."""
-  messages = checks.whole("messages", options.messages)
-  checks.whole("seed", options.seed, 0, 2**32 - 1)
-  checks.multiple(messages, "messages", *quantum)
-  every = messages if options.every is None else options.every
-  checks.whole("every", every)
-  if messages % every:
-    raise ValueError(
-      f"{messages} messages are not a multiple of every={every}, the messages"
-      f" between two evaluations; use {max(messages // every, 1) * every}"
-    )
-  return every
-
-
-def _report(
-  workdir: Path,
-  experiment: cells.Experiment,
-  bar: progress.ProgressBar | progress.Silent,
-) -> None:
-  """Writes the report; a full disk is a warning, as the caller gets the
-  result."""
-  try:
-    report.write(workdir, experiment, bar.notes)
-    bar.line(f"report: {workdir / 'report.html'}")
-  except OSError as error:
-    warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
-
-
-def _trace(
-  plan: Any, cell: cells.Cell, cell_folder: Path | None
-) -> base.Trace | None:
-  """Returns the order of a cell: read from the lead's journal, or drawn; None
-  if the engine has no trace."""
-  if cell_folder is not None and plan.run.engine in _RUNTIMES:
-    return replay_lib.trace_of(cell_folder)
-  if not hasattr(plan, "trace"):
-    return None
-  trace: base.Trace = plan.of_seed(cell.seed).trace(cell.seed)
-  return trace
-
-
-def _machine() -> Machine:
-  """Returns the default machine, with a temporary folder if it has no shared
-  memory."""
-  memory = Machine.memory_dir
-  if not os.path.isdir(memory):
-    memory = tempfile.gettempdir()
-  return Machine(memory_dir=memory)
-
-
-def _row(row: Mapping[str, Any]) -> dict[str, Any]:
-  """An evaluation as the caller knows it."""
-  out = {key: row[key] for key in _OF_A_ROW if row.get(key) is not None}
-  out |= {
-    key.removeprefix("test_"): value
-    for key, value in row.items()
-    if key.startswith("test_") and value is not None
-  }
-  return {
-    key: value
-    for key, value in out.items()
-    if not key.startswith("test_") and value == value  # not a NaN
-  }
-
-
-def _read(
-  cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
-) -> tuple[Any, Any, list[dict[str, Any]]]:
-  """Returns records, parameters and evaluations of a finished cell."""
-  columns = cell_files.read_records(cell_folder)
-  records: Any = columns
-  # Servers and simulators write `Records`; peers, tables and Sandblaster have
-  # columns of their own.
-  if set(columns) == set(base.Records._fields):
-    records = base.Records(**columns)
-  # The file holds arrays alone; the initial parameters give their structure.
-  key, _ = jax.random.split(jax.random.key(cell.seed))
-  problem = experiment.problem_of(experiment.runs[cell.label])
-  like = jax.device_get(problem.init(key))
-  content = cell_files.read_file(cell_folder, "params.msgpack")
-  params = storage.params_of(content, like)
-  return records, params, folder.read_rows(cell_folder)
-
-
-__all__ = ["Result", "replay", "simulate", "train_live"]
+__all__ = ["Result", "replay", "simulate", "train_live", "train_mesh"]

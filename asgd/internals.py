@@ -58,6 +58,7 @@ ClosedJaxpr = find("jax.extend.core.ClosedJaxpr")
 DebugInfo = find("jax.extend.core.DebugInfo")
 Jaxpr = find("jax.extend.core.Jaxpr")
 Literal = find("jax.extend.core.Literal")
+dce_jaxpr = find("jax.interpreters.partial_eval.dce_jaxpr")
 jaxpr_as_fun = find("jax.extend.core.jaxpr_as_fun")
 jaxprs_in_params = find("jax.extend.core.jaxprs_in_params")
 # Shows whether two calls are inside the same trace (jit, scan or grad).

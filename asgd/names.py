@@ -54,6 +54,20 @@ def check(kind: str, name: str, valid: Iterable[str]) -> None:
     raise ValueError(f"unknown {kind} {checks.shown(name)}; {hint}")
 
 
+class RecipeModule(types.ModuleType):
+  """A module with the name of a recipe. A caller who takes it for the recipe
+  gets an error that names the recipe."""
+
+  _recipe: str
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Raises TypeError."""
+    del args, kwargs
+    raise TypeError(
+      f"{self.__name__} is a module, not a recipe: call {self._recipe}"
+    )
+
+
 def is_import(name: Any) -> bool:
   """Whether a name is of the form MODULE:FUNCTION."""
   return isinstance(name, str) and ":" in name

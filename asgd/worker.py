@@ -124,18 +124,14 @@ def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
       message <- B / batch_size message,   B the examples of its batches
 
   If `batch_size` is the average over workers, the mean over workers is then the
-  mean over examples. The sum over several batches needs no other factor.
-  Statistics of BatchNorm are not scaled.
+  mean over examples. Statistics of BatchNorm are not scaled.
 
   Args:
     worker: any.
     batch_size: a message of this many examples per batch has weight 1.
 
   Returns:
-    A Worker.
-
-  Raises:
-    ValueError: for a size that is no positive integer.
+    A Worker. ValueError for a size that is no positive integer.
 
   Example:
     >>> import jax
@@ -190,9 +186,8 @@ _Step = Callable[
 
 # Jobs of up to this many steps are unrolled. XLA's CPU backend runs a
 # convolution inside a loop 18 (small CNN, 80 against 4.4 ms a step) to 25 times
-# (ResNet-20, 780 against 31 ms) slower than outside. Compiling one more copy of
-# a step takes 0.06 s (MLP), 0.1 s (CNN) or 0.7 s (ResNet-20); one or two jobs
-# save that time again. DiLoCo's 500 steps, unrolled, would compile for minutes.
+# (ResNet-20, 780 against 31 ms) slower than outside. Another copy of a step
+# compiles in 0.06 (MLP) to 0.7 s (ResNet-20); DiLoCo's 500 would take minutes.
 _UNROLLED = 32
 
 
@@ -244,7 +239,8 @@ def _make_local_steps(
     batch: base.Batch,
     key: jax.Array,
   ) -> _Stepped:
-    params = base.with_weights(ticket.params, weights)
+    model = base.without_state(ticket.params)
+    params = base.with_weights(model, weights)
     (value, aux), grads = gradient(params, batch, key)
     grads = base.weights_of(grads)
     sent = base.weights_of(ticket.params)
@@ -285,9 +281,7 @@ def _make_local_steps(
   return local_steps
 
 
-def _message(
-  ticket: base.Ticket, weights: base.Params, stats: Any
-) -> base.Params:
+def _message(ticket: base.Ticket, weights: base.Params, stats: Any) -> Any:
   """Returns a message in the structure of the parameters that were sent."""
   if isinstance(ticket.params, base.Variables):
     return base.Variables(weights, stats)
@@ -297,13 +291,14 @@ def _message(
 class LocalState(NamedTuple):
   """State of `local_worker`."""
 
-  inner: optax.OptState  # of the local optimizer; () if each job resets it
+  inner: optax.OptState  # of the local optimizer; () unless it is kept
   local: optax.Params  # like weights, the worker's after its last job
   accrued: Any = ()  # like weights, not pushed yet; () if each job pushes
   jobs: Any = ()  # int32[], jobs summed in `accrued`
 
 
 MESSAGES = ("displacement", "gradients")
+KEPT, RESET, AVERAGED = STATES = "kept", "reset", "averaged"
 
 
 def local_worker(
@@ -312,7 +307,7 @@ def local_worker(
   *,
   steps: int,
   message: str,
-  keep_state: bool = True,
+  optimizer_state: str = KEPT,
   push_every: int = 1,
 ) -> base.Worker:
   """A worker that takes `steps` local optimizer steps between messages.
@@ -326,16 +321,17 @@ def local_worker(
     loss: differentiated with respect to the (weights of the) parameters; in
       any form that `as_loss` takes.
     tx: the local optimizer, learning rate included. Its update gets the extra
-      args `version` (int32[], the ticket's) and `sent_params`. Unless
-      `keep_state=False`, its init reads shapes only.
+      args `version` (int32[], the ticket's) and `sent_params`. Unless its state
+      is reset, its init reads shapes only.
     steps: H, batches in a job, as `asgd.stacking.job_batches` stacks them.
     message: "displacement" or "gradients". A displacement is the start minus
       the end of the job: an outer gradient in DiLoCo's sign, and SGD with
       learning rate 1 at the server moves the parameters to the end. "gradients"
       is the sum of the job's gradients: Downpour's `accrued` without the
       learning rate, which the server multiplies in once.
-    keep_state: whether the state of `tx` is kept from job to job; otherwise
-      each job starts with a new one.
+    optimizer_state: of `tx` at the start of a job: "kept" from the worker's
+      last job, "reset", or "averaged" over the last update's messages. The
+      latter needs parameters and sends messages that carry it (`base.carry`).
     push_every: jobs whose gradients are summed into one message. The last of
       them sends it, the others send zeros (`asgd.server.pushed`). A fetch in
       between replaces the worker's parameters and keeps the accrued gradients.
@@ -369,6 +365,8 @@ def local_worker(
   """
   checks.whole("steps", steps)
   checks.one_of("message", message, MESSAGES)
+  checks.one_of("optimizer_state", optimizer_state, STATES)
+  averages = optimizer_state == AVERAGED
   tx = optax.with_extra_args_support(tx)
   sum_gradients = message == "gradients"
   checks.whole("push_every", push_every)
@@ -381,7 +379,7 @@ def local_worker(
 
   def init(params: base.Params) -> LocalState:
     weights = base.weights_of(params)
-    inner = tx.init(weights) if keep_state else ()
+    inner = tx.init(weights) if optimizer_state == KEPT else ()
     zeros = optax.tree.zeros_like(weights)
     if push_every == 1:
       return LocalState(inner, zeros)
@@ -393,10 +391,13 @@ def local_worker(
     sent = base.weights_of(ticket.params)
     # On a kept ticket the job resumes where the last one stopped.
     start = optax.tree.where(ticket.fresh, sent, state.local)
-    inner = state.inner if keep_state else tx.init(start)
+    inner = state.inner if optimizer_state == KEPT else tx.init(start)
+    if averages:
+      inner = base.state_of(ticket.params)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
     out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
-    inner, accrued, jobs = inner if keep_state else (), (), ()
+    stats = base.Carried(sums.stats, inner) if averages else sums.stats
+    inner, accrued, jobs = inner if optimizer_state == KEPT else (), (), ()
     # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
@@ -405,7 +406,7 @@ def local_worker(
       out = optax.tree.where(jobs == 0, total, none)
       accrued = optax.tree.where(jobs == 0, none, total)
     state = LocalState(inner, end, accrued, jobs)
-    return state, _message(ticket, out, sums.stats), base.Metrics(sums.loss)
+    return state, _message(ticket, out, stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work, base.OWN)
 
@@ -431,7 +432,6 @@ def elastic_worker(
   replace it; the centre x~ is the server's parameters.
 
   It differs from the paper in two points:
-
   - In the paper a worker reads and moves the centre at once. Here x~ in d is
     the ticket's, as old as the job; this age is recorded as staleness.
   - In the paper the step after an exchange takes its gradient at x^i before the

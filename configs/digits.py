@@ -13,7 +13,7 @@ Test accuracy in percent, mean and standard deviation of three seeds. It takes
   DANA-Zero    96.0 ± 0.3    96.5 ± 0.2    96.4 ± 1.0
   DC-ASGD      95.6 ± 0.6    95.6 ± 0.2    94.6 ± 0.9
   NAG-ASGD     97.4 ± 0.6    95.6 ± 1.1    16.9 ± 11.4  (two of three diverge)
-  Gap-Aware    94.2 ± 0.7    93.1 ± 1.0    90.6 ± 1.3
+  Gap-Aware    94.3 ± 0.9    92.9 ± 1.2    90.7 ± 1.4
   ASGD         92.6 ± 1.4    92.6 ± 1.4    92.4 ± 1.5
   one worker   97.0 ± 0.4
 """

@@ -28,7 +28,7 @@ from asgd.pages import page, panels, run_files
 from . import command_flags
 
 _REFRESH = 1.0  # seconds between two looks of the page
-_SILENT = 30.0  # seconds without a write, after which a cell is not training
+_SILENT = 30.0  # seconds without a write, after which a cell is silent
 _SHOWN = 4  # most cells whose panels are shown
 _HOST = "127.0.0.1"
 _USAGE_ERROR = 2
@@ -49,6 +49,14 @@ def _panels(place: Path, written: float) -> panels.Panels:
   return panels.of_cell(run_files.read_cell(place))
 
 
+def _state(place: Path, ago: float) -> str:
+  """Returns the state of a cell that is not finished: training; stopped; or
+  silent, if its process was killed or is in a long step."""
+  if not run_files.is_held(place):
+    return "stopped"
+  return "training" if ago < _SILENT else "silent"
+
+
 def _look(workdir: Path) -> list[tuple[panels.Panels, float]]:
   """Returns the panels of each cell, and the seconds since its last write."""
   cells = []
@@ -56,8 +64,7 @@ def _look(workdir: Path) -> list[tuple[panels.Panels, float]]:
     written = run_files.last_write(place)
     drawn, ago = _panels(place, written), max(time.time() - written, 0.0)
     if drawn.state != run_files.FINISHED:
-      state = "training" if ago < _SILENT else "stopped"
-      drawn = drawn._replace(state=state)
+      drawn = drawn._replace(state=_state(place, ago))
     cells.append((drawn, ago))
   return cells
 
@@ -114,7 +121,7 @@ def picture(workdir: Path, cell: str | None = None) -> str:
 class _Handler(http.server.BaseHTTPRequestHandler):
   """Answers with the page of the server's run."""
 
-  server: "Server"
+  server: "PageServer"
 
   def do_GET(self) -> None:  # noqa: N802  a name of the base class
     """Sends the page, or why there is none."""
@@ -145,7 +152,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     """Logs nothing: the page asks every second."""
 
 
-class Server(http.server.ThreadingHTTPServer):
+class PageServer(http.server.ThreadingHTTPServer):
   """Serves the page of one run, on this machine only."""
 
   daemon_threads = True
@@ -184,7 +191,7 @@ def main(words: list[str]) -> None:
       )
       print(options.picture)
       return
-    server = Server(options.workdir, options.port)
+    server = PageServer(options.workdir, options.port)
   except (ValueError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(_USAGE_ERROR)

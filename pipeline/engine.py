@@ -23,14 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import checks, simulator
-from asgd.experiment import (
-  cell_progress,
-  cells,
-  checkpoint,
-  engines,
-  ray_runtime,
-  storage,
-)
+from asgd.experiment import cells, checkpoint, engines, ray_runtime, storage
+from asgd.experiment.cell_progress import ROWS, Segment
 from asgd.experiment.engines import Column, mean
 from asgd.pipeline import (
   analyze,
@@ -277,16 +271,9 @@ class PipelineEngine(engines.Engine):
     rows = PipelineRecords(losses, np.zeros(0, int), stale, gap, stale)
     return engines.Progress(losses, age, mean(gap), broken=broken, rows=rows)
 
-  def work(self) -> list[cell_progress.Segment]:
+  def work(self) -> list[Segment]:
     """Returns the last tasks of the devices."""
-    last = list(self._log.spans)[-cell_progress.ROWS :]
-    names = {"F": "forward", "B": "backward"}
-    return [
-      cell_progress.Segment(
-        span.device, names.get(span.action, "compute"), span.start, span.end
-      )
-      for span in last
-    ]
+    return [Segment(*row) for row in self._log.last(ROWS)]
 
   def _stage_records(self):
     """Returns the records of each stage, one row for each update."""
@@ -360,13 +347,8 @@ class PipelineEngine(engines.Engine):
     return {f"weights_{name}_bytes": value for name, value in moved.items()}
 
   def _tree(self, servers, messages, on_its_way, records):
-    return {
-      "servers": servers,
-      "messages": messages,
-      "on_its_way": on_its_way,
-      "loss": self._loss,
-      "records": records,
-    }
+    state = {"servers": servers, "messages": messages, "on_its_way": on_its_way}
+    return {**state, "loss": self._loss, "records": records}
 
   def save(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns the state with all entries, and the records."""
@@ -375,8 +357,7 @@ class PipelineEngine(engines.Engine):
       state = self._executor.fetch(self._state)
     messages, rest = _split(state.entries)
     on_its_way = state_lib.describe(state_lib.to_host(rest), leaves)
-    records = self._stage_records()
-    tree = self._tree(state.servers, messages, leaves, records)
+    tree = self._tree(state.servers, messages, leaves, self._stage_records())
     passes = state.microbatch // schedule.microbatches
     notes = {
       "at": [state.slot, state.microbatch],

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -10,8 +9,9 @@ import jax
 import numpy as np
 from flax import linen as nn
 
-from asgd import call_options, calls, checks, facade, models, problems
+from asgd import call_options, call_runs, calls, checks, models, problems
 from asgd.parallel import meshes
+from asgd.pipeline import segments
 from asgd.pipeline.engine import PIPELINE
 from asgd.problems import descriptions, own, streams
 
@@ -121,8 +121,8 @@ class TrainOptions(call_options.CallOptions, total=False):
   """Further keyword arguments of `train`: settings of a pipeline, then options
   of its schedule."""
 
+  epochs: float | None
   batch_size: int | None
-  folder: str | os.PathLike[str] | None
   cuts: str | Sequence[int]
   weights: str | None
   predict: bool
@@ -144,19 +144,19 @@ class TrainOptions(call_options.CallOptions, total=False):
 
 
 def train(
-  layers: Sequence[Any],
+  layers: Sequence[Any] | nn.Module,
   criterion: Callable[[jax.Array, Any], jax.Array],
   data: Any,
   recipe: call_options.RecipeLike,
   *,
-  messages: int,
+  messages: int | None = None,
   params: Any = None,
   stages: int = 2,
   schedule: str = "pipedream",
   microbatches: int = 8,
   **options: Unpack[TrainOptions],
-) -> facade.Result:
-  """Trains layers that are cut into the stages of a pipeline.
+) -> call_runs.Result:
+  """Trains layers, or a flax module, cut into the stages of a pipeline.
 
   Arguments without a description are those of `asgd.simulate`. On a CPU set
   jax.config.update("jax_num_cpu_devices", stages) before JAX is used, or all
@@ -164,14 +164,19 @@ def train(
 
   Args:
     layers: flax.linen modules, called as layer(x) or layer(x, train=bool), and
-      functions without weights, in their order.
+      functions without weights, in their order. Or one module, such as an
+      nn.Sequential or one with a list of blocks, which is cut between the
+      submodules that it calls (`asgd.pipeline.segments`).
     criterion: (output of the last layer, batch) -> scalar.
     data: of batches (input, ...), or dicts with "x".
     recipe: such as `asgd.asgd(0.1, workers=1, momentum=0.9)`. Its learning rate
       is for one microbatch; an update of n microbatches uses n times the rate.
       Its workers are the updates in flight at each stage.
     messages: microbatches in all, a multiple of `microbatches`.
-    params: a tuple with the weights of each layer; None draws them.
+    epochs: instead of `messages`: passes over the data, rounded down to
+      complete batches.
+    params: a tuple with the weights of each layer, or the variables of the one
+      module; None draws them. The result has the same form.
     schedule: one of `asgd.pipeline.schedules`; or a table, in a file.
     microbatches: of a batch of a synchronous schedule.
     machine: with processes=2 stages are in processes of Ray.
@@ -195,12 +200,24 @@ def train(
     >>> print(result.records.loss[-8:].mean() < 0.2, len(result.params))
     True 3
   """
-  layers, named = read_layers(layers), (messages, 1)
-  run, settings = call_options.read_options(named, options)
+  run, settings = call_options.read_options((messages,), options)
+  run = run._replace(workers=1)
+  calls.check_length(run)
   meshes.want_cpu_devices(stages)
   with calls.in_words_of_calls():
     recipe = calls.read_recipe(recipe, getattr(recipe, "workers", None) or 1)
     first = streams.read_data(data, run.batch_size).first
+    outward: Callable[[Any], Any] = _as_it_is
+    if isinstance(layers, nn.Module):
+      layers = parts = segments.cut(layers, own.input_of(first))
+      outward = segments.outward
+      if params is not None and not callable(params):
+        params = segments.inward(parts, params)
+    else:
+      layers = read_layers(layers)
+    evaluate = run.evaluate
+    if callable(evaluate):
+      evaluate = functools.partial(_evaluate_as, evaluate, outward)
     pieces = problems.Pieces(
       layers, lambda batch, key, dtype: own.input_of(batch), criterion
     )
@@ -212,7 +229,7 @@ def train(
       *(problems.whole_loss(pieces), init if params is None else params),
       *(data, recipe),
       batch_size=run.batch_size,
-      evaluate=run.evaluate,
+      evaluate=evaluate,
       pieces=pieces,
     )
     config = {"clip_norm": settings.pop("clip_norm", None)}
@@ -221,10 +238,22 @@ def train(
     if run.every is not None:
       groups = "batches of {} microbatches (every)"
       checks.multiple(run.every, "messages", microbatches, groups)
-    return facade.train(
+    result = call_runs.train(
       given,
       ("pipeline", PIPELINE),
       {"pipeline": section, **config},
       run,
       quantum=(microbatches, "batches of {} microbatches"),
     )
+  return result._replace(params=outward(result.params))
+
+
+def _as_it_is(params: Any) -> Any:
+  return params
+
+
+def _evaluate_as(
+  evaluate: Callable[[Any], Any], outward: Callable[[Any], Any], params: Any
+) -> Any:
+  """Evaluates parameters in the caller's form."""
+  return evaluate(outward(params))

@@ -4,6 +4,7 @@ Seconds are those of any clock; a run begins with its first span.
 """
 
 import collections
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from asgd.pipeline.table import KNOWN, Schedule, read_as
+from asgd.pipeline.table import BACKWARD, FORWARD, KNOWN, Schedule, read_as
 
 _KEPT = 200_000  # spans of a run, the last ones
 _MOST = 1e15  # seconds, and numbers, in a file
@@ -152,6 +153,13 @@ class SpanLog:
       span._replace(start=span.start + shift, end=span.end + shift)
       for span in new
     )
+
+  def last(self, most: int) -> Iterator[tuple[int, str, float, float]]:
+    """Yields (device, forward, backward or compute, start, end) of the last
+    tasks."""
+    names = {FORWARD: "forward", BACKWARD: "backward"}
+    for span in itertools.islice(reversed(self.spans), most):
+      yield span.device, names.get(span.action, "compute"), span.start, span.end
 
   def bubble(self) -> float:
     """Returns idle / total of all calls, NaN before the first."""

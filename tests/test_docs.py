@@ -64,10 +64,11 @@ def test_every_block_is_tested_here():
     "howto/other_models.md": 2,
     "howto/own_data.md": 2,
     "howto/own_algorithm.md": 1,
+    "howto/own_order.md": 1,
     "howto/optimizers.md": 2,
     "howto/experiments.md": 2,
     "howto/pipelines.md": 2,
-    "howto/meshes.md": 1,
+    "howto/meshes.md": 2,
   }
 
 
@@ -178,6 +179,21 @@ def test_optimizers_and_schedules_of_recipes():
     names = {"asgd": asgd, "optax": optax}
     exec(block("howto/optimizers.md", word), names)
     assert isinstance(names["recipe"], asgd.Recipe)
+
+
+def test_an_order_of_your_own(capsys):
+  names = {}
+  exec(block("howto/own_order.md", "trace=slow.trace"), names)
+  most, again = map(int, capsys.readouterr().out.split())
+  assert most == again > 3
+  turns = names["turns"].records.worker[:6].tolist()
+  assert turns == [0, 1, 0, 2, 0, 3]
+  np.testing.assert_allclose(names["peers"].params, 1, atol=0.5)
+
+
+def test_a_mesh_in_one_call(capsys):
+  exec(block("howto/meshes.md", "asgd.train_mesh"), {})
+  assert capsys.readouterr().out == "[1. 1. 1.]\n"
 
 
 @pytest.mark.slow

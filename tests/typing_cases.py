@@ -58,6 +58,35 @@ def cases() -> None:
   assert_type(table, asgd.pipeline.table.Schedule)
   asgd.pipeline.schedules.gpipes(2, 4)  # type: ignore[attr-defined]
 
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, asgd.table(0.1, workers=4)),
+    epochs=1.5,
+    trace=result.trace,
+    durations=[1, 1, 1, 3],
+  )
+  rules = asgd.orders.protocol.Rules(bound=3)
+  asgd.train_live(
+    *(loss, np.zeros(3), DATA, asgd.sandblaster_lbfgs(1.0, workers=4)),
+    messages=8,
+    order=lambda workers: rules,
+    durations=[1.0, 3.0],
+  )
+  matrix = np.full((4, 4), 0.25)
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, asgd.d_psgd(0.1, workers=4, topology=matrix)),
+    messages=8,
+    order=[0, 1, 0, 2],
+    topology=matrix,
+  )
+  asgd.train_mesh(
+    *(loss, np.zeros(3), DATA, optax.sgd(0.1)),
+    epochs=1,
+    axes={"data": 2},
+    zero=1,
+  )
+  model = nn.Sequential([nn.Dense(1)])
+  asgd.pipeline.train(model, loss, DATA, RECIPE, epochs=2)
+
   asgd.dana_zer(0.01, workers=4)  # type: ignore[attr-defined]
   asgd.dana_zero(0.01, wrokers=4)  # type: ignore[call-arg]
   asgd.dana_zero(0.01, workers="4")  # type: ignore[arg-type]
@@ -78,4 +107,23 @@ def cases() -> None:
     *((jax.nn.relu,), loss, DATA, RECIPE),
     messages=8,
     stage=2,
+  )
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, RECIPE),
+    epochs="two",  # type: ignore[arg-type]
+  )
+  asgd.simulate(
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    order=3,  # type: ignore[arg-type]
+  )
+  asgd.train_mesh(  # type: ignore[call-arg]
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    axis={"data": 2},
+  )
+  asgd.train_live(  # type: ignore[call-arg]
+    *(loss, np.zeros(3), DATA, RECIPE),
+    messages=8,
+    trace=result.trace,
   )

@@ -41,6 +41,7 @@ from asgd.algorithms.gossip import (
   choco_sgd,
   d2,
   d_psgd,
+  gradient_tracking,
   local_d_psgd,
   sgp,
   threshold_sharing,
@@ -51,6 +52,7 @@ from asgd.algorithms.local_work import (
   easgd,
   fedasync,
   model_averaging,
+  slowmo,
 )
 from asgd.algorithms.lookahead import (
   dana_dc,
@@ -71,12 +73,13 @@ from asgd.algorithms.staleness import (
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
 _STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
 _DANA = dana_zero, dana_slim, dana_dc
-_LOCAL_WORK = downpour, model_averaging, easgd, diloco, fedasync
+_LOCAL_WORK = downpour, model_averaging, slowmo, easgd, diloco, fedasync
 RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
 }
-_SYNCHRONOUS = d_psgd, d2, sgp, local_d_psgd, choco_sgd, threshold_sharing
+_SYNCHRONOUS = d_psgd, d2, gradient_tracking, sgp, local_d_psgd, choco_sgd
+_SYNCHRONOUS += (threshold_sharing,)
 # Recipes without a server.
 PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe for recipe in (ad_psgd, *_SYNCHRONOUS)

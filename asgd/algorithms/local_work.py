@@ -9,6 +9,7 @@ jobs of EASGD or FedAsync may share a ticket.
 import math
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import optax
 
@@ -49,17 +50,24 @@ def displacement_recipe(
   tx: optax.GradientTransformation,
   steps: int,
   *,
-  keep_state: bool = True,
+  optimizer_state: str = worker_lib.KEPT,
 ) -> Recipe:
   """Returns a recipe whose workers send the start minus the end of a job."""
   checks.whole("steps", steps)
+  checks.one_of("optimizer_state", optimizer_state, worker_lib.STATES)
 
   def worker(loss):
     return worker_lib.local_worker(
-      loss, tx, steps=steps, message="displacement", keep_state=keep_state
+      loss,
+      tx,
+      steps=steps,
+      message="displacement",
+      optimizer_state=optimizer_state,
     )
 
-  return Recipe(algorithm, worker=worker, steps=steps)
+  averages = optimizer_state == worker_lib.AVERAGED
+  carried = tx.init if averages else None
+  return Recipe(algorithm, worker=worker, steps=steps, carried=carried)
 
 
 def downpour(
@@ -166,8 +174,8 @@ def _adagrad(learning_rate) -> optax.GradientTransformation:
 
 def model_averaging(
   learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
-  weight_decay: float = 0.0, steps: int = 10, keep_state: bool = True,
-  optimizer: OptimizerLike = None
+  weight_decay: float = 0.0, steps: int = 10,
+  optimizer_state: str = worker_lib.KEPT, optimizer: OptimizerLike = None
 ) -> Recipe:
   """Local SGD: all workers take local steps, then the server averages models.
 
@@ -175,20 +183,23 @@ def model_averaging(
             x^i <- x^i - eta v^i
     server: params <- (1 / N) sum_i x^i
 
-  With one step and no momentum it is `ssgd`. Optimizer states are not averaged.
+  With one step and no momentum it is `ssgd`; with one step and averaged states
+  it is `ssgd` for every linear optimizer, such as momentum.
 
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     steps: H, batches between averages.
-    keep_state: whether a worker keeps its momentum after an average; if not, it
-      starts each job with none.
+    optimizer_state: a worker's momentum, or other state, at the start of a job:
+      "kept" from its last job, "reset", or "averaged" over the workers. The
+      latter travels with the parameters, both ways.
 
   Returns:
     A Recipe for the bulk synchronous order, whose jobs are H batches.
 
   Source:
     Stich, "Local SGD converges fast and communicates little", ICLR 2019,
-    arXiv:1805.09767.
+    arXiv:1805.09767. The states: Wang, Tantia, Ballas, Rabbat, "SlowMo", ICLR
+    2020, arXiv:1910.00643.
 
   Example:
     From 8, one worker steps to 5 and the other to 6.
@@ -212,7 +223,77 @@ def model_averaging(
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
   # A displacement is the start minus the end, so SGD with rate 1 on the mean
   # displacement sets the mean of the models.
-  recipe = displacement_recipe(sgd(1.0), tx, steps, keep_state=keep_state)
+  recipe = displacement_recipe(
+    sgd(1.0), tx, steps, optimizer_state=optimizer_state
+  )
+  return recipe.in_rounds(workers)
+
+
+def slowmo(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.9,
+  weight_decay: float = 0.0, steps: int = 12, slow_rate: float = 1.0,
+  slow_momentum: float = 0.5, optimizer_state: str = worker_lib.RESET,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """SlowMo: parameter averaging with a slow momentum at the server.
+
+    worker: x^i <- params;   H times v^i <- gamma v^i + g^i;
+            x^i <- x^i - eta v^i
+    server: u <- beta u + (params - (1 / N) sum_i x^i) / eta
+            params <- params - alpha eta u
+
+  With beta = 0 and alpha = 1 it is `model_averaging`.
+
+  Args:
+    learning_rate, workers, momentum, weight_decay, optimizer: shared options.
+    steps: H, batches between averages.
+    slow_rate: alpha, positive.
+    slow_momentum: beta, in [0, 1).
+    optimizer_state: as of `model_averaging`.
+
+  Returns:
+    A Recipe for the bulk synchronous order, whose jobs are H batches.
+
+  Source:
+    Wang, Tantia, Ballas, Rabbat, "SlowMo: improving communication-efficient
+    distributed SGD with slow momentum", ICLR 2020, arXiv:1910.00643, algorithm
+    1.
+
+  Example:
+    Both workers step from 8 to 6, so that u = 2 / 0.5, and then 0.5 4 + 4.
+
+    >>> import jax
+    >>> import jax.numpy as jnp
+    >>> import asgd
+    >>> recipe = asgd.slowmo(0.5, workers=2, steps=1)
+    >>> server = recipe.server()
+    >>> state = server.init(jnp.float32(8.0))
+    >>> for _ in range(2):
+    ...   for i in range(2):
+    ...     ticket = server.send(state, jnp.int32(i))
+    ...     state, _ = server.receive(state, ticket, jnp.float32(2.0))
+    ...   print(state.params)  # 8 - 0.5 4, 6 - 0.5 6
+    6.0
+    3.0
+  """
+  checks.positive("slow_rate", slow_rate)
+  optimizers.refuse_beside(optimizer, momentum=(momentum, 0.9))
+  momentum = momentum if optimizer is None else 0.0
+  tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+
+  def per_rate(count):
+    rate = rates.at(learning_rate, count)
+    return jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1.0), 0.0)
+
+  slow = optax.chain(
+    optax.scale_by_schedule(per_rate),
+    velocity(slow_momentum),
+    optax.scale(slow_rate),
+    optax.scale_by_learning_rate(learning_rate),
+  )
+  recipe = displacement_recipe(
+    base.as_algorithm(slow), tx, steps, optimizer_state=optimizer_state
+  )
   return recipe.in_rounds(workers)
 
 

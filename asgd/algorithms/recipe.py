@@ -60,6 +60,9 @@ class Recipe(NamedTuple):
   # Messages are models: the server does not count them as examples, and no two
   # jobs share a ticket.
   mixes: bool = False
+  # The state of an optimizer that travels with the parameters, of weights
+  # (`base.carry`); None: there is none.
+  carried: Callable[[base.Params], Any] | None = None
   # How peers exchange messages; None: workers exchange them with a server.
   gossip: gossip_lib.Gossip | None = None
   made: RecipeBuild | None = None  # None: the recipe was made by hand
@@ -68,6 +71,11 @@ class Recipe(NamedTuple):
   def protocol(self) -> str:
     """Name of the protocol that trains it: "server" or "peers"."""
     return "peers" if self.gossip else "server"
+
+  @property
+  def rounds(self) -> bool:
+    """Whether messages are counted in rounds of all workers."""
+    return self.order not in ("asynchronous", gossip_lib.PAIRS)
 
   def in_rounds(self, workers: int) -> "Recipe":
     """Returns the recipe with updates on the mean of one message per worker."""

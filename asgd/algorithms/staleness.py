@@ -2,7 +2,7 @@
 
 import optax
 
-from asgd import base, optimizers, transforms
+from asgd import base, checks, optimizers, transforms
 from asgd.algorithms.recipe import Recipe
 from asgd.algorithms.sgd import at_server, sgd
 from asgd.optimizers import OptimizerLike
@@ -10,12 +10,12 @@ from asgd.optimizers import OptimizerLike
 
 def staleness_aware(
   learning_rate: optax.ScalarOrSchedule, workers: int, *, momentum: float = 0.0,
-  weight_decay: float = 0.0, splits: int | None = None,
+  weight_decay: float = 0.0, splits: int | None = None, divisor: str = "own",
   optimizer: OptimizerLike = None
 ) -> Recipe:
   """Divides each gradient by its staleness: staleness-aware n-softsync.
 
-    params <- params - (1 / c) sum_l (eta / max(tau_l, 1)) g_l
+    params <- params - (1 / c) sum_l (eta / d_l) g_l,   d_l = max(tau_l, 1)
 
   The sum is over the c messages of an update, from any workers, with staleness
   tau_l. A velocity takes in the mean. Weight decay is not divided. With an
@@ -25,13 +25,18 @@ def staleness_aware(
   Args:
     learning_rate, workers, momentum, weight_decay, optimizer: shared options.
     splits: n of n-softsync, 1 to N: c = floor(N / n). None is c = 1 (n = N).
+    divisor: d_l. "own" is the staleness of the message; "mean" is n, the mean
+      staleness of n-softsync, for all messages (Rudra); "none" is 1: plain
+      n-softsync.
 
   Returns:
     A Recipe for the asynchronous order.
 
   Source:
     Zhang, Gupta, Lian, Liu, "Staleness-aware Async-SGD for distributed deep
-    learning", IJCAI 2016, arXiv:1511.05950.
+    learning", IJCAI 2016, arXiv:1511.05950. The mean: Gupta, Zhang, Wang,
+    "Model accuracy and runtime tradeoff in distributed deep learning" (Rudra),
+    ICDM 2016, arXiv:1509.04210.
 
   Example:
     Three workers compute a gradient of 4 at the same parameters.
@@ -56,9 +61,15 @@ def staleness_aware(
         f"splits must be from 1 to the {workers} workers, not {splits!r}"
       )
     every = workers // splits
+  divisors = {
+    "own": transforms.scale_by_staleness(),
+    "mean": optax.scale(1 / (splits or workers)),
+    "none": None,
+  }
+  checks.one_of("divisor", divisor, tuple(divisors))
   return Recipe(
     sgd(learning_rate, momentum, weight_decay, optimizer),
-    at_server=transforms.scale_by_staleness(),
+    at_server=divisors[divisor],
     every=every,
   )
 

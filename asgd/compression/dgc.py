@@ -6,7 +6,7 @@ adds up velocities, not gradients, and resets both where an element was sent.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ _MOST = 2**31 - 1  # the message count is an int32
 class DGCState(NamedTuple):
   """State of `dgc`."""
 
-  count: jax.Array  # int32[], messages encoded
+  count: jax.Array  # type: ignore[assignment] # int32[], messages encoded
   velocity: optax.Updates  # u, like a message
   residual: optax.Updates  # v, like a message: the part not sent yet
 
@@ -119,7 +119,7 @@ def dgc(
     grads, structure = jax.tree.flatten(tree)
     stage = (state.count >= jnp.asarray(starts, jnp.int32)).sum()
     old = jax.tree.leaves(state.velocity), jax.tree.leaves(state.residual)
-    rows = []
+    rows: list[Any] = []
     for g, u, v in zip(grads, *old, strict=True):
       # [1] Momentum correction: accumulate velocities, not gradients.
       u = momentum * (u + g) if nesterov else momentum * u + g
@@ -136,14 +136,16 @@ def dgc(
       rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
       rows.append((code, *rest))
     codes, velocity, residual = (
-      structure.unflatten([row[i] for row in rows]) for i in range(3)
+      jax.tree.unflatten(structure, [row[i] for row in rows]) for i in range(3)
     )
     return codes, DGCState(state.count + 1, velocity, residual)
 
   def for_run(run_workers: int, run_epoch: float | None) -> Codec:
-    size = {"workers": workers or run_workers, "epoch": epoch or run_epoch}
-    options = {"nesterov": nesterov, "warm_up": warm_up, "clip_norm": clip_norm}
-    return dgc(density, momentum=momentum, **options, **size)
+    options: Any = {"workers": workers or run_workers}
+    options["epoch"] = epoch or run_epoch
+    options |= {"nesterov": nesterov, "warm_up": warm_up}
+    options["clip_norm"] = clip_norm
+    return dgc(density, momentum=momentum, **options)
 
   fit = for_run if missing else None
   return Codec(_init, encode, _decode, feedback=OWN, for_run=fit)

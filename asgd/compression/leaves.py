@@ -97,7 +97,7 @@ def make_codec(
         code, inner = encode(inner, x, jax.random.fold_in(key, i))
       codes.append(as_leaf(code, x))
       states.append(inner)
-    return structure.unflatten(codes), tuple(states)
+    return jax.tree.unflatten(structure, codes), tuple(states)
 
   return Codec(
     init_all,

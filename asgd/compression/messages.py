@@ -174,7 +174,7 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
   that it cannot encode."""
   structs = jax.tree.map(sharding.shape_of, params)
   leaves, structure = jax.tree.flatten(base.weights_of(structs))
-  wide = jax.config.jax_enable_x64
+  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
   code = _code_shapes(codec, tuple(leaves), structure, wide)
   stats = structs.stats if isinstance(structs, base.Variables) else None
   return Coded(code, stats, jax.ShapeDtypeStruct((), np.float32))

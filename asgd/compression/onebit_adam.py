@@ -24,7 +24,7 @@ _LONGEST = 10**6  # most norms that are kept
 class OnebitAdamState(NamedTuple):
   """State of `onebit_adam`, of one device."""
 
-  count: jax.Array  # int32[], steps
+  count: jax.Array  # type: ignore[assignment] # int32[], steps
   warm: jax.Array  # int32[], steps of the warm-up so far
   frozen: jax.Array  # bool[], whether the warm-up has ended
   norms: jax.Array  # float32[D], of v at the last D steps, by step modulo D

@@ -38,7 +38,8 @@ def _check_like(what, result, found, like, wanted) -> None:
   texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
   ours, theirs = map(_leaves, texts)
   differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]
-  if not differs and jax.tree.structure(found) == jax.tree.structure(wanted):
+  structures: list[Any] = [jax.tree.structure(x) for x in (found, wanted)]
+  if not differs and structures[0] == structures[1]:
     return
   where = differs[0] if differs else ""
   if where:

@@ -85,7 +85,7 @@ def powersgd(rank: int = 2) -> Codec:
 class PowerSGDState(NamedTuple):
   """State of `powersgd_reducer`, of one device."""
 
-  count: jax.Array  # int32[], steps
+  count: jax.Array  # type: ignore[assignment] # int32[], steps
   residual: Any  # e, like a gradient: this device's part missing in the mean
   inner: tuple[Any, ...]  # Q of each leaf, [n, r]; () if its mean is exact
 
@@ -162,7 +162,7 @@ def powersgd_reducer(
       out = leaves.narrow(_product(*code), g.dtype).reshape(g.shape)
       rows.append((out, total - out, q))
     out, residual = (
-      structure.unflatten([row[i] for row in rows]) for i in range(2)
+      jax.tree.unflatten(structure, [row[i] for row in rows]) for i in range(2)
     )
     inner = tuple(row[2] for row in rows)
     return out, PowerSGDState(state.count, residual, inner)

@@ -117,7 +117,7 @@ class _Sums(NamedTuple):
 
   above: jax.Array  # float32[C], sum of elements that are 0 or more
   below: jax.Array  # float32[C], sum of the others
-  count: jax.Array  # int32[C], elements that are 0 or more
+  count: jax.Array  # type: ignore[assignment] # int32[C], elements that are 0 or more
 
 
 def _columns(leaf: Any) -> int:

@@ -27,7 +27,7 @@ _Adapt = Callable[[jax.Array, jax.Array], jax.Array]
 class ThresholdState(NamedTuple):
   """State of `threshold` and `adaptive_threshold`."""
 
-  count: jax.Array  # int32[], messages encoded
+  count: jax.Array  # type: ignore[assignment] # int32[], messages encoded
   tau: jax.Array  # float32[], of the last message
   density: jax.Array  # float32[], sent / all of the last; NaN: not counted
 

@@ -28,7 +28,7 @@ class CompressedUpdates(NamedTuple):
   # The last update, in the form that is sent; zeros before the first. Its
   # residual is NaN if the update was not encoded.
   coded: Coded
-  count: jax.Array  # int32[], updates so far
+  count: jax.Array  # type: ignore[assignment] # int32[], updates so far
 
 
 def compressed_updates(

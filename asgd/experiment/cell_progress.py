@@ -1,12 +1,14 @@
 """progress.json: the state of a cell while it trains, for `asgd watch`.
 
-The run loop writes this file for every engine, at most once a second, from the
-progress that it has anyway. It replaces the file as a whole, so a reader never
-finds half of it. The file of a finished cell has the totals of all its records;
-`asgd.pages.panels` draws it in both cases.
+The run loop writes this file for every engine, at most once a second and for at
+most 1 % of the time, from the progress that it has anyway. It replaces the file
+as a whole, so a reader never finds half of it. The file of a finished cell has
+the totals of all its records. `asgd.pages.panels` draws it in both cases.
 """
 
 import collections
+import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,17 +23,19 @@ from asgd.experiment import engines, storage
 from asgd.orders.trace import ENDS, STARTS, Event, events
 from asgd.pages.run_files import PROGRESS
 
-_INTERVAL = 1.0  # seconds between two writes
+_INTERVAL = 1.0  # least seconds between two writes
+_FIRST = 0.3  # seconds of training before the first write
+_SPARING = 100.0  # least time between two writes, in times of a write
 _POINTS = 240  # most points of the curves
 _BINS = 128  # most bins of the staleness
 _GAPS = (-12.0, 4.0)  # logarithms of the smallest and the largest gap
 _EVENTS = 200  # most lines on faults and recoveries
-_SEGMENTS = 500  # most stretches of work
+_SEGMENTS = 400  # most stretches of work
 _LANES = 32  # most workers with a strip
 _CALLS = 100  # most calls of `advance` in a strip
 
 
-ROWS = 1200  # of a trace, for the last stretches of work
+ROWS = 800  # of a trace, for the last stretches of work
 
 
 class Segment(NamedTuple):
@@ -118,6 +122,16 @@ def _event(line: str) -> Event | None:
     return None
 
 
+def _stretch(lane: int, line: str) -> Segment | None:
+  """Returns the stretch of a span's line, None if it is no span."""
+  try:
+    name, start, end, *_ = line.split(",")
+    kind = "compute" if name == "compute" else "wire"
+    return Segment(lane, kind, float(start), float(end))
+  except ValueError:
+    return None
+
+
 def read_work(folder: Path) -> list[Segment]:
   """Returns the last stretches of work in the files of a live cell.
 
@@ -128,10 +142,8 @@ def read_work(folder: Path) -> list[Segment]:
   jobs: dict[tuple[int, float], Segment] = {}
   for path in folder.glob("spans-*.csv"):
     lane = int(path.stem.partition("-")[2])
-    for line in last_lines(path):
-      name, start, end, *_ = line.split(",")
-      kind = "compute" if name == "compute" else "wire"
-      out.append(Segment(lane, kind, float(start), float(end)))
+    spans = (_stretch(lane, line) for line in last_lines(path))
+    out += filter(None, spans)
   separated = {part.lane for part in out}
   for path in sorted(folder.glob("trace-*.csv")):
     rows = list(filter(None, map(_event, last_lines(path))))
@@ -238,7 +250,7 @@ class ProgressFile:
     place: Path,
     about: Mapping[str, Any],
     engine: Any,
-    lines: Sequence[str] = (),
+    lines: list[str] | None = None,
   ):
     """Continues the file of an earlier attempt at the cell.
 
@@ -246,18 +258,20 @@ class ProgressFile:
       place: the cell's folder.
       about: name, engine and workers of the cell.
       engine: of the cell.
-      lines: printed on the cell; more are added while it trains.
+      lines: printed on the cell. More are added while it trains, and those
+        that the file has are removed.
     """
-    self._path, self._engine, self._lines = place / PROGRESS, engine, lines
+    self._path, self._engine = place / PROGRESS, engine
+    self._lines = [] if lines is None else lines
     self._about = {**about, "total": engine.total, "unit": engine.unit}
     self._points, self._events = _earlier(self._path, engine.done)
     # The clock continues at the last point, so the stop between has no length.
-    self._next = self._points[-1].seconds if self._points else 0.0
-    self._began = time.monotonic() - self._next
-    self._totals, self._message, self._shown = _Totals(), engine.done, 0
+    seconds = self._points[-1].seconds if self._points else 0.0
+    self._began, self._next = time.monotonic() - seconds, seconds + _FIRST
+    self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
-      self._events.append([self._next, f"resumed at message {engine.done}"])
+      self._events.append([seconds, f"resumed at message {engine.done}"])
     self._new: list[Any] = []  # rows of records since the last point
     self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
 
@@ -270,7 +284,7 @@ class ProgressFile:
     if progress.count:
       self._new.append(progress.rows or _Losses(progress.loss))
       self._calls.append(Segment(0, "compute", start, now))
-    if now >= self._next or (self._new and not self._points):
+    if now >= self._next:
       self._write(now)
     return progress._replace(rows=None)
 
@@ -297,11 +311,11 @@ class ProgressFile:
 
   def _write(self, now: float) -> None:
     """Writes the file."""
-    self._next = now + _INTERVAL
+    began = time.monotonic()
     self._add_point(now)
-    lines = self._lines[self._shown :]
-    self._events += [[now, line] for line in lines]
-    self._events, self._shown = self._events[-_EVENTS:], len(self._lines)
+    self._events += [[now, line] for line in self._lines]
+    self._lines.clear()
+    self._events = self._events[-_EVENTS:]
     work = self._engine.work() or list(self._calls)
     work = [part for part in work if part.lane < _LANES]
     work.sort(key=lambda part: part.end)
@@ -313,7 +327,10 @@ class ProgressFile:
       "work": _rounded(work[-_SEGMENTS:]),
       "events": _rounded(self._events),
     }
-    safe_files.write(self._path, storage.to_json(content))
+    with contextlib.suppress(OSError):  # the run does not need this file
+      safe_files.write(self._path, json.dumps(content, allow_nan=False))
+    took = time.monotonic() - began
+    self._next = now + max(_INTERVAL, _SPARING * took)
 
 
 def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
@@ -323,8 +340,12 @@ def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
 
 
 def _rounded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
-  """Returns rows whose floats have four digits after the point."""
-  return [
-    [round(value, 4) if isinstance(value, float) else value for value in row]
-    for row in rows
-  ]
+  """Returns rows whose floats have four digits after the point; None for a
+  float that is not finite."""
+
+  def rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+      return value
+    return round(value, 4) if math.isfinite(value) else None
+
+  return [list(map(rounded, row)) for row in rows]

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from asgd import diagnosis, problems
+from asgd import diagnosis, problems, worker
 from asgd.experiment import build_cache, checks, problem, protocol, schema
 from asgd.experiment.schema import Engines, Run
 from asgd.parallel import ahead, meshes
@@ -59,6 +59,7 @@ class Experiment:
     # By workers, then run, then seed.
     self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
     self._problems = {config["batch_size"]: shared_problem}
+    self._carrying: dict[str, problems.Problem] = {}
     self._plans: dict[tuple[str, int], Any] = {}
 
   @functools.cached_property
@@ -71,13 +72,16 @@ class Experiment:
     return self.engines[self.runs[cell.label].engine]
 
   def problem_of(self, run: Run) -> problems.Problem:
-    """Returns the problem with a run's batch size."""
+    """Returns the problem with a run's batch size. Its parameters carry the
+    optimizer's state if the run averages it."""
     size = run.config["batch_size"]
     if size not in self._problems:
       with checks.blame(f"runs.{run.label}.batch_size"):
         shared = self._problems[self.config["batch_size"]]
         self._problems[size] = shared.with_batch_size(size)
-    return self._problems[size]
+    if run.label not in self._carrying:
+      self._carrying[run.label] = _carrying(run, self._problems[size])
+    return self._carrying[run.label]
 
   def sharpness_of(self, run: Run) -> Callable[[Any], float]:
     """Returns the estimate of a run's sharpness, compiled once for all cells of
@@ -104,6 +108,17 @@ class Experiment:
       plans[self.kind(cell).check_machine].append(self.plan(cell))
     for check, planned in plans.items():
       check(self, planned, machine)
+
+
+def _carrying(run, problem):
+  """Returns a run's problem, which may carry the state of its optimizer."""
+  averages = run.options.get("optimizer_state") == worker.AVERAGED
+  # Settings of tables and of Sandblaster carry none.
+  if not averages and getattr(run.given, "carried", None) is None:
+    return problem
+  workers = max(run.config["workers"])
+  recipe = run.make_recipe(run.config["learning_rate"], workers)
+  return problems.carrying(problem, recipe.carried)
 
 
 _sharpness = build_cache.BuildCache(8)  # and the data of their problems
@@ -177,7 +192,7 @@ def _checked(config, engines, dataset=None) -> schema.Resolved:
   """Checks a config as far as possible without data and devices."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
-    given = {"given": dataset.recipe, "codecs": dataset.codecs}
+    given = {"given": dataset.recipe, "objects": dataset.objects}
     runs = {k: run._replace(**given) for k, run in runs.items()}
   for run in runs.values():
     protocol.check_engine(run, engines[run.engine].protocols())

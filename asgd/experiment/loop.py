@@ -225,16 +225,15 @@ def train(
   if wrong:
     bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
   deaths, before, machine = 0, -1, machine or Machine()
-  lines: list[str] = []
+  machine.lines.clear()
 
   def say(line):
-    lines.append(line)
+    machine.lines.append(line)
     bar.line(f"{cell.name}: {line}")
 
   machine.show_line = say
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
-    attempt.lines = lines
     try:
       with attempt:
         return attempt.run(ended)
@@ -277,8 +276,7 @@ class _Attempt(contextlib.ExitStack):
     self._kind = experiment.kind(cell)
     # Messages that were received before this attempt, and in it.
     self.start, self.counted = -1, 0
-    self._checkpoints, self._log, self._progress = None, None, None
-    self.lines: list[str] = []  # printed on the cell
+    self._checkpoints, self._log = None, None
     self._rows, self._diverged = [], False  # of earlier attempts
 
   @property
@@ -299,13 +297,13 @@ class _Attempt(contextlib.ExitStack):
     self._book = _Evaluations(self._experiment, self._cell, engine, *before)
     if self._place is not None:
       settings = cell_log.settings_of(self._experiment, self._cell)
+      progress = cell_progress.ProgressFile(
+        self._place, self._about(), engine, self._machine.lines
+      )
       self._log = cell_log.CellLog(
-        self._place, self._board, self._book.rows, settings
+        *(self._place, self._board, self._book.rows, settings), progress
       )
       self.push(_closing(self._log.close))
-      self._progress = cell_progress.ProgressFile(
-        self._place, self._about(), engine, self.lines
-      )
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
     self._train(engine)
@@ -367,7 +365,7 @@ class _Attempt(contextlib.ExitStack):
   def _train(self, engine):
     """Trains to the last evaluation, or to the first after a NaN."""
     book, config, saved = self._book, self._experiment.config, time.monotonic()
-    advance = self._progress.advance if self._progress else engine.advance
+    advance = self._log.progress.advance if self._log else engine.advance
     while not book.finished:
       target = book.next
       progress = advance(target)
@@ -422,7 +420,7 @@ class _Attempt(contextlib.ExitStack):
       return
     for name, content in engine.extras().items():
       safe_files.write(self._place / name, content)
-    self._progress.finish()
+    self._log.progress.finish()
     kept, packs = engine.records(), not self._kind.journaled
     cell_files.finish(self._place, result, kept, params, packs=packs)
 

@@ -32,6 +32,8 @@ class Machine:
   profile: str | None = None
   # Shows a line to the user; None prints it to stderr.
   show_line: Callable[[str], None] | None = None
+  # Shown lines on the cell in training that its progress.json does not have.
+  lines: list[str] = dataclasses.field(default_factory=list)
 
   _shared: dict[int, Any] = dataclasses.field(default_factory=dict, init=False)
   # Whether this object has started Ray.

@@ -15,6 +15,18 @@ from asgd.experiment.schema import Run
 OPTIONS = "recipe."  # before a key that is an option of the recipe
 
 
+def given_object(run: Run, key: str) -> Any:
+  """Returns the object for which a key of a run's config has the mark GIVEN.
+  Raises ValueError if no call gave it."""
+  if key not in run.objects:
+    raise ValueError(
+      f"config.{key} {schema.GIVEN!r} stands for an object that a call was"
+      f" given, such as asgd.simulate(..., {key}=...): pass the object, or set"
+      " a name"
+    )
+  return run.objects[key]
+
+
 def recipe_of(run: Run) -> str:
   """Returns the name of a run's recipe for an error."""
   if run.given is not None:

@@ -103,7 +103,7 @@ def load(
   code.check_trusted(folder, *named, trust=trust)
   code.make_importable(description["modules"])
   was = description.get("dataset")
-  for key in given.codecs if given is not None else ():
+  for key in given.objects if given is not None else ():
     section = description["config"].get(key)
     name = section["name"] if isinstance(section, Mapping) else section
     if name != schema.GIVEN:

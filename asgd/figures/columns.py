@@ -9,21 +9,31 @@ latter by name:
                                      simulated, or seconds of a live run
   dict(kind="until", column=C, above=0.9)  time of the first evaluation with C
                                      above (or `below`) that; more evaluations
-                                     make it more precise
+                                     make it more precise. With along="epoch",
+                                     its epoch
   dict(kind="last", column=C)        C of the last evaluation
+  dict(kind="at", column=C, time=T)  C of the last evaluation until the time T
+                                     (or `epoch`): simulated, or live seconds
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
                                      evaluations; `since` is a part of the run,
                                      from 0 (the default) to below 1
   dict(kind="first", column=C, below=0.5)   the smallest number of workers of a
                                      run at which C is below (or `above`) that
+  dict(kind="share", column=R, above=20)    fraction of messages with R, a
+                                     column of RECORDED, above (or `below`) that
+  dict(kind="deviation", column=R)   standard deviation of R over messages. Both
+                                     may have `since`, a part of the run
+  dict(kind="noise_scale", since=0.5)  gradient noise scale in examples, of
+                                     synchronous SGD without momentum at a
+                                     constant rate (`_noise_scale`)
 
 Three values count as infinite: a column of a diverged cell without a finite
 value, a loss that is never reached, and a "first" that never occurs. So a run
 that diverges is late, far and large, and fails at no number of workers.
 
-Cells may also write histograms (PROFILES): files with two columns, a value and
-its count. Panels draw the counts as fractions.
+Panels can also draw histograms (PROFILES) as fractions: a cell's file with two
+columns, a value and its count, or else the staleness of its messages.
 """
 
 import csv
@@ -31,6 +41,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from asgd import base, names
 from asgd.checks import shown
@@ -43,6 +55,7 @@ OF_PEERS += ("bytes_per_link",)
 OF_TABLES = "differential_mean", "differential_least", "fresh_reads"
 OF_NETWORKS = "throughput", "link_utilisation", "service_utilisation"
 OF_NETWORKS += ("queue_wait",)
+OF_PIPELINES = "bubble_predicted", "bubble_measured"
 RESULTS = (
   *OF_PEERS,
   *OF_TABLES,
@@ -53,27 +66,43 @@ RESULTS = (
   *("bytes_up", "bytes_down", "compression_up"),
   "compression_down",
   *OF_NETWORKS,
+  *OF_PIPELINES,
 )
-PROFILES = ("staleness.csv",)  # staleness of the rows that tables read
+# Staleness of the rows that tables read, or of a server's messages.
+PROFILES = ("staleness.csv",)
+# "duration" is the time from one message of a worker to its next one: that of a
+# batch, if the worker never waits. Each worker counts the same in its share.
+RECORDED = "staleness", "gap", "loss", "message_norm", "update_norm", "duration"
 _RESULT = FieldCheck(fields.named(RESULTS), "a column of the result")
 EVALUATED = "test_accuracy", "test_loss", "train_loss", "objective"
 ALONG = "time", "epoch"  # columns of evaluations that can be an x axis
 _SIDES = {
   side: FieldCheck(fields.bound(fields.number)) for side in ("below", "above")
 }
+_RECORD = FieldCheck(fields.named(RECORDED), "a column of the records")
+_SINCE = FieldCheck(fields.share)
 _KINDS: Mapping[str, fields.Table] = {
   "reach": {"loss": FieldCheck(fields.number, "the loss to be reached")},
   "until": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+    "along": FieldCheck(fields.named(ALONG)),
     **_SIDES,
   },
   "last": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
   },
+  "at": {
+    "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+    **dict.fromkeys(ALONG, FieldCheck(fields.number)),
+  },
   "quotient": {"of": _RESULT, "by": _RESULT},
-  "change": {"column": _RESULT, "since": FieldCheck(fields.share)},
-  "first": {"column": _RESULT, **_SIDES},
+  "change": {"column": _RESULT, "since": _SINCE},
+  "first": {"column": FieldCheck(fields.text, "a column"), **_SIDES},
+  "share": {"column": _RECORD, "since": _SINCE, **_SIDES},
+  "deviation": {"column": _RECORD, "since": _SINCE},
+  "noise_scale": {"since": _SINCE},
 }
+_ONE_SIDED = "first", "until", "share"
 Made = Mapping[str, Mapping[str, Any]]  # name -> definition of a column
 
 
@@ -89,7 +118,12 @@ def check(made: Made) -> None:
     names.check(f"kind of {where}:", kind, _KINDS)
     kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
-    if kind in ("first", "until") and len(_SIDES.keys() & set(how)) != 1:
+    if kind == "at" and len(set(ALONG) & set(how)) != 1:
+      raise ValueError(f"{where} needs either 'time' or 'epoch'")
+    if kind == "first":  # of the result, or of one cell
+      cells = [key for key in made if not is_over_workers(made, key)]
+      names.check(f"column of {where}:", how["column"], [*RESULTS, *cells])
+    if kind in _ONE_SIDED and len(_SIDES.keys() & set(how)) != 1:
       raise ValueError(f"{where} needs either 'below' or 'above'")
 
 
@@ -174,7 +208,7 @@ class CellTable:
     """Returns seed -> value -> fraction, of a file of PROFILES. A value that is
     only in other seeds' files has a fraction of 0."""
     counts = {
-      seed: _read_profile(done.place / name)
+      seed: _read_profile(done.place, name)
       for (run, count, seed), done in sorted(self._cells.items())
       if run == label and count == workers
     }
@@ -216,8 +250,16 @@ class CellTable:
       case "last":
         rows = folder.read_rows(done.place)
         return _number(rows[-1].get(how["column"]))
+      case "at":
+        return _at(done, how)
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
+      case "share":
+        return _share(done, how)
+      case "deviation":
+        return float(_recorded(done, how)[1].std())
+      case "noise_scale":
+        return _noise_scale(done, how.get("since", 0.0))
       case "quotient":
         of, by = (_number(done.result.get(how[k])) for k in ("of", "by"))
         return of / by if by else math.nan
@@ -242,13 +284,65 @@ def _reach(done, loss):
   return math.inf if math.isnan(time) else time
 
 
-def _read_profile(path):
-  """Returns value -> count of a file of PROFILES; nothing without the file."""
-  if not path.exists():
+def _read_profile(place, name):
+  """Returns value -> count of a file of PROFILES. Without the file, the values
+  are those of the messages; a run of tables without rows has none."""
+  path = place / name
+  if path.exists():
+    with path.open(newline="") as file:
+      _, *rows = csv.reader(file)
+    return {float(value): float(number) for value, number in rows}
+  try:
+    messages = cell_files.read_records(place)["staleness"]
+  except FileNotFoundError:
     return {}
-  with path.open(newline="") as file:
-    _, *rows = csv.reader(file)
-  return {float(value): float(number) for value, number in rows}
+  return dict(zip(*np.unique(messages, return_counts=True), strict=True))
+
+
+def _recorded(done, how):
+  """Returns (workers, values) of a column of RECORDED, one row for each message
+  since a part of the run."""
+  records, column = cell_files.read_records(done.place), how["column"]
+  rows = slice(int(how.get("since", 0.0) * len(records["worker"])), None)
+  workers = records["worker"][rows]
+  if column != "duration":
+    return workers, records[column][rows]
+  order = np.argsort(workers, kind="stable")
+  same = np.diff(workers[order]) == 0
+  return workers[order][1:][same], np.diff(records["time"][rows][order])[same]
+
+
+def _share(done, how):
+  """Returns the fraction of messages beyond a column's bound."""
+  workers, values = _recorded(done, how)
+  below, above = how.get("below", -math.inf), how.get("above", math.inf)
+  beyond = (values < below) | (values > above)
+  if how["column"] != "duration":
+    return float(beyond.mean())
+  shares = [beyond[workers == worker].mean() for worker in np.unique(workers)]
+  return float(np.mean(shares))
+
+
+def _noise_scale(done, since):
+  """Returns the gradient noise scale tr(S) / |G|^2, in examples.
+
+    |G|^2 = (B g_B^2 - b g_b^2) / (B - b)
+    tr(S) = (g_b^2 - g_B^2) / (1 / b - 1 / B)
+
+  g_b^2 and g_B^2 are the mean squares of the gradients of messages of b, and of
+  updates of B examples. Source: McCandlish, Kaplan, Amodei et al., "An
+  empirical model of large-batch training", arXiv:1812.06162, appendix A.1.
+  """
+  records, result = cell_files.read_records(done.place), done.result
+  b, large = (result["examples"] / result[k] for k in ("messages", "updates"))
+  rows = slice(int(since * len(records["update_norm"])), None)
+  updates = records["update_norm"][rows] / result["learning_rate"]
+  # Only the last message of an update changes the parameters.
+  of_update = np.square(updates[updates > 0], dtype=float).mean()
+  of_message = np.square(records["message_norm"][rows], dtype=float).mean()
+  signal = (large * of_update - b * of_message) / (large - b)
+  noise = (of_message - of_update) / (1 / b - 1 / large)
+  return noise / signal if signal > 0 else math.inf
 
 
 def _is_beyond(how, value):
@@ -258,11 +352,25 @@ def _is_beyond(how, value):
 
 
 def _until(done, how):
-  """Returns the time of the first evaluation beyond a column's bound."""
+  """Returns the time, or epoch, of the first evaluation beyond a bound."""
   for row in folder.read_rows(done.place):
     if _is_beyond(how, _number(row.get(how["column"]))):
-      return _number(row.get("time", row.get("seconds")))
+      return _moment(row, how.get("along", "time"))
   return math.inf
+
+
+def _at(done, how):
+  """Returns a column of the last evaluation until a time or an epoch."""
+  (along,) = set(ALONG) & set(how)
+  rows = folder.read_rows(done.place)
+  passed = [row for row in rows if _moment(row, along) <= how[along]]
+  return _number(passed[-1].get(how["column"])) if passed else math.nan
+
+
+def _moment(row, along):
+  """Returns the time of an evaluation (simulated, or seconds of a live run), or
+  its epoch."""
+  return _number(row.get(along, row.get("seconds")))
 
 
 def _change(done, column, since):

@@ -425,13 +425,15 @@ TOPOLOGIES: dict[str, Callable[..., Topology]] = {
 
 
 def build(
-  topology: str | Mapping[str, Any] | Topology, workers: int
+  topology: str | Mapping[str, Any] | Topology | Any, workers: int
 ) -> Topology:
   """Builds a topology by its name, and checks that it is connected.
 
   Args:
-    topology: a name of TOPOLOGIES, a dict of a name and its options, or a
-      Topology of n peers.
+    topology: a name of TOPOLOGIES; MODULE:FUNCTION, a user's function of n and
+      its options; a dict of a name and its options; a matrix of weights, or one
+      for each round (`matrix`); or a Topology of n peers. The function may
+      return a matrix, too.
     workers: n.
 
   Raises:
@@ -460,7 +462,7 @@ def build(
     # `workers` comes from the run, so a config must not set it.
     options = dict(topology)
     name = options.pop("name", None)
-    maker = names.lookup("topology", name, TOPOLOGIES)
+    maker = names.resolve("topology", name, TOPOLOGIES)
     if "workers" in options:
       raise ValueError(
         f"topology has workers {checks.shown(options['workers'])}, but always"
@@ -469,10 +471,12 @@ def build(
     make = functools.partial(maker, workers)
     with checks.below("topology", options):
       topology = names.call("topology", name, make, options)
+  if isinstance(topology, list | tuple) or hasattr(topology, "__array__"):
+    topology = matrix(workers, weights=topology)
   if not isinstance(topology, Topology):
     raise ValueError(
-      "topology must be a name, a dict of a name and options, or a Topology,"
-      f" not {checks.shown(topology)}"
+      "topology must be a name, a dict of a name and options, a matrix of"
+      f" weights or a Topology, not {checks.shown(topology)}"
     )
   if topology.workers != workers:
     raise ValueError(

@@ -14,6 +14,7 @@ from asgd.orders import (
   durations,
   makers,
   network,
+  own,
   play,
   protocol,
   shards,

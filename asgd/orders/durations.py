@@ -11,7 +11,7 @@ Each maker raises ValueError for a value out of its range.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,10 +74,12 @@ def gamma(
   seed: int = 0,
   variation: float = 0.1,
   machine_variation: float = 0.0,
+  offset: float = 0.0,
 ) -> Durations:
   """Batch times are drawn from gamma distributions.
 
-    time ~ Gamma(shape 1 / V^2, scale p_i V^2),   p_i = mean if V_m = 0, else
+    time - offset ~ Gamma(shape 1 / V^2, scale p_i V^2)
+    p_i = mean if V_m = 0, else
     p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
 
   V_m = 0 is a homogeneous cluster; in a heterogeneous one each worker has its
@@ -89,6 +91,7 @@ def gamma(
     mean, seed: shared options; the DANA papers' mean is the batch size.
     variation: V, positive.
     machine_variation: V_m, 0 or more.
+    offset: 0 or more, added to each time: of a collective, for example.
 
   Returns:
     Durations in the unit of `mean`.
@@ -110,6 +113,7 @@ def gamma(
   checks.positive("mean", mean)
   checks.positive("variation", variation)
   checks.nonnegative("machine_variation", machine_variation)
+  checks.nonnegative("offset", offset)
   checks.whole("seed", seed, 0)
 
   def stream(worker):
@@ -118,7 +122,8 @@ def gamma(
       square = machine_variation**2
       machine = rng.gamma(1 / square, mean * square)
     square = variation**2
-    return _drawn(lambda count: rng.gamma(1 / square, machine * square, count))
+    shape, scale = 1 / square, machine * square
+    return _drawn(lambda count: offset + rng.gamma(shape, scale, count))
 
   return Durations(stream)
 
@@ -318,6 +323,69 @@ def measured(
     return _drawn(lambda count: rng.choice(row, count))
 
   return Durations(stream)
+
+
+def of_each(
+  times: Sequence[float] | Sequence[Sequence[float]],
+) -> Durations:
+  """Returns the times that a user gives for each worker.
+
+  Args:
+    times: positive numbers, one for each worker, whose batches always take it;
+      or rows of numbers, one for each worker, which repeat.
+
+  Returns:
+    Durations in the unit of `times`.
+
+  Raises:
+    ValueError: for other values.
+
+  Source:
+    none: nothing is drawn.
+
+  Example:
+    >>> from asgd.orders import durations
+    >>> clock = durations.of_each([1.0, 3.0])
+    >>> [next(clock.stream(worker)) for worker in range(2)]
+    [1.0, 3.0]
+  """
+  rows: list[Any] = [row if np.ndim(row) else [row] for row in times]
+  return measured(rows)
+
+
+def of_stream(stream: Callable[[int], Iterable[float]]) -> Durations:
+  """Returns the times that a user's function yields, and checks them.
+
+  Args:
+    stream: worker -> its times, positive numbers without an end.
+
+  Returns:
+    Durations. A stream that ends, or yields another value, raises ValueError
+    when it is reached.
+
+  Source:
+    none: the function decides.
+
+  Example:
+    >>> import itertools
+    >>> from asgd.orders import durations
+    >>> clock = durations.of_stream(lambda worker: itertools.repeat(worker + 1))
+    >>> next(clock.stream(2))
+    3.0
+  """
+
+  def checked(worker: int) -> Iterator[float]:
+    count = 0
+    for time in stream(worker):
+      checks.positive(f"the duration of worker {worker}", time)
+      yield float(time)
+      count += 1
+    raise ValueError(
+      f"the durations of worker {worker} end after {count} jobs: yield them"
+      " without an end, as itertools.cycle does"
+    )
+
+  return Durations(checked)
 
 
 _KNOWN = constant, gamma, homogeneous, heterogeneous, measured, pareto, bursts

@@ -24,11 +24,12 @@ Each maker raises ValueError for a value out of its range, and for an incomplete
 last round.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from asgd import base, checks, names
-from asgd.orders import protocol
+from asgd.orders import own, protocol
 from asgd.orders.durations import Durations
 from asgd.orders.network import Network
 from asgd.orders.play import Play, Sizes, begin, played
@@ -319,7 +320,8 @@ def build(
 
   Args:
     name: "asynchronous", "backup_tasks", "backup_workers",
-      "bulk_synchronous", "stale_synchronous" or "fixed_delay".
+      "bulk_synchronous", "stale_synchronous", "fixed_delay", or
+      MODULE:FUNCTION, a user's own (`asgd.orders.own`).
     durations, workers, messages: shared options; the fixed delay is N - 1, and
       needs no durations.
     **kwargs: options of the maker.
@@ -340,9 +342,11 @@ def build(
     >>> orders.staleness(trace).tolist()
     [0, 1, 2, 2]
   """
-  maker = names.lookup("order", name, _PROTOCOLS)
+  maker = names.resolve("order", name, _PROTOCOLS)
   checks.whole("workers", workers)
-  common = {"durations": durations, "workers": workers}
+  common: dict[str, Any] = {"durations": durations, "workers": workers}
+  if names.is_import(name):
+    return own.make(maker, name, **common, messages=messages, **kwargs)
   if maker is fixed_delay:
     common = {"delay": workers - 1}
   kwargs = {"messages": messages, **common, **kwargs}
@@ -359,6 +363,49 @@ def _rules(
     return _backup_rules(workers, **options)
   count = workers if name == "backup_tasks" else 0
   return protocol.Rules(round=count, **options)
+
+
+def named(rules: protocol.Rules, workers: int) -> dict[str, Any]:
+  """Returns name and options of the protocol of some rules.
+
+  Args:
+    rules: the protocol.
+    workers: N; a round with its backup workers is of all of them.
+
+  Returns:
+    A dict with the arguments of `build`, beside the shared ones.
+
+  Raises:
+    ValueError: for rules that do not fit, and rounds of other workers.
+
+  Source:
+    none: it names the protocols of the makers.
+
+  Example:
+    >>> from asgd import orders
+    >>> orders.makers.named(orders.protocol.Rules(bound=3), workers=4)
+    {'name': 'stale_synchronous', 'bound': 3}
+  """
+  protocol.check_rules(rules)
+  if rules.round and rules.round + rules.backup != workers:
+    raise ValueError(
+      f"rounds of {rules.round} messages with {rules.backup} backup workers"
+      f" need {rules.round + rules.backup} workers, and the run has {workers}"
+    )
+  given = {
+    key: value
+    for key, value in rules._asdict().items()
+    if value != protocol.Rules._field_defaults[key]
+  }
+  given.pop("round", None)
+  if rules.backup:
+    return {"name": "backup_workers", **given}
+  if rules.late < math.inf:
+    return {"name": "backup_tasks", **given}
+  if rules.round or given == {"bound": 0}:
+    return {"name": "bulk_synchronous"}
+  name = "stale_synchronous" if "bound" in given else "asynchronous"
+  return {"name": name, **given}
 
 
 def start(
@@ -383,7 +430,7 @@ def start(
 
   Raises:
     ValueError: for an unknown name or option, with the nearest known one, or a
-      fixed delay, which has no times.
+      fixed delay or an order of a user's own, which has its own times.
 
   Source:
     none: it plays the protocols of the other makers.
@@ -407,9 +454,9 @@ def start(
     >>> order.links.use(order.now)
     LinkUse(utilisation=0.8, service=0.0, waited=1.0)
   """
-  if name == "fixed_delay":
+  if name == "fixed_delay" or names.is_import(name):
     raise ValueError(
-      "name 'fixed_delay' is an order without times, which a network cannot"
+      f"name {name!r} is an order without times, which a network cannot"
       " delay; use asynchronous, or leave the network out"
     )
   maker = names.lookup("order", name, _PROTOCOLS)

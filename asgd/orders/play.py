@@ -104,7 +104,7 @@ class Play:
     self.links = Links(network or Network(), workers)
     nothing = [0.0] * self.links.network.shards
     self._sizes = sizes or fixed(nothing, nothing)
-    self._nothing, self._instant = nothing, self.links.network.is_instant
+    self._instant = self.links.network.is_instant
     self._streams, self._late = streams, rules.late < math.inf
     # Time at which each worker has ended the jobs that it has begun.
     self._free = list(comes or [0.0] * workers)
@@ -182,7 +182,8 @@ class Play:
       if self._instant:
         self._fetched(job)
         continue
-      sizes = self._nothing if keep else self._sizes.down(worker, seq)
+      nothing = [0.0] * self.links.network.shards
+      sizes = nothing if keep else self._sizes.down(worker, seq)
       self._set_out(job, self.links.down, range(len(sizes)), sizes)
 
   def _set_out(self, job, way, shards, sizes):

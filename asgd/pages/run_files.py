@@ -65,6 +65,11 @@ def last_write(place: Path) -> float:
   return max(times)
 
 
+def is_held(place: Path) -> bool:
+  """Whether a process trains a cell, or was killed while it did."""
+  return (place / ".lock").exists()
+
+
 def read_cell(place: Path) -> CellFiles:
   """Reads the folder of a cell."""
   lines = _content(place, "metrics.jsonl").split("\n")[:-1]

@@ -126,6 +126,8 @@ def _gpus(text, kind, sizes, slices) -> Target:
       f"GPUs have no grid: give their number on a host, as {kind}:8, or of two"
       f" hosts as {kind}:8*2; not {text!r}"
     )
+  # Otherwise the plugin does not load where no CUDA driver is installed.
+  os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
   try:
     topology = topologies.get_topology_desc(
       kind,

@@ -18,6 +18,7 @@ from asgd.problems.problem import (
   Pieces,
   Problem,
   Updates,
+  carrying,
   dtype_of,
   whole_loss,
 )

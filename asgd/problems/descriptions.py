@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd import algorithms, names
+from asgd import algorithms, base, names
 
 
 def name_of(value: Any) -> str:
@@ -119,6 +119,16 @@ def describe_recipe(recipe: Any) -> str:
     for key, value in options.items()
   )
   return f"{made.name}({_rate(made.learning_rate)}, {text})"
+
+
+def describe_object(value: Any) -> str:
+  """Returns the name and a checksum of an order or of durations: of the rows of
+  a trace, or of the source of a function."""
+  arrays = isinstance(value, base.Trace)
+  texts = [column.tobytes() for column in value] if arrays else []
+  texts += [text.encode() for text in _code_of(value)]
+  digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+  return f"{name_of(value)} {digest}"
 
 
 def _is_plain(value) -> bool:

@@ -124,15 +124,16 @@ class Objects:
     batch_size: int | None = None,
     evaluate: Callable[[Any], Any] | None = None,
     pieces: Pieces | None = None,
-    codecs: Mapping[str, Any] | None = None,
+    objects: Mapping[str, Any] | None = None,
   ):
     """Reads and checks the objects; for arguments see `asgd.simulate`.
 
-    `pieces` belong to a loss that can be cut, `codecs` are by argument name,
-    and `recipe` is an `algorithms.Recipe` or the settings of another protocol.
+    `pieces` belong to a loss that can be cut, `objects` are by the keys of a
+    config in whose place they are, and `recipe` is an `algorithms.Recipe` or
+    the settings of another protocol.
     """
     self.recipe, self.evaluate, self._pieces = recipe, evaluate, pieces
-    self.codecs = dict(codecs or {})
+    self.objects = dict(objects or {})
     if evaluate and not (callable(evaluate) and streams.accepts(evaluate, 1)):
       raise ValueError(
         "evaluate must be a function of the parameters that returns a number or"
@@ -161,11 +162,21 @@ class Objects:
     # [2] Trace everything once.
     self._check()
     # [3] Describe the objects for the results folder.
-    self.identity = self._identify(loss, params, dataset, batch_size)
+    self._identity = self._identify(loss, params, dataset, batch_size)
 
   def __getstate__(self):
     """Leaves out the evaluation, see the class."""
     return {**self.__dict__, "evaluate": None}
+
+  @property
+  def identity(self) -> dict[str, Any]:
+    """Description in a results folder, as data for JSON."""
+    own = {
+      key: descriptions.describe_object(self.objects[key])
+      for key in ("order", "durations")
+      if key in self.objects
+    }
+    return {**self._identity, **own}
 
   @property
   def size(self) -> int:

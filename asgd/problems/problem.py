@@ -9,6 +9,7 @@ import optax
 
 from asgd import base, data, models
 from asgd import losses as losses_lib
+from asgd.data import partitions
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 # The updates of a worker that computes no gradient: (parameters, batch, key) ->
@@ -124,6 +125,29 @@ class Problem(NamedTuple):
     return self.rebatch(batch_size)
 
 
+def carrying(
+  problem: Problem, make_state: Callable[[optax.Params], Any]
+) -> Problem:
+  """Returns a problem whose parameters carry the state of an optimizer.
+
+  Args:
+    problem: any. It sees the parameters of its model only.
+    make_state: weights -> the state at the start.
+  """
+
+  def init(key):
+    params = problem.init(key)
+    return base.carry(params, make_state(base.weights_of(params)))
+
+  def loss(params, batch, key):
+    return problem.loss(base.without_state(params), batch, key)
+
+  def evaluate(params):
+    return problem.evaluate(base.without_state(params))
+
+  return problem._replace(init=init, loss=loss, evaluate=evaluate)
+
+
 # batch size -> (batches, probe, batches_per_epoch) of a Problem
 DataOf = Callable[[int], tuple[Callable, base.Batch, int]]
 
@@ -235,7 +259,9 @@ def of_data(
 
 
 def examples_of(
-  examples: np.ndarray, labels: np.ndarray, partition: str = "shared"
+  examples: np.ndarray,
+  labels: np.ndarray,
+  partition: partitions.Partition = partitions.SHARED,
 ) -> DataOf:
   """Returns the `DataOf` of labelled examples, [n, ...] and int[n]."""
   rows = spread(len(labels), _PROBE)

@@ -14,6 +14,9 @@ Source: Dean et al., "Large scale distributed deep networks", NIPS 2012, section
 4.2 and algorithm 1 of its appendix.
 """
 
+import sys
+
+from asgd import names
 from asgd.sandblaster.batch_driver import coordinator_from
 from asgd.sandblaster.commands import OPERATIONS, Command
 from asgd.sandblaster.coordinator import (
@@ -26,7 +29,7 @@ from asgd.sandblaster.coordinator import (
 from asgd.sandblaster.portions import Work, make_sums, message_norm
 from asgd.sandblaster.replay import RecomputedState, count_jobs, recompute
 from asgd.sandblaster.run_log import Iterate
-from asgd.sandblaster.settings import PlannedKill, Settings, sandblaster
+from asgd.sandblaster.settings import PlannedKill, Settings, sandblaster_lbfgs
 from asgd.sandblaster.shard import Image, Shards, VectorShard, dot
 from asgd.sandblaster.simulation import (
   SandblasterSimulation,
@@ -34,4 +37,9 @@ from asgd.sandblaster.simulation import (
   template,
 )
 
-RECIPES = {"sandblaster": sandblaster}  # recipes that this protocol trains
+# Recipes that this protocol trains, by their names in a config.
+RECIPES = {"sandblaster": sandblaster_lbfgs}
+
+# Named in the error for a call of this module.
+_recipe = "asgd.sandblaster_lbfgs(1.0, workers=8)"
+sys.modules[__name__].__class__ = names.RecipeModule

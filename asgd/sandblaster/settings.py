@@ -22,7 +22,7 @@ class PlannedKill(NamedTuple):
 
 
 class Settings(NamedTuple):
-  """Settings of L-BFGS, its batch and the shards; `sandblaster` explains
+  """Settings of L-BFGS, its batch and the shards; `sandblaster_lbfgs` explains
   them."""
 
   history: int = 10
@@ -37,6 +37,12 @@ class Settings(NamedTuple):
   restart: float = 1.0
   search: tuple[tuple[str, Any], ...] = line_search.options_of({})
   failures: tuple[PlannedKill, ...] = ()
+  workers: int | None = None  # N; None: the run gives it
+
+  @property
+  def rounds(self) -> bool:
+    """Whether messages are counted in rounds of all workers."""
+    return False
 
   @property
   def protocol(self) -> str:
@@ -59,7 +65,7 @@ class Settings(NamedTuple):
     return range(start, min(start + self.push_every, self.portions))
 
 
-def sandblaster(
+def sandblaster_lbfgs(
   learning_rate: optax.ScalarOrSchedule,
   workers: int,
   *,
@@ -117,8 +123,10 @@ def sandblaster(
     scaling and the line search are those of `optax.lbfgs`.
 
   Example:
-    >>> from asgd.sandblaster import sandblaster
-    >>> settings = sandblaster(1.0, workers=4, portions=10, push_every=4)
+    >>> import asgd
+    >>> settings = asgd.sandblaster_lbfgs(
+    ...   1.0, workers=4, portions=10, push_every=4
+    ... )
     >>> settings.jobs, list(settings.portions_of(2))
     (3, [8, 9])
   """
@@ -148,6 +156,7 @@ def sandblaster(
     float(restart),
     _search_options(line_search),
     tuple(_failure(each, count, shards) for each in failures),
+    workers=count,
   )
 
 

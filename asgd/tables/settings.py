@@ -39,6 +39,12 @@ class TableSettings(NamedTuple):
   codec: tuple[tuple[str, Any], ...] = ()
   # Whether workers compute values to push (`Problem.updates`), no gradients.
   direct: bool = False
+  workers: int | None = None  # N; None: the run gives it
+
+  @property
+  def rounds(self) -> bool:
+    """Whether messages are counted in rounds of all workers."""
+    return True
 
   @property
   def protocol(self) -> str:
@@ -266,6 +272,7 @@ def table(
     checks.whole("rebalance_every", rebalance_every, 0),
     tuple(map(filters_lib.named, filters)),
     _codec_options(codec),
+    workers=workers,
   )
   if any(_is_kkt(each) for each in filters) and function.additive:
     raise ValueError(

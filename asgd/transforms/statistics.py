@@ -11,6 +11,7 @@ No gradient rule, momentum, look-ahead or gap uses them.
 """
 
 import jax
+import optax
 
 from asgd import base, checks
 
@@ -63,10 +64,7 @@ def own_statistics(
     )
     if not isinstance(updates, base.Variables):
       return weights, state
-    stats = jax.tree.map(
-      # An update is added: old + (1 - decay) (new - old).
-      lambda new, old: (1 - decay) * (new - old), updates.stats, params.stats
-    )
+    stats = _change(updates.stats, params.stats, decay)
     return base.Variables(weights, stats), state
 
   def send(opt_state, params, *, worker):
@@ -77,3 +75,12 @@ def own_statistics(
   if algorithm.send is base.send_current:
     return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)
+
+
+def _change(new, old, decay):
+  """Returns the update of statistics: old + (1 - decay) (new - old). A carried
+  state is replaced by the messages' mean."""
+  if isinstance(old, base.Carried):
+    change = _change(new.stats, old.stats, decay)
+    return base.Carried(change, optax.tree.sub(new.state, old.state))
+  return jax.tree.map(lambda x, y: (1 - decay) * (x - y), new, old)

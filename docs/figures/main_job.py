@@ -3,10 +3,11 @@
   python -m launch.train --config=configs/digits.py --workdir=runs/main
   python docs/figures/main_job.py runs/main docs/figures/main_job.svg
 
-Test error and gap against the number of workers: each seed a point, the mean a
-line, a diverged seed a cross; in the colours of the run's own report.
+Test error and gap against the number of workers: each seed a point, the median
+a line, a diverged seed a cross; in the colours of the run's own report.
 """
 
+import statistics
 import sys
 from pathlib import Path
 
@@ -42,21 +43,21 @@ def draw(folder: Path, out: Path) -> None:
   figure, axes = plt.subplots(1, 2, figsize=(8, 3.1), layout="constrained")
   looks = styles(list(by_title))
   level_look = looks.pop(ONE)
-  titles = "Test error (%)", "Mean gap"
+  titles = "(a) Test error (%)", "(b) Mean gap"
   reads = error, lambda row: row["gap_mean"]
   for axis, title, read in zip(axes, titles, reads, strict=True):
     for name, look in looks.items():
       rows = by_title[name]
       counts = sorted({row["workers"] for row in rows})
-      means = []
+      medians = []
       for count in counts:
         of_count = [row for row in rows if row["workers"] == count]
-        means.append(sum(map(read, of_count)) / len(of_count))
+        medians.append(statistics.median(map(read, of_count)))
         for row in of_count:
           mark = "x" if row["diverged"] else "."
           axis.plot(count, read(row), mark, color=look["color"], ms=4)
-      axis.plot(counts, means, label=name, lw=1.4, ms=4, **look)
-    axis.set_title(title, fontsize=10)
+      axis.plot(counts, medians, label=name, lw=1.4, ms=4, **look)
+    axis.set_title(title, fontsize=10, loc="left")
     axis.set_yscale("log")
     axis.set_xlabel("workers")
     axis.set_xscale("log", base=2)
@@ -65,7 +66,7 @@ def draw(folder: Path, out: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", color="#dddddd", lw=0.6)
   one = by_title[ONE]
-  level = sum(map(error, one)) / len(one)
+  level = statistics.median(map(error, one))
   axes[0].axhline(level, color=level_look["color"], lw=0.8)
   axes[0].annotate(
     *("SGD, one worker", (14, level), (0, -11)),

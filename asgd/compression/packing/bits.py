@@ -75,7 +75,7 @@ def _unfold(plane, count, part):
   """Returns uint8[count] of a folded plane."""
   if part == 1:
     numbers = np.unpackbits(plane, bitorder="little")
-    _check_unused(numbers[count:].any())
+    _check_unused(bool(numbers[count:].any()))
     return numbers[:count]
   sizes = [count]  # of folds, the largest first
   while part << len(sizes) <= 8:

@@ -31,7 +31,7 @@ class CodeField(NamedTuple):
   coded: bool = True  # whether positions use an entropy code
 
   @property
-  def count(self) -> int:
+  def count(self) -> int:  # type: ignore[override]
     """Number of elements."""
     return math.prod(self.shape)
 
@@ -45,7 +45,7 @@ class PackedStream(NamedTuple):
   levels: int
   coded: bool
   fields: tuple[int, ...]  # indices of CodeLayout.fields
-  count: int  # elements of all
+  count: int  # type: ignore[assignment] # elements of all
 
   @property
   def width(self) -> int:
@@ -94,7 +94,7 @@ def layout(code: Any) -> CodeLayout:
   """
   fields = []
   for path, leaf in jax.tree.leaves_with_path(code, is_leaf=_is_leaf):
-    how = (RAW,)
+    how: tuple[Any, ...] = (RAW,)
     if isinstance(leaf, Symbols):
       how = SYMBOLS, leaf.levels, leaf.coded
     elif isinstance(leaf, Values):
@@ -143,7 +143,8 @@ def _field(path, x, kind, levels=0, coded=True) -> CodeField:
 
 def _streams(fields) -> tuple[PackedStream, ...]:
   """Groups fields into streams; a raw or large array is a separate stream."""
-  groups = {}  # (kind, dtype, levels, coded, index if separate) -> indices
+  # (kind, dtype, levels, coded, index if separate) -> indices
+  groups: dict[tuple[Any, ...], list[int]] = {}
   for i, field in enumerate(fields):
     # Small arrays with the same key share one stream.
     alone = field.kind == RAW or field.count >= LARGE
@@ -151,6 +152,9 @@ def _streams(fields) -> tuple[PackedStream, ...]:
     key = *how, i if alone else None
     groups.setdefault(key, []).append(i)
   return tuple(
-    PackedStream(*key[:4], tuple(ids), sum(fields[i].count for i in ids))
-    for key, ids in groups.items()
+    PackedStream(
+      *(kind, dtype, levels, coded, tuple(ids)),
+      count=sum(fields[i].count for i in ids),
+    )
+    for (kind, dtype, levels, coded, _), ids in groups.items()
   )

@@ -70,10 +70,10 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   # The checksum runs over header and parts without joining them.
   crc = zlib.crc32(header)
   for part in parts:
-    crc = zlib.crc32(part, crc)
+    crc = zlib.crc32(part.data, crc)
   header += _CRC.pack(crc)
   if buffer is None:
-    return b"".join([header, *parts])
+    return b"".join([header, *(part.data for part in parts)])
   data = np.frombuffer(buffer, np.uint8)
   # Check the buffer before the first byte is written.
   length = HEADER_NBYTES + size
@@ -133,7 +133,7 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
   # Check the CRC before any count is believed.
   _check_header(layout, data)
   reader = streams.Reader(data[HEADER_NBYTES:])
-  arrays = [None] * len(layout.fields)
+  arrays: list[Any] = [None] * len(layout.fields)
   for stream in layout.streams:
     try:
       joined = streams.unpack(stream, reader)
@@ -168,7 +168,7 @@ def first_length(data: Any) -> int:
     raise BadCode(
       f"a packed code has {HEADER_NBYTES} bytes or more, not {available}"
     )
-  *_, size = _FORMAT.unpack_from(data)
+  *_, size = _FORMAT.unpack_from(data.data)
   # A count that was received may be anything.
   if size > available - HEADER_NBYTES:
     raise BadCode(
@@ -180,7 +180,7 @@ def first_length(data: Any) -> int:
 
 def _check_header(layout: CodeLayout, data: np.ndarray) -> None:
   """Raises BadCode unless the header, and the CRC of all bytes, are valid."""
-  magic, version, zero, checksum, size = _FORMAT.unpack_from(data)
+  magic, version, zero, checksum, size = _FORMAT.unpack_from(data.data)
   if magic != _MAGIC or zero:
     raise BadCode(
       f"no packed code: it starts with {bytes(data[:8])!r}, not {_MAGIC!r}"
@@ -200,7 +200,8 @@ def _check_header(layout: CodeLayout, data: np.ndarray) -> None:
       f"a packed code claims {size} bytes after its header, but there are"
       f" {data.size - HEADER_NBYTES}"
     )
-  (crc,) = _CRC.unpack_from(data, _FORMAT.size)
-  body = zlib.crc32(data[HEADER_NBYTES:], zlib.crc32(data[: _FORMAT.size]))
+  (crc,) = _CRC.unpack_from(data.data, _FORMAT.size)
+  body = zlib.crc32(data[: _FORMAT.size].data)
+  body = zlib.crc32(data[HEADER_NBYTES:].data, body)
   if crc != body:
     raise BadCode("a packed code is damaged: its CRC-32 differs")

@@ -22,7 +22,8 @@ from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
 _MOST_WORDS = 2**32  # most elements of a stream with positions in words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-_THIRDS = np.uint8([1, 3, 9, 27, 81])  # place values of 5 ternary digits
+# Place values of 5 ternary digits.
+_THIRDS = np.array([1, 3, 9, 27, 81], np.uint8)
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 

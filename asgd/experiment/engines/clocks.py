@@ -1,16 +1,23 @@
-"""The section `durations` of a config: drawn times, those of a file, or those
-of a model that is divided among machines."""
+"""The section `durations` of a config: drawn times, those of a file, those of a
+model that is divided among machines, or a user's own."""
 
 import csv
-from collections.abc import Mapping, Sequence
+import inspect
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from asgd import checks, models, names
+from asgd.allocation import Allocation
 from asgd.checks import shown
+from asgd.experiment import refusals
 from asgd.experiment.checks import MOST_NUMBER
+from asgd.experiment.schema import GIVEN, Run
 from asgd.orders import durations, phases
 from asgd.orders.network import Network
 from asgd.parallel import partitions
@@ -19,23 +26,84 @@ HEADER = ["worker", "seconds"]  # of a file of times
 
 
 def build(name: str, **options: Any) -> durations.Durations:
-  """Returns durations by name: `recorded`, `partitioned`, or as
-  `asgd.orders.durations.build` has it, and its errors."""
+  """Returns durations by name: `recorded`, `partitioned`, MODULE:FUNCTION, or
+  as `asgd.orders.durations.build` has it, and its errors.
+
+  A user's function has the options as arguments, and a `seed` if it takes one.
+  It returns times in a form of `read`.
+  """
   own = {maker.__name__: maker for maker in (recorded, partitioned)}
   if not isinstance(name, str):
     raise ValueError(
       f"name must be a text, such as 'homogeneous', not {shown(name)}"
     )
+  if names.is_import(name):
+    maker = names.imported("durations", name)
+    if "seed" not in inspect.signature(maker).parameters:
+      options.pop("seed", None)
+    with checks.user_code(f"{name} fails", passes=(ValueError,)):
+      return read(names.call("durations", name, maker, options))
   names.check("durations", name, (*durations.NAMES, *own))
   if name not in own:
     return durations.build(name, **options)
   return names.call("durations", name, own[name], {"seed": 0, **options})
 
 
-def check(section: Mapping[str, Any], workers: int) -> None:
-  """Raises ValueError for a section without times, or with a first time of a
+def read(given: Any) -> durations.Durations:
+  """Reads durations that a user gives: Durations, a function (worker) -> times,
+  or as `durations.of_each`. Raises ValueError for another form."""
+  if isinstance(given, durations.Durations):
+    return given
+  if callable(given):
+    return durations.of_stream(given)
+  if isinstance(given, Sequence | np.ndarray) and not isinstance(given, str):
+    return durations.of_each(given)
+  raise ValueError(
+    "durations must be the seconds of each worker, as [1, 1, 1, 3], a function"
+    f" (worker) -> seconds of its jobs, or Durations, not {shown(given)}"
+  )
+
+
+def of_run(run: Run, seed: int) -> durations.Durations:
+  """Returns the durations of a run with a seed."""
+  section = run.config["durations"]
+  if section["name"] != GIVEN:
+    return build(**{"seed": seed, **section})
+  return read(refusals.given_object(run, "durations"))
+
+
+def of_jobs(
+  run: Run, seed: int, steps: int, given: Allocation | None
+) -> durations.Durations:
+  """Returns the durations of jobs: the sum over a job's batches, each in
+  proportion to its examples.
+
+  Args:
+    run: the run.
+    seed: of the cell.
+    steps: batches of a job, unless an allocation is given.
+    given: the workers' shares; None: all are equal.
+  """
+  times = of_run(run, seed)
+  if steps == 1 and given is None:
+    return times
+
+  def stream(worker: int) -> Iterator[float]:
+    batches = times.stream(worker)
+    count = given.steps[worker] if given else steps
+    size = given.batch_sizes[worker] if given else 1
+    share = size / run.config["batch_size"] if given else 1.0
+    while True:
+      yield share * math.fsum(itertools.islice(batches, count))
+
+  return durations.Durations(stream)
+
+
+def check(run: Run) -> None:
+  """Raises ValueError for a run without durations, or with a first time of a
   worker (of `partitioned`, a whole step in sequence) that is too long."""
-  times = build(**section)
+  section, workers = run.config["durations"], max(run.config["workers"])
+  times = of_run(run, 0)
   if section["name"] == partitioned.__name__:
     return
   for worker in range(workers):

@@ -19,7 +19,6 @@ from asgd.experiment.engines import (
   live_hosts,
   live_news,
   parameter_server,
-  server_orders,
   traffic,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -61,7 +60,7 @@ def check(run: Run) -> None:
 def _check_kept(plan: ServerPlan) -> None:
   """Raises ValueError for kept tickets with a codec of updates: a worker that
   rebuilds parameters from updates needs each update."""
-  if plan.codec_down is not None and server_orders.keeps(plan.order):
+  if plan.codec_down is not None and plan.keeps:
     key = "cache" if plan.order.get("cache") else "fetch_every"
     raise ValueError(
       f"config.compress_down is not for live workers that keep tickets ({key}"

@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from asgd import base, compression, names, optimizers, problems, transforms
 from asgd.checks import shown
@@ -196,6 +198,38 @@ def _transform(run, rate) -> base.Algorithm:
   return transforms.precede(recipe.one_message(), recipe.at_worker)
 
 
+def _warn_of_delay(run: Run, problem: problems.Problem, rate: Any) -> None:
+  """Warns if the recipe's update reads a delay, which is none on a mesh."""
+  if not _reads_delay(_transform(run, rate), problem):
+    return
+  name = "the recipe" if run.given is not None else f"recipe {run.recipe!r}"
+  warnings.warn(
+    f"{name} of run {run.label!r} reads the delay of a gradient, and a mesh is"
+    " in step: it reads staleness 0 and the present parameters. Its rule shows"
+    " on engines simulate, threads and ray",
+    stacklevel=2,
+  )
+
+
+def _reads_delay(
+  algorithm: base.Algorithm, problem: problems.Problem
+) -> bool:
+  """Whether an update depends on the staleness or on the parameters that were
+  sent, by tracing it: an input that no equation uses is not read."""
+
+  def update(params: Any, staleness: jax.Array, sent: Any) -> Any:
+    delay = base.Delay(jnp.int32(0), staleness, sent)
+    state = algorithm.init(params)
+    return algorithm.update(params, state, params, **delay._asdict())
+
+  shapes = jax.eval_shape(problem.init, jax.random.key(0))
+  weights, number = base.weights_of(shapes), jax.ShapeDtypeStruct((), np.int32)
+  jaxpr = jax.make_jaxpr(update)(weights, number, weights).jaxpr
+  delay = jaxpr.invars[len(jax.tree.leaves(weights)) :]
+  used = (x for equation in jaxpr.eqns for x in equation.invars)
+  return any(x is y for x in used for y in delay)
+
+
 def _reducer(run, mesh, size) -> compression.Reducer | None:
   """Averages the gradients of devices; None: exactly."""
   section = run.config["compress"]
@@ -220,6 +254,8 @@ def plan(experiment: Any, run: Run, workers: int) -> MeshPlan:
   del workers
   mesh = _make_mesh(run, jax.devices())
   problem, step, peak, rate = step_of(experiment, run, mesh)
+  if not optimizers.searches(run.config["optimizer"]):
+    _warn_of_delay(run, problem, rate)
   # Traced, so that shapes that do not fit are found now.
   batch, key = problem.batches(0, 1)(0, 0), jax.random.key(0)
   with _naming_mesh(run, mesh):

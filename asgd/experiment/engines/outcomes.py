@@ -43,8 +43,7 @@ class OutcomePlan:
 
   def durations(self, seed: int) -> durations.Durations:
     """Returns the durations of jobs."""
-    section = self.run.config["durations"]
-    return clocks.build(**{"seed": seed, **section})
+    return clocks.of_run(self.run, seed)
 
 
 @functools.lru_cache(maxsize=32)

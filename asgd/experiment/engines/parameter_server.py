@@ -19,7 +19,6 @@ from asgd import (
   base,
   compression,
   diagnosis,
-  names,
   optimizers,
   orders,
   own_writes,
@@ -31,7 +30,6 @@ from asgd import (
 from asgd import allocation as allocation_lib
 from asgd import server as server_lib
 from asgd import worker as worker_lib
-from asgd.checks import shown
 from asgd.experiment import build_cache, checks, storage
 from asgd.experiment.engines import (
   Column,
@@ -121,16 +119,25 @@ class ServerPlan:
     worker, server = self.worker, self.server
     if server.codec is not None:
       worker = traffic.compressed_worker(worker, server.codec, split)
-    if server_orders.keeps(self.order):
+    if self.keeps:
       worker = own_writes.own_writes(worker, server, split)
     return worker
+
+  @functools.cached_property
+  def keeps(self) -> bool:
+    """Whether jobs may share a ticket."""
+    if server_orders.own_of(self.run) is None:
+      return server_orders.keeps(self.order)
+    trace = self.trace(self.run.config["seeds"][0])
+    return bool((trace.action == base.KEEP).any())
 
   @functools.cached_property
   def curvature_limit(self) -> float:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
     measured = self.network is None or not networks.coded(self)
-    if self.run.given is not None or not measured:
+    own = server_orders.own_of(self.run) is not None
+    if self.run.given is not None or own or not measured:
       return math.nan
     # The limit is measured with workers that send one gradient for each ticket;
     # for other workers it is not known.
@@ -156,6 +163,9 @@ class ServerPlan:
     """Returns the order of a cell, which follows from config and seed, for so
     many messages (None: all). On a network they have their dense sizes."""
     count = self.messages if messages is None else messages
+    own = self._own_trace(seed, count)
+    if own is not None:
+      return own
     if self.network is not None:
       order = self.over_network(seed, networks.dense(self))
       order.until(count)
@@ -165,6 +175,15 @@ class ServerPlan:
       workers=self.workers,
       messages=count,
       **self.order,
+    )
+
+  def _own_trace(self, seed: int, count: int) -> base.Trace | None:
+    """Returns the run's own order of `count` messages, None if it has none."""
+    return server_orders.own_trace(
+      *(self.run, self._durations(seed)),
+      workers=self.workers,
+      messages=count,
+      fetch_every=self.recipe.fetch_every,
     )
 
   @functools.cached_property
@@ -194,22 +213,8 @@ class ServerPlan:
     )
 
   def _durations(self, seed: int) -> durations.Durations:
-    """Returns the durations of jobs: the sum over a job's batches, each in
-    proportion to its examples."""
-    times = clocks.build(**{"seed": seed, **self.run.config["durations"]})
-    steps, given = self.recipe.steps, self.allocation
-    if steps == 1 and given is None:
-      return times
-
-    def stream(worker):
-      batches = times.stream(worker)
-      count = given.steps[worker] if given else steps
-      size = given.batch_sizes[worker] if given else 1
-      share = size / self.run.config["batch_size"] if given else 1.0
-      while True:
-        yield share * math.fsum(itertools.islice(batches, count))
-
-    return durations.Durations(stream)
+    """Returns the durations of jobs."""
+    return clocks.of_jobs(self.run, seed, self.recipe.steps, self.allocation)
 
   def of_seed(self, seed: int) -> "ServerPlan":
     """Returns the plan of a simulated cell. Shares by speed follow from the
@@ -246,17 +251,10 @@ class ServerPlan:
 
 def check(run: Run) -> None:
   """Checks the settings that are used before a plan is made."""
-  with checks.blame("order", ("name",)):
-    names.check("order", run.config["order"]["name"], orders.makers.NAMES)
-  backup = run.config["order"].get("backup", 0)
-  if type(backup) is not int or backup < 0:
-    raise ValueError(
-      "config.order.backup must be a whole number from 0, below the number of"
-      f" workers, not {shown(backup)}"
-    )
+  server_orders.check_settings(run)
   networks.check(run)
   with checks.blame("durations", tuple(run.config["durations"])):
-    clocks.check(run.config["durations"], max(run.config["workers"]))
+    clocks.check(run)
 
 
 _recipes = build_cache.BuildCache()
@@ -324,6 +322,7 @@ def plan(
   """Builds and checks the plan of a run with a number of workers. `make` is the
   class of the plan."""
   problem = experiment.problem_of(run)
+  run = server_orders.with_protocol(run, workers)
   peak = float(run.config["learning_rate"])
   first = run.given or build_recipe(run, workers, peak)
   batches, start = make.batches_of_update(first, workers), peak / workers
@@ -343,7 +342,9 @@ def plan(
   recipe = traffic.downward(run, recipe, codec_down, problem)
   order = server_orders.of_run(run, problem, recipe)
   count = learning_rates.passes(run, problem)
-  messages = max(round(count / recipe.steps) // workers, 1) * workers
+  messages = round(count / recipe.steps)
+  if run.given is None:  # a call has counted its messages already
+    messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)
   result = make(
     run=run,
@@ -366,7 +367,7 @@ def plan(
   with checks.blame("order", tuple(run.config["order"])):
     for seed in run.config["seeds"]:
       problem.batches(seed, workers)
-      result.of_seed(seed).trace(seed, messages=workers)
+      result.of_seed(seed).trace(seed, messages=min(workers, messages))
   result.check()
   if problem.sequential:
     _check_sequential(result)

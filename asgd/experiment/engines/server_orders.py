@@ -1,7 +1,8 @@
 """The order of a run with a server: its protocol, and whether it fits.
 
 The protocol is that of `config.order`, unless the recipe has its own.
-`asgd.orders` draws an order; a live run keeps the rules.
+`asgd.orders` draws an order; a live run keeps the rules. A user's own order
+(`asgd.orders.own`) is a function that the config names, or an object of a call.
 """
 
 import math
@@ -10,11 +11,12 @@ from typing import Any
 
 import jax
 
-from asgd import algorithms, problems
+from asgd import algorithms, base, names, problems
 from asgd.checks import shown
+from asgd.data import partitions
 from asgd.experiment import checks, refusals
-from asgd.experiment.schema import Run, Setting
-from asgd.orders import durations, protocol
+from asgd.experiment.schema import GIVEN, Run, Setting
+from asgd.orders import durations, makers, own, protocol
 
 
 @checks.named
@@ -75,6 +77,97 @@ def delays(run: Run, seed: int) -> durations.Durations | None:
   return durations.build(**{"seed": _OF_DELAYS + seed, **section})
 
 
+def check_settings(run: Run) -> None:
+  """Raises ValueError for an unknown order, before a plan is made."""
+  order = run.config["order"]
+  with checks.blame("order", ("name",)):
+    if own_of(run) is None:
+      names.check("order", order["name"], makers.NAMES)
+  backup = order.get("backup", 0)
+  if type(backup) is not int or backup < 0:
+    raise ValueError(
+      "config.order.backup must be a whole number from 0, below the number of"
+      f" workers, not {shown(backup)}"
+    )
+
+
+def own_of(run: Run) -> Any:
+  """Returns a user's own order of a run, a function or a Trace; None for an
+  order of `asgd.orders.makers`. Raises ValueError if it cannot be imported."""
+  name = run.config["order"]["name"]
+  if name == GIVEN:
+    return refusals.given_object(run, "order")
+  return names.imported("order", name) if names.is_import(name) else None
+
+
+def _called(run: Run) -> tuple[str, dict[str, Any]]:
+  """Returns the name of a run's own order, for errors, and its options."""
+  options = dict(run.config["order"])
+  name, given = options.pop("name"), run.objects.get("order")
+  return getattr(given, "__name__", name) if name == GIVEN else name, options
+
+
+def with_protocol(run: Run, workers: int) -> Run:
+  """Returns a run whose own order, if it is a protocol, is replaced by the
+  name and options of that protocol. So simulated and live runs keep it as they
+  keep any protocol."""
+  maker = own_of(run)
+  if not callable(maker) or not own.is_protocol(maker):
+    return run
+  name, options = _called(run)
+  rules = own.called(maker, name, options, workers=workers)
+  if not isinstance(rules, protocol.Rules):
+    return run
+  with checks.blame("order"):
+    named = makers.named(rules, workers)
+  return run._replace(config={**run.config, "order": named})
+
+
+def own_trace(
+  run: Run,
+  times: durations.Durations,
+  *,
+  workers: int,
+  messages: int,
+  fetch_every: int = 1,
+) -> base.Trace | None:
+  """Returns a run's own order; None for a run without one.
+
+  Args:
+    run: the run.
+    times: of jobs.
+    workers, messages: of the cell.
+    fetch_every: jobs on a ticket, of the recipe; an option of the function.
+
+  Raises:
+    ValueError: as `orders.own.read`.
+  """
+  given = own_of(run)
+  if given is None:
+    return None
+  if isinstance(given, base.Trace):
+    return own.read(given, workers=workers, messages=messages)
+  name, options = _called(run)
+  if fetch_every > 1:
+    options = {"fetch_every": fetch_every, **options}
+  counts = {"workers": workers, "messages": messages}
+  return own.make(given, name, times, **counts, **options)
+
+
+def _check_own_order(plan: Any) -> None:
+  """Raises ValueError for an own order that is of no use to a plan."""
+  run = plan.run
+  if own_of(run) is None:
+    return
+  key = "network" if plan.network is not None else "server.shards"
+  if key == "network" or ("live" not in run.config and out_of_step(run)):
+    why = "cannot delay" if key == "network" else "would each need their own"
+    raise ValueError(
+      f"config.order.name {run.config['order']['name']!r} is one order with its"
+      f" own times, which config.{key} {why}: leave one of the two out"
+    )
+
+
 def of_run(
   run: Run, problem: problems.Problem, recipe: algorithms.Recipe
 ) -> dict[str, Any]:
@@ -104,8 +197,10 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
   A recipe prescribes an order if it names one, or if its workers do several
   jobs on a ticket.
   """
+  if own_of(run) is not None:
+    return run.config["order"]
   if recipe.order != "asynchronous":
-    _check_own(run, recipe.order)
+    _check_prescribed(run, recipe.order)
     return {"name": recipe.order}
   order, made = run.config["order"], recipe.made
   given = made is not None and made.options.get("fetch_every") is not None
@@ -120,16 +215,16 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
   return {**order, "fetch_every": recipe.fetch_every}
 
 
-def _check_own(run, own):
+def _check_prescribed(run, prescribed):
   """Raises ValueError if a config asks for another order than the recipe's."""
   order = run.config["order"]
   given = {key: value for key, value in order.items() if key != "name"}
-  if not given and order["name"] in ("asynchronous", own):
+  if not given and order["name"] in ("asynchronous", prescribed):
     return
   key, value = next(iter(given.items()), ("name", order["name"]))
   raise ValueError(
     f"config.order.{key} {shown(value)} is not for {refusals.recipe_of(run)},"
-    f" which prescribes the order {own}: leave it"
+    f" which prescribes the order {prescribed}: leave it"
     f" out{refusals.others(run)}"
   )
 
@@ -157,7 +252,8 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   raise ValueError(
     f"config.order.name {name!r} is kept by simulations only: a live worker"
     " takes the time it takes; use asynchronous, stale_synchronous,"
-    " bulk_synchronous, backup_tasks or backup_workers"
+    " bulk_synchronous, backup_tasks or backup_workers, or a function of"
+    " workers that returns asgd.orders.protocol.Rules"
   )
 
 
@@ -165,7 +261,8 @@ def check_length(plan: Any, count: int) -> None:
   """Raises ValueError if a round of messages has more than `count` batches."""
   run, recipe, workers = plan.run, plan.recipe, plan.workers
   steps = recipe.steps * recipe.push_every
-  if steps > 1 and steps * workers > count:
+  # A call gives messages, not batches, and they need not be of all workers.
+  if run.given is None and steps > 1 and steps * workers > count:
     raise ValueError(
       f"config.epochs {run.config['epochs']:g} is {count} batches, and one"
       f" message from each of {workers} workers takes {steps * workers}, as"
@@ -179,6 +276,7 @@ def check(plan: Any) -> None:
   not go with."""
   run, recipe, order = plan.run, plan.recipe, plan.order
   config, workers, label = run.config, plan.workers, run.label
+  _check_own_order(plan)
   # Jobs that push nothing fit neither rounds nor a codec's residual.
   key = "compress" if plan.server.codec is not None else "order.name"
   if recipe.push_every > 1 and (key == "compress" or recipe.every > 1):
@@ -188,8 +286,8 @@ def check(plan: Any) -> None:
       f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
       f" {key} out"
     )
-  sharded = config["data"]["partition"] == "sharded"
-  if order["name"] == "backup_tasks" and sharded:
+  divided = partitions.divides(config["data"]["partition"])
+  if order["name"] == "backup_tasks" and divided:
     raise ValueError(
       "config.order.name 'backup_tasks' hands a worker's job to another, which"
       " has other data: use config.data.partition='shared'"
@@ -204,7 +302,7 @@ def check(plan: Any) -> None:
       f" {workers} workers has {jobs} in all, so that none would ever fetch"
       " again; make it smaller, or config.epochs larger"
     )
-  if keeps(order):  # the worker reads its own writes, which some do not allow
+  if plan.keeps:  # the worker reads its own writes, which some do not allow
     key = "cache" if order.get("cache") else "fetch_every"
     params = jax.eval_shape(plan.problem.init, jax.random.key(0))
     try:

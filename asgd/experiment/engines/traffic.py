@@ -11,7 +11,7 @@ import jax
 from asgd import algorithms, base, compression, problems, wire
 from asgd.checks import shown
 from asgd.compression import own
-from asgd.experiment import checks
+from asgd.experiment import checks, refusals
 from asgd.experiment.engines import Column
 from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders.trace import Event
@@ -88,12 +88,8 @@ def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
   if section["name"] != GIVEN:
     with checks.blame(key, tuple(section)):
       return _fitted(_named(json.dumps(section, sort_keys=True)), *size)
-  if key not in run.codecs:
-    raise ValueError(
-      f"config.{key} {GIVEN!r} stands for a codec object that a call was given,"
-      f" such as asgd.simulate(..., {key}=codec): pass the codec, or set a name"
-    )
-  return _fitted(_checked(run.codecs[key], f"given as {key}"), *size)
+  codec = refusals.given_object(run, key)
+  return _fitted(_checked(codec, f"given as {key}"), *size)
 
 
 def codecs_of(

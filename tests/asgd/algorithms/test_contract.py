@@ -99,6 +99,7 @@ READS = {
   "downpour": (),
   "model_averaging": (),
   "easgd": (),
+  "slowmo": (),
   "diloco": (),
   "fedasync": ("sent_params", "staleness"),
 }
@@ -168,6 +169,7 @@ COUNTERPARTS = {
   "dana_dc": (sgd(MOMENTUM), nesterov_look_ahead),
   "downpour": (adagrad(), no_look_ahead),
   "model_averaging": (sgd(MOMENTUM), no_look_ahead),
+  "slowmo": (sgd(MOMENTUM), no_look_ahead),
   "diloco": (optax.adamw(RATE, weight_decay=DECAY), no_look_ahead),
   "fedasync": (sgd(0.0), no_look_ahead),
 }
@@ -177,6 +179,7 @@ PLAIN = {
   "diloco": {"steps": 3, "outer_rate": 1.0, "outer_momentum": 0.0},
   "fedasync": {"mixing": 1.0, "steps": 3},
   "model_averaging": {"steps": 3},
+  "slowmo": {"steps": 3, "slow_momentum": 0.0, "optimizer_state": "kept"},
 }
 
 
@@ -207,6 +210,7 @@ CHANGED = {
   "decay": 0.5,
   "scope": "worker",
   "splits": 2,
+  "divisor": "mean",
   "average": "updates",
   "look_ahead": False,
   "fetch_every": 2,
@@ -215,7 +219,9 @@ CHANGED = {
   "optimizer": "adam",
   "outer_optimizer": "adam",
   "steps": 3,
-  "keep_state": False,
+  "optimizer_state": "reset",
+  "slow_rate": 0.5,
+  "slow_momentum": 0.25,
   "moving_rate": 0.5,
   "outer_rate": 0.5,
   "outer_momentum": 0.5,
@@ -230,6 +236,7 @@ BESIDE = {
   "gap_aware": {"momentum": 0.0},
   "downpour": {"push_every": 2, "fetch_every": 4},
   "model_averaging": {"momentum": 0.9, "steps": 2},
+  "slowmo": {"optimizer_state": "kept", "steps": 2},
   "easgd": {"momentum": 0.9, "steps": 2},
   "diloco": {"steps": 2},
   "fedasync": {"discount": "hinge", "grace": 1, "steps": 2, "proximal": 0.1},

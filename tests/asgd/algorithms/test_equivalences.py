@@ -182,6 +182,24 @@ def test_soft_synchronization_with_one_split_is_rudra_with_no_barrier():
   np.testing.assert_allclose(simulation.server.params, [params], rtol=1e-14)
 
 
+@pytest.mark.parametrize(
+  ("divisor", "path"),
+  [("own", [0.5, 0.25, 0.0]), ("mean", [0.75, 0.5625, 0.3125]),
+   ("none", [0.5, 0.25, -0.25])],
+)
+def test_divisors_of_softsync_by_hand(divisor, path):
+  # A gradient is the parameter sent: 1, then the first update's, then 1, which
+  # is two updates old. Of two workers and c = 1 the mean staleness is n = 2.
+  server = build("staleness_aware", 0.5, 2, divisor=divisor).server()
+  state, found = server.init(jnp.float64(1.0)), []
+  late = server.send(state, jnp.int32(1))
+  for worker in (0, 0, 1):
+    ticket = late if worker else server.send(state, jnp.int32(0))
+    state, _ = server.receive(state, ticket, ticket.params)
+    found.append(float(state.params))
+  np.testing.assert_allclose(found, path, rtol=1e-14)
+
+
 def test_fixed_delay_is_the_textbook_recursion():
   delay, messages = 3, 20
   problem = problems.quadratic(np.array([2.0]))

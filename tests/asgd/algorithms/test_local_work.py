@@ -19,10 +19,11 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 KEY = jax.random.key(0)
 SEND, RECEIVE, KEEP = base.SEND, base.RECEIVE, base.KEEP
-NAMES = ("downpour", "model_averaging", "easgd", "diloco", "fedasync")
+NAMES = ("downpour", "model_averaging", "slowmo", "easgd", "diloco", "fedasync")
 SHORT = {  # jobs of three steps, and every part of the recipe in use
   "downpour": dict(push_every=3, fetch_every=6),
   "model_averaging": dict(steps=3, momentum=0.9),
+  "slowmo": dict(steps=3),
   "easgd": dict(steps=3, momentum=0.9),
   "diloco": dict(steps=3),
   "fedasync": dict(steps=3, proximal=0.1),
@@ -48,6 +49,9 @@ def run(recipe, trace, batches, params, workers=1, loss=quadratic):
   """Replays a whole trace; `batches` are of the steps by their numbers, or a
   number that all steps pull to."""
   host = simulator.make_host(recipe.server(), recipe.make_worker(loss))
+
+  if recipe.carried:
+    params = base.carry(params, recipe.carried(params))
 
   def batch(worker, job):
     return np.full(1, batches) if np.ndim(batches) == 0 else batches[job]
@@ -243,15 +247,15 @@ def test_a_worker_goes_on_from_where_it_stopped_on_a_ticket_it_keeps():
   close(message, np.array([3.0]))  # fetched again
 
 
-@pytest.mark.parametrize("keep_state", [True, False])
-def test_the_local_momentum_is_kept_or_starts_anew(keep_state):
-  worker = local(optax.sgd(0.5, 0.5), 1, keep_state=keep_state)
+@pytest.mark.parametrize("optimizer_state", ["kept", "reset"])
+def test_the_local_momentum_is_kept_or_starts_anew(optimizer_state):
+  worker = local(optax.sgd(0.5, 0.5), 1, optimizer_state=optimizer_state)
   params, zeros = jnp.array([4.0]), jnp.zeros(1)
   state, message, _ = work(worker, params, zeros)
   close(message, np.array([2.0]))
   _, message, _ = work(worker, params, zeros, state)
   # v = 4, then 0.5 * 4 + 4 if it is kept.
-  close(message, np.array([3.0 if keep_state else 2.0]))
+  close(message, np.array([3.0 if optimizer_state == "kept" else 2.0]))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -299,12 +303,15 @@ def test_a_schedule_counts_the_updates_of_the_server():
 # The recipes.
 
 
-@pytest.mark.parametrize("keep_state", [True, False])
-def test_model_averaging_is_local_sgd_by_hand(keep_state):
+@pytest.mark.parametrize("optimizer_state", worker_lib.STATES)
+def test_model_averaging_is_local_sgd_by_hand(optimizer_state):
   rate, momentum, decay, workers, steps, rounds = 0.1, 0.9, 0.01, 3, 4, 5
   options = dict(momentum=momentum, weight_decay=decay, steps=steps)
   recipe = algorithms.build(
-    "model_averaging", rate, workers, keep_state=keep_state, **options
+    "model_averaging",
+    *(rate, workers),
+    optimizer_state=optimizer_state,
+    **options,
   )
   counts = dict(workers=workers, messages=rounds * workers)
   trace = orders.build(recipe.order, durations.homogeneous(), **counts)
@@ -321,7 +328,7 @@ def test_model_averaging_is_local_sgd_by_hand(keep_state):
     ends = []
     for i, job in of_round:
       own = w.copy()
-      v = velocities[i] if keep_state else np.zeros(4)
+      v = np.zeros(4) if optimizer_state == "reset" else velocities[i]
       for batch in batches[job * steps : (job + 1) * steps]:
         x = np.append(batch[:, :3], np.ones((len(batch), 1)), axis=1)
         g = x.T @ (x @ own - batch[:, 3]) / len(batch) + decay * own
@@ -330,10 +337,53 @@ def test_model_averaging_is_local_sgd_by_hand(keep_state):
       velocities[i] = v
       ends.append(own)
     w = np.mean(ends, axis=0)
-  got = simulation.server.params
+    if optimizer_state == "averaged":
+      velocities[:] = velocities.mean(axis=0)
+  got = base.weights_of(simulation.server.params)
   close(np.array([*got["w"], got["b"]]), w, rtol=1e-12)
   assert int(simulation.server.version) == rounds
   assert not records.staleness.any()
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam"])
+def test_averaged_states_of_one_step_are_synchronous_sgd(optimizer):
+  """Momentum is linear in the gradient; of Adam, the count is an integer."""
+  batches = features(3, 4 * 6)
+  counts = dict(workers=4, messages=24)
+  trace = orders.bulk_synchronous(durations.homogeneous(), **counts)
+  own = dict(optimizer=optimizer) if optimizer else dict(momentum=0.9)
+  averaging = algorithms.build(
+    "model_averaging", 0.1, 4, steps=1, optimizer_state="averaged", **own
+  )
+  simulation, _ = run(averaging, trace, batches, LINE, 4, least_squares)
+  found = simulation.server.params
+  if optimizer:
+    assert int(optax.tree.get(found.stats.state, "count")) == 6
+    return
+  plain = algorithms.build("ssgd", 0.1, 4, **own)
+  other, _ = run(plain, trace, batches, LINE, 4, least_squares)
+  close(base.without_state(found), other.server.params)
+
+
+def test_parameters_without_a_state_are_refused():
+  worker = local(optax.sgd(0.5, 0.5), 1, optimizer_state="averaged")
+  with pytest.raises(ValueError, match="the parameters carry none"):
+    work(worker, jnp.ones(1), jnp.zeros(1))
+
+
+def test_averaged_states_and_slow_momentum_by_hand():
+  """Two workers, then one event of the next round; rate 0.5, momentum 0.5."""
+  options = dict(momentum=0.5, steps=1, optimizer_state="averaged")
+  recipe = algorithms.build("slowmo", 0.5, 2, **options)
+  rows = ((0, 0, SEND), (1, 1, SEND), (0, 0, RECEIVE), (1, 1, RECEIVE))
+  rows += ((0, 2, SEND), (1, 3, SEND), (0, 2, RECEIVE), (1, 3, RECEIVE))
+  targets = np.array([0.0, 4.0, 0.0, 0.0])[:, None]
+  simulation, _ = run(recipe, trace_of(*rows), targets, np.array([8.0]), 2)
+  # v = 8 and 4, so 4 and 6: u = (8 - 5) / 0.5 = 6, x = 8 - 0.5 6 = 5, v = 6.
+  # Then v = 0.5 6 + 5 = 8 of both, to 1: u = 0.5 6 + 4 / 0.5 = 11, x = -0.5.
+  found = simulation.server.params
+  np.testing.assert_array_equal(found.weights, [-0.5])
+  assert float(optax.tree.get(found.stats.state, "trace")[0]) == 8.0
 
 
 def test_model_averaging_of_one_step_is_synchronous_sgd():

@@ -72,7 +72,8 @@ class Fake:
 
 
 def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
-  monkeypatch.setattr(cell_progress, "_INTERVAL", 0.0)
+  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+    monkeypatch.setattr(cell_progress, name, 0.0)
   rows = drawn(0, count=3010)
   engine = Fake(rows)
   file = cell_progress.ProgressFile(tmp_path, {"workers": 2}, engine)
@@ -112,6 +113,7 @@ def test_a_cell_that_resumes_counts_what_its_records_have(tmp_path):
   whole = cell_progress._Totals()
   whole.add(rows)
   assert content.items() >= json.loads(json.dumps(whole.content())).items()
+  assert not lines  # another attempt at the cell does not repeat them
   texts = [text for _, text in content["events"]]
   assert texts == ["resumed at message 50", "worker 1 exited"]
   messages = [point[1] for point in content["points"]]
@@ -149,7 +151,7 @@ def test_a_line_that_is_cut_is_no_stretch_of_work(tmp_path):
   assert work == [(0, "job", 0.0, 1.0)]
   with (place / "trace-0.csv").open("a") as file:
     file.write("1.0,0,1,1,se")
-  (place / "spans-1.csv").write_text("compute,0.5,2.0,0,0,1234\npush,2.0")
+  (place / "spans-1.csv").write_text("compute,0.5,2.0,0,0,1234\npu\npush,2.0")
   assert cell_progress.read_work(place) == [(1, "compute", 0.5, 2.0), *work]
   assert cell_progress.last_lines(place / "missing") == []
   text = "\n".join(map(str, range(9000)))

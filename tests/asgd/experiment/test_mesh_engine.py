@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import warnings
 
 import flax.serialization
 import jax
@@ -276,7 +277,12 @@ def test_one_worker_in_simulation_is_a_mesh_of_one_device(recipe, monkeypatch):
   }
   load = double_precision(cells.problem.load)
   monkeypatch.setattr(cells.problem, "load", load)
-  exp = build(config=config)
+  with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    exp = build(config=config)
+  # Rules of delays alone, and once.
+  assert len(told) == (recipe in ("dc_asgd_a", "gap_aware"))
+  assert all("reads staleness 0" in str(each.message) for each in told)
   simulated, on_mesh = (engine_of(exp, cell) for cell in exp.cells)
   assert simulated.done == on_mesh.done == 6
   params = on_mesh.snapshot().params

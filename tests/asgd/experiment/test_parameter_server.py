@@ -1,10 +1,11 @@
 """What simulated and live runs share: schedules, jobs, rounds and orders."""
 
 import jax
+import kit
 import numpy as np
 import pytest
 
-from asgd import base, experiment, orders, simulator
+from asgd import base, experiment, orders, sharding, simulator
 from asgd.experiment.engines import parameter_server
 
 ENGINES = experiment.ENGINES
@@ -79,6 +80,11 @@ def test_a_budget_in_examples_replaces_epochs():
 LOCAL = {
   "downpour": {"recipe": "downpour", "push_every": 2, "fetch_every": 4},
   "averaging": {"recipe": "model_averaging", "steps": 2, "momentum": 0.9},
+  "averaged": {
+    "recipe": "slowmo",
+    "steps": 2,
+    "optimizer_state": "averaged",
+  },
   "easgd": {"recipe": "easgd", "steps": 2},
   "diloco": {"recipe": "diloco", "steps": 2},
   "fedasync": {"recipe": "fedasync", "steps": 2},
@@ -122,6 +128,32 @@ def test_recipes_that_work_locally_run(label):
   for column in records:
     assert np.isfinite(column).all()
   assert (records.message_norm > 0).all()
+
+
+def test_a_carried_state_is_the_same_on_each_engine_and_evaluated_without():
+  exp = local(only=("averaged",))
+  (cell,) = exp.cells
+  plan, found = exp.plan(cell), []
+  trace = plan.trace(0, messages=12)
+  data = {"batch": plan.job_batches(0), "root": jax.random.key(0)}
+  params = plan.problem.init(jax.random.key(0))
+  for make in (simulator.make_host, simulator.make_chunk):
+    simulation, _ = simulator.run_whole(
+      make(plan.server, plan.worker), params, 3, trace, **data
+    )
+    found.append(jax.device_get(simulation.server.params))
+  kit.same(*found)
+  split = sharding.make_plan(params, 2)
+  sharded = simulator.run_sharded(
+    plan.server, plan.worker, params, [trace, trace], plan=split, workers=3,
+    **data,
+  )
+  parts = [jax.device_get(state.params) for state in sharded.states]
+  kit.close(sharding.join(split, parts), found[0], rtol=1e-5, atol=1e-6)
+  moved = [np.abs(x).max() for x in jax.tree.leaves(found[0].stats.state)]
+  assert min(moved) > 0
+  bare = exp.problem_of(exp.runs["averaged"]).evaluate(found[0])
+  assert np.isfinite(bare.loss)
 
 
 def test_a_job_is_consecutive_batches_and_takes_their_time():

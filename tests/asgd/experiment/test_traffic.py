@@ -26,7 +26,7 @@ MISTAKES = (
   ({"compress": {"tau": 1.0}}, "config.compress must be the name of a codec"),
   ({"compress": "threshold"}, r"config.compress.*tau"),
   ({"compress": {**THRESHOLD, "tau": 0}}, r"config.compress.tau.*not 0"),
-  ({"compress": "given"}, "stands for a codec object that a call was given"),
+  ({"compress": "given"}, "stands for an object that a call was given"),
   ({"compress": THRESHOLD, "engine": "pipeline"},
    "config.compress: engine 'pipeline' of config.runs.run sends nothing"),
   ({"compress_down": "onebit", "engine": "mesh"},
@@ -200,7 +200,7 @@ def test_a_codec_that_was_given_is_given_to_the_replay(tmp_path):
     folder=tmp_path,
   )
   assert asgd.replay(tmp_path, *given, compress=codec).same
-  message = "compress 'given' stands for a codec object"
+  message = "compress 'given' stands for an object that a call"
   with pytest.raises(ValueError, match=message):
     asgd.replay(tmp_path, *given)
 

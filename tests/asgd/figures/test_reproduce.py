@@ -5,8 +5,8 @@ import shutil
 
 import kit
 import pytest
+from pipeline_experiments import ENGINES
 
-from asgd import experiment
 from asgd.experiment import folder
 from asgd.experiment.cells import Cell
 from asgd.experiment.progress import Silent
@@ -27,7 +27,7 @@ KEPT = gallery.read(DOCS)
 
 def reproduced(task, workdir):
   return reproduce.reproduce(
-    *(task, experiment.ENGINES),
+    *(task, ENGINES),
     workdir=str(workdir),
     bar=lambda messages: Silent(),
     count=1,
@@ -36,7 +36,7 @@ def reproduced(task, workdir):
 
 def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
   path = FIGURES / "delayed_edge.py"
-  task = reproduce.load(path, experiment.ENGINES, quick=True)
+  task = reproduce.load(path, ENGINES, quick=True)
   place = reproduced(task, tmp_path / "out")
   said = capsys.readouterr().out
   data = json.loads((place / "delayed_edge.json").read_text())
@@ -63,10 +63,10 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
   assert again["claims"] == data["claims"]
   known = folder.finished_result(results[0].parent)
   others = {"seconds", *columns.OF_PEERS, *columns.OF_TABLES}
-  others |= set(columns.OF_NETWORKS)
+  others |= {*columns.OF_NETWORKS, *columns.OF_PIPELINES}
   assert set(columns.RESULTS) - others <= set(known)
   # The whole figure is another experiment.
-  whole = reproduce.load(path, experiment.ENGINES)
+  whole = reproduce.load(path, ENGINES)
   with pytest.raises(ValueError, match="holds another experiment"):
     reproduced(whole, place)
 
@@ -74,7 +74,7 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("quick", [False, True])
 def test_a_figure_is_judged_on_seeds_0_to_4(name, quick):
-  task = reproduce.load(FIGURES / f"{name}.py", experiment.ENGINES, quick=quick)
+  task = reproduce.load(FIGURES / f"{name}.py", ENGINES, quick=quick)
   assert task.resolved.config["seeds"] == [0, 1, 2, 3, 4]
   assert task.figure.tuned
   assert task.figure.panels
@@ -103,7 +103,7 @@ def test_each_kept_figure_has_a_picture_and_a_file():
 @pytest.mark.parametrize("name", sorted(KEPT))
 def test_kept_verdicts_follow_from_their_numbers(name):
   """And are of the claims that the figure's file makes."""
-  task = reproduce.load(FIGURES / f"{name}.py", experiment.ENGINES)
+  task = reproduce.load(FIGURES / f"{name}.py", ENGINES)
   own = {claim.name: claim for claim in task.figure.claims}
   assert [claim["name"] for claim in KEPT[name]["claims"]] == list(own)
   for claim in KEPT[name]["claims"]:
@@ -135,7 +135,7 @@ def test_a_file_that_is_no_figure_is_named(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(text)
     with pytest.raises(ValueError, match=message) as error:
-      reproduce.load(path, experiment.ENGINES)
+      reproduce.load(path, ENGINES)
     assert str(error.value).startswith(str(path))
 
 
@@ -153,7 +153,7 @@ def test_a_name_whose_files_collide_is_refused(tmp_path, name, message):
   path = tmp_path / f"{name}.py"
   path.write_text("raise RuntimeError")  # it is not run
   with pytest.raises(ValueError, match=message):
-    reproduce.load(path, experiment.ENGINES)
+    reproduce.load(path, ENGINES)
 
 
 def test_a_verdict_that_is_none_is_named(tmp_path):
@@ -222,12 +222,12 @@ def test_a_page_without_verdicts_is_left(tmp_path):
 
 
 def test_where_verdicts_cannot_be_kept_is_said_before_training(tmp_path):
-  task = reproduce.load(FIGURES / "dana.py", experiment.ENGINES)
+  task = reproduce.load(FIGURES / "dana.py", ENGINES)
 
   def kept(docs):
     place = tmp_path / "out"
     reproduce.reproduce(
-      task, experiment.ENGINES, docs=docs, workdir=str(place), bar=None
+      task, ENGINES, docs=docs, workdir=str(place), bar=None
     )
 
   with pytest.raises(ValueError, match="docs does not exist"):
@@ -260,7 +260,7 @@ def test_quick_verdicts_are_not_kept_instead_of_full_ones(docs, tmp_path):
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_other_size_is_not_written_over(tmp_path, quick):
   path = FIGURES / "delayed_edge.py"
-  task = reproduce.load(path, experiment.ENGINES, quick=quick)
+  task = reproduce.load(path, ENGINES, quick=quick)
   before = '{"size": "%s"}' % ("full" if quick else "quick")
   (tmp_path / "delayed_edge.json").write_text(before)
   with pytest.raises(ValueError, match="choose another folder with --workdir"):

@@ -6,14 +6,14 @@ import runpy
 import kit
 import pytest
 import tiny
+from pipeline_experiments import ENGINES
 
-from asgd import diagnosis, experiment
+from asgd import diagnosis
 from asgd.experiment import report, schema
 from asgd.experiment.progress import Silent
 from asgd.figures import reproduce
 
 FIGURES = reproduce.files(kit.ROOT / "configs" / "figures")
-ENGINES = experiment.ENGINES
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 

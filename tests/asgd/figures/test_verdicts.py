@@ -298,6 +298,49 @@ def test_numbers_of_numpy_are_numbers_and_texts_one_line():
   assert read.says == "a b"
 
 
+RECORDS = {
+  "worker": [0, 1, 0, 1, 1, 0],
+  "time": [1.0, 1.0, 2.0, 3.0, 3.5, 5.0],
+  "staleness": [0, 1, 1, 1, 0, 3],
+  # Messages of 1 example, updates of 2 at the rate 0.5.
+  "message_norm": [2.0, 4.0, 4.0, 2.0, 2.0, 4.0],
+  "update_norm": [0.0, 1.0, 0.0, 1.0, 0.0, 1.0],
+}
+
+
+@pytest.mark.parametrize(
+  ("made", "expected"),
+  [
+    (dict(kind="share", column="staleness", above=0.5), 4 / 6),
+    (dict(kind="share", column="staleness", above=0.5, since=0.5), 2 / 3),
+    # Durations 1 and 3 of worker 0, 2 and 0.5 of worker 1.
+    (dict(kind="share", column="duration", below=0.75), 0.25),
+    (dict(kind="deviation", column="staleness"), 1.0),
+    # g_b^2 = 10 and g_B^2 = 4: |G|^2 = (2 4 - 10) / 1 is no square.
+    (dict(kind="noise_scale"), INF),
+  ],
+)
+def test_columns_of_the_records(made, expected, tmp_path):
+  np.savez(tmp_path / "records.npz", **RECORDS)
+  result = {"messages": 6, "updates": 3, "examples": 6, "learning_rate": 0.5}
+  cell = columns.CellResult(result | {"diverged": False}, tmp_path)
+  own = columns.CellTable({("a", 4, 0): cell}, {"x": made})
+  assert own.values("x", "a", 4)[0] == pytest.approx(expected)
+  shares = own.profiles("staleness.csv", "a", 4)[0]
+  assert shares == pytest.approx({0: 2 / 6, 1: 3 / 6, 3: 1 / 6})
+
+
+def test_the_noise_scale_of_known_gradients(tmp_path):
+  """|G|^2 = 1 and tr(S) = 8: 1 + 8 / b of messages, 1 + 8 / 2 b of updates."""
+  norms = {"message_norm": [3.0, 3.0], "update_norm": [0.0, 0.5 * 5**0.5]}
+  np.savez(tmp_path / "records.npz", **norms)
+  result = {"messages": 2, "updates": 1, "examples": 2, "learning_rate": 0.5}
+  cell = columns.CellResult(result | {"diverged": False}, tmp_path)
+  made = {"x": dict(kind="noise_scale")}
+  own = columns.CellTable({("a", 4, 0): cell}, made)
+  assert own.values("x", "a", 4)[0] == pytest.approx(8.0)
+
+
 CHANGE = {"kind": "change", "column": "train_loss"}
 UNTIL = {"kind": "until", "column": "test_accuracy"}
 FIRST = {"kind": "first", "column": "test_accuracy"}
@@ -309,6 +352,8 @@ COLUMNS = (
   ({"kind": "until", "column": "test_loss"}, "needs either 'below' or 'above'"),
   (UNTIL | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
   ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
+  ({"kind": "at", "column": "test_loss"}, "needs either 'time' or 'epoch'"),
+  ({"kind": "at", "column": "test_loss", "time": "x"}, "time must be a number"),
   ({"kind": "first", "column": "test_accuracy"},
    "needs either 'below' or 'above'"),
   ({"kind": "quotient", "of": "nope", "by": "messages"},
@@ -322,6 +367,9 @@ COLUMNS = (
   ),
   (FIRST | {"below": "x"}, "below must be a number"),
   (FIRST | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
+  (FIRST | {"column": "nope", "below": 1}, "unknown column of column 'x'"),
+  ({"kind": "share", "column": "staleness"}, "needs either 'below' or"),
+  ({"kind": "deviation", "column": "time"}, "unknown column"),
   (5, "unknown kind of column 'x': 5"),
 )
 

@@ -169,7 +169,7 @@ def test_two_colours():
     ("random_regular", 2, "needs at least 3 peers, not 2: use ring"),
     ({"name": "ring", "workers": 3}, 8, "always is of all 8 workers"),
     ({"name": "ring", "worker": 3}, 8, "no argument 'worker'; known: weights"),
-    (5, 4, "must be a name, a dict of a name and options, or a Topology"),
+    (5, 4, "a dict of a name and options, a matrix of weights or a Top"),
     (topologies.ring(3), 4, "has 3 peers, but there are 4 workers"),
   ],
 )

@@ -2,6 +2,8 @@
 and collectives are as planned. Needs libtpu (`asgd[tpu]`), and no TPU."""
 
 import functools
+import os
+import types
 
 import pytest
 
@@ -128,6 +130,23 @@ def test_local_steps_of_peers_send_nothing_between_slices():
 def test_other_topologies_are_refused(text, words):
   with pytest.raises(ValueError, match=words):
     targets.find(text)
+
+
+def test_gpus_need_no_cuda_driver(monkeypatch):
+  name = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+  monkeypatch.setenv(name, "")  # restored after the test
+  monkeypatch.delenv(name)
+
+  def describe(kind, platform, *, target_config, topology):
+    assert os.environ[name] == "1"
+    assert (kind, platform, topology) == ("h100", "cuda", "1x2x4")
+    assert "core_count: 132" in target_config
+    return types.SimpleNamespace(devices=range(8))
+
+  monkeypatch.setattr(targets.topologies, "get_topology_desc", describe)
+  target = targets.find("h100:4*2")
+  assert len(target.devices) == 8
+  assert target.memory == targets.GPUS["h100"].memory
 
 
 def test_a_mesh_has_all_devices_of_a_topology():

@@ -15,7 +15,7 @@ from asgd.sandblaster import (
   SandblasterSimulation,
   Saved,
   Settings,
-  sandblaster,
+  sandblaster_lbfgs,
   template,
 )
 from asgd.sandblaster.portions import PortionJobs
@@ -207,4 +207,4 @@ def test_a_simulation_goes_on_from_what_was_saved(until):
 )
 def test_options_out_of_range(options, why):
   with pytest.raises(ValueError, match=why):
-    sandblaster(0.1, 2, **options)
+    sandblaster_lbfgs(0.1, 2, **options)

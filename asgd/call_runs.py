@@ -1,0 +1,240 @@
+"""Trains the objects of a call: an experiment with one run and one cell.
+
+`asgd.facade` and `pipeline.facade` read the arguments of calls; `train` counts
+the messages, trains the cell as `asgd.experiment` trains those of a config, and
+collects its results.
+"""
+
+import contextlib
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from asgd import base, calls, checks
+from asgd.call_options import RunOptions
+from asgd.experiment import (
+  cell_files,
+  cells,
+  folder,
+  loop,
+  progress,
+  report,
+  schema,
+  storage,
+)
+from asgd.experiment import replay as replay_lib
+from asgd.experiment.engines import EngineKind
+from asgd.experiment.machine import Machine
+from asgd.problems import own
+
+# Columns of an evaluation's row that a caller gets.
+_OF_A_ROW = (
+  *("message", "update", "time", "seconds", "megabytes", "train_loss"),
+  *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
+)
+
+
+class Result(NamedTuple):
+  """The results of a training."""
+
+  params: Any  # the final parameters, in the caller's form
+  records: Any  # a row for each message: loss, staleness, gap, ...
+  # The order of sends and receives; None for tables and meshes.
+  trace: base.Trace | None
+  evaluations: list[dict[str, Any]]  # results of `evaluate`, and their times
+  folder: Path | None  # of the results; None if they are not kept
+
+
+def _config(
+  given: own.Objects,
+  name: str,
+  messages: int,
+  every: int,
+  options: RunOptions,
+) -> dict[str, Any]:
+  """Returns the config of an experiment with one run, of given objects."""
+  recipe = given.recipe
+  made = getattr(recipe, "made", None)
+  # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
+  # only a record then.
+  label = made.name if made and made.name.isidentifier() else "run"
+  rate = made.learning_rate if made else 1.0
+  if callable(rate):  # a schedule: the config records its peak
+    at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
+    rate = max(float(rate(update)) for update in at)
+  return {
+    "data": {"name": given.name},
+    "model": {"name": given.name},
+    "runs": {label: {"recipe": schema.GIVEN}},
+    "engine": name,
+    "workers": [options.workers or recipe.workers],
+    "seeds": [options.seed],
+    "batch_size": given.size,
+    "examples": messages * recipe.steps * given.size,
+    "learning_rate": float(rate),
+    "evaluations": messages // every,
+    "curvature_checks": 0,
+  }
+
+
+def train(
+  given: own.Objects,
+  engine: tuple[str, EngineKind],
+  config: Mapping[str, Any],
+  options: RunOptions,
+  *,
+  quantum: tuple[int, str],
+) -> Result:
+  """Trains the objects that a caller gave on an engine.
+
+  Args:
+    given: the caller's objects.
+    engine: (name, kind).
+    config: further keys of a config.
+    options: of the call.
+    quantum: (how many messages must be counted together, a text such as "rounds
+      of {} workers").
+  """
+  name, kind = engine
+  kept_in = options.folder
+  messages = calls.count_messages(options, given, quantum)
+  options = options._replace(messages=messages)
+  calls.read_rows(given, options.workers or given.recipe.workers, messages)
+  every = _check_every(options)
+  calls.check_sequential(given, name)
+  # [1] Make an experiment with one cell.
+  whole = _config(given, name, messages, every, options) | dict(config)
+  experiment = cells.build(whole, engines={name: kind}, dataset=given)
+  (cell,), machine = experiment.cells, options.machine or _machine()
+  plan = experiment.plan(cell)
+  experiment.check_machine(machine)
+  if name == "ray" or machine.processes:
+    calls.check_travels(given)
+  kept: list[Any] = []
+  with contextlib.ExitStack() as stack:
+    stack.callback(machine.close)
+    # [2] Open its folder. A live run needs one for its journals, even if the
+    # caller keeps nothing.
+    workdir, cell_folder = None, None
+    if kept_in is None and kind.journaled:
+      kept_in = stack.enter_context(
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+      )
+    if kept_in is not None:
+      workdir = folder.open_folder(os.fspath(kept_in), cell.label, experiment)
+      cell_folder = workdir / "cells" / cell.name
+    bar: progress.ProgressBar | progress.Silent = progress.Silent()
+    if options.progress:
+      bar = progress.ProgressBar(
+        plan.messages, describe=lambda name, row: kind.describe(row)
+      )
+      stack.callback(bar.close)
+    # [3] Train the cell.
+    loop.train(
+      *(experiment, cell, workdir),
+      bar=bar,
+      machine=machine,
+      ended=lambda *what: kept.extend(what),
+    )
+    # [4] Collect its results.
+    if workdir is not None and options.folder is not None:
+      _report(workdir, experiment, bar)
+    if not kept and cell_folder is not None:  # the cell had finished before
+      kept += _read(cell_folder, experiment, cell)
+    records, params, rows = kept
+    trace = _trace(plan, cell, cell_folder, kind)
+  params = given.outward(params)
+  rows = [_row(row) for row in rows]
+  results = None if options.folder is None else Path(options.folder)
+  return Result(params, records, trace, rows, results)
+
+
+def _check_every(options: RunOptions) -> int:
+  """Returns the messages between two evaluations; ValueError if they do not
+  divide those of the run."""
+  messages, every = options.messages, options.every
+  assert messages is not None
+  every = messages if every is None else checks.whole("every", every)
+  if messages % every:
+    raise ValueError(
+      f"{messages} messages are not a multiple of every={every}, the messages"
+      f" between two evaluations; use {max(messages // every, 1) * every}"
+    )
+  return every
+
+
+def _report(
+  workdir: Path,
+  experiment: cells.Experiment,
+  bar: progress.ProgressBar | progress.Silent,
+) -> None:
+  """Writes the report; a full disk is a warning, as the caller gets the
+  result."""
+  try:
+    report.write(workdir, experiment, bar.notes)
+    bar.line(f"report: {workdir / 'report.html'}")
+  except OSError as error:
+    warnings.warn(f"{workdir} has no report: {error}", stacklevel=4)
+
+
+def _trace(
+  plan: Any, cell: cells.Cell, cell_folder: Path | None, kind: EngineKind
+) -> base.Trace | None:
+  """Returns the order of a cell: read from the lead's journal, or drawn; None
+  if the engine has no trace."""
+  if cell_folder is not None and kind.journaled:
+    return replay_lib.trace_of(cell_folder)
+  # Devices of a mesh are in step: no order is drawn for them.
+  if "durations" not in kind.sections or not hasattr(plan, "trace"):
+    return None
+  trace: base.Trace = plan.of_seed(cell.seed).trace(cell.seed)
+  return trace
+
+
+def _machine() -> Machine:
+  """Returns the default machine, with a temporary folder if it has no shared
+  memory."""
+  memory = Machine.memory_dir
+  if not os.path.isdir(memory):
+    memory = tempfile.gettempdir()
+  return Machine(memory_dir=memory)
+
+
+def _row(row: Mapping[str, Any]) -> dict[str, Any]:
+  """An evaluation as the caller knows it."""
+  out = {key: row[key] for key in _OF_A_ROW if row.get(key) is not None}
+  out |= {
+    key.removeprefix("test_"): value
+    for key, value in row.items()
+    if key.startswith("test_") and value is not None
+  }
+  return {
+    key: value
+    for key, value in out.items()
+    if not key.startswith("test_") and value == value  # not a NaN
+  }
+
+
+def _read(
+  cell_folder: Path, experiment: cells.Experiment, cell: cells.Cell
+) -> tuple[Any, Any, list[dict[str, Any]]]:
+  """Returns records, parameters and evaluations of a finished cell."""
+  columns = cell_files.read_records(cell_folder)
+  records: Any = columns
+  # Servers and simulators write `Records`; peers, tables and Sandblaster have
+  # other columns.
+  if set(columns) == set(base.Records._fields):
+    records = base.Records(**columns)
+  # The file holds arrays alone; the initial parameters give their structure.
+  key, _ = jax.random.split(jax.random.key(cell.seed))
+  problem = experiment.problem_of(experiment.runs[cell.label])
+  like = jax.device_get(problem.init(key))
+  content = cell_files.read_file(cell_folder, "params.msgpack")
+  params = storage.params_of(content, like)
+  return records, params, folder.read_rows(cell_folder)

@@ -1,0 +1,208 @@
+"""Orders that a user gives: workers in their order, rows, or a function.
+
+  given                                  read as
+  [0, 1, 0, 2]                           the workers whose messages are received
+  base.Trace, or rows of five values     the rows, until enough are received
+  a function                             it returns one of these, or Rules
+
+A function takes those of `durations`, `workers` and `messages` that it names,
+and its own options. A function that takes neither durations nor messages, and
+returns `protocol.Rules`, is a protocol, which live workers can keep.
+"""
+
+import inspect
+import itertools
+import numbers
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from asgd import base, checks, names
+from asgd.orders import play, protocol
+from asgd.orders.checking import check
+from asgd.orders.durations import Durations
+from asgd.orders.trace import Event, from_events
+
+FORMS = (
+  "a sequence of workers, rows of a trace, or a function of durations, workers"
+  " and messages"
+)
+_FIELDS = 5  # of a row of a trace
+
+
+def turns(workers: int, order: Iterable[int]) -> Iterator[Event]:
+  """Yields the rows of an order in which one worker after the other is
+  received. Each is sent the next ticket at once; all start at time 0.
+
+  Args:
+    workers: N.
+    order: the worker of each message.
+
+  Raises:
+    ValueError: for a value that is no worker from 0 to N - 1.
+
+  Example:
+    >>> from asgd.orders import own
+    >>> trace = own.read([0, 0, 1], workers=2)
+    >>> trace.time.tolist(), trace.worker.tolist()
+    ([0.0, 0.0, 1.0, 1.0, 2.0, 2.0, 3.0], [0, 1, 0, 0, 0, 0, 1])
+  """
+  seqs, jobs = [0] * workers, list(range(workers))
+  for worker in range(workers):
+    yield Event(0.0, worker, 0, worker, base.SEND)
+  for count, worker in enumerate(order, 1):
+    worker = checks.whole("a worker of the order", worker, 0, workers - 1)
+    time = float(count)
+    yield Event(time, worker, seqs[worker], jobs[worker], base.RECEIVE)
+    seqs[worker], jobs[worker] = seqs[worker] + 1, workers + count - 1
+    yield Event(time, worker, seqs[worker], jobs[worker], base.SEND)
+
+
+def read(
+  given: Any, *, workers: int, messages: int | None = None
+) -> base.Trace:
+  """Reads an order in the forms of the module, except functions.
+
+  Args:
+    given: a Trace, rows, or workers. It may have no end.
+    workers: N; all rows are of these.
+    messages: RECEIVE rows, after which the rest is left out; None: all.
+
+  Returns:
+    A Trace that ends with its last RECEIVE row.
+
+  Raises:
+    ValueError: for another form, fewer messages, an unknown worker, and rows
+      that no protocol makes (`TraceError`, which names the row).
+  """
+  if isinstance(given, base.Trace):
+    trace = _cut(given, messages)
+  elif isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+    raise ValueError(f"an order must be {FORMS}, not {checks.shown(given)}")
+  else:
+    trace = from_events(_rows(given, workers, messages))
+    trace = _cut(trace, None)  # no ticket is sent after the last message
+  received = int((trace.action == base.RECEIVE).sum())
+  if not received or received < (messages or 0):
+    raise ValueError(
+      f"the order ends after {received} messages, and {messages or 'some'} are"
+      " to be received: give a longer one, or fewer messages"
+    )
+  if (trace.action == base.ROLLBACK).any():
+    raise ValueError(
+      "the order has ROLLBACK rows, as a live run writes them when messages are"
+      " lost: recompute that run with asgd.replay, or give another order"
+    )
+  found = check(trace, depth=len(trace.time))
+  if found > workers:
+    raise ValueError(
+      f"the order is of {found} workers, and the run has {workers}: use"
+      f" workers={found}, or another order"
+    )
+  return trace
+
+
+def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
+  """Returns the rows until the last, or the given, RECEIVE row."""
+  received = np.flatnonzero(np.asarray(trace.action) == base.RECEIVE)
+  count = len(received) if messages is None else min(messages, len(received))
+  end = int(received[count - 1]) + 1 if count else 0
+  # Peers mix their parameters in rows after the last message.
+  if messages is None or count == len(received):
+    actions = np.asarray(trace.action[end:])
+    rest = np.isin(actions, (base.SEND, base.KEEP))
+    end += len(actions) if len(actions) and not rest.any() else 0
+  columns: list[Any] = [column[:end] for column in trace]
+  return base.Trace(*columns)
+
+
+def _rows(
+  given: Iterable[Any], workers: int, messages: int | None
+) -> Iterator[Event]:
+  """Yields rows until `messages` are received, of rows or workers."""
+  values = iter(given)
+  first = next(values, None)
+  if first is None:
+    return
+  values = itertools.chain([first], values)
+  rows: Iterator[Event] = map(_row, values)
+  if isinstance(first, numbers.Integral):
+    rows = turns(workers, values)
+  received = 0
+  for row in rows:
+    yield row
+    received += row.action == base.RECEIVE
+    if received == messages:
+      return
+
+
+def _row(value: Any) -> Event:
+  """Returns a row that a user gives as an Event or a sequence of its values."""
+  try:
+    time, worker, seq, job, action = tuple(value)[:_FIELDS]
+    if isinstance(action, str):
+      action = base.ACTIONS.index(action)
+    return Event(float(time), int(worker), int(seq), int(job), int(action))
+  except (TypeError, ValueError):
+    raise ValueError(
+      "a row of an order must be (time, worker, seq, job, action), as (1.0, 0,"
+      f" 0, 0, 'receive'), or a worker, not {checks.shown(value)}"
+    ) from None
+
+
+def called(
+  maker: Callable[..., Any], name: str, options: Mapping[str, Any],
+  **common: Any,
+) -> Any:
+  """Returns the result of a user's function, which gets the options and those
+  of the `common` arguments that it takes; errors as of `names.call`."""
+  parameters = inspect.signature(maker).parameters.values()
+  takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+  taken = {p.name for p in parameters}
+  known = {k: v for k, v in common.items() if takes_any or k in taken}
+  with checks.user_code(f"the order {name} fails", passes=(ValueError,)):
+    return names.call("order", name, maker, {**known, **options})
+
+
+def is_protocol(maker: Callable[..., Any]) -> bool:
+  """Whether a function may return Rules: it takes neither durations nor
+  messages."""
+  taken = inspect.signature(maker).parameters
+  return "durations" not in taken and "messages" not in taken
+
+
+def make(
+  maker: Callable[..., Any], name: str, durations: Durations, *,
+  workers: int, messages: int, **options: Any,
+) -> base.Trace:
+  """Returns the trace of an order that a user's function makes.
+
+  Args:
+    maker: the function; see the module.
+    name: of the function, for errors.
+    durations, workers, messages: as of `makers.build`.
+    **options: of the function.
+
+  Raises:
+    ValueError: for a result of another form, and as `read`.
+
+  Example:
+    >>> import itertools
+    >>> from asgd import orders
+    >>> def in_turn(workers):
+    ...   return itertools.cycle(range(workers))
+    >>> clock = orders.durations.constant()
+    >>> counts = {"workers": 2, "messages": 3}
+    >>> trace = orders.own.make(in_turn, "in_turn", clock, **counts)
+    >>> orders.staleness(trace).tolist()
+    [0, 1, 1]
+  """
+  common = {"durations": durations, "workers": workers, "messages": messages}
+  made = called(maker, name, options, **common)
+  if isinstance(made, protocol.Rules):
+    return play.played(made, durations, workers, messages)
+  try:
+    return read(made, workers=workers, messages=messages)
+  except ValueError as error:
+    raise ValueError(f"{name}: {error}") from error

@@ -1,0 +1,293 @@
+"""ASGD beside one worker: epochs to the same loss, and the staleness behind it.
+
+Asynchronous SGD with 1 to 64 workers takes over the rate and the batch of one
+worker, without momentum and with 0.9, on a cluster of equal machines (gamma
+model, V = 0.1) and one of unequal ones (V_mach = 0.6). Staleness, its
+distribution and the fraction of slow batches are compared with closed forms
+(`claims_of_staleness`). After Hakimi, Barkai, Gabel and Schuster, "Taming
+Momentum in a Distributed Asynchronous Environment", arXiv 1907.11612.
+
+  asgd reproduce asgd_parity
+  python -m launch.train --config=configs/figures/asgd_parity.py
+
+140 cells; --quick, on handwritten digits, in a minute or two on two cores.
+"""
+
+import ml_collections
+
+WORKERS = 1, 2, 4, 8, 16, 32, 64
+MOST = WORKERS[-1]
+CLUSTERS = {"equal": "homogeneous", "unequal": "heterogeneous"}
+RATES = {0.0: 0.05, 0.9: 0.005}  # momentum -> learning rate; one effective rate
+LOSS = 0.42  # test loss that one worker reaches after a third of the epochs
+V, V_MACHINE = 0.1, 0.6  # coefficients of variation of the clusters
+PI, E = 3.141592653589793, 2.718281828459045
+EPOCHS = 6.0
+TO_LOSS = f"epochs to {LOSS}"
+
+
+def label(momentum, cluster):
+  return ("momentum" if momentum else "plain") + f"-{cluster}"
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="fashion")
+  config.model = dict(name="mlp", hidden=(64,))
+  runs = {}
+  for momentum, rate in RATES.items():
+    for cluster, durations in CLUSTERS.items():
+      title = f"momentum {momentum:g}, {cluster} machines"
+      runs[label(momentum, cluster)] = dict(
+        recipe="asgd",
+        momentum=momentum,
+        learning_rate=rate,
+        durations=dict(name=durations),
+        title=title,
+      )
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.workers = WORKERS
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 64
+  config.epochs = EPOCHS
+  config.evaluations = 48
+  config.evaluation_examples = 2000
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  if arg == "tiny":
+    config.data.name, config.model.hidden = "digits", ()
+    config.workers, config.seeds, config.batch_size = (2, 4), (0,), 16
+    config.epochs, config.evaluations = 0.1, 1
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
+  return config.lock()
+
+
+def deviation_equal(count):
+  """Returns the standard deviation of staleness on `count` equal machines.
+
+  In a batch of duration T each other worker sends 0, 1 or 2 messages. A
+  stationary renewal process of periods D sends none with probability
+  E max(D - T, 0) and two with E max(T - D, 0), so that a worker's variance,
+  given T, is E|D - T| - V^2. E|D - T| is 2 V / sqrt(pi); T is common to all.
+  """
+  others = count - 1
+  given = others * (2 * V / PI**0.5 - V**2)
+  return (given + (others * V) ** 2) ** 0.5
+
+
+# Unequal machines have means p ~ Gamma(a, 1 / a), a = 1 / V_mach^2. A message
+# has staleness N p E[1 / p]. Fast machines send more messages, so that over
+# messages p is Gamma(a - 1, 1 / a). So staleness / N is Gamma(a - 1, 1 / b), b
+# = a - 1, whose mean is 1 and whose variance is 1 / b.
+SHAPE = 1 / V_MACHINE**2 - 1
+GAMMA_OF_SHAPE = 0.9256731453766787  # the gamma function
+
+
+def density_equal(x):
+  """The density of staleness of 64 equal machines, as a normal one."""
+  deviation = deviation_equal(MOST)
+  z = (x - (MOST - 1)) / deviation
+  return E ** (-z * z / 2) / (deviation * (2 * PI) ** 0.5)
+
+
+def density_unequal(x):
+  """The density of staleness of 64 unequal machines."""
+  scaled = x * SHAPE / MOST
+  return (
+    scaled ** (SHAPE - 1) * E**-scaled * SHAPE / MOST / GAMMA_OF_SHAPE
+  )
+
+
+def cells(momentum, cluster, counts=WORKERS):
+  return [f"{label(momentum, cluster)}@{count}" for count in counts]
+
+
+def claims_of_loss():
+  for momentum in RATES:
+    for cluster in CLUSTERS:
+      where = f"momentum {momentum:g}, {cluster} machines"
+      yield dict(
+        name=f"more epochs, {where}",
+        says=f"the epochs to a loss of {LOSS} grow from 1 to 8 to 64 workers",
+        kind="ordering",
+        order="rises",
+        column=TO_LOSS,
+        runs=cells(momentum, cluster, (1, 8, MOST)),
+      )
+  for momentum, few, never in ((0.0, 4, 32), (0.9, 2, 32)):
+    for cluster in CLUSTERS:
+      where = f"momentum {momentum:g}, {cluster} machines"
+      yield dict(
+        name=f"parity of few, {where}",
+        says=f"{few} workers need at most a quarter more epochs than one",
+        kind="ratio",
+        statistic="sign",
+        column=TO_LOSS,
+        of=cells(momentum, cluster, (few,)),
+        to=cells(momentum, cluster, (1,)),
+        below=1.25,
+      )
+      yield dict(
+        name=f"never, {where}",
+        says=f"from {never} workers on, or from fewer, it never arrives",
+        kind="bound",
+        statistic="sign",
+        column="never from",
+        of=[label(momentum, cluster)],
+        below=never + 0.5,
+      )
+
+
+def claims_of_staleness():
+  plain = {cluster: label(0.0, cluster) for cluster in CLUSTERS}
+  for cluster, run in plain.items():
+    for count in (8, MOST):
+      yield dict(
+        name=f"mean staleness, {count} {cluster} machines",
+        says=f"it is N - 1 = {count - 1}, within 5 %",
+        kind="bound",
+        column="staleness_mean",
+        of=[f"{run}@{count}"],
+        above=0.95 * (count - 1),
+        below=1.05 * (count - 1),
+      )
+  for count in (8, MOST):
+    expected = deviation_equal(count)
+    yield dict(
+      name=f"deviation of staleness, {count} equal machines",
+      says=f"in the second half of a run it is {expected:.2f}, within 15 %",
+      kind="bound",
+      column="deviation",
+      of=[f"{plain['equal']}@{count}"],
+      above=0.85 * expected,
+      below=1.15 * expected,
+    )
+  spread = MOST / SHAPE**0.5
+  yield dict(
+    name=f"deviation of staleness, {MOST} unequal machines",
+    says=f"in the second half of a run it is {spread:.0f}, within a quarter",
+    kind="bound",
+    column="deviation",
+    of=[f"{plain['unequal']}@{MOST}"],
+    above=0.75 * spread,
+    below=1.25 * spread,
+  )
+  for cluster, expected, margin in (
+    ("equal", 0.0094, 0.002),
+    ("unequal", 0.279, 0.05),
+  ):
+    yield dict(
+      name=f"slow batches, {cluster}",
+      says=f"{expected:.2%} of batches take over 1.25 mean times",
+      kind="bound",
+      column="slow batches",
+      of=[f"{plain[cluster]}@{MOST}"],
+      above=expected - margin,
+      below=expected + margin,
+    )
+
+
+def panels():
+  series = {
+    f"momentum {momentum:g}, {cluster}": [
+      (count, f"{label(momentum, cluster)}@{count}") for count in WORKERS
+    ]
+    for momentum in RATES
+    for cluster in CLUSTERS
+  }
+  along = dict(xlabel="workers", xlog=True, series=series)
+  plain = {
+    cluster: series[f"momentum 0, {cluster}"] for cluster in CLUSTERS
+  }
+  closed = [
+    dict(
+      title="closed form",
+      source="a normal density, and a gamma density (see the config)",
+      of=cluster,
+      points=[(x, 100 * density(x)) for x in range(2, 260, 2)],
+      line="-",
+      marker="",
+    )
+    for cluster, density in (
+      ("equal", density_equal),
+      ("unequal", density_unequal),
+    )
+  ]
+  return [
+    dict(
+      along,
+      title=f"epochs to a test loss of {LOSS}",
+      column=TO_LOSS,
+      ylabel="epochs",
+    ),
+    dict(
+      along,
+      title="test loss at the end",
+      column="test_loss",
+      ylabel="nats",
+      yscale="log",
+    ),
+    dict(
+      along,
+      series=plain,
+      title="mean staleness",
+      column="staleness_mean",
+      ylabel="updates",
+      published=[
+        dict(
+          title="N - 1",
+          source="closed form",
+          points=[(count, count - 1) for count in WORKERS],
+          line=":",
+          marker="",
+        )
+      ],
+    ),
+    dict(
+      title=f"staleness of messages, {MOST} workers",
+      column="staleness.csv",
+      xlabel="updates",
+      ylabel="share of messages (%)",
+      scale=100.0,
+      series={
+        cluster: [(0, f"{label(0.0, cluster)}@{MOST}")] for cluster in CLUSTERS
+      },
+      published=closed,
+    ),
+  ]
+
+
+def get_figure():
+  return dict(
+    title="ASGD beside one worker",
+    paper=(
+      "Hakimi, Barkai, Gabel, Schuster: Taming Momentum in a Distributed"
+      " Asynchronous Environment, arXiv 1907.11612: clusters, slow batches"
+    ),
+    about=(
+      "Epochs of all workers together until the test loss is that of one worker"
+      " after a third of the run, with the same rate and batch."
+    ),
+    columns={
+      TO_LOSS: dict(
+        kind="until", column="test_loss", below=LOSS, along="epoch"
+      ),
+      "never from": dict(kind="first", column=TO_LOSS, above=EPOCHS),
+      "deviation": dict(kind="deviation", column="staleness", since=0.5),
+      "slow batches": dict(kind="share", column="duration", above=1.25),
+    },
+    claims=[*claims_of_loss(), *claims_of_staleness()],
+    panels=panels(),
+    quick={
+      "data.name": "digits",
+      "batch_size": 16,
+      "epochs": 30.0,
+      "seeds": (0, 1, 2, 3, 4),
+    },
+    tuned=(
+      "the rate on seeds 100 and 101 with one worker: of 0.05, 0.1, 0.2 and 0.4"
+      " (a tenth with momentum) the one with the least loss after 12 epochs, or"
+      " as good as it; with 0.1, 16 workers no longer trained (seed 100)"
+    ),
+  )

@@ -1,0 +1,241 @@
+"""How far the batch of synchronous SGD can grow: epochs to an accuracy.
+
+1 to 128 workers with batches of 32, so that an update takes 32 to 4,096
+examples, with a rate that is constant, or grows with the square root of the
+batch, or linearly, or linearly after a warm-up of one epoch; beside it the
+gradient noise scale. After Goyal et al., "Accurate, large minibatch SGD:
+training ImageNet in 1 hour", arXiv 1706.02677 (linear rate, warm-up from that
+of one worker), Krizhevsky, "One weird trick", arXiv 1404.5997 (square root),
+and McCandlish, Kaplan, Amodei et al., "An empirical model of large-batch
+training", arXiv 1812.06162 (noise scale).
+
+  asgd reproduce batch_limit
+  python -m launch.train --config=configs/figures/batch_limit.py
+
+85 cells; --quick, on handwritten digits, in a minute or two on two cores.
+"""
+
+import ml_collections
+
+BATCH = 32  # of a worker
+WORKERS = 1, 4, 16, 64, 128
+LEAST, MOST = WORKERS[0], WORKERS[-1]
+RATE = 0.01  # of one worker
+RULES = {  # label -> title, power of the batch
+  "constant": ("constant rate", 0.0),
+  "root": ("square root", 0.5),
+  "linear": ("linear", 1.0),
+  "warm": ("linear, warm-up", 1.0),
+}
+ACCURACY = 0.85
+TO_ACCURACY = f"epochs to {ACCURACY:.0%}"
+FLAT, EDGE = 16, 64  # workers: still as good as one; where warm-up is to help
+NOISE = "noise scale"
+
+
+def label(rule, count):
+  """Returns the label of a run; all rules share one worker."""
+  return "one" if count == LEAST else f"{rule}-{count}"
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="fashion")
+  config.model = dict(name="mlp", hidden=(64,))
+  runs = dict(
+    one=dict(recipe="ssgd", workers=(LEAST,), title=f"batch {BATCH}")
+  )
+  for rule, (title, power) in RULES.items():
+    for count in WORKERS[1:]:
+      entry = dict(
+        recipe="ssgd",
+        learning_rate=RATE * count**power,
+        workers=(count,),
+        title=f"batch {BATCH * count:,}, {title}",
+      )
+      if rule == "warm":
+        # It starts at the rate of one worker, the peak over the workers.
+        entry["learning_rate_schedule"] = dict(warmup_epochs=1.0)
+      runs[label(rule, count)] = entry
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = BATCH
+  config.learning_rate = RATE
+  config.epochs = 8.0
+  config.evaluations = 64
+  config.evaluation_examples = 2000
+  config.curvature_checks = 0
+  config.on_nan = "record"
+  if arg == "tiny":
+    config.data.name, config.model.hidden = "digits", ()
+    config.seeds, config.examples, config.evaluations = (0,), 512, 1
+    config.learning_rate = 0.01
+    config.only = ["one", *(label(rule, 4) for rule in RULES), "constant-16"]
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
+  return config.lock()
+
+
+def cells(rule, counts=WORKERS):
+  return [label(rule, count) for count in counts]
+
+
+def ratio(name, says, of, to, **bounds):
+  return dict(
+    name=name,
+    says=says,
+    kind="ratio",
+    statistic="sign",  # medians: an accuracy that is never reached is infinite
+    column=TO_ACCURACY,
+    of=of,
+    to=to,
+    **bounds,
+  )
+
+
+def claims():
+  flat, most = BATCH * FLAT, BATCH * MOST
+  yield ratio(
+    "flat at first",
+    f"up to {flat} examples the linear rate takes at most a quarter more epochs"
+    " than a batch of 32",
+    cells("linear", (4, FLAT)),
+    ["one"],
+    below=1.25,
+  )
+  yield ratio(
+    "then rising",
+    f"at {most:,} examples it takes over twice as many, or never arrives",
+    cells("linear", (MOST,)),
+    ["one"],
+    above=2.0,
+  )
+  yield ratio(
+    "constant rate",
+    f"at {flat} examples the constant rate takes over twice as many as the"
+    " linear one",
+    cells("constant", (FLAT,)),
+    cells("linear", (FLAT,)),
+    above=2.0,
+  )
+  yield dict(
+    name="square root between",
+    says=f"at {flat} examples the square root lies between the two",
+    kind="ordering",
+    order="falls",
+    column=TO_ACCURACY,
+    runs=[label(rule, FLAT) for rule in ("constant", "root", "linear")],
+  )
+  yield ratio(
+    "warm-up extends it",
+    f"at {BATCH * EDGE:,} examples the linear rate with a warm-up needs fewer"
+    " epochs than without",
+    cells("warm", (EDGE,)),
+    cells("linear", (EDGE,)),
+    below=1.0,
+  )
+  yield ratio(
+    "warm-up costs nothing",
+    f"at {flat} examples it needs at most a fifth more",
+    cells("warm", (FLAT,)),
+    cells("linear", (FLAT,)),
+    below=1.2,
+  )
+  yield dict(
+    name="noise scale predicts the limit",
+    says=(
+      "the batch at which the linear rate takes twice the epochs is within a"
+      " factor of 4 of the noise scale: the latter lies between a quarter of"
+      f" {flat} and four times {BATCH * EDGE:,} examples"
+    ),
+    kind="bound",
+    column=NOISE,
+    of=cells("constant", (FLAT,)),
+    above=flat / 4,
+    below=4.0 * BATCH * EDGE,
+  )
+
+
+def panels():
+  series = {
+    title: [(BATCH * count, label(rule, count)) for count in WORKERS]
+    for rule, (title, _) in RULES.items()
+  }
+  along = dict(xlabel="examples in an update", xlog=True, series=series)
+  source = (
+    "Goyal et al. 2017: no loss of accuracy up to 8,192 images, 32 times the"
+    " smallest batch, with the linear rate and a warm-up"
+  )
+  return [
+    dict(
+      along,
+      title=f"epochs to an accuracy of {ACCURACY:.0%}",
+      column=TO_ACCURACY,
+      ylabel="epochs",
+    ),
+    dict(
+      along,
+      title="accuracy less that of a batch of 32",
+      column="test_accuracy",
+      ylabel="points (%)",
+      scale=100.0,
+      minus="one",
+      published=[
+        dict(
+          title="warm-up, published",
+          source=source,
+          points=[(BATCH, 0), (32 * BATCH, 0)],
+          of=RULES["warm"][0],
+        )
+      ],
+      ylim=(-80, 10),
+    ),
+    dict(
+      title="gradient noise scale, constant rate",
+      column=NOISE,
+      xlabel="examples in an update",
+      ylabel="examples",
+      xlog=True,
+      yscale="log",
+      series={
+        "second half of the run": [
+          (BATCH * count, label("constant", count)) for count in WORKERS[1:]
+        ]
+      },
+    ),
+  ]
+
+
+def get_figure():
+  return dict(
+    title="How far the batch can grow",
+    paper=(
+      "Goyal et al.: Accurate, large minibatch SGD, arXiv 1706.02677;"
+      " McCandlish, Kaplan, Amodei et al.: An empirical model of large-batch"
+      " training, arXiv 1812.06162"
+    ),
+    about=(
+      "Synchronous SGD without momentum; each worker has a batch of 32, and the"
+      " batch grows with the workers. Epochs are those of the first of eight"
+      " evaluations an epoch that has the accuracy."
+    ),
+    columns={
+      TO_ACCURACY: dict(
+        kind="until", column="test_accuracy", above=ACCURACY, along="epoch"
+      ),
+      NOISE: dict(kind="noise_scale", since=0.5),
+    },
+    claims=list(claims()),
+    panels=panels(),
+    quick={
+      "data.name": "digits",
+      "epochs": 60.0,
+      "learning_rate": 0.02,
+    },
+    tuned=(
+      "the rate of one worker on seeds 100 and 101, without momentum: 0.05 and"
+      " 0.1 trained one worker, and 0.02 (seed 100) as well as 0.05; with 0.02"
+      " the linear rate was already twice as slow at 512 examples, so that half"
+      " of it was taken. The claims' bounds were set before the run"
+    ),
+  )

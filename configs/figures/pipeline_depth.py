@@ -1,0 +1,242 @@
+"""Pipelines without a flush: what depth costs, and which optimizer bears it.
+
+A GPT on Python's language reference in 2, 4, 8 and 16 stages. PipeDream stashes
+weights, or reads the latest in the backward, or predicts them; PipeDream-2BW is
+one update late at every depth. SGD, AdamW and Muon are compared with and
+without that delay. After Narayanan et al., "Memory-efficient pipeline-parallel
+DNN training" (2BW), ICML 2021, arXiv 2006.09503, and Zmushko et al., "One-step
+gradient delay is not a barrier for large-scale asynchronous pipeline parallel
+LLM pretraining", ICML 2026, arXiv 2606.30634.
+
+  asgd reproduce pipeline_depth
+  python -m launch.train --config=configs/figures/pipeline_depth.py
+
+95 cells; --quick in a few minutes on two cores.
+"""
+
+import ml_collections
+
+DEPTHS = 2, 4, 8, 16
+MICROBATCHES = 16  # of an update of GPipe and 2BW
+DELAYED = 4  # stages of the runs that compare optimizers
+KINDS = {  # label -> title, keys
+  "stash": ("stash", dict(schedule="pipedream")),
+  "latest": ("latest weights", dict(schedule="pipedream", weights="latest")),
+  "predicted": ("predicted", dict(schedule="pipedream", predict=True)),
+  "2bw": ("2BW", dict(schedule="pipedream_2bw", every=MICROBATCHES)),
+}
+# label -> title, keys. Rates are of a microbatch: GPipe and 2BW take 16 times
+# that.
+OPTIMIZERS = {
+  "sgd": ("SGD", dict(momentum=0.9, learning_rate=0.1 / MICROBATCHES)),
+  "adamw": (
+    "AdamW", dict(optimizer="adamw", learning_rate=0.003 / MICROBATCHES)
+  ),
+  "muon": ("Muon", dict(optimizer="muon", learning_rate=0.01 / MICROBATCHES)),
+}
+
+
+def label(kind, depth):
+  return f"{kind}-{depth}"
+
+
+def depths_of(kind):
+  """Returns the depths of a kind; two of the cures have the ends alone."""
+  return DEPTHS if kind in ("stash", "2bw") else (DEPTHS[0], DEPTHS[-1])
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="pydoc", context=32)
+  config.model = dict(name="gpt", depth=14, width=32, heads=2)
+  config.engine = "pipeline"
+  config.pipeline = dict(
+    stages=2, cuts="parameters", microbatches=MICROBATCHES
+  )
+  sgd = OPTIMIZERS["sgd"][1]
+  runs = {}
+  for kind, (title, keys) in KINDS.items():
+    for depth in depths_of(kind):
+      runs[label(kind, depth)] = dict(
+        keys, recipe="asgd", stages=depth, title=f"{title}, {depth} stages"
+      ) | dict(sgd)
+  for depth in DEPTHS[:3]:
+    runs[label("gpipe", depth)] = dict(
+      recipe="asgd", schedule="gpipe", stages=depth, **sgd,
+      title=f"GPipe, {depth} stages",
+    )
+  for name in ("adamw", "muon"):
+    title, keys = OPTIMIZERS[name]
+    for kind in ("gpipe", "2bw"):
+      schedule = dict(schedule="gpipe") if kind == "gpipe" else KINDS[kind][1]
+      runs[f"{kind}-{name}"] = dict(
+        schedule, recipe="asgd", stages=DELAYED, title=f"{kind}, {title}"
+      ) | dict(keys)
+  config.runs = ml_collections.ConfigDict(runs, sort_keys=False)
+  config.seeds = (0, 1, 2, 3, 4)
+  config.batch_size = 2  # of a microbatch
+  config.examples = 1536  # 48 updates of 16 microbatches
+  config.learning_rate_schedule = dict(warmup_examples=256)
+  config.clip_norm = 1.0
+  config.curvature_checks = 0
+  config.evaluations = 4
+  config.evaluation_examples = 64
+  config.on_nan = "record"
+  if arg == "tiny":
+    config.data.context, config.evaluation_examples = 8, 4
+    config.model = dict(name="gpt", depth=2, width=8, heads=2)
+    config.seeds, config.examples, config.evaluations = (0,), 64, 1
+    config.learning_rate_schedule = dict()
+    config.only = [label(kind, 2) for kind in (*KINDS, "gpipe")]
+    config.only += ["2bw-muon"]
+    config.runs["2bw-muon"].stages = 2
+  elif arg:
+    raise ValueError(f"unknown variant {arg!r}; known: tiny")
+  return config.lock()
+
+
+def bubble(depth):
+  """Returns GPipe's part of idle time: (p - 1) / (m + p - 1)."""
+  return (depth - 1) / (MICROBATCHES + depth - 1)
+
+
+def claims():
+  least, most = DEPTHS[0], DEPTHS[-1]
+  for kind in ("stash", "latest"):
+    yield dict(
+      name=f"depth costs, {KINDS[kind][0]}",
+      says=f"the test loss at {most} stages is above that at {least}",
+      kind="ordering",
+      order="rises",
+      column="test_loss",
+      runs=[label(kind, least), label(kind, most)],
+    )
+  yield dict(
+    name="depth costs nothing, 2BW",
+    says=f"at {most} stages the loss is within 0.02 nats of that at {least}",
+    kind="difference",
+    column="test_loss",
+    of=[label("2bw", most)],
+    to=[label("2bw", least)],
+    above=-0.02,
+    below=0.02,
+  )
+  yield dict(
+    name="prediction helps",
+    says=f"predicted weights have a lower test loss at {most} stages",
+    kind="ordering",
+    order="falls",
+    column="test_loss",
+    runs=[label("stash", most), label("predicted", most)],
+  )
+  for name, bounds, says in (
+    ("adamw", dict(above=0.02), "over 0.02 nats above that without"),
+    ("muon", dict(below=0.02), "less than 0.02 nats above that without"),
+  ):
+    yield dict(
+      name=f"one step of delay, {OPTIMIZERS[name][0]}",
+      says=f"with a delay of one update the test loss is {says}",
+      kind="difference",
+      column="test_loss",
+      of=[f"2bw-{name}"],
+      to=[f"gpipe-{name}"],
+      **bounds,
+    )
+  for depth in DEPTHS[:3]:
+    yield dict(
+      name=f"bubble of GPipe, {depth} stages",
+      says=(
+        "from measured durations of tasks it is (p - 1) / (m + p - 1) ="
+        f" {bubble(depth):.3f}, within 0.05"
+      ),
+      kind="bound",
+      column="bubble_predicted",
+      of=[label("gpipe", depth)],
+      above=bubble(depth) - 0.05,
+      below=bubble(depth) + 0.05,
+    )
+
+
+def panels():
+  along = dict(xlabel="stages", xlog=True)
+  return [
+    dict(
+      along,
+      title="test loss",
+      column="test_loss",
+      ylabel="nats",
+      series={
+        title: [(depth, label(kind, depth)) for depth in depths_of(kind)]
+        for kind, (title, _) in KINDS.items()
+      },
+    ),
+    dict(
+      title=f"delay of one update, {DELAYED} stages",
+      column="test_loss",
+      xlabel="updates of delay",
+      ylabel="nats",
+      series={
+        title: [(0, gpipe), (1, late)]
+        for title, gpipe, late in (
+          ("SGD", label("gpipe", DELAYED), label("2bw", DELAYED)),
+          ("AdamW", "gpipe-adamw", "2bw-adamw"),
+          ("Muon", "gpipe-muon", "2bw-muon"),
+        )
+      },
+    ),
+    dict(
+      along,
+      title=f"bubble of GPipe, {MICROBATCHES} microbatches",
+      column="bubble_predicted",
+      ylabel="idle time (%)",
+      scale=100.0,
+      series={"GPipe": [(d, label("gpipe", d)) for d in DEPTHS[:3]]},
+      published=[
+        dict(
+          title="(p - 1) / (m + p - 1)",
+          source="Huang et al., GPipe, NeurIPS 2019",
+          points=[(d, 100 * bubble(d)) for d in DEPTHS],
+          line=":",
+          marker="",
+        )
+      ],
+    ),
+  ]
+
+
+def get_figure():
+  return dict(
+    title="Depth of pipelines without a flush",
+    paper=(
+      "Narayanan et al.: Memory-efficient pipeline-parallel DNN training, ICML"
+      " 2021, arXiv 2006.09503; Zmushko et al.: One-step gradient delay is not"
+      " a barrier, ICML 2026, arXiv 2606.30634"
+    ),
+    about=(
+      "Stash, latest and predicted weights make an update after each"
+      " microbatch, 2BW and GPipe after 16. Stage s of p is p - 1 - s updates"
+      " late, with 2BW one."
+    ),
+    columns={},
+    claims=list(claims()),
+    panels=panels(),
+    quick={
+      "examples": 256,
+      "evaluations": 1,
+      "model.depth": 6,
+      "only": [
+        *(label(kind, depth) for kind in ("stash", "2bw") for depth in (2, 4)),
+        label("gpipe", 4),
+        *(
+          f"{kind}-{name}"
+          for kind in ("gpipe", "2bw")
+          for name in ("adamw", "muon")
+        ),
+      ],
+    },
+    tuned=(
+      "rates of the update on seed 100 without delay (one worker, batch 32): of"
+      " SGD 0.1 among 0.05, 0.1 and 0.2, of AdamW 0.003 among 0.001, 0.003 and"
+      " 0.01, of Muon 0.01 among 0.003, 0.01 and 0.03"
+    ),
+  )

@@ -1,0 +1,243 @@
+"""Cuts a whole flax module into layers, one for each submodule that it calls.
+
+  Net.__call__:  x -> Dense_0 -> relu -> Dense_1 -> mean
+  segments:      |- Dense_0 -|- relu, Dense_1, mean -|
+
+A segment runs the module's own method. Submodules outside of the segment are
+not called: the one before it returns the segment's input, and others return
+zeros, on which nothing may depend. So the method may compute anything between
+two submodules, but each must need the output of the one before it alone.
+"""
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
+
+from asgd import base, checks, internals
+
+_REMEDY = (
+  "pass the layers as a tuple, each called on the output of the one before, or"
+  " train the model as one piece with asgd.simulate or asgd.train_live"
+)
+
+
+class SubmoduleCall(NamedTuple):
+  """A call of a submodule."""
+
+  name: str  # of the submodule, as in the variables
+  shape: tuple[int, ...]  # of its output
+  dtype: Any
+
+
+_OUTSIDE = "outside"  # names zeros in a traced segment
+
+
+class Segment(nn.Module):
+  """The part of a module that ends with the `index`-th of its calls; the last
+  segment ends with the module."""
+
+  inner: nn.Module
+  index: int
+  calls: tuple[SubmoduleCall, ...]
+  example: SubmoduleCall  # the module's input, without a name
+
+  def setup(self) -> None:
+    """Gives the weights the names that they have in the module."""
+    nn.share_scope(self, self.inner)
+
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    """Returns the output of the segment."""
+    outputs: list[jax.Array] = []
+
+    def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+      """Runs the submodule of this segment, and replaces others."""
+      del context
+      number = len(outputs)
+      if number == self.index:
+        output = method(*args, **kwargs)
+      elif number == self.index - 1:
+        output = x
+      else:
+        output = _zeros(self.calls[number], x)
+      outputs.append(output)
+      return output
+
+    given = _zeros(self.example, x) if self.index else x
+    with nn.intercept_methods(_of_submodules(self.inner, call)):
+      result: jax.Array = _run(self.inner, given, train)
+    is_last = self.index == len(self.calls) - 1
+    return result if is_last else outputs[self.index]
+
+
+def _zeros(call: SubmoduleCall, x: jax.Array) -> jax.Array:
+  """Returns the output of a call that is not made, for the examples of `x`."""
+  zeros = jnp.zeros((x.shape[0], *call.shape[1:]), call.dtype)
+  return checkpoint_name(zeros, _OUTSIDE)
+
+
+def _of_submodules(
+  module: nn.Module, call: Callable[..., Any]
+) -> Callable[..., Any]:
+  """Returns an interceptor that leaves the calls of submodules to `call`, but
+  not those that a submodule makes of itself.
+
+  Args:
+    module: the one that calls the submodules.
+    call: (method, args, kwargs, context) -> output.
+  """
+  inside = False
+
+  def intercept(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    nonlocal inside
+    is_direct = context.module.parent is module
+    if inside or not is_direct or context.method_name == "setup":
+      return method(*args, **kwargs)
+    inside = True
+    try:
+      return call(method, args, kwargs, context)
+    finally:
+      inside = False
+
+  return intercept
+
+
+def _run(module: nn.Module, x: Any, train: bool) -> Any:
+  takes = inspect.signature(type(module).__call__).parameters
+  return module(x, train=train) if "train" in takes else module(x)
+
+
+def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
+  """Returns the segments of a module, in their order.
+
+  Args:
+    module: called on one array, also as module(x, train=bool).
+    x: a batch.
+
+  Raises:
+    ValueError: for a module that is no chain of at least two submodules with
+      separate weights; the error says what to change.
+
+  Example:
+    >>> net = nn.Sequential([nn.Dense(4), nn.relu, nn.Dense(2)])
+    >>> segments = cut(net, jnp.zeros((8, 3)))
+    >>> [each.calls[each.index].name for each in segments]
+    ['layers_0', 'layers_2']
+  """
+  what, calls = type(module).__name__, []
+
+  def refused(why: str) -> ValueError:
+    return ValueError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
+
+  def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Notes a call and its output."""
+    name = context.module.name
+    if context.method_name != "__call__":
+      raise refused(f"it calls {name}.{context.method_name}, not {name}(x)")
+    if any(each.name == name for each in calls):
+      raise refused(f"it calls {name} twice, on two stages")
+    output = method(*args, **kwargs)
+    if np.shape(output)[:1] != x.shape[:1]:
+      raise refused(f"{name} returns no array of the batch")
+    calls.append(SubmoduleCall(name, output.shape, output.dtype))
+    return output
+
+  def init(key: jax.Array, x: jax.Array) -> Any:
+    watched = _Watched(module, call)
+    return watched.init({"params": key, "dropout": key}, x, train=False)
+
+  x = jnp.asarray(x)
+  with checks.user_code(f"{what} fails on a batch", passes=(ValueError,)):
+    variables = jax.eval_shape(init, jax.random.key(0), x)
+  names = {each.name for each in calls}
+  if own := {*variables.get("params", {})} - names:
+    raise refused(f"{min(own)} is a parameter outside of its submodules")
+  if len(calls) < 2:
+    raise refused(f"it calls {len(calls)} submodules, and a stage has one")
+  example = SubmoduleCall("", x.shape, x.dtype)
+  segments = tuple(
+    Segment(module, index, tuple(calls), example) for index in range(len(calls))
+  )
+  for before, segment in itertools.pairwise(segments):
+    if _reads_outside(segment, before.calls[before.index]):
+      raise refused(
+        f"what follows {before.calls[before.index].name} needs more than its"
+        " output, such as a skip connection over it"
+      )
+  return segments
+
+
+class _Watched(nn.Module):
+  """A module whose calls of submodules are left to `call`."""
+
+  inner: nn.Module
+  call: Callable[..., Any]
+
+  def setup(self) -> None:
+    nn.share_scope(self, self.inner)
+
+  def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+    with nn.intercept_methods(_of_submodules(self.inner, self.call)):
+      output: jax.Array = _run(self.inner, x, train)
+    return output
+
+
+def _reads_outside(segment: Segment, given: SubmoduleCall) -> bool:
+  """Whether a segment computes with zeros that replace other submodules.
+
+  Args:
+    segment: to trace.
+    given: the call whose output is the segment's input.
+  """
+  x = jax.ShapeDtypeStruct(given.shape, given.dtype)
+  variables = jax.eval_shape(
+    lambda key, x: segment.init(key, x, train=False), jax.random.key(0), x
+  )
+  traced = jax.make_jaxpr(lambda v, x: segment.apply(v, x, train=False))
+  jaxpr = traced(variables, x).jaxpr
+  used, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  return any(
+    each.primitive.name == "name" and each.params["name"] == _OUTSIDE
+    for each in internals.equations(used)
+  )
+
+
+# Variables of the module, and those of its segments.
+
+
+def inward(segments: Sequence[Segment], variables: Any) -> Any:
+  """Returns a module's variables, or its weights, as parameters of segments."""
+  is_whole = isinstance(variables, Mapping) and "params" in variables
+  weights = variables["params"] if is_whole else variables
+  stats = variables.get("batch_stats") if is_whole else None
+
+  def divided(tree: Any) -> tuple[Any, ...]:
+    names = [each.calls[each.index].name for each in segments]
+    return tuple({k: tree[k] for k in (name,) if k in tree} for name in names)
+
+  if not isinstance(weights, Mapping):
+    raise ValueError(
+      "params must be the variables of the module, as module.init(key, x)"
+      f" returns them, not {checks.shown(weights)}"
+    )
+  if stats:
+    return base.Variables(divided(weights), divided(stats))
+  return divided(weights)
+
+
+def outward(params: Any) -> dict[str, Any]:
+  """Returns parameters of segments as the variables of their module."""
+
+  def joined(parts: Sequence[Any]) -> dict[str, Any]:
+    return {name: tree for part in parts for name, tree in part.items()}
+
+  if isinstance(params, base.Variables):
+    stats = {"batch_stats": joined(params.stats)}
+    return {"params": joined(params.weights), **stats}
+  return {"params": joined(params)}
