@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-_MOST_COLUMNS = 8  # of a table on a terminal
+_MAX_COLUMNS = 8  # of a table on a terminal
 
 
 def table(
@@ -38,24 +38,24 @@ def table(
   import rich.table
   import rich.text
 
-  console, most = rich.console.Console(), len(header)
+  console, shown = rich.console.Console(), len(header)
   if rest:  # as many columns as fit
     widths = [max(map(len, texts)) for texts in zip(header, *rows, strict=True)]
-    most = min(most, _MOST_COLUMNS)
-    while most > 2 and sum(widths[:most]) + 3 * most > console.width:
-      most -= 1
-  look = {"box": rich.box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
-  lines = rich.table.Table(**look)
-  for number, name in enumerate(header[:most]):
-    justify = "right" if number else "left"
-    lines.add_column(name, justify=justify, overflow="fold")
+    shown = min(shown, _MAX_COLUMNS)
+    while shown > 2 and sum(widths[:shown]) + 3 * shown > console.width:
+      shown -= 1
+  style = {"box": rich.box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
+  screen_table = rich.table.Table(**style)
+  for index, name in enumerate(header[:shown]):
+    justify = "right" if index else "left"
+    screen_table.add_column(name, justify=justify, overflow="fold")
   for row in rows:
-    lines.add_row(*(rich.text.Text(text) for text in row[:most]))
+    screen_table.add_row(*(rich.text.Text(text) for text in row[:shown]))
   with console.capture() as capture:
-    console.print(lines)
+    console.print(screen_table)
   text = capture.get()
-  if header[most:]:
-    text += f"{len(header) - most} more columns are in {rest}\n"
+  if header[shown:]:
+    text += f"{len(header) - shown} more columns are in {rest}\n"
   return text
 
 
