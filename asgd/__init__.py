@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers; Python looks names up in `_HOMES`
     easgd,
     fedasync,
     gap_aware,
+    gradient_tracking,
     local_d_psgd,
     model_averaging,
     multi_asgd,

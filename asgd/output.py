@@ -1,10 +1,64 @@
-"""The standard output of commands. Its reader may close it at any time."""
+"""The standard output of commands: its tables, and a reader that closes it."""
 
 import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+
+_MOST_COLUMNS = 8  # of a table on a terminal
+
+
+def table(
+  header: Sequence[str], rows: Sequence[Sequence[str]], rest: str = ""
+) -> str:
+  """Returns a table to be printed on the standard output.
+
+  On a terminal it is as wide as the screen, and has at most eight columns; a
+  line below it names the file `rest`, which has the others. Elsewhere it is
+  complete plain text, as `text_table.format_table` makes it.
+
+  Args:
+    header: names of the columns.
+    rows: texts of each row.
+    rest: file with all columns; "" keeps all columns.
+
+  Example:
+    >>> print(table(["name", "n"], [["a", "10"]]), end="")
+    name   n
+    --------
+    a     10
+  """
+  if sys.stdout is None or not sys.stdout.isatty():
+    from asgd import text_table
+
+    return text_table.format_table(list(header), [list(row) for row in rows])
+  import rich.box
+  import rich.console
+  import rich.table
+  import rich.text
+
+  console, most = rich.console.Console(), len(header)
+  if rest:  # as many columns as fit
+    widths = [max(map(len, texts)) for texts in zip(header, *rows, strict=True)]
+    most = min(most, _MOST_COLUMNS)
+    while most > 2 and sum(widths[:most]) + 3 * most > console.width:
+      most -= 1
+  lines = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+  )
+  for number, name in enumerate(header[:most]):
+    lines.add_column(
+      name, justify="right" if number else "left", overflow="fold"
+    )
+  for row in rows:
+    lines.add_row(*(rich.text.Text(text) for text in row[:most]))
+  with console.capture() as capture:
+    console.print(lines)
+  text = capture.get()
+  if header[most:]:
+    text += f"{len(header) - most} more columns are in {rest}\n"
+  return text
 
 
 @contextlib.contextmanager

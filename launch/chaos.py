@@ -108,6 +108,7 @@ def summary(kinds: Sequence[str], failures: Sequence[audit.Failure]) -> str:
 def _report(exp, out, victim, kinds) -> bool:
   """Prints the failures and the findings; returns whether all checks passed."""
   print(f"\n{summary(kinds, victim.failures)}\n")
+  flags.publish(workdir=str(out), injected=len(victim.failures))
   data_dir, passed = _F["data_dir"].value, True
   for cell in exp.cells:
     plan, place = exp.plan(cell), out / "cells" / cell.name
@@ -125,7 +126,8 @@ def _report(exp, out, victim, kinds) -> bool:
 
 
 def _print_finding(what, text, well):
-  """Prints the line of one check."""
+  """Prints the line of one check, and keeps it for --json."""
+  flags.append("checks", {"what": what, "result": text, "passed": well})
   print(f"{'ok' if well else 'FAILED':6}  {what}: {text}", flush=True)
 
 
@@ -177,6 +179,7 @@ def _simulate() -> None:
     )
     sys.exit(128 + signal.SIGINT)
   print(tally.table())
+  flags.publish(seeds=count, failed=sorted(tally.failed))
   if tally.failed:
     raise flags.Failed(f"chaos: {len(tally.failed)} of {count} seeds failed")
 

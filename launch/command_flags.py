@@ -5,7 +5,7 @@
 of other modules are copied here, and tests compare them with their origin.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 # A flag: (kind, default, help). A kind is str, int, float, bool, list, the
@@ -226,6 +226,8 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
   ),
   "reproduce": Command("FIGURE", _REPRODUCE, words=1),
   "timeline": Command(_RUN, _TIMELINE, words=1),
+  "show": Command("WORKDIR", {}, words=1),
+  "new": Command("DIR", {}, words=1),
   "watch": Command("WORKDIR", WATCH, words=1),
   "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
   "draw_schedule": Command(
@@ -233,12 +235,8 @@ COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
     {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},
   ),
   "bench": Command("[NAME]", _BENCH, words=20),
+  "completion": Command("bash | zsh", {}, words=1),
 }
 OF_CONFIG = tuple(  # their first word is a config
   name for name, each in COMMANDS.items() if each.config and not each.words
 )
-
-
-def flags_of(names: Sequence[str]) -> dict[str, Flag]:
-  """Returns the flags of several commands."""
-  return {k: v for name in names for k, v in COMMANDS[name].flags.items()}

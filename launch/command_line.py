@@ -12,7 +12,7 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -70,7 +70,7 @@ def _entries(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
   """Yields the lines of (name, text) rows in two columns."""
   columns = min(shutil.get_terminal_size().columns, _WIDEST)
   rows = list(rows)
-  width = min(max(len(name) for name, _ in rows), 32) + 4
+  width = min(max((len(name) for name, _ in rows), default=0), 32) + 4
   for name, text in rows:
     head = f"  {name}".ljust(width)
     wrapped = textwrap.wrap(text, max(columns - width, 24)) or [""]
@@ -110,8 +110,11 @@ def help_text(name: str) -> str:
   keys of a config if the command takes one."""
   command = COMMANDS[name]
   head, _, rest = _docstring(name).partition("\n")
-  lines = [f"usage: asgd {name} {command.arguments} [--FLAG=VALUE ...]", ""]
-  lines += [head, rest.rstrip(), "", "flags:"]
+  usage = f"usage: asgd {name} {command.arguments}"
+  lines = [usage + " [--FLAG=VALUE ...]" * bool(command.flags), ""]
+  lines += [head, rest.rstrip()]
+  if command.flags:
+    lines += ["", "flags:"]
   if command.config:
     text = "A file with get_config(), or the name of a config of asgd."
     of_config = {"--config=FILE": text, "--config.KEY=VALUE": "Set a key."}
@@ -207,6 +210,15 @@ def dispatch(name: str, words: Sequence[str]) -> None:
     sys.exit(0)
   if error := mistake(name, words):
     fail(error)
+
+
+@output.ends_with_its_reader()
+def run(main: Callable[..., None], name: str) -> None:
+  """Runs the main function of a command without flags, on its words. Such a
+  command needs neither absl nor JAX."""
+  words = sys.argv[1:]
+  dispatch(name, words)
+  main(*words)
 
 
 def dispatch_module(package: str) -> None:

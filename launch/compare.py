@@ -73,6 +73,7 @@ def _compare_cell(cell_folder, out):
     storage.write_csv(out / "durations.csv", result.jobs)
     print(comparison.describe(result, rows, other))
     _draw(comparison.draw, result, stem)
+  flags.append("cells", {"cell": result.name, "out": str(out), "rows": rows})
   return result
 
 
@@ -97,6 +98,7 @@ def _compare_all(workdir, out):
     storage.write_csv(stem.with_suffix(".csv"), rows)
     print(f"\n{comparison.race_table(rows, loss)}")
     _draw(comparison.draw_race, cells, loss, stem)
+  flags.publish(loss=loss, race=rows)
 
 
 def _check_live():
@@ -127,6 +129,7 @@ def main(*folders: str) -> None:
     paths = list(map(Path, folders))
     out = out or flags.next_free(Path("runs"), "compare")
     print(overlay.write(paths, out, flags.ENGINES))
+    flags.publish(out=str(out), folders=list(folders))
     return
   if config:
     _check_live()

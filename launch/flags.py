@@ -182,6 +182,7 @@ def training_command(suffix: str) -> tuple[Path, list[str]]:
       command += flags.FLAGS[name].serialize().splitlines()
   free = next_free(Path("runs"), f"{config_name()}-{suffix}")
   folder = Path(flags.FLAGS["workdir"].value or free)
+  command += ["--quiet"] * (is_quiet() or _prints_json())
   return folder, [*command, f"--workdir={folder}"]
 
 
@@ -272,17 +273,26 @@ def publish(**results: Any) -> None:
   _results.update(results)
 
 
+def append(key: str, result: Any) -> None:
+  """Adds a result to a list of the object that --json prints."""
+  _results.setdefault(key, []).append(result)
+
+
 def is_quiet() -> bool:
   """Whether --quiet was given to a command that has it."""
   return "quiet" in flags.FLAGS and flags.FLAGS["quiet"].value
 
 
+def _prints_json() -> bool:
+  """Whether --json was given. That of `bench` is a file, which it writes."""
+  return "json" in flags.FLAGS and flags.FLAGS["json"].value is True
+
+
 @contextlib.contextmanager
-def _stdout_of(name: str) -> Iterator[None]:
+def _stdout() -> Iterator[None]:
   """With --json, sends the block's output to stderr, and prints the published
   results at its end, also after an error. With --quiet there is no output."""
-  as_json = COMMANDS[name].flags.get("json", (None,))[0] is bool
-  as_json = as_json and flags.FLAGS["json"].value
+  as_json = _prints_json()
   if not as_json and not is_quiet():
     yield
     return
@@ -313,7 +323,7 @@ def run(main: Callable[..., None], name: str) -> None:
       fail(f"unexpected argument {word!r}; flags start with --{hint}")
     compiled.keep()
     try:
-      with _stdout_of(name):
+      with _stdout():
         main(*argv[1:])
     except (Stopped, Failed) as end:
       Signals.ending = True

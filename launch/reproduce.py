@@ -16,7 +16,7 @@ page docs/figures.md; without a name it only rewrites the page.
 
 from pathlib import Path
 
-from asgd.experiment import shipped
+from asgd.experiment import shipped, storage
 from asgd.experiment.machine import Machine
 from asgd.experiment.progress import ProgressBar
 from asgd.experiment.signals import Signals
@@ -31,17 +31,20 @@ _F = flags.define("reproduce")
 def _reproduce(task, signals):
   """Trains and judges one figure with the flags of this command."""
   engines, data_dir = flags.ENGINES, _F["data_dir"].value
-  reproduce.reproduce(
+  place = reproduce.reproduce(
     *(task, engines),
     workdir=_F["workdir"].value,
     data_dir=data_dir,
     machine=Machine(memory_dir=_F["memory_dir"].value),
     bar=lambda total: ProgressBar(
-      total, describe=lambda name, row: engines[name].describe(row)
+      total,
+      describe=lambda name, row: engines[name].describe(row),
+      quiet=flags.is_quiet(),
     ),
     signals=signals,
     docs=_DOCS if _F["docs"].value else None,
   )
+  flags.append("figures", storage.read_json(place / f"{task.figure.name}.json"))
 
 
 def main(name: str | None = None) -> None:

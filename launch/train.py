@@ -42,6 +42,7 @@ from asgd.experiment import (
   boards,
   build,
   code,
+  dry_run,
   folder,
   jobs,
   provenance,
@@ -183,6 +184,9 @@ def _open(resolved):
 
 def _train(resolved, crew=None) -> None:
   """Trains this command's cells, and writes the report at the end."""
+  if _F["dry_run"].value:
+    _dry_run(resolved)
+    return
   experiment, workdir, where = _open(resolved)
   if where.profile:  # fail now if the folder cannot be made
     os.makedirs(where.profile, exist_ok=True)
@@ -194,7 +198,9 @@ def _train(resolved, crew=None) -> None:
   bar, naming = Silent(), contextlib.nullcontext()
   if workdir is not None:
     bar = ProgressBar(
-      total, describe=lambda name, row: flags.ENGINES[name].describe(row)
+      total,
+      describe=lambda name, row: flags.ENGINES[name].describe(row),
+      quiet=flags.is_quiet(),
     )
     naming = storage.naming_folder(workdir, trains=True)
   with naming, report.at_the_end(workdir, experiment, bar):
@@ -213,13 +219,39 @@ def _train(resolved, crew=None) -> None:
     finally:
       bar.close()
       where.close()
+      if workdir is not None:
+        _publish(experiment, workdir)
+
+
+def _publish(experiment, workdir) -> None:
+  """Passes the results of the finished cells to --json."""
+  results = folder.read_results(workdir)
+  names = {cell.name for cell in experiment.cells}
+  flags.publish(
+    workdir=str(workdir),
+    report=str(workdir / "report.html"),
+    cells=[row for row in results if row["cell"] in names],
+    missing=sorted(names - {row["cell"] for row in results}),
+  )
+
+
+def _dry_run(resolved) -> None:
+  """Prints the cells, messages and minutes of this command."""
+  experiment = build(
+    resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
+  )
+  cells, count = jobs.share(experiment.cells, *_share()), _jobs()
+  found = dry_run.rows(experiment, cells, Machine())
+  count = count if isinstance(count, int) else jobs.default_jobs()
+  print(dry_run.describe(found, count))
+  flags.publish(dry_run=found)
 
 
 def _crew(runs) -> jobs.Crew:
   """Starts the processes that train cells at once. They inherit the imports of
   this one; there are none if one cell is trained at a time."""
   count = provenance.cores() if _jobs() == "auto" else _jobs()
-  if count == "ray" or _F["profile"].value:
+  if count == "ray" or _F["profile"].value or _F["dry_run"].value:
     count = 1
   return jobs.start_crew(runs.values(), flags.ENGINES, count)
 

@@ -162,7 +162,8 @@ def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
     raise refused(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
   segments = tuple(
-    ModuleSegment(module, index, tuple(calls), example) for index in range(len(calls))
+    ModuleSegment(module, index, tuple(calls), example)
+    for index in range(len(calls))
   )
   for before, segment in itertools.pairwise(segments):
     if _reads_outside(segment, before.calls[before.index]):

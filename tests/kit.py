@@ -637,10 +637,12 @@ def call(module, *arguments, status=None):
     patch.setattr(threading, "excepthook", threading.excepthook)
     defaults = progress.ProgressBar.__init__.__kwdefaults__
     patch.setitem(defaults, "stream", err)
+    status_now = 0
     try:
-      with pytest.raises(SystemExit) as ended:
-        name = f"launch.{module}"
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
+      name = f"launch.{module}"
+      runpy.run_module(name, run_name="__main__", alter_sys=True)
+    except SystemExit as ended:
+      status_now = ended.code or 0
     finally:
       for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -648,7 +650,6 @@ def call(module, *arguments, status=None):
     for file in (out, err):
       file.seek(0)
       texts.append(file.read())
-  status_now = ended.value.code or 0
   result = subprocess.CompletedProcess(arguments, status_now, *texts)
   if status is not None:
     assert result.returncode == status, result.stdout + result.stderr

@@ -149,6 +149,45 @@ def d2(
   )
 
 
+def gradient_tracking(
+  learning_rate: optax.ScalarOrSchedule, workers: int, *,
+  topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,
+  optimizer: OptimizerLike = None
+) -> Recipe:
+  """Gradient tracking: peers average their steps' directions as well.
+
+    y_i <- sum_j W_ij y_j + g_i - g_i',   ' of the last round
+    x_i <- sum_j W_ij (x_j - eta y_j)
+
+  y_i estimates the mean gradient of all peers, so that peers whose data differ
+  have the same stationary points as all-reduce SGD. A message has parameters
+  and y.
+
+  Args:
+    learning_rate, workers, momentum, optimizer: shared options, of the step
+      along y_i.
+    topology: the neighbours that a peer averages with; rows and columns of W
+      sum to 1.
+    weight_decay: shared option, of the step.
+
+  Returns:
+    A Recipe of peers, in rounds.
+
+  Source:
+    Pu, Nedic, "Distributed stochastic gradient tracking methods", Mathematical
+    Programming 187, 2021, arXiv:1805.11454; the step before the average, as in
+    Nedic, Olshevsky, Shi, Uribe, "Geometrically convergent distributed
+    optimization with uncoordinated step-sizes", ACC 2017, arXiv:1609.05877.
+
+  Example:
+    >>> import asgd
+    >>> asgd.gradient_tracking(0.1, workers=8).order
+    'rounds'
+  """
+  algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  return _with_peers(Recipe(algorithm), gossip.track(), topology, workers)
+
+
 def ad_psgd(
   learning_rate: optax.ScalarOrSchedule, workers: int, *,
   topology: _Topology = _RING, momentum: float = 0.0, weight_decay: float = 0.0,

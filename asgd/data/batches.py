@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import checks
+from asgd.data import partitions
 
 _CACHED_BYTES = 2**24  # of permutations
 
@@ -60,7 +61,7 @@ def make_batches(
   *,
   batch_size: int,
   seed: int,
-  partition: str = "shared",
+  partition: partitions.Partition = partitions.SHARED,
   workers: int = 1,
 ) -> ExampleBatches:
   """Makes the function that returns the batch of a job.
@@ -72,7 +73,7 @@ def make_batches(
   jobs r*N..r*N+N-1 together are job r of batches N times as large, as in a
   synchronous run of N workers.
 
-  "sharded": worker i owns only the examples i, i + workers, i + 2*workers, ...
+  Other partitions give each worker its own examples (`asgd.data.partitions`).
   Each of its jobs draws a batch from them without replacement.
 
   Args:
@@ -80,7 +81,7 @@ def make_batches(
     labels: [n] or [n, ...], integers, or floats of a regression.
     batch_size: B, examples of a batch.
     seed: at least 0; two seeds give unrelated streams.
-    partition: "shared" or "sharded".
+    partition: "shared", or another one of `asgd.data.partitions`.
     workers: number of shards; ignored when shared.
 
   Returns:
@@ -109,8 +110,7 @@ def make_batches(
     raise ValueError(
       f"labels must have shape ({n},), one per image, not {labels.shape}"
     )
-  checks.one_of("partition", partition, ("shared", "sharded"))
-  shared = partition == "shared"
+  shared = not partitions.divides(partition)
   most, of_what = n, ""
   if not shared:
     if workers > n:
@@ -126,6 +126,7 @@ def make_batches(
     )
 
   permutation = _permutations(n)
+  owned = [] if shared else partitions.shards(partition, labels, workers, seed)
 
   def rows_of(worker, job):
     worker, job = int(worker), int(job)
@@ -139,8 +140,8 @@ def make_batches(
     if 0 <= worker < workers:
       # The generator depends only on its arguments, so a replay draws the same.
       rng = np.random.default_rng((seed, worker, job))
-      size = len(range(worker, n, workers))
-      return worker + workers * rng.choice(size, batch_size, replace=False)
+      own = owned[worker]
+      return own[rng.choice(len(own), batch_size, replace=False)]
     raise ValueError(f"worker must be in 0..{workers - 1}, not {worker}")
 
   return ExampleBatches(rows_of, lambda rows: (images[rows], labels[rows]))

@@ -8,6 +8,7 @@ the totals of all its records. `asgd.pages.panels` draws it in both cases.
 
 import collections
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +24,7 @@ from asgd.orders.trace import ENDS, STARTS, Event, events
 from asgd.pages.run_files import PROGRESS
 
 _INTERVAL = 1.0  # least seconds between two writes
+_FIRST = 0.3  # seconds of training before the first write
 _SPARING = 100.0  # least time between two writes, in times of a write
 _POINTS = 240  # most points of the curves
 _BINS = 128  # most bins of the staleness
@@ -264,12 +266,12 @@ class ProgressFile:
     self._about = {**about, "total": engine.total, "unit": engine.unit}
     self._points, self._events = _earlier(self._path, engine.done)
     # The clock continues at the last point, so the stop between has no length.
-    self._next = self._points[-1].seconds if self._points else 0.0
-    self._began = time.monotonic() - self._next
+    seconds = self._points[-1].seconds if self._points else 0.0
+    self._began, self._next = time.monotonic() - seconds, seconds + _FIRST
     self._totals, self._message = _Totals(), engine.done
     if engine.done:
       self._totals.add(engine.records())
-      self._events.append([self._next, f"resumed at message {engine.done}"])
+      self._events.append([seconds, f"resumed at message {engine.done}"])
     self._new: list[Any] = []  # rows of records since the last point
     self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
 
@@ -282,7 +284,7 @@ class ProgressFile:
     if progress.count:
       self._new.append(progress.rows or _Losses(progress.loss))
       self._calls.append(Segment(0, "compute", start, now))
-    if now >= self._next or (self._new and not self._points):
+    if now >= self._next:
       self._write(now)
     return progress._replace(rows=None)
 
@@ -326,7 +328,7 @@ class ProgressFile:
       "events": _rounded(self._events),
     }
     with contextlib.suppress(OSError):  # the run does not need this file
-      safe_files.write(self._path, storage.to_json(content))
+      safe_files.write(self._path, json.dumps(content, allow_nan=False))
     took = time.monotonic() - began
     self._next = now + max(_INTERVAL, _SPARING * took)
 
@@ -338,8 +340,12 @@ def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
 
 
 def _rounded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
-  """Returns rows whose floats have four digits after the point."""
-  return [
-    [round(value, 4) if isinstance(value, float) else value for value in row]
-    for row in rows
-  ]
+  """Returns rows whose floats have four digits after the point; None for a
+  float that is not finite."""
+
+  def rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+      return value
+    return round(value, 4) if math.isfinite(value) else None
+
+  return [list(map(rounded, row)) for row in rows]

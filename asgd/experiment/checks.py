@@ -11,6 +11,7 @@ from typing import Any
 
 from asgd import names
 from asgd.checks import shown, text_of
+from asgd.data import partitions
 
 Check = Callable[[Any, str], Any]
 JsonSchema = dict[str, Any]
@@ -176,6 +177,32 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
     first = message.split(" ")[0].split(".")[0].rstrip(":")
     mark = "." if first in keys else ": "
     raise ValueError(f"config.{key}{mark}{message}") from error
+
+
+_PARTITION = {"enum": [*partitions.NAMES]}
+_OF_PARTITION = {
+  "name": _PARTITION,
+  "concentration": {"type": "number", "exclusiveMinimum": 0},
+}
+
+
+@described(
+  anyOf=[
+    _PARTITION,
+    {
+      "type": "object",
+      "properties": _OF_PARTITION,
+      "required": ["name"],
+      "additionalProperties": False,
+    },
+  ]
+)
+def partition(value: Any, key: str) -> Any:
+  """Checks a partition of the data: a name, or a dict of it and its options."""
+  section, _, own = key.rpartition(".")
+  with blame(section, (own,)):
+    partitions.divides(value)
+  return value
 
 
 def check_message_count(config: Mapping[str, Any], messages: int) -> None:

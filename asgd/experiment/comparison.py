@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from asgd import base, text_table
+from asgd import base, output
 from asgd.experiment import cell_files, live_files, predict, protocol, replay
 from asgd.experiment import figure as figure_lib
 from asgd.experiment import folder as folders
@@ -279,7 +279,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for kind in kinds:
       line += [_text(row[kind]), _text(row[f"{kind}, ratio"], "{:.2f}")]
     lines.append(line)
-  return text_table.format_table(header, lines)
+  return output.table(header, lines)
 
 
 def parts_text(parts: dict[str, float] | None) -> str:
@@ -466,7 +466,7 @@ def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
     header += [f"{title}, {LIVE}", *kinds[1:]]
     for row, line in zip(rows, lines, strict=True):
       line += [_text(row[f"{kind}, {key}"], form) for kind in kinds]
-  return text_table.format_table(header, lines)
+  return output.table(header, lines)
 
 
 def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:

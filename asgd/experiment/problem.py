@@ -10,7 +10,7 @@ import jax
 
 from asgd import base, data, losses, models, names, problems
 from asgd.checks import shown, user_code
-from asgd.data import sentences, text
+from asgd.data import partitions, sentences, text
 from asgd.experiment import build_cache, schema, storage
 from asgd.experiment.checks import blame
 from asgd.models import encoder, own
@@ -76,12 +76,18 @@ def load(
     dataset = _load_data(section, data_dir, trained and trained[1])
   options = {"evaluation_examples": config["evaluation_examples"]}
   if isinstance(dataset, text.Text):
+    if partitions.divides(section["partition"]):
+      raise ValueError(
+        f"config.data.partition {shown(section['partition'])} divides labelled"
+        f" examples, and {section['name']!r} is a text; leave it out"
+      )
     make, options = problems.language, {"context": section["context"]}
     options["evaluation_windows"] = config["evaluation_examples"] or _WINDOWS
     _follow(kind, model, {"context": section["context"]})
   elif isinstance(dataset, sentences.Sentences):
     trained = trained or _encoder(kind, model)
     make, options["weights"] = problems.classify_sentences, trained[0]
+    options["partition"] = section["partition"]
     sizes = {"context": dataset.train_tokens.shape[-1]}
     _follow(kind, model, {**sizes, "vocabulary": dataset.vocabulary})
   else:

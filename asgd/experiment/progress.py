@@ -1,4 +1,4 @@
-"""Progress: a bar on a terminal, plain lines elsewhere."""
+"""Progress: one block on a terminal, plain lines elsewhere."""
 
 import io
 import sys
@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
-import tqdm
-
 from asgd.experiment import live_figures, report
+
+_MOST_CELLS = 4  # of the block, the latest ones
 
 
 class ProgressBar:
-  """Shows how far an experiment is, and the state of its current cell."""
+  """Shows how far an experiment is, and the state of its current cells."""
 
   def __init__(
     self,
@@ -21,34 +21,33 @@ class ProgressBar:
     describe: Callable[[str, Mapping[str, Any]], str] | None = None,
     stream: TextIO | None = None,
     seconds: float = 15.0,
+    quiet: bool = False,
   ):
     """Starts a bar of `total` messages; `describe(engine, result)` describes a
-    result. Without a terminal `seconds` pass between lines. None: stderr."""
+    result. Without a terminal `seconds` pass between lines. None: stderr. A
+    `quiet` bar shows warnings and notes only."""
     # sys.stderr is None where it was closed.
     stream = stream or sys.stderr or io.StringIO()
-    self._stream = stream
+    self._stream, self._quiet = stream, quiet
     self._describe = describe or (lambda engine, result: "")
     self._done, self._total = 0, total
     self._seconds, self._last = seconds, time.monotonic()
     self._warned: set[tuple[str, int]] = set()
     self.notes: list[str] = []  # lines beside progress and results
-    self._bar = None
-    if stream.isatty():
-      self._bar = tqdm.tqdm(
-        total=total, file=stream, unit="msg", dynamic_ncols=True, smoothing=0.1
-      )
+    self._block = None
+    if stream.isatty() and not quiet:
+      self._block = _Block(total, stream)
 
   def skip(self, messages: int) -> None:
     """Counts messages that an earlier run received."""
     self._done += messages
-    if self._bar is not None:
-      self._bar.initial += messages
-      self._bar.update(messages)
+    if self._block is not None:
+      self._block.skip(messages)
 
   def update(self, cell: Any, progress: Any) -> None:
     """Counts the messages of an `asgd.experiment.engines.Progress`.
 
-    Shows their loss, staleness and gap: in short in a bar, in full in a line.
+    Shows their loss, staleness and gap: in short in a block, in full in a line.
     """
     self._done += progress.count
     state, figures = f"loss {float(progress.loss.mean()):.3f}", progress.figures
@@ -56,22 +55,24 @@ class ProgressBar:
       state += f" staleness {progress.staleness:.1f}"
     if progress.gap is not None:
       state += f" gap {progress.gap:.2g}"
-    if self._bar is not None:
+    if self._block is not None:
       state += f" {live_figures.short(figures)}" if figures is not None else ""
-      self._bar.set_description_str(cell.name, refresh=False)
-      self._bar.set_postfix_str(state, refresh=False)
-      self._bar.update(progress.count)
-    elif time.monotonic() - self._last >= self._seconds:
+      self._block.update(cell.name, state, progress.count)
+    elif not self._quiet and time.monotonic() - self._last >= self._seconds:
       self._last = time.monotonic()
       state += f", {live_figures.long(figures)}" if figures is not None else ""
       self._print(f"{self._done / self._total:4.0%} {cell.name}: {state}")
 
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
-    """Shows the result of a cell, with warnings for the first seed of a run."""
+    """Shows the result of a cell, with warnings for the first seed of a run. A
+    block shows its first figure, as the table at the end has all."""
     said, *warnings = report.lines(
       result, lambda row: self._describe(row["engine"], row)
     )
-    self._print(said)
+    if self._block is not None:
+      self._block.finish(cell.name, said.partition(", ")[0])
+    elif not self._quiet:
+      self._print(said)
     if warnings and (cell.label, cell.workers) not in self._warned:
       self._warned.add((cell.label, cell.workers))
       for text in warnings:
@@ -82,16 +83,85 @@ class ProgressBar:
     self.notes.append(text)
     self._print(text)
 
-  def _print(self, text):
-    if self._bar is not None:
-      self._bar.write(text, file=self._stream)
+  def _print(self, text: str) -> None:
+    if self._block is not None:
+      self._block.print(text)
     else:
       print(text, file=self._stream, flush=True)
 
   def close(self) -> None:
-    """Takes the bar away."""
-    if self._bar is not None:
-      self._bar.close()
+    """Takes the block away."""
+    if self._block is not None:
+      self._block.close()
+
+
+class _Block:
+  """Lines at the bottom of a terminal: the messages of all cells, the cell that
+  has finished last, and the cells that train."""
+
+  def __init__(self, total: int, stream: TextIO):
+    """Draws the block of `total` messages on a terminal."""
+    from rich import console, live
+    from rich import progress as bars
+
+    self._cells: dict[str, str] = {}  # name -> state, the latest at the end
+    self._finished = 0
+    self._ended = ""
+    self._bar = bars.Progress(
+      *("messages", bars.BarColumn(), bars.MofNCompleteColumn()),
+      *(bars.TaskProgressColumn(), "left", bars.TimeRemainingColumn()),
+    )
+    self._task = self._bar.add_task("", total=total)
+    self._console = console.Console(file=stream, highlight=False)
+    self._live = live.Live(
+      get_renderable=self._lines,
+      console=self._console,
+      transient=True,
+      redirect_stdout=False,
+      redirect_stderr=False,
+    )
+    self._live.start()
+    # A second Ctrl-C ends the process at once: the cursor stays visible.
+    self._console.show_cursor(True)
+
+  def _lines(self) -> Any:
+    """Returns the block for the width that the terminal has now."""
+    from rich import console, text
+
+    lines = [f"{name}: {state}" for name, state in self._cells.items()]
+    if self._ended:
+      lines.insert(0, f"{self._finished} finished, last {self._ended}")
+    shown = (
+      text.Text(line, no_wrap=True, overflow="ellipsis")
+      for line in lines[: _MOST_CELLS + 1]
+    )
+    return console.Group(self._bar.get_renderable(), *shown)
+
+  def skip(self, messages: int) -> None:
+    """Counts messages of an earlier run, which took no time of this one."""
+    task = self._bar.tasks[0]
+    self._bar.reset(
+      self._task, total=task.total, completed=int(task.completed) + messages
+    )
+
+  def update(self, name: str, state: str, count: int) -> None:
+    """Shows the state of a cell, and counts its messages."""
+    self._cells.pop(name, None)
+    self._cells = {name: state, **self._cells}
+    self._bar.advance(self._task, count)
+
+  def finish(self, name: str, result: str) -> None:
+    """Shows the result of a cell that has ended."""
+    self._cells.pop(name, None)
+    self._finished, self._ended = self._finished + 1, result
+
+  def print(self, line: str) -> None:
+    """Prints a line above the block."""
+    self._console.print(line, markup=False, soft_wrap=True)
+
+  def close(self) -> None:
+    """Removes the block."""
+    self._live.stop()
 
 
 class Silent:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from asgd import safe_files, text_table
+from asgd import output, safe_files, text_table
 from asgd.experiment import (
   cell_log,
   figure,
@@ -171,6 +171,14 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
 def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
   """Returns (CSV rows, text table), with a row for each run and number of
   workers."""
+  csv_rows, header, text_rows = rows_of(results, engines)
+  return csv_rows, text_table.format_table(header, text_rows)
+
+
+def rows_of(
+  results: Rows, engines: Engines
+) -> tuple[list[dict], list[str], list[list[str]]]:
+  """Returns (CSV rows, header and rows of the table), as `tabulate`."""
   shown = columns_of(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
@@ -180,7 +188,7 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
     text_rows.append([*(_text(column, group) for column in shown), note])
   noted = any(note for *_, note in text_rows)
   header = [*(column.header for column in shown), "diverged" * noted]
-  return csv_rows, text_table.format_table(header, text_rows)
+  return csv_rows, header, text_rows
 
 
 def write_tables(
@@ -344,7 +352,9 @@ def write(
     return ""
   cell_folders = [workdir / "cells" / row["cell"] for row in results]
   rows = [row for path in cell_folders for row in folder.read_rows(path)]
-  csv_rows, table = tabulate(results, experiment.engines)
+  csv_rows, header, text_rows = rows_of(results, experiment.engines)
+  table = text_table.format_table(header, text_rows)
+  shown = output.table(header, text_rows, f"{workdir}/results.csv")
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
   if config["examples"] is not None:
@@ -360,10 +370,11 @@ def write(
   if so_far:
     note = f"so far {so_far}: means are over the seeds that are finished"
     notes, text = [note, *notes], f"{text}{note}\n"
+    shown += f"{note}\n"
   if not safe_files.is_writable(workdir):
     return (
-      f"\n{text}\nnothing is written: {workdir} is read-only; its report is"
-      f" {workdir}/report.html\n"
+      f"\n{title}\n\n{shown}\nnothing is written: {workdir} is read-only; its"
+      f" report is {workdir}/report.html\n"
     )
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
   drawn = write_tables(workdir, title, text, csv_rows, results, rows)
@@ -372,7 +383,7 @@ def write(
   html = write_page(workdir, results, csv_rows, experiment.engines, **texts)
   cell_log.join(workdir, experiment, results)
   return (
-    f"\n{text}\n"
+    f"\n{title}\n\n{shown}\n"
     f"report       {html}\n"
     f"figure       {drawn}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"

@@ -97,11 +97,10 @@ _EPOCHS = checks.number(most=1e6)
 SHARED: dict[str, Any] = {
   "data": Section(
     {
-      # A name of `asgd.data`, a text or a task of sentences; or
-      # MODULE:FUNCTION, which returns data for the other keys as arguments.
+      # Of `asgd.data`; or MODULE:FUNCTION (the other keys) -> data.
       "name": Setting("digits", checks.text),
       "augment": Setting(False, checks.flag),  # images: pad, crop and flip
-      "partition": Setting("shared", checks.choice("shared", "sharded")),
+      "partition": Setting("shared", checks.partition),
       # Characters in a window of text, word pieces in a sentence.
       "context": Setting(64, checks.whole_number(1, 10**6)),
       # For a text: "characters", "bytes", FILE.json or MODULE:FUNCTION.

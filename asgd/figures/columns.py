@@ -12,6 +12,8 @@ latter by name:
                                      make it more precise. With along="epoch",
                                      its epoch
   dict(kind="last", column=C)        C of the last evaluation
+  dict(kind="at", column=C, time=T)  C of the last evaluation until the time T
+                                     (or `epoch`): simulated, or live seconds
   dict(kind="quotient", of=A, by=B)  A / B, two columns of the result
   dict(kind="change", column=C, since=0.5)  ln(last C / C at `since`), over
                                      evaluations; `since` is a part of the run,
@@ -89,6 +91,10 @@ _KINDS: Mapping[str, fields.Table] = {
   "last": {
     "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
   },
+  "at": {
+    "column": FieldCheck(fields.named(EVALUATED), "a column of evaluations"),
+    **dict.fromkeys(ALONG, FieldCheck(fields.number)),
+  },
   "quotient": {"of": _RESULT, "by": _RESULT},
   "change": {"column": _RESULT, "since": _SINCE},
   "first": {"column": FieldCheck(fields.text, "a column"), **_SIDES},
@@ -112,6 +118,8 @@ def check(made: Made) -> None:
     names.check(f"kind of {where}:", kind, _KINDS)
     kinds = FieldCheck(fields.named(list(_KINDS)))
     fields.check(where, how, {"kind": kinds, **_KINDS[kind]})
+    if kind == "at" and len(set(ALONG) & set(how)) != 1:
+      raise ValueError(f"{where} needs either 'time' or 'epoch'")
     if kind == "first":  # of the result, or of one cell
       cells = [key for key in made if not is_over_workers(made, key)]
       names.check(f"column of {where}:", how["column"], [*RESULTS, *cells])
@@ -242,6 +250,8 @@ class CellTable:
       case "last":
         rows = folder.read_rows(done.place)
         return _number(rows[-1].get(how["column"]))
+      case "at":
+        return _at(done, how)
       case "change":
         return _change(done, how["column"], how.get("since", 0.0))
       case "share":
@@ -345,9 +355,22 @@ def _until(done, how):
   """Returns the time, or epoch, of the first evaluation beyond a bound."""
   for row in folder.read_rows(done.place):
     if _is_beyond(how, _number(row.get(how["column"]))):
-      along = how.get("along", "time")
-      return _number(row.get(along, row.get("seconds")))
+      return _moment(row, how.get("along", "time"))
   return math.inf
+
+
+def _at(done, how):
+  """Returns a column of the last evaluation until a time or an epoch."""
+  (along,) = set(ALONG) & set(how)
+  rows = folder.read_rows(done.place)
+  passed = [row for row in rows if _moment(row, along) <= how[along]]
+  return _number(passed[-1].get(how["column"])) if passed else math.nan
+
+
+def _moment(row, along):
+  """Returns the time of an evaluation (simulated, or seconds of a live run), or
+  its epoch."""
+  return _number(row.get(along, row.get("seconds")))
 
 
 def _change(done, column, since):

@@ -17,3 +17,4 @@ from asgd.gossip.correction import correct_variance
 from asgd.gossip.orders import PAIRS, ROUNDS, Gossip
 from asgd.gossip.peer import Job, Peer, PeerState, Rule, make_peer, message_key
 from asgd.gossip.topology import Topology
+from asgd.gossip.tracking import track

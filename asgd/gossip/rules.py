@@ -22,7 +22,7 @@ from asgd.gossip.topology import (
 from asgd.server import rms
 
 
-def _add_weighted(
+def add_weighted(
   total: base.Params, trees: Sequence[base.Params], weights: jax.Array
 ) -> base.Params:
   """Returns total + sum_k weights[k] trees[k], in the order of the trees."""
@@ -60,7 +60,7 @@ def average() -> Rule:
     # Differences to the peer's own message, not to its present parameters: a
     # gradient applied since then must not be averaged away.
     differences = [optax.tree.sub(code, own_message) for code in codes]
-    params = _add_weighted(state.server.params, differences, weights)
+    params = add_weighted(state.server.params, differences, weights)
     return with_params(state, params)
 
   return Rule(lambda params, slots: params, put, mix, refers=True)
@@ -120,7 +120,7 @@ def push_sum() -> Rule:
       lambda z: (state.own / total).astype(z.dtype) * z, state.server.params
     )
     shares = jnp.stack([part / total for part in parts]) if parts else weights
-    params = _add_weighted(params, [code[0] for code in codes], shares)
+    params = add_weighted(params, [code[0] for code in codes], shares)
     return with_params(state, params)._replace(own=total)
 
   def lend(state, slot):
@@ -215,7 +215,7 @@ def choco(codec: Any, gamma: float) -> Rule:
           lambda c, x, slot=slots[k]: c[slot] - x, copies, own.public
         )
       )
-    params = _add_weighted(state.server.params, differences, gamma * weights)
+    params = add_weighted(state.server.params, differences, gamma * weights)
     return with_params(state, params)._replace(
       own=own._replace(copies=copies)
     )
@@ -338,7 +338,7 @@ def share(codec: Any) -> Rule:
     pending = state.server.opt_state
     code, inner = codec.encode(state.own.codec, pending.update, key)
     # The peer applies its own code, not its exact update, as all others do.
-    total = _add_weighted(
+    total = add_weighted(
       state.own.total, [codec.decode(code)], jnp.stack([keep])
     )
     zeros = optax.tree.zeros_like(pending.update)
@@ -348,7 +348,7 @@ def share(codec: Any) -> Rule:
   def mix(state, codes, weights, slots):
     del slots
     sent = [codec.decode(code) for code in codes]
-    total = _add_weighted(state.own.total, sent, weights)
+    total = add_weighted(state.own.total, sent, weights)
     params = optax.tree.add(state.server.params, total)
     zeros = optax.tree.zeros_like(total)
     return with_params(state, params)._replace(

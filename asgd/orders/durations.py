@@ -74,10 +74,12 @@ def gamma(
   seed: int = 0,
   variation: float = 0.1,
   machine_variation: float = 0.0,
+  offset: float = 0.0,
 ) -> Durations:
   """Batch times are drawn from gamma distributions.
 
-    time ~ Gamma(shape 1 / V^2, scale p_i V^2),   p_i = mean if V_m = 0, else
+    time - offset ~ Gamma(shape 1 / V^2, scale p_i V^2)
+    p_i = mean if V_m = 0, else
     p_i ~ Gamma(shape 1 / V_m^2, scale mean V_m^2),   once for worker i
 
   V_m = 0 is a homogeneous cluster; in a heterogeneous one each worker has its
@@ -89,6 +91,7 @@ def gamma(
     mean, seed: shared options; the DANA papers' mean is the batch size.
     variation: V, positive.
     machine_variation: V_m, 0 or more.
+    offset: 0 or more, added to each time: of a collective, for example.
 
   Returns:
     Durations in the unit of `mean`.
@@ -110,6 +113,7 @@ def gamma(
   checks.positive("mean", mean)
   checks.positive("variation", variation)
   checks.nonnegative("machine_variation", machine_variation)
+  checks.nonnegative("offset", offset)
   checks.whole("seed", seed, 0)
 
   def stream(worker):
@@ -118,7 +122,8 @@ def gamma(
       square = machine_variation**2
       machine = rng.gamma(1 / square, mean * square)
     square = variation**2
-    return _drawn(lambda count: rng.gamma(1 / square, machine * square, count))
+    shape, scale = 1 / square, machine * square
+    return _drawn(lambda count: offset + rng.gamma(shape, scale, count))
 
   return Durations(stream)
 

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from asgd import safe_files, text_table
+from asgd import output, safe_files
 from asgd.parallel import memory
 from asgd.parallel import strategies as strategies_lib
 from asgd.parallel.strategies import Strategy
@@ -21,7 +21,7 @@ def tabulate(strategies: Sequence[Strategy]) -> str:
     rows.append([*row, f"{one.microbatch}", *(f"{t:.3g}" for t in times)])
   head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
   head += ["compute", "send", "wait", "s/step"]
-  return text_table.format_table(head, rows)
+  return output.table(head, rows)
 
 
 def advice(strategies: Sequence[Strategy]) -> list[str]:

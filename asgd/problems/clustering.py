@@ -11,6 +11,7 @@ import numpy as np
 
 from asgd import base, checks, data
 from asgd import losses as losses_lib
+from asgd.data import partitions
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
 
@@ -23,7 +24,7 @@ def k_means(
   clusters: int = 10,
   dataset: str = "digits",
   data_dir: str | None = None,
-  partition: str = "shared",
+  partition: partitions.Partition = partitions.SHARED,
 ) -> Problem:
   """Mini-batch k-means: a centre is the mean of all examples assigned to it.
 
@@ -42,7 +43,7 @@ def k_means(
     clusters: k, 2 or more, at most the training examples.
     dataset: a name of `data.DATASETS`; examples are flattened.
     data_dir: folder of its files.
-    partition: "shared" or "sharded", see `data.make_batches`.
+    partition: of examples, see `asgd.data.partitions`.
 
   Returns:
     A Problem with parameters float32[k, d + 1], the sum and the number of each

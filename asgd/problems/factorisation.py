@@ -14,6 +14,7 @@ import numpy as np
 
 from asgd import checks, names
 from asgd import losses as losses_lib
+from asgd.data import partitions
 from asgd.data import ratings as ratings_lib
 from asgd.problems import problem as lib
 from asgd.problems.problem import Evaluation, Problem
@@ -46,7 +47,7 @@ def matrix_factorisation(
   rank: int = 8,
   l2: float = 0.0,
   scale: float = 0.3,
-  partition: str = "shared",
+  partition: partitions.Partition = partitions.SHARED,
   generate: dict[str, Any] | None = None,
 ) -> Problem:
   """Predicts ratings by products of rows of two tables.
@@ -64,7 +65,7 @@ def matrix_factorisation(
     rank: k, columns of the tables.
     l2: 0 or more.
     scale: standard deviation of the first u and v.
-    partition: "shared" or "sharded", see `data.make_batches`.
+    partition: of examples, see `asgd.data.partitions`.
     generate: arguments of `data.ratings.generated`.
 
   Returns:

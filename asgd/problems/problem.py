@@ -9,6 +9,7 @@ import optax
 
 from asgd import base, data, models
 from asgd import losses as losses_lib
+from asgd.data import partitions
 
 Batches = Callable[[int, int], base.Batch]  # (worker, job) -> NumPy arrays
 # The updates of a worker that computes no gradient: (parameters, batch, key) ->
@@ -258,7 +259,9 @@ def of_data(
 
 
 def examples_of(
-  examples: np.ndarray, labels: np.ndarray, partition: str = "shared"
+  examples: np.ndarray,
+  labels: np.ndarray,
+  partition: partitions.Partition = partitions.SHARED,
 ) -> DataOf:
   """Returns the `DataOf` of labelled examples, [n, ...] and int[n]."""
   rows = spread(len(labels), _PROBE)

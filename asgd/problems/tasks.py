@@ -10,6 +10,7 @@ import numpy as np
 
 from asgd import checks, data, models
 from asgd import losses as losses_lib
+from asgd.data import partitions
 from asgd.data import sentences as sentences_lib
 from asgd.data import text as text_lib
 from asgd.problems import problem as lib
@@ -24,7 +25,7 @@ def classification(
   *,
   batch_size: int,
   augment: bool = False,
-  partition: str = "shared",
+  partition: partitions.Partition = partitions.SHARED,
   evaluation_examples: int = 0,
 ) -> Problem:
   """Classification of images, or of any other arrays, with cross-entropy.
@@ -37,8 +38,8 @@ def classification(
     layers: or a model that cannot be cut; its outputs are the classes.
     batch_size: B, examples in one worker's batch.
     augment: pad, crop and flip training images at random.
-    partition: "shared", one epoch over all workers, or "sharded": each worker
-      draws only from its part of the examples.
+    partition: "shared", one epoch over all workers, or another partition of
+      `asgd.data.partitions`: each worker draws only from its own examples.
     evaluation_examples: number of test images to evaluate on; 0 is all.
   """
   classes = dataset.classes
@@ -127,7 +128,7 @@ def _of_examples(
   task,
   batch_size,
   augment=False,
-  partition="shared",
+  partition=partitions.SHARED,
   evaluation_examples=0,
 ) -> Problem:
   """Returns the problem of a task on labelled examples."""
@@ -191,6 +192,7 @@ def classify_sentences(
   layers: models.Layers | models.Model,
   *,
   batch_size: int,
+  partition: partitions.Partition = partitions.SHARED,
   evaluation_examples: int = 0,
   weights: Sequence[Mapping[str, Any]] | None = None,
 ) -> Problem:
@@ -203,6 +205,7 @@ def classify_sentences(
     layers: `encoder.bert`, with the task's number of classes; or a model that
       cannot be cut.
     batch_size: B, examples in one worker's batch.
+    partition: as of `classification`.
     evaluation_examples: number of test examples, evenly spaced; 0 is all.
     weights: initial weights of each layer, from `encoder.pretrained`. Others,
       such as the classifier's, are drawn.
@@ -255,7 +258,9 @@ def classify_sentences(
     return lib.classification_loss(logits, batch)
 
   pieces = Pieces(layers, lambda batch, key, dtype: batch[0], criterion)
-  data_of = lib.examples_of(task.train_tokens, task.train_labels)
+  data_of = lib.examples_of(
+    task.train_tokens, task.train_labels, partition
+  )
   return lib.join(
     *(pieces, init, evaluate, data_of, batch_size),
     example=example,

@@ -51,7 +51,7 @@ def test_help_has_a_usage_line_and_every_flag(name, capsys):
   assert ended.value.code == 0
   usage, *lines = capsys.readouterr().out.splitlines()
   assert usage.startswith(f"usage: asgd {name} ")
-  listed = lines[lines.index("flags:") :]
+  listed = lines[lines.index("flags:") :] if COMMANDS[name].flags else []
   first = [m[1] for m in (re.match(r"  ([\w.-]+)", x) for x in listed) if m]
   for flag in COMMANDS[name].flags:
     assert first.count(f"--{flag}") == 1, flag

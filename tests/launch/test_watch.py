@@ -18,7 +18,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import cell_files, report
+from asgd.experiment import cell_files, cell_progress, folder, report
 from asgd.pages import panels
 from launch import watch
 
@@ -89,10 +89,9 @@ def finished(tmp_path_factory):
   workdir = tmp_path_factory.mktemp("watched") / "a <b> run"
   runs = {"a": {"recipe": "asgd", "title": ATTACK}}
   exp = kit.tiny(runs=runs)
-  from asgd.experiment import folder
-
   folder.open_folder(str(workdir), "x", exp)
-  with serving(workdir) as fetch:
+  with serving(workdir) as fetch, pytest.MonkeyPatch.context() as patch:
+    patch.setattr(cell_progress, "_FIRST", 0.0)
     assert "no cell has begun yet" in fetch()
     bar = Looking(fetch)
     kit.train(exp, workdir, bar=bar)
@@ -153,6 +152,8 @@ def test_a_live_run_is_shown_while_it_goes_on(tmp_path, monkeypatch):
         pages.append(watch.render(tmp_path))
 
   monkeypatch.setattr(kit, "StopAfter", Bar)
+  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
+    monkeypatch.setattr(cell_progress, name, 0.0)
   place, result, _ = kit.train_live(tmp_path, stop=(40,), live={"spans": True})
   assert "training" in pages[0]
   assert 0 < sum(staleness(pages[0]).values()) <= result["messages"]

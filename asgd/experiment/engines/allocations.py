@@ -16,6 +16,7 @@ import jax
 from asgd import algorithms, problems
 from asgd.allocation import Allocation, in_proportion
 from asgd.checks import line_of, shown
+from asgd.data import partitions
 from asgd.experiment import checks, storage
 from asgd.experiment.schema import Run, Setting
 
@@ -160,7 +161,7 @@ def given(
 def _most(run: Run, problem: problems.Problem, workers: int) -> int:
   """Returns the most examples that a batch can have."""
   most = problem.batches_per_epoch * run.config["batch_size"]
-  if run.config["data"]["partition"] == "sharded":
+  if partitions.divides(run.config["data"]["partition"]):
     most //= workers
   return max(most, 1)
 

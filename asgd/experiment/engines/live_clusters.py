@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from asgd import base, compression, sharding, simulator, transforms
+from asgd.data import partitions
 from asgd.experiment.checks import blame
 from asgd.experiment.engines import allocations, live_hosts
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
@@ -111,7 +112,7 @@ def prepare(plan: ServerPlan, seed: int, due: Sequence[int]) -> LiveRun:
     totals=totals,
     log=server["log"],
     snapshot_seconds=config["checkpoint_seconds"],
-    owned=config["data"]["partition"] == "sharded",
+    owned=partitions.divides(config["data"]["partition"]),
     ladder=live_hosts.ladder(settings),
     keep_params_at=tuple(due),
     together=settings["together"],

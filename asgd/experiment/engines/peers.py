@@ -19,10 +19,10 @@ from asgd.experiment.engines import networks, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import SimulatedEngine, some
 from asgd.experiment.schema import Run
-from asgd.gossip import topologies
+from asgd.gossip import over_network, topologies
 from asgd.live.gossip import frames
 from asgd.orders import protocol
-from asgd.orders.network import Network
+from asgd.orders.network import LinkUse, Network
 
 _MOST_PEERS = 16  # most single peers in an evaluation
 
@@ -66,9 +66,44 @@ class PeerPlan(ServerPlan):
     own = self._own_trace(seed, count)
     if own is not None:
       return own
+    if self.call_network is not None:
+      return self._over_network(seed, count)[0]
     return self.gossip.trace(
       self._durations(seed), messages=count, seed=seed
     )
+
+  def use(self, seed: int) -> LinkUse | None:
+    """Returns the use of the network by a cell; None without a network, or if
+    the run has its own order."""
+    own = self._own_trace(seed, self.messages)
+    if self.call_network is None or own is not None:
+      return None
+    return self._over_network(seed, self.messages)[1]
+
+  def _over_network(
+    self, seed: int, messages: int
+  ) -> tuple[base.Trace, LinkUse]:
+    """Returns the order of a cell over its network, and the network's use."""
+    gossip_of, clock = self.gossip, self._durations(seed)
+    options: dict[str, Any] = {"nbytes": self._nbytes, "messages": messages}
+    if gossip_of.order == gossip.PAIRS:
+      make, options["seed"] = over_network.pairs, seed
+    else:
+      make, options["every"] = over_network.rounds, gossip_of.every
+      options["put_first"] = gossip_of.put_first
+    return make(clock, gossip_of.topology, self.call_network, **options)
+
+  @functools.cached_property
+  def _nbytes(self) -> int:
+    """Bytes of a message without a codec."""
+    key = jax.eval_shape(jax.random.key, 0)
+    params = jax.eval_shape(self.problem.init, key)
+
+    def put(params, key):
+      return self.peer.put(self.peer.init(params), np.float64(1), key)[1]
+
+    leaves = jax.tree.leaves(jax.eval_shape(put, params, key))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
   def rules(self) -> protocol.Rules:
     """Refuses a live run with a server."""
@@ -115,7 +150,7 @@ class PeerEngine(SimulatedEngine):
 
   def _begin(self, seed, params, root, restore):
     del params, root  # `PeerPlan.peers` makes them
-    plan = self._plan
+    plan, self._seed = self._plan, seed
     self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
     ) or (plan.peers(seed), simulator.join_records([]))
@@ -147,8 +182,14 @@ class PeerEngine(SimulatedEngine):
     return {"time": float(self.records().time[-1])}
 
   def _costs(self):
-    """Returns the columns on the time of the cell."""
-    return {"simulated_time": float(self.records().time[-1])}
+    """Returns the columns on the time of the cell, and on its network."""
+    records = self.records()
+    row = {"simulated_time": float(records.time[-1])}
+    use = self._plan.use(self._seed)
+    if use is not None:
+      count = len(records.loss)
+      row |= networks.columns(use, count, row["simulated_time"])
+    return row
 
   def _traffic(self):
     return self._peers.traffic
@@ -264,6 +305,17 @@ def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
   return parameter_server.plan(experiment, run, workers, PeerPlan)
 
 
+def simulated_plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
+  """Builds and checks the plan of a run in simulated time."""
+  made = plan(experiment, run, workers)
+  if made.gossip.compressed and made.call_network is not None:
+    raise ValueError(
+      f"config.network is not for config.runs.{run.label}, whose codec makes"
+      " sizes depend on the values: leave out the codec or the network"
+    )
+  return made
+
+
 def describe(result: Mapping[str, Any]) -> str:
   """Returns consensus distance, accuracies and costs in a few words."""
   words = (
@@ -283,7 +335,7 @@ def describe(result: Mapping[str, Any]) -> str:
       f", staleness mean {result['staleness_mean']:.1f} max"
       f" {result['staleness_max']}"
     )
-  return words
+  return words + networks.describe(result)
 
 
 COLUMNS = (

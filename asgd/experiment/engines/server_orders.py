@@ -13,6 +13,7 @@ import jax
 
 from asgd import algorithms, base, names, problems
 from asgd.checks import shown
+from asgd.data import partitions
 from asgd.experiment import checks, refusals
 from asgd.experiment.schema import GIVEN, Run, Setting
 from asgd.orders import durations, makers, own, protocol
@@ -285,8 +286,8 @@ def check(plan: Any) -> None:
       f" {recipe.push_every} jobs push nothing; use such a multiple, or leave"
       f" {key} out"
     )
-  sharded = config["data"]["partition"] == "sharded"
-  if order["name"] == "backup_tasks" and sharded:
+  divided = partitions.divides(config["data"]["partition"])
+  if order["name"] == "backup_tasks" and divided:
     raise ValueError(
       "config.order.name 'backup_tasks' hands a worker's job to another, which"
       " has other data: use config.data.partition='shared'"

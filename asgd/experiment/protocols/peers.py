@@ -102,7 +102,7 @@ PROTOCOL = Protocol(
   recipes=algorithms.PEER_RECIPES,
   runners={
     "simulate": Runner(
-      plan=peers.plan,
+      plan=peers.simulated_plan,
       start=peers.PeerEngine,
       describe=peers.describe,
       check=parameter_server.check,
@@ -136,11 +136,11 @@ PROTOCOL = Protocol(
   refusals=(
     Refusal(
       "network",
-      "peers have links to each other, not to a server",
-      engines=("simulate", "ray", "mesh"),
+      "its messages have real times",
+      engines=("ray", "mesh"),
     ),
     *(
-      Refusal(f"network.{key}", _NO_SERVER, engines=("threads",))
+      Refusal(f"network.{key}", _NO_SERVER, engines=("simulate", "threads"))
       for key in ("port", "service", "incast")
     ),
     Refusal("simulator", "its simulation has one engine"),

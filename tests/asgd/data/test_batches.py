@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from asgd import data
 from asgd.data import batches as batches_lib
+from asgd.data import partitions
 
 
 def numbered(n):
@@ -28,7 +30,7 @@ def drawn_labels(batches, jobs, worker=0):
   return np.concatenate([batches(worker, job)[1] for job in jobs])
 
 
-@pytest.mark.parametrize("partition", ["shared", "sharded"])
+@pytest.mark.parametrize("partition", partitions.NAMES)
 def test_a_batch_is_images_with_their_labels(partition):
   batches = batches_of(
     100, batch_size=8, seed=3, partition=partition, workers=4
@@ -40,7 +42,7 @@ def test_a_batch_is_images_with_their_labels(partition):
   np.testing.assert_array_equal(images[:, 0, 0, 0], labels)
 
 
-@pytest.mark.parametrize("partition", ["shared", "sharded"])
+@pytest.mark.parametrize("partition", partitions.NAMES)
 def test_batches_do_not_depend_on_what_was_drawn_before(partition):
   options = {"batch_size": 7, "seed": 5, "partition": partition, "workers": 3}
   calls = [(w, job) for job in range(40) for w in range(3)]
@@ -53,7 +55,7 @@ def test_batches_do_not_depend_on_what_was_drawn_before(partition):
     np.testing.assert_array_equal(second(*call)[1], expected[call])
 
 
-@pytest.mark.parametrize("partition", ["shared", "sharded"])
+@pytest.mark.parametrize("partition", partitions.NAMES)
 def test_jobs_and_seeds_draw_different_batches(partition):
   options = {"batch_size": 9, "partition": partition}
   seeds = [batches_of(90, seed=seed, **options) for seed in range(3)]
@@ -145,6 +147,47 @@ def test_a_batch_may_be_changed_without_changing_the_data():
   np.testing.assert_array_equal(images, numbered(10)[0])
 
 
+@given(
+  labels=st.lists(st.integers(0, 4), min_size=1, max_size=80),
+  workers=st.integers(1, 8),
+  concentration=st.sampled_from([0.01, 0.3, 100.0]),
+)
+def test_shards_of_a_label_skew_are_a_partition(labels, workers, concentration):
+  skewed = {"name": "dirichlet", "concentration": concentration}
+  shards = partitions.shards(skewed, np.array(labels), workers, seed=1)
+  assert sorted(np.concatenate(shards)) == list(range(len(labels)))
+  sizes = [len(shard) for shard in shards]
+  assert max(sizes) - min(sizes) <= 1
+
+
+def entropy_of_shards(labels, concentration, seed=0):
+  """Returns the mean entropy of the ten classes in 10 shards, in nats."""
+  skewed = {"name": "dirichlet", "concentration": concentration}
+  shards = partitions.shards(skewed, labels, 10, seed)
+  counts = [np.bincount(labels[rows], minlength=10) for rows in shards]
+  return stats.entropy(np.stack(counts), axis=1).mean()
+
+
+def test_the_smaller_the_concentration_the_fewer_classes_has_a_worker():
+  labels = np.arange(5000) % 10
+  few, some, all_of_them = (
+    entropy_of_shards(labels, alpha) for alpha in (0.01, 1.0, 1e4)
+  )
+  assert few < 0.3
+  # The mean entropy of Dirichlet(1 / 10, ..., 1 / 10): psi(2) - psi(1.1).
+  assert some == pytest.approx(0.85, abs=0.3)
+  assert all_of_them == pytest.approx(np.log(10), abs=0.03)
+
+
+def test_numbers_are_skewed_by_bins():
+  values = np.random.default_rng(0).normal(size=1000)
+  skewed = {"name": "dirichlet", "concentration": 0.01}
+  shards = partitions.shards(skewed, values, 10, seed=0)
+  # A worker with one of ten bins has a tenth of the range of quantiles.
+  spans = [np.ptp(np.argsort(np.argsort(values))[rows]) for rows in shards]
+  assert np.median(spans) < 200
+
+
 test_bad_options_are_refused_when_building = kit.refuses(
   [
     ({"batch_size": 5000}, "batch_size 5000 is larger than the 100 training"),
@@ -161,6 +204,14 @@ test_bad_options_are_refused_when_building = kit.refuses(
       "most 12",
     ),
     ({"partition": "sharded", "workers": 101}, "workers 101 is more than"),
+    (
+      {"partition": {"name": "dirichlet", "concentration": 0}},
+      "partition.concentration must be a positive finite number, not 0",
+    ),
+    (
+      {"partition": {"name": "dirichlet", "alpha": 1.0}},
+      "partition 'dirichlet' has no option 'alpha'",
+    ),
   ],
   lambda options: batches_of(100, **{"batch_size": 10, "seed": 0, **options}),
 )

@@ -72,7 +72,7 @@ class Fake:
 
 
 def test_curves_keep_their_means_when_they_are_thinned(tmp_path, monkeypatch):
-  for name in ("_INTERVAL", "_SPARING"):
+  for name in ("_FIRST", "_INTERVAL", "_SPARING"):
     monkeypatch.setattr(cell_progress, name, 0.0)
   rows = drawn(0, count=3010)
   engine = Fake(rows)

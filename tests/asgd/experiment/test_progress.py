@@ -17,7 +17,9 @@ class Terminal(io.StringIO):
     return True
 
 
-def test_a_terminal_gets_a_bar_with_loss_staleness_and_gap():
+def test_a_terminal_gets_a_block_with_loss_staleness_and_gap(monkeypatch):
+  monkeypatch.setenv("TERM", "xterm")
+  monkeypatch.setenv("COLUMNS", "80")
   stream = Terminal()
   bar = progress.ProgressBar(10, stream=stream)
   bar.update(CELL, NEWS)
@@ -25,10 +27,18 @@ def test_a_terminal_gets_a_bar_with_loss_staleness_and_gap():
   bar.close()
   assert bar.notes == ["a line that stays"]  # for the report
   text = stream.getvalue()
-  assert "\r" in text
-  for word in ("asgd-n8-s0", "loss 0.250", "staleness 7.0", "gap 0.001"):
-    assert word in text
+  assert "asgd-n8-s0: loss 0.250 staleness 7.0 gap 0.001" in text
+  assert "10/10" in text
   assert "a line that stays\n" in text
+
+
+def test_a_quiet_bar_shows_notes_only():
+  stream = Terminal()
+  bar = progress.ProgressBar(10, stream=stream, seconds=0, quiet=True)
+  bar.update(CELL, NEWS)
+  bar.line("a note")
+  bar.close()
+  assert stream.getvalue() == "a note\n"
 
 
 def test_anything_else_gets_plain_lines():

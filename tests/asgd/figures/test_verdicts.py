@@ -352,6 +352,8 @@ COLUMNS = (
   ({"kind": "until", "column": "test_loss"}, "needs either 'below' or 'above'"),
   (UNTIL | {"below": 0.1, "above": 0.2}, "needs either 'below' or"),
   ({"kind": "until", "column": "messages", "above": 1}, "unknown column"),
+  ({"kind": "at", "column": "test_loss"}, "needs either 'time' or 'epoch'"),
+  ({"kind": "at", "column": "test_loss", "time": "x"}, "time must be a number"),
   ({"kind": "first", "column": "test_accuracy"},
    "needs either 'below' or 'above'"),
   ({"kind": "quotient", "of": "nope", "by": "messages"},

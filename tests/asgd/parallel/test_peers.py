@@ -40,8 +40,10 @@ def wanted(worker, job):
     ),
     asgd.local_d_psgd(0.1, N, steps=2, topology="exponential"),
     asgd.threshold_sharing(0.1, N),
+    asgd.gradient_tracking(0.1, N, momentum=0.5),
   ],
-  ids=["d_psgd", "sgp", "sgp_2", "choco", "local_d_psgd", "threshold"],
+  ids=["d_psgd", "sgp", "sgp_2", "choco", "local_d_psgd", "threshold"]
+  + ["tracking"],
 )
 def test_a_mesh_comes_to_what_the_simulator_comes_to(recipe):
   batch = stacking.job_batches(wanted, recipe.steps)

@@ -249,7 +249,7 @@ def test_loss_is_computed_in_the_precision_of_the_weights(digits):
 def test_what_is_wrong_is_said_when_building(digits):
   with pytest.raises(ValueError, match="batch_size 1438 is larger than the 14"):
     classify(digits, batch_size=1438)
-  with pytest.raises(ValueError, match="shared, sharded, not 'share'"):
+  with pytest.raises(ValueError, match="dirichlet, not 'share'"):
     classify(digits, partition="share")
 
 

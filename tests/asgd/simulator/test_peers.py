@@ -246,6 +246,27 @@ def test_d2_converges_where_the_data_of_peers_differ_and_d_psgd_does_not():
   assert np.abs(d_psgd - mean).max() > 0.1
 
 
+def test_gradient_tracking_by_hand():
+  # Two peers average; the loss is (x - wanted)^2 / 2, so g_i = x_i - wanted_i.
+  # Round 1: g = y = (-2, -6); x = (1, 3), then 2; y mixes to -4.
+  # Round 2: g = (0, -4), y = -4 + (2, 2) = (-2, -2); x = 3; y mixes to -2.
+  # Round 3: g = (1, -3), y = -2 + (1, 1) = (-1, -1); x = 3.5.
+  wanted = np.array([[2.0], [6.0]]) * np.ones(7)
+  recipe = asgd.gradient_tracking(0.5, workers=2, topology="full")
+  starts = np.zeros((2, 7))
+  for rounds, expected in ((1, 2.0), (2, 3.0), (3, 3.5)):
+    found = run(
+      recipe, rounds, starts=starts, batch=lambda worker, job: wanted[worker]
+    )
+    assert_all(found, np.full(7, expected))
+
+
+def test_gradient_tracking_converges_where_the_data_of_peers_differ():
+  recipe = asgd.gradient_tracking(0.3, workers=5)
+  found = run(recipe, rounds=80, batch=lambda worker, job: WANTED[worker])
+  assert_all(found, WANTED[:5].mean(0), atol=1e-6)
+
+
 # Averaging.
 
 

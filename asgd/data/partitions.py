@@ -1,0 +1,142 @@
+"""Partitions: which training examples each worker draws from.
+
+  shared     all workers draw from all examples
+  sharded    worker i has the examples i, i + N, i + 2 N, ...: alike in labels
+  dirichlet  the labels of a worker's examples are skewed
+
+A partition is given by name, or as a dict of a name and options.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from asgd import checks
+
+SHARED, SHARDED, DIRICHLET = NAMES = "shared", "sharded", "dirichlet"
+Partition = str | Mapping[str, Any]
+
+_BINS = 10  # of labels that are numbers, not classes
+_SKEW = 2**32  # no job has this number: keys of jobs are (seed, worker, job)
+
+
+def _read(partition: Partition) -> tuple[str, float]:
+  """Returns (name, concentration), checked."""
+  given = partition if isinstance(partition, Mapping) else {"name": partition}
+  options = dict(given)
+  checks.one_of("partition", name := options.pop("name", None), NAMES)
+  concentration = 1.0
+  if name == DIRICHLET:
+    concentration = options.pop("concentration", concentration)
+    checks.positive("partition.concentration", concentration)
+  for key in options:
+    raise ValueError(
+      f"partition {name!r} has no option {checks.shown(key)}: leave it out"
+    )
+  return name, concentration
+
+
+def divides(partition: Partition) -> bool:
+  """Whether each worker has its own examples. Raises ValueError for a partition
+  that is not known, or has a wrong option."""
+  return _read(partition)[0] != SHARED
+
+
+def shards(
+  partition: Partition, labels: np.ndarray, workers: int, seed: int
+) -> list[np.ndarray]:
+  """Returns the examples of each worker, for a partition that divides them.
+
+  Shards are disjoint and complete, and their sizes differ by at most one.
+
+  Args:
+    partition: "sharded" or "dirichlet", or a dict of the name and options.
+    labels: [n], of the examples; "dirichlet" takes classes, or floats, which it
+      puts in ten bins of equally many.
+    workers: N.
+    seed: of "dirichlet"; each seed has other shards.
+
+  Returns:
+    int64[n // N or one more] for each worker.
+
+  Raises:
+    ValueError: for labels of several numbers, which "dirichlet" cannot skew.
+
+  Example:
+    >>> from asgd.data import partitions
+    >>> labels = np.arange(12) % 3
+    >>> print(partitions.shards("sharded", labels, 3, seed=0)[1])
+    [ 1  4  7 10]
+    >>> skewed = dict(name="dirichlet", concentration=0.01)
+    >>> for rows in partitions.shards(skewed, labels, 3, seed=0):
+    ...   print(labels[rows])
+    [1 1 1 1]
+    [2 2 2 2]
+    [0 0 0 0]
+  """
+  name, concentration = _read(partition)
+  if name == SHARDED:
+    n = len(labels)
+    return [np.arange(worker, n, workers) for worker in range(workers)]
+  return _label_skew(_classes(labels), workers, seed, concentration)
+
+
+def _classes(labels: np.ndarray) -> np.ndarray:
+  """Returns the class of each label, int[n] from 0."""
+  if labels.ndim != 1:
+    raise ValueError(
+      "partition 'dirichlet' skews labels, one for an example, and these have"
+      f" the shape {labels.shape}: use partition 'sharded'"
+    )
+  if labels.dtype.kind not in "biu":
+    edges = np.quantile(labels, np.linspace(0, 1, _BINS + 1)[1:-1])
+    labels = np.searchsorted(edges, labels)
+  return np.unique(labels, return_inverse=True)[1]
+
+
+def _label_skew(
+  classes: np.ndarray, workers: int, seed: int, concentration: float
+) -> list[np.ndarray]:
+  """Draws the shards of a label skew.
+
+    q_i ~ Dirichlet(alpha p),   p_c the fraction of class c in the rest
+
+  One after the other, worker i draws the classes of its examples from q_i,
+  without replacement. If it has used up a class, it draws a new q_i for the
+  rest. So the last workers have what others left. Small alpha: a worker has few
+  classes.
+
+  Source:
+    Hsu, Qi, Brown, "Measuring the effects of non-identical data distribution
+    for federated visual classification", 2019, arXiv:1909.06335.
+  """
+  rng = np.random.default_rng((seed, workers, _SKEW))
+  order = rng.permutation(len(classes))
+  # The examples of each class, in random order.
+  stocks = [order[classes[order] == c] for c in range(classes.max() + 1)]
+  left = np.array([len(stock) for stock in stocks])
+  drawn: list[np.ndarray] = []
+  for worker in range(workers):
+    size = len(range(worker, len(classes), workers))
+    taken = _draw_classes(rng, left, size, concentration)
+    ends = [len(stock) for stock in stocks] - left + taken
+    left = left - taken
+    parts = zip(stocks, ends - taken, ends, strict=True)
+    drawn.append(np.concatenate([stock[i:j] for stock, i, j in parts]))
+  return drawn
+
+
+def _draw_classes(
+  rng: np.random.Generator, left: np.ndarray, size: int, concentration: float
+) -> np.ndarray:
+  """Returns how many examples of each class a worker takes, int64[classes],
+  `size` in all and at most those `left`."""
+  taken = np.zeros_like(left)
+  while missing := size - taken.sum():
+    there = np.flatnonzero(left - taken)
+    stock = (left - taken)[there]
+    # Drawn anew if its classes are used up: it then gets few others.
+    chances = rng.dirichlet(concentration * stock / stock.sum())
+    taken[there] += np.minimum(rng.multinomial(missing, chances), stock)
+  return taken

@@ -1,0 +1,86 @@
+"""What a command would train: cells, messages and an estimate of the minutes.
+
+Nothing is written. A simulated cell of each run and number of workers trains
+for about a second, which gives its messages per second. Cells whose seconds are
+a result (live runs, pipelines, meshes) are counted, and not estimated.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from asgd import output
+from asgd.experiment import cells as cells_lib
+from asgd.experiment.cells import Cell, Experiment
+from asgd.experiment.engines import Context
+from asgd.experiment.machine import Machine
+
+_SECONDS = 1.0  # of training that a rate is measured over
+_HEADER = ["run", "engine", "workers", "cells", "messages", "minutes"]
+
+
+def _rate(experiment: Experiment, cell: Cell, machine: Machine) -> float:
+  """Returns the measured messages per second of a simulated cell."""
+  context = Context(
+    *(experiment, cell, experiment.plan(cell), None, None),
+    *(lambda rebuild: None, (), machine),
+  )
+  engine = experiment.kind(cell).start(context)
+  try:
+    engine.advance(engine.total)  # compiles
+    began, first = time.perf_counter(), engine.done
+    while engine.done < engine.total:
+      engine.advance(engine.total)
+      if time.perf_counter() - began > _SECONDS:
+        break
+    took, count = time.perf_counter() - began, engine.done - first
+  finally:
+    engine.close()
+  return count / took if count else float("nan")
+
+
+def rows(
+  experiment: Experiment, cells: Sequence[Cell], machine: Machine
+) -> list[dict[str, Any]]:
+  """Returns a row for each run and number of workers.
+
+  Args:
+    experiment: the experiment.
+    cells: the cells to describe.
+    machine: the resources of engines.
+
+  Returns:
+    Rows with run, engine, workers, cells, messages (of all cells) and minutes
+    on one core, without evaluations; None for engines that are not estimated.
+  """
+  found = []
+  for group in cells_lib.groups(cells):
+    first = group[0]
+    messages = len(group) * experiment.plan(first).messages
+    minutes = None
+    if not experiment.kind(first).timed:
+      minutes = messages / _rate(experiment, first, machine) / 60
+      minutes = round(minutes, 3) if minutes == minutes else 0.0
+    engine = experiment.runs[first.label].engine
+    values = first.label, engine, first.workers, len(group), messages, minutes
+    found.append(dict(zip(_HEADER, values, strict=True)))
+  return found
+
+
+def describe(found: Sequence[dict[str, Any]], jobs: int) -> str:
+  """Returns the rows as a table, with their sums for `jobs` cells at once."""
+  lines = [
+    [str(value) if value is not None else "-" for value in row.values()]
+    for row in found
+  ]
+  known = [row["minutes"] for row in found if row["minutes"] is not None]
+  cells = sum(row["cells"] for row in found)
+  messages = sum(row["messages"] for row in found)
+  text = f"{output.table(_HEADER, lines)}\n{cells} cells, {messages:,} messages"
+  if known:
+    at_once = min(jobs, max(len(known), 1))
+    text += f", about {sum(known) / at_once:.1f} minutes on {at_once} cores"
+    text += " without evaluations"
+  if len(known) < len(found):
+    text += "; runs in real time (-) are not estimated"
+  return f"{text}\nnothing was trained or written"

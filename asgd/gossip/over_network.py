@@ -1,0 +1,257 @@
+"""Orders of peers over a network, on which messages take time.
+
+  peer j --up--> latency --down--> peer i
+
+The links are those of `asgd.orders.network`; the port of a peer is its link
+down. A peer sends a copy of its message to each receiver, one after the other.
+The rows are those of `asgd.gossip.orders`, and without delays equal to them.
+"""
+
+import collections
+import functools
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from asgd import base, checks
+from asgd.gossip.topology import Topology
+from asgd.orders import trace as trace_lib
+from asgd.orders.durations import Durations
+from asgd.orders.network import Links, LinkUse, Network
+from asgd.orders.trace import NO_SEQ, Event
+
+_Act = Callable[[float], None]  # at a time
+
+
+class _Order:
+  """Events of peers in the order of their times, and the rows that they make.
+
+  Events at equal times keep the order in which they were added.
+  """
+
+  def __init__(
+    self, durations: Durations, network: Network, peers: int, nbytes: float
+  ):
+    shared = network._replace(port=network.down, shards=peers)
+    self.links, self._nbytes = Links(shared, peers), nbytes
+    self._streams = [durations.stream(peer) for peer in range(peers)]
+    self._heap: list[tuple[float, int, _Act]] = []
+    self._count = 0
+    self.rows: list[Event] = []
+
+  def row(self, *fields: Any) -> None:
+    """Adds a row: the fields of an Event."""
+    self.rows.append(Event(*fields))
+
+  def compute(self, now: float, peer: int, end: _Act) -> None:
+    """Starts a job of a peer; `end` is called at its end."""
+    self._at(now + next(self._streams[peer]), end)
+
+  def carry(
+    self, now: float, sender: int, receiver: int, arrive: _Act
+  ) -> None:
+    """Sends a message; `arrive` is called when its last byte has arrived."""
+    part = self.links.up(arrive, sender, receiver, self._nbytes)
+    self._move(now, part=part, line=None)
+
+  def _at(self, time: float, act: _Act) -> None:
+    heapq.heappush(self._heap, (time, self._count, act))
+    self._count += 1
+
+  def _move(self, now: float, *, part: Any, line: Any) -> None:
+    """Moves a part of a message to its next line, or to its receiver."""
+    if line is None and part.arrived:
+      self.links.received(part.waited)
+      part.key(now)
+      return
+    for time, following, on in self.links.advance(now, part, line):
+      self._at(time, functools.partial(self._move, part=following, line=on))
+
+  def run(self) -> None:
+    """Acts until no event is left."""
+    while self._heap:
+      time, _, act = heapq.heappop(self._heap)
+      act(time)
+
+  def stop(self) -> None:
+    """Drops all events: messages on their way do not arrive."""
+    self._heap.clear()
+
+  def result(self) -> tuple[base.Trace, LinkUse]:
+    """Returns the trace and the use of the links."""
+    end = max(row.time for row in self.rows)
+    use = self.links.use(end)
+    # Links divide by their shards; a message of a peer has one receiver.
+    waited = use.waited * self.links.network.shards
+    return trace_lib.from_events(self.rows), use._replace(waited=waited)
+
+
+def rounds(
+  durations: Durations, topology: Topology, network: Network, *, nbytes: float,
+  messages: int, put_first: bool = False, every: int = 1
+) -> tuple[base.Trace, LinkUse]:
+  """Rounds over a network: a peer mixes when all its neighbours' messages are
+  there.
+
+  Args:
+    durations, topology, messages, put_first, every: as of
+      `asgd.gossip.orders.rounds`.
+    network: the links of peers, in the durations' unit.
+    nbytes: of a message.
+
+  Returns:
+    A Trace, and the use of the links until its end.
+
+  Raises:
+    ValueError: for messages that do not make complete rounds, or `every` below
+      1.
+
+  Example:
+    Messages of 8 bytes take 0.5 on the way, and 8 / 16 on a link.
+
+    >>> from asgd import base, orders
+    >>> from asgd.gossip import over_network, topologies
+    >>> from asgd.orders.network import Network
+    >>> trace, use = over_network.rounds(
+    ...   orders.durations.constant(), topologies.full(2),
+    ...   Network(latency=0.5, up=16.0, down=16.0), nbytes=8, messages=4,
+    ... )
+    >>> trace.time[trace.action == base.MIX].tolist()
+    [2.0, 2.0, 4.0, 4.0]
+  """
+  n = topology.workers
+  checks.whole("messages", messages)
+  checks.multiple(messages, "messages", n, "rounds of {} peers")
+  checks.whole("every", every)
+  order = _Order(durations, network, n, nbytes)
+  now_in, done = [0] * n, [False] * n  # the round of each peer
+  # By (receiver, message).
+  arrived: collections.Counter[Any] = collections.Counter()
+
+  def start(i, now):
+    k = now_in[i]
+    order.row(now, i, k, k * n + i, base.SEND)
+    if put_first:
+      put(i, now)
+    order.compute(now, i, functools.partial(end, i))
+
+  def put(i, now):
+    m, wait = divmod(now_in[i], every)
+    if wait:
+      return
+    order.row(now, i, m, m, base.PUT)
+    receivers = np.flatnonzero(topology.links[m % topology.period][:, i])
+    # Each begins with the next peer, or all would send to peer 0 first.
+    for j in sorted(receivers.tolist(), key=lambda j: (j - i) % n):
+      order.carry(now, i, j, functools.partial(arrive, j, m))
+
+  def end(i, now):
+    k = now_in[i]
+    order.row(now, i, k, k * n + i, base.RECEIVE)
+    done[i] = True
+    if not put_first:
+      put(i, now)
+    proceed(i, now)
+
+  def arrive(i, m, now):
+    arrived[i, m] += 1
+    proceed(i, now)
+
+  def proceed(i, now):
+    """Ends the round of a peer, if it has all that it waits for."""
+    m, rest = divmod(now_in[i] + 1, every)
+    m -= 1
+    if not done[i]:
+      return
+    if not rest:
+      near = topology.neighbours(i, m)
+      if arrived[i, m] < len(near):
+        return
+      for j in near:
+        order.row(now, i, m, j, base.TAKE)
+      order.row(now, i, NO_SEQ, m, base.MIX)
+    done[i] = False
+    now_in[i] += 1
+    if now_in[i] < messages // n:
+      start(i, now)
+
+  for i in range(n):
+    start(i, 0.0)
+  order.run()
+  return order.result()
+
+
+def pairs(
+  durations: Durations, topology: Topology, network: Network, *, nbytes: float,
+  messages: int, seed: int = 0
+) -> tuple[base.Trace, LinkUse]:
+  """Pairs over a network: a peer that ends a job sends its parameters to one
+  neighbour, which sends its own back.
+
+  When the answer arrives both average, as at one time, and the peer starts its
+  next job. The neighbour computes meanwhile.
+
+  Args:
+    durations, topology, messages, seed: as of `asgd.gossip.orders.pairs`.
+    network: the links of peers, in the durations' unit.
+    nbytes: of a message.
+
+  Returns:
+    A Trace, and the use of the links until its end.
+
+  Raises:
+    ValueError: for messages that are no whole number.
+
+  Example:
+    >>> from asgd import base, orders
+    >>> from asgd.gossip import over_network, topologies
+    >>> from asgd.orders.network import Network
+    >>> trace, use = over_network.pairs(
+    ...   orders.durations.constant(slowdown=[1, 9]), topologies.full(2),
+    ...   Network(latency=0.5), nbytes=8, messages=2,
+    ... )
+    >>> trace.time[trace.action == base.RECEIVE].tolist()  # a job, both ways
+    [2.0, 4.0]
+  """
+  checks.whole("messages", messages)
+  n = topology.workers
+  order = _Order(durations, network, n, nbytes)
+  draws = [np.random.default_rng((seed, peer, n)) for peer in range(n)]
+  neighbours = [np.flatnonzero(row).tolist() for row in topology.union]
+  puts, seqs, jobs, received = [0] * n, [0] * n, 0, 0
+
+  def start(i, now):
+    nonlocal jobs
+    order.row(now, i, seqs[i], jobs, base.SEND)
+    order.compute(now, i, functools.partial(end, i, jobs))
+    jobs += 1
+
+  def end(i, job, now):
+    near = neighbours[i]
+    other = near[int(draws[i].integers(len(near)))]
+    met = functools.partial(meet, i, other, job)
+    back = functools.partial(order.carry, sender=other, receiver=i, arrive=met)
+    order.carry(now, i, other, back)
+
+  def meet(i, other, job, now):
+    nonlocal received
+    for one in (i, other):
+      order.row(now, one, puts[one], 0, base.PUT)
+    for one, two in ((i, other), (other, i)):
+      order.row(now, one, puts[two], two, base.TAKE)
+      order.row(now, one, NO_SEQ, 0, base.MIX)
+    for one in (i, other):
+      puts[one] += 1
+    order.row(now, i, seqs[i], job, base.RECEIVE)
+    seqs[i], received = seqs[i] + 1, received + 1
+    if received < messages:
+      start(i, now)
+    else:
+      order.stop()
+
+  for i in range(n):
+    start(i, 0.0)
+  order.run()
+  return order.result()

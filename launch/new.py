@@ -1,0 +1,108 @@
+"""Makes a folder with a config, a model and a README, which trains at once.
+
+  asgd new DIR
+  asgd train --config=DIR/config.py
+
+The model is a flax module of your own, and the data are handwritten digits.
+Change them there; the README of the folder names the next steps.
+"""
+
+from pathlib import Path
+
+from asgd import safe_files
+
+from . import command_line
+
+_CONFIG = '''"""Trains the model of model.py with several algorithms.
+
+  asgd train --config={name}/config.py
+"""
+
+import ml_collections
+
+
+def get_config(arg=None):
+  config = ml_collections.ConfigDict()
+  config.data = dict(name="digits")
+  config.model = dict(name="model:make", hidden=32)  # MODULE:FUNCTION
+  config.runs = dict(
+    asgd=dict(recipe="asgd"),
+    dana_zero=dict(recipe="dana_zero"),
+  )
+  config.workers = (8,)
+  config.seeds = (0, 1)
+  config.batch_size = 16
+  config.epochs = 5.0
+  config.learning_rate = 0.005
+  config.learning_rate_schedule = dict(warmup_epochs=0.5)
+  config.evaluations = 5
+  if arg == "tiny":  # a test of a second
+    config.workers, config.seeds, config.epochs = (2,), (0,), 0.1
+    config.evaluations, config.learning_rate_schedule = 1, dict()
+  return config.lock()
+'''
+_MODEL = '''"""The model."""
+
+import flax.linen as nn
+
+
+class Mlp(nn.Module):
+  """Two hidden layers on the pixels of an image."""
+
+  classes: int
+  hidden: int
+
+  @nn.compact
+  def __call__(self, images):
+    x = images.reshape(images.shape[0], -1)
+    for _ in range(2):
+      x = nn.relu(nn.Dense(self.hidden)(x))
+    return nn.Dense(self.classes)(x)
+
+
+def make(classes, hidden=32):
+  """Returns the model; `hidden` is a key of config.model."""
+  return Mlp(classes, hidden)
+'''
+_README = """# {name}
+
+    asgd train --config={name}/config.py            # simulated, some seconds
+    asgd train --config={name}/config.py --dry_run  # what it would train
+    asgd train --config={name}/config.py --engine=threads
+    asgd show runs/config-001
+
+- `config.py` has the runs, the number of workers and the learning rate.
+  `asgd train --help` lists all keys, and `asgd --list` all recipes.
+- `model.py` has the model. For your own data write a function there, and set
+  `config.data = dict(name="model:FUNCTION")`.
+"""
+_FILES = {"config.py": _CONFIG, "model.py": _MODEL, "README.md": _README}
+
+
+def write(folder: Path) -> str:
+  """Writes the files of a new experiment; returns the next commands. Raises
+  ValueError if the folder is not empty."""
+  if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    raise ValueError(f"{folder} is not empty: choose another folder")
+  safe_files.make_folder(folder.resolve())
+  for name, text in _FILES.items():
+    safe_files.write(folder / name, text.replace("{name}", str(folder)))
+  return (
+    f"wrote {folder}/ with {', '.join(_FILES)}; train it with\n"
+    f"  asgd train --config={folder}/config.py"
+  )
+
+
+def main(*words: str) -> None:
+  """Writes the named folder."""
+  if len(words) != 1:
+    count = len(words)
+    command_line.fail(f"asgd new takes one folder, not {count}: asgd new DIR")
+  try:
+    print(write(Path(words[0])))
+  except (ValueError, OSError) as error:
+    command_line.fail(str(error))
+
+
+if __name__ == "__main__":
+  command_line.run(main, "new")

@@ -1,0 +1,132 @@
+"""Shows what a results folder holds.
+
+  asgd show WORKDIR
+
+prints the config, the cells that are finished and those that are missing, the
+best results, and where the report is. It reads files only: no library is
+imported, and nothing is run or written.
+"""
+
+import csv
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from asgd import output
+
+from . import command_line
+
+_MOST = 8  # rows of results, and missing cells, that are shown
+_FINISHED = "cell.npz", "result.json"  # a finished cell has one of them
+# Columns of results.csv that are shown, with their headers.
+_SHOWN = {
+  "algorithm": "run",
+  "workers": "workers",
+  "seeds": "seeds",
+  "test_accuracy": "accuracy %",
+  "test_loss": "loss",
+  "staleness_mean": "staleness",
+  "seconds": "seconds",
+}
+
+
+def _cells(config: Mapping[str, Any]) -> list[str]:
+  """Returns the names of a config's cells."""
+  return [
+    f"{label}-n{workers}-s{seed}"
+    for label, run in config["runs"].items()
+    for workers in run.get("workers") or config["workers"]
+    for seed in config["seeds"]
+  ]
+
+
+def _number(row: Mapping[str, str], key: str) -> float | None:
+  """Returns a number of results.csv; None if it is missing."""
+  try:
+    return float(row.get(key) or "nan")
+  except ValueError:
+    return None
+
+
+def _best(row: Mapping[str, str]) -> tuple[float, float]:
+  """Returns the key by which results are sorted, the best first."""
+  accuracy, loss = (_number(row, key) for key in ("test_accuracy", "test_loss"))
+  return (
+    -accuracy if accuracy is not None and accuracy == accuracy else 0.0,
+    loss if loss is not None and loss == loss else float("inf"),
+  )
+
+
+def _results(path: Path) -> str:
+  """Returns the best rows of results.csv as a table."""
+  with path.open(newline="") as file:
+    rows = sorted(csv.DictReader(file), key=_best)
+  shown = {k: v for k, v in _SHOWN.items() if any(row.get(k) for row in rows)}
+  lines = []
+  for row in rows[:_MOST]:
+    line = []
+    for key in shown:
+      number = _number(row, key)
+      scale = 100 if key == "test_accuracy" else 1
+      text = row.get(key) or "-"
+      line.append(text if number is None else f"{scale * number:.4g}")
+    lines.append(line)
+  left = f"{len(rows) - _MOST} more rows are in {path}\n"
+  table = output.table(list(shown.values()), lines)
+  return table + left * (len(rows) > _MOST)
+
+
+def describe(folder: Path) -> str:
+  """Returns the text of a results folder. Raises ValueError for a folder that
+  holds no experiment."""
+  path = folder / "config.json"
+  if not path.is_file():
+    raise ValueError(
+      f"{folder} holds no experiment, which has a config.json: name a folder"
+      " that asgd train made, such as runs/digits-001"
+    )
+  try:
+    config = json.loads(path.read_text())["config"]
+    names = _cells(config)
+  except (ValueError, KeyError, TypeError, AttributeError) as error:
+    raise ValueError(f"{path} is damaged ({error!r})") from None
+  cells = folder / "cells"
+  done = {
+    name
+    for name in names
+    if any((cells / name / file).is_file() for file in _FINISHED)
+  }
+  missing = [name for name in names if name not in done]
+  model = config["problem"]["name"] or config["model"]["name"]
+  lines = [
+    f"folder    {folder}",
+    f"problem   {model} on {config['data']['name']}",
+    f"runs      {', '.join(config['runs'])}",
+    f"cells     {len(done)} of {len(names)} finished",
+  ]
+  if missing:
+    more = f" and {len(missing) - _MOST} more" * (len(missing) > _MOST)
+    lines.append(f"to do     {', '.join(missing[:_MOST])}{more}")
+  report = folder / "report.html"
+  lines.append(f"report    {report if report.is_file() else 'none yet'}")
+  table = folder / "results.csv"
+  if table.is_file():
+    lines += ["", _results(table).rstrip()]
+  return "\n".join(lines)
+
+
+def main(*words: str) -> None:
+  """Prints what the named folder holds."""
+  if len(words) != 1:
+    command_line.fail(
+      f"asgd show takes one folder, not {len(words)}: asgd show runs/digits-001"
+    )
+  try:
+    print(describe(Path(words[0])))
+  except (ValueError, OSError) as error:
+    command_line.fail(str(error))
+
+
+if __name__ == "__main__":
+  command_line.run(main, "show")

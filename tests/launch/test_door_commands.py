@@ -1,0 +1,164 @@
+"""Command lines of a demanding new user, right and wrong: what each gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import kit
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
+
+TINY = "digits:tiny", "--config.only=asgd,dana_zero", "--jobs=1"
+LIVE = "digits:tiny", "--config.only=asgd", "--engine=threads"
+# (command line, exit status, a part of what it prints). {run} and {live} are
+# folders of trained cells, {new} does not exist.
+COMMANDS = (
+  # What is there?
+  ("", 0, "asgd train          Trains the runs of a config"),
+  ("--help", 0, "asgd show "),
+  ("help", 0, "asgd completion "),
+  ("help replay", 0, "usage: asgd replay WORKDIR/cells/NAME"),
+  ("--version", 0, "asgd 0."),
+  ("--list", 0, "dana_zero"),
+  ("train --list", 0, "one_f_one_b"),
+  ("train --help", 0, "learning_rate_schedule.warmup_epochs"),
+  ("train digits --help", 0, "usage: asgd train CONFIG"),
+  ("plan -h", 0, "--bandwidth=NUMBER"),
+  ("bench", 0, "asgd bench server"),
+  ("reproduce --list", 0, "delayed_edge"),
+  # Mistakes in names.
+  ("trian digits", 2, "unknown command 'trian'; did you mean 'train'?"),
+  ("train digit", 2, "did you mean 'digits'?"),
+  ("train digits --wrokers=4", 2, "did you mean --config.workers=4?"),
+  ("train digits --epochs 3", 2, "did you mean --config.epochs?"),
+  ("train digits --dry-run", 2, "did you mean --dry_run?"),
+  ("train digits --config.wrokers=4", 2, "did you mean 'workers'?"),
+  ("train digits --config.lr=0.1", 2, "did you mean 'learning_rate'?"),
+  ("train digits --config.only=dana", 2, "did you mean 'dana_zero'?"),
+  ("train digits --config.runs.asgd.recipe=dana", 2, "unknown algorithm"),
+  ("train digits --config.model.name=cnnn", 2, "did you mean 'cnn'?"),
+  ("train digits --engine=thread", 2, "should be one of <simulate|threads"),
+  ("train digits --config.epochs=many", 2, "must be a number above 0"),
+  ("train digits --jobs=0", 2, "--jobs must be auto, ray, or a number"),
+  ("train", 2, "no --config; try --config=configs/digits.py"),
+  ("train digits fashion", 2, "unexpected argument 'fashion'"),
+  ("draw_schedule", 2, "give a table: either --schedule=NAME"),
+  ("draw_schedule --schedule=one_f_one", 2, "did you mean 'one_f_one_b'?"),
+  ("show", 2, "asgd show takes one folder"),
+  ("show {new}", 2, "holds no experiment"),
+  ("new {run}", 2, "is not empty: choose another folder"),
+  ("replay", 2, "no run is named: write asgd replay WORKDIR/cells/NAME"),
+  ("compare {run}", 2, "no finished live cell to compare"),
+  ("completion fish", 2, "takes bash or zsh, not fish"),
+  ("plan --params=1.5e9", 2, "give --devices, as in --devices=64"),
+  # Work.
+  ("draw-schedule --schedule=1F1B --stages=2 --microbatches=3", 0, "F0"),
+  ("plan --params=1e9 --devices=8 --bandwidth=25", 0, "data, ring"),
+  ("show {run}", 0, "cells     2 of 2 finished"),
+  ("train {tiny} --workdir={run}", 0, "report       {run}/report.html"),
+  ("train {tiny} --workdir={run} --quiet", 0, ""),
+  ("train {tiny} --workdir={new} --dry_run", 0, "2 cells, 16 messages"),
+  ("train {tiny} --workdir={run} --config.batch_size=8", 2, "was 16, now 8"),
+  ("replay {live}", 0, "bit"),
+  ("timeline {live}", 0, "drop the file on https://ui.perfetto.dev"),
+)
+
+
+def asgd(*words, status=None):
+  """Runs the command `asgd` in this process."""
+  return kit.call("__main__", *words, status=status)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+  above = tmp_path_factory.mktemp("door")
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr("asgd.experiment.figure.draw", lambda *args: [])
+    for name, words in {"run": TINY, "live": LIVE}.items():
+      asgd("train", *words, f"--workdir={above / name}", status=0)
+  return {name: str(above / name) for name in ("run", "live", "new")}
+
+
+@pytest.mark.parametrize(("line", "status", "part"), COMMANDS)
+def test_a_command_line_gives_what_a_user_expects(folders, line, status, part):
+  given = {**folders, "tiny": " ".join(TINY)}
+  result = asgd(*line.format(**given).split(), status=status)
+  if status:
+    (said,) = result.stderr.splitlines()  # one line, with the remedy
+    assert said.startswith("error: ")
+    assert part.format(**given) in said
+    assert result.stdout == ""
+  elif part:
+    assert part.format(**given) in result.stdout
+  else:
+    assert result.stdout == result.stderr == ""
+  assert not Path(folders["new"]).exists()
+
+
+def test_there_are_as_many_as_were_asked_for():
+  assert len(COMMANDS) == len({line for line, *_ in COMMANDS}) == 45
+
+
+def test_json_is_one_object_on_stdout(folders):
+  place = f"--workdir={folders['run']}"
+  result = asgd("train", *TINY, place, "--json", status=0)
+  found = json.loads(result.stdout)
+  assert [row["cell"] for row in found["cells"]] == [
+    *("asgd-n2-s0", "dana_zero-n2-s0"),
+  ]
+  assert found["missing"] == []
+  assert Path(found["report"]).is_file()
+  assert "results go to" in result.stderr  # the rest of the output
+
+
+def test_a_dry_run_as_json_has_minutes_of_each_run(folders):
+  words = *TINY, f"--workdir={folders['new']}", "--dry_run", "--json"
+  rows = json.loads(asgd("train", *words, status=0).stdout)["dry_run"]
+  shown = [(row["run"], row["cells"], row["messages"]) for row in rows]
+  assert shown == [("asgd", 1, 8), ("dana_zero", 1, 8)]
+  assert all(row["minutes"] >= 0 for row in rows)
+
+
+def test_a_new_folder_trains_at_once(tmp_path):
+  asgd("new", tmp_path / "mine", status=0)
+  config = f"--config={tmp_path / 'mine' / 'config.py'}:tiny"
+  words = config, "--jobs=1", f"--workdir={tmp_path / 'out'}"
+  asgd("train", *words, status=0)
+  shown = asgd("show", tmp_path / "out", status=0).stdout
+  assert "cells     2 of 2 finished" in shown
+  sys.modules.pop("model")
+
+
+def test_bash_completes_commands_flags_values_and_keys(tmp_path):
+  script = tmp_path / "completion.bash"
+  script.write_text(asgd("completion", "bash", status=0).stdout)
+  for line, expected in {
+    "asgd tr": ["train"],
+    "asgd train --engine=th": ["threads"],
+    "asgd train --config.epo": ["--config.epochs="],
+    "asgd train pipeline_g": ["pipeline_gpt"],
+    "asgd train --num_p": ["--num_processes="],
+    "asgd completion z": ["zsh"],
+  }.items():
+    code = f'source {script}; COMP_WORDS=({line}); COMP_LINE="{line}"'
+    code += f"; COMP_CWORD={line.count(' ')}; COMP_POINT={len(line)}; _asgd"
+    ended = subprocess.run(
+      ["bash", "-c", f'{code}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
+      capture_output=True, text=True, check=True,
+    )
+    assert ended.stdout.split() == expected, line
+
+
+@pytest.mark.process
+def test_the_first_lines_come_from_a_process_of_their_own(folders):
+  words = [sys.executable, "-m", "launch", "show", folders["run"]]
+  environment = {**os.environ, "PYTHONPATH": str(kit.ROOT)}
+  shown = subprocess.run(
+    words, cwd=kit.ROOT, env=environment, capture_output=True, text=True
+  )
+  assert shown.returncode == 0
+  assert shown.stderr == ""
+  assert "cells     2 of 2 finished" in shown.stdout
