@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-_MAX_COLUMNS = 8  # of a table on a terminal
+_MOST_COLUMNS = 8  # of a table on a terminal
 
 
 def table(
@@ -38,24 +38,26 @@ def table(
   import rich.table
   import rich.text
 
-  console, shown = rich.console.Console(), len(header)
+  console, most = rich.console.Console(), len(header)
   if rest:  # as many columns as fit
     widths = [max(map(len, texts)) for texts in zip(header, *rows, strict=True)]
-    shown = min(shown, _MAX_COLUMNS)
-    while shown > 2 and sum(widths[:shown]) + 3 * shown > console.width:
-      shown -= 1
-  style = {"box": rich.box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
-  screen_table = rich.table.Table(**style)
-  for index, name in enumerate(header[:shown]):
-    justify = "right" if index else "left"
-    screen_table.add_column(name, justify=justify, overflow="fold")
+    most = min(most, _MOST_COLUMNS)
+    while most > 2 and sum(widths[:most]) + 3 * most > console.width:
+      most -= 1
+  lines = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+  )
+  for number, name in enumerate(header[:most]):
+    lines.add_column(
+      name, justify="right" if number else "left", overflow="fold"
+    )
   for row in rows:
-    screen_table.add_row(*(rich.text.Text(text) for text in row[:shown]))
+    lines.add_row(*(rich.text.Text(text) for text in row[:most]))
   with console.capture() as capture:
-    console.print(screen_table)
+    console.print(lines)
   text = capture.get()
-  if header[shown:]:
-    text += f"{len(header) - shown} more columns are in {rest}\n"
+  if header[most:]:
+    text += f"{len(header) - most} more columns are in {rest}\n"
   return text
 
 
