@@ -39,7 +39,7 @@ class SubmoduleCall(NamedTuple):
 _OUTSIDE = "outside"  # names zeros in a traced segment
 
 
-class Segment(nn.Module):
+class ModuleSegment(nn.Module):
   """The part of a module that ends with the `index`-th of its calls; the last
   segment ends with the module."""
 
@@ -113,7 +113,7 @@ def _run(module: nn.Module, x: Any, train: bool) -> Any:
   return module(x, train=train) if "train" in takes else module(x)
 
 
-def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
+def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
   """Returns the segments of a module, in their order.
 
   Args:
@@ -162,7 +162,8 @@ def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
     raise refused(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
   segments = tuple(
-    Segment(module, index, tuple(calls), example) for index in range(len(calls))
+    ModuleSegment(module, index, tuple(calls), example)
+    for index in range(len(calls))
   )
   for before, segment in itertools.pairwise(segments):
     if _reads_outside(segment, before.calls[before.index]):
@@ -188,7 +189,7 @@ class _Watched(nn.Module):
     return output
 
 
-def _reads_outside(segment: Segment, given: SubmoduleCall) -> bool:
+def _reads_outside(segment: ModuleSegment, given: SubmoduleCall) -> bool:
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
@@ -211,7 +212,7 @@ def _reads_outside(segment: Segment, given: SubmoduleCall) -> bool:
 # Variables of the module, and those of its segments.
 
 
-def inward(segments: Sequence[Segment], variables: Any) -> Any:
+def inward(segments: Sequence[ModuleSegment], variables: Any) -> Any:
   """Returns a module's variables, or its weights, as parameters of segments."""
   is_whole = isinstance(variables, Mapping) and "params" in variables
   weights = variables["params"] if is_whole else variables
