@@ -114,7 +114,7 @@ def job_batches(
   """
   largest, longest = max(given.batch_sizes), max(given.steps)
 
-  def part(worker, job):
+  def cut_batch(worker, job):
     size = given.batch_sizes[worker]
 
     def first(leaf):
@@ -129,9 +129,9 @@ def job_batches(
 
   def batch(worker, job):
     if not stacked:
-      return part(worker, job)
+      return cut_batch(worker, job)
     parts = [
-      part(worker, job * longest + h) for h in range(given.steps[worker])
+      cut_batch(worker, job * longest + h) for h in range(given.steps[worker])
     ]
     return Uneven(stack(parts))
 

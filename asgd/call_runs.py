@@ -34,7 +34,7 @@ from asgd.experiment.machine import Machine
 from asgd.problems import own
 
 # Columns of an evaluation's row that a caller gets.
-_OF_A_ROW = (
+_RESULT_COLUMNS = (
   *("message", "update", "time", "seconds", "megabytes", "train_loss"),
   *("staleness_mean", "gap_mean", "test_loss", "test_accuracy"),
 )
@@ -60,14 +60,15 @@ def _config(
 ) -> dict[str, Any]:
   """Returns the config of an experiment with one run, of given objects."""
   recipe = given.recipe
-  made = getattr(recipe, "made", None)
+  named_recipe = getattr(recipe, "made", None)
   # A recipe that was made by hand has neither a name nor a rate; the rate 1 is
   # only a record then.
-  label = made.name if made and made.name.isidentifier() else "run"
-  rate = made.learning_rate if made else 1.0
+  is_label = named_recipe and named_recipe.name.isidentifier()
+  label = named_recipe.name if is_label else "run"
+  rate = named_recipe.learning_rate if named_recipe else 1.0
   if callable(rate):  # a schedule: the config records its peak
-    at = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
-    rate = max(float(rate(update)) for update in at)
+    points = np.unique(np.linspace(0, messages, 100).astype(int)).tolist()
+    rate = max(float(rate(update)) for update in points)
   return {
     "data": {"name": given.name},
     "model": {"name": given.name},
@@ -109,14 +110,14 @@ def train(
   every = _check_every(options)
   calls.check_sequential(given, name)
   # [1] Make an experiment with one cell.
-  whole = _config(given, name, messages, every, options) | dict(config)
-  experiment = cells.build(whole, engines={name: kind}, dataset=given)
+  full_config = _config(given, name, messages, every, options) | dict(config)
+  experiment = cells.build(full_config, engines={name: kind}, dataset=given)
   (cell,), machine = experiment.cells, options.machine or _machine()
   plan = experiment.plan(cell)
   experiment.check_machine(machine)
   if name == "ray" or machine.processes:
     calls.check_travels(given)
-  kept: list[Any] = []
+  results: list[Any] = []
   with contextlib.ExitStack() as stack:
     stack.callback(machine.close)
     # [2] Open its folder. A live run needs one for its journals, even if the
@@ -140,19 +141,19 @@ def train(
       *(experiment, cell, workdir),
       bar=bar,
       machine=machine,
-      ended=lambda *what: kept.extend(what),
+      ended=lambda *values: results.extend(values),
     )
     # [4] Collect its results.
     if workdir is not None and options.folder is not None:
       _report(workdir, experiment, bar)
-    if not kept and cell_folder is not None:  # the cell had finished before
-      kept += _read(cell_folder, experiment, cell)
-    records, params, rows = kept
+    if not results and cell_folder is not None:  # the cell had finished before
+      results += _read(cell_folder, experiment, cell)
+    records, params, rows = results
     trace = _trace(plan, cell, cell_folder, kind)
   params = given.outward(params)
   rows = [_row(row) for row in rows]
-  results = None if options.folder is None else Path(options.folder)
-  return Result(params, records, trace, rows, results)
+  results_folder = None if options.folder is None else Path(options.folder)
+  return Result(params, records, trace, rows, results_folder)
 
 
 def _check_every(options: RunOptions) -> int:
@@ -208,15 +209,17 @@ def _machine() -> Machine:
 
 def _row(row: Mapping[str, Any]) -> dict[str, Any]:
   """An evaluation as the caller knows it."""
-  out = {key: row[key] for key in _OF_A_ROW if row.get(key) is not None}
-  out |= {
+  columns = {
+    key: row[key] for key in _RESULT_COLUMNS if row.get(key) is not None
+  }
+  columns |= {
     key.removeprefix("test_"): value
     for key, value in row.items()
     if key.startswith("test_") and value is not None
   }
   return {
     key: value
-    for key, value in out.items()
+    for key, value in columns.items()
     if not key.startswith("test_") and value == value  # not a NaN
   }
 

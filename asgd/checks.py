@@ -13,16 +13,17 @@ from typing import Any
 
 import numpy as np
 
-_MOST_SHOWN = 120  # characters of a value in an error
+_MAX_SHOWN = 120  # characters of a value in an error
 
 
 def shortened(text: str, most: int) -> str:
   """Returns a text of at most `most` characters; its middle is left out."""
   mark = " [...] "
-  kept = most - len(mark)
   if len(text) <= most:
     return text
-  return f"{text[: kept - kept // 2]}{mark}{text[-(kept // 2) :]}"
+  tail = (most - len(mark)) // 2
+  head = most - len(mark) - tail
+  return f"{text[:head]}{mark}{text[-tail:]}"
 
 
 def text_of(error: BaseException, most: int = 300) -> str:
@@ -86,7 +87,7 @@ def shown(value: Any) -> str:
   text = repr(value)
   if "\n" in text:  # an array
     text = " ".join(text.split())
-  return shortened(text, _MOST_SHOWN)
+  return shortened(text, _MAX_SHOWN)
 
 
 def whole(
@@ -94,16 +95,18 @@ def whole(
 ) -> int:
   """Returns `value` as an int. Raises ValueError unless it is an integer (a
   bool is not one), `least` or more, and at most `most`."""
-  integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-  if not integral or value < least:
-    more = f"whole number, {least} or more"
-    kind = "positive whole number" if least == 1 else more
+  is_integer = isinstance(value, numbers.Integral)
+  if not is_integer or isinstance(value, bool) or value < least:
+    lower_bound = f"whole number, {least} or more"
+    requirement = "positive whole number" if least == 1 else lower_bound
     import jax
 
     # optax.inject_hyperparams makes arrays of numbers.
-    static = ": name it in static_args of optax.inject_hyperparams"
-    remedy = static if isinstance(value, jax.Array) else ""
-    raise ValueError(f"{name} must be a {kind}, not {shown(value)}{remedy}")
+    static_remedy = ": name it in static_args of optax.inject_hyperparams"
+    remedy = static_remedy if isinstance(value, jax.Array) else ""
+    raise ValueError(
+      f"{name} must be a {requirement}, not {shown(value)}{remedy}"
+    )
   if most is not None and value > most:
     raise ValueError(f"{name} must be at most {most}, not {shown(value)}")
   return int(value)
@@ -160,12 +163,12 @@ def real(
   if isinstance(value, jax.core.Tracer):
     return
   try:
-    number = np.asarray(value).dtype.kind not in "bc"  # no bool, no complex
-    valid = number and bool(holds(value))
-    valid = valid and (not finite or math.isfinite(float(value)))
+    is_number = np.asarray(value).dtype.kind not in "bc"  # no bool, no complex
+    is_valid = is_number and bool(holds(value))
+    is_valid = is_valid and (not finite or math.isfinite(float(value)))
   except (TypeError, ValueError, OverflowError):  # no number, or too large
-    valid = False
-  if not valid:
+    is_valid = False
+  if not is_valid:
     raise ValueError(f"{name} must be {kind}, not {shown(value)}{remedy}")
 
 

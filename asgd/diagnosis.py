@@ -80,10 +80,11 @@ def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
   program draws rows of equal length for all small leaves. The numbers are the
   same: a number that threefry draws depends on its index alone."""
   leaves = jax.tree.leaves(weights)
-  whole = len(leaves) * max((x.size for x in leaves), default=0)
-  alike = all(x.dtype == jnp.float32 for x in leaves)
+  drawn_count = len(leaves) * max((x.size for x in leaves), default=0)
+  all_float32 = all(x.dtype == jnp.float32 for x in leaves)
   # Without partitionable threefry, a number depends on the shape, too.
-  if 0 < whole <= _AT_ONCE and alike and jax.config.jax_threefry_partitionable:
+  partitionable = jax.config.jax_threefry_partitionable
+  if 0 < drawn_count <= _AT_ONCE and all_float32 and partitionable:
     return _draw_rows(key, weights)
   return optax.tree.random_like(key, weights)
 
@@ -92,11 +93,12 @@ def _direction(key: jax.Array, weights: optax.Params) -> optax.Params:
 def _draw_rows(key: jax.Array, weights: optax.Params) -> optax.Params:
   """Draws a row of the longest leaf's length for each leaf, and cuts it."""
   leaves, structure = jax.tree.flatten(weights)
-  longest = max(x.size for x in leaves)
-  draw = jax.vmap(lambda own: jax.random.normal(own, (longest,)))
-  rows = draw(jax.random.split(key, len(leaves)))
+  longest = max(leaf.size for leaf in leaves)
+  draw_row = jax.vmap(lambda leaf_key: jax.random.normal(leaf_key, (longest,)))
+  rows = draw_row(jax.random.split(key, len(leaves)))
   pairs = zip(rows, leaves, strict=True)
-  return structure.unflatten([r[: x.size].reshape(x.shape) for r, x in pairs])
+  cut = [row[: leaf.size].reshape(leaf.shape) for row, leaf in pairs]
+  return structure.unflatten(cut)
 
 
 def curvature_limit(
@@ -135,8 +137,8 @@ def curvature_limit(
     *columns, np.int32(len(trace.worker)), curvatures.astype(np.float32)
   )
   unstable = ~(np.asarray(growth) < 0)  # NaN counts as growth
-  first = int(np.argmax(unstable)) if unstable.any() else points
-  return float(curvatures[first - 1]) if first else 0.0
+  first_unstable = int(np.argmax(unstable)) if unstable.any() else points
+  return float(curvatures[first_unstable - 1]) if first_unstable else 0.0
 
 
 _START = 1e-3  # initial w, small enough that all rules are linear at it
@@ -158,38 +160,39 @@ def _growths(
 
   # Every value has an axis of curvatures from the start. JAX traces a loop in
   # `jax.vmap` three times to find out which values have one.
-  def repeated(tree, *shape):
+  def broadcast(tree, *shape):
     return jax.tree.map(lambda x: jnp.broadcast_to(x, shape + x.shape), tree)
 
   points, key = len(curvatures), jax.random.key(0)
-  start = repeated(state, points), repeated(slot, slot_count, points)
+  start = broadcast(state, points), broadcast(slot, slot_count, points)
   start += (jnp.zeros((len(workers), points)),)
 
-  def receive(state, own, ticket, curvature):
-    after, message, _ = worker.work(own, ticket, curvature, key)
-    return server.receive(state, ticket, message)[0], (after, ticket)
+  def receive(state, worker_state, ticket, curvature):
+    next_state, message, _ = worker.work(worker_state, ticket, curvature, key)
+    return server.receive(state, ticket, message)[0], (next_state, ticket)
 
   def event(index, carry):
-    (state, slots, path), w = carry, workers[index]
-    own, ticket = jax.tree.map(lambda x: x[w], slots)
+    (state, slots, path), worker_index = carry, workers[index]
+    worker_state, ticket = jax.tree.map(lambda x: x[worker_index], slots)
 
-    def sent():
-      return state, (own, jax.vmap(server.send, (0, None))(state, w))
+    def send():
+      tickets = jax.vmap(server.send, (0, None))(state, worker_index)
+      return state, (worker_state, tickets)
 
-    def received():
-      return jax.vmap(receive)(state, own, ticket, curvatures)
+    def receive_row():
+      return jax.vmap(receive)(state, worker_state, ticket, curvatures)
 
     is_send = actions[index] == base.SEND
-    state, slot = jax.lax.cond(is_send, sent, received)
-    slots = jax.tree.map(lambda x, y: x.at[w].set(y), slots, slot)
+    state, slot = jax.lax.cond(is_send, send, receive_row)
+    slots = jax.tree.map(lambda x, y: x.at[worker_index].set(y), slots, slot)
     return state, slots, path.at[index].set(jnp.abs(state.params))
 
   _, _, path = jax.lax.fori_loop(0, count, event, start)
   path = jnp.where(jnp.isfinite(path), path, jnp.inf)
   index, quarter = jnp.arange(len(path))[:, None], count // 4
-  early = (quarter <= index) & (index < 2 * quarter)
-  late = (count - quarter <= index) & (index < count)
-  early, late = (jnp.where(x, path, 0).max(0) for x in (early, late))
+  in_second = (quarter <= index) & (index < 2 * quarter)
+  in_last = (count - quarter <= index) & (index < count)
+  early, late = (jnp.where(x, path, 0).max(0) for x in (in_second, in_last))
   growth = jnp.log(late) - jnp.log(early)
   # A path that has shrunk to rounding errors shrinks no further: stable.
   growth = jnp.where(late < 1e-4 * path.max(0), -jnp.inf, growth)

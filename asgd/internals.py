@@ -46,10 +46,10 @@ def find(path: str) -> Any:
   try:
     return getattr(importlib.import_module(module), name)
   except (ImportError, AttributeError) as error:
-    there = metadata.version(library)
+    installed = metadata.version(library)
     raise ImportError(
-      f"asgd uses {path}, which {library} {there} does not have: pip install"
-      f" '{versions(library)}'"
+      f"asgd uses {path}, which {library} {installed} does not have: pip"
+      f" install '{versions(library)}'"
     ) from error
 
 

@@ -45,22 +45,23 @@ def _takes_key(loss: Callable[..., Any]) -> bool:
   except (TypeError, ValueError):  # a builtin has no signature
     return False
   kind, empty = inspect.Parameter, inspect.Parameter.empty
-  place = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
-  own = [each for each in parameters if each.kind in place]
-  needed = [each for each in own if each.default is empty]
-  rest = any(each.kind is kind.VAR_POSITIONAL for each in parameters)
-  named = any(
-    each.kind is kind.KEYWORD_ONLY and each.default is empty
-    for each in parameters
+  by_position = kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD
+  positional = [p for p in parameters if p.kind in by_position]
+  required = [p for p in positional if p.default is empty]
+  takes_more = any(p.kind is kind.VAR_POSITIONAL for p in parameters)
+  needs_keyword = any(
+    p.kind is kind.KEYWORD_ONLY and p.default is empty for p in parameters
   )
-  if len(needed) > 3 or named or (len(own) < 2 and not rest):
-    found = ", ".join(map(str, parameters)) or "nothing"
+  too_few = len(positional) < 2 and not takes_more
+  if len(required) > 3 or needs_keyword or too_few:
+    listed = ", ".join(map(str, parameters)) or "nothing"
     raise LossError(
-      f"the loss must be a function {_FORMS}; it takes ({found}). Bind other"
+      f"the loss must be a function {_FORMS}; it takes ({listed}). Bind other"
       " arguments with functools.partial"
     )
   # An optional third argument gets a key only if its name says so.
-  return len(needed) == 3 or (len(own) > 2 and own[2].name in _KEYS)
+  optional_key = len(positional) > 2 and positional[2].name in _KEYS
+  return len(required) == 3 or optional_key
 
 
 def as_loss(loss: Callable[..., Any]) -> Loss:
@@ -92,10 +93,10 @@ def as_loss(loss: Callable[..., Any]) -> Loss:
   def adapted(
     params: base.Params, batch: base.Batch, key: jax.Array
   ) -> tuple[jax.Array, Aux]:
-    out = loss(params, batch, key) if takes_key else loss(params, batch)
+    returned = loss(params, batch, key) if takes_key else loss(params, batch)
     # Every other value is taken as the loss itself, and checked below.
-    pair = isinstance(out, (tuple, list)) and len(out) == 2
-    value, aux = out if pair else (out, Aux(()))
+    is_pair = isinstance(returned, (tuple, list)) and len(returned) == 2
+    value, aux = returned if is_pair else (returned, Aux(()))
     _check_value(value)
     if isinstance(params, base.Variables):
       stats = aux.stats if isinstance(aux, Aux) else aux

@@ -117,10 +117,10 @@ def known() -> Mapping[str, Callable[..., optax.GradientTransformation]]:
     (True, False)
   """
   # A name of optax replaces the same name of optax.contrib.
-  both = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
+  attributes = {**vars(optax.contrib), **vars(optax), "lbfgs": lbfgs}
   return types.MappingProxyType({
     name: maker
-    for name, maker in sorted(both.items())
+    for name, maker in sorted(attributes.items())
     if not name.startswith(("_", "scale_by")) and name not in _NOT
     if isinstance(maker, types.FunctionType | functools.partial)
     if "learning_rate" in inspect.signature(maker).parameters
@@ -190,7 +190,7 @@ def check(optimizer: Optimizer) -> None:
       f" of a learning rate that returns an optax transform, not"
       f" {shown(optimizer)}"
     )
-  like = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+  params = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
   try:
     tx = optax.with_extra_args_support(optimizer(0.1))
     loss: dict[str, Any] = {}
@@ -198,10 +198,10 @@ def check(optimizer: Optimizer) -> None:
       loss = {"value": 0.0, "value_fn": lambda w: jnp.sum(w["w"])}
     # Trace only: nothing is computed.
     updates, _ = jax.eval_shape(
-      lambda w: tx.update(w, tx.init(w), w, **loss), like
+      lambda w: tx.update(w, tx.init(w), w, **loss), params
     )
     # A transform may return a scalar, or drop a leaf.
-    shapes = [jax.tree.structure(tree) for tree in (updates, like)]
+    shapes = [jax.tree.structure(tree) for tree in (updates, params)]
   except Exception as error:  # a user's optimizer may raise anything
     raise ValueError(
       f"optimizer: an update cannot be made ({line_of(error)})"
@@ -232,8 +232,8 @@ def momentum_of(optimizer: Any) -> float | None:
     return None
   # A momentum that is a schedule or an array has no closed form here.
   momentum = options.get("momentum") or 0.0
-  plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
-  return float(momentum) if plain else None
+  is_plain = isinstance(momentum, (int, float)) and not options.get("nesterov")
+  return float(momentum) if is_plain else None
 
 
 class _RateOfVersion(optax.schedules.StatefulSchedule):

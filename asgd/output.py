@@ -44,11 +44,13 @@ def table(
     most = min(most, _MOST_COLUMNS)
     while most > 2 and sum(widths[:most]) + 3 * most > console.width:
       most -= 1
-  look = {"box": rich.box.SIMPLE_HEAD, "pad_edge": False, "show_edge": False}
-  lines = rich.table.Table(**look)
+  lines = rich.table.Table(
+    box=rich.box.SIMPLE_HEAD, pad_edge=False, show_edge=False
+  )
   for number, name in enumerate(header[:most]):
-    justify = "right" if number else "left"
-    lines.add_column(name, justify=justify, overflow="fold")
+    lines.add_column(
+      name, justify="right" if number else "left", overflow="fold"
+    )
   for row in rows:
     lines.add_row(*(rich.text.Text(text) for text in row[:most]))
   with console.capture() as capture:

@@ -123,21 +123,21 @@ def own_writes(
     state: OwnState, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> tuple[OwnState, optax.Updates, base.Metrics]:
     # The server's state may depend on the first parameters.
-    first = server.init(ticket.params)
-    own = optax.tree.where(state.begun, state.own, first)
+    first_copy = server.init(ticket.params)
+    copy = optax.tree.where(state.begun, state.own, first_copy)
     # [1] A fresh ticket replaces the copy's parameters.
-    own = optax.tree.where(ticket.fresh, _fetched(server, own, ticket), own)
+    copy = optax.tree.where(ticket.fresh, _fetched(server, copy, ticket), copy)
     # [2] The job reads the ticket, or on a kept ticket the copy.
-    params = server.send(own, ticket.worker).params
+    params = server.send(copy, ticket.worker).params
     params = optax.tree.where(ticket.fresh, ticket.params, params)
-    read = ticket._replace(params=params)
+    ticket_read = ticket._replace(params=params)
     # [3] The wrapped worker computes its message.
-    inner, message, metrics = worker.work(state.inner, read, batch, key)
-    # A worker's message is not stale for its own copy.
-    # [4] The copy receives what the server will decode.
-    mine = ticket._replace(version=own.version, params=params)
-    own, _ = server.receive(own, mine, decoded(message))
-    return OwnState(inner, own, jnp.bool_(True)), message, metrics
+    inner, message, metrics = worker.work(state.inner, ticket_read, batch, key)
+    # [4] The copy receives the message as the server will decode it. The
+    # message is not stale for the copy: its ticket gets the copy's version.
+    copy_ticket = ticket._replace(version=copy.version, params=params)
+    copy, _ = server.receive(copy, copy_ticket, decoded(message))
+    return OwnState(inner, copy, jnp.bool_(True)), message, metrics
 
   return base.Worker(init, work, base.OWN)
 
@@ -156,20 +156,21 @@ def adopted(worker: base.Worker, state: Any, params: base.Params) -> OwnState:
 
 
 def _fetched(
-  server: base.Server, own: base.ServerState, ticket: base.Ticket
+  server: base.Server, copy: base.ServerState, ticket: base.Ticket
 ) -> base.ServerState:
   """Returns the worker's copy of the server, at the parameters of a ticket."""
-  own = own._replace(
+  copy = copy._replace(
     params=ticket.params,
     version=jnp.asarray(ticket.version),
-    opt_state=_counted(own.opt_state, ticket.version),
+    opt_state=_counted(copy.opt_state, ticket.version),
   )
   if server.sends_current:
-    return own
-  # The ticket is ahead of the server's parameters: go back by the same step.
-  ahead = server.send(own, ticket.worker).params
-  params = jax.tree.map(lambda x, y: x - (y - x), ticket.params, ahead)
-  return own._replace(params=params)
+    return copy
+  # The ticket has predicted parameters x. Predict again from x, and take that
+  # step back: x - (send(x) - x) are about the server's own parameters.
+  ahead_params = server.send(copy, ticket.worker).params
+  params = jax.tree.map(lambda x, y: x - (y - x), ticket.params, ahead_params)
+  return copy._replace(params=params)
 
 
 _OF_SCHEDULES = optax.ScaleByScheduleState, VelocityState
@@ -184,7 +185,7 @@ def _counted(opt_state: optax.OptState, version: jax.Array) -> optax.OptState:
   def count(node: Any) -> Any:
     if not of_schedule(node):
       return node
-    values = {k: _counted(v, version) for k, v in node._asdict().items()}
-    return node._replace(**values | {"count": jnp.asarray(version)})
+    fields = {k: _counted(v, version) for k, v in node._asdict().items()}
+    return node._replace(**fields | {"count": jnp.asarray(version)})
 
   return jax.tree.map(count, opt_state, is_leaf=of_schedule)

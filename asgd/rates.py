@@ -110,7 +110,7 @@ def warmup_steps(
     )
   if not warmup and not boundaries:
     return peak
-  # `drops` counts from the end of the warm-up.
+  # `drops` counts from the end of the warm-up, as `after_warmup` expects.
   counts = collections.Counter(map(int, boundaries))
   # A boundary that is given twice multiplies the rate by factor^2.
   drops = optax.piecewise_constant_schedule(
@@ -134,13 +134,13 @@ def known() -> Mapping[str, Callable[..., optax.Schedule]]:
     >>> "cosine_decay" in rates.known()
     True
   """
-  made = {
+  schedules = {
     name.removesuffix("_schedule"): maker
     for name, maker in vars(optax.schedules).items()
     if name.endswith(("_schedule", "_decay")) and not name.startswith(_NOT)
     if isinstance(maker, types.FunctionType)
   }
-  return types.MappingProxyType(made)
+  return types.MappingProxyType(schedules)
 
 
 def arguments(name: str) -> list[str]:
@@ -193,32 +193,32 @@ def named(
   """
   maker = names.resolve("schedule", name, known())
   parameters = inspect.signature(maker).parameters
-  given = dict(options or {})
+  arguments = dict(options or {})
   # Options may count in epochs; optax counts in updates.
   for key in _LENGTHS:
-    if key in given:
-      checks.nonnegative(key, given[key])
-      given[key] = _updates(key, given[key] * unit)
-  if isinstance(given.get("boundaries_and_scales"), Mapping):
-    given["boundaries_and_scales"] = {
-      _updates("boundaries_and_scales", float(at) * unit): factor
-      for at, factor in given["boundaries_and_scales"].items()
+    if key in arguments:
+      checks.nonnegative(key, arguments[key])
+      arguments[key] = _updates(key, arguments[key] * unit)
+  if isinstance(arguments.get("boundaries_and_scales"), Mapping):
+    arguments["boundaries_and_scales"] = {
+      _updates("boundaries_and_scales", float(position) * unit): factor
+      for position, factor in arguments["boundaries_and_scales"].items()
     }
   # optax has three names for the peak; a schedule takes one of them.
-  wanted = [key for key in _PEAKS if key in parameters][:1]
-  given = {**dict.fromkeys(wanted, peak), **given}
+  peak_names = [key for key in _PEAKS if key in parameters][:1]
+  arguments = {**dict.fromkeys(peak_names, peak), **arguments}
   # A warm-up starts at 0, unless the options say otherwise.
   if "peak_value" in parameters:
-    given.setdefault("init_value", 0.0)
+    arguments.setdefault("init_value", 0.0)
     if "init_value" not in parameters:
-      del given["init_value"]
+      del arguments["init_value"]
   if "end_value" in parameters:
-    given.setdefault("end_value", 0.0)
+    arguments.setdefault("end_value", 0.0)
   # By default an optax schedule decays until the last update.
   for key in ("decay_steps", "transition_steps"):
     if key in parameters:
-      given.setdefault(key, updates)
-  schedule = names.call("schedule", name, maker, given)
+      arguments.setdefault(key, updates)
+  schedule = names.call("schedule", name, maker, arguments)
   if not callable(schedule):
     raise ValueError(
       f"schedule {name!r} must return a function of an update, not"

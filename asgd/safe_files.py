@@ -30,8 +30,8 @@ def _naming_folders(path: Path) -> Iterator[None]:
   try:
     yield
   except IsADirectoryError as error:
-    why = "a folder is in the place of a file: remove it"
-    raise IsADirectoryError(errno.EISDIR, why, str(path)) from error
+    reason = "a folder is in the place of a file: remove it"
+    raise IsADirectoryError(errno.EISDIR, reason, str(path)) from error
 
 
 @contextlib.contextmanager
@@ -76,11 +76,11 @@ def write(path: Path, content: str | bytes | bytearray, disk: Any = os) -> None:
   """
   if isinstance(content, str):
     content = content.encode("utf-8", "replace")
-  rest = memoryview(content)
+  unwritten = memoryview(content)
   with replacing(path, disk) as file:
-    while rest:
+    while unwritten:
       # A write may be partial.
-      rest = rest[disk.write(file.fileno(), rest) :]
+      unwritten = unwritten[disk.write(file.fileno(), unwritten) :]
 
 
 def save_figure(figure: Any, path: Path, **options: Any) -> None:
@@ -157,24 +157,24 @@ def hold_folder(path: Path) -> int:
     path.mkdir(mode=0o700)
   # The descriptor keeps the folder that was checked, whatever happens at the
   # path.
-  held = _open_folder(path)
-  if os.fstat(held).st_uid != os.geteuid():
-    os.close(held)
+  handle = _open_folder(path)
+  if os.fstat(handle).st_uid != os.geteuid():
+    os.close(handle)
     raise ValueError(f"{path} is a folder of another user: remove it")
-  return held
+  return handle
 
 
 def make_private(path: Path) -> None:
   """Makes or opens a folder as `hold_folder` does, and removes the access of
   other users; raises the same errors."""
-  held = hold_folder(path)
+  handle = hold_folder(path)
   try:
-    os.fchmod(held, stat.S_IRWXU)
+    os.fchmod(handle, stat.S_IRWXU)
   finally:
-    os.close(held)
+    os.close(handle)
 
 
 def is_writable(folder: Path) -> bool:
   """Whether this user can create files in a folder."""
-  wanted = os.W_OK | os.X_OK
-  return os.access(folder, wanted, effective_ids=True)
+  access = os.W_OK | os.X_OK
+  return os.access(folder, access, effective_ids=True)

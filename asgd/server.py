@@ -106,9 +106,9 @@ def all_finite(tree: Any) -> jax.Array:
     tree: of arrays; those of integers or bools count as finite.
   """
   leaves = jax.tree.leaves(tree)
-  real = (x for x in leaves if jnp.result_type(x).kind not in "iub")
-  each = [jnp.isfinite(x).all() for x in real]
-  return jnp.stack(each).all() if each else jnp.array(True)
+  floats = (x for x in leaves if jnp.result_type(x).kind not in "iub")
+  leaf_is_finite = [jnp.isfinite(x).all() for x in floats]
+  return jnp.stack(leaf_is_finite).all() if leaf_is_finite else jnp.array(True)
 
 
 def pushed(gate: Gate = accept_all) -> Gate:
@@ -134,8 +134,8 @@ def pushed(gate: Gate = accept_all) -> Gate:
 
   def carries(delay: base.Delay, message: optax.Updates) -> jax.Array:
     leaves = jax.tree.leaves(base.weights_of(message))
-    some = jnp.stack([(x != 0).any() for x in leaves]).any()
-    return some & gate(delay, message)
+    is_nonzero = jnp.stack([(x != 0).any() for x in leaves]).any()
+    return is_nonzero & gate(delay, message)
 
   return carries
 
@@ -175,7 +175,7 @@ def gather(
   total = add(total, message)
   numbers = first, ticket.version, oldest.version
   if not any(isinstance(x, jax.core.Tracer) for x in numbers):
-    if ticket is oldest:  # no need to fetch the versions from the device
+    if ticket is oldest:  # do not fetch the versions from the device
       return total, ticket
     older = first or int(ticket.version) < int(oldest.version)
     return total, ticket if older else oldest
@@ -398,9 +398,9 @@ def _update_reads_sent(
   def update(params: base.Params, sent: base.Params) -> None:
     zero, weights = jnp.zeros([], jnp.int32), base.weights_of(params)
     delay = base.Delay(zero, zero, sent)
-    of_weights = delay._replace(sent_params=base.weights_of(sent))
+    weights_delay = delay._replace(sent_params=base.weights_of(sent))
     message, _ = scale.update(
-      weights, scale.init(weights), weights, **of_weights._asdict()
+      weights, scale.init(weights), weights, **weights_delay._asdict()
     )
     message = base.with_weights(params, message)
     state = algorithm.init(params)
@@ -409,9 +409,9 @@ def _update_reads_sent(
   zeros = [np.zeros(shape, dtype) for shape, dtype in shapes]
   params = jax.tree.unflatten(structure, zeros)
   # The second half of the inputs are the sent parameters.
-  made = jax.make_jaxpr(update)(params, params).jaxpr
-  sent = made.invars[len(made.invars) // 2 :]
-  return any(x is y for eqn in made.eqns for x in eqn.invars for y in sent)
+  program = jax.make_jaxpr(update)(params, params).jaxpr
+  sent = program.invars[len(program.invars) // 2 :]
+  return any(x is y for eqn in program.eqns for x in eqn.invars for y in sent)
 
 
 def _check_weights(weights: base.Params) -> None:
@@ -472,23 +472,23 @@ def _make_accept(
       )
       return state._replace(inbox=empty), norm
 
-    def wait(state: base.ServerState) -> _Accepted:
+    def hold(state: base.ServerState) -> _Accepted:
       waiting = inbox._replace(count=count, total=total, oldest=oldest)
       return state._replace(inbox=waiting), jnp.float32(0.0)
 
-    after: _Accepted = jax.lax.cond(count == every, flush, wait, state)
-    return after
+    result: _Accepted = jax.lax.cond(count == every, flush, hold, state)
+    return result
 
   def accept(
     state: base.ServerState, ticket: base.Ticket, message: optax.Updates
   ) -> _Accepted:
     delay = _delay(state, ticket)
-    of_weights = delay._replace(sent_params=base.weights_of(ticket.params))
+    weights_delay = delay._replace(sent_params=base.weights_of(ticket.params))
     weights, message_state = scale.update(
       base.weights_of(message),
       state.inbox.message_state,
       base.weights_of(state.params),
-      **of_weights._asdict(),
+      **weights_delay._asdict(),
     )
     message = base.with_weights(message, weights)
     inbox = state.inbox._replace(message_state=message_state)
@@ -501,6 +501,7 @@ def _make_accept(
 
 
 def _delay(state: base.ServerState, ticket: base.Ticket) -> base.Delay:
+  """Returns how late a message on a ticket is."""
   # After a rollback the server's version may be less than a ticket's.
   staleness = jnp.maximum(state.version - ticket.version, 0)
   return base.Delay(ticket.worker, staleness, ticket.params)

@@ -83,10 +83,10 @@ def of_jobs(
     >>> stacking.of_jobs(batches, [0, 1], [5, 6]).tolist()
     [[0, 5], [1, 6]]
   """
-  # One indexing of an array is faster than stacking many batches.
-  together = getattr(batches, "of_jobs", None)
-  if together is not None:
-    return together(workers, jobs)
+  # A source that is an array is indexed once: faster than stacking batches.
+  of_all_jobs = getattr(batches, "of_jobs", None)
+  if of_all_jobs is not None:
+    return of_all_jobs(workers, jobs)
   pairs = zip(workers, jobs, strict=True)
   return stack([batches(worker, job) for worker, job in pairs])
 

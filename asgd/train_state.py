@@ -29,10 +29,10 @@ class TrainState(train_state.TrainState):
     """Returns the state after an update. A keyword that names a field replaces
     it; others (sent_params, staleness, worker) go to the transform."""
     fields = {field.name for field in dataclasses.fields(self)}
-    own = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
+    replaced_fields = {k: kwargs.pop(k) for k in fields & kwargs.keys()}
     tx = optax.with_extra_args_support(self.tx)
     updates, opt_state = tx.update(grads, self.opt_state, self.params, **kwargs)
     params = optax.apply_updates(self.params, updates)
     return self.replace(
-      step=self.step + 1, params=params, opt_state=opt_state, **own
+      step=self.step + 1, params=params, opt_state=opt_state, **replaced_fields
     )

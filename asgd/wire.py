@@ -124,14 +124,15 @@ def opened(
   """
   data = _bytes(layout, buffer)
   targets = [_view(field, data) for field in layout.fields]
+  # A leaf that is stored in another dtype has no view: it is read anew.
   views = jax.tree.leaves(read(layout, buffer))
-  converted = any(field.stored != field.dtype for field in layout.fields)
+  is_converted = any(field.stored != field.dtype for field in layout.fields)
 
   def write_tree(tree: Any) -> None:
     _copy(_leaves(layout, tree), targets)
 
   def read_tree() -> Any:
-    if converted:
+    if is_converted:
       return read(layout, buffer)
     return jax.tree.unflatten(layout.structure, views)
 
@@ -187,13 +188,13 @@ def _difference(
   leaves = jax.tree.leaves_with_path(tree)
   tree_paths = [jax.tree_util.keystr(path) for path, _ in leaves]
   missing = [path for path in layout_paths if path not in tree_paths]
-  more = [path for path in tree_paths if path not in layout_paths]
-  if not missing and not more:
+  extra = [path for path in tree_paths if path not in layout_paths]
+  if not missing and not extra:
     return f"the layout is of a {layout.structure}, not of a {structure}"
   return (
     "the layout is of another tree: only the layout has"
     f" {', '.join(missing) or 'nothing'}, only the tree has"
-    f" {', '.join(more) or 'nothing'}"
+    f" {', '.join(extra) or 'nothing'}"
   )
 
 
@@ -211,8 +212,10 @@ def _bytes(layout: Layout, buffer: Any) -> np.ndarray:
   """Returns the buffer as uint8[nbytes]; ValueError if it does not fit."""
   data = buffer
   if not isinstance(buffer, np.ndarray):
-    empty = not memoryview(buffer).nbytes  # frombuffer refuses an empty one
-    data = np.empty(0, np.uint8) if empty else np.frombuffer(buffer, np.uint8)
+    is_empty = not memoryview(buffer).nbytes  # frombuffer refuses an empty one
+    data = (
+      np.empty(0, np.uint8) if is_empty else np.frombuffer(buffer, np.uint8)
+    )
   if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
     raise ValueError(
       f"the buffer must be uint8[{layout.nbytes}] in one piece, not"

@@ -103,11 +103,11 @@ def gradient_worker(
     (value, aux), grads = gradient(ticket.params, batch, key)
     weights = base.weights_of(ticket.params)
     extra = {"version": ticket.version, "sent_params": weights}
-    out, after = transform.update(
+    message, transform_state = transform.update(
       base.weights_of(grads), state.at_worker, weights, **extra
     )
-    out = _message(ticket, out, aux.stats)
-    return WorkerState(after), out, base.Metrics(value)
+    message = _message(ticket, message, aux.stats)
+    return WorkerState(transform_state), message, base.Metrics(value)
 
   return base.Worker(init, work)
 
@@ -153,9 +153,9 @@ def weighted(worker: base.Worker, batch_size: int) -> base.Worker:
     state: Any, ticket: base.Ticket, batch: base.Batch, key: jax.Array
   ) -> _Worked[Any]:
     state, message, metrics = worker.work(state, ticket, batch, key)
-    several = isinstance(batch, Uneven)
+    is_uneven = isinstance(batch, Uneven)
     leaf = jax.tree.leaves(batch)[0]
-    weight = leaf.shape[int(several)] / batch_size
+    weight = leaf.shape[int(is_uneven)] / batch_size
     weights = jax.tree.map(lambda x: weight * x, base.weights_of(message))
     return state, base.with_weights(message, weights), metrics
 
@@ -193,7 +193,7 @@ _UNROLLED = 32
 
 def _all_steps(
   step: _Step,
-  begun: _Stepped,
+  stepped: _Stepped,
   ticket: base.Ticket,
   batch: base.Batch,
   key: jax.Array,
@@ -202,9 +202,10 @@ def _all_steps(
   """Takes all steps of a job; loss, statistics and gradient are summed."""
 
   def add_step(carry: _Stepped, xs: tuple[Any, Any]) -> tuple[_Stepped, None]:
-    h, part = xs
+    h, step_batch = xs
+    step_key = jax.random.fold_in(key, h)
     after = step(
-      carry.weights, carry.opt_state, ticket, part, jax.random.fold_in(key, h)
+      carry.weights, carry.opt_state, ticket, step_batch, step_key
     )
     if carry.sums is not None:
       sums = jax.tree.map(jnp.add, carry.sums, after.sums)
@@ -215,14 +216,14 @@ def _all_steps(
     for h in range(steps):
       # Step h uses batch h of the job.
       part = jax.tree.map(lambda x, h=h: x[h], batch)
-      begun, _ = add_step(begun, (h, part))
-    return begun
+      stepped, _ = add_step(stepped, (h, part))
+    return stepped
   # A scan needs its carry before the first step: take the shapes of one step.
-  first = jax.tree.map(lambda x: x[0], batch)
-  weights, opt_state, _ = begun
-  shapes = jax.eval_shape(step, weights, opt_state, ticket, first, key)
-  begun = begun._replace(sums=optax.tree.zeros_like(shapes.sums))
-  return jax.lax.scan(add_step, begun, (jnp.arange(steps), batch))[0]
+  first_batch = jax.tree.map(lambda x: x[0], batch)
+  weights, opt_state, _ = stepped
+  shapes = jax.eval_shape(step, weights, opt_state, ticket, first_batch, key)
+  stepped = stepped._replace(sums=optax.tree.zeros_like(shapes.sums))
+  return jax.lax.scan(add_step, stepped, (jnp.arange(steps), batch))[0]
 
 
 def _make_local_steps(
@@ -272,11 +273,11 @@ def _make_local_steps(
           f" axis, not an array of shape {jnp.shape(leaf)}; make it with"
           " asgd.stacking.job_batches"
         )
-    begun = _Stepped(weights, opt_state, None)
-    done = _all_steps(step, begun, ticket, batch, key, count)
-    total = done.sums
+    stepped = _Stepped(weights, opt_state, None)
+    stepped_all = _all_steps(step, stepped, ticket, batch, key, count)
+    total = stepped_all.sums
     mean, stats = jax.tree.map(lambda x: x / count, (total.loss, total.stats))
-    return done._replace(sums=_Sums(mean, stats, total.gradient))
+    return stepped_all._replace(sums=_Sums(mean, stats, total.gradient))
 
   return local_steps
 
@@ -395,18 +396,18 @@ def local_worker(
     if averages:
       inner = base.state_of(ticket.params)
     end, inner, sums = local_steps(start, inner, ticket, batch, key)
-    out = sums.gradient if sum_gradients else optax.tree.sub(start, end)
+    outgoing = sums.gradient if sum_gradients else optax.tree.sub(start, end)
     stats = base.Carried(sums.stats, inner) if averages else sums.stats
     inner, accrued, jobs = inner if optimizer_state == KEPT else (), (), ()
     # Send the sum with the last of `push_every` jobs, zeros with the others.
     if push_every > 1:
       jobs = (state.jobs + 1) % push_every
-      total = optax.tree.add(state.accrued, out)
-      none = optax.tree.zeros_like(out)
-      out = optax.tree.where(jobs == 0, total, none)
-      accrued = optax.tree.where(jobs == 0, none, total)
+      total = optax.tree.add(state.accrued, outgoing)
+      zeros = optax.tree.zeros_like(outgoing)
+      outgoing = optax.tree.where(jobs == 0, total, zeros)
+      accrued = optax.tree.where(jobs == 0, zeros, total)
     state = LocalState(inner, end, accrued, jobs)
-    return state, _message(ticket, out, stats), base.Metrics(sums.loss)
+    return state, _message(ticket, outgoing, stats), base.Metrics(sums.loss)
 
   return base.Worker(init, work, base.OWN)
 

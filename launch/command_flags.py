@@ -26,7 +26,7 @@ ACTIVATIONS = "plain", "sequence", "full"
 WEIGHTS = "latest", "stash", "2bw", "vertical"
 
 
-class Command(NamedTuple):
+class Usage(NamedTuple):
   """A command: the words after its name, and its flags."""
 
   arguments: str  # of the usage line
@@ -214,28 +214,28 @@ def _texts(helps: Mapping[str, str]) -> dict[str, Flag]:
 
 
 _RUN = "WORKDIR/cells/NAME"
-COMMANDS: dict[str, Command] = {  # in the order of the list that --help prints
-  "train": Command("CONFIG", _TRAIN, config="digits"),
-  "replay": Command(_RUN, _REPLAY, words=1),
-  "chaos": Command("CONFIG | --simulate=N", _CHAOS, config="digits"),
-  "compare": Command(
+COMMANDS: dict[str, Usage] = {  # in the order of the list that --help prints
+  "train": Usage("CONFIG", _TRAIN, config="digits"),
+  "replay": Usage(_RUN, _REPLAY, words=1),
+  "chaos": Usage("CONFIG | --simulate=N", _CHAOS, config="digits"),
+  "compare": Usage(
     f"{_RUN} | WORKDIR... | --config=CONFIG",
     _COMPARE,
     words=24,
     config="straggler_digits",
   ),
-  "reproduce": Command("FIGURE", _REPRODUCE, words=1),
-  "timeline": Command(_RUN, _TIMELINE, words=1),
-  "show": Command("WORKDIR", {}, words=1),
-  "new": Command("DIR", {}, words=1),
-  "watch": Command("WORKDIR", WATCH, words=1),
-  "plan": Command("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
-  "draw_schedule": Command(
+  "reproduce": Usage("FIGURE", _REPRODUCE, words=1),
+  "timeline": Usage(_RUN, _TIMELINE, words=1),
+  "show": Usage("WORKDIR", {}, words=1),
+  "new": Usage("DIR", {}, words=1),
+  "watch": Usage("WORKDIR", WATCH, words=1),
+  "plan": Usage("CONFIG | --params=N", PLAN, config="pipeline_gpt"),
+  "draw_schedule": Usage(
     "--schedule=NAME | --table=FILE",
     {**DRAWING, **_texts(OF_SCHEDULES), **_texts(COSTS)},
   ),
-  "bench": Command("[NAME]", _BENCH, words=20),
-  "completion": Command("bash | zsh", {}, words=1),
+  "bench": Usage("[NAME]", _BENCH, words=20),
+  "completion": Usage("bash | zsh", {}, words=1),
 }
 OF_CONFIG = tuple(  # their first word is a config
   name for name, each in COMMANDS.items() if each.config and not each.words

@@ -15,6 +15,7 @@ writes the panels of a cell to a file, and ends.
 import argparse
 import functools
 import http.server
+import signal
 import sys
 import time
 import urllib.parse
@@ -204,4 +205,5 @@ def main(words: list[str]) -> None:
 
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGINT, signal.default_int_handler)  # see __init__
   main(sys.argv[1:])

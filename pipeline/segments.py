@@ -39,7 +39,7 @@ class SubmoduleCall(NamedTuple):
 _OUTSIDE = "outside"  # names zeros in a traced segment
 
 
-class Segment(nn.Module):
+class ModuleSegment(nn.Module):
   """The part of a module that ends with the `index`-th of its calls; the last
   segment ends with the module."""
 
@@ -63,17 +63,15 @@ class Segment(nn.Module):
       if number == self.index:
         output = method(*args, **kwargs)
       elif number == self.index - 1:
-        # `intercept` runs this for every submodule that the module calls, in
-        # order.
         output = x
       else:
         output = _zeros(self.calls[number], x)
       outputs.append(output)
       return output
 
-    inner_input = _zeros(self.example, x) if self.index else x
+    given = _zeros(self.example, x) if self.index else x
     with nn.intercept_methods(_of_submodules(self.inner, call)):
-      result: jax.Array = _run(self.inner, inner_input, train)
+      result: jax.Array = _run(self.inner, given, train)
     is_last = self.index == len(self.calls) - 1
     return result if is_last else outputs[self.index]
 
@@ -111,11 +109,11 @@ def _of_submodules(
 
 
 def _run(module: nn.Module, x: Any, train: bool) -> Any:
-  parameters = inspect.signature(type(module).__call__).parameters
-  return module(x, train=train) if "train" in parameters else module(x)
+  takes = inspect.signature(type(module).__call__).parameters
+  return module(x, train=train) if "train" in takes else module(x)
 
 
-def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
+def cut(module: nn.Module, x: Any) -> tuple[ModuleSegment, ...]:
   """Returns the segments of a module, in their order.
 
   Args:
@@ -132,17 +130,17 @@ def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
     >>> [each.calls[each.index].name for each in segments]
     ['layers_0', 'layers_2']
   """
-  title, calls = type(module).__name__, []
+  what, calls = type(module).__name__, []
 
   def refused(why: str) -> ValueError:
-    return ValueError(f"pipeline.train cannot cut {title}: {why}: {_REMEDY}")
+    return ValueError(f"pipeline.train cannot cut {what}: {why}: {_REMEDY}")
 
   def call(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
     """Notes a call and its output."""
     name = context.module.name
     if context.method_name != "__call__":
       raise refused(f"it calls {name}.{context.method_name}, not {name}(x)")
-    if any(submodule_call.name == name for submodule_call in calls):
+    if any(each.name == name for each in calls):
       raise refused(f"it calls {name} twice, on two stages")
     output = method(*args, **kwargs)
     if np.shape(output)[:1] != x.shape[:1]:
@@ -155,23 +153,23 @@ def cut(module: nn.Module, x: Any) -> tuple[Segment, ...]:
     return watched.init({"params": key, "dropout": key}, x, train=False)
 
   x = jnp.asarray(x)
-  with checks.user_code(f"{title} fails on a batch", passes=(ValueError,)):
+  with checks.user_code(f"{what} fails on a batch", passes=(ValueError,)):
     variables = jax.eval_shape(init, jax.random.key(0), x)
-  names = {submodule_call.name for submodule_call in calls}
-  if outside := {*variables.get("params", {})} - names:
-    raise refused(f"{min(outside)} is a parameter outside of its submodules")
+  names = {each.name for each in calls}
+  if own := {*variables.get("params", {})} - names:
+    raise refused(f"{min(own)} is a parameter outside of its submodules")
   if len(calls) < 2:
     raise refused(f"it calls {len(calls)} submodules, and a stage has one")
   example = SubmoduleCall("", x.shape, x.dtype)
   segments = tuple(
-    Segment(module, index, tuple(calls), example) for index in range(len(calls))
+    ModuleSegment(module, index, tuple(calls), example)
+    for index in range(len(calls))
   )
-  for previous, segment in itertools.pairwise(segments):
-    last_call = previous.calls[previous.index]
-    if _reads_outside(segment, last_call):
+  for before, segment in itertools.pairwise(segments):
+    if _reads_outside(segment, before.calls[before.index]):
       raise refused(
-        f"what follows {last_call.name} needs more than its output,"
-        " such as a skip connection over it"
+        f"what follows {before.calls[before.index].name} needs more than its"
+        " output, such as a skip connection over it"
       )
   return segments
 
@@ -191,31 +189,30 @@ class _Watched(nn.Module):
     return output
 
 
-def _reads_outside(segment: Segment, input_call: SubmoduleCall) -> bool:
+def _reads_outside(segment: ModuleSegment, given: SubmoduleCall) -> bool:
   """Whether a segment computes with zeros that replace other submodules.
 
   Args:
     segment: to trace.
-    input_call: the call whose output is the segment's input.
+    given: the call whose output is the segment's input.
   """
-  x = jax.ShapeDtypeStruct(input_call.shape, input_call.dtype)
+  x = jax.ShapeDtypeStruct(given.shape, given.dtype)
   variables = jax.eval_shape(
     lambda key, x: segment.init(key, x, train=False), jax.random.key(0), x
   )
   traced = jax.make_jaxpr(lambda v, x: segment.apply(v, x, train=False))
   jaxpr = traced(variables, x).jaxpr
-  # Dead code goes first: a segment computes zeros that it does not use.
   used, _ = internals.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
   return any(
-    equation.primitive.name == "name" and equation.params["name"] == _OUTSIDE
-    for equation in internals.equations(used)
+    each.primitive.name == "name" and each.params["name"] == _OUTSIDE
+    for each in internals.equations(used)
   )
 
 
 # Variables of the module, and those of its segments.
 
 
-def inward(segments: Sequence[Segment], variables: Any) -> Any:
+def inward(segments: Sequence[ModuleSegment], variables: Any) -> Any:
   """Returns a module's variables, or its weights, as parameters of segments."""
   is_whole = isinstance(variables, Mapping) and "params" in variables
   weights = variables["params"] if is_whole else variables

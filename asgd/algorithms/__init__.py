@@ -78,8 +78,10 @@ RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe
   for recipe in (*_MOMENTUM, *_STALENESS, *_DANA, *_LOCAL_WORK)
 }
-_SYNCHRONOUS = d_psgd, d2, gradient_tracking, sgp, local_d_psgd, choco_sgd
-_SYNCHRONOUS += (threshold_sharing,)
+_SYNCHRONOUS = (
+  *(d_psgd, d2, gradient_tracking, sgp, local_d_psgd),
+  *(choco_sgd, threshold_sharing),
+)
 # Recipes without a server.
 PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe for recipe in (ad_psgd, *_SYNCHRONOUS)

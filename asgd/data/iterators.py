@@ -121,7 +121,7 @@ class WorkerIterator:
         f"data({worker}) returned {checks.shown(self.made)}, which is no"
         f" iterator: {remedy}"
       )
-    self.drawn, self._epoch = 0, 0
+    self.drawn, self._epoch, self._restored = 0, 0, False
     self._start()
 
   def _start(self) -> None:
@@ -149,6 +149,9 @@ class WorkerIterator:
       batch = next(self._iterator, self)
       if batch is self and self._iterator is not self.made:
         self._epoch += 1
+        # A datasets.IterableDataset starts each pass where it was restored.
+        if self._restored and hasattr(self.made, "with_format"):
+          self.made, self._restored = self._source.make(self._worker), False
         self._start()
         batch = next(self._iterator, self)
     if batch is self:
@@ -193,6 +196,7 @@ class WorkerIterator:
       f"the iterator of worker {self._worker} cannot be restored"
     ):
       if "iterable" in saved:
+        self._restored = True
         self.made.load_state_dict(_unplain(saved["iterable"]))
         self._start()
       else:

@@ -127,7 +127,8 @@ def rounds(
   checks.whole("every", every)
   order = _Order(durations, network, n, nbytes)
   now_in, done = [0] * n, [False] * n  # the round of each peer
-  arrived: collections.Counter = collections.Counter()  # by (receiver, message)
+  # By (receiver, message).
+  arrived: collections.Counter[Any] = collections.Counter()
 
   def start(i, now):
     k = now_in[i]

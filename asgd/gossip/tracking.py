@@ -1,6 +1,6 @@
 """Gradient tracking: each peer's estimate of the mean gradient of all peers."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -62,7 +62,8 @@ def track() -> Rule:
     server = state.server
     now = server.params, server.opt_state.tracker
     differences = [optax.tree.sub(code, state.own) for code in codes]
-    params, tracker = add_weighted(now, differences, weights)
+    mixed: Any = add_weighted(now, differences, weights)
+    params, tracker = mixed
     tracking = server.opt_state._replace(tracker=tracker)
     server = server._replace(params=params, opt_state=tracking)
     return state._replace(server=server)

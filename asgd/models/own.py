@@ -207,19 +207,23 @@ def _linen(module: nn.Module) -> Model:
     momenta_seen.update(momenta)
     return _one_momentum(momenta, name)
 
-  def inward(variables):
-    if not isinstance(variables, Mapping) or "params" not in variables:
-      return variables
-    weights, stats = variables["params"], variables.get("batch_stats")
-    return base.Variables(weights, stats) if stats else weights
+  return Model(init, apply, decay, _from_linen, _to_linen)
 
-  def outward(params, example):
-    del example
-    if isinstance(params, base.Variables):
-      return {"params": params.weights, "batch_stats": params.stats}
-    return {"params": params}
 
-  return Model(init, apply, decay, inward, outward)
+def _from_linen(variables: Any) -> Any:
+  """Returns parameters of linen's variables; others as they are."""
+  if not isinstance(variables, Mapping) or "params" not in variables:
+    return variables
+  weights, stats = variables["params"], variables.get("batch_stats")
+  return base.Variables(weights, stats) if stats else weights
+
+
+def _to_linen(params: Any, example: Any) -> dict[str, Any]:
+  """Returns linen's variables of parameters."""
+  del example
+  if isinstance(params, base.Variables):
+    return {"params": params.weights, "batch_stats": params.stats}
+  return {"params": params}
 
 
 def check_layers(init: Callable[[jax.Array], Any]) -> None:

@@ -8,7 +8,7 @@ may be received, so the dispatcher does not search all waiting messages.
 import collections
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from asgd import base
@@ -35,14 +35,14 @@ class Arrivals:
 
   def __init__(self, ledger: Ledger[StartedJob]):
     self._ledger = ledger
-    self._number: dict[Key, int] = {}  # message -> how many arrived before it
-    self._count = itertools.count()
+    self._arrival_rank: dict[Key, int] = {}  # message -> number before it
+    self._arrival_counter = itertools.count()
     # Messages on the earliest ticket of their worker; some tickets are closed.
-    self._first: list[Key] = []
+    self._earliest: list[Key] = []
     self.round = self.granted = self.tickets = 0
 
   def __contains__(self, key: Key) -> bool:
-    return key in self._number
+    return key in self._arrival_rank
 
   def busy(self, worker: int) -> int:
     """Returns the number of tickets that count against the worker's depth."""
@@ -56,20 +56,22 @@ class Arrivals:
   def add(self, key: Key, seconds: float | None) -> None:
     """Notes that a message has arrived, `seconds` after its ticket."""
     del seconds
-    self._number[key] = next(self._count)
+    self._arrival_rank[key] = next(self._arrival_counter)
+    # Only the earliest open ticket of a worker can be received next.
     if key[1] == next(iter(self._ledger.open[key[0]])):
-      self._first.append(key)
+      self._earliest.append(key)
 
   def end(self, event: Event, ticket: StartedJob) -> bool:
     """Notes that a ticket was closed; returns whether its job is lost."""
     del ticket
     worker = event.worker
     self.tickets -= 1
-    self._number.pop(event.key, None)
+    self._arrival_rank.pop(event.key, None)
+    # The worker's next message may have arrived before this ticket was closed.
     if tickets := self._ledger.open[worker]:
-      first = worker, next(iter(tickets))
-      if first in self._number:
-        self._first.append(first)
+      earliest_key = worker, next(iter(tickets))
+      if earliest_key in self._arrival_rank:
+        self._earliest.append(earliest_key)
     return event.action != base.RECEIVE
 
   def superseded(self) -> list[Key]:
@@ -79,9 +81,10 @@ class Arrivals:
   def ready(self, more_to_come: Callable[[], bool]) -> list[Key]:
     """Returns the messages to be received now, in their order."""
     del more_to_come
-    keys = {key for key in self._first if key in self._number}
-    self._first.clear()
-    return sorted(keys, key=self._number.__getitem__)
+    # A ticket that was closed after its message arrived has no rank any more.
+    keys = {key for key in self._earliest if key in self._arrival_rank}
+    self._earliest.clear()
+    return sorted(keys, key=self._arrival_rank.__getitem__)
 
   def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
     """Returns no job: only those of a round are late."""
@@ -99,44 +102,48 @@ class RoundArrivals(Arrivals):
 
   def __init__(self, ledger: Ledger[StartedJob], size: int, late: float):
     super().__init__(ledger)
-    self._size, self._late_factor = size, late
+    self._round_size, self._late_factor = size, late
     self._copies = Copies()
     self._received = 0  # messages of this round
-    self._began = 0.0  # a lower bound of the times of this round's jobs
-    self._waiting = collections.Counter[int]()  # worker -> arrived messages
+    self._round_start = 0.0  # a lower bound of the times of this round's jobs
+    # worker -> arrived messages that were not received
+    self._arrived_counts = collections.Counter[int]()
     # worker -> seq below which all its messages have arrived or ended. Only
     # messages below it can be received.
     self._front: dict[int, int] = {}
     self._on_time: dict[Key, None] = {}  # messages of this round below a front
-    self._late: set[int] = set()  # workers that may have earlier rounds' ones
+    # Workers that may have arrived messages of an earlier round.
+    self._late_workers: set[int] = set()
 
   def busy(self, worker: int) -> int:
     """Returns the number of jobs that a worker computes: open tickets without
     those whose messages have arrived."""
-    return len(self._ledger.open[worker]) - self._waiting[worker]
+    return len(self._ledger.open[worker]) - self._arrived_counts[worker]
 
   def start(self, event: Event) -> None:
     """Notes that a ticket is opened, perhaps the second of its job."""
     super().start(event)
     if not self.granted:
-      self._began = event.time
+      self._round_start = event.time
     self.granted += self._copies.start(event.job, event.key)
 
   def add(self, key: Key, seconds: float | None) -> None:
     """Notes that a message has arrived, `seconds` after its ticket."""
     worker, seq = key
-    self._number[key] = next(self._count)
-    self._waiting[worker] += 1
+    self._arrival_rank[key] = next(self._arrival_counter)
+    self._arrived_counts[worker] += 1
     tickets = self._ledger.open[worker]
     self._copies.arrive(tickets[seq].job, key)
     if seconds is not None and self._late_factor < math.inf:
       self._copies.set_time(worker, seconds)
+    # Move the front past closed tickets and arrived messages. It stops at the
+    # first message that the worker has yet to send.
     front, end = self._front.get(worker, 0), self._ledger.next_seq[worker]
     while front < end and (front not in tickets or (worker, front) in self):
       if front in tickets and tickets[front].round == self.round:
         self._on_time[worker, front] = None
       elif front in tickets:
-        self._late.add(worker)
+        self._late_workers.add(worker)
       front += 1
     self._front[worker] = front
 
@@ -144,24 +151,25 @@ class RoundArrivals(Arrivals):
     """Notes that a ticket was closed; returns whether its job is lost."""
     self.tickets -= 1
     counts, key = event.action == base.RECEIVE, event.key
-    if self._number.pop(key, None) is not None:
-      self._waiting[event.worker] -= 1
+    if self._arrival_rank.pop(key, None) is not None:
+      self._arrived_counts[event.worker] -= 1
       self._on_time.pop(key, None)
     lost = self._copies.end(ticket.job, key, counts=counts)
     if ticket.round != self.round:
       return lost
     if counts:
       self._received += 1
-      if self._received == self._size:
+      if self._received == self._round_size:
         self._next_round()
     elif lost and event.action != base.DROP:
-      self.granted -= 1
+      self.granted -= 1  # another worker will start the job again
     return lost
 
-  def _next_round(self):
+  def _next_round(self) -> None:
+    """Starts the next round. Messages that wait are late from now on."""
     self.round += 1
     self.granted = self._received = 0
-    self._late.update(worker for worker, _ in self._on_time)
+    self._late_workers.update(worker for worker, _ in self._on_time)
     self._on_time.clear()
 
   def superseded(self) -> list[Key]:
@@ -172,10 +180,14 @@ class RoundArrivals(Arrivals):
     """Returns late messages, which the server drops, then those of the round if
     it is complete. Both are sorted by the largest job that their worker had
     started up to the message."""
-    late = [row for row in self._rows(self._late) if row[2] != self.round]
-    chosen = sorted(late)
-    self._late.clear()
-    missing = self._size - self._received
+    late_rows = [
+      row for row in self._rows(self._late_workers) if row[2] != self.round
+    ]
+    chosen = sorted(late_rows)
+    self._late_workers.clear()
+    # The round is received when it is complete, or when no job of it can still
+    # end: the last round of a run may have fewer messages.
+    missing = self._round_size - self._received
     if self._on_time and (
       len(self._on_time) >= missing
       or not (more_to_come() or self._copies.awaited)
@@ -184,26 +196,29 @@ class RoundArrivals(Arrivals):
       chosen += sorted(row for row in rows if row[2] == self.round)[:missing]
     return [key for _, key, _ in chosen]
 
-  def _rows(self, workers):
+  def _rows(
+    self, workers: set[int]
+  ) -> Iterator[tuple[int, tuple[int, int], int]]:
     """Yields (largest job so far, message, round) for the messages of workers
     that can be received."""
     for worker in workers:
-      most = 0
+      largest_job = 0
       for seq, ticket in self._ledger.open[worker].items():
         if (worker, seq) not in self:
           break
-        most = max(most, ticket.job)
-        yield most, (worker, seq), ticket.round
+        largest_job = max(largest_job, ticket.job)
+        yield largest_job, (worker, seq), ticket.round
 
   def late_jobs(self, before: float) -> list[tuple[float, int, int]]:
     """Returns (time at which it is late, worker, job) of this round's jobs that
     have one open ticket; an empty list if none is late at `before`."""
     factor = self._late_factor
-    if self._began + factor * self._copies.least_usual() > before:
+    # A quick exit: no job can be late before this bound.
+    if self._round_start + factor * self._copies.least_usual() > before:
       return []
-    out = []
+    late_jobs = []
     for worker, seq in self._copies.single.values():
       ticket, usual = self._ledger.open[worker][seq], self._copies.usual(worker)
       if ticket.round == self.round and usual is not None:
-        out.append((ticket.time + factor * usual, worker, ticket.job))
-    return out
+        late_jobs.append((ticket.time + factor * usual, worker, ticket.job))
+    return late_jobs

@@ -12,6 +12,7 @@ another worker does two jobs.
 
 import bisect
 import math
+from collections.abc import Sequence
 
 from asgd import base
 from asgd.orders.trace import ENDS, STARTS, events
@@ -47,15 +48,15 @@ class Copies:
     self.awaited: set[int] = set()
     self._done: set[int] = set()  # open jobs of which a message was received
     self._arrived: dict[int, list[Key]] = {}  # job -> messages, oldest first
-    self._second: list[tuple[int, Key]] = []  # candidates for `superseded`
-    self._time: dict[int, float] = {}  # worker -> time of its latest job
-    self._times: list[float] = []  # the same, sorted
+    self._repeats: list[tuple[int, Key]] = []  # candidates for `superseded`
+    self._time_of: dict[int, float] = {}  # worker -> duration of its latest job
+    self._sorted_times: list[float] = []  # the values of `_time_of`, sorted
 
   def start(self, job: int, key: Key) -> bool:
     """Notes an opened ticket; returns whether it is the only one of its job."""
     keys = self.open.setdefault(job, [])
     keys.append(key)
-    self._note(job)
+    self._update_sets(job)
     return len(keys) == 1
 
   def arrive(self, job: int, key: Key) -> None:
@@ -63,31 +64,32 @@ class Copies:
     keys = self._arrived.setdefault(job, [])
     keys.append(key)
     if len(keys) > 1 or job in self._done:
-      self._second.append((job, key))
-    self._note(job)
+      self._repeats.append((job, key))
+    self._update_sets(job)
 
   def end(self, job: int, key: Key, *, counts: bool) -> bool:
     """Notes that a ticket was closed, because its message `counts` or for
     another reason; returns whether the job is lost: no ticket is open, and no
     message was received."""
-    others, done = self.open[job], job in self._done
-    others.remove(key)
+    other_keys, done = self.open[job], job in self._done
+    other_keys.remove(key)
     arrived = self._arrived.get(job, [])
     if key in arrived:
       arrived.remove(key)
     if not arrived:
       self._arrived.pop(job, None)
-    if not others:
+    if not other_keys:
       del self.open[job]
       self._done.discard(job)
     elif counts:
       self._done.add(job)
-    self._note(job)
-    return not (counts or others or done)
+    self._update_sets(job)
+    return not (counts or other_keys or done)
 
-  def _note(self, job):
+  def _update_sets(self, job: int) -> None:
     """Updates `awaited` and `single` after a job has changed."""
-    keys = self.open.get(job, ())
+    keys: Sequence[Key] = self.open.get(job, ())
+    # A job with a message, even one not received yet, needs no copy.
     if not keys or job in self._done or job in self._arrived:
       self.awaited.discard(job)
       keys = ()
@@ -101,46 +103,52 @@ class Copies:
   def superseded(self) -> list[Key]:
     """Returns the messages that arrived since the last call, in their order,
     after another message of their job."""
-    second, self._second = self._second, []
-    out = []
-    for job, key in second:
+    repeats, self._repeats = self._repeats, []
+    superseded_keys = []
+    # The ticket may have been closed, or the first message lost, since then.
+    for job, key in repeats:
       keys = self._arrived.get(job, [])
       if key in keys and (job in self._done or keys[0] != key):
-        out.append(key)
-    return out
+        superseded_keys.append(key)
+    return superseded_keys
 
   def set_time(self, worker: int, time: float) -> None:
     """Sets the time that a worker needed for its latest job."""
-    if worker in self._time:
-      del self._times[bisect.bisect_left(self._times, self._time[worker])]
-    self._time[worker] = time
-    bisect.insort(self._times, time)
+    if worker in self._time_of:
+      del self._sorted_times[
+        bisect.bisect_left(self._sorted_times, self._time_of[worker])
+      ]
+    self._time_of[worker] = time
+    bisect.insort(self._sorted_times, time)
 
   def usual(self, worker: int) -> float | None:
     """Returns the median of the latest times of the other workers; None if no
     other worker has one."""
-    if worker not in self._time:
-      return _median(self._times, None)
-    own = bisect.bisect_left(self._times, self._time[worker])
-    return _median(self._times, own)
+    if worker not in self._time_of:
+      return _median(self._sorted_times, None)
+    own_position = bisect.bisect_left(self._sorted_times, self._time_of[worker])
+    return _median(self._sorted_times, own_position)
 
   def least_usual(self) -> float:
     """Returns a lower bound of `usual` for all workers; infinity if no worker
     has a time."""
-    most = len(self._times) - 1
-    least = _median(self._times, most if most > 0 else None)
-    return math.inf if least is None else least
+    # The median is smallest for the slowest worker, whose own time is left out.
+    last_index = len(self._sorted_times) - 1
+    lower_bound = _median(
+      self._sorted_times, last_index if last_index > 0 else None
+    )
+    return math.inf if lower_bound is None else lower_bound
 
 
-def _median(ordered: list[float], without: int | None) -> float | None:
+def _median(ordered: list[float], excluded: int | None) -> float | None:
   """Returns the median of sorted numbers, leaving out the one at the index
-  `without`; None if no number is left."""
-  count = len(ordered) - (without is not None)
+  `excluded`; None if no number is left."""
+  count = len(ordered) - (excluded is not None)
   if not count:
     return None
 
-  def at(index):
-    return ordered[index + (without is not None and index >= without)]
+  def at(index: int) -> float:
+    return ordered[index + (excluded is not None and index >= excluded)]
 
   half = count // 2
   return at(half) if count % 2 else (at(half - 1) + at(half)) / 2
@@ -149,12 +157,13 @@ def _median(ordered: list[float], without: int | None) -> float | None:
 def count_backups(trace: base.Trace) -> tuple[int, int]:
   """Returns (backup tasks that were started, those whose result counted) of a
   trace."""
-  copies, started, first = Copies(), 0, 0
+  copies, started, counted = Copies(), 0, 0
   for event in events(trace):
     if event.action in STARTS:
       started += not copies.start(event.job, event.key)
     elif event.action in ENDS:
       counts = event.action == base.RECEIVE
-      first += counts and copies.open[event.job][0] != event.key
+      # The oldest open ticket of a job is the original, the others are copies.
+      counted += counts and copies.open[event.job][0] != event.key
       copies.end(event.job, event.key, counts=counts)
-  return started, first
+  return started, counted

@@ -20,7 +20,7 @@ from asgd.orders.trace import (
   pair,
 )
 
-_MOST = np.iinfo(np.int32).max
+_MAX_INDEX = np.iinfo(np.int32).max
 
 
 def check(
@@ -50,44 +50,46 @@ def check(
     ...   print(f"row {error.row}: {error.why}")
     row 1: the worker has begun that number (seq) before
   """
-  if isinstance(trace, base.Trace) and _is_right(trace, depth):
+  if isinstance(trace, base.Trace) and _is_valid(trace, depth):
     return int(trace.worker.max(initial=-1)) + 1
   # The check row by row names the wrong row, and covers all actions.
   ledger: Ledger[Event] = Ledger(path=path)
   workers = 0
   for event in events(trace) if isinstance(trace, base.Trace) else trace:
-    if why := _forbidden(ledger, event, depth):
-      ledger.refuse(event, why)
+    if reason := _forbidden(ledger, event, depth):
+      ledger.refuse(event, reason)
     ledger.apply(event)
     workers = max(workers, event.worker + 1)
   return workers
 
 
-def _is_right(trace: base.Trace, depth: float) -> bool:
+def _is_valid(trace: base.Trace, depth: float) -> bool:
   """Whether a trace of SEND, KEEP and RECEIVE rows is right, by NumPy: False
   also where only the check row by row can decide."""
   time, worker, seq, job, _ = trace
-  whole = np.stack([worker, job])
+  indices = np.stack([worker, job])
   if len(time) and not (time[0] >= 0 and time[-1] <= LATEST):
     return False
   if not ((time[1:] >= time[:-1]).all() and (seq >= 0).all()):
     return False
   pairs = pair(trace)
-  if pairs is None or not ((whole >= 0) & (whole <= _MOST)).all():
+  if pairs is None or not ((indices >= 0) & (indices <= _MAX_INDEX)).all():
     return False
   starts, ends, _ = pairs
   if depth >= len(starts):
     return True
-  # The ticket `depth` before in the worker's order has ended.
-  of_start, of_end = worker[starts], worker[ends]
-  place = np.arange(len(starts)) - np.searchsorted(of_start, of_start)
-  later = np.flatnonzero(place >= math.ceil(depth))
-  first = np.searchsorted(of_end, of_start[later])
-  ended = first + place[later] - math.ceil(depth)
-  if len(ended) and ended.max() >= len(ends):
+  # A worker that holds at most `depth` tickets starts its job k after its job
+  # k - depth has ended. Starts and ends are sorted by worker, so the position
+  # of a worker's first row plus k is the row of its job k.
+  start_worker, end_worker = worker[starts], worker[ends]
+  nth_job = np.arange(len(starts)) - np.searchsorted(start_worker, start_worker)
+  later = np.flatnonzero(nth_job >= math.ceil(depth))
+  first_end = np.searchsorted(end_worker, start_worker[later])
+  needed_end = first_end + nth_job[later] - math.ceil(depth)
+  if len(needed_end) and needed_end.max() >= len(ends):
     return False
-  mine = of_end[ended] == of_start[later]
-  return bool((mine & (ends[ended] < starts[later])).all())
+  same_worker = end_worker[needed_end] == start_worker[later]
+  return bool((same_worker & (ends[needed_end] < starts[later])).all())
 
 
 def _forbidden(
@@ -99,8 +101,8 @@ def _forbidden(
   tickets = ledger.open[worker]
   if not 0 <= time <= LATEST:
     return f"time must be finite, 0 or more and at most {LATEST:g}"
-  if not (0 <= worker <= _MOST and 0 <= job <= _MOST):
-    return f"worker and job must be from 0 to {_MOST}"
+  if not (0 <= worker <= _MAX_INDEX and 0 <= job <= _MAX_INDEX):
+    return f"worker and job must be from 0 to {_MAX_INDEX}"
   if time < ledger.time:
     return f"time is before that of the last row, {ledger.time}"
   if action in STARTS:
@@ -113,8 +115,8 @@ def _forbidden(
   elif action in ENDS and seq in tickets:
     if tickets[seq].job != job:
       return "that job was not sent to the worker"
-    first = next(iter(tickets))
-    if action == base.RECEIVE and (seq != first or worker in ledger.ended):
+    earliest = next(iter(tickets))
+    if action == base.RECEIVE and (seq != earliest or worker in ledger.ended):
       return "the worker's jobs end in their order"
   elif action in (base.JOIN, base.LEAVE) and tickets:
     return "the worker still holds a ticket"

@@ -23,6 +23,7 @@ Index letters:
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,14 +88,14 @@ class _Draws:
 
   def first(self, count: int) -> np.ndarray:
     """Returns the first `count` times of worker 0; no other is drawn yet."""
-    return _taken(self._streams[0], count)
+    return _next_times(self._streams[0], count)
 
   def peek(self, workers: np.ndarray) -> np.ndarray:
     """Returns the next time of each of these workers."""
     used, block = self._used[workers], self._times.shape[1]
     if used.max(initial=0) == block:
       for worker in workers[used == block].tolist():
-        self._times[worker] = _taken(self._streams[worker], block)
+        self._times[worker] = _next_times(self._streams[worker], block)
         self._used[worker] = 0
       used = self._used[workers]
     return self._times[workers, used]
@@ -104,7 +105,8 @@ class _Draws:
     self._used[workers] += 1
 
 
-def _taken(stream, count):
+def _next_times(stream: Iterator[float], count: int) -> np.ndarray:
+  """Returns the next `count` times of a stream; raises _Irregular."""
   times = np.fromiter(itertools.islice(stream, count), float)
   if len(times) < count or not (np.isfinite(times) & (times > 0)).all():
     raise _Irregular
@@ -133,33 +135,40 @@ def _without_rounds(rules, draws, workers, messages):
   return _trace(rows)
 
 
-def _trace(rows):
-  columns = zip(rows, DTYPES, strict=True)
-  return base.Trace(*(column.astype(dtype) for column, dtype in columns))
+def _trace(columns):
+  typed_columns = zip(columns, DTYPES, strict=True)
+  return base.Trace(*(column.astype(dtype) for column, dtype in typed_columns))
 
 
 class _Levels:
-  """Messages by level: level k has the job k of each worker."""
+  """Messages by level: level k has the job k of each worker.
+
+  A message is named by its index: all messages of level 0, sorted by worker,
+  then those of level 1, and so on. Its rank is its position in the order in
+  which the server receives messages.
+  """
 
   def __init__(self, rules, draws, workers, messages, begin):
     self._workers, self._messages, self._begin = workers, messages, begin
     self._fetch_every, bound = rules.fetch_every, rules.bound
     self._bound = None if bound == math.inf else math.floor(bound)
-    levels = self._ends(draws)
+    # By message: its worker, the time at which it is received, its level.
+    levels = self._draw_levels(draws)
     sizes = [len(ends) for _, ends in levels]
     self._offsets = np.cumsum([0, *sizes])
     self._worker = np.concatenate([w for w, _ in levels]).astype(np.int32)
-    self._end = np.concatenate([ends for _, ends in levels])
+    self._end_time = np.concatenate([ends for _, ends in levels])
     self._level = np.repeat(np.arange(len(sizes), dtype=np.int32), sizes)
-    self._before = self._predecessors()
+    self._predecessor = self._predecessors()
 
-  def _ends(self, draws):
+  def _draw_levels(self, draws):
     """Returns (workers, times at which they end) of each level. The levels
     include all M messages and every job that may be granted before the last of
     them."""
     active = np.arange(self._workers)
     latest = np.full(self._workers, self._begin)
     levels: list[Any] = []
+    # Latest end of each level; infinity if a worker was left out of it.
     level_ends: list[Any] = []
     count, horizon = 0, math.inf  # messages so far; time of the last message
     next_estimate = self._messages  # count at which `horizon` is estimated
@@ -175,7 +184,7 @@ class _Levels:
       draws.use(active)
       if (ends <= starts).any():
         raise _Irregular
-      levels.append((active, ends))
+      levels.append((active, ends))  # the level's index is that of the jobs
       latest[active] = ends
       complete = len(active) == self._workers
       level_ends.append(ends.max() if complete else math.inf)
@@ -186,25 +195,28 @@ class _Levels:
         last = self._messages - 1
         horizon = np.partition(all_ends, last)[last]
         next_estimate = count + count // 16
+      # A worker whose message ends later has no earlier one to come.
       if horizon < math.inf and (ends > horizon).any():
         active = active[ends <= horizon]
     return levels
 
   def _predecessors(self):
     """Returns the index of the same worker's previous message, or -1."""
+    # A stable sort by worker puts each message after its worker's previous one.
     order = np.argsort(self._worker, kind="stable")
-    before = np.full(len(order), -1)
-    before[order[1:]] = order[:-1]
-    before[: self._offsets[1]] = -1
-    return before
+    predecessor = np.full(len(order), -1)
+    predecessor[order[1:]] = order[:-1]
+    predecessor[: self._offsets[1]] = -1
+    return predecessor
 
   def _triggers(self, indices, rank, level_ranks):
     """Returns the rank of the message that grants each job of `indices`; -1 if
     the job is granted at the start."""
-    before = self._before[indices]
-    triggers = np.where(before < 0, -1, rank[before])
+    predecessor = self._predecessor[indices]
+    triggers = np.where(predecessor < 0, -1, rank[predecessor])
     if self._bound is None:
       return triggers
+    # The bound: the last message of the level s + 1 below grants the job, too.
     level = self._level[indices] - self._bound - 1
     gated = level >= 0
     triggers[gated] = np.maximum(triggers[gated], level_ranks(level[gated]))
@@ -213,23 +225,24 @@ class _Levels:
   def _ranks(self):
     """Returns (message indices in the order in which they are received, rank of
     each message). At equal times the job that was granted first is first."""
-    order = np.argsort(self._end, kind="stable")
+    order = np.argsort(self._end_time, kind="stable")
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
     last_ranks: dict[int, int] = {}  # of the levels that were needed so far
 
     def level_ranks(levels):
-      out = np.empty(len(levels), np.int64)
+      ranks = np.empty(len(levels), np.int64)
       for level in np.unique(levels).tolist():
         if level not in last_ranks:
-          part = slice(self._offsets[level], self._offsets[level + 1])
-          last_ranks[level] = rank[part].max()
-        out[levels == level] = last_ranks[level]
-      return out
+          level_slice = slice(self._offsets[level], self._offsets[level + 1])
+          last_ranks[level] = rank[level_slice].max()
+        ranks[levels == level] = last_ranks[level]
+      return ranks
 
     # The order of messages with equal times depends on the ranks of their
     # triggers, which are earlier. So such groups are sorted in order of time.
-    ends = self._end[order]
+    # Group g covers the positions starts[g] to stops[g] of `order`.
+    ends = self._end_time[order]
     tied = np.flatnonzero(ends[1:] == ends[:-1])
     group_starts = np.flatnonzero(np.diff(tied, prepend=-2) > 1)
     starts = tied[group_starts]
@@ -249,6 +262,7 @@ class _Levels:
     order, rank = self._ranks()
     last_ranks = np.maximum.reduceat(rank, self._offsets[:-1])
     level_is_full = np.diff(self._offsets) == self._workers
+    # A level without all its workers never ends, so it grants nothing.
     last_ranks[~level_is_full] = len(rank)
     indices = np.arange(len(rank))
     triggers = self._triggers(indices, rank, last_ranks.__getitem__)
@@ -261,20 +275,22 @@ class _Levels:
     jobs[granted] = np.arange(len(granted))
     received = order[: self._messages]
 
-    # The row numbers of jobs that start, and of messages that are received.
+    # Row numbers. Before a job's row are those of the earlier jobs and of the
+    # messages up to its trigger; before a message's row are those of the
+    # earlier messages and of the jobs that these granted.
     start_rows = np.arange(len(granted)) + triggers + 1
     ranks = np.arange(self._messages)
     end_rows = ranks + np.searchsorted(triggers, ranks)
     level = self._level[granted]
     start_times = np.where(
-      triggers < 0, self._begin, self._end[order[triggers]]
+      triggers < 0, self._begin, self._end_time[order[triggers]]
     )
     start_actions = np.where(level % self._fetch_every, base.KEEP, base.SEND)
     messages = np.empty(len(start_rows) + len(end_rows), np.int64)
     times = np.empty(len(messages))
     action = np.full(len(messages), base.RECEIVE, np.int8)
     messages[start_rows], messages[end_rows] = granted, received
-    times[start_rows], times[end_rows] = start_times, self._end[received]
+    times[start_rows], times[end_rows] = start_times, self._end_time[received]
     action[start_rows] = start_actions
     return [
       *(times, self._worker[messages], self._level[messages], jobs[messages]),
@@ -290,10 +306,10 @@ class _Rounds:
   """
 
   def __init__(self, rules, draws, workers):
-    self._draws, self._size = draws, rules.round
+    self._draws, self._round_size = draws, rules.round
     self._jobs_of_round = rules.round + rules.backup
-    # By worker: its current job. An idle worker ends at infinity.
-    self._end = np.full(workers, math.inf)
+    # By worker, of its current job. The end of an idle worker is infinity.
+    self._end_time = np.full(workers, math.inf)
     self._seq = np.full(workers, -1)
     self._job = np.zeros(workers, np.int64)
     self._round_of_job = np.zeros(workers, np.int64)
@@ -305,18 +321,18 @@ class _Rounds:
     now = 0.0
     while True:
       now = self._play_round(now)
-      if self._received + self._size >= messages:
+      if self._received + self._round_size >= messages:
         break
-      self._received += self._size
+      self._received += self._round_size
     rows = np.concatenate(self._rows, axis=1)
     if self._received >= messages:  # before the round was complete
-      ends = np.flatnonzero(rows[-1] == base.RECEIVE)
-      rows = rows[:, : ends[messages - 1] + 1]
+      receive_rows = np.flatnonzero(rows[-1] == base.RECEIVE)
+      rows = rows[:, : receive_rows[messages - 1] + 1]
     return _trace(rows)
 
   def _start(self, workers, times):
     """Starts a job at each of these workers; returns the rows."""
-    self._end[workers] = times + self._draws.peek(workers)
+    self._end_time[workers] = times + self._draws.peek(workers)
     self._draws.use(workers)
     self._seq[workers] += 1
     self._job[workers] = self._jobs + np.arange(len(workers))
@@ -324,64 +340,74 @@ class _Rounds:
     self._round_of_job[workers] = self._round
     return self._columns(workers, times, base.SEND)
 
-  def _columns(self, workers, times, action):
+  def _columns(
+    self, workers: np.ndarray, times: np.ndarray, action: int
+  ) -> np.ndarray:
+    """Returns rows, float[5, W], of the current jobs of W workers."""
     rows = np.empty((len(base.Trace._fields), len(workers)))
     rows[0], rows[1], rows[2] = times, workers, self._seq[workers]
     rows[3], rows[4] = self._job[workers], action
     return rows
 
-  def _play_round(self, now):
-    """Plays a round; returns when it is complete."""
-    starters = np.flatnonzero(self._end == math.inf)[: self._jobs_of_round]
+  def _play_round(self, now: float) -> float:
+    """Plays a round; returns the time at which it is complete."""
+    # [1] Idle workers start jobs of the round.
+    starters = np.flatnonzero(self._end_time == math.inf)[: self._jobs_of_round]
     self._rows.append(self._start(starters, now))
-    left = self._jobs_of_round - len(starters)  # jobs that may still start
-    round_messages = []  # rows
-    missing = self._size
+    jobs_left = self._jobs_of_round - len(starters)  # jobs that may still start
+    round_messages = []  # their rows
+    # [2] Messages arrive, and their workers may start another job.
+    missing = self._round_size
     while missing:
-      arrivals, restarts = self._next_arrivals(left, missing)
-      times = self._end[arrivals]
-      ends = self._columns(arrivals, times, base.RECEIVE)
+      arrivals, restarts = self._next_arrivals(jobs_left, missing)
+      times = self._end_time[arrivals]
+      receive_rows = self._columns(arrivals, times, base.RECEIVE)
       on_time = self._round_of_job[arrivals] == self._round
       missing -= int(on_time.sum())
-      round_messages.append(ends[:, on_time])
-      late = ends[:, ~on_time]
-      self._received += late.shape[1]
-      self._end[arrivals] = math.inf
-      starts = self._start(arrivals[:restarts], times[:restarts])
-      left -= restarts
+      round_messages.append(receive_rows[:, on_time])
+      late_rows = receive_rows[:, ~on_time]
+      self._received += late_rows.shape[1]
+      self._end_time[arrivals] = math.inf
+      start_rows = self._start(arrivals[:restarts], times[:restarts])
+      jobs_left -= restarts
       # An arrival has a RECEIVE row if it is late, then a SEND row if the
       # worker starts again.
-      arrival = np.flatnonzero(~on_time), np.arange(restarts)
-      order = np.argsort(np.concatenate(arrival), kind="stable")
-      self._rows.append(np.concatenate([late, starts], axis=1)[:, order])
+      arrival_of_row = np.flatnonzero(~on_time), np.arange(restarts)
+      order = np.argsort(np.concatenate(arrival_of_row), kind="stable")
+      self._rows.append(
+        np.concatenate([late_rows, start_rows], axis=1)[:, order]
+      )
       now = times[-1]
     self._round += 1
-    # The server receives all messages of a round at its end, sorted by job.
+    # [3] The server receives all messages of a round at its end, sorted by job.
     received = np.concatenate(round_messages, axis=1)
     received[0] = now
     self._rows.append(received[:, np.argsort(received[3])])
     return now
 
-  def _next_arrivals(self, left, missing):
+  def _next_arrivals(self, jobs_left, missing):
     """Returns (workers, restarts): the workers in the order of their next
     messages, of which the first `restarts` start another job.
 
     The list ends with the message that completes the round, or before the first
     message of a job that is started here."""
-    busy = np.flatnonzero(self._end < math.inf)
-    order = busy[np.lexsort((self._job[busy], self._end[busy]))]
+    busy = np.flatnonzero(self._end_time < math.inf)
+    order = busy[np.lexsort((self._job[busy], self._end_time[busy]))]
+    # Messages of this round, up to each one in `order`.
     on_time = np.cumsum(self._round_of_job[order] == self._round)
-    last = int(np.searchsorted(on_time, missing))  # completes the round
-    order = order[: last + 1]
-    restarts = min(left, last, len(order))
+    completing = int(np.searchsorted(on_time, missing))  # completes the round
+    order = order[: completing + 1]
+    restarts = min(jobs_left, completing, len(order))
     if restarts:
       restarted = order[:restarts]
-      ends = self._end[restarted] + self._draws.peek(restarted)
+      restart_ends = self._end_time[restarted] + self._draws.peek(restarted)
       # The earliest end among the jobs restarted before each arrival.
       earliest = np.full(len(order), math.inf)
-      earliest[1 : restarts + 1] = np.minimum.accumulate(ends)[: len(order) - 1]
-      earliest[restarts + 1 :] = ends.min()
-      overtaken = self._end[order] > earliest
+      earliest[1 : restarts + 1] = np.minimum.accumulate(restart_ends)[
+        : len(order) - 1
+      ]
+      earliest[restarts + 1 :] = restart_ends.min()
+      overtaken = self._end_time[order] > earliest
       if overtaken.any():
         order = order[: int(np.argmax(overtaken))]
         restarts = min(restarts, len(order))

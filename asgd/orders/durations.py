@@ -28,9 +28,9 @@ class Durations(NamedTuple):
 _BLOCK = 256  # draws made at once, at most; no stream depends on it
 
 
-def _drawn(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
+def _repeat_draws(draw: Callable[[int], np.ndarray]) -> Iterator[float]:
   """Yields times that are drawn, more and more at once, without an end."""
-  count = 8
+  count = 8  # few at first, as a short run uses few
   while True:
     count = min(2 * count, _BLOCK)
     yield from draw(count).tolist()
@@ -117,13 +117,13 @@ def gamma(
   checks.whole("seed", seed, 0)
 
   def stream(worker):
-    rng, machine = np.random.default_rng((seed, worker)), mean
+    rng, machine_mean = np.random.default_rng((seed, worker)), mean
     if machine_variation:
       square = machine_variation**2
-      machine = rng.gamma(1 / square, mean * square)
+      machine_mean = rng.gamma(1 / square, mean * square)
     square = variation**2
-    shape, scale = 1 / square, machine * square
-    return _drawn(lambda count: offset + rng.gamma(shape, scale, count))
+    shape, scale = 1 / square, machine_mean * square
+    return _repeat_draws(lambda count: offset + rng.gamma(shape, scale, count))
 
   return Durations(stream)
 
@@ -219,8 +219,8 @@ def pareto(mean: float = 1.0, *, seed: int = 0, tail: float = 2.5) -> Durations:
 
   def stream(worker):
     rng = np.random.default_rng((seed, worker))
-    least = mean * (tail - 1) / tail
-    return _drawn(lambda count: least * (1 + rng.pareto(tail, count)))
+    minimum = mean * (tail - 1) / tail
+    return _repeat_draws(lambda count: minimum * (1 + rng.pareto(tail, count)))
 
   return Durations(stream)
 
@@ -263,15 +263,15 @@ def bursts(
   factors = {"slowdown": slowdown, "every": every, "length": length}
   for name, value in factors.items():
     checks.real(name, value, lambda value: value >= 1, "1 or more")
-  quick = gamma(mean, seed=seed, variation=variation)
+  base_clock = gamma(mean, seed=seed, variation=variation)
 
   def stream(worker):
     # A separate generator, so that batches that are not slow take the times of
     # `gamma` with this seed.
-    rng, slow = np.random.default_rng((seed, worker, 1)), False
-    for time in quick.stream(worker):
-      slow = rng.random() < (1 - 1 / length if slow else 1 / every)
-      yield time * slowdown if slow else time
+    rng, is_slow = np.random.default_rng((seed, worker, 1)), False  # the chain
+    for time in base_clock.stream(worker):
+      is_slow = rng.random() < (1 - 1 / length if is_slow else 1 / every)
+      yield time * slowdown if is_slow else time
 
   return Durations(stream)
 
@@ -310,9 +310,9 @@ def measured(
       f" time; got {checks.shown(samples)}"
     )
   for row in rows:
-    if bad := row[~(np.isfinite(row) & (row > 0))].tolist():
+    if wrong_times := row[~(np.isfinite(row) & (row > 0))].tolist():
       raise ValueError(
-        f"samples must be positive and finite times, got {bad[0]}"
+        f"samples must be positive and finite times, got {wrong_times[0]}"
       )
 
   def stream(worker):
@@ -320,7 +320,7 @@ def measured(
     if not resample:
       return itertools.cycle(row.tolist())
     rng = np.random.default_rng((seed, worker))
-    return _drawn(lambda count: rng.choice(row, count))
+    return _repeat_draws(lambda count: rng.choice(row, count))
 
   return Durations(stream)
 

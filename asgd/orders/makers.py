@@ -179,10 +179,11 @@ def backup_workers(
 
 
 def _backup_rules(workers: int, backup: int) -> protocol.Rules:
+  """Returns rounds of the first N - b messages; raises ValueError."""
   checks.whole("workers", workers)
   if checks.whole("backup", backup, 0) >= workers:
-    most = f"at most {workers - 1}, of {workers} workers"
-    raise ValueError(f"backup must be {most}, not {backup!r}")
+    limit = f"at most {workers - 1}, of {workers} workers"
+    raise ValueError(f"backup must be {limit}, not {backup!r}")
   return protocol.Rules(round=workers - backup, backup=backup)
 
 
@@ -392,20 +393,20 @@ def named(rules: protocol.Rules, workers: int) -> dict[str, Any]:
       f"rounds of {rules.round} messages with {rules.backup} backup workers"
       f" need {rules.round + rules.backup} workers, and the run has {workers}"
     )
-  given = {
+  options = {
     key: value
     for key, value in rules._asdict().items()
     if value != protocol.Rules._field_defaults[key]
   }
-  given.pop("round", None)
+  options.pop("round", None)
   if rules.backup:
-    return {"name": "backup_workers", **given}
+    return {"name": "backup_workers", **options}
   if rules.late < math.inf:
-    return {"name": "backup_tasks", **given}
-  if rules.round or given == {"bound": 0}:
+    return {"name": "backup_tasks", **options}
+  if rules.round or options == {"bound": 0}:
     return {"name": "bulk_synchronous"}
-  name = "stale_synchronous" if "bound" in given else "asynchronous"
-  return {"name": name, **given}
+  name = "stale_synchronous" if "bound" in options else "asynchronous"
+  return {"name": name, **options}
 
 
 def start(

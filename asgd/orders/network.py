@@ -113,50 +113,58 @@ class SharedLine:
   """
 
   def __init__(self) -> None:
-    self._served = self._at = self._busy = 0.0
-    self._number = 0  # parts that entered so far
-    self._heap: list[tuple[float, int, Any]] = []  # (served at its end, ...)
+    # Served time, the time up to which it is counted, and the time in use.
+    self._served = self._served_at = self._busy = 0.0
+    self._entered = 0  # parts that entered so far
+    # (served time at which the part is through, its rank of entry, the part)
+    self._heap: list[tuple[float, int, Any]] = []
 
-  def _move(self, now):
+  def _serve_until(self, now: float) -> None:
     """Serves the parts on the line until a time."""
     if self._heap:
-      self._served += (now - self._at) / len(self._heap)
-      self._busy += now - self._at
-    self._at = now
+      self._served += (now - self._served_at) / len(self._heap)
+      self._busy += now - self._served_at
+    self._served_at = now
 
   def join(self, now: float, length: float, part: Any) -> None:
     """Adds a part that takes `length` if no other part is on the line."""
-    self._move(now)
-    heapq.heappush(self._heap, (self._served + length, self._number, part))
-    self._number += 1
+    self._serve_until(now)
+    heapq.heappush(self._heap, (self._served + length, self._entered, part))
+    self._entered += 1
 
   def next_end(self) -> tuple[float, Any] | None:
     """Returns (time, part) of the first part to be through if no other part
     enters before; None if the line is empty."""
     if not self._heap:
       return None
-    until, _, part = self._heap[0]
-    left = max(until - self._served, 0.0)
-    return self._at + left * len(self._heap), part
+    served_at_end, _, part = self._heap[0]
+    # Rounding may have served slightly more than the part needs.
+    missing_service = max(served_at_end - self._served, 0.0)
+    return self._served_at + missing_service * len(self._heap), part
 
   def leave(self, now: float) -> None:
     """Removes the first part, which is through."""
-    self._move(now)
+    self._serve_until(now)
     self._served = max(self._served, heapq.heappop(self._heap)[0])
 
   def busy(self, end: float) -> float:
     """Returns how long it was busy until a time, not before the last part."""
-    return self._busy + (end - self._at if self._heap else 0.0)
+    return self._busy + (end - self._served_at if self._heap else 0.0)
 
   def pack(self) -> list[Any]:
     """Returns the line as JSON, with the keys of the parts on it."""
-    heap = [[until, number, part.key] for until, number, part in self._heap]
-    return [self._served, self._at, self._busy, self._number, heap]
+    heap = [
+      [served_at_end, rank, part.key]
+      for served_at_end, rank, part in self._heap
+    ]
+    return [self._served, self._served_at, self._busy, self._entered, heap]
 
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
     """Restores what was packed; `part_of` finds parts by their keys."""
-    self._served, self._at, self._busy, self._number, heap = packed
-    self._heap = [(until, n, part_of(key)) for until, n, key in heap]
+    self._served, self._served_at, self._busy, self._entered, heap = packed
+    self._heap = [
+      (served_at_end, rank, part_of(key)) for served_at_end, rank, key in heap
+    ]
 
 
 class Hop(NamedTuple):
@@ -164,9 +172,10 @@ class Hop(NamedTuple):
 
   line: Any  # Line or SharedLine
   length: float  # time that the part takes there if it meets no other
-  after: float = 0.0  # latency to the next line
-  whole: bool = False  # begins when the last byte has arrived, not the first
-  own: bool = False  # the worker's link: its queue is not counted as waiting
+  latency: float = 0.0  # to the next line
+  # Begins when the last byte has arrived, not the first.
+  store_and_forward: bool = False
+  is_worker_link: bool = False  # its queue is not counted as waiting
 
 
 class MessagePart:
@@ -237,7 +246,7 @@ class Links:
     self._in: list[Any] = [SharedLine() if shared else Line() for _ in shards]
     self._out: list[Any] = [SharedLine() if shared else Line() for _ in shards]
     self._service = [Line() for _ in shards]
-    self._waited, self._messages = 0.0, 0
+    self._waited, self._messages = 0.0, 0  # sum over messages, their number
 
   def up(
     self, key: Any, worker: int, shard: int, nbytes: float
@@ -245,9 +254,9 @@ class Links:
     """Returns the part of a message for a shard, of `nbytes` bytes."""
     net = self.network
     hops = (
-      Hop(self._up[worker], nbytes / net.up, net.latency, own=True),
+      Hop(self._up[worker], nbytes / net.up, net.latency, is_worker_link=True),
       Hop(self._in[shard], nbytes / net.port),
-      Hop(self._service[shard], net.service, whole=True),
+      Hop(self._service[shard], net.service, store_and_forward=True),
     )
     return MessagePart(key, hops)
 
@@ -258,7 +267,7 @@ class Links:
     net = self.network
     hops = (
       Hop(self._out[shard], nbytes / net.port, net.latency),
-      Hop(self._down[worker], nbytes / net.down, own=True),
+      Hop(self._down[worker], nbytes / net.down, is_worker_link=True),
     )
     return MessagePart(key, hops)
 
@@ -277,44 +286,50 @@ class Links:
     """
     if line is None:
       return self._enter(now, part)
-    due = line.next_end()
-    if due is None or part is not due[1] or due[0] > now:
+    next_end = line.next_end()
+    if next_end is None or part is not next_end[1] or next_end[0] > now:
       return []  # another part has entered since: this one takes longer
     line.leave(now)
-    out = [self._leave(now, part, part._ready, now)]
-    return out + self._next_end(line)
+    happenings = [self._leave(now, part, part._ready, now)]
+    return happenings + self._next_end(line)
 
-  def _enter(self, now, part):
-    line, length, _, _, own = part._hops[part._next]
+  def _enter(self, now: float, part: MessagePart) -> list[Happening]:
+    """Puts a part on its next line; returns the happenings that follow."""
+    line, length, _, _, is_worker_link = part._hops[part._next]
+    # A part may be passed here later than it was ready: a `Line` takes it as of
+    # the time at which it was ready.
     part._ready = ready = part._ready if part._next else now
     if isinstance(line, SharedLine):
       line.join(now, length, part)
       return self._next_end(line)
     begin = line.take(ready, length)
-    part.waited += 0.0 if own else begin - ready
+    # Waiting for the worker's own link is no queue at a shard.
+    part.waited += 0.0 if is_worker_link else begin - ready
     return [self._leave(now, part, begin, begin + length)]
 
   def _next_end(self, line: SharedLine) -> list[Happening]:
     """Returns the next happening of a shared line, if a part is on it."""
-    due = line.next_end()
-    return [] if due is None else [(*due, line)]
+    next_end = line.next_end()
+    return [] if next_end is None else [(*next_end, line)]
 
-  def _leave(self, now, part, began, ended):
+  def _leave(
+    self, now: float, part: MessagePart, began: float, ended: float
+  ) -> Happening:
     """Returns the happening of a part at its next line, after it has passed
     this one from `began` to `ended`."""
-    hops, at = part._hops, part._next
-    hop = hops[at]
+    hops, index = part._hops, part._next
+    hop = hops[index]
     if isinstance(hop.line, SharedLine):
       part.waited += max(ended - began - hop.length, 0.0)
     # If an earlier line is slower, the last byte arrives later than this line
     # alone would deliver it.
     ended = max(ended, part._last_byte)
     part._next += 1
-    part._ready = part._last_byte = ended + hop.after
-    if not part.arrived and not hops[at + 1].whole:
+    part._ready = part._last_byte = ended + hop.latency
+    if not part.arrived and not hops[index + 1].store_and_forward:
       # Cut-through: it begins so late that the next line is busy without a gap.
-      gap = max(ended - began - hops[at + 1].length, 0.0)
-      part._ready = began + hop.after + gap
+      gap = max(ended - began - hops[index + 1].length, 0.0)
+      part._ready = began + hop.latency + gap
     return max(part._ready, now), part, None
 
   def received(self, waited: float) -> None:
@@ -325,10 +340,10 @@ class Links:
 
   def use(self, end: float) -> LinkUse:
     """Returns the use until `end`, the time of the last message, above 0."""
-    most = max(line.busy(end) for line in (*self._in, *self._out))
-    service = max(line.busy(end) for line in self._service)
+    port_busy = max(line.busy(end) for line in (*self._in, *self._out))
+    service_busy = max(line.busy(end) for line in self._service)
     parts = max(self._messages, 1) * self.network.shards
-    return LinkUse(most / end, service / end, self._waited / parts)
+    return LinkUse(port_busy / end, service_busy / end, self._waited / parts)
 
   # Checkpoints.
 
@@ -352,5 +367,5 @@ class Links:
   def unpack(self, packed: Sequence[Any], part_of: PartOf) -> None:
     """Restores the packed lines of a `Links` of the same network."""
     self._waited, self._messages, lines = packed
-    for line, each in zip(self._lines, lines, strict=True):
-      line.unpack(each, part_of)
+    for line, packed_line in zip(self._lines, lines, strict=True):
+      line.unpack(packed_line, part_of)

@@ -55,6 +55,7 @@ def turns(workers: int, order: Iterable[int]) -> Iterator[Event]:
     worker = checks.whole("a worker of the order", worker, 0, workers - 1)
     time = float(count)
     yield Event(time, worker, seqs[worker], jobs[worker], base.RECEIVE)
+    # The first N jobs are sent at the start, so this is job N + count - 1.
     seqs[worker], jobs[worker] = seqs[worker] + 1, workers + count - 1
     yield Event(time, worker, seqs[worker], jobs[worker], base.SEND)
 
@@ -94,11 +95,11 @@ def read(
       "the order has ROLLBACK rows, as a live run writes them when messages are"
       " lost: recompute that run with asgd.replay, or give another order"
     )
-  found = check(trace, depth=len(trace.time))
-  if found > workers:
+  trace_workers = check(trace, depth=len(trace.time))
+  if trace_workers > workers:
     raise ValueError(
-      f"the order is of {found} workers, and the run has {workers}: use"
-      f" workers={found}, or another order"
+      f"the order is of {trace_workers} workers, and the run has {workers}: use"
+      f" workers={trace_workers}, or another order"
     )
   return trace
 
@@ -111,8 +112,8 @@ def _cut(trace: base.Trace, messages: int | None) -> base.Trace:
   # Peers mix their parameters in rows after the last message.
   if messages is None or count == len(received):
     actions = np.asarray(trace.action[end:])
-    rest = np.isin(actions, (base.SEND, base.KEEP))
-    end += len(actions) if len(actions) and not rest.any() else 0
+    is_start = np.isin(actions, (base.SEND, base.KEEP))
+    end += len(actions) if len(actions) and not is_start.any() else 0
   columns: list[Any] = [column[:end] for column in trace]
   return base.Trace(*columns)
 
@@ -121,14 +122,15 @@ def _rows(
   given: Iterable[Any], workers: int, messages: int | None
 ) -> Iterator[Event]:
   """Yields rows until `messages` are received, of rows or workers."""
-  values = iter(given)
-  first = next(values, None)
-  if first is None:
+  items = iter(given)
+  # The first item decides whether all are workers or rows.
+  first_item = next(items, None)
+  if first_item is None:
     return
-  values = itertools.chain([first], values)
-  rows: Iterator[Event] = map(_row, values)
-  if isinstance(first, numbers.Integral):
-    rows = turns(workers, values)
+  items = itertools.chain([first_item], items)
+  rows: Iterator[Event] = map(_row, items)
+  if isinstance(first_item, numbers.Integral):
+    rows = turns(workers, items)
   received = 0
   for row in rows:
     yield row
@@ -159,17 +161,19 @@ def called(
   of the `common` arguments that it takes; errors as of `names.call`."""
   parameters = inspect.signature(maker).parameters.values()
   takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-  taken = {p.name for p in parameters}
-  known = {k: v for k, v in common.items() if takes_any or k in taken}
+  parameter_names = {p.name for p in parameters}
+  accepted = {
+    k: v for k, v in common.items() if takes_any or k in parameter_names
+  }
   with checks.user_code(f"the order {name} fails", passes=(ValueError,)):
-    return names.call("order", name, maker, {**known, **options})
+    return names.call("order", name, maker, {**accepted, **options})
 
 
 def is_protocol(maker: Callable[..., Any]) -> bool:
   """Whether a function may return Rules: it takes neither durations nor
   messages."""
-  taken = inspect.signature(maker).parameters
-  return "durations" not in taken and "messages" not in taken
+  parameters = inspect.signature(maker).parameters
+  return "durations" not in parameters and "messages" not in parameters
 
 
 def make(
@@ -199,10 +203,10 @@ def make(
     [0, 1, 1]
   """
   common = {"durations": durations, "workers": workers, "messages": messages}
-  made = called(maker, name, options, **common)
-  if isinstance(made, protocol.Rules):
-    return play.played(made, durations, workers, messages)
+  result = called(maker, name, options, **common)
+  if isinstance(result, protocol.Rules):
+    return play.played(result, durations, workers, messages)
   try:
-    return read(made, workers=workers, messages=messages)
+    return read(result, workers=workers, messages=messages)
   except ValueError as error:
     raise ValueError(f"{name}: {error}") from error

@@ -19,13 +19,13 @@ Index letters:
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import checks
 from asgd.orders.durations import Durations
-from asgd.orders.network import Links, Network
+from asgd.orders.network import Links, MessagePart, Network
 
 
 class Phase(NamedTuple):
@@ -73,46 +73,56 @@ def check(phases: Sequence[Phase], flops: float) -> int:
 class _Step:
   """Plays a step, message by message."""
 
-  def __init__(self, phases, lengths, network):
+  def __init__(
+    self,
+    phases: Sequence[Phase],
+    lengths: Sequence[Sequence[float]],
+    network: Network,
+  ):
+    """`lengths` are the seconds of computing, [phase][machine]."""
     count = len(phases[0].flops)
     self._phases, self._lengths = phases, lengths
     self._links = Links(network._replace(shards=count), count)
-    self._at = [0] * count  # phase that each machine is in
+    # By machine: the index of its present phase.
+    self._phase_of = [0] * count
     self._computed = [math.inf] * count  # time at which its part is computed
     # [phase][machine]: messages that have not arrived, and the time of the last
     # arrival.
     self._missing = [[0] * count for _ in phases]
-    self._came = [[0.0] * count for _ in phases]
+    self._last_arrival = [[0.0] * count for _ in phases]
     for missing, phase in zip(self._missing, phases, strict=True):
       for messages in phase.sends:
         for receiver in messages:
           missing[receiver] += 1
-    self._heap, self._count, self._end = [], 0, 0.0
+    # Heap of (time, rank of entry, None, machine that has computed) and of
+    # (time, rank, part, line), the happenings of `Links`.
+    self._heap: list[tuple[float, int, Any, Any]] = []
+    self._count, self._end = 0, 0.0
 
   def run(self) -> float:
     """Returns the time at which the last machine is through."""
-    for machine in range(len(self._at)):
+    for machine in range(len(self._phase_of)):
       self._begin(machine, 0.0)
     while self._heap:
-      now, _, part, what = heapq.heappop(self._heap)
+      now, _, part, machine_or_line = heapq.heappop(self._heap)
       if part is None:
-        self._compute(what, now)
+        self._compute(machine_or_line, now)
       else:
-        self._move(now, part, what)
+        self._move(now, part, machine_or_line)
     return self._end
 
-  def _begin(self, machine, now):
+  def _begin(self, machine: int, now: float) -> None:
     """Starts the present phase of a machine."""
-    length = self._lengths[self._at[machine]][machine]
+    length = self._lengths[self._phase_of[machine]][machine]
     self._put(now + length, None, machine)
 
-  def _put(self, time, part, what):
+  def _put(self, time, part, machine_or_line):
     self._count += 1
-    heapq.heappush(self._heap, (time, self._count, part, what))
+    heapq.heappush(self._heap, (time, self._count, part, machine_or_line))
 
-  def _compute(self, machine, now):
+  def _compute(self, machine: int, now: float) -> None:
     """Sends the messages of a machine that has computed its part of a phase."""
-    number, count = self._at[machine], len(self._at)
+    number, count = self._phase_of[machine], len(self._phase_of)
     messages = self._phases[number].sends[machine]
     # Each machine sends to the next higher one first. Otherwise all messages
     # would meet at the port of the first machine.
@@ -123,25 +133,27 @@ class _Step:
     self._computed[machine] = now
     self._end_phase(machine)
 
-  def _move(self, now, part, line):
-    for time, following, on in self._links.advance(now, part, line):
-      if following.arrived and on is None:
+  def _move(self, now: float, part: MessagePart, line: Any) -> None:
+    """Moves a part of a message, and ends a phase that it completes."""
+    for time, following, next_line in self._links.advance(now, part, line):
+      if following.arrived and next_line is None:
         number, machine = following.key
         self._missing[number][machine] -= 1
-        self._came[number][machine] = max(self._came[number][machine], time)
+        arrivals = self._last_arrival[number]
+        arrivals[machine] = max(arrivals[machine], time)
         self._end_phase(machine)
       else:
-        self._put(time, following, on)
+        self._put(time, following, next_line)
 
-  def _end_phase(self, machine):
+  def _end_phase(self, machine: int) -> None:
     """Starts a machine's next phase if it has computed and has all messages."""
-    number, computed = self._at[machine], self._computed[machine]
+    number, computed = self._phase_of[machine], self._computed[machine]
     if computed == math.inf or self._missing[number][machine]:
       return
     self._computed[machine] = math.inf
-    self._at[machine] += 1
-    now = max(computed, self._came[number][machine])
-    if self._at[machine] < len(self._phases):
+    self._phase_of[machine] += 1
+    now = max(computed, self._last_arrival[number][machine])
+    if self._phase_of[machine] < len(self._phases):
       self._begin(machine, now)
     else:
       self._end = max(self._end, now)
@@ -203,9 +215,9 @@ def most_seconds(
     11.0
   """
   check(phases, flops)
-  sizes = [n for p in phases for sent in p.sends for n in sent.values()]
-  each = network.latency + network.service
-  sent = [each + n / network.up + n / network.port for n in sizes]
+  sizes = [n for p in phases for sends in p.sends for n in sends.values()]
+  fixed_seconds = network.latency + network.service
+  sent = [fixed_seconds + n / network.up + n / network.port for n in sizes]
   computing = math.fsum(sum(phase.flops) for phase in phases) / flops
   return math.fsum([computing, *sent])
 
@@ -246,8 +258,8 @@ def partitioned(
   checks.nonnegative("variation", variation)
   checks.whole("seed", seed, 0)
   shape = len(phases), check(phases, flops)
-  alone = sum(sum(phase.flops) for phase in phases) / flops
-  if not alone:
+  one_machine_seconds = sum(sum(phase.flops) for phase in phases) / flops
+  if not one_machine_seconds:
     raise ValueError("the phases have no operations, so nothing takes time")
 
   def stream(worker: int) -> Iterator[float]:
@@ -256,6 +268,6 @@ def partitioned(
       if variation:
         factors = rng.gamma(1 / variation**2, variation**2, shape)
       seconds = step_seconds(phases, network, flops=flops, factors=factors)
-      yield mean * seconds / alone
+      yield mean * seconds / one_machine_seconds
 
   return Durations(stream)

@@ -15,7 +15,7 @@ import array
 import collections
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from asgd import base, checks
@@ -46,7 +46,7 @@ class _Job:
   """A job from its grant until its message is received."""
 
   __slots__ = (
-    *("worker", "seq", "number", "order", "length", "parts", "left"),
+    *("worker", "seq", "number", "order", "length", "parts", "parts_left"),
     "computed",
   )
 
@@ -55,7 +55,7 @@ class _Job:
     self.order = grant.job, grant.worker  # of events at the same time
     self.length = length  # time that it takes to compute
     self.parts: list[MessagePart] = []  # of the ticket, then of the message
-    self.left = 0  # parts in transit
+    self.parts_left = 0  # parts in transit
     self.computed = False
 
 
@@ -102,10 +102,10 @@ class Play:
     )
     self.now = 0.0
     self.links = Links(network or Network(), workers)
-    nothing = [0.0] * self.links.network.shards
-    self._sizes = sizes or fixed(nothing, nothing)
+    no_bytes = [0.0] * self.links.network.shards
+    self._sizes = sizes or fixed(no_bytes, no_bytes)
     self._instant = self.links.network.is_instant
-    self._streams, self._late = streams, rules.late < math.inf
+    self._streams, self._repeats_late_jobs = streams, rules.late < math.inf
     # Time at which each worker has ended the jobs that it has begun.
     self._free = list(comes or [0.0] * workers)
     # Granted jobs of each worker that have not begun: they begin in this order.
@@ -154,25 +154,32 @@ class Play:
     """Starts the jobs that may start, then plays the next event."""
     if self._may_send:
       self._send()
-    if self._late:
-      due = self._dispatcher.next_late(before=self._heap[0][0])
-      if due < self._heap[0][0]:
-        self.now, self._may_send = due, True
+    if self._repeats_late_jobs:
+      late_time = self._dispatcher.next_late(before=self._heap[0][0])
+      # A job is late before the next event: an idle worker may repeat it then.
+      if late_time < self._heap[0][0]:
+        self.now, self._may_send = late_time, True
         return
-    self.now, _, _, call, what = heapq.heappop(self._heap)
-    call(what)
+    self.now, _, _, call, argument = heapq.heappop(self._heap)
+    call(argument)
 
-  def _put(self, time, order, call, what):
+  def _put(
+    self, time: float, order: tuple[int, int], call: Any, argument: Any
+  ) -> None:
+    """Plans `call(argument)` at a time; at equal times the least order is
+    first."""
     self._count += 1
-    heapq.heappush(self._heap, (time, order, self._count, call, what))
+    heapq.heappush(self._heap, (time, order, self._count, call, argument))
 
-  def _join(self, worker):
+  def _join(self, worker: int) -> None:
+    """Adds a worker; tickets are sent once all that join now are present."""
     self._dispatcher.join(worker, self.now)
     following = self._heap[0][:2] if self._heap else (math.inf, (0, 0))
     # Workers that join together get tickets together.
     self._may_send = following[0] != self.now or following[1][0] >= 0
 
-  def _send(self):
+  def _send(self) -> None:
+    """Starts the jobs that may start now, and sends their tickets."""
     self._may_send = False
     for grant in self._dispatcher.grants(self.now):
       worker, seq, _, keep = grant
@@ -182,20 +189,23 @@ class Play:
       if self._instant:
         self._fetched(job)
         continue
-      nothing = [0.0] * self.links.network.shards
-      sizes = nothing if keep else self._sizes.down(worker, seq)
+      no_bytes = [0.0] * self.links.network.shards
+      sizes = no_bytes if keep else self._sizes.down(worker, seq)
       self._set_out(job, self.links.down, range(len(sizes)), sizes)
 
-  def _set_out(self, job, way, shards, sizes):
+  def _set_out(
+    self, job: _Job, way: Callable[..., MessagePart],
+    shards: Iterable[int], sizes: Sequence[float],
+  ) -> None:
     """Sends the parts of a job's ticket, or of its message."""
     parts = [way(job, job.worker, shard, sizes[shard]) for shard in shards]
     job.parts += parts
-    job.left = len(parts)
+    job.parts_left = len(parts)
     for part in parts:
       self._move((part, None))
 
-  def _move(self, what):
-    part, line = what
+  def _move(self, part_and_line):
+    part, line = part_and_line
     if line is None and part.arrived:
       self._arrive(part.key)
       return
@@ -204,11 +214,11 @@ class Play:
 
   def _arrive(self, job):
     """Counts a part of a job that has arrived at its worker, or its shard."""
-    job.left -= 1
-    if not job.left:
+    job.parts_left -= 1
+    if not job.parts_left:
       (self._arrived if job.computed else self._fetched)(job)
 
-  def _arrived(self, job):
+  def _arrived(self, job: _Job) -> None:
     """Gives the dispatcher a message that all shards have processed."""
     self._may_send = True
     self._dispatcher.arrive(job.worker, job.seq, self.now)
@@ -216,17 +226,17 @@ class Play:
       parts = self._jobs.pop((worker, seq)).parts
       self.links.received(sum(part.waited for part in parts))
 
-  def _fetched(self, job):
+  def _fetched(self, job: _Job) -> None:
     """Begins the worker's jobs whose tickets, and all earlier ones, are at the
     worker."""
     worker = job.worker
     waiting = self._granted[worker]
-    while waiting and not waiting[0].left:
+    while waiting and not waiting[0].parts_left:
       job = waiting.popleft()
       self._free[worker] = max(self.now, self._free[worker]) + job.length
       self._put(self._free[worker], job.order, self._compute, job)
 
-  def _compute(self, job):
+  def _compute(self, job: _Job) -> None:
     """Sends a message that its worker has computed."""
     job.computed = True
     if self._instant:
@@ -234,7 +244,8 @@ class Play:
       return
     self._computed[job.worker].extend((self.now - job.length, self.now))
     sizes = self._sizes.up(job.worker, job.seq)
-    # The lead's part leaves last.
+    # The lead's part leaves last: when the lead receives its part, the others
+    # have been sent.
     self._set_out(job, self.links.up, reversed(range(len(sizes))), sizes)
 
 

@@ -31,7 +31,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from asgd import base
 from asgd.checks import flag, real, whole
@@ -67,10 +67,10 @@ MOST_DEPTH = 1000
 
 def check_rules(rules: Rules) -> Rules:
   """Returns the rules; raises ValueError for values that do not fit."""
-  for name, least in (("bound", 0), ("late", 1)):
-    kind = f"a number, {least} or more"
-    holds = functools.partial(operator.le, least)
-    real(name, getattr(rules, name), holds, kind, finite=False)
+  for name, minimum in (("bound", 0), ("late", 1)):
+    requirement = f"a number, {minimum} or more"
+    is_allowed = functools.partial(operator.le, minimum)
+    real(name, getattr(rules, name), is_allowed, requirement, finite=False)
   whole("round", rules.round, 0)
   whole("backup", rules.backup, 0)
   whole("fetch_every", rules.fetch_every)
@@ -119,7 +119,7 @@ class _WorkerState:
 
   finished: int = 0  # the worker's clock
   on_ticket: int = 0  # jobs started on the latest ticket
-  slowest: int = 0  # the slowest clock when that was sent
+  slowest: int = 0  # the slowest clock when the latest ticket was sent
   paused: bool = False  # the worker is about to leave: no new jobs
 
 
@@ -232,7 +232,7 @@ class Dispatcher:
     """Returns the (worker, seq, job) that the server receives now, in order.
     Messages of a round wait for each other. They are received in the order of
     their jobs, so that a sum over them does not depend on their arrivals."""
-    out = []
+    delivered = []
     for worker, seq in self._arrivals.superseded():
       job = self._ledger.open[worker][seq].job
       self._write(now, worker, seq, job, base.DROP)
@@ -240,8 +240,8 @@ class Dispatcher:
       for worker, seq in ready:
         job = self._ledger.open[worker][seq].job
         self._write(now, worker, seq, job, base.RECEIVE)
-        out.append((worker, seq, job))
-    return out
+        delivered.append((worker, seq, job))
+    return delivered
 
   def _more_to_come(self) -> bool:
     """Whether a job has yet to start."""
@@ -249,22 +249,23 @@ class Dispatcher:
 
   def grants(self, now: float) -> list[Grant]:
     """Starts all jobs that may start now, in rounds over the workers."""
-    out: list[Grant] = []
+    grants: list[Grant] = []
     while starters := self._next_starters():
-      before = len(out)
+      earlier = len(grants)
       for worker in starters:
         job = self._take_job(worker)
         if job is None:
           self._update_starters(worker)
           continue
         keep = self._keeps(worker)
-        out.append(self._start(now, worker, job, keep=keep))
+        grants.append(self._start(now, worker, job, keep=keep))
       # With one ticket each, all workers that could start have started.
-      if len(out) == before or (self.rules.depth == 1 and not self._owned):
+      if len(grants) == earlier or (self.rules.depth == 1 and not self._owned):
         break
-    return out + self._start_backup_tasks(now)
+    return grants + self._start_backup_tasks(now)
 
-  def _start(self, now, worker, job, *, keep):
+  def _start(self, now: float, worker: int, job: int, *, keep: bool) -> Grant:
+    """Writes the row of a job that starts; returns its Grant."""
     seq = self._ledger.next_seq.get(worker, 0)
     self._write(now, worker, seq, job, base.KEEP if keep else base.SEND)
     return Grant(worker, seq, job, keep)
@@ -279,34 +280,38 @@ class Dispatcher:
         return ()
       free = (w for w in starters.workers if not self._states[w].paused)
       return list(itertools.islice(free, 1))
-    limit, most = math.inf, len(starters.workers)
+    # `limit` is the largest clock at which a worker may start.
+    limit, max_starters = math.inf, len(starters.workers)
     if rules.round:
-      most = rules.round + rules.backup - self._arrivals.granted
+      max_starters = rules.round + rules.backup - self._arrivals.granted
     elif rules.bound < math.inf:
       limit = self.slowest() + rules.bound
     fresh = self._fresh_jobs()
+    # Any worker may redo a lost job, unless jobs belong to workers.
     if not self._owned:
       jobs = fresh + len(self._lost_jobs.get(0, ()))
-      return starters.take(limit, min(most, jobs))
+      return starters.take(limit, min(max_starters, jobs))
     if fresh > 0:
-      return starters.take(limit, most)
+      return starters.take(limit, max_starters)
+    # Only workers with lost jobs have something to do.
     owners = (w for w in self._lost_jobs if starters.allows(w, limit))
-    return sorted(owners)[:most]
+    return sorted(owners)[:max_starters]
 
   def _start_backup_tasks(self, now: float) -> list[Grant]:
     """Starts backup tasks: copies of late jobs at idle workers."""
-    out: list[Grant] = []
-    for due, _, job in sorted(self._late_jobs(now)):
+    grants: list[Grant] = []
+    for late_time, _, job in sorted(self._late_jobs(now)):
       idle = self._starters.first()
-      if due > now or idle is None:
+      if late_time > now or idle is None:
         break
-      out.append(self._start(now, idle, job, keep=False))
-    return out
+      grants.append(self._start(now, idle, job, keep=False))
+    return grants
 
   def next_late(self, before: float = math.inf) -> float:
     """Returns the next time at which a job is late, so that `grants` can start
     a copy of it; infinity if no job is late before `before`."""
-    return min((due for due, *_ in self._late_jobs(before)), default=math.inf)
+    late_times = (late_time for late_time, *_ in self._late_jobs(before))
+    return min(late_times, default=math.inf)
 
   def _late_jobs(self, before: float) -> list[tuple[float, int, int]]:
     """Returns (time at which it is late, worker, job) of each job that an idle
@@ -342,9 +347,11 @@ class Dispatcher:
     rules, state = self.rules, self._states[worker]
     if not state.on_ticket:
       return False
+    # A cached ticket lacks updates of the slowest worker since it was sent: the
+    # bound counts from that worker's clock at the time.
     if rules.cache:
-      ahead = self._clock(worker) - state.slowest
-      return not self._in_warm_start and ahead <= rules.bound
+      clocks_ahead = self._clock(worker) - state.slowest
+      return not self._in_warm_start and clocks_ahead <= rules.bound
     return state.on_ticket < rules.fetch_every
 
   def _fresh_jobs(self) -> float:
@@ -357,8 +364,8 @@ class Dispatcher:
     return worker if self._owned else 0
 
   def _take_job(self, worker):
-    if lost := self._lost_jobs.get(self._owner(worker)):
-      return lost[0]
+    if lost_jobs := self._lost_jobs.get(self._owner(worker)):
+      return lost_jobs[0]
     return self._next_job if self._fresh_jobs() > 0 else None
 
   def _update_starters(self, worker: int) -> None:
@@ -375,7 +382,10 @@ class Dispatcher:
       ahead=state.finished + len(tickets) if free else None,
     )
 
-  def _write(self, now, worker, seq, job, action):
+  def _write(
+    self, now: float, worker: int, seq: int, job: int, action: int
+  ) -> None:
+    """Logs a row, then applies it. Times in a trace never decrease."""
     event = Event(max(now, self._ledger.time), worker, seq, job, action)
     self._log(event)
     self._apply(event)
@@ -386,8 +396,10 @@ class Dispatcher:
       self._apply(event)
     return self
 
-  def _apply(self, event):
+  def _apply(self, event: Event) -> None:
+    """Applies a row, written now or replayed, to all of the state."""
     worker, action = event.worker, event.action
+    # Asked before the worker is present: its own clock could be the slowest.
     slowest = self.slowest() if action == base.JOIN else 0
     ticket = self._ledger.apply(event)
     if action in ENDS:
@@ -395,18 +407,22 @@ class Dispatcher:
     elif action == base.JOIN:
       state = self._states[worker]
       state.paused, state.on_ticket = False, 0
+      # A newcomer starts at the slowest clock, or all would wait for it.
       state.finished = max(state.finished, slowest)
     self._update_starters(worker)
 
-  def _open(self, event, kept):
+  def _open(
+    self, event: Event, kept_ticket: StartedJob | None
+  ) -> StartedJob:
     """Returns the ticket of a job that starts."""
-    del kept
+    del kept_ticket
     job, state = event.job, self._states[event.worker]
     owner = self._owner(event.worker)
-    lost = self._lost_jobs.get(owner)
-    if lost and lost[0] == job:
-      heapq.heappop(lost)
-      if not lost:
+    # Whether the job was lost is not in the row: a lost job is granted first.
+    lost_jobs = self._lost_jobs.get(owner)
+    if lost_jobs and lost_jobs[0] == job:
+      heapq.heappop(lost_jobs)
+      if not lost_jobs:
         del self._lost_jobs[owner]
     self._next_job = max(self._next_job, job + 1)
     if event.action == base.SEND:
@@ -419,8 +435,9 @@ class Dispatcher:
     self._arrivals.start(event)
     return ticket
 
-  def _end(self, event, ticket):
-    lost = self._arrivals.end(event, ticket)
+  def _end(self, event: Event, ticket: Any) -> None:
+    """Applies a row that closes a ticket."""
+    is_lost = self._arrivals.end(event, ticket)
     if event.action == base.RECEIVE:
       state = self._states[event.worker]
       state.finished += 1
@@ -429,7 +446,8 @@ class Dispatcher:
         self._end_warm_start(max(state.finished, self._starters.most))
     elif event.action != base.DROP:
       self.lost += 1
-      if lost:  # no copy of the job is open or was received
+      # It is free for others if no copy of it is open or was received.
+      if is_lost:
         lost_jobs = self._lost_jobs.setdefault(self._owner(event.worker), [])
         heapq.heappush(lost_jobs, ticket.job)
 

@@ -33,13 +33,15 @@ class _Ways:
     count, self._shards = workers * shards, shards
     delays = delays or Durations(lambda way: itertools.repeat(0.0))
     self._delays = [delays.stream(way) for way in range(count)]
-    self._last = [0.0] * count  # arrival time of the last message
+    self._last_arrival = [0.0] * count  # arrival time of the last message
 
   def arrive(self, now: float, worker: int, shard: int) -> float:
     """Returns the arrival time of a message that is sent now."""
     way = worker * self._shards + shard
-    self._last[way] = max(self._last[way], now + next(self._delays[way]))
-    return self._last[way]
+    self._last_arrival[way] = max(
+      self._last_arrival[way], now + next(self._delays[way])
+    )
+    return self._last_arrival[way]
 
 
 def out_of_step(
@@ -114,6 +116,7 @@ def out_of_step(
         ready = max(ready, time)
       free[worker] = max(ready, free[worker]) + next(streams[worker])
       heapq.heappush(running, (free[worker], job, worker, seq, None))
+    # Times are None for the end of a job, else the arrival at each shard.
     now, job, worker, seq, times = heapq.heappop(running)
     if times is None:  # the job has ended: its message is sent to all shards
       times = [ways.arrive(now, worker, shard) for shard in range(shards)]
@@ -124,7 +127,11 @@ def out_of_step(
       rows[shard].append(event)
     dispatcher.arrive(worker, seq)
     dispatcher.deliver(now)
-  return [from_events(sorted(own, key=lambda row: row.time)) for own in rows]
+  # A stable sort: rows with equal times keep their order.
+  return [
+    from_events(sorted(shard_rows, key=lambda row: row.time))
+    for shard_rows in rows
+  ]
 
 
 def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
@@ -143,12 +150,18 @@ def spreads(traces: Sequence[base.Trace]) -> npt.NDArray[np.int32]:
   """
   versions = []
   for trace in traces:
-    received, sent = 0, {}
+    received, version_of_ticket = 0, {}
     for event in events(trace):
       received += event.action == base.RECEIVE
       if event.action in STARTS:
-        sent[event.key] = received
-    versions.append(sent)
+        version_of_ticket[event.key] = received
+    versions.append(version_of_ticket)
   keys = [e.key for e in events(traces[0]) if e.action == base.RECEIVE]
-  table = np.array([[sent[key] for sent in versions] for key in keys], np.int32)
+  # Rows are the lead's messages, columns the shards.
+  table = np.array(
+    [
+      [version_of_ticket[key] for version_of_ticket in versions] for key in keys
+    ],
+    np.int32,
+  )
   return np.ptp(table.reshape(len(keys), len(versions)), axis=1)

@@ -31,17 +31,18 @@ class Clocks:
 
   def put(self, worker: int, clock: int | None) -> None:
     """Sets the clock of a worker; None takes the worker out."""
-    before = self._clock.get(worker)
-    if before == clock:
+    old_clock = self._clock.get(worker)
+    if old_clock == clock:
       return
-    if before is not None:
-      self._workers[before] -= 1
-      if not self._workers[before]:
-        del self._workers[before]
+    if old_clock is not None:
+      self._workers[old_clock] -= 1
+      if not self._workers[old_clock]:
+        del self._workers[old_clock]
     if clock is None:
       del self._clock[worker]
       return
     self._clock[worker] = clock
+    # A clock that returns may be in the heap twice; `least` skips it.
     if clock not in self._workers:
       self._workers[clock] = 0
       heapq.heappush(self._heap, clock)
@@ -77,12 +78,12 @@ class Starters:
     self.most = 0
     self._clocks, self._with_job = Clocks(), Clocks()
     self._free: dict[int, int] = {}  # free worker -> clock at its next start
-    # A free worker is in `_held`, under its clock, until a limit reaches that
-    # clock; then it moves to the heap `_allowed`.
-    self._held: dict[int, list[int]] = {}
-    self._heap: list[int] = []  # clocks of `_held`
-    self._limit = -1.0
-    self._allowed: list[int] = []
+    # A free worker is in `_waiting`, under its clock, until a limit reaches
+    # that clock; then it moves to the heap `_allowed`.
+    self._waiting: dict[int, list[int]] = {}
+    self._heap: list[int] = []  # clocks of `_waiting`
+    self._limit = -1.0  # the latest limit on clocks
+    self._allowed: list[int] = []  # workers; some are outdated
 
   def note(
     self, worker: int, clock: int, *, has_job: bool, ahead: int | None
@@ -101,7 +102,7 @@ class Starters:
     self._with_job.put(worker, clock if has_job else None)
     if ahead is None:
       self._free.pop(worker, None)
-    elif self._free.get(worker) != ahead:
+    elif self._free.get(worker) != ahead:  # else it is filed already
       self._put(worker, ahead)
 
   def remove(self, worker: int) -> None:
@@ -134,32 +135,32 @@ class Starters:
     """Returns at most `most` free workers that would start at a clock of at
     most `limit`, sorted by index. They are not free until `note` says so."""
     self._admit(limit)
-    out: list[int] = []
-    while self._allowed and len(out) < most:
+    starters: list[int] = []
+    while self._allowed and len(starters) < most:
       worker = heapq.heappop(self._allowed)
       clock = self._free.pop(worker, None)
-      if clock is None:
+      if clock is None:  # an outdated entry: the worker has become busy
         continue
       if clock <= limit:
-        out.append(worker)
+        starters.append(worker)
       else:
         self._put(worker, clock)  # the slowest clock has become less
-    return out
+    return starters
 
   def _put(self, worker: int, clock: int) -> None:
     """Files a free worker under the clock at which it would start."""
     self._free[worker] = clock
     if clock <= self._limit:
       heapq.heappush(self._allowed, worker)
-    elif clock in self._held:
-      self._held[clock].append(worker)
+    elif clock in self._waiting:
+      self._waiting[clock].append(worker)
     else:
-      self._held[clock] = [worker]
+      self._waiting[clock] = [worker]
       heapq.heappush(self._heap, clock)
 
   def _admit(self, limit: float) -> None:
     """Moves workers whose clocks the limit allows into `_allowed`."""
     self._limit = limit
     while self._heap and self._heap[0] <= limit:
-      for worker in self._held.pop(heapq.heappop(self._heap)):
+      for worker in self._waiting.pop(heapq.heappop(self._heap)):
         heapq.heappush(self._allowed, worker)

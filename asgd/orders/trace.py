@@ -43,10 +43,10 @@ JOURNAL_COLUMNS = (
 DTYPES = (np.float64, np.int32, np.int32, np.int32, np.int8)
 HEADER = ",".join(COLUMNS)
 JOURNAL_HEADER = ",".join(JOURNAL_COLUMNS)
-_NAMES = ", ".join(base.ACTIONS)
+_ACTION_NAMES = ", ".join(base.ACTIONS)
 BEGUN = "the worker has begun that number (seq) before"
 _INT32 = np.iinfo(np.int32)
-_LEAST, _MOST = int(_INT32.min), int(_INT32.max)
+_MIN_INT, _MAX_INT = int(_INT32.min), int(_INT32.max)
 
 
 class Event(NamedTuple):
@@ -72,8 +72,8 @@ class Event(NamedTuple):
 
   def format(self, *, journal: bool = False) -> str:
     """Returns the row as a line of a trace or of a journal, without newline."""
-    named = 0 <= self.action < len(base.ACTIONS)
-    name = base.ACTIONS[self.action] if named else int(self.action)
+    has_name = 0 <= self.action < len(base.ACTIONS)
+    name = base.ACTIONS[self.action] if has_name else int(self.action)
     line = f"{float(self.time)!r},{self.worker},{self.seq},{self.job},{name}"
     if not journal:
       return line
@@ -86,19 +86,19 @@ class Event(NamedTuple):
   def parse(cls, line: str) -> "Event":
     """Returns the Event of a line of either form, or raises ValueError."""
     line = line.strip()
-    values = line.split(",")
-    if len(values) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
+    cells = line.split(",")
+    if len(cells) not in (len(COLUMNS), len(JOURNAL_COLUMNS)):
       raise ValueError(
-        f"it has {len(values)} values, where a trace has {len(COLUMNS)} and a"
+        f"it has {len(cells)} values, where a trace has {len(COLUMNS)} and a"
         f" journal {len(JOURNAL_COLUMNS)}"
       )
-    if len(values) == len(JOURNAL_COLUMNS):
+    if len(cells) == len(JOURNAL_COLUMNS):
       crc32 = checksum(line.rpartition(",")[0])
-      if values.pop() != crc32:
+      if cells.pop() != crc32:
         raise ValueError(f"it was changed: its crc32 is {crc32}")
     row: list[Any] = [
-      read(name, value)
-      for (name, read), value in zip(_READERS, values, strict=False)
+      read(name, cell)
+      for (name, read), cell in zip(_READERS, cells, strict=False)
     ]
     return cls(*row)
 
@@ -108,12 +108,13 @@ def checksum(line: str) -> str:
   return f"{zlib.crc32(line.encode()):08x}"
 
 
-def _whole(name: str, value: str) -> int:
+def _integer(name: str, value: str) -> int:
+  """Returns the integer of a cell of the column `name`, an int32."""
   try:
     number = int(value)
   except ValueError:
     raise ValueError(f"{name} {value!r} is no whole number") from None
-  if not _LEAST <= number <= _MOST:
+  if not _MIN_INT <= number <= _MAX_INT:
     raise ValueError(f"{name} {value} does not fit into 32 bits")
   return number
 
@@ -131,7 +132,7 @@ def _reals(name: str, value: str) -> tuple[float, ...]:
 
 def _action(name: str, value: str) -> int:
   if value not in base.ACTIONS:
-    raise ValueError(f"{name} {value!r} is none of {_NAMES}")
+    raise ValueError(f"{name} {value!r} is none of {_ACTION_NAMES}")
   return base.ACTIONS.index(value)
 
 
@@ -141,7 +142,7 @@ _READ: dict[str, Callable[[str, str], Any]] = {
   "loss": _real,
   "totals": _reals,
 }
-_READERS = [(name, _READ.get(name, _whole)) for name in JOURNAL_COLUMNS]
+_READERS = [(name, _READ.get(name, _integer)) for name in JOURNAL_COLUMNS]
 
 
 def from_events(events: Iterable[Event]) -> base.Trace:
@@ -201,16 +202,16 @@ def read(lines: Iterable[str]) -> list[Event]:
     try:
       rows.append(Event.parse(line))
     except ValueError as error:
-      what = f"line {number} is no event: {line!r}"
-      raise ValueError(f"{what}: {error}") from None
+      description = f"line {number} is no event: {line!r}"
+      raise ValueError(f"{description}: {error}") from None
   return rows
 
 
 def _is_row(text: str) -> bool:
   """Whether a text is a complete row of a journal with a correct checksum."""
-  values = text.split(",")
-  whole = text.rpartition(",")[0]
-  return len(values) == len(JOURNAL_COLUMNS) and values[-1] == checksum(whole)
+  cells = text.split(",")
+  row_text = text.rpartition(",")[0]
+  return len(cells) == len(JOURNAL_COLUMNS) and cells[-1] == checksum(row_text)
 
 
 def load(lines: Iterable[str]) -> base.Trace:
@@ -235,8 +236,8 @@ class TraceError(ValueError):
   def __init__(
     self, row: int, event: Event, why: str, path: object = None
   ):
-    where = f"{path}, line {row + 2}" if path else f"trace row {row}"
-    super().__init__(f"{where} ({event.format()}): {why}")
+    location = f"{path}, line {row + 2}" if path else f"trace row {row}"
+    super().__init__(f"{location} ({event.format()}): {why}")
     self.row, self.why = row, why
 
 
@@ -274,7 +275,7 @@ class Ledger(Generic[T]):
     self.present: set[int] = set()  # workers that joined, or were sent a ticket
     self.ended: set[int] = set()  # workers that lost a ticket or left
     self.received: list[int] = []  # rows of the messages in the state
-    self._undone: list[int] = []  # messages, of each ROLLBACK row
+    self._undone_counts: list[int] = []  # messages, of each ROLLBACK row
     self.puts: dict[int, int] = {}  # peer -> messages that it put or lent
     # (receiver, sender) -> seq of the last message that was taken
     self.taken: dict[tuple[int, int], int] = {}
@@ -306,9 +307,10 @@ class Ledger(Generic[T]):
     elif action == base.ROLLBACK:
       if job > self.rows:
         self.refuse(event, "that row is later than this one")
-      before = len(self.received)
+      # Messages at or after row `job` are no longer in the state.
+      received_count = len(self.received)
       self.received = [row for row in self.received if row < job]
-      self._undone.append(before - len(self.received))
+      self._undone_counts.append(received_count - len(self.received))
     elif action in PUTS:
       if seq != self.puts.get(worker, 0):
         self.refuse(event, f"its next message is {self.puts.get(worker, 0)}")
@@ -322,21 +324,21 @@ class Ledger(Generic[T]):
     elif action == base.MOVE:
       self.refuse(event, "it is a row of a shard of tables")
     else:
-      self.refuse(event, f"action must be one of {_NAMES}")
+      self.refuse(event, f"action must be one of {_ACTION_NAMES}")
     self.time = event.time
     self.rows += 1
     return ticket
 
   def _open(self, event: Event) -> T:
-    worker, kept = event.worker, None
+    worker, kept_ticket = event.worker, None
     if event.seq in self.open[worker]:
       self.refuse(event, BEGUN)
     if event.action == base.KEEP:
-      kept = self.latest.get(worker)
-      if kept is None:
+      kept_ticket = self.latest.get(worker)
+      if kept_ticket is None:
         self.refuse(event, "the worker was sent no ticket to keep")
     self.present.add(worker)
-    ticket: T = self._start(event, kept)
+    ticket: T = self._start(event, kept_ticket)
     if self._keeps:
       self.latest[worker] = ticket
     self.open[worker][event.seq] = ticket
@@ -346,12 +348,12 @@ class Ledger(Generic[T]):
   @property
   def rollbacks(self) -> int:
     """The number of ROLLBACK rows."""
-    return len(self._undone)
+    return len(self._undone_counts)
 
   @property
   def undone(self) -> int:
     """The number of messages that rollbacks undid."""
-    return sum(self._undone)
+    return sum(self._undone_counts)
 
   def refuse(self, event: Event, why: str) -> NoReturn:
     """Raises TraceError for the next row."""
@@ -391,20 +393,23 @@ def pair(trace: base.Trace) -> TicketRows | None:
   starts, ends = np.flatnonzero(~is_end), np.flatnonzero(is_end)
   starts = starts[np.argsort(worker[starts], kind="stable")]
   ends = ends[np.argsort(worker[ends], kind="stable")]
-  of_start, of_end = worker[starts], worker[ends]
-  same = of_start[1:] == of_start[:-1]
-  if not (~same | (np.diff(seq[starts]) > 0)).all():
+  # Rows are sorted by worker now. If a worker's jobs end in their order, its
+  # n-th RECEIVE ends its n-th start.
+  start_worker, end_worker = worker[starts], worker[ends]
+  same_worker = start_worker[1:] == start_worker[:-1]
+  if not (~same_worker | (np.diff(seq[starts]) > 0)).all():
     return None
-  firsts = starts[~np.append(False, same)] if len(starts) else starts
+  firsts = starts[~np.append(False, same_worker)] if len(starts) else starts
   if (action[firsts] == base.KEEP).any():
     return None
-  nth = np.arange(len(ends)) - np.searchsorted(of_end, of_end)
-  started = np.searchsorted(of_start, of_end) + nth
+  message_index = np.arange(len(ends)) - np.searchsorted(end_worker, end_worker)
+  started = np.searchsorted(start_worker, end_worker) + message_index
   if len(ends) and started.max() >= len(starts):
     return None
+  # The n-th start may be of another job: compare the rows of each pair.
   rows = starts[started]
-  equal = [column[rows] == column[ends] for column in (worker, seq, job)]
-  if not np.all([*equal, rows < ends]):
+  is_equal = [column[rows] == column[ends] for column in (worker, seq, job)]
+  if not np.all([*is_equal, rows < ends]):
     return None
   return TicketRows(starts, ends, started)
 
@@ -438,15 +443,18 @@ def staleness(
   if pairs is None:
     return _staleness_by_rows(trace, every)
   starts, ends, started = pairs
-  received = np.cumsum(trace.action == base.RECEIVE)
+  received = np.cumsum(trace.action == base.RECEIVE)  # messages up to each row
   index = np.arange(len(starts))
-  kept = trace.action[starts] == base.KEEP
+  is_kept = trace.action[starts] == base.KEEP
   # The SEND of each start: the last start that is not a KEEP.
-  sent = np.maximum.accumulate(np.where(kept, 0, index))
-  versions = received[starts[sent]] // every + (index - sent) * (every == 1)
-  number = received[ends] - 1
+  send_of_start = np.maximum.accumulate(np.where(is_kept, 0, index))
+  versions = received[starts[send_of_start]] // every + (
+    index - send_of_start
+  ) * (every == 1)
+  # `ends` are sorted by worker; the result is in the order of receipt.
+  message_number = received[ends] - 1
   out = np.empty(len(ends), np.int32)
-  out[number] = number // every - versions[started]
+  out[message_number] = message_number // every - versions[started]
   return out
 
 
@@ -455,17 +463,17 @@ def _staleness_by_rows(
 ) -> npt.NDArray[np.int32]:
   """Counts the staleness of each message, row by row."""
 
-  def version(event: Event, kept: int | None) -> int:
+  def version(event: Event, kept_version: int | None) -> int:
     del event
-    if kept is None:
+    if kept_version is None:
       return len(ledger.received) // every
-    return kept + (every == 1)
+    return kept_version + (every == 1)
 
   ledger: Ledger[int] = Ledger(version)
   counts = []
   for event in events(trace):
     changes = len(ledger.received) // every
-    sent: Any = ledger.apply(event)
+    ticket_version: Any = ledger.apply(event)
     if event.action == base.RECEIVE:
-      counts.append(changes - sent)
+      counts.append(changes - ticket_version)
   return np.array(counts, np.int32)

@@ -17,7 +17,7 @@ ENGINES = (AUTO, HOST, CHUNK, ROUNDS)
 
 # A chunk's program takes half a second more to compile than the functions of
 # the host engine, and saves 0.1 to 0.2 ms a message.
-_FEW = 3000
+_MIN_MESSAGES = 3000
 # In bulk synchronous rounds of 64 and 512 gradients of an MLP the rounds engine
 # was 1.2 to 1.3 times as fast as the chunk engine with 4,810 parameters; of 64,
 # 1.07 times with 50,890 and 0.86 with 269,322 (two busy cores).
@@ -84,27 +84,29 @@ def choose(
       f"the simulator's engine must be one of {', '.join(ENGINES)}, not"
       f" {asked!r}"
     )
-  why = asked != HOST and _obstacle(server, worker, trace, jobs)
-  if why and asked != AUTO:
+  reason = asked != HOST and _obstacle(server, worker, trace, jobs)
+  if reason and asked != AUTO:
     raise ValueError(
-      f"the engine {asked!r} cannot simulate this: {why}; use {AUTO!r} or"
+      f"the engine {asked!r} cannot simulate this: {reason}; use {AUTO!r} or"
       f" {HOST!r}"
     )
   if asked == AUTO:
-    why = why or _drawback(worker, jobs)
-  if why or asked == HOST:
-    return Choice(HOST, why or "as asked", make_host(server, worker))
+    reason = reason or _drawback(worker, jobs)
+  if reason or asked == HOST:
+    return Choice(HOST, reason or "as asked", make_host(server, worker))
   if asked == ROUNDS:
     return Choice(ROUNDS, "as asked", make_rounds(server, worker))
   if asked == CHUNK:
     return Choice(CHUNK, "as asked", make_chunk(server, worker))
-  if why := _advantage(server, trace, jobs):
-    return Choice(ROUNDS, why, make_rounds(server, worker))
-  why = "many messages in one program"
-  return Choice(CHUNK, why, make_chunk(server, worker))
+  if reason := _advantage(server, trace, jobs):
+    return Choice(ROUNDS, reason, make_rounds(server, worker))
+  reason = "many messages in one program"
+  return Choice(CHUNK, reason, make_chunk(server, worker))
 
 
-def _obstacle(server, worker, trace, jobs) -> str:
+def _obstacle(
+  server: base.Server, worker: base.Worker, trace: base.Trace, jobs: JobShapes
+) -> str:
   """Why the host engine alone can simulate this, if it can."""
   if not jobs.even:
     return "batches of jobs differ in size"
@@ -115,10 +117,10 @@ def _obstacle(server, worker, trace, jobs) -> str:
   return obstacle(server_state.opt_state, worker_state, trace)
 
 
-def _drawback(worker, jobs) -> str:
+def _drawback(worker: base.Worker, jobs: JobShapes) -> str:
   """Why the host engine is as fast as others, if it is."""
-  if jobs.messages < _FEW:
-    return f"{jobs.messages:,} messages are fewer than {_FEW:,}"
+  if jobs.messages < _MIN_MESSAGES:
+    return f"{jobs.messages:,} messages are fewer than {_MIN_MESSAGES:,}"
   shapes = jax.eval_shape(lambda *x: x, jobs.params, jobs.batch)
   leaves, structure = jax.tree.flatten(shapes)
   on_cpu = jax.default_backend() == "cpu"
@@ -127,15 +129,19 @@ def _drawback(worker, jobs) -> str:
   return ""
 
 
-def _advantage(server, trace, jobs) -> str:
+def _advantage(
+  server: base.Server, trace: base.Trace, jobs: JobShapes
+) -> str:
   """Why the rounds engine is faster than the chunk engine, if it is."""
   action = np.asarray(trace.action)
   received = np.flatnonzero(action == base.RECEIVE)
   if not server.sends_current or (action == base.KEEP).any():
     return ""
-  sent = np.searchsorted(received, np.flatnonzero(action == base.SEND))
-  tickets = len(np.unique(sent[sent < len(received)]))
-  size = len(received) // max(tickets, 1)
+  sends = np.flatnonzero(action == base.SEND)
+  received_before = np.searchsorted(received, sends)
+  # Tickets sent between the same two messages are equal.
+  tickets = len(np.unique(received_before[received_before < len(received)]))
+  size = len(received) // max(tickets, 1)  # mean number of a round's messages
   shapes = jax.tree.leaves(jax.eval_shape(lambda x: x, jobs.params))
   nbytes = sum(x.size * x.dtype.itemsize for x in shapes)
   if size < _LARGE_ROUND or nbytes > _SMALL_MODEL:
@@ -152,6 +158,6 @@ def _convolves(worker, structure, leaves) -> bool:
   fresh = jax.ShapeDtypeStruct((), np.bool_)
   ticket = base.Ticket(number, number, params, fresh)
   key = jax.eval_shape(lambda: jax.random.key(0))
-  made = jax.make_jaxpr(worker.work)(state, ticket, batch, key)
-  names = internals.operations(made.jaxpr)
+  program = jax.make_jaxpr(worker.work)(state, ticket, batch, key)
+  names = internals.operations(program.jaxpr)
   return any(name in _SLOW_IN_LOOPS for name in names)

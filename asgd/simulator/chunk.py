@@ -28,18 +28,28 @@ from asgd.simulator.simulation import (
   Simulator,
   make_simulator,
 )
-from asgd.simulator.tickets import NotCompiled, plan_tickets
+from asgd.simulator.tickets import (
+  NotCompiled,
+  TicketPlan,
+  plan_tickets,
+  sends_from,
+  tickets_at,
+)
 from asgd.simulator.traffic import Traffic
 from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
-_MOST = 256  # messages of a call
-_MOST_BYTES = 2**25  # of the batches and the codes of a call
+_MAX_MESSAGES = 256  # messages of a call
+_MAX_BYTES = 2**25  # of the batches and the codes of a call
 _AHEAD = 2  # calls whose records have not been fetched
 
 
 class Carry(NamedTuple):
-  """The state between two messages."""
+  """The state between two messages.
+
+  The ticket that is sent after a message waits in `put` and `to`. It is written
+  to its row at the start of the next message, before any row is read.
+  """
 
   server: base.ServerState
   params: base.Params  # of tickets, S + 1 rows
@@ -121,6 +131,7 @@ def program_parts(
       lambda rows: rows_lib.get_row(rows, row.slot),
       (carry.params, carry.version),
     )
+    # The worker's copy has its updates of earlier jobs on this ticket.
     if server.alone:
       version += row.kept
     return base.Ticket(row.worker, version, params, row.kept == 0)
@@ -129,19 +140,22 @@ def program_parts(
     state = jax.tree.map(
       lambda rows: rows_lib.get_row(rows, row.worker), carry.workers.stored
     )
+    # `where` computes both states for each message, without a branch.
     if joins:
-      new = worker.init(ticket.params)
-      state = jax.tree.map(lambda x, y: jnp.where(row.first, x, y), new, state)
+      first_state = worker.init(ticket.params)
+      state = jax.tree.map(
+        lambda x, y: jnp.where(row.first, x, y), first_state, state
+      )
     state, message, metrics = pure.work(state, ticket, batch, root, row.job)
     return ComputedMessage(ticket, state, message, metrics.loss)
 
   def receive(carry, row, job):
     workers = rows_lib.write(carry.workers, row.worker, job.state)
-    after, observation = pure.receive(
+    server_state, observation = pure.receive(
       carry.server, job.ticket, job.message, job.loss
     )
     code = None if pure.codec is None else job.message
-    carry = carry._replace(server=after, put=row.put, to=row.to)
+    carry = carry._replace(server=server_state, put=row.put, to=row.to)
     return carry._replace(workers=workers), (observation, code)
 
   return ProgramParts(settle, ticket, work, receive)
@@ -152,12 +166,12 @@ def outputs(
 ) -> Any:
   """Returns zeros, [C, ...], for the (Observation, code) of each message."""
 
-  def one(carry, root, row, batch):
+  def one_message(carry, root, row, batch):
     job = parts.work(carry, root, row, batch, parts.ticket(carry, row))
     return parts.receive(carry, row, job)[1]
 
   first = jax.tree.map(lambda x: x[0], (rows, batches))
-  shapes = jax.eval_shape(one, carry, root, *first)
+  shapes = jax.eval_shape(one_message, carry, root, *first)
   return jax.tree.map(
     lambda x: jnp.zeros((len(rows.job), *x.shape), x.dtype), shapes
   )
@@ -195,13 +209,13 @@ def compile_chunk(
   def messages(carry, root, count, rows, batches):
     out = outputs(parts, carry, root, rows, batches)
 
-    def step(index, both):
-      carry, out = both
+    def step(index, loop_state):
+      carry, out = loop_state
       row, batch = jax.tree.map(lambda x: x[index], (rows, batches))
       carry = parts.settle(carry)
       job = parts.work(carry, root, row, batch, parts.ticket(carry, row))
-      carry, made = parts.receive(carry, row, job)
-      out = jax.tree.map(lambda x, y: x.at[index].set(y), out, made)
+      carry, results = parts.receive(carry, row, job)
+      out = jax.tree.map(lambda x, y: x.at[index].set(y), out, results)
       return carry, out
 
     carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
@@ -225,8 +239,8 @@ def make_chunk(
     engine alone replays.
   """
 
-  def follow(own, simulation, trace, *, batch, root):
-    parts = server, own, wire
+  def follow(wrapped_worker, simulation, trace, *, batch, root):
+    parts = server, wrapped_worker, wire
     return ChunkRun(parts, simulation, trace, batch=batch, root=root)
 
   return make_simulator(server, worker, follow)
@@ -264,25 +278,30 @@ class ChunkRun:
   ) -> None:
     """Continues a SimulationState; `parts` are server, worker and wire."""
     server, worker, _ = parts
+    # [1] Check, and plan all messages of the trace.
     state = simulation.server.opt_state
-    if why := obstacle(state, simulation.workers[:1], trace):
-      raise NotCompiled(why)
+    if reason := obstacle(state, simulation.workers[:1], trace):
+      raise NotCompiled(reason)
     self._plan = plan = plan_tickets(trace, shared=server.sends_current)
     self._trace, self._batch, self._root = trace, batch, root
-    self._worker = np.asarray(trace.worker)[plan.row]
+    self._worker = np.asarray(trace.worker)[plan.row]  # by message
     self._job = np.asarray(trace.job)[plan.row]
+    # [2] Compile.
     self._program = compile_chunk(*parts, bool(plan.first.any()))
     self._traffic = Traffic(self._program.pure, simulation.server)
     self._alone, self._workers = server.alone, len(simulation.workers)
     self._stops = np.array(sorted(plan.sends), np.int64)
+    # [3] Continue at a row, between two messages.
     self._event = simulation.event
     # Messages received, and those before the latest of `plan.sends`.
-    self._done = self._sent = int(np.searchsorted(plan.row, self._event))
-    slots, workers = _sends_from(plan, trace, self._event)
+    self._done = self._sends_done = int(np.searchsorted(plan.row, self._event))
+    # [4] Send the tickets between this row and the next message. Slots that
+    # take the server's parameters as they are need no program.
+    slots, workers = sends_from(plan, trace, self._event)
     current = slots
     if not server.sends_current or parts[2] is not None:
       current = slots[:0]  # a program computes what is sent
-    self._carry = _stacked(plan, trace, simulation, server.alone, current)
+    self._carry = _initial_carry(plan, trace, simulation, server.alone, current)
     if not len(current):
       self._send(slots, workers)
 
@@ -297,17 +316,20 @@ class ChunkRun:
     """Replays the rows up to, not including, row `end`."""
     start, stop = self._done, int(np.searchsorted(self._plan.row, end))
     self._event = end
-    waiting, parts = [], []
+    calls, parts = [], []
+    # A call returns at once, so the host prepares the next one meanwhile. Few
+    # calls are in flight, as each holds its batches and records.
     while self._done < stop:
       self._send_between()
-      waiting.append(self._call(stop))
-      if len(waiting) > _AHEAD:
-        parts.append(self._fetch(*waiting.pop(0)))
-    parts += [self._fetch(*call) for call in waiting]
+      calls.append(self._call(stop))
+      if len(calls) > _AHEAD:
+        parts.append(self._fetch(*calls.pop(0)))
+    parts += [self._fetch(*call) for call in calls]
     return self._records(slice(start, stop), parts)
 
   def pause(self) -> SimulationState:
     """Returns the simulation in new buffers."""
+    # Write what waits: the tickets sent after the last message.
     self._send_between()
     latest = self._carry.put, self._carry.to
     self._send(*(np.asarray(x)[None] for x in latest))
@@ -319,34 +341,37 @@ class ChunkRun:
     def ticket(start):
       slot, jobs = int(starts.slot[start]), int(starts.kept[start])
       version = int(versions[slot]) + (jobs if self._alone else 0)
-      numbers = jnp.int32(trace.worker[starts.row[start]]), jnp.int32(version)
-      return base.Ticket(*numbers, params(slot), np.bool_(jobs == 0))
+      worker = jnp.int32(trace.worker[starts.row[start]])
+      fresh = np.bool_(jobs == 0)
+      return base.Ticket(worker, jnp.int32(version), params(slot), fresh)
 
     workers = range(self._workers)
-    tickets, kept = tuple({} for _ in workers), [None for _ in workers]
-    opened, latest = _held(starts, trace, self._event)
+    tickets = tuple({} for _ in workers)
+    latest_tickets = [None for _ in workers]
+    opened, latest = tickets_at(starts, trace, self._event)
     for (worker, seq), start in opened.items():
       tickets[worker][seq] = ticket(start)
     if starts.kept.any():
       for worker, start in latest.items():
-        kept[worker] = ticket(start)
+        latest_tickets[worker] = ticket(start)
     return SimulationState(
       self._event,
       jax.tree.map(jnp.copy, carry.server),
       tuple(_row(states, worker) for worker in workers),
       tickets,
-      tuple(kept),
+      tuple(latest_tickets),
       {},
     )
 
   def _send_between(self):
     """Sends the tickets between two messages, if there are several."""
     sends = self._plan.sends.get(self._done)
-    if sends is not None and self._sent < self._done:
+    if sends is not None and self._sends_done < self._done:
       self._send(*sends)
-      self._sent = self._done
+      self._sends_done = self._done
 
-  def _send(self, slots, workers):
+  def _send(self, slots: np.ndarray, workers: np.ndarray) -> None:
+    """Sends tickets into these slots, by a compiled program."""
     count = len(slots)
     if not count:
       return
@@ -355,65 +380,67 @@ class ChunkRun:
     self._carry = self._program.sends(self._carry, np.int32(count), *rows)
 
   @functools.cached_property
-  def _most(self):
+  def _call_size(self):
     """Messages of a call."""
-    # The next job: an iterator cannot go back to the first.
-    first = self._done
-    batch = self._batch(int(self._worker[first]), int(self._job[first]))
+    # The batch of the next job: an iterator cannot return to an earlier one.
+    worker, job = self._worker[self._done], self._job[self._done]
+    batch = self._batch(int(worker), int(job))
     size = sum(np.asarray(x).nbytes for x in jax.tree.leaves(batch))
     if self._program.pure.codec is not None:
       size += self._traffic.dense
-    return max(1, min(_MOST, _MOST_BYTES // max(size, 1)))
+    return max(1, min(_MAX_MESSAGES, _MAX_BYTES // max(size, 1)))
 
-  def _limit(self, end, stop):
+  def _limit(self, end: int, stop: int) -> int:
     """Returns where a call ends that would end at message `end`."""
+    # Several tickets are sent between two calls, not within one.
     begin = self._done
     following = self._stops[np.searchsorted(self._stops, begin, "right") :]
     return min(stop, end, *following[:1].tolist())
 
-  def _inputs(self, begin, end, count):
+  def _inputs(self, begin: int, end: int, count: int) -> tuple[Messages, Any]:
     """Returns Messages and batches of some messages, with `count` rows."""
-    some, plan = slice(begin, end), self._plan
+    call, plan = slice(begin, end), self._plan
     columns = self._worker, self._job, plan.slot, plan.kept
     columns += plan.first, plan.put, plan.to
-    rows = Messages(*(padded(x[some], count) for x in columns))
+    rows = Messages(*(padded(x[call], count) for x in columns))
     batches = stacking.of_jobs(
-      self._batch, self._worker[some].tolist(), self._job[some].tolist()
+      self._batch, self._worker[call].tolist(), self._job[call].tolist()
     )
     return rows, jax.tree.map(lambda x: padded(x, count), batches)
 
-  def _call(self, stop):
+  def _call(self, stop: int) -> tuple[Any, ...]:
     """Starts to compute the next messages, not past `stop`; returns their count
     and what is computed."""
     begin = self._done
-    end = self._limit(begin + self._most, stop)
-    count, inputs = end - begin, self._inputs(begin, end, self._most)
-    self._carry, *made = self._program.messages(
+    end = self._limit(begin + self._call_size, stop)
+    count, inputs = end - begin, self._inputs(begin, end, self._call_size)
+    self._carry, *results = self._program.messages(
       self._carry, self._root, np.int32(count), *inputs
     )
     self._done = end
-    return count, *made
+    return count, *results
 
-  def _fetch(self, count, observations, codes):
+  def _fetch(self, count: int, observations: Any, codes: Any) -> tuple:
     """Returns Observations [count], bytes up and norms of residuals."""
     observations = jax.tree.map(lambda x: x[:count], fetch(observations))
     up, norms = self._traffic.dense, 0.0
     if codes is not None:
       leaves, structure = jax.tree.flatten(fetch(codes))
-      each = ([x[i, ...] for x in leaves] for i in range(count))
-      messages = map(functools.partial(jax.tree.unflatten, structure), each)
+      message_leaves = ([x[i, ...] for x in leaves] for i in range(count))
+      unflatten = functools.partial(jax.tree.unflatten, structure)
+      messages = map(unflatten, message_leaves)
       up, norms = zip(*map(self._traffic.up, messages), strict=True)
     return *observations, *(np.resize(x, count) for x in (up, norms))
 
-  def _records(self, some, parts):
+  def _records(self, messages, parts):
     """Returns the records of some messages, from what `_fetch` returned."""
     if not parts:
       return concatenate([])
-    whole, real, up, norms = map(np.concatenate, zip(*parts, strict=True))
-    down = np.where(self._plan.kept[some] == 0, self._traffic.dense, 0)
-    time = np.asarray(self._trace.time)[self._plan.row[some]]
-    of_trace = time, self._worker[some], self._job[some]
-    return of_columns(*of_trace, up, down, norms, whole=whole, real=real)
+    integers, reals, up, norms = map(np.concatenate, zip(*parts, strict=True))
+    down = np.where(self._plan.kept[messages] == 0, self._traffic.dense, 0)
+    time = np.asarray(self._trace.time)[self._plan.row[messages]]
+    of_trace = time, self._worker[messages], self._job[messages]
+    return of_columns(*of_trace, up, down, norms, whole=integers, real=reals)
 
 
 def _row(stored, index):
@@ -426,33 +453,14 @@ def padded(column: Any, count: int) -> Any:
   missing = count - len(column)
   if not missing:
     return column
-  rest = np.zeros((missing, *column.shape[1:]), column.dtype)
-  return np.concatenate([column, rest])
+  padding = np.zeros((missing, *column.shape[1:]), column.dtype)
+  return np.concatenate([column, padding])
 
 
-def _held(starts, trace, event):
-  """Returns the starts whose tickets are held at row `event`: the open ones by
-  (worker, seq), and the latest one of each worker."""
-  before = np.flatnonzero(starts.row < event)
-  worker, seq = (np.asarray(x)[starts.row[before]] for x in trace[1:3])
-  still = starts.end[before] >= event
-  keys = zip(worker[still].tolist(), seq[still].tolist(), strict=True)
-  opened = dict(zip(keys, before[still].tolist(), strict=True))
-  return opened, dict(zip(worker.tolist(), before.tolist(), strict=True))
-
-
-def _sends_from(plan, trace, event):
-  """The slots and workers of tickets that are sent from row `event` on, before
-  the next message."""
-  message = np.searchsorted(plan.row, event)
-  stop = plan.row[message] if message < len(plan.row) else len(trace.time)
-  starts = plan.starts
-  sent = (starts.row >= event) & (starts.row < stop) & (starts.kept == 0)
-  slots, first = np.unique(starts.slot[sent], return_index=True)
-  return slots, np.asarray(trace.worker)[starts.row[sent][first]]
-
-
-def _stacked(plan, trace, simulation, alone, current):
+def _initial_carry(
+  plan: TicketPlan, trace: base.Trace, simulation: SimulationState,
+  alone: bool, current: np.ndarray,
+) -> Carry:
   """Returns the carry of a simulation: its tickets and worker states as rows.
   The slots `current` hold tickets with the server's own parameters."""
   server, states = simulation.server, simulation.workers
@@ -461,20 +469,26 @@ def _stacked(plan, trace, simulation, alone, current):
     lambda x: np.zeros((plan.slots + 1, *x.shape), x.dtype), blank
   )
   starts = plan.starts
-  opened, latest = _held(starts, trace, simulation.event)
-  held = [(i, simulation.tickets[w][seq]) for (w, seq), i in opened.items()]
-  held += [
+  opened, latest = tickets_at(starts, trace, simulation.event)
+  held_tickets = [
+    (i, simulation.tickets[w][seq]) for (w, seq), i in opened.items()
+  ]
+  held_tickets += [
     (start, simulation.kept[worker])
     for worker, start in latest.items()
     if simulation.kept[worker] is not None
   ]
-  for start, ticket in held:
+  # A row holds the version as sent; the program adds the jobs on the ticket.
+  for start, ticket in held_tickets:
     version = int(ticket.version) - (int(starts.kept[start]) if alone else 0)
-    sent = ticket.params, version
-    for rows, value in zip(*map(jax.tree.leaves, (stored, sent)), strict=True):
+    sent_values = ticket.params, version
+    for rows, value in zip(
+      *map(jax.tree.leaves, (stored, sent_values)), strict=True
+    ):
       rows[starts.slot[start]] = value
   for rows, value in zip(*map(jax.tree.leaves, (stored, blank)), strict=True):
     rows[current] = value
+  # New simulations share one state object: repeat it on the device.
   if all(state is states[0] for state in states):
     workers = rows_lib.make_rows(states[0], len(states))
   else:

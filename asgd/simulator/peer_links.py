@@ -50,20 +50,22 @@ class PeerLinks:
     """Starts without messages; `trace` has the rows that will take them."""
     self.messages: dict[Key, SentCode] = {}
     self._inboxes: list[list[Key]] = [[] for _ in range(peers)]
-    taken = np.isin(trace.action, trace_lib.TAKES)
+    is_take = np.isin(trace.action, trace_lib.TAKES)
     keys = zip(
-      trace.job[taken].tolist(), trace.seq[taken].tolist(), strict=True
+      trace.job[is_take].tolist(), trace.seq[is_take].tolist(), strict=True
     )
-    self._takes = collections.Counter(keys)  # message -> rows that will take it
+    # message -> rows that will take it
+    self._takes_left = collections.Counter(keys)
     zeros = np.zeros((peers, peers), np.int64)
     self.traffic = LinkTraffic(zeros, zeros.copy())
 
   def put(self, event: Event, code: Any, nbytes: int) -> None:
     """Sends a message; it is kept if at least one peer will take it."""
-    if self._takes[event.key]:
+    if self._takes_left[event.key]:
       self.messages[event.key] = SentCode(code, event.job, nbytes)
 
-  def _carry(self, event):
+  def _carry(self, event: Event) -> tuple[Key, int]:
+    """Counts a message on its link; returns (its key, its bytes)."""
     key, i = (event.job, event.seq), event.worker
     nbytes = self.messages[key].nbytes
     self.traffic.messages[i, event.job] += 1
@@ -80,20 +82,22 @@ class PeerLinks:
     """Takes a message that the peer uses at once; returns (code, bytes)."""
     key, nbytes = self._carry(event)
     code = self.messages[key].code
-    self._done(key)
+    self._count_take(key)
     return code, nbytes
 
   def mix(self, peer: int) -> list[Taken]:
     """Returns the messages that a peer has taken since the last time."""
     keys, self._inboxes[peer] = self._inboxes[peer], []
-    sent = [(sender, self.messages[sender, seq]) for sender, seq in keys]
+    messages = [(sender, self.messages[sender, seq]) for sender, seq in keys]
     for key in keys:
-      self._done(key)
-    return [Taken(sender, each.round, each.code) for sender, each in sent]
+      self._count_take(key)
+    return [
+      Taken(sender, message.round, message.code) for sender, message in messages
+    ]
 
-  def _done(self, key):
-    self._takes[key] -= 1
-    if not self._takes[key]:
+  def _count_take(self, key):
+    self._takes_left[key] -= 1
+    if not self._takes_left[key]:
       del self.messages[key]
 
   def join(self, peer: int) -> None:
@@ -131,9 +135,9 @@ class PeerLinks:
     elif event.action == base.TAKE:
       self._inboxes[i].append(key)
     elif event.action == base.ADOPT:
-      self._takes[key] -= 1
+      self._takes_left[key] -= 1
     elif event.action == base.MIX:
-      self._takes.subtract(self._inboxes[i])
+      self._takes_left.subtract(self._inboxes[i])
       self._inboxes[i] = []
     elif event.action == base.JOIN:
       self._inboxes[i].clear()

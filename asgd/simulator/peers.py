@@ -53,11 +53,11 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
 
   def receive(state, job, message, loss):
     state, report = peer.receive(state, job, message)
-    whole = state.server.version, report.staleness, report.accepted
-    real = report.gap, loss, report.message_norm, report.update_norm
+    integers = state.server.version, report.staleness, report.accepted
+    reals = report.gap, loss, report.message_norm, report.update_norm
     observation = Observation(
-      jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
-      jnp.stack([x.astype(jnp.float32) for x in real]),
+      jnp.stack([jnp.asarray(x, jnp.int32) for x in integers]),
+      jnp.stack([x.astype(jnp.float32) for x in reals]),
     )
     return state, observation
 
@@ -66,8 +66,8 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
     return peer.put(state, keep, key)
 
   def mix(state, codes, weights, slots):
-    after = peer.mix(state, codes, weights, slots)
-    return after, server_lib.gap(after.server.params, state.server.params)
+    mixed = peer.mix(state, codes, weights, slots)
+    return mixed, server_lib.gap(mixed.server.params, state.server.params)
 
   return PeerSteps(
     compile_work(worker),
@@ -97,14 +97,17 @@ def peer_records(
   """Fetches, once for all, the results of `PeerSteps.receive` and `residual`
   for each message; `mixes` are those of `PeerSteps.mix` since the one before.
   """
-  kept = records_lib.fetch([message.residual_norm for message in messages])
+  residual_norms = records_lib.fetch(
+    [message.residual_norm for message in messages]
+  )
   messages = [
     message._replace(residual_norm=float(norm))
-    for message, norm in zip(messages, kept, strict=True)
+    for message, norm in zip(messages, residual_norms, strict=True)
   ]
   rows = records_lib.records(messages, list(observations))
   norms = [
-    math.fsum(map(float, records_lib.fetch(list(some)))) for some in mixes
+    math.fsum(map(float, records_lib.fetch(list(row_norms))))
+    for row_norms in mixes
   ]
   return PeerRecords(*rows, np.array(norms, np.float32))
 
@@ -151,8 +154,8 @@ class OnePeer:
     start: tuple[gossip.PeerState, Any],
   ):
     """`start` are the first states of the peer and of its worker."""
-    self._index, self._how, self._steps = index, how, steps
-    self._root, self._number = root, np.int32(index)
+    self._index, self._gossip, self._steps = index, how, steps
+    self._root, self._index_array = root, np.int32(index)
     self.begin(*start)
 
   def begin(self, state: gossip.PeerState, worker: Any) -> None:
@@ -163,7 +166,7 @@ class OnePeer:
 
   def send(self) -> gossip.Job:
     """Returns a job on the peer's present parameters."""
-    return self._steps.send(self.state, self._number)
+    return self._steps.send(self.state, self._index_array)
 
   def work(self, job: gossip.Job, batch: base.Batch, number: int) -> Any:
     """Computes a job; returns (worker state after it, message, loss). It does
@@ -176,15 +179,15 @@ class OnePeer:
   def receive(self, event: Event, job: gossip.Job, work: Any) -> PeerRow:
     """Applies the result of `work` and ends the job; returns its record."""
     self.worker, message, loss = work
-    kept: Any = 0.0
-    if self._how.compressed:
-      kept = self._steps.residual(self.state)
+    residual_norm: Any = 0.0
+    if self._gossip.compressed:
+      residual_norm = self._steps.residual(self.state)
     self.state, observation = self._steps.receive(
       self.state, job, message, loss
     )
     received = ReceivedMessage(
       *(event.time, self._index, event.job, self.bytes_up, self.bytes_down),
-      kept,
+      residual_norm,
     )
     norms = self.norms
     self.begin(self.state, self.worker)
@@ -192,36 +195,39 @@ class OnePeer:
 
   def put(self, round: int, seq: int) -> Any:
     """Returns the code of the peer's message `seq`, of a round."""
-    keep = np.float64(self._how.keep(round, self._index))
+    keep = np.float64(self._gossip.keep(round, self._index))
     self.state, code = self._steps.put(
-      self.state, keep, self._root, self._number, np.int32(seq)
+      self.state, keep, self._root, self._index_array, np.int32(seq)
     )
     return code
 
   def mix(self, taken: Sequence[Taken]) -> None:
     """Mixes messages, in this order."""
-    how, i = self._how, self._index
-    weights = [how.weight(each.round, i, each.sender) for each in taken]
-    slots = [how.topology.slot(i, each.sender) for each in taken]
+    rules, i = self._gossip, self._index
+    weights = [
+      rules.weight(message.round, i, message.sender) for message in taken
+    ]
+    slots = [rules.topology.slot(i, message.sender) for message in taken]
     self.state, norm = self._steps.mix(
       self.state,
-      tuple(each.code for each in taken),
+      tuple(message.code for message in taken),
       np.array(weights, np.float64),
       np.array(slots, np.int32),
     )
     self.norms.append(norm)
 
-  def lend(self, other: int) -> Any:
-    """Returns what another is lent."""
-    topology = self._how.topology
-    hears = topology.union[self._index, other]  # or it knows nothing of it
-    slot = np.int32(topology.slot(self._index, other) if hears else 0)
+  def lend(self, borrower: int) -> Any:
+    """Returns this peer's loan to `borrower`, for its `adopt`."""
+    topology = self._gossip.topology
+    # Another peer has no slot here, and the loan nothing about it.
+    is_neighbour = topology.union[self._index, borrower]
+    slot = np.int32(topology.slot(self._index, borrower) if is_neighbour else 0)
     self.state, loan = self._steps.lend(self.state, slot)
     return loan
 
   def adopt(self, loan: Any, lender: int, *, first: bool) -> None:
-    """Takes what another lends; `first` of a newcomer."""
-    slot = np.int32(self._how.topology.slot(self._index, lender))
+    """Takes what another peer lends; `first` if this newcomer took none yet."""
+    slot = np.int32(self._gossip.topology.slot(self._index, lender))
     self.state = self._steps.adopt(self.state, loan, slot, np.bool_(first))
 
 
@@ -255,12 +261,13 @@ class Peers:
     self.gossip, self._steps = how, compile_peer(peer, worker)
     self.trace, self._batch, self._root = trace, batch, root
     n = how.topology.workers
-    most = int(trace.worker.max(initial=-1))
-    if most >= n:
+    last_peer = int(trace.worker.max(initial=-1))
+    if last_peer >= n:
       raise ValueError(
-        f"the trace has a peer {most}, the topology only {n}, counted from 0"
+        f"the trace has a peer {last_peer}, the topology only {n}, counted"
+        " from 0"
       )
-    self._joined = lambda: (peer.init(params), worker.init(params))
+    self._first_states = lambda: (peer.init(params), worker.init(params))
     state = peer.init(params)
     start = state, worker.init(state.server.params)
     self.peers = [OnePeer(i, how, self._steps, root, start) for i in range(n)]
@@ -282,8 +289,8 @@ class Peers:
   @property
   def present(self) -> list[int]:
     """The peers that have not left."""
-    gone = self.ledger.ended
-    return [i for i in range(len(self.peers)) if i not in gone]
+    ended = self.ledger.ended
+    return [i for i in range(len(self.peers)) if i not in ended]
 
   @property
   def traffic(self) -> LinkTraffic:
@@ -310,7 +317,7 @@ class Peers:
       elif event.action == base.JOIN:
         self._links.join(event.worker)
         self._newcomers.add(event.worker)
-        peer.begin(*self._joined())
+        peer.begin(*self._first_states())
       elif event.action in (base.PUT, base.LEND):
         self._put(peer, event)
       elif event.action == base.TAKE:
@@ -326,19 +333,23 @@ class Peers:
     columns = zip(*rows, strict=True) if rows else ((), (), ())
     return peer_records(*columns)
 
-  def _send(self, event, kept):
-    del kept
-    if self._restored is not None:  # which jobs are open; others have ended
+  def _send(self, event: Event, kept_ticket: Any) -> Any:
+    """Returns the job of a SEND row; while restoring, the saved one."""
+    del kept_ticket
+    # A checkpoint has the open jobs; for those that have ended () will do.
+    if self._restored is not None:
       return self._restored.get(event.key, ())
     return self.peers[event.worker].send()
 
-  def _put(self, peer, event):
+  def _put(self, peer: OnePeer, event: Event) -> None:
+    """Makes the message of a PUT or LEND row, and sends it."""
     if event.action == base.LEND:
       code = peer.lend(event.job)
     else:
       code = peer.put(event.job, event.seq)
-    whole = event.action == base.LEND or not self.gossip.compressed
-    nbytes = (array_bytes if whole else packed_bytes)(code)
+    # A code travels as a packet, other messages as their arrays.
+    is_dense = event.action == base.LEND or not self.gossip.compressed
+    nbytes = (array_bytes if is_dense else packed_bytes)(code)
     peer.bytes_up += nbytes
     self._links.put(event, code, nbytes)
 
@@ -370,7 +381,7 @@ class Peers:
       state, np.float64(1), root, np.int32(0), np.int32(0)
     )
     _, loan = self._steps.lend(state, np.int32(0))
-    lent = {
+    lent_keys = {
       f"{e.worker},{e.seq}"
       for e in trace_lib.events(self.trace, 0, notes["event"])
       if e.action == base.LEND
@@ -379,7 +390,7 @@ class Peers:
       "states": self.states,
       "workers": [peer.worker for peer in self.peers],
       "jobs": dict.fromkeys(notes["jobs"], job),
-      "codes": {k: loan if k in lent else code for k in notes["codes"]},
+      "codes": {k: loan if k in lent_keys else code for k in notes["codes"]},
       "traffic": self.traffic,
     }
 
@@ -390,6 +401,7 @@ class Peers:
     jobs = arrays["jobs"].items()
     self._restored = {read_key(name): job for name, job in jobs}
     self._links.restore(arrays["codes"], tree["traffic"], notes)
+    # Replay the rows without computing: ledger, inboxes, newcomers.
     for event in trace_lib.events(self.trace, 0, notes["event"]):
       self.ledger.apply(event)
       self._links.note(event)
@@ -398,12 +410,12 @@ class Peers:
       elif event.action == base.ADOPT:
         self._newcomers.discard(event.worker)
     self._restored = None
-    for peer, state, worker, (up, down, norms) in zip(
+    for peer, state, worker, (bytes_up, bytes_down, norms) in zip(
       *(self.peers, arrays["states"], arrays["workers"], notes["since"]),
       strict=True,
     ):
       peer.begin(state, worker)
-      peer.bytes_up, peer.bytes_down = up, down
+      peer.bytes_up, peer.bytes_down = bytes_up, bytes_down
       peer.norms = [np.float32(x) for x in norms]
 
 
@@ -423,10 +435,10 @@ def mean_params(
   shares = shares / shares.sum()
 
   def mean(*leaves):
-    first, total = np.asarray(leaves[0]), 0.0
+    first_leaf, total = np.asarray(leaves[0]), 0.0
     for share, leaf in zip(shares, leaves, strict=True):
       total = total + share * np.asarray(leaf, np.float64)
-    return np.asarray(total).astype(first.dtype)
+    return np.asarray(total).astype(first_leaf.dtype)
 
   return jax.tree.map(mean, *(state.server.params for state in states))
 

@@ -14,10 +14,10 @@ from asgd.simulator.traffic import ReceivedMessage
 def fetch(tree: Any) -> Any:
   """Returns a tree as NumPy arrays, like `jax.device_get`, which takes its time
   over each array that is here already."""
-  first = next(iter(jax.tree.leaves(tree)), None)
-  if isinstance(first, jax.Array) and (
-    not first.is_fully_replicated
-    or any(device.platform != "cpu" for device in first.devices())
+  first_leaf = next(iter(jax.tree.leaves(tree)), None)
+  if isinstance(first_leaf, jax.Array) and (
+    not first_leaf.is_fully_replicated
+    or any(device.platform != "cpu" for device in first_leaf.devices())
   ):
     return jax.device_get(tree)
   return jax.tree.map(np.asarray, tree)
@@ -56,7 +56,7 @@ def of_columns(
   version, staleness, accepted = whole.T
   gap, loss, message_norm, update_norm = real.T
   # A job that pushes nothing sends no message (`server.pushed`).
-  sent = accepted.astype(bool) | (message_norm != 0)
+  is_sent = accepted.astype(bool) | (message_norm != 0)
   return base.Records(
     version,
     np.asarray(time, np.float64),
@@ -68,7 +68,7 @@ def of_columns(
     accepted.astype(bool),
     message_norm,
     update_norm,
-    np.where(sent, np.asarray(bytes_up, np.int64), 0),
+    np.where(is_sent, np.asarray(bytes_up, np.int64), 0),
     np.asarray(bytes_down, np.int64),
     np.asarray(residual_norm, np.float32),
   )

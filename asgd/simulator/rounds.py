@@ -36,8 +36,8 @@ from asgd.simulator.tickets import TicketPlan
 from asgd.stacking import Batches
 from asgd.transforms import rows as rows_lib
 
-_MOST_LANES = 64
-_MOST_BYTES = 2**26  # of the messages of a round
+_MAX_LANES = 64
+_MAX_BYTES = 2**26  # of the messages of a round
 
 
 class Spans(NamedTuple):
@@ -46,8 +46,8 @@ class Spans(NamedTuple):
 
   begin: Any  # int32, index of its first message among those of the call
   first: Any  # int32, lane of the first message that is received
-  end: Any  # int32, lane after the last one
-  out: Any  # int32, index of the record of `first`
+  end: Any  # int32, lane after the last message that is received
+  out: Any  # int32, index of the record of lane `first`
 
 
 class RoundPlan(NamedTuple):
@@ -63,7 +63,7 @@ def find_rounds(
   worker: npt.NDArray[np.int32],
   *,
   stateful: bool,
-  most: int = _MOST_LANES,
+  most: int = _MAX_LANES,
 ) -> RoundPlan:
   """Divides the messages of a trace into rounds.
 
@@ -88,31 +88,39 @@ def find_rounds(
     >>> found.starts.tolist(), found.lanes, found.shared
     ([0, 4, 8], 4, True)
   """
-  ended = np.full(int(plan.row.max(initial=-1)) + 1, -1)
-  done = np.flatnonzero(plan.starts.end < len(ended))
-  ended[plan.starts.end[done]] = done
-  before = np.searchsorted(plan.row, plan.starts.row[ended[plan.row]])
-  columns = before.tolist(), worker.tolist()
+  # The start that each row of the trace ends, or -1.
+  start_ended_by = np.full(int(plan.row.max(initial=-1)) + 1, -1)
+  ended_starts = np.flatnonzero(plan.starts.end < len(start_ended_by))
+  start_ended_by[plan.starts.end[ended_starts]] = ended_starts
+  # By message: how many messages are received before its ticket is sent.
+  ticket_row = plan.starts.row[start_ended_by[plan.row]]
+  ticket_position = np.searchsorted(plan.row, ticket_row)
+  messages = ticket_position.tolist(), worker.tolist()
 
-  def divide(most):
-    starts, seen = [0], set()
-    for i, (sent, who) in enumerate(zip(*columns, strict=True)):
-      late = sent > starts[-1] or i - starts[-1] >= most
-      if i and (late or i in plan.sends or (stateful and who in seen)):
+  def divide(max_size):
+    starts, round_workers = [0], set()
+    for i, (position, sender) in enumerate(zip(*messages, strict=True)):
+      # The ticket was sent after the round's first message, or it is full.
+      ends = position > starts[-1] or i - starts[-1] >= max_size
+      repeats = stateful and sender in round_workers
+      if i and (ends or i in plan.sends or repeats):
         starts.append(i)
-        seen.clear()
-      seen.add(who)
+        round_workers.clear()
+      round_workers.add(sender)
     return np.array(starts)
 
-  def sizes(starts):
-    return np.diff(starts, append=len(before))
+  def sizes(starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return np.diff(starts, append=len(ticket_position))
 
-  starts = divide(len(before))
+  # Divide twice: a long round in parts of equal size wastes fewer lanes than
+  # full parts and a small last one.
+  starts = divide(len(ticket_position))
   longest = max(1, int(sizes(starts).max()))
-  lanes = -(-longest // -(-longest // most))  # alike in the parts of a round
+  lanes = -(-longest // -(-longest // most))  # ceil(longest / number of parts)
   starts = divide(lanes)
-  of_round = np.repeat(plan.slot[starts], sizes(starts)) if len(before) else []
-  shared = bool((plan.slot == of_round).all()) and not plan.kept.any()
+  # The slot of the first message of each message's round.
+  slots = np.repeat(plan.slot[starts], sizes(starts)) if len(worker) else []
+  shared = bool((plan.slot == slots).all()) and not plan.kept.any()
   return RoundPlan(starts, lanes, shared)
 
 
@@ -139,44 +147,48 @@ def compile_rounds(
   """
   pure = steps_lib.pure_steps(server, worker, wire)
   parts = chunk.program_parts(server, worker, pure, joins)
-  of_rows = chunk.Messages(*(0 for _ in chunk.Messages._fields))
-  of_ticket = base.Ticket(0, 0, 0, 0)
+  # Axes of vmap over lanes. A shared ticket has none: its parameters are read
+  # once, and XLA multiplies one matrix with the examples of all lanes.
+  row_axes = chunk.Messages(*(0 for _ in chunk.Messages._fields))
+  ticket_axes = base.Ticket(0, 0, 0, 0)
   if shared:
-    of_rows = of_rows._replace(slot=None)
-    of_ticket = of_ticket._replace(params=None)
-  tickets_of = jax.vmap(parts.ticket, (None, of_rows), of_ticket)
-  jobs_of = jax.vmap(
+    row_axes = row_axes._replace(slot=None)
+    ticket_axes = ticket_axes._replace(params=None)
+  read_tickets = jax.vmap(parts.ticket, (None, row_axes), ticket_axes)
+  compute_jobs = jax.vmap(
     parts.work,
-    (None, None, of_rows, 0, of_ticket),
-    chunk.ComputedMessage(of_ticket, 0, 0, 0),
+    (None, None, row_axes, 0, ticket_axes),
+    chunk.ComputedMessage(ticket_axes, 0, 0, 0),
   )
 
   def work(carry, root, rows, batches):
     if shared:
       rows = rows._replace(slot=rows.slot[0])
-    tickets = tickets_of(carry, rows)
-    return jobs_of(carry, root, rows, batches, tickets)
+    tickets = read_tickets(carry, rows)
+    return compute_jobs(carry, root, rows, batches, tickets)
 
   def job_of(jobs, lane):
     params = jobs.ticket.params
-    each = jobs._replace(ticket=jobs.ticket._replace(params=()))
-    job = jax.tree.map(lambda x: rows_lib.get_row(x, lane), each)
+    without_params = jobs._replace(ticket=jobs.ticket._replace(params=()))
+    job = jax.tree.map(lambda x: rows_lib.get_row(x, lane), without_params)
     if not shared:
       params = jax.tree.map(lambda x: rows_lib.get_row(x, lane), params)
     return job._replace(ticket=job.ticket._replace(params=params))
 
   def one_round(carry, out, root, span, rows, batches):
+    # [1] Compute all gradients of the round, with the tickets of its start.
     carry = parts.settle(carry)
     jobs = work(carry, root, rows, batches)
 
-    def step(lane, both):
-      carry, out = both
+    # [2] The server receives them one after the other.
+    def step(lane, loop_state):
+      carry, out = loop_state
       row = jax.tree.map(lambda x: rows_lib.get_row(x, lane), rows)
       carry = parts.settle(carry)
-      carry, made = parts.receive(carry, row, job_of(jobs, lane))
-      at = span.out + lane - span.first
-      put = functools.partial(rows_lib.put_row, index=at)
-      return carry, jax.tree.map(put, out, made)
+      carry, results = parts.receive(carry, row, job_of(jobs, lane))
+      record_index = span.out + lane - span.first
+      put = functools.partial(rows_lib.put_row, index=record_index)
+      return carry, jax.tree.map(put, out, results)
 
     return jax.lax.fori_loop(span.first, span.end, step, (carry, out))
 
@@ -184,13 +196,14 @@ def compile_rounds(
   def rounds(carry, root, count, spans, rows, batches):
     out = chunk.outputs(parts, carry, root, rows, batches)
 
-    def step(index, both):
+    def step(index, loop_state):
       span = jax.tree.map(lambda x: rows_lib.get_row(x, index), spans)
-      some = jax.tree.map(
+      # Always L lanes: of a shorter round the last ones are not received.
+      round_inputs = jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, span.begin, lanes),
         (rows, batches),
       )
-      return one_round(*both, root, span, *some)
+      return one_round(*loop_state, root, span, *round_inputs)
 
     carry, out = jax.lax.fori_loop(0, count, step, (carry, out))
     return carry, *out
@@ -240,23 +253,25 @@ def abstract_call(
   number = jax.ShapeDtypeStruct((), np.int32)
 
   state = jax.eval_shape(server.init, params)
-  own = jax.eval_shape(worker.init, params)
+  worker_state = jax.eval_shape(worker.init, params)
   slots = 2 if shared else workers + 1
-  states = rows_lib.WorkerRows(_stacked(workers, own), own, number)
+  states = rows_lib.WorkerRows(
+    _with_rows(workers, worker_state), worker_state, number
+  )
   carry = chunk.Carry(
-    *(state, _stacked(slots, state.params), _stacked(slots, number)),
+    *(state, _with_rows(slots, state.params), _with_rows(slots, number)),
     *(number, number, states),
   )
   row = chunk.Messages(*(number for _ in chunk.Messages._fields))
   row = row._replace(first=jax.ShapeDtypeStruct((), np.bool_))
   root = jax.eval_shape(lambda: jax.random.key(0))
-  spans = _stacked(messages, Spans(*(number for _ in Spans._fields)))
+  spans = _with_rows(messages, Spans(*(number for _ in Spans._fields)))
   batch = jax.eval_shape(lambda x: x, batch)
-  inputs = _stacked(messages + lanes, (row, batch))
+  inputs = _with_rows(messages + lanes, (row, batch))
   return function, (carry, root, number, spans, *inputs)
 
 
-def _stacked(count, shapes):
+def _with_rows(count, shapes):
   """Shapes with so many rows."""
   return jax.tree.map(
     lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes
@@ -279,8 +294,8 @@ def make_rounds(
     A Simulator. Its `follow` raises NotCompiled as that of `make_chunk`.
   """
 
-  def follow(own, simulation, trace, *, batch, root):
-    parts = server, own, wire
+  def follow(wrapped_worker, simulation, trace, *, batch, root):
+    parts = server, wrapped_worker, wire
     return RoundsRun(parts, simulation, trace, batch=batch, root=root)
 
   return make_simulator(server, worker, follow)
@@ -301,12 +316,14 @@ class RoundsRun(chunk.ChunkRun):
     """Continues a SimulationState; `parts` are server, worker and wire."""
     super().__init__(parts, simulation, trace, batch=batch, root=root)
     sizes = [x.nbytes for x in jax.tree.leaves(simulation.server.params)]
-    most = min(_MOST_LANES, self._most, _MOST_BYTES // max(sum(sizes), 1))
+    max_lanes = min(
+      _MAX_LANES, self._call_size, _MAX_BYTES // max(sum(sizes), 1)
+    )
     stateful = bool(jax.tree.leaves(simulation.workers[:1]))
     self._rounds = find_rounds(
-      self._plan, self._worker, stateful=stateful, most=max(most, 1)
+      self._plan, self._worker, stateful=stateful, most=max(max_lanes, 1)
     )
-    self._of_rounds = compile_rounds(
+    self._rounds_program = compile_rounds(
       *parts,
       bool(self._plan.first.any()),
       lanes=self._rounds.lanes,
@@ -314,24 +331,31 @@ class RoundsRun(chunk.ChunkRun):
     )
 
   def _call(self, stop):
-    """As that of a chunk, with whole rounds where `stop` allows it."""
+    """As that of a chunk, with complete rounds where `stop` allows it."""
+    # [1] The messages of the call, from the start of the present round.
     begin, starts = self._done, self._rounds.starts
-    first = int(starts[np.searchsorted(starts, begin, "right") - 1])
-    end = self._limit(first + self._most, stop)
-    whole = int(starts[np.searchsorted(starts, end, "right") - 1])
-    if end == first + self._most and whole > begin:
-      end = whole
-    mine = starts[(starts >= first) & (starts < end)]
-    ends = np.minimum(np.append(mine[1:], end), end)
-    lane = np.maximum(begin - mine, 0)
-    out = np.maximum(mine - begin, 0)
-    columns = (mine - first, lane, ends - mine, out)
-    spans = Spans(
-      *(chunk.padded(x.astype(np.int32), self._most) for x in columns)
+    round_begin = int(starts[np.searchsorted(starts, begin, "right") - 1])
+    end = self._limit(round_begin + self._call_size, stop)
+    last_boundary = int(starts[np.searchsorted(starts, end, "right") - 1])
+    if end == round_begin + self._call_size and last_boundary > begin:
+      end = last_boundary
+    # [2] The rounds of the call. The first may be received in part already.
+    call_rounds = starts[(starts >= round_begin) & (starts < end)]
+    round_ends = np.minimum(np.append(call_rounds[1:], end), end)
+    first_lanes = np.maximum(begin - call_rounds, 0)
+    record_starts = np.maximum(call_rounds - begin, 0)
+    columns = (
+      *(call_rounds - round_begin, first_lanes),
+      *(round_ends - call_rounds, record_starts),
     )
-    inputs = self._inputs(first, end, self._most + self._rounds.lanes)
-    self._carry, *made = self._of_rounds(
-      self._carry, self._root, np.int32(len(mine)), spans, *inputs
+    spans = Spans(
+      *(chunk.padded(x.astype(np.int32), self._call_size) for x in columns)
+    )
+    inputs = self._inputs(
+      round_begin, end, self._call_size + self._rounds.lanes
+    )
+    self._carry, *results = self._rounds_program(
+      self._carry, self._root, np.int32(len(call_rounds)), spans, *inputs
     )
     self._done = end
-    return end - begin, *made
+    return end - begin, *results

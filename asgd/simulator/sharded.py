@@ -4,7 +4,7 @@ The work ties the shards together: a job starts when all of them have sent their
 part of the ticket, and none can receive its part of the message before that.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -33,11 +33,11 @@ class ShardedRun(NamedTuple):
 class _Shard(ServerReplay):
   """One shard, its trace and its position in it."""
 
-  def __init__(self, state, steps, trace, numbers):
-    super().__init__(state, steps, numbers, **needs_of(trace))
+  def __init__(self, state, steps, trace, worker_indices):
+    super().__init__(state, steps, worker_indices, **needs_of(trace))
     self.events = list(trace_lib.events(trace))
-    # Until the job has ended at all shards: a worker that the lead took for
-    # dead may yet have handed in its part elsewhere.
+    # Kept until the job has ended at all shards: the lead may have closed the
+    # ticket of a worker that another shard received a message from.
     self.tickets: dict[_Key, base.Ticket] = {}
 
   def go_to(self, rows: int, tickets: Sequence[Any]) -> None:
@@ -49,8 +49,8 @@ class _Shard(ServerReplay):
       setattr(ledger, name, getattr(past, name))
     ledger.received = past.received
     for worker, seq, version, fresh, params in tickets:
-      numbers = jnp.int32(worker), jnp.int32(version)
-      ticket = base.Ticket(*numbers, params, np.bool_(fresh))
+      worker_and_version = jnp.int32(worker), jnp.int32(version)
+      ticket = base.Ticket(*worker_and_version, params, np.bool_(fresh))
       if seq is None:
         ledger.latest[worker] = ticket
         continue
@@ -117,9 +117,9 @@ class Sharded:
     steps = steps_lib.compile_steps(
       server, worker, wire=wire, group=group, keeps_messages=True
     )
-    numbers = [jnp.int32(w) for w in range(workers)]
+    worker_indices = [jnp.int32(w) for w in range(workers)]
     shards = [
-      _Shard(steps_lib.start(server, part), steps, trace, numbers)
+      _Shard(steps_lib.start(server, part), steps, trace, worker_indices)
       for part, trace in zip(sharding.split(plan, params), traces, strict=True)
     ]
     self.plan, self._shards, self._totals = plan, shards, totals
@@ -128,13 +128,16 @@ class Sharded:
     self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
     self._incarnations: dict[_Key, int] = {}  # message -> incarnation
     self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
-    self._ends: dict[_Key, int] = {}  # job -> shards at which it has ended
+    # message -> number of shards at which its job has ended
+    self._ended_shards: dict[_Key, int] = {}
 
   def until(self, messages: int | None = None) -> None:
     """Replays rows, the earliest first, until the lead has received `messages`
     messages in all and the other shards have replayed all earlier rows; None
     replays all rows."""
     while following := sorted(self._following(messages)):
+      # The earliest row may wait for a later one of another shard: apply the
+      # first row that can be applied, then sort again.
       if any(self._apply(index) for _, index in following):
         continue
       rows = {i: self._shards[i].next.format() for _, i in following}
@@ -143,18 +146,20 @@ class Sharded:
         f" ({trace_lib.HEADER}) can be replayed"
       )
 
-  def _following(self, messages):
+  def _following(self, messages: int | None) -> Iterator[tuple[float, int]]:
     """Yields (time, shard) of the next rows, until the lead has so many
     messages."""
     lead = self._shards[0].ledger
-    ends = messages is not None and len(lead.received) >= messages
+    lead_is_done = messages is not None and len(lead.received) >= messages
     for index, shard in enumerate(self._shards):
       event = shard.next
       if event is None:
         continue
-      if ends:
-        behind = index and len(shard.ledger.received) < messages
-        if event.time > lead.time or (event.time == lead.time and not behind):
+      if lead_is_done:
+        is_behind = index and len(shard.ledger.received) < messages
+        if event.time > lead.time or (
+          event.time == lead.time and not is_behind
+        ):
           continue
       yield event.time, index
 
@@ -165,8 +170,8 @@ class Sharded:
     if event is None:
       return False
     key, row, message = event.key, shard.ledger.rows, None
-    done = base.RECEIVE, base.DROP  # the worker's state is of both
-    if event.action in done and key in shard.tickets:
+    with_message = base.RECEIVE, base.DROP  # the worker's state is of both
+    if event.action in with_message and key in shard.tickets:
       message = self._message(key, event.job)
       if message is None:
         return False
@@ -190,6 +195,7 @@ class Sharded:
     tickets = [shard.tickets.get(key) for shard in self._shards]
     if any(ticket is None for ticket in tickets):
       return None
+    # The worker computes on parts of different versions, as in a live run.
     params = sharding.join(self.plan, [ticket.params for ticket in tickets])
     ticket, worker = tickets[0]._replace(params=params), key[0]
     incarnation = worker, self._incarnations[key]
@@ -203,12 +209,14 @@ class Sharded:
     self._messages[key] = compression.split(self.plan, message), loss
     return self._messages[key]
 
-  def _end(self, key):
-    self._ends[key] = self._ends.get(key, 0) + 1
-    if self._ends[key] == len(self._shards):
+  def _end(self, key: _Key) -> None:
+    """Counts a job that has ended at a shard; drops it once all have ended it.
+    """
+    self._ended_shards[key] = self._ended_shards.get(key, 0) + 1
+    if self._ended_shards[key] == len(self._shards):
       for shard in self._shards:
         shard.tickets.pop(key, None)
-      for table in (self._messages, self._ends, self._incarnations):
+      for table in (self._messages, self._ended_shards, self._incarnations):
         table.pop(key, None)
 
   @property
@@ -224,13 +232,13 @@ class Sharded:
 
   @property
   def _tables(self):
-    return {"incarnation": self._incarnations, "ends": self._ends}
+    return {"incarnation": self._incarnations, "ends": self._ended_shards}
 
   def pack(self) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the position of the run, without records: a tree of arrays and
     JSON, for `unpack` of a run of the same arguments."""
-    sent: list[Any] = []
-    tree: dict[str, Any] = {"servers": list(self.states), "sent": sent}
+    sent_params: list[Any] = []
+    tree: dict[str, Any] = {"servers": list(self.states), "sent": sent_params}
     notes: dict[str, Any] = {"shards": []}
     for index, shard in enumerate(self._shards):
       latest = {(w, None): t for w, t in shard.ledger.latest.items()}
@@ -238,13 +246,13 @@ class Sharded:
       for (worker, seq), ticket in (shard.tickets | latest).items():
         version, fresh = int(ticket.version), bool(ticket.fresh)
         tickets.append((worker, seq, version, fresh))
-        sent.append((index, ticket.params))
-      total, version, seen, nbytes = shard.traffic.sent
+        sent_params.append((index, ticket.params))
+      total, version, seen, ticket_bytes = shard.traffic.sent
       codes = [total, version, list(seen.items())]
-      codes.append([(*key, number) for key, number in nbytes.items()])
+      codes.append([(*key, number) for key, number in ticket_bytes.items()])
       notes["shards"].append([shard.ledger.rows, tickets, codes])
-    notes["parts"] = [index for index, _ in sent]
-    sent[:] = [params for _, params in sent]
+    notes["parts"] = [index for index, _ in sent_params]
+    sent_params[:] = [params for _, params in sent_params]
     tree["workers"] = list(self._workers.values())
     tree["messages"] = [list(parts) for parts, _ in self._messages.values()]
     losses = [loss for _, loss in self._messages.values()]
@@ -269,22 +277,23 @@ class Sharded:
 
   def unpack(self, tree: dict[str, Any], notes: dict[str, Any]) -> None:
     """Goes to a packed position; the arrays are given away."""
-    sent = iter(tree["sent"])
-    for shard, state, note in zip(
+    sent_params = iter(tree["sent"])
+    for shard, state, shard_notes in zip(
       self._shards, tree["servers"], notes["shards"], strict=True
     ):
-      rows, tickets, (total, version, seen, nbytes) = note
+      rows, tickets, (total, version, seen, ticket_bytes) = shard_notes
       shard.state = state
       shard.traffic.sent = Sent(
-        *(total, version, dict(seen)), {(w, seq): n for w, seq, n in nbytes}
+        *(total, version, dict(seen)),
+        {(w, seq): n for w, seq, n in ticket_bytes},
       )
-      shard.go_to(rows, [(*ticket, next(sent)) for ticket in tickets])
+      shard.go_to(rows, [(*ticket, next(sent_params)) for ticket in tickets])
     keys = [tuple(key) for key in notes["states"]]
     self._workers.update(zip(keys, tree["workers"], strict=True))
     keys = [tuple(key) for key in notes["messages"]]
     losses = tree["losses"].astype(np.float32)
-    values = zip(tree["messages"], losses, strict=True)
-    self._messages.update(zip(keys, values, strict=True))
+    results = zip(tree["messages"], losses, strict=True)
+    self._messages.update(zip(keys, results, strict=True))
     for name, table in self._tables.items():
       table.update(((w, seq), number) for w, seq, number in notes[name])
 
@@ -296,8 +305,10 @@ class Sharded:
 def run_sharded(*args: Any, **options: Any) -> ShardedRun:
   """Replays a complete run with a server in shards. Arguments and errors are
   those of `Sharded`, with the fields of `ShardOptions` by name."""
-  names = ShardOptions._fields
-  how = {key: options.pop(key) for key in names if key in options}
-  run = Sharded(*args, **options, options=ShardOptions(**how))
+  option_names = ShardOptions._fields
+  shard_options = {
+    key: options.pop(key) for key in option_names if key in options
+  }
+  run = Sharded(*args, **options, options=ShardOptions(**shard_options))
   run.until()
   return ShardedRun(run.states, run.records())

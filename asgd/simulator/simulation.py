@@ -96,21 +96,23 @@ def make_simulator(
     return initial(server, worker, params, workers)
 
   def follow_trace(simulation, trace, *, batch, root):
-    most = int(trace.worker.max(initial=-1))
-    if most >= len(simulation.workers):
+    last_worker = int(trace.worker.max(initial=-1))
+    if last_worker >= len(simulation.workers):
       raise ValueError(
-        f"the trace has a worker {most}, the simulation only"
+        f"the trace has a worker {last_worker}, the simulation only"
         f" {len(simulation.workers)} workers, counted from 0"
       )
-    own = worker
+    wrapped_worker = worker
     if needs_of(trace)["keeps"]:
-      own = own_writes.own_writes(worker, server)
-    if own is not worker:
+      wrapped_worker = own_writes.own_writes(worker, server)
+    if wrapped_worker is not worker:
       params = simulation.server.params
-      adopted = functools.partial(own_writes.adopted, own, params=params)
+      adopted = functools.partial(
+        own_writes.adopted, wrapped_worker, params=params
+      )
       states = tuple(map(adopted, simulation.workers))
       simulation = simulation._replace(workers=states)
-    return follow(own, simulation, trace, batch=batch, root=root)
+    return follow(wrapped_worker, simulation, trace, batch=batch, root=root)
 
   return Simulator(init, follow_trace)
 

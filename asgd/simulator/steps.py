@@ -92,19 +92,19 @@ def pure_steps(
 
   def receive(state, ticket, message, loss):
     if codec is None:
-      message = _rounded(message, wire)
+      message = _after_transfer(message, wire)
     else:
       message = compression.decode(codec, message)
     state, report = server.receive(state, ticket, message)
     # Two arrays for one message: a fetch costs as much for one number.
-    whole = jnp.stack([state.version, report.staleness, report.accepted])
-    real = report.gap, loss, report.message_norm, report.update_norm
-    real = jnp.stack([x.astype(jnp.float32) for x in real])
-    return state, Observation(whole.astype(jnp.int32), real)
+    integers = jnp.stack([state.version, report.staleness, report.accepted])
+    reals = report.gap, loss, report.message_norm, report.update_norm
+    reals = jnp.stack([x.astype(jnp.float32) for x in reals])
+    return state, Observation(integers.astype(jnp.int32), reals)
 
   def send(state, worker):
     ticket = server.send(state, worker)
-    return ticket._replace(params=_rounded(ticket.params, wire))
+    return ticket._replace(params=_after_transfer(ticket.params, wire))
 
   work = _pure_work(worker) if worker else None
   return PureSteps(work, send, receive, wire, codec)
@@ -133,7 +133,7 @@ def compile_work(worker: base.Worker, group: WorkerDevices = ALONE) -> Callable:
     )
   mesh = jax.sharding.Mesh(devices[: group.devices], ("group",))
 
-  def over_group(*names):
+  def over_group(*names: str | None) -> jax.sharding.NamedSharding:
     spec = jax.sharding.PartitionSpec(*names)
     return jax.sharding.NamedSharding(mesh, spec)
 
@@ -151,23 +151,23 @@ def compile_work(worker: base.Worker, group: WorkerDevices = ALONE) -> Callable:
       ticket = ticket._replace(params=params)
     return work(state, ticket, batch, root, job)
 
-  whole = over_group()
-  return jax.jit(divided, in_shardings=whole, out_shardings=whole)
+  replicated = over_group()
+  return jax.jit(divided, in_shardings=replicated, out_shardings=replicated)
 
 
-def _rounded(tree: Any, dtype: str | None) -> Any:
+def _after_transfer(tree: Any, dtype: str | None) -> Any:
   """A tree's real numbers after a journey in `dtype`."""
   if dtype is None:
     return tree
   bits = jnp.finfo(dtype)
 
-  def there_and_back(x):
+  def round_leaf(x):
     if not jnp.issubdtype(x.dtype, jnp.floating):
       return x
-    # Or XLA drops a conversion that is undone at once.
+    # Two casts would not do: XLA drops a conversion that is undone at once.
     return jax.lax.reduce_precision(x, bits.nexp, bits.nmant)
 
-  return jax.tree.map(there_and_back, tree)
+  return jax.tree.map(round_leaf, tree)
 
 
 @functools.lru_cache(maxsize=32)
@@ -194,13 +194,16 @@ def compile_steps(
     state = base.ServerState(params, opt_state, version, inbox)
     return pure.receive(state, ticket, message, loss)
 
+  # Not params and version: open tickets refer to them.
   donating = jax.jit(receive_parts, donate_argnums=(0, 1, 2))
   reading = jax.jit(receive_parts, donate_argnums=(0, 1))
 
   def receive(state, ticket, message, loss):
     leaves = jax.tree.leaves(message)
-    kept = keeps_messages or not all(isinstance(x, jax.Array) for x in leaves)
-    step = reading if kept else donating
+    keeps_message = keeps_messages or not all(
+      isinstance(x, jax.Array) for x in leaves
+    )
+    step = reading if keeps_message else donating
     parts = state.opt_state, state.inbox, message, state.params, state.version
     return step(*parts, ticket, loss)
 
@@ -236,5 +239,5 @@ def start(server: base.Server, params: Any) -> base.ServerState:
       " (jax.flatten_util.ravel_pytree)",
       stacklevel=2,
     )
-  # Copied, because a state that holds the parameters would donate them.
+  # Copied, because `receive` would donate a state that holds the parameters.
   return jax.tree.map(jnp.copy, server.init(jax.tree.map(jnp.asarray, params)))

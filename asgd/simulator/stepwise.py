@@ -44,8 +44,8 @@ def make_host(
   """Builds the host engine of a server and its workers; arguments and options
   are those of `compile_steps`."""
 
-  def follow(own, simulation, trace, **data):
-    begin = begin_host(server, own, group=group, **options)
+  def follow(wrapped_worker, simulation, trace, **data):
+    begin = begin_host(server, wrapped_worker, group=group, **options)
     return begin(simulation, trace=trace, **data, **needs_of(trace))
 
   return make_simulator(server, worker, follow)
@@ -89,9 +89,9 @@ class StepwiseRun:
     self._trace = trace
     self._batch, self._root = batch, root
     self._states = list(simulation.workers)
-    numbers = [jnp.int32(w) for w in range(len(self._states))]
+    worker_indices = [jnp.int32(w) for w in range(len(self._states))]
     self._replay = replay = ServerReplay(
-      *(simulation.server, self._steps, numbers),
+      *(simulation.server, self._steps, worker_indices),
       sent=simulation.sent,
       keeps=keeps,
       returns=returns,
@@ -103,19 +103,20 @@ class StepwiseRun:
     ledger.latest |= {w: t for w, t in enumerate(simulation.kept) if t}
     # Messages before their RECEIVE rows, in the order of each worker's jobs:
     # seq -> (state of the worker after it, message, loss)
-    self._ahead: list[dict[int, Any]] = [{} for _ in self._states]
-    self._told = 0  # messages with records that were returned already
+    self._early_results: list[dict[int, Any]] = [{} for _ in self._states]
+    self._returned_count = 0  # messages with records that were returned already
 
   def apply(self, event: trace_lib.Event) -> None:
     """Replays the next row; raises TraceError if it has no meaning."""
     replay = self._replay
     ticket, w = replay.apply(event), event.worker
+    # Messages are computed as late as possible, at the rows that need them.
     if event.action == base.JOIN:
       self._states[w] = self._worker.init(replay.state.params)
     elif event.action in (base.RECEIVE, base.DROP):
-      done = self._ahead[w].pop(event.seq, None)
-      done = done or self._work(w, self._states[w], ticket, event.job)
-      self._states[w], message, loss = done
+      result = self._early_results[w].pop(event.seq, None)
+      result = result or self._work(w, self._states[w], ticket, event.job)
+      self._states[w], message, loss = result
       if event.action == base.RECEIVE:
         replay.receive(event, (ticket, message, loss))
       # A dropped message changes the worker's state only.
@@ -133,15 +134,16 @@ class StepwiseRun:
     """Computes a message with an open ticket and returns its bytes. The message
     is kept until it is received. The caller has asked for all earlier messages
     of the worker."""
-    replay, ahead = self._replay, self._ahead[worker]
+    replay, early_results = self._replay, self._early_results[worker]
     state = self._states[worker]
-    if ahead:
-      state = next(reversed(ahead.values()))[0]
+    # The job starts from the worker's state after its latest computed job.
+    if early_results:
+      state = next(reversed(early_results.values()))[0]
     ticket = replay.ledger.open[worker][seq]
     state, message, loss = self._work(worker, state, ticket, job)
     if self._steps.codec is not None:
       message = fetch(message)  # to be packed
-    ahead[seq] = state, message, loss
+    early_results[seq] = state, message, loss
     return replay.traffic.up(message)[0]
 
   def bytes_down(self, worker: int, seq: int) -> int:
@@ -162,8 +164,8 @@ class StepwiseRun:
 
   def records(self) -> base.Records:
     """Returns the records that this has not returned yet."""
-    records = self._replay.records(self._told)
-    self._told += len(records.loss)
+    records = self._replay.records(self._returned_count)
+    self._returned_count += len(records.loss)
     return records
 
   def pause(self) -> SimulationState:
@@ -188,15 +190,15 @@ class ServerReplay:
     self,
     state: base.ServerState,
     steps: Steps,
-    numbers: Sequence[jax.Array],
+    worker_indices: Sequence[jax.Array],
     *,
     sent: Sent = NOTHING_SENT,
     keeps: bool = True,
     returns: Iterable[int] = (),
   ):
-    """Starts with a ServerState; `numbers` are the workers', on the device,
+    """Starts with a ServerState; `numbers` are worker indices on the device,
     `sent` is as of `Traffic`, `keeps` and `returns` as of `needs_of`."""
-    self.state, self._steps, self._numbers = state, steps, numbers
+    self.state, self._steps, self._worker_indices = state, steps, worker_indices
     self._returns = set(returns)
     self.marks: dict[int, base.ServerState] = {}  # by row, for rollbacks
     self.ledger = trace_lib.Ledger(self._send, keeps=keeps)
@@ -204,14 +206,15 @@ class ServerReplay:
     self._messages: list[ReceivedMessage] = []
     self._observations: list[steps_lib.Observation] = []
 
-  def _send(self, event, kept):
-    if kept is not None:
-      return self._steps.keep(kept)
+  def _send(self, event, kept_ticket):
+    if kept_ticket is not None:
+      return self._steps.keep(kept_ticket)
     self.traffic.send(event.worker, event.seq)
-    return self._steps.send(self.state, self._numbers[event.worker])
+    return self._steps.send(self.state, self._worker_indices[event.worker])
 
   def apply(self, event: trace_lib.Event) -> base.Ticket | None:
     """Replays the next row; returns the ticket that it opens or closes."""
+    # Copied, as the next `receive` donates the state's buffers.
     if self.ledger.rows in self._returns:
       self.marks[self.ledger.rows] = jax.tree.map(jnp.copy, self.state)
     ticket = self.ledger.apply(event)
@@ -240,9 +243,11 @@ class ServerReplay:
       done = self._steps.stage(sums, self.state, *message)
       self.state, observation = done.result
     self.traffic.update(self.state)
-    name = event.time, event.worker, event.job
+    trace_columns = event.time, event.worker, event.job
     down = self.traffic.end(*event.key, ticket)
-    self._messages.append(ReceivedMessage(*name, up, down, residual_norm))
+    self._messages.append(
+      ReceivedMessage(*trace_columns, up, down, residual_norm)
+    )
     self._observations.append(observation)
 
   def records(self, start: int = 0) -> base.Records:

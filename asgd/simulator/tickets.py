@@ -79,102 +79,121 @@ def plan_tickets(trace: base.Trace, *, shared: bool) -> TicketPlan:
     >>> plan.slots, plan.slot.tolist()
     (2, [0, 0, 1, 0, 1, 0])
   """
+  # [1] The starts: their end rows, and the messages received before each.
   action = np.asarray(trace.action)
-  started = np.isin(action, trace_lib.STARTS)
-  row = np.flatnonzero(started)
-  end = _ends(trace, row)
+  is_start = np.isin(action, trace_lib.STARTS)
+  row = np.flatnonzero(is_start)
+  end = _end_rows(trace, row)
   received = np.flatnonzero(action == base.RECEIVE)
-  before = np.searchsorted(received, row)  # messages before each start
-  base_of, kept = _kept(trace, row)
+  messages_before = np.searchsorted(received, row)
+  # [2] Groups of tickets that share a slot: equal ones, and the same one with
+  # the jobs that keep it.
+  base_of, kept = _opening_starts(trace, row)
   if shared:
-    sent = np.flatnonzero(action[row] == base.SEND)
+    send_starts = np.flatnonzero(action[row] == base.SEND)
     group = np.full(len(row), -1)
-    _, group[sent] = np.unique(before[sent], return_inverse=True)
+    _, group[send_starts] = np.unique(
+      messages_before[send_starts], return_inverse=True
+    )
   else:
     group = np.cumsum(action[row] == base.SEND) - 1
   group = group[base_of]
-  last = _last_uses(trace, row, end, group, base_of)
-  begun = np.full(len(last), len(action))
-  np.minimum.at(begun, group, before)
-  slot_of, slots = _color(np.concatenate([[-1], received])[begun], last)
+  # [3] A slot for each group, from its first use to its last. The first use is
+  # the message after which the ticket is sent: sends between two messages are
+  # computed together, right after the first of the two.
+  last_use = _last_uses(trace, row, end, group, base_of)
+  first_use = np.full(len(last_use), len(action))
+  np.minimum.at(first_use, group, messages_before)
+  slot_of, slots = _color(np.concatenate([[-1], received])[first_use], last_use)
   starts = Starts(row, end, slot_of[group].astype(np.int32), kept)
-  job = np.full(len(action), -1)
+  # [4] By message: the start that it ends, and the tickets sent after it.
+  job = np.full(len(action), -1)  # row -> the start that ends there
   job[end[end < len(action)]] = np.flatnonzero(end < len(action))
-  of = job[received]
-  put, to, sends = _puts(trace, starts, before, slots, len(received))
-  first = _first_messages(trace, received)
-  columns = received, starts.slot[of], kept[of], first, put, to
+  start_of_message = job[received]
+  put, to, sends = _puts(trace, starts, messages_before, slots, len(received))
+  is_first = _first_messages(trace, received)
+  slot, jobs_before = starts.slot[start_of_message], kept[start_of_message]
+  columns = received, slot, jobs_before, is_first, put, to
   return TicketPlan(*columns, sends, starts, slots)
 
 
-def _ends(trace, row):
+def _end_rows(trace, row):
   """Returns the row that ends each started job, or the number of rows; raises
   NotCompiled for jobs with the same (worker, seq)."""
   action = np.asarray(trace.action)
-  ended = np.flatnonzero(np.isin(action, trace_lib.ENDS))
-  both = np.concatenate([row, ended])
-  worker, seq = (np.asarray(x)[both] for x in (trace.worker, trace.seq))
-  order = np.lexsort((both, seq, worker))
+  end_rows = np.flatnonzero(np.isin(action, trace_lib.ENDS))
+  rows = np.concatenate([row, end_rows])
+  worker, seq = (np.asarray(x)[rows] for x in (trace.worker, trace.seq))
+  # Sorted by (worker, seq): each start is directly before its end.
+  order = np.lexsort((rows, seq, worker))
   is_start = order < len(row)
-  same = np.zeros(len(order), bool)  # the same message as the one before
-  at, before = order[1:], order[:-1]
-  same[1:] = (worker[at] == worker[before]) & (seq[at] == seq[before])
-  pairs = np.flatnonzero(same)
+  # Whether each row has the same (worker, seq) as the previous one.
+  same_message = np.zeros(len(order), bool)
+  current, previous = order[1:], order[:-1]
+  same_message[1:] = worker[current] == worker[previous]
+  same_message[1:] &= seq[current] == seq[previous]
+  pairs = np.flatnonzero(same_message)
   # A message is one start, and at most one end after it.
-  if not (same == ~is_start).all():
+  if not (same_message == ~is_start).all():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
     raise NotCompiled("a message's number (seq) is used twice")
   end = np.full(len(row), len(action))
-  end[order[pairs - 1]] = both[order[pairs]]
+  end[order[pairs - 1]] = rows[order[pairs]]
   return end
 
 
-def _kept(trace, row):
+def _opening_starts(trace, row):
   """Returns for each start (the start that opened its ticket, the number of
   earlier jobs on that ticket)."""
   action, worker = np.asarray(trace.action)[row], np.asarray(trace.worker)[row]
   index = np.arange(len(row))
   if not (action == base.KEEP).any():
     return index, np.zeros(len(row), np.int32)
+  # By worker and time; the SEND of each start is the last one up to it.
   order = np.lexsort((index, worker))
-  sent = action[order] == base.SEND
-  new = np.ones(len(order), bool)
-  new[1:] = worker[order][1:] != worker[order][:-1]
-  if (new & ~sent).any():
+  is_send = action[order] == base.SEND
+  is_first = np.ones(len(order), bool)
+  is_first[1:] = worker[order][1:] != worker[order][:-1]
+  if (is_first & ~is_send).any():
     trace_lib.follow(trace_lib.events(trace))  # raises TraceError
-  at = np.maximum.accumulate(np.where(sent, index, 0))
+  opening = np.maximum.accumulate(np.where(is_send, index, 0))
   base_of, kept = np.empty(len(row), np.int64), np.empty(len(row), np.int32)
-  base_of[order], kept[order] = order[at], index - at
+  base_of[order], kept[order] = order[opening], index - opening
   return base_of, kept
 
 
 def _last_uses(trace, row, end, group, base_of):
   """The last row that needs each group of tickets."""
   action = np.asarray(trace.action)
-  last = np.zeros(group.max(initial=-1) + 1, np.int64)
-  np.maximum.at(last, group, end)
+  last_use = np.zeros(group.max(initial=-1) + 1, np.int64)
+  np.maximum.at(last_use, group, end)
   if (action == base.KEEP).any():  # held until the worker's next one is sent
     worker = np.asarray(trace.worker)[row]
-    sent = np.flatnonzero(action[row] == base.SEND)
-    order = sent[np.lexsort((sent, worker[sent]))]
-    until = np.full(len(row), len(action))
-    same = worker[order][1:] == worker[order][:-1]
-    until[order[:-1][same]] = row[order[1:][same]]
-    np.maximum.at(last, group, until[base_of])
-  return last
+    sends = np.flatnonzero(action[row] == base.SEND)
+    order = sends[np.lexsort((sends, worker[sends]))]
+    held_until = np.full(len(row), len(action))
+    same_worker = worker[order][1:] == worker[order][:-1]
+    held_until[order[:-1][same_worker]] = row[order[1:][same_worker]]
+    np.maximum.at(last_use, group, held_until[base_of])
+  return last_use
 
 
-def _color(begun, last):
-  """Gives each group of tickets a slot that is free from row `begun` to `last`;
-  returns the slots and how many they are."""
-  slot_of = np.zeros(len(last), np.int64)
-  slots, free, ended = 0, [], 0
-  ending = np.argsort(last, kind="stable").tolist()
-  ends = last.tolist()
-  for group, start in enumerate(begun.tolist()):
-    while ended < len(ending) and ends[ending[ended]] <= start:
-      free.append(int(slot_of[ending[ended]]))
-      ended += 1
+def _color(first_use, last_use):
+  """Gives each group of tickets a slot that is free from row `first_use` to row
+  `last_use`; returns the slots and their number."""
+  slot_of = np.zeros(len(last_use), np.int64)
+  # Groups are in the order of their first use. Slots are released in the order
+  # of their last use, and the slot that was released last is taken first.
+  slots, free, released = 0, [], 0
+  by_last_use = np.argsort(last_use, kind="stable").tolist()
+  last_uses = last_use.tolist()
+  for group, begin in enumerate(first_use.tolist()):
+    while (
+      released < len(by_last_use)
+      and last_uses[by_last_use[released]] <= begin
+    ):
+      free.append(int(slot_of[by_last_use[released]]))
+      released += 1
     if free:
       slot_of[group] = free.pop()
     else:
@@ -182,45 +201,74 @@ def _color(begun, last):
   return slot_of, slots
 
 
-def _puts(trace, starts, before, slots, messages):
+def _puts(trace, starts, messages_before, slots, messages):
   """Returns (put, to, sends) of a TicketPlan."""
   put = np.full(messages, slots, np.int32)
   to, sends = np.zeros(messages, np.int32), {}
   is_sent = np.asarray(trace.action)[starts.row] == base.SEND
-  sent = np.flatnonzero(is_sent)
+  send_starts = np.flatnonzero(is_sent)
   worker, slot = np.asarray(trace.worker)[starts.row], starts.slot
   # The last of those that share a slot after the same message.
-  order = sent[np.lexsort((sent, slot[sent], before[sent]))]
-  last = np.ones(len(order), bool)
-  last[:-1] = (before[order][1:] != before[order][:-1]) | (
+  keys = send_starts, slot[send_starts], messages_before[send_starts]
+  order = send_starts[np.lexsort(keys)]
+  is_last = np.ones(len(order), bool)
+  is_last[:-1] = (messages_before[order][1:] != messages_before[order][:-1]) | (
     slot[order][1:] != slot[order][:-1]
   )
-  order = order[last]
-  positions, at, count = np.unique(
-    before[order], return_index=True, return_counts=True
+  order = order[is_last]
+  positions, begins, count = np.unique(
+    messages_before[order], return_index=True, return_counts=True
   )
-  alone = (count == 1) & (positions > 0)
-  one = order[at[alone]]
-  put[positions[alone] - 1], to[positions[alone] - 1] = slot[one], worker[one]
-  several = ~alone
+  # One ticket after a message is sent within the loop over messages; several,
+  # and those before the first message, by a separate program.
+  is_single = (count == 1) & (positions > 0)
+  single, message = order[begins[is_single]], positions[is_single] - 1
+  put[message], to[message] = slot[single], worker[single]
+  several = ~is_single
   for position, begin, size in zip(
     positions[several].tolist(),
-    at[several].tolist(),
+    begins[several].tolist(),
     count[several].tolist(),
     strict=True,
   ):
-    some = np.sort(order[begin : begin + size])
-    sends[position] = Sends(slot[some], worker[some])
+    group = np.sort(order[begin : begin + size])
+    sends[position] = Sends(slot[group], worker[group])
   return put, to, sends
 
 
 def _first_messages(trace, received):
   """Which messages are the first of a worker that joined."""
-  first = np.zeros(len(received), bool)
+  is_first = np.zeros(len(received), bool)
   worker = np.asarray(trace.worker)
   for row in np.flatnonzero(np.asarray(trace.action) == base.JOIN).tolist():
     later = np.searchsorted(received, row)
-    mine = np.flatnonzero(worker[received[later:]] == worker[row])
-    if mine.size:
-      first[later + mine[0]] = True
-  return first
+    worker_messages = np.flatnonzero(worker[received[later:]] == worker[row])
+    if worker_messages.size:
+      is_first[later + worker_messages[0]] = True
+  return is_first
+
+
+def tickets_at(
+  starts: Starts, trace: base.Trace, event: int
+) -> tuple[dict[tuple[int, int], int], dict[int, int]]:
+  """Returns the starts whose tickets are held at row `event`: the open ones by
+  (worker, seq), and the latest one of each worker."""
+  started = np.flatnonzero(starts.row < event)
+  worker, seq = (np.asarray(x)[starts.row[started]] for x in trace[1:3])
+  is_open = starts.end[started] >= event
+  keys = zip(worker[is_open].tolist(), seq[is_open].tolist(), strict=True)
+  opened = dict(zip(keys, started[is_open].tolist(), strict=True))
+  return opened, dict(zip(worker.tolist(), started.tolist(), strict=True))
+
+
+def sends_from(
+  plan: TicketPlan, trace: base.Trace, event: int
+) -> tuple[np.ndarray, np.ndarray]:
+  """The slots and workers of tickets that are sent from row `event` on, before
+  the next message."""
+  message = np.searchsorted(plan.row, event)
+  stop = plan.row[message] if message < len(plan.row) else len(trace.time)
+  starts = plan.starts
+  is_sent = (starts.row >= event) & (starts.row < stop) & (starts.kept == 0)
+  slots, first_index = np.unique(starts.slot[is_sent], return_index=True)
+  return slots, np.asarray(trace.worker)[starts.row[is_sent][first_index]]

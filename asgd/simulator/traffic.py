@@ -78,7 +78,9 @@ class Traffic:
     if self._updates is None:
       return None
     sent = self.sent
+    # A new worker counts as lacking more bytes than the parameters have.
     codes = sent.total - sent.seen.get(worker, -self.dense)
+    # Statistics travel beside the codes of updates, as they are.
     size = codes + (self.stats.nbytes if codes else 0)
     sent.seen[worker] = sent.total
     sent.tickets[worker, seq] = min(size, self.dense)
@@ -111,7 +113,7 @@ class Traffic:
     code = compression.last_update(state.opt_state)
     # Copied: the server's state is given up to the next update.
     code = jax.tree.map(np.array, code)
-    if not np.isfinite(code.residual):  # nor was it encoded
+    if not np.isfinite(code.residual):  # a diverged update is not encoded
       self.roll_back(state)
       return
     packet = packing.pack(self._updates, code)

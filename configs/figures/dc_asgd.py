@@ -148,12 +148,43 @@ def published():
   ]
 
 
-def get_figure():
+def panels():
   own = {
     title: [(n, f"{label}@{n}") for n in WORKERS]
     for label, (title, _) in RUNS.items()
   }
   most = WORKERS[-1]
+  return [
+    dict(
+      title="accuracy",
+      column="test_accuracy",
+      xlabel="workers",
+      ylabel="accuracy, points to SGD",
+      series=own,
+      published=published(),
+      minus="sgd",
+      scale=100.0,
+    ),
+    dict(
+      title="unequal machines",
+      column="time to loss",
+      xlabel="workers",
+      ylabel=f"time to loss {LOSS}",
+      series={
+        RUNS[label][0]: [(most, f"{label}-het@{most}")] for label in TIMED
+      },
+    ),
+    dict(
+      title="gap",
+      column="gap_mean",
+      xlabel="workers",
+      ylabel="mean gap",
+      series=own,
+    ),
+  ]
+
+
+def get_figure():
   return dict(
     title="DC-ASGD: accuracy, and time on unequal machines",
     paper=PAPER,
@@ -170,34 +201,7 @@ def get_figure():
       *(claim for n in WORKERS for claim in accuracy_claims(n)),
       *time_claims(),
     ],
-    panels=[
-      dict(
-        title="accuracy",
-        column="test_accuracy",
-        xlabel="workers",
-        ylabel="accuracy, points to SGD",
-        series=own,
-        published=published(),
-        minus="sgd",
-        scale=100.0,
-      ),
-      dict(
-        title="unequal machines",
-        column="time to loss",
-        xlabel="workers",
-        ylabel=f"time to loss {LOSS}",
-        series={
-          RUNS[label][0]: [(most, f"{label}-het@{most}")] for label in TIMED
-        },
-      ),
-      dict(
-        title="gap",
-        column="gap_mean",
-        xlabel="workers",
-        ylabel="mean gap",
-        series=own,
-      ),
-    ],
+    panels=panels(),
     quick={
       "examples": 12_800,
       "evaluation_examples": 2_000,

@@ -231,8 +231,42 @@ def along_latencies(label):
   return [(x, f"{label}-0-{j}") for j, x in enumerate(LATENCIES)]
 
 
-def get_figure():
+def panels():
   by_bandwidth = dict(xlog=True, yscale="log")
+  return [
+    panel(
+      "no latency",
+      "speed",
+      "gradients a batch time",
+      along_transfers,
+      **by_bandwidth,
+    ),
+    panel(
+      "latency 0.5",
+      "speed",
+      "gradients a batch time",
+      lambda label: along_transfers(label, HIGHEST),
+      **by_bandwidth,
+    ),
+    panel(
+      "fastest links",
+      "speed",
+      "gradients a batch time",
+      along_latencies,
+      at="one way",
+      yscale="log",
+    ),
+    panel(
+      "no latency, by the loss",
+      "time to loss",
+      f"time to loss {LOSS}",
+      along_transfers,
+      **by_bandwidth,
+    ),
+  ]
+
+
+def get_figure():
   return dict(
     title="Peers or a server, by bandwidth and latency",
     paper=(
@@ -251,37 +285,7 @@ def get_figure():
       "time to loss": dict(kind="reach", loss=LOSS),
     },
     claims=[*bandwidth_claims(), *latency_claims(), *other_claims()],
-    panels=[
-      panel(
-        "no latency",
-        "speed",
-        "gradients a batch time",
-        along_transfers,
-        **by_bandwidth,
-      ),
-      panel(
-        "latency 0.5",
-        "speed",
-        "gradients a batch time",
-        lambda label: along_transfers(label, HIGHEST),
-        **by_bandwidth,
-      ),
-      panel(
-        "fastest links",
-        "speed",
-        "gradients a batch time",
-        along_latencies,
-        at="one way",
-        yscale="log",
-      ),
-      panel(
-        "no latency, by the loss",
-        "time to loss",
-        f"time to loss {LOSS}",
-        along_transfers,
-        **by_bandwidth,
-      ),
-    ],
+    panels=panels(),
     quick={
       "examples": 40 * N * BATCH,
       "only": [

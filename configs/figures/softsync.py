@@ -123,6 +123,28 @@ def claims():
   )
 
 
+def published():
+  """Returns the paper's accuracy less that of one learner."""
+  source = (
+    "Zhang et al. 2016, CIFAR-10, 30 learners: the error is about 18 % of one"
+    " learner and of all n divided, and 90 % of n = 15 and 30 undivided"
+  )
+  return [
+    dict(
+      title="undivided, published",
+      source=source,
+      points=[(15, -72), (30, -72)],
+      of=DIVISORS["none"],
+    ),
+    dict(
+      title="divided, published",
+      source=source,
+      points=[(n, 0) for n in SPLITS],
+      of=DIVISORS["own"],
+    ),
+  ]
+
+
 def panels():
   series = {
     title: [(splits, label(divisor, splits)) for splits in SPLITS]
@@ -130,10 +152,6 @@ def panels():
   }
   by_splits = {f"n = {n}": [(0, label("own", n))] for n in SPLITS}
   along = dict(xlabel="n of n-softsync", xlog=True, series=series)
-  source = (
-    "Zhang et al. 2016, CIFAR-10, 30 learners: the error is about 18 % of one"
-    " learner and of all n divided, and 90 % of n = 15 and 30 undivided"
-  )
   return [
     dict(
       along,
@@ -142,20 +160,7 @@ def panels():
       ylabel="points (%)",
       scale=100.0,
       minus="one",
-      published=[
-        dict(
-          title="undivided, published",
-          source=source,
-          points=[(15, -72), (30, -72)],
-          of=DIVISORS["none"],
-        ),
-        dict(
-          title="divided, published",
-          source=source,
-          points=[(n, 0) for n in SPLITS],
-          of=DIVISORS["own"],
-        ),
-      ],
+      published=published(),
     ),
     dict(
       along,

@@ -294,7 +294,7 @@ class LiveWalkEngine(live_engine.LiveEngine):
   def records(self):
     return self._book.records()
 
-  def _look_for(self, until):
+  def _snapshot_at(self, until):
     self.done = min(self._received, until)
     if self.done == until:
       time = self.records().time
@@ -303,7 +303,7 @@ class LiveWalkEngine(live_engine.LiveEngine):
       self._snapshot = engines.Snapshot(params, until, until, clock)
 
   def summary(self, start, end):
-    return parameter_server.summary(self._some(start, end))
+    return parameter_server.summary(self._records_between(start, end))
 
   def columns(self):
     records = self.records()

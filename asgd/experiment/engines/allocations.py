@@ -40,8 +40,8 @@ def _shares(value: Any, key: str) -> str | list[int]:
   if isinstance(value, str):  # from a command line
     texts = [part.strip() for part in value.split(",")]
     parts = [int(x) if _NUMBER.fullmatch(x) else x for x in texts]
-  listed = isinstance(parts, list) and parts
-  if not listed or any(type(x) is not int or x < 1 for x in parts):
+  is_list = isinstance(parts, list) and parts
+  if not is_list or any(type(x) is not int or x < 1 for x in parts):
     raise ValueError(
       f"config.{key} must be {EQUAL!r}, {SPEED!r}, or a whole number from 1 for"
       f" each worker, not {shown(value)}"
@@ -89,21 +89,22 @@ def _divided(
       )
     return recipe.steps * workers, 1
   live = run.config.get("live", {"parallel": None})
+  # With data parallelism a worker's devices share its batch evenly.
   unit = live["devices"] if live["parallel"] == "data" else 1
   return run.config["batch_size"] * workers, unit
 
 
-def _given(
+def _worker_values(
   run: Run, recipe: algorithms.Recipe, workers: int, key: str, even: int
 ) -> tuple[int, ...]:
   """Returns the workers' values of a key; `even` for each if none are given."""
   value = run.config["allocation"][key]
   if value in (EQUAL, SPEED):
     return (even,) * workers
-  return _checked(run, recipe, workers, key, value)
+  return _check_values(run, recipe, workers, key, value)
 
 
-def _checked(
+def _check_values(
   run: Run,
   recipe: algorithms.Recipe,
   workers: int,
@@ -139,16 +140,18 @@ def given(
   or shares follow from speeds. Raises ValueError if a value does not fit, also
   for shares that will follow from speeds."""
   by_speed = _key_by_speed(run)
-  sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
-  steps = _given(run, recipe, workers, "steps", recipe.steps)
+  sizes = _worker_values(
+    run, recipe, workers, "batch_size", run.config["batch_size"]
+  )
+  steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
   if by_speed:
     _divided(run, recipe, workers, by_speed)
   if changes_batches(run):
     with checks.blame("allocation.batch_size"):
       problem.with_batch_size(max(sizes)).batches(0, workers)
       if by_speed == "batch_size":  # try any other size
-        most = _most(run, problem, workers)
-        sizes_tried = {min(2 * run.config["batch_size"], most)}
+        max_size = _max_examples(run, problem, workers)
+        sizes_tried = {min(2 * run.config["batch_size"], max_size)}
       else:
         sizes_tried = {*sizes} - {run.config["batch_size"]}
       for size in sorted(sizes_tried):
@@ -158,7 +161,7 @@ def given(
   return None if by_speed or is_even else result
 
 
-def _most(run: Run, problem: problems.Problem, workers: int) -> int:
+def _max_examples(run: Run, problem: problems.Problem, workers: int) -> int:
   """Returns the most examples that a batch can have."""
   most = problem.batches_per_epoch * run.config["batch_size"]
   if partitions.divides(run.config["data"]["partition"]):
@@ -189,14 +192,17 @@ def by_seconds(plan: Any, seconds: Sequence[float]) -> Any:
   are the times that each worker took for equal jobs."""
   run, workers, recipe = plan.run, plan.workers, plan.recipe
   key = _key_by_speed(run)
+  # Only one of the two keys follows from the speeds; the other is given.
   total, unit = _divided(run, recipe, workers, key)
-  most = None
+  max_share = None
   if key == "batch_size":
-    most = _most(run, plan.problem, workers)
-  speeds = [1 / each for each in seconds]
-  parts = in_proportion(speeds, total, unit=unit, most=most)
-  sizes = _given(run, recipe, workers, "batch_size", run.config["batch_size"])
-  steps = _given(run, recipe, workers, "steps", recipe.steps)
+    max_share = _max_examples(run, plan.problem, workers)
+  speeds = [1 / time for time in seconds]
+  parts = in_proportion(speeds, total, unit=unit, most=max_share)
+  sizes = _worker_values(
+    run, recipe, workers, "batch_size", run.config["batch_size"]
+  )
+  steps = _worker_values(run, recipe, workers, "steps", recipe.steps)
   if key == "steps":
     steps = parts
   else:
@@ -226,12 +232,16 @@ def read(plan: Any, folder: Path, *, begun: bool = False) -> Any:
   evens = plan.run.config["batch_size"], plan.recipe.steps
   keys = "batch_size", "steps"
   parts = []
-  for key, even, field in zip(keys, evens, Allocation._fields, strict=True):
+  for key, even_share, field in zip(
+    keys, evens, Allocation._fields, strict=True
+  ):
     arguments = plan.run, plan.recipe, plan.workers, key
     try:
       value = _shares(fields.get(field), f"allocation.{key}")
-      given = value == [even] * plan.workers
-      parts.append(tuple(value) if given else _checked(*arguments, value))
+      is_even = value == [even_share] * plan.workers
+      parts.append(
+        tuple(value) if is_even else _check_values(*arguments, value)
+      )
     except ValueError as error:
       raise ValueError(f"{path} is not what the run wrote: {error}") from error
   return dataclasses.replace(plan, allocation=Allocation(*parts))
@@ -241,6 +251,6 @@ def describe(allocation: Allocation) -> str:
   """Returns the shares of workers in a few words."""
   shares = allocation.steps if allocation.by_steps else allocation.batch_sizes
   unit = "steps in a job" if allocation.by_steps else "examples in a batch"
-  more = ", ..." if len(shares) > 8 else ""
-  listed = ", ".join(map(str, shares[:8])) + more
+  ellipsis = ", ..." if len(shares) > 8 else ""
+  listed = ", ".join(map(str, shares[:8])) + ellipsis
   return f"{unit} of workers 0 to {len(shares) - 1}: {listed}"

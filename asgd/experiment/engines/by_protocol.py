@@ -37,8 +37,8 @@ def engine_kind(
   ) -> Iterator[Any]:
     make = runner(run).programs
     if make is None:
-      every = protocol.of(run).runners.items()
-      able = [f"engine={other}" for other, each in every if each.programs]
+      runners = protocol.of(run).runners.items()
+      able = [f"engine={key}" for key, value in runners if value.programs]
       remedy = f"use {' or '.join(able)}" if able else "use another recipe"
       raise ValueError(
         f"config.runs.{run.label}: engine {name!r} has no program that could"
@@ -46,12 +46,13 @@ def engine_kind(
       )
     return make(experiment, run, workers, target)
 
+  # A row of results has no Run: its recipe or a column names the protocol.
   def describe(result: Mapping[str, Any]) -> str:
     return protocol.of_result(result).runners[name].describe(result)
 
   def protocols() -> list[str]:
-    known = protocol.PROTOCOLS.values()
-    return [each.name for each in known if name in each.runners]
+    all_protocols = protocol.PROTOCOLS.values()
+    return [value.name for value in all_protocols if name in value.runners]
 
   return EngineKind(
     sections=sections,

@@ -32,21 +32,24 @@ def build(name: str, **options: Any) -> durations.Durations:
   A user's function has the options as arguments, and a `seed` if it takes one.
   It returns times in a form of `read`.
   """
-  own = {maker.__name__: maker for maker in (recorded, partitioned)}
+  local_makers = {maker.__name__: maker for maker in (recorded, partitioned)}
   if not isinstance(name, str):
     raise ValueError(
       f"name must be a text, such as 'homogeneous', not {shown(name)}"
     )
   if names.is_import(name):
     maker = names.imported("durations", name)
+    # A user's function need not take a seed.
     if "seed" not in inspect.signature(maker).parameters:
       options.pop("seed", None)
     with checks.user_code(f"{name} fails", passes=(ValueError,)):
       return read(names.call("durations", name, maker, options))
-  names.check("durations", name, (*durations.NAMES, *own))
-  if name not in own:
+  names.check("durations", name, (*durations.NAMES, *local_makers))
+  if name not in local_makers:
     return durations.build(name, **options)
-  return names.call("durations", name, own[name], {"seed": 0, **options})
+  return names.call(
+    "durations", name, local_makers[name], {"seed": 0, **options}
+  )
 
 
 def read(given: Any) -> durations.Durations:
@@ -93,6 +96,7 @@ def of_jobs(
     count = given.steps[worker] if given else steps
     size = given.batch_sizes[worker] if given else 1
     share = size / run.config["batch_size"] if given else 1.0
+    # `fsum` rounds once, whatever the count of batches.
     while True:
       yield share * math.fsum(itertools.islice(batches, count))
 
@@ -105,12 +109,13 @@ def check(run: Run) -> None:
   section, workers = run.config["durations"], max(run.config["workers"])
   times = of_run(run, 0)
   if section["name"] == partitioned.__name__:
-    return
+    return  # it has checked a whole step in sequence
   for worker in range(workers):
     _check_time(next(times.stream(worker)))
 
 
-def _check_time(time):
+def _check_time(time: float) -> None:
+  """Raises ValueError for a time that is negative, NaN or too long."""
   if not 0 <= time <= MOST_NUMBER:
     raise ValueError(f"a job may take at most {MOST_NUMBER:g}")
 
@@ -150,11 +155,12 @@ def recorded(
     ) from None
   if not rows:
     raise ValueError(f"path {shown(path)} holds no time")
+  # The workers of a file need not be 0, 1, ...: sorted, worker i is the i-th.
   samples = [rows[worker] for worker in sorted(rows)]
   return durations.measured(samples, resample=resample, seed=seed)
 
 
-def _job(path, line, row):
+def _job(path: str, line: int, row: Sequence[str]) -> tuple[int, float]:
   """Returns (worker, seconds) of a line, or raises ValueError."""
   try:
     worker, seconds = int(row[0]), float(row[1])
@@ -214,6 +220,7 @@ def partitioned(
     raise ValueError(f"model needs a name, as in config.model: {shown(model)}")
   options = {key: value for key, value in model.items() if key != "name"}
   layers = models.build(model["name"], classes, **options)
+  # A shape is enough: no layer is computed, and no parameter is allocated.
   example = jax.ShapeDtypeStruct((batch_size, *inputs), "float32")
   parts = partitions.phases(layers, example, machines)
   network = Network(

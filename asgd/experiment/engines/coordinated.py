@@ -21,7 +21,11 @@ from asgd import worker as worker_lib
 from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import learning_rates, outcomes
-from asgd.experiment.engines.simulated import SimulatedEngine, some
+from asgd.experiment.engines.simulated import (
+  Restore,
+  SimulatedEngine,
+  some,
+)
 from asgd.experiment.schema import Run
 from asgd.orders import trace
 
@@ -94,23 +98,25 @@ def _check_budget(
 ) -> None:
   """Raises ValueError if the messages may not suffice for one evaluation."""
   jobs = settings.jobs
-  others = workers - 1  # the worker that starts a copy has no open job
-  copies = min(settings.backup, others) * min(jobs, others)
-  least = jobs + copies
-  if messages >= least:
+  other_workers = workers - 1  # the worker that starts a copy has no open job
+  # At most `backup` copies of each of the jobs that are open at the end.
+  copies = min(settings.backup, other_workers) * min(jobs, other_workers)
+  min_messages = jobs + copies
+  if messages >= min_messages:
     return
   key = "epochs" if run.config["examples"] is None else "examples"
-  wanted = least * settings.push_every  # batches
+  min_budget = min_messages * settings.push_every  # batches
   if key == "epochs":
-    wanted = math.ceil(100 * wanted / problem.batches_per_epoch) / 100
+    # Epochs, rounded up to two decimals, so that the remedy suffices.
+    min_budget = math.ceil(100 * min_budget / problem.batches_per_epoch) / 100
   else:
-    wanted *= run.config["batch_size"]
+    min_budget *= run.config["batch_size"]
   raise ValueError(
     f"config.{key} {run.config[key]:g} is {messages} messages in one cell, and"
     f" one evaluation of the whole batch (config.runs.{run.label}) takes up to"
-    f" {least}: {jobs} for its {settings.portions} portions, and {copies} for"
-    f" copies of the last ones (backup tasks). Use config.{key} {wanted:g} or"
-    " more; each iteration takes another evaluation at least"
+    f" {min_messages}: {jobs} for its {settings.portions} portions, and"
+    f" {copies} for copies of the last ones (backup tasks). Use config.{key}"
+    f" {min_budget:g} or more; each iteration takes another evaluation at least"
   )
 
 
@@ -120,9 +126,12 @@ class CoordinatedEngine(SimulatedEngine):
   _clock = "time"  # of evaluations
   _end = "simulated_time"  # of the result
 
-  def _begin(self, seed, params, root, restore):
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Makes the simulation; see the base."""
     plan, params = self._plan, jax.device_get(params)
-    saved = restore(lambda found: _unpack(found, params, plan.settings))
+    saved = restore(lambda restored: _unpack(restored, params, plan.settings))
     self._simulation = sandblaster.SandblasterSimulation(
       *(plan.settings, params, plan.work(seed, root), plan.durations(seed)),
       workers=plan.workers,
@@ -153,6 +162,7 @@ class CoordinatedEngine(SimulatedEngine):
     run_log = self._simulation.run_log
     news, run_log.news = run_log.news, []
     progress = super()._progress(part)
+    # Gradients of a coordinator are never stale, so the gap is 0.
     return progress._replace(gap=0.0, news=[] if progress.broken else news)
 
   def snapshot(self) -> engines.Snapshot:
@@ -168,13 +178,14 @@ class CoordinatedEngine(SimulatedEngine):
 
   def course(self) -> np.ndarray:
     """Returns the losses of the iterates, without losses of rejected steps."""
-    losses = [each.loss for each in self._simulation.run_log.iterates]
+    losses = [iterate.loss for iterate in self._simulation.run_log.iterates]
     return np.array(losses, np.float64)
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns the state so far, and the staleness of some messages."""
     part = some(self.records(), start, end)
     state = self._simulation.state
+    # Before the first iterate there are only the losses of single portions.
     loss = state.loss if state.iteration >= 0 else engines.mean(part.loss)
     return {
       "train_loss": loss,
@@ -221,15 +232,16 @@ class CoordinatedEngine(SimulatedEngine):
 
 
 def _unpack(
-  found: checkpoint.Restored,
+  restored: checkpoint.Restored,
   params: base.Params,
   settings: sandblaster.Settings,
 ) -> sandblaster.Saved:
   """Returns the state of a checkpoint."""
-  wanted = sandblaster.template(found.notes, params, settings)
+  template = sandblaster.template(restored.notes, params, settings)
+  # These tables grow, so the template cannot have their lengths.
   for key in ("records", "trace", "iterates"):
-    wanted[key] = checkpoint.any_shapes(wanted[key])
-  return sandblaster.Saved(0, found.tree(wanted), found.notes)
+    template[key] = checkpoint.any_shapes(template[key])
+  return sandblaster.Saved(0, restored.tree(template), restored.notes)
 
 
 # Columns of tables in which a cell has a coordinator; updates are iterations.

@@ -30,23 +30,35 @@ def schedule(
   """Returns the learning rate of a run, float or update -> float, from `start`
   to `peak` in the warm-up; an update is of so many `batches`, a message of
   `steps`. ValueError, naming the key, for drops inside the warm-up."""
-  own = run.given and run.given.made and run.given.made.learning_rate
-  if callable(own):
+  given_rate = run.given and run.given.made and run.given.made.learning_rate
+  if callable(given_rate):
+    # A caller's schedule is used as it is, scaled if `peak` is not its peak.
     factor = peak / float(run.config["learning_rate"])
-    return own if factor == 1 else lambda update: factor * own(update)
-  read = "learning_rate_schedule", "batch_size", "epochs", "examples"
-  plain = [run.config[key] for key in read]
+    return (
+      given_rate if factor == 1 else lambda update: factor * given_rate(update)
+    )
+  keys = "learning_rate_schedule", "batch_size", "epochs", "examples"
+  values = [run.config[key] for key in keys]
   return _schedules.get(
     lambda: _schedule(run, problem, peak, batches, start, steps),
-    *([*plain, peak, batches, start, steps], problem.batches_per_epoch),
+    *([*values, peak, batches, start, steps], problem.batches_per_epoch),
   )
 
 
 _schedules = build_cache.BuildCache()
 
 
-def _schedule(run, problem, peak, batches, start, steps):
+def _schedule(
+  run: Run,
+  problem: problems.Problem,
+  peak: float,
+  batches: int,
+  start: float,
+  steps: int,
+) -> Any:
+  """Builds the rate that `schedule` caches."""
   section = run.config["learning_rate_schedule"]
+  # Updates in an epoch, and updates for an example.
   per_epoch = problem.batches_per_epoch / batches
   per_example = 1 / (run.config["batch_size"] * batches)
   with checks.blame("learning_rate_schedule"):
@@ -55,13 +67,16 @@ def _schedule(run, problem, peak, batches, start, steps):
         raise ValueError(
           f"{name}_epochs and {name}_examples say the same thing; drop one"
         )
+    # Both lists become updates; at most one of them has entries.
     drops = [round(e * per_epoch) for e in section["decay_epochs"]]
     drops += [round(e * per_example) for e in section["decay_examples"]]
     warmup = round(section["warmup_epochs"] * per_epoch)
     warmup += round(section["warmup_examples"] * per_example)
-    most = max([warmup, *drops])
-    if most > checks.MOST_INTEGER:
-      raise ValueError(f"{most:.3g} updates are more than can be counted")
+    last_update = max([warmup, *drops])
+    if last_update > checks.MOST_INTEGER:
+      raise ValueError(
+        f"{last_update:.3g} updates are more than can be counted"
+      )
     if section["name"] != rates.STEPS:
       if drops:
         raise ValueError(
@@ -69,8 +84,9 @@ def _schedule(run, problem, peak, batches, start, steps):
           f" {rates.STEPS!r}, not of {section['name']!r}: drop them"
         )
       units = {"epochs": per_epoch, "messages": steps / batches, "updates": 1.0}
+      # The named schedule starts after the warm-up, and has the rest.
       updates = max(round(passes(run, problem) / batches) - warmup, 1)
-      made = rates.named(
+      rate = rates.named(
         *(section["name"], peak),
         updates=updates,
         unit=units[section["count"]],
@@ -80,7 +96,7 @@ def _schedule(run, problem, peak, batches, start, steps):
           if key in section
         },
       )
-      return rates.after_warmup(made, made(0), warmup=warmup, start=start)
+      return rates.after_warmup(rate, rate(0), warmup=warmup, start=start)
     return rates.warmup_steps(
       peak,
       warmup=warmup,

@@ -71,16 +71,18 @@ def check_machine(
   for plan in plans:
     faults.check(machine.faults, plan.workers, plan.messages)
   for plan in plans:
-    why = protocol.of(plan.run).live.link_faults
+    refusal = protocol.of(plan.run).live.link_faults
     for fault in machine.faults:
-      if why and fault.kind in faults.OF_LINKS:
+      if refusal and fault.kind in faults.OF_LINKS:
         raise ValueError(
-          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {why}; use kill,"
-          " hang, slow or nan"
+          f"--fault={fault.kind}:{fault.worker}:{fault.seq}: {refusal}; use"
+          " kill, hang, slow or nan"
         )
-  grace, most = machine.grace_seconds, MOST_SECONDS
-  if not 0 <= grace <= most:
-    raise ValueError(f"--grace_seconds must be 0 to {most:g}, not {grace:g}")
+  grace, max_seconds = machine.grace_seconds, MOST_SECONDS
+  if not 0 <= grace <= max_seconds:
+    raise ValueError(
+      f"--grace_seconds must be 0 to {max_seconds:g}, not {grace:g}"
+    )
   folder = machine.memory_dir
   flag, remedy = f"--memory_dir={folder}", "in memory, such as /dev/shm, or any"
   if not os.path.isdir(folder):
@@ -94,8 +96,10 @@ def check_machine(
     ) from error
   if ray:
     run = plans[0].run
-    of_all = run.config["engine"] == run.engine
-    key = "config.engine" if of_all else f"config.runs.{run.label}.engine"
+    is_config_key = run.config["engine"] == run.engine
+    key = (
+      "config.engine" if is_config_key else f"config.runs.{run.label}.engine"
+    )
     check_ray(
       machine.address,
       allow_network=machine.allow_network,
@@ -139,6 +143,7 @@ def runners(
 
 
 def _kind(name: str, *, ray: bool) -> engines.EngineKind:
+  """Returns the EngineKind of live cells; `ray` selects processes of Ray."""
   return by_protocol.engine_kind(
     name,
     sections=SECTIONS,

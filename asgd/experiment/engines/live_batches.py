@@ -18,6 +18,7 @@ from asgd import base, sandblaster
 from asgd.experiment import engines, storage
 from asgd.experiment.engines import coordinated, live_engine
 from asgd.experiment.engines.coordinated import CoordinatedPlan
+from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.live import faults as faults_lib
 from asgd.live.sandblaster import worker
 from asgd.live.sandblaster.driver import Driver, HostMakers, Options, SavedRun
@@ -74,17 +75,21 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     self._params, _ = _start_of(self._plan, self._context.cell.seed)
     return super()._prepare()
 
-  def _restore(self):
-    sealed, where = None, "the evaluation that was under way"
+  def _restore(self) -> SavedRun | None:
+    """Returns the driver's notes in memory, else the last checkpoint; None if
+    there is neither."""
+    # [1] The driver's notes, if the memory of the cell is left.
+    sealed, source = None, "the evaluation that was under way"
     if self._memory.kept:
       sealed = storage.read_sealed(self._memory.memory / _NOTES)
     if sealed is not None:
       saved = SavedRun(json.loads(sealed["text"]), None)
+    # [2] Else a checkpoint, or nothing.
     else:
-      saved, where = super()._restore(), "the checkpoint"
+      saved, source = super()._restore(), "the checkpoint"
     if saved is None:
-      where = "the beginning: no checkpoint"
-    self._news.append(f"resuming from {where}")
+      source = "the beginning: no checkpoint"
+    self._news.append(f"resuming from {source}")
     return saved
 
   def _unpack(self, saved: Any) -> SavedRun:
@@ -92,16 +97,22 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     notes, settings = saved.notes, self._plan.settings
     like = sandblaster.template(notes, self._params, settings)["vectors"]
     vectors = saved.tree({"vectors": like})["vectors"]
-    images = [Image(notes["number"], dict(each)) for each in vectors]
+    images = [
+      Image(notes["number"], dict(shard_vectors)) for shard_vectors in vectors
+    ]
     return SavedRun(notes, images)
 
   def _open_files(self, saved, *, begun):
     del begun
+    # The log drops rows that were written after these lengths.
     lengths = Lengths(*saved.notes["lengths"]) if saved else None
     self._run_log = LiveRunLog(self._folder, lengths)
     return len(self._run_log.messages)
 
-  def _make_cluster(self, live, hosts, saved):
+  def _make_cluster(
+    self, live: LiveCell, hosts: CellHosts, saved: Any
+  ) -> tuple[Driver, Callable[[], None]]:
+    """Returns the driver, which is its own cluster, and its start."""
     settings = live.settings
     machine, write_span = self._context.machine, live.write_span
 
@@ -137,7 +148,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
     text = json.dumps(notes)  # as a string, because `write_json` drops NaN
     storage.write_json(path, storage.sealed({"text": text}))
 
-  def _look(self, until):
+  def _check_cluster(self, until):
+    # The driver runs the coordinator, so a look advances the run itself.
     self.cluster.advance(until, live_engine.LOOK)
     self._news += self._run_log.news
     self._run_log.news = []
@@ -145,7 +157,8 @@ class LiveBatchEngine(live_engine.LiveEngine, coordinated.CoordinatedEngine):
   def _read(self):
     return self._run_log.records(self._received)
 
-  def _look_for(self, until):
+  def _snapshot_at(self, until):
+    # The coordinator has the iterate, so there is nothing to fetch.
     self.done = self._received
 
   def advance(self, until: int) -> engines.Progress:

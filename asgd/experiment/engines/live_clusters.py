@@ -76,11 +76,11 @@ def needs_totals(plan: ServerPlan) -> bool:
   try:
     sharding.probe.check(algorithm, params)
     return False
-  except ValueError as refused:
+  except ValueError as error_without_totals:
     try:
       sharding.probe.check(algorithm, params, totals=True)
     except ValueError:
-      raise refused from None
+      raise error_without_totals from None
   if not server["consistent"]:
     raise ValueError(
       f"{label} needs a norm over all shards, and only consistent shards have"
@@ -157,9 +157,9 @@ def local_devices(plan: ServerPlan) -> tuple[jax.Device, ...]:
   there is one device only, or a worker takes several."""
   devices = jax.local_devices()
   # All CPU devices are the same cores.
-  alone = len(devices) == 1 or devices[0].platform == "cpu"
+  is_single = len(devices) == 1 or devices[0].platform == "cpu"
   grouped = plan.run.config["live"]["devices"] > 1
-  return () if alone or grouped else tuple(devices)
+  return () if is_single or grouped else tuple(devices)
 
 
 def sent_params(run: LiveRun, images: Sequence[tuple[Any, Any]]) -> Any:
@@ -182,15 +182,21 @@ def combine(
     keys = zip(part.worker.tolist(), part.job.tolist(), strict=True)
     rows.append({key: row for row, key in enumerate(keys)})
   keys = list(zip(lead.worker.tolist(), lead.job.tolist(), strict=True))
+  # Rows of the lead that every shard has, and their index at each shard.
   complete = [
-    i for i, key in enumerate(keys) if all(key in each for each in rows)
+    i
+    for i, key in enumerate(keys)
+    if all(key in row_of_key for row_of_key in rows)
   ]
-  at = [[index[keys[i]] for i in complete] for index in rows]
+  rows_of_complete = [[index[keys[i]] for i in complete] for index in rows]
 
-  def of_all(name):
-    return [getattr(part, name)[i] for part, i in zip(parts, at, strict=True)]
+  def columns_of_shards(name):
+    return [
+      getattr(part, name)[i]
+      for part, i in zip(parts, rows_of_complete, strict=True)
+    ]
 
-  reports = zip(*map(of_all, base.Report._fields), strict=True)
+  reports = zip(*map(columns_of_shards, base.Report._fields), strict=True)
   reports = [base.Report(*columns) for columns in reports]
   sizes = sharding.trained_sizes(split, params)
   combined = sharding.combine(reports, sizes)._asdict()
@@ -198,8 +204,9 @@ def combine(
   for name in columns.keys() & combined.keys():
     columns[name][complete] = combined[name]
   for name in ("bytes_up", "bytes_down"):
-    columns[name][complete] = sum(of_all(name))
-  squares = np.square(of_all("residual_norm"), dtype=np.float64)
+    columns[name][complete] = sum(columns_of_shards(name))
+  # RMS over all shards: the mean of the squares, weighted by sizes.
+  squares = np.square(columns_of_shards("residual_norm"), dtype=np.float64)
   share = np.asarray(sizes) / max(sum(sizes), 1)
   columns["residual_norm"][complete] = np.sqrt(share @ squares)
   return base.Records(**columns)
@@ -276,8 +283,8 @@ def make_cluster(
     images: of each shard, from a checkpoint; None: there is none.
     resumed: whether the journals have rows.
   """
-  how = _in_processes if hosts.apart else _in_threads
-  site, options, duty_of = how(run, live, hosts)
+  make_parts = _in_processes if hosts.apart else _in_threads
+  site, options, duty_of = make_parts(run, live, hosts)
   make_server = functools.partial(_server_in_host, hosts.plan)
   makers = ServerMakers(
     *(site, make_server, run.parts),
@@ -295,6 +302,7 @@ def make_cluster(
   if not allocations.unknown(run.plan):
     return cluster
   with contextlib.ExitStack() as stack:
+    # The cluster is closed only if the timing fails: see `pop_all` below.
     stack.callback(cluster.close)
     jobs = run.plan.run.config["allocation"]["jobs"]
     plan = allocations.by_seconds(run.plan, cluster.measure(jobs))

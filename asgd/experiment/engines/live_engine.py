@@ -35,9 +35,9 @@ class LiveEngine(engines.Engine):
   """Watches a cell until all its jobs are received."""
 
   cluster: Any  # a Cluster of the protocol
-  _who = "workers"  # participants, in a line on a stop
-  _gaps = True  # whether records have gaps
-  _share = 1.0  # share of all bytes that records count
+  _participants = "workers"  # participants, in a line on a stop
+  _measures_gap = True  # whether records have gaps
+  _bytes_share = 1.0  # share of all bytes that records count
   _files: WorkerFiles  # of the writers; unused if a subclass overrides `_read`
 
   def __init__(
@@ -62,7 +62,7 @@ class LiveEngine(engines.Engine):
     with contextlib.ExitStack() as stack:
       stack.callback(self._release)
       self._start(make_hosts, begun, stack)
-      self._open = stack.pop_all()
+      self._resources = stack.pop_all()
 
   @property
   def _folder(self) -> Path:
@@ -89,13 +89,13 @@ class LiveEngine(engines.Engine):
     self._received = self._open_files(saved, begun=begun)
     self.done = min(self._received, self.total)
     # [2] Continue the cell's time at its last row.
-    last = [read_journal(path)[-1:] for path in self._journals()]
-    before = max((e.time for (e, *_) in filter(None, last)), default=0.0)
+    last_rows = [read_journal(path)[-1:] for path in self._journals()]
+    elapsed = max((e.time for (e, *_) in filter(None, last_rows)), default=0.0)
     live = LiveCell(
       *(plan, context.cell, context.experiment.dataset, self._setup()),
       folder=self._folder.absolute(),
       memory=self._memory.memory,
-      began=time.monotonic() - before,
+      began=time.monotonic() - elapsed,
       network=self._network(),
     )
     # [3] Start hosts, then the cluster in them.
@@ -104,7 +104,9 @@ class LiveEngine(engines.Engine):
     self.cluster, start = self._make_cluster(live, hosts, saved)
     stack.callback(self.cluster.close)
     self._memory.note(self._replaced())
-    self._figures = live_figures.Watch(plan.workers, context.board, self._share)
+    self._figures = live_figures.Watch(
+      plan.workers, context.board, self._bytes_share
+    )
     stack.callback(self._figures.close)
     with self._errors():
       start()
@@ -140,20 +142,20 @@ class LiveEngine(engines.Engine):
     """Drops rows that were written after the checkpoint; returns the count of
     received messages."""
     if begun:
-      self._go_back(saved)
+      self._cut_files_back(saved)
     return len(self._read().loss)
 
-  def _go_back(self, saved: Any) -> None:
+  def _cut_files_back(self, saved: Any) -> None:
     """Cuts the files back to a checkpoint (tree, notes), or to nothing."""
     notes = saved[1] if saved else {}
-    kept = notes.get("files") or [(0, 0) for _ in self._writers]
-    others = self._other_journals(notes)
-    dropped = self._files.cut_back(self._folder, kept, others)
+    kept_lengths = notes.get("files") or [(0, 0) for _ in self._writers]
+    other_lengths = self._other_journals(notes)
+    dropped = self._files.cut_back(self._folder, kept_lengths, other_lengths)
     self._report_resumed(saved, dropped)
 
   def _report_resumed(self, saved, dropped):
-    where = "the checkpoint" if saved else "the beginning: no checkpoint"
-    self._news.append(f"resuming from {where}; {dropped} rows are dropped")
+    source = "the checkpoint" if saved else "the beginning: no checkpoint"
+    self._news.append(f"resuming from {source}; {dropped} rows are dropped")
 
   def _other_journals(self, notes: Mapping[str, Any]) -> list[Any]:
     """Returns (journal, rows at the checkpoint) of journals without records."""
@@ -168,14 +170,14 @@ class LiveEngine(engines.Engine):
     from `_unpack`; None: the cell starts new."""
 
   @abc.abstractmethod
-  def _look_for(self, until: int) -> None:
+  def _snapshot_at(self, until: int) -> None:
     """Takes a snapshot at message `until`, if that message was received."""
 
-  def _take_last(self) -> None:
+  def _take_last_snapshot(self) -> None:
     """Waits until the cluster has finished, and takes the last snapshot."""
     while not self.cluster.finished:
-      self._look(self.total)
-    self._look_for(self.total)
+      self._check_cluster(self.total)
+    self._snapshot_at(self.total)
 
   def _pack(self) -> tuple[int, Any, dict[str, Any]]:
     """Returns a checkpoint of a paused cluster, as `save` does."""
@@ -202,9 +204,9 @@ class LiveEngine(engines.Engine):
       part = self._files.read(self._folder, index, self._counts[index])
       self._counts[index] += len(part.loss)
       parts.append(part)
-    new = by_time(parts)
-    self._parts.append(new)
-    return new
+    records = by_time(parts)
+    self._parts.append(records)
+    return records
 
   def _all(self) -> Any:
     """Returns all records."""
@@ -227,16 +229,16 @@ class LiveEngine(engines.Engine):
     except failures.AllDied as error:
       raise engines.Died(str(error)) from error
     except failures.NotFinite as error:
-      words = self._plan, str(error), self._context.cell.name
+      arguments = self._plan, str(error), self._context.cell.name
       raise engines.NonFiniteResult(
-        parameter_server.not_finite(*words)
+        parameter_server.not_finite(*arguments)
       ) from error
 
   def _wait(self, seconds: float) -> None:
     """Waits before the next look, for `seconds` at most."""
     time.sleep(seconds)
 
-  def _look(self, until: int) -> None:
+  def _check_cluster(self, until: int) -> None:
     """Checks the cluster after a moment."""
     del until
     self._wait(LOOK if self._existing else 0.0)  # the first look is at once
@@ -245,23 +247,26 @@ class LiveEngine(engines.Engine):
   def advance(self, until: int) -> engines.Progress:
     """Checks the cluster once, and reads its new records."""
     with self._errors():
-      self._look(until)
+      self._check_cluster(until)
     self._memory.note(self._replaced())
     self._check_files()
     new = self._read()
     self._received += len(new.loss)
     rows = new
-    if self._share < 1:  # the lead records its part of the bytes
-      up, down = (new.bytes_up / self._share, new.bytes_down / self._share)
+    if self._bytes_share < 1:  # the lead records its part of the bytes
+      up, down = (
+        new.bytes_up / self._bytes_share,
+        new.bytes_down / self._bytes_share,
+      )
       rows = new._replace(bytes_up=up, bytes_down=down)
     figures = self._figures.look(time.monotonic(), new, self._received)
     with self._errors():
-      self._look_for(until)
+      self._snapshot_at(until)
     news, self._news = self._news, []
     return engines.Progress(
       loss=new.loss,
       staleness=engines.mean(new.staleness),
-      gap=engines.mean(new.gap) if self._gaps else None,
+      gap=engines.mean(new.gap) if self._measures_gap else None,
       news=news,
       figures=figures,
       rows=rows,
@@ -277,7 +282,7 @@ class LiveEngine(engines.Engine):
     with self._errors():
       if self._snapshot is None:
         # The cell was complete before this process resumed it.
-        self._take_last()
+        self._take_last_snapshot()
     assert self._snapshot is not None
     return self._snapshot
 
@@ -290,7 +295,7 @@ class LiveEngine(engines.Engine):
     """Returns a row for each message, in the order of their times."""
     return self._all()
 
-  def _some(self, start: int, end: int) -> Any:
+  def _records_between(self, start: int, end: int) -> Any:
     """Returns the records of some messages, at least one."""
     records = self.records()
     start = max(min(start, end - 1, len(records.loss) - 1), 0)
@@ -318,7 +323,9 @@ class LiveEngine(engines.Engine):
     self._stopped = paused
     self._received += len(self._read().loss)
     self.done = self._received
-    return "" if paused else f"; some {self._who} did not finish in time"
+    return (
+      "" if paused else f"; some {self._participants} did not finish in time"
+    )
 
   def discard(self) -> None:
     """Removes the memory of a finished cell, which will not resume."""
@@ -327,4 +334,4 @@ class LiveEngine(engines.Engine):
 
   def close(self) -> None:
     """Ends the cluster and the hosts of the cell."""
-    self._open.close()
+    self._resources.close()

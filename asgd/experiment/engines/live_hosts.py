@@ -100,7 +100,7 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
   shared = machine.share(live.dataset)  # which starts Ray
   from asgd.live.hosts.actors import ActorHosts
 
-  where, settings = site(live, machine.profile), live.settings
+  ray_site, settings = site(live, machine.profile), live.settings
   resources = {
     "num_cpus": settings["worker_cpus"],
     "num_gpus": settings["worker_gpus"],
@@ -108,10 +108,10 @@ def ray_hosts(rebuild: Rebuild, live: LiveCell, machine: Any) -> CellHosts:
     "accelerator_type": settings["accelerator"],
     "scheduling_strategy": _PLACEMENT[settings["placement"]],
   }
-  hosts = ActorHosts(where, resources=resources)
+  hosts = ActorHosts(ray_site, resources=resources)
   hosts.show = machine.show
   plan = functools.partial(make_plan, rebuild, config, shared, live.cell)
-  leave_seconds = 60.0 if where.profile else 10.0 if where.spans else 2.0
+  leave_seconds = 60.0 if ray_site.profile else 10.0 if ray_site.spans else 2.0
   return CellHosts(hosts, plan, apart=True, leave_seconds=leave_seconds)
 
 

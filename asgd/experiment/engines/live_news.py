@@ -41,36 +41,37 @@ class ShardNews:
       if rollback in (None, self._rollbacks[index]):
         continue
       self._rollbacks[index] = rollback
-      of = f"shard {index} " if len(status) > 1 else ""
+      subject = f"shard {index} " if len(status) > 1 else ""
       news.append(
-        f"{of}rolled back {rollback.updates} updates, to message"
-        f" {rollback.message}{_why(rollback)}"
+        f"{subject}rolled back {rollback.updates} updates, to message"
+        f" {rollback.message}{_reason(rollback)}"
       )
     if self._gathers and status[0]["received"]:
-      wanted, present = self._gathers, len(status[0]["workers"])
+      expected, present = self._gathers, len(status[0]["workers"])
       self._gathers = 0
       # At the end of a short run workers have left already.
-      if present < wanted and not status[0]["stopped"]:
+      if present < expected and not status[0]["stopped"]:
         news.append(
-          f"it began with only {present} of {wanted} workers; the others"
+          f"it began with only {present} of {expected} workers; the others"
           " may still join"
         )
     return news
 
   def _resuming(self, status: Sequence[Mapping[str, Any]]) -> str:
     """Returns the line on the state from which a run resumes."""
-    at = f"resuming at message {self._message}, from"
+    opening = f"resuming at message {self._message}, from"
     rollbacks = [shard["rollback"] for shard in status if shard["rollback"]]
     if not rollbacks:
       # The shards replayed all rows, so no update was rolled back.
-      return f"{at} {'shared memory' if self._in_memory else 'the trace'}"
-    first, undone = rollbacks[0], sum(each.updates for each in rollbacks)
-    source = f"the checkpoint of message {first.message}"
-    if not first.row:
+      return f"{opening} {'shared memory' if self._in_memory else 'the trace'}"
+    rollback, undone = rollbacks[0], sum(each.updates for each in rollbacks)
+    source = f"the checkpoint of message {rollback.message}"
+    if not rollback.row:
       source = "the beginning, as there is no checkpoint"
-    of = f" of {len(rollbacks)} shards" if len(rollbacks) > 1 else ""
-    return f"{at} {source}: {undone} updates{of} rolled back{_why(first)}"
+    shards = f" of {len(rollbacks)} shards" if len(rollbacks) > 1 else ""
+    ending = f"{undone} updates{shards} rolled back{_reason(rollback)}"
+    return f"{opening} {source}: {ending}"
 
 
-def _why(rollback: Any) -> str:
+def _reason(rollback: Any) -> str:
   return f" ({rollback.why})" if rollback.why else ""

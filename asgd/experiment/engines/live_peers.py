@@ -18,6 +18,7 @@ import numpy as np
 from asgd import gossip, safe_files, simulator
 from asgd.experiment import engines, storage
 from asgd.experiment.engines import live_engine, parameter_server, peers
+from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.live.gossip import files
 from asgd.live.gossip.cluster import PeerCluster, PeerMaker
@@ -60,13 +61,16 @@ def make_duty(
   )
 
 
-def _duty_in_host(plan: Callable[[], PeerPlan], seed, due) -> PeerDuty:
+def _duty_in_host(
+  plan: Callable[[], PeerPlan], seed: int, due: Sequence[int]
+) -> PeerDuty:
   return make_duty(plan(), seed, due, copies=True)
 
 
 def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
   """Returns a tree like that of an image with these notes."""
   state = duty.peer.init(duty.params)
+  # Codes have the shapes that an encoder returns; nothing is encoded here.
   key = jax.eval_shape(jax.random.key, 0)
   code = jax.eval_shape(
     lambda state, key: duty.peer.put(state, np.float64(1), key)[1], state, key
@@ -79,7 +83,7 @@ def image_template(duty: PeerDuty, notes: dict[str, Any]) -> Any:
 class LivePeerEngine(live_engine.LiveEngine):
   """A cell of live peers."""
 
-  _who = "peers"
+  _participants = "peers"
   _files = files.FILES
 
   def _prepare(self):
@@ -94,12 +98,16 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _network(self):
     return self._plan.call_network
 
-  def _make_cluster(self, live, hosts, saved):
+  def _make_cluster(
+    self, live: LiveCell, hosts: CellHosts, saved: Any
+  ) -> tuple[PeerCluster, Callable[[], None]]:
+    """Returns the cluster of peers, and its start; see the base."""
     plan, seed = self._plan, live.cell.seed
+    # In rounds the cell resumes after the round that all peers have ended.
     if not self._in_pairs:
       images = saved[0] if saved else {}
-      ended = [notes["rounds"] for _, notes in images.values()]
-      self.done = plan.workers * min(ended, default=0)
+      ended_rounds = [notes["rounds"] for _, notes in images.values()]
+      self.done = plan.workers * min(ended_rounds, default=0)
     config = self._context.experiment.config
     due = engines.due(config["evaluations"], self.total, self.quantum)
     if hosts.apart:
@@ -124,21 +132,24 @@ class LivePeerEngine(live_engine.LiveEngine):
   def _journal(self, peer):
     return read_journal(journal_path(self._folder, peer))
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: Any) -> tuple[dict[int, Any], dict[str, Any]]:
     """Returns the images of a checkpoint, and its notes."""
     notes, seed = saved.notes, self._context.cell.seed
     duty = make_duty(self._plan, seed, (), copies=True)
     template = {
-      peer: image_template(duty, each) for peer, each in notes["peers"].items()
+      peer: image_template(duty, peer_notes)
+      for peer, peer_notes in notes["peers"].items()
     }
     trees = saved.tree(template)
-    images = {int(k): (trees[k], each) for k, each in notes["peers"].items()}
+    images = {
+      int(k): (trees[k], peer_notes) for k, peer_notes in notes["peers"].items()
+    }
     return images, notes
 
-  def _go_back(self, saved):
+  def _cut_files_back(self, saved):
     # Reading files needs no peers.
     aside = "" if saved else self._keep_aside()
-    super()._go_back(saved)
+    super()._cut_files_back(saved)
     self._news[-1] += aside
 
   def _keep_aside(self) -> str:
@@ -154,7 +165,9 @@ class LivePeerEngine(live_engine.LiveEngine):
           safe_files.write(path_of(damaged[-1], peer), path.read_bytes())
     return f", and kept in {damaged[-1]}"
 
-  def _look_for(self, until):
+  def _snapshot_at(self, until: int) -> None:
+    """Takes a snapshot at message `until`, if peers keep views of it."""
+    # [1] Ask the peers for their views, if the message was received.
     rounds, views = None, {}
     if until == self.total:
       if self.cluster.finished:
@@ -163,39 +176,48 @@ class LivePeerEngine(live_engine.LiveEngine):
       if self._received >= until or self.cluster.finished:
         views = self.cluster.views()
     elif self.cluster.rounds * self.quantum >= until:
+      # Peers keep views of the evaluated rounds. A replaced peer may have
+      # lost its view, so the present ones are taken instead.
       rounds = until // self.quantum
       views = self.cluster.views(rounds) or self.cluster.views()
+    # [2] Without views, only report how far the cell is.
     if not views:
       reached = self._received
       if not self._in_pairs:
         reached = self.cluster.rounds * self.quantum
       self.done = max(self.done, min(reached, until - 1))
       return
-    self._take(until, views)
+    self._take_snapshot(until, views)
 
-  def _take(self, message, views):
+  def _take_snapshot(self, message: int, views: dict[int, View]) -> None:
+    """Evaluates the mean of the peers' views as the snapshot of a message."""
     self._views = views
-    seen = [views[peer] for peer in sorted(views)]
-    params = simulator.mean_params(seen, [view.weight for view in seen])
+    ordered_views = [views[peer] for peer in sorted(views)]
+    # Views have the peers' weights: push-sum's mean is a weighted one.
+    params = simulator.mean_params(
+      ordered_views, [view.weight for view in ordered_views]
+    )
     records = self.records()
-    at = min(message, len(records.loss)) - 1
-    clock = {"seconds": float(records.time[at]) - self._first_ticket}
-    updates = round(np.mean([view.version for view in seen]))
+    row = min(message, len(records.loss)) - 1
+    clock = {"seconds": float(records.time[row]) - self._first_ticket}
+    updates = round(np.mean([view.version for view in ordered_views]))
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
 
-  def _seen(self) -> tuple[list[View], list[Any]]:
+  def _evaluated_views(self) -> tuple[list[View], list[Any]]:
     """Returns views and weights of the peers in the last evaluation."""
-    seen = [self._views[peer] for peer in sorted(self._views)]
-    return seen, [view.weight for view in seen]
+    ordered_views = [self._views[peer] for peer in sorted(self._views)]
+    return ordered_views, [view.weight for view in ordered_views]
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses of some messages, and the consensus
     distance and quality of peers at the last evaluation."""
-    seen, weights = self._seen()
-    summary = peers.summary(self._some(start, end), seen, weights)
+    ordered_views, weights = self._evaluated_views()
+    summary = peers.summary(
+      self._records_between(start, end), ordered_views, weights
+    )
     return summary | peers.peer_quality(
-      self._plan.problem, [view.params for view in seen]
+      self._plan.problem, [view.params for view in ordered_views]
     )
 
   def columns(self) -> dict[str, Any]:
@@ -208,7 +230,9 @@ class LivePeerEngine(live_engine.LiveEngine):
     row |= peers.of_links(plan.gossip, self._traffic)
     return {
       **row,
-      "peers_sha256": storage.digest([v.params for v in self._seen()[0]]),
+      "peers_sha256": storage.digest(
+        [v.params for v in self._evaluated_views()[0]]
+      ),
       "seconds": float(records.time[-1]) - self._first_ticket,
       "replaced": self._replaced(),
       **self._residual_lost(records),
@@ -225,8 +249,11 @@ class LivePeerEngine(live_engine.LiveEngine):
       return {}
     end, squares = records.time[-1], 0.0
     for peer in self._writers:
-      own = self._files.read(self._folder, peer)
-      for event, norm in files.residuals_lost(self._journal(peer), own):
+      records_of_peer = self._files.read(self._folder, peer)
+      for event, norm in files.residuals_lost(
+        self._journal(peer), records_of_peer
+      ):
+        # After the last message no residual would have been sent.
         squares += norm**2 if event.time < end else 0.0
     return {"residual_lost": math.sqrt(squares)}
 
@@ -247,7 +274,8 @@ class LivePeerEngine(live_engine.LiveEngine):
     """Returns the traffic of each link, as a table."""
     return {"links.csv": peers.links_table(self._traffic)}
 
-  def _pack(self):
+  def _pack(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns the peers' images and the lengths of their files."""
     images = self.cluster.images()
     cuts = files.lengths(self._folder, len(self._writers), images)
     tree = {str(peer): tree for peer, (tree, _) in images.items()}

@@ -6,6 +6,7 @@ nor for a checkpoint.
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from asgd.experiment.engines import (
   parameter_server,
   traffic,
 )
+from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.schema import Run
 from asgd.live import records
@@ -57,7 +59,7 @@ def check(run: Run) -> None:
     )
 
 
-def _check_kept(plan: ServerPlan) -> None:
+def _check_kept_tickets(plan: ServerPlan) -> None:
   """Raises ValueError for kept tickets with a codec of updates: a worker that
   rebuilds parameters from updates needs each update."""
   if plan.codec_down is not None and plan.keeps:
@@ -74,7 +76,7 @@ def plan(experiment: Any, run: Run, workers: int) -> ServerPlan:
   that only a simulation can follow, and for a server that cannot be split into
   its shards."""
   result = parameter_server.plan(experiment, run, workers)
-  _check_kept(result)
+  _check_kept_tickets(result)
   depth = result.rules().depth
   if run.config["live"]["overlap"] and depth < 2:
     raise ValueError(
@@ -94,7 +96,8 @@ class LiveServerEngine(live_engine.LiveEngine):
     """Shards write the journals and the records."""
     return range(self._plan.run.config["server"]["shards"])
 
-  def _prepare(self):
+  def _prepare(self) -> bool:
+    """Reads the journals, and prepares the inputs of shards and workers."""
     journals = live_files.read_journals(self._folder, len(self._writers))
     self._resumed = bool(journals[0])
     self._received = sum(e.action == base.RECEIVE for e in journals[0])
@@ -107,7 +110,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     seed = self._context.cell.seed
     self._run = live_clusters.prepare(self._plan, seed, due)
     shards = self._run.setup.shards
-    self._share = live_figures.lead_share(self._run.params, shards)
+    self._bytes_share = live_figures.lead_share(self._run.params, shards)
     return self._resumed
 
   def _setup(self):
@@ -125,17 +128,22 @@ class LiveServerEngine(live_engine.LiveEngine):
   def _open_files(self, saved, *, begun):
     return self._received  # shards cut their files back themselves
 
-  def _make_cluster(self, live, hosts, saved):
+  def _make_cluster(
+    self, live: LiveCell, hosts: CellHosts, saved: Any
+  ) -> tuple[Any, Callable[[], None]]:
+    """Returns the cluster of shards and workers, and its start."""
     machine, setup = self._context.machine, self._run.setup
+    # Slots that exist already have their memory.
     if not self._memory.kept:
       shares = live_clusters.slot_shares(self._run)
       wire = live_hosts.dtype_on_wire(self._plan.run.config)
       counts = slot_counts(setup)
-      nbytes = [slots_nbytes(counts, each, compress=wire) for each in shares]
+      nbytes = [slots_nbytes(counts, share, compress=wire) for share in shares]
       check_room(machine.memory_dir, sum(nbytes))
     self._shard_news = live_news.ShardNews(
       setup, live.memory, self._received, resumed=self._resumed
     )
+    # If one shard has lost its memory, all roll back to one checkpoint.
     if self._resumed:
       agree(setup, self._folder, live.memory)
     cluster = live_clusters.make_cluster(
@@ -148,8 +156,8 @@ class LiveServerEngine(live_engine.LiveEngine):
 
   # Training.
 
-  def _look(self, until):
-    super()._look(until)
+  def _check_cluster(self, until):
+    super()._check_cluster(until)
     if status := self.cluster.status():
       self._news += self._shard_news.of(status)
 
@@ -164,43 +172,45 @@ class LiveServerEngine(live_engine.LiveEngine):
     """Reads some of the lead's records."""
     return records.read_records(self._sinks[0], start, end)
 
-  def _look_for(self, until):
+  def _snapshot_at(self, until: int) -> None:
     """Fetches the parameters of message `until`, if it was received."""
     status = self.cluster.statuses
     if status is None:
       return
-    last = until == self.total
-    everywhere = all(shard["received"] >= until for shard in status)
+    is_last = until == self.total
+    all_received = all(shard["received"] >= until for shard in status)
     # Shards that are not consistent may receive a job twice or, at the end, not
     # at all, so their counts may differ when the cluster has finished.
-    if not self.cluster.finished and (last or not everywhere):
+    if not self.cluster.finished and (is_last or not all_received):
       self.done = min(self._received, until - 1)
       return
     if not self._received:
       return
-    kept = not last and all(until in s["kept_params"] for s in status)
+    is_kept = not is_last and all(until in s["kept_params"] for s in status)
     with contextlib.suppress(Disconnected):  # the next look tries again
-      if kept:
-        self._snapshot = self._take(until, kept=until)
+      if is_kept:
+        self._snapshot = self._fetch_snapshot(until, kept=until)
       else:
         # A shard failed and lost the kept parameters: take the present ones.
-        self._snapshot = self._take(status[0]["received"])
+        self._snapshot = self._fetch_snapshot(status[0]["received"])
       self.done = until
 
-  def _take(self, message: int, kept: int | None = None) -> engines.Snapshot:
+  def _fetch_snapshot(
+    self, message: int, kept: int | None = None
+  ) -> engines.Snapshot:
     """Fetches parameters: those kept at message `kept`, or the present ones."""
     params = self.cluster.params(kept)
     row = min(message, self._count()) - 1
-    at = self._rows(row, row + 1)
-    sent = [records.read_records(path, 0, row + 1) for path in self._sinks]
+    record = self._rows(row, row + 1)
+    parts = [records.read_records(path, 0, row + 1) for path in self._sinks]
     clock = {
-      "seconds": float(at.time[0]) - self._first_ticket,
-      "megabytes": traffic.megabytes(sent),
+      "seconds": float(record.time[0]) - self._first_ticket,
+      "megabytes": traffic.megabytes(parts),
     }
-    return engines.Snapshot(params, message, int(at.update[0]), clock)
+    return engines.Snapshot(params, message, int(record.update[0]), clock)
 
-  def _take_last(self):
-    take = lambda: self._take(self._received)  # noqa: E731
+  def _take_last_snapshot(self):
+    take = lambda: self._fetch_snapshot(self._received)  # noqa: E731
     self._snapshot = self.cluster.insist(take)
 
   # Results.
@@ -225,6 +235,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     self._check_files()
     paths = self._journals()
     journals = [read_journal(path) for path in paths]
+    # Files are compared with the counts that the shards have in memory.
     for path, sink, events, (_, meta) in zip(
       paths, self._sinks, journals, images, strict=True
     ):

@@ -21,6 +21,7 @@ from asgd.experiment.engines import (
   tables,
   traffic,
 )
+from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.tables import TablePlan
 from asgd.experiment.schema import Run
 from asgd.live import faults, pace
@@ -95,13 +96,16 @@ class TableMakers(NamedTuple):
     """Returns the maker of a shard."""
     return functools.partial(self._make_shard, index, image)
 
-  def _make_shard(self, index, image, inside: Inside):
+  def _make_shard(
+    self, index: int, image: bytes | None, inside: Inside
+  ) -> ShardHost:
+    """Makes a shard in its host."""
     plan = self.plan()
-    first = first_tables(plan, self.seed)
+    start_tables = first_tables(plan, self.seed)
 
     def make():
       server = division_of(plan).server(
-        index, first, plan.settings, plan.workers
+        index, start_tables, plan.settings, plan.workers
       )
       return TableShard(index, server)
 
@@ -117,7 +121,14 @@ class TableMakers(NamedTuple):
     """Returns the maker of a worker."""
     return functools.partial(self._make_worker, index, dict(shards), image)
 
-  def _make_worker(self, index, shards, image, inside: Inside):
+  def _make_worker(
+    self,
+    index: int,
+    shards: Mapping[int, Host],
+    image: bytes | None,
+    inside: Inside,
+  ) -> WorkerHost:
+    """Makes a worker in its host."""
     plan = self.plan()
     division = division_of(plan)
     _, root = jax.random.split(jax.random.key(self.seed))
@@ -148,10 +159,11 @@ class TableMakers(NamedTuple):
 class LiveTableEngine(live_engine.LiveEngine):
   """A cell of live tables."""
 
-  _gaps = False
+  _measures_gap = False
   _files = files.FILES
 
-  def _prepare(self):
+  def _prepare(self) -> bool:
+    """Checks the room in memory; returns whether the cell has begun."""
     plan, self._counts_seen = self._plan, []
     shards = range(plan.settings.shards)
     self._orders = [files.order_path(self._folder, shard) for shard in shards]
@@ -169,7 +181,10 @@ class LiveTableEngine(live_engine.LiveEngine):
   def _network(self):
     return self._plan.call_network
 
-  def _make_cluster(self, live, hosts, saved):
+  def _make_cluster(
+    self, live: LiveCell, hosts: CellHosts, saved: Any
+  ) -> tuple[cluster_lib.TableCluster, Callable[[], None]]:
+    """Returns the cluster of shards and workers, and its start."""
     makers = TableMakers(
       *(hosts.plan, live.cell.seed, live.folder, live.memory),
       *(tuple(self._context.machine.faults), live.write_span),
@@ -185,11 +200,14 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   # Resuming from a checkpoint.
 
-  def _unpack(self, saved):
+  def _unpack(
+    self, saved: checkpoint.Restored
+  ) -> tuple[cluster_lib.Images, dict[str, Any]]:
     """Returns (images, notes) of a checkpoint."""
     notes = saved.notes
     like: dict[str, Any] = {"shards": [0] * len(self._orders)}
     like["workers"] = dict.fromkeys(notes["workers"], 0)
+    # Images are bytes of any length: one uint8 array for each participant.
     tree = saved.tree(checkpoint.any_shapes(like))
     shards = [
       (rows, data.tobytes())
@@ -201,17 +219,20 @@ class LiveTableEngine(live_engine.LiveEngine):
     }
     return cluster_lib.Images(shards, workers), notes
 
-  def _kept(self, notes: Mapping[str, Any]) -> Iterator[tuple[Path, int]]:
+  def _rows_at_checkpoint(
+    self, notes: Mapping[str, Any]
+  ) -> Iterator[tuple[Path, int]]:
     """Yields each file and its count of rows at a checkpoint."""
+    # Shards have orders only; workers have a journal and records.
     yield from zip(self._orders, notes["shards"], strict=True)
     for worker, (rows, records) in enumerate(notes["files"]):
       yield journal_path(self._folder, worker), rows
       yield records_path(self._folder, worker), records
 
-  def _check_kept(self, notes: Mapping[str, Any]) -> None:
+  def _check_unchanged(self, notes: Mapping[str, Any]) -> None:
     """Raises ValueError, before any row is dropped, if files differ from those
     of the checkpoint."""
-    for path, rows in self._kept(notes):
+    for path, rows in self._rows_at_checkpoint(notes):
       if path.suffix == ".csv":
         count = len(read_journal(path))
       else:
@@ -228,35 +249,37 @@ class LiveTableEngine(live_engine.LiveEngine):
     rows = notes.get("shards") or [0 for _ in self._orders]
     return list(zip(self._orders, rows, strict=True))
 
-  def _go_back(self, saved):
+  def _cut_files_back(self, saved):
     if saved:
-      self._check_kept(saved[1])
-    super()._go_back(saved)
+      self._check_unchanged(saved[1])
+    super()._cut_files_back(saved)
 
   # Training.
 
   def _wait(self, seconds):
     self.cluster.wait(seconds)
 
-  def _look_for(self, until):
+  def _snapshot_at(self, until: int) -> None:
+    """Takes a snapshot at message `until`, or at the cluster's last one."""
     received = self._received >= until and until < self.total
     # A finished cluster may have missed jobs, which are then never received.
     if received or self.cluster.finished:
-      self._take(until)
+      self._take_snapshot(until)
     else:
       self.done = max(self.done, min(self._received, until - 1))
 
-  def _take(self, message: int) -> None:
+  def _take_snapshot(self, message: int) -> None:
     """Fetches the present rows, for the evaluation at a message."""
     parts = self.cluster.rows()
     self._counts_seen = self.cluster.counts()
     params = self._plan.join(division_of(self._plan).join(parts))
     records = self.records()
-    at = min(message, len(records.loss)) - 1
+    row = min(message, len(records.loss)) - 1
     clock = {
-      "seconds": float(records.time[at]) - self._first_ticket,
+      "seconds": float(records.time[row]) - self._first_ticket,
       "megabytes": traffic.megabytes([records]),
     }
+    # A clock counts as an update when the slowest worker has ended it.
     updates = min(slowest for _, slowest in self._counts_seen)
     self._snapshot = engines.Snapshot(params, message, updates, clock)
     self.done = message
@@ -269,7 +292,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness and losses of some jobs."""
-    return parameter_server.summary(self._some(start, end))
+    return parameter_server.summary(self._records_between(start, end))
 
   def profile(self) -> dict[int, int]:
     """Returns rows read at each clock differential."""
@@ -284,7 +307,7 @@ class LiveTableEngine(live_engine.LiveEngine):
       *(plan.settings.rules, records, parameter_server.summary(records)),
       *(self.profile(), self.cluster.held()),
       updates=min(slowest for _, slowest in self._counts_seen),
-      **self._moved(),
+      **self._rebalance_columns(),
     )
     return {
       **columns,
@@ -295,27 +318,31 @@ class LiveTableEngine(live_engine.LiveEngine):
       "took_part": len(np.unique(records.worker)),
     }
 
-  def _moved(self) -> dict[str, float]:
+  def _rebalance_columns(self) -> dict[str, float]:
     """Returns the count of ranges that moved to another shard, and the seconds
     that workers waited for the moves."""
     plan = self._plan
-    first = division_of(plan)
-    divisions = files.read_divisions(self._folder, first)
-    moved = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
-    settings, rest = plan.settings, 0.0
+    first_division = division_of(plan)
+    divisions = files.read_divisions(self._folder, first_division)
+    move_counts = [a.moves_to(b) for a, b in itertools.pairwise(divisions)]
+    settings, rest_seconds = plan.settings, 0.0
     if len(divisions) > 1:
       jobs = settings.rebalance_every * settings.clock_every
-      rest = files.rest_seconds(self._folder, plan.workers, jobs)
-    return {"ranges_moved": sum(moved), "rest_seconds": rest}
+      rest_seconds = files.rest_seconds(self._folder, plan.workers, jobs)
+    return {"ranges_moved": sum(move_counts), "rest_seconds": rest_seconds}
 
   def extras(self) -> dict[str, str]:
     """Returns the profile of staleness."""
     return {"staleness.csv": tables.profile_table(self.profile())}
 
-  def _pack(self):
+  def _pack(self) -> tuple[int, Any, dict[str, Any]]:
+    """Returns the images of all participants, with digests of their files."""
     images = self.cluster.images()
-    kept = {w: list(image[:2]) for w, image in images.workers.items()}
-    written = self._files.lengths(self._folder, len(self._writers), kept)
+    worker_lengths = {w: list(image[:2]) for w, image in images.workers.items()}
+    file_lengths = self._files.lengths(
+      self._folder, len(self._writers), worker_lengths
+    )
+    # A checkpoint stores arrays, so the bytes of images become uint8.
     as_array = functools.partial(np.frombuffer, dtype=np.uint8)
     tree = {
       "shards": [as_array(data) for _, data in images.shards],
@@ -323,15 +350,15 @@ class LiveTableEngine(live_engine.LiveEngine):
     }
     notes: dict[str, Any] = {
       "shards": [rows for rows, _ in images.shards],
-      "workers": {str(w): lengths for w, lengths in kept.items()},
-      "files": written,
+      "workers": {str(w): lengths for w, lengths in worker_lengths.items()},
+      "files": file_lengths,
     }
     notes["digests"] = {
       path.name: files.digest(path, rows)
-      for path, rows in self._kept(notes)
+      for path, rows in self._rows_at_checkpoint(notes)
       if rows
     }
-    return sum(rows for rows, _ in written), tree, notes
+    return sum(rows for rows, _ in file_lengths), tree, notes
 
 
 def describe(result: Mapping[str, Any]) -> str:

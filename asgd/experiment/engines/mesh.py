@@ -40,59 +40,64 @@ class MeshEngine(engines.Engine):
     self._plan, self._name = context.plan, context.cell.name
     problem, seed = self._plan.problem, context.cell.seed
     init_key, self._root = jax.random.split(jax.random.key(seed))
-    self._first = problem.init(init_key)
+    self._first_params = problem.init(init_key)
     self._batches = stacking.NamedBatches(problem.batches(seed, 1))
     self.total, self.done, self._seconds = self._plan.messages, 0, 0.0
     nan = np.full(self.total, np.nan, np.float32)
     self._records = MeshRecords(nan, nan.copy(), np.ones(self.total, bool))
     self._scaled = self._plan.run.config["mesh"]["loss_scale"] is not None
-    self._state = self._plan.step.init(self._first)
+    self._state = self._plan.step.init(self._first_params)
     self._restore(context)
     self._pace = engines.Pace(_SECONDS)
     self._warm_up()
 
-  def _restore(self, context):
+  def _restore(self, context: engines.Context) -> None:
+    """Restores the last checkpoint on all processes, if there is one."""
     template = {"state": self._state, "records": self._records}
+    # [1] Process 0 reads the checkpoint.
     tree, notes = context.restore(
       lambda saved: (saved.tree(template), saved.notes)
     ) or (None, None)
+    # [2] The other processes receive notes and arrays from it.
     notes = processes.share(notes)
     if notes is None:
       return
     if tree is None:  # process 0 alone reads it
       tree = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), template)
     tree = processes.share_arrays(tree)
+    # [3] Each process puts the parts of its devices in place.
     self._put(tree["state"])
     self._records = MeshRecords(*map(np.array, tree["records"]))
     self.done, self._seconds = notes["update"], notes["seconds"]
     if "iterators" in notes:
       self._batches.iterators.restore(notes["iterators"])
 
-  def _put(self, arrays):
+  def _put(self, arrays: Any) -> None:
     """Sets the state to NumPy arrays."""
-    where = jax.tree.map(lambda leaf: leaf.sharding, self._state)
-    specs = jax.tree.map(lambda sharding: sharding.spec, where)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, self._state)
+    specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
     placed = meshes.place(arrays, self._plan.mesh, specs)
-    self._state = meshes.copy(placed, where)
+    self._state = meshes.copy(placed, shardings)
 
-  def _warm_up(self):
+  def _warm_up(self) -> None:
     """Compiles all programs by an update that is discarded."""
     if self.done == self.total:
       return
+    # The update donates the state, so a restored one is copied first.
     arrays = self._whole_state() if self.done else None
     self._step(self.done)
-    self._state = self._plan.step.init(self._first)
+    self._state = self._plan.step.init(self._first_params)
     if arrays is not None:
       self._put(arrays)
 
-  def _whole_state(self):
+  def _whole_state(self) -> Any:
     """The state as NumPy arrays, on every process."""
     state = self._state
     if jax.process_count() > 1:
       state = meshes.whole(state, self._plan.mesh)
     return jax.device_get(state)
 
-  def _step(self, update):
+  def _step(self, update: int) -> Any:
     """Makes an update; returns its metrics."""
     step = self._plan.step
     batch = step.place(self._batches(0, update))
@@ -102,12 +107,15 @@ class MeshEngine(engines.Engine):
 
   def advance(self, until: int) -> engines.Progress:
     """Makes updates, as many as process 0 has time for."""
-    first, broken = self.done, None
+    start, broken = self.done, None
+    # All processes must make the same number of updates, or they would wait
+    # for one another forever.
     steps = int(processes.gather([self._pace.begin()])[0, 0])
-    while self.done < min(first + steps, until):
+    while self.done < min(start + steps, until):
       metrics = self._step(self.done)
       for column, value in zip(self._records, metrics, strict=True):
         column[self.done] = value
+      # A loss scale skips updates that are not finite, and goes lower.
       finite = np.isfinite(metrics.loss) and (metrics.finite or self._scaled)
       if not finite and broken is None:
         broken = (
@@ -118,7 +126,7 @@ class MeshEngine(engines.Engine):
         )
       self.done += 1
     self._seconds += self._pace.end()
-    rows = MeshRecords(*(c[first : self.done] for c in self._records))
+    rows = MeshRecords(*(c[start : self.done] for c in self._records))
     return engines.Progress(loss=rows.loss, broken=broken, rows=rows)
 
   def snapshot(self) -> engines.Snapshot:
@@ -145,7 +153,7 @@ class MeshEngine(engines.Engine):
     config = self._plan.run.config
     codec = config["compress"] and {"reducer": config["compress"]["name"]}
     optimizer = config["optimizer"]
-    weights = base.weights_of(self._first)
+    weights = base.weights_of(self._first_params)
     return {
       "messages": self.done,
       "updates": self.done,

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -56,6 +56,7 @@ def _axes(value: Any, key: str) -> dict[str, int]:
 
 @checks.described(type=["object", "null"])
 def _loss_scale(value: Any, key: str) -> dict[str, Any] | None:
+  """Checks the fields of a dynamic loss scale."""
   if value is None:
     return None
   fields = precision.Dynamic._fields
@@ -144,7 +145,7 @@ def check(run: Run) -> None:
     )
 
 
-def _check_batch(run, shape):
+def _check_batch(run: Run, shape: Mapping[str, int]) -> None:
   """Raises ValueError for a batch that the mesh cannot divide."""
   section, size = run.config["mesh"], run.config["batch_size"]
   replicas, accumulate = shape[meshes.DATA], section["accumulate"]
@@ -182,7 +183,7 @@ class MeshPlan(NamedTuple):
   curvature_limit: float = math.nan
 
 
-def _transform(run, rate) -> base.Algorithm:
+def _transform(run: Run, rate: Any) -> base.Algorithm:
   """Returns the algorithm of the run's recipe, with its optimizer."""
   # The step clips the gradient after its sum over the devices.
   run = run._replace(config={**run.config, "clip_norm": None})
@@ -230,7 +231,9 @@ def _reads_delay(
   return any(x is y for x in used for y in delay)
 
 
-def _reducer(run, mesh, size) -> compression.Reducer | None:
+def _reducer(
+  run: Run, mesh: jax.sharding.Mesh, size: traffic.Size
+) -> compression.Reducer | None:
   """Averages the gradients of devices; None: exactly."""
   section = run.config["compress"]
   if section is None:
@@ -277,11 +280,11 @@ def step_of(
   )
   devices = mesh.shape.get(meshes.DATA, 1)  # each has a share of a batch
   size = traffic.size_of(experiment.dataset, problem, devices, 1)
-  read = *OF_A_RUN, "mesh", "compress"
-  plain = [run.recipe, run.options, size, [run.config[key] for key in read]]
+  keys = *OF_A_RUN, "mesh", "compress"
+  values = [run.recipe, run.options, size, [run.config[key] for key in keys]]
   step = _steps.get(
     lambda: _make_step(run, problem, mesh, rate, size),
-    *(plain, rate, mesh, problem.loss, run.given),
+    *(values, rate, mesh, problem.loss, run.given),
   )
   return problem, step, peak, rate
 
@@ -289,7 +292,14 @@ def step_of(
 _steps = build_cache.BuildCache()
 
 
-def _make_step(run, problem, mesh, rate, size):
+def _make_step(
+  run: Run,
+  problem: problems.Problem,
+  mesh: jax.sharding.Mesh,
+  rate: Any,
+  size: traffic.Size,
+) -> data_parallel.Step:
+  """Builds the step that `step_of` caches."""
   section = run.config["mesh"]
   policy, scale = section["precision"], section["loss_scale"]
   clip = run.config["clip_norm"]
@@ -313,18 +323,19 @@ def _make_step(run, problem, mesh, rate, size):
     )
 
 
-def _make_mesh(run, here):
+def _make_mesh(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
+  """Returns the mesh of a run. Raises ValueError for too few devices."""
   axes = run.config["mesh"]["axes"]
-  wanted = devices_of(run)
-  if wanted is not None and wanted > len(here):
+  size = devices_of(run)
+  if size is not None and size > len(devices):
     raise ValueError(
-      f"config.mesh.axes {meshes.text(axes) or 'data'} needs {wanted} devices"
-      f" and there are {len(here)} ({here[0].platform}): use a smaller mesh, or"
-      " JAX_PLATFORMS=cpu in the environment, where this command makes as many"
-      " of the host's CPU as are needed"
+      f"config.mesh.axes {meshes.text(axes) or 'data'} needs {size} devices"
+      f" and there are {len(devices)} ({devices[0].platform}): use a smaller"
+      " mesh, or JAX_PLATFORMS=cpu in the environment, where this command makes"
+      " as many of the host's CPU as are needed"
     )
   with checks.blame("mesh.axes"):
-    return meshes.make(axes or {meshes.DATA: -1}, here)
+    return meshes.make(axes or {meshes.DATA: -1}, devices)
 
 
 def mesh_on(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
@@ -340,7 +351,8 @@ def mesh_on(run: Run, devices: Sequence[Any]) -> jax.sharding.Mesh:
   return mesh
 
 
-def _model(run, problem, mesh):
+def _model(run: Run, problem: problems.Problem, mesh: jax.sharding.Mesh) -> Any:
+  """Returns the problem's model, divided for the axes of the mesh."""
   section = run.config["mesh"]
   options = {"sequence": section["sequence"]}
   if meshes.PIPE in mesh.shape:
@@ -352,7 +364,7 @@ def _model(run, problem, mesh):
 
 
 @contextlib.contextmanager
-def _naming_mesh(run, mesh):
+def _naming_mesh(run: Run, mesh: jax.sharding.Mesh) -> Iterator[None]:
   """Names mesh and model in errors, on one line."""
   try:
     yield

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from asgd import problems
 from asgd.experiment import schema
 from asgd.experiment.engines import mesh_plan, parameter_server
 from asgd.experiment.engines.peers import PeerPlan
@@ -49,24 +50,33 @@ def of_one_model(
       " use form='shard_map'"
     )
   mesh = mesh_plan.mesh_on(run, target.devices)
-  problem, made, _, _ = mesh_plan.step_of(experiment, run, mesh)
+  # Everything below is shapes: nothing is allocated on the target's devices.
+  problem, step, _, _ = mesh_plan.step_of(experiment, run, mesh)
   key = meshes.place(_key(), mesh)
   params = jax.eval_shape(problem.init, key)
-  state = made.init(params)
-  batch = made.place(_shapes(problem.batches(0, 1)(0, 0)))
+  state = step.init(params)
+  batch = step.place(_shapes(problem.batches(0, 1)(0, 0)))
   planned = _plan(run, problem, mesh, params, state, batch)
   arguments = state, batch, key
-  yield ahead.Compilation(run.label, made.step, arguments, mesh, planned)
+  yield ahead.Compilation(run.label, step.step, arguments, mesh, planned)
 
 
-def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
+def _plan(
+  run: Run,
+  problem: problems.Problem,
+  mesh: jax.sharding.Mesh,
+  params: Any,
+  state: Any,
+  batch: Any,
+) -> ahead.ProgramPlan:
   """Returns the plan of a step.
 
   The plan does not count the bytes of compressed gradients or image tiles.
   """
   section, size = run.config["mesh"], run.config["batch_size"]
-  each = size // mesh.shape[meshes.DATA]
+  replica_size = size // mesh.shape[meshes.DATA]
   accumulate = section["accumulate"]
+  # [1] The bytes of a number in the computation and in the reduction.
   policy = section["precision"]
   numbers = precision.POLICIES.get(policy, precision.Policy())
   width = 8 if policy == mesh_plan.DOUBLE else 4
@@ -74,28 +84,33 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
     jnp.dtype(dtype).itemsize if dtype else width
     for dtype in (numbers.compute, numbers.reduce)
   )
-  how = transfers.Replicas(section["zero"], accumulate, *sizes)
+  replicas = transfers.Replicas(section["zero"], accumulate, *sizes)
   if run.config["compress"] or set(mesh.shape) & set(halo.AXES):
     return ahead.ProgramPlan(None)
+  # [2] A GPT has formulas; another model's products are counted.
   pieces = problem.pieces
+  # The last token of a sequence is a label only, so it is no input.
   tokens = jax.tree.leaves(batch)[0]
   gpt = pieces and workloads.find_gpt(
     pieces.layers, tokens.update(shape=(size, tokens.shape[-1] - 1))
   )
   if not gpt:
-    flops = workloads.products(problem.loss, params, batch, each)
-    sent = [*transfers.of_weights(state.params, mesh, how)]
-    return ahead.ProgramPlan(sent, flops)
+    flops = workloads.products(problem.loss, params, batch, replica_size)
+    transfer_list = [*transfers.of_weights(state.params, mesh, replicas)]
+    return ahead.ProgramPlan(transfer_list, flops)
+  # [3] Transfers, products and memory of a GPT's step.
   stream = memory.GptStream(
-    *(gpt, each // accumulate, section["sequence"]),
+    *(gpt, replica_size // accumulate, section["sequence"]),
     mesh_plan.microbatches_of(section, mesh.shape),
     *(section["rounds"] or 1, section["recompute"]),
   )
-  also = frozenset({meshes.TENSOR} if stream.sequence else ())
+  split_axes = frozenset({meshes.TENSOR} if stream.sequence else ())
   turns = transfers.turns_of(stream, mesh)
-  sent = [
-    *transfers.of_weights(state.params, mesh, how, also=also, turns=turns),
-    *transfers.of_stream(stream, mesh, how),
+  transfer_list = [
+    *transfers.of_weights(
+      state.params, mesh, replicas, also=split_axes, turns=turns
+    ),
+    *transfers.of_stream(stream, mesh, replicas),
   ]
   flops = accumulate * memory.step_flops(
     *(gpt, stream.sequences, stream.microbatches, stream.rounds),
@@ -108,10 +123,10 @@ def _plan(run, problem, mesh, params, state, batch) -> ahead.ProgramPlan:
     parameters=transfers.parameters_here(state.params, mesh),
     stages=mesh.shape.get(meshes.PIPE, 1),
     tensor=mesh.shape.get(meshes.TENSOR, 1),
-    itemsize=how.compute,
-    zero=how.zero,
+    itemsize=replicas.compute,
+    zero=replicas.zero,
   )
-  return ahead.ProgramPlan(sent, flops, temporary)
+  return ahead.ProgramPlan(transfer_list, flops, temporary)
 
 
 def peer_rounds(
@@ -131,22 +146,25 @@ def peer_rounds(
   rounds = peers.make_rounds(plan.gossip, plan.server, plan.worker, mesh)
   key = _key()
   params = jax.eval_shape(plan.problem.init, key)
-  one = _shapes(plan.job_batches(0)(0, 0))
-  batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), one)
+  job_batch = _shapes(plan.job_batches(0)(0, 0))
+  batch = jax.tree.map(lambda x: x.update(shape=(workers, *x.shape)), job_batch)
   number = jax.ShapeDtypeStruct((), jnp.int32)
   arguments = (
     *(rounds.init(params), rounds.place(batch)),
     *meshes.place((key, number), mesh),
   )
   code = peers.message_shapes(plan.peer, params)
-  how, seen = plan.gossip, set()
-  for k in range(how.every * how.topology.period):
+  # Rounds repeat after this period, and equal phases share a program.
+  exchange, compiled_phases = plan.gossip, set()
+  for k in range(exchange.every * exchange.topology.period):
     phases = rounds.phases(k)
-    if phases in seen:
+    if phases in compiled_phases:
       continue
-    seen.add(phases)
-    sent = transfers.of_round(how, code, mesh, meshes.DATA, phases)
-    planned = ahead.ProgramPlan([*sent], crosses=phases[2])
+    compiled_phases.add(phases)
+    transfer_list = transfers.of_round(
+      exchange, code, mesh, meshes.DATA, phases
+    )
+    planned = ahead.ProgramPlan([*transfer_list], crosses=phases[2])
     name = f"{run.label}, round {k} ({'messages' if phases[2] else 'local'})"
     yield ahead.Compilation(
       *(name, rounds.program, arguments, mesh, planned, (phases,))

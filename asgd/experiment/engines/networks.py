@@ -68,8 +68,8 @@ def shares(plan: Any, shards: int) -> list[int]:
 
 def dense(plan: Any) -> Sizes:
   """Returns the sizes of messages and tickets without codecs."""
-  each = shares(plan, plan.network.shards)
-  return fixed(each, each)
+  shard_bytes = shares(plan, plan.network.shards)
+  return fixed(shard_bytes, shard_bytes)
 
 
 def coded(plan: Any) -> bool:

@@ -136,8 +136,8 @@ class ServerPlan:
     """Largest curvature at which the recipe is stable along its order, at the
     peak learning rate; NaN if that is not known."""
     measured = self.network is None or not networks.coded(self)
-    own = server_orders.own_of(self.run) is not None
-    if self.run.given is not None or own or not measured:
+    has_own_order = server_orders.own_of(self.run) is not None
+    if self.run.given is not None or has_own_order or not measured:
       return math.nan
     # The limit is measured with workers that send one gradient for each ticket;
     # for other workers it is not known.
@@ -146,16 +146,19 @@ class ServerPlan:
     # The limit holds for the order after a warm start.
     order = {key: v for key, v in self.order.items() if key != "warm_start"}
     all_at_work = dataclasses.replace(self, order=order)
-    start, rate = all_at_work.trace(0, 40 * self.workers), self.learning_rate
-    if (start.action == base.KEEP).any():
+    rate = self.learning_rate
+    order_trace = all_at_work.trace(0, 40 * self.workers)
+    if (order_trace.action == base.KEEP).any():
       return math.nan
     name = self.run.config["optimizer"]
     if name and optimizers.momentum_of(optimizers.named(name)) is None:
       return math.nan  # the stability of other optimizers depends on more
     recipe = build_recipe(self.run, self.workers, rate)
-    rows = storage.digest([start.worker, start.action])
+    rows = storage.digest([order_trace.worker, order_trace.action])
     return _limits.get(
-      lambda: diagnosis.curvature_limit(recipe, start, learning_rate=rate),
+      lambda: diagnosis.curvature_limit(
+        recipe, order_trace, learning_rate=rate
+      ),
       *(rate, recipe, rows),
     )
 
@@ -163,9 +166,9 @@ class ServerPlan:
     """Returns the order of a cell, which follows from config and seed, for so
     many messages (None: all). On a network they have their dense sizes."""
     count = self.messages if messages is None else messages
-    own = self._own_trace(seed, count)
-    if own is not None:
-      return own
+    own_order = self._own_trace(seed, count)
+    if own_order is not None:
+      return own_order
     if self.network is not None:
       order = self.over_network(seed, networks.dense(self))
       order.until(count)
@@ -233,15 +236,17 @@ class ServerPlan:
     ValueError, with worker and job, for any error of a user's batches."""
     return stacking.NamedBatches(self._job_batches(seed))
 
-  def _job_batches(self, seed):
-    steps, given, problem = self.recipe.steps, self.allocation, self.problem
-    if given is None:
+  def _job_batches(self, seed: int) -> problems.Batches:
+    """Returns the batches of jobs, with each worker's share."""
+    steps, problem = self.recipe.steps, self.problem
+    allocation = self.allocation
+    if allocation is None:
       batches = problem.batches(seed, self.workers)
       return stacking.job_batches(batches, steps)
     if allocations.changes_batches(self.run):
-      problem = problem.with_batch_size(max(given.batch_sizes))
+      problem = problem.with_batch_size(max(allocation.batch_sizes))
     return allocation_lib.job_batches(
-      problem.batches(seed, self.workers), given, stacked=steps > 1
+      problem.batches(seed, self.workers), allocation, stacked=steps > 1
     )
 
   def rules(self) -> protocol.Rules:
@@ -269,12 +274,15 @@ def build_recipe(
   make = functools.partial(_build_recipe, run, workers, learning_rate)
   if run.given is not None:
     return make()
-  read = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
-  plain = [run.recipe, run.options, workers, *read]
-  return _recipes.get(make, plain, learning_rate)
+  values = [run.config[key] for key in ("optimizer", "clip_norm", "order")]
+  cache_key = [run.recipe, run.options, workers, *values]
+  return _recipes.get(make, cache_key, learning_rate)
 
 
-def _build_recipe(run, workers, learning_rate):
+def _build_recipe(
+  run: Run, workers: int, learning_rate: Any
+) -> algorithms.Recipe:
+  """Builds the recipe that `build_recipe` caches."""
   order, recipe = run.config["order"], run.make_recipe(learning_rate, workers)
   rounds = "backup_workers", "backup_tasks"
   if recipe.order == "asynchronous" and order["name"] in rounds:
@@ -284,7 +292,12 @@ def _build_recipe(run, workers, learning_rate):
   return recipe
 
 
-def _server(run, problem, recipe, order) -> base.Server:
+def _server(
+  run: Run,
+  problem: problems.Problem,
+  recipe: algorithms.Recipe,
+  order: Mapping[str, Any],
+) -> base.Server:
   backup = order["name"] == "backup_workers"  # drops late messages
   bound = 0 if backup else run.config["gate"]["max_staleness"]
   return _server_of(recipe, bound, problem.statistics_decay)
@@ -303,7 +316,8 @@ _gradient_worker = functools.lru_cache(maxsize=8)(worker_lib.gradient_worker)
 _weighted = functools.lru_cache(maxsize=8)(worker_lib.weighted)
 
 
-def _worker(run, recipe, loss) -> base.Worker:
+def _worker(run: Run, recipe: algorithms.Recipe, loss: Any) -> base.Worker:
+  """Returns the worker of a recipe. It weighs batches of different sizes."""
   if recipe.worker is None and recipe.steps == 1:
     worker = _gradient_worker(loss, recipe.at_worker)
   else:
@@ -322,20 +336,23 @@ def plan(
   """Builds and checks the plan of a run with a number of workers. `make` is the
   class of the plan."""
   problem = experiment.problem_of(run)
+  # [1] The recipe at its peak rate gives the batches of an update, from which
+  # the schedule in updates follows; then the recipe is built with it.
   run = server_orders.with_protocol(run, workers)
   peak = float(run.config["learning_rate"])
-  first = run.given or build_recipe(run, workers, peak)
-  batches, start = make.batches_of_update(first, workers), peak / workers
+  peak_recipe = run.given or build_recipe(run, workers, peak)
+  batches, start = make.batches_of_update(peak_recipe, workers), peak / workers
   rate = learning_rates.schedule(
     *(run, problem),
     peak=peak,
     batches=batches,
     start=start,
-    steps=first.steps,
+    steps=peak_recipe.steps,
   )
   if run.given is not None and run.given.made is None:
     rate = peak = math.nan  # a given recipe has an unknown rate
   recipe = build_recipe(run, workers, rate)
+  # [2] Codecs, order, and length.
   codec, codec_down = traffic.codecs_of(
     run, experiment.dataset, problem, recipe, workers
   )
@@ -346,6 +363,7 @@ def plan(
   if run.given is None:  # a call has counted its messages already
     messages = max(messages // workers, 1) * workers
   checks.check_message_count(run.config, messages)
+  # [3] The plan, and checks that need all of it.
   result = make(
     run=run,
     workers=workers,
@@ -425,8 +443,8 @@ def columns(
     row |= {"allocation": allocations.describe(plan.allocation)}
   row |= {"updates": update, **summary(records)}
   if trace is not None and plan.order["name"] == "backup_tasks":
-    started, first = orders.count_backups(trace)
-    row |= {"backup_started": started, "backup_first": first}
+    started, first_backups = orders.count_backups(trace)
+    row |= {"backup_started": started, "backup_first": first_backups}
   return row | traffic.columns(plan, records)
 
 
@@ -443,9 +461,9 @@ def broken(
   finite = np.isfinite(part.loss) & np.isfinite(part.update_norm)
   if finite.all():
     return None
-  first = int(np.argmin(finite))
-  row = {name: column[first] for name, column in part._asdict().items()}
-  message = done - len(finite) + first + 1
+  first_row = int(np.argmin(finite))
+  row = {name: column[first_row] for name, column in part._asdict().items()}
+  message = done - len(finite) + first_row + 1
   words = "the loss is {loss} and the update {update_norm}".format_map(row)
   words += f" at message {message}, {which.format_map(row)}"
   return not_finite(plan, words, cell)
@@ -475,7 +493,7 @@ COLUMNS = (
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns staleness, gap and stability of a cell in a few words."""
-  words = (
+  text = (
     "staleness mean {staleness_mean:.1f} max {staleness_max}, gap mean"
     " {gap_mean:.2g} max {gap_max:.2g}, effective learning rate"
     " {effective_rate:.2g}"
@@ -484,38 +502,38 @@ def describe(result: Mapping[str, Any]) -> str:
   if storage.is_finite(reached):
     limit = result["rate_x_sharpness_limit"]
     limit = f"{limit:.2g}" if storage.is_finite(limit) else "-"
-    words += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
+    text += f", rate x sharpness up to {reached:.2g} (quadratic limit {limit})"
   if "spread_mean" in result:
-    words += (
+    text += (
       f", {result['shards']} shards {result['spread_mean']:.2g} messages apart"
     )
   if result.get("backup_started"):
-    words += (
+    text += (
       f", {result['backup_first']} of {result['backup_started']} backup tasks"
       " came first"
     )
   if result["accepted"] < 1:
-    words += f", {100 * result['accepted']:.1f} % of the messages accepted"
+    text += f", {100 * result['accepted']:.1f} % of the messages accepted"
   if "codec" in result or "codec_down" in result:
-    words += (
+    text += (
       f", {result['bytes_up'] / 1e6:.3g} MB up ({result['compression_up']:.3g}"
       f" times less than dense), {result['bytes_down'] / 1e6:.3g} MB down"
     )
   if "codec_down" in result:
-    words += f" ({result['compression_down']:.3g} times less)"
-  words += networks.describe(result)
+    text += f" ({result['compression_down']:.3g} times less)"
+  text += networks.describe(result)
   if result.get("residual_lost"):
-    words += (
+    text += (
       f", RMS {result['residual_lost']:.2g} that codecs had kept to send later"
       " lost with workers"
     )
   if "allocation" in result:
-    words += f", {result['allocation']}"
+    text += f", {result['allocation']}"
   workers = result["workers"]
   took_part = result.get("took_part", workers)
   if took_part < workers:
-    words += (
+    text += (
       f"; only {took_part} of {workers} workers took part: what is said of this"
       " many is not known from it"
     )
-  return words
+  return text

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import gossip, simulator, stacking
+from asgd import base, gossip, simulator, stacking
 from asgd.experiment import checkpoint, engines, schema
 from asgd.experiment.engines import mesh_plan, parameter_server, peers
+from asgd.experiment.engines.simulated import Restore
 from asgd.experiment.schema import Run
 from asgd.parallel import meshes
 from asgd.parallel import peers as program_lib
@@ -26,13 +27,13 @@ OF_ONE_MODEL = [
 
 def check(run: Run) -> None:
   """Raises ValueError for a mesh that does not fit the workers."""
-  axes = run.config["mesh"]["axes"]
-  if not axes:
+  mesh_axes = run.config["mesh"]["axes"]
+  if not mesh_axes:
     return
   for workers in run.config["workers"]:
-    if axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
+    if mesh_axes not in ({meshes.DATA: workers}, {meshes.DATA: -1}):
       raise ValueError(
-        f"config.mesh.axes {meshes.text(axes)} does not fit"
+        f"config.mesh.axes {meshes.text(mesh_axes)} does not fit"
         f" config.workers {workers}, as each device is a peer: leave it out, or"
         f" use data:{workers}"
       )
@@ -53,11 +54,11 @@ def plan(experiment: Any, run: Run, workers: int) -> peers.PeerPlan:
       f"config.runs.{run.label}.recipe {run.recipe!r} has peers, and a mesh of"
       " peers needs one process: drop --num_processes, or use engine ray"
     )
-  here = len(jax.devices())
-  if here < workers:
+  device_count = len(jax.devices())
+  if device_count < workers:
     raise ValueError(
       f"config.workers {workers} on engine mesh needs {workers} devices, and"
-      f" this process has {here}: use fewer, or engine simulate"
+      f" this process has {device_count}: use fewer, or engine simulate"
     )
   result = parameter_server.plan(experiment, run, workers, peers.PeerPlan)
   if result.gossip.order != gossip.ROUNDS:
@@ -76,10 +77,10 @@ class _LinkMeter:
     n = how.topology.workers
     self._gossip, self._bytes = how, nbytes
     self.links = np.zeros((2, n, n), np.int64)  # messages, bytes
-    self._sent = np.zeros(n, np.int64)  # bytes of each peer's last message
+    self._sent_bytes = np.zeros(n, np.int64)  # of each peer's last message
     # The last round's bytes put and taken, and RMS of the change by mixing.
     zeros = np.zeros(n, np.int64)
-    self._before = zeros, zeros, np.zeros(n, np.float32)
+    self._last_round = zeros, zeros, np.zeros(n, np.float32)
 
   def count(
     self, k: int, codes: Any, mix_norm: np.ndarray
@@ -87,32 +88,40 @@ class _LinkMeter:
     """Counts the messages of round k. Returns, for each peer's record, bytes
     put, bytes taken, and the RMS of the change by mixing, since its last one.
     """
-    how, n = self._gossip, len(self._sent)
-    message, rest = divmod(k, how.every)
+    how, n = self._gossip, len(self._sent_bytes)
+    # A message is put in the first round of `every`, and taken in the last.
+    message, step = divmod(k, how.every)
     put = np.zeros(n, np.int64)
-    if not rest:
+    if not step:
       put += self._bytes
       if how.compressed:
-        each = (jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n))
-        put = np.array([simulator.packed_bytes(code) for code in each])
-      self._sent = put
+        peer_codes = (
+          jax.tree.map(lambda x, i=i: x[i], codes) for i in range(n)
+        )
+        put = np.array([simulator.packed_bytes(code) for code in peer_codes])
+      self._sent_bytes = put
     taken = np.zeros((n, n), np.int64)
-    if rest == how.every - 1:
+    if step == how.every - 1:
       links = how.topology.links[message % how.topology.period]
-      taken = links * self._sent
+      taken = links * self._sent_bytes
       self.links += np.stack([links, taken])
-    up, down, mixed = self._before
-    self._before = put, taken.sum(1), mix_norm
+    # A record has the mixing of the last round, as it precedes the gradient.
+    up, down, mixed = self._last_round
+    self._last_round = put, taken.sum(1), mix_norm
     return put if how.put_first else up, down, mixed
 
   def pack(self) -> dict[str, Any]:
     """Returns the counts as a tree of arrays."""
-    return {"before": self._before, "links": self.links, "sent": self._sent}
+    return {
+      "before": self._last_round,
+      "links": self.links,
+      "sent": self._sent_bytes,
+    }
 
   def unpack(self, tree: Mapping[str, Any]) -> None:
     """Restores packed counts."""
-    self._before = tuple(tree["before"])
-    self.links, self._sent = tree["links"].copy(), tree["sent"]
+    self._last_round = tuple(tree["before"])
+    self.links, self._sent_bytes = tree["links"].copy(), tree["sent"]
 
 
 class PeerMeshEngine(peers.PeerEngine):
@@ -123,7 +132,10 @@ class PeerMeshEngine(peers.PeerEngine):
     super().__init__(context)
     self._pace = engines.Pace(_SECONDS)
 
-  def _begin(self, seed, params, root, restore):
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Compiles the rounds, and restores a checkpoint; see the base."""
     plan, self._root = self._plan, root
     self._batch = plan.job_batches(seed)
     self.quantum = n = plan.workers
@@ -131,7 +143,7 @@ class PeerMeshEngine(peers.PeerEngine):
     self._rounds = program_lib.make_rounds(
       plan.gossip, plan.server, plan.worker, mesh
     )
-    self._where = jax.sharding.NamedSharding(
+    self._sharding = jax.sharding.NamedSharding(
       mesh, jax.sharding.PartitionSpec(meshes.DATA)
     )
     nbytes = program_lib.message_bytes(plan.gossip, plan.server, params)
@@ -144,30 +156,35 @@ class PeerMeshEngine(peers.PeerEngine):
     self._warm_up(done // n)
     return done
 
-  def _unpack(self, saved):
+  def _unpack(self, saved: checkpoint.Restored) -> None:
+    """Restores states, records and counts of traffic."""
     records = checkpoint.any_shapes(self._parts[0])
     tree = {"state": self._state, "records": records, **self._meter.pack()}
     tree, self._seconds = saved.tree(tree), saved.notes["seconds"]
-    self._state = meshes.copy(tree["state"], self._where)
+    self._state = meshes.copy(tree["state"], self._sharding)
     self._parts = [simulator.PeerRecords(*tree["records"])]
     self._meter.unpack(tree)
 
   def _warm_up(self, start: int) -> None:
     """Compiles the programs of all later rounds, and discards their results."""
-    how, rounds = self._plan.gossip, self.total // self.quantum
+    exchange, rounds = self._plan.gossip, self.total // self.quantum
     arrays = jax.device_get(self._state)
-    for k in range(start, min(start + how.every * how.topology.period, rounds)):
+    for k in range(
+      start, min(start + exchange.every * exchange.topology.period, rounds)
+    ):
       self._round(k)
-    self._state = meshes.copy(arrays, self._where)
+    self._state = meshes.copy(arrays, self._sharding)
 
-  def _round(self, k):
+  def _round(self, k: int) -> Any:
+    """Runs round k on all devices; returns its metrics."""
     n = self.quantum
     batches = [self._batch(i, k * n + i) for i in range(n)]
     batch = self._rounds.place(stacking.stack(batches))
     self._state, metrics = self._rounds.round(self._state, batch, self._root, k)
     return jax.device_get(metrics)
 
-  def _run(self, end):
+  def _run(self, end: int) -> simulator.PeerRecords:
+    """Runs rounds to message `end`; see the base."""
     n = self.quantum
     rounds = range(self.done // n, -(-end // n))
     part = simulator.join_records(
@@ -176,8 +193,10 @@ class PeerMeshEngine(peers.PeerEngine):
     self._parts.append(part)
     return part
 
-  def _records_of(self, k, metrics) -> simulator.PeerRecords:
+  def _records_of(self, k: int, metrics: Any) -> simulator.PeerRecords:
+    """Returns the n records of round k, one for each peer."""
     n = self.quantum
+    # The program returns integers and floats as two arrays, a row a peer.
     version, staleness, accepted = metrics.whole.T
     gap, message_norm, update_norm, mix_norm, residual = metrics.real.T
     up, down, mixed = self._meter.count(k, metrics.codes, mix_norm)
@@ -210,7 +229,8 @@ class PeerMeshEngine(peers.PeerEngine):
   def _clock(self):
     return {"seconds": self._seconds}
 
-  def _costs(self):
+  def _costs(self) -> dict[str, Any]:
+    """Returns the columns on time and memory."""
     batch = self._plan.run.config["batch_size"] * self._plan.recipe.steps
     return {
       "mesh": meshes.text({meshes.DATA: self.quantum}),

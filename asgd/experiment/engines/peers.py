@@ -17,7 +17,11 @@ from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import networks, parameter_server
 from asgd.experiment.engines.parameter_server import ServerPlan
-from asgd.experiment.engines.simulated import SimulatedEngine, some
+from asgd.experiment.engines.simulated import (
+  Restore,
+  SimulatedEngine,
+  some,
+)
 from asgd.experiment.schema import Run
 from asgd.gossip import over_network, topologies
 from asgd.live.gossip import frames
@@ -63,9 +67,9 @@ class PeerPlan(ServerPlan):
   def trace(self, seed: int, messages: int | None = None) -> base.Trace:
     """Returns the order of a cell, which follows from config and seed."""
     count = self.messages if messages is None else messages
-    own = self._own_trace(seed, count)
-    if own is not None:
-      return own
+    own_order = self._own_trace(seed, count)
+    if own_order is not None:
+      return own_order
     if self.call_network is not None:
       return self._over_network(seed, count)[0]
     return self.gossip.trace(
@@ -75,8 +79,8 @@ class PeerPlan(ServerPlan):
   def use(self, seed: int) -> LinkUse | None:
     """Returns the use of the network by a cell; None without a network, or if
     the run has its own order."""
-    own = self._own_trace(seed, self.messages)
-    if self.call_network is None or own is not None:
+    own_order = self._own_trace(seed, self.messages)
+    if self.call_network is None or own_order is not None:
       return None
     return self._over_network(seed, self.messages)[1]
 
@@ -145,25 +149,28 @@ class PeerPlan(ServerPlan):
 class PeerEngine(SimulatedEngine):
   """A cell of peers, in simulated time."""
 
-  _which = "of peer {worker}"
+  _message_text = "of peer {worker}"
   _join = staticmethod(simulator.join_records)
 
-  def _begin(self, seed, params, root, restore):
-    del params, root  # `PeerPlan.peers` makes them
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Makes the peers, new or from a checkpoint; see the base."""
+    del params, root  # `PeerPlan.peers` makes them from the seed
     plan, self._seed = self._plan, seed
     self._peers, records = restore(
       lambda saved: _unpack(saved, plan.peers(seed))
     ) or (plan.peers(seed), simulator.join_records([]))
     trace = self._peers.trace
     # Each part has a message and all rows until the next one.
-    ends = simulator.end_of_message(trace)[1:] - 1
-    self._ends = np.append(ends, len(trace.time))
+    end_rows = simulator.end_of_message(trace)[1:] - 1
+    self._end_rows = np.append(end_rows, len(trace.time))
     self._parts = [records]
     self.quantum = plan.quantum
     return len(records.loss)
 
   def _run(self, end):
-    part = self._peers.run(int(self._ends[end - 1]))
+    part = self._peers.run(int(self._end_rows[end - 1]))
     self._parts.append(part)
     return part
 
@@ -181,7 +188,7 @@ class PeerEngine(SimulatedEngine):
   def _clock(self):
     return {"time": float(self.records().time[-1])}
 
-  def _costs(self):
+  def _costs(self) -> dict[str, Any]:
     """Returns the columns on the time of the cell, and on its network."""
     records = self.records()
     row = {"simulated_time": float(records.time[-1])}
@@ -198,6 +205,7 @@ class PeerEngine(SimulatedEngine):
     """Returns the mean model, at the simulated time."""
     states, weights = self._present()
     params = simulator.mean_params(states, weights)
+    # Peers count their own updates, which differ if they are not in step.
     updates = np.mean([int(state.server.version) for state in states])
     return engines.Snapshot(params, self.done, round(updates), self._clock())
 
@@ -229,7 +237,9 @@ class PeerEngine(SimulatedEngine):
     return self._peers.event, {**tree, "records": self.records()}, notes
 
 
-def _unpack(saved, peers: simulator.Peers) -> tuple[simulator.Peers, Any]:
+def _unpack(
+  saved: checkpoint.Restored, peers: simulator.Peers
+) -> tuple[simulator.Peers, Any]:
   """Restores peers from a checkpoint; returns the peers and its records."""
   template = peers.template(saved.notes)
   template["records"] = checkpoint.any_shapes(simulator.join_records([]))
@@ -261,9 +271,11 @@ def peer_quality(
 ) -> dict[str, float]:
   """Returns losses and accuracies of the worst and the best peer. Of more than
   16 peers, 16 are evaluated, evenly spread over the indices."""
-  at = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
-  some = [problem.evaluate(params[round(i)]) for i in at]
-  losses, accuracies = zip(*((e.loss, e.accuracy) for e in some), strict=True)
+  indices = np.linspace(0, len(params) - 1, min(len(params), _MOST_PEERS))
+  evaluations = [problem.evaluate(params[round(i)]) for i in indices]
+  losses, accuracies = zip(
+    *((e.loss, e.accuracy) for e in evaluations), strict=True
+  )
   return {
     "peer_loss_best": float(np.min(losses)),
     "peer_loss_worst": float(np.max(losses)),
@@ -307,35 +319,36 @@ def plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
 
 def simulated_plan(experiment: Any, run: Run, workers: int) -> PeerPlan:
   """Builds and checks the plan of a run in simulated time."""
-  made = plan(experiment, run, workers)
-  if made.gossip.compressed and made.call_network is not None:
+  result = plan(experiment, run, workers)
+  if result.gossip.compressed and result.call_network is not None:
     raise ValueError(
       f"config.network is not for config.runs.{run.label}, whose codec makes"
       " sizes depend on the values: leave out the codec or the network"
     )
-  return made
+  return result
 
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns consensus distance, accuracies and costs in a few words."""
-  words = (
+  text = (
     "{topology} (|lambda_2| {second_eigenvalue:.3f}), consensus distance"
     " {consensus:.2g}"
   ).format_map(result)
+  # NaN for tasks without accuracies.
   worst, best = (
     result[f"peer_accuracy_{which}"] for which in ("worst", "best")
   )
   if worst == worst:  # not NaN, so the task has accuracies
-    words += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"
-  words += f", {result['bytes_per_link'] / 1e6:.3g} MB a link"
+    text += f", peers from {100 * worst:.1f} to {100 * best:.1f} %"
+  text += f", {result['bytes_per_link'] / 1e6:.3g} MB a link"
   if "simulated_time" in result:
-    words += f", time {result['simulated_time']:.4g}"
+    text += f", time {result['simulated_time']:.4g}"
   if result.get("staleness_max"):
-    words += (
+    text += (
       f", staleness mean {result['staleness_mean']:.1f} max"
       f" {result['staleness_max']}"
     )
-  return words + networks.describe(result)
+  return text + networks.describe(result)
 
 
 COLUMNS = (

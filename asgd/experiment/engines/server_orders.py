@@ -100,7 +100,7 @@ def own_of(run: Run) -> Any:
   return names.imported("order", name) if names.is_import(name) else None
 
 
-def _called(run: Run) -> tuple[str, dict[str, Any]]:
+def _order_call(run: Run) -> tuple[str, dict[str, Any]]:
   """Returns the name of a run's own order, for errors, and its options."""
   options = dict(run.config["order"])
   name, given = options.pop("name"), run.objects.get("order")
@@ -114,13 +114,13 @@ def with_protocol(run: Run, workers: int) -> Run:
   maker = own_of(run)
   if not callable(maker) or not own.is_protocol(maker):
     return run
-  name, options = _called(run)
+  name, options = _order_call(run)
   rules = own.called(maker, name, options, workers=workers)
   if not isinstance(rules, protocol.Rules):
     return run
   with checks.blame("order"):
-    named = makers.named(rules, workers)
-  return run._replace(config={**run.config, "order": named})
+    order = makers.named(rules, workers)
+  return run._replace(config={**run.config, "order": order})
 
 
 def own_trace(
@@ -142,16 +142,17 @@ def own_trace(
   Raises:
     ValueError: as `orders.own.read`.
   """
-  given = own_of(run)
-  if given is None:
+  own_order = own_of(run)
+  if own_order is None:
     return None
-  if isinstance(given, base.Trace):
-    return own.read(given, workers=workers, messages=messages)
-  name, options = _called(run)
+  if isinstance(own_order, base.Trace):
+    return own.read(own_order, workers=workers, messages=messages)
+  name, options = _order_call(run)
+  # The config's value, if there is one, has precedence over the recipe's.
   if fetch_every > 1:
     options = {"fetch_every": fetch_every, **options}
   counts = {"workers": workers, "messages": messages}
-  return own.make(given, name, times, **counts, **options)
+  return own.make(own_order, name, times, **counts, **options)
 
 
 def _check_own_order(plan: Any) -> None:
@@ -161,10 +162,10 @@ def _check_own_order(plan: Any) -> None:
     return
   key = "network" if plan.network is not None else "server.shards"
   if key == "network" or ("live" not in run.config and out_of_step(run)):
-    why = "cannot delay" if key == "network" else "would each need their own"
+    reason = "cannot delay" if key == "network" else "would each need their own"
     raise ValueError(
       f"config.order.name {run.config['order']['name']!r} is one order with its"
-      f" own times, which config.{key} {why}: leave one of the two out"
+      f" own times, which config.{key} {reason}: leave one of the two out"
     )
 
 
@@ -176,7 +177,7 @@ def of_run(
   It is the recipe's order if the recipe has one, else the config's. ValueError
   names a key that does not fit.
   """
-  order = _of_recipe(run, recipe)
+  order = _recipe_order(run, recipe)
   if _WARM_EPOCHS not in order:
     return order
   order = dict(order)
@@ -191,7 +192,7 @@ def of_run(
   return {**order, "warm_start": messages}
 
 
-def _of_recipe(run, recipe) -> dict[str, Any]:
+def _recipe_order(run: Run, recipe: algorithms.Recipe) -> dict[str, Any]:
   """Returns the order that the recipe prescribes, else the config's.
 
   A recipe prescribes an order if it names one, or if its workers do several
@@ -202,9 +203,9 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
   if recipe.order != "asynchronous":
     _check_prescribed(run, recipe.order)
     return {"name": recipe.order}
-  order, made = run.config["order"], recipe.made
-  given = made is not None and made.options.get("fetch_every") is not None
-  if recipe.fetch_every == 1 and not given:
+  order, call = run.config["order"], recipe.made
+  is_set = call is not None and call.options.get("fetch_every") is not None
+  if recipe.fetch_every == 1 and not is_set:
     return order
   for key in ("fetch_every", "cache"):
     if order.get(key):
@@ -215,13 +216,13 @@ def _of_recipe(run, recipe) -> dict[str, Any]:
   return {**order, "fetch_every": recipe.fetch_every}
 
 
-def _check_prescribed(run, prescribed):
+def _check_prescribed(run: Run, prescribed: str) -> None:
   """Raises ValueError if a config asks for another order than the recipe's."""
   order = run.config["order"]
-  given = {key: value for key, value in order.items() if key != "name"}
-  if not given and order["name"] in ("asynchronous", prescribed):
+  set_options = {key: value for key, value in order.items() if key != "name"}
+  if not set_options and order["name"] in ("asynchronous", prescribed):
     return
-  key, value = next(iter(given.items()), ("name", order["name"]))
+  key, value = next(iter(set_options.items()), ("name", order["name"]))
   raise ValueError(
     f"config.order.{key} {shown(value)} is not for {refusals.recipe_of(run)},"
     f" which prescribes the order {prescribed}: leave it"
@@ -244,6 +245,8 @@ def rules(order: Mapping[str, Any], every: int, workers: int) -> protocol.Rules:
   if name in ("backup_workers", "backup_tasks"):
     return protocol.Rules(round=every, **options)
   if name in ("asynchronous", "stale_synchronous"):
+    # A bound of 0 with averages over all workers is a round: a worker starts
+    # when all messages of the last one are in.
     in_rounds = options.get("bound") == 0 and every == workers > 1
     if in_rounds and not options.get("warm_start"):
       rounds = {**options, "bound": math.inf, "round": every}

@@ -22,24 +22,33 @@ from asgd.experiment.engines import (
   simulated_shards,
   traffic,
 )
-from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
+from asgd.experiment.engines.simulated import (
+  Restore,
+  SimulatedEngine,
+  sent_accuracy,
+)
 from asgd.experiment.schema import Run, Setting
 
 
 class SimulationEngine(SimulatedEngine):
   """A cell with a server, in simulated time."""
 
-  def _begin(self, seed, params, root, restore):
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Makes the order and the simulation that follows it; see the base."""
     plan = self._plan
     batch = plan.job_batches(seed)
-    new = simulator.initial(
+    initial = simulator.initial(
       plan.server, plan.coded_worker(), params, plan.workers
     )
     restored = restore(
-      lambda saved: (*_unpack(saved, new), saved.notes.get("iterators"))
+      lambda saved: (*_unpack(saved, initial), saved.notes.get("iterators"))
     )
     if restored is None:
-      restored = new, simulator.concatenate([]), None, None
+      restored = initial, simulator.concatenate([]), None, None
+    # `sizes` of encoded packets decide an order over a network, so the order
+    # is rebuilt from them; `positions` are those of the user's iterators.
     state, records, sizes, positions = restored
     self._iterators = batch.iterators
     if positions is not None:
@@ -103,9 +112,10 @@ def _pack(
   that share parameters store them once.
   """
   trees, index, rows = [], {}, []
-  for worker, kept in enumerate(simulation.kept):
-    tickets = {} if kept is None else {None: kept}
+  for worker, kept_ticket in enumerate(simulation.kept):
+    tickets = {} if kept_ticket is None else {None: kept_ticket}
     for job, ticket in (tickets | simulation.tickets[worker]).items():
+      # Leaves are immutable, so equal identities are equal parameters.
       identity = tuple(map(id, jax.tree.leaves(ticket.params)))
       if identity not in index:
         index[identity] = len(trees)
@@ -114,14 +124,16 @@ def _pack(
       rows.append((worker, job, version, index[identity], fresh))
   server, workers = simulation.server, simulation.workers
   tree = {"server": server, "workers": workers, "sent": trees}
-  total, version, seen, tickets = simulation.sent
+  total, version, ticket_totals, tickets = simulation.sent
   open_tickets = [(*key, nbytes) for key, nbytes in tickets.items()]
-  sent = [total, version, list(seen.items()), open_tickets]
-  notes = {"event": simulation.event, "tickets": rows, "sent": sent}
+  sent_fields = [total, version, list(ticket_totals.items()), open_tickets]
+  notes = {"event": simulation.event, "tickets": rows, "sent": sent_fields}
   return tree, notes
 
 
-def _unpack(saved, template):
+def _unpack(
+  saved: checkpoint.Restored, template: simulator.SimulationState
+) -> tuple[simulator.SimulationState, base.Records, Any]:
   """Returns (simulation, records, sizes) of a checkpoint; `template` is a
   simulation of the same structure."""
   rows, server = saved.notes["tickets"], template.server
@@ -134,22 +146,22 @@ def _unpack(saved, template):
   # Copied: the simulation donates buffers, and these are NumPy's.
   tree = jax.tree.map(jnp.array, tree)
   tickets = tuple({} for _ in template.workers)
-  kept: list[Any] = [None] * len(tickets)
+  kept_tickets: list[Any] = [None] * len(tickets)
   for worker, job, version, params, fresh in rows:
     numbers = jnp.int32(worker), jnp.int32(version)
     ticket = base.Ticket(*numbers, tree["sent"][params], np.bool_(fresh))
     if job is None:
-      kept[worker] = ticket
+      kept_tickets[worker] = ticket
     else:
       tickets[worker][job] = ticket
   event, server, workers = saved.notes["event"], tree["server"], tree["workers"]
   # Only a replay rolls back, and it starts from the beginning. So the saved
   # state of a simulation has no states to roll back to.
-  total, version, seen, open_tickets = saved.notes["sent"]
+  total, version, ticket_totals, open_tickets = saved.notes["sent"]
   numbers = {(worker, seq): nbytes for worker, seq, nbytes in open_tickets}
-  sent = simulator.Sent(total, version, dict(seen), numbers)
+  sent_state = simulator.Sent(total, version, dict(ticket_totals), numbers)
   simulation = simulator.SimulationState(
-    event, server, workers, tickets, tuple(kept), {}, sent
+    event, server, workers, tickets, tuple(kept_tickets), {}, sent_state
   )
   return simulation, records, saved.notes.get("sizes")
 

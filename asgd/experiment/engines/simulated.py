@@ -30,7 +30,7 @@ def some(records: Any, start: int, end: int) -> Any:
 class SimulatedEngine(engines.Engine):
   """A cell in simulated time, whatever its protocol."""
 
-  _which = "staleness {staleness}"  # of a message that is not finite
+  _message_text = "staleness {staleness}"  # of a message that is not finite
   _join = staticmethod(simulator.concatenate)  # consecutive records
   _parts: list[Any]  # records so far, if the simulation does not keep them
   _seconds = 0.0  # of all calls of `advance`
@@ -45,8 +45,8 @@ class SimulatedEngine(engines.Engine):
     params = self._plan.problem.init(init_key)
     self.total = self._plan.messages
     self.done = self._begin(seed, params, root, context.restore)
-    first = max(_FIRST, getattr(self._plan, "quantum", 1))
-    self._pace = engines.Pace(_SECONDS, first)
+    first_steps = max(_FIRST, getattr(self._plan, "quantum", 1))
+    self._pace = engines.Pace(_SECONDS, first_steps)
 
   @abc.abstractmethod
   def _begin(
@@ -63,8 +63,8 @@ class SimulatedEngine(engines.Engine):
 
   def _broken(self, part: Any) -> str | None:
     """Describes the first message that is not finite in `part`, else None."""
-    words = self._plan, part, self.done, self._name, self._which
-    return parameter_server.broken(*words)
+    arguments = self._plan, part, self.done, self._name, self._message_text
+    return parameter_server.broken(*arguments)
 
   def advance(self, until: int) -> engines.Progress:
     """Simulates for about `_SECONDS`, to message `until` at most."""
@@ -119,5 +119,5 @@ def sent_accuracy(
   """
   if plan.server.sends_current or plan.run.given is not None:
     return {}
-  sent = join([plan.server.send(x, jnp.int32(0)).params for x in states])
-  return {"sent_accuracy": plan.problem.evaluate(sent).accuracy}
+  sent_params = join([plan.server.send(x, jnp.int32(0)).params for x in states])
+  return {"sent_accuracy": plan.problem.evaluate(sent_params).accuracy}

@@ -33,7 +33,7 @@ class MadeOrder:
       self._order = plan.over_network(seed, networks.dense(plan))
       self._order.until(plan.messages)
       self.trace = self._order.trace()
-    self._ends = simulator.end_of_message(self.trace)
+    self._end_rows = simulator.end_of_message(self.trace)
     self.choice: simulator.Choice = plan.simulator(self.trace)
     self._row = 0  # the next one
 
@@ -44,7 +44,7 @@ class MadeOrder:
 
   def until(self, messages: int) -> base.Records:
     """Simulates until `messages` are received in all."""
-    self._row = int(self._ends[messages - 1])
+    self._row = int(self._end_rows[messages - 1])
     return self.run.until(self._row)
 
   def work(self) -> list[cell_progress.Segment]:
@@ -77,8 +77,8 @@ class GrownOrder:
   ):
     """Starts an order, or rebuilds its first `rows` from sizes `saved`."""
     self._plan, self._data = plan, {"batch": batch, "root": root}
-    self._each = networks.shares(plan, plan.network.shards)
-    self._known = {
+    self._shard_bytes = networks.shares(plan, plan.network.shards)
+    self._packet_bytes = {
       way: {(w, seq): size for w, seq, size in (saved or {}).get(way, ())}
       for way in ("up", "down")
     }
@@ -87,11 +87,12 @@ class GrownOrder:
     ways = (functools.partial(self._size, way) for way in ("up", "down"))
     sizes = play.Sizes(*ways)
     self._order = plan.over_network(seed, sizes)
+    # Saved sizes are in `_packet_bytes`, so `_size` needs no content here.
     while len(self._order.rows) < rows:
       self._order.advance()
     self._next = rows
-    made = self._order.rows[:rows]
-    self._received = sum(row.action == base.RECEIVE for row in made)
+    rows_made = self._order.rows[:rows]
+    self._received = sum(row.action == base.RECEIVE for row in rows_made)
 
   @property
   def trace(self) -> base.Trace:
@@ -131,8 +132,8 @@ class GrownOrder:
     The content must exist before it has a size. So all rows that are made
     already are simulated first.
     """
-    known = self._known[way]
-    if (worker, seq) not in known:
+    way_bytes = self._packet_bytes[way]
+    if (worker, seq) not in way_bytes:
       while self._next < len(self._order.rows):
         self._run_row()
       if way == "down":
@@ -140,8 +141,8 @@ class GrownOrder:
       else:
         job = self._order.job(worker, seq)
         nbytes = self.run.bytes_up(worker, seq, job)
-      known[worker, seq] = nbytes
-    return networks.divided(known[worker, seq], self._each)
+      way_bytes[worker, seq] = nbytes
+    return networks.divided(way_bytes[worker, seq], self._shard_bytes)
 
   def use(self) -> LinkUse:
     """Returns the use of each link by the last message."""
@@ -151,8 +152,8 @@ class GrownOrder:
   def save(self) -> Sizes:
     """Returns the sizes of all messages and tickets so far, as plain data."""
     return {
-      way: [[*key, size] for key, size in known.items()]
-      for way, known in self._known.items()
+      way: [[*key, size] for key, size in way_bytes.items()]
+      for way, way_bytes in self._packet_bytes.items()
     }
 
 

@@ -18,13 +18,20 @@ from asgd.experiment.engines import (
   parameter_server,
   traffic,
 )
-from asgd.experiment.engines.simulated import SimulatedEngine, sent_accuracy
+from asgd.experiment.engines.simulated import (
+  Restore,
+  SimulatedEngine,
+  sent_accuracy,
+)
 
 
 class ShardedEngine(SimulatedEngine):
   """A cell in simulated time, with a server in shards."""
 
-  def _begin(self, seed, params, root, restore):
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Draws an order for each shard, and makes the simulation."""
     plan = self._plan
     self._traces = plan.traces(seed)
     self._params = jax.device_get(params)
@@ -40,27 +47,29 @@ class ShardedEngine(SimulatedEngine):
     )
     empty = [simulator.concatenate([]) for _ in self._traces]
     # One for each shard, with the rows before the last checkpoint.
-    self._before: list[base.Records] = restore(self._unpack) or empty
-    self._since = len(self._before[0].loss)  # messages of the lead in `_before`
-    return self._since
+    self._earlier_records: list[base.Records] = restore(self._unpack) or empty
+    # Messages of the lead in `_earlier_records`.
+    self._earlier_messages = len(self._earlier_records[0].loss)
+    return self._earlier_messages
 
-  def _run(self, end):
+  def _run(self, end: int) -> base.Records:
     """Simulates the traces to message `end` of the lead at most.
 
     With the last message of the lead, the other shards receive their remaining
     messages.
     """
     self._sharded.until(None if end == self.total else end)
-    return self._sharded.records(self.done - self._since)[0]
+    return self._sharded.records(self.done - self._earlier_messages)[0]
 
   def _trace(self):
     lead = self._traces[0]
+    # The lead's row after the last received message.
     ends = simulator.end_of_message(lead)
     return lead, int(ends[self.done - 1]) if self.done else 0
 
   def _records(self) -> list[base.Records]:
     """Returns the records of each shard since the cell began."""
-    pairs = zip(self._before, self._sharded.records(), strict=True)
+    pairs = zip(self._earlier_records, self._sharded.records(), strict=True)
     return [simulator.concatenate(list(pair)) for pair in pairs]
 
   def snapshot(self) -> engines.Snapshot:

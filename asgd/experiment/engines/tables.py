@@ -15,7 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from asgd import base, names, optimizers, orders, sharding, tables
+from asgd import (
+  base,
+  names,
+  optimizers,
+  orders,
+  problems,
+  sharding,
+  tables,
+)
 from asgd import worker as worker_lib
 from asgd.checks import blame_batch
 from asgd.experiment import checkpoint, checks, engines
@@ -26,7 +34,11 @@ from asgd.experiment.engines import (
   parameter_server,
   traffic,
 )
-from asgd.experiment.engines.simulated import SimulatedEngine, some
+from asgd.experiment.engines.simulated import (
+  Restore,
+  SimulatedEngine,
+  some,
+)
 from asgd.experiment.schema import Run
 from asgd.orders import trace
 from asgd.orders.network import Network
@@ -151,37 +163,41 @@ class TablePlan(outcomes.OutcomePlan):
     )
 
 
-def _add_function(run, problem, options):
+def _add_function(
+  run: Run, problem: problems.Problem, options: dict[str, Any]
+) -> None:
   """Adds the function at the server that a problem needs, with its options."""
   name, needed = problem.function
   if name == functions.ADD:
     return
-  given = dict(options.get(name) or {})
-  twice = [key for key in needed if key in given]
-  if twice:
+  options_given = dict(options.get(name) or {})
+  repeated = [key for key in needed if key in options_given]
+  if repeated:
     raise ValueError(
-      f"config.runs.{run.label}.{name}.{twice[0]} follows from config.problem:"
-      " drop it"
+      f"config.runs.{run.label}.{name}.{repeated[0]} follows from"
+      " config.problem: drop it"
     )
-  options[name] = {**needed, **given}
+  options[name] = {**needed, **options_given}
 
 
-def _check_updates(run, problem, settings):
+def _check_updates(
+  run: Run, problem: problems.Problem, settings: tables.TableSettings
+) -> tables.TableSettings:
   """Returns the settings for the values that a problem's workers compute.
   Raises ValueError if the server's function does not take such values."""
-  where, name = f"config.runs.{run.label}", settings.function.name
+  run_key, name = f"config.runs.{run.label}", settings.function.name
   if problem.updates is None:
     if name == functions.PROXIMAL:
       raise ValueError(
-        f"{where}.proximal needs a problem with gradients and curvatures by"
+        f"{run_key}.proximal needs a problem with gradients and curvatures by"
         " feature: drop it, or use ftrl or an optimizer"
       )
     return settings
-  wanted, _ = problem.function
-  if name != wanted:
+  required, _ = problem.function
+  if name != required:
     raise ValueError(
-      f"{where}: the problem's updates are for the function {wanted!r} at the"
-      f" server, not for {name!r}: drop optimizer, ftrl and proximal"
+      f"{run_key}: the problem's updates are for the function {required!r} at"
+      f" the server, not for {name!r}: drop optimizer, ftrl and proximal"
     )
   if run.config["curvature_checks"]:
     raise ValueError(
@@ -191,13 +207,17 @@ def _check_updates(run, problem, settings):
   return settings._replace(direct=True)
 
 
-def _settings(run, problem, workers) -> tables.TableSettings:
+def _settings(
+  run: Run, problem: problems.Problem, workers: int
+) -> tables.TableSettings:
   """Builds the settings of a run with its schedule, which counts clocks."""
   options, peak = dict(run.options), float(run.config["learning_rate"])
   if run.config["optimizer"] is not None:
     options["optimizer"] = optimizers.named(run.config["optimizer"])
   _add_function(run, problem, options)
 
+  # The schedule needs `clock_every`, which the recipe's settings have. So
+  # settings are made twice: with the peak, then with the schedule.
   def settings_of(rate):
     with checks.blame(f"runs.{run.label}", tuple(run.options)):
       return names.call(
@@ -242,13 +262,16 @@ def plan(experiment: Any, run: Run, workers: int) -> TablePlan:
     settings = settings._replace(codec=tuple(config["compress"].items()))
     with checks.blame("compress"):
       settings.make_codec()
-  whole = any(np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like))
-  if settings.codec and whole:
+  has_integers = any(
+    np.issubdtype(x.dtype, np.integer) for x in jax.tree.leaves(like)
+  )
+  if settings.codec and has_integers:
     raise ValueError(
       f"config.runs.{run.label}: the codec {dict(settings.codec)['name']!r} is"
       " for floats, and the problem has tables of whole numbers: drop it"
     )
   count = learning_rates.passes(run, problem)
+  # All workers make the same number of jobs.
   messages = max(round(count) // workers, 1) * workers
   checks.check_message_count(config, messages)
   with checks.blame(f"runs.{run.label}", tuple(run.options)):
@@ -267,7 +290,10 @@ class TableEngine(SimulatedEngine):
 
   _not_finite: str | None = None
 
-  def _begin(self, seed, params, root, restore):
+  def _begin(
+    self, seed: int, params: base.Params, root: jax.Array, restore: Restore
+  ) -> int:
+    """Makes the simulation, new or from a checkpoint; see the base."""
     plan, params = self._plan, jax.device_get(params)
 
     def unpack(saved):
@@ -284,11 +310,14 @@ class TableEngine(SimulatedEngine):
     """Whether nothing can follow: an update was not finite."""
     return self._not_finite is not None
 
-  def _run(self, end):
+  def _run(self, end: int) -> base.Records:
+    """Simulates to message `end`. An update that is not finite ends the cell.
+    """
     simulation = self._simulation
     try:
       simulation.advance(end)
     except ValueError as error:
+      # Other errors are the user's: of a loss, or of data.
       if "is not finite" not in str(error):
         raise
       self._not_finite = parameter_server.not_finite(
@@ -326,6 +355,7 @@ class TableEngine(SimulatedEngine):
   def _summary(self, part: base.Records) -> dict[str, Any]:
     """Returns the columns of some messages. There may be none, if the first
     message was not finite."""
+    # One row of zeros, as means and maxima of no rows are errors.
     if not part.loss.size:
       part = base.Records(*(np.zeros(1, column.dtype) for column in part))
     out = parameter_server.summary(part)
@@ -419,19 +449,19 @@ COLUMNS = (
 
 def held(result: Mapping[str, Any]) -> str:
   """Returns the filters' counts in a few words; "" if they are 0."""
-  back, dropped = result["rows_held_back"], result["rows_dropped"]
-  if not (back or dropped):
+  held_rows, dropped = result["rows_held_back"], result["rows_dropped"]
+  if not (held_rows or dropped):
     return ""
-  return f", filters held back {back:,} rows and dropped {dropped:,}"
+  return f", filters held back {held_rows:,} rows and dropped {dropped:,}"
 
 
 def describe(result: Mapping[str, Any]) -> str:
   """Returns a cell's result in a few words."""
-  words = (
+  text = (
     "{order}, loss {train_loss:.4g} (test {test_loss:.4g}), clock differential"
     " {differential_mean:.2f} (least {differential_least}), time"
     " {simulated_time:.4g}"
   ).format_map(result)
   megabytes = (result["bytes_up"] + result["bytes_down"]) / 1e6
-  words += f", {megabytes:.3g} MB" + held(result)
-  return words + networks.describe(result)
+  text += f", {megabytes:.3g} MB" + held(result)
+  return text + networks.describe(result)

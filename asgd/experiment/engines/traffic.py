@@ -68,10 +68,10 @@ def size_of(
 
 
 # Cells with equal codecs and sizes share one object, and so one compilation.
-_named = functools.lru_cache(maxsize=32)(
+_codec_of_section = functools.lru_cache(maxsize=32)(
   lambda section: compression.named(**json.loads(section))
 )
-_checked = functools.lru_cache(maxsize=32)(own.checked)
+_check_own_codec = functools.lru_cache(maxsize=32)(own.checked)
 _fitted = functools.lru_cache(maxsize=32)(compression.fitted)
 _decoding = functools.lru_cache(maxsize=32)(compression.decoding)
 _compressed_updates = functools.lru_cache(maxsize=32)(
@@ -87,9 +87,11 @@ def _codec_of(run: Run, key: str, size: Size) -> compression.Codec | None:
     return None
   if section["name"] != GIVEN:
     with checks.blame(key, tuple(section)):
-      return _fitted(_named(json.dumps(section, sort_keys=True)), *size)
+      return _fitted(
+        _codec_of_section(json.dumps(section, sort_keys=True)), *size
+      )
   codec = refusals.given_object(run, key)
-  return _fitted(_checked(codec, f"given as {key}"), *size)
+  return _fitted(_check_own_codec(codec, f"given as {key}"), *size)
 
 
 def codecs_of(
@@ -148,6 +150,7 @@ def columns(plan: Any, records: base.Records) -> dict[str, Any]:
   """Returns a result's columns: bytes up and down, and the factor by which
   dense messages and parameters would be larger."""
   params = jax.eval_shape(plan.problem.init, jax.random.key(0))
+  # Bytes of all messages if each had all parameters.
   dense = wire.layout(params).nbytes * len(records.loss)
   row = {}
   for way, key in (("up", "compress"), ("down", "compress_down")):
@@ -172,14 +175,14 @@ def lost(
   norms = dict(zip(keys, records.residual_norm.tolist(), strict=True))
   residuals: dict[int, float] = {}  # by worker
   # Sums of squares: of all, and of workers that left since the last message.
-  total, left = 0.0, 0.0
+  lost_squares, left_squares = 0.0, 0.0
   for event in journal:
     if event.action == base.RECEIVE:
-      total, left = total + left, 0.0
+      lost_squares, left_squares = lost_squares + left_squares, 0.0
       residuals[event.worker] = norms.get((event.worker, event.job), 0.0)
     elif event.action == base.LEAVE:
-      left += residuals.pop(event.worker, 0.0) ** 2
-  return {"residual_lost": math.sqrt(total)}
+      left_squares += residuals.pop(event.worker, 0.0) ** 2
+  return {"residual_lost": math.sqrt(lost_squares)}
 
 
 # Columns of tables in which a cell has a codec.

@@ -58,14 +58,16 @@ class Position:
 
 
 class Streaming:
-  """An iterable with a position, as `datasets.IterableDataset` in batches."""
+  """An iterable with a position, as `datasets.IterableDataset` in batches: each
+  pass starts at the restored position."""
+
+  with_format = None
 
   def __init__(self, worker, batches=5):
     self.worker, self.batches, self.index, self.start = worker, batches, 0, 0
 
   def __iter__(self):
-    start, self.start = self.start, 0
-    for index in range(start, self.batches):
+    for index in range(self.start, self.batches):
       self.index = index + 1
       x, y = batch_of(self.worker, index)
       yield {"x": x, "y": y}

@@ -73,9 +73,10 @@ def test_the_quick_edge_passes_and_goes_on(tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_figure_is_judged_on_seeds_0_to_4(name, quick):
+def test_a_figure_is_judged_on_five_seeds_or_more(name, quick):
   task = reproduce.load(FIGURES / f"{name}.py", ENGINES, quick=quick)
-  assert task.resolved.config["seeds"] == [0, 1, 2, 3, 4]
+  seeds = task.resolved.config["seeds"]
+  assert seeds == list(range(len(seeds))) and len(seeds) >= 5
   assert task.figure.tuned
   assert task.figure.panels
   for panel in task.figure.panels:

@@ -14,6 +14,9 @@ import pytest
 from flax import linen as nn
 
 import asgd
+from asgd import facade
+from asgd.experiment.engines.mesh import MESH
+from asgd.problems import own
 
 pytestmark = pytest.mark.usefixtures("blank_pictures")
 
@@ -172,6 +175,21 @@ def test_a_model_of_equinox_trains_live_and_is_replayed(tmp_path):
   again = asgd.replay(tmp_path, *given)
   assert again.same
   kit.same(weights(again.params), weights(live.params))
+
+
+def test_a_model_of_equinox_trains_on_a_mesh_as_in_a_simulation():
+  given = loss_of_equinox, net_of_equinox(), DATA, asgd.asgd(0.05, workers=1)
+  options = facade.RunOptions(messages=12, workers=1, progress=False)
+  mesh = facade.train(
+    own.Objects(*given, batch_size=8),
+    ("mesh", MESH),
+    {"mesh": {"axes": {"data": 2}}},
+    options,
+    quantum=(1, "updates"),
+  )
+  simulated = asgd.simulate(*given, messages=12, **EVERY)
+  pair = weights(mesh.params), weights(simulated.params)
+  kit.close(*pair, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def test_columns_are_read_as_rows_are(depth):
     rows = list(trace.events(one))
     assert at_once == outcome(orders.check, rows, depth)
     refused += isinstance(at_once, str)
-    assert checking._is_right(one, depth) <= (not isinstance(at_once, str))
+    assert checking._is_valid(one, depth) <= (not isinstance(at_once, str))
     for every in (1, 2):
       expected = outcome(trace._staleness_by_rows, one, every)
       assert outcome(orders.staleness, one, every) == expected

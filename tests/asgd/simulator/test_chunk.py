@@ -77,7 +77,7 @@ def same(one, other, dtype=np.float32):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_agrees_with_the_host_engine(case, monkeypatch):
-  monkeypatch.setattr(chunk, "_MOST", 16)  # several calls
+  monkeypatch.setattr(chunk, "_MAX_MESSAGES", 16)  # several calls
   name, maker, options = CASES[case]
   trace = order_of(maker, **options)
   host, many = engines_of(name)
@@ -186,8 +186,8 @@ ROUNDS = {
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", ROUNDS)
 def test_rounds_agree_in_float64_on_drawn_orders(name, seed, monkeypatch):
-  monkeypatch.setattr(chunk, "_MOST", 16)  # several calls
-  monkeypatch.setattr(rounds, "_MOST_LANES", (64, 3)[seed])
+  monkeypatch.setattr(chunk, "_MAX_MESSAGES", 16)  # several calls
+  monkeypatch.setattr(rounds, "_MAX_LANES", (64, 3)[seed])
   rng = np.random.default_rng(seed)
   recipe, options = ROUNDS[name]
   options = {key: rng.choice(x).item() for key, x in options.items()}
