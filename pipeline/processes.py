@@ -392,7 +392,7 @@ class Processes:
 
   def close(self) -> None:
     """Kills the processes, unless Ray has exited with them."""
-    for actor in () if ray_waits.dead() else self._actors:
+    for actor in () if ray_waits.dead_processes() else self._actors:
       self._ray.kill(actor)
 
 
