@@ -100,6 +100,9 @@ class NoShards:
 class NoDuty:
   """What a worker does that comes to no job."""
 
+  def kept_in(self, run, worker):
+    return self
+
   def parts(self):
     return [None]
 
@@ -112,10 +115,13 @@ def test_a_worker_that_finds_no_shard_ends_when_its_host_is(hosts):
     end = lambda: link.closed.set_result("left")  # noqa: E731
     return Reach(link, list, inside.clock, inside.wait, script, None, end)
 
-  maker = types.SimpleNamespace(worker=3, warm_up=False, reach=reach)
+  site = types.SimpleNamespace(run="runs")
+  maker = types.SimpleNamespace(
+    worker=3, warm_up=False, reach=reach, site=site
+  )
   host = hosts.start("worker", 3, lambda inside: HostedWorker(inside, maker))
   host.call("run", NoDuty)
-  link.tried.wait()
+  assert link.tried.wait(60)
   hosts.kill("worker", 3)
   host.thread.join()
   assert link.closed.result() == "left"
