@@ -82,6 +82,11 @@ _FILES = {"config.py": _CONFIG, "model.py": _MODEL, "README.md": _README}
 def write(folder: Path) -> str:
   """Writes the files of a new experiment; returns the next commands. Raises
   ValueError if the folder is not empty."""
+  if not str(folder).isprintable() or set(str(folder)) & set("\\\"'{}"):
+    raise ValueError(
+      f"the folder's name {str(folder)!r} has quotes, braces, backslashes or"
+      " control characters, which its files could not quote: use another name"
+    )
   if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
     raise ValueError(f"{folder} is not empty: choose another folder")
   safe_files.make_folder(folder.resolve())
@@ -100,7 +105,7 @@ def main(*words: str) -> None:
     command_line.fail(f"asgd new takes one folder, not {count}: asgd new DIR")
   try:
     print(write(Path(words[0])))
-  except (ValueError, OSError) as error:
+  except (ValueError, OSError, RuntimeError) as error:
     command_line.fail(str(error))
 
 

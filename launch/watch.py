@@ -108,7 +108,14 @@ _HEIGHT, _OF_LANE, _OF_LINE = 330, 22, 21  # of a picture, in pixels
 
 def picture(workdir: Path, cell: str | None = None) -> str:
   """Returns the panels of a cell as an SVG file; see `render`."""
-  drawn = next(iter(_chosen(_look(workdir), cell)), None)
+  cells = _look(workdir)
+  known = [drawn.name for drawn, _ in cells]
+  if cell is not None and cell not in known:
+    raise ValueError(
+      f"{workdir} has no cell {cell!r} that has begun; known:"
+      f" {', '.join(known)}"
+    )
+  drawn = next(iter(_chosen(cells, cell)), None)
   if drawn is None:
     raise ValueError(f"{workdir} has no cell that has begun: wait for one")
   lanes, lines = drawn.strip.lanes if drawn.strip else [], drawn.events

@@ -48,7 +48,8 @@ ELSEWHERE = {
 }
 # Flags that train nothing; and folders and files that a reader has to name.
 NOTHING = "--list", "--help", "--compile", "reproduce --docs"
-PLACEHOLDERS = "...", "WORKDIR", "NAME", "FOLDER", "FILE", "a-n4-s0"
+PLACEHOLDERS = "...", "{name}", "WORKDIR", "NAME", "FOLDER", "FILE", "DIR/"
+PLACEHOLDERS += ("a-n4-s0",)
 # Pages that go on with what another page has trained.
 AFTER = {"seeing.md": "live.md"}
 

@@ -342,7 +342,7 @@ def of_cell(cell: CellFiles) -> Panels:
   missing or was damaged."""
   try:
     return _of_progress(cell)
-  except (KeyError, TypeError, ValueError, IndexError):
+  except (LookupError, TypeError, ValueError, ArithmeticError):
     return Panels(cell.name, cell.state, 0.0, [], [], None, [])
 
 

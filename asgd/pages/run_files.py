@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 PROGRESS = "progress.json"  # of a cell; asgd.experiment.cell_progress writes it
 _ARCHIVE = "cell.npz"  # has the files of a finished cell
+_MAX_PROGRESS_BYTES = 2**23  # a run writes some 100 kB
+_MAX_BYTES = 2**28  # of another file that is read whole
 
 
 FINISHED, BEGUN = "finished", "begun"  # states of a cell
@@ -33,9 +35,14 @@ class CellFiles(NamedTuple):
 
 
 def _content(place: Path, name: str) -> str:
-  """Returns the text of a cell's file, packed or not; "" if it is missing."""
+  """Returns the text of a cell's file, packed or not; "" if it is missing, is
+  no plain file, or is larger than any that a run writes."""
+  path = place / name
   with contextlib.suppress(OSError):
-    return (place / name).read_text("utf-8", "replace")
+    most = _MAX_BYTES if name != PROGRESS else _MAX_PROGRESS_BYTES
+    if not path.is_file() or path.stat().st_size > most:
+      raise OSError
+    return path.read_text("utf-8", "replace")
   absent = OSError, KeyError, zipfile.BadZipFile
   with contextlib.suppress(*absent), zipfile.ZipFile(place / _ARCHIVE) as file:
     return file.read(name).decode("utf-8", "replace")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kit
 import pytest
+from launch import new
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
 
@@ -162,3 +163,11 @@ def test_the_first_lines_come_from_a_process_of_their_own(folders):
   assert shown.returncode == 0
   assert shown.stderr == ""
   assert "cells     2 of 2 finished" in shown.stdout
+
+
+@pytest.mark.parametrize("name", ['q"x', "back\\N", "{name}", "line\nend"])
+def test_a_name_that_no_file_can_quote_is_refused(name, tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(ValueError, match="use another name"):
+    new.write(Path(name))
+  assert not list(tmp_path.iterdir())

@@ -176,7 +176,7 @@ def test_a_cell_without_or_with_a_damaged_progress_has_no_panels(tmp_path):
   place = kit.write_live_cell(tmp_path, [])
   with serving(tmp_path) as fetch:
     assert "no message was received yet" in fetch()
-    broken = '{"points": 3}', '{"messages": "x", "total": 3}'
+    broken = '{"points": 3}', '{"messages": "x", "total": 3}', " " * 2**24
     for number, content in enumerate(("{", "[]", *broken)):
       (place / "progress.json").write_text(content)
       os.utime(place / "progress.json", (number, 2e9 + number))
@@ -229,6 +229,7 @@ def test_mistakes_get_one_line_with_the_remedy(finished, tmp_path, capsys):
     (other,): "has a config.json: name a folder that asgd train made",
     (workdir, f"--port={port}"): "choose another with --port",
     (workdir, "--port=99999"): "choose another with --port",
+    (workdir, "--cell=nope", f"--picture={other}/p.svg"): "no cell 'nope'",
   }
   with taken:
     for words, said in mistakes.items():

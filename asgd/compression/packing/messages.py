@@ -168,7 +168,7 @@ def first_length(data: Any) -> int:
     raise BadCode(
       f"a packed code has {HEADER_NBYTES} bytes or more, not {available}"
     )
-  *_, size = _FORMAT.unpack_from(data.data)
+  *_, size = _FORMAT.unpack_from(memoryview(data))
   # A count that was received may be anything.
   if size > available - HEADER_NBYTES:
     raise BadCode(

@@ -84,6 +84,8 @@ def params_of(workdir, cell):
   return cell_files.read_file(place, "params.msgpack")
 
 
+# The recipe reads a gradient's delay, which a mesh does not have.
+@pytest.mark.filterwarnings("ignore:recipe .* reads the delay")
 @pytest.mark.parametrize("engine", ["simulate", "mesh", "pipeline"])
 def test_names_of_another_module_train(engine, own):
   workers = {"mesh": {"workers": (1,)}}.get(engine, {})
