@@ -8,6 +8,7 @@ from pathlib import Path
 
 import kit
 import pytest
+
 from launch import new
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_pictures")]
