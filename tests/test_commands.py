@@ -47,7 +47,7 @@ ELSEWHERE = {
   ),
 }
 # Flags that train nothing; and folders and files that a reader has to name.
-NOTHING = "--list", "--help", "--compile", "reproduce --docs"
+NOTHING = "--list", "--help", "--dry_run", "--compile", "reproduce --docs"
 PLACEHOLDERS = "...", "{name}", "WORKDIR", "NAME", "FOLDER", "FILE", "DIR/"
 PLACEHOLDERS += ("a-n4-s0",)
 # Pages that go on with what another page has trained.
