@@ -7,7 +7,7 @@ and `receive`.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,13 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from asgd import base, checks
-
-_FEW_LEAVES = 100  # XLA compiles a chain of this many additions in a second
-# Sizes of leaves whose squares are summed in pieces of at most the smaller one:
-# on a CPU two sums of 25,088 squares took 14 us, one of 50,176 took 28 us. With
-# 200,704 there was no difference.
-_PIECE, _LARGEST_IN_PIECES = 2**15, 2**17
+from asgd import base, checks, norms
 
 Gate = Callable[[base.Delay, optax.Updates], jax.Array]  # -> bool[]
 # The state after a message; and float32[], the RMS of the parameters' change.
@@ -194,83 +188,6 @@ def mean(total: optax.Updates, count: int) -> optax.Updates:
   return average
 
 
-def rms(tree: optax.Params) -> jax.Array:
-  """Root mean square over all elements of a tree.
-
-  Args:
-    tree: of float arrays.
-
-  Returns:
-    float32[]; 0 of a tree without elements.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from asgd.server import rms
-    >>> print(rms([jnp.array([1.0, 1.0]), jnp.array([[5.0], [3.0]])]))
-    3.0
-  """
-  leaves = [x for x in jax.tree.leaves(tree) if x.size]
-  if not leaves:
-    return jnp.zeros([], jnp.float32)
-  squares = [_sum_of_squares(x) for x in leaves]
-  square = _add_up(squares) if len(leaves) > _FEW_LEAVES else sum(squares)
-  return jnp.sqrt(square / sum(x.size for x in leaves)).astype(jnp.float32)
-
-
-def _sum_of_squares(leaf: jax.Array) -> jax.Array:
-  """Returns the sum of a leaf's squares, float[]."""
-  if _PIECE < leaf.size <= _LARGEST_IN_PIECES:
-    pieces = jnp.array_split(leaf, -(-leaf.size // _PIECE))
-    return sum((jnp.vdot(x, x) for x in pieces), jnp.zeros([], leaf.dtype))
-  # Sum over the leading axes first. XLA's CPU loops vectorize over the last
-  # axis; a sum over all axes at once is one chain of additions.
-  return jnp.square(leaf).sum(axis=tuple(range(leaf.ndim - 1))).sum()
-
-
-def _add_up(numbers: Sequence[jax.Array]) -> jax.Array:
-  """Returns the sum of `numbers`, added in their order by a loop.
-
-  XLA copies a chain of additions into each of its readers, and its compile time
-  grows with the cube of their number."""
-  terms = jnp.stack(numbers)
-
-  def add(i: int, total: jax.Array) -> jax.Array:
-    return total + terms[i]
-
-  start = jnp.zeros([], terms.dtype)
-  total: jax.Array = jax.lax.fori_loop(0, len(numbers), add, start)
-  return total
-
-
-def gap(params: optax.Params, sent_params: optax.Params) -> jax.Array:
-  """Distance between the parameters and those that a message was computed on.
-
-    gap = ||params - sent_params||_2 / sqrt(k),   k the trained parameters
-
-  Args:
-    params: the server's, when the message is received.
-    sent_params: like `params`. For an algorithm that looks ahead these are the
-      predicted parameters that were sent.
-
-  Returns:
-    float32[], in the unit of a parameter.
-
-  Source:
-    Hakimi et al., "Taming momentum in a distributed asynchronous environment",
-    2019, arXiv:1907.11612; also Barkai et al., ICLR 2020, arXiv:1909.10802.
-
-  Example:
-    >>> import jax.numpy as jnp
-    >>> from asgd.server import gap
-    >>> print(gap(jnp.array([8.0, 0.0]), jnp.array([7.0, 7.0])))  # sqrt(50 / 2)
-    5.0
-  """
-  difference = jax.tree.map(
-    jnp.subtract, base.weights_of(params), base.weights_of(sent_params)
-  )
-  return rms(difference)
-
-
 def make_server(
   algorithm: base.Algorithm,
   *,
@@ -350,8 +267,8 @@ def make_server(
   ) -> tuple[base.ServerState, base.Report]:
     delay = _delay(state, ticket)
     # Measure against the ticket before the update changes the parameters.
-    distance = gap(state.params, ticket.params)
-    message_norm = rms(base.weights_of(message))
+    distance = norms.gap(state.params, ticket.params)
+    message_norm = norms.rms(base.weights_of(message))
     accepted = gate(delay, message)
     # Without a gate there is nothing to decide: no `cond` is compiled.
     if gate is accept_all:
@@ -435,7 +352,7 @@ def _apply(
   )
   params = optax.apply_updates(state.params, updates)
   # The norm of `updates` would keep that tree as an array only for this.
-  norm = gap(params, state.params)
+  norm = norms.gap(params, state.params)
   state = state._replace(
     params=params, opt_state=opt_state, version=state.version + 1
   )

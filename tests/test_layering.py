@@ -27,6 +27,7 @@ RANKS = {
   "rates": -1,
   "base": -1,
   "losses": 0,
+  "norms": 0,
   "output": 0.5,
   "stacking": 0,
   "text_table": 0,

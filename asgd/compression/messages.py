@@ -19,7 +19,8 @@ import optax
 from asgd import base, sharding
 from asgd.compression import packing
 from asgd.compression.codec import Code, Codec
-from asgd.server import all_finite, rms
+from asgd.norms import rms
+from asgd.server import all_finite
 
 _CODEC = 0x636F6465  # folded into the key of a job, for the codec's draws
 

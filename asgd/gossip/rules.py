@@ -19,7 +19,7 @@ from asgd.gossip.topology import (
   second_eigenvalue,
   smallest_eigenvalue,
 )
-from asgd.server import rms
+from asgd.norms import rms
 
 
 def add_weighted(

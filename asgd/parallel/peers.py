@@ -21,8 +21,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from asgd import base, gossip
-from asgd import server as server_lib
+from asgd import base, gossip, norms
 from asgd import worker as worker_lib
 from asgd.parallel import memory, meshes
 
@@ -180,7 +179,7 @@ class _Device(NamedTuple):
     before = own.server.params
     if mixes:
       own = self.mix(phase, own, code)
-    mixed = server_lib.gap(own.server.params, before)
+    mixed = norms.gap(own.server.params, before)
     whole = own.server.version, report.staleness, report.accepted
     real = report.gap, report.message_norm, report.update_norm, mixed, kept
     row = RoundMetrics(

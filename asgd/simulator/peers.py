@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from asgd import base, gossip
-from asgd import server as server_lib
+from asgd import norms as norms_lib
 from asgd.compression import packing
 from asgd.orders import trace as trace_lib
 from asgd.orders.trace import Event, Ledger
@@ -67,7 +67,7 @@ def compile_peer(peer: gossip.Peer, worker: base.Worker) -> PeerSteps:
 
   def mix(state, codes, weights, slots):
     mixed = peer.mix(state, codes, weights, slots)
-    return mixed, server_lib.gap(mixed.server.params, state.server.params)
+    return mixed, norms_lib.gap(mixed.server.params, state.server.params)
 
   return PeerSteps(
     compile_work(worker),

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import base, server
+from asgd import base, norms, server
 from asgd.transforms import scale_by_staleness
 
 
@@ -149,8 +149,8 @@ def test_sends_current_is_false_only_for_a_look_ahead():
 
 
 def test_rms_of_an_empty_tree_is_zero():
-  assert float(server.rms({"a": jnp.zeros((0, 3))})) == 0.0
-  assert float(server.rms(())) == 0.0
+  assert float(norms.rms({"a": jnp.zeros((0, 3))})) == 0.0
+  assert float(norms.rms(())) == 0.0
 
 
 def test_rms_is_taken_over_all_elements_of_all_leaves():
@@ -158,7 +158,7 @@ def test_rms_is_taken_over_all_elements_of_all_leaves():
   tree = [rng.normal(size=s) for s in ((3, 4, 5), (7,), ())]
   flat = np.concatenate([np.ravel(x) for x in tree])
   np.testing.assert_allclose(
-    server.rms([jnp.asarray(x) for x in tree]),
+    norms.rms([jnp.asarray(x) for x in tree]),
     np.sqrt(np.mean(flat**2)),
     rtol=1e-6,
   )
@@ -168,8 +168,8 @@ def test_rms_of_a_leaf_that_is_summed_in_pieces():
   for shape in ((300, 150), (1, 70_000), (131_072,)):
     leaf = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     known = np.sqrt(np.mean(leaf.astype(np.float64) ** 2))
-    np.testing.assert_allclose(server.rms(leaf), known, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(server.rms)(leaf), known, rtol=1e-6)
+    np.testing.assert_allclose(norms.rms(leaf), known, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(norms.rms)(leaf), known, rtol=1e-6)
 
 
 _EVERY = [(x, "every must be a positive whole") for x in (0, -1, 1.5, True)]
@@ -202,10 +202,10 @@ def test_a_norm_over_many_leaves_is_a_loop_with_the_same_sum():
   many = [*few, np.full((2, 3), 0.3, np.float32), np.zeros((0, 3))]
 
   def additions(tree):
-    equations = jax.make_jaxpr(server.rms)(tree).eqns
+    equations = jax.make_jaxpr(norms.rms)(tree).eqns
     return sum(str(equation.primitive) == "add" for equation in equations)
 
   assert additions(few) >= 99
   assert additions(many) < 9
   expected = np.sqrt(np.mean(np.square(np.concatenate(many))))
-  np.testing.assert_allclose(jax.jit(server.rms)(many), expected, rtol=1e-5)
+  np.testing.assert_allclose(jax.jit(norms.rms)(many), expected, rtol=1e-5)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from asgd import algorithms, base, server, simulator, stacking, worker
+from asgd import algorithms, base, norms, simulator, stacking, worker
 from asgd import orders as orders_lib
 from asgd.orders import durations
 
@@ -255,7 +255,7 @@ def test_every_option_of_every_recipe_has_an_effect(name):
     if option == "optimizer":
       changed.pop("momentum", None)
     other, _ = in_turns(build(name, 4, rate, **changed), *turns)
-    assert server.gap(plain, other) > 1e-6, option
+    assert norms.gap(plain, other) > 1e-6, option
 
 
 @pytest.mark.parametrize("name", NAMES)
