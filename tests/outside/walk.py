@@ -24,7 +24,7 @@ from asgd.experiment.engines import (
   live,
   live_engine,
   outcomes,
-  parameter_server,
+  server_results,
 )
 from asgd.experiment.engines.simulated import SimulatedEngine
 from asgd.experiment.protocol import Protocol, Recomputed, Refusal, Runner
@@ -160,7 +160,7 @@ class WalkEngine(SimulatedEngine):
 def columns(records):
   messages, hops = len(records.loss), int((records.bytes_up > 0).sum())
   row = {"order": "walk", "messages": messages, "updates": messages}
-  return {**row, **parameter_server.summary(records), "hops": hops}
+  return {**row, **server_results.summary(records), "hops": hops}
 
 
 class WalkWorker:
@@ -303,7 +303,7 @@ class LiveWalkEngine(live_engine.LiveEngine):
       self._snapshot = engines.Snapshot(params, until, until, clock)
 
   def summary(self, start, end):
-    return parameter_server.summary(self._records_between(start, end))
+    return server_results.summary(self._records_between(start, end))
 
   def columns(self):
     records = self.records()

@@ -15,7 +15,12 @@ from typing import Any
 from asgd.checks import shown
 from asgd.experiment import cells, checks, engines, live_files, protocol
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import by_protocol, live_hosts, parameter_server
+from asgd.experiment.engines import (
+  by_protocol,
+  live_hosts,
+  parameter_server,
+  server_results,
+)
 from asgd.experiment.ray_runtime import check as check_ray
 from asgd.experiment.schema import Setting
 from asgd.live import faults
@@ -149,7 +154,7 @@ def _kind(name: str, *, ray: bool) -> engines.EngineKind:
     sections=SECTIONS,
     settings="live",
     check_machine=functools.partial(check_machine, ray=ray),
-    columns=(engines.Column("seconds", "seconds"), *parameter_server.COLUMNS),
+    columns=(engines.Column("seconds", "seconds"), *server_results.COLUMNS),
     timed=True,
     elsewhere=ray,
     journaled=True,

@@ -17,7 +17,7 @@ from typing import Any
 
 from asgd.experiment import cell_progress, engines, live_figures
 from asgd.experiment import live_memory as memory_lib
-from asgd.experiment.engines import live_hosts, parameter_server
+from asgd.experiment.engines import live_hosts, server_results
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.live import failures, processes
 from asgd.live.append_only import FileGone
@@ -231,7 +231,7 @@ class LiveEngine(engines.Engine):
     except failures.NotFinite as error:
       arguments = self._plan, str(error), self._context.cell.name
       raise engines.NonFiniteResult(
-        parameter_server.not_finite(*arguments)
+        server_results.not_finite(*arguments)
       ) from error
 
   def _wait(self, seconds: float) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from asgd import gossip, safe_files, simulator
 from asgd.experiment import engines, storage
-from asgd.experiment.engines import live_engine, parameter_server, peers
+from asgd.experiment.engines import live_engine, peers, server_results
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
 from asgd.experiment.engines.peers import PeerPlan
 from asgd.live.gossip import files
@@ -225,7 +225,7 @@ class LivePeerEngine(live_engine.LiveEngine):
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
     updates = round(np.mean([v.version for v in self._views.values()]))
-    row = parameter_server.columns(plan, records, updates)
+    row = server_results.columns(plan, records, updates)
     row |= self.summary(0, len(records.loss))
     row |= peers.of_links(plan.gossip, self._traffic)
     return {

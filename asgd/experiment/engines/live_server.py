@@ -20,6 +20,7 @@ from asgd.experiment.engines import (
   live_hosts,
   live_news,
   parameter_server,
+  server_results,
   traffic,
 )
 from asgd.experiment.engines.live_hosts import CellHosts, LiveCell
@@ -226,7 +227,7 @@ class LiveServerEngine(live_engine.LiveEngine):
     # Without a log, a shard that fails loses some records.
     count = self._count()
     start = max(min(start, end - 1, count - 1), 0)
-    return parameter_server.summary(self._rows(start, min(end, count)))
+    return server_results.summary(self._rows(start, min(end, count)))
 
   def columns(self) -> dict[str, Any]:
     """Returns the columns of the cell's result. Raises ValueError if rows of
@@ -249,7 +250,7 @@ class LiveServerEngine(live_engine.LiveEngine):
       records.check_records(sink, count, events, whole=True)
     plan, rows = self._plan, self.records()
     version, trace = int(images[0][0].version), from_events(journals[0])
-    row = parameter_server.columns(plan, rows, version, trace)
+    row = server_results.columns(plan, rows, version, trace)
     if not plan.server.sends_current and plan.run.given is None:
       sent = live_clusters.sent_params(self._run, images)
       row["sent_accuracy"] = plan.problem.evaluate(sent).accuracy

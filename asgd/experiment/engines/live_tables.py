@@ -17,7 +17,7 @@ from asgd import base
 from asgd.experiment import checkpoint, checks, engines
 from asgd.experiment.engines import (
   live_engine,
-  parameter_server,
+  server_results,
   tables,
   traffic,
 )
@@ -292,7 +292,7 @@ class LiveTableEngine(live_engine.LiveEngine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness and losses of some jobs."""
-    return parameter_server.summary(self._records_between(start, end))
+    return server_results.summary(self._records_between(start, end))
 
   def profile(self) -> dict[int, int]:
     """Returns rows read at each clock differential."""
@@ -304,7 +304,7 @@ class LiveTableEngine(live_engine.LiveEngine):
     self._received += len(self._read().loss)
     records, plan = self.records(), self._plan
     columns = tables.columns_of(
-      *(plan.settings.rules, records, parameter_server.summary(records)),
+      *(plan.settings.rules, records, server_results.summary(records)),
       *(self.profile(), self.cluster.held()),
       updates=min(slowest for _, slowest in self._counts_seen),
       **self._rebalance_columns(),

@@ -15,7 +15,7 @@ import numpy as np
 
 from asgd import algorithms, base, gossip, problems, simulator
 from asgd.experiment import checkpoint, checks, engines
-from asgd.experiment.engines import networks, parameter_server
+from asgd.experiment.engines import networks, parameter_server, server_results
 from asgd.experiment.engines.parameter_server import ServerPlan
 from asgd.experiment.engines.simulated import (
   Restore,
@@ -222,7 +222,7 @@ class PeerEngine(SimulatedEngine):
     """Returns the columns of the cell's result."""
     records = self.records()
     updates = round(np.mean([int(s.server.version) for s in self._states()]))
-    row = parameter_server.columns(self._plan, records, updates)
+    row = server_results.columns(self._plan, records, updates)
     row |= self.summary(0, len(records.loss))
     row |= of_links(self._plan.gossip, self._traffic())
     return {**row, **self._costs()}
@@ -260,7 +260,7 @@ def summary(
   """Returns columns of some records, and the consensus distance of peers."""
   mean = simulator.mean_params(states, weights)
   return {
-    **parameter_server.summary(part),
+    **server_results.summary(part),
     "mix_norm": float(part.mix_norm.mean()),
     "consensus": simulator.consensus(states, mean),
   }

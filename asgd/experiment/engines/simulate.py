@@ -18,6 +18,7 @@ from asgd.experiment.engines import (
   networks,
   parameter_server,
   server_orders,
+  server_results,
   simulated_orders,
   simulated_shards,
   traffic,
@@ -84,7 +85,7 @@ class SimulationEngine(SimulatedEngine):
     """Returns the engine's columns of the row of results."""
     state, records, plan = self._order.run.server, self.records(), self._plan
     version, trace = int(state.version), self._order.trace
-    row = parameter_server.columns(plan, records, version, trace)
+    row = server_results.columns(plan, records, version, trace)
     row["simulator"] = str(self._order.choice)
     row["simulated_time"] = time = float(records.time[-1])
     use = self._order.use()
@@ -200,5 +201,5 @@ SIMULATE = by_protocol.engine_kind(
   "simulate",
   sections=parameter_server.SECTIONS | _SECTIONS,
   settings=None,
-  columns=(engines.Column("time", "simulated_time"), *parameter_server.COLUMNS),
+  columns=(engines.Column("time", "simulated_time"), *server_results.COLUMNS),
 )

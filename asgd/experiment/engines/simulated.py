@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from asgd import base, simulator
 from asgd.experiment import cell_progress, engines
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import server_results
 from asgd.orders.trace import Event
 
 _SECONDS = 0.25  # of a call; the loop checks clocks and signals in between
@@ -64,7 +64,7 @@ class SimulatedEngine(engines.Engine):
   def _broken(self, part: Any) -> str | None:
     """Describes the first message that is not finite in `part`, else None."""
     arguments = self._plan, part, self.done, self._name, self._message_text
-    return parameter_server.broken(*arguments)
+    return server_results.broken(*arguments)
 
   def advance(self, until: int) -> engines.Progress:
     """Simulates for about `_SECONDS`, to message `until` at most."""
@@ -100,7 +100,7 @@ class SimulatedEngine(engines.Engine):
 
   def summary(self, start: int, end: int) -> dict[str, Any]:
     """Returns staleness, gap and losses over messages start to end."""
-    return parameter_server.summary(some(self.records(), start, end))
+    return server_results.summary(some(self.records(), start, end))
 
 
 def sent_accuracy(

@@ -15,7 +15,7 @@ from asgd.experiment import checkpoint, engines
 from asgd.experiment.engines import (
   live_clusters,
   live_hosts,
-  parameter_server,
+  server_results,
   traffic,
 )
 from asgd.experiment.engines.simulated import (
@@ -91,7 +91,7 @@ class ShardedEngine(SimulatedEngine):
   def columns(self) -> dict[str, Any]:
     """Returns the engine's columns of the row of results."""
     plan, records, states = self._plan, self.records(), self._sharded.states
-    row = parameter_server.columns(plan, records, int(states[0].version))
+    row = server_results.columns(plan, records, int(states[0].version))
     row["simulated_time"] = float(records.time[-1])
     row["shards"] = len(states)
     row["spread_mean"] = float(orders.shards.spreads(self._traces).mean())

@@ -31,7 +31,7 @@ from asgd.experiment.engines import (
   learning_rates,
   networks,
   outcomes,
-  parameter_server,
+  server_results,
   traffic,
 )
 from asgd.experiment.engines.simulated import (
@@ -320,7 +320,7 @@ class TableEngine(SimulatedEngine):
       # Other errors are the user's: of a loss, or of data.
       if "is not finite" not in str(error):
         raise
-      self._not_finite = parameter_server.not_finite(
+      self._not_finite = server_results.not_finite(
         self._plan, f"{error}, at message {simulation.received + 1}", self._name
       )
     return simulation.records(self.done)
@@ -358,7 +358,7 @@ class TableEngine(SimulatedEngine):
     # One row of zeros, as means and maxima of no rows are errors.
     if not part.loss.size:
       part = base.Records(*(np.zeros(1, column.dtype) for column in part))
-    out = parameter_server.summary(part)
+    out = server_results.summary(part)
     return {**out, "train_loss": math.nan} if self.ended else out
 
   def columns(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from asgd.experiment.engines import (
   mesh,
   mesh_plan,
   mesh_programs,
-  parameter_server,
+  server_results,
   simulate,
 )
 from asgd.experiment.engines.parameter_server import ServerPlan
@@ -174,13 +174,13 @@ PROTOCOL = Protocol(
     "simulate": Runner(
       plan=simulate.plan,
       start=simulate.start,
-      describe=parameter_server.describe,
+      describe=server_results.describe,
       check=simulate.check,
     ),
     **live.runners(
       live_server.LiveServerEngine,
       plan=live_server.plan,
-      describe=parameter_server.describe,
+      describe=server_results.describe,
       check=live_server.check,
       devices=lambda run: run.config["live"]["devices"],
     ),

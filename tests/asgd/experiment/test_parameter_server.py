@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from asgd import base, experiment, orders, sharding, simulator
-from asgd.experiment.engines import parameter_server
+from asgd.experiment.engines import server_results
 
 ENGINES = experiment.ENGINES
 
@@ -208,7 +208,7 @@ def test_a_summary_is_means_and_maxima_of_its_records():
     update_norm=np.array([0.1, 0.3]),
     accepted=np.array([True, False]),
   )
-  assert parameter_server.summary(part) == pytest.approx(
+  assert server_results.summary(part) == pytest.approx(
     {
       "train_loss": 2.0,
       "staleness_mean": 2.5,
@@ -222,7 +222,7 @@ def test_a_summary_is_means_and_maxima_of_its_records():
 
 
 def described(**kwargs):
-  return parameter_server.describe(
+  return server_results.describe(
     {
       "workers": 8,
       "staleness_mean": 7.0,
