@@ -293,16 +293,13 @@ def read_rows(given: own.Objects, workers: int, messages: int) -> None:
     )
 
 
-_SEQUENTIAL = "simulate", "threads", "ray", "mesh"  # engines, with a server
-
-
 def check_sequential(given: own.Objects, engine: str) -> None:
   """Raises ValueError for data from iterators where batches are not asked for
   in the order of each worker's jobs."""
-  recipe = given.recipe
-  of_server = isinstance(recipe, algorithms.Recipe) and recipe.gossip is None
-  if given.sequential and (engine not in _SEQUENTIAL or not of_server):
-    what = f"engine {engine!r}" if of_server else "this recipe"
+  of_recipe = protocol.PROTOCOLS[given.recipe.protocol]
+  follows = of_recipe.iterators and engine in of_recipe.runners
+  if given.sequential and not follows:
+    what = f"engine {engine!r}" if of_recipe.iterators else "this recipe"
     raise ValueError(
       f"iterators as data are for a server of one model (simulate, train_live,"
       f" train_mesh), not for {what}: give arrays, or a function (worker, job)"

@@ -97,6 +97,8 @@ class Protocol(NamedTuple):
   columns: Sequence[Any] = ()  # engines.Column of its results
   column: str = ""  # a key that its results alone have; "": none
   updates: bool = False  # it runs problems whose workers compute no gradient
+  # Its workers ask for batches in the order of their jobs, as iterators do.
+  iterators: bool = False
 
 
 PROTOCOLS: dict[str, Protocol] = {}  # by name; see `asgd.experiment`

@@ -214,4 +214,5 @@ PROTOCOL = Protocol(
       engines=LIVE,
     ),
   ),
+  iterators=True,
 )
