@@ -27,8 +27,8 @@ def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
   """
   runs = config["runs"] if isinstance(config["runs"], Mapping) else {}
   entries = [entry for entry in runs.values() if isinstance(entry, dict)]
-  for place in (config, *entries):
-    _replace(place, "engine", engines)
+  for section in (config, *entries):
+    _replace(section, "engine", engines)
   for entry in entries:
     _replace(entry, "recipe", protocol.recipes())
   _replace(config["model"], "name", models.MODELS)
@@ -36,6 +36,6 @@ def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
   config["only"] = [names.canonical(label, runs) for label in config["only"]]
 
 
-def _replace(place: dict[str, Any], key: str, valid: Any) -> None:
-  if key in place:
-    place[key] = names.canonical(place[key], valid)
+def _replace(section: dict[str, Any], key: str, valid: Any) -> None:
+  if key in section:
+    section[key] = names.canonical(section[key], valid)

@@ -132,13 +132,8 @@ class WorkerLoop:
   """One loop of a worker: an incarnation, and its successors after an EXPEL."""
 
   def __init__(
-    self,
-    worker: int,
-    duty: Duty,
-    reach: Reach,
-    *,
-    restarts: int = 0,
-    patience: float = 5.0,
+    self, worker: int, duty: Duty, reach: Reach, *, restarts: int = 0,
+    patience: float = 5.0
   ):
     """Args:
       restarts: count of the earlier loops with this worker index.

@@ -156,12 +156,8 @@ class Dispatcher:
   """
 
   def __init__(
-    self,
-    rules: Rules,
-    *,
-    jobs: int | None = None,
-    owned: bool = False,
-    log: Callable[[Event], None] | None = None,
+    self, rules: Rules, *, jobs: int | None = None, owned: bool = False,
+    log: Callable[[Event], None] | None = None
   ) -> None:
     self.rules = check_rules(rules)
     self.jobs: int | None = jobs

@@ -124,6 +124,19 @@ def find_rounds(
   return RoundPlan(starts, lanes, shared)
 
 
+def _job_of(
+  jobs: chunk.ComputedMessage, lane: jax.Array, *, shared: bool
+) -> chunk.ComputedMessage:
+  """Returns the job of one lane; `shared` tickets have one copy of parameters.
+  """
+  params = jobs.ticket.params
+  without_params = jobs._replace(ticket=jobs.ticket._replace(params=()))
+  job = jax.tree.map(lambda x: rows_lib.get_row(x, lane), without_params)
+  if not shared:
+    params = jax.tree.map(lambda x: rows_lib.get_row(x, lane), params)
+  return job._replace(ticket=job.ticket._replace(params=params))
+
+
 @functools.lru_cache(maxsize=32)
 def compile_rounds(
   server: base.Server,
@@ -167,14 +180,6 @@ def compile_rounds(
     tickets = read_tickets(carry, rows)
     return compute_jobs(carry, root, rows, batches, tickets)
 
-  def job_of(jobs, lane):
-    params = jobs.ticket.params
-    without_params = jobs._replace(ticket=jobs.ticket._replace(params=()))
-    job = jax.tree.map(lambda x: rows_lib.get_row(x, lane), without_params)
-    if not shared:
-      params = jax.tree.map(lambda x: rows_lib.get_row(x, lane), params)
-    return job._replace(ticket=job.ticket._replace(params=params))
-
   def one_round(carry, out, root, span, rows, batches):
     # [1] Compute all gradients of the round, with the tickets of its start.
     carry = parts.settle(carry)
@@ -185,7 +190,8 @@ def compile_rounds(
       carry, out = loop_state
       row = jax.tree.map(lambda x: rows_lib.get_row(x, lane), rows)
       carry = parts.settle(carry)
-      carry, results = parts.receive(carry, row, job_of(jobs, lane))
+      job = _job_of(jobs, lane, shared=shared)
+      carry, results = parts.receive(carry, row, job)
       record_index = span.out + lane - span.first
       put = functools.partial(rows_lib.put_row, index=record_index)
       return carry, jax.tree.map(put, out, results)
