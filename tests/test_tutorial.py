@@ -10,7 +10,7 @@ from pathlib import Path
 import kit
 import pytest
 
-from asgd.live import ray_internals
+from asgd.live import processes, ray_internals
 
 PAGE = (kit.ROOT / "docs" / "tutorial.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -78,27 +78,17 @@ def test_a_killed_worker_and_the_same_bits(folder, capsys):
   for line in process.stdout:  # until the run shows its progress
     if "updates/s" in line:
       break
-  hosts = [pid for pid, name in descendants(process.pid) if "HostActor" in name]
+  hosts = [
+    pid
+    for pid in processes.children(process.pid)
+    if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
+  ]
   os.kill(max(hosts), signal.SIGKILL)
   assert finish(process)[0] > 0.9
   (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
   text = trace.read_text()
   assert text.count("receive") == 6000 and "lost" in text
   assert replay("killed", capsys) == "True"
-
-
-def descendants(root):
-  """Returns (pid, command line) of all processes that a process started."""
-  listed = subprocess.run(
-    ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-  )
-  rows = [line.split(None, 2) for line in listed.stdout.splitlines()[1:]]
-  found, out = {root}, []
-  for pid, parent, command in sorted(rows, key=lambda row: int(row[0])):
-    if int(parent) in found:
-      found.add(int(pid))
-      out.append((int(pid), command))
-  return out
 
 
 @pytest.mark.process

@@ -7,6 +7,7 @@ the run, prints the rows of the kill in the trace, and replays the run.
 """
 
 import io
+import os
 import re
 import signal
 import subprocess
@@ -14,9 +15,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-import psutil
 import rich.console
 from rich._export_format import CONSOLE_SVG_FORMAT
+
+from asgd.live import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
@@ -46,15 +48,14 @@ def train(console: rich.console.Console, folder: Path) -> None:
     text = line.rstrip().replace("dana_zero-n4-s0: ", "")
     console.print(text, highlight=False, no_wrap=True, overflow="ellipsis")
     if not killed and "updates/s" in line and not line.startswith("  0%"):
-      hosts = [
-        process
-        for process in psutil.Process(run.pid).children(recursive=True)
-        if "HostActor" in "".join(process.cmdline())
-      ]
-      newest = max(hosts, key=psutil.Process.create_time)
-      newest.send_signal(signal.SIGKILL)
+      newest = max(
+        pid
+        for pid in processes.children(run.pid)
+        if "HostActor" in Path(f"/proc/{pid}/cmdline").read_text()
+      )
+      os.kill(newest, signal.SIGKILL)
       console.print(
-        f"[bold red]    in another terminal:  kill -9 {newest.pid}[/]",
+        f"[bold red]    in another terminal:  kill -9 {newest}[/]",
         highlight=False,
       )
       killed = True
