@@ -24,10 +24,10 @@ def test_a_run_by_hand_is_replayed_to_the_same_bits(kind):
   bench.complete()
 
 
-def holders_of(events):
+def incarnations_of(events):
   """Returns worker -> incarnation of the workers present after these rows."""
   ledger = follow(events)
-  return {worker: ledger.holders[worker] for worker in ledger.present}
+  return {worker: ledger.incarnations[worker] for worker in ledger.present}
 
 
 def open_slots(events):
@@ -83,13 +83,13 @@ def test_a_shard_that_is_killed_at_any_entry_is_as_it_was(kind, too_early):
     params, messages = audit(bench.lead)
     assert too_early or params == free[0]
     assert too_early or set(messages) <= set(free[1])
-    holders = holders_of(recovered)
-    assert bench.lead.workers == sorted(holders)
+    incarnations = incarnations_of(recovered)
+    assert bench.lead.workers == sorted(incarnations)
     for worker, hand in bench.hands.items():
       hand.listen()
       hand.reconnect(0)
-      if not hand.out and worker in holders:
-        assert hand.listen()[0] == f"welcome {holders[worker]}"
+      if not hand.out and worker in incarnations:
+        assert hand.listen()[0] == f"welcome {incarnations[worker]}"
     bench.complete()
     assert journal.events()[: len(written)] == written
 
