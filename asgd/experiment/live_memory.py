@@ -15,11 +15,13 @@ that appears at its path later is not touched.
 """
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import shutil
 import stat
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -42,7 +44,8 @@ _HELD = re.compile(
   r"|(snapshots?|commands|image)(\.tmp)?"
   r"|(vector-\d+|message-\d+-\d+)(\.tmp)?)?"
 )
-_SECONDS = 10.0  # to wait until the previous driver ends
+_SECONDS = 10.0  # to wait until the previous driver, or a process, ends
+_LOOK = 0.05  # seconds between two attempts
 
 
 class Running(NamedTuple):
@@ -103,10 +106,19 @@ def _empty(folder: Path, *kept: str) -> None:
 
 
 def _remove(held: Path, memory: Path) -> None:
-  """Removes an open memory, as far as possible."""
+  """Removes an open memory, as far as possible. A process of the run that is
+  just being killed may still write a file, so the removal is repeated."""
+  end = time.monotonic() + _SECONDS
   with contextlib.suppress(OSError):
-    _empty(held)
-    memory.rmdir()
+    while True:
+      _empty(held)
+      try:
+        return memory.rmdir()
+      except OSError as error:
+        if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
+          raise
+      processes.end_all(held)
+      time.sleep(_LOOK)
 
 
 def read(cell_folder: Path) -> Running | None:

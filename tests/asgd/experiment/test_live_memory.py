@@ -191,3 +191,23 @@ def test_a_lock_that_is_a_link_is_refused(cell, memory_dir, tmp_path):
   with pytest.raises(ValueError, match="is a symbolic link"):
     resume(cell, memory_dir)
   assert not (tmp_path / "made").exists()
+
+
+def test_a_file_that_is_written_during_the_removal_is_removed_too(
+  cell, memory_dir, monkeypatch
+):
+  claimed = live_memory.LiveMemory(cell, memory_dir, resume=False)
+  claimed.note({"worker": 1})
+  empty, calls = live_memory._empty, []
+
+  def empty_late(folder, *kept):
+    empty(folder, *kept)
+    calls.append(folder)
+    if len(calls) == 1:  # a process that is being killed writes once more
+      (claimed.memory / "worker-0-3.message.tmp").write_text("half")
+
+  monkeypatch.setattr(live_memory, "_empty", empty_late)
+  claimed.remove()
+  assert not claimed.memory.exists()
+  assert len(calls) == 2
+  claimed.close()
