@@ -52,6 +52,7 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
+    config.data.name = "digits"  # in the package: no download
     config.model = dict(name="cnn", features=(2,), hidden=8)
     config.seeds, config.batch_size = (0,), 16
     config.examples, config.evaluation_examples = 128, 32

@@ -46,6 +46,7 @@ def get_config(arg=None):
   config.curvature_checks = 0
   config.on_nan = "record"
   if arg == "tiny":
+    config.data.name = "digits"  # in the package: no download
     config.model = dict(name="cnn", features=(2,), hidden=8)
     config.workers, config.seeds, config.batch_size = (8,), (0,), 16
     config.examples, config.evaluation_examples = 128, 32
