@@ -96,7 +96,10 @@ class Loader:
 def of_grain(worker):
   """The real package: drawn, repeated and batched."""
   examples = grain.MapDataset.source([*zip(X, Y, strict=True)])
-  return examples.seed(worker).shuffle().repeat().batch(8).to_iter_dataset()
+  batches = examples.seed(worker).shuffle().repeat().batch(8)
+  # By default grain reads 500 batches ahead, with 16 threads, of each iterator.
+  few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+  return batches.to_iter_dataset(few)
 
 
 def loss_of_dict(w, batch):
