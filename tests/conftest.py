@@ -72,27 +72,34 @@ def _count(event, seconds, **details):
 
 jax.monitoring.register_event_duration_secs_listener(_count)
 
-# Files that take more than 5 s of a core, the longest first: all of them is
-# `slow`. Those that wait for processes take turns with those that compute.
+# Files that take more than 5 s of a core: all of their tests are `slow`. The
+# longest start first, so that no worker computes alone at the end.
 SLOW = (
-  *("test_cluster", "test_cluster_contract", "test_world", "test_configs"),
-  *("test_tiny_figures", "test_golden", "test_train_live", "test_engine"),
-  *("test_live_cells", "test_mesh_engine", "test_follower", "test_facade"),
-  *("test_chaos", "test_peers", "test_own_code", "test_processes"),
-  *("test_schedules", "test_commands", "test_train", "test_executor"),
-  *("test_optimizers", "test_engine_contract", "test_recovery", "test_probe"),
-  *("test_code", "test_hybrid", "test_problem", "test_compare", "test_damage"),
-  *("test_images", "test_missing_cells", "test_docs", "test_data_parallel"),
-  *("test_run_plan", "test_contract", "test_traffic", "test_threads"),
-  *("test_examples", "test_replay", "test_cut", "test_codecs", "test_plan"),
-  *("test_sentences", "test_compressed", "test_reproduce", "test_choco"),
-  *("test_local_work", "test_comparison", "test_circular", "test_residence"),
-  *("test_diagnosis", "test_tables", "test_audit", "test_networks"),
-  *("test_statistics", "test_messages", "test_parts", "test_stage"),
-  *("test_low_rank", "test_encoder", "test_tensor", "test_coordinated"),
-  *("test_loop", "test_allocation", "test_peer_threads", "test_equivalences"),
-  *("test_boards", "test_transformer", "test_halo", "test_packaging"),
-  *("test_topics", "test_links"),
+  *("test_configs", "test_tiny_figures"),
+  *("test_tutorial", "test_cluster_contract"),
+  *("test_golden", "test_others", "test_world", "test_docs"),
+  *("test_engine_contract", "test_processes"),
+  *("test_mesh_engine", "test_train_live"),
+  *("test_images", "test_damage", "test_chaos", "test_ahead"),
+  *("test_chunk", "test_train", "test_plan", "test_problem"),
+  *("test_hybrid", "test_recovery", "test_commands", "test_replay"),
+  *("test_compare", "test_facade", "test_probe", "test_data_parallel"),
+  *("test_follower", "test_schedules", "test_own_code", "test_contract"),
+  *("test_cluster", "test_iterators", "test_messages", "test_checkpoint"),
+  *("test_codecs", "test_encoder", "test_compiled", "test_code"),
+  *("test_run_plan", "test_traffic", "test_examples", "test_low_rank"),
+  *("test_circular", "test_parts", "test_diagnosis", "test_executor"),
+  *("test_compressed", "test_engine", "test_local_work", "test_statistics"),
+  *("test_optimizers", "test_missing_cells"),
+  *("test_reproduce", "test_config_reference"),
+  *("test_tables", "test_choco", "test_threads", "test_site"),
+  *("test_stage", "test_sentences", "test_door_calls", "test_allocation"),
+  *("test_ray_runtime", "test_packaging", "test_cut", "test_tensor"),
+  *("test_comparison", "test_live_cells", "test_coordinated", "test_peers"),
+  *("test_residence", "test_own_protocol"),
+  *("test_optax_contract", "test_readme"),
+  *("test_partition", "test_networks"),
+  *("test_coordinator", "test_parameter_server"),
 )
 
 

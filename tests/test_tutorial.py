@@ -74,7 +74,7 @@ def test_threads(folder, capsys):
 @pytest.mark.process
 def test_a_killed_worker_and_the_same_bits(folder, capsys):
   pytest.importorskip("ray")
-  process = start("ray", "runs/killed", "6000")
+  process = start("ray", "runs/killed", "2000")
   for line in process.stdout:  # until the run shows its progress
     if "updates/s" in line:
       break
@@ -87,7 +87,7 @@ def test_a_killed_worker_and_the_same_bits(folder, capsys):
   assert finish(process)[0] > 0.9
   (trace,) = Path().glob("runs/killed/cells/*/trace-0.csv")
   text = trace.read_text()
-  assert text.count("receive") == 6000 and "lost" in text
+  assert text.count("receive") == 2000 and "lost" in text
   assert replay("killed", capsys) == "True"
 
 

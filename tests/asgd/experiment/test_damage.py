@@ -35,7 +35,7 @@ from asgd.live.journal import journal_path, read_journal
 from asgd.orders.trace import from_events
 from asgd.pipeline.engine import PIPELINE
 
-CASES = int(os.environ.get("ASGD_DAMAGE", "150"))
+CASES = int(os.environ.get("ASGD_DAMAGE", "80"))
 ENGINES = {**experiment.ENGINES, "pipeline": PIPELINE}
 TINY = {**kit.TINY_RUN, "checkpoint_seconds": 0.0}
 CONFIGS: dict[str, Any] = {
