@@ -70,6 +70,7 @@ from asgd.algorithms.staleness import (
   staleness_aware,
 )
 
+# The families, in the order in which tables and documents list them.
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
 _STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
 _DANA = dana_zero, dana_slim, dana_dc
@@ -87,8 +88,6 @@ PEER_RECIPES: dict[str, Callable[..., Recipe]] = {
   recipe.__name__: recipe for recipe in (ad_psgd, *_SYNCHRONOUS)
 }
 ALL = {**RECIPES, **PEER_RECIPES}
-
-
 _OPTIMIZERS = {"optimizer", "outer_optimizer"}  # options that take a name, too
 
 
@@ -104,6 +103,7 @@ def options(name: str) -> dict[str, Any]:
     {'momentum': 0.0, 'weight_decay': 0.0, 'optimizer': None}
   """
   maker = names.resolve("algorithm", name, ALL)
+  # The signature is the table of options: configs are checked against it.
   parameters = inspect.signature(maker).parameters
   common = "learning_rate", "workers"
   if not set(common) <= set(parameters):
@@ -143,24 +143,33 @@ def build(
   return _make(name, maker, learning_rate, workers, kwargs)
 
 
-def _make(name, maker, learning_rate, workers, options) -> Recipe:
+def _make(
+  name: str,
+  maker: Callable[..., Recipe],
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  options: Mapping[str, Any],
+) -> Recipe:
   """Calls a recipe's maker with checked arguments, and records them."""
   checks.whole("workers", workers)
   rates.check("learning_rate", learning_rate)
   kwargs = {"learning_rate": learning_rate, "workers": workers, **options}
+  # A config names an optimizer; makers take functions only.
   for key in _OPTIMIZERS & kwargs.keys():
     if isinstance(kwargs[key], str | Mapping):
       kwargs[key] = optimizers.named(kwargs[key])
     elif kwargs[key] is not None:
       optimizers.check(kwargs[key])
   recipe = names.call("algorithm", name, maker, kwargs)
+  # A user's MODULE:FUNCTION may return anything.
   if not isinstance(recipe, Recipe):
     raise ValueError(
       f"algorithm {name!r} must return an asgd.Recipe, not"
       f" {checks.shown(recipe)}"
     )
   recipe = recipe._replace(workers=workers)
-  # `rebuild` compares these to detect a recipe that was changed by hand.
+  # `rebuild` compares these to detect a recipe that was changed by hand. The
+  # last field is `made` itself.
   parts = tuple(recipe[:-1])
   made = RecipeBuild(name, maker, learning_rate, dict(options), parts)
   return recipe._replace(made=made)
@@ -187,8 +196,10 @@ def rebuild(
     return recipe
   if made is not None:
     rate = made.learning_rate
+    # A schedule is compared by identity, a number by value.
     if fits and (rate is learning_rate or rate == learning_rate):
       return recipe
+    # Identity, not equality: fields may hold arrays, whose == is no bool.
     if all(a is b for a, b in zip(made.parts, recipe[:-1], strict=True)):
       options = made.options
       return _make(made.name, made.maker, learning_rate, workers, options)

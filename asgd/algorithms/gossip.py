@@ -29,19 +29,26 @@ _Codec = str | Mapping[str, Any] | compression.Codec | None
 _RING = "ring"
 
 
-def _with_peers(recipe: Recipe, rule, topology, workers, **how) -> Recipe:
-  """Returns a recipe as one of peers; ValueError if its topology is unfit."""
+def _with_peers(
+  recipe: Recipe,
+  rule: gossip.Rule,
+  topology: _Topology,
+  workers: int,
+  **options: Any,
+) -> Recipe:
+  """Returns a recipe as one of peers; ValueError if its topology is unfit.
+  `options` are those of `gossip.Gossip`."""
   built = topologies.build(topology, workers)
-  topologies.check_sums(built, columns=rule.columns)
   # Averaging needs rows and columns of W that sum to 1; push-sum needs columns
   # only, as its weights w correct the rows.
-  made = gossip.Gossip(rule, built, **how)
+  topologies.check_sums(built, columns=rule.columns)
+  exchange = gossip.Gossip(rule, built, **options)
   # A pair is one random neighbour; a round mixes with all neighbours of W.
-  if made.order == gossip.PAIRS:
+  if exchange.order == gossip.PAIRS:
     check_pairs(built)
   else:
     topologies.check_agrees(built)
-  return recipe._replace(gossip=made, order=made.order)
+  return recipe._replace(gossip=exchange, order=exchange.order)
 
 
 def d_psgd(
@@ -85,6 +92,8 @@ def d_psgd(
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
   # A peer that puts its message before its job overlaps the transfer with the
   # computation.
+  # That message is the old x_i: gradient and average use the same parameters,
+  # as in algorithm 1.
   rule, put_first = rules.average(), not adapt_first
   recipe = Recipe(algorithm)
   return _with_peers(recipe, rule, topology, workers, put_first=put_first)
@@ -134,7 +143,7 @@ def d2(
   built = topologies.build(topology, workers)
   topologies.check_constant("d2", built, symmetric=True)
   if lazy:
-    # (W + I) / 2 has eigenvalues from 0 to 1.
+    # W has eigenvalues from -1 to 1, so (W + I) / 2 has them from 0 to 1.
     built = topologies.lazy(built)
   smallest = topologies.smallest_eigenvalue(built)
   # 1e-9 allows for the rounding of the eigenvalue.
@@ -185,6 +194,7 @@ def gradient_tracking(
     'rounds'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # `track` replaces the gradient by y_i before the algorithm sees it.
   return _with_peers(Recipe(algorithm), gossip.track(), topology, workers)
 
 
@@ -220,6 +230,7 @@ def ad_psgd(
     'pairs'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # In pairs the same rule averages two peers, both with the weight 1/2.
   recipe, rule = Recipe(algorithm), rules.average()
   return _with_peers(recipe, rule, topology, workers, order=gossip.PAIRS)
 
@@ -268,8 +279,9 @@ def sgp(
   return _with_peers(
     Recipe(algorithm),
     *(rules.push_sum(), topology, workers),
+    # With overlap a message leaves before the job that hides its transfer.
     put_first=overlap > 0,
-    every=max(overlap, 1),
+    every=max(overlap, 1),  # rounds between two messages
   )
 
 
@@ -317,10 +329,12 @@ def choco_sgd(
     'rounds'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # x_i - x^_i already contains what earlier messages left out.
   chosen = _codec(codec, error_feedback=False)
   built = topologies.build(topology, workers)
   topologies.check_constant("choco_sgd", built)
-  # With delta <= 0 errors may grow without bound.
+  # E||codec(x) - x||^2 <= (1 - delta) ||x||^2, None if nothing is proved. With
+  # delta <= 0 errors may grow without bound.
   delta = chosen.delta
   if delta is not None and delta <= 0:
     raise ValueError(
@@ -425,6 +439,7 @@ def local_d_psgd(
     4
   """
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
+  # SGD with rate 1 on its own displacement puts a peer at the end of its job.
   recipe = displacement_recipe(sgd(1.0), tx, steps)
   return _with_peers(recipe, rules.average(), topology, workers)
 
@@ -441,6 +456,7 @@ def _codec(codec: Any, **options: Any) -> compression.Codec:
         f"codec {checks.shown(dict(codec))} has no name: add one of"
         f" {', '.join(sorted(compression.CODECS))}"
       )
+    # An error about an option is prefixed by "codec".
     with checks.below("codec", codec):
       return compression.named(**{**options, **codec})
   if not isinstance(codec, compression.Codec):

@@ -24,24 +24,22 @@ from asgd.algorithms.sgd import (
   velocity,
 )
 from asgd.optimizers import OptimizerLike
-from asgd.transforms import scale_by_sent_rate
 
 
 def local_optimizer(
-  optimizer: Any,
-  learning_rate: optax.ScalarOrSchedule,
-  momentum: float = 0.0,
-  weight_decay: float = 0.0,
-  *first: optax.GradientTransformation,
-  **options: Any,
+  optimizer: Any, learning_rate: optax.ScalarOrSchedule,
+  momentum: float = 0.0, weight_decay: float = 0.0,
+  *first: optax.GradientTransformation, **options: Any
 ) -> optax.GradientTransformation:
   """Returns a worker's optimizer: SGD behind `first`, or the given one."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.0), weight_decay=(weight_decay, 0.0)
   )
+  # A worker does not count the server's updates: the rate is that of the
+  # ticket's version, for all steps of a job.
   if optimizer is not None:
     return optax.chain(*first, optimizers.at_version(optimizer, learning_rate))
-  scale = scale_by_sent_rate(learning_rate)
+  scale = transforms.scale_by_sent_rate(learning_rate)
   return sgd_chain(scale, momentum, weight_decay, *first, **options)
 
 
@@ -58,13 +56,11 @@ def displacement_recipe(
 
   def worker(loss):
     return worker_lib.local_worker(
-      loss,
-      tx,
-      steps=steps,
-      message="displacement",
+      loss, tx, steps=steps, message="displacement",
       optimizer_state=optimizer_state,
     )
 
+  # An averaged state starts at the server, and travels in the tickets.
   averages = optimizer_state == worker_lib.AVERAGED
   carried = tx.init if averages else None
   return Recipe(algorithm, worker=worker, steps=steps, carried=carried)
@@ -140,12 +136,14 @@ def downpour(
   # Both intervals are whole numbers of jobs, so that fetches and pushes happen
   # only between jobs.
   steps = math.gcd(fetch_every, push_every)
-  # Plain SGD at the server needs no smaller local rate.
-  plain = optimizer and optimizers.momentum_of(optimizer) is not None
-  fraction = 0.1 if local_rate is None and not plain else 1.0
+  # SGD at the server needs no smaller local rate. Adagrad's first steps move
+  # each parameter by eta, however small the gradient is.
+  is_sgd = optimizer and optimizers.momentum_of(optimizer) is not None
+  fraction = 0.1 if local_rate is None and not is_sgd else 1.0
   local_rate = learning_rate if local_rate is None else local_rate
   rates.check("local_rate", local_rate)
-  tx = optax.chain(optax.scale(fraction), scale_by_sent_rate(local_rate))
+  local_scale = transforms.scale_by_sent_rate(local_rate)
+  tx = optax.chain(optax.scale(fraction), local_scale)
   server = optax.chain(
     # A push sums push_every gradients, so it needs their weight decay, too.
     decay_weights(push_every * weight_decay),
@@ -154,6 +152,8 @@ def downpour(
   jobs: Any = {"steps": steps, "push_every": push_every // steps}
   return Recipe(
     base.as_algorithm(server),
+    # d sums gradients without a rate: with eta_local in d, the server would
+    # multiply by two rates.
     worker=lambda loss: worker_lib.local_worker(
       loss, tx, message="gradients", **jobs
     ),
@@ -166,8 +166,10 @@ def downpour(
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def _adagrad(learning_rate) -> optax.GradientTransformation:
-  """Adagrad as in the paper of Downpour."""
+def _adagrad(
+  learning_rate: optax.ScalarOrSchedule,
+) -> optax.GradientTransformation:
+  """Adagrad as in the paper of Downpour: S starts at 0, without an epsilon."""
   scale = optax.scale_by_learning_rate(learning_rate)
   return optax.chain(optax.scale_by_rss(0.0, eps=_TINY), scale)
 
@@ -282,14 +284,16 @@ def slowmo(
   tx = local_optimizer(optimizer, learning_rate, momentum, weight_decay)
 
   def per_rate(count):
+    """Returns 1 / eta, or 0 where eta is 0: those workers did not move."""
     rate = rates.at(learning_rate, count)
     return jnp.where(rate > 0, 1 / jnp.where(rate > 0, rate, 1.0), 0.0)
 
+  # u is in units of eta, so that a schedule does not rescale the slow momentum.
   slow = optax.chain(
-    optax.scale_by_schedule(per_rate),
-    velocity(slow_momentum),
-    optax.scale(slow_rate),
-    optax.scale_by_learning_rate(learning_rate),
+    optax.scale_by_schedule(per_rate),  # [1] (params - mean x^i) / eta
+    velocity(slow_momentum),  # [2] u <- beta u + that
+    optax.scale(slow_rate),  # [3] alpha u
+    optax.scale_by_learning_rate(learning_rate),  # [4] -alpha eta u
   )
   recipe = displacement_recipe(
     base.as_algorithm(slow), tx, steps, optimizer_state=optimizer_state
@@ -346,11 +350,12 @@ def easgd(
   checks.whole("steps", steps)
   common = learning_rate, momentum, weight_decay
   tx = local_optimizer(optimizer, *common, nesterov=True)
-  # The message is alpha (x - x^i), and SGD with rate 1 subtracts it. `mixes`:
-  # the message depends on the ticket's parameters, so no two jobs share a
-  # ticket.
+  # The message is -d = alpha (x - x^i), and SGD with rate 1 subtracts it.
+  # `mixes`: the message depends on the ticket's parameters, so no two jobs
+  # share a ticket.
   return Recipe(
     sgd(1.0),
+    # With alpha = beta / N, N workers together move the centre by beta.
     worker=lambda loss: worker_lib.elastic_worker(
       loss, tx, steps=steps, alpha=moving_rate / workers
     ),
@@ -419,7 +424,7 @@ def diloco(
     outer_optimizer, outer_momentum=(outer_momentum, 0.9)
   )
   if outer_optimizer is not None:
-    # The server treats a displacement as a gradient.
+    # The server treats a displacement as a gradient: D points uphill.
     outer = at_server(outer_rate, optimizer=outer_optimizer)
   else:
     outer = optax.chain(
@@ -433,8 +438,9 @@ def diloco(
       # AdamW: decay is added after Adam's scaling, before the rate.
       optax.scale_by_adam(),
       decay_weights(weight_decay),
-      scale_by_sent_rate(learning_rate),
+      transforms.scale_by_sent_rate(learning_rate),
     )
+  # "kept": a worker's moments of AdamW persist between rounds.
   recipe = displacement_recipe(base.as_algorithm(outer), inner, steps)
   return recipe.in_rounds(workers)
 
@@ -488,5 +494,7 @@ def fedasync(
   # The pull is towards the ticket's parameters, before weight decay.
   pull = transforms.add_proximal_pull(proximal)
   tx = local_optimizer(optimizer, learning_rate, 0.0, weight_decay, pull)
+  # A displacement is x_sent - x_new; `mix_models` takes x_new out of it with
+  # the ticket's parameters, so no two jobs may share a ticket.
   algorithm = base.as_algorithm(transforms.mix_models(mixing, s))
   return displacement_recipe(algorithm, tx, steps)._replace(mixes=True)

@@ -5,6 +5,10 @@ References:
   asynchronous environment", 2019, arXiv:1907.11612.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import numpy as np
 import optax
 
@@ -14,41 +18,54 @@ from asgd.algorithms.sgd import decay_weights, sgd, velocity
 from asgd.optimizers import OptimizerLike
 
 
-def _own(optimizer, momentum, weight_decay):
-  """Returns (momentum, None) for SGD, whose look-ahead has a closed form, and
-  (None, optimizer) for others, which are stepped on zero gradients."""
+def _closed_form(
+  optimizer: OptimizerLike, momentum: float, weight_decay: float
+) -> float | None:
+  """Returns the momentum of SGD, whose look-ahead has a closed form, or None
+  for an optimizer that must be stepped on zero gradients."""
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is None:
-    return momentum, None
+    return momentum
   # optax.sgd with a momentum is recognised, and uses the closed form, too.
-  known = optimizers.momentum_of(optimizer)
-  return known, None if known is not None else optimizer
+  return optimizers.momentum_of(optimizer)
 
 
-def _looking_ahead(momentum, learning_rate, velocity_of, weight_decay):
+def _velocity_recipe(
+  momentum: optax.GradientTransformation,
+  learning_rate: optax.ScalarOrSchedule,
+  ahead: Callable[[Any, jax.Array], optax.Updates],
+  weight_decay: float,
+) -> Recipe:
   """Returns a recipe of weight decay, then momentum, that sends params - eta
-  velocity_of(state, worker)."""
-  algorithm = transforms.velocity_lookahead(
-    momentum, learning_rate, velocity_of
-  )
+  ahead(state of the momentum, receiver)."""
+  algorithm = transforms.velocity_lookahead(momentum, learning_rate, ahead)
+  # The server adds weight decay at its own parameters, not at the look-ahead,
+  # so v contains it.
   return Recipe(transforms.precede(algorithm, decay_weights(weight_decay)))
 
 
-def _rolled(learning_rate, optimizer, workers, others) -> Recipe:
+def _rolled_recipe(
+  learning_rate: optax.ScalarOrSchedule,
+  optimizer: OptimizerLike,
+  workers: int | None,
+  senders: Callable[[jax.Array], Any],
+) -> Recipe:
   """Returns a recipe that sends the parameters after `optimizer` has been
-  stepped on zero gradients of `others(worker)`.
+  stepped on zero gradients of the workers `senders(receiver)`.
 
   The optimizer has a state for each of `workers`, or one for all (None).
   """
+  # A worker's state is updated only by its messages, but a schedule counts all
+  # updates of the server.
   tx = optimizers.at_version(optimizer, learning_rate)
   if workers is not None:
     tx = transforms.per_worker(tx, workers)
   # The server sends without a `version`, so the state counts the updates.
   if callable(learning_rate):
     tx = optimizers.counting(tx)
-  return Recipe(transforms.lookahead(tx, others))
+  return Recipe(transforms.lookahead(tx, senders))
 
 
 def nag_asgd(
@@ -85,14 +102,17 @@ def nag_asgd(
     5.0
   """
   del workers
-  momentum, optimizer = _own(optimizer, momentum, weight_decay)
-  if optimizer is not None:
+  gamma = _closed_form(optimizer, momentum, weight_decay)
+  if gamma is None:
     # One update on a zero gradient, with the one state of all workers.
-    return _rolled(learning_rate, optimizer, None, lambda worker: worker[None])
-  return _looking_ahead(
-    velocity(momentum),
+    return _rolled_recipe(
+      learning_rate, optimizer, None, lambda worker: worker[None]
+    )
+  return _velocity_recipe(
+    velocity(gamma),
     learning_rate,
-    lambda state, worker: optax.tree.scale(momentum, state.trace),
+    # gamma v: what the next update adds to its own gradient.
+    lambda state, worker: optax.tree.scale(gamma, state.trace),
     weight_decay,
   )
 
@@ -132,16 +152,17 @@ def multi_asgd(
     5.0
     6.0
   """
-  momentum, optimizer = _own(optimizer, momentum, weight_decay)
-  if optimizer is not None:
+  gamma = _closed_form(optimizer, momentum, weight_decay)
+  if gamma is None:
     # Without a look-ahead the slice is empty: no update is made.
-    return _rolled(
+    return _rolled_recipe(
       learning_rate, optimizer, workers, lambda i: i[None][: int(look_ahead)]
     )
-  factor = momentum if look_ahead else 0.0
-  return _looking_ahead(
-    transforms.per_worker(velocity(momentum), workers),
+  factor = gamma if look_ahead else 0.0
+  return _velocity_recipe(
+    transforms.per_worker(velocity(gamma), workers),
     learning_rate,
+    # gamma v^i of the receiver alone, as if no other worker sent a message.
     lambda state, worker: optax.tree.scale(
       factor, transforms.peek(state.inner, worker).trace
     ),
@@ -149,17 +170,25 @@ def multi_asgd(
   )
 
 
-def _dana(learning_rate, workers, momentum, weight_decay, optimizer) -> Recipe:
+def _dana(
+  learning_rate: optax.ScalarOrSchedule,
+  workers: int,
+  momentum: float,
+  weight_decay: float,
+  optimizer: OptimizerLike,
+) -> Recipe:
   """Returns the recipe that DANA-Zero and DANA-DC share."""
-  momentum, optimizer = _own(optimizer, momentum, weight_decay)
-  if optimizer is not None:
+  gamma = _closed_form(optimizer, momentum, weight_decay)
+  if gamma is None:
     # One update of each worker's state, in the order of the workers.
     everyone = np.arange(workers, dtype=np.int32)
-    return _rolled(learning_rate, optimizer, workers, lambda _: everyone)
-  return _looking_ahead(
-    transforms.dana_momentum(workers, momentum),
+    return _rolled_recipe(learning_rate, optimizer, workers, lambda _: everyone)
+  return _velocity_recipe(
+    transforms.dana_momentum(workers, gamma),
     learning_rate,
-    lambda state, worker: optax.tree.scale(momentum, state.total),
+    # gamma v^0 = gamma sum_j v^j: the momentum part of the next message of
+    # every worker. It is the same for all receivers.
+    lambda state, worker: optax.tree.scale(gamma, state.total),
     weight_decay,
   )
 
@@ -256,8 +285,9 @@ def dana_slim(
   )
   if optimizer is not None:
     # The worker's optimizer applies the learning rate, so the server's is 1.
-    own = optimizers.at_version(optimizer, learning_rate)
-    return Recipe(sgd(1.0), at_worker=transforms.slim(own))
+    tx = optimizers.at_version(optimizer, learning_rate)
+    return Recipe(sgd(1.0), at_worker=transforms.slim(tx))
+  # u^i = gamma v^i + g^i is the update of Nesterov's momentum in optax's form.
   nesterov = optax.chain(
     decay_weights(weight_decay), velocity(momentum, nesterov=True)
   )
@@ -302,6 +332,7 @@ def dana_dc(
     8.0 6.0
     5.0 3.0
   """
-  # `at_server` transforms a gradient before DANA's momentum sees it.
+  # `at_server` transforms a gradient before DANA's momentum sees it. Its
+  # `sent_params` are the look-ahead that the worker received (theta^i).
   recipe = _dana(learning_rate, workers, momentum, weight_decay, optimizer)
   return recipe._replace(at_server=transforms.delay_compensation(strength))

@@ -47,8 +47,10 @@ class Recipe(NamedTuple):
   """
 
   algorithm: base.Algorithm  # at the server, once per update
-  at_worker: optax.GradientTransformation | None = None  # at the worker
-  at_server: optax.GradientTransformation | None = None  # at the server
+  # At the worker, on each gradient before it is sent.
+  at_worker: optax.GradientTransformation | None = None
+  # At the server, on each message with the message's own Delay.
+  at_server: optax.GradientTransformation | None = None
   every: int = 1  # messages per update
   order: str = "asynchronous"  # the order (`asgd.orders`) it is designed for
   workers: int | None = None  # most workers it can serve; None: no limit
@@ -60,8 +62,8 @@ class Recipe(NamedTuple):
   # Messages are models: the server does not count them as examples, and no two
   # jobs share a ticket.
   mixes: bool = False
-  # The state of an optimizer that travels with the parameters, of weights
-  # (`base.carry`); None: there is none.
+  # Makes the optimizer state that travels with the parameters, of the weights
+  # (`base.carry`). None: no state travels.
   carried: Callable[[base.Params], Any] | None = None
   # How peers exchange messages; None: workers exchange them with a server.
   gossip: gossip_lib.Gossip | None = None
@@ -104,7 +106,7 @@ class Recipe(NamedTuple):
       )
     worker = self.worker(loss)
     # To mix in a model, the server measures it from its ticket. A later job on
-    # the same ticket would have started elsewhere.
+    # the same ticket would have started at other parameters.
     return worker._replace(kept=base.NEVER) if self.mixes else worker
 
   def server(
@@ -132,8 +134,10 @@ class Recipe(NamedTuple):
     # The algorithm gets weights; statistics of BatchNorm are averaged beside
     # it.
     algorithm = transforms.own_statistics(self.algorithm, statistics_decay)
+    # Jobs between two pushes send zeros, which must not count as messages.
     if self.push_every > 1:
       gate = server_lib.pushed(gate)
+    # The rule wraps last, so that it sees statistics as well as weights.
     if self.gossip:
       algorithm = self.gossip.rule.wrap(algorithm)
     return server_lib.make_server(
@@ -157,6 +161,7 @@ class Recipe(NamedTuple):
         "the recipe has a server and no peers: use d_psgd or another recipe of"
         " asgd.PEER_RECIPES"
       )
-    own = self.server(gate=gate, statistics_decay=statistics_decay)
+    local_server = self.server(gate=gate, statistics_decay=statistics_decay)
+    # Slots are the messages that one mix can take, so they fix its shapes.
     slots = self.gossip.topology.slots
-    return gossip_lib.make_peer(own, self.gossip.rule, slots)
+    return gossip_lib.make_peer(local_server, self.gossip.rule, slots)

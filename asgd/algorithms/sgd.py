@@ -12,6 +12,7 @@ from asgd.optimizers import OptimizerLike
 def decay_weights(weight_decay: float) -> optax.GradientTransformation:
   """Adds weight_decay * params to gradients; weight_decay is 0 or more."""
   checks.nonnegative("weight_decay", weight_decay)
+  # optax's transform requires `params`; an update without decay does not.
   if checks.is_zero(weight_decay):
     return optax.identity()
   return optax.add_decayed_weights(weight_decay)
@@ -35,6 +36,7 @@ def velocity(
     6.0
   """
   checks.fraction("momentum", momentum)
+  # `trace` adds g in full, as the papers do; optax.ema would add (1 - gamma) g.
   return optax.trace(momentum, nesterov=nesterov)
 
 
@@ -57,7 +59,9 @@ def sgd_chain(
   return optax.chain(
     *first,
     decay_weights(weight_decay),
+    # Without momentum there is no velocity to store.
     optax.identity() if plain else velocity(momentum, nesterov=nesterov),
+    # Last: v does not contain eta, so a schedule does not rescale it.
     scale,
   )
 
@@ -70,6 +74,7 @@ def at_server(
 ) -> optax.GradientTransformation:
   """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
+    # Its own count is the server's version, as it is updated once per update.
     tx: optax.GradientTransformation = optimizer(learning_rate)
     return tx
   scale = optax.scale_by_learning_rate(learning_rate)
@@ -128,7 +133,7 @@ def asgd(
     >>> print(report.staleness, report.gap)  # one update, |6 - 8|
     1 2.0
   """
-  del workers
+  del workers  # there is no state of a worker at the server
   return Recipe(sgd(learning_rate, momentum, weight_decay, optimizer))
 
 
@@ -168,4 +173,5 @@ def ssgd(
     'bulk_synchronous'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # `every=workers`: the server averages N messages, then v takes in the mean.
   return Recipe(algorithm).in_rounds(workers)

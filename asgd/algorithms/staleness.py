@@ -54,6 +54,7 @@ def staleness_aware(
     >>> asgd.staleness_aware(0.5, workers=8, splits=3).every  # floor(8 / 3)
     2
   """
+  # c, the messages of an update, from any workers: two may be of one worker.
   every = 1
   if splits is not None:
     if type(splits) is not int or not 1 <= splits <= workers:
@@ -61,6 +62,8 @@ def staleness_aware(
         f"splits must be from 1 to the {workers} workers, not {splits!r}"
       )
     every = workers // splits
+  # Each divides a message before the server's average; the velocity takes in
+  # the mean. d_l = tau_l is IJCAI's rule, d_l = n Rudra's.
   divisors = {
     "own": transforms.scale_by_staleness(),
     "mean": optax.scale(1 / (splits or workers)),
@@ -118,12 +121,14 @@ def gap_aware(
   optimizers.refuse_beside(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
-  # The transform decides for plain SGD; other optimizers use "updates".
-  plain = optimizer is None or optimizers.momentum_of(optimizer) is not None
+  # The transform decides for SGD, by whether it has a velocity. Other
+  # optimizers use "updates": -u / eta is no gradient, even without a state.
+  is_sgd = optimizer is None or optimizers.momentum_of(optimizer) is not None
   tx = transforms.gap_aware(
     at_server(learning_rate, momentum, optimizer=optimizer),
     learning_rate,
-    average=average or (None if plain else "updates"),
+    average=average or (None if is_sgd else "updates"),
+    # Here and not in the optimizer, so that the gap divides it, too.
     weight_decay=weight_decay,
   )
   return Recipe(base.as_algorithm(tx))
@@ -171,6 +176,7 @@ def dc_asgd_c(
   del workers
   return Recipe(
     sgd(learning_rate, momentum, weight_decay, optimizer),
+    # Before weight decay and momentum: the term is quadratic in g.
     at_server=transforms.delay_compensation(strength),
   )
 
@@ -221,6 +227,7 @@ def dc_asgd_a(
   """
   compensate = transforms.adaptive_delay_compensation(strength, decay=decay)
   if scope == "worker":
+    # As `dcasgda_updater.h` of the authors does.
     compensate = transforms.per_worker(compensate, workers)
   elif scope != "server":
     raise ValueError(f"scope must be 'server' or 'worker', not {scope!r}")

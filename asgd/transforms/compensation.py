@@ -22,10 +22,12 @@ from asgd import base, checks
 def by_distance(
   change: Callable[[jax.Array, jax.Array], jax.Array],
 ) -> base.Transform:
-  """The transform g <- change(g, params - sent_params), elementwise."""
+  """Returns the transform g <- change(g, params - sent_params), elementwise.
+  Both arguments of `change` are leaves, [...]."""
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
+    # w_{t+tau} - w_bak(m): what others changed since worker m's ticket.
     moved = optax.tree.sub(params, sent_params)
     return jax.tree.map(change, updates, moved), state
 
@@ -59,6 +61,8 @@ def delay_compensation(strength: float = 0.04) -> base.Transform:
     [ 2. -2.]
   """
   checks.nonnegative("strength (lambda)", strength)
+  # lambda g * g stands for the diagonal of the Hessian, so this is the first
+  # order of g(w_{t+tau}) around w_t.
   return by_distance(lambda g, moved: g + strength * g * g * moved)
 
 
@@ -108,14 +112,17 @@ def adaptive_delay_compensation(
   checks.fraction("decay", decay)
 
   def init_fn(params):
+    # MeanSquare(0) = 0, without a bias correction.
     return AdaptiveCompensationState(optax.tree.zeros_like(params))
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     del extra_args
-    # The current gradient counts in its own mean square.
+    # [1] MeanSquare(t): the current gradient counts in its own mean square.
     mean_square = jax.tree.map(
       lambda m, g: decay * m + (1 - decay) * g * g, state.mean_square, updates
     )
+    # [2] lambda_t = lambda_0 / sqrt(MeanSquare(t) + eps). Ports that leave the
+    # root out compensate a thousand times as much.
     moved = optax.tree.sub(params, sent_params)
     updates = jax.tree.map(
       lambda g, m, d: g + strength / jnp.sqrt(m + eps) * g * g * d,

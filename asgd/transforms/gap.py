@@ -20,11 +20,12 @@ class GapAwareState(NamedTuple):
   count: jax.Array  # type: ignore[assignment] # int32[], updates made
   largest_rate: jax.Array  # float[], largest learning rate so far
   samples: jax.Array  # int32[], squares averaged into mean_square
-  # like params, moving average of the squares of gradients or updates
+  # A: like params, moving average of the squares of gradients or updates
   mean_square: optax.Updates
   inner: optax.OptState  # of the wrapped optimizer
 
 
+# What `average` may select: s is the gradient, or the optimizer's update.
 GRADIENTS, UPDATES = AVERAGES = "gradients", "updates"
 
 
@@ -109,24 +110,29 @@ def gap_aware(
     """Adds the squares of updates / rate to the average. At a rate of 0 it adds
     nothing, because the quotient is undefined."""
     moves = rate > 0
+    # The inner `where` keeps 1 / 0 out: XLA computes both branches.
     scale = 1 / jnp.where(moves, rate, 1.0)
 
     def add(m, u):
-      size = u * scale.astype(u.dtype)
-      return jnp.where(moves, decay * m + (1 - decay) * size * size, m)
+      # The sign of -eta does not matter: only s * s is used.
+      s = u * scale.astype(u.dtype)
+      return jnp.where(moves, decay * m + (1 - decay) * s * s, m)
 
     return state._replace(
-      samples=state.samples + moves,
+      samples=state.samples + moves,  # t, of the bias correction
       mean_square=jax.tree.map(add, state.mean_square, updates),
     )
 
   def update_fn(updates, state, params=None, *, sent_params, **extra_args):
     rate = rates.at(learning_rate, state.count)
+    # eta_max: the rate of this update counts.
     largest = jnp.maximum(state.largest_rate, rate)
     kind = average or _published(inner, params)
     # [1] Published rule without momentum: average the gradient before its use.
+    # A rate of 1 takes the gradient as it is.
     if kind == GRADIENTS:
       state = accumulate(state, updates, jnp.ones([]))
+    # Weight decay comes before the division, so it is penalised, too.
     if not checks.is_zero(weight_decay):
       updates = optax.tree.add_scale(updates, weight_decay, params)
     # [2] Divide by the gap, in units of a typical update.
@@ -134,7 +140,7 @@ def gap_aware(
     updates = jax.tree.map(
       penalise, updates, state.mean_square, params, sent_params
     )
-    # [3] Apply the optimizer.
+    # [3] Apply the optimizer; its velocity holds penalised gradients.
     updates, inner_state = inner.update(
       updates, state.inner, params, sent_params=sent_params, **extra_args
     )
@@ -159,6 +165,8 @@ def _penalty(
   has_size = (samples > 0) & (largest > 0)
 
   def penalise(g, m, now, sent):
+    # C, and then G = 1 + |params - sent_params| / C, elementwise: one number
+    # for a leaf would lose the method's advantage.
     size = largest * (jnp.sqrt(m / correction) + eps)
     penalty = 1 + jnp.abs(now - sent) / jnp.where(has_size, size, 1.0)
     return jnp.where(has_size, g / penalty, g).astype(g.dtype)
@@ -172,6 +180,8 @@ def _published(
   """Returns the published average for an optimizer: UPDATES if its state grows
   with the parameters, otherwise GRADIENTS."""
 
+  # With another leading axis no parameter is a scalar. So a velocity has axes,
+  # and a count, which is a scalar for any parameters, has none.
   def larger(p):
     return jax.ShapeDtypeStruct((2, *jnp.shape(p)), jnp.result_type(p))
 

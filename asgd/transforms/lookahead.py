@@ -67,17 +67,19 @@ def lookahead(
   def send(opt_state, params, *, worker):
     zeros = optax.tree.zeros_like(params)
 
-    def step(carry, other):
+    def step(carry, sender):
       params, opt_state = carry
-      delay = base.Delay(other, jnp.zeros([], jnp.int32), params)
+      # The predicted message is fresh: staleness 0, sent the rolled parameters.
+      delay = base.Delay(sender, jnp.zeros([], jnp.int32), params)
       updates, opt_state = tx.update(
         zeros, opt_state, params, **delay._asdict()
       )
       return (optax.apply_updates(params, updates), opt_state), None
 
     # A scan, as K may be large; each step is one predicted message.
-    others = jnp.asarray(workers(worker), jnp.int32)
-    (params, _), _ = jax.lax.scan(step, (params, opt_state), others)
+    senders = jnp.asarray(workers(worker), jnp.int32)
+    # The rolled state is dropped: the server's own has not changed.
+    (params, _), _ = jax.lax.scan(step, (params, opt_state), senders)
     return params
 
   return base.as_algorithm(tx, send)
@@ -130,10 +132,14 @@ def slim(
     return SlimState(tx.init(params), optax.tree.zeros_like(params))
 
   def update_fn(updates, state, params=None, **extra_args):
+    # [1] u, and the state after it.
     update, inner = tx.update(updates, state.inner, params, **extra_args)
+    # [2] a: the next update on a zero gradient, for which the state is not
+    # advanced.
     zeros = optax.tree.zeros_like(updates)
     ahead, _ = tx.update(zeros, inner, params, **extra_args)
-    # The server subtracts the message.
+    # [3] This worker's part of the look-ahead moves by u + a - a_before; the
+    # server subtracts the message, so the signs are reversed.
     message = jax.tree.map(
       lambda before, u, after: before - u - after, state.ahead, update, ahead
     )
@@ -145,7 +151,7 @@ def slim(
 class VelocityState(NamedTuple):
   """State of `velocity_lookahead`."""
 
-  count: jax.Array  # type: ignore[assignment] # int32[], updates update
+  count: jax.Array  # type: ignore[assignment] # int32[], updates made
   momentum: optax.OptState  # of the momentum transform
   rate: optax.OptState  # of the scaling by the learning rate
 
@@ -201,9 +207,10 @@ def velocity_lookahead(
     return updates, VelocityState(state.count + 1, momentum_state, rate)
 
   def send(opt_state, params, *, worker):
-    # The rate of the next update: `count` updates have been made.
+    # eta of the next update: `count` updates have been made.
     rate = rates.at(learning_rate, opt_state.count)
     ahead = velocity(opt_state.momentum, worker)
+    # A float32 rate would widen bfloat16 parameters.
     return jax.tree.map(
       lambda p, v: (p - rate * v).astype(p.dtype), params, ahead
     )
@@ -250,7 +257,8 @@ def precede(
   """
   if not transforms:
     return algorithm
-  first = optax.with_extra_args_support(optax.chain(*transforms))
+  # optax.chain passes the Delay only to transforms that take extra args.
+  first = optax.chain(*transforms)
 
   def init(params):
     return PrecedeState(first.init(params), algorithm.init(params))
@@ -263,6 +271,7 @@ def precede(
     return updates, PrecedeState(first_state, then)
 
   def send(opt_state, params, *, worker):
+    # The look-ahead reads the algorithm's state alone, never `first`.
     return algorithm.send(opt_state.then, params, worker=worker)
 
   return base.Algorithm(init, update, send)
@@ -313,14 +322,17 @@ def dana_momentum(workers: int, decay: float) -> base.Transform:
   checks.fraction("momentum", decay)
 
   def init_fn(params):
+    # v^i = 0 for every worker, so all first tickets are the parameters.
     zeros = optax.tree.zeros_like(params)
     return DanaMomentumState(rows_lib.make_rows(zeros, workers), zeros)
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     del params, extra_args
     old, rows = rows_lib.read(state.velocity, worker)
+    # [1] v^i <- gamma v^i + g
     new = jax.tree.map(lambda v, g: decay * v + g, old, updates)
-    # Adding the change costs one row; a sum over workers would cost N.
+    # [2] v^0 <- v^0 + (v^i new - v^i old). Adding the change costs one row; a
+    # sum over workers would cost N.
     total = jax.tree.map(lambda t, n, o: t + (n - o), state.total, new, old)
     velocity = rows_lib.write(rows, worker, new)
     return new, DanaMomentumState(velocity, total)

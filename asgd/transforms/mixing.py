@@ -60,6 +60,7 @@ def polynomial_discount(decay: float = 0.5) -> Discount:
     0.5
   """
   checks.positive("decay (a)", decay)
+  # 1.0 makes a float of the staleness: integers have no negative powers.
   return lambda staleness: (staleness + 1.0) ** -decay
 
 
@@ -87,6 +88,7 @@ def hinge_discount(decay: float = 10.0, grace: float = 4) -> Discount:
   """
   checks.positive("decay (a)", decay)
   checks.nonnegative("grace (b)", grace)
+  # One formula for both cases of the paper: max(., 0) makes s = 1 up to b.
   return lambda staleness: (
     1.0 / (decay * jnp.maximum(staleness - grace, 0.0) + 1.0)
   )
@@ -121,6 +123,7 @@ def make_discount(
     0.25
   """
   names.check("discount", name, ("constant", "polynomial", "hinge"))
+  # The two discounts have different default decays, so None is not passed on.
   options = {} if decay is None else {"decay": decay}
   if name == "polynomial":
     return polynomial_discount(**options)
@@ -169,11 +172,11 @@ def mix_models(
     updates, state, params=None, *, staleness, sent_params, **extra_args
   ):
     del extra_args
-    # x_new - x, where x_new = sent - d. A rate of the leaf's dtype keeps
-    # bfloat16 leaves in bfloat16.
-    rate = mixing * discount(staleness)
+    rate = mixing * discount(staleness)  # alpha_t, float[]
 
     def mix(d, sent, now):
+      # alpha_t (x_new - x), where x_new = sent - d. A rate of the leaf's dtype
+      # keeps bfloat16 leaves in bfloat16.
       return rate.astype(d.dtype) * (sent - d - now)
 
     return jax.tree.map(mix, updates, sent_params, params), state
@@ -209,4 +212,5 @@ def add_proximal_pull(strength: float) -> base.Transform:
     1.0
   """
   checks.nonnegative("proximal strength", strength)
+  # At a worker, `params` are its local x and `sent_params` its ticket's.
   return by_distance(lambda g, moved: g + strength * moved)

@@ -24,7 +24,7 @@ class WorkerRows(NamedTuple):
 
   stored: optax.OptState  # every leaf [N, ...]; row `owner` is out of date
   pending: optax.OptState  # every leaf [...], the current row of `owner`
-  owner: jax.Array  # int32[]
+  owner: jax.Array  # int32[], the worker whose row is pending
 
 
 def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
@@ -32,6 +32,7 @@ def make_rows(row: optax.OptState, workers: int) -> WorkerRows:
   stored = jax.tree.map(
     lambda x: jnp.repeat(jnp.asarray(x)[None], workers, axis=0), row
   )
+  # Worker 0 owns the pending row at first: it equals its stored one.
   return WorkerRows(stored, row, jnp.zeros([], jnp.int32))
 
 
@@ -50,7 +51,9 @@ def put_row(rows: jax.Array, row: jax.Array, index: jax.Array) -> jax.Array:
 def settle(rows: WorkerRows) -> optax.OptState:
   """Returns all rows, every leaf [N, ...]."""
   return jax.tree.map(
-    lambda x, y: put_row(x, y, rows.owner), rows.stored, rows.pending
+    lambda stored, pending: put_row(stored, pending, rows.owner),
+    rows.stored,
+    rows.pending,
   )
 
 
@@ -68,6 +71,7 @@ def write(
   rows: WorkerRows, worker: jax.Array, row: optax.OptState
 ) -> WorkerRows:
   """Replaces the row of a worker, in `rows` as returned by its `read`."""
+  # `read` has stored the row that was pending, so nothing is lost here.
   return rows._replace(pending=row, owner=worker)
 
 
@@ -96,8 +100,11 @@ def peek(rows: WorkerRows, worker: jax.Array) -> Any:
     0.0
     4.0
   """
+  # The stored row of `owner` is out of date: take the pending one for it.
   return jax.tree.map(
-    lambda x, y: jnp.where(worker == rows.owner, y, x[worker]),
+    lambda stored, pending: jnp.where(
+      worker == rows.owner, pending, stored[worker]
+    ),
     rows.stored,
     rows.pending,
   )
@@ -148,6 +155,7 @@ def per_worker(
 
   def update_fn(updates, state, params=None, *, worker, **extra_args):
     row, rows = read(state.inner, worker)
+    # `tx` may read the worker, too, as a nested per-worker transform does.
     updates, row = tx.update(updates, row, params, worker=worker, **extra_args)
     return updates, PerWorkerState(write(rows, worker, row))
 

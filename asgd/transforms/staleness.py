@@ -39,6 +39,7 @@ def scale_by_staleness() -> base.Transform:
 
   def update_fn(updates, state, params=None, *, staleness, **extra_args):
     del params, extra_args
+    # alpha(tau) / alpha_0 = 1 / tau; the paper does not divide if tau = 0.
     scale = 1.0 / jnp.maximum(staleness, 1)
     updates = jax.tree.map(lambda g: g * scale.astype(g.dtype), updates)
     return updates, state

@@ -10,6 +10,8 @@ carries the statistics of one batch, and the server averages them in:
 No gradient rule, momentum, look-ahead or gap uses them.
 """
 
+from typing import Any
+
 import jax
 import optax
 
@@ -56,6 +58,7 @@ def own_statistics(
     return algorithm.init(base.weights_of(params))
 
   def update(updates, state, params=None, **extra_args):
+    # The algorithm compares weights with weights: the Delay's go bare, too.
     if "sent_params" in extra_args:
       sent = base.weights_of(extra_args["sent_params"])
       extra_args = {**extra_args, "sent_params": sent}
@@ -77,10 +80,11 @@ def own_statistics(
   return base.Algorithm(init, update, send)
 
 
-def _change(new, old, decay):
-  """Returns the update of statistics: old + (1 - decay) (new - old). A carried
-  state is replaced by the messages' mean."""
+def _change(new: Any, old: Any, decay: float) -> Any:
+  """Returns the update of statistics: (1 - decay) (new - old). A carried state
+  is replaced by the messages' mean."""
   if isinstance(old, base.Carried):
     change = _change(new.stats, old.stats, decay)
+    # The server adds this: old + (new - old) = new.
     return base.Carried(change, optax.tree.sub(new.state, old.state))
   return jax.tree.map(lambda x, y: (1 - decay) * (x - y), new, old)
