@@ -191,6 +191,7 @@ def error_feedback(codec: Codec) -> Codec:
   def encode(state, tree, key):
     total = optax.tree.add(state.residual, tree)
     code, inner = codec.encode(state.inner, total, key)
+    # What the server will decode, not what the codec rounded in passing.
     residual = optax.tree.sub(total, codec.decode(code))
     if codec.limit is not None:
       residual = codec.limit(inner, residual)
@@ -237,6 +238,7 @@ def clip(codec: Codec, norm: float) -> Codec:
     return codec.encode(state, clipped(tree, norm), key)
 
   for_run = composed(codec, lambda codec: clip(codec, norm))
+  # A clipped mean is no mean, and the clip's error is not in the codec's delta.
   changes = {"unbiased": False, "delta": None, "for_run": for_run}
   return codec._replace(encode=encode, **changes)
 
@@ -308,7 +310,7 @@ def power_below(x: jax.Array) -> jax.Array:
     [4.  0.5]
   """
   info = jnp.finfo(x.dtype)
-  exponent = jnp.frexp(x)[1] - 1
+  exponent = jnp.frexp(x)[1] - 1  # frexp: x = m 2^e with m in [0.5, 1)
   exponent = jnp.clip(exponent, info.minexp, info.maxexp - 2)
   return jnp.ldexp(jnp.ones_like(x), exponent)
 
@@ -320,8 +322,10 @@ def clipped(tree: optax.Updates, norm: float) -> optax.Updates:
   if not leaves:
     return tree
   wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in leaves]
+  # One unit for all leaves, so that their squares can be added.
   unit = power_below(jnp.stack([jnp.abs(x).max() for x in wide]).max())
   squares = [jnp.square(x / unit).sum() for x in wide]
   root = jnp.sqrt(jnp.stack(squares).sum())  # ||tree|| / unit
+  # `root` is 1 or more, except for zeros and subnormal numbers: no 0 / 0.
   factor = jnp.minimum(norm / unit / jnp.maximum(root, 1.0), 1.0)
   return jax.tree.map(lambda x: (x * factor).astype(x.dtype), tree)

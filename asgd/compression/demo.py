@@ -17,6 +17,7 @@ from asgd import base, checks
 from asgd.compression import leaves, selection
 from asgd.compression.codec import OWN, Code, Codec, Values, power_below, zeros
 
+# Accelerators multiply float32 in fewer bits by default.
 _HIGHEST = jax.lax.Precision.HIGHEST
 
 
@@ -80,9 +81,11 @@ def demo(k: int = 32, *, chunk: int = 64, decay: float = 0.999) -> Codec:
 
   def encode(state, tree, key):
     del key
-    # The sent part leaves the momentum, so m is also the residual.
+    # [1] m <- beta m + g
     momentum = jax.tree.map(lambda m, g: decay * m + g, state.residual, tree)
+    # [2] q: the k largest cosines of each chunk.
     code = jax.tree.map(lambda m: _encode(m, k, chunk), momentum)
+    # [3] m <- m - sent. So m is also the residual.
     return code, DeMoState(optax.tree.sub(momentum, decode(code)))
 
   def decode(code: Code) -> optax.Updates:
@@ -101,6 +104,7 @@ def _sides(shape: tuple[int, ...], chunk: int) -> tuple[int, int, int, int]:
   """Returns rows and columns of a leaf as a matrix, and those of its chunks."""
   columns = shape[-1] if shape else 1
   rows = int(np.prod(shape[:-1], dtype=np.int64))
+  # The largest divisor up to `chunk`: no chunk is padded.
   height, width = (
     max(d for d in range(1, min(chunk, length) + 1) if length % d == 0)
     for length in (rows, columns)
@@ -117,20 +121,24 @@ def _cosines(length: int) -> np.ndarray:
   return matrix * np.sqrt(2 / length)
 
 
-def _transformed(x, sides, *, inverse):
+def _transform(
+  x: jax.Array, sides: tuple[int, int, int, int], *, inverse: bool
+) -> jax.Array:
   """Returns rows x columns as cosines of chunks [y, x, height, width], or the
   inverse."""
   rows, columns, height, width = sides
-  down, across = (
+  vertical, horizontal = (
     jnp.asarray(_cosines(length), x.dtype) for length in (height, width)
   )
+  # y, x: a chunk; h, w: an element of it; i, j: a cosine of it. The matrices
+  # are orthonormal, so the inverse uses the same ones.
   if inverse:
     x = x.reshape(rows // height, columns // width, height, width)
     equation = "yxij,ih,jw->yhxw"
   else:
     x = x.reshape(rows // height, height, columns // width, width)
     equation = "yhxw,ih,jw->yxij"
-  return jnp.einsum(equation, x, down, across, precision=_HIGHEST)
+  return jnp.einsum(equation, x, vertical, horizontal, precision=_HIGHEST)
 
 
 def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
@@ -140,12 +148,12 @@ def _encode(x: jax.Array, k: int, chunk: int) -> leaves.Leaf:
   sides = _sides(x.shape, chunk)
   wide = leaves.wide(x)
   unit = power_below(jnp.abs(wide).max())  # no sum overflows
-  cosines = _transformed(wide / unit, sides, inverse=False)
+  cosines = _transform(wide / unit, sides, inverse=False)
   flat = cosines.reshape(-1, sides[2] * sides[3])
-  # Each chunk is a row of `flat`, and has its own border.
+  # Each chunk is a row of `flat`, and has a separate border.
   numbers = selection.magnitudes(flat)
-  most = min(k, flat.shape[1])
-  border = jax.vmap(lambda row: selection.border(row, most))(numbers)
+  count = min(k, flat.shape[1])
+  border = jax.vmap(lambda row: selection.border(row, count))(numbers)
   sent = jnp.where(numbers >= border[:, None], flat, 0.0).reshape(-1)
   most = float(jnp.finfo(wide.dtype).max) / (2 * flat.shape[1])
   # Clip, so that no sum in the inverse transform overflows.
@@ -158,4 +166,4 @@ def _decode(chunk: int, leaf: leaves.Leaf) -> jax.Array:
   other code, which would round differently in another program."""
   sent = jax.lax.optimization_barrier(leaf.code.values)
   sides = _sides(leaf.shape, chunk)
-  return jax.lax.optimization_barrier(_transformed(sent, sides, inverse=True))
+  return jax.lax.optimization_barrier(_transform(sent, sides, inverse=True))

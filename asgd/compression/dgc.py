@@ -15,7 +15,7 @@ import optax
 from asgd import base, checks
 from asgd.compression import leaves
 from asgd.compression.codec import OWN, Code, Codec, Values, clipped, zeros
-from asgd.compression.sparse import check_density, count_of, kept, largest
+from asgd.compression.sparse import check_density, count_of, largest, masked
 
 _STAGES = 4  # of a warm-up
 _RATIO = 0.25  # density of a stage / density of the stage before
@@ -114,13 +114,17 @@ def dgc(
     del key
     if missing:
       raise ValueError(f"dgc needs {missing}")
+    # [0] Local clipping: the sum of N independent gradients of norm c / sqrt(N)
+    # has a norm of about c.
     if clip_norm is not None and workers is not None:
       tree = clipped(tree, clip_norm / workers**0.5)
     grads, structure = jax.tree.flatten(tree)
+    # How many stages have begun: the index into `densities`.
     stage = (state.count >= jnp.asarray(starts, jnp.int32)).sum()
-    old = jax.tree.leaves(state.velocity), jax.tree.leaves(state.residual)
-    rows: list[Any] = []
-    for g, u, v in zip(grads, *old, strict=True):
+    velocities = jax.tree.leaves(state.velocity)
+    residuals = jax.tree.leaves(state.residual)
+    rows: list[Any] = []  # (code, u, v) of each leaf
+    for g, u, v in zip(grads, velocities, residuals, strict=True):
       # [1] Momentum correction: accumulate velocities, not gradients.
       u = momentum * (u + g) if nesterov else momentum * u + g
       step = u + g if nesterov else u
@@ -129,9 +133,10 @@ def dgc(
         continue
       v = v + step
       # [2] Select the largest elements, at the density of the current stage.
+      # The counts are constants; only their index is traced.
       counts = [count_of(each, g.size) for each in densities]
       mask = largest(v.reshape(-1), jnp.asarray(counts, jnp.int32)[stage])
-      code = leaves.as_leaf(kept(v.reshape(-1), mask), g)
+      code = leaves.as_leaf(masked(v.reshape(-1), mask), g)
       # [3] Factor masking: forget velocity and residual of sent elements.
       rest = [jnp.where(mask.reshape(g.shape), 0, x) for x in (u, v)]
       rows.append((code, *rest))
@@ -151,7 +156,12 @@ def dgc(
   return Codec(_init, encode, _decode, feedback=OWN, for_run=fit)
 
 
-def _missing(warm_up, clip_norm, workers, epoch) -> str:
+def _missing(
+  warm_up: float,
+  clip_norm: float | None,
+  workers: int | None,
+  epoch: float | None,
+) -> str:
   """Returns a text of the arguments that are needed and missing, or ""."""
   words = []
   if clip_norm is not None and workers is None:
@@ -182,9 +192,10 @@ def _init(like: base.Params) -> DGCState:
 
 
 def _decode(code: Code) -> optax.Updates:
-  """Returns a tree of Values, and of the leaves that were sent in full."""
-  def one(leaf: leaves.Leaf) -> jax.Array:
+  """Returns the message: of Values, and of leaves that were sent in full."""
+
+  def decode_leaf(leaf: leaves.Leaf) -> jax.Array:
     in_full = not isinstance(leaf.code, Values)
     return leaf.code if in_full else leaf.code.values
 
-  return leaves.decode_all(one, code)
+  return leaves.decode_all(decode_leaf, code)

@@ -114,7 +114,7 @@ def as_leaf(code: Any, like: jax.Array) -> Leaf:
   return Leaf(code, tuple(like.shape), jnp.result_type(like).name)
 
 
-def of(code: Code) -> list[Leaf]:
+def leaves_of(code: Code) -> list[Leaf]:
   """Returns the leaves of a code."""
   return jax.tree.leaves(code, is_leaf=_is_leaf)
 
@@ -122,12 +122,12 @@ def of(code: Code) -> list[Leaf]:
 def decode_all(decode: Callable[[Leaf], jax.Array], code: Code) -> Any:
   """Returns a tree of decoded leaves, in their shapes and dtypes."""
 
-  def one(leaf: Leaf) -> jax.Array:
+  def decode_leaf(leaf: Leaf) -> jax.Array:
     if not leaf.size:
       return jnp.zeros(leaf.shape, leaf.dtype)
     return narrow(decode(leaf), leaf.dtype).reshape(leaf.shape)
 
-  return jax.tree.map(one, code, is_leaf=_is_leaf)
+  return jax.tree.map(decode_leaf, code, is_leaf=_is_leaf)
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
@@ -136,6 +136,7 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
   rounding."""
   info = jnp.finfo(dtype)
   if jnp.finfo(x.dtype).bits > info.bits:
+    # Clip first: rounding would turn larger numbers into infinity.
     x = jnp.clip(x, float(info.min), float(info.max))
     x = jax.lax.reduce_precision(x, info.nexp, info.nmant)
   return x.astype(dtype)
@@ -158,9 +159,8 @@ def blocks(x: jax.Array, size: int) -> jax.Array:
   last block; a leaf with fewer than `size` elements is one block."""
   x = x.reshape(-1)
   size = min(size, x.size)
-  # Elements that the last block lacks.
-  rest = -x.size % size
-  return (jnp.pad(x, (0, rest)) if rest else x).reshape(-1, size)
+  missing = -x.size % size  # elements that the last block lacks
+  return (jnp.pad(x, (0, missing)) if missing else x).reshape(-1, size)
 
 
 def symbols_of(
@@ -210,15 +210,17 @@ def exact_scale(x: jax.Array, levels: int) -> jax.Array:
     >>> print(leaves.exact_scale(jnp.array([0.75, 1.0 + 2.0**-23]), 127))
     [0.75      1.0000153]
   """
+  # A product of two integers has the bits of both: scale and symbol together
+  # must fit into the 24 bits of a float32.
   drop = levels.bit_length()
   mask = (1 << drop) - 1
-  narrow = float32(x)
-  words = jax.lax.bitcast_convert_type(narrow, jnp.int32)
-  words += narrow.astype(x.dtype) < x  # undo rounding a float64 down
+  single = float32(x)
+  words = jax.lax.bitcast_convert_type(single, jnp.int32)
+  words += single.astype(x.dtype) < x  # undo rounding a float64 down
   # Round the bits up, to a multiple of 2^drop.
   words = (words + mask) & ~mask
   most = np.float32(min(_LARGEST / levels, 2.0**126)).view(np.int32)
-  most &= ~np.int32(mask)
+  most &= ~np.int32(mask)  # the bound has as few bits as a scale
   # Bits of positive floats are ordered as the numbers are.
   words = jnp.minimum(words, most)
   scale = jax.lax.bitcast_convert_type(words, jnp.float32)

@@ -89,8 +89,11 @@ def compressed(
     return CompressedState(worker.init(params), tuple(states))
 
   def work(state, ticket, batch, key):
+    # [1] The job, with its message uncompressed.
     inner, message, metrics = worker.work(state.inner, ticket, batch, key)
     finite = all_finite((message, metrics.loss))
+    # [2] A code for each shard. The key differs from the job's, whose bits the
+    # loss has used.
     key = jax.random.fold_in(key, _CODEC)
     parts, states = [], []
     for s, part in enumerate(split_up(message)):
@@ -104,10 +107,11 @@ def compressed(
       stats = part.stats if isinstance(part, base.Variables) else None
       parts.append(Coded(code, stats, residual_norm(after)))
       states.append(after)
-    # A narrow dtype may overflow although the message is finite.
+    # [3] A narrow dtype may overflow although the message is finite.
     finite &= all_finite([(part.code, part.residual) for part in parts])
     # A dropped message must not enter the residual.
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
+    # [4] A loss of NaN tells the runtime to reject the message.
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
     out = parts[0] if plan is None else Parts(tuple(parts))
     return CompressedState(inner, codecs), out, metrics
@@ -141,6 +145,7 @@ def _residuals(state: Any) -> list[Any]:
   for node in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "residual")):
     if hasattr(node, "residual"):
       residuals.append(node.residual)
+      # Its other fields, as a plain tuple, which has no `residual`.
       residuals += _residuals(tuple(node._replace(residual=())))
   return residuals
 
@@ -174,6 +179,7 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
   (shapes and dtypes are enough). Raises the codec's ValueError for parameters
   that it cannot encode."""
   structs = jax.tree.map(sharding.shape_of, params)
+  # Leaves and structure can be hashed, for the cache; the tree cannot.
   leaves, structure = jax.tree.flatten(base.weights_of(structs))
   wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
   code = _code_shapes(codec, tuple(leaves), structure, wide)
@@ -182,7 +188,12 @@ def shapes(codec: Codec, params: base.Params) -> Coded:
 
 
 @functools.lru_cache(maxsize=64)
-def _code_shapes(codec, leaves, structure, wide):
+def _code_shapes(
+  codec: Codec,
+  leaves: tuple[jax.ShapeDtypeStruct, ...],
+  structure: Any,
+  wide: bool,
+) -> Code:
   """Traces a codec once for weights of some shapes. `wide`, whether 64-bit
   types are enabled, is only part of the cache's key."""
   del wide

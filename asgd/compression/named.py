@@ -5,7 +5,7 @@ from typing import Any
 
 from asgd import checks, names
 from asgd.compression import codec as codec_lib
-from asgd.compression import own
+from asgd.compression import user_codecs
 from asgd.compression.codec import Codec, identity
 from asgd.compression.demo import demo
 from asgd.compression.dgc import dgc
@@ -24,7 +24,7 @@ _OTHERS = powersgd, demo, bf16, fp16, int8, e3m0, identity
 CODECS: dict[str, Callable[..., Codec]] = {
   maker.__name__: maker for maker in (*_SPARSE, *_FEW_LEVELS, *_OTHERS)
 }
-# Methods for devices in step that are not the mean of each device's codec.
+# Methods for devices in step that are not the mean over devices' codecs.
 REDUCERS: dict[str, Callable[..., Reducer]] = {
   "powersgd": powersgd_reducer,
   "onebit_adam": onebit_adam,
@@ -87,9 +87,9 @@ def named(
       f"codec {name!r} must return a compression.Codec, not"
       f" {checks.shown(codec)}"
     )
-  # A user's codec is checked while it is traced.
+  # A user's codec is checked while it is traced; the library's are tested.
   if names.is_import(name):
-    codec = own.checked(codec, checks.shown(name))
+    codec = user_codecs.checked(codec, checks.shown(name))
   checks.flag("error_feedback", error_feedback, none="where the codec needs it")
   if error_feedback is None:
     error_feedback = codec.feedback == codec_lib.NEEDED
@@ -133,6 +133,7 @@ def named_reducer(name: str, **options: Any) -> Reducer:
     ValueError: reducer 'powersgd' takes no argument 'ranks'; did you mean \
 'rank'? known: minimum_rate, rank, start
   """
+  # A list, because a `name` of another type may have no hash.
   if name in list(REDUCERS):
     return names.call("reducer", name, REDUCERS[name], options)
   known = {*CODECS, *REDUCERS}

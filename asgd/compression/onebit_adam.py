@@ -125,21 +125,23 @@ def onebit_adam(
     )
 
   def warm(state, tree, axis):
+    """One step of Adam's moments, on exact means."""
     g = jax.lax.pmean(tree, axis)
     mu = optax.tree.update_moment(g, state.mu, b1, 1)
     nu = optax.tree.update_moment_per_elem_norm(g, state.nu, b2, 2)
     state = state._replace(mu=mu, nu=nu, warm=state.count)
     if warm_up:
       return state._replace(frozen=state.count >= warm_up)
-    return _judged(state, b2)
+    return _end_warm_up(state, b2)
 
   def compressed(state, tree, axis):
-    # [1] Each worker compresses its momentum, with its residual.
-    own = optax.tree.update_moment(tree, state.mu, b1, 1)
-    total = optax.tree.add(own, state.residual)
+    """One step of m from signs, with v constant."""
+    # [1] c_w: each worker compresses its momentum m_w, with its residual e_w.
+    local_mu = optax.tree.update_moment(tree, state.mu, b1, 1)
+    total = optax.tree.add(local_mu, state.residual)
     sent = jax.tree.map(_signs, total)
     residual = optax.tree.sub(total, sent)
-    # [2] The mean is compressed again, with the server's residual.
+    # [2] m: the mean of c_w is compressed again, with the server's residual e.
     total = optax.tree.add(jax.lax.pmean(sent, axis), state.server)
     mu = jax.tree.map(_signs, total)
     server = optax.tree.sub(total, mu)
@@ -148,6 +150,8 @@ def onebit_adam(
   def reduce(state, tree, key, axis):
     del key
     state = state._replace(count=state.count + 1)
+    # `frozen` is the same on all devices, so all take the same branch, and
+    # their collectives match.
     state = jax.lax.cond(
       state.frozen,
       lambda: compressed(state, tree, axis),
@@ -158,21 +162,25 @@ def onebit_adam(
   return Reducer(init, reduce)
 
 
-def _update(state, b1, b2, eps):
+def _update(
+  state: OnebitAdamState, b1: float, b2: float, eps: float
+) -> optax.Updates:
   """Returns Adam's update, with 0 for elements whose v is 0."""
+  # m has taken in t gradients, v only those of the warm-up, min(t, T).
   first = optax.tree.bias_correction(state.mu, b1, state.count)
   second = optax.tree.bias_correction(state.nu, b2, state.warm)
 
-  def one(m: jax.Array, v: jax.Array) -> jax.Array:
+  def adam(m: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0).astype(m.dtype)
 
-  return jax.tree.map(one, first, second)
+  return jax.tree.map(adam, first, second)
 
 
-def _judged(state: OnebitAdamState, b2: float) -> OnebitAdamState:
+def _end_warm_up(state: OnebitAdamState, b2: float) -> OnebitAdamState:
   """Ends the warm-up if the norm of v is near that of D steps before."""
-  wide = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
-  norm = optax.tree.bias_correction(wide, b2, state.count)
+  # v has no negative elements: its sum is ||v||_1.
+  total = optax.tree.sum(jax.tree.map(leaves.float32, state.nu))
+  norm = optax.tree.bias_correction(total, b2, state.count)
   window = state.norms.size
   # A ring buffer: this position still has the norm of D steps before.
   position = state.count % window
@@ -183,9 +191,10 @@ def _judged(state: OnebitAdamState, b2: float) -> OnebitAdamState:
 
 
 def _signs(x: jax.Array) -> Any:
-  """Returns C of a leaf."""
+  """Returns C of a leaf: sign(x) times ||x||_2 / sqrt(L)."""
   if not x.size:
     return x
-  size = scale_of(leaves.float32(x).reshape(-1), "rms")
-  size = leaves.narrow(size, x.dtype)
-  return jnp.where(x >= 0, size, -size)
+  magnitude = scale_of(leaves.float32(x).reshape(-1), "rms")
+  magnitude = leaves.narrow(magnitude, x.dtype)
+  # The sign of 0 is +, so that a sign is one bit.
+  return jnp.where(x >= 0, magnitude, -magnitude)

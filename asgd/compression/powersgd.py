@@ -21,6 +21,7 @@ from asgd.compression import leaves
 from asgd.compression.codec import NEEDED, Codec, power_below, zeros
 from asgd.compression.reducers import MOST_STEPS, Reducer
 
+# Accelerators multiply float32 in fewer bits by default.
 _HIGHEST = jax.lax.Precision.HIGHEST
 _KEY = 0x504F5752  # key of the first Q, the same at all workers
 
@@ -151,21 +152,22 @@ def powersgd_reducer(
   def compressed(state, tree, axis):
     residuals = jax.tree.leaves(state.residual)
     grads, structure = jax.tree.flatten(tree)
-    rows = []
+    rows = []  # (mean, e_w, Q) of each leaf
     for g, e, q in zip(grads, residuals, state.inner, strict=True):
       # A leaf without Q is averaged exactly.
       if isinstance(q, tuple):
         rows.append((jax.lax.pmean(g, axis), e, q))
         continue
-      total = g + e
+      total = g + e  # M_w
       code, q = _factors(total, q, axis)
-      out = leaves.narrow(_product(*code), g.dtype).reshape(g.shape)
-      rows.append((out, total - out, q))
-    out, residual = (
+      # g <- P Q^T is the same on all devices; e_w <- M_w - g is not.
+      mean = leaves.narrow(_product(*code), g.dtype).reshape(g.shape)
+      rows.append((mean, total - mean, q))
+    means, residual = (
       jax.tree.unflatten(structure, [row[i] for row in rows]) for i in range(2)
     )
     inner = tuple(row[2] for row in rows)
-    return out, PowerSGDState(state.count, residual, inner)
+    return means, PowerSGDState(state.count, residual, inner)
 
   def reduce(state, tree, key, axis):
     del key
@@ -187,7 +189,7 @@ def _is_low_rank(like: Any, rank: int, minimum_rate: float = 1.0) -> bool:
   if len(like.shape) < 2 or not size:
     return False
   outputs = like.shape[-1]
-  factors = rank * (outputs + size // outputs)
+  factors = rank * (outputs + size // outputs)  # r (m + n), both factors
   return factors < size and size >= minimum_rate * factors
 
 
@@ -199,7 +201,9 @@ def _first(like: Any, index: int, rank: int) -> jax.Array:
   return jax.random.normal(key, (inputs, rank), dtype)
 
 
-def _factors(x, q, axis=None):
+def _factors(
+  x: jax.Array, q: jax.Array, axis: str | None = None
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
   """Returns ((P [m, r], Q [n, r]) of a leaf, or of its mean over an axis; Q for
   the next message)."""
 
@@ -213,8 +217,11 @@ def _factors(x, q, axis=None):
     largest = jax.lax.pmax(largest, axis)
   unit = power_below(largest)  # no product overflows
   transposed = transposed / unit
+  # [1] P <- mean of M Q: r columns travel instead of the matrix.
   p = mean(jnp.matmul(transposed.T, q, precision=_HIGHEST))
+  # [2] P <- an orthonormal basis of its columns.
   p, _ = jnp.linalg.qr(p)  # [m, r]; orthonormal also if P is 0
+  # [3] Q <- mean of M^T P. In units of `unit`, it starts the next iteration.
   q = mean(jnp.matmul(transposed, p, precision=_HIGHEST))
   most = float(jnp.finfo(q.dtype).max) / (2 * q.shape[1])
   # Clip, so that no sum in P Q^T overflows.
@@ -231,6 +238,7 @@ def _product(p: jax.Array, q: jax.Array) -> jax.Array:
 
 
 def _decode(leaf: leaves.Leaf) -> jax.Array:
+  # A leaf that was sent in full has one array, another one (P, Q).
   if not isinstance(leaf.code, tuple):
     return leaf.code
   return _product(*leaf.code)

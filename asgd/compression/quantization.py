@@ -13,12 +13,15 @@ from asgd.compression.codec import Codec, Symbols, power_below
 _MOST_LEVELS = 2**15 - 1  # the largest int16
 
 
-def _round(x: jax.Array, scales: jax.Array, levels: int, key: jax.Array):
+def _round(
+  x: jax.Array, scales: jax.Array, levels: int, key: jax.Array
+) -> jax.Array:
   """Returns integers, float32[B, size], whose mean over keys is x / scales."""
   ratio = leaves.divide(jnp.abs(x), scales[:, None])
   below = jnp.floor(ratio)
   drawn = jax.random.uniform(key, x.shape, jnp.float32)
-  # Round up with the probability of the fraction: the mean is exact.
+  # Round up with the probability of the fraction: the mean is exact. The bound
+  # is for rounding errors of the ratio, and for scales that were limited.
   level = jnp.minimum(below + (drawn < ratio - below), levels)
   return jnp.where(x < 0, -level, level)
 
@@ -68,6 +71,7 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
     rows = leaves.blocks(leaves.float32(x), bucket)
     unit = power_below(jnp.abs(rows).max(axis=1))  # no square overflows
     norms = jnp.sqrt(jnp.square(rows / unit[:, None]).sum(axis=1))
+    # ||x||_2 / s, so that a level is x / scale: a_i = |x_i| / scale.
     scales = leaves.clip_to_float32(norms / levels * unit)
     scales = leaves.exact_scale(scales, levels)
     numbers = _round(rows, scales, levels, key)
@@ -76,6 +80,7 @@ def qsgd(levels: int = 7, *, bucket: int = 512) -> Codec:
   decode = functools.partial(leaves.products, size=bucket)
   # Leaves with fewer elements than a bucket have a smaller error.
   delta = 1 - min(bucket / levels**2, bucket**0.5 / levels)
+  # With few levels the bound allows errors larger than the message.
   delta = delta if delta > 0 else None
   return leaves.make_codec(encode, decode, unbiased=True, delta=delta)
 
@@ -130,7 +135,7 @@ def terngrad(sigmas: float | None = 2.5) -> Codec:
       bound = jnp.where(sigma > 0, bound, largest)
       row = jnp.clip(row, -bound[:, None], bound[:, None])
       largest = jnp.minimum(largest, bound)
-    scales = leaves.exact_scale(largest, 1)
+    scales = leaves.exact_scale(largest, 1)  # s; b_i is one level
     numbers = _round(row, scales, 1, key)
     return leaves.symbols_of(numbers, x.size, scales, 1), state
 

@@ -60,6 +60,7 @@ def average(codec: Codec) -> Reducer:
   """
 
   def reduce(state, tree, key, axis):
+    # All devices get the same key; their draws must be independent.
     key = jax.random.fold_in(key, jax.lax.axis_index(axis))
     code, state = codec.encode(state, tree, key)
     return jax.lax.pmean(codec.decode(code), axis), state

@@ -22,7 +22,7 @@ def magnitudes(x: jax.Array) -> jax.Array:
   """Returns the bit patterns of |x|, integers in the same order: int32[L] for
   float[L] of 16 or 32 bits, int64[L] for float64."""
   words = jax.lax.bitcast_convert_type(x, _WORDS[x.dtype.itemsize])
-  patterns = words & jnp.iinfo(words.dtype).max
+  patterns = words & jnp.iinfo(words.dtype).max  # without the sign bit
   return patterns.astype(jnp.promote_types(words.dtype, jnp.int32))
 
 
@@ -65,6 +65,7 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
   guesses = _guesses(numbers, k) if size > _FEW else ()
 
   def probe(at: _Bracket) -> jax.Array:
+    """Returns the next number to count at, strictly inside the bracket."""
     low, high = at.low, at.high
     # Bisection always ends; interpolation is faster near the end.
     middle = low + (high - low) // 2
@@ -76,12 +77,14 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     number = jnp.where(turn, between, middle)
     # If most numbers are 0, the k-th may be 0: test 1 first.
     number = jnp.where(low == 0, jnp.ones_like(low), number)
+    # The first two passes use the sample's guesses, if they are inside.
     for i, guess in enumerate(guesses):
       fits = (guess > low) & (guess < high)
       number = jnp.where((at.passes == i) & fits, guess, number)
     return jnp.clip(number, low + 1, high - 1)
 
   def narrow(at: _Bracket) -> _Bracket:
+    """Moves one end of the bracket to a number inside, by one count."""
     number = probe(at)
     # One pass over memory.
     count = (numbers >= number).sum(dtype=jnp.int32)
@@ -95,19 +98,22 @@ def border(numbers: jax.Array, k: Any) -> jax.Array:
     )
 
   def is_wide(at: _Bracket) -> jax.Array:
+    # It ends when k numbers are >= low, or low is the k-th largest itself.
     return (at.high - at.low > 1) & (at.at_low != k)
 
+  # All L numbers are >= 0; none is >= the largest + 1.
   zero, none = jnp.zeros([], dtype), jnp.int32(0)
   bracket = _Bracket(zero, numbers.max() + 1, jnp.int32(size), none, none)
   return jax.lax.while_loop(is_wide, narrow, bracket).low
 
 
-def _guesses(numbers, k):
+def _guesses(numbers: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
   """Returns two numbers: probably fewer than k numbers are >= the first, and
   more than k are >= the second."""
   size = numbers.size
   sample = jnp.sort(numbers[:: -(-size // _SAMPLE)])
   expected = k * (sample.size / size)  # rank in the sample of the k-th number
+  # The rank is about Poisson, with a deviation of sqrt(expected).
   margin = _DEVIATIONS * jnp.sqrt(expected) + 2
 
   def largest(rank):

@@ -117,7 +117,7 @@ class _Sums(NamedTuple):
 
   above: jax.Array  # float32[C], sum of elements that are 0 or more
   below: jax.Array  # float32[C], sum of the others
-  count: jax.Array  # type: ignore[assignment] # int32[C], elements that are 0 or more
+  count: jax.Array  # type: ignore[assignment] # int32[C], of elements >= 0
 
 
 def _columns(leaf: Any) -> int:
@@ -125,7 +125,9 @@ def _columns(leaf: Any) -> int:
   return leaf.shape[-1] if len(leaf.shape) > 1 else 1
 
 
-def _encode_columns(state, x, key):
+def _encode_columns(
+  state: Any, x: jax.Array, key: jax.Array
+) -> tuple[Symbols, Any]:
   """Returns the code of `onebit`, and the state."""
   del key
   matrix = leaves.float32(x).reshape(-1, _columns(x))
@@ -152,9 +154,11 @@ def _encode_columns(state, x, key):
     zeros = jnp.zeros(matrix.shape[1], jnp.float32)
     first = _Sums(zeros, zeros, zeros.astype(jnp.int32))
     sums, symbols = jax.lax.scan(add, first, matrix)
+  # The two values of each column: first all means above, then all below.
   means = []
   counts = sums.count, len(matrix) - sums.count
   for total, count in zip((sums.above, sums.below), counts, strict=True):
+    # Sum and count have the same factor, which the division cancels.
     part = count.astype(jnp.float32) * scale_down
     means.append(leaves.clip_to_float32(leaves.divide(total, part)))
   return Symbols(symbols.reshape(-1), jnp.concatenate(means), 1), state

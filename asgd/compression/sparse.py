@@ -33,7 +33,7 @@ def largest(x: jax.Array, k: Any) -> jax.Array:
   return numbers >= selection.border(numbers, k)
 
 
-def kept(x: jax.Array, mask: jax.Array) -> Values:
+def masked(x: jax.Array, mask: jax.Array) -> Values:
   """Returns the elements in a mask as Values, with 0 for all others."""
   return Values(jnp.where(mask, x, jnp.zeros([], x.dtype)))
 
@@ -80,8 +80,9 @@ def top_k(density: float = 0.001) -> Codec:
   def encode(state: Any, x: jax.Array, key: jax.Array) -> tuple[Values, Any]:
     del key
     flat = x.reshape(-1)
-    return kept(flat, largest(flat, count_of(density, x.size))), state
+    return masked(flat, largest(flat, count_of(density, x.size))), state
 
+  # The k largest hold at least the k/L-th part of ||x||^2.
   return leaves.make_codec(encode, decode, feedback=NEEDED, delta=density)
 
 
@@ -125,8 +126,9 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     flat, k = x.reshape(-1), count_of(density, x.size)
     # 31 random bits per element; the k largest are the sample.
     drawn = jax.random.bits(key, flat.shape, jnp.uint32) >> 1
+    # `border` needs numbers below the largest of the type.
     drawn = jnp.minimum(drawn.astype(jnp.int32), np.iinfo(np.int32).max - 1)
-    values = kept(flat, drawn >= selection.border(drawn, k))
+    values = masked(flat, drawn >= selection.border(drawn, k))
     if scaled and k < x.size:
       wide = leaves.wide(values.values)
       # Clip before scaling by L / k, so that it cannot overflow.
@@ -136,6 +138,6 @@ def random_k(density: float = 0.001, *, scaled: bool = True) -> Codec:
     return values, state
 
   if scaled:  # E ||sent - x||^2 = (L / k - 1) ||x||^2
-    delta = 2 - 1 / density
+    delta = 2 - 1 / density  # positive only for a density above 1/2
     return leaves.make_codec(encode, decode, unbiased=True, delta=delta)
   return leaves.make_codec(encode, decode, feedback=NEEDED, delta=density)

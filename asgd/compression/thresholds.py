@@ -135,6 +135,8 @@ def adaptive_threshold(
   checks.positive("decay", decay)
 
   def adapt(tau: jax.Array, density: jax.Array) -> jax.Array:
+    # Deeplearning4j's class comment has the two directions exchanged; this
+    # follows its code: too few elements, so tau falls.
     density = jnp.where(density > _DENSE, _DENSE, density)
     slower = jnp.where(density < least, tau * decay, tau)
     return jnp.clip(
@@ -144,7 +146,7 @@ def adaptive_threshold(
   return _make(tau, adapt, residual_clip, clip_every)
 
 
-def _check(tau, residual_clip, clip_every) -> None:
+def _check(tau: float, residual_clip: float | None, clip_every: int) -> None:
   """Raises ValueError for a value out of its range."""
   checks.positive("tau", tau)
   kind = f"from {_LEAST:.2g} to {_MOST:.2g}, because it is sent in float32"
@@ -157,7 +159,12 @@ def _check(tau, residual_clip, clip_every) -> None:
   checks.whole("clip_every", clip_every)
 
 
-def _make(first, adapt, residual_clip, clip_every):
+def _make(
+  first: float,
+  adapt: _Adapt | None,
+  residual_clip: float | None,
+  clip_every: int,
+) -> Codec:
   """Makes the codec. `adapt` turns tau and density of the last message into
   tau; without it tau is constant, and no density is counted."""
 
@@ -170,10 +177,11 @@ def _make(first, adapt, residual_clip, clip_every):
   def encode(state, tree, key):
     del key
     tau = state.tau
+    # The first message has no predecessor to adapt to.
     if adapt is not None:
       tau = jnp.where(state.count > 0, adapt(tau, state.density), tau)
 
-    def one(x: jax.Array) -> leaves.Leaf:
+    def encode_leaf(x: jax.Array) -> leaves.Leaf:
       flat = leaves.wide(x).reshape(-1)
       level = tau.astype(flat.dtype)
       above, below = flat > level, flat < -level
@@ -181,7 +189,7 @@ def _make(first, adapt, residual_clip, clip_every):
       symbols = above.astype(jnp.int8) - below.astype(jnp.int8)
       return leaves.as_leaf(Symbols(symbols, tau[None], 1), x)
 
-    code = jax.tree.map(one, tree)
+    code = jax.tree.map(encode_leaf, tree)
     density = state.density if adapt is None else _density(code, tree)
     return code, ThresholdState(state.count + 1, tau, density)
 
@@ -190,11 +198,11 @@ def _make(first, adapt, residual_clip, clip_every):
     due = state.count % clip_every == 0
     bound = jnp.where(due, residual_clip * state.tau, jnp.inf)
 
-    def one(x: jax.Array) -> jax.Array:
+    def clip_leaf(x: jax.Array) -> jax.Array:
       most = bound.astype(x.dtype)
       return jnp.clip(x, -most, most)
 
-    return jax.tree.map(one, residual)
+    return jax.tree.map(clip_leaf, residual)
 
   return Codec(
     init,
@@ -208,6 +216,6 @@ def _make(first, adapt, residual_clip, clip_every):
 def _density(code: Code, tree: optax.Updates) -> jax.Array:
   """Returns the part of a message's elements that is sent, float32[]."""
   sent = jnp.float32(0)
-  for leaf in leaves.of(code):
+  for leaf in leaves.leaves_of(code):
     sent += jnp.count_nonzero(leaf.code.symbols).astype(jnp.float32)
   return sent / max(sum(x.size for x in jax.tree.leaves(tree)), 1)

@@ -81,8 +81,8 @@ def compressed_updates(
 
   def init(params: base.Params) -> CompressedUpdates:
     weights = base.weights_of(params)
-    blank = shapes(codec, weights)
-    coded = zeros(blank)
+    # The state has a code's shapes from the start, so that nothing recompiles.
+    coded = zeros(shapes(codec, weights))
     count = jnp.zeros([], jnp.int32)
     inner = algorithm.init(params)
     return CompressedUpdates(inner, codec.init(weights), coded, count)
@@ -93,9 +93,11 @@ def compressed_updates(
     finite = all_finite(weights)
     # Codecs need finite numbers, even if the code is not used.
     safe = jax.tree.map(lambda x: jnp.where(finite, x, 0), weights)
+    # The draws follow from the count, so a restored server repeats them.
     key = jax.random.fold_in(jax.random.key(_SEED), state.count)
     code, after = codec.encode(state.codec, safe, key)
     finite &= all_finite(code)
+    # NaN marks an update that workers cannot rebuild.
     norm = jnp.where(finite, residual_norm(after), jnp.nan)
     coded = Coded(code, None, norm)
     # Apply the decoded update: workers rebuild exactly this one.
@@ -107,7 +109,7 @@ def compressed_updates(
   return base.Algorithm(init, update)
 
 
-def _decoded(codec, code):
+def _decoded(codec: Codec, code: Any) -> optax.Updates:
   """Decodes behind a barrier: server and workers then round alike."""
   return jax.lax.optimization_barrier(codec.decode(code))
 

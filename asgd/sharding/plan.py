@@ -60,6 +60,7 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
   small = min(SMALL, nbytes // (8 * shards))
   # Leaves without bytes need no shard.
   filled = [i for i, size in enumerate(sizes) if size]
+  # [1] How many pieces each of these leaves has: its rows, or 1 if it is small.
   pieces = [1 if sizes[i] <= small else rows[i] for i in filled]
   if sum(pieces) < shards:
     pieces = [rows[i] for i in filled]
@@ -68,12 +69,14 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
 
   def nearest(shard):
     """Returns the piece that starts nearest to the end of an equal part."""
-    at = bisect.bisect_right(first_byte, shard * nbytes // shards) - 1
+    leaf = bisect.bisect_right(first_byte, shard * nbytes // shards) - 1
     # Count in S-ths of a byte, to stay with integers.
-    inside = shard * nbytes - first_byte[at] * shards
-    piece = (first_byte[at + 1] - first_byte[at]) * shards // pieces[at]
-    return first_piece[at] + (2 * inside + piece) // (2 * piece)
+    inside = shard * nbytes - first_byte[leaf] * shards
+    piece = (first_byte[leaf + 1] - first_byte[leaf]) * shards // pieces[leaf]
+    # inside / piece, rounded to the nearest integer.
+    return first_piece[leaf] + (2 * inside + piece) // (2 * piece)
 
+  # [2] The first piece of each shard, and the end: S + 1 numbers that ascend.
   bounds = [0]
   for shard in range(1, shards):
     # Leave one piece for each of the later shards.
@@ -81,10 +84,11 @@ def make_plan(params: optax.Params, shards: int) -> ShardPlan:
     bounds.append(min(max(nearest(shard), bounds[-1] + 1), latest))
   bounds.append(first_piece[-1])
 
-  # A leaf without bytes belongs to the first shard.
+  # [3] Bounds in pieces become cuts in rows of each leaf. A leaf without bytes
+  # belongs to the first shard.
   cuts = [(0,) + (n,) * shards for n in rows]
   for i, start, count in zip(filled, first_piece, pieces, strict=False):
-    step = rows[i] // count
+    step = rows[i] // count  # rows of a piece
     cuts[i] = tuple(min(max(b - start, 0), count) * step for b in bounds)
   return ShardPlan(shards, tuple(x.shape for x in leaves), tuple(cuts))
 
@@ -108,11 +112,11 @@ def part(plan: ShardPlan, tree: optax.Params, shard: int) -> optax.Params:
   """
   leaves, structure = jax.tree.flatten(tree)
   _check_shapes(tree, leaves, plan.shapes, "the plan")
-  out = [
+  parts = [
     _rows(x, cut[shard], cut[shard + 1])
     for x, cut in zip(leaves, plan.cuts, strict=True)
   ]
-  return jax.tree.unflatten(structure, out)
+  return jax.tree.unflatten(structure, parts)
 
 
 def split(plan: ShardPlan, tree: optax.Params) -> list[optax.Params]:
@@ -132,23 +136,25 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
     leaves, other = jax.tree.flatten(tree)
     if other != structure:
       raise ValueError(f"part {s} is a {other}, part 0 a {structure}")
+    # A leaf without axes is [1] or [0] in a part.
     shapes = [
       (cut[s + 1] - cut[s], *shape[1:])
       for shape, cut in zip(plan.shapes, plan.cuts, strict=True)
     ]
     _check_shapes(tree, leaves, shapes, f"part {s} of the plan")
     columns.append(leaves)
-  out = []
+  joined = []
   for i, (shape, cut) in enumerate(zip(plan.shapes, plan.cuts, strict=True)):
     # An empty leaf has no shard with rows: take the part of shard 0.
     filled = [s for s in range(plan.shards) if cut[s] < cut[s + 1]] or [0]
     pieces = [columns[s][i] for s in filled]
     if len(pieces) == 1:
-      out.append(pieces[0] if shape else pieces[0].reshape(()))
+      joined.append(pieces[0] if shape else pieces[0].reshape(()))
     else:
+      # NumPy leaves stay NumPy: a transfer to a device would cost time.
       numpy = all(isinstance(x, np.ndarray) for x in pieces)
-      out.append((np if numpy else jnp).concatenate(pieces))
-  return jax.tree.unflatten(structure, out)
+      joined.append((np if numpy else jnp).concatenate(pieces))
+  return jax.tree.unflatten(structure, joined)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
@@ -166,17 +172,21 @@ def _rows(x: Any, start: int, stop: int) -> Any:
   return x if stop - start == x.shape[0] else x[start:stop]
 
 
-def _check_shapes(tree, leaves, shapes, plan) -> None:
-  """Raises ValueError unless leaves have the shapes that `plan` (a text)
-  has."""
+def _check_shapes(
+  tree: Any,
+  leaves: Sequence[Any],
+  shapes: Sequence[tuple[int, ...]],
+  plan_name: str,
+) -> None:
+  """Raises ValueError unless the leaves of a tree have the shapes of a plan."""
   if len(leaves) != len(shapes):
     raise ValueError(
-      f"a tree of {len(leaves)} leaves, where {plan} has {len(shapes)}"
+      f"a tree of {len(leaves)} leaves, where {plan_name} has {len(shapes)}"
     )
   for i, (x, shape) in enumerate(zip(leaves, shapes, strict=True)):
     if np.shape(x) != shape:
       raise ValueError(
-        f"the leaf {paths_of(tree)[i]} has shape {np.shape(x)}, in {plan}"
+        f"the leaf {paths_of(tree)[i]} has shape {np.shape(x)}, in {plan_name}"
         f" {shape}"
       )
 
@@ -204,6 +214,7 @@ def combine(
     return np.stack([np.asarray(getattr(report, field)) for report in reports])
 
   def rms(field):
+    # A part's mean square counts by its elements; parts may have none.
     squares = np.square(column(field).astype(np.float64))
     total = np.tensordot(np.asarray(sizes, np.float64), squares, axes=1)
     return np.float32(np.sqrt(total / max(sum(sizes), 1)))

@@ -9,7 +9,8 @@ in updates or sent parameters, the algorithm reads more than its own rows.
 import functools
 import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +28,16 @@ _ELEMENTS = 4096  # of all leaves, roughly; rows are never shortened further
 _CLOSE = 1e-6
 
 
-def _shorten(structs, most: float, widest: float = math.inf):
+def _shorten(
+  structs: optax.Params, most: float, widest: float = math.inf
+) -> optax.Params:
   """Returns shapes of two to `most` rows, and at most `widest` in other
   axes."""
 
   def shorten(x):
     if not math.prod(x.shape):
       return x
+    # Two rows at least, so that each part can have one.
     rows = min(max(x.shape[0] if x.shape else 1, 2), most)
     others = (min(size, widest) for size in x.shape[1:])
     return jax.ShapeDtypeStruct((rows, *others), x.dtype)
@@ -41,7 +45,7 @@ def _shorten(structs, most: float, widest: float = math.inf):
   return jax.tree.map(shorten, structs)
 
 
-def _halves(structs):
+def _halves(structs: optax.Params) -> ShardPlan:
   """Cuts each leaf at another row; part 1 gets every fourth leaf undivided."""
   shapes = tuple(x.shape for x in jax.tree.leaves(structs))
   cuts = []
@@ -51,8 +55,17 @@ def _halves(structs):
   return ShardPlan(2, shapes, tuple(cuts))
 
 
-def _turn(algorithm, worker, staleness, params, state, sent, message):
-  """Makes one update, and the ticket after it."""
+def _turn(
+  algorithm: base.Algorithm,
+  worker: Any,
+  staleness: Any,
+  params: Any,
+  state: Any,
+  sent: Any,
+  message: Any,
+) -> tuple[Any, Any, Any, Any]:
+  """Makes one update, and the ticket after it: (parameters, state, update,
+  sent parameters)."""
   delay = base.Delay(worker, staleness, sent)._asdict()
   updates, state = algorithm.update(message, state, params, **delay)
   params = optax.apply_updates(params, updates)
@@ -60,7 +73,9 @@ def _turn(algorithm, worker, staleness, params, state, sent, message):
   return params, state, updates, ticket
 
 
-def _compare(plan, what, whole, *parts):
+def _compare(
+  plan: ShardPlan, what: str, whole: Any, *parts: Any
+) -> Iterator[str]:
   """Yields a text for each leaf in which the joined parts differ."""
   try:
     joined = join(plan, jax.tree.map(np.asarray, parts))
@@ -69,6 +84,7 @@ def _compare(plan, what, whole, *parts):
     return
   paths, leaves = paths_of(whole), jax.tree.leaves(jax.device_get(whole))
   for path, x, y in zip(paths, leaves, jax.tree.leaves(joined), strict=True):
+    # NaN and infinity have no size; they must be the same in both.
     scale = np.abs(x, where=np.isfinite(x), out=np.zeros(x.shape))
     limit = _CLOSE * max(scale.max(initial=0.0), 1e-30)
     if not np.allclose(x, y, rtol=0, atol=limit, equal_nan=True):
@@ -87,7 +103,7 @@ def differences(
     totals: see `check`.
   """
   plan, rng = _halves(structs), np.random.default_rng(0)
-  quickly = functools.partial(  # compiling takes most of the time
+  compile_fast = functools.partial(  # compiling takes most of the time
     jax.jit,
     compiler_options={
       "xla_backend_optimization_level": 0,
@@ -103,25 +119,27 @@ def differences(
   def pieces(tree):
     return [tree, *split(plan, tree)]
 
-  def each(fn, *columns):
+  def evaluate(fn: Callable[..., Any], *columns: Any) -> list[Any]:
     """Calls `fn` for all rows and for both parts."""
     whole, *parts = zip(*columns, strict=True)
     if not totals:
       return [fn(*args) for args in (whole, *parts)]
+    # The parts exchange their totals, as shards do through the host.
     add = functools.partial(jax.tree.map, operator.add)
     step = totals_lib.staged(fn)
     return [fn(*whole), *totals_lib.run_staged(step, parts, lambda x: add(*x))]
 
-  @quickly
+  @compile_fast
   def turn(worker, staleness, params, states, sent, message):
     step = functools.partial(_turn, algorithm, worker, staleness)
-    outs = each(step, params, states, sent, pieces(message))
+    outs = evaluate(step, params, states, sent, pieces(message))
     return [list(column) for column in zip(*outs, strict=True)]
 
+  # Lists of three trees: of all rows, and of the two parts.
   params = pieces(jax.tree.map(draw, structs))
-  states = quickly(functools.partial(each, algorithm.init))(params)
+  states = compile_fast(functools.partial(evaluate, algorithm.init))(params)
   drift = jax.tree.map(draw, structs)  # a direction common to all gradients
-  sent = [params]
+  sent = [params]  # the parameters of all tickets so far
   # Rules that clip, damp or branch act at one of these scales.
   for step, scale in enumerate(np.repeat((1e-3, 1.0, 1e3), (5, 5, 7))):
     message = jax.tree.map(lambda x, d: scale * (d + draw(x)), structs, drift)  # noqa: B023
@@ -173,29 +191,32 @@ def check(
     algorithm = base.as_algorithm(algorithm)
   structs = jax.tree.map(shape_of, params)
   large = _shorten(structs, math.inf)
+  # Shorten the other axes only as far as the number of elements requires.
   for widest in (math.inf, 256, 64, 16, 4):
     small = _shorten(structs, _ROWS, widest)
     if sum(math.prod(x.shape) for x in jax.tree.leaves(small)) <= _ELEMENTS:
       break
 
-  def once(x, number):
+  def first_turn(x, number):
     return _turn(algorithm, number, number, x, algorithm.init(x), x, x)
 
-  # Errors of the algorithm itself, at its own shapes, are raised unchanged.
+  # [1] Errors of the algorithm itself, at its own shapes, are raised unchanged.
   number = jax.ShapeDtypeStruct((), np.int32)
-  jax.eval_shape(once, structs, number)
+  jax.eval_shape(first_turn, structs, number)
   reason = failure = None
   try:
-    # A rule may depend on the number of rows: compare its traced programs.
+    # [2] A rule may depend on the number of rows: compare its traced programs.
     if small != large:
-      programs = [jax.make_jaxpr(once)(x, number) for x in (small, large)]
-      one, other = (list(internals.operations(each)) for each in programs)
-      if one != other:
+      programs = [jax.make_jaxpr(first_turn)(x, number) for x in (small, large)]
+      operations = [list(internals.operations(each)) for each in programs]
+      if operations[0] != operations[1]:
         reason = "it is another program at another number of rows"
+    # [3] Train on all rows and on two parts; the first difference is enough.
     with jax.enable_x64(True):
-      told = differences(algorithm, small, totals=totals)
-      reason = reason or next(told, None)
+      texts = differences(algorithm, small, totals=totals)
+      reason = reason or next(texts, None)
   except Exception as error:
+    # A rule with a fixed shape in it, say, runs on all rows but on no part.
     kind, failure = type(error).__name__, error
     reason = f"it fails on a part of the rows ({kind}: {error})"
   if reason:

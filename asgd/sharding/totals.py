@@ -44,7 +44,7 @@ class Done(NamedTuple):
   result: Any
 
 
-class _Asked(BaseException):
+class _TotalNeeded(BaseException):
   """Leaves the rule at a total. `except Exception` in a rule does not catch
   it."""
 
@@ -54,7 +54,7 @@ _CALLS = threading.local()  # .now: the staged call that runs in this thread
 
 def _ask(x: Any) -> Any:
   """Returns the next given total; without one, leaves the function."""
-  call = _CALLS.now
+  call = _CALLS.now  # totals: the given ones; asked: how many are used so far
   # An exception cannot leave an inner trace without breaking it.
   if internals.get_opaque_trace_state() != call.trace:
     raise ValueError(
@@ -66,7 +66,7 @@ def _ask(x: Any) -> Any:
   call.asked += 1
   if call.asked > len(call.totals):
     # The host has not added up this total yet: return its summands.
-    raise _Asked(x)
+    raise _TotalNeeded(x)
   given = call.totals[call.asked - 1]
   shapes = [jax.tree.map(jnp.shape, tree) for tree in (x, given)]
   if shapes[0] != shapes[1]:
@@ -74,6 +74,7 @@ def _ask(x: Any) -> Any:
       f"total {call.asked} was asked for shapes {shapes[0]}, but given as"
       f" {shapes[1]}"
     )
+  # The host's sum may have a wider dtype than the rule's summands.
   return jax.tree.map(lambda t, x: jnp.asarray(t, jnp.result_type(x)), given, x)
 
 
@@ -98,6 +99,7 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
   """
 
   def step(totals, *args, **kwargs):
+    # A staged function may be called inside of another one.
     outer = getattr(_CALLS, "now", None)
     _CALLS.now = call = types.SimpleNamespace(
       totals=tuple(totals),
@@ -107,8 +109,8 @@ def staged(fn: Callable[..., Any]) -> Callable[..., Ask | Done]:
     try:
       with _EXCHANGE(_ask):
         result = fn(*args, **kwargs)
-    except _Asked as asked:
-      return Ask(asked.args[0])
+    except _TotalNeeded as needed:
+      return Ask(needed.args[0])
     finally:
       _CALLS.now = outer
     if call.asked < len(call.totals):
@@ -137,8 +139,9 @@ def run_staged(
   """Evaluates a staged function for S shards in one process: S tuples of
   arguments -> S results. Raises ValueError if shards ask for different numbers
   of totals."""
-  totals = ()
+  totals: tuple[Any, ...] = ()
   while True:
+    # Each pass computes up to the next total; the last one returns results.
     outs = [step(totals, *these) for these in args]
     done = [isinstance(out, Done) for out in outs]
     if all(done):
@@ -167,9 +170,11 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
 
   def update_fn(updates, state, params=None):
     del params
+    # Squares add up over shards; norms do not.
     norm = jnp.sqrt(total(optax.tree.norm(updates, squared=True)))
 
     def clip(g):
+      # As optax's: the division comes first, so that the bits are the same.
       return jax.lax.select(
         norm < max_norm, g, (g / norm.astype(g.dtype)) * max_norm
       )

@@ -28,7 +28,7 @@ def nbytes(count: int, width: int) -> int:
 def pack(numbers: np.ndarray, width: int) -> list[np.ndarray]:
   """Returns the planes, each uint8[m], of unsigned numbers [n] below
   2**width."""
-  planes, shift = [], 0
+  planes, shift = [], 0  # shift: bits below the current part
   for part in _parts(width):
     plane = numbers >> numbers.dtype.type(shift) if shift else numbers
     plane = plane.astype(np.uint8, copy=False)
@@ -45,6 +45,7 @@ def _fold(plane: np.ndarray, part: int) -> np.ndarray:
   if part == 1:
     return np.packbits(plane, bitorder="little")
   while part < 8:
+    # An odd plane has no partner for the last byte of its first half.
     half = -(-plane.size // 2)
     folded = plane[:half].copy()
     # Faster than <<, which NumPy computes byte by byte.
@@ -58,6 +59,7 @@ def unpack(
 ) -> np.ndarray:
   """Returns dtype[count], an unsigned dtype, of `width` bits each, from
   uint8[nbytes(count, width)]. Raises BadCode if unused bits are set."""
+  # Numbers of 0 bits have no plane: all are 0.
   numbers, shift = np.zeros(0 if width else count, dtype), 0
   for part in _parts(width):
     size = -(-count * part // 8)
@@ -71,7 +73,7 @@ def unpack(
   return numbers
 
 
-def _unfold(plane, count, part):
+def _unfold(plane: np.ndarray, count: int, part: int) -> np.ndarray:
   """Returns uint8[count] of a folded plane."""
   if part == 1:
     numbers = np.unpackbits(plane, bitorder="little")
@@ -80,6 +82,7 @@ def _unfold(plane, count, part):
   sizes = [count]  # of folds, the largest first
   while part << len(sizes) <= 8:
     sizes.append(-(-sizes[-1] // 2))
+  # Undo the last fold first. Its bytes have two numbers of `width` bits each.
   for i in range(len(sizes) - 2, -1, -1):
     width, size, half = part << i, sizes[i], plane.size
     numbers = np.empty(size, np.uint8)

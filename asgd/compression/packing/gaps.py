@@ -23,8 +23,8 @@ class CodedGaps(NamedTuple):
   """Gaps, and the parameters of their smallest code."""
 
   positions: np.ndarray  # int64[N]
-  gaps: np.ndarray  # int64[N]
-  k: int
+  gaps: np.ndarray  # int64[N], 0 or more
+  k: int  # low bits of a gap that are written unchanged
   unary: int  # bytes of the unary stream
 
   @property
@@ -42,9 +42,10 @@ def measure(positions: np.ndarray) -> CodedGaps:
   gaps = np.empty_like(positions)
   gaps[0] = positions[0]
   np.subtract(positions[1:], positions[:-1], out=gaps[1:])
-  gaps[1:] -= 1
+  gaps[1:] -= 1  # neighbours have a gap of 0
 
   def coded(k):
+    # A unary number n has n zeros and a 1.
     unary = int((gaps >> k).sum()) + count
     return CodedGaps(positions, gaps, k, -(-unary // 8))
 
@@ -55,12 +56,13 @@ def measure(positions: np.ndarray) -> CodedGaps:
   best = coded(guess)
   # With few positions, bytes are rarely full, and the size has several minima.
   patience = 3 if count < 4096 else 1
+  # Search to both sides of the guess, until `patience` values are no better.
   for step in (1, -1):
     k, misses = guess + step, 0
     while misses < patience and 0 <= k <= MOST_BITS:
       other = coded(k)
       misses = 0 if other.nbytes < best.nbytes else misses + 1
-      best = min(best, other, key=lambda each: each.nbytes)
+      best = min(best, other, key=lambda code: code.nbytes)
       k += step
   return best
 
@@ -70,6 +72,7 @@ def least_nbytes(count: int, last: int) -> int:
   a known last one."""
   rest = last + 1 - count  # sum of the gaps
   most = (rest // count).bit_length() + 1  # a larger k only takes more bytes
+  # sum(gap >> k) is least if all gaps end in k ones.
   unary = (max(rest - count * ((1 << k) - 1), 0) >> k for k in range(most + 1))
   return min(count * (k + 1) + u for k, u in enumerate(unary)) // 8
 
@@ -81,7 +84,7 @@ def encode(coded: CodedGaps) -> list[np.ndarray]:
     ends = np.cumsum(gaps >> k)  # position of the 1 that ends each unary number
     ends += np.arange(gaps.size)
   else:
-    ends = positions
+    ends = positions  # with k = 0 the stream is the mask of the positions
   stream = np.zeros(8 * unary, np.uint8)
   stream[ends] = 1
   low = (gaps & ((1 << k) - 1)).astype(_unsigned(k))
@@ -100,23 +103,26 @@ def decode(
 ) -> np.ndarray:
   """Returns the int64[count] positions, from untrusted uint8[unary + low bits].
   Raises BadCode for positions outside a leaf of `length` elements."""
+  # [1] Each 1 of the unary stream ends a number. A byte behind the last 1 would
+  # be a second form of the same code.
   stream = np.unpackbits(data[:unary], bitorder="little")
   ends = np.flatnonzero(stream.view(np.bool_))
   if ends.size != count or (count and ends[-1] < stream.size - 8):
     raise BadCode(f"{ends.size} positions are coded, but {count} are claimed")
   beyond = f"positions are coded beyond the {length} elements of the leaf"
   if count and k:
-    ends -= np.arange(count)  # sums of the unary numbers
+    # [2] The zeros before each 1: sums of the unary numbers.
+    ends -= np.arange(count)
     # Check before the shift can overflow.
     if int(ends[-1]) << k >= length or count << k >= 1 << 62:
       raise BadCode(beyond)
     ends <<= k
+    # [3] Add the sums of the low bits. A gap counts the elements between: the
+    # step to the next position is 1 more.
     low = bits.unpack(data[unary:], count, k, _unsigned(k)).astype(np.int64)
-    # A gap counts the elements between: the step to the next position is 1
-    # more.
     low += 1
     ends += np.cumsum(low)
-    ends -= 1
+    ends -= 1  # the first position is its gap, not 1 more
   if count and ends[-1] >= length:
     raise BadCode(beyond)
   return ends

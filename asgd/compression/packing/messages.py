@@ -21,8 +21,9 @@ from asgd.compression.packing import streams
 from asgd.compression.packing.bits import BadCode
 from asgd.compression.packing.layouts import HEADER_NBYTES, CodeLayout
 
+# "=": no padding between the numbers.
 _FORMAT = struct.Struct("=4sHHIQ")
-_CRC = struct.Struct("=I")
+_CRC = struct.Struct("=I")  # of the bytes before and behind it
 _MAGIC, _VERSION = b"asgc", 1
 
 
@@ -58,8 +59,9 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   parts = []
   # Small arrays of one kind are joined to one stream.
   for stream in layout.streams:
-    of_stream = [arrays[i] for i in stream.fields]
-    joined = of_stream[0] if len(of_stream) == 1 else np.concatenate(of_stream)
+    pieces = [arrays[i] for i in stream.fields]
+    # A large array is alone in its stream, and is not copied.
+    joined = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     try:
       parts += streams.pack(stream, joined)
     except ValueError as error:
@@ -67,7 +69,7 @@ def pack(layout: CodeLayout, code: Any, buffer: Any = None) -> bytes | int:
   parts = [part.view(np.uint8) for part in parts]
   size = sum(part.size for part in parts)
   header = _FORMAT.pack(_MAGIC, _VERSION, 0, layout.checksum, size)
-  # The checksum runs over header and parts without joining them.
+  # The CRC runs over header and parts without joining them.
   crc = zlib.crc32(header)
   for part in parts:
     crc = zlib.crc32(part.data, crc)
@@ -140,6 +142,7 @@ def unpack(layout: CodeLayout, data: Any) -> Any:
     except BadCode as error:
       names = _names(layout, stream)
       raise BadCode(f"a packed code, {names}: {error}") from None
+    # Cut the stream into its arrays; large ones are views.
     start = 0
     for i in stream.fields:
       field = layout.fields[i]

@@ -24,6 +24,7 @@ _MOST_WORDS = 2**32  # most elements of a stream with positions in words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 # Place values of 5 ternary digits.
 _THIRDS = np.array([1, 3, 9, 27, 81], np.uint8)
+# int8[5, 256]: digit i of each byte, as a symbol. 3^5 = 243 bytes are valid.
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
 
 
@@ -43,7 +44,7 @@ def _form(number: int, *counts: int) -> np.ndarray:
   return np.frombuffer(data, np.uint8)
 
 
-def _pack_values(stream, values):
+def _pack_values(stream: PackedStream, values: np.ndarray) -> list[np.ndarray]:
   """Returns the arrays of a stream of Values."""
   words = values.view(_UNSIGNED[stream.dtype.itemsize])  # bits: -0.0 is not 0
   width = 8 * stream.dtype.itemsize
@@ -54,17 +55,19 @@ def _pack_values(stream, values):
   return [*parts, words[positions]]
 
 
-def _pack_symbols(stream, symbols):
+def _pack_symbols(
+  stream: PackedStream, symbols: np.ndarray
+) -> list[np.ndarray]:
   """Returns the arrays of a stream of Symbols."""
   levels, words = stream.levels, symbols.view(_UNSIGNED[symbols.itemsize])
   width = _width(levels)
   # Without zeros, a sign is one bit.
-  signs = levels == 1 and np.count_nonzero(words) == words.size
-  dense = bits.nbytes(words.size, 1) if signs else stream.dense_nbytes
+  only_signs = levels == 1 and np.count_nonzero(words) == words.size
+  dense = bits.nbytes(words.size, 1) if only_signs else stream.dense_nbytes
   sparse = _sparse(stream, words, dense, width)
   if sparse is None:
     _check_levels(stream, symbols)
-    if signs:
+    if only_signs:
       return [_form(_SIGNS), *bits.pack((symbols < 0).view(np.uint8), 1)]
     if levels == 1:
       return [_form(_DENSE), _ternary(symbols.astype(np.int8, copy=False))]
@@ -74,19 +77,19 @@ def _pack_symbols(stream, symbols):
   parts, positions = sparse
   numbers = symbols[positions]
   _check_levels(stream, numbers)
-  # Size - 1 in the high bits, the sign in the lowest bit.
+  # Size - 1 in the high bits, the sign in the lowest bit. There is no size 0.
   digits = abs(numbers).view(words.dtype) - words.dtype.type(1)
   digits *= words.dtype.type(2)
   digits |= numbers < 0
   return [*parts, *bits.pack(digits, width)]
 
 
-def _width(levels):
+def _width(levels: int) -> int:
   """Returns the bits for sign and size of a symbol that is not 0."""
   return 1 + (levels - 1).bit_length()
 
 
-def _check_levels(stream, symbols) -> None:
+def _check_levels(stream: PackedStream, symbols: np.ndarray) -> None:
   """Raises ValueError for symbols beyond the stream's levels."""
   if symbols.size:
     least, most = int(symbols.min()), int(symbols.max())
@@ -97,9 +100,12 @@ def _check_levels(stream, symbols) -> None:
       )
 
 
-def _sparse(stream, words, dense, width):
+def _sparse(
+  stream: PackedStream, words: np.ndarray, dense: int, width: int
+) -> tuple[list[np.ndarray], np.ndarray] | None:
   """Returns (arrays with the positions, positions), or None if `dense` bytes
   are not more. Each nonzero element takes `width` bits besides."""
+  # [1] Positions as words of 4 bytes, if the codec wants no entropy code.
   if not stream.coded and stream.count <= _MOST_WORDS:
     positions = _positions(words)
     form = _form(_WORDS, positions.size)
@@ -108,13 +114,14 @@ def _sparse(stream, words, dense, width):
       return None
     return [form, positions.astype(np.uint32)], positions
   count = int(np.count_nonzero(words))
-  if 16 * count > words.size:  # first try bounds that are fast to compute
+  # [2] With many elements, try lower bounds that are fast to compute first.
+  if 16 * count > words.size:
     values = bits.nbytes(count, width)
     if values + count // 8 >= dense:
       return None
     if values + gaps.least_nbytes(count, _last(words)) >= dense:
       return None
-  # The exact size, without encoding yet.
+  # [3] The exact size, without encoding yet.
   coded = gaps.measure(_positions(words))
   form = _form(_SPARSE + coded.k, count, coded.unary)
   nbytes = form.size + coded.nbytes + bits.nbytes(count, width)
@@ -123,7 +130,7 @@ def _sparse(stream, words, dense, width):
   return [form, *gaps.encode(coded)], coded.positions
 
 
-def _last(words):
+def _last(words: np.ndarray) -> int:
   """Returns the position of the last nonzero element; there must be one."""
   # Windows that double, from the end: the last element is usually near it.
   size, stop = 4096, words.size
@@ -133,10 +140,10 @@ def _last(words):
   return start + int(np.flatnonzero(words[start:stop])[-1])
 
 
-def _positions(words):
+def _positions(words: np.ndarray) -> np.ndarray:
   """Returns int64 positions of nonzero elements. Most elements are 0, so it
   compares 8 bytes at once."""
-  each = 8 // words.itemsize
+  each = 8 // words.itemsize  # elements of 8 bytes
   aligned = words.size // each * each
   pieces = words[:aligned].view(np.uint64)
   # NumPy searches bools several times faster than numbers.
@@ -144,16 +151,17 @@ def _positions(words):
   # Too many hits: comparing each element is faster then.
   if 4 * hits.size > pieces.size:
     return (words != 0).nonzero()[0]
+  # Positions among the elements of the hits alone, then among all elements.
   positions = (pieces[hits].view(words.dtype) != 0).nonzero()[0]
   if each > 1:
     positions = hits[positions // each] * each + positions % each
   else:
     positions = hits
-  rest = words[aligned:].nonzero()[0]
+  rest = words[aligned:].nonzero()[0]  # fewer than 8 bytes at the end
   return np.concatenate([positions, rest + aligned]) if rest.size else positions
 
 
-def _ternary(symbols):
+def _ternary(symbols: np.ndarray) -> np.ndarray:
   """Packs 5 symbols into a byte; digit i is from the i-th fifth of the
   array."""
   size = -(-symbols.size // 5)
@@ -203,6 +211,7 @@ class Reader:
   def number(self) -> int:
     """Returns a number written in 7 bits of each byte, the lowest first."""
     number = 0
+    # 6 bytes hold 42 bits; damaged data must not make it read on.
     for i in range(6):
       byte = int(self.take(1)[0])
       number |= (byte & 127) << 7 * i
@@ -214,12 +223,15 @@ class Reader:
 def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
   """Returns the stream, dtype[count]. Raises BadCode for invalid bytes."""
   count, dtype = stream.count, stream.dtype
+  # [1] The form: the first byte, which a raw stream does not have.
   form = _DENSE if stream.kind == RAW else int(reader.take(1)[0])
+  # [2] All elements unchanged.
   if form == _DENSE and stream.kind in (RAW, VALUES):
     x = reader.array(count, dtype)
     if dtype == np.bool_ and count and x.view(np.uint8).max() > 1:
       raise BadCode("a truth value is neither 0 nor 1")
     return x
+  # [3] Positions, and the elements there.
   if form == _WORDS and not stream.coded:
     return _unpack_rest(stream, _unpack_words(stream, reader), reader)
   if form >= _SPARSE:
@@ -227,6 +239,7 @@ def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
     return _unpack_rest(stream, positions, reader)
   if stream.kind == VALUES or form > _SIGNS or form and stream.levels > 1:
     raise BadCode(f"{form} is no form of a stream of {stream.kind}")
+  # [4] Symbols in a few bits each.
   if form == _SIGNS:
     data = reader.take(bits.nbytes(count, 1))
     signs = bits.unpack(data, count, 1, np.dtype(np.uint8))
@@ -241,20 +254,22 @@ def unpack(stream: PackedStream, reader: Reader) -> np.ndarray:
   return digits.view(dtype)
 
 
-def _check_digits(stream, digits, most) -> None:
+def _check_digits(stream: PackedStream, digits: np.ndarray, most: int) -> None:
   """Raises BadCode for a digit that stands for no level."""
   if digits.size and digits.max() > most:
     raise BadCode(f"a symbol is beyond the {stream.levels} levels")
 
 
-def _of_signs(negative):
+def _of_signs(negative: np.ndarray) -> np.ndarray:
   """Turns 0 into 1 and 1 into -1, in place."""
   negative *= -2
   negative += 1
   return negative
 
 
-def _unpack_ternary(data, count, dtype):
+def _unpack_ternary(
+  data: np.ndarray, count: int, dtype: np.dtype
+) -> np.ndarray:
   """Returns symbols of which 5 are in each byte."""
   symbols = np.empty((5, data.size), np.int8)
   for digits, place in zip(_DIGITS, symbols, strict=True):
@@ -266,7 +281,7 @@ def _unpack_ternary(data, count, dtype):
   return symbols.astype(dtype, copy=False)
 
 
-def _unpack_words(stream, reader):
+def _unpack_words(stream: PackedStream, reader: Reader) -> np.ndarray:
   """Returns positions written as words; BadCode unless they ascend."""
   count = reader.number()
   if count > stream.count:
@@ -281,7 +296,7 @@ def _unpack_words(stream, reader):
   return positions
 
 
-def _unpack_gaps(stream, k, reader):
+def _unpack_gaps(stream: PackedStream, k: int, reader: Reader) -> np.ndarray:
   """Returns positions written as coded gaps."""
   if k > gaps.MOST_BITS:
     raise BadCode(f"{_SPARSE + k} is no form of a stream of {stream.kind}")
@@ -292,11 +307,14 @@ def _unpack_gaps(stream, k, reader):
   return gaps.decode(data, count, k, unary, stream.count)
 
 
-def _unpack_rest(stream, positions, reader):
+def _unpack_rest(
+  stream: PackedStream, positions: np.ndarray, reader: Reader
+) -> np.ndarray:
   """Returns all elements, from the ones at `positions`; the others are 0."""
   count, unsigned = positions.size, _UNSIGNED[stream.dtype.itemsize]
   if stream.kind == VALUES:
     numbers = reader.array(count, unsigned)
+    # One code has one form: a packed 0 would be a second one.
     if not numbers.all():
       raise BadCode("a sparse value is 0")
   else:
@@ -304,6 +322,7 @@ def _unpack_rest(stream, positions, reader):
     data = reader.take(bits.nbytes(count, width))
     digits = bits.unpack(data, count, width, unsigned)
     _check_digits(stream, digits, 2 * stream.levels - 1)
+    # As `_pack_symbols` writes them: size - 1, then the sign.
     sizes = digits >> unsigned.type(1)
     sizes += unsigned.type(1)
     digits &= unsigned.type(1)

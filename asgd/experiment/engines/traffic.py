@@ -10,7 +10,7 @@ import jax
 
 from asgd import algorithms, base, compression, problems, wire
 from asgd.checks import shown
-from asgd.compression import own
+from asgd.compression import user_codecs
 from asgd.experiment import checks, refusals
 from asgd.experiment.engines import Column
 from asgd.experiment.schema import GIVEN, Run, Setting
@@ -71,7 +71,7 @@ def size_of(
 _codec_of_section = functools.lru_cache(maxsize=32)(
   lambda section: compression.named(**json.loads(section))
 )
-_check_own_codec = functools.lru_cache(maxsize=32)(own.checked)
+_check_own_codec = functools.lru_cache(maxsize=32)(user_codecs.checked)
 _fitted = functools.lru_cache(maxsize=32)(compression.fitted)
 _decoding = functools.lru_cache(maxsize=32)(compression.decoding)
 _compressed_updates = functools.lru_cache(maxsize=32)(

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from asgd import compression
-from asgd.compression import own
+from asgd.compression import user_codecs
 
 KEY = jax.random.key(0)
 
@@ -195,7 +195,7 @@ def test_what_is_composed_of_a_codec_is_fitted_as_it_is():
   for compose in (
     lambda codec: compression.clip(codec, 2.0),
     compression.in_words,
-    lambda codec: own.checked(codec, "'mine'"),
+    lambda codec: user_codecs.checked(codec, "'mine'"),
   ):
     codec = compose(compression.dgc(0.1, clip_norm=1.0))
     codec = compression.fitted(codec, workers=4, epoch=5)

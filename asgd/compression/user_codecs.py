@@ -1,5 +1,6 @@
 """Checks of a user's codec, with errors that name it."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax
 from asgd import base, checks, sharding
 from asgd.compression.codec import Codec, composed
 
+# What each function must do, for the error of one that fails.
 _CONTRACT = {
   "init": "takes the parameters' shapes and returns a state",
   "encode": "takes (state, message, key) and returns (code, state)",
@@ -14,10 +16,13 @@ _CONTRACT = {
 }
 
 
-def _naming(what: str, function: str):
+def _naming(
+  codec_name: str, function: str
+) -> contextlib.AbstractContextManager[Any]:
   """Returns a context whose errors name the codec and its function's duty."""
   return checks.user_code(
-    f"codec {what}: {function} fails", f"; {function} {_CONTRACT[function]}"
+    f"codec {codec_name}: {function} fails",
+    f"; {function} {_CONTRACT[function]}",
   )
 
 
@@ -25,30 +30,40 @@ def _text(struct: Any) -> str:
   return f"{struct.dtype}{[*struct.shape]}"
 
 
-def _leaves(tree):
+def _leaves(tree: Any) -> dict[str, Any]:
   """Returns path -> leaf."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): x for path, x in leaves}
 
 
-def _check_like(what, result, found, like, wanted) -> None:
+def _check_like(
+  codec_name: str, result: str, actual: Any, like: str, expected: Any
+) -> None:
   """Raises ValueError, naming the first leaf that differs, unless two trees
-  have the same structure, shapes and dtypes."""
+  have the same structure, shapes and dtypes. `result` and `like` name them."""
   # Texts instead of arrays, so that leaves can be compared and shown.
-  texts = [jax.tree.map(_text, tree) for tree in (found, wanted)]
-  ours, theirs = map(_leaves, texts)
-  differs = [x for x in (*theirs, *ours) if ours.get(x) != theirs.get(x)]
-  structures: list[Any] = [jax.tree.structure(x) for x in (found, wanted)]
-  if not differs and structures[0] == structures[1]:
+  texts = [jax.tree.map(_text, tree) for tree in (actual, expected)]
+  actual_leaves, expected_leaves = map(_leaves, texts)
+  # A leaf that only one of the trees has differs, too.
+  paths = (*expected_leaves, *actual_leaves)
+  different = [
+    path for path in paths
+    if actual_leaves.get(path) != expected_leaves.get(path)
+  ]
+  # Equal leaves are not enough: a list and a tuple of them differ.
+  structures: list[Any] = [jax.tree.structure(x) for x in (actual, expected)]
+  if not different and structures[0] == structures[1]:
     return
-  where = differs[0] if differs else ""
-  if where:
-    shown = [leaves.get(where, "missing") for leaves in (ours, theirs)]
+  path = different[0] if different else ""
+  if path:
+    shown = [
+      leaves.get(path, "missing") for leaves in (actual_leaves, expected_leaves)
+    ]
   else:  # the tree is one leaf, or its inner nodes differ
     shown = [checks.shown(text).replace("'", "") for text in texts]
   raise ValueError(
-    f"codec {what}: {result} must have the structure, shapes and dtypes of"
-    f" {like}; {f'leaf {where}' if where else 'it'} is {shown[0]}, and"
+    f"codec {codec_name}: {result} must have the structure, shapes and dtypes"
+    f" of {like}; {f'leaf {path}' if path else 'it'} is {shown[0]}, and"
     f" should be {shown[1]}"
   )
 
@@ -69,9 +84,9 @@ def checked(codec: Codec, what: str) -> Codec:
     >>> import jax
     >>> import jax.numpy as jnp
     >>> from asgd import compression
-    >>> from asgd.compression import own
+    >>> from asgd.compression import user_codecs
     >>> wrong = compression.identity()._replace(decode=lambda code: code[:2])
-    >>> codec, x = own.checked(wrong, "'mine:make'"), jnp.zeros(3)
+    >>> codec, x = user_codecs.checked(wrong, "'mine:make'"), jnp.zeros(3)
     >>> codec.encode(codec.init(x), x, jax.random.key(0))
     Traceback (most recent call last):
     ValueError: codec 'mine:make': what decode returns must have the \
@@ -86,15 +101,15 @@ be float32[3]
   def encode(state, tree, key):
     with _naming(what, "encode"):
       code, after = codec.encode(state, tree, key)
+      # Shapes alone: the checks run while JAX traces.
       structs = jax.tree.map(sharding.shape_of, (code, after, state, tree))
     with _naming(what, "decode"):
       decoded = jax.eval_shape(codec.decode, structs[0])
-    _check_like(
-      *(what, "what decode returns", decoded, "the message", structs[3])
-    )
-    _check_like(
-      *(what, "the state of encode", structs[1], "that of init", structs[2])
-    )
+    result = "what decode returns"
+    _check_like(what, result, decoded, "the message", structs[3])
+    # A state of other shapes would compile again at each message.
+    result = "the state of encode"
+    _check_like(what, result, structs[1], "that of init", structs[2])
     return code, after
 
   for_run = composed(codec, lambda codec: checked(codec, what))
