@@ -153,12 +153,12 @@ def _open(resolved):
     build, resolved, engines=flags.ENGINES, data_dir=_F["data_dir"].value
   )
   # All processes of a mesh build the same experiment.
-  experiment = processes.together(make)
+  experiment = processes.fail_together(make)
   text = json.dumps(experiment.config, sort_keys=True)
   content = [np.frombuffer(text.encode(), np.uint8)]
   # Fail now if the processes were started with different flags or data.
-  processes.same("config", storage.digest(content))
-  processes.same("dataset", experiment.dataset_identity["sha256"])
+  processes.check_same("config", storage.digest(content))
+  processes.check_same("dataset", experiment.dataset_identity["sha256"])
   faults = [faults_lib.parse(text) for text in _F["fault"].value]
   own = {field.name for field in dataclasses.fields(Machine)} & _F.keys()
   where = Machine(faults=faults, **{name: _F[name].value for name in own})
@@ -167,9 +167,11 @@ def _open(resolved):
   experiment.check_machine(where)
 
   given, name = _F["workdir"].value, flags.config_name()
-  workdir = processes.together(
+  workdir = processes.fail_together(
     lambda: (
-      folder.open_folder(given, name, experiment) if processes.leads() else None
+      folder.open_folder(given, name, experiment)
+      if processes.is_first()
+      else None
     )
   )
   if workdir is not None:

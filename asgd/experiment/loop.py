@@ -310,7 +310,7 @@ class _Attempt(contextlib.ExitStack):
     params = jax.device_get(engine.snapshot().params)
     result = self._book.result(params)
     result["wall_seconds"] = time.monotonic() - began
-    processes.together(lambda: self._write(engine, params, result))
+    processes.fail_together(lambda: self._write(engine, params, result))
     if ended is not None:
       ended(engine.records(), params, self._book.rows)
     engine.discard()
@@ -374,7 +374,7 @@ class _Attempt(contextlib.ExitStack):
       if progress.count:
         self.counted += progress.count
         self._bar.update(self._cell, progress)
-        if processes.leads() and not self._kind.elsewhere:
+        if processes.is_first() and not self._kind.elsewhere:
           self._machine.worked()
       if progress.broken:
         book.diverged = True
@@ -409,7 +409,7 @@ class _Attempt(contextlib.ExitStack):
     step, tree, notes = content
     book = self._book
     notes = {"engine": notes, "rows": book.rows, "diverged": book.diverged}
-    processes.together(
+    processes.fail_together(
       lambda: self._checkpoints and self._checkpoints.save(step, tree, notes)
     )
     return True

@@ -322,7 +322,7 @@ def at_the_end(
   def end():
     # All processes end together, because JAX limits the time for which a
     # process that ends waits for the others.
-    processes.together(
+    processes.fail_together(
       lambda: workdir and print(write(workdir, experiment, bar.notes), end="")
     )
 

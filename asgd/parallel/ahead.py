@@ -39,8 +39,8 @@ from asgd.parallel.targets import Target
 
 FLOPS, TEMPORARY = 0.02, 0.15  # how far the planner may be from the program
 _LEAST = 2**28  # temporary bytes: smaller ones are in a TPU's vector memory
-_PADDING = 1 / 8
-_TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}
+_PADDING = 1 / 8  # by which a reduce-scatter may pad its array, at most
+_TYPES = {"float": "f", "bfloat": "bf", "int": "s", "uint": "u"}  # JAX -> HLO
 _TABLES = 32, 512  # bytes to which TPUs round the table of a tuple's arrays
 
 
@@ -87,12 +87,15 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   """Lowers and compiles a program, without running it; `options` are the
   compiler's. ValueError if the compiler refuses it, as a TPU's does one that
   needs more memory than there is."""
+  # [1] Lower and compile, for the devices of the arguments' shardings.
   lowered = job.function.lower(*job.static, *job.arguments)
   try:
     compiled = lowered.compile(compiler_options=options or None)
   except jax.errors.JaxRuntimeError as error:
     line = " ".join(str(error).split())[:300]
     raise ValueError(f"{job.name} cannot be compiled: {line}") from error
+  # [2] Shapes of the results and of the arguments, with the shardings that the
+  # compiler chose.
   stats = compiled.memory_analysis()
   shapes = jax.tree.map(
     lambda info, sharding: jax.ShapeDtypeStruct(
@@ -105,13 +108,13 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
   # None for an argument that no result needs, which JAX left out.
   shardings = tree.flatten_up_to(compiled.input_shardings[0])
   pairs = zip(leaves, shardings, strict=True)
-  kept = [leaf for leaf, sharding in pairs if sharding is not None]
+  used = [leaf for leaf, sharding in pairs if sharding is not None]
   return Compiled(
     job,
     hlo.read(compiled.as_text()),
     *(stats.argument_size_in_bytes, stats.output_size_in_bytes),
     *(stats.temp_size_in_bytes, stats.alias_size_in_bytes),
-    (kept, jax.tree.leaves(shapes)),
+    (used, jax.tree.leaves(shapes)),
   )
 
 
@@ -124,8 +127,11 @@ def _dtype(dtype: Any) -> str:
   return _TYPES.get(kind, kind) + name[len(kind) :]
 
 
-def _parts(leaves: Iterable[Any]) -> collections.Counter:
-  """A device's part of each array, keys of `jax.random` left out."""
+def _parts(
+  leaves: Iterable[Any],
+) -> collections.Counter[tuple[str, tuple[int, ...]]]:
+  """Counts (dtype, shape) of a device's part of each array, keys of
+  `jax.random` left out."""
   return collections.Counter(
     (_dtype(leaf.dtype), tuple(leaf.sharding.shard_shape(leaf.shape)))
     for leaf in leaves
@@ -133,47 +139,58 @@ def _parts(leaves: Iterable[Any]) -> collections.Counter:
   )
 
 
-def _compare_arrays(what, leaves, found, said, tables) -> list[str]:
-  """Differences between arrays by shardings, those of the program, and bytes
-  that XLA says."""
+def _compare_arrays(
+  what: str,
+  leaves: Iterable[Any],
+  program_arrays: Sequence[hlo.Array],
+  xla_bytes: int,
+  tables: Sequence[int],
+) -> list[str]:
+  """Returns differences between arrays by shardings, those of the program, and
+  the bytes that XLA reports, with a tuple's table of one of some sizes."""
   planned = _parts(leaves)
-  there = collections.Counter((a.dtype, a.shape) for a in found)
-  keys = collections.Counter({("u32", (2,)): there[("u32", (2,))]})
-  out = []
+  actual = collections.Counter((a.dtype, a.shape) for a in program_arrays)
+  # A key of jax.random is uint32[2] in the program, and not in `planned`.
+  keys = collections.Counter({("u32", (2,)): actual[("u32", (2,))]})
+  lines = []
   for name, rest in (
-    ("the program lacks", planned - there),
-    ("the plan lacks", there - planned - keys),
+    ("the program lacks", planned - actual),
+    ("the plan lacks", actual - planned - keys),
   ):
     if rest:
-      out.append(f"{what}: {name} {dict(itertools.islice(rest.items(), 3))}")
-  padded = sum(map(hlo.padded_bytes, found))
-  if said not in [padded + table for table in tables]:
-    out.append(
-      f"{what}: {padded:,} bytes by their layouts, and XLA has {said:,}"
+      lines.append(f"{what}: {name} {dict(itertools.islice(rest.items(), 3))}")
+  padded = sum(map(hlo.padded_bytes, program_arrays))
+  if xla_bytes not in [padded + table for table in tables]:
+    lines.append(
+      f"{what}: {padded:,} bytes by their layouts, and XLA has {xla_bytes:,}"
     )
-  return out
+  return lines
 
 
-def _groups(mesh: Mesh) -> dict[frozenset, frozenset[str]]:
-  """The axes of the mesh that make some groups of devices."""
+_Groups = frozenset[frozenset[int]]  # of devices
+
+
+def _axes_of_groups(mesh: Mesh) -> dict[_Groups, frozenset[str]]:
+  """Returns the axes of the mesh along which some groups of devices lie."""
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   names = [name for name, size in mesh.shape.items() if size > 1]
-  known = {}
+  axes_of = {}
   for count in range(1, len(names) + 1):
     for axes in itertools.combinations(names, count):
-      at = [list(mesh.shape).index(name) for name in axes]
-      rows = np.moveaxis(grid, at, range(-count, 0))
+      # The axes last: each row is a group.
+      indices = [list(mesh.shape).index(name) for name in axes]
+      rows = np.moveaxis(grid, indices, range(-count, 0))
       rows = rows.reshape(-1, math.prod(mesh.shape[name] for name in axes))
-      key = frozenset(frozenset(row) for row in rows.tolist())
-      known[key] = frozenset(axes)
-  return known
+      groups = frozenset(frozenset(row) for row in rows.tolist())
+      axes_of[groups] = frozenset(axes)
+  return axes_of
 
 
 class Matches(NamedTuple):
   """The collectives of a program beside those of its plan."""
 
   rows: list[tuple[transfers.Transfer, int, int]]  # planned, times, bytes sent
-  others: list[hlo.Collective]  # that are not in the plan
+  unplanned: list[hlo.Collective]  # that are not in the plan
   missing: list[transfers.Transfer]  # that are not in the program
 
 
@@ -186,113 +203,146 @@ _SERVES = {  # kind in the program -> kinds of the plan, the likeliest first
 
 
 class _Row:
-  """Collectives of one sort: planned, and found so far."""
+  """Collectives of one sort: planned, and matched so far."""
 
-  def __init__(self, want: transfers.Transfer):
-    """Starts with none found."""
-    self.want, self.times, self.bytes = want, 0, 0
+  def __init__(self, planned: transfers.Transfer):
+    """Starts with none matched."""
+    self.planned, self.times, self.bytes = planned, 0, 0
 
   @property
   def lacking(self) -> int:
     """How many more there must be."""
-    return max((self.want.least or 0) - self.times, 0)
+    return max((self.planned.least or 0) - self.times, 0)
 
-  def take(self, one: hlo.Collective, most: int | None) -> hlo.Collective:
+  def take(
+    self, collective: hlo.Collective, most: int | None
+  ) -> hlo.Collective:
     """Counts a collective, up to `most` in all; returns what is left of it."""
-    taken = max(min(one.times, (most or 0) - self.times), 0)
-    self.times += taken
-    self.bytes += taken * one.bytes
-    return one._replace(times=one.times - taken)
+    count = max(min(collective.times, (most or 0) - self.times), 0)
+    self.times += count
+    self.bytes += count * collective.bytes
+    return collective._replace(times=collective.times - count)
 
 
-def _inside(pairs, size) -> set[tuple[int, int]]:
-  """The pairs inside of slices of some size, by numbers in the slice: all
-  slices have one program, which sends to others in another way."""
+def _inside(
+  pairs: Iterable[tuple[int, int]], size: int
+) -> set[tuple[int, int]]:
+  """Returns the pairs inside of slices of some size, by numbers in the slice:
+  all slices have one program, which sends to others in another way."""
   return {(i % size, j % size) for i, j in pairs if i // size == j // size}
 
 
-def _fits(want, one, kind, known, slack) -> bool:
-  """Whether a collective may be one of `kind` that is planned."""
-  if want.kind != kind:
+def _fits(
+  planned: transfers.Transfer,
+  collective: hlo.Collective,
+  kind: str,
+  axes_of: dict[_Groups, frozenset[str]],
+  slack: float,
+) -> bool:
+  """Whether a collective may be one of `kind` that is planned. `slack` is the
+  part of its elements by which it may be padded."""
+  if planned.kind != kind:
     return False
   if kind == transfers.PERMUTE:
-    same = set(one.groups) == set(want.pairs)
+    same_devices = set(collective.groups) == set(planned.pairs)
   else:
-    same = known.get(frozenset(map(frozenset, one.groups))) == want.axes
-  most = want.elements * (1 + slack)
-  size = want.elements <= one.elements <= most
-  size |= one.elements * want.parts == want.elements
-  return same and size and hlo.itemsize(one.dtype) <= want.itemsize
+    groups = frozenset(map(frozenset, collective.groups))
+    same_devices = axes_of.get(groups) == planned.axes
+  most = planned.elements * (1 + slack)
+  same_size = planned.elements <= collective.elements <= most
+  # An array that was scattered along another axis before it was added up.
+  same_size |= collective.elements * planned.parts == planned.elements
+  narrow = hlo.itemsize(collective.dtype) <= planned.itemsize
+  return same_devices and same_size and narrow
 
 
 def traffic(compiled: Compiled, slices: int = 1) -> Matches:
   """Matches the collectives of a program with those of its plan; of several
   slices those of permutations, and what is sent between slices beside them."""
   program, mesh = compiled.program, compiled.job.mesh
-  known, planned = _groups(mesh), compiled.job.plan.transfers or ()
+  axes_of = _axes_of_groups(mesh)
+  # [1] A row for each sort of collective that the plan has.
+  planned: Sequence[transfers.Transfer] = compiled.job.plan.transfers or ()
   if slices > 1:
     size = mesh.size // slices
     planned = [
-      one._replace(pairs=tuple(_inside(one.pairs, size))) for one in planned
+      transfer._replace(pairs=tuple(_inside(transfer.pairs, size)))
+      for transfer in planned
     ]
-  wanted = transfers.add_up(one for one in planned if one.elements > 1)
-  rows = [_Row(want) for want in wanted]
+  rows = [
+    _Row(transfer)
+    for transfer in transfers.add_up(x for x in planned if x.elements > 1)
+  ]
 
-  def take(one, kind, limit, slack=0.0):
+  def take(collective, kind, limit, slack=0.0):
+    """Counts a collective in rows of a kind, up to their least or times."""
     for row in rows:
-      if one.times and _fits(row.want, one, kind, known, slack):
-        one = row.take(one, getattr(row.want, limit))
-    return one
+      if collective.times and _fits(
+        row.planned, collective, kind, axes_of, slack
+      ):
+        collective = row.take(collective, getattr(row.planned, limit))
+    return collective
 
-  # First those whose kind is the plan's, and what the plan must have.
-  sizes = {want.elements for want in wanted}
-  waiting = [
-    one
-    for one in program.collectives
-    if one.elements > 1 and not (one.kind == hlo.SEND and one.elements in sizes)
+  # [2] Match: first what the plan must have and collectives whose kind is the
+  # plan's, then what it may have, and kinds that may serve for another.
+  sizes = {row.planned.elements for row in rows}
+  unmatched = [
+    x
+    for x in program.collectives
+    if x.elements > 1 and not (x.kind == hlo.SEND and x.elements in sizes)
   ]
   for limit, rank in itertools.product(("least", "times"), range(3)):
-    for number, one in enumerate(waiting):
-      kinds = _SERVES.get(one.kind, ())
+    for number, collective in enumerate(unmatched):
+      kinds = _SERVES.get(collective.kind, ())
       if rank < len(kinds):
-        waiting[number] = take(one, kinds[rank], limit)
-  waiting = [one for one in waiting if one.times]
-  others = [take(one, transfers.SCATTER, "times", _PADDING) for one in waiting]
-  padded = [one.times for one in others] != [one.times for one in waiting]
-  others = [
-    one
-    for one in others
-    if one.times and not (padded and one.kind == transfers.PERMUTE)
+        unmatched[number] = take(collective, kinds[rank], limit)
+  unmatched = [x for x in unmatched if x.times]
+  # [3] Padded reduce-scatters; if there are any, permutations are their shifts.
+  unplanned = [
+    take(x, transfers.SCATTER, "times", _PADDING) for x in unmatched
   ]
+  padded = [x.times for x in unplanned] != [x.times for x in unmatched]
+  unplanned = [
+    x
+    for x in unplanned
+    if x.times and not (padded and x.kind == transfers.PERMUTE)
+  ]
+  # [4] Arrays that hold several others.
   numbers = 2 * len(program.arguments)  # single ones: a norm, whether finite
-  others = _take_flat(rows, others, known, numbers)
+  unplanned = _take_flat(rows, unplanned, axes_of, numbers)
   return Matches(
-    [(row.want, row.times, row.bytes) for row in rows],
-    others,
-    [row.want._replace(times=row.lacking) for row in rows if row.lacking],
+    [(row.planned, row.times, row.bytes) for row in rows],
+    unplanned,
+    [row.planned._replace(times=row.lacking) for row in rows if row.lacking],
   )
 
 
-def _take_flat(rows, others, known, numbers) -> list[hlo.Collective]:
+def _take_flat(
+  rows: list[_Row],
+  unplanned: list[hlo.Collective],
+  axes_of: dict[_Groups, frozenset[str]],
+  numbers: int,
+) -> list[hlo.Collective]:
   """Takes arrays into which XLA for GPUs wrote several, and up to `numbers`
-  single ones; returns the others."""
-  for axes in known.values():
+  single ones; returns the collectives that are left."""
+  for axes in axes_of.values():
     flat = [
-      one
-      for one in others
-      if one.kind == transfers.REDUCE
-      and known.get(frozenset(map(frozenset, one.groups))) == axes
+      x
+      for x in unplanned
+      if x.kind == transfers.REDUCE
+      and axes_of.get(frozenset(map(frozenset, x.groups))) == axes
     ]
-    lacking = [row for row in rows if row.want.axes == axes and row.lacking]
-    total = sum(one.elements * one.times for one in flat)
-    wanted = sum(row.lacking * row.want.elements for row in lacking)
-    if not wanted <= total <= wanted + numbers:
+    lacking = [row for row in rows if row.planned.axes == axes and row.lacking]
+    # The arrays cannot be told apart, so their elements together must be right.
+    total = sum(x.elements * x.times for x in flat)
+    expected = sum(row.lacking * row.planned.elements for row in lacking)
+    if not expected <= total <= expected + numbers:
       continue
-    others = [one for one in others if one not in flat]
+    unplanned = [x for x in unplanned if x not in flat]
     for row in lacking:
-      row.bytes += row.lacking * row.want.elements * row.want.itemsize
+      row.bytes += row.lacking * row.planned.elements * row.planned.itemsize
       row.times += row.lacking
-  return others
+  return unplanned
 
 
 def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
@@ -301,12 +351,15 @@ def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
   return [one for one in program.collectives if one.kind == hlo.SEND]
 
 
-def _near(what, found, planned, share) -> list[str]:
-  if planned is None or abs(found - planned) <= share * planned:
+def _compare_numbers(
+  what: str, actual: float, planned: float | None, tolerance: float
+) -> list[str]:
+  """Returns a line if a number differs from the plan's by more than a part."""
+  if planned is None or abs(actual - planned) <= tolerance * planned:
     return []
   return [
-    f"{what}: {found:.4g} in the program, {planned:.4g} by the plan"
-    f" ({found / max(planned, 1) - 1:+.1%}; {share:.0%} are allowed)"
+    f"{what}: {actual:.4g} in the program, {planned:.4g} by the plan"
+    f" ({actual / max(planned, 1) - 1:+.1%}; {tolerance:.0%} are allowed)"
   ]
 
 
@@ -315,42 +368,46 @@ def compare(compiled: Compiled, sent: Matches) -> list[str]:
   its plan, a line each; none if it is as planned."""
   job, program = compiled.job, compiled.program
   arguments, results = compiled.shapes
-  table = len(program.results)
-  tables = [0, 8 * table, *(-(-4 * table // to) * to for to in _TABLES)]
-  out = _compare_arrays(
+  # Results are a tuple, with a table of pointers: of 8 bytes each, or on TPUs
+  # of 4 bytes, rounded up; none for a single result.
+  count = len(program.results)
+  tables = [0, 8 * count, *(-(-4 * count // unit) * unit for unit in _TABLES)]
+  lines = _compare_arrays(
     *("arguments", arguments, program.arguments, compiled.arguments, [0])
   )
-  out += _compare_arrays(
+  lines += _compare_arrays(
     *("results", results, program.results, compiled.results, tables)
   )
   plan = job.plan
-  out += _near("flops of products", program.flops, plan.flops, FLOPS)
+  products = "flops of products"
+  lines += _compare_numbers(products, program.flops, plan.flops, FLOPS)
   if (plan.temporary or 0) >= _LEAST:
-    temporary = compiled.temporary
-    out += _near("temporary bytes", temporary, plan.temporary, TEMPORARY)
-  for one in sent.others if plan.transfers is not None else ():
-    out.append(
-      f"not in the plan: {one.kind} of {one.dtype}[{one.elements:,}]"
-      f" {one.times} times, in {len(one.groups)} groups {one.groups[:2]}"
+    lines += _compare_numbers(
+      *("temporary bytes", compiled.temporary, plan.temporary, TEMPORARY)
     )
-  for want in sent.missing:
-    out.append(
-      f"not in the program: {want.kind} along {'+'.join(sorted(want.axes))} of"
-      f" {want.elements:,} numbers {want.times} times ({want.what})"
+  for x in sent.unplanned if plan.transfers is not None else ():
+    lines.append(
+      f"not in the plan: {x.kind} of {x.dtype}[{x.elements:,}]"
+      f" {x.times} times, in {len(x.groups)} groups {x.groups[:2]}"
+    )
+  for transfer in sent.missing:
+    lines.append(
+      f"not in the program: {transfer.kind} along"
+      f" {'+'.join(sorted(transfer.axes))} of {transfer.elements:,} numbers"
+      f" {transfer.times} times ({transfer.what})"
     )
   if not plan.crosses:
-    for one in crossing(program):
-      out.append(f"{one.kind} of {one.elements:,} numbers between slices")
-  return out
+    for x in crossing(program):
+      lines.append(f"{x.kind} of {x.elements:,} numbers between slices")
+  return lines
 
 
 def hidden_bytes(program: hlo.HloProgram) -> tuple[int, int]:
   """Returns the bytes of all collectives of a step, and of those that are sent
   while the device computes (an asynchronous pair of start and end)."""
-  sizes = [
-    (one.bytes * one.times, one.asynchronous) for one in program.collectives
-  ]
-  return sum(size for size, _ in sizes), sum(size for size, on in sizes if on)
+  sizes = [(x.bytes * x.times, x.asynchronous) for x in program.collectives]
+  hidden = sum(size for size, asynchronous in sizes if asynchronous)
+  return sum(size for size, _ in sizes), hidden
 
 
 def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
@@ -359,37 +416,39 @@ def describe(compiled: Compiled, target: Target, sent: Matches) -> str:
   job, program, plan = compiled.job, compiled.program, compiled.job.plan
   mib, unknown = 2**20, "-"
   logical = sum(array.bytes for array in program.arguments)
-  peak, has = compiled.peak / memory.GB, target.memory / memory.GB
+  peak, limit = compiled.peak / memory.GB, target.memory / memory.GB
   total, hidden = hidden_bytes(program)
   heading = (
     f"{job.name}: {meshes.text(job.mesh.shape)} on {target.name}\n"
-    f"{'fits' if peak <= has else 'does not fit'}: {peak:.4g} of {has:.4g} GB"
-    f" of a device; {total / mib:,.1f} MiB sent in a step, of which"
-    f" {hidden / mib:,.1f} while computing"
+    f"{'fits' if peak <= limit else 'does not fit'}: {peak:.4g} of"
+    f" {limit:.4g} GB of a device; {total / mib:,.1f} MiB sent in a step, of"
+    f" which {hidden / mib:,.1f} while computing"
   )
 
-  def planned(value, unit):
+  def cell(value, unit):
     return unknown if value is None else f"{value / unit:,.2f}"
 
+  # The plan's arguments: what the shardings divide, without padding.
   shards = sum(
     math.prod(shape) * hlo.itemsize(dtype) * count
     for (dtype, shape), count in _parts(compiled.shapes[0]).items()
   )
   rows = [
-    [name, f"{value / unit:,.2f}", planned(wanted, unit)]
-    for name, value, wanted, unit in (
+    [name, cell(actual, unit), cell(planned, unit)]
+    for name, actual, planned, unit in (
       ("arguments, MiB", logical, shards, mib),
       ("arguments in their layouts, MiB", compiled.arguments, None, mib),
       ("temporary, MiB", compiled.temporary, plan.temporary, mib),
       ("products, GFLOP", program.flops, plan.flops, 1e9),
     )
   ]
-  for want, times, size in sent.rows:
-    name = f"{want.kind} {'+'.join(sorted(want.axes))}, {want.elements:,}"
-    name += f" {want.what}" if want.what else ""
-    often = "" if want.least == want.times else f"{want.least} to "
-    numbers = f"{size / mib:,.2f}", f"{want.bytes / mib:,.2f}", f"{times}"
-    rows.append([f"{name}, MiB", *numbers, f"{often}{want.times}"])
+  for x, times, size in sent.rows:
+    name = f"{x.kind} {'+'.join(sorted(x.axes))}, {x.elements:,}"
+    name += f" {x.what}" if x.what else ""
+    least = "" if x.least == x.times else f"{x.least} to "
+    cells = cell(size, mib), cell(x.bytes, mib), f"{times}"
+    rows.append([f"{name}, MiB", *cells, f"{least}{x.times}"])
+  # Rows without collectives have no numbers of calls.
   rows = [row + [""] * (5 - len(row)) for row in rows]
   head = ["of a device", "program", "plan", "times", "planned"]
   return f"{heading}\n{text_table.format_table(head, rows)}"

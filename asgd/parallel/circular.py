@@ -58,35 +58,45 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
         f"{count} microbatches are fewer than the {stages} stages, and go"
         f" around {rounds} times: use {stages} or more, or one round"
       )
-    last = stage == stages - 1
+    is_last = stage == stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
 
     # With one round all turns have the same weights: chosen outside of the
     # loop, they are kept for the backward once, not for each turn.
-    only = jax.tree.map(lambda leaf: leaf[0], chunks)
+    first_chunk = jax.tree.map(lambda leaf: leaf[0], chunks)
 
     def step(carry, time):
+      # arriving: the neighbour's output of the step before; waiting and done:
+      # [M, ...], inputs of the next round (used at stage 0) and final outputs
+      # (used at the last stage).
       arriving, waiting, done = carry
-      # At stage 0 outputs of the last stage wait for their next round.
-      back = time - stages  # number of the last stage's previous output
-      begins = (stage == 0) & (back >= 0)
-      waiting = _put(waiting, arriving, back % count, begins)
+      # [1] At stage 0 outputs of the last stage wait for their next round.
+      returned = time - stages  # number of the last stage's previous output
+      begins = (stage == 0) & (returned >= 0)
+      waiting = _put(waiting, arriving, returned % count, begins)
+      # [2] This stage's pass: number r M + m is round r of microbatch m. Stage
+      # s begins s steps after stage 0.
       number = time - stage
       at_work = (number >= 0) & (number < rounds * count)
       number = jnp.clip(number, 0, rounds * count - 1)
       turn, microbatch = number // count, number % count
+      # [3] Its input.
       fresh = x[microbatch]
       entering = jnp.where(turn == 0, fresh, waiting[microbatch])
       h = jnp.where(stage == 0, entering, arriving)
       # A device without work computes on real numbers and drops the result:
       # zero times NaN would be NaN, in the backward too.
       h = jnp.where(at_work, h, fresh)
-      mine = jax.random.fold_in(key, microbatch)
-      chunk = only
+      # [4] Apply the layers of this turn. The key depends on the microbatch,
+      # not on the time, so that any number of stages draws the same.
+      microbatch_key = jax.random.fold_in(key, microbatch)
+      chunk = first_chunk
       if rounds > 1:
         chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
-      h = _apply_chunk(layer, chunk, h, turn * stages + stage, mine)
-      done = _put(done, h, microbatch, at_work & last & (turn == rounds - 1))
+      h = _apply_chunk(layer, chunk, h, turn * stages + stage, microbatch_key)
+      # [5] Keep a final output; send every output on.
+      is_final = at_work & is_last & (turn == rounds - 1)
+      done = _put(done, h, microbatch, is_final)
       return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None
 
     def empty(array):
@@ -94,27 +104,35 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       axes = (_AXIS, *meshes.varying(array))
       return meshes.vary(jnp.full_like(array, _EMPTY), axes)
 
+    # v M passes of a stage; the last stage begins S - 1 steps late.
     times = jnp.arange(rounds * count + stages - 1)
     begin = empty(x[0]), empty(x), empty(x)
     (_, _, done), _ = jax.lax.scan(step, begin, times)
     # All stages return the result, which the loss needs.
-    return jax.lax.psum(jnp.where(last, done, jnp.zeros_like(done)), _AXIS)
+    return jax.lax.psum(jnp.where(is_last, done, jnp.zeros_like(done)), _AXIS)
 
   return run
 
 
-def _apply_chunk(layer, params, h, number, key):
+def _apply_chunk(
+  layer: Apply, params: Any, h: jax.Array, number: jax.Array, key: jax.Array
+) -> jax.Array:
   """Applies the layers of chunk `number` one after the other."""
-  (each,) = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
+  (depth,) = {leaf.shape[0] for leaf in jax.tree.leaves(params)}
 
-  def one(h, item):
-    own, index = item
-    return layer(own, h, jax.random.fold_in(key, index)), None
+  def apply_layer(h, item):
+    layer_params, index = item
+    return layer(layer_params, h, jax.random.fold_in(key, index)), None
 
-  return jax.lax.scan(one, h, (params, number * each + jnp.arange(each)))[0]
+  # Indices in the whole stack, as the layers' keys use them.
+  indices = number * depth + jnp.arange(depth)
+  return jax.lax.scan(apply_layer, h, (params, indices))[0]
 
 
-def _put(array, value, index, when):
-  """Writes a value to row `index` of the array if `when`."""
+def _put(
+  array: jax.Array, value: jax.Array, index: jax.Array, when: jax.Array
+) -> jax.Array:
+  """Returns the array with row `index` replaced if `when`, bool[]."""
+  # A `where` over one row, not over the array: the scan writes it in place.
   value = jnp.where(when, value, array[index])
   return jax.lax.dynamic_update_index_in_dim(array, value, index, 0)

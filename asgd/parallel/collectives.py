@@ -44,8 +44,8 @@ from asgd.parallel.memory import bytes_of
 
 Axis = str | tuple[str, ...]
 Reduce = Callable[[jax.Array, Any], jax.Array]  # (x, axis) -> the sum
-BUCKET_BYTES = 4 * 1024 * 1024
-_MANY = 16  # devices up to which a program may have a branch for each
+BUCKET_BYTES = 4 * 1024 * 1024  # of all_reduce_tree
+_MOST_BRANCHES = 16  # devices up to which a program may have a branch for each
 
 
 def _cut(x: jax.Array, pieces: int) -> jax.Array:
@@ -62,6 +62,7 @@ def _paste(chunks: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _ring(devices: int, step: int) -> list[tuple[int, int]]:
+  """Returns (sender, receiver) pairs: each device sends `step` further."""
   return [(d, (d + step) % devices) for d in range(devices)]
 
 
@@ -78,7 +79,7 @@ def _in_device_order(
     order = [(device - i) * step % devices for i in range(rows)]
     return lambda arrays: jnp.stack([arrays[i] for i in order])
 
-  if devices <= _MANY:
+  if devices <= _MOST_BRANCHES:
     # One branch for each device, which copies whole arrays. With a dynamic
     # index, XLA's CPU backend selects element by element, which is slow.
     return jax.lax.switch(here, list(map(stack, range(devices))), arrays)
@@ -99,6 +100,7 @@ def ring_reduce_scatter(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   total = chunks[(here - step) % devices]
   for turn in range(1, devices):
     total = jax.lax.ppermute(total, axis, _ring(devices, step))
+    # It began at the device `turn` steps back, with the chunk one step before.
     total = total + chunks[(here - (turn + 1) * step) % devices]
   return total
 
@@ -109,6 +111,7 @@ def ring_all_gather(x: jax.Array, axis: Axis, step: int = 1) -> jax.Array:
   a `step` of -1 to the previous one."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
   chunks = [jnp.asarray(x)]
+  # After i rounds the last array is from the device i steps before this one.
   for _ in range(devices - 1):
     chunks.append(jax.lax.ppermute(chunks[-1], axis, _ring(devices, step)))
   return _in_device_order(chunks, here, devices, step)
@@ -148,16 +151,19 @@ def _on_power_of_two(
   device of a pair sends its array to the odd one, which is a member, and
   receives the sum at the end."""
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
-  size = 1 << (devices.bit_length() - 1)
+  size = 1 << (devices.bit_length() - 1)  # 2^k, the largest that is at most N
   extra = devices - size  # count of pairs
   members = [2 * i + 1 if i < extra else i + extra for i in range(size)]
   member = jnp.where(here < 2 * extra, here // 2, here - extra)
   if not extra:
     return inner(members, x, member)
   even_to_odd = [(2 * i, 2 * i + 1) for i in range(extra)]
-  # A device that receives nothing adds zeros.
+  # [1] Even devices of pairs hand in their arrays. A device that receives
+  # nothing adds zeros.
   x = x + jax.lax.ppermute(x, axis, even_to_odd)
+  # [2] The members add up. Other devices run along, and drop the result.
   x = inner(members, x, member)
+  # [3] Even devices of pairs get the sum.
   odd_to_even = [(odd, even) for even, odd in even_to_odd]
   total = jax.lax.ppermute(x, axis, odd_to_even)
   return jnp.where((here < 2 * extra) & (here % 2 == 0), total, x)
@@ -169,8 +175,8 @@ def _exchange(members: Sequence[int], bit: int) -> list[tuple[int, int]]:
   return [(device, members[i ^ bit]) for i, device in enumerate(members)]
 
 
-def _powers(end):
-  """1, 2, 4, ... below `end`."""
+def _powers(end: int) -> list[int]:
+  """Returns 1, 2, 4, ... below `end`."""
   return [1 << i for i in range((end - 1).bit_length())]
 
 
@@ -199,12 +205,14 @@ def halving_doubling(x: jax.Array, axis: Axis) -> jax.Array:
   def inner(members, x, member):
     bits = _powers(len(members))
     part = _cut(x, len(members))
+    # [1] Reduce-scatter: `part` shrinks from 2^k chunks to this member's one.
     for bit in reversed(bits):
       # Keeps the half with its own chunk, and sends the other one.
-      half = part.reshape(2, bit, part.shape[-1])
-      own = (member // bit) % 2
+      halves = part.reshape(2, bit, part.shape[-1])
+      side = (member // bit) % 2
       pairs = _exchange(members, bit)
-      part = half[own] + jax.lax.ppermute(half[1 - own], axis, pairs)
+      part = halves[side] + jax.lax.ppermute(halves[1 - side], axis, pairs)
+    # [2] All-gather: `part` doubles, in the order of chunks.
     for bit in bits:
       received = jax.lax.ppermute(part, axis, _exchange(members, bit))
       low = (member // bit) % 2 == 0
@@ -223,12 +231,14 @@ def tree(x: jax.Array, axis: Axis) -> jax.Array:
   devices, here = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
 
   def edges(distance):
-    """(child, parent) of a level."""
+    """Returns the (child, parent) pairs of a level."""
     children = range(distance, devices, 2 * distance)
     return [(child, child - distance) for child in children]
 
+  # [1] Reduce, from the leaves to device 0; others receive zeros.
   for distance in _powers(devices):
     x = x + jax.lax.ppermute(x, axis, edges(distance))
+  # [2] Broadcast, on the same edges in reverse.
   for distance in reversed(_powers(devices)):
     to_child = [(parent, child) for child, parent in edges(distance)]
     received = jax.lax.ppermute(x, axis, to_child)
@@ -279,10 +289,13 @@ def parameter_server(
     from one worker."""
     return [pair for pair in _ring(devices, turn) if pair[1] < shards]
 
+  # [1] Push: owners add up their chunk. A device that owns none adds to a chunk
+  # that it drops, as all devices run one program.
   total = chunks[jnp.minimum(here, shards - 1)]
   for turn in range(1, devices):
     part = chunks[jnp.minimum((here + turn) % devices, shards - 1)]
     total = total + jax.lax.ppermute(part, axis, pairs(turn))
+  # [2] Pull: in each turn an owner sends its sum to another worker.
   sums = [total]
   for turn in range(1, devices):
     to_worker = [(owner, worker) for worker, owner in pairs(turn)]
@@ -351,16 +364,17 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
   checks.whole("bucket_bytes", bucket_bytes)
   leaves = jax.tree.leaves(tree)
   sizes = [bytes_of(leaf) for leaf in leaves]
-  open_: dict[Any, list[int]] = {}
-  done = []
+  filling: dict[Any, list[int]] = {}  # dtype -> the bucket that is not full yet
+  full = []
   for i in reversed(range(len(leaves))):
-    bucket = open_.setdefault(jnp.dtype(leaves[i].dtype), [])
+    bucket = filling.setdefault(jnp.dtype(leaves[i].dtype), [])
     if bucket and sizes[i] + sum(sizes[j] for j in bucket) > bucket_bytes:
-      done.append(tuple(bucket))
+      full.append(tuple(bucket))
       bucket.clear()
     bucket.append(i)
-  done += (tuple(bucket) for bucket in open_.values())
-  return tuple(sorted(done, key=lambda bucket: -bucket[-1]))
+  full += (tuple(bucket) for bucket in filling.values())
+  # A bucket is complete with its last leaf, the first one of the forward.
+  return tuple(sorted(full, key=lambda bucket: -bucket[-1]))
 
 
 def all_reduce_tree(
@@ -376,10 +390,11 @@ def all_reduce_tree(
   leaves are expected in the order of the forward pass."""
   reduce = lookup(reduce)
   leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
-  out = list(leaves)
+  sums = list(leaves)
   for bucket in buckets(leaves, bucket_bytes):
+    # One message for all leaves of the bucket, as one flat array.
     flat, unravel = ravel_pytree([leaves[i] for i in bucket])
-    sums = unravel(reduce(flat, axis))
-    for i, leaf in zip(bucket, sums, strict=True):
-      out[i] = leaf
-  return jax.tree.unflatten(structure, out)
+    bucket_sums = unravel(reduce(flat, axis))
+    for i, leaf in zip(bucket, bucket_sums, strict=True):
+      sums[i] = leaf
+  return jax.tree.unflatten(structure, sums)

@@ -61,13 +61,13 @@ def add(*costs: Cost) -> Cost:
   return Cost(*(sum(column) for column in zip(FREE, *costs, strict=True)))
 
 
-def _check(size, devices, grain):
+def _check(size: float, devices: int, grain: int) -> None:
   checks.whole("devices", devices)
   checks.whole("grain", grain)
   checks.nonnegative("bytes", size)
 
 
-def _chunk(size, pieces, grain):
+def _chunk(size: float, pieces: int, grain: int) -> int:
   """Bytes of the largest of equal pieces, in whole elements."""
   return grain * math.ceil(size / grain / pieces)
 
@@ -90,7 +90,7 @@ def ring(size: float, devices: int, *, grain: int = 1) -> Cost:
     Cost(steps=6, bytes=1200, sent=1200)
   """
   half = ring_reduce_scatter(size, devices, grain=grain)
-  return add(half, half)
+  return add(half, half)  # an all-gather costs the same
 
 
 def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
@@ -98,10 +98,10 @@ def bidirectional_ring(size: float, devices: int, *, grain: int = 1) -> Cost:
   _check(size, devices, grain)
   steps = 2 * (devices - 1)
   moved = steps * _chunk(size, 2 * devices, grain)
-  return Cost(steps, moved, 2 * moved)
+  return Cost(steps, moved, 2 * moved)  # both links send at once
 
 
-def _on_cube(cost, size, devices):
+def _on_cube(cost: Cost, size: float, devices: int) -> Cost:
   """Adds the two rounds in which devices beyond a power of 2 lend a part."""
   if not devices & (devices - 1):
     return cost
@@ -120,6 +120,7 @@ def halving_doubling(size: float, devices: int, *, grain: int = 1) -> Cost:
   """2 log2 N rounds, 2 (N - 1) / N S; N no power of 2: 2 more of S."""
   _check(size, devices, grain)
   rounds = devices.bit_length() - 1
+  # Halves, quarters, ... add up to 2^k - 1 chunks of a 2^k-th, twice.
   moved = 2 * ((1 << rounds) - 1) * _chunk(size, 1 << rounds, grain)
   return _on_cube(Cost(2 * rounds, moved, moved), size, devices)
 
@@ -138,6 +139,7 @@ def hierarchical(
   between them, 2 (n - 1) / n S / g; `inside` is g, the devices of a node,
   `between` n, the nodes."""
   _check(size, between, grain)
+  # Each device of a node takes its chunk around the ring between nodes.
   outer = ring(_chunk(size, inside, grain), between, grain=grain)
   return ring(size, inside, grain=grain), outer
 
@@ -156,6 +158,8 @@ def parameter_server(
       f"{shards} shards do not fit on {devices} workers: use fewer"
     )
   steps, chunk = 2 * (devices - 1), _chunk(size, shards, grain)
+  # A shard sends its sum to N - 1 workers, and as a worker its chunks to P - 1
+  # other shards.
   sent = (devices - 1 + shards - 1) * chunk if devices > 1 else 0
   return Cost(steps, steps * chunk, sent)
 
@@ -190,10 +194,10 @@ def fastest(
     ['recursive_doubling', 'halving_doubling']
   """
 
-  def takes(name: str) -> float:
+  def duration(name: str) -> float:
     return seconds(COSTS[name](size, devices, grain=grain), link)
 
-  return min(among, key=takes)
+  return min(among, key=duration)
 
 
 def factors(
@@ -201,9 +205,9 @@ def factors(
 ) -> Cost:
   """(N - 1) K (M + N') elements of `grain` bytes: an all-gather, by a ring, of
   a dense layer's M inputs and N' output gradients in K rows of each device."""
-  each = rows * (inputs + outputs) * grain
-  _check(each, devices, grain)
-  moved = (devices - 1) * each
+  device_bytes = rows * (inputs + outputs) * grain
+  _check(device_bytes, devices, grain)
+  moved = (devices - 1) * device_bytes
   return Cost(devices - 1, moved, moved)
 
 
@@ -220,6 +224,7 @@ def prefers_factors(rows: int, inputs: int, outputs: int, workers: int) -> bool:
     >>> prefers_factors(32, 4096, 4096, 129)
     False
   """
+  # Table 1, the column for a node that is server and worker: PS, then SFB.
   dense = 2 * inputs * outputs * (2 * workers - 2) / workers
   return 2 * rows * (inputs + outputs) * (workers - 1) <= dense
 
@@ -238,6 +243,7 @@ def hybrid(
   `dense` are (inputs, outputs) of each dense layer, `others` the bytes of all
   other parameters, biases among them, and `rows` those of a device.
   """
+  # Kernels without factors are reduced with the other parameters, in one ring.
   size, gathered = float(others), []
   for inputs, outputs in dense:
     if devices > 1 and prefers_factors(rows, inputs, outputs, devices):

@@ -148,30 +148,32 @@ def make_step(
     (1.25, [0.75, 0.0])
   """
   meshes.size(mesh, _AXIS)
-  how = StepOptions(**options)
-  how = how._replace(policy=precision.policy(how.policy))
-  checks.whole("accumulate", how.accumulate)
+  chosen = StepOptions(**options)
+  chosen = chosen._replace(policy=precision.policy(chosen.policy))
+  checks.whole("accumulate", chosen.accumulate)
   clip = optax.identity()
-  if how.clip_norm is not None:
-    checks.positive("clip_norm", how.clip_norm)
-    clip = optax.clip_by_global_norm(how.clip_norm)
-  if isinstance(how.zero, bool) or how.zero not in range(4):
-    raise ValueError(f"zero must be 0, 1, 2 or 3, not {how.zero!r}")
-  make = names.lookup("form", how.form, FORMS)
-  if how.loss_scale is not None:
-    precision.check_dynamic(how.loss_scale)
-  given = {**how._asdict(), "specs": specs, "processes": jax.process_count()}
-  alone = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
-  for asked, what, needed in (
-    (how.form == "pmap", "the form 'pmap' (use 'shard_map') needs", alone),
-    (how.reducer is not None, step_checks.REDUCER, step_checks.OF_A_REDUCER),
-    (how.searches, step_checks.SEARCH, step_checks.OF_A_SEARCH),
+  if chosen.clip_norm is not None:
+    checks.positive("clip_norm", chosen.clip_norm)
+    clip = optax.clip_by_global_norm(chosen.clip_norm)
+  if isinstance(chosen.zero, bool) or chosen.zero not in range(4):
+    raise ValueError(f"zero must be 0, 1, 2 or 3, not {chosen.zero!r}")
+  make_form = names.lookup("form", chosen.form, FORMS)
+  if chosen.loss_scale is not None:
+    precision.check_dynamic(chosen.loss_scale)
+  # Options that some other option needs to have one value.
+  given = {**chosen._asdict(), "specs": specs, "processes": jax.process_count()}
+  of_pmap = {"zero": 0, "specs": zero_lib.replicated, "processes": 1}
+  compresses = chosen.reducer is not None
+  for applies, what, needed in (
+    (chosen.form == "pmap", "the form 'pmap' (use 'shard_map') needs", of_pmap),
+    (compresses, step_checks.REDUCER, step_checks.OF_A_REDUCER),
+    (chosen.searches, step_checks.SEARCH, step_checks.OF_A_SEARCH),
   ):
-    if asked:
+    if applies:
       step_checks.check_alone(what, mesh, given, needed)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
-  algorithm = transforms.own_statistics(algorithm, how.statistics_decay)
-  return make(_Program(loss, algorithm, mesh, clip, specs, how))
+  algorithm = transforms.own_statistics(algorithm, chosen.statistics_decay)
+  return make_form(_Program(loss, algorithm, mesh, clip, specs, chosen))
 
 
 class _Program(NamedTuple):
@@ -182,93 +184,106 @@ class _Program(NamedTuple):
   mesh: Mesh
   clip: optax.GradientTransformation
   specs: zero_lib.Specs
-  how: StepOptions
+  options: StepOptions
 
   @property
-  def pieces(self):
-    return self.mesh.shape[_AXIS] * self.how.accumulate
+  def pieces(self) -> int:
+    """d a, the pieces of a batch."""
+    return self.mesh.shape[_AXIS] * self.options.accumulate
 
-  def begin(self, params):
-    """The first state, of whole parameters."""
-    params = precision.cast(params, self.how.policy.param)
+  def begin(self, params: optax.Params) -> StepState:
+    """Returns the first state, of whole parameters."""
+    params = precision.cast(params, self.options.policy.param)
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
-    rule = self.how.loss_scale
+    rule = self.options.loss_scale
     scale = () if rule is None else precision.start(rule)
     opt_state = self.algorithm.init(params)
     state = StepState(jnp.int32(0), params, opt_state, scale)
-    if self.how.reducer is None:
+    if self.options.reducer is None:
       return state
-    grads = precision.cast(base.weights_of(params), self.how.policy.reduce)
-    kept = self.how.reducer.init(grads)
-    return state._replace(reducer=meshes.repeat(kept, self.mesh.shape[_AXIS]))
+    # A reducer's state has the dtypes of the gradients that it gets.
+    grads = precision.cast(base.weights_of(params), self.options.policy.reduce)
+    first = self.options.reducer.init(grads)
+    return state._replace(reducer=meshes.repeat(first, self.mesh.shape[_AXIS]))
 
-  def scale_of(self, state):
-    return jnp.float32(1) if self.how.loss_scale is None else state.scale.scale
+  def scale_of(self, state: StepState) -> jax.Array:
+    """Returns the loss scale, float32[]; 1 without one."""
+    if self.options.loss_scale is None:
+      return jnp.float32(1)
+    return state.scale.scale
 
-  def sent(self, state):
-    """The parameters that the gradient is taken at."""
+  def sent(self, state: StepState) -> optax.Params:
+    """Returns the parameters that the gradient is taken at."""
     worker = jnp.int32(0)
     return self.algorithm.send(state.opt_state, state.params, worker=worker)
 
   def _objective(self, params, key, scale, dims):
-    """(weights, piece, its number) -> the scaled loss, (loss, statistics)."""
-    policy = self.how.policy
+    """Returns (weights, piece, its number) -> the scaled loss, (loss,
+    statistics)."""
+    policy = self.options.policy
 
     def gather(leaf, dim):
+      # Cast before the transfer: fewer bytes are sent.
       leaf = precision.cast(leaf, policy.compute)
       return zero_lib.gather(leaf, dim, policy.reduce)
 
     def objective(weights, piece, number):
-      if self.how.zero == 3:
+      if self.options.zero == 3:
         weights = jax.tree.map(gather, weights, dims)
       value, aux = self.loss(
         precision.cast(base.with_weights(params, weights), policy.compute),
         precision.cast(piece, policy.compute),
         jax.random.fold_in(key, number),
       )
+      # Sums over pieces and devices need float32 at least.
       value, stats = jax.tree.map(
         lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)),
         (value, aux.stats),
       )
       return value * scale.astype(value.dtype), (value, stats)
 
-    if self.how.zero == 3:  # all is kept that the backward needs, but weights
+    # The backward gathers weights again; all else that it needs is kept.
+    if self.options.zero == 3:
       return jax.checkpoint(objective, policy=zero_lib.keep_all_but_gathered)
     return objective
 
-  def gradient(self, params, batch, key, scale, kept, dims):
+  def gradient(self, params, batch, key, scale, reducer, dims):
     """Returns one device's mean loss, gradient, statistics and compression
-    state (`kept` is the one before).
+    state (`reducer` is the one before).
 
     `dims` has the divided dimension of each weight, or WHOLE.
     """
-    accumulate = self.how.accumulate
+    accumulate = self.options.accumulate
+    # Varying weights: with check_vma JAX would otherwise add up their gradients
+    # over devices at once, before they are accumulated, in the weights' dtype.
     weights = meshes.vary(base.weights_of(params), _AXIS)
-    first = jax.lax.axis_index(_AXIS) * accumulate
+    first = jax.lax.axis_index(_AXIS) * accumulate  # this device's first piece
     gradient = jax.grad(self._objective(params, key, scale, dims), has_aux=True)
 
     def scatter(grads):
       return jax.tree.map(zero_lib.scatter, grads, dims)
 
-    def one(i):
+    def of_piece(i):
       piece = jax.tree.map(
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
       grads, (value, stats) = gradient(weights, piece, first + i)
-      grads = precision.cast(grads, self.how.policy.reduce)
-      return value, scatter(grads) if self.how.zero == 2 else grads, stats
+      grads = precision.cast(grads, self.options.policy.reduce)
+      return value, scatter(grads) if self.options.zero == 2 else grads, stats
 
-    total = one(0)
+    # [1] The sums of loss, gradient and statistics over this device's pieces.
+    total = of_piece(0)
     if accumulate > 1:
       total, _ = jax.lax.scan(
-        lambda total, i: (jax.tree.map(jnp.add, total, one(i)), None),
+        lambda total, i: (jax.tree.map(jnp.add, total, of_piece(i)), None),
         total,
         jnp.arange(1, accumulate),
         unroll=accumulate <= _UNROLLED or 1,
       )
     value, grads, stats = total
-    if self.how.zero == 1:
+    # ZeRO 1 scatters the sum over pieces; 2 and 3 have scattered each piece.
+    if self.options.zero == 1:
       grads = scatter(grads)
 
     def add_whole(g, dim):
@@ -277,21 +292,24 @@ class _Program(NamedTuple):
     def divide(grads, count):
       return jax.tree.map(lambda g: g / (count * scale).astype(g.dtype), grads)
 
+    # [2] The means over all pieces of all devices.
     pieces = self.pieces
     value, stats = jax.lax.psum((value, stats), _AXIS)
     value, stats = jax.tree.map(lambda x: x / pieces, (value, stats))
-    if self.how.reducer is None:
+    if self.options.reducer is None:
       grads = divide(jax.tree.map(add_whole, grads, dims), pieces)
-      return value, grads, stats, kept
-    grads, kept = self.reduce(divide(grads, accumulate), kept, key)
-    return value, grads, stats, kept
+      return value, grads, stats, reducer
+    # A reducer averages over devices, so it gets this device's mean.
+    grads, reducer = self.reduce(divide(grads, accumulate), reducer, key)
+    return value, grads, stats, reducer
 
-  def reduce(self, grads, kept, key):
+  def reduce(self, grads, state, key):
     """Returns the mean of the gradients that devices send and the compression
     state; NaNs and the old state if one gradient is not finite."""
+    # All devices must agree, so that residuals and NaNs are the same on all.
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
-    before = jax.tree.map(lambda x: x[0], kept)  # of the axis of devices
-    mean, after = self.how.reducer.reduce(
+    before = jax.tree.map(lambda x: x[0], state)  # of the axis of devices
+    mean, after = self.options.reducer.reduce(
       before,
       optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
       jax.random.fold_in(key, _REDUCER),
@@ -301,13 +319,15 @@ class _Program(NamedTuple):
     after = optax.tree.where(finite, after, before)
     return mean, jax.tree.map(lambda x: x[None], after)
 
-  def update(self, state, sent, value, grads, stats, kept, value_fn=None):
+  def update(self, state, sent, value, grads, stats, reducer, value_fn=None):
     """Applies the optimizer to a gradient taken at `sent`; `value_fn` is the
     loss as a function of the weights, for an optimizer that searches."""
+    # optax's line searches take these two as extra args.
     search = {"value": value, "value_fn": value_fn} if value_fn else {}
     delay = base.Delay(jnp.int32(0), jnp.int32(0), sent)
     norm = optax.tree.norm(grads)
     finite = server.all_finite(grads)
+    # Clip in the dtype of the reduction, then cast to that of the parameters.
     grads, _ = self.clip.update(grads, optax.EmptyState())
     if isinstance(state.params, base.Variables):
       grads = base.Variables(grads, stats)
@@ -318,36 +338,39 @@ class _Program(NamedTuple):
     )
     params = optax.apply_updates(state.params, updates)
     new, scale = (params, opt_state), ()
-    if self.how.loss_scale is not None:
+    # With a loss scale a gradient that is not finite is skipped, and lowers it.
+    if self.options.loss_scale is not None:
       new = optax.tree.where(finite, new, (state.params, state.opt_state))
-      scale = precision.adjust(self.how.loss_scale, state.scale, finite)
+      scale = precision.adjust(self.options.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
-    return StepState(state.count + 1, *new, scale, kept), metrics
+    return StepState(state.count + 1, *new, scale, reducer), metrics
 
-  def layouts(self, params):
-    """The specs of parameters: between steps, and while they are updated."""
+  def layouts(self, params: optax.Params) -> tuple[Any, Any]:
+    """Returns the specs of parameters: between steps, and while they are
+    updated."""
     weights = base.weights_of(params)
     specs = self.specs(weights)
     parts = jax.tree.map(self.divided, weights, specs)
-    between = parts if self.how.zero == 3 else specs
+    between = parts if self.options.zero == 3 else specs
     if isinstance(params, base.Variables):
       stats = zero_lib.replicated(params.stats)
       return base.Variables(between, stats), base.Variables(parts, stats)
     return between, parts
 
-  def divided(self, leaf, spec):
+  def divided(self, leaf: Any, spec: P) -> P:
     """Returns the spec of an array that ZeRO divides if it can."""
-    if not self.how.zero:
+    if not self.options.zero:
       return spec
     return zero_lib.divided(jnp.shape(leaf), spec, self.mesh.shape[_AXIS])
 
-  def constrain(self, tree, specs):
-    places = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
-    return jax.lax.with_sharding_constraint(tree, places)
+  def constrain(self, tree: Any, specs: Any) -> Any:
+    """Returns a traced tree that XLA has to lay out by these specs."""
+    shardings = jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
+    return jax.lax.with_sharding_constraint(tree, shardings)
 
-  def state_specs(self, state):
-    """The specs of a state between steps."""
-    kept, parts = self.layouts(state.params)
+  def state_specs(self, state: StepState) -> StepState:
+    """Returns the specs of a state between steps."""
+    between, parts = self.layouts(state.params)
     opt_specs = zero_lib.state_specs(
       state.opt_state,
       base.weights_of(state.params),
@@ -355,17 +378,21 @@ class _Program(NamedTuple):
       lambda leaf: self.divided(leaf, P()),
     )
     scale = zero_lib.replicated(state.scale)
-    each = jax.tree.map(lambda _: P(_AXIS), state.reducer)
-    return StepState(P(), kept, opt_specs, scale, each)
+    reducer = jax.tree.map(lambda _: P(_AXIS), state.reducer)
+    specs: Any = (P(), between, opt_specs, scale, reducer)
+    return StepState(*specs)
 
-  def settle(self, state):
+  def settle(self, state: StepState) -> StepState:
     """Returns the state with the shardings that states have between steps."""
-    return self.constrain(state, self.state_specs(state))
+    settled: StepState = self.constrain(state, self.state_specs(state))
+    return settled
 
 
-def _function_of(value_and_grad):
+def _function_of(
+  value_and_grad: Callable[[Any], tuple[jax.Array, Any]],
+) -> Callable[[Any], jax.Array]:
   """Returns the value of weights -> (float[], gradient) as a function that JAX
-  may differentiate."""
+  may differentiate: its backward is the gradient."""
 
   @jax.custom_vjp
   def value_fn(weights):
@@ -378,8 +405,8 @@ def _function_of(value_and_grad):
   return value_fn
 
 
-def _shard_map_step(program):
-  """The form "shard_map": global arrays, and a program of all devices."""
+def _shard_map_step(program: _Program) -> Step:
+  """Makes the form "shard_map": global arrays, and a program of all devices."""
   mesh = program.mesh
   begin = jax.jit(lambda params: program.settle(program.begin(params)))
 
@@ -391,7 +418,7 @@ def _shard_map_step(program):
 
   def step(state, batch, key):
     step_checks.check_batch(batch, program.pieces)
-    kept, parts = program.layouts(state.params)
+    between, parts = program.layouts(state.params)
     sent, grad_specs = program.sent(state), base.weights_of(parts)
     weights = base.weights_of(state.params)
     dims = jax.tree.map(
@@ -400,23 +427,24 @@ def _shard_map_step(program):
     gradient = jax.shard_map(
       functools.partial(program.gradient, dims=dims),
       mesh=mesh,
-      in_specs=(kept, P(_AXIS), P(), P(), P(_AXIS)),
+      in_specs=(between, P(_AXIS), P(), P(), P(_AXIS)),
       out_specs=(P(), grad_specs, P(), P(_AXIS)),
       # Where nothing but the data is divided, any loss is right as it is.
       check_vma=len(mesh.axis_names) > 1,
     )
+    # [1] Each device computes on its examples, and the gradients are reduced.
     rest = batch, key, program.scale_of(state), state.reducer
-    value, grads, stats, each = gradient(sent, *rest)
+    value, grads, stats, reducer = gradient(sent, *rest)
     value_fn = None
-    if program.how.searches:
+    if program.options.searches:
       value_fn = _function_of(
         lambda weights: gradient(base.with_weights(sent, weights), *rest)[:2]
       )
-    # Each device updates its part; `settle` gathers those of the others.
+    # [2] Each device updates its part; `settle` gathers those of the others.
     state = state._replace(params=program.constrain(state.params, parts))
     sent = program.constrain(sent, parts)
     state, metrics = program.update(
-      *(state, sent, value, grads, stats, each, value_fn)
+      *(state, sent, value, grads, stats, reducer, value_fn)
     )
     return program.settle(state), metrics
 
@@ -428,8 +456,8 @@ def _shard_map_step(program):
   )
 
 
-def _pmap_step(program):
-  """The form "pmap": state and batch have a leading axis of devices."""
+def _pmap_step(program: _Program) -> Step:
+  """Makes the form "pmap": state and batch have a leading axis of devices."""
   mesh, size = program.mesh, program.mesh.size
 
   def device_step(state, batch, key):

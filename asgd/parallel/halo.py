@@ -29,7 +29,7 @@ References:
   finer-grained parallelism", IPDPS 2019.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,8 +47,8 @@ _DIMS = {meshes.ROWS: 1, meshes.COLUMNS: 2}  # of [B, H, W, C]
 
 def _axes() -> tuple[str, ...]:
   """The axes of AXES that the mesh has, inside shard_map."""
-  known = jax.sharding.get_abstract_mesh().axis_names
-  return tuple(axis for axis in AXES if axis in known)
+  mesh_axes = jax.sharding.get_abstract_mesh().axis_names
+  return tuple(axis for axis in AXES if axis in mesh_axes)
 
 
 def exchange(
@@ -67,15 +67,17 @@ def exchange(
       f"a device of the axis {axis!r} has {here} {axis}, and its neighbour"
       f" needs {max(before, after)} of them: use fewer devices or larger images"
     )
-  onward = [(i, i + 1) for i in range(size - 1)]
+  # Not a ring: a device at the border receives nothing, which ppermute makes
+  # zeros, the padding of a convolution.
+  to_next = [(i, i + 1) for i in range(size - 1)]
   parts = [x]
   if before:
     last = jax.lax.slice_in_dim(x, here - before, here, axis=dim)
-    parts.insert(0, jax.lax.ppermute(last, axis, onward))
+    parts.insert(0, jax.lax.ppermute(last, axis, to_next))
   if after:
-    back = [(b, a) for a, b in onward]
+    to_previous = [(b, a) for a, b in to_next]
     first = jax.lax.slice_in_dim(x, 0, after, axis=dim)
-    parts.append(jax.lax.ppermute(first, axis, back))
+    parts.append(jax.lax.ppermute(first, axis, to_previous))
   return jnp.concatenate(parts, axis=dim)
 
 
@@ -116,12 +118,15 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
       "only convolutions of images without dilation, and padded with zeros, can"
       f" be split into tiles; not {module}"
     )
+  # [1] The padding as numbers, that of "SAME" of the whole image.
   padding = module.padding
   if isinstance(padding, str):
     padding = jax.lax.padtype_to_pads(whole, kernel, stride, padding)
   pads = [_pair(pair) for pair in _pair(padding)]
+  # [2] The halo of each axis. Rows come first, so that columns are sent with
+  # their corners.
   for axis in sizes:
-    dim = _DIMS[axis] - 1
+    dim = _DIMS[axis] - 1  # without the axis of examples
     k, s, length, (low, high) = kernel[dim], stride[dim], whole[dim], pads[dim]
     here, out = length // sizes[axis], (length + low + high - k) // s + 1
     if here % s or out != length // s:
@@ -131,26 +136,34 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
         f" divided as {here} on each device of the axis {axis!r}: use fewer"
         f" devices, or images with more {axis}"
       )
+    # The last window of a tile begins s before its end, and reads k.
     x = exchange(x, low, max(k - s - low, 0), axis)
-    pads[dim] = 0, 0
+    pads[dim] = 0, 0  # the halo has the padding
+  # [3] The same module, on the tile and its halo.
   return _rerun(module, x, padding=tuple(pads))
 
 
-_DONE = "tile"  # the name of modules that are not intercepted again
+_RERUN_NAME = "tile"  # the name of modules that are not intercepted again
 
 
-def _rerun(module, x, **changes):
-  changed = module.clone(parent=None, name=_DONE, **changes)
-  return changed.apply({"params": module.variables["params"]}, x)
+def _rerun(module: nn.Module, x: jax.Array, **changes: Any) -> jax.Array:
+  """Applies a copy of a module, with other fields and the same parameters."""
+  changed = module.clone(parent=None, name=_RERUN_NAME, **changes)
+  y: jax.Array = changed.apply({"params": module.variables["params"]}, x)
+  return y
 
 
-def _intercept(method, args, kwargs, context):
+def _intercept(
+  method: Callable[..., Any], args: Any, kwargs: Any, context: Any
+) -> Any:
+  """Runs a layer's method on a tile; flax calls it in place of each method."""
   module = context.module
-  if context.method_name != "__call__" or module.name == _DONE:
+  if context.method_name != "__call__" or module.name == _RERUN_NAME:
     return method(*args, **kwargs)
   if isinstance(module, nn.Conv | nn.ConvLocal):
     return convolve(module, *args)
   if isinstance(module, nn.GroupNorm):
+    # flax averages the moments over these axes.
     return _rerun(module, *args, axis_name=_axes())
   if isinstance(module, nn.BatchNorm):
     raise ValueError(
@@ -248,9 +261,11 @@ def partition(
 ) -> Any:
   """Returns the PartitionSpecs of a model's parameters on a mesh with these
   axes: locally connected layers are split as the images are."""
+  # A locally connected kernel is [H, W, ...]: its first axes are the pixels.
   spec_of_tile = P(*(axis if axis in axes else None for axis in AXES))
 
   def spec(path, _):
+    # `Local` names its layer "local".
     names = {getattr(entry, "key", None) for entry in path}
     return spec_of_tile if "local" in names else P()
 

@@ -25,13 +25,18 @@ KINDS = (
 SEND = "send"  # to another slice
 ALL: tuple[tuple[int, ...], ...] = ()  # groups of a collective of all devices
 
-_BYTES = {"pred": 1, "token": 0}
+_BYTES = {"pred": 1, "token": 0}  # dtypes without a number in their name
+# f32[8,128]{1,0:T(8,128)}: dtype, shape, layout.
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([0-9,]*)\](\{[^{}]*\})?")
+# %name = f32[8]{0} add(%a, %b), ...
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*)")
+# ENTRY %main (a: f32[8]) -> f32[8] {
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
+# Computations that an instruction names, alone and in a list.
 _CALLED = re.compile(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"(?:branch|called)_computations=\{([^}]*)\}")
-_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')  # of a while
+# A collective; XLA writes an asynchronous one as a pair, -start and -done.
 _OPERATION = re.compile(rf" ({'|'.join(KINDS)}|{SEND})(-start)?\(")
 
 
@@ -97,10 +102,11 @@ def arrays(text: str) -> list[Array]:
     >>> arrays("(f32[8,128]{1,0:T(8,128)}, s32[])")[0].bytes
     4096
   """
-  found = _ARRAY.findall(re.sub(r"/\*.*?\*/", "", text))
+  # XLA numbers the elements of long tuples in comments: /*index=5*/.
+  matches = _ARRAY.findall(re.sub(r"/\*.*?\*/", "", text))
   return [
-    Array(dtype, tuple(int(n) for n in dims.split(",") if n), layout)
-    for dtype, dims, layout in found
+    Array(dtype, tuple(_numbers(dims)), layout)
+    for dtype, dims, layout in matches
   ]
 
 
@@ -113,10 +119,11 @@ def padded_bytes(array: Array) -> int:
     4096
   """
   order, _, rest = array.layout.strip("{}").partition(":")
-  dims = [array.shape[int(i)] for i in order.split(",") if i][::-1]
-  tiles = re.findall(r"\(([0-9,*]+)\)", rest.split("S(")[0])
+  dims = [array.shape[i] for i in _numbers(order)][::-1]  # major to minor
+  tiles = re.findall(r"\(([0-9,*]+)\)", rest.split("S(")[0])  # S: memory space
   if rest.startswith("T") and tiles:
-    tile = [int(n) for n in tiles[0].split(",")]
+    tile = _numbers(tiles[0])
+    # An array with fewer dimensions than the tile is padded in front.
     dims = [1] * (len(tile) - len(dims)) + dims
     for i, n in enumerate(reversed(tile), 1):
       dims[-i] = -(-dims[-i] // n) * n
@@ -133,25 +140,27 @@ def _numbers(text: str) -> list[int]:
   return [int(n) for n in text.split(",") if n]
 
 
-def _of_mesh(sizes: str, ids: tuple | None, axes: str) -> np.ndarray:
-  """Groups along some axes of a mesh, or along parts of axes, (before)size."""
+def _mesh_groups(sizes: str, ids: tuple | None, axes: str) -> np.ndarray:
+  """Returns groups along some axes of a mesh, or along parts of axes,
+  (before)size: int[groups, devices of each]."""
   shape = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", sizes)}
   grid = np.arange(math.prod(shape.values()))
   if ids is not None:
     grid = _iota(_numbers(ids[0]), ids[1]).ravel()
-  split, along, names = [], [], list(shape)
   parts = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
-  for name in names:
-    left = shape[name]
-    mine = [(int(b or 1), int(n or left)) for a, b, n in parts if a == name]
-    done = 1
-    for before, size in sorted(mine):
-      split += [before // done, size]
-      along.append(len(split) - 1)
-      done = before * size
-    split.append(left // done)
-  grid = np.moveaxis(grid.reshape(split), along, range(-len(along), 0))
-  return grid.reshape(-1, math.prod(split[i] for i in along))
+  # Cut each axis into parts, outermost first: `dims` are the lengths of all
+  # parts, `along` the indices of those along which the groups lie.
+  dims, along = [], []
+  for name, length in shape.items():
+    cuts = [(int(b or 1), int(n or length)) for a, b, n in parts if a == name]
+    covered = 1
+    for before, size in sorted(cuts):
+      dims += [before // covered, size]
+      along.append(len(dims) - 1)
+      covered = before * size
+    dims.append(length // covered)
+  grid = np.moveaxis(grid.reshape(dims), along, range(-len(along), 0))
+  return grid.reshape(-1, math.prod(dims[i] for i in along))
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
@@ -161,7 +170,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
   if match is None:
     return ALL
   rest = line[match.end() :]
-  if rest.startswith("{"):
+  if rest.startswith("{"):  # a list of groups, or of pairs
     inner = re.match(r"\{((?:\{[0-9,]*\},?)*)\}", rest)
     rows = re.findall(r"\{([0-9,]+)\}", inner[1] if inner else "")
     return tuple(tuple(_numbers(row)) for row in rows)
@@ -172,7 +181,7 @@ def _groups(line: str) -> tuple[tuple[int, ...], ...]:
     grid = _iota(_numbers(iota[2]), iota[3]).reshape(_numbers(iota[1]))
   elif of_mesh is not None:
     order = (of_mesh[2], of_mesh[3]) if of_mesh[2] else None
-    grid = _of_mesh(of_mesh[1], order, of_mesh[4])
+    grid = _mesh_groups(of_mesh[1], order, of_mesh[4])
   else:
     raise ValueError(f"cannot read the devices of a collective: {rest[:80]!r}")
   return tuple(map(tuple, grid.tolist()))
@@ -193,22 +202,23 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
   return bodies, entry
 
 
-def _turns(bodies, line) -> int:
-  """How often a loop turns: as XLA knows, or the number that its condition
-  compares with, as loops of JAX count from 0 by 1; 1 if it is no loop."""
+def _turns(bodies: dict[str, list[str]], line: str) -> int:
+  """Returns how often a loop turns: as XLA knows, or the number that its
+  condition compares with, as loops of JAX count from 0 by 1; 1 if it is no
+  loop."""
   condition = re.search(r" while\(.*condition=%?([\w.\-]+)", line)
   if condition is None:
     return 1
-  known = _TRIPS.search(line)
-  if known is not None:
-    return int(known[1])
+  trips = _TRIPS.search(line)
+  if trips is not None:
+    return int(trips[1])
   text = "\n".join(bodies[condition[1]])
   ends = re.findall(r"s32\[\]\S* constant\((\d+)\)", text)
   return max(map(int, ends), default=1)
 
 
-def _runs(bodies, entry) -> dict[str, int]:
-  """How often a step runs each computation."""
+def _runs(bodies: dict[str, list[str]], entry: str) -> dict[str, int]:
+  """Returns how often a step runs each computation."""
   # Callees stand before their callers, and the entry last.
   counts = dict.fromkeys(bodies, 0) | {entry: 1}
   for name in reversed(bodies):
@@ -217,26 +227,31 @@ def _runs(bodies, entry) -> dict[str, int]:
       for listed in _BRANCHES.findall(line):
         called += [part.strip().lstrip("%") for part in listed.split(",")]
       times = counts[name] * _turns(bodies, line)
-      for each in called:
-        if each in counts:
-          counts[each] += times
+      # Two calls of one computation add up.
+      for callee in called:
+        if callee in counts:
+          counts[callee] += times
   return counts
 
 
 def _taps(window: str, size: int, out: int, i: int) -> int:
-  """How many numbers of an input are multiplied along a spatial dimension."""
+  """Returns how many numbers of an input of `size` are multiplied, for all
+  `out` outputs along spatial dimension i. Padding and the holes of a dilated
+  input are no products."""
 
   def field(name, default):
+    # "size=3x3 stride=2x2 pad=1_1x1_1": dimension i is the i-th part.
     match = re.search(rf"\b{name}=(\S+)", window)
     return match[1].split("x")[i] if match else default
 
   low = int(field("pad", "0_0").split("_")[0])
-  step, apart = int(field("stride", "1")), int(field("rhs_dilate", "1"))
-  dilate = int(field("lhs_dilate", "1"))
-  taps = np.arange(int(field("size", "1"))) * apart - low
-  at = np.arange(out)[:, None] * step + taps
-  inside = (at >= 0) & (at <= (size - 1) * dilate) & (at % dilate == 0)
-  return int(inside.sum())
+  stride, spacing = int(field("stride", "1")), int(field("rhs_dilate", "1"))
+  dilation = int(field("lhs_dilate", "1"))
+  # Positions in the dilated input that each output reads, [out, kernel].
+  taps = np.arange(int(field("size", "1"))) * spacing - low
+  positions = np.arange(out)[:, None] * stride + taps
+  inside = (positions >= 0) & (positions <= (size - 1) * dilation)
+  return int((inside & (positions % dilation == 0)).sum())
 
 
 def _product_flops(line: str, types: dict[str, Array]) -> int:
@@ -247,15 +262,19 @@ def _product_flops(line: str, types: dict[str, Array]) -> int:
     operands = re.search(r" (custom-call)\(([^)]*)\)", line)
   if operands is None:
     return 0
+  # XLA prints operands with or without their types: the name comes last.
   names = [part.split("%")[-1].strip() for part in operands[2].split(",")]
   (result,) = arrays(line[: operands.start()].split("=", 1)[1])[:1]
   left, right = (types[name] for name in names[:2])
+  # A dot: each output sums over the contracted dimensions.
   if operands[1] != "convolution":
     summed = re.search(
       r"lhs_contracting_dim(?:ension)?s\"?[=:][{\[]([0-9,\"]*)[}\]]", line
     )
     axes = _numbers(summed[1].replace('"', "")) if summed else []
     return 2 * result.elements * math.prod(left.shape[i] for i in axes)
+  # A convolution, with labels such as b01f_01io->b01f: b and f are the batch
+  # and features of the output, i the input features, digits spatial dimensions.
   labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", line)
   window = re.search(r"window=\{([^}]*)\}", line)
   assert labels is not None
@@ -270,11 +289,13 @@ def _product_flops(line: str, types: dict[str, Array]) -> int:
   return count
 
 
-def _flops(bodies, counts) -> int:
+def _flops(bodies: dict[str, list[str]], counts: dict[str, int]) -> int:
+  """Returns the operations of all products in a step."""
   total = 0
   for name, lines in bodies.items():
     if not counts[name]:
       continue
+    # The result of each instruction, for the operands of later ones.
     types = {}
     for line in lines:
       match = _INSTRUCTION.match(line)
@@ -284,31 +305,36 @@ def _flops(bodies, counts) -> int:
   return total
 
 
-def _collectives(bodies, counts) -> Iterator[Collective]:
+def _collectives(
+  bodies: dict[str, list[str]], counts: dict[str, int]
+) -> Iterator[Collective]:
+  """Yields a Collective for each array of each collective that a step runs."""
   for name, lines in bodies.items():
-    starts = any("AsyncCollectiveStart" in line for line in lines)
-    pieces = any("AsyncCollectiveDone" in line for line in lines)
+    has_start = any("AsyncCollectiveStart" in line for line in lines)
+    has_done = any("AsyncCollectiveDone" in line for line in lines)
     for line in lines:
       match = _INSTRUCTION.match(line)
-      found = match and _OPERATION.search(match[2])
-      if not match or not found or not counts[name]:
+      operation = match and _OPERATION.search(match[2])
+      if not match or not operation or not counts[name]:
         continue
       fused = '"async_collective_fusion_config"' in line
-      if pieces or (fused and not starts):
+      if has_done or (fused and not has_start):
         continue  # a later part of one that was counted
-      kind, begins = found[1], bool(found[2])
-      whole = arrays(match[2][: found.start()])
+      kind, begins = operation[1], bool(operation[2])
+      # The type of the result, before the operation, lists its arrays.
+      results = arrays(match[2][: operation.start()])
       if kind == SEND:  # (numbers, context, token)
-        whole = whole[:1]
+        results = results[:1]
       if begins and kind != "all-reduce":  # (operands, results, ...)
-        whole = [one for one in whole if one.shape or one.dtype[0] != "u"]
-        half = len(whole) // 2
-        whole = whole[half : 2 * half]
+        results = [x for x in results if x.shape or x.dtype[0] != "u"]
+        half = len(results) // 2
+        results = results[half : 2 * half]
       groups = _groups(line)
+      # A reduce-scatter's result is a part: `elements` counts the whole.
       scale = len(groups[0]) if kind == "reduce-scatter" and groups else 1
-      for one in whole:
-        sizes = one.dtype, one.elements * scale
-        times, hidden = counts[name], begins or starts
+      for array in results:
+        sizes = array.dtype, array.elements * scale
+        times, hidden = counts[name], begins or has_start
         yield Collective(kind, groups, *sizes, times, hidden)
 
 

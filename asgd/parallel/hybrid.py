@@ -72,6 +72,7 @@ def language(
       examples that are no multiple of the microbatches.
   """
   vocabulary, depth = _check_gpt(layers)
+  # The axes decide; the functions below apply both divisions, one or none.
   splits, pipelined = meshes.TENSOR in mesh.shape, meshes.PIPE in mesh.shape
   if sequence and not splits:
     raise ValueError(
@@ -94,17 +95,18 @@ def language(
     _, key = jax.random.split(key)  # as problems.whole_loss
     tokens, labels = batch[:, :-1], batch[:, 1:]
     if pipelined:
-      how = microbatches, rounds, recompute
-      out = _pipelined_logits(layers, params, tokens, key, *how)
+      options = microbatches, rounds, recompute
+      logits = _pipelined_logits(layers, params, tokens, key, *options)
     else:
-      out, _ = models.apply(layers, params, tokens, train=True, key=key)
+      logits, _ = models.apply(layers, params, tokens, train=True, key=key)
     if splits:
-      losses = tensor.cross_entropy(out, labels, vocabulary=vocabulary)
+      losses = tensor.cross_entropy(logits, labels, vocabulary=vocabulary)
     else:
-      out = out.astype(jnp.promote_types(out.dtype, jnp.float32))
-      losses = optax.softmax_cross_entropy_with_integer_labels(out, labels)
+      logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+      losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(), losses_lib.Aux(())
 
+  # Whole parameters -> padded vocabulary -> stacked blocks; `join` goes back.
   def split(params):
     params = tensor.pad(params, mesh.shape.get(meshes.TENSOR, 1))
     return _stack(params, rounds) if pipelined else params
@@ -123,9 +125,10 @@ def language(
   return MeshModel(loss, specs, split, join)
 
 
-def _check_gpt(layers):
+def _check_gpt(layers: models.Layers) -> tuple[int, int]:
   """Returns (tokens of the vocabulary, blocks) of a GPT's layers."""
   embed, *blocks, unembed = layers if len(layers) > 2 else (None,) * 3
+  # Stages apply one block with the parameters of each: all must be equal.
   kinds = (transformer.Embed, transformer.Unembed)
   if (type(embed), type(unembed)) != kinds or len(set(blocks)) != 1:
     raise ValueError(
@@ -138,8 +141,11 @@ def _check_gpt(layers):
 def _pipelined_logits(
   layers, params, tokens, key, microbatches, rounds, recompute
 ):
-  """Logits of a GPT with its blocks as stages: params as `_stack` returns."""
+  """Returns the logits of a GPT with its blocks as stages, int[B, T] ->
+  float[B, T, V]; params as `_stack` returns."""
   first, stages, last = params
+  # Every stage computes embedding and logits of the whole batch, as all devices
+  # run one program.
   x, _ = models.apply(layers[:1], (first,), tokens, train=True, key=key)
   if len(x) % microbatches:
     raise ValueError(
@@ -154,14 +160,16 @@ def _pipelined_logits(
 
   if recompute:
     block = jax.checkpoint(block)
-  cut = x.reshape(microbatches, -1, *x.shape[1:])
-  y = circular.pipeline(block, rounds=rounds)(stages, cut, key)
+  pieces = x.reshape(microbatches, -1, *x.shape[1:])
+  y = circular.pipeline(block, rounds=rounds)(stages, pieces, key)
   y = y.reshape(x.shape)
+  # `first`: the layer's number in the model, from which its key is made.
   return models.apply(layers[-1:], (last,), y, first=len(layers) - 1)[0]
 
 
-def _stack(params, rounds):
-  """(embed, block, ..., block, unembed) -> (embed, [v, L / v, ...], unembed)"""
+def _stack(params: Any, rounds: int) -> tuple[Any, Any, Any]:
+  """Returns (embed, block, ..., block, unembed) as (embed, blocks [v, L / v,
+  ...], unembed)."""
   first, *blocks, last = params
   stages = jax.tree.map(
     lambda *xs: jnp.stack(xs).reshape(rounds, -1, *xs[0].shape), *blocks
@@ -169,7 +177,8 @@ def _stack(params, rounds):
   return first, stages, last
 
 
-def _unstack(params, count):
+def _unstack(params: tuple[Any, Any, Any], count: int) -> tuple[Any, ...]:
+  """The inverse of `_stack`, for `count` blocks."""
   first, stages, last = params
   flat = jax.tree.map(lambda x: x.reshape(count, *x.shape[2:]), stages)
   blocks = [jax.tree.map(lambda x, i=i: x[i], flat) for i in range(count)]
@@ -188,6 +197,7 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   halo.check(pieces.layers)
 
   def loss(params, batch, key):
+    # The keys of problems.whole_loss, so that a mesh draws what a device does.
     prepare_key, model_key = jax.random.split(key)
     dtype = problems.dtype_of(params)
     x = halo.tile(pieces.prepare(batch, prepare_key, dtype))
@@ -207,6 +217,7 @@ def mesh_model(
   a problem without pieces, and as `language` and `images`.
   """
   axes = set(mesh.axis_names) - {meshes.DATA}
+  # A model is a GPT or one of images: the axes of both exclude one another.
   if not (axes <= {meshes.TENSOR, meshes.PIPE} or axes <= {*halo.AXES}):
     raise ValueError(
       "the axes of a mesh are data, and tensor and pipe, or rows and columns;"

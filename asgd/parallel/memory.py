@@ -110,10 +110,12 @@ def state(
   counts = {"data": data, "tensor": tensor, "stages": stages}
   for name, count in {**counts, "versions": versions}.items():
     checks.whole(name, count)
-  here = parameters / (tensor * stages)
+  device_parameters = parameters / (tensor * stages)
 
   def share(bytes_, stage):
-    return here * (bytes_ / data if zero >= stage else float(bytes_))
+    """Bytes of one kind of number, which ZeRO divides from `stage` on."""
+    divided = bytes_ / data if zero >= stage else float(bytes_)
+    return device_parameters * divided
 
   return Bytes(
     share(numbers.weights, 3),
@@ -151,7 +153,7 @@ class RecipeBytes(NamedTuple):
 _SAMPLE = 1 << 16  # parameters on which a recipe is measured
 
 
-def cure(recipe: str, workers: int, **options: Any) -> RecipeBytes:
+def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   """Counts the float32 memory of a recipe of `asgd.algorithms`.
 
   Tickets are counted if its update reads them (compensation, the gap); a server
@@ -159,29 +161,35 @@ def cure(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   `algorithms.build`.
 
   Example:
-    >>> cure("dana_zero", 8)  # 8 velocities, one on its way, and their sum
+    >>> recipe_bytes("dana_zero", 8)  # 8 velocities, a pending one, their sum
     RecipeBytes(server=40.0, tickets=0.0, worker=0.0)
-    >>> cure("dc_asgd_c", 8).tickets
+    >>> recipe_bytes("dc_asgd_c", 8).tickets
     32.0
   """
   rule = algorithms.build(recipe, 0.1, workers, **options)
   params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
+  # [1] The server's state, of shapes alone: nothing is allocated.
   algorithm = rule.one_message()
   state = jax.eval_shape(algorithm.init, params)
-  server = bytes_of(state)
+  server_bytes = bytes_of(state)
   if rule.every > 1:  # messages are added up until there are enough
-    server += bytes_of(params)
+    server_bytes += bytes_of(params)
+  # [2] Tickets: float32 parameters of each worker.
   reads_sent = rule.server().reads_sent
   assert reads_sent is not None
   tickets = 4.0 * workers if reads_sent(params) else 0.0
-  own = 0
+  # [3] A worker's state. Its loss is never called, only `init`.
+  worker_bytes = 0
   if rule.at_worker is not None:
-    own = optimizer_bytes(rule.at_worker, params)
+    worker_bytes = optimizer_bytes(rule.at_worker, params)
   elif rule.worker is not None:
     worker = rule.make_worker(lambda params, batch, key: None)
-    own = optimizer_bytes(worker, params)
+    worker_bytes = bytes_of(jax.eval_shape(worker.init, params))
   # Whole bytes a parameter: counters are none.
-  return RecipeBytes(float(server // _SAMPLE), tickets, float(own // _SAMPLE))
+  server, worker_state = (
+    float(size // _SAMPLE) for size in (server_bytes, worker_bytes)
+  )
+  return RecipeBytes(server, tickets, worker_state)
 
 
 class Gpt(NamedTuple):
@@ -212,7 +220,10 @@ def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
   is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
   """
   depth, width, _, context, vocabulary = gpt
-  block = 24 * width**2 + 4 * context * width  # of a position, forward
+  # Of a position, forward: 12 C^2 weights of a block, each a multiplication and
+  # an addition; scores and their product with values, 2 T C each.
+  block = 24 * width**2 + 4 * context * width
+  # A backward counts twice: gradients of inputs, and of weights.
   passes = 4 if recompute else 3
   position = passes * depth * block + 3 * 2 * width * vocabulary
   return sequences * context * position
@@ -257,9 +268,10 @@ def step_flops(
   block = 24 * width**2 + 4 * context * width
   passed = context * sequences // microbatches * turns  # positions
   logits = 2 * width * tokens * context * sequences
-  # The last product of a block need not be computed again.
-  again = block - 8 * width**2 if recompute else 0
-  return (blocks * (3 * block + again) * passed + 3 * logits) // tensor
+  # The last product of a block (4 C x C) need not be computed again: only its
+  # inputs are read in the backward.
+  recomputed = block - 8 * width**2 if recompute else 0
+  return (blocks * (3 * block + recomputed) * passed + 3 * logits) // tensor
 
 
 def loop_activations(
@@ -280,6 +292,8 @@ def loop_activations(
   the scores. With `sequence` all of it is split.
   """
   _, width, heads, context, _ = check_gpt(gpt)
+  # Bytes per number of the stream: complete on each device (the norms' float32
+  # and two inputs), and split over "tensor".
   whole, split = 24 + 2 * itemsize, 28 * itemsize
   split += 2 * itemsize * heads * context / width
   if sequence:
@@ -322,28 +336,36 @@ def step_temporary(
   `loop_activations`. It was fitted to programs of libtpu 0.0.42.
   """
   gpt, sequences, sequence, microbatches, rounds, recompute = stream
-  small = itemsize if itemsize < 4 else 0  # of weights that are cast
+  cast_bytes = itemsize if itemsize < 4 else 0  # of a weight, if it is cast
+  # [1] Logits in float32, and weights in the dtype of computing.
   total = 4 * sequences * gpt.context * gpt.vocabulary / tensor
-  total += parameters * small
-  ends = parameters * (small + (8 if zero in (1, 2) else 4))
+  total += parameters * cast_bytes
+  # The end of a step: gradients, and with ZeRO 1 and 2 new weights.
+  at_end = parameters * (cast_bytes + (8 if zero in (1, 2) else 4))
+  # [2] Without a pipeline: all blocks at the end of the forward, or all
+  # gradients and one block at the end of the backward.
   if stages == 1:
     inputs = gpt.context * sequences * gpt.width * itemsize
-    each = inputs * (12 + gpt.heads * gpt.context / gpt.width) / tensor
-    return max(total + gpt.depth * each, ends, 4 * parameters + each)
+    block = inputs * (12 + gpt.heads * gpt.context / gpt.width) / tensor
+    return max(total + gpt.depth * block, at_end, 4 * parameters + block)
+  # [3] A pipeline: what the loop keeps of each turn, and of one more.
   turns = microbatches * rounds + stages - 1
   blocks = gpt.depth // (stages * rounds)
-  how = dict(tensor=tensor, sequence=sequence, itemsize=itemsize)
-  kept = loop_activations(gpt, sequences // microbatches, **how)
+  micro = sequences // microbatches
+  block = loop_activations(
+    gpt, micro, tensor=tensor, sequence=sequence, itemsize=itemsize
+  )
   if recompute:  # inputs of blocks, and all of one block
     part = tensor if sequence else 1
-    inputs = sequences // microbatches * gpt.context * gpt.width * itemsize
-    total += (turns + 1) * blocks * inputs / part + kept
+    inputs = micro * gpt.context * gpt.width * itemsize
+    total += (turns + 1) * blocks * inputs / part + block
   else:
-    total += (turns + 1) * blocks * kept
-  total += 4 * parameters
+    total += (turns + 1) * blocks * block
+  total += 4 * parameters  # gradients in float32
+  # With several rounds a turn's weights are chosen in the loop, and kept.
   if rounds > 1:
     total += turns * blocks * 12 * gpt.width**2 / tensor * itemsize
-  return max(total, ends)
+  return max(total, at_end)
 
 
 ACTIVATIONS: dict[str, str] = {
@@ -388,13 +410,16 @@ def activations(
   # The 34 of the paper's formula: bytes that are complete on each device
   # (norms, inputs, two masks), and bytes split by columns or heads.
   whole, split = 4 * itemsize + 2, 12 * itemsize
+  # The softmax's output, that after dropout, and the mask.
   scores = (2 * itemsize + 1) * heads * context / width
   if kind == "sequence":
     return stream * (whole + split + scores) / tensor
   return stream * (whole + (split + scores) / tensor)
 
 
-def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
+def residual_bytes(
+  forward: Callable[..., Any], params: Any, *inputs: Any
+) -> int:
   """Counts the bytes that JAX keeps of a forward for its backward, without the
   parameters: an upper bound, as XLA fuses operations and recomputes cheap ones.
   `forward`, (params, *inputs) -> y, is traced, and arrays may be shapes."""
@@ -403,10 +428,12 @@ def kept(forward: Callable[..., Any], params: Any, *inputs: Any) -> int:
     return jax.vjp(lambda p: forward(p, *inputs), params)
 
   program, (y, _) = jax.make_jaxpr(run, return_shape=True)(params, *inputs)
-  own = set(program.jaxpr.invars[: len(jax.tree.leaves(params))])
+  weights = set(program.jaxpr.invars[: len(jax.tree.leaves(params))])
+  # The outputs behind y are what the backward function holds. A set: an array
+  # that two operations need is kept once.
   residuals = {
     variable
     for variable in program.jaxpr.outvars[len(jax.tree.leaves(y)) :]
     if not isinstance(variable, internals.Literal)
   }
-  return bytes_of([v.aval for v in residuals - own])
+  return bytes_of([v.aval for v in residuals - weights])

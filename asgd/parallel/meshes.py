@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from asgd import checks
 
-DATA, TENSOR, PIPE = "data", "tensor", "pipe"
+DATA, TENSOR, PIPE = "data", "tensor", "pipe"  # names of axes
 ROWS, COLUMNS = "rows", "columns"
 
 
@@ -78,7 +78,7 @@ def make(
     if size != -1:
       checks.whole(f"the size of the mesh's axis {name!r}", size)
   if free:
-    others = -math.prod(sizes.values())
+    others = -math.prod(sizes.values())  # the free axis is -1 in the product
     if len(devices) % others:
       raise ValueError(
         f"{len(devices)} devices cannot be divided by {others}, the other axes"
@@ -99,11 +99,13 @@ def make(
       f" {jax.process_count()} processes have {len(devices)}: use all of them"
     )
   kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
-  devices, shape = devices[:count], tuple(sizes.values())
+  devices, lengths = devices[:count], tuple(sizes.values())
+  # jax.make_mesh orders devices for fast links, and knows no slices. The given
+  # order has all devices of a slice together, so slices are outermost.
   if len({getattr(device, "slice_index", None) for device in devices}) > 1:
-    grid = np.array(devices).reshape(shape)  # slices are outermost
+    grid = np.array(devices).reshape(lengths)
     return Mesh(grid, tuple(sizes), axis_types=kinds)
-  return jax.make_mesh(shape, tuple(sizes), axis_types=kinds, devices=devices)
+  return jax.make_mesh(lengths, tuple(sizes), axis_types=kinds, devices=devices)
 
 
 def text(sizes: Mapping[str, int]) -> str:
@@ -131,9 +133,9 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
       puts each array on every device. ValueError for one that does not divide
       its array.
   """
-  one = PartitionSpec() if specs is None else specs
-  if isinstance(one, PartitionSpec):
-    specs = jax.tree.map(lambda _: one, tree)
+  common = PartitionSpec() if specs is None else specs
+  if isinstance(common, PartitionSpec):
+    specs = jax.tree.map(lambda _: common, tree)
 
   def put(path, x, spec):
     sharding = NamedSharding(mesh, spec)
@@ -149,6 +151,7 @@ def place(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
       return x.update(sharding=sharding)
     if isinstance(x, jax.core.Tracer):
       return jax.lax.with_sharding_constraint(x, sharding)
+    # A global array of several processes: only a program can move it.
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
       return jax.jit(lambda x: x, out_shardings=sharding)(x)
     if jax.process_count() == 1:
@@ -207,7 +210,7 @@ def copy(tree: Any, shardings: Any) -> Any:
   return jax.jit(_copies, out_shardings=shardings)(tree)
 
 
-def _copies(tree):  # one function, so that JAX compiles it once
+def _copies(tree: Any) -> Any:  # one function, so that JAX compiles it once
   return jax.tree.map(jnp.copy, tree)
 
 
@@ -223,6 +226,7 @@ def vary(tree: Any, axes: str | Sequence[str]) -> Any:
   axes = (axes,) if isinstance(axes, str) else tuple(axes)
 
   def cast(x):
+    # pcast refuses an axis over which the value varies already.
     new = tuple(axis for axis in axes if axis not in varying(x))
     return jax.lax.pcast(x, new, to="varying") if new else x
 

@@ -48,7 +48,7 @@ MOST_MACHINES = 256
 _LAYERS = models.Flatten, models.Dense, models.Classifier, halo.Local
 
 
-class _Held(NamedTuple):
+class _Activations(NamedTuple):
   """The part of an example's activations that each machine has."""
 
   counts: list[int]  # P, numbers
@@ -62,7 +62,7 @@ class _Stage(NamedTuple):
 
   products: list[int]  # P, of an example
   sends: Sends  # before it, by an example; of the first stage nothing
-  held: _Held  # after it
+  activations: _Activations  # after it
 
 
 def grid(machines: int) -> tuple[int, int]:
@@ -73,6 +73,7 @@ def grid(machines: int) -> tuple[int, int]:
     ((4, 2), (9, 9))
   """
   checks.whole("machines", machines)
+  # The largest divisor that is at most the square root; a prime makes rows.
   columns = next(
     n for n in range(math.isqrt(machines), 0, -1) if machines % n == 0
   )
@@ -89,10 +90,11 @@ def _overlap(one: Span, other: Span) -> int:
   return max(min(one[1], other[1]) - max(one[0], other[0]), 0)
 
 
-def _hold(shape: tuple[int, ...], machines: int) -> _Held:
+def _divide(shape: tuple[int, ...], machines: int) -> _Activations:
   """Divides activations of an example."""
   if len(shape) == 1:
-    return _Held([b - a for a, b in _spans(shape[0], machines)], shape)
+    return _Activations([b - a for a, b in _spans(shape[0], machines)], shape)
+  # Tiles in row-major order: machine m has row m // width of the grid.
   height, width = grid(machines)
   rows = [r for r in _spans(shape[0], height) for _ in range(width)]
   columns = _spans(shape[1], width) * height
@@ -100,47 +102,56 @@ def _hold(shape: tuple[int, ...], machines: int) -> _Held:
     (bottom - top) * (right - left) * shape[2]
     for (top, bottom), (left, right) in zip(rows, columns, strict=True)
   ]
-  return _Held(counts, shape, rows, columns)
+  return _Activations(counts, shape, rows, columns)
 
 
-def _vector(held: _Held, outputs: int, *, mean: bool = False) -> _Stage:
-  """A dense layer, for which each machine sends all its inputs to every other
-  that has outputs; or a mean over the image, for which it sends as many sums
-  as the other has features."""
-  machines = len(held.counts)
-  after = _hold((outputs,), machines)
+def _vector(
+  before: _Activations, outputs: int, *, mean: bool = False
+) -> _Stage:
+  """Returns a dense layer, for which each machine sends all its inputs to every
+  other that has outputs; or a mean over the image, for which it sends as many
+  sums as the other has features."""
+  machines = len(before.counts)
+  after = _divide((outputs,), machines)
   sends: Sends = [
     {
-      to: wanted if mean else count
-      for to, wanted in enumerate(after.counts)
-      if to != own and count and wanted
+      receiver: features if mean else count
+      for receiver, features in enumerate(after.counts)
+      if receiver != sender and count and features
     }
-    for own, count in enumerate(held.counts)
+    for sender, count in enumerate(before.counts)
   ]
-  inputs = 0 if mean else math.prod(held.shape)
+  # A mean has sums, and no products.
+  inputs = 0 if mean else math.prod(before.shape)
   return _Stage([inputs * count for count in after.counts], sends, after)
 
 
-def _local(held: _Held, layer: halo.Local, shape: tuple[int, ...]) -> _Stage:
-  """A locally connected layer: pixels beyond a tile come from their owners."""
-  machines, after = len(held.counts), _hold(shape, len(held.counts))
-  low = (layer.kernel - 1) // 2
+def _local(
+  before: _Activations, layer: halo.Local, shape: tuple[int, ...]
+) -> _Stage:
+  """Returns a locally connected layer: pixels beyond a tile come from their
+  owners."""
+  machines = len(before.counts)
+  after = _divide(shape, machines)
+  low = (layer.kernel - 1) // 2  # as the padding of `halo.Local`
 
   def needed(span):
+    """Inputs of a span of outputs. Those beyond the image have no owner."""
     first, last = span[0] * layer.stride - low, (span[1] - 1) * layer.stride
     return first, last - low + layer.kernel
 
   sends: Sends = [{} for _ in range(machines)]
-  for to in range(machines):
-    if not after.counts[to]:
+  for receiver in range(machines):
+    if not after.counts[receiver]:
       continue
-    rows, columns = needed(after.rows[to]), needed(after.columns[to])
-    for own in range(machines):
-      pixels = _overlap(held.rows[own], rows)
-      pixels *= _overlap(held.columns[own], columns)
-      if own != to and pixels:
-        sends[own][to] = pixels * held.shape[2]
-  products = layer.kernel**2 * held.shape[2]
+    rows = needed(after.rows[receiver])
+    columns = needed(after.columns[receiver])
+    for sender in range(machines):
+      pixels = _overlap(before.rows[sender], rows)
+      pixels *= _overlap(before.columns[sender], columns)
+      if sender != receiver and pixels:
+        sends[sender][receiver] = pixels * before.shape[2]
+  products = layer.kernel**2 * before.shape[2]
   return _Stage([products * count for count in after.counts], sends, after)
 
 
@@ -170,23 +181,28 @@ def _shape_after(
   return jax.eval_shape(run, x)
 
 
-def _forward(layers, example, machines) -> list[_Stage]:
-  x, held = example, _hold(example.shape[1:], machines)
+def _forward(
+  layers: models.Layers, example: jax.ShapeDtypeStruct, machines: int
+) -> list[_Stage]:
+  """Returns the stages of the forward pass, in order."""
+  x, activations = example, _divide(example.shape[1:], machines)
   stages: list[_Stage] = []
   for layer in layers:
     x = _shape_after(layer, x)
     shape = x.shape[1:]
+    # A tile stays where it is when it is flattened: nothing is sent.
     if isinstance(layer, models.Flatten):
-      held = _Held(held.counts, shape)
+      activations = _Activations(activations.counts, shape)
       continue
     if isinstance(layer, halo.Local):
-      stages.append(_local(held, layer, shape))
+      stages.append(_local(activations, layer, shape))
     else:
+      # A head is a mean over the image, then a dense layer.
       if isinstance(layer, models.Head):
-        stages.append(_vector(held, held.shape[2], mean=True))
-        held = stages[-1].held
-      stages.append(_vector(held, shape[0]))
-    held = stages[-1].held
+        stages.append(_vector(activations, activations.shape[2], mean=True))
+        activations = stages[-1].activations
+      stages.append(_vector(activations, shape[0]))
+    activations = stages[-1].activations
   return stages
 
 
@@ -234,13 +250,14 @@ def phases(
       f" {tuple(example.shape)}"
     )
   stages = _forward(layers, example, machines)
-  if not stages or len(stages[-1].held.shape) != 1:
+  if not stages or len(stages[-1].activations.shape) != 1:
     raise ValueError("the last layer must give logits [B, C]; add a Head")
   return _phases(stages, example.shape[0], itemsize)
 
 
 def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
-  """Forward, the softmax's message, and backward."""
+  """Returns the phases of the forward, the softmax's message, and the backward.
+  A phase computes, then sends what the next one needs."""
   machines = range(len(stages[0].products))
 
   def phase(stage: _Stage, times: int, sends: Sends) -> Phase:
@@ -249,20 +266,24 @@ def _phases(stages: Sequence[_Stage], batch: int, itemsize: int) -> list[Phase]:
     return Phase(flops, [{to: n * each for to, n in s.items()} for s in sends])
 
   def back(sends: Sends) -> Sends:
-    """Gradients, sent to the owners of the activations."""
+    """Gradients, sent to the owners of the activations: the reverse."""
     return [
       {to: s[own] for to, s in enumerate(sends) if own in s} for own in machines
     ]
 
-  holders = [i for i, count in enumerate(stages[-1].held.counts) if count]
+  # The maximum and the sum of the logits of each machine that has any.
+  counts = stages[-1].activations.counts
+  holders = [i for i, count in enumerate(counts) if count]
   softmax: Sends = [
     {to: 2 for to in holders if to != own and own in holders}
     for own in machines
   ]
   first, *others = stages
+  # Stage i sends what stage i + 1 reads, the last one the softmax's numbers.
   after = [*(stage.sends for stage in others), softmax]
   forward = [
     phase(stage, 1, sends) for stage, sends in zip(stages, after, strict=True)
   ]
+  # Gradients of weights and of inputs; the first stage's inputs need none.
   backward = [phase(stage, 2, back(stage.sends)) for stage in others[::-1]]
   return [*forward, *backward, phase(first, 1, [{} for _ in machines])]

@@ -50,16 +50,19 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
   """
   n = topology.workers
   matrix = topology.links[round % topology.period]
+  # links[i, j]: peer i receives from peer j; transposed, (sender, receiver).
   links = [(int(i), int(j)) for i, j in np.argwhere(matrix.T)]
+  # Links over the same distance around the ring of peers never collide.
   by_hop: dict[int, list[tuple[int, int]]] = {}
   for sender, receiver in links:
     by_hop.setdefault((receiver - sender) % n, []).append((sender, receiver))
   hops = [by_hop[hop] for hop in sorted(by_hop)]
   pairs = min(hops, _first_fit(links), key=len)
   weights = np.zeros((n, len(pairs)))
+  # Without a message: the slot behind all, with the weight 0.
   slots = np.full((n, len(pairs)), topology.slots, np.int32)
-  for turn, some in enumerate(pairs):
-    for sender, receiver in some:
+  for turn, turn_pairs in enumerate(pairs):
+    for sender, receiver in turn_pairs:
       weights[receiver, turn] = topology.weight(round, receiver, sender)
       slots[receiver, turn] = topology.slot(receiver, sender)
   keep = [topology.weight(round, i, i) for i in range(n)]
@@ -67,7 +70,8 @@ def turns(topology: gossip.Topology, round: int) -> Turns:
 
 
 def _first_fit(links: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-  """Puts each link into the first turn where both ends are free."""
+  """Puts each link into the first turn where both ends are free. A new turn is
+  opened only if neighbours of both ends fill all: at most twice the degree."""
   result: list[list[tuple[int, int]]] = []
   for sender, receiver in links:
     for turn in result:
@@ -122,18 +126,18 @@ def message_shapes(peer: gossip.Peer, params: base.Params) -> Any:
 
 
 def message_bytes(
-  how: gossip.Gossip, server: base.Server, params: base.Params
+  exchange: gossip.Gossip, server: base.Server, params: base.Params
 ) -> int:
   """Returns the bytes of an uncompressed message of peers that each have this
   server, of parameters or their shapes."""
-  peer = gossip.make_peer(server, how.rule, how.topology.slots)
+  peer = gossip.make_peer(server, exchange.rule, exchange.topology.slots)
   return memory.bytes_of(message_shapes(peer, params))
 
 
 class _Device(NamedTuple):
   """A round at one device, inside shard_map."""
 
-  how: gossip.Gossip
+  exchange: gossip.Gossip
   peer: gossip.Peer
   worker: base.Worker
   axis: str
@@ -141,60 +145,73 @@ class _Device(NamedTuple):
   def put(self, phase, state, root, k):
     """Puts the message of round k; returns (state, code)."""
     i = jax.lax.axis_index(self.axis)
-    keep = jnp.asarray(turns(self.how.topology, phase).keep)[i]
-    key = gossip.message_key(root, i, k // self.how.every)
+    keep = jnp.asarray(turns(self.exchange.topology, phase).keep)[i]
+    key = gossip.message_key(root, i, k // self.exchange.every)
     return self.peer.put(state, keep, key)
 
   def mix(self, phase, state, code):
     """Exchanges a message of each peer, and mixes them."""
-    i, some = jax.lax.axis_index(self.axis), turns(self.how.topology, phase)
+    i = jax.lax.axis_index(self.axis)
+    table = turns(self.exchange.topology, phase)
+    # One message in each turn; a peer that receives none gets zeros, which its
+    # weight of 0 leaves out.
     codes = tuple(
       jax.tree.map(
         lambda x, p=pairs: jax.lax.ppermute(x, self.axis, p), code
       )
-      for pairs in some.pairs
+      for pairs in table.pairs
     )
-    weights, slots = jnp.asarray(some.weights)[i], jnp.asarray(some.slots)[i]
+    weights, slots = jnp.asarray(table.weights)[i], jnp.asarray(table.slots)[i]
     return self.peer.mix(state, codes, weights, slots)
 
   def round(self, phases, state, batch, root, k):
     """Computes round k. `phases` is (index of the topology's matrix for its
     message, whether the round puts the message, whether it mixes it)."""
-    (phase, puts, mixes), how, peer = phases, self.how, self.peer
+    (phase, puts, mixes), exchange, peer = phases, self.exchange, self.peer
+    # shard_map hands each device a row, [1, ...].
     state, batch = jax.tree.map(lambda x: x[0], (state, batch))
-    own, i = state.peers, jax.lax.axis_index(self.axis)
-    job = peer.send(own, i)
+    peer_state, i = state.peers, jax.lax.axis_index(self.axis)
+    # [1] The job starts; its ticket has the peer's parameters of now.
+    job = peer.send(peer_state, i)
     code = None if puts else state.codes[0]
-    if puts and how.put_first:
-      own, code = self.put(phase, own, root, k)
-    n = how.topology.workers
+    # [2] Put the message now, so that XLA may overlap transfer and job...
+    if puts and exchange.put_first:
+      peer_state, code = self.put(phase, peer_state, root, k)
+    # [3] The job, with the number and key that the simulator gives it.
+    n = exchange.topology.workers
     key = worker_lib.job_key(root, i, k * n + i)
     workers, message, metrics = self.worker.work(
       state.workers, job.ticket, batch, key
     )
-    kept = peer.residual(own)
-    own, report = peer.receive(own, job, message)
-    if puts and not how.put_first:
-      own, code = self.put(phase, own, root, k)
-    before = own.server.params
+    residual = peer.residual(peer_state)
+    # [4] The peer's own update.
+    peer_state, report = peer.receive(peer_state, job, message)
+    # [5] ... or put the parameters after the update.
+    if puts and not exchange.put_first:
+      peer_state, code = self.put(phase, peer_state, root, k)
+    # [6] Mix the message of this round, or of an earlier one (`every`).
+    before = peer_state.server.params
     if mixes:
-      own = self.mix(phase, own, code)
-    mixed = norms.gap(own.server.params, before)
-    whole = own.server.version, report.staleness, report.accepted
-    real = report.gap, report.message_norm, report.update_norm, mixed, kept
+      peer_state = self.mix(phase, peer_state, code)
+    mix_norm = norms.gap(peer_state.server.params, before)
+    whole = peer_state.server.version, report.staleness, report.accepted
+    real = (
+      *(report.gap, report.message_norm, report.update_norm),
+      *(mix_norm, residual),
+    )
     row = RoundMetrics(
       metrics.loss,
       jnp.stack([jnp.asarray(x, jnp.int32) for x in whole]),
       jnp.stack([x.astype(jnp.float32) for x in real]),
-      code if how.compressed else (),
+      code if exchange.compressed else (),
     )
-    waiting = () if how.every == 1 else (code,)
-    after = RoundState(own, workers, waiting)
+    waiting = () if exchange.every == 1 else (code,)
+    after = RoundState(peer_state, workers, waiting)
     return jax.tree.map(lambda x: x[None], (after, row))
 
 
 def make_rounds(
-  how: gossip.Gossip,
+  exchange: gossip.Gossip,
   server: base.Server,
   worker: base.Worker,
   mesh: Mesh,
@@ -205,8 +222,8 @@ def make_rounds(
   `Gossip.trace`, but for the order in which messages are added up.
 
   Args:
-    how: topology and rule of the peers, in rounds.
-    server: of each peer, of an algorithm that `how.rule.wrap` returned.
+    exchange: topology and rule of the peers, in rounds.
+    server: of each peer, of an algorithm that `exchange.rule.wrap` returned.
     worker: computes a message; the job of peer i in round k is k n + i.
     mesh: with an axis of n devices.
     axis: its name.
@@ -215,8 +232,8 @@ def make_rounds(
     ValueError: for peers in pairs, which have no rounds, or an axis of another
       size.
   """
-  n = how.topology.workers
-  if how.order != gossip.ROUNDS:
+  n = exchange.topology.workers
+  if exchange.order != gossip.ROUNDS:
     raise ValueError(
       "peers that meet in pairs have no rounds, and a program on a mesh is in"
       " step: use engine simulate, or another recipe"
@@ -227,17 +244,18 @@ def make_rounds(
       f" {meshes.size(mesh, axis)}"
     )
   # One more slot, for turns in which a peer receives nothing.
-  peer = gossip.make_peer(server, how.rule, how.topology.slots + 1)
-  device = _Device(how, peer, worker, axis)
+  peer = gossip.make_peer(server, exchange.rule, exchange.topology.slots + 1)
+  device = _Device(exchange, peer, worker, axis)
   rows = NamedSharding(mesh, P(axis))
 
   def first(params):
     state = peer.init(params)
     zeros = optax.tree.zeros_like(message_shapes(peer, params))
-    waiting = () if how.every == 1 else (zeros,)
-    one = RoundState(state, worker.init(state.server.params), waiting)
-    return meshes.repeat(one, n)
+    waiting = () if exchange.every == 1 else (zeros,)
+    row = RoundState(state, worker.init(state.server.params), waiting)
+    return meshes.repeat(row, n)  # all peers start alike
 
+  # One program for each phase of the topology: pairs are constants of it.
   @partial(jax.jit, static_argnums=0, donate_argnums=1)
   def program(phases, state, batch, root, k):
     return jax.shard_map(
@@ -249,8 +267,10 @@ def make_rounds(
     )(state, batch, root, k)
 
   def phases_of(k):
-    phase = k // how.every % how.topology.period
-    return phase, k % how.every == 0, (k + 1) % how.every == 0
+    # Message m, put in round m `every`, uses matrix m of the topology.
+    every = exchange.every
+    phase = k // every % exchange.topology.period
+    return phase, k % every == 0, (k + 1) % every == 0
 
   def run_round(state, batch, root, k):
     return program(phases_of(k), state, batch, root, jnp.int32(k))

@@ -56,11 +56,12 @@ def policy(which: str | Policy) -> Policy:
 def cast(tree: Any, dtype: Any) -> Any:
   """Casts the floating point leaves of a tree; dtype None casts nothing."""
 
-  def one(x):
+  def cast_leaf(x):
+    # Labels and tokens stay integers, keys stay keys.
     floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
     return x.astype(dtype) if floating else x
 
-  return tree if dtype is None else jax.tree.map(one, tree)
+  return tree if dtype is None else jax.tree.map(cast_leaf, tree)
 
 
 class LossScale(NamedTuple):
@@ -128,4 +129,5 @@ def adjust(rule: Dynamic, state: LossScale, finite: jax.Array) -> LossScale:
   larger = jnp.where(grows, state.scale * rule.factor, state.scale)
   scale = jnp.where(finite, larger, state.scale / rule.factor)
   scale = jnp.clip(scale, rule.least, rule.most)
+  # Both changes start the count again: growth needs an interval in a row.
   return LossScale(scale, jnp.where(finite & ~grows, count, 0))

@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,9 +33,9 @@ AUTO = "auto"  # the coordinator, where JAX finds it
 USAGE_ERROR = 2  # exit status of a process that could not take part
 INCOMPLETE = 3  # the same, of one that ends without all cells it was asked for
 LIFELINE = "ASGD_LIFELINE"  # a pipe that ends when the supervisor does
-_ALONE = 10.0  # seconds to save, once the supervisor died
+_SAVE_SECONDS = 10.0  # to save, after the supervisor has exited
 _MOST_DEVICES = 2048  # of a process: JAX takes others for another process's
-_MOST = 300  # bytes of an error that is sent to the other processes
+_MOST_ERROR = 300  # bytes of an error that is sent to the other processes
 
 
 class ProcessRole(NamedTuple):
@@ -97,13 +97,16 @@ def join(role: ProcessRole, devices: int | None) -> None:
   devices of all processes, None for those of the machine. ValueError if they
   cannot be divided, or there are none."""
   share, supervised = None, False
+  # [1] The number of CPU devices, which JAX reads when it starts.
   if devices is not None and role.count is not None:
     share = devices_of_each(devices, role.count)
     if jax.config.jax_num_cpu_devices < share:
       jax.config.update("jax_num_cpu_devices", share)
+  # [2] Connect, before JAX starts. A process alone has nobody to connect to.
   if role.auto or role.process_id is not None:
     supervised = _watch_supervisor()
     _connect(role, share if supervised else None)
+  # [3] Start JAX, whose collectives make connections of their own.
   with _loopback() if supervised else contextlib.nullcontext():
     meshes.find_devices()
 
@@ -125,14 +128,17 @@ def devices_of_each(devices: int, count: int) -> int:
   return devices // count
 
 
-def _connect(role, share):
+def _connect(role: ProcessRole, share: int | None) -> None:
   """Connects to the other processes, with `share` devices here; None is all."""
-  jax.config.update("jax_enable_preemption_service", False)  # takes SIGTERM
-  name, options = "this process", {}
+  # JAX's preemption service would take SIGTERM, by which runs save and end.
+  jax.config.update("jax_enable_preemption_service", False)
+  name = "this process"
+  options: dict[str, Any] = {}
   if not role.auto:
     name = f"process {role.process_id} of {role.count}"
     options["coordinator_address"] = role.coordinator
   if share is not None:
+    assert role.process_id is not None  # a supervisor gives each a number
     first = role.process_id * share
     options["local_device_ids"] = list(range(first, first + share))
     # On the loopback interface only, not on all of them.
@@ -149,7 +155,8 @@ def _connect(role, share):
     )
     os._exit(USAGE_ERROR)
 
-  # JAX would end the process later, with a traceback.
+  # JAX would end the process later, with a traceback. So its own limit is a
+  # minute longer.
   timer = threading.Timer(role.start_seconds, give_up)
   timer.daemon = True
   timer.start()
@@ -162,7 +169,7 @@ def _connect(role, share):
       shutdown_timeout_seconds=10,
     )
   except (RuntimeError, ValueError) as error:
-    line = " ".join(str(error).split())[:_MOST]
+    line = " ".join(str(error).split())[:_MOST_ERROR]
     raise ValueError(
       f"{name} cannot take part at --coordinator={role.coordinator}: {line}"
     ) from error
@@ -171,7 +178,7 @@ def _connect(role, share):
 
 
 @contextlib.contextmanager
-def _loopback():
+def _loopback() -> Iterator[None]:
   """Keeps connections of the processes on the loopback interface, for which JAX
   has no option."""
   library, name = internals.xla_library(), "make_gloo_tcp_collectives"
@@ -193,17 +200,19 @@ def _watch_supervisor() -> bool:
     return False
 
   def watch():
-    os.read(int(pipe), 1)  # returns when the supervisor's end is closed
+    # Nothing is ever written: `read` returns at the end of file, when the
+    # supervisor has exited and its write end is closed.
+    os.read(int(pipe), 1)
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(_ALONE)
-    os._exit(1)
+    threading.Event().wait(_SAVE_SECONDS)
+    os._exit(1)  # it did not end in time: its partners may be gone
 
   threading.Thread(target=watch, daemon=True).start()
   return True
 
 
-def leads() -> bool:
-  """Whether this process writes and prints."""
+def is_first() -> bool:
+  """Whether this is process 0, which writes and prints."""
   return jax.process_index() == 0
 
 
@@ -216,6 +225,8 @@ def gather(numbers: Any) -> np.ndarray:
 
 
 def _gather_bytes(content: bytes) -> list[bytes]:
+  """Returns the bytes of every process; spaces at the end are lost."""
+  # All rows need one length, so the lengths are gathered first.
   size = int(gather([len(content)]).max())
   row = np.frombuffer(content.ljust(size + 1), np.uint8)
   rows = np.asarray(multihost_utils.process_allgather(row.astype(np.int32)))
@@ -226,7 +237,7 @@ def share(value: Any) -> Any:
   """Returns process 0's value, plain data, on every process."""
   if jax.process_count() == 1:
     return value
-  content = json.dumps(value).encode() if leads() else b""
+  content = json.dumps(value).encode() if is_first() else b""
   return json.loads(_gather_bytes(content)[0])
 
 
@@ -237,8 +248,8 @@ def share_arrays(tree: Any) -> Any:
   return multihost_utils.broadcast_one_to_all(tree)
 
 
-def together(make: Callable[[], Any]) -> Any:
-  """Calls `make`, and raises ValueError on all processes if it does on one."""
+def fail_together(make: Callable[[], Any]) -> Any:
+  """Returns make(); if it fails on one process, raises ValueError on all."""
   if not jax.distributed.is_initialized():
     return make()
   value, error = None, None
@@ -246,7 +257,9 @@ def together(make: Callable[[], Any]) -> Any:
     value = make()
   except (ValueError, OSError) as caught:
     error = caught
-  errors = _gather_bytes(str(error or "").encode()[:_MOST])
+  # All processes take part in this exchange, also those that failed: otherwise
+  # the others would wait for them in their next collective.
+  errors = _gather_bytes(str(error or "").encode()[:_MOST_ERROR])
   if error is not None:
     raise error
   for number, text in enumerate(errors):
@@ -255,8 +268,8 @@ def together(make: Callable[[], Any]) -> Any:
   return value
 
 
-def same(what: str, digest: str) -> None:
-  """Raises ValueError on all processes if one has another digest."""
+def check_same(what: str, digest: str) -> None:
+  """Raises ValueError on all processes if one has another digest of `what`."""
   if jax.process_count() == 1:
     return
   first, *others = _gather_bytes(digest.encode())
@@ -272,15 +285,17 @@ def run(main: Callable[[], None]) -> None:
   """Calls `main`; if it fails, ends without waiting for the others."""
   try:
     main()
-  except BaseException as end:
-    status = end.code if isinstance(end, SystemExit) else 1
+  except BaseException as error:
+    status = error.code if isinstance(error, SystemExit) else 1
     failed = status in (1, USAGE_ERROR)
     # Interrupted twice: the others may be in the middle of a step.
-    failed |= isinstance(end.__context__, KeyboardInterrupt)
+    failed |= isinstance(error.__context__, KeyboardInterrupt)
+    # Any other status (of a signal, of missing cells) is that of all processes,
+    # which end together.
     if not failed or not jax.distributed.is_initialized():
       raise
-    if not isinstance(end, SystemExit):
-      traceback.print_exception(end)
+    if not isinstance(error, SystemExit):
+      traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # JAX's own exit would wait for the other processes

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from asgd import base
 from asgd.parallel import meshes
 
+# Beginnings of errors, for `check_alone`.
 REDUCER = "compressed gradients need"
 SEARCH = "an optimizer that searches along a line (lbfgs) needs"
 # Options that a reducer needs; an optimizer that searches along a line decides
@@ -35,8 +36,8 @@ def check_alone(
     )
 
 
-def _shown(value):
-  """A value of plain data; the name or the type of anything else."""
+def _shown(value: Any) -> str:
+  """Returns plain data as code; the name or the type of anything else."""
   if value is None or isinstance(value, str | int | float):
     return repr(value)
   return getattr(value, "__name__", f"a {type(value).__name__}")

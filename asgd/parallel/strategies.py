@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 from asgd.parallel import costs, memory, meshes, waiting
 from asgd.parallel.workloads import TrainingOptions, Workload
 
-_HYBRIDS = 3  # of which that many are shown
-_BACKWARD = 2 / 3  # of a step's computing
+_MOST_HYBRIDS = 3  # strategies of several axes that `find` returns
+_BACKWARD = 2 / 3  # of a step's computing, while which gradients can be sent
 
 
 class Hardware(NamedTuple):
@@ -88,6 +88,8 @@ class _Division(NamedTuple):
 
 
 class _Planner(NamedTuple):
+  """Makes strategies for one workload, hardware and set of options."""
+
   work: Workload
   hardware: Hardware
   options: TrainingOptions
@@ -102,7 +104,7 @@ class _Planner(NamedTuple):
     sizes = _divisors(examples)
     if self.options.microbatch is not None:
       sizes = [self.options.microbatch]
-    return [] if rest else [one for one in sizes if examples % one == 0]
+    return [] if rest else [size for size in sizes if examples % size == 0]
 
   def compute(self, devices: int) -> float:
     """Mean seconds of a device's part of a step."""
@@ -110,7 +112,11 @@ class _Planner(NamedTuple):
     flops += self.work.again if self.options.activations == "full" else 0.0
     return self.options.batch * flops / (devices * self.hardware.flops)
 
-  def strategy(self, name, state, activations, *others) -> Strategy:
+  def strategy(
+    self, name: str, state: float, activations: float, *others: Any
+  ) -> Strategy:
+    """Returns a Strategy that fits if its bytes do; `others` are the fields
+    from `microbatch` on."""
     fits = state + activations <= self.hardware.memory
     return Strategy(name, fits, state, activations, *others)
 
@@ -121,13 +127,15 @@ class _Planner(NamedTuple):
     sizes = self.microbatches(division.data)
     return _smallest_cost(self._cost(division, micro) for micro in sizes)
 
-  def _cost(self, division, micro) -> Strategy:
-    """The cost of a division with microbatches of `micro` examples."""
+  def _cost(self, division: _Division, micro: int) -> Strategy:
+    """Returns a division with microbatches of `micro` examples, and its
+    cost."""
     work, options = self.work, self.options
     _, data, tensor, stages, zero, versions, flush, _ = division
     devices, count = data * tensor * stages, options.batch // data // micro
     far = self.hardware.link(devices)
-    # The stage with most layers sets the pace, and has the most to hold.
+    # [1] Bytes. The stage with most layers sets the pace, and has the most to
+    # hold: `uneven` is its share over an equal one.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
     kinds = options.optimizer, options.precision
     shares = dict(zero=zero, data=data, tensor=tensor, stages=stages)
@@ -135,12 +143,16 @@ class _Planner(NamedTuple):
     state = uneven * whole.total
     if zero == 3:  # the weights of one layer are whole
       state += work.largest * self.precision.weights / tensor
+    # 1F1B: the first stage holds one microbatch for each stage.
     in_flight = min(stages, count) if flush else stages
     activations = uneven * in_flight / stages * work.activations(micro, tensor)
+    # [2] Seconds of computing, and of waiting: for the slowest device, and in
+    # the bubble of S - 1 microbatches. Without a flush there are neither.
     compute, wait = uneven * self.compute(devices), 0.0
     if flush:
       wait = waiting.expected_slowest(devices, variation=options.variation) - 1
       wait = wait * compute + (stages - 1) * (compute / count)
+    # [3] Seconds of sending, of the stage with most layers.
     part = work.parameters * uneven / (tensor * stages)
     sending = self._reducing(division, part, count, far)
     if options.overlap:
@@ -156,9 +168,11 @@ class _Planner(NamedTuple):
       division.name, state, activations, micro, *times, not flush
     )
 
-  def _reducing(self, division, part, count, link) -> float:
-    """Seconds in which replicas send gradients and weights of `part`
-    parameters."""
+  def _reducing(
+    self, division: _Division, part: float, count: int, link: costs.LinkSpeed
+  ) -> float:
+    """Returns the seconds in which replicas send gradients and weights of
+    `part` parameters, in a step of `count` microbatches."""
     gradients = part * self.precision.gradients
     if division.reduce is not None:
       return division.reduce(gradients)
@@ -166,7 +180,7 @@ class _Planner(NamedTuple):
       costs.seconds(costs.ring_reduce_scatter(size, division.data), link)
       for size in (gradients, part * self.precision.weights)
     )
-    by_zero = (
+    by_zero = (  # by the stage of ZeRO
       costs.seconds(costs.ring(gradients, division.data), link),
       scatter + gather,
       count * scatter + gather,
@@ -174,32 +188,39 @@ class _Planner(NamedTuple):
     )
     return by_zero[division.zero]
 
-  def _inside_layers(self, division, micro, count) -> float:
-    """Seconds in which tensor parallel devices reduce activations."""
+  def _inside_layers(
+    self, division: _Division, micro: int, count: int
+  ) -> float:
+    """Returns the seconds in which tensor parallel devices reduce
+    activations."""
     work, tensor = self.work, division.tensor
+    assert work.gpt is not None  # only a GPT is split into tensors
     once = costs.seconds(
       costs.ring(work.border * micro, tensor), self.hardware.link(tensor)
     )
-    # All-reduces of a block and microbatch.
+    # All-reduces of a block and microbatch: 2 forward, 2 backward, and 2 of a
+    # forward that is computed again.
     times = 6 if self.options.activations == "full" else 4
     return count * times * math.ceil(work.gpt.depth / division.stages) * once
 
 
 def _smallest_cost(candidates: Iterable[Strategy | None]) -> Strategy | None:
-  """The fastest that fits, or the smallest; of equal ones the largest
+  """Returns the fastest that fits, or the smallest; of equal ones the largest
   microbatch."""
 
-  def order(one):
-    cost = one.seconds if one.fits else one.bytes
-    return not one.fits, cost, -one.microbatch
+  def order(strategy):
+    cost = strategy.seconds if strategy.fits else strategy.bytes
+    return not strategy.fits, cost, -strategy.microbatch
 
   return min(filter(None, candidates), key=order, default=None)
 
 
 def _data(plan: _Planner) -> Iterator[Strategy | None]:
+  """Yields the data parallel strategies."""
   hardware, options, work = plan.hardware, plan.options, plan.work
   count = hardware.devices
   link = hardware.link(count)
+  # [1] Each all-reduce, on one kind of link.
   for kind, cost in costs.COSTS.items():
     title = f"data, {kind.replace('_', ' ')}"
     if kind == "parameter_server":
@@ -210,6 +231,7 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       return costs.seconds(cost(size, count), link)
 
     yield plan.make(title, data=count, reduce=reduce)
+  # [2] Rings on two levels, if there are several equal nodes.
   if 1 < hardware.node < count and count % hardware.node == 0:
     near = hardware.near or hardware.far
 
@@ -221,6 +243,7 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
       return costs.seconds(inside, near) + far
 
     yield plan.make("data, hierarchical", data=count, reduce=reduce_levels)
+  # [3] Poseidon's factors, if they pay for any dense layer.
   examples = options.batch // count
   if any(
     costs.prefers_factors(d.rows * examples, d.inputs, d.outputs, count)
@@ -238,16 +261,19 @@ def _data(plan: _Planner) -> Iterator[Strategy | None]:
 
     title = "data, sufficient factors"
     yield plan.make(title, data=count, reduce=reduce_hybrid)
+  # [4] ZeRO.
   for zero in (1, 2, 3):
     yield plan.make(f"data, ZeRO-{zero}", data=count, zero=zero)
 
 
 def _model(plan: _Planner) -> Iterator[Strategy | None]:
+  """Yields the model parallel strategies on all devices."""
   count, work = plan.hardware.devices, plan.work
   if work.gpt is not None and work.gpt.heads % count == 0:
     yield plan.make(f"tensor {count}", tensor=count)
   if count <= work.layers:
     yield plan.make(f"pipeline {count}, 1F1B", stages=count)
+    # Without a flush: PipeDream stashes a version for each stage, 2BW two.
     for kind, versions in (("PipeDream", count), ("2BW", 2)):
       parts = dict(stages=count, versions=versions, flush=False)
       yield plan.make(f"pipeline {count}, {kind}", **parts)
@@ -259,17 +285,19 @@ def _divisors(count: int) -> list[int]:
 
 
 def _hybrids(plan: _Planner) -> list[Strategy]:
-  """The best of data x tensor x pipeline."""
-  hardware, work, hybrids = plan.hardware, plan.work, []
+  """Returns the best of data x tensor x pipeline."""
+  hardware, work = plan.hardware, plan.work
+  hybrids: list[Strategy | None] = []
   count = hardware.devices
   for tensor, stages in itertools.product(_divisors(count), repeat=2):
     if count % (tensor * stages) or stages > work.layers:
       continue
     data = count // (tensor * stages)
     if sum(n > 1 for n in (data, tensor, stages)) < 2:
-      continue
+      continue  # one axis alone is no hybrid
     if tensor > 1 and (work.gpt is None or work.gpt.heads % tensor):
       continue
+    # Tensor parallel devices send in every layer: they stay inside a node.
     if hardware.near is not None and tensor > hardware.node:
       continue
     axes = {"data": data, "tensor": tensor, "pipe": stages}
@@ -279,12 +307,15 @@ def _hybrids(plan: _Planner) -> list[Strategy]:
     if data > 1:
       candidates.append(plan.make(f"{name}, ZeRO-1", **parts, zero=1))
     hybrids.append(_smallest_cost(candidates))
-  hybrids = filter(None, hybrids)
-  by_cost = sorted(hybrids, key=lambda one: (not one.fits, one.seconds))
-  return by_cost[:_HYBRIDS]
+  by_cost = sorted(
+    filter(None, hybrids),
+    key=lambda strategy: (not strategy.fits, strategy.seconds),
+  )
+  return by_cost[:_MOST_HYBRIDS]
 
 
 def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
+  """Yields a parameter server with each of the recipes."""
   work, options, hardware = plan.work, plan.options, plan.hardware
   count, numbers = hardware.devices, plan.precision
   shards = options.shards or count
@@ -293,11 +324,13 @@ def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
   speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
+  # A step is N messages: what it takes beside computing is communication.
   times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
-    cure = memory.cure(recipe, count)
-    at_shard = (4 + cure.total) * work.parameters / shards
-    at_worker = numbers.weights + numbers.gradients + cure.worker
+    # Bytes a parameter; the server's own parameters are float32.
+    recipe_bytes = memory.recipe_bytes(recipe, count)
+    at_shard = (4 + recipe_bytes.total) * work.parameters / shards
+    at_worker = numbers.weights + numbers.gradients + recipe_bytes.worker
     state = at_shard + at_worker * work.parameters
     name = f"asynchronous, {recipe}"
     yield _smallest_cost(
@@ -318,7 +351,7 @@ def find(
   if hardware.devices > 1:
     candidates += [*_data(plan), *_model(plan), *_hybrids(plan)]
     candidates += _asynchronous(plan)
-  return [one for one in candidates if one is not None]
+  return [strategy for strategy in candidates if strategy is not None]
 
 
 def left_out(
@@ -326,20 +359,24 @@ def left_out(
 ) -> list[str]:
   """Returns the strategies on all devices that `find` leaves out, with the
   reasons."""
-  count, out = hardware.devices, []
+  count = hardware.devices
+  reasons: list[str] = []
   if options.batch % count:
-    batch = f"a batch of {options.batch}"
-    out.append(f"data: {batch} is not divided by {count} devices")
+    reasons.append(
+      f"data: a batch of {options.batch} is not divided by {count} devices"
+    )
   if work.gpt is None:
-    out.append("tensor: the model is no GPT")
+    reasons.append("tensor: the model is no GPT")
   elif work.gpt.heads % count:
-    out.append(f"tensor: {work.gpt.heads} heads are not divided by {count}")
+    reasons.append(f"tensor: {work.gpt.heads} heads are not divided by {count}")
   if work.layers < count:
-    out.append(f"pipeline: {work.layers} layers are fewer than {count} devices")
-  return out
+    reasons.append(
+      f"pipeline: {work.layers} layers are fewer than {count} devices"
+    )
+  return reasons
 
 
 def best(strategies: Sequence[Strategy], *, stale: bool) -> Strategy | None:
   """Returns the fastest that fits, of the asynchronous or the others."""
-  fitting = (one for one in strategies if one.fits and one.stale == stale)
-  return min(fitting, key=lambda one: one.seconds, default=None)
+  fitting = [x for x in strategies if x.fits and x.stale == stale]
+  return min(fitting, key=lambda strategy: strategy.seconds, default=None)

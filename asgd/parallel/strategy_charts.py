@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asgd import output, safe_files
 from asgd.parallel import memory
@@ -13,12 +14,13 @@ from asgd.parallel.strategies import Strategy
 def tabulate(strategies: Sequence[Strategy]) -> str:
   """Returns a table with a row for each strategy."""
   rows = []
-  for one in strategies:
-    sizes = one.bytes, one.state, one.activations
-    times = one.compute, one.communication, one.waiting, one.seconds
-    row = [one.name, "yes" if one.fits else "no"]
+  for strategy in strategies:
+    sizes = strategy.bytes, strategy.state, strategy.activations
+    times = strategy.compute, strategy.communication, strategy.waiting
+    times = *times, strategy.seconds
+    row = [strategy.name, "yes" if strategy.fits else "no"]
     row += [f"{size / memory.GB:.3g}" for size in sizes]
-    rows.append([*row, f"{one.microbatch}", *(f"{t:.3g}" for t in times)])
+    rows.append([*row, f"{strategy.microbatch}", *(f"{t:.3g}" for t in times)])
   head = ["strategy", "fits", "GB", "state", "activations", "microbatch"]
   head += ["compute", "send", "wait", "s/step"]
   return output.table(head, rows)
@@ -28,8 +30,8 @@ def advice(strategies: Sequence[Strategy]) -> list[str]:
   """Returns lines with the best strategies, or with the smallest if all need
   too much memory."""
   lines = []
-  if not any(one.fits for one in strategies):
-    least = min(strategies, key=lambda one: one.bytes)
+  if not any(strategy.fits for strategy in strategies):
+    least = min(strategies, key=lambda strategy: strategy.bytes)
     lines.append(
       f"nothing fits: the least is {least.bytes / memory.GB:.3g} GB a device,"
       f" by {least.name}; use more devices, a smaller microbatch or"
@@ -51,28 +53,35 @@ def bars(
 ) -> str:
   """Returns memory as bars up to twice the limit, `|`, and time as bars of `#`
   computing, `=` sending and `.` waiting; all have the same scale."""
-  name = max(len(one.name) for one in strategies)
+  name = max(len(strategy.name) for strategy in strategies)
   width = max((columns - name - 6) // 2, 10)
-  longest = max((one.seconds for one in strategies if one.fits), default=0.0)
-  longest = longest or max(one.seconds for one in strategies)
+  fitting = [strategy for strategy in strategies if strategy.fits]
+  longest = max((strategy.seconds for strategy in fitting), default=0.0)
+  # If nothing fits, the scale is that of the slowest strategy.
+  longest = longest or max(strategy.seconds for strategy in strategies)
   title = f"memory, | is {limit / memory.GB:g} GB".ljust(width)
   marks = f"# compute = send . wait, to {longest:.3g} s"
   lines = [f"{'':{name}} {title}  {marks}"]
-  for one in strategies:
-    filled = min(round(one.bytes / (2 * limit) * width), width)
+  for strategy in strategies:
+    filled = min(round(strategy.bytes / (2 * limit) * width), width)
     space = ["#" if i < filled else " " for i in range(width)]
     space[width // 2] = "|"
-    if one.bytes > 2 * limit:
+    if strategy.bytes > 2 * limit:
       space[-1] = ">"
-    ends = itertools.accumulate((one.compute, one.communication, one.waiting))
-    ends = [round(end / longest * width) if longest else 0 for end in ends]
+    # Ends of the three parts in characters: rounding them, and not the parts,
+    # keeps the whole bar true.
+    times = strategy.compute, strategy.communication, strategy.waiting
+    ends = [
+      round(end / longest * width) if longest else 0
+      for end in itertools.accumulate(times)
+    ]
     time = ""
     for mark, end in zip("#=.", ends, strict=True):
       time += mark * (min(end, width) - len(time))
     if ends[-1] > width:
       time = time[:-1] + ">"
-    mark = "  " if one.fits else " x"
-    line = f"{one.name:{name}}{mark} {''.join(space)} {time}"
+    mark = "  " if strategy.fits else " x"
+    line = f"{strategy.name:{name}}{mark} {''.join(space)} {time}"
     lines.append(line.rstrip())
   return "\n".join(lines) + "\n"
 
@@ -81,6 +90,7 @@ def draw(
   strategies: Sequence[Strategy], limit: float, path: Path, heading: str
 ) -> None:
   """Draws memory and time of each strategy; needs matplotlib (`viz`)."""
+  # Imported here: it is an optional dependency.
   import matplotlib
   from matplotlib.figure import Figure
 
@@ -92,10 +102,10 @@ def draw(
     safe_files.save_figure(figure, path, dpi=200)
 
 
-def _draw(axes, strategies, limit):
+def _draw(axes: Any, strategies: Sequence[Strategy], limit: float) -> None:
   """Draws memory on the left, with its limit, and time on the right."""
   left, right = axes
-  names = [one.name for one in strategies]
+  names = [strategy.name for strategy in strategies]
   palette = "#332288", "#CC6677", "#DDCC77"  # from dark to light, in grey too
   panels = (
     (left, memory.GB, ("state", "activations"), "GB a device"),
@@ -104,9 +114,11 @@ def _draw(axes, strategies, limit):
   for axis, unit, parts, label in panels:
     start = [0.0] * len(strategies)
     for i, part in enumerate(parts):
-      values = [getattr(one, part) / unit for one in strategies]
-      colors = [(palette[i], 1.0 if one.fits else 0.35) for one in strategies]
+      values = [getattr(strategy, part) / unit for strategy in strategies]
+      opacities = [1.0 if strategy.fits else 0.35 for strategy in strategies]
+      colors = [(palette[i], opacity) for opacity in opacities]
       axis.barh(names, values, left=start, color=colors)
+      # An empty bar for the legend, as the others may be pale.
       axis.barh([names[0]], [0], color=palette[i], label=part)
       start = [a + b for a, b in zip(start, values, strict=True)]
     axis.set_xlabel(label)
@@ -114,7 +126,7 @@ def _draw(axes, strategies, limit):
     axis.legend(loc="lower right")
   left.axvline(limit / memory.GB, color="black", ls="--", lw=1)
   left.set_xlim(0, 2 * limit / memory.GB)
-  times = [one.seconds for one in strategies if one.fits]
+  times = [strategy.seconds for strategy in strategies if strategy.fits]
   if times:
     right.set_xlim(0, 1.05 * max(times))
   left.invert_yaxis()

@@ -8,6 +8,7 @@ save and end (`asgd.parallel.processes.join` watches it).
 
 import collections
 import contextlib
+import math
 import os
 import queue
 import signal
@@ -16,13 +17,14 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 from asgd.parallel.processes import INCOMPLETE, LIFELINE
 
 _GRACE = 2.0  # seconds for processes to end after one has exited
 _SAVING = 60.0  # seconds to save after a signal
-_LOOK = 0.5  # seconds between two looks at signals
-_LOUD = "[Gloo]"  # begins lines of the library that are dropped
+_POLL = 0.5  # seconds between two checks for a signal
+_NOISE = "[Gloo]"  # begins lines of the library that are dropped
 
 
 def supervise(count: int) -> None:
@@ -31,44 +33,55 @@ def supervise(count: int) -> None:
   ValueError if one fails, with its last line; SystemExit if a signal, which was
   forwarded to them, stopped them, or some cells are missing at the end.
   """
-  with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    port = free.getsockname()[1]
+  # The system chooses a free port. It is closed again at once, so that process
+  # 0 can listen there.
+  with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
   _Supervisor(count, f"127.0.0.1:{port}").run()
 
 
 class _Supervisor:
   """Starts the processes, forwards their output, and ends them."""
 
-  def __init__(self, count, place):
-    self._count, self._place = count, place
-    self._children: list[subprocess.Popen] = []
-    self._lines = [collections.deque(maxlen=100) for _ in range(count)]
-    self._readers: list[threading.Thread] = []
-    self._exits = queue.SimpleQueue()  # of (number, status)
-    self._signal = 0
+  def __init__(self, count: int, coordinator: str):
+    self._count, self._coordinator = count, coordinator
+    self._children: list[subprocess.Popen[str]] = []
+    # The last lines of each process on stderr.
+    self._lines: list[collections.deque[str]] = [
+      collections.deque(maxlen=100) for _ in range(count)
+    ]
+    self._threads: list[threading.Thread] = []
+    # (process, exit status), from the threads that wait for them.
+    self._exits: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    self._signal = 0  # the last signal that this process got; 0: none
 
-  def run(self):
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-      signal.signal(number, self._forward_signal)
+  def run(self) -> None:
+    """Starts all processes and waits; `supervise` documents the errors."""
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+      signal.signal(signum, self._forward_signal)
     killed: list[str] = []
     # The processes inherit the read end. This process keeps the write end open:
     # when it exits, they read an end of file and exit, too.
     read_end, write_end = os.pipe()
     try:
+      # [1] Start the processes.
       for number in range(self._count):
         self._start(number, read_end)
       os.close(read_end)
+      # [2] Wait for all, or for a failure and the grace that follows it.
       failed = self._wait()
     finally:
-      for child in self._children:
+      # [3] Kill those that still run, and read the rest of their output.
+      for number, child in enumerate(self._children):
         if child.poll() is None:
           child.kill()
-          killed.append(child.args[-2].removeprefix("--process_id="))
+          killed.append(str(number))
         child.wait()
-      for reader in self._readers:
-        reader.join(_GRACE)
+      for thread in self._threads:
+        thread.join(_GRACE)
       os.close(write_end)
+    # [4] Report the result as this process's own.
     if self._signal and killed:
       print(
         f"process {', '.join(killed)} of {self._count} did not stop in"
@@ -77,15 +90,18 @@ class _Supervisor:
         file=sys.stderr,
       )
     if self._signal:
-      sys.exit(128 + self._signal)
+      sys.exit(128 + self._signal)  # as shells report a signal
     if failed is not None:
-      if failed[1] == INCOMPLETE:  # of all processes
-        print(self._last_line(failed[0]), file=sys.stderr)
-        sys.exit(failed[1])
-      raise ValueError(self._describe(*failed))
+      number, status = failed
+      if status == INCOMPLETE:  # all processes end so: it is no failure of one
+        print(self._last_line(number), file=sys.stderr)
+        sys.exit(status)
+      raise ValueError(self._describe(number, status))
 
-  def _start(self, number, pipe):
-    role = f"--process_id={number}", f"--coordinator={self._place}"
+  def _start(self, number: int, pipe: int) -> None:
+    """Starts a process, and the threads that read its output."""
+    role = f"--process_id={number}", f"--coordinator={self._coordinator}"
+    # The same command with two more flags, so `join` connects it.
     command = [sys.executable, *sys.orig_argv[1:], *role]
     child = subprocess.Popen(
       command,
@@ -99,39 +115,48 @@ class _Supervisor:
       errors="replace",
     )
     self._children.append(child)
+    # A signal before this start was not forwarded to this process.
     if self._signal:
       child.terminate()
-    for read in (self._print, self._remember, self._await):
-      reader = threading.Thread(target=read, args=(number,), daemon=True)
-      reader.start()
-      self._readers.append(reader)
+    for target in (self._print, self._record_errors, self._report_exit):
+      thread = threading.Thread(target=target, args=(number,), daemon=True)
+      thread.start()
+      self._threads.append(thread)
 
-  def _print(self, number):
-    """Prints the output of the first process."""
-    with self._children[number].stdout as lines:
-      for line in lines:
-        if number == 0 and not line.startswith(_LOUD):
+  def _print(self, number: int) -> None:
+    """Prints the output of the first process; reads that of the others, as a
+    full pipe would stop them."""
+    stdout = self._children[number].stdout
+    assert stdout is not None
+    with stdout:
+      for line in stdout:
+        if number == 0 and not line.startswith(_NOISE):
           print(line, end="", flush=True)
 
-  def _remember(self, number):
-    """Keeps a process's last lines on stderr, for the error at the end."""
+  def _record_errors(self, number: int) -> None:
+    """Keeps a process's last lines on stderr, for the error at the end, and
+    prints those of the first process."""
+    stderr = self._children[number].stderr
+    assert stderr is not None
     interrupted = False
-    with self._children[number].stderr as lines:
-      for line in lines:
+    with stderr:
+      for line in stderr:
         self._lines[number].append(line.strip())
+        # Ctrl-C while Python imports leaves a traceback that is no error.
         if self._signal and line.startswith(
           ("Traceback (", "Could not import")
         ):
-          interrupted = True  # by Ctrl-C while Python started: no error
+          interrupted = True
         if interrupted or number != 0:
           continue
-        if not line.startswith(("error: ", _LOUD)):
+        # The error line comes at the end, once, from `_describe`.
+        if not line.startswith(("error: ", _NOISE)):
           print(line, end="", file=sys.stderr, flush=True)
 
-  def _await(self, number):
+  def _report_exit(self, number: int) -> None:
     self._exits.put((number, self._children[number].wait()))
 
-  def _forward_signal(self, signum, frame):
+  def _forward_signal(self, signum: int, frame: Any) -> None:
     """Ends the processes by SIGTERM, as Python may lose a SIGINT while it
     starts."""
     del frame
@@ -140,34 +165,39 @@ class _Supervisor:
       with contextlib.suppress(ProcessLookupError):
         child.terminate()
 
-  def _wait(self):
+  def _wait(self) -> tuple[int, int] | None:
     """Waits until all processes have exited or the deadline has passed; returns
     (number, status) of the first failure, or None."""
-    failed, end, left = None, None, self._count
-    while left:
-      if end is None and self._signal:
-        end = time.monotonic() + _SAVING
+    failure: tuple[int, int] | None = None
+    deadline, running = math.inf, self._count
+    while running:
+      if self._signal and deadline == math.inf:
+        deadline = time.monotonic() + _SAVING
+      # A signal handler does not wake `get`, so it waits for short times.
       try:
-        number, status = self._exits.get(timeout=_LOOK)
+        number, status = self._exits.get(timeout=_POLL)
       except queue.Empty:
-        if end is not None and time.monotonic() > end:
+        if time.monotonic() > deadline:
           break
         continue
-      left -= 1
-      if status and failed is None:
-        failed = number, status
-        end = time.monotonic() + (_SAVING if self._signal else _GRACE)
-    return failed
+      running -= 1
+      # The first failure is the cause; the others follow from it.
+      if status and failure is None:
+        failure = number, status
+        deadline = time.monotonic() + (_SAVING if self._signal else _GRACE)
+    return failure
 
-  def _describe(self, number, status):
-    how, remedy = f"failed with status {status}", ""
-    if status < 0:
-      how = f"was killed by {signal.Signals(-status).name}"
+  def _describe(self, number: int, status: int) -> str:
+    """Returns the error of a failed process, with its last line."""
+    result, remedy = f"failed with status {status}", ""
+    if status < 0:  # -N: signal N ended it
+      result = f"was killed by {signal.Signals(-status).name}"
       remedy = "; the same command resumes from the last checkpoint"
     last = self._last_line(number).removeprefix("error: ")
-    return f"process {number} of {self._count} {how}: {last}{remedy}"
+    return f"process {number} of {self._count} {result}: {last}{remedy}"
 
-  def _last_line(self, number):
+  def _last_line(self, number: int) -> str:
+    """Returns a process's last error line on stderr, else its last line."""
     lines = list(filter(None, self._lines[number]))
     errors = [line for line in lines if line.startswith("error: ")]
     return (errors or lines or ["it said nothing"])[-1]

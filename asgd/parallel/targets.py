@@ -15,10 +15,9 @@ from jax.experimental import topologies
 from asgd import names
 
 _SIZES = r"(\d+(?:x\d+)*)"
-_FORM = re.compile(rf"([a-z0-9]+):{_SIZES}(?:\*(\d+))?")
+_FORM = re.compile(rf"([a-z0-9]+):{_SIZES}(?:\*(\d+))?")  # kind:grid*slices
 _MOST_SLICES = 64
 _GIB = 2**30
-
 
 # Bytes of a device's memory, as its maker says.
 TPUS = {"v5e": 16 * _GIB, "v5p": 95 * _GIB, "v6e": 32 * _GIB}
@@ -47,6 +46,8 @@ GPUS = {
     191514411008, 148, 10, 132644864, 7.67e12, 1.965, "NVIDIA B200"
   ),
 }
+# XLA's description of a GPU, a text protocol buffer. The limits without a field
+# are the same for all GPUS.
 _CONFIG = """
 gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32
@@ -98,7 +99,8 @@ def find(text: str) -> Target:
   return _tpus(text, kind, sizes, slices)
 
 
-def _tpus(text, kind, sizes, slices) -> Target:
+def _tpus(text: str, kind: str, sizes: str, slices: int) -> Target:
+  """Returns a topology of libtpu."""
   # libtpu asks the machine's metadata server otherwise, and waits for it; and
   # several processes may compile at once, as none of them uses a TPU.
   for name, value in (
@@ -119,7 +121,8 @@ def _tpus(text, kind, sizes, slices) -> Target:
   return Target(text, TPUS[kind], list(topology.devices), slices, {})
 
 
-def _gpus(text, kind, sizes, slices) -> Target:
+def _gpus(text: str, kind: str, sizes: str, slices: int) -> Target:
+  """Returns a topology of JAX's CUDA plugin."""
   gpu = GPUS[kind]
   if not sizes.isdecimal():
     raise ValueError(

@@ -34,7 +34,7 @@ References:
   models", MLSys 2023, section 4.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,7 @@ def enter(x: jax.Array, dim: int | None = None) -> jax.Array:
     out = meshes.vary(x, _AXIS)
   else:
     out = jax.lax.all_gather(x, _AXIS, axis=dim, tiled=True)
+  # With check_vma=False nothing varies: the one sign of it in a trace.
   if _AXIS not in meshes.varying(out):
     raise ValueError(
       f"tensor parallel layers on the axis {_AXIS!r} need shard_map with"
@@ -127,9 +128,9 @@ def row_dense(
   return nn.Dense(features, dot_general=dot_general, **options)
 
 
-def _drop(x, rate, sequence, name):
-  """Dropout of the stream in training, with the mask of one device: with
-  `sequence` every device draws all of it and takes its positions."""
+def _drop(x: jax.Array, rate: float, sequence: bool, name: str) -> jax.Array:
+  """Applies dropout to the stream in training, with the mask of one device:
+  with `sequence` every device draws all of it and takes its positions."""
   dropout = nn.Dropout(rate, deterministic=False, name=name)
   if not sequence or not rate:
     return dropout(x)
@@ -154,24 +155,27 @@ class ParallelEmbed(transformer.Embed):
     if self.sequence:
       _share("positions", length)
     count = -(-self.vocabulary // jax.lax.axis_size(_AXIS))
+    # Zeros: only the shapes matter, as the whole model draws the parameters.
     zeros = nn.initializers.zeros_init()
     table = self.param("tokens", zeros, (count, self.width))
-    places = self.param("positions", zeros, (self.context, self.width))
-    places = places[:length]
-    row, here = _local(tokens, count)
-    rows = jnp.where(here[..., None], jnp.take(table, row, axis=0), 0)
+    positions = self.param("positions", zeros, (self.context, self.width))
+    positions = positions[:length]
+    # Each token is a row of one device's part of the table; others add zeros.
+    row, is_here = _local(tokens, count)
+    rows = jnp.where(is_here[..., None], jnp.take(table, row, axis=0), 0)
     x = leave(rows, _POSITIONS if self.sequence else None)
     if self.sequence:
-      places = meshes.part(places, _AXIS, 0)
-    x = x + places
+      positions = meshes.part(positions, _AXIS, 0)
+    x = x + positions
     return _drop(x, self.dropout, self.sequence, "Dropout_0") if train else x
 
 
-def _local(tokens, count):
-  """(index among this device's `count` tokens, whether it is one of them)."""
+def _local(tokens: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+  """Returns (index among this device's `count` tokens, whether it is one of
+  them), int32[...] and bool[...]."""
   local = tokens - jax.lax.axis_index(_AXIS) * count
-  here = (local >= 0) & (local < count)
-  return jnp.where(here, local, 0), here
+  is_here = (local >= 0) & (local < count)
+  return jnp.where(is_here, local, 0), is_here  # 0: any index that is valid
 
 
 class ParallelBlock(transformer.Block):
@@ -190,6 +194,7 @@ class ParallelBlock(transformer.Block):
     def drop(h, name):
       return _drop(h, self.dropout, self.sequence, name) if train else h
 
+    # [1] Attention: split by heads from `enter` to the sum of its output.
     h = nn.LayerNorm(dtype=dtype, name="norm_attention")(x)
     h = enter(h, dim)
     h = nn.MultiHeadDotProductAttention(
@@ -204,6 +209,8 @@ class ParallelBlock(transformer.Block):
     )(h, mask=nn.make_causal_mask(jax.ShapeDtypeStruct(h.shape[:2], dtype)))
     x = x + drop(h, "Dropout_0")
 
+    # [2] MLP: split by hidden features; `column_dense` enters, `row_dense`
+    # leaves.
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
     options = {"sequence": self.sequence, "dtype": dtype}
     h = column_dense(4 * width, **options, name="up")(h)
@@ -239,14 +246,17 @@ def cross_entropy(
   sent: the largest logit, the sum of exponentials and the label's logit.
   """
   logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-  mine = logits.shape[-1]
-  number = jax.lax.axis_index(_AXIS) * mine + jnp.arange(mine)
-  logits = jnp.where(number < vocabulary, logits, -jnp.inf)
+  count = logits.shape[-1]
+  token = jax.lax.axis_index(_AXIS) * count + jnp.arange(count)
+  logits = jnp.where(token < vocabulary, logits, -jnp.inf)
+  # [1] The largest logit, a constant to the derivative: it cancels.
   top = jax.lax.stop_gradient(logits).max(-1)
   top = jax.lax.pmax(top, _AXIS)  # finite: some device has a token
-  column, here = _local(labels, mine)
+  # [2] The label's logit, which one device has.
+  column, is_here = _local(labels, count)
   label = jnp.take_along_axis(logits, column[..., None], axis=-1)[..., 0]
-  sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(here, label, 0)
+  # [3] log sum exp - label's logit.
+  sums = jnp.exp(logits - top[..., None]).sum(-1), jnp.where(is_here, label, 0)
   total, label = jax.lax.psum(sums, _AXIS)
   return jnp.log(total) + top - label
 
@@ -260,7 +270,7 @@ def parallel(
   that the axis does not divide."""
   size = meshes.size(mesh, _AXIS)
 
-  def one(layer):
+  def parallel_layer(layer):
     if isinstance(layer, transformer.Embed):
       table = layer.vocabulary, layer.context, layer.width
       return ParallelEmbed(*table, layer.dropout, sequence)
@@ -274,7 +284,7 @@ def parallel(
       " transformer.gpt have"
     )
 
-  return tuple(map(one, layers))
+  return tuple(map(parallel_layer, layers))
 
 
 # The dimension of a parameter that is split, by the end of its path.
@@ -285,10 +295,11 @@ _SPLIT = {
   **{(name, "bias"): 0 for name in _COLUMNS},
   **{(name, "kernel"): 0 for name in ("out", "down")},
 }
-_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))
+_VOCABULARY = (("tokens",), ("Dense_0", "kernel"))  # that have an axis of V
 
 
-def _name(path) -> tuple[str, ...]:
+def _name(path: Sequence[Any]) -> tuple[str, ...]:
+  """Returns the end of a parameter's path, as _SPLIT has it."""
   keys = tuple(key.key for key in path if hasattr(key, "key"))
   return keys[-1:] if keys[-1:] in _SPLIT else keys[-2:]
 
@@ -303,14 +314,16 @@ def partition(params: optax.Params) -> Any:
   return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def _map_vocabulary(change, params):
+def _map_vocabulary(
+  change: Callable[[jax.Array, int], jax.Array], params: optax.Params
+) -> optax.Params:
   """Applies (array, its dimension of tokens) -> array where there is one."""
 
-  def one(path, x):
+  def change_leaf(path, x):
     name = _name(path)
     return change(x, _SPLIT[name]) if name in _VOCABULARY else x
 
-  return jax.tree_util.tree_map_with_path(one, params)
+  return jax.tree_util.tree_map_with_path(change_leaf, params)
 
 
 def pad(params: optax.Params, size: int) -> optax.Params:

@@ -63,18 +63,19 @@ class Replicas(NamedTuple):
 
 def add_up(transfers: Iterable[Transfer]) -> list[Transfer]:
   """Returns one of each sort, as often as all of them together."""
-  found: dict[Any, Transfer] = {}
-  for one in transfers:
-    least = one.times if one.least is None else one.least
-    key = one._replace(times=0, least=0)
-    have = found.get(key, key)
-    times = have.times + one.times
-    found[key] = one._replace(times=times, least=(have.least or 0) + least)
-  return list(found.values())
+  sums: dict[Any, Transfer] = {}
+  for transfer in transfers:
+    least = transfer.times if transfer.least is None else transfer.least
+    # Transfers that differ only in how often they happen are of one sort.
+    sort = transfer._replace(times=0, least=0)
+    total = sums.get(sort, sort)
+    times, least = total.times + transfer.times, (total.least or 0) + least
+    sums[sort] = transfer._replace(times=times, least=least)
+  return list(sums.values())
 
 
-def _local(leaf, mesh, spec) -> int:
-  """Elements of a device's part."""
+def _local(leaf: Any, mesh: Mesh, spec: P) -> int:
+  """Returns the elements of a device's part."""
   sharding = jax.sharding.NamedSharding(mesh, spec)
   return math.prod(sharding.shard_shape(leaf.shape))
 
@@ -95,7 +96,7 @@ def _without_data(spec: P) -> P:
 def of_weights(
   params: Any,
   mesh: Mesh,
-  how: Replicas,
+  replicas: Replicas,
   *,
   also: frozenset[str] = frozenset(),
   turns: int = 1,
@@ -105,39 +106,43 @@ def of_weights(
   Args:
     params: shapes with their shardings, as `data_parallel.Step.init` returns.
     mesh: with the axis "data".
-    how: of the step.
+    replicas: options of the step.
     also: further axes along which gradients of weights that are whole there
       are added up: "tensor", if the stream is split by positions.
     turns: of a pipeline, which adds those of a block up in each of them.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
-  pieces, size = how.accumulate, how.reduce
+  pieces, size = replicas.accumulate, replicas.reduce
   for leaf in jax.tree.leaves(base.weights_of(params)):
     spec = _without_data(leaf.sharding.spec)
     count = _local(leaf, mesh, spec)
-    divided = zero.divided(leaf.shape, spec, parts) if how.zero else spec
+    divided = zero.divided(leaf.shape, spec, parts) if replicas.zero else spec
     whole = zero.dimension(divided) == zero.WHOLE
+    # [1] Along other axes, on which the weight is whole.
     for axis in also - {axis for axis in spec if axis is not None}:
       part, along = 1 if whole else parts, frozenset({axis})
-      one = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
-      if meshes.PIPE in spec:  # [v, L / v, ...]
+      transfer = Transfer(REDUCE, along, count, size, pieces, 1, parts=part)
+      # A pipeline's stack [v, L / v, ...]: a block's gradient in each turn.
+      if meshes.PIPE in spec:
         blocks = leaf.shape[1] // mesh.shape[meshes.PIPE]
-        each = count // (leaf.shape[0] * blocks)
-        one = Transfer(REDUCE, along, each, size, blocks * turns * pieces)
-      yield one._replace(what="gradients")
+        block = count // (leaf.shape[0] * blocks)
+        times = blocks * turns * pieces
+        transfer = Transfer(REDUCE, along, block, size, times)
+      yield transfer._replace(what="gradients")
+    # [2] Along "data": all-reduced, or scattered and gathered by ZeRO.
     if parts == 1:
       continue
     if whole:
       yield Transfer(REDUCE, data, count, size, 1, what="gradients")
       continue
     # XLA may add pieces up first, as sums may be exchanged.
-    times = pieces if how.zero > 1 else 1
+    times = pieces if replicas.zero > 1 else 1
     yield Transfer(SCATTER, data, count, size, times, 1, what="gradients")
-    if how.zero < 3:
+    if replicas.zero < 3:
       itemsize = leaf.dtype.itemsize
       yield Transfer(GATHER, data, count, itemsize, 1, what="weights")
     else:  # the backward does not need all of them again
-      itemsize = max(how.compute, 4)  # of biases XLA sends float32
+      itemsize = max(replicas.compute, 4)  # of biases XLA sends float32
       times = 2 * pieces
       yield Transfer(GATHER, data, count, itemsize, times, 1, what="weights")
 
@@ -149,8 +154,11 @@ def _ring(mesh: Mesh, step: int) -> tuple[tuple[int, int], ...]:
   )
 
 
-def _pairs(mesh, axis, pairs) -> tuple[tuple[int, int], ...]:
-  """Pairs along an axis as pairs of the mesh's devices, by number."""
+def _pairs(
+  mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]]
+) -> tuple[tuple[int, int], ...]:
+  """Returns pairs along an axis as pairs of the mesh's devices, by number."""
+  # Rows [groups, n]: the devices along the axis, for each place on the others.
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   rows = np.moveaxis(grid, list(mesh.shape).index(axis), -1)
   rows = rows.reshape(-1, mesh.shape[axis])
@@ -167,20 +175,23 @@ def turns_of(stream: memory.GptStream, mesh: Mesh) -> int:
 
 
 def of_stream(
-  stream: memory.GptStream, mesh: Mesh, how: Replicas
+  stream: memory.GptStream, mesh: Mesh, replicas: Replicas
 ) -> Iterator[Transfer]:
   """Yields what devices of a replica send of activations of a GPT, forward and
   backward."""
   depth, width, _, length, _ = stream.gpt
   tensor = mesh.shape.get(meshes.TENSOR, 1)
   stages = mesh.shape.get(meshes.PIPE, 1)
-  pieces, size = how.accumulate, how.compute
+  pieces, size = replicas.accumulate, replicas.compute
   positions = stream.sequences * length
   whole = positions * width  # the stream of a replica
+  # Blocks that a device applies in a turn, and numbers of the stream in them.
   turns, blocks, micro = turns_of(stream, mesh), depth, whole
   if stages > 1:
     micro = whole // stream.microbatches
     blocks = depth // (stages * stream.rounds)
+  # [1] Between tensor parallel devices. By positions, each all-reduce is a
+  # gather and a scatter.
   if tensor > 1:
     axes = frozenset({meshes.TENSOR})
     kinds = [REDUCE]
@@ -190,33 +201,35 @@ def of_stream(
       # Embedding and logits have one each; a block two, forward and backward.
       yield Transfer(kind, axes, whole, size, 2 * pieces, what="ends")
       # A block is computed again without its last sum, which nothing reads.
-      again = (2 if kind == GATHER else 1) if stream.recompute else 0
-      times = (4 + again) * blocks * turns * pieces
+      repeats = (2 if kind == GATHER else 1) if stream.recompute else 0
+      times = (4 + repeats) * blocks * turns * pieces
       yield Transfer(kind, axes, micro, size, times, what="blocks")
     # The largest logit, the sum of exponentials, and the label's.
     yield Transfer(REDUCE, axes, positions, 4, 3 * pieces, what="loss")
+  # [2] Between stages: the last stage's result and the gradient of the
+  # embedding's output, which all stages get, and the messages of each turn.
   if stages > 1:
     axes, part = frozenset({meshes.PIPE}), tensor if stream.sequence else 1
     yield Transfer(REDUCE, axes, whole // part, size, 2 * pieces, what="ends")
-    for step, way in ((1, "forward"), (-1, "backward")):
+    for step, direction in ((1, "forward"), (-1, "backward")):
       # The message of the last turn is not read, so XLA may leave it out.
       times = turns * pieces
       pairs = _ring(mesh, step)
       yield Transfer(
         *(PERMUTE, axes, micro // part, size, times, times - pieces),
-        *(pairs, f"stages, {way}"),
+        *(pairs, f"stages, {direction}"),
       )
 
 
 def of_round(
-  how: gossip.Gossip, code: Any, mesh: Mesh, axis: str, phases: Any
+  exchange: gossip.Gossip, code: Any, mesh: Mesh, axis: str, phases: Any
 ) -> Iterator[Transfer]:
   """Yields what peers send in a round; `code` are shapes of a message, `phases`
   (phase, puts, mixes) of `peers`. A round that does not mix sends nothing."""
   phase, _, mixes = phases
   if not mixes:
     return
-  for pairs in peers.turns(how.topology, phase).pairs:
+  for pairs in peers.turns(exchange.topology, phase).pairs:
     for leaf in jax.tree.leaves(code):
       yield Transfer(
         *(PERMUTE, frozenset({axis}), math.prod(leaf.shape)),

@@ -30,7 +30,7 @@ References:
 import collections
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -62,13 +62,16 @@ class DenseGradient(NamedTuple):
 
 
 @contextlib.contextmanager
-def _watch(calls: list[tuple], taps: dict[Path, jax.Array]):
+def _watch(
+  calls: list[tuple[Any, ...]], taps: Mapping[Path, jax.Array]
+) -> Iterator[None]:
   """Records calls of nn.Dense, (path, float[..., M], float[..., N]), and adds
-  taps to their results."""
+  taps to their results. The derivative by a tap of zeros is dy."""
 
   def intercept(next_call, args, kwargs, context):
     out = next_call(*args, **kwargs)
     module = context.module
+    # A subclass may compute something else than x times a kernel.
     if type(module) is not nn.Dense or context.method_name != "__call__":
       return out
     if module.path in taps:
@@ -88,18 +91,25 @@ def apply_layer(
   layer: nn.Module, weights: Any, params: Any, number: int, x: Any, key: Any
 ) -> tuple[Any, Any]:
   """Applies layer `number` of a model in training: (y, its statistics)."""
-  own = (weights,)
+  layer_params: Any = (weights,)
   if isinstance(params, base.Variables):
-    own = base.Variables(own, params.stats[number : number + 1])
-  return models.apply((layer,), own, x, train=True, key=key, first=number)
+    stats = params.stats[number : number + 1]
+    layer_params = base.Variables(layer_params, stats)
+  # A model of one layer; `first` gives it the keys of its place in the model.
+  return models.apply(
+    (layer,), layer_params, x, train=True, key=key, first=number
+  )
 
 
-def _read_once(layer, params, number, x, key) -> set[Path]:
-  """The weights of a layer that exactly one operation reads."""
+def _read_once(
+  layer: nn.Module, params: Any, number: int, x: Any, key: Any
+) -> set[Path]:
+  """Returns the weights of a layer that exactly one operation reads."""
   weights = base.weights_of(params)[number]
   program = jax.make_jaxpr(
-    lambda own: apply_layer(layer, own, params, number, x, key)
+    lambda weights: apply_layer(layer, weights, params, number, x, key)
   )(weights).jaxpr
+  # A weight that is an output counts as read, too.
   reads = collections.Counter(id(v) for eqn in program.eqns for v in eqn.invars)
   reads.update(id(v) for v in program.outvars)
   leaves = jax.tree_util.tree_leaves_with_path(weights)
@@ -129,34 +139,43 @@ def choose(
   chosen: list[DenseGradient] = []
 
   def decide(number, path, x, y):
-    shape = math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]
-    wanted = factors == "always" or (
+    shape = math.prod(x.shape[:-1]), x.shape[-1], y.shape[-1]  # K, M, N
+    sends_factors = factors == "always" or (
       factors == "rule" and costs.prefers_factors(*shape, devices)
     )
-    wanted = wanted and devices > 1
-    return DenseGradient(number, path, *shape, wanted, jax.typeof(y))
+    sends_factors = sends_factors and devices > 1
+    return DenseGradient(number, path, *shape, sends_factors, jax.typeof(y))
 
   def forward(params, batch, key):
     weights = base.weights_of(params)
     x = pieces.prepare(batch, key, problems.dtype_of(weights))
     for number, layer in enumerate(pieces.layers):
-      calls: list[tuple] = []
-      own = _read_once(layer, params, number, x, key)
+      calls: list[tuple[Any, ...]] = []
+      read_once = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
         x, _ = apply_layer(layer, weights[number], params, number, x, key)
       times = collections.Counter(path for path, *_ in calls)
       chosen.extend(
         decide(number, path, *arrays)
         for path, *arrays in calls
-        if times[path] == 1 and _kernel(path) in own
+        if times[path] == 1 and _kernel(path) in read_once
       )
     return x
 
+  # Traced, not run: shapes are enough.
   jax.eval_shape(forward, params, batch, jax.random.key(0))
   return tuple(chosen)
 
 
-def _forward(layer, params, number, x, key, sending, first):
+def _forward(
+  layer: nn.Module,
+  params: Any,
+  number: int,
+  x: Any,
+  key: jax.Array,
+  sending: list[DenseGradient],
+  first: bool,
+) -> tuple[Any, Callable[..., Any], Any]:
   """Runs a layer, of which `sending` are the dense layers that send factors.
 
   Returns (y, backward, stats): backward(dy) returns the gradient of the weights
@@ -164,12 +183,14 @@ def _forward(layer, params, number, x, key, sending, first):
   `first` layer with weights, which needs no dx.
   """
   rest = traverse_util.flatten_dict(base.weights_of(params)[number])
+  # Kernels that send factors are constants here: their gradient, x^T dy, is not
+  # computed on this device.
   kernels = {_kernel(d.path): rest.pop(_kernel(d.path)) for d in sending}
   taps = {d.path: jnp.zeros(d.output.shape, d.output.dtype) for d in sending}
 
   def run(rest, taps, x=x):
     weights = traverse_util.unflatten_dict(rest | kernels)
-    calls: list[tuple] = []
+    calls: list[tuple[Any, ...]] = []
     with _watch(calls, taps):
       y, stats = apply_layer(layer, weights, params, number, x, key)
     factors = {path: x for path, x, _ in calls if path in taps}
@@ -180,6 +201,7 @@ def _forward(layer, params, number, x, key, sending, first):
 
   def backward(dy):
     d_rest, d_taps, *dx = pull(dy)
+    # (x, dy) of each of these kernels.
     pairs = {path: (factors[path], d_taps[path]) for path in factors}
     return d_rest, pairs, dx[0] if dx else None
 
@@ -226,9 +248,11 @@ def gradient(
 
   def call(params, batch, key):
     devices = jax.lax.axis_size(axis)
-    dense = ()
+    # [1] How each dense layer sends, from shapes: the same on all devices.
+    dense: tuple[DenseGradient, ...] = ()
     if factors != "never":
       dense = choose(pieces, params, batch, devices, factors=factors)
+    # [2] The forward, layer by layer.
     loss, dy, backwards, stats = _forward_all(pieces, params, batch, key, dense)
 
     def mean(tree):
@@ -251,6 +275,7 @@ def gradient(
       )
       return mean(x.T @ dy)
 
+    # [3] The backward, in which gradients are sent as they are complete.
     grads = _backward_all(
       base.weights_of(params), backwards, dy, send, multiply, bucket_bytes
     )
@@ -263,13 +288,22 @@ def gradient(
   return call
 
 
-def _forward_all(pieces, params, batch, key, dense):
+def _forward_all(
+  pieces: problems.Pieces,
+  params: Any,
+  batch: base.Batch,
+  key: jax.Array,
+  dense: tuple[DenseGradient, ...],
+) -> tuple[jax.Array, Any, list[Callable[..., Any]], list[Any]]:
   """Returns (loss, its derivative at the last layer's output, each layer's
   backward as of `_forward`, statistics)."""
   weights = base.weights_of(params)
+  # The keys of problems.whole_loss, so that the gradient is that of its loss.
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
-  backwards, stats, first = [], [], True
+  backwards: list[Callable[..., Any]] = []
+  stats: list[Any] = []
+  first = True  # no layer so far has weights
   for number, layer in enumerate(pieces.layers):
     sending = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
@@ -283,9 +317,16 @@ def _forward_all(pieces, params, batch, key, dense):
   return loss, dy, backwards, stats
 
 
-def _backward_all(weights, backwards, dy, send, multiply, bucket_bytes):
-  """The backward from the last layer to the first, sending gradients on the
-  way; dy is the derivative at the last layer's output.
+def _backward_all(
+  weights: Any,
+  backwards: list[Callable[..., Any]],
+  dy: Any,
+  send: Callable[[dict[int, Any]], dict[int, Any]],
+  multiply: Callable[..., jax.Array],
+  bucket_bytes: int,
+) -> tuple[Any, ...]:
+  """Runs the backward from the last layer to the first, and sends gradients on
+  the way; dy is the derivative at the last layer's output.
 
   Both average over devices: send, {layer: gradient} -> the same, and multiply,
   (x, dy, dtype) -> a kernel's gradient.
@@ -294,7 +335,7 @@ def _backward_all(weights, backwards, dy, send, multiply, bucket_bytes):
   lowest = next(i for i, w in enumerate(weights) if jax.tree.leaves(w))
   sent: dict[int, Any] = {}  # layer -> {path: gradient} without those kernels
   products: dict[int, dict[Path, jax.Array]] = {}  # layer -> of its kernels
-  waiting: dict[int, Any] = {}
+  waiting: dict[int, Any] = {}  # gradients that are not sent yet
   for number in reversed(range(lowest, len(backwards))):
     waiting[number], pairs, dy = backwards[number](dy)
     flat = traverse_util.flatten_dict(weights[number])
@@ -306,6 +347,7 @@ def _backward_all(weights, backwards, dy, send, multiply, bucket_bytes):
       sent |= send(waiting)
       waiting = {}
   sent |= send(waiting)
+  # Each layer's gradient, of both kinds, in the structure of its weights.
   return tuple(
     traverse_util.unflatten_dict(sent.get(i, {}) | products.get(i, {}))
     for i in range(len(weights))

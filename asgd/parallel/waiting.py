@@ -38,13 +38,15 @@ def expected_slowest(workers: int, *, variation: float = 0.1) -> float:
   # Imported here: it takes a quarter of a command's start.
   from scipy import integrate, special
 
-  shape = 1 / variation**2
+  shape = 1 / variation**2  # alpha of the gamma model, at a mean of 1
 
   def waiting(x):
-    """Probability that some worker takes longer."""
-    late = special.gammaincc(shape, x * shape)
+    """Probability that some worker takes longer than x: 1 - F(x)^N."""
+    late = special.gammaincc(shape, x * shape)  # 1 - F(x), of one worker
+    # As 1 - (1 - late)^N, which would lose small numbers to rounding.
     return special.betainc(1, workers, late)
 
+  # The end of the range: behind it the integrand is 0 in float64.
   end = 2.0
   while waiting(end) > 1e-15:
     end *= 2
@@ -87,6 +89,7 @@ def asynchronous_throughput(
   # A worker's slice for the shard on its own device is no message.
   messages = 2 * (shards - int(shards == workers))
   cycle = compute + messages * (link.latency + size / shards / link.bandwidth)
+  # Bytes on the busiest link for each message of a worker.
   busiest = size / shards * ((workers + shards - 2) / workers)
-  asked = workers * (1 / cycle)
-  return min(asked, link.bandwidth / busiest) if busiest else asked
+  demand = workers * (1 / cycle)
+  return min(demand, link.bandwidth / busiest) if busiest else demand

@@ -72,21 +72,26 @@ def guess_gpt(parameters: float, **sizes: int | None) -> memory.Gpt:
   number of parameters."""
   given = {name: value for name, value in sizes.items() if value is not None}
   context = given.get("context", 2048)
-  vocabulary = given.get("vocabulary", 51200)
+  vocabulary = given.get("vocabulary", 51200)  # as in Megatron's papers
   depth, width = given.get("depth"), given.get("width")
+  # Blocks have 12 L C^2 parameters. If both sizes are free, C = 128 L, about
+  # the proportion of published models.
   if depth is None and width is None:
     depth = max(round((parameters / (12 * 128**2)) ** (1 / 3)), 1)
   if width is None:
-    width = math.sqrt(parameters / (12 * depth))
-    fitting = next((n for n in _HEADS if width >= 4 * n), 1)
+    assert depth is not None  # one of the two was given, or depth is guessed
+    exact = math.sqrt(parameters / (12 * depth))
+    # A multiple of the heads, or of a head's features that leaves 4 heads.
+    fitting = next((n for n in _HEADS if exact >= 4 * n), 1)
     step = given.get("heads", fitting)
-    width = max(round(width / step), 1) * step
+    width = max(round(exact / step), 1) * step
   if depth is None:
     depth = max(round(parameters / (12 * width**2)), 1)
   heads = next((width // n for n in _HEADS if width % n == 0), 1)
   heads = given.get("heads", heads)
   gpt = memory.check_gpt(memory.Gpt(depth, width, heads, context, vocabulary))
   blocks = 12 * depth * width**2
+  # Sizes that were given may contradict the number of parameters.
   if given.keys() & {"depth", "width", "heads"} and not (
     parameters / 2 <= blocks <= 2 * parameters
   ):
@@ -105,9 +110,12 @@ def of_gpt(
   itemsize = memory.PRECISIONS[options.precision].weights
   plain = memory.gpt_flops(gpt, 1)
 
-  def kept(examples, tensor):
-    how = dict(kind=options.activations, tensor=tensor, itemsize=itemsize)
-    return gpt.depth * memory.activations(gpt, examples, **how)
+  def activations(examples: int, tensor: int) -> float:
+    block = memory.activations(
+      *(gpt, examples),
+      **dict(kind=options.activations, tensor=tensor, itemsize=itemsize),
+    )
+    return gpt.depth * block
 
   return Workload(
     f"GPT of {parameters:,} parameters: {gpt.depth} blocks of {gpt.width},"
@@ -117,7 +125,7 @@ def of_gpt(
     largest=parameters // gpt.depth,
     flops=plain,
     again=memory.gpt_flops(gpt, 1, recompute=True) - plain,
-    activations=kept,
+    activations=activations,
     border=float(gpt.context * gpt.width * itemsize),
     gpt=gpt,
   )
@@ -149,11 +157,14 @@ def products(
   convolutions) of a loss and its gradient, counted from the program for the
   first `examples` of a batch. XLA's own count has all operations in it, and the
   body of a loop once."""
-  some = jax.tree.map(lambda x: x.update(shape=(examples, *x.shape[1:])), batch)
+  first = jax.tree.map(
+    lambda x: x.update(shape=(examples, *x.shape[1:])), batch
+  )
   key = jax.eval_shape(lambda: jax.random.key(0))
   gradient = jax.jit(jax.grad(loss, has_aux=True))
+  # Lowered, not compiled: the products are the same, and compiling takes time.
   lowered = gradient.lower(
-    *jax.tree.map(lambda x: x.update(sharding=None), (params, some, key))
+    *jax.tree.map(lambda x: x.update(sharding=None), (params, first, key))
   )
   return hlo.read(lowered.as_text(dialect="hlo")).flops
 
@@ -172,24 +183,29 @@ def of_problem(
   params = jax.eval_shape(problem.init, key)
   batch = problem.batches(0, 1)(0, 0)
   examples = len(jax.tree.leaves(batch)[0])
+  # [1] Operations, counted in the program of the whole batch.
   shapes = jax.eval_shape(lambda: jax.tree.map(jax.numpy.asarray, batch))
   flops = products(problem.loss, params, shapes, examples) / examples
-  kept, borders = _activations(pieces, params, batch, key)
+  # [2] Bytes: all that JAX keeps for the backward, and after each layer.
+  residuals, borders = _activations(pieces, params, batch, key)
+  # [3] Layers, and whether tensor parallel strategies apply.
   sizes = [models.count(weights) for weights in base.weights_of(params)]
   tokens = jax.eval_shape(
     lambda b, k: pieces.prepare(b, k, jax.numpy.float32), batch, key
   )
-  dense = wait_free.choose(pieces, params, batch, 2)
+  dense = wait_free.choose(pieces, params, batch, 2)  # for two devices or more
   layers = sum(size > 0 for size in sizes)
   recomputing = options.activations == "full"
-  each = (sum(borders) if recomputing else kept) / examples
+  example_bytes = (sum(borders) if recomputing else residuals) / examples
   gpt = find_gpt(pieces.layers, tokens)
 
-  def activations(examples, tensor):
+  def activations(examples: int, tensor: int) -> float:
     if tensor == 1 or recomputing:
-      return examples * each
+      return examples * example_bytes
+    # Counted bytes of one device, divided as the formula divides its own.
+    assert gpt is not None
     split = memory.activations(gpt, 1, kind=options.activations, tensor=tensor)
-    return examples * each * (split / memory.activations(gpt, 1))
+    return examples * example_bytes * (split / memory.activations(gpt, 1))
 
   return Workload(
     f"{name}: {sum(sizes):,} parameters in {layers} layers, counted",
@@ -197,16 +213,20 @@ def of_problem(
     layers=layers,
     largest=max(sizes),
     flops=flops,
-    again=flops / 3,
+    again=flops / 3,  # a forward is a third of forward and backward
     activations=activations,
+    # Between two layers: the last one's output is not sent.
     border=max(borders[: len(sizes) - 1], default=borders[-1]) / examples,
     gpt=gpt,
     dense=tuple(d._replace(rows=d.rows // examples) for d in dense),
   )
 
 
-def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
-  """(bytes kept for the backward of a batch, bytes after each layer)."""
+def _activations(
+  pieces: problems.Pieces, params: Any, batch: base.Batch, key: jax.Array
+) -> tuple[int, list[int]]:
+  """Returns (bytes kept for the backward of a batch, bytes after each
+  layer)."""
   borders: list[int] = []
 
   def forward(params, batch, key):
@@ -217,4 +237,4 @@ def _activations(pieces, params, batch, key) -> tuple[int, list[int]]:
       borders.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)
 
-  return memory.kept(forward, params, batch, key), borders
+  return memory.residual_bytes(forward, params, batch, key), borders

@@ -39,6 +39,7 @@ def divided(shape: tuple[int, ...], spec: P, parts: int) -> P:
     >>> tuple(divided((10,), P(), 8))
     ()
   """
+  # A PartitionSpec may leave out its last dimensions.
   entries = [*spec, *(None,) * (len(shape) - len(spec))]
   free = [
     i
@@ -71,12 +72,13 @@ def state_specs(
     for (path, leaf), spec in zip(leaves, jax.tree.leaves(specs), strict=True)
   }
 
-  def place(path, leaf):
+  def spec_of(path, leaf):
+    # A moment of weight w has a path such as [0].mu['w']: its end is that of w.
     ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
-    known = next((by_path[end] for end in ends if end in by_path), None)
-    return choose(leaf) if known is None else known
+    spec = next((by_path[end] for end in ends if end in by_path), None)
+    return choose(leaf) if spec is None else spec
 
-  return jax.tree_util.tree_map_with_path(place, state)
+  return jax.tree_util.tree_map_with_path(spec_of, state)
 
 
 def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
@@ -95,6 +97,7 @@ def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
   def whole(part):
     return jax.lax.all_gather(part, _AXIS, axis=dim, tiled=True)
 
+  # Without it JAX would reduce-scatter in the dtype of computing.
   def backward(_, cotangent):
     total = scatter(precision.cast(cotangent, reduce), dim)
     return (total.astype(cotangent.dtype),)

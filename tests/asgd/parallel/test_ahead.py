@@ -64,7 +64,7 @@ def compare(one, target):
 def test_the_step_of_a_gpt_is_as_planned(topology):
   target, (one,) = compiled(topology)
   assert compare(one, target) == []
-  kinds = {want.kind for want, _, _ in ahead.traffic(one).rows}
+  kinds = {transfer.kind for transfer, _, _ in ahead.traffic(one).rows}
   assert {transfers.GATHER, transfers.SCATTER, transfers.REDUCE} <= kinds
   assert (transfers.PERMUTE in kinds) == ("pipe" in one.job.mesh.shape)
   sent, hidden = ahead.hidden_bytes(one.program)

@@ -75,21 +75,22 @@ def test_adafactor_is_nothing_beside_a_large_matrix():
 
 def test_cures_hold_what_their_papers_say():
   n = 8
-  nothing = memory.cure("asgd", n)
+  nothing = memory.recipe_bytes("asgd", n)
   assert nothing == (0, 0, 0)
   # A copy of what each worker was sent.
-  assert memory.cure("dc_asgd_c", n) == (0, 4 * n, 0)
-  assert memory.cure("dc_asgd_a", n) == (4, 4 * n, 0)  # and a mean square
-  assert memory.cure("dc_asgd_a", n, scope="worker").server >= 4 * n
-  assert memory.cure("gap_aware", n).tickets == 4 * n
+  assert memory.recipe_bytes("dc_asgd_c", n) == (0, 4 * n, 0)
+  # And a mean square.
+  assert memory.recipe_bytes("dc_asgd_a", n) == (4, 4 * n, 0)
+  assert memory.recipe_bytes("dc_asgd_a", n, scope="worker").server >= 4 * n
+  assert memory.recipe_bytes("gap_aware", n).tickets == 4 * n
   # A velocity of each worker, their sum, and at most one on its way.
-  dana = memory.cure("dana_zero", n)
+  dana = memory.recipe_bytes("dana_zero", n)
   assert 4 * n + 4 <= dana.server <= 4 * n + 8 and not dana.tickets
-  assert memory.cure("dana_zero", 2 * n).server - dana.server == 4 * n
-  assert memory.cure("dana_dc", n).total == dana.server + 4 * n
+  assert memory.recipe_bytes("dana_zero", 2 * n).server - dana.server == 4 * n
+  assert memory.recipe_bytes("dana_dc", n).total == dana.server + 4 * n
   # DANA-Slim leaves it to the workers.
-  assert memory.cure("dana_slim", n) == (0, 0, 4)
-  assert memory.cure("ssgd", n).server == 4  # the sum of who has come
+  assert memory.recipe_bytes("dana_slim", n) == (0, 0, 4)
+  assert memory.recipe_bytes("ssgd", n).server == 4  # the sum of who has come
 
 
 def test_operations_of_a_gpt():
@@ -144,7 +145,7 @@ def test_what_jax_keeps_by_hand():
 
   w = jax.ShapeDtypeStruct((5, 7), jnp.float32)
   x = jax.ShapeDtypeStruct((3, 5), jnp.float32)
-  kept = memory.kept(forward, w, x)
+  kept = memory.residual_bytes(forward, w, x)
   assert 3 * (5 + 7) * 4 <= kept <= 3 * (5 + 2 * 7) * 4
 
 
@@ -159,7 +160,8 @@ MISTAKES = {
   "kind": (
     lambda: memory.activations(memory.Gpt(1, 8, 1, 1, 1), 1, kind="fill"),
     "did you mean 'full'"),
-  "recipe": (lambda: memory.cure("dana", 4), "unknown (recipe|algorithm)"),
+  "recipe": (
+    lambda: memory.recipe_bytes("dana", 4), "unknown (recipe|algorithm)"),
 }
 
 
