@@ -152,7 +152,7 @@ def powersgd_reducer(
   def compressed(state, tree, axis):
     residuals = jax.tree.leaves(state.residual)
     grads, structure = jax.tree.flatten(tree)
-    rows = []  # (mean, e_w, Q) of each leaf
+    rows: list[tuple[Any, ...]] = []  # (mean, e_w, Q) of each leaf
     for g, e, q in zip(grads, residuals, state.inner, strict=True):
       # A leaf without Q is averaged exactly.
       if isinstance(q, tuple):

@@ -194,6 +194,7 @@ def _make(
     return code, ThresholdState(state.count + 1, tau, density)
 
   def limit(state: ThresholdState, residual: optax.Updates) -> optax.Updates:
+    assert residual_clip is not None  # otherwise the codec has no limit
     # Between two clippings the bound is infinite.
     due = state.count % clip_every == 0
     bound = jnp.where(due, residual_clip * state.tau, jnp.inf)

@@ -104,7 +104,8 @@ def compile_program(job: Compilation, options: dict[str, Any]) -> Compiled:
     lowered.out_info,
     compiled.output_shardings,
   )
-  leaves, tree = jax.tree.flatten(tuple(job.arguments))
+  leaves = jax.tree.leaves(tuple(job.arguments))
+  tree: Any = jax.tree.structure(tuple(job.arguments))
   # None for an argument that no result needs, which JAX left out.
   shardings = tree.flatten_up_to(compiled.input_shardings[0])
   pairs = zip(leaves, shardings, strict=True)

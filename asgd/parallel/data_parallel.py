@@ -52,7 +52,7 @@ _REDUCER = 0x726564  # folded into a step's key for the draws of a reducer
 class StepState(NamedTuple):
   """The state between two steps; `step` donates it."""
 
-  count: jax.Array  # int32[], steps taken, skipped ones included
+  count: jax.Array  # type: ignore[assignment] # int32[], with skipped steps
   params: optax.Params  # global arrays; [d, ...] in the form "pmap"
   opt_state: optax.OptState
   scale: Any  # precision.LossScale, or () without one
@@ -149,7 +149,7 @@ def make_step(
   """
   meshes.size(mesh, _AXIS)
   chosen = StepOptions(**options)
-  chosen = chosen._replace(policy=precision.policy(chosen.policy))
+  policy = precision.policy(chosen.policy)
   checks.whole("accumulate", chosen.accumulate)
   clip = optax.identity()
   if chosen.clip_norm is not None:
@@ -173,7 +173,7 @@ def make_step(
       step_checks.check_alone(what, mesh, given, needed)
   algorithm = tx if isinstance(tx, base.Algorithm) else base.as_algorithm(tx)
   algorithm = transforms.own_statistics(algorithm, chosen.statistics_decay)
-  return make_form(_Program(loss, algorithm, mesh, clip, specs, chosen))
+  return make_form(_Program(loss, algorithm, mesh, clip, specs, policy, chosen))
 
 
 class _Program(NamedTuple):
@@ -184,6 +184,7 @@ class _Program(NamedTuple):
   mesh: Mesh
   clip: optax.GradientTransformation
   specs: zero_lib.Specs
+  policy: precision.Policy
   options: StepOptions
 
   @property
@@ -193,7 +194,7 @@ class _Program(NamedTuple):
 
   def begin(self, params: optax.Params) -> StepState:
     """Returns the first state, of whole parameters."""
-    params = precision.cast(params, self.options.policy.param)
+    params = precision.cast(params, self.policy.param)
     # A copy: the step donates the state, and the caller may keep `params`.
     params = jax.tree.map(jnp.copy, params)
     rule = self.options.loss_scale
@@ -203,7 +204,7 @@ class _Program(NamedTuple):
     if self.options.reducer is None:
       return state
     # A reducer's state has the dtypes of the gradients that it gets.
-    grads = precision.cast(base.weights_of(params), self.options.policy.reduce)
+    grads = precision.cast(base.weights_of(params), self.policy.reduce)
     first = self.options.reducer.init(grads)
     return state._replace(reducer=meshes.repeat(first, self.mesh.shape[_AXIS]))
 
@@ -221,7 +222,7 @@ class _Program(NamedTuple):
   def _objective(self, params, key, scale, dims):
     """Returns (weights, piece, its number) -> the scaled loss, (loss,
     statistics)."""
-    policy = self.options.policy
+    policy = self.policy
 
     def gather(leaf, dim):
       # Cast before the transfer: fewer bytes are sent.
@@ -269,7 +270,7 @@ class _Program(NamedTuple):
         lambda x: x.reshape(accumulate, -1, *x.shape[1:])[i], batch
       )
       grads, (value, stats) = gradient(weights, piece, first + i)
-      grads = precision.cast(grads, self.options.policy.reduce)
+      grads = precision.cast(grads, self.policy.reduce)
       return value, scatter(grads) if self.options.zero == 2 else grads, stats
 
     # [1] The sums of loss, gradient and statistics over this device's pieces.
@@ -309,6 +310,7 @@ class _Program(NamedTuple):
     # All devices must agree, so that residuals and NaNs are the same on all.
     finite = jax.lax.pmin(jnp.int32(server.all_finite(grads)), _AXIS) > 0
     before = jax.tree.map(lambda x: x[0], state)  # of the axis of devices
+    assert self.options.reducer is not None
     mean, after = self.options.reducer.reduce(
       before,
       optax.tree.where(finite, grads, optax.tree.zeros_like(grads)),
@@ -337,7 +339,8 @@ class _Program(NamedTuple):
       **{**delay._asdict(), **search},
     )
     params = optax.apply_updates(state.params, updates)
-    new, scale = (params, opt_state), ()
+    new: Any = (params, opt_state)
+    scale: Any = ()
     # With a loss scale a gradient that is not finite is skipped, and lowers it.
     if self.options.loss_scale is not None:
       new = optax.tree.where(finite, new, (state.params, state.opt_state))

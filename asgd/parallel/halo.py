@@ -146,11 +146,10 @@ def convolve(module: nn.Module, x: jax.Array) -> jax.Array:
 _RERUN_NAME = "tile"  # the name of modules that are not intercepted again
 
 
-def _rerun(module: nn.Module, x: jax.Array, **changes: Any) -> jax.Array:
+def _rerun(module: nn.Module, x: jax.Array, **changes: Any) -> Any:
   """Applies a copy of a module, with other fields and the same parameters."""
   changed = module.clone(parent=None, name=_RERUN_NAME, **changes)
-  y: jax.Array = changed.apply({"params": module.variables["params"]}, x)
-  return y
+  return changed.apply({"params": module.variables["params"]}, x)
 
 
 def _intercept(
@@ -219,8 +218,8 @@ def locally_connected(
   for width in features:
     checks.whole("each of features", width)
   first, *others = features
-  others = (Local(width, kernel, stride=2) for width in others)
-  return (Local(first, kernel), *others, models.Head(classes))
+  halving = (Local(width, kernel, stride=2) for width in others)
+  return (Local(first, kernel), *halving, models.Head(classes))
 
 
 _LAYERS = (models.Stem, models.BasicBlock, models.WideBlock, models.Head, Local)

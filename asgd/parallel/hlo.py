@@ -140,7 +140,9 @@ def _numbers(text: str) -> list[int]:
   return [int(n) for n in text.split(",") if n]
 
 
-def _mesh_groups(sizes: str, ids: tuple | None, axes: str) -> np.ndarray:
+def _mesh_groups(
+  sizes: str, ids: tuple[str, str | None] | None, axes: str
+) -> np.ndarray:
   """Returns groups along some axes of a mesh, or along parts of axes,
   (before)size: int[groups, devices of each]."""
   shape = {name: int(n) for name, n in re.findall(r"'(\w+)'=(\d+)", sizes)}
@@ -296,11 +298,12 @@ def _flops(bodies: dict[str, list[str]], counts: dict[str, int]) -> int:
     if not counts[name]:
       continue
     # The result of each instruction, for the operands of later ones.
-    types = {}
+    types: dict[str, Array] = {}
     for line in lines:
       match = _INSTRUCTION.match(line)
-      if match:
-        types[match[1]] = (arrays(match[2].split("(")[0]) or [None])[0]
+      results = arrays(match[2].split("(")[0]) if match else []
+      if match and results:
+        types[match[1]] = results[0]
     total += counts[name] * sum(_product_flops(line, types) for line in lines)
   return total
 

@@ -30,7 +30,15 @@ from jax.sharding import PartitionSpec as P
 from asgd import base, checks, models, problems
 from asgd import losses as losses_lib
 from asgd.models import transformer
-from asgd.parallel import circular, data_parallel, halo, meshes, tensor, zero
+from asgd.parallel import (
+  circular,
+  data_parallel,
+  halo,
+  meshes,
+  step_checks,
+  tensor,
+  zero,
+)
 
 
 class MeshModel(NamedTuple):
@@ -127,15 +135,18 @@ def language(
 
 def _check_gpt(layers: models.Layers) -> tuple[int, int]:
   """Returns (tokens of the vocabulary, blocks) of a GPT's layers."""
-  embed, *blocks, unembed = layers if len(layers) > 2 else (None,) * 3
   # Stages apply one block with the parameters of each: all must be equal.
-  kinds = (transformer.Embed, transformer.Unembed)
-  if (type(embed), type(unembed)) != kinds or len(set(blocks)) != 1:
-    raise ValueError(
-      "only the layers of transformer.gpt can be divided over the axes 'tensor'"
-      f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"
-    )
-  return unembed.vocabulary, len(blocks)
+  if len(layers) > 2 and len(set(layers[1:-1])) == 1:
+    embed, *blocks, unembed = layers
+    # Exactly these types: a parallel form would be divided twice.
+    if type(embed) is transformer.Embed and (
+      type(unembed) is transformer.Unembed
+    ):
+      return unembed.vocabulary, len(blocks)
+  raise ValueError(
+    "only the layers of transformer.gpt can be divided over the axes 'tensor'"
+    f" and 'pipe', not {[type(layer).__name__ for layer in layers]}"
+  )
 
 
 def _pipelined_logits(
@@ -194,14 +205,15 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   refuses; by the loss, for rows or columns that an axis does not divide, down
   to the smallest image inside the model.
   """
-  halo.check(pieces.layers)
+  layers = step_checks.layers_of(pieces)
+  halo.check(layers)
 
   def loss(params, batch, key):
     # The keys of problems.whole_loss, so that a mesh draws what a device does.
     prepare_key, model_key = jax.random.split(key)
     dtype = problems.dtype_of(params)
     x = halo.tile(pieces.prepare(batch, prepare_key, dtype))
-    logits, _ = halo.apply(pieces.layers, params, x, train=True, key=model_key)
+    logits, _ = halo.apply(layers, params, x, train=True, key=model_key)
     return pieces.criterion(logits, batch), losses_lib.Aux(())
 
   return MeshModel(loss, lambda p: halo.partition(p, tuple(mesh.axis_names)))
@@ -223,16 +235,16 @@ def mesh_model(
       "the axes of a mesh are data, and tensor and pipe, or rows and columns;"
       f" not {tuple(mesh.axis_names)}"
     )
-  if axes and problem.pieces is None:
+  if not axes:
+    return MeshModel(problem.loss)
+  if problem.pieces is None:
     raise ValueError(
       f"this problem has no layers to divide over {sorted(axes)}; use the axis"
       " 'data' alone"
     )
-  if not axes:
-    return MeshModel(problem.loss)
   if axes <= {*halo.AXES}:
     return images(problem.pieces, mesh)
-  return language(problem.pieces.layers, mesh, **options)
+  return language(step_checks.layers_of(problem.pieces), mesh, **options)
 
 
 def make_step(

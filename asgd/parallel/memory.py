@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from asgd import algorithms, checks, internals, names
+from asgd import algorithms, checks, internals, losses, names
 
 GB = 10**9
 
@@ -167,7 +167,7 @@ def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
     32.0
   """
   rule = algorithms.build(recipe, 0.1, workers, **options)
-  params = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
+  params: Any = jax.ShapeDtypeStruct((_SAMPLE,), jnp.float32)
   # [1] The server's state, of shapes alone: nothing is allocated.
   algorithm = rule.one_message()
   state = jax.eval_shape(algorithm.init, params)
@@ -183,7 +183,8 @@ def recipe_bytes(recipe: str, workers: int, **options: Any) -> RecipeBytes:
   if rule.at_worker is not None:
     worker_bytes = optimizer_bytes(rule.at_worker, params)
   elif rule.worker is not None:
-    worker = rule.make_worker(lambda params, batch, key: None)
+    zero_loss = jnp.float32(0), losses.Aux(())
+    worker = rule.make_worker(lambda params, batch, key: zero_loss)
     worker_bytes = bytes_of(jax.eval_shape(worker.init, params))
   # Whole bytes a parameter: counters are none.
   server, worker_state = (
@@ -294,7 +295,7 @@ def loop_activations(
   _, width, heads, context, _ = check_gpt(gpt)
   # Bytes per number of the stream: complete on each device (the norms' float32
   # and two inputs), and split over "tensor".
-  whole, split = 24 + 2 * itemsize, 28 * itemsize
+  whole, split = 24 + 2 * itemsize, 28.0 * itemsize
   split += 2 * itemsize * heads * context / width
   if sequence:
     whole, split = 0, whole + split

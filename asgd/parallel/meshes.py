@@ -27,9 +27,15 @@ DATA, TENSOR, PIPE = "data", "tensor", "pipe"  # names of axes
 ROWS, COLUMNS = "rows", "columns"
 
 
+def cpu_devices() -> int:
+  """Returns how many CPU devices JAX makes when it starts; -1: its default."""
+  count: int = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+  return count
+
+
 def want_cpu_devices(count: int) -> None:
   """Gives JAX at least `count` CPU devices if it has not started yet."""
-  if jax.config.jax_num_cpu_devices < count:
+  if cpu_devices() < count:
     with contextlib.suppress(RuntimeError):  # JAX has started
       jax.config.update("jax_num_cpu_devices", count)
 

@@ -41,7 +41,7 @@ _MOST_ERROR = 300  # bytes of an error that is sent to the other processes
 class ProcessRole(NamedTuple):
   """The part of this process in the training."""
 
-  count: int | None  # of processes; None: JAX finds out
+  count: int | None  # type: ignore[assignment] # None: JAX finds out
   process_id: int | None  # None: it is alone, or JAX finds out
   coordinator: str | None  # HOST:PORT of process 0, or AUTO
   start_seconds: float  # for all processes to come
@@ -100,7 +100,7 @@ def join(role: ProcessRole, devices: int | None) -> None:
   # [1] The number of CPU devices, which JAX reads when it starts.
   if devices is not None and role.count is not None:
     share = devices_of_each(devices, role.count)
-    if jax.config.jax_num_cpu_devices < share:
+    if meshes.cpu_devices() < share:
       jax.config.update("jax_num_cpu_devices", share)
   # [2] Connect, before JAX starts. A process alone has nobody to connect to.
   if role.auto or role.process_id is not None:
@@ -286,7 +286,7 @@ def run(main: Callable[[], None]) -> None:
   try:
     main()
   except BaseException as error:
-    status = error.code if isinstance(error, SystemExit) else 1
+    status: Any = error.code if isinstance(error, SystemExit) else 1
     failed = status in (1, USAGE_ERROR)
     # Interrupted twice: the others may be in the middle of a step.
     failed |= isinstance(error.__context__, KeyboardInterrupt)

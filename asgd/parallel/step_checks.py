@@ -1,4 +1,4 @@
-"""Checks of data parallel steps: options that exclude others, and batches."""
+"""Checks of steps: options that exclude others, batches, and layers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from asgd import base
+from asgd import base, models, problems
 from asgd.parallel import meshes
 
 # Beginnings of errors, for `check_alone`.
@@ -41,6 +41,14 @@ def _shown(value: Any) -> str:
   if value is None or isinstance(value, str | int | float):
     return repr(value)
   return getattr(value, "__name__", f"a {type(value).__name__}")
+
+
+def layers_of(pieces: problems.Pieces) -> models.Layers:
+  """Returns the layers of a problem's pieces."""
+  layers = pieces.layers
+  # A problem has no pieces if its model cannot be cut (`problems.problem`).
+  assert not isinstance(layers, models.Model)
+  return layers
 
 
 def check_batch(batch: base.Batch, pieces: int) -> None:

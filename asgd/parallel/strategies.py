@@ -46,8 +46,9 @@ class Hardware(NamedTuple):
 
   def link(self, devices: int) -> costs.LinkSpeed:
     """The link between that many neighbours."""
-    inside = self.near is not None and devices <= self.node
-    return self.near if inside else self.far
+    if self.near is None or devices > self.node:
+      return self.far
+    return self.near
 
 
 class Strategy(NamedTuple):
@@ -137,9 +138,14 @@ class _Planner(NamedTuple):
     # [1] Bytes. The stage with most layers sets the pace, and has the most to
     # hold: `uneven` is its share over an equal one.
     uneven = math.ceil(work.layers / stages) * stages / work.layers
-    kinds = options.optimizer, options.precision
-    shares = dict(zero=zero, data=data, tensor=tensor, stages=stages)
-    whole = memory.state(work.parameters, *kinds, versions=versions, **shares)
+    whole = memory.state(
+      *(work.parameters, options.optimizer, options.precision),
+      zero=zero,
+      data=data,
+      tensor=tensor,
+      stages=stages,
+      versions=versions,
+    )
     state = uneven * whole.total
     if zero == 3:  # the weights of one layer are whole
       state += work.largest * self.precision.weights / tensor

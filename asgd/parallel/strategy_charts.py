@@ -16,8 +16,8 @@ def tabulate(strategies: Sequence[Strategy]) -> str:
   rows = []
   for strategy in strategies:
     sizes = strategy.bytes, strategy.state, strategy.activations
-    times = strategy.compute, strategy.communication, strategy.waiting
-    times = *times, strategy.seconds
+    parts = strategy.compute, strategy.communication, strategy.waiting
+    times = *parts, strategy.seconds
     row = [strategy.name, "yes" if strategy.fits else "no"]
     row += [f"{size / memory.GB:.3g}" for size in sizes]
     rows.append([*row, f"{strategy.microbatch}", *(f"{t:.3g}" for t in times)])

@@ -212,9 +212,10 @@ class ParallelBlock(transformer.Block):
     # [2] MLP: split by hidden features; `column_dense` enters, `row_dense`
     # leaves.
     h = nn.LayerNorm(dtype=dtype, name="norm_mlp")(x)
-    options = {"sequence": self.sequence, "dtype": dtype}
-    h = column_dense(4 * width, **options, name="up")(h)
-    h = row_dense(width, **options, name="down")(nn.gelu(h))
+    split = self.sequence
+    h = column_dense(4 * width, sequence=split, dtype=dtype, name="up")(h)
+    h = nn.gelu(h)
+    h = row_dense(width, sequence=split, dtype=dtype, name="down")(h)
     return x + drop(h, "Dropout_1")
 
 
@@ -289,7 +290,7 @@ def parallel(
 
 # The dimension of a parameter that is split, by the end of its path.
 _COLUMNS = ("query", "key", "value", "up")
-_SPLIT = {
+_SPLIT: dict[tuple[str, ...], int] = {
   ("tokens",): 0,
   **{(name, "kernel"): 1 for name in (*_COLUMNS, "Dense_0")},
   **{(name, "bias"): 0 for name in _COLUMNS},

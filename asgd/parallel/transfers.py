@@ -231,7 +231,10 @@ def of_round(
     return
   for pairs in peers.turns(exchange.topology, phase).pairs:
     for leaf in jax.tree.leaves(code):
+      sizes = math.prod(leaf.shape), leaf.dtype.itemsize
       yield Transfer(
-        *(PERMUTE, frozenset({axis}), math.prod(leaf.shape)),
-        *(leaf.dtype.itemsize, 1, None, _pairs(mesh, axis, pairs), "messages"),
+        *(PERMUTE, frozenset({axis}), *sizes),
+        times=1,
+        pairs=_pairs(mesh, axis, pairs),
+        what="messages",
       )

@@ -41,7 +41,7 @@ from flax import traverse_util
 
 from asgd import base, checks, models, problems
 from asgd import losses as losses_lib
-from asgd.parallel import collectives, costs
+from asgd.parallel import collectives, costs, step_checks
 from asgd.parallel.memory import bytes_of
 
 FACTORS = ("rule", "always", "never")
@@ -87,6 +87,11 @@ def _kernel(path: Path) -> Path:
   return (*path, "kernel")
 
 
+def _weights_of(params: Any) -> Any:
+  """Returns the weights of a model of layers, indexed by layer."""
+  return base.weights_of(params)
+
+
 def apply_layer(
   layer: nn.Module, weights: Any, params: Any, number: int, x: Any, key: Any
 ) -> tuple[Any, Any]:
@@ -105,7 +110,7 @@ def _read_once(
   layer: nn.Module, params: Any, number: int, x: Any, key: Any
 ) -> set[Path]:
   """Returns the weights of a layer that exactly one operation reads."""
-  weights = base.weights_of(params)[number]
+  weights = _weights_of(params)[number]
   program = jax.make_jaxpr(
     lambda weights: apply_layer(layer, weights, params, number, x, key)
   )(weights).jaxpr
@@ -147,9 +152,9 @@ def choose(
     return DenseGradient(number, path, *shape, sends_factors, jax.typeof(y))
 
   def forward(params, batch, key):
-    weights = base.weights_of(params)
+    weights = _weights_of(params)
     x = pieces.prepare(batch, key, problems.dtype_of(weights))
-    for number, layer in enumerate(pieces.layers):
+    for number, layer in enumerate(step_checks.layers_of(pieces)):
       calls: list[tuple[Any, ...]] = []
       read_once = _read_once(layer, params, number, x, key)
       with _watch(calls, {}):
@@ -182,7 +187,7 @@ def _forward(
   without those kernels, by path, (x, dy) of each of them, and dx; None for the
   `first` layer with weights, which needs no dx.
   """
-  rest = traverse_util.flatten_dict(base.weights_of(params)[number])
+  rest = traverse_util.flatten_dict(_weights_of(params)[number])
   # Kernels that send factors are constants here: their gradient, x^T dy, is not
   # computed on this device.
   kernels = {_kernel(d.path): rest.pop(_kernel(d.path)) for d in sending}
@@ -297,14 +302,14 @@ def _forward_all(
 ) -> tuple[jax.Array, Any, list[Callable[..., Any]], list[Any]]:
   """Returns (loss, its derivative at the last layer's output, each layer's
   backward as of `_forward`, statistics)."""
-  weights = base.weights_of(params)
+  weights = _weights_of(params)
   # The keys of problems.whole_loss, so that the gradient is that of its loss.
   prepare_key, model_key = jax.random.split(key)
   x = pieces.prepare(batch, prepare_key, problems.dtype_of(weights))
   backwards: list[Callable[..., Any]] = []
   stats: list[Any] = []
   first = True  # no layer so far has weights
-  for number, layer in enumerate(pieces.layers):
+  for number, layer in enumerate(step_checks.layers_of(pieces)):
     sending = [d for d in dense if d.factors and d.layer == number]
     x, backward, layer_stats = _forward(
       layer, params, number, x, model_key, sending, first

@@ -10,7 +10,7 @@ import jax
 
 from asgd import base, models, problems
 from asgd.models import transformer
-from asgd.parallel import hlo, memory, wait_free
+from asgd.parallel import hlo, memory, step_checks, wait_free
 
 RECIPES = ("asgd", "dc_asgd_a", "gap_aware", "dana_zero", "dana_dc")
 _UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -112,8 +112,7 @@ def of_gpt(
 
   def activations(examples: int, tensor: int) -> float:
     block = memory.activations(
-      *(gpt, examples),
-      **dict(kind=options.activations, tensor=tensor, itemsize=itemsize),
+      gpt, examples, kind=options.activations, tensor=tensor, itemsize=itemsize
     )
     return gpt.depth * block
 
@@ -189,7 +188,8 @@ def of_problem(
   # [2] Bytes: all that JAX keeps for the backward, and after each layer.
   residuals, borders = _activations(pieces, params, batch, key)
   # [3] Layers, and whether tensor parallel strategies apply.
-  sizes = [models.count(weights) for weights in base.weights_of(params)]
+  weights: Any = base.weights_of(params)
+  sizes = [models.count(layer) for layer in weights]
   tokens = jax.eval_shape(
     lambda b, k: pieces.prepare(b, k, jax.numpy.float32), batch, key
   )
@@ -197,7 +197,7 @@ def of_problem(
   layers = sum(size > 0 for size in sizes)
   recomputing = options.activations == "full"
   example_bytes = (sum(borders) if recomputing else residuals) / examples
-  gpt = find_gpt(pieces.layers, tokens)
+  gpt = find_gpt(step_checks.layers_of(pieces), tokens)
 
   def activations(examples: int, tensor: int) -> float:
     if tensor == 1 or recomputing:
@@ -230,9 +230,9 @@ def _activations(
   borders: list[int] = []
 
   def forward(params, batch, key):
-    weights = base.weights_of(params)
+    weights: Any = base.weights_of(params)
     x = pieces.prepare(batch, key, problems.dtype_of(weights))
-    for i, layer in enumerate(pieces.layers):
+    for i, layer in enumerate(step_checks.layers_of(pieces)):
       x, _ = wait_free.apply_layer(layer, weights[i], params, i, x, key)
       borders.append(memory.bytes_of(x))
     return pieces.criterion(x, batch)

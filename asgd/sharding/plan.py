@@ -130,11 +130,11 @@ def join(plan: ShardPlan, parts: Sequence[optax.Params]) -> optax.Params:
   another number of parts, or shapes that are not the plan's."""
   if len(parts) != plan.shards:
     raise ValueError(f"the plan has {plan.shards} shards, not {len(parts)}")
-  structure = jax.tree.structure(parts[0])
+  structure: Any = jax.tree.structure(parts[0])
   columns = []  # [S][L]
   for s, tree in enumerate(parts):
     leaves, other = jax.tree.flatten(tree)
-    if other != structure:
+    if structure != other:
       raise ValueError(f"part {s} is a {other}, part 0 a {structure}")
     # A leaf without axes is [1] or [0] in a part.
     shapes = [

@@ -187,7 +187,7 @@ def check(
     Traceback (most recent call last):
     ValueError: ... the update of ['w'] reads more than its own rows...
   """
-  if not hasattr(algorithm, "send"):
+  if not isinstance(algorithm, base.Algorithm):
     algorithm = base.as_algorithm(algorithm)
   structs = jax.tree.map(shape_of, params)
   large = _shorten(structs, math.inf)

@@ -142,17 +142,18 @@ def run_staged(
   totals: tuple[Any, ...] = ()
   while True:
     # Each pass computes up to the next total; the last one returns results.
-    outs = [step(totals, *these) for these in args]
-    done = [isinstance(out, Done) for out in outs]
-    if all(done):
-      return [out.result for out in outs]
-    if any(done):
+    outs = [step(totals, *shard_args) for shard_args in args]
+    results = [out.result for out in outs if isinstance(out, Done)]
+    if len(results) == len(outs):
+      return results
+    if results:
+      done = [s for s, out in enumerate(outs) if isinstance(out, Done)]
       raise ValueError(
-        f"after {len(totals)} totals shards {np.flatnonzero(done).tolist()} are"
-        " done and the others ask for more: the number of calls of total must"
-        " not depend on a shard's rows"
+        f"after {len(totals)} totals shards {done} are done and the others ask"
+        " for more: the number of calls of total must not depend on a shard's"
+        " rows"
       )
-    totals += (add([out.operand for out in outs]),)
+    totals += (add([out.operand for out in outs if isinstance(out, Ask)]),)
 
 
 _MOST_NORM = 1e30  # the largest clipping norm; float32 must hold it
