@@ -264,7 +264,7 @@ def test_a_step_on_a_mesh():
   text = devices_made(block("howto/meshes.md", "hybrid.make_step"))
   names = {}
   exec(text, names)
-  problem, params = names["problem"], names["made"].params(names["state"])
+  problem, params = names["problem"], names["program"].params(names["state"])
   assert problem.evaluate(problem.init(jax.random.key(0))).accuracy < 0.3
   assert problem.evaluate(params).accuracy > 0.8
 

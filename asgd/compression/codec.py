@@ -191,7 +191,7 @@ def error_feedback(codec: Codec) -> Codec:
   def encode(state, tree, key):
     total = optax.tree.add(state.residual, tree)
     code, inner = codec.encode(state.inner, total, key)
-    # What the server will decode, not what the codec rounded in passing.
+    # The server's decoded numbers count, not the exact ones.
     residual = optax.tree.sub(total, codec.decode(code))
     if codec.limit is not None:
       residual = codec.limit(inner, residual)

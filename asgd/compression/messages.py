@@ -111,7 +111,7 @@ def compressed(
     finite &= all_finite([(part.code, part.residual) for part in parts])
     # A dropped message must not enter the residual.
     codecs = optax.tree.where(finite, tuple(states), state.codecs)
-    # [4] A loss of NaN tells the runtime to reject the message.
+    # [4] A loss of NaN makes the runtime reject the message.
     metrics = metrics._replace(loss=jnp.where(finite, metrics.loss, jnp.nan))
     out = parts[0] if plan is None else Parts(tuple(parts))
     return CompressedState(inner, codecs), out, metrics

@@ -8,7 +8,7 @@ import jax
 from asgd import base, checks, sharding
 from asgd.compression.codec import Codec, composed
 
-# What each function must do, for the error of one that fails.
+# The duty of each function, for the error of one that fails.
 _CONTRACT = {
   "init": "takes the parameters' shapes and returns a state",
   "encode": "takes (state, message, key) and returns (code, state)",

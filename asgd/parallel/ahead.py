@@ -74,7 +74,7 @@ class Compiled(NamedTuple):
   arguments: int
   results: int
   temporary: int
-  reused: int  # of the results, in the place of arguments
+  reused: int  # of the results, written over arguments
   shapes: tuple[list[Any], list[Any]]  # of arguments and results, by shardings
 
   @property
@@ -128,9 +128,10 @@ def _dtype(dtype: Any) -> str:
   return _TYPES.get(kind, kind) + name[len(kind) :]
 
 
-def _parts(
-  leaves: Iterable[Any],
-) -> collections.Counter[tuple[str, tuple[int, ...]]]:
+_ArrayCounts = collections.Counter[tuple[str, tuple[int, ...]]]
+
+
+def _parts(leaves: Iterable[Any]) -> _ArrayCounts:
   """Counts (dtype, shape) of a device's part of each array, keys of
   `jax.random` left out."""
   return collections.Counter(
@@ -150,9 +151,9 @@ def _compare_arrays(
   """Returns differences between arrays by shardings, those of the program, and
   the bytes that XLA reports, with a tuple's table of one of some sizes."""
   planned = _parts(leaves)
-  actual = collections.Counter((a.dtype, a.shape) for a in program_arrays)
+  actual = _ArrayCounts((a.dtype, a.shape) for a in program_arrays)
   # A key of jax.random is uint32[2] in the program, and not in `planned`.
-  keys = collections.Counter({("u32", (2,)): actual[("u32", (2,))]})
+  keys = _ArrayCounts({("u32", (2,)): actual[("u32", (2,))]})
   lines = []
   for name, rest in (
     ("the program lacks", planned - actual),
@@ -218,7 +219,7 @@ class _Row:
   def take(
     self, collective: hlo.Collective, most: int | None
   ) -> hlo.Collective:
-    """Counts a collective, up to `most` in all; returns what is left of it."""
+    """Counts a collective, up to `most` in all; returns its other calls."""
     count = max(min(collective.times, (most or 0) - self.times), 0)
     self.times += count
     self.bytes += count * collective.bytes
@@ -284,8 +285,8 @@ def traffic(compiled: Compiled, slices: int = 1) -> Matches:
         collective = row.take(collective, getattr(row.planned, limit))
     return collective
 
-  # [2] Match: first what the plan must have and collectives whose kind is the
-  # plan's, then what it may have, and kinds that may serve for another.
+  # [2] Match. The plan's least comes first, and collectives of the plan's own
+  # kind; then its times, and kinds that may serve for another.
   sizes = {row.planned.elements for row in rows}
   unmatched = [
     x
@@ -334,7 +335,7 @@ def _take_flat(
       and axes_of.get(frozenset(map(frozenset, x.groups))) == axes
     ]
     lacking = [row for row in rows if row.planned.axes == axes and row.lacking]
-    # The arrays cannot be told apart, so their elements together must be right.
+    # Nothing distinguishes the arrays, so only their total size is compared.
     total = sum(x.elements * x.times for x in flat)
     expected = sum(row.lacking * row.planned.elements for row in lacking)
     if not expected <= total <= expected + numbers:
@@ -347,7 +348,7 @@ def _take_flat(
 
 
 def crossing(program: hlo.HloProgram) -> list[hlo.Collective]:
-  """Returns what is sent between slices: collectives are inside of one, as all
+  """Returns the transfers between slices: collectives are inside of one, as all
   slices run the same program, and the compiler sends to others by host."""
   return [one for one in program.collectives if one.kind == hlo.SEND]
 

@@ -60,15 +60,13 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       )
     is_last = stage == stages - 1
     ring = [(s, (s + 1) % stages) for s in range(stages)]
-
     # With one round all turns have the same weights: chosen outside of the
     # loop, they are kept for the backward once, not for each turn.
     first_chunk = jax.tree.map(lambda leaf: leaf[0], chunks)
 
     def step(carry, time):
-      # arriving: the neighbour's output of the step before; waiting and done:
-      # [M, ...], inputs of the next round (used at stage 0) and final outputs
-      # (used at the last stage).
+      # The neighbour's last output; [M, ...], inputs of the next round (used at
+      # stage 0) and final outputs (used at the last stage).
       arriving, waiting, done = carry
       # [1] At stage 0 outputs of the last stage wait for their next round.
       returned = time - stages  # number of the last stage's previous output
@@ -87,16 +85,14 @@ def pipeline(layer: Apply, *, rounds: int = 1) -> Apply:
       # A device without work computes on real numbers and drops the result:
       # zero times NaN would be NaN, in the backward too.
       h = jnp.where(at_work, h, fresh)
-      # [4] Apply the layers of this turn. The key depends on the microbatch,
-      # not on the time, so that any number of stages draws the same.
+      # [4] Apply the layers of this turn, with a key of the microbatch.
       microbatch_key = jax.random.fold_in(key, microbatch)
       chunk = first_chunk
       if rounds > 1:
         chunk = jax.tree.map(lambda leaf: leaf[turn], chunks)
       h = _apply_chunk(layer, chunk, h, turn * stages + stage, microbatch_key)
       # [5] Keep a final output; send every output on.
-      is_final = at_work & is_last & (turn == rounds - 1)
-      done = _put(done, h, microbatch, is_final)
+      done = _put(done, h, microbatch, at_work & is_last & (turn == rounds - 1))
       return (jax.lax.ppermute(h, _AXIS, ring), waiting, done), None
 
     def empty(array):

@@ -350,7 +350,7 @@ def buckets(tree: Any, bucket_bytes: int) -> tuple[tuple[int, ...], ...]:
 
   A backward pass ends with the first layer, so leaves are taken from the last
   to the first. The leaves of a bucket have one dtype and together at most
-  `bucket_bytes`; a larger leaf has a bucket of its own.
+  `bucket_bytes`; a larger leaf has a separate bucket.
 
   Returns:
     For each bucket the indices of its leaves in jax.tree.leaves(tree). The

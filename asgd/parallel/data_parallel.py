@@ -339,14 +339,16 @@ class _Program(NamedTuple):
       **{**delay._asdict(), **search},
     )
     params = optax.apply_updates(state.params, updates)
-    new: Any = (params, opt_state)
     scale: Any = ()
     # With a loss scale a gradient that is not finite is skipped, and lowers it.
     if self.options.loss_scale is not None:
-      new = optax.tree.where(finite, new, (state.params, state.opt_state))
+      params, opt_state = optax.tree.where(
+        finite, (params, opt_state), (state.params, state.opt_state)
+      )
       scale = precision.adjust(self.options.loss_scale, state.scale, finite)
     metrics = StepMetrics(value, norm, finite)
-    return StepState(state.count + 1, *new, scale, reducer), metrics
+    new = StepState(state.count + 1, params, opt_state, scale, reducer)
+    return new, metrics
 
   def layouts(self, params: optax.Params) -> tuple[Any, Any]:
     """Returns the specs of parameters: between steps, and while they are

@@ -209,7 +209,7 @@ def images(pieces: problems.Pieces, mesh: Mesh) -> MeshModel:
   halo.check(layers)
 
   def loss(params, batch, key):
-    # The keys of problems.whole_loss, so that a mesh draws what a device does.
+    # The keys of problems.whole_loss, so that a mesh draws the same numbers.
     prepare_key, model_key = jax.random.split(key)
     dtype = problems.dtype_of(params)
     x = halo.tile(pieces.prepare(batch, prepare_key, dtype))

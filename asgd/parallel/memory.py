@@ -221,7 +221,7 @@ def gpt_flops(gpt: Gpt, sequences: int, *, recompute: bool = False) -> int:
   is computed again (`recompute`), 96 B T L C^2 (1 + T / (6 C) + V / (16 L C)).
   """
   depth, width, _, context, vocabulary = gpt
-  # Of a position, forward: 12 C^2 weights of a block, each a multiplication and
+  # A position's forward: 12 C^2 weights of a block, each a multiplication and
   # an addition; scores and their product with values, 2 T C each.
   block = 24 * width**2 + 4 * context * width
   # A backward counts twice: gradients of inputs, and of weights.

@@ -102,11 +102,11 @@ def join(role: ProcessRole, devices: int | None) -> None:
     share = devices_of_each(devices, role.count)
     if meshes.cpu_devices() < share:
       jax.config.update("jax_num_cpu_devices", share)
-  # [2] Connect, before JAX starts. A process alone has nobody to connect to.
+  # [2] Connect, before JAX starts, if there are other processes.
   if role.auto or role.process_id is not None:
     supervised = _watch_supervisor()
     _connect(role, share if supervised else None)
-  # [3] Start JAX, whose collectives make connections of their own.
+  # [3] Start JAX. Its collectives open further connections.
   with _loopback() if supervised else contextlib.nullcontext():
     meshes.find_devices()
 
@@ -205,7 +205,7 @@ def _watch_supervisor() -> bool:
     os.read(int(pipe), 1)
     os.kill(os.getpid(), signal.SIGTERM)
     threading.Event().wait(_SAVE_SECONDS)
-    os._exit(1)  # it did not end in time: its partners may be gone
+    os._exit(1)  # it waits for other processes, which may have exited
 
   threading.Thread(target=watch, daemon=True).start()
   return True

@@ -330,7 +330,7 @@ def _asynchronous(plan: _Planner) -> Iterator[Strategy | None]:
   speed = waiting.asynchronous_throughput(
     count, compute=compute, size=size, link=hardware.link(count), shards=shards
   )
-  # A step is N messages: what it takes beside computing is communication.
+  # A step is N messages: its time beside computing is communication.
   times = compute, count / speed - compute, 0.0
   for recipe in options.recipes:
     # Bytes a parameter; the server's own parameters are float32.

@@ -158,7 +158,7 @@ def _pairs(
   mesh: Mesh, axis: str, pairs: Iterable[tuple[int, int]]
 ) -> tuple[tuple[int, int], ...]:
   """Returns pairs along an axis as pairs of the mesh's devices, by number."""
-  # Rows [groups, n]: the devices along the axis, for each place on the others.
+  # Rows [groups, n]: the devices along the axis, for each index of the others.
   grid = np.arange(mesh.size).reshape(tuple(mesh.shape.values()))
   rows = np.moveaxis(grid, list(mesh.shape).index(axis), -1)
   rows = rows.reshape(-1, mesh.shape[axis])

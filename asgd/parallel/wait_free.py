@@ -98,9 +98,9 @@ def apply_layer(
   """Applies layer `number` of a model in training: (y, its statistics)."""
   layer_params: Any = (weights,)
   if isinstance(params, base.Variables):
-    stats = params.stats[number : number + 1]
-    layer_params = base.Variables(layer_params, stats)
-  # A model of one layer; `first` gives it the keys of its place in the model.
+    stats: Any = params.stats
+    layer_params = base.Variables(layer_params, stats[number : number + 1])
+  # A model of one layer; `first` gives it the keys of layer `number`.
   return models.apply(
     (layer,), layer_params, x, train=True, key=key, first=number
   )

@@ -91,8 +91,8 @@ def adaptive_delay_compensation(
     eps: added to the mean square.
 
   Returns:
-    A transform whose state is the mean square, like the parameters, and whose
-    update needs `params` and the extra arg `sent_params`.
+    A transform. Its state is the mean square, like the parameters; its update
+    needs `params` and the extra arg `sent_params`.
 
   Source:
     Zheng et al. 2017.

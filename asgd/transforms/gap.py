@@ -25,7 +25,7 @@ class GapAwareState(NamedTuple):
   inner: optax.OptState  # of the wrapped optimizer
 
 
-# What `average` may select: s is the gradient, or the optimizer's update.
+# Values of `average`: s is the gradient, or the optimizer's update.
 GRADIENTS, UPDATES = AVERAGES = "gradients", "updates"
 
 
@@ -110,12 +110,10 @@ def gap_aware(
     """Adds the squares of updates / rate to the average. At a rate of 0 it adds
     nothing, because the quotient is undefined."""
     moves = rate > 0
-    # The inner `where` keeps 1 / 0 out: XLA computes both branches.
     scale = 1 / jnp.where(moves, rate, 1.0)
 
     def add(m, u):
-      # The sign of -eta does not matter: only s * s is used.
-      s = u * scale.astype(u.dtype)
+      s = u * scale.astype(u.dtype)  # or -s, as only s * s is used
       return jnp.where(moves, decay * m + (1 - decay) * s * s, m)
 
     return state._replace(

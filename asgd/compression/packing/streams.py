@@ -22,7 +22,7 @@ from asgd.compression.packing.layouts import RAW, VALUES, PackedStream
 _DENSE, _SIGNS, _WORDS, _SPARSE = 0, 1, 2, 64  # forms; _SPARSE + k
 _MOST_WORDS = 2**32  # most elements of a stream with positions in words
 _UNSIGNED = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
-# Place values of 5 ternary digits.
+# Values of 5 ternary digits by their position.
 _THIRDS = np.array([1, 3, 9, 27, 81], np.uint8)
 # int8[5, 256]: digit i of each byte, as a symbol. 3^5 = 243 bytes are valid.
 _DIGITS = (np.arange(256)[None] // _THIRDS[:, None] % 3 - 1).astype(np.int8)
@@ -261,7 +261,7 @@ def _check_digits(stream: PackedStream, digits: np.ndarray, most: int) -> None:
 
 
 def _of_signs(negative: np.ndarray) -> np.ndarray:
-  """Turns 0 into 1 and 1 into -1, in place."""
+  """Changes the array itself: 0 to 1, and 1 to -1."""
   negative *= -2
   negative += 1
   return negative
