@@ -58,11 +58,11 @@ def onebit_adam(
 
   Both norms are bias-corrected: v starts at 0, and without the correction its
   first D steps would always meet the rule. The rule does not know the learning
-  rate, whose own warm-up should be shorter.
+  rate: a warm-up of the rate should be shorter.
 
   The reducer returns, instead of a gradient, Adam's update before the learning
   rate. So the optimizer behind it must be SGD without a momentum. An element
-  whose v is 0 after the warm-up does not move: its sign would be divided by eps
+  with v = 0 after the warm-up does not move: its sign would be divided by eps
   alone. (The paper leaves out the bias corrections; without them a short
   warm-up would freeze a v that is much too small.)
 

@@ -14,13 +14,19 @@ differs from the plan:
   - collectives: each of the program's is one of the plan's, and each of the
     plan's is in the program.
 
-What XLA may change in a collective, and `compare` allows: several become one
-of several arrays; a reduce-scatter, or a gather, becomes an all-reduce (of
-small arrays); a reduce-scatter pads what it divides, by less than an eighth,
-and shifts the rest by a permutation; numbers are sent in fewer bytes, where
-only a product in bfloat16 reads them; pieces that are added up are reduced
-once; what is scattered along one axis is added up along another afterwards.
-Single numbers (norms, the loss) are not compared.
+XLA may change collectives, and `compare` allows these changes:
+
+  - several collectives become one, of several arrays or of one flat array;
+  - a reduce-scatter, or a gather, becomes an all-reduce (of small arrays);
+  - a reduce-scatter pads its array by less than an eighth, and a permutation
+    shifts the parts;
+  - numbers are sent in fewer bytes, where only a product in bfloat16 reads
+    them;
+  - pieces that are added up are reduced once;
+  - an array is scattered along one axis before it is added up along another.
+
+Single numbers (norms, the loss) are not compared. Begin with `compile_program`,
+then `traffic` and `compare`.
 """
 
 import collections
@@ -45,11 +51,11 @@ _TABLES = 32, 512  # bytes to which TPUs round the table of a tuple's arrays
 
 
 class ProgramPlan(NamedTuple):
-  """What the planner says of a program, for one device."""
+  """The planner's numbers of a program, for one device; None: no plan."""
 
-  transfers: Sequence[transfers.Transfer] | None  # None: it does not say
-  flops: float | None = None  # of matrix products; None: it does not say
-  temporary: float | None = None  # bytes; None: it does not say
+  transfers: Sequence[transfers.Transfer] | None
+  flops: float | None = None  # of matrix products
+  temporary: float | None = None  # bytes
   # Whether devices of different slices may send to each other.
   crosses: bool = True
 
@@ -67,7 +73,7 @@ class Compilation(NamedTuple):
 
 
 class Compiled(NamedTuple):
-  """A compiled program, with what XLA says of a device's memory, in bytes."""
+  """A compiled program, with XLA's numbers of a device's memory, in bytes."""
 
   job: Compilation
   program: hlo.HloProgram
@@ -259,8 +265,9 @@ def _fits(
 
 
 def traffic(compiled: Compiled, slices: int = 1) -> Matches:
-  """Matches the collectives of a program with those of its plan; of several
-  slices those of permutations, and what is sent between slices beside them."""
+  """Matches the collectives of a program with those of its plan. With several
+  slices, planned permutations have only the pairs inside a slice, and sends to
+  other slices, of a planned size, are left out."""
   program, mesh = compiled.program, compiled.job.mesh
   axes_of = _axes_of_groups(mesh)
   # [1] A row for each sort of collective that the plan has.

@@ -244,11 +244,13 @@ def apply(
   train: bool = False,
   key: jax.Array | None = None,
 ) -> tuple[jax.Array, optax.Params]:
-  """Is `models.apply` on this device's tile, float[B, H / r, W / c, C].
+  """Applies layers to this device's tile, float[B, H / r, W / c, C], as
+  `models.apply` does to whole images.
 
-  For use inside shard_map. Parameters are those of the whole model, of a Local
-  this device's part (`partition`). The output of a Head is the same on all
-  devices. ValueError for a layer that cannot be split, or too small a tile.
+  For use inside shard_map. Parameters are those of the whole model; those of a
+  Local are this device's part (`partition`). The output of a Head is the same
+  on all devices. ValueError for a layer that cannot be split, or too small a
+  tile.
   """
   check(layers)
   with nn.intercept_methods(_intercept):

@@ -324,14 +324,17 @@ def step_temporary(
 ) -> float:
   """Returns the bytes of a step on one device, beside its state.
 
-  Without a pipeline the most is at the end of the forward: what blocks keep (of
-  `activations` that part which is split: XLA computes the rest again as it is
-  read), weights in the dtype of computing, and logits; or at the end of the
-  backward: all gradients, in float32. A
-  circular pipeline is a loop: it has the activations of all turns and of the
-  turn that is computed, and gradients in float32. With several rounds each turn
-  keeps its weights. At the end of a step ZeRO 1 and 2 have gradients and new
-  weights, both whole.
+  Without a pipeline the peak is at one of two times:
+
+  - the end of the forward: activations of all blocks, weights in the dtype of
+    computing, and logits. Of `activations` only the part that is split counts:
+    XLA computes the rest again as it is read;
+  - the end of the backward: all gradients, in float32.
+
+  A circular pipeline is a loop. It has the activations of all turns and of the
+  current turn, and gradients in float32. With several rounds each turn keeps
+  its weights. At the end of a step ZeRO 1 and 2 have gradients and new weights,
+  both whole.
 
   `parameters` are those of the device; other arguments as of `step_flops` and
   `loop_activations`. It was fitted to programs of libtpu 0.0.42.

@@ -92,10 +92,17 @@ def role(
 
 
 def join(role: ProcessRole, devices: int | None) -> None:
-  """Starts JAX, together with the other processes if there are any; if they do
-  not connect in time, this process ends with one line. `devices` are the CPU
-  devices of all processes, None for those of the machine. ValueError if they
-  cannot be divided, or there are none."""
+  """Starts JAX, and connects this process to the others if there are any. If
+  they do not connect in time, this process ends with one line.
+
+  Args:
+    role: of this process.
+    devices: CPU devices of all processes; None: the devices of the machine.
+
+  Raises:
+    ValueError: if the processes cannot share the devices evenly, or JAX finds
+      none.
+  """
   share, supervised = None, False
   # [1] The number of CPU devices, which JAX reads when it starts.
   if devices is not None and role.count is not None:

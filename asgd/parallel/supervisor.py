@@ -30,8 +30,10 @@ _NOISE = "[Gloo]"  # begins lines of the library that are dropped
 def supervise(count: int) -> None:
   """Runs this command `count` times, as processes that train together.
 
-  ValueError if one fails, with its last line; SystemExit if a signal, which was
-  forwarded to them, stopped them, or some cells are missing at the end.
+  Raises:
+    ValueError: if a process fails, with its last line.
+    SystemExit: if a signal stopped the processes, to which it was forwarded, or
+      if cells are missing at the end.
   """
   # The system chooses a free port. It is closed again at once, so that process
   # 0 can listen there.

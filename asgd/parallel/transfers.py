@@ -109,7 +109,7 @@ def of_weights(
     replicas: options of the step.
     also: further axes along which gradients of weights that are whole there
       are added up: "tensor", if the stream is split by positions.
-    turns: of a pipeline, which adds those of a block up in each of them.
+    turns: of a pipeline, which adds up a block's gradients in each turn.
   """
   data, parts = frozenset({meshes.DATA}), mesh.shape[meshes.DATA]
   pieces, size = replicas.accumulate, replicas.reduce

@@ -63,9 +63,9 @@ def state_specs(
   specs: Any,
   choose: Callable[[jax.Array], P],
 ) -> Any:
-  """Returns specs of the optimizer's state: of a leaf with the path and shape
-  of a weight that weight's, of any other one `choose`'s. A wrong guess costs
-  time and changes no number."""
+  """Returns specs of the optimizer's state. A leaf with the path and shape of a
+  weight has the weight's spec; `choose` makes the spec of any other leaf. A
+  wrong guess costs time and changes no number."""
   leaves = jax.tree_util.tree_leaves_with_path(weights)
   by_path = {
     (path, leaf.shape): spec
@@ -88,8 +88,8 @@ def keep_all_but_gathered(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
-  """Puts the parts of a leaf along `dim` (from `dimension`) together; its
-  derivative is reduce-scattered in the dtype `reduce`, None its own."""
+  """Joins the parts of a leaf along `dim` (from `dimension`). The derivative is
+  reduce-scattered in the dtype `reduce`; None: in its own dtype."""
   if dim == WHOLE:
     return leaf
 
@@ -107,7 +107,8 @@ def gather(leaf: jax.Array, dim: int, reduce: Any) -> jax.Array:
 
 
 def scatter(leaf: jax.Array, dim: int) -> jax.Array:
-  """Reduce-scatters a gradient; one that is WHOLE stays this device's own."""
+  """Reduce-scatters a gradient along `dim`; with WHOLE returns it unchanged, as
+  this device's summand."""
   if dim == WHOLE:
     return leaf
   return jax.lax.psum_scatter(leaf, _AXIS, scatter_dimension=dim, tiled=True)
