@@ -137,7 +137,8 @@ def d2(
   """
   checks.flag("lazy", lazy)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
-  # D2 corrects updates, not gradients: it comes after the optimizer.
+  # D2 corrects updates, not gradients: it comes after the optimizer. Its state
+  # holds x_i' and the update of the last round.
   tx = optax.GradientTransformationExtraArgs(*algorithm[:2])
   corrected = optax.chain(tx, gossip.correct_variance())
   built = topologies.build(topology, workers)
@@ -276,6 +277,7 @@ def sgp(
   """
   checks.whole("overlap", overlap, 0)
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # The rule keeps w_i. A peer has z_i in place of x_i = w_i z_i.
   return _with_peers(
     Recipe(algorithm),
     *(rules.push_sum(), topology, workers),
@@ -345,6 +347,7 @@ def choco_sgd(
   # delta is 1 for a codec without error; then gamma = 1 is exact averaging.
   if gamma is None and delta != 1:
     raise ValueError(_no_gamma(built, delta))
+  # The rule keeps x^_i and the copies x^_j, and computes q_i and the mix.
   return _with_peers(
     Recipe(algorithm),
     *(rules.choco(chosen, 1.0 if gamma is None else gamma), built, workers),
@@ -400,6 +403,7 @@ def threshold_sharing(
     'full'
   """
   algorithm = sgd(learning_rate, momentum, weight_decay, optimizer)
+  # The rule holds u_i back until the peer mixes: it applies q_i, as all do.
   return _with_peers(
     Recipe(algorithm),
     *(rules.share(_codec(codec)), "full", workers),

@@ -284,13 +284,15 @@ def dana_slim(
     optimizer, momentum=(momentum, 0.9), weight_decay=(weight_decay, 0.0)
   )
   if optimizer is not None:
-    # The worker's optimizer applies the learning rate, so the server's is 1.
+    # The worker's optimizer applies the learning rate, so the server's is 1:
+    # Theta <- Theta - u^i, with eta in u^i.
     tx = optimizers.at_version(optimizer, learning_rate)
     return Recipe(sgd(1.0), at_worker=transforms.slim(tx))
   # u^i = gamma v^i + g^i is the update of Nesterov's momentum in optax's form.
   nesterov = optax.chain(
     decay_weights(weight_decay), velocity(momentum, nesterov=True)
   )
+  # Theta <- Theta - eta u^i, without a velocity at the server.
   return Recipe(sgd(learning_rate), at_worker=nesterov)
 
 

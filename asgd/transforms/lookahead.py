@@ -193,6 +193,7 @@ def velocity_lookahead(
     6.0 5.0
   """
   momentum = optax.with_extra_args_support(momentum)
+  # -eta of update number `count`; the velocity itself does not contain it.
   scale = optax.scale_by_learning_rate(learning_rate)
 
   def init(params):

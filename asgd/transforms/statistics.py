@@ -74,7 +74,8 @@ def own_statistics(
     weights = algorithm.send(opt_state, base.weights_of(params), worker=worker)
     return base.with_weights(params, weights)
 
-  # Runtimes detect `send_current` to skip a compiled call.
+  # Runtimes detect `send_current`, the identity, to skip a compiled call. A
+  # wrapper of it would hide it.
   if algorithm.send is base.send_current:
     return base.Algorithm(init, update)
   return base.Algorithm(init, update, send)
