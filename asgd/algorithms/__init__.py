@@ -70,7 +70,7 @@ from asgd.algorithms.staleness import (
   staleness_aware,
 )
 
-# The families, in the order in which tables and documents list them.
+# The families, in the order of RECIPES.
 _MOMENTUM = asgd, ssgd, nag_asgd, multi_asgd
 _STALENESS = staleness_aware, dc_asgd_c, dc_asgd_a, gap_aware
 _DANA = dana_zero, dana_slim, dana_dc

@@ -355,7 +355,7 @@ def easgd(
   # share a ticket.
   return Recipe(
     sgd(1.0),
-    # With alpha = beta / N, N workers together move the centre by beta.
+    # With alpha = beta / N, an exchange of every worker moves x by about beta.
     worker=lambda loss: worker_lib.elastic_worker(
       loss, tx, steps=steps, alpha=moving_rate / workers
     ),

@@ -74,7 +74,7 @@ def at_server(
 ) -> optax.GradientTransformation:
   """The complete update of a server: SGD, or the given optimizer."""
   if optimizer is not None:
-    # Its own count is the server's version, as it is updated once per update.
+    # A schedule counts the optimizer's updates; the server makes one a version.
     tx: optax.GradientTransformation = optimizer(learning_rate)
     return tx
   scale = optax.scale_by_learning_rate(learning_rate)

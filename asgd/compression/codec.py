@@ -238,7 +238,8 @@ def clip(codec: Codec, norm: float) -> Codec:
     return codec.encode(state, clipped(tree, norm), key)
 
   for_run = composed(codec, lambda codec: clip(codec, norm))
-  # A clipped mean is no mean, and the clip's error is not in the codec's delta.
+  # Clipping shortens messages: their mean is not x, and the codec's delta does
+  # not count this error.
   changes = {"unbiased": False, "delta": None, "for_run": for_run}
   return codec._replace(encode=encode, **changes)
 

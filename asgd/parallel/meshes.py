@@ -106,8 +106,8 @@ def make(
     )
   kinds = (jax.sharding.AxisType.Auto,) * len(sizes)
   devices, lengths = devices[:count], tuple(sizes.values())
-  # jax.make_mesh orders devices for fast links, and knows no slices. The given
-  # order has all devices of a slice together, so slices are outermost.
+  # jax.make_mesh orders the devices of one slice for fast links. The order of
+  # several slices is kept: devices of a slice are together, slices outermost.
   if len({getattr(device, "slice_index", None) for device in devices}) > 1:
     grid = np.array(devices).reshape(lengths)
     return Mesh(grid, tuple(sizes), axis_types=kinds)
