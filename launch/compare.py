@@ -38,7 +38,13 @@ import sys
 from pathlib import Path
 
 from asgd import safe_files
-from asgd.experiment import comparison, folder, overlay, storage
+from asgd.experiment import (
+  comparison,
+  comparison_figure,
+  folder,
+  overlay,
+  storage,
+)
 
 from . import flags
 
@@ -68,11 +74,11 @@ def _compare_cell(cell_folder, out):
   stem, rows = out / "compare", comparison.quantities(result)
   with storage.naming_folder(out):
     safe_files.make_folder(out.resolve())
-    storage.write_csv(out / "compare.csv", comparison.points(result))
+    storage.write_csv(out / "compare.csv", comparison_figure.points(result))
     storage.write_csv(out / "compare-table.csv", rows)
     storage.write_csv(out / "durations.csv", result.jobs)
     print(comparison.describe(result, rows, other))
-    _draw(comparison.draw, result, stem)
+    _draw(comparison_figure.draw, result, stem)
   flags.append("cells", {"cell": result.name, "out": str(out), "rows": rows})
   return result
 
@@ -97,7 +103,7 @@ def _compare_all(workdir, out):
   with storage.naming_folder(stem.parent):
     storage.write_csv(stem.with_suffix(".csv"), rows)
     print(f"\n{comparison.race_table(rows, loss)}")
-    _draw(comparison.draw_race, cells, loss, stem)
+    _draw(comparison_figure.draw_race, cells, loss, stem)
   flags.publish(loss=loss, race=rows)
 
 

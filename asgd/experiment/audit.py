@@ -27,17 +27,21 @@ def _replay(
   folder: Path, result: Any, records: Any, data_dir: str | None
 ) -> Iterator[Finding]:
   """Replays a cell; yields comparisons with its result and records."""
+  # [1] The digest covers all bits of the parameters, so it decides the rest.
   replayed = replay_lib.replay(folder, data_dir=data_dir)
   live = result["params_sha256"]
   digests = f"parameters {replayed.digest[:12]}, live {live[:12]}"
   yield Finding("replay", digests, replayed.digest == live)
+  # [2] Of a run with rollbacks the audit gives no records: `records` is None.
   if records is not None:
     same = all(
+      # A loss that is not finite was recorded, and equals itself here.
       np.array_equal(live_column, column, equal_nan=True)
       for live_column, column in zip(records, replayed.records, strict=True)
     )
     text = "the same" if same else "NOT those of the replay"
     yield Finding("records", text, same)
+  # [3] The evaluation of the replayed parameters gives the reported score.
   score, name = replayed.evaluation, "accuracy"
   computed, reported = score.accuracy, result["test_accuracy"]
   if reported is not None:
@@ -70,7 +74,8 @@ def findings(
     return
   audit = protocol.of(plan.run).live.audit
   try:
-    # Files are read without checks: their faults become findings.
+    # `audit` yields its findings and returns the records for the replay. It
+    # reads files without checks: their faults become findings.
     records = yield from audit(plan, folder, result, failures)
   except (ValueError, OSError) as error:
     yield Finding("files", str(error), False)

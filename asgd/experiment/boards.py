@@ -21,9 +21,9 @@ from typing import Any
 
 from asgd import safe_files
 
-ASKED = "ASGD_WANDB"  # environment variable
-_WORDS = dict.fromkeys(("1", "yes", "true"), True)
-_WORDS |= dict.fromkeys(("", "0", "no", "false"), False)
+ASKED = "ASGD_WANDB"  # environment variable; a value of _ANSWERS, in any case
+_ANSWERS = dict.fromkeys(("1", "yes", "true"), True)
+_ANSWERS |= dict.fromkeys(("", "0", "no", "false"), False)
 
 
 def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
@@ -33,8 +33,8 @@ def open_board(folder: Path, *, purge_step: int | None = None) -> Any:
     return EventFile(folder, purge_step)
   except ImportError:
     calls = "add_scalar", "add_scalars", "add_settings", "add_histogram_raw"
-    nothing = dict.fromkeys((*calls, "close"), lambda *_, **__: None)
-    return types.SimpleNamespace(**nothing)
+    ignored_calls = dict.fromkeys((*calls, "close"), lambda *_, **__: None)
+    return types.SimpleNamespace(**ignored_calls)
 
 
 def is_available() -> bool:
@@ -57,13 +57,17 @@ class EventFile:
     self._checksum, self._summary = record_writer.masked_crc32c, summary
     self._event, self._log = event_pb2.Event, event_pb2.SessionLog
     safe_files.make_folder(folder)
+    # TensorBoard finds files by `tfevents`, and reads them in the order of
+    # their names, so the time comes first.
     name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     path = folder / f"events.out.tfevents.{name}"
-    # Without a buffer, closing the file writes nothing and cannot fail.
+    # Without a buffer, closing the file writes ignored_calls and cannot fail.
     self._file = safe_files.appending(path, buffering=0)
     self.close = self._file.close
-    self._write(file_version="brain.Event:2")
+    self._write(file_version="brain.Event:2")  # must be the first record
     if purge_step is not None:
+      # A reader drops points from the step of a START on, as they are of an
+      # attempt that was killed.
       log = self._log(status=self._log.START)
       self._write(step=purge_step, session_log=log)
 
@@ -82,8 +86,8 @@ class EventFile:
     """Adds a row to the table of hyperparameters. `settings` are the values by
     name; the table shows the last points of the curves `metrics` beside them.
     """
-    of_metrics = dict.fromkeys(metrics, 0)
-    for content in self._summary.hparams(dict(settings), of_metrics):
+    first_values = dict.fromkeys(metrics, 0)
+    for content in self._summary.hparams(dict(settings), first_values):
       self._write(summary=content)
 
   def add_histogram_raw(self, tag: str, step: int, **histogram: Any) -> None:
@@ -91,25 +95,30 @@ class EventFile:
     content = self._summary.histogram_raw(tag, **histogram)
     self._write(step=step, summary=content)
 
-  def _write(self, **content):
-    """Adds a record: length, data, and a checksum of each."""
+  def _write(self, **content: Any) -> None:
+    """Adds a record of the TFRecord format: length, its checksum, data, its
+    checksum."""
     event = self._event(wall_time=time.time(), **content)
     data = event.SerializeToString()
-    length = struct.pack("<Q", len(data))
-    sums = (struct.pack("<I", self._checksum(part)) for part in (length, data))
-    self._file.write(b"".join((length, next(sums), data, next(sums))))
+    length = struct.pack("<Q", len(data))  # uint64, little-endian
+    of_length, of_data = (
+      struct.pack("<I", self._checksum(part)) for part in (length, data)
+    )
+    # One write of one record: a kill leaves at most the last one cut, and
+    # readers stop there.
+    self._file.write(b"".join((length, of_length, data, of_data)))
 
 
 def asked() -> bool:
   """Whether the environment asks for Weights & Biases. Raises ValueError if the
   value of the variable is neither yes nor no."""
   word = os.environ.get(ASKED, "")
-  if word.strip().lower() not in _WORDS:
+  if word.strip().lower() not in _ANSWERS:
     raise ValueError(
       f"the environment has {ASKED}={word[:40]!r}: write 1, yes or true, or 0,"
       " no or false"
     )
-  return _WORDS[word.strip().lower()]
+  return _ANSWERS[word.strip().lower()]
 
 
 def ask(wanted: bool) -> None:
@@ -121,6 +130,7 @@ def ask(wanted: bool) -> None:
 
 
 def _wandb() -> Any:
+  """Returns the module wandb; raises ValueError if it is not installed."""
   try:
     import wandb
   except ImportError as error:
@@ -143,6 +153,7 @@ class WandbRun:
       dir=str(workdir),
       group=workdir.name,
       name=cell,
+      # The id follows from the names, so a cell that resumes finds its run.
       id=re.sub(r"[^\w.-]", "_", f"{workdir.name}-{cell}"),
       resume="allow",
       config=dict(settings),

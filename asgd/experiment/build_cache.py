@@ -17,6 +17,7 @@ class BuildCache:
 
   def __init__(self, most: int = 64):
     """`most` is the number of results that are kept."""
+    # In the order of their making: a dict keeps it.
     self._results: dict[tuple[Any, ...], Any] = {}
     self._most = most
 
@@ -35,10 +36,13 @@ class BuildCache:
     text = json.dumps(plain, sort_keys=True, separators=(",", "="))
     if ":" in text:
       return make()
+    # The key holds its objects. So none is freed, and no later object has its
+    # id, by which most objects are hashed.
     key = text, jax.config.jax_enable_x64, *objects
     if key not in self._results:
-      made = make()
+      result = make()
+      # After `make`, which may build and cache other results.
       if len(self._results) >= self._most:
         self._results.pop(next(iter(self._results)), None)
-      self._results[key] = made
+      self._results[key] = result
     return self._results[key]

@@ -35,7 +35,7 @@ def locked(path: Path) -> Iterator[None]:
   Raises CellInUse if another process holds it.
   """
   with contextlib.ExitStack() as stack:
-    is_current = False
+    is_current = False  # whether the locked file is the one at `path`
     # The process that held the lock before may remove the file between the
     # opening and the locking here. Then the lock is on a removed file.
     while not is_current:
@@ -57,7 +57,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def finish(
-  place: Path,
+  cell_folder: Path,
   result: Mapping[str, Any],
   records: Any,
   params: Any,
@@ -67,7 +67,7 @@ def finish(
   """Writes the result of a cell, which is finished then.
 
   Args:
-    place: the cell's folder, with cell.json and metrics.jsonl.
+    cell_folder: the cell's folder, with cell.json and metrics.jsonl.
     result: the cell's row of results.
     records: a NamedTuple of columns.
     params: the final parameters.
@@ -75,67 +75,77 @@ def finish(
       result.json is written last, with checksums of the other files.
   """
   if packs:
-    _pack(place, result, records, params)
+    _pack(cell_folder, result, records, params)
     return
-  storage.save_columns(place / "records.npz", records)
-  storage.write_params(place, params)
-  files = {name: storage.file_digest(place / name) for name in FILES}
+  storage.save_columns(cell_folder / "records.npz", records)
+  storage.write_params(cell_folder, params)
+  # The cell counts as finished once result.json exists, so the files that it
+  # has checksums of come before it.
+  files = {name: storage.file_digest(cell_folder / name) for name in FILES}
   content = storage.sealed({**result, "files": files})
-  storage.write_json(place / "result.json", content)
+  storage.write_json(cell_folder / "result.json", content)
 
 
 def _pack(
-  place: Path, result: Mapping[str, Any], records: Any, params: Any
+  cell_folder: Path, result: Mapping[str, Any], records: Any, params: Any
 ) -> None:
   """Writes the archive of a cell, then removes the files that it replaces."""
-  members = {}
+  members: dict[str, bytes] = {}
+  # NAME.npy, as in an .npz file, so that numpy.load reads the archive.
   for name, column in records._asdict().items():
-    np.save(content := io.BytesIO(), column)
-    members[f"{name}.npy"] = content.getvalue()
+    np.save(buffer := io.BytesIO(), column)
+    members[f"{name}.npy"] = buffer.getvalue()
   for name in ("cell.json", "metrics.jsonl", PROGRESS):
-    if (place / name).exists():
-      members[name] = (place / name).read_bytes()
+    if (cell_folder / name).exists():
+      members[name] = (cell_folder / name).read_bytes()
   members["params.msgpack"] = storage.params_bytes(params)
   text = storage.to_json(result, indent=2) + "\n"
-  storage.write_archive(place / CELL, {**members, "result.json": text.encode()})
-  _remove_packed(place)
+  members["result.json"] = text.encode()
+  # The archive appears at once, by a rename. A kill before it leaves the cell
+  # unfinished; one after it leaves files that `tidy` removes.
+  storage.write_archive(cell_folder / CELL, members)
+  _remove_packed(cell_folder)
 
 
-def _remove_packed(place: Path) -> None:
+def _remove_packed(cell_folder: Path) -> None:
   """Removes the files and checkpoints that the archive replaces."""
   for name in (*FILES, PROGRESS, "result.json"):
-    (place / name).unlink(missing_ok=True)
-  shutil.rmtree(place / "checkpoints", ignore_errors=True)
+    (cell_folder / name).unlink(missing_ok=True)
+  shutil.rmtree(cell_folder / "checkpoints", ignore_errors=True)
 
 
-def tidy(place: Path) -> None:
-  """Removes files of a finished cell that a kill at its end has left.
+def tidy(cell_folder: Path) -> None:
+  """Removes files of a finished cell that a kill at its end has leftovers.
 
   These are files that the archive has too, and a half-written archive. Nothing
   is removed if another process holds the cell, or its folder is read-only or a
   link.
   """
-  if place.is_symlink() or not safe_files.is_writable(place):
+  if cell_folder.is_symlink() or not safe_files.is_writable(cell_folder):
     return
-  packed, half = (place / CELL).exists(), f"{CELL}.tmp"
-  left = (".lock", half, *(("checkpoints", *FILES, "result.json") * packed))
-  if not any((place / name).exists() for name in left):
+  packed, half_written = (cell_folder / CELL).exists(), f"{CELL}.tmp"
+  leftovers = [".lock", half_written]
+  if packed:
+    leftovers += ["checkpoints", *FILES, "result.json"]
+  # Most cells have none, and then no lock is taken.
+  if not any((cell_folder / name).exists() for name in leftovers):
     return
-  with contextlib.suppress(CellInUse), locked(place / ".lock"):
+  with contextlib.suppress(CellInUse), locked(cell_folder / ".lock"):
     if packed:
-      _remove_packed(place)
-    (place / half).unlink(missing_ok=True)
+      _remove_packed(cell_folder)
+    (cell_folder / half_written).unlink(missing_ok=True)
 
 
-def read_file(place: Path, name: str) -> bytes:
+def read_file(cell_folder: Path, name: str) -> bytes:
   """Returns the bytes of a finished cell's file, one of `FILES`."""
-  members = storage.read_archive(place / CELL, name)
-  return members[name] if members else (place / name).read_bytes()
+  members = storage.read_archive(cell_folder / CELL, name)
+  return members[name] if members else (cell_folder / name).read_bytes()
 
 
-def read_records(place: Path) -> dict[str, np.ndarray]:
+def read_records(cell_folder: Path) -> dict[str, np.ndarray]:
   """Returns the columns of a finished cell's records, one row per message."""
-  packed, loose = place / CELL, place / "records.npz"
+  packed, loose = cell_folder / CELL, cell_folder / "records.npz"
   with np.load(packed if packed.exists() else loose) as columns:
-    names = (name for name in columns.files if "." not in name)
-    return {name: columns[name] for name in names}
+    # numpy strips .npy from the names of columns; other members keep a suffix.
+    column_names = (name for name in columns.files if "." not in name)
+    return {name: columns[name] for name in column_names}

@@ -20,12 +20,12 @@ from asgd.experiment import boards, cell_progress, figure, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.figure import Rows
 
-_NO_CURVES = ("workers", "seed", "message", "diverged")  # cell and step
+_NO_CURVES = ("workers", "seed", "message", "diverged")  # the cell, and a step
 _GROUPS = ("test", "train", "staleness", "gap")  # of curves on a board
 _METRICS = ("test/accuracy", "test/loss", "train/loss")
 _FILES = "events.out.tfevents.*"  # live runs have more files in subfolders
 # A joined board is written here: TensorBoard watches the folder of the boards.
-_MAKING = ".tensorboard"
+_DRAFT = ".tensorboard"
 
 
 def tag_of(key: str) -> str:
@@ -54,24 +54,31 @@ def settings_of(experiment: Experiment, cell: Cell) -> dict[str, Any]:
   """Returns the hyperparameters of a cell, for tables of boards."""
   run = experiment.runs[cell.label]
   keys = "batch_size", "epochs", "examples", "learning_rate", "clip_norm"
-  named = {"algorithm": cell.title, "recipe": run.recipe, "engine": run.engine}
-  named |= {"workers": cell.workers, "seed": cell.seed}
-  named |= {key: run.config[key] for key in keys}
-  named |= {f"recipe.{key}": value for key, value in run.options.items()}
-  named["data"] = experiment.dataset.name
+  settings: dict[str, Any] = {
+    "algorithm": cell.title,
+    "recipe": run.recipe,
+    "engine": run.engine,
+    "workers": cell.workers,
+    "seed": cell.seed,
+  }
+  settings |= {key: run.config[key] for key in keys}
+  settings |= {f"recipe.{key}": value for key, value in run.options.items()}
+  settings["data"] = experiment.dataset.name
+  # TensorBoard's table takes no lists, dicts or None.
   plain = (bool, int, float, str)
-  return {k: v for k, v in named.items() if isinstance(v, plain)}
+  return {k: v for k, v in settings.items() if isinstance(v, plain)}
 
 
-def read_rows_so_far(place: Path) -> list[dict[str, Any]]:
+def read_rows_so_far(cell_folder: Path) -> list[dict[str, Any]]:
   """Returns the evaluations of a cell that is about to resume.
 
   A kill may have cut the last line short, so it is dropped. folder.FolderError
   names any other line that is not an evaluation.
   """
-  path, rows = place / "metrics.jsonl", []
+  path, rows = cell_folder / "metrics.jsonl", list[dict[str, Any]]()
   if not path.exists():
     return rows
+  # The text after the last newline is "", or a line that a kill has cut.
   *lines, _ = path.read_text(encoding="utf-8", errors="replace").split("\n")
   for number, line in enumerate(lines, 1):
     try:
@@ -91,9 +98,9 @@ class CellLog:
 
   def __init__(
     self,
-    place: Path,
+    cell_folder: Path,
     board: Path,
-    rows: Sequence[Mapping],
+    rows: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None,
     progress: cell_progress.ProgressFile | None = None,
   ):
@@ -101,22 +108,23 @@ class CellLog:
     written before a kill, are dropped. Boards show the cell's `settings`.
     `progress` is the file of the cell's present state."""
     self.progress = progress
-    path = place / "metrics.jsonl"
+    path = cell_folder / "metrics.jsonl"
     safe_files.write(path, storage.to_lines(map(storage.sealed, rows)))
     self._file = safe_files.appending(path)
+    # Boards keep the points up to the checkpoint; later ones are drawn again.
     step = rows[-1]["message"] + 1 if rows else 0
-    self._boards = [boards.open_board(board, purge_step=step)]
+    self._boards: list[Any] = [boards.open_board(board, purge_step=step)]
     if settings:
       self._boards[0].add_settings(settings, _METRICS)
     if boards.asked():
-      workdir = board.parents[1].absolute()
-      run = boards.WandbRun(workdir, place.name, settings or {})
+      workdir = board.parents[1].absolute()  # WORKDIR/tensorboard/CELL
+      run = boards.WandbRun(workdir, cell_folder.name, settings or {})
       self._boards.append(run)
 
   def write(self, row: Mapping[str, Any]) -> None:
     """Adds one evaluation."""
     self._file.write(storage.to_lines([storage.sealed(row)]).encode())
-    self._file.flush()
+    self._file.flush()  # a live run resumes from these rows after a kill
     for board in self._boards:
       board.add_scalars(_scalars_of(row), row["message"])
 
@@ -131,6 +139,7 @@ def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
   each run and number of workers, unless none is new; needs tensorboardX."""
   if not boards.is_available():
     return
+  # Another command with the same folder may end at the same time.
   with folder.alone(workdir):
     for group in figure.group_by(results, "label", "workers").values():
       if len(group) > 1 and group[0]["label"] in experiment.runs:
@@ -140,42 +149,47 @@ def join(workdir: Path, experiment: Experiment, results: Rows) -> None:
 def _join_seeds(
   workdir: Path, experiment: Experiment, group: Sequence[Mapping[str, Any]]
 ) -> None:
-  """Writes the board of one group of seeds and removes theirs."""
+  """Writes the board of one group of seeds and removes the seeds' boards."""
   first = group[0]
   cell = Cell(*(first[k] for k in ("label", "algorithm", "workers", "seed")))
   above = workdir / "tensorboard"
-  place = above / f"{cell.label}-n{cell.workers}"
-  own = [above / row["cell"] for row in group]
+  joined_board = above / f"{cell.label}-n{cell.workers}"
+  seed_boards = [above / row["cell"] for row in group]
   # Nothing is removed through a link.
-  own = [folder for folder in own if not folder.is_symlink()]
-  safe_files.make_folder(place)
-  before = list(place.glob(_FILES))
-  of_seeds = [path for one in own for path in one.glob(_FILES)]
-  if before and not of_seeds:
-    return
+  seed_boards = [board for board in seed_boards if not board.is_symlink()]
+  safe_files.make_folder(joined_board)
+  old_files = list(joined_board.glob(_FILES))
+  seed_files = [path for board in seed_boards for path in board.glob(_FILES)]
+  if old_files and not seed_files:
+    return  # an earlier call has joined these seeds
+  # [1] Write the means of all seeds, those of an earlier board too.
   settings = settings_of(experiment, cell)
   del settings["seed"]
   settings["seeds"] = " ".join(str(row["seed"]) for row in group)
   cells = [folder.read_rows(workdir / "cells" / row["cell"]) for row in group]
-  making = workdir / _MAKING
-  shutil.rmtree(making, ignore_errors=True)  # a kill may have left one
+  draft = workdir / _DRAFT
+  shutil.rmtree(draft, ignore_errors=True)  # a kill may have left one
   # TensorBoard then drops all points from step 0 on of an older board.
-  board = boards.open_board(making, purge_step=0)
+  board = boards.open_board(draft, purge_step=0)
   try:
     board.add_settings(settings, _METRICS)
     for message, values in means(cells):
       board.add_scalars(values, message)
   finally:
     board.close()
-  (made,) = making.iterdir()
-  made.replace(place / made.name)
-  making.rmdir()
-  for path in (*before, *of_seeds):
-    if path != place / made.name:
+  # [2] Publish the file, complete, then remove the files that it replaces. A
+  # kill in between leaves seeds' boards, and the next call joins them again.
+  (event_file,) = draft.iterdir()
+  published = joined_board / event_file.name
+  event_file.replace(published)
+  draft.rmdir()
+  for path in (*old_files, *seed_files):
+    if path != published:
       path.unlink(missing_ok=True)
-  for one in own:
-    with contextlib.suppress(OSError):  # removed, or a live run's
-      one.rmdir()
+  for folder_of_seed in seed_boards:
+    # It was removed before, or has the folder `live` of a live run.
+    with contextlib.suppress(OSError):
+      folder_of_seed.rmdir()
 
 
 def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
@@ -192,15 +206,18 @@ def means(cells: Sequence[Rows]) -> list[tuple[int, dict[str, float]]]:
     8 1.0 0.707
   """
   points = []
+  # strict=False: the shortest log ends the curves, as a seed that diverged has
+  # fewer evaluations.
   for rows in zip(*cells, strict=False):
     scalars = [_scalars_of(row) for row in rows]
     values: dict[str, float] = {}
     for tag in scalars[0]:
       if all(tag in of_seed for of_seed in scalars):
-        each = [of_seed[tag] for of_seed in scalars]
-        values[tag] = float(np.mean(each))
+        seed_values = [of_seed[tag] for of_seed in scalars]
+        values[tag] = float(np.mean(seed_values))
         if tag.startswith("test/"):
-          values[f"{tag}_std"] = float(np.std(each, ddof=1))
+          values[f"{tag}_std"] = float(np.std(seed_values, ddof=1))
     # Live cells may be evaluated a few messages apart.
-    points.append((round(np.mean([row["message"] for row in rows])), values))
+    message = round(float(np.mean([row["message"] for row in rows])))
+    points.append((message, values))
   return points

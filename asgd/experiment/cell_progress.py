@@ -26,16 +26,16 @@ from asgd.pages.run_files import PROGRESS
 _INTERVAL = 1.0  # least seconds between two writes
 _FIRST = 0.3  # seconds of training before the first write
 _SPARING = 100.0  # least time between two writes, in times of a write
+# These bounds limit the size of the file, however long the run is.
 _POINTS = 240  # most points of the curves
 _BINS = 128  # most bins of the staleness
-_GAPS = (-12.0, 4.0)  # logarithms of the smallest and the largest gap
+_GAPS = (-12.0, 4.0)  # decimal logarithms of the smallest and the largest gap
 _EVENTS = 200  # most lines on faults and recoveries
 _SEGMENTS = 400  # most stretches of work
 _LANES = 32  # most workers with a strip
 _CALLS = 100  # most calls of `advance` in a strip
 
-
-ROWS = 800  # of a trace, for the last stretches of work
+ROWS = 800  # last rows of a trace that the stretches of work are read from
 
 
 class Segment(NamedTuple):
@@ -58,7 +58,7 @@ def segments(
     rows: of the trace; a job whose start is not among them is left out.
     computed: (worker, seq) -> when the worker began and ended its computation;
       the rest of the job is wire. (): it is not known.
-    kind: of jobs whose computation is not known.
+    kind: of jobs without a known computation.
 
   Example:
     >>> row = Event(0.0, 3, 0, 7, base.SEND)
@@ -70,11 +70,12 @@ def segments(
   now = rows[-1].time if rows else 0.0
 
   def add(key: tuple[int, int], start: float, end: float) -> None:
-    inner = computed(*key)
-    if not inner:
+    computation = computed(*key)
+    if not computation:
       out.append(Segment(key[0], kind, start, end))
       return
-    began, ended = (min(time, end) for time in inner)
+    # Of a job in progress the simulated end may be later than `now`.
+    began, ended = (min(time, end) for time in computation)
     parts = ("wire", start, began), ("compute", began, ended)
     for name, *times in (*parts, ("wire", ended, end)):
       out.append(Segment(key[0], name, *times))
@@ -86,6 +87,7 @@ def segments(
       add(event.key, started.pop(event.key), event.time)
   for key, start in started.items():  # jobs in progress
     add(key, start, now)
+  # A ticket that takes no time has no stretch on the wire.
   return [part for part in out if part.end > part.start]
 
 
@@ -106,12 +108,13 @@ def last_lines(path: Path, size: int = 2**14) -> list[str]:
   try:
     with path.open("rb") as file:
       file.seek(max(path.stat().st_size - size, 0))
-      whole = not file.tell()
+      is_whole = file.tell() == 0
+      # A seek may also cut a character, in the first line, which is dropped.
       text = file.read().decode("utf-8", "replace")
   except FileNotFoundError:
     return []
   # The first line may be cut by the seek, the last one by its writer.
-  return text.split("\n")[0 if whole else 1 : -1]
+  return text.split("\n")[0 if is_whole else 1 : -1]
 
 
 def _event(line: str) -> Event | None:
@@ -140,17 +143,20 @@ def read_work(folder: Path) -> list[Segment]:
   """
   out: list[Segment] = []
   jobs: dict[tuple[int, float], Segment] = {}
+  # [1] spans-W.csv of worker W, a line for each fetch, computation and push
   for path in folder.glob("spans-*.csv"):
     lane = int(path.stem.partition("-")[2])
     spans = (_stretch(lane, line) for line in last_lines(path))
     out += filter(None, spans)
-  separated = {part.lane for part in out}
+  with_spans = {part.lane for part in out}
+  # [2] trace-S.csv of shard, peer or worker S; sorted, so the lead is first
   for path in sorted(folder.glob("trace-*.csv")):
     rows = list(filter(None, map(_event, last_lines(path))))
     for part in segments(rows, kind="job"):
-      # Each shard has a row of a job; the first one is the lead.
+      # Each shard has rows of a job. The lead's count, unless the starts
+      # differ by a millisecond or more.
       jobs.setdefault((part.lane, round(part.start, 3)), part)
-  return out + [part for part in jobs.values() if part.lane not in separated]
+  return out + [part for part in jobs.values() if part.lane not in with_spans]
 
 
 class _Totals:
@@ -158,8 +164,9 @@ class _Totals:
 
   def __init__(self) -> None:
     self.messages = self.bytes_up = self.bytes_down = 0
-    self.width, self.staleness = 1, np.zeros(_BINS, np.int64)
-    self.gap = np.zeros(_BINS, np.int64)
+    # Bin b counts the staleness from b * width to (b + 1) * width - 1.
+    self.width, self.staleness = 1, np.zeros(_BINS, np.int64)  # int64[_BINS]
+    self.gap = np.zeros(_BINS, np.int64)  # int64[_BINS], logarithmic bins
 
   def add(self, rows: Any) -> int:
     """Counts the rows of records, without columns that they lack. Returns the
@@ -175,6 +182,7 @@ class _Totals:
 
   def _add_delays(self, rows: Any) -> None:
     """Counts staleness and gaps in their bins."""
+    # A column may have several values for a message; each counts.
     staleness = np.maximum(rows.staleness.ravel(), 0)
     while staleness.max(initial=0) >= self.width * _BINS:
       # Bins of twice the width: two bins become one.
@@ -183,6 +191,8 @@ class _Totals:
       self.staleness = np.append(pairs, np.zeros_like(pairs))
     self.staleness += np.bincount(staleness // self.width, minlength=_BINS)
     gap = rows.gap.ravel()
+    # Gaps of 0 and huge ones count in the outer bins. The factor 0.99 prevents
+    # that rounding moves a gap beyond the last edge.
     gap = np.clip(gap[np.isfinite(gap)], 10 ** _GAPS[0], 0.99 * 10 ** _GAPS[1])
     self.gap += np.histogram(np.log10(gap), _BINS, _GAPS)[0]
 
@@ -208,9 +218,9 @@ class _Point(NamedTuple):
 
 
 class _Losses(NamedTuple):
-  """The rows of an engine whose progress has no records."""
+  """The rows of an engine that gives no records while it trains."""
 
-  loss: npt.NDArray[Any]
+  loss: npt.NDArray[Any]  # float[k], of the k new messages
 
 
 def _thinned(points: list[_Point]) -> list[_Point]:
@@ -218,6 +228,7 @@ def _thinned(points: list[_Point]) -> list[_Point]:
   out: list[_Point] = []
   before = 0.0
   for first, second in zip(points[::2], points[1::2], strict=False):
+    # A mean is weighted by the messages that its point stands for.
     weights = first.message - before, second.message - first.message
     total = max(sum(weights), 1)
     loss, staleness = (
@@ -227,17 +238,23 @@ def _thinned(points: list[_Point]) -> list[_Point]:
     nbytes = first.nbytes + second.nbytes
     out.append(second._replace(loss=loss, staleness=staleness, nbytes=nbytes))
     before = second.message
+  # Of an odd count the last point has no partner, and stays.
   return out + points[2 * len(out) :]
 
 
 def _earlier(path: Path, done: int) -> tuple[list[_Point], list[Any]]:
   """Returns the points and the lines of an earlier attempt, up to message
   `done`; none if the file is missing or was damaged."""
-  before = storage.read_json(path) or {}
+  content = storage.read_json(path) or {}
   try:
-    rows = [[math.nan if x is None else x for x in p] for p in before["points"]]
+    # JSON has no NaN: `_rounded` wrote null for it.
+    rows = [
+      [math.nan if x is None else x for x in point]
+      for point in content["points"]
+    ]
     points = [_Point(*map(float, row)) for row in rows]
-    return [p for p in points if p.message <= done], list(before["events"])
+    # The engine repeats the messages after its checkpoint.
+    return [p for p in points if p.message <= done], list(content["events"])
   except (KeyError, TypeError, ValueError):
     return [], []
 
@@ -247,21 +264,21 @@ class ProgressFile:
 
   def __init__(
     self,
-    place: Path,
+    cell_folder: Path,
     about: Mapping[str, Any],
-    engine: Any,
+    engine: engines.Engine,
     lines: list[str] | None = None,
   ):
     """Continues the file of an earlier attempt at the cell.
 
     Args:
-      place: the cell's folder.
+      cell_folder: of the cell.
       about: name, engine and workers of the cell.
       engine: of the cell.
       lines: printed on the cell. More are added while it trains, and those
         that the file has are removed.
     """
-    self._path, self._engine = place / PROGRESS, engine
+    self._path, self._engine = cell_folder / PROGRESS, engine
     self._lines = [] if lines is None else lines
     self._about = {**about, "total": engine.total, "unit": engine.unit}
     self._points, self._events = _earlier(self._path, engine.done)
@@ -273,6 +290,7 @@ class ProgressFile:
       self._totals.add(engine.records())
       self._events.append([seconds, f"resumed at message {engine.done}"])
     self._new: list[Any] = []  # rows of records since the last point
+    # The strip of an engine without workers of its own: its calls.
     self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
 
   def advance(self, until: int) -> engines.Progress:
@@ -292,6 +310,7 @@ class ProgressFile:
     """Writes the file of a finished cell, with the totals of all records."""
     now = time.monotonic() - self._began
     self._add_point(now)
+    # Counted anew: an engine may have given losses only while it trained.
     self._totals = _Totals()
     self._totals.add(self._engine.records())
     self._write(now)
@@ -312,10 +331,12 @@ class ProgressFile:
   def _write(self, now: float) -> None:
     """Writes the file."""
     began = time.monotonic()
+    # [1] The curves, and the lines since the last write.
     self._add_point(now)
     self._events += [[now, line] for line in self._lines]
     self._lines.clear()
     self._events = self._events[-_EVENTS:]
+    # [2] The last stretches of work, of the first workers.
     work = self._engine.work() or list(self._calls)
     work = [part for part in work if part.lane < _LANES]
     work.sort(key=lambda part: part.end)
@@ -329,6 +350,7 @@ class ProgressFile:
     }
     with contextlib.suppress(OSError):  # the run does not need this file
       safe_files.write(self._path, json.dumps(content, allow_nan=False))
+    # [3] The next write is due when this one is 1 % of the time.
     took = time.monotonic() - began
     self._next = now + max(_INTERVAL, _SPARING * took)
 
@@ -340,7 +362,7 @@ def _joined(parts: Sequence[Any], column: str) -> npt.NDArray[Any]:
 
 
 def _rounded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
-  """Returns rows whose floats have four digits after the point; None for a
+  """Returns rows with floats of four digits after the point; None stands for a
   float that is not finite."""
 
   def rounded(value: Any) -> Any:

@@ -31,12 +31,13 @@ class Cell(NamedTuple):
 
   @property
   def name(self) -> str:
-    """Its folder."""
+    """The name of the cell's folder."""
     return f"{self.label}-n{self.workers}-s{self.seed}"
 
 
 class Experiment:
-  """All there is to run; plans and problems are made once, when asked for."""
+  """The runs of a config with their data. Plans and problems are made once, at
+  the first call that needs them."""
 
   def __init__(
     self,
@@ -56,11 +57,12 @@ class Experiment:
       for count in engines[run.engine].workers(run)
       for seed in config["seeds"]
     )
-    # By workers, then run, then seed.
+    # By workers, then run, then seed: the sort is stable.
     self.cells = tuple(sorted(cells, key=lambda cell: cell.workers))
-    self._problems = {config["batch_size"]: shared_problem}
-    self._carrying: dict[str, problems.Problem] = {}
-    self._plans: dict[tuple[str, int], Any] = {}
+    self._problems = {config["batch_size"]: shared_problem}  # by batch size
+    # By label: `_problems`, with the state of the run's optimizer if need be.
+    self._problems_of_runs: dict[str, problems.Problem] = {}
+    self._plans: dict[tuple[str, int], Any] = {}  # by (label, workers)
 
   @functools.cached_property
   def dataset_identity(self) -> dict[str, Any]:
@@ -79,9 +81,9 @@ class Experiment:
       with checks.blame(f"runs.{run.label}.batch_size"):
         shared = self._problems[self.config["batch_size"]]
         self._problems[size] = shared.with_batch_size(size)
-    if run.label not in self._carrying:
-      self._carrying[run.label] = _carrying(run, self._problems[size])
-    return self._carrying[run.label]
+    if run.label not in self._problems_of_runs:
+      self._problems_of_runs[run.label] = _carrying(run, self._problems[size])
+    return self._problems_of_runs[run.label]
 
   def sharpness_of(self, run: Run) -> Callable[[Any], float]:
     """Returns the estimate of a run's sharpness, compiled once for all cells of
@@ -103,25 +105,29 @@ class Experiment:
   def check_machine(self, machine: Any) -> None:
     """Raises ValueError if an engine cannot train its cells on a machine, an
     `asgd.experiment.machine.Machine`."""
+    # One call for each engine, with the plans of all its cells.
     plans = collections.defaultdict(list)
     for cell in self.cells:
       plans[self.kind(cell).check_machine].append(self.plan(cell))
-    for check, planned in plans.items():
-      check(self, planned, machine)
+    for check, plans_of_check in plans.items():
+      check(self, plans_of_check, machine)
 
 
-def _carrying(run, problem):
-  """Returns a run's problem, which may carry the state of its optimizer."""
+def _carrying(run: Run, problem: problems.Problem) -> problems.Problem:
+  """Returns a run's problem; its parameters carry the state of the optimizer if
+  the run averages that state, or its recipe carries it."""
   averages = run.options.get("optimizer_state") == worker.AVERAGED
   # Settings of tables and of Sandblaster carry none.
   if not averages and getattr(run.given, "carried", None) is None:
     return problem
+  # What is carried does not depend on the number of workers.
   workers = max(run.config["workers"])
   recipe = run.make_recipe(run.config["learning_rate"], workers)
   return problems.carrying(problem, recipe.carried)
 
 
-_sharpness = build_cache.BuildCache(8)  # and the data of their problems
+# Few entries, because each keeps the data of its problem in memory.
+_sharpness = build_cache.BuildCache(8)
 
 
 def build(
@@ -150,12 +156,16 @@ def build(
   """
   if not isinstance(config, schema.Resolved):
     config = schema.resolve(config, engines)
+  # [1] Checks that need neither data nor devices, so mistakes show at once.
   config = _checked(config, engines, dataset)
+  # [2] Devices. JAX takes the count of CPU devices only before it starts.
   runs = config.runs.values()
   devices = max(engines[run.engine].devices(run) for run in runs)
   meshes.want_cpu_devices(devices)
   meshes.find_devices()
+  # [3] Data and model; checks that they fit each other.
   experiment = _load(config, engines, data_dir, dataset, measurements)
+  # [4] A plan for each run and number of workers; its checks raise here.
   for cell in experiment.cells:
     experiment.plan(cell)
   return experiment
@@ -188,8 +198,13 @@ def programs(
       yield from kind.programs(experiment, run, workers, target)
 
 
-def _checked(config, engines, dataset=None) -> schema.Resolved:
-  """Checks a config as far as possible without data and devices."""
+def _checked(
+  config: schema.Resolved,
+  engines: Engines,
+  dataset: problem.Dataset | None = None,
+) -> schema.Resolved:
+  """Checks a config as far as possible without data and devices. The runs that
+  it returns have the recipe and the objects of a caller's `dataset`."""
   resolved, runs = config
   if isinstance(dataset, own.Objects):
     given = {"given": dataset.recipe, "objects": dataset.objects}
@@ -202,13 +217,20 @@ def _checked(config, engines, dataset=None) -> schema.Resolved:
 
 
 def _load(
-  config, engines, data_dir, dataset=None, measurements=None, **options
+  config: schema.Resolved,
+  engines: Engines,
+  data_dir: str | None,
+  dataset: problem.Dataset | None = None,
+  measurements: dict[str, Any] | None = None,
+  **options: Any,
 ) -> Experiment:
-  """Loads data and model; nothing is planned yet."""
+  """Loads data and model; nothing is planned yet. `options` are of
+  `problem.load`."""
   resolved, runs = config
   options |= {"data_dir": data_dir, "dataset": dataset}
   dataset, shared = problem.load(resolved, **options)
   for run in runs.values():
+    # `updates` replaces the gradient; only some protocols can apply it.
     if shared.updates is not None and not protocol.of(run).updates:
       raise ValueError(
         f"config.problem: its workers compute no gradient, for the recipe"
@@ -217,7 +239,9 @@ def _load(
   return Experiment(resolved, engines, runs, dataset, shared, measurements)
 
 
-def _check_codec(run, config, engines):
+def _check_codec(
+  run: Run, config: Mapping[str, Any], engines: Engines
+) -> None:
   """Raises ValueError if the config sets a codec or a network for all runs, and
   the engine of this run has none."""
   for key in ("compress", "compress_down"):
@@ -227,10 +251,12 @@ def _check_codec(run, config, engines):
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
-  every = [kind.sections.get("network") or {} for kind in engines.values()]
-  keys = {key: setting for each in every for key, setting in each.items()}
-  unable = "network" not in engines[run.engine].sections
-  if unable and schema.set_in(config.get("network"), keys):
+  # This engine has no section `network`, so the other engines' keys tell which
+  # of its settings differ from their defaults.
+  sections = [kind.sections.get("network") or {} for kind in engines.values()]
+  keys = {key: node for section in sections for key, node in section.items()}
+  has_links = "network" in engines[run.engine].sections
+  if not has_links and schema.set_in(config.get("network"), keys):
     raise ValueError(
       f"config.network: engine {run.engine!r} of config.runs.{run.label} has no"
       " links whose time could be set: use engine simulate or threads, or set"
@@ -240,6 +266,7 @@ def _check_codec(run, config, engines):
 
 def only(run: Run, cell: Cell) -> dict[str, Any]:
   """Returns a config with this cell alone, for other processes and replays."""
+  # The engine moves from the config to the entry of the only run.
   config = {k: v for k, v in run.config.items() if k != "engine"}
   entry = {"engine": run.engine, "recipe": run.recipe, "title": run.title}
   return {

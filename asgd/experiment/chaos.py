@@ -45,14 +45,15 @@ def alive(running: Iterable[tuple[int, str]]) -> list[int]:
   another start time belongs to another process."""
   end = time.monotonic() + _ENDING
   while True:
-    left = []
+    pids = []
     for pid, began in running:
-      with contextlib.suppress(OSError):
+      with contextlib.suppress(OSError):  # the process has ended
         state, started = processes.stat(pid)
+        # Z and X: it has ended, and its parent has not yet asked for its status
         if started == began and state not in "ZX":
-          left.append(pid)
-    if not left or time.monotonic() > end:
-      return sorted(left)
+          pids.append(pid)
+    if not pids or time.monotonic() > end:
+      return sorted(pids)
     time.sleep(_LOOK)
 
 
@@ -70,13 +71,16 @@ class Victim:
       protocols: cell name -> its protocol.
     """
     self._out, self._command, self._protocols = out, command, protocols
+    # What the audit and the end need to know of all drivers so far.
     self.failures: list[audit.Failure] = []
-    self.memories: set[Path] = set()
+    self.memories: set[Path] = set()  # memory folders of cells
     self.processes: set[tuple[int, str]] = set()  # (process id, start time)
-    self._journal = 0, 0  # (count of journals, their bytes) at the last look
-    self._moved = time.monotonic()  # when they last grew
-    self._run: tuple[int, str] | None = None  # (driver's id, cell)
-    # Rows before this driver began the cell; whether one was received since.
+    # For `check`: (count of journals, their bytes), and when they last grew.
+    self._journals = 0, 0
+    self._grew = time.monotonic()
+    # For `working`: (driver's id, cell), rows of the cell before this driver
+    # began it, and whether a message was received since.
+    self._run: tuple[int, str] | None = None
     self._rows, self._works = 0, False
     # SIGTERM must reach `end`; otherwise the run would outlive this process.
     signal.signal(signal.SIGTERM, _leave)
@@ -105,6 +109,7 @@ class Victim:
     return pids
 
   def _events(self, cell: str) -> list[Event]:
+    """Returns the rows of a cell's trace so far."""
     return self._protocols[cell].live.rows(self._out / "cells" / cell)
 
   def working(self) -> bool:
@@ -114,21 +119,22 @@ class Victim:
       return False
     run = self.process.pid, current[0]
     if run == self._run and self._works:
-      return True
+      return True  # the common case; it reads no file
     events = self._events(current[0])
     if run != self._run:
       self._run, self._rows = run, len(events)
-    new = events[self._rows :]
-    self._works = any(event.action == base.RECEIVE for event in new)
+    new_events = events[self._rows :]
+    self._works = any(event.action == base.RECEIVE for event in new_events)
     return self._works
 
   def check(self, patience: float) -> None:
     """Raises Hung if no journal has grown for `patience` seconds."""
-    journals = list(self._out.glob("cells/*/trace-*.csv"))
-    seen = len(journals), sum(path.stat().st_size for path in journals)
-    if seen != self._journal:
-      self._journal, self._moved = seen, time.monotonic()
-    if time.monotonic() - self._moved > patience:
+    paths = list(self._out.glob("cells/*/trace-*.csv"))
+    # A driver that resumes may drop rows, so any change is a sign of life.
+    journals = len(paths), sum(path.stat().st_size for path in paths)
+    if journals != self._journals:
+      self._journals, self._grew = journals, time.monotonic()
+    if time.monotonic() - self._grew > patience:
       cell = self._cell()
       if cell is None:
         waited = f"for asgd train to begin a cell in {self._out}"
@@ -151,7 +157,7 @@ class Victim:
     cell, memory = current
     before = self._events(cell)
     if not before:
-      return False
+      return False  # the processes are starting
     # [1] Choose a victim: a process that runs and is not stopped.
     pids = self._pids(memory)
     if kind == "driver":
@@ -173,19 +179,23 @@ class Victim:
     os.kill(running[index], _SIGNALS.get(kind, signal.SIGKILL))
     log_line(f"{kind}: {victims} {index} of {cell}")
     # [3] Note which incarnation must leave in the trace, for the audit.
-    after, dead, coming = self._events(cell), (), None
-    if kind != "shard":
+    after = self._events(cell)
+    incarnations: tuple[tuple[int, int], ...] = ()
+    coming: tuple[int, int] | None = None
+    if kind != "shard":  # a shard is no worker, and never leaves in the trace
       ledger = follow(before)
       # It had not joined yet; its JOIN may have been written meanwhile.
       if index not in ledger.present:
         ledger = follow(after)
       incarnation = ledger.incarnations.get(index, -1)
       if index in ledger.present:
-        dead = ((index, incarnation),)
+        incarnations = ((index, incarnation),)
       else:
         coming = index, incarnation + 1
     rows = len(before), len(after)
-    self.failures.append(audit.Failure(kind, cell, index, dead, *rows, coming))
+    self.failures.append(
+      audit.Failure(kind, cell, index, incarnations, *rows, coming)
+    )
     return True
 
   def _kill_driver(
@@ -200,21 +210,24 @@ class Victim:
     self.process.wait()
     log_line(f"driver: the driver of {cell}")
     self._start()
-    old = {pid for kind in pids.values() for pid in kind.values()}
-    alive([process for process in self.processes if process[0] in old])
+    # Only when they have ended is the last row of the killed driver written.
+    killed = {pid for kind in pids.values() for pid in kind.values()}
+    alive([process for process in self.processes if process[0] in killed])
     after = self._events(cell)
-    dead = tuple(sorted(follow(after).incarnations.items()))
+    # All incarnations end with their driver.
+    incarnations = tuple(sorted(follow(after).incarnations.items()))
     rows = len(before), len(after)
-    self.failures.append(audit.Failure("driver", cell, 0, dead, *rows))
+    self.failures.append(audit.Failure("driver", cell, 0, incarnations, *rows))
 
   def end(self) -> None:
     """Ends the run: asks it to stop, then kills its processes."""
     if self.process.poll() is None:
-      self.process.send_signal(signal.SIGINT)
+      self.process.send_signal(signal.SIGINT)  # saves, then ends its processes
       with contextlib.suppress(subprocess.TimeoutExpired):
         self.process.wait(60.0)
       self.process.kill()
       self.process.wait()
+      # Processes of a killed driver may be stopped, and end only by a kill.
       for memory in self.memories:
         processes.end_all(memory)
 
@@ -248,6 +261,8 @@ def inject(
   while victim.process.poll() is None:
     time.sleep(_LOOK)
     victim.check(patience)
+    # Only time in which the run works counts: neither the start of processes
+    # nor the compilation.
     now = time.monotonic()
     if victim.working():
       worked += now - last
@@ -255,6 +270,7 @@ def inject(
     if not due <= worked < seconds:
       continue
     waiting = waiting or rng.sample(kinds, len(kinds))
+    # The victim may end between the look at its files and the signal.
     with contextlib.suppress(ProcessLookupError, FileNotFoundError):
       # Rotate: a kind without a running process must not block the others.
       waiting.insert(0, waiting.pop())

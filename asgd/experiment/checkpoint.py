@@ -12,7 +12,7 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,7 +24,7 @@ from asgd import safe_files
 from asgd.checks import line_of
 from asgd.experiment import storage
 
-_KEPT = 2  # checkpoints of a cell
+_KEPT = 2  # checkpoints of a cell: one more than needed, if the last is damaged
 
 
 class Restored(NamedTuple):
@@ -37,17 +37,20 @@ class Restored(NamedTuple):
     """Returns the saved tree with NumPy arrays. Raises ValueError if its
     structure or shapes differ from the template's; a leaf ANY has any shape."""
     names, structure = _names(template)
+    # [1] The same leaves, by name.
     if names.keys() != self.arrays.keys():
       differing = sorted(names.keys() ^ self.arrays.keys())[:3]
       raise ValueError(
         "it is of another model, algorithm or schedule"
         f" ({', '.join(differing)})"
       )
+    # [2] The same shapes.
     for name, leaf in names.items():
       shape = self.arrays[name].shape
       if leaf is not ANY and np.shape(leaf) != shape:
         text = f"{name} has shape {shape}, not {np.shape(leaf)}"
         raise ValueError(f"{text}: it is of another model")
+    # `names` has the template's order of leaves.
     return jax.tree.unflatten(structure, [self.arrays[n] for n in names])
 
 
@@ -68,7 +71,8 @@ def _names(tree: Any) -> tuple[dict[str, Any], Any]:
   return names, structure
 
 
-def _digest(arrays, text):
+def _digest(arrays: Iterable[np.ndarray], text: str) -> str:
+  """Returns the checksum of a checkpoint's arrays and JSON text."""
   return storage.digest([*arrays, np.frombuffer(text.encode(), np.uint8)])
 
 
@@ -76,7 +80,7 @@ class _PatientLoop(asyncio.SelectorEventLoop):
   """An event loop that waits for its tasks before it closes. Orbax closes its
   loop at the first failed write, and each other write then has a traceback."""
 
-  def close(self):
+  def close(self) -> None:
     if not self.is_closed() and (tasks := asyncio.all_tasks(self)):
       self.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
     super().close()
@@ -86,13 +90,13 @@ class _PatientLoop(asyncio.SelectorEventLoop):
 def _briefly() -> Iterator[None]:
   """Makes orbax raise its errors without printing them."""
   log = logging.getLogger("absl")
-  before = log.level
+  level = log.level
   log.setLevel(logging.CRITICAL)
   try:
     with mock.patch.object(asyncio, "new_event_loop", _PatientLoop):
       yield
   finally:
-    log.setLevel(before)
+    log.setLevel(level)
 
 
 class Checkpoints:
@@ -127,8 +131,10 @@ class Checkpoints:
 
     if step == self._manager.latest_step():
       return  # this step was restored or saved already
+    # [1] To the host: orbax gets NumPy arrays only, in the order of `names`.
     names, _ = _names(jax.device_get(tree))
     arrays = list(map(np.asarray, names.values()))
+    # [2] The JSON, as text, because the checksum is one of its bytes.
     text = json.dumps(
       {
         "notes": notes,
@@ -143,10 +149,11 @@ class Checkpoints:
       }
     )
     meta = {"text": text, "digest": _digest(arrays, text)}
-    full = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
+    by_number = {f"{i:05d}": x for i, x in enumerate(arrays) if x.size}
     content = args.Composite(
-      arrays=args.StandardSave(full), meta=args.JsonSave(meta)
+      arrays=args.StandardSave(by_number), meta=args.JsonSave(meta)
     )
+    # [3] The files. Orbax renames the step's folder when all are written.
     try:
       with _briefly():
         self._manager.save(step, args=content, force=True)
@@ -164,6 +171,7 @@ class Checkpoints:
       return None
     for step in sorted(self._manager.all_steps(), reverse=True):
       try:
+        # `rebuild` is inside, as it finds that shapes differ from the model's.
         return rebuild(self._read(step))
       except Exception as error:  # for a damaged file orbax may raise any type
         aside = self._folder.parent / f"damaged-{step}"
@@ -189,6 +197,7 @@ class Checkpoints:
     )
     with _briefly():
       saved = self._manager.restore(step, args=content)
+    # The reverse of `save`: names and empty arrays come from the JSON.
     text, arrays = saved["meta"]["text"], {}
     meta = json.loads(text)
     for i, name in enumerate(meta["names"]):
@@ -203,5 +212,6 @@ class Checkpoints:
 
   def close(self) -> None:
     """Releases the folder."""
+    # A manager that was never needed is not made to be closed.
     if "_manager" in vars(self):
       self._manager.close()

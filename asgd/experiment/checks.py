@@ -16,6 +16,7 @@ from asgd.data import partitions
 Check = Callable[[Any, str], Any]
 JsonSchema = dict[str, Any]
 
+# Config values become arrays on devices, where x64 is off by default.
 MOST_NUMBER = 1e30  # float32 holds it, and its inverse
 MOST_INTEGER = 2**31 - 1  # int32 holds it
 MOST_COUNT = 10**8  # messages, updates, examples of a test
@@ -34,7 +35,7 @@ class Described:
   """A check, with the JSON schema of the values that it accepts."""
 
   run: Check
-  schema: JsonSchema
+  schema: JsonSchema  # for the reference of the keys in the docs
 
   def __call__(self, value: Any, key: str) -> Any:
     """Returns the value or raises ValueError."""
@@ -55,7 +56,7 @@ def schema_of(check: Check) -> JsonSchema:
   return getattr(check, "schema", {})
 
 
-def _check(
+def _make_check(
   is_valid: Callable[[Any], bool], kind: str, **schema: Any
 ) -> Check:
   """Returns a check; `schema` has the keys of its JSON schema."""
@@ -72,7 +73,8 @@ def anything(value: Any, key: str) -> Any:
 
 def whole_number(least: int = 1, most: int = MOST_COUNT) -> Check:
   """Returns a check of a whole number in a range; a bool is none."""
-  return _check(
+  return _make_check(
+    # `type`, not isinstance: a bool is an int, and no number in a config.
     lambda value: type(value) is int and least <= value <= most,
     f"a whole number from {least} to {most}",
     **dict(type="integer", minimum=least, maximum=most),
@@ -84,21 +86,22 @@ def number(
 ) -> Check:
   """Returns a check of a finite number in a range; `above` excludes `least`."""
 
-  def inside(value):
-    real = type(value) in (int, float)
-    return real and least <= value <= most and not (above and value == least)
+  def is_in_range(value):
+    is_real = type(value) in (int, float)
+    # NaN and infinity fail the comparison.
+    return is_real and least <= value <= most and not (above and value == least)
 
-  low = f"above {least:g}" if above else f"from {least:g}"
+  lowest = f"above {least:g}" if above else f"from {least:g}"
   bound = "exclusiveMinimum" if above else "minimum"
   schema = {"type": "number", bound: least, "maximum": most}
-  return _check(inside, f"a number {low} to {most:g}", **schema)
+  return _make_check(is_in_range, f"a number {lowest} to {most:g}", **schema)
 
 
 positive = number(above=True)
-flag = _check(
+flag = _make_check(
   lambda value: isinstance(value, bool), "True or False", type="boolean"
 )
-text = _check(
+text = _make_check(
   lambda value: isinstance(value, str) and value != "",
   "a name",
   **dict(type="string", minLength=1),
@@ -107,9 +110,12 @@ text = _check(
 
 def choice(*options: str) -> Check:
   """Returns a check of one of a few names."""
+  # The error lists a few names, and of many shows the nearest.
   if len(options) < 4:
-    words = " or ".join(map(repr, options))
-    return _check(lambda value: value in options, words, enum=list(options))
+    kind = " or ".join(map(repr, options))
+    return _make_check(
+      lambda value: value in options, kind, enum=list(options)
+    )
 
   @described(enum=list(options))
   def check(value, key):
@@ -149,6 +155,7 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
     _require(isinstance(value, list), value, key, "a list")
     for item in value:
       check(item, key)
+    # After the items: checked ones can be members of a set.
     unique = not distinct or len(set(value)) == len(value)
     _require(unique, value, key, "a list of different values")
     enough = len(value) >= least
@@ -173,14 +180,14 @@ def blame(key: str, keys: Sequence[str] = ()) -> Iterator[None]:
   except ValueError as error:
     message = str(error)
     if message.startswith("config."):
-      raise
-    first = message.split(" ")[0].split(".")[0].rstrip(":")
-    mark = "." if first in keys else ": "
-    raise ValueError(f"config.{key}{mark}{message}") from error
+      raise  # an inner `blame`, which knows the key better, has named it
+    first_key = message.split(" ")[0].split(".")[0].rstrip(":")
+    separator = "." if first_key in keys else ": "
+    raise ValueError(f"config.{key}{separator}{message}") from error
 
 
 _PARTITION = {"enum": [*partitions.NAMES]}
-_OF_PARTITION = {
+_PARTITION_KEYS = {
   "name": _PARTITION,
   "concentration": {"type": "number", "exclusiveMinimum": 0},
 }
@@ -191,7 +198,7 @@ _OF_PARTITION = {
     _PARTITION,
     {
       "type": "object",
-      "properties": _OF_PARTITION,
+      "properties": _PARTITION_KEYS,
       "required": ["name"],
       "additionalProperties": False,
     },
@@ -199,8 +206,9 @@ _OF_PARTITION = {
 )
 def partition(value: Any, key: str) -> Any:
   """Checks a partition of the data: a name, or a dict of it and its options."""
-  section, _, own = key.rpartition(".")
-  with blame(section, (own,)):
+  section, _, last_key = key.rpartition(".")
+  # Errors of `divides` begin with "partition", which names the key.
+  with blame(section, (last_key,)):
     partitions.divides(value)
   return value
 

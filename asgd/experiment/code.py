@@ -22,6 +22,7 @@ _SHOWN = 3  # names in an error
 def _named(config: Mapping[str, Any]) -> list[str]:
   """Returns each MODULE:FUNCTION of a config, except titles of runs."""
   config, runs = dict(config), config.get("runs")
+  # A title is any text, such as "asgd:fast", and is never imported.
   if isinstance(runs, Mapping):
     config["runs"] = [
       {k: v for k, v in entry.items() if k != "title"}
@@ -31,22 +32,24 @@ def _named(config: Mapping[str, Any]) -> list[str]:
   return list(dict.fromkeys(names.imports(config)))
 
 
-def _owners(place: Path) -> set[int]:
+def _owners(cell_folder: Path) -> set[int]:
   """Returns the owners (uid) of a cell's folders and describing files."""
-  whole = Path(os.path.abspath(place))
-  paths = [whole, *(whole / name for name in ("cell.json", "cell.npz"))]
-  if whole.parent.name == "cells":
-    workdir = whole.parents[1]
-    paths += [whole.parent, workdir, workdir / "config.json"]
-  looks = [path for path in paths if os.path.lexists(path)]
-  return {path.lstat().st_uid for path in looks} | {
-    path.stat().st_uid for path in looks if path.exists()
+  folder = Path(os.path.abspath(cell_folder))
+  paths = [folder, *(folder / name for name in ("cell.json", "cell.npz"))]
+  # Whoever owns a folder above may replace the files in it.
+  if folder.parent.name == "cells":
+    workdir = folder.parents[1]
+    paths += [folder.parent, workdir, workdir / "config.json"]
+  paths = [path for path in paths if os.path.lexists(path)]
+  # The owners of links, and of the files that they lead to.
+  return {path.lstat().st_uid for path in paths} | {
+    path.stat().st_uid for path in paths if path.exists()
   }
 
 
 def check_trusted(
-  place: Path,
-  said: Mapping[str, Any],
+  cell_folder: Path,
+  config: Mapping[str, Any],
   modules: Iterable[str] = (),
   *,
   trust: bool = False,
@@ -54,28 +57,29 @@ def check_trusted(
   """Refuses to run code that the folder of another user names.
 
   Args:
-    place: a cell's folder, WORKDIR/cells/NAME.
-    said: the cell's config; each MODULE:FUNCTION counts.
-    modules: more modules, whose folders would become importable.
+    cell_folder: WORKDIR/cells/NAME.
+    config: of the cell; each MODULE:FUNCTION counts.
+    modules: more modules; their folders would become importable.
     trust: whether this user allows the code to run.
 
   Raises:
     ValueError: if code is named, and the effective user of this process does
       not own the cell's folders, cell.json and config.json.
   """
-  named = [*_named(said), *modules]
-  others = _owners(place) - {os.geteuid()}
-  if not named or not others or trust:
+  code_names = [*_named(config), *modules]
+  others = _owners(cell_folder) - {os.geteuid()}
+  if not code_names or not others or trust:
     return
   raise ValueError(
-    f"{place} was made by another user (uid {min(others)}), and its files name"
-    f" code to be run: {', '.join(named[:_SHOWN])}. Read them and that code,"
-    " then add --trust (in Python trust=True)"
+    f"{cell_folder} was made by another user (uid {min(others)}), and its files"
+    f" name code to be run: {', '.join(code_names[:_SHOWN])}. Read them and"
+    " that code, then add --trust (in Python trust=True)"
   )
 
 
 def _file(module: str) -> Path | None:
   """Returns where a module would be imported from."""
+  # For A.B this imports A. Callers ask only about code that may be run.
   try:
     spec = importlib.util.find_spec(module)
   except (ImportError, ValueError):
@@ -92,7 +96,7 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
   out = {}
   for module in sorted({name.partition(":")[0] for name in _named(config)}):
     path, top = _file(module), _file(module.partition(".")[0])
-    if path and top:
+    if path and top:  # built-in modules have no file, and need none
       top = top.parent if top.stem == "__init__" else top
       digest = storage.file_digest(path)
       out[module] = {"file": str(path), "sha256": digest, "top": str(top)}
@@ -121,10 +125,10 @@ def make_importable(described: Mapping[str, Any]) -> None:
 def changed(
   described: Mapping[str, Any], config: Mapping[str, Any]
 ) -> Sequence[str]:
-  """Returns the modules whose files have changed since `described`."""
+  """Returns the modules that have another file content than `described`."""
   now = describe(config)
   return [
     module
-    for module, was in described.items()
-    if now.get(module, {}).get("sha256") != was["sha256"]
+    for module, before in described.items()
+    if now.get(module, {}).get("sha256") != before["sha256"]
   ]

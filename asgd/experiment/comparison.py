@@ -9,30 +9,38 @@ If the links of a run took time (config.network), the measured jobs exclude that
 time. Messages and tickets of the counted bytes pass the same simulated network.
 
 A replay must have the same records; the first that differs is named.
+
+`compare` makes a `LiveComparison`; `quantities`, `race` and `describe` turn it
+into rows and text, and `comparison_figure` draws it.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from asgd import base, output
-from asgd.experiment import cell_files, live_files, predict, protocol, replay
-from asgd.experiment import figure as figure_lib
+from asgd.experiment import (
+  cell_files,
+  cells,
+  live_files,
+  predict,
+  protocol,
+  replay,
+)
 from asgd.experiment import folder as folders
 from asgd.experiment.engines import networks
 from asgd.orders import durations
+from asgd.orders.network import Network
+from asgd.orders.play import Sizes
 
 _WAYS = (0.5, 0.9)  # shares of a live run's decrease of the loss
-_BINS = 40  # of time, in the picture
 # Share of messages before all workers had sent one, above which a note says so.
 _EARLY = 0.05
-_POINTS = 2000  # most points of a curve in the picture
-LIVE, _ORDER, _DRAWN, _REPLAYED = "live", "in order", "drawn", "replayed"
-_HATCHES = {LIVE: "", _ORDER: "///", _DRAWN: "...", _REPLAYED: "///"}
-_LOSS = "training loss, moving average\nover 1/40 of the messages"
+# Kinds of runs: keys of `LiveComparison.runs`, and words in tables.
+LIVE, IN_ORDER, DRAWN, REPLAYED = "live", "in order", "drawn", "replayed"
 
 
 class LiveComparison(NamedTuple):
@@ -40,25 +48,43 @@ class LiveComparison(NamedTuple):
 
   name: str
   runs: dict[str, predict.Outcome]  # by kind, the live one first
-  zero: int  # index of the message at which times start
-  parts: dict[str, float] | None  # seconds of each part of a live job
+  zero: int  # index of the message at which times start, 1 or more
+  # `predict.where_time_goes` of the live run; None: it was not measured
+  parts: dict[str, float] | None
   # Rows (worker, seconds) of its jobs, for `durations` of a config.
   jobs: Sequence[dict[str, float]] = ()
   replay: str = ""  # comparison with the replay; "": there was none
 
 
-def _measured(files: live_files.LiveFiles) -> list[predict.MeasuredJob]:
+class _Transport(NamedTuple):
+  """What carried the messages of a live run."""
+
+  network: Network | None  # None: the messages took no time
+  sizes: Sizes  # bytes of messages and tickets
+
+
+def _transport(files: live_files.LiveFiles) -> _Transport:
+  """Returns the network of a live run, and the counted sizes of its messages.
+  """
+  description, records = files.description, files.records
+  section = description["config"].get("network")
+  network = section and networks.from_section(section, len(records))
+  sizes = predict.sizes_of(records, description["cell"]["workers"])
+  return _Transport(network, sizes)
+
+
+def _measured_jobs(files: live_files.LiveFiles) -> list[predict.MeasuredJob]:
   """Returns the jobs of a live run, without the time of its network."""
   journal, spans = files.journals[0], files.spans
-  transport = _transport(files)
-  if transport["network"] is None:
+  network, sizes = _transport(files)
+  if network is None:
     return predict.jobs(journal, spans)
   workers = files.description["cell"]["workers"]
-  return predict.off_network(journal, spans, **transport, workers=workers)
+  return predict.off_network(journal, spans, network, sizes, workers)
 
 
 def _streams(
-  cell: Any,
+  cell: cells.Cell,
   files: live_files.LiveFiles,
   timed: live_files.LiveFiles,
   timed_name: Path,
@@ -71,33 +97,27 @@ def _streams(
     timed: files of the cell with the durations, which may be another.
     timed_name: its name in an error.
   """
-  jobs = _measured(timed)
+  # [1] The durations of the timed cell, of jobs after its start.
+  jobs = _measured_jobs(timed)
   if not jobs:
     raise ValueError(f"{timed_name} has no message: {predict.SHORT}")
   timed_workers = 1 + max(job.worker for job in jobs)
   settled = predict.settled(jobs, timed_workers)
-  # A worker may do more jobs than were measured: it then repeats them.
+  # [2] Endless streams. IN_ORDER has the jobs of the simulated cell once, those
+  # of its start too, and then the settled jobs again and again. With another
+  # cell's durations it has the settled jobs only. DRAWN draws from these.
   repeated = durations.measured(predict.shifted(settled, cell.workers))
   drawn = durations.measured(settled, resample=True, seed=cell.seed)
-  first = predict.in_order(jobs, timed_workers) if timed is files else [[]]
+  is_own = timed is files
+  first_jobs = predict.in_order(jobs, timed_workers) if is_own else [[]]
   workers = range(cell.workers)
   return {
-    _ORDER: [
-      itertools.chain(first[w % len(first)], repeated.stream(w))
+    IN_ORDER: [
+      itertools.chain(first_jobs[w % len(first_jobs)], repeated.stream(w))
       for w in workers
     ],
-    _DRAWN: [drawn.stream(w) for w in workers],
+    DRAWN: [drawn.stream(w) for w in workers],
   }
-
-
-def _transport(files: live_files.LiveFiles) -> dict[str, Any]:
-  """Returns the `network` of a live run (None: it takes no time), and the
-  `sizes` of its messages in bytes."""
-  description, records = files.description, files.records
-  section = description["config"].get("network")
-  network = section and networks.from_section(section, len(records))
-  sizes = predict.sizes_of(records, description["cell"]["workers"])
-  return {"network": network, "sizes": sizes}
 
 
 def compare(
@@ -119,42 +139,50 @@ def compare(
     ValueError: the cell is too short, was changed since it ended, or names code
       that is not trusted; or one of two cells has no simulation.
   """
+  # [1] The files of the cell, and of the cell with the durations.
   cell_folder = live_files.only_cell(folder)
   folders.finished_result(cell_folder, repeatable=False)
   files = live_files.read(cell_folder)
   timed = live_files.read(durations_of) if durations_of else files
-  cells = protocol.of_cell(cell_folder, files.description).live
-  timed_cells = protocol.of_cell(cell_folder, timed.description).live
-  if durations_of and not (cells.simulation and timed_cells.simulation):
+  # [2] Whether a server decides the order, so that it can be simulated.
+  live = protocol.of_cell(cell_folder, files.description).live
+  timed_live = protocol.of_cell(cell_folder, timed.description).live
+  if durations_of and not (live.simulation and timed_live.simulation):
     raise ValueError(
       f"--durations_of={durations_of} needs two cells with a server that"
       f" decides the order of jobs: one of it and {folder} has no such server."
       " Drop it, or name two cells that have one"
     )
-  loaded = {"data_dir": data_dir, "trust": trust}
-  if cells.simulation is None:
-    return _with_replay(cell_folder, files, **loaded)
-  experiment, cell = replay.load(cell_folder, **loaded)
+  if live.simulation is None:
+    return _with_replay(cell_folder, files, data_dir, trust=trust)
+  # [3] The live run. Index 0 is the lead, which decides the order.
+  experiment, cell = replay.load(cell_folder, data_dir=data_dir, trust=trust)
   plan = experiment.plan(cell)
-  rules, train_in_order = cells.simulation(plan, cell, cell_folder)
+  rules, train_in_order = live.simulation(plan, cell, cell_folder)
   records, journal = files.records[0], files.journals[0]
   messages = len(records.loss)
   early = _early_messages(cell_folder, records.worker, cell.workers)
   began = live_files.first_ticket(journal)
   runs = {LIVE: predict.Outcome(began, records, _accuracy(cell_folder))}
+  # [4] The simulations: an order from the durations, then training in it.
   joins = predict.joins(journal, cell.workers)
+  network, sizes = _transport(files)
   streams_of = _streams(cell, files, timed, durations_of or folder)
   for kind, streams in streams_of.items():
-    trace = predict.play(rules, streams, joins, messages, **_transport(files))
+    trace = predict.play(
+      rules, streams, joins, messages, network=network, sizes=sizes
+    )
     params, simulated = train_in_order(trace)
     accuracy = plan.problem.evaluate(params).accuracy
     runs[kind] = predict.Outcome(float(trace.time[0]), simulated, accuracy)
-  # All runs are compared from a message at which every worker works in each.
+  # [5] All runs are compared from a message on at which, in each run, every
+  # worker has sent one.
   workers = [run.records.worker for run in runs.values()]
   zero = max(predict.all_there(column, cell.workers) for column in workers)
   began = float(records.time[early - 1])
   parts = predict.where_time_goes(journal, files.spans, began)
-  return LiveComparison(cell.name, runs, zero, parts, _rows(_measured(files)))
+  jobs = _rows(_measured_jobs(files))
+  return LiveComparison(cell.name, runs, zero, parts, jobs)
 
 
 def _early_messages(
@@ -170,6 +198,7 @@ def _early_messages(
 
 
 def _rows(jobs: Sequence[predict.MeasuredJob]) -> list[dict[str, float]]:
+  """Returns rows (worker, seconds), as `durations` of a config read them."""
   return [{"worker": j.worker, "seconds": j.end - j.start} for j in jobs]
 
 
@@ -180,7 +209,11 @@ def _accuracy(cell_folder: Path) -> float:
 
 
 def _with_replay(
-  cell_folder: Path, files: live_files.LiveFiles, **loaded: Any
+  cell_folder: Path,
+  files: live_files.LiveFiles,
+  data_dir: str | None,
+  *,
+  trust: bool,
 ) -> LiveComparison:
   """Compares a live cell with its replay."""
   columns = cell_files.read_records(cell_folder)
@@ -188,11 +221,12 @@ def _with_replay(
   workers = files.description["cell"]["workers"]
   zero = _early_messages(cell_folder, records.worker, workers)
   began = live_files.first_ticket(files.jobs)
-  result = replay.replay(cell_folder, **loaded)
+  result = replay.replay(cell_folder, data_dir=data_dir, trust=trust)
   replayed = result.records
+  # A replay has no clock: its records have the times of the trace.
   runs = {
     LIVE: predict.Outcome(began, records, _accuracy(cell_folder)),
-    _REPLAYED: predict.Outcome(began, replayed, result.accuracy),
+    REPLAYED: predict.Outcome(began, replayed, result.accuracy),
   }
   digests = [str(x)[:16] for x in (result.recorded, result.digest)]
   text = f"parameters {digests[0]}, replayed {digests[1]}"
@@ -206,42 +240,52 @@ def first_difference(records: base.Records, replayed: Any) -> str:
   differ: its column and both values; "" if none differs."""
   if len(records.loss) != len(replayed.loss):
     return f"{len(records.loss)} records, replayed {len(replayed.loss)}"
-  sides = [
-    {name: getattr(side, name)[np.lexsort((side.job, side.worker))]
-      for name in base.Records._fields}
+  # Rows by worker and job: the files of several workers have no common order.
+  live, again = (
+    {
+      name: getattr(side, name)[np.lexsort((side.job, side.worker))]
+      for name in base.Records._fields
+    }
     for side in (records, replayed)
-  ]
-  firsts = []
-  for name, was in sides[0].items():
-    now = sides[1][name]
+  )
+  differences = []  # (first row that differs, column)
+  for name, column in live.items():
     # Two NaNs are equal here.
-    same = np.equal(was, now) | ((was != was) & (now != now))
+    both_nan = (column != column) & (again[name] != again[name])
+    same = np.equal(column, again[name]) | both_nan
     if not same.all():
-      firsts.append((int(np.argmin(same)), name))
-  if not firsts:
+      differences.append((int(np.argmin(same)), name))
+  if not differences:
     return ""
-  row, name = min(firsts)
-  worker, job, was = (sides[0][key][row] for key in ("worker", "job", name))
+  row, name = min(differences)
+  worker, job, value = (live[key][row] for key in ("worker", "job", name))
   return (
-    f"{name} of worker {worker}, job {job} is {was}, replayed"
-    f" {sides[1][name][row]}"
+    f"{name} of worker {worker}, job {job} is {value}, replayed"
+    f" {again[name][row]}"
   )
 
 
-def _curves(both, zero):
-  return {kind: predict.curve(run, zero) for kind, run in both.runs.items()}
+def curves_of(
+  comparison: LiveComparison, zero: int
+) -> dict[str, predict.Curve]:
+  """Returns the loss of each kind of run against the time since message `zero`;
+  see `predict.curve`."""
+  runs = comparison.runs.items()
+  return {kind: predict.curve(run, zero) for kind, run in runs}
 
 
-def quantities(both: LiveComparison) -> list[dict[str, Any]]:
+def quantities(comparison: LiveComparison) -> list[dict[str, Any]]:
   """Returns a row for each quantity: its value in each kind of run, and the
   ratios to the live run."""
-  curves = _curves(both, both.zero)
+  zero = comparison.zero
+  curves = curves_of(comparison, zero)
+  # Losses of the live run; a simulation may pass them at other times.
   losses = {share: curves[LIVE].way(share) for share in _WAYS}
   columns = {}
-  for kind, run in both.runs.items():
-    staleness = run.records.staleness[both.zero :]
+  for kind, run in comparison.runs.items():
+    staleness = run.records.staleness[zero:]
     columns[kind] = {
-      "messages/s": predict.rate(run, both.zero),
+      "messages/s": predict.rate(run, zero),
       "staleness, mean": float(staleness.mean()),
       "staleness, max": float(staleness.max()),
       **{
@@ -257,18 +301,18 @@ def quantities(both: LiveComparison) -> list[dict[str, Any]]:
     }
   rows = []
   for name, live in columns[LIVE].items():
-    row = {kind: columns[kind][name] for kind in both.runs}
-    for kind in list(both.runs)[1:]:
+    row = {kind: columns[kind][name] for kind in comparison.runs}
+    for kind in list(comparison.runs)[1:]:
       row[f"{kind}, ratio"] = row[kind] / live if live else np.nan
     rows.append({"quantity": name, **row})
   return rows
 
 
-def _text(value, form="{:.4g}"):
+def _text(value: float, form: str = "{:.4g}") -> str:
   return form.format(value) if np.isfinite(value) else "-"
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
   """Returns `quantities` as text."""
   kinds = [key for key in rows[0] if f"{key}, ratio" in rows[0]]
   header, lines = ["", LIVE], []
@@ -300,25 +344,28 @@ def parts_text(parts: dict[str, float] | None) -> str:
   )
 
 
-def _heading(both: LiveComparison) -> str:
-  beside = "simulated with measured durations"
-  return f"{both.name}: live, and {'replayed' if both.replay else beside}"
+def heading_of(comparison: LiveComparison) -> str:
+  """Returns a line that says which kinds of runs are compared."""
+  other = "simulated with measured durations"
+  other = "replayed" if comparison.replay else other
+  return f"{comparison.name}: live, and {other}"
 
 
 def describe(
-  both: LiveComparison,
-  rows: list[dict[str, Any]],
+  comparison: LiveComparison,
+  rows: Sequence[Mapping[str, Any]],
   durations_of: str | None = None,
 ) -> str:
   """Returns a comparison, with its `quantities`, as text."""
-  if both.replay:
-    return f"\n{_heading(both)}\n\n{table(rows)}\n{both.replay}"
-  of = f", with the durations of {durations_of}" if durations_of else ""
+  if comparison.replay:
+    heading = heading_of(comparison)
+    return f"\n{heading}\n\n{table(rows)}\n{comparison.replay}"
+  source = f", with the durations of {durations_of}" if durations_of else ""
   text = (
-    f"\n{both.name}: live, and simulated with its durations in order, and drawn"
-    f" from them{of}\n\n{table(rows)}\n{parts_text(both.parts)}"
+    f"\n{comparison.name}: live, and simulated with its durations in order, and"
+    f" drawn from them{source}\n\n{table(rows)}\n{parts_text(comparison.parts)}"
   )
-  early, messages = both.zero, len(both.runs[LIVE].records.time)
+  early, messages = comparison.zero, len(comparison.runs[LIVE].records.time)
   if early > _EARLY * messages:
     text += (
       f"\nnote: {early} of {messages} messages arrived before each worker sent"
@@ -327,100 +374,10 @@ def describe(
   return text
 
 
-def _edges(both: LiveComparison) -> np.ndarray:
-  """Returns the edges of the bins of time in which messages are counted."""
-  columns = (run.records.time for run in both.runs.values())
-  longest = max(time[-1] - time[both.zero - 1] for time in columns)
-  return np.linspace(0, longest, _BINS + 1)
-
-
-def _series(
-  both: LiveComparison,
-) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-  """Yields (panel, kind, xs, values) of the picture."""
-  times = {kind: run.records.time for kind, run in both.runs.items()}
-  times = {k: t[both.zero :] - t[both.zero - 1] for k, t in times.items()}
-  edges = _edges(both)
-  for kind, curve in _curves(both, both.zero).items():
-    counts = np.bincount(both.runs[kind].records.staleness[both.zero :])
-    yield "staleness", kind, np.arange(len(counts)), counts / counts.sum()
-    # The last bin that a run reaches is not full, so it is not drawn.
-    full = int(np.searchsorted(edges, times[kind][-1], "right")) - 1
-    rates = np.histogram(times[kind], edges)[0] / edges[1]
-    yield "throughput", kind, edges[:full], rates[:full]
-    every = len(curve.time) // _POINTS + 1
-    yield "loss", kind, curve.time[::every], curve.loss[::every]
-
-
-def points(both: LiveComparison) -> list[dict[str, Any]]:
-  """Returns the picture's numbers, as rows of panel, series, x and value.
-
-  The panels are "staleness" (share of the messages by staleness), "throughput"
-  (messages per second) and "loss". The last two are by seconds since each
-  worker had sent a message.
-  """
-  return [
-    {"panel": panel, "series": kind, "x": float(x), "value": float(value)}
-    for panel, kind, xs, values in _series(both)
-    for x, value in zip(xs, values, strict=True)
-  ]
-
-
-def draw(both: LiveComparison, stem: Path) -> None:
-  """Draws a comparison as STEM.png, .svg, .pdf; ImportError without `viz`."""
-  with figure_lib.style():
-    _draw(both, stem)
-
-
-def _looks(kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
-  """Returns colour and dashes of each kind of run, without a marker."""
-  styles = figure_lib.styles(list(kinds))
-  keys = "color", "ls"
-  return {name: {k: own[k] for k in keys} for name, own in styles.items()}
-
-
-def _draw(both: LiveComparison, stem: Path) -> None:
-  """Draws the three panels of a comparison."""
-  figure, ((bars, steps, lines),) = figure_lib.new_figure(1, 3, 7.2, 2.9)
-  kinds = list(both.runs)
-  looks = _looks(kinds)
-  most = 0  # staleness on the axis, without the 1 % of largest values
-  for panel, kind, x, values in _series(both):
-    run, look = both.runs[kind], looks[kind]
-    if panel == "staleness":
-      left = x + 0.27 * (kinds.index(kind) - 1)
-      face = {"color": look["color"], "hatch": _HATCHES[kind]}
-      bars.bar(left, 100 * values, 0.27, ec="white", lw=0, label=kind, **face)
-      most = max(most, x[np.cumsum(values) < 0.99].max(initial=0) + 1)
-    elif panel == "throughput":
-      label = f"{kind}: {predict.rate(run, both.zero):.4g} in the mean"
-      edges = _edges(both)[: len(x) + 1]
-      line = {"baseline": None, "lw": 1.1, "label": label}
-      steps.stairs(values, edges, **line, **look)
-    else:
-      label = kind
-      if np.isfinite(run.accuracy):
-        label += f": accuracy {100 * run.accuracy:.1f} %"
-      lines.plot(x, values, label=label, **look)
-  bars.set(xlabel="staleness", ylabel="messages (%)", xlim=(-0.7, most + 0.7))
-  bars.locator_params("x", integer=True)
-  rates = f"messages per second,\nmeans over 1/{_BINS} of the time"
-  steps.set(xlabel="seconds", ylabel=rates)
-  steps.set_ylim(0)
-  lines.set(xlabel="seconds", ylabel=_LOSS)
-  losses = [line.get_ydata() for line in lines.lines]
-  figure_lib.scale_by_logarithm(lines, "y", np.concatenate(losses))
-  for axis in (bars, steps, lines):
-    axis.grid()
-    axis.legend(
-      loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=7
-    )
-  figure_lib.save(figure, _heading(both), stem)
-
-
 def common_loss(cells: Sequence[LiveComparison]) -> float:
   """Returns a loss that all runs reach: 90 % of the smallest decrease."""
-  curves = [curve for both in cells for curve in _curves(both, 0).values()]
+  # From the first ticket on (zero=0), as the start belongs to a race.
+  curves = [curve for cell in cells for curve in curves_of(cell, 0).values()]
   start = min(curve.loss[0] for curve in curves)
   worst = max(curve.loss.min() for curve in curves)
   return float(start - 0.9 * (start - worst))
@@ -429,7 +386,7 @@ def common_loss(cells: Sequence[LiveComparison]) -> float:
 def _common(cells: Sequence[LiveComparison]) -> list[str]:
   """Returns the kinds of runs that all cells have."""
   first, *others = cells
-  return [k for k in first.runs if all(k in both.runs for both in others)]
+  return [k for k in first.runs if all(k in cell.runs for cell in others)]
 
 
 def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
@@ -437,23 +394,24 @@ def race(cells: Sequence[LiveComparison], loss: float) -> list[dict[str, Any]]:
   messages per second, seconds from the first ticket to a loss, and how many
   times faster that is than the slowest cell."""
   rows, kinds = [], _common(cells)
-  for both in cells:
-    row: dict[str, Any] = {"cell": both.name}
+  for cell in cells:
+    row: dict[str, Any] = {"cell": cell.name}
     for kind in kinds:
-      row[f"{kind}, messages/s"] = predict.rate(both.runs[kind], both.zero)
+      row[f"{kind}, messages/s"] = predict.rate(cell.runs[kind], cell.zero)
     for kind in kinds:
-      curve = predict.curve(both.runs[kind], 0)
+      curve = predict.curve(cell.runs[kind], 0)
       row[f"{kind}, seconds"] = curve.reaches(loss)
     rows.append(row)
   for kind in kinds:
     times = np.array([row[f"{kind}, seconds"] for row in rows])
+    # A cell that never reaches the loss has NaN, and is no slowest cell.
     slowest = times.max(initial=0, where=np.isfinite(times))
     for row, time in zip(rows, times, strict=True):
       row[f"{kind}, faster"] = slowest / time
   return rows
 
 
-def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
+def race_table(rows: Sequence[Mapping[str, Any]], loss: float) -> str:
   """Returns `race` as text."""
   columns = {
     "messages/s": ("messages/s", "{:.4g}"),
@@ -467,33 +425,3 @@ def race_table(rows: Sequence[dict[str, Any]], loss: float) -> str:
     for row, line in zip(rows, lines, strict=True):
       line += [_text(row[f"{kind}, {key}"], form) for kind in kinds]
   return output.table(header, lines)
-
-
-def draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path) -> None:
-  """Draws the losses of all cells against time: STEM.png, .svg and .pdf."""
-  with figure_lib.style():
-    _draw_race(cells, loss, stem)
-
-
-def _draw_race(cells: Sequence[LiveComparison], loss: float, stem: Path):
-  """Draws one axis with a curve for each cell and kind of run."""
-  figure, axes = figure_lib.new_figure(1, 1, 5, 3.4)
-  axis = axes.item()
-  looks = figure_lib.styles([both.name for both in cells])
-  kinds = dict.fromkeys(kind for both in cells for kind in both.runs)
-  dashes = {kind: look["ls"] for kind, look in _looks(kinds).items()}
-  for both in cells:
-    look = looks[both.name]
-    for kind, curve in _curves(both, 0).items():
-      label = figure_lib.plain_text(f"{both.name}, {kind}")
-      every = max(len(curve.time) // 5, 1)
-      line = {**look, "ls": dashes[kind], "markevery": every, "label": label}
-      axis.plot(*curve, **line)
-  axis.axhline(loss, color="gray", lw=0.8)
-  axis.set(xlabel="seconds", ylabel=_LOSS)
-  drawn = [line.get_ydata() for line in axis.lines]
-  figure_lib.scale_by_logarithm(axis, "y", np.concatenate(drawn))
-  axis.grid()
-  figure_lib.legend(figure, axes)
-  title = "live cells, and their simulations or replays"
-  figure_lib.save(figure, title, stem)

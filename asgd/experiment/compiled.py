@@ -1,9 +1,9 @@
 """Programs that XLA has compiled, kept on disk for the next command.
 
-To compile is half of the time of a sweep of small models, and the processes of
-a command, or a command that is given again, compile the same programs. JAX
-keeps them in a folder; a command gives it one. A call from a script uses a
-folder only if JAX_COMPILATION_CACHE_DIR names one.
+Compilation takes half of the time of a sweep of small models. The processes of
+a command, and a command that is repeated, compile the same programs. JAX can
+keep programs in a folder: a command calls `keep`, which sets one. A call from a
+script uses a folder only if JAX_COMPILATION_CACHE_DIR names one.
 """
 
 import contextlib
@@ -18,8 +18,8 @@ from asgd import safe_files
 _FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _SMALL = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 _MOST = 2**29  # bytes that are kept
-# A process that is killed as it writes leaves half a program, which JAX
-# compiles again, with a warning.
+# The warning of JAX for half a program, which a process leaves that is killed
+# while it writes. JAX then compiles the program again.
 _HALF = "Error reading persistent compilation cache entry"
 
 
@@ -31,7 +31,7 @@ def folder() -> Path:
 
 
 def is_own() -> bool:
-  """Whether programs are kept in `folder`, and not where a user said."""
+  """Whether programs are kept in `folder`, rather than in a user's choice."""
   with contextlib.suppress(RuntimeError):  # a user without a home
     return os.environ.get(_FOLDER) == str(folder())
   return False
@@ -44,30 +44,34 @@ def keep() -> None:
   if _FOLDER in os.environ:
     return
   try:
-    place = folder()
-    safe_files.make_private(place)
-    _trim(place)
+    cache = folder()
+    # A program is code: only this user may write to the folder.
+    safe_files.make_private(cache)
+    _trim(cache)
   except (OSError, RuntimeError, ValueError):
-    return  # they are compiled again
-  os.environ[_FOLDER] = str(place)
-  jax.config.update(_FOLDER.lower(), str(place))
+    return  # programs are compiled, and not kept
+  # Variables for the processes that this one starts; `update` for this process,
+  # in which JAX has read its variables already.
+  os.environ[_FOLDER] = str(cache)
+  jax.config.update(_FOLDER.lower(), str(cache))
   if _SMALL not in os.environ:
+    # By default JAX keeps only programs that take a second to compile.
     os.environ[_SMALL] = "0"
     jax.config.update(_SMALL.lower(), 0.0)
   warnings.filterwarnings("ignore", _HALF)
-  told = os.environ.get("PYTHONWARNINGS")  # to processes that are started
+  filters = os.environ.get("PYTHONWARNINGS")
   ignored = f"ignore:{_HALF}"
-  os.environ["PYTHONWARNINGS"] = f"{told},{ignored}" if told else ignored
+  os.environ["PYTHONWARNINGS"] = f"{filters},{ignored}" if filters else ignored
 
 
-def _trim(place: Path) -> None:
-  """Removes the oldest programs if there are too many. JAX would look at each
-  whenever it adds one."""
-  files = [entry for entry in os.scandir(place) if entry.is_file()]
+def _trim(cache: Path) -> None:
+  """Removes the oldest programs if there are too many. JAX's own limit would
+  look at each file whenever a program is added."""
+  files = [entry for entry in os.scandir(cache) if entry.is_file()]
   stats = sorted((e.stat().st_mtime, e.stat().st_size, e.path) for e in files)
   total = sum(size for _, size, _ in stats)
-  for _, size, path in stats:
+  for _, size, path in stats:  # the oldest first
     if total <= _MOST:
       return
-    Path(path).unlink(missing_ok=True)
+    Path(path).unlink(missing_ok=True)  # another command may trim, too
     total -= size

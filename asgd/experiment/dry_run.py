@@ -1,8 +1,8 @@
-"""What a command would train: cells, messages and an estimate of the minutes.
+"""Lists the cells that a command would train, and estimates their minutes.
 
 Nothing is written. A simulated cell of each run and number of workers trains
-for about a second, which gives its messages per second. Cells whose seconds are
-a result (live runs, pipelines, meshes) are counted, and not estimated.
+for about a second, which gives its messages per second. Live runs, pipelines
+and meshes are counted, and not estimated: their seconds are a result.
 """
 
 import time
@@ -20,14 +20,21 @@ _HEADER = ["run", "engine", "workers", "cells", "messages", "minutes"]
 
 
 def _rate(experiment: Experiment, cell: Cell, machine: Machine) -> float:
-  """Returns the measured messages per second of a simulated cell."""
+  """Returns the measured messages per second of a simulated cell; NaN if the
+  cell ends with the call that compiles."""
   context = Context(
-    *(experiment, cell, experiment.plan(cell), None, None),
-    *(lambda rebuild: None, (), machine),
+    experiment,
+    cell,
+    experiment.plan(cell),
+    folder=None,
+    board=None,
+    restore=lambda rebuild: None,  # no checkpoint
+    rows=(),
+    machine=machine,
   )
   engine = experiment.kind(cell).start(context)
   try:
-    engine.advance(engine.total)  # compiles
+    engine.advance(engine.total)  # compiles, so it is not measured
     began, first = time.perf_counter(), engine.done
     while engine.done < engine.total:
       engine.advance(engine.total)
@@ -53,34 +60,36 @@ def rows(
     Rows with run, engine, workers, cells, messages (of all cells) and minutes
     on one core, without evaluations; None for engines that are not estimated.
   """
-  found = []
+  table_rows = []
   for group in cells_lib.groups(cells):
     first = group[0]
     messages = len(group) * experiment.plan(first).messages
     minutes = None
     if not experiment.kind(first).timed:
       minutes = messages / _rate(experiment, first, machine) / 60
+      # NaN: a cell takes less than a second.
       minutes = round(minutes, 3) if minutes == minutes else 0.0
     engine = experiment.runs[first.label].engine
     values = first.label, engine, first.workers, len(group), messages, minutes
-    found.append(dict(zip(_HEADER, values, strict=True)))
-  return found
+    table_rows.append(dict(zip(_HEADER, values, strict=True)))
+  return table_rows
 
 
-def describe(found: Sequence[dict[str, Any]], jobs: int) -> str:
+def describe(table_rows: Sequence[dict[str, Any]], jobs: int) -> str:
   """Returns the rows as a table, with their sums for `jobs` cells at once."""
   lines = [
     [str(value) if value is not None else "-" for value in row.values()]
-    for row in found
+    for row in table_rows
   ]
-  known = [row["minutes"] for row in found if row["minutes"] is not None]
-  cells = sum(row["cells"] for row in found)
-  messages = sum(row["messages"] for row in found)
+  minutes = [row["minutes"] for row in table_rows if row["minutes"] is not None]
+  cells = sum(row["cells"] for row in table_rows)
+  messages = sum(row["messages"] for row in table_rows)
   text = f"{output.table(_HEADER, lines)}\n{cells} cells, {messages:,} messages"
-  if known:
-    at_once = min(jobs, max(len(known), 1))
-    text += f", about {sum(known) / at_once:.1f} minutes on {at_once} cores"
+  if minutes:
+    # A process trains whole groups of cells: more processes than groups idle.
+    at_once = min(jobs, len(minutes))
+    text += f", about {sum(minutes) / at_once:.1f} minutes on {at_once} cores"
     text += " without evaluations"
-  if len(known) < len(found):
+  if len(minutes) < len(table_rows):
     text += "; runs in real time (-) are not estimated"
   return f"{text}\nnothing was trained or written"

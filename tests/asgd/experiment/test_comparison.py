@@ -4,7 +4,7 @@ import kit
 import numpy as np
 import pytest
 
-from asgd.experiment import comparison
+from asgd.experiment import comparison, comparison_figure
 
 
 def pair(name="a-n2-s0", factor=2.0):
@@ -93,7 +93,7 @@ def test_what_is_not_known_is_a_dash():
 
 
 def test_the_numbers_of_the_picture():
-  points = comparison.points(pair())
+  points = comparison_figure.points(pair())
 
   def chosen(panel, kind):
     return [
@@ -129,8 +129,8 @@ def test_a_race_is_to_a_loss_that_all_reach():
 def test_pictures_are_drawn(tmp_path):
   pytest.importorskip("matplotlib")
   both = pair("a$b")
-  comparison.draw(both, tmp_path / "one")
-  comparison.draw_race([both, pair()], 2.0, tmp_path / "two")
+  comparison_figure.draw(both, tmp_path / "one")
+  comparison_figure.draw_race([both, pair()], 2.0, tmp_path / "two")
   assert {path.name for path in tmp_path.iterdir()} == {
     *("one.png", "one.svg", "one.pdf", "two.png", "two.svg", "two.pdf")
   }
