@@ -28,9 +28,9 @@ def mean_and_std(rows: Rows, key: str) -> tuple[float, float]:
   return float(values.mean()), float(std)
 
 
-def group_by(rows: Rows, *keys: str) -> dict[tuple, list[Row]]:
+def group_by(rows: Rows, *keys: str) -> dict[tuple[Any, ...], list[Row]]:
   """Groups rows by the values of some columns, in order of first appearance."""
-  groups: dict[tuple, list[Row]] = {}
+  groups: dict[tuple[Any, ...], list[Row]] = {}
   for row in rows:
     groups.setdefault(tuple(row[key] for key in keys), []).append(row)
   return groups
@@ -54,11 +54,15 @@ _TRAFFIC = "traffic (MB)"  # up and down, for runs with codecs
 _ERROR = "test error (%)"  # 100 minus the accuracy in percent
 _LOSSES = {"train_loss": "training loss", "test_loss": "test loss"}
 _SINCE = ", mean since\nthe last evaluation"
-_POINT = ("panel", "algorithm", "workers", "x", "mean", "std", "seeds")
-_POINT += ("values", "diverged")  # for each seed
+# Keys of a point, which are columns of figure.csv. The last two are lists with
+# an entry for each seed.
+_POINT = (
+  *("panel", "algorithm", "workers", "x", "mean", "std", "seeds"),
+  *("values", "diverged"),
+)
 
 
-def _workers(results: Rows) -> dict[str, set[int]]:
+def _workers_of(results: Rows) -> dict[str, set[int]]:
   """Returns title of a run -> its numbers of workers."""
   counts: dict[str, set[int]] = {}
   for row in results:
@@ -68,8 +72,8 @@ def _workers(results: Rows) -> dict[str, set[int]]:
 
 def _swept(results: Rows) -> set[int]:
   """Returns all numbers of workers of the runs that have several."""
-  several = (c for c in _workers(results).values() if len(c) > 1)
-  return set().union(*several)
+  sweeps = (c for c in _workers_of(results).values() if len(c) > 1)
+  return set[int]().union(*sweeps)
 
 
 def has(results: Rows, key: str) -> bool:
@@ -85,36 +89,39 @@ def panels(results: Rows) -> list[Panel]:
   curves at the largest number. Otherwise they are curves of accuracy and loss.
   A task without accuracy has training and test loss instead.
   """
+  # [1] The quality that all panels show, by what the results have.
   of_classes = has(results, "test_accuracy")
-  name, y, best = "accuracy", "test_accuracy", _ERROR
+  name, y, ylabel = "accuracy", "test_accuracy", _ERROR
   if not of_classes:
     name, y = "loss", "test_loss" if has(results, "test_loss") else "train_loss"
-    best = _LOSSES[y]
+    ylabel = _LOSSES[y]
   keys = set(itertools.chain.from_iterable(results))
-  timed = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
-  counted = bool({"codec", "codec_down"} & keys)
-  if timed and _swept(results):
-    key, label = _CLOCKS[timed[0]]
+  clocks = [clock for clock, (key, _) in _CLOCKS.items() if key in keys]
+  has_codec = bool({"codec", "codec_down"} & keys)
+  # [2] With a sweep: results by workers, then curves.
+  if clocks and _swept(results):
+    key, label = _CLOCKS[clocks[0]]
     sizes = [
-      Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, best),
+      Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, ylabel),
       Panel("megabytes", "workers", "bytes_up", "workers", "bytes up"),
     ]
     return [
-      Panel(name, "workers", y, "workers", best),
+      Panel(name, "workers", y, "workers", ylabel),
       Panel("gap", "workers", "gap_mean", "workers", "mean gap"),
       Panel("time", "workers", key, "workers", label),
-      Panel(f"{name}_curve", "epoch", y, "epoch", best),
+      Panel(f"{name}_curve", "epoch", y, "epoch", ylabel),
       Panel("gap_curve", "epoch", "gap_mean", "epoch", f"gap{_SINCE}"),
-      Panel(f"{name}_by_time", timed[0], y, label, best),
-      *(sizes if counted else ()),
+      Panel(f"{name}_by_time", clocks[0], y, label, ylabel),
+      *(sizes if has_codec else ()),
     ]
-  first = "test_accuracy", _ERROR
+  # [3] Without one: each quality against each measure of progress.
+  quality = "test_accuracy", _ERROR
   if not of_classes:
-    first = "train_loss", _LOSSES["train_loss"] + _SINCE
-  curves = first, ("test_loss", _LOSSES["test_loss"])
+    quality = "train_loss", _LOSSES["train_loss"] + _SINCE
+  curves = quality, ("test_loss", _LOSSES["test_loss"])
   axes = [("epoch", "epoch"), ("update", "updates")]
-  axes += [(clock, _CLOCKS[clock][1]) for clock in timed]
-  axes += [("megabytes", _TRAFFIC)] if counted else []
+  axes += [(clock, _CLOCKS[clock][1]) for clock in clocks]
+  axes += [("megabytes", _TRAFFIC)] if has_codec else []
   return [
     Panel(f"{y}_by_{x}", x, y, xlabel, ylabel)
     for y, ylabel in curves
@@ -122,7 +129,7 @@ def panels(results: Rows) -> list[Panel]:
   ]
 
 
-def numbers(results: Rows, curves: Rows) -> list[dict]:
+def numbers(results: Rows, curves: Rows) -> list[dict[str, Any]]:
   """Returns the points of the figure.
 
   Curves are drawn for a run's largest number of workers. Where other runs have
@@ -136,7 +143,7 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
   Returns:
     Rows with the mean over seeds, each seed's value, and whether it diverged.
   """
-  largest = {title: max(counts) for title, counts in _workers(results).items()}
+  largest = {title: max(c) for title, c in _workers_of(results).items()}
   swept = _swept(results)
   shown = [
     row
@@ -156,6 +163,7 @@ def numbers(results: Rows, curves: Rows) -> list[dict]:
       x, _ = mean_and_std(rows, panel.x)
       mean, std = mean_and_std(rows, panel.y)
       values = [mean_and_std([row], panel.y)[0] for row in rows]
+      # An evaluation knows of a NaN only, the result of a rising loss, too.
       ends = [
         bool(row.get("diverged")) or row.get("cell") in diverged for row in rows
       ]
@@ -180,38 +188,40 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
     return len(lines) == 1 or any(line != lines[0] for line in lines)
   if panel.x == "epoch":
     return True
-  epochs = f"{panel.y}_by_epoch", f"{panel.name.partition('_')[0]}_curve"
-  ends: dict[str, dict[str, float]] = {"": {}, panel.name: {}}  # by run
+  # The panel of the same quality against epochs has one of these names.
+  by_epoch = f"{panel.y}_by_epoch", f"{panel.name.partition('_')[0]}_curve"
+  # Of each run; its points are in the order of messages, so the last one stays.
+  last_epochs: dict[str, float] = {}
+  last_x: dict[str, float] = {}
   for point in points:
-    name = "" if point["panel"] in epochs else point["panel"]
-    if name in ends:
-      ends[name][point["algorithm"]] = point["x"]
-  last_epochs, pairs = ends[""], ends[panel.name].items()
-  ratios = [
-    x / last_epochs[run] for run, x in pairs if last_epochs.get(run, 0) > 0
-  ]
+    if point["panel"] in by_epoch:
+      last_epochs[point["algorithm"]] = point["x"]
+    elif point["panel"] == panel.name:
+      last_x[point["algorithm"]] = point["x"]
+  shared = [run for run in last_x if last_epochs.get(run, 0) > 0]
+  ratios = [last_x[run] / last_epochs[run] for run in shared]
   return not ratios or max(ratios) > 1.02 * min(ratios)
 
 
 def drawn_panels(results: Rows, points: Rows) -> list[Panel]:
   """Returns the panels that show something, but at least one."""
-  every = panels(results)
-  of_panel = {
-    panel: [point for point in points if point["panel"] == panel.name]
-    for panel in every
-  }
-  kept = [p for p in every if _has_information(p, of_panel[p], points)]
-  return kept or every[:1]
+  all_panels = panels(results)
+  by_panel = group_by(points, "panel")
+  return [
+    panel
+    for panel in all_panels
+    if _has_information(panel, by_panel.get((panel.name,), []), points)
+  ] or all_panels[:1]
 
 
 # The style of figures.
 
-_WIDTH = 2.4, 1.95  # width and height of a panel, in inches
+_PANEL = 2.4, 1.95  # width and height of a panel, in inches
 # Sorted by lightness, from 0 to 64 percent. From Paul Tol's palettes for all
 # kinds of colour vision (https://sronpersonalpages.nl/~pault/).
 COLORS = "#000000", "#332288", "#882255", "#117733", "#CC6677", "#44AA99"
 MARKERS, DASHES = "osv^D*PhdX", ("-", "--", "-.", (0, (1, 1)))
-_STYLE = {
+_STYLE: dict[Any, Any] = {  # matplotlib's names of its settings
   "font.size": 8,
   "axes.titlesize": 8,
   "axes.linewidth": 0.6,
@@ -236,15 +246,15 @@ def style() -> Iterator[None]:
 
 
 def styles(titles: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Returns colour, marker and dashes of each line; lines also differ in grey.
-  """
-  few = min(len(titles), len(COLORS))
-  chosen = np.linspace(0, len(COLORS) - 1, few).round().astype(int)
+  """Returns colour, marker and dashes of lines, which also differ in grey."""
+  # Few lines take colours far apart; many repeat all, with other dashes.
+  count = min(len(titles), len(COLORS))
+  indices = np.linspace(0, len(COLORS) - 1, count).round().astype(int)
   return {
     title: {
-      "color": COLORS[chosen[i % few]],
+      "color": COLORS[indices[i % count]],
       "marker": MARKERS[i % len(MARKERS)],
-      "ls": DASHES[(i + i // few) % len(DASHES)],
+      "ls": DASHES[(i + i // count) % len(DASHES)],
     }
     for i, title in enumerate(titles)
   }
@@ -267,7 +277,7 @@ def legend(figure: Any, axes: Any, title: str = "") -> None:
       handles.setdefault(label, handle)
   if not handles:
     return
-  longest = 0.4 + 0.06 * max(map(len, handles))  # inches
+  longest = 0.4 + 0.06 * max(map(len, handles))  # inches: a line, then text
   figure.legend(
     handles.values(),
     handles,
@@ -291,6 +301,7 @@ def save(figure: Any, heading: str, stem: Path) -> None:
   # the time.
   figure.draw_without_rendering()
   figure.set_layout_engine(None)
+  # No dates: equal figures give equal files.
   dates = {".png": None, ".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
   for suffix, metadata in dates.items():
     path = stem.with_suffix(suffix)
@@ -318,6 +329,7 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
     return False
   axis.set(**{f"{direction}scale": "log"})
   low, high = getattr(axis, f"get_{direction}lim")()
+  # Ticks at 1, 2 and 5 times a power of ten; on long axes at powers only.
   subs = (1, 2, 5) if high < 300 * low else (1,)
   side = getattr(axis, f"{direction}axis")
   side.set_major_locator(ticker.LogLocator(subs=subs))
@@ -342,8 +354,8 @@ def _draw_run(
   style: Mapping[str, Any],
   *,
   panel: Panel,
-  level: bool,
-  aside: float,
+  flat: bool,
+  shift: float,
 ) -> None:
   """Draws one run: a curve with a band, or means with the seeds' points.
 
@@ -352,20 +364,20 @@ def _draw_run(
     rows: the run's points.
     style: of its lines.
     panel: of the axis.
-    level: whether the run is a horizontal line.
-    aside: factor on x of the seeds' points, so that those of runs do not
-      overlap.
+    flat: whether the run is a horizontal line.
+    shift: factor on x of the seeds' points, so that runs do not overlap.
   """
   rows = [row for row in rows if np.isfinite(row["mean"])]
   if not rows:
     return
+  # Arrays of P points; `values` has an array of seeds for each point.
   x = np.array([row["x"] for row in rows], float)
   mean = _shown(panel, [row["mean"] for row in rows])
   values = [_shown(panel, row["values"]) for row in rows]
   low, high = np.array([[each.min(), each.max()] for each in values]).T
   color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
-  if level:
+  if flat:
     axis.axhline(mean[0], **style)
     axis.axhspan(low[0], high[0], **shade)
     return
@@ -373,13 +385,13 @@ def _draw_run(
     every = max(len(x) // 5, 1)
     axis.plot(x, mean, markevery=every, **style)
     axis.fill_between(x, low, high, **shade)
-    rows, values = rows[-1:], values[-1:]
+    rows, values = rows[-1:], values[-1:]  # crosses at the end of a curve only
   else:
     axis.plot(x, mean, **style)
   crosses = {"color": color, "marker": "x", "ls": "", "ms": 5, "mew": 1.2}
   for row, seeds in zip(rows, values, strict=True):
     ended = np.array(row["diverged"])
-    at = np.full(len(seeds), row["x"] * aside)
+    at = np.full(len(seeds), row["x"] * shift)
     if panel.x == "workers" and len(seeds) > 1:
       dots = {"color": color, "marker": ".", "ls": "", "ms": 3, "alpha": 0.7}
       axis.plot(at[~ended], seeds[~ended], **dots)
@@ -389,13 +401,13 @@ def _draw_run(
 def _limit_losses(axis: Any, rows: Rows) -> None:
   """Limits the axis to the first losses, so that a run that diverged does not
   flatten the others."""
-  drawn = [row["mean"] for row in rows if np.isfinite(row["mean"])]
-  if not drawn or min(drawn) <= 0:
+  losses = [row["mean"] for row in rows if np.isfinite(row["mean"])]
+  if not losses or min(losses) <= 0:
     return
   runs = group_by(rows, "algorithm").values()
   firsts = [run[0]["mean"] for run in runs if np.isfinite(run[0]["mean"])]
-  top = 1.1 * max(firsts, default=max(drawn))
-  axis.set_ylim(0.95 * min(drawn), min(top, 1.05 * max(drawn)))
+  top = 1.1 * max(firsts, default=max(losses))
+  axis.set_ylim(0.95 * min(losses), min(top, 1.05 * max(losses)))
 
 
 def _draw_panel(
@@ -411,9 +423,10 @@ def _draw_panel(
   middle = (len(styles) - 1) / 2
   for i, (title, style) in enumerate(styles.items()):
     run = [row for row in rows if row["algorithm"] == title]
-    level = len(run) == 1 and run[0]["x"] not in swept and against_workers
-    aside = 2 ** (0.03 * (i - middle)) if against_workers else 1
-    _draw_run(axis, run, style, panel=panel, level=level, aside=aside)
+    flat = len(run) == 1 and run[0]["x"] not in swept and against_workers
+    # By 2 % to the next run, on an axis of base 2.
+    shift = 2 ** (0.03 * (i - middle)) if against_workers else 1
+    _draw_run(axis, run, style, panel=panel, flat=flat, shift=shift)
   axis.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
   if against_workers:
     ticks = sorted(swept)
@@ -427,11 +440,11 @@ def _draw_panel(
     _limit_losses(axis, rows)
   scale_by_logarithm(axis, "y", _shown(panel, [row["mean"] for row in rows]))
   if swept:
-    axis.set_title(_when(panel, rows))
+    axis.set_title(_title_of(panel, rows))
   axis.grid()
 
 
-def _when(panel: Panel, rows: Rows) -> str:
+def _title_of(panel: Panel, rows: Rows) -> str:
   """Returns the title of a panel: the number of workers that it shows."""
   if panel.x == "workers":
     return "at the end"
@@ -446,8 +459,8 @@ def _explain(points: Rows, drawn: Sequence[Panel]) -> str:
   seeds = max((point["seeds"] for point in points), default=1)
   texts, diverged = [], any(any(point["diverged"]) for point in points)
   if seeds > 1:
-    too = ", diverged ones too" if diverged else ""
-    texts.append(f"lines: mean of {seeds} seeds{too}")
+    addition = ", diverged ones too" if diverged else ""
+    texts.append(f"lines: mean of {seeds} seeds{addition}")
     if any(panel.x == "workers" for panel in drawn):
       texts.append("dots: seeds")
     if any(panel.x != "workers" for panel in drawn):
@@ -465,12 +478,13 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
   ImportError without the extra viz.
   """
   drawn, swept = drawn_panels(results, points), _swept(results)
-  count = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
-  lines = -(-len(drawn) // count)
+  # Panels in a row, and rows.
+  columns = 2 if len(drawn) in (2, 4) else min(len(drawn), 3)
+  lines = -(-len(drawn) // columns)
   titles = list(dict.fromkeys(point["algorithm"] for point in points))
   with style():
-    size = max(_WIDTH[0] * count, 3.5), _WIDTH[1] * lines + 0.9
-    figure, axes = new_figure(lines, count, *size)
+    size = max(_PANEL[0] * columns, 3.5), _PANEL[1] * lines + 0.9
+    figure, axes = new_figure(lines, columns, *size)
     labelled = {
       title: {**look, "label": plain_text(title)}
       for title, look in styles(titles).items()
@@ -480,6 +494,7 @@ def draw(points: Rows, results: Rows, stem: Path, heading: str) -> None:
         axis.set_axis_off()
       else:
         _draw_panel(axis, panel, points, labelled, swept)
+    # A character of the legend's title is 0.065 inches wide.
     notes = textwrap.wrap(_explain(points, drawn), int(size[0] / 0.065))
     legend(figure, axes, "\n".join(notes))
     save(figure, heading, stem)

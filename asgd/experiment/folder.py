@@ -31,7 +31,6 @@ trains a cell locks it, so several processes may train one experiment.
 import contextlib
 import copy
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -49,6 +48,7 @@ from asgd.experiment.live_memory import RUNNING
 from asgd.experiment.signals import GO_ON
 
 VERSION = 3  # of the layout; folders of other versions are refused
+# Ends of errors, and words that several errors share.
 _REMEDY = "choose another folder with --workdir"
 _PUT_BACK = f"and stages were cut by it: put it back as it was, or {_REMEDY}"
 _OF_ANOTHER = "is of another experiment ({})"
@@ -74,11 +74,13 @@ def identity(experiment: cells_lib.Experiment) -> dict[str, Any]:
   may differ when it resumes."""
   config = copy.deepcopy(experiment.config)
   free = {key: config.pop(key) for key in schema.FREE}
-  engine, chosen = config.pop("engine"), config.pop("only")
+  # `engine` and `only` move into the entries of the runs: two configs that
+  # train the same cells have one identity.
+  engine, labels = config.pop("engine"), config.pop("only")
   for entry in config["runs"].values():
     entry.setdefault("engine", engine)
-  if chosen:
-    config["runs"] = {label: config["runs"][label] for label in chosen}
+  if labels:
+    config["runs"] = {label: config["runs"][label] for label in labels}
   return {
     "version": VERSION,
     "config": config,
@@ -103,6 +105,7 @@ def open_folder(
   experiment, else the next number. A read-only folder is not changed. Raises
   FolderError if `workdir` has other contents or another experiment.
   """
+  # As JSON reads it back, so that it can be compared with a file's content.
   wanted = json.loads(storage.to_json(identity(experiment)))
   if workdir is None:
     folder = _numbered(Path("runs"), name, wanted)
@@ -112,6 +115,7 @@ def open_folder(
     path = folder.resolve()
     if folder.exists() and not folder.is_dir():
       raise _refused(f"--workdir={folder} is a file")
+    # No files of other programs are mixed with those of an experiment.
     names = {path.name for path in folder.glob("*")}
     if names - _STARTED and "config.json" not in names:
       raise _refused(
@@ -124,18 +128,20 @@ def open_folder(
     if written is None:
       why = f"--workdir={folder} cannot be written to: make it writable"
       raise _refused(why)
-    _grown(folder, written, wanted)
+    _grown(folder, written, wanted)  # its checks only
     return folder
+  # Other commands may add runs to the same folder at this moment.
   with alone(folder):
     written = read_identity(folder)
     if written is not None:
       wanted = _grown(folder, written, wanted)
     storage.write_json(folder / "config.json", storage.sealed(wanted))
-    measured = folder / "measurements.json"
-    if experiment.measurements and not measured.exists():
+    path = folder / "measurements.json"
+    if experiment.measurements and not path.exists():
+      # Cells were trained with plans from other measurements, which are lost.
       if (folder / "cells").exists():
-        raise FolderError(f"{measured} is missing, {_PUT_BACK}")
-      storage.write_json(measured, storage.sealed(experiment.measurements))
+        raise FolderError(f"{path} is missing, {_PUT_BACK}")
+      storage.write_json(path, storage.sealed(experiment.measurements))
   return folder
 
 
@@ -153,7 +159,7 @@ def alone(folder: Path) -> Iterator[None]:
   """Locks a folder for a block: waits until no other process is in one."""
   opened = safe_files.descriptor(folder / ".lock", os.O_RDWR | os.O_CREAT)
   with os.fdopen(opened, "w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
     yield
 
 
@@ -173,11 +179,13 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
   path = folder / "config.json"
   if not path.exists():
     return None
-  value = storage.read_json(path) or {}
-  if isinstance(value.get("config"), dict) and value.get("version") != VERSION:
+  # The version comes first: another release may seal files in another way.
+  content = storage.read_json(path) or {}
+  version = content.get("version")
+  if isinstance(content.get("config"), dict) and version != VERSION:
     raise _refused(
-      f"{path} is of version {value.get('version')} of the layout, and this"
-      f" release writes {VERSION}"
+      f"{path} is of version {version} of the layout, and this release writes"
+      f" {VERSION}"
     )
   value = storage.read_sealed(path)
   if value is None:
@@ -187,44 +195,16 @@ def read_identity(folder: Path) -> dict[str, Any] | None:
   return value
 
 
-def _fixed(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
-  """Returns the part of an identity that must be equal when an experiment
-  resumes: without workers, seeds, and runs that are not in `labels`."""
-  growing = identities.GROWING
-  config = {k: v for k, v in identity["config"].items() if k not in growing}
-  runs = {label: dict(config["runs"][label]) for label in labels}
-  for entry in runs.values():
-    entry.pop("workers", None)
-  return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
-
-
 def _grown(
   folder: Path, written: Mapping[str, Any], wanted: Mapping[str, Any]
 ) -> dict[str, Any]:
   """Merges the written identity and a new one. Raises FolderError if they
   differ in more than runs, workers and seeds."""
-  before, now = written["config"], dict(wanted["config"])
-  labels = [label for label in before["runs"] if label in now["runs"]]
-  differences = identities.differences(
-    _fixed(written, labels), _fixed(wanted, labels)
-  )
+  differences = identities.changes(written, wanted)
   if differences:
     first = "; ".join(differences[:3])
     raise _refused(f"--workdir={folder} holds another experiment ({first})")
-
-  def union(key, *sections):
-    lists = [schema.shared(key, section[key]) for section in sections]
-    return list(dict.fromkeys(itertools.chain(*lists)))
-
-  for key in identities.GROWING:
-    now[key] = union(key, before, now)
-  runs = dict(before["runs"])
-  for label, new in now["runs"].items():
-    old = runs.get(label, {})
-    runs[label] = {**old, **new}
-    if "workers" in old and "workers" in new:
-      runs[label]["workers"] = union("workers", old, new)
-  return {**wanted, "config": {**now, "runs": runs}}
+  return identities.merged(written, wanted)
 
 
 def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
@@ -235,9 +215,9 @@ def _numbered(root: Path, name: str, wanted: Mapping[str, Any]) -> Path:
   numbers = sorted(int(match[1]) for match in matches if match)
   for number in reversed(numbers):
     folder = root / f"{name}-{number:03d}"
-    with contextlib.suppress(FolderError):
-      written, same = read_identity(folder), ("config", "dataset")
-      if written and all(written[key] == wanted[key] for key in same):
+    with contextlib.suppress(FolderError):  # damaged, or of another release
+      written, compared = read_identity(folder), ("config", "dataset")
+      if written and all(written[key] == wanted[key] for key in compared):
         return folder
   number = max(numbers, default=0)
   while True:
@@ -272,40 +252,45 @@ def hold_cell(
       "cpus": os.cpu_count(),
     }
     path = cell_folder / "cell.json"
-    now = json.loads(storage.to_json(description))
-    differing = _differing(storage.read_json(path), now)
+    new = json.loads(storage.to_json(description))
+    differences = _differing(storage.read_json(path), new)
     # A packed cell was checked when its result was read.
-    if differing and not (cell_folder / CELL).exists():
-      raise _foreign(path, _OF_ANOTHER.format(differing))
+    if differences and not (cell_folder / CELL).exists():
+      raise _foreign(path, _OF_ANOTHER.format(differences))
     storage.write_json(path, description)
     yield
 
 
 def _foreign(path: Path, why: str) -> FolderError:
+  """Returns the error for a cell of another experiment."""
   return FolderError(
     f"{path} {why}: remove {path.parent} to train the cell from its start, or"
     f" {_REMEDY}"
   )
 
 
-def _differing(*descriptions: Any) -> str:
+def _differing(*descriptions: dict[str, Any] | None) -> str:
   """Returns the differences of two contents of cell.json; "" if there are none
   or one of them is None."""
   sides = []
-  for side in filter(None, descriptions):
-    config = side.get("config")
+  for description in filter(None, descriptions):
+    config = description.get("config")
+    # A damaged file counts as missing: the new content replaces it.
     if isinstance(config, dict):
       config = {k: v for k, v in config.items() if k not in schema.FREE}
-      sides.append({"config": config, "dataset": side.get("dataset")})
-  return identities.summary(
-    identities.differences(*sides) if len(sides) == 2 else []
-  )
+      sides.append({"config": config, "dataset": description.get("dataset")})
+  if len(sides) < 2:
+    return ""
+  old, new = sides
+  return identities.summary(identities.differences(old, new))
 
 
 def read_cell(cell_folder: Path) -> dict[str, Any]:
   """Returns the contents of cell.json. Raises FolderError if the folder is no
   cell's."""
+  # [1] From the file of a cell in training, or of a live cell.
   value = storage.read_json(cell_folder / "cell.json")
+  # [2] From the archive of a finished cell.
   if value is None:
     archive = cell_folder / CELL
     members = storage.read_archive(archive, "cell.json")
@@ -352,7 +337,7 @@ def only_cell(folder: Path) -> Path:
 
 
 _CHANGED = "was changed or cut since it was written"
-_OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}
+_OF_A_RESULT = {"cell", "label", "workers", "seed", "engine"}  # least keys
 
 
 def _read_result(
@@ -363,6 +348,7 @@ def _read_result(
   path = cell_folder / CELL
   if path.is_dir():
     return None, path, "is a folder"
+  # [1] The result and cell.json, from the archive or from their files.
   packed = path.exists()
   if packed:
     # The columns of records.npz are members of the archive.
@@ -379,12 +365,15 @@ def _read_result(
   if result is None:
     fault_of_file = "was changed" if path.exists() else "is missing"
     return None, path, _CHANGED if packed else fault_of_file
+  # [2] Whether it is of this cell: a folder may be a renamed copy.
   if result.get("cell") != cell_folder.name:
     return None, path, f"is of another cell, {result.get('cell')}"
+  # [3] The other files. An archive has one checksum of all, and no "files".
   for name, digest in result.pop("files", {}).items():
     file = cell_folder / name
     if storage.file_digest(file) != digest:
       return None, file, "was changed" if file.exists() else "is missing"
+  # [4] Whether it is of this experiment.
   why = written and identities.foreign(description, written)
   if why:
     return None, path, _OF_ANOTHER.format(why)
@@ -399,9 +388,9 @@ def _experiment_of(cell_folder: Path) -> dict[str, Any] | None:
 def fault(cell_folder: Path) -> str | None:
   """Returns why the result of a cell that has ended is not valid: a file and
   its fault. None: the result is valid, or the cell has not ended."""
-  _, wrong, why = _read_result(cell_folder, _experiment_of(cell_folder))
+  _, file, why = _read_result(cell_folder, _experiment_of(cell_folder))
   ended = any((cell_folder / name).exists() for name in (CELL, "result.json"))
-  return f"{wrong} {why}" if wrong and ended else None
+  return f"{file} {why}" if file and ended else None
 
 
 def finished_result(
@@ -410,24 +399,26 @@ def finished_result(
   """Returns the result of a finished cell, None if it has no valid one. Raises
   FolderError if a folder has the name of a cell's file, or if a cell that is
   not `repeatable`, as a live one, has ended without a valid result."""
-  result, wrong, why = _read_result(cell_folder, _experiment_of(cell_folder))
-  if wrong and wrong.is_dir():
+  result, file, why = _read_result(cell_folder, _experiment_of(cell_folder))
+  if file and file.is_dir():
     raise FolderError(
-      f"{wrong} {why}, but it must be a file of the cell: remove it, or"
+      f"{file} {why}, but it must be a file of the cell: remove it, or"
       f" {_REMEDY}"
     )
+  # The parameters are written before result.json, at the end of a run.
   names = "result.json", FILES[-1]
   ended = any((cell_folder / name).exists() for name in names)
-  if not wrong or not ended or repeatable:
+  if not file or not ended or repeatable:
     return result
   if "another experiment" in why:
-    raise _foreign(wrong, why)
+    raise _foreign(file, why)
+  # With running.json the run can still resume and write its result.
   if not (cell_folder / RUNNING).exists():
     remedy = "Restore it as the run wrote it"
-    if wrong.name == "params.msgpack":
+    if file.name == "params.msgpack":
       remedy += f", compute it with asgd replay {cell_folder} --restore"
     raise FolderError(
-      f"{wrong} {why}, and the run has ended: its order followed from real"
+      f"{file} {why}, and the run has ended: its order followed from real"
       f" time, so it cannot be repeated. {remedy}, or {_REMEDY}"
     )
   return result
@@ -452,12 +443,16 @@ def faults(workdir: Path) -> list[str]:
 def incomplete(workdir: Path, names: Sequence[str]) -> str:
   """Returns a text on the cells without a valid result, else on cells that lack
   messages because workers or peers exited; "" if there are none."""
-  folders = [workdir / "cells" / name for name in names]
-  results = {folder: finished_result(folder) for folder in folders}
-  absent = [folder for folder, result in results.items() if result is None]
+  results, absent = {}, []
+  for folder in [workdir / "cells" / name for name in names]:
+    result = finished_result(folder)
+    if result is None:
+      absent.append(folder)
+    else:
+      results[folder] = result
   if absent:
     return (
-      f"only {len(names) - len(absent)} of the {len(names)} requested cells are"
+      f"only {len(results)} of the {len(names)} requested cells are"
       f" finished, without {_listed(p.name for p in absent)}"
       f" ({fault(absent[0]) or 'it has no result'}); {GO_ON}"
     )
@@ -486,14 +481,16 @@ def read_results(workdir: Path) -> list[dict[str, Any]]:
   written = read_identity(workdir)
   labels = list(written["config"]["runs"]) if written else []
   folders = _cell_folders(workdir)
-  read = (_read_result(folder, written)[0] for folder in folders)
-  results = list(filter(None, read))
-  mixed = len({result["engine"] for result in results}) > 1
+  readings = (_read_result(folder, written)[0] for folder in folders)
+  results = list(filter(None, readings))
+  compares_engines = len({result["engine"] for result in results}) > 1
 
-  def rank(result):
+  def rank(result: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Returns the sort key of a result."""
     label, workers = result["label"], result["workers"]
-    index = labels.index(label) if label in labels else len(labels)
-    sweep = (index, label, workers) if mixed else (workers, index, label)
-    return *sweep, result["seed"]
+    # By the config's order of runs, then by name.
+    run = (labels.index(label) if label in labels else len(labels)), label
+    ranks = (*run, workers) if compares_engines else (workers, *run)
+    return *ranks, result["seed"]
 
   return sorted(results, key=rank)

@@ -1,5 +1,10 @@
-"""Compares configs, to find whether a folder's cells are of an experiment."""
+"""Compares identities: whether a config, or a cell, is of an experiment.
 
+An identity is the content of config.json (`folder.identity`): the config, the
+data, and values that may change.
+"""
+
+import itertools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -32,52 +37,100 @@ def summary(lines: Sequence[str]) -> str:
   return shortened("; ".join(lines[:_SHOWN]), _LONGEST)
 
 
+def _fixed(identity: Mapping[str, Any], labels: Sequence[str]) -> Any:
+  """Returns the part of an identity that must be equal when an experiment
+  resumes: without workers, seeds, and runs that are not in `labels`."""
+  config = {k: v for k, v in identity["config"].items() if k not in GROWING}
+  runs = {label: dict(config["runs"][label]) for label in labels}
+  for entry in runs.values():
+    entry.pop("workers", None)
+  return {"config": {**config, "runs": runs}, "dataset": identity["dataset"]}
+
+
+def changes(written: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+  """Returns the `differences` of two identities, except in runs, workers and
+  seeds that only one of them has."""
+  runs = wanted["config"]["runs"]
+  labels = [label for label in written["config"]["runs"] if label in runs]
+  return differences(_fixed(written, labels), _fixed(wanted, labels))
+
+
+def merged(
+  written: Mapping[str, Any], wanted: Mapping[str, Any]
+) -> dict[str, Any]:
+  """Returns an identity with the runs, workers and seeds of both; all else is
+  from `wanted`."""
+  old, new = written["config"], dict(wanted["config"])
+
+  def union(key: str, *sections: Mapping[str, Any]) -> list[Any]:
+    # `shared` turns a number or a text of the config into a list.
+    lists = [schema.shared(key, section[key]) for section in sections]
+    return list(dict.fromkeys(itertools.chain(*lists)))
+
+  for key in GROWING:
+    new[key] = union(key, old, new)
+  runs = dict(old["runs"])
+  for label, entry in new["runs"].items():
+    before = runs.get(label, {})
+    runs[label] = {**before, **entry}
+    # A run without workers of its own takes those of the config.
+    if "workers" in before and "workers" in entry:
+      runs[label]["workers"] = union("workers", before, entry)
+  return {**wanted, "config": {**new, "runs": runs}}
+
+
 def foreign(
   description: Mapping[str, Any] | None, written: Mapping[str, Any]
 ) -> str:
   """Returns how a cell differs from an experiment's cells; "": it does not.
 
-  User code is not imported, so results can be read on other machines. Keys that
-  may change are not compared, nor are an engine's settings that the run sets
-  itself.
+  User code is not imported, so results can be read on other machines. Two kinds
+  of keys are not compared: those that may change, and settings of an engine
+  that the run sets itself.
 
   Args:
     description: contents of cell.json; None if it cannot be read.
     written: contents of config.json.
   """
+  invalid = "its cell.json is not what a run wrote"
+  if description is None:
+    return invalid
   try:
-    assert description is not None
     return summary(_foreign(description, written))
-  except (AssertionError, AttributeError, KeyError, TypeError):
-    return "its cell.json is not what a run wrote"
+  except (AttributeError, KeyError, TypeError):
+    return invalid
 
 
 def _foreign(
   description: Mapping[str, Any], written: Mapping[str, Any]
 ) -> list[str]:
   """Returns a line for each difference of a cell from an experiment."""
-  label, own = description["cell"]["label"], description["config"]
+  label, of_cell = description["cell"]["label"], description["config"]
   config = written["config"]
   if label not in config["runs"]:
     return [f"config.runs has no {label}"]
-  entry, run = config["runs"][label], dict(own["runs"][label])
+  # [1] The cell's entry of `runs` has the options of the recipe only. Those
+  # must be the same in the experiment's entry, which has other keys too.
+  entry, run = config["runs"][label], dict(of_cell["runs"][label])
   wanted = {key: entry[key] for key in run if key in entry}
   for key in _OF_EVERY_RUN[1:]:  # recipe and title, which have defaults
     wanted.setdefault(key, run.get(key) if key == "recipe" else label)
   lines = differences(run, wanted, f"config.runs.{label}")
+  # [2] The cell's config has the values of its run, laid over the config.
   settings = entry.keys() - run.keys()  # of the engine, set by the run
-  for key in config.keys() & own.keys() - {"runs", *GROWING}:
-    was, now = own[key], config[key]
+  for key in config.keys() & of_cell.keys() - {"runs", *GROWING}:
+    old, new = of_cell[key], config[key]
     if key in schema.SHARED:
       if key in entry:
-        now = schema.shared_of_run(key, now, entry[key])
+        new = schema.shared_of_run(key, new, entry[key])
     elif key in entry:
-      continue
+      continue  # a section of the engine, which the run sets as a whole
     else:
-      was, now = _without(was, settings), _without(now, settings)
-    lines += differences(was, now, f"config.{key}")
-  was, now = description["dataset"], written["dataset"]
-  return sorted(lines) + differences(was, now, "dataset")
+      old, new = _without(old, settings), _without(new, settings)
+    lines += differences(old, new, f"config.{key}")
+  # [3] The data.
+  old, new = description["dataset"], written["dataset"]
+  return sorted(lines) + differences(old, new, "dataset")
 
 
 def _without(section: Any, settings: Set[str]) -> Any:

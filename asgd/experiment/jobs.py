@@ -2,8 +2,12 @@
 
 The result of a cell is a function of the config and its seed. So processes of
 this machine, tasks of a Ray cluster, or commands on several machines with one
-results folder may share the cells, with the same bits. Cells whose seconds are
-a result (live runs, pipelines, meshes) are trained one by one at the end.
+results folder may share the cells, with the same bits. The seconds of live
+runs, pipelines and meshes are a result, so their cells are trained one by one
+at the end.
+
+`train_all` is the entry. Other processes run `_train_groups`, and report to it
+by events.
 """
 
 import collections
@@ -17,7 +21,8 @@ import threading
 import traceback
 import types
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import connection
+from multiprocessing import connection, process, synchronize
+from multiprocessing import context as contexts
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +41,12 @@ from asgd.parallel import processes
 _LOOK = 0.5  # seconds between two checks for signals and exited processes
 _SECONDS = 60.0  # to fetch the events of a finished task of Ray
 
+Group = Sequence[Cell]  # cells that share a plan
+# A process reports events (kind, arguments...) to the process that started it.
+Event = tuple[Any, ...]
+_SHOWN = ("skip", "update", "line", "finish")  # kinds: methods of a bar
+_ENDS = ("crash", "error", "stopped")  # kinds that end it, the worst first
+
 
 def share(cells: Sequence[Cell], index: int, count: int) -> list[Cell]:
   """Returns the cells of command `index` of `count` commands.
@@ -52,20 +63,23 @@ def default_jobs() -> int:
   return provenance.cores() if jax.default_backend() == "cpu" else 1
 
 
-def _warn_of_changes(experiment, finished, place, bar) -> None:
-  """Warns of the user's modules that have changed since cells were trained."""
+def _warn_of_changes(
+  experiment: Experiment, finished: Sequence[Cell], cells: Path, bar: Any
+) -> None:
+  """Warns of the user's modules that have changed since the `finished` cells in
+  the folder `cells` were trained."""
   if not code.describe(experiment.config):  # reading every cell takes time
     return
-  changed = collections.Counter()
+  changed: collections.Counter[str] = collections.Counter()  # cells, by module
   for cell in finished:
-    described = folder.read_cell(place / cell.name).get("modules") or {}
+    described = folder.read_cell(cells / cell.name).get("modules") or {}
     config = cells_lib.only(experiment.runs[cell.label], cell)
     changed.update(code.changed(described, config))
   for module, count in changed.items():
     bar.line(
       f"warning: {module} has changed since {count} finished"
       f" {'cell was' if count == 1 else 'cells were'} trained; to train"
-      f" again, remove what is in {place}, or choose another folder"
+      f" again, remove what is in {cells}, or choose another folder"
     )
 
 
@@ -102,6 +116,7 @@ def train_all(
     ValueError: if a cell fails.
   """
   cells = experiment.cells if cells is None else cells
+  # [1] Skip the finished cells.
   waiting, finished = [], []
   for cell in cells:
     if loop.finished(experiment, cell, workdir) is None:
@@ -111,37 +126,51 @@ def train_all(
       finished.append(cell)
   if workdir is not None:
     _warn_of_changes(experiment, finished, workdir / "cells", bar)
-  together = [cell for cell in waiting if not experiment.kind(cell).timed]
+  # [2] Cells that other processes can train at the same time.
+  parallel = [cell for cell in waiting if not experiment.kind(cell).timed]
   # The longest group first, so that all processes end at about one time.
   groups = sorted(
-    cells_lib.groups(together),
+    cells_lib.groups(parallel),
     key=lambda group: -len(group) * experiment.plan(group[0]).messages,
   )
-  count = len(groups) if jobs == "ray" else min(jobs, len(groups))
-  if count > 1 or (jobs == "ray" and count):
-    place = workdir.absolute() if jobs == "ray" else workdir
-    work = _elsewhere(experiment, together, data_dir, place)
-    if jobs == "ray":
+  on_ray = isinstance(jobs, str)
+  count = len(groups) if isinstance(jobs, str) else min(jobs, len(groups))
+  if count > 1 or (on_ray and count):
+    # A task of Ray has another working directory.
+    shared = workdir.absolute() if on_ray and workdir else workdir
+    work = _work_of(experiment, parallel, data_dir, shared)
+    if on_ray:
       dataset = machine.share(experiment.dataset)
       ends = _on_ray(work, groups, dataset, bar, signals)
     else:
       ends = _in_processes(work, groups, count, bar, signals, crew)
     _conclude(ends, signals)
-    waiting = [cell for cell in waiting if cell not in set(together)]
+    waiting = [cell for cell in waiting if cell not in set(parallel)]
+  # [3] The other cells, one by one in this process.
   for number, cell in enumerate(waiting):
     surroundings = {"bar": bar, "machine": machine, "signals": signals}
     _train_unless_in_use(experiment, cell, workdir, **surroundings)
-    asked = int(processes.gather([signals.received]).max())
-    if asked and number + 1 < len(waiting):
-      raise Stopped(f"stopped after {cell.name}; {GO_ON}", asked)
+    # On several hosts, a signal to any process stops all of them.
+    signal_number = int(processes.gather([signals.received]).max())
+    if signal_number and number + 1 < len(waiting):
+      raise Stopped(f"stopped after {cell.name}; {GO_ON}", signal_number)
+  # [4] Another command may still train a cell, or may have failed.
   names = [cell.name for cell in cells]
-  why = processes.share(workdir and folder.incomplete(workdir, names))
-  if why:
-    raise folder.Incomplete(why)
+  reason = processes.share(workdir and folder.incomplete(workdir, names))
+  if reason:
+    raise folder.Incomplete(reason)
 
 
-def _train_unless_in_use(experiment, cell, workdir, *, bar, **surroundings):
-  """Trains a cell, or warns that another process holds it."""
+def _train_unless_in_use(
+  experiment: Experiment,
+  cell: Cell,
+  workdir: Path | None,
+  *,
+  bar: Any,
+  **surroundings: Any,
+) -> None:
+  """Trains a cell, or warns that another process holds it. `surroundings` are
+  further arguments of `loop.train`."""
   try:
     loop.train(experiment, cell, workdir, bar=bar, **surroundings)
   except cell_files.CellInUse as error:
@@ -150,22 +179,27 @@ def _train_unless_in_use(experiment, cell, workdir, *, bar, **surroundings):
 
 # Several processes.
 
-# A process sends events (kind, arguments...) to the process that started it.
-_SHOWN = ("skip", "update", "line", "finish")  # kinds: methods of a bar
-_ENDS = ("crash", "error", "stopped")  # kinds that end it, the worst first
 
-
-def _elsewhere(
-  experiment: Experiment, cells: Sequence[Cell], *places: Any
+def _work_of(
+  experiment: Experiment, cells: Sequence[Cell], *folders: Any
 ) -> Callable[..., None]:
-  """Returns `_work` for other processes, with the runs of these cells only."""
+  """Returns `_train_groups` for other processes, with the runs of these cells
+  only. `folders` are (data_dir, workdir)."""
   labels = dict.fromkeys(cell.label for cell in cells)
   runs = {label: experiment.runs[label] for label in labels}
+  # A process gets the checked config, as plain data, and builds the rest.
   resolved = schema.Resolved(experiment.config, runs)
-  return functools.partial(_work, resolved, *places)
+  return functools.partial(_train_groups, resolved, *folders)
 
 
-def _work(resolved, data_dir, workdir, groups, put, signals):
+def _train_groups(
+  resolved: schema.Resolved,
+  data_dir: str | None,
+  workdir: Path | None,
+  groups: Iterable[Group],
+  put: Callable[..., None],
+  signals: Any,
+) -> None:
   """Trains groups of cells from an iterator, in another process.
 
   `put(kind, *arguments)` sends an event.
@@ -178,6 +212,7 @@ def _work(resolved, data_dir, workdir, groups, put, signals):
   experiment = None
   try:
     for cell in itertools.chain.from_iterable(groups):
+      # Built for the first cell: a process without one loads no data.
       experiment = experiment or cells_lib.build(
         resolved, engines=ENGINES, data_dir=data_dir
       )
@@ -187,25 +222,25 @@ def _work(resolved, data_dir, workdir, groups, put, signals):
   except Stopped as stop:
     put("stopped", stop.message, stop.signal_number)
   except (ValueError, OSError) as error:
-    put("error", " ".join(str(error).split()))
+    put("error", " ".join(str(error).split()))  # in one line
   except KeyboardInterrupt:
     pass
   except BaseException:
     put("crash", traceback.format_exc())
 
 
-class _Asked:
+class _ParentSignals:
   """The signals of a child: `received` is set when its parent asks to stop."""
 
-  def __init__(self, event):
+  def __init__(self, event: synchronize.Event):
     self._event = event
 
   @property
-  def received(self):
+  def received(self) -> int:
     return signal.SIGTERM if self._event.is_set() else 0
 
 
-def _child(parent: connection.Connection, stop: Any) -> None:
+def _child(parent: connection.Connection, stop: synchronize.Event) -> None:
   """The main function of a child process.
 
   The child ignores signals: its parent receives them and sets the event `stop`.
@@ -214,21 +249,26 @@ def _child(parent: connection.Connection, stop: Any) -> None:
   for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 
-  def end_with_parent():
-    connection.wait([multiprocessing.parent_process().sentinel])
+  starter = multiprocessing.parent_process()
+  assert starter is not None, "this is the main function of a child"
+
+  def end_with_parent() -> None:
+    connection.wait([starter.sentinel])
     os._exit(1)
 
-  def put(*event):
+  def put(*event: Any) -> None:
     parent.send(event)
 
-  def next_group():
+  def next_group() -> Group | None:
     put("next")
     return parent.recv()
 
   threading.Thread(target=end_with_parent, daemon=True).start()
+  # [1] The work, or None: this command needs fewer processes.
   work = parent.recv()
+  # [2] Groups, one after the other, until the parent sends None.
   if work is not None:
-    work(iter(next_group, None), put, _Asked(stop))
+    work(iter(next_group, None), put, _ParentSignals(stop))
 
 
 class Crew:
@@ -241,9 +281,14 @@ class Crew:
 
   def __init__(self, count: int, *, forks: bool = False):
     """Starts `count` processes."""
-    context = multiprocessing.get_context("fork" if forks else "spawn")
-    self.stop = context.Event()
-    self.pipes: dict[Any, Any] = {}  # to each process
+    context: contexts.ForkContext | contexts.SpawnContext
+    if forks:
+      context = multiprocessing.get_context("fork")
+    else:
+      context = multiprocessing.get_context("spawn")
+    self.stop = context.Event()  # set: processes save and end
+    # Pipe to a process -> the process.
+    self.pipes: dict[connection.Connection, process.BaseProcess] = {}
     # Without this patch spawned processes would import the main module, which
     # is the command that started them.
     main_module = mock.patch.multiple(
@@ -251,13 +296,14 @@ class Crew:
     )
     with main_module:
       for _ in range(count):
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         child = context.Process(
-          target=_child, args=(theirs, self.stop), daemon=True
+          target=_child, args=(child_end, self.stop), daemon=True
         )
         child.start()
-        theirs.close()
-        self.pipes[ours] = child
+        # The child alone then holds its end, and its exit closes the pipe.
+        child_end.close()
+        self.pipes[parent_end] = child
 
   def close(self) -> None:
     """Ends the processes."""
@@ -280,7 +326,14 @@ def start_crew(
   return Crew(count if forks else 0, forks=True)
 
 
-def _in_processes(work, groups, count, bar, signals, crew=None):
+def _in_processes(
+  work: Callable[..., None],
+  groups: Sequence[Group],
+  count: int,
+  bar: Any,
+  signals: Any,
+  crew: Crew | None = None,
+) -> list[Event]:
   """Trains groups of cells in `count` processes, those of a large enough crew.
 
   Returns the events that ended the processes.
@@ -290,59 +343,76 @@ def _in_processes(work, groups, count, bar, signals, crew=None):
   try:
     for number, pipe in enumerate(crew.pipes):
       pipe.send(work if number < count else None)
-    return _watch(crew.pipes, groups, crew.stop, bar, signals)
+    return _watch(crew, groups, bar, signals)
   finally:
     crew.close()
 
 
-def _watch(children, groups, stop, bar, signals) -> list[tuple]:
+def _watch(
+  crew: Crew, groups: Sequence[Group], bar: Any, signals: Any
+) -> list[Event]:
   """Sends groups of cells to processes and shows their events on the bar.
 
   When a process fails or a signal arrives, the others save and end. Returns the
   events that ended the processes.
   """
-  ends, waiting, open_pipes = [], list(groups), set(children)
+  ends: list[Event] = []
+  waiting, open_pipes = list(groups), set(crew.pipes)
   while open_pipes:
+    # [1] Pass a request to stop on; the processes end after it.
     if signals.received:
-      stop.set()
-    for pipe in connection.wait(list(open_pipes), timeout=_LOOK):
+      crew.stop.set()
+    # [2] Take an event from each process that has one.
+    ready = connection.wait(list(open_pipes), timeout=_LOOK)
+    for pipe in open_pipes.intersection(ready):
       try:
         event = pipe.recv()
       except EOFError:  # the process has exited
         open_pipes.remove(pipe)
-        child = children[pipe]
+        child = crew.pipes[pipe]
         child.join()
         if child.exitcode:
-          why = f"process {child.pid} ended with status {child.exitcode}"
-          ends.append(("error", f"{why}; {GO_ON}"))
-          stop.set()
+          reason = f"process {child.pid} ended with status {child.exitcode}"
+          ends.append(("error", f"{reason}; {GO_ON}"))
+          crew.stop.set()
         continue
+      # [3] Answer a process that is idle, or show the event.
       if event == ("next",):
-        more = waiting and not stop.is_set()
-        pipe.send(waiting.pop(0) if more else None)
+        has_work = waiting and not crew.stop.is_set()
+        pipe.send(waiting.pop(0) if has_work else None)
       elif _is_end(event, bar):
         ends.append(event)
-        stop.set()
+        crew.stop.set()
   return ends
 
 
-def _is_end(event, bar) -> bool:
+def _is_end(event: Event, bar: Any) -> bool:
   """Returns whether an event ends its process; shows other events."""
-  kind, *rest = event
+  kind, *arguments = event
   if kind not in _ENDS:
-    getattr(bar, kind)(*rest)
+    getattr(bar, kind)(*arguments)
   return kind in _ENDS
 
 
-def _on_ray(work, groups, dataset, bar, signals):
-  """Trains groups of cells as tasks of Ray; returns their last events."""
+def _on_ray(
+  work: Callable[..., None],
+  groups: Sequence[Group],
+  dataset: Any,
+  bar: Any,
+  signals: Any,
+) -> list[Event]:
+  """Trains groups of cells as tasks of Ray; returns their last events.
+  `dataset` is a reference to the data in Ray's object store."""
   import ray
 
   @ray.remote(num_cpus=1)
-  def task(work, dataset, group):
+  def task(
+    work: Callable[..., None], dataset: Any, group: Group
+  ) -> list[Event]:
     del dataset  # holds the reference; `work` loads its own copy
-    events: list[tuple] = []
+    events: list[Event] = []
     work([group], lambda *event: events.append(event), NoSignals)
+    # They arrive all at once, at the end, when updates show nothing new.
     return [event for event in events if event[0] != "update"]
 
   if ray.cluster_resources().get("CPU", 0) < 1:
@@ -350,24 +420,25 @@ def _on_ray(work, groups, dataset, bar, signals):
       "--jobs=ray needs a core for each task, and Ray has none to give: start"
       " it with --num-cpus, or use --jobs=1"
     )
-  left = [task.remote(work, dataset, group) for group in groups]
-  ends = []
-  while left and not signals.received:
-    done, left = ray_waits.wait(left, count=1, timeout=_LOOK)
-    for finished in done:
+  references = [task.remote(work, dataset, group) for group in groups]
+  ends: list[Event] = []
+  while references and not signals.received:
+    done, references = ray_waits.wait(references, count=1, timeout=_LOOK)
+    for reference in done:
       try:
-        events = ray.get(finished, timeout=_SECONDS)
+        events = ray.get(reference, timeout=_SECONDS)
       except ray.exceptions.RayError as error:
-        last = " ".join(str(error).strip().splitlines()[-1:])[:200]
-        why = f"a task of Ray has died ({type(error).__name__}: {last})"
-        events = [("error", f"{why}; {GO_ON}")]
+        last_line = " ".join(str(error).strip().splitlines()[-1:])[:200]
+        reason = f"a task of Ray has died ({type(error).__name__}: {last_line})"
+        events = [("error", f"{reason}; {GO_ON}")]
       ends += [event for event in events if _is_end(event, bar)]
-  for reference in left:
+  # Nothing is lost: a cell resumes from its checkpoint in the results folder.
+  for reference in references:
     ray.cancel(reference, force=True)
   return ends
 
 
-def _conclude(ends, signals):
+def _conclude(ends: Sequence[Event], signals: Any) -> None:
   """Raises the worst error of the processes, or Stopped."""
   if not ends:
     if signals.received:
@@ -378,9 +449,10 @@ def _conclude(ends, signals):
     raise RuntimeError(f"a process that trained cells failed:\n{text}")
   if kind == "error":
     raise ValueError(text)
-  places = (  # each text is "stopped in CELL at ...; GO_ON"
+  # All are "stopped in CELL at ...; GO_ON", of (kind, text, signal).
+  cells = (
     text.removeprefix("stopped ").removesuffix(f"; {GO_ON}")
     for _, text, _ in ends
   )
-  text = f"stopped {', '.join(places)}; {GO_ON}"
+  text = f"stopped {', '.join(cells)}; {GO_ON}"
   raise Stopped(text, signals.received or number[0])
