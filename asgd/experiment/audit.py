@@ -11,7 +11,7 @@ order     the protocol allows the trace
 replay    the replayed trace gives the same records and parameters, to the bit
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,10 @@ def _replay(
   yield Finding("replay", digests, replayed.digest == live)
   # [2] Of a run with rollbacks the audit gives no records: `records` is None.
   if records is not None:
-    same = all(
-      # A loss that is not finite was recorded, and equals itself here.
-      np.array_equal(live_column, column, equal_nan=True)
-      for live_column, column in zip(records, replayed.records, strict=True)
-    )
+    # A loss that is not finite was recorded, and equals itself here.
+    columns: Iterable[tuple[np.ndarray, np.ndarray]]
+    columns = zip(records, replayed.records, strict=True)
+    same = all(np.array_equal(*pair, equal_nan=True) for pair in columns)
     text = "the same" if same else "NOT those of the replay"
     yield Finding("records", text, same)
   # [3] The evaluation of the replayed parameters gives the reported score.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 
 class BuildCache:
@@ -36,9 +37,11 @@ class BuildCache:
     text = json.dumps(plain, sort_keys=True, separators=(",", "="))
     if ":" in text:
       return make()
+    # float32, or float64 if jax_enable_x64 is set
+    real = jax.dtypes.canonicalize_dtype(np.float64)
     # The key holds its objects. So none is freed, and no later object has its
     # id, by which most objects are hashed.
-    key = text, jax.config.jax_enable_x64, *objects
+    key = text, real, *objects
     if key not in self._results:
       result = make()
       # After `make`, which may build and cache other results.

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from asgd import safe_files
-from asgd.experiment import boards, cell_progress, figure, folder, storage
+from asgd.experiment import boards, figure, folder, storage
 from asgd.experiment.cells import Cell, Experiment
 from asgd.experiment.figure import Rows
 
@@ -102,12 +102,9 @@ class CellLog:
     board: Path,
     rows: Sequence[Mapping[str, Any]],
     settings: Mapping[str, Any] | None = None,
-    progress: cell_progress.ProgressFile | None = None,
   ):
     """Starts the log with the `rows` that a checkpoint kept; later ones,
-    written before a kill, are dropped. Boards show the cell's `settings`.
-    `progress` is the file of the cell's present state."""
-    self.progress = progress
+    written before a kill, are dropped. Boards show the cell's `settings`."""
     path = cell_folder / "metrics.jsonl"
     safe_files.write(path, storage.to_lines(map(storage.sealed, rows)))
     self._file = safe_files.appending(path)

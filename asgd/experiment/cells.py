@@ -123,6 +123,8 @@ def _carrying(run: Run, problem: problems.Problem) -> problems.Problem:
   # What is carried does not depend on the number of workers.
   workers = max(run.config["workers"])
   recipe = run.make_recipe(run.config["learning_rate"], workers)
+  if recipe.carried is None:
+    return problem
   return problems.carrying(problem, recipe.carried)
 
 

@@ -16,7 +16,7 @@ class Failure(NamedTuple):
 
   kind: str  # worker, shard, hang, term or driver
   cell: str
-  index: int  # of the worker or shard
+  party: int  # index of the worker or shard
   # (worker, incarnation) that it ended
   incarnations: tuple[tuple[int, int], ...]
   before: int  # rows of the lead's journal before the failure
@@ -35,6 +35,7 @@ class Finding(NamedTuple):
 
 
 def _of_shard(what: str, index: int, journals: Sequence[Any]) -> str:
+  """Returns the name of a check of one of several shards."""
   return what if len(journals) == 1 else f"{what} of shard {index}"
 
 
@@ -55,6 +56,7 @@ def jobs(
     consistent: whether all shards have the lead's order.
     missed: jobs that no worker did, as the result says.
   """
+  # Tickets that a shard gave up, by shard.
   lost = [sum(e.action == base.LOST for e in events) for events in journals]
   for index, events in enumerate(journals):
     received = [e.job for e in events if e.action == base.RECEIVE]
@@ -108,6 +110,7 @@ def updates(
       updates = int(records.update[-1]) if len(records.loss) else 0
       accepted = int(records.accepted.sum())
       text += f", {updates} updates"
+      # `every` accepted messages are one update; the rest waits for others.
       well = well and updates == accepted // every
       well = well and (index > 0 or updates == result["updates"])
     yield Finding(_of_shard("updates", index, journals), text, well)
@@ -154,8 +157,9 @@ def _not_seen(
   why there is none."""
   why: collections.Counter[str] = collections.Counter()
   for failure in failures:
-    seen = any(failure is other for other in counted)
-    if seen or failure.kind not in ("worker", "hang", "term"):
+    # By identity: two failures of one worker may be equal.
+    has_leave = any(failure is other for other in counted)
+    if has_leave or failure.kind not in ("worker", "hang", "term"):
       continue
     if not failure.incarnations:
       text = "before it had joined"
@@ -184,7 +188,8 @@ def deaths(
     slow: seconds after which a lost ticket counts as slow.
     before: failures before that rollback; their rows may be in the trace.
   """
-  dropped = collections.Counter(f.index for f in before if f.kind != "shard")
+  # [1] What explains that a worker left: by worker, by incarnation.
+  dropped = collections.Counter(f.party for f in before if f.kind != "shard")
   # By (worker, incarnation): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.incarnations}
   coming = {f.coming: f for f in reversed(failures) if f.coming}
@@ -194,7 +199,8 @@ def deaths(
   excuse: dict[int, str] = {}  # worker -> why its last ticket was lost
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
   how: collections.Counter[str] = collections.Counter()
-  # After the last message a worker may leave without a reason.
+  # [2] Follow the trace. After the last message a worker may leave without a
+  # reason.
   received = [row for row, e in enumerate(events) if e.action == base.RECEIVE]
   for row, event in enumerate(events[: max(received, default=0) + 1]):
     worker, action, ticket = event.worker, event.action, ledger.apply(event)
@@ -208,12 +214,12 @@ def deaths(
         messages_after[key] += 1
     elif action == base.REJECT:
       excuse[worker] = "not finite"
-    elif action == base.LOST and event.time - ticket.time >= slow:
+    elif action == base.LOST and ticket and event.time - ticket.time >= slow:
       excuse.setdefault(worker, "took too long")
     elif action == base.LEAVE:
       left.add(key)
       if failure is None and key not in worked:
-        failure = coming.get(key)
+        failure = coming.get(key)  # it was killed before its JOIN was written
       if failure and row >= failure.before:
         how[failure.kind] += 1
         counted.append(failure)
@@ -222,7 +228,7 @@ def deaths(
         how["before a driver rolled back"] += 1
       else:
         how[excuse.get(worker, "NOT EXPLAINED")] += 1
-  # Messages that a worker had sent before it was killed still arrive.
+  # [3] Messages that a worker had sent before it was killed still arrive.
   ghosts = [key for key, count in messages_after.items() if count > depth + 1]
   deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
   text = f"{len(left)} left ({deaths or 'none'})"

@@ -133,7 +133,7 @@ def train_all(
     cells_lib.groups(parallel),
     key=lambda group: -len(group) * experiment.plan(group[0]).messages,
   )
-  on_ray = isinstance(jobs, str)
+  on_ray = isinstance(jobs, str)  # "ray"
   count = len(groups) if isinstance(jobs, str) else min(jobs, len(groups))
   if count > 1 or (on_ray and count):
     # A task of Ray has another working directory.

@@ -9,11 +9,11 @@ the parameters.
 import collections
 import itertools
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from asgd import base, sharding, wire
 from asgd.experiment import boards
@@ -49,7 +49,7 @@ class _Look(NamedTuple):
 
   now: float
   update: int  # version after the last message; -1 before the first one
-  worker: np.ndarray  # int[m], of each message
+  worker: np.ndarray  # int[m], of each of the m new messages
   staleness: np.ndarray  # int[m]
   gap: np.ndarray  # float[m]
   bytes: np.ndarray  # int[m], up and down
@@ -60,6 +60,7 @@ class Counter:
 
   def __init__(self, workers: int, now: float):
     self._workers = workers
+    # The looks of the window, and one before it, where the window begins.
     self._looks = collections.deque([_Look(now, -1, *[np.zeros(0, int)] * 4)])
 
   def add(self, now: float, records: base.Records) -> None:
@@ -71,9 +72,12 @@ class Counter:
         first = int(records.update[0]) - 1
         self._looks = collections.deque([last._replace(update=first)])
       update = int(records.update[-1])
-    new = records.worker, records.staleness, records.gap
-    new += (records.bytes_up + records.bytes_down,)
-    self._looks.append(_Look(now, update, *new))
+    nbytes = records.bytes_up + records.bytes_down
+    self._looks.append(
+      _Look(
+        now, update, records.worker, records.staleness, records.gap, nbytes
+      )
+    )
     while len(self._looks) > 2 and self._looks[1].now <= now - _WINDOW:
       self._looks.popleft()
 
@@ -82,6 +86,7 @@ class Counter:
     all bytes."""
     old, *looks = self._looks
     seconds = max(looks[-1].now - old.now, 1e-9)
+    # The last four fields of all looks, each as one array.
     columns = zip(*(look[2:] for look in looks), strict=True)
     worker, staleness, gap, nbytes = map(np.concatenate, columns)
     return Figures(
@@ -95,39 +100,45 @@ class Counter:
     )
 
 
-def histogram(counts: Sequence[int]) -> str:
+def histogram(counts: npt.ArrayLike) -> str:
   """Returns a histogram of staleness as text, such as
   `0:3 1:10 2:55 3:30 4+:2 %`.
 
   It has at most six bins of equal width, except that the first and the last bin
   include the 2 percent at either end.
   """
-  counts = np.asarray(counts)
-  total = counts.sum()
+  column = np.asarray(counts)  # int[S], by staleness
+  total = column.sum()
   if not total:
     return "-"
-  below = np.cumsum(counts)
-  low, high = np.searchsorted(below, [2 * total / 100, 98 * total / 100])
+  # [1] The staleness between which 96 percent of the messages are.
+  low, high = np.searchsorted(
+    np.cumsum(column), [2 * total / 100, 98 * total / 100]
+  )
   low = 0 if high < _BINS - 1 else low
-  width = -(-(high - low + 1) // (_BINS - 1))
+  # [2] Bins of one width between them; the first one begins at 0.
+  width = -(-(high - low + 1) // (_BINS - 1))  # rounded up
   edges = [0, *range(low + width, high + width + 1, width)]
   bins = {
-    f"{start}" if end - start == 1 else f"{start}-{end - 1}": counts[start:end]
+    f"{start}" if end - start == 1 else f"{start}-{end - 1}": column[start:end]
     for start, end in itertools.pairwise(edges)
   }
-  if counts[edges[-1] :].any():
-    bins[f"{edges[-1]}+"] = counts[edges[-1] :]
+  # [3] A last bin without an end.
+  if column[edges[-1] :].any():
+    bins[f"{edges[-1]}+"] = column[edges[-1] :]
   words = [f"{k}:{100 * part.sum() / total:.0f}" for k, part in bins.items()]
   return " ".join(words) + " %"
 
 
-def sparkline(counts: Sequence[int]) -> str:
+def sparkline(counts: npt.ArrayLike) -> str:
   """Draws a histogram in a few characters."""
-  counts = np.trim_zeros(np.asarray(counts), "b")
-  if not len(counts):
+  column = np.asarray(counts)
+  column = column[: column.nonzero()[0].max(initial=-1) + 1]
+  if not len(column):
     return ""
-  step = -(-len(counts) // _CHARACTERS)
-  bars = np.add.reduceat(counts, np.arange(0, len(counts), step))
+  step = -(-len(column) // _CHARACTERS)  # of counts in a bar, rounded up
+  bars = np.add.reduceat(column, np.arange(0, len(column), step))
+  # Rounded up: a rare staleness has a bar that can be seen.
   levels = np.ceil(bars / bars.max() * (len(_BLOCKS) - 1)).astype(int)
   return "".join(_BLOCKS[level] for level in levels)
 
@@ -184,12 +195,13 @@ class Board:
       if np.isfinite(value):
         self._writer.add_scalar(name, value, message)
     counts = figures.staleness
-    numbers, some = np.arange(len(counts)), np.flatnonzero(counts)
-    if len(some):
+    numbers, occurring = np.arange(len(counts)), np.flatnonzero(counts)
+    if len(occurring):
+      # A bin for each staleness: bin k ends at k + 0.5.
       self._writer.add_histogram_raw(
         "live/staleness",
-        min=float(some[0]),
-        max=float(some[-1]),
+        min=float(occurring[0]),
+        max=float(occurring[-1]),
         num=int(counts.sum()),
         sum=float(numbers @ counts),
         sum_squares=float(numbers**2 @ counts),
@@ -201,6 +213,7 @@ class Board:
 
 def lead_share(params: Any, shards: int) -> float:
   """Returns the lead's share of the parameters, in bytes, with `shards`."""
+  # The same plan that the run makes: it depends on shapes only.
   plan = sharding.make_plan(params, shards)
   sizes = [wire.layout(part).nbytes for part in sharding.split(plan, params)]
   return sizes[0] / max(sum(sizes), 1)

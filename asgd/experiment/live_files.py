@@ -46,9 +46,12 @@ def read_description(folder: Path) -> dict[str, Any]:
       f"{folder} was made by engine {engine!r}: only live runs (threads, ray)"
       " and simulated shards leave a trace"
     )
+  # The values that later become paths and code; `check_own` and `cells.build`
+  # check the others.
   try:
     shards = description["config"]["server"]["shards"]
-    checks.text(engine, "engine"), checks.whole_number(1, 256)(shards, "shards")
+    checks.text(engine, "engine")
+    checks.whole_number(1, 256)(shards, "shards")
     for module in description["modules"].values():
       for key in ("file", "sha256", "top"):
         checks.text(module[key], key)
@@ -65,9 +68,10 @@ def read_traces(
   traces = []
   for index in range(description["config"]["server"]["shards"]):
     path = journal_path(folder, index)
-    traces.append((path, read_journal(path)))
-    if not traces[-1][1]:
+    events = read_journal(path)
+    if not events:
       raise ValueError(f"{path} has no event: the run has not begun (yet)")
+    traces.append((path, events))
   return traces
 
 
@@ -80,10 +84,12 @@ def read(folder: Path) -> LiveFiles:
 
 def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
   """Reads the files of a cell in which shards write journals and records."""
-  journals = []
+  # [1] The journals, the lead's first.
+  journals: list[Journal] = []
   for path, events in read_traces(folder, description):
     check_journal(path, events)
     journals.append(events)
+  # [2] The records. A run so far may have fewer rows than its journal.
   result, records = storage.read_json(folder / "result.json"), []
   for index, journal in enumerate(journals):
     path = records_path(folder, index)
@@ -96,6 +102,7 @@ def read_shards(folder: Path, description: Mapping[str, Any]) -> LiveFiles:
         f"{path} has {count} records, result.json {result.get('messages')}"
         " messages: one of the two was changed; restore it as the run wrote it"
       )
+  # [3] The spans, of each worker that the lead knows, in order of appearance.
   spans = spans_of(folder, {e.worker: None for e in journals[0]})
   return LiveFiles(dict(description), journals, spans, records, journals[0])
 
@@ -113,23 +120,24 @@ def read_journals(folder: Path, shards: int) -> list[list[Event]]:
   journals = [read_journal(path) for path in paths]
   sinks = [records_path(folder, index) for index in range(shards)]
   # Files that show that the cell has done work, without its journals.
-  traces_of_work = [
+  evidence = [
     path
     for path in (*sinks, folder / "metrics.jsonl")
     if path.exists() and path.stat().st_size
   ]
-  traces_of_work += (folder / "checkpoints").glob("[0-9]*")
+  evidence += (folder / "checkpoints").glob("[0-9]*")
   for path, journal in zip(paths, journals, strict=True):
+    # Other shards begin with the lead: they have a file if its has rows.
     lead_only = journals[0] and not path.exists() and paths[:1]
-    began = traces_of_work or lead_only
-    if not journal and began:
+    witnesses = evidence or lead_only
+    if not journal and witnesses:
       raise ValueError(
-        f"{path} is missing or empty, but {began[0]} exists: the run cannot"
+        f"{path} is missing or empty, but {witnesses[0]} exists: the run cannot"
         " resume without it. Restore it, or start in another folder (--workdir)"
       )
     check_journal(path, journal)
   for path in sinks:
-    read_records(path)
+    read_records(path)  # raises ValueError if the file was changed
   return journals
 
 
@@ -144,7 +152,7 @@ def ended_jobs(journal: Iterable[Event]) -> Iterator[tuple[Event, Event]]:
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     start = ledger.apply(event)
-    if event.action in ENDS:
+    if event.action in ENDS and start is not None:
       yield start, event
 
 
@@ -167,6 +175,7 @@ def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
   for event in journal:
     groups.setdefault(event.time, []).append(event)
   out = []
+  # A journal's rows are in the order of their times, so the groups are, too.
   following = [*groups, float("inf")][1:]
   for (start, rows), limit in zip(groups.items(), following, strict=True):
     sent = [event.key for event in rows if event.action == base.SEND]

@@ -36,7 +36,7 @@ RUNNING = "running.json"  # in a cell's folder
 _OWNER, _LOCK = "owner.json", "lock"  # in the memory
 _NAME = re.compile(r"asgd-(\d+)-[0-9a-f]{12}")
 # Paths that a run writes in a memory; folders end with a slash.
-_HELD = re.compile(
+_PATHS = re.compile(
   r"(owner|driver)\.json(\.tmp)?|lock|\d+\.sock"
   rf"|({'|'.join(KINDS)})-\d+\.(pid|sock|lock|\d+)"
   r"|worker-\d+-\d+\.message(\.tmp)?"
@@ -58,24 +58,27 @@ class Running(NamedTuple):
 
 
 @contextlib.contextmanager
-def _holding(memory: Path) -> Iterator[Path]:
+def _open_memory(memory: Path) -> Iterator[Path]:
   """Opens a memory, which is made if it does not exist; yields the folder of
   its descriptor. Raises ValueError, with the reason, if the folder is not the
   memory of a run."""
+  # [1] The path: absolute, below a folder, and named after this user.
   name = _NAME.fullmatch(memory.name)
   if not memory.is_absolute() or ".." in memory.parts or name is None:
     raise ValueError("its name is not /FOLDER/asgd-UID-HASH")
   if int(name[1]) != os.geteuid():
     raise ValueError("it is no folder of this user's")
+  # [2] The folder itself: of this user, and no link.
   try:
     descriptor = safe_files.hold_folder(memory)
   except ValueError as error:
     raise ValueError("it is no folder of this user's") from error
+  # [3] Its files. The path leads to this folder, whatever is at `memory` later.
   try:
-    held = Path(f"/proc/self/fd/{descriptor}")
-    _check_names(held)
-    os.fchmod(descriptor, stat.S_IRWXU)
-    yield held
+    fd_path = Path(f"/proc/self/fd/{descriptor}")
+    _check_names(fd_path)
+    os.fchmod(descriptor, stat.S_IRWXU)  # no other user may read it
+    yield fd_path
   finally:
     os.close(descriptor)
 
@@ -86,38 +89,38 @@ def _check_names(folder: Path) -> None:
     names = [path.name]
     try:
       if stat.S_ISDIR(path.lstat().st_mode):
-        inner = sorted(path.iterdir())
-        names = [f"{path.name}/", *(f"{path.name}/{p.name}" for p in inner)]
+        files = sorted(path.iterdir())
+        names = [f"{path.name}/", *(f"{path.name}/{p.name}" for p in files)]
     except FileNotFoundError:  # removed in the meantime
       continue
     for name in names:
-      if not _HELD.fullmatch(name):
+      if not _PATHS.fullmatch(name):
         raise ValueError(f"it holds {name.rstrip('/')}, which no run writes")
 
 
-def _empty(folder: Path, *kept: str) -> None:
-  """Removes all files of a folder except `kept`."""
+def _empty(folder: Path, *exceptions: str) -> None:
+  """Removes all files of a folder, except those with some names."""
   for path in folder.iterdir():
     with contextlib.suppress(FileNotFoundError):  # removed in the meantime
       if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path, ignore_errors=True)
-      elif path.name not in kept:
+      elif path.name not in exceptions:
         path.unlink()
 
 
-def _remove(held: Path, memory: Path) -> None:
+def _remove(fd_path: Path, memory: Path) -> None:
   """Removes an open memory, as far as possible. A process of the run that is
   just being killed may still write a file, so the removal is repeated."""
   end = time.monotonic() + _SECONDS
   with contextlib.suppress(OSError):
     while True:
-      _empty(held)
+      _empty(fd_path)
       try:
-        return memory.rmdir()
+        return memory.rmdir()  # a folder cannot be removed by its descriptor
       except OSError as error:
         if error.errno != errno.ENOTEMPTY or time.monotonic() > end:
           raise
-      processes.end_all(held)
+      processes.end_all(fd_path)
       time.sleep(_LOOK)
 
 
@@ -129,7 +132,8 @@ def read(cell_folder: Path) -> Running | None:
   if not path.exists():
     return None
 
-  def wrong(why):
+  def wrong(why: str) -> ValueError:
+    """Returns the error for a file that was changed."""
     return ValueError(
       f"{path} is not what a run wrote ({why}): it was changed. Remove it, and"
       " remove the run's memory, asgd-*, from /dev/shm yourself; the same"
@@ -140,10 +144,10 @@ def read(cell_folder: Path) -> Running | None:
   if written is None:
     raise wrong("its checksum is wrong or missing")
   memory = Path(written["memory"])
-  if os.path.lexists(memory):
+  if os.path.lexists(memory):  # after a restart of the machine it is gone
     try:
-      with _holding(memory):
-        pass
+      with _open_memory(memory):
+        pass  # its checks only
     except ValueError as error:
       why = f"{memory} is not the memory of a run: {error}"
       raise wrong(why) from error
@@ -158,12 +162,14 @@ def _owner(memory: Path) -> tuple[str, str]:
 
 def _is_of(memory: Path, running: Running | None, cell: Path) -> bool:
   """Whether a memory belongs to a cell, which may have been moved since."""
-  made_for, token = _owner(memory)
+  owner, token = _owner(memory)
   if running is None:
-    return made_for == str(cell)
+    return owner == str(cell)
   if not token or token != running.token:
     return False
-  return made_for == str(cell) or not (Path(made_for) / RUNNING).exists()
+  # A moved cell has left its old folder. A copy has not: there the original
+  # still has its running.json, and keeps the memory.
+  return owner == str(cell) or not (Path(owner) / RUNNING).exists()
 
 
 class LiveMemory:
@@ -183,32 +189,38 @@ class LiveMemory:
     """
     self._folder, cell = cell_folder, cell_folder.resolve()
     running = read(cell_folder) if resume else None
+    # [1] Which folder: one named after the cell's path, or that of an earlier
+    # driver, also if the cell was moved since.
     number = hashlib.sha256(str(cell).encode()).hexdigest()[:12]
     self.memory = Path(memory_dir).resolve() / f"asgd-{os.geteuid()}-{number}"
     self.replaced: dict[str, int] = {}
-    self._noted: dict[str, int] | None = None  # None: the cell has not begun
+    # The counts that running.json has; None: the cell has not begun.
+    self._counts: dict[str, int] | None = None
     if running is not None:
       self.replaced = dict(running.replaced)
       if running.memory.is_dir() and _is_of(running.memory, running, cell):
         self.memory = running.memory
+    # [2] Open and lock it. An error closes what was opened.
     with contextlib.ExitStack() as stack:
       try:
-        held = stack.enter_context(_holding(self.memory))
+        fd_path = stack.enter_context(_open_memory(self.memory))
       except ValueError as error:
         raise ValueError(
           f"{self.memory} cannot be the memory of the run: {error}. Remove it,"
           " or use another folder (--memory_dir)"
         ) from error
-      lock = processes.lock(held / _LOCK, _SECONDS, self.memory / _LOCK)
+      lock = processes.lock(fd_path / _LOCK, _SECONDS, self.memory / _LOCK)
       stack.callback(os.close, lock)
-      self.kept = resume and _is_of(held, running, cell)
-      if not self.kept:  # end processes of an earlier run, and remove its files
-        processes.end_all(held)
-        _empty(held, _LOCK)
-      self._token = _owner(held)[1] or uuid.uuid4().hex
+      # [3] Keep its files, or end the processes of an earlier run, and remove
+      # its files.
+      self.kept = resume and _is_of(fd_path, running, cell)
+      if not self.kept:
+        processes.end_all(fd_path)
+        _empty(fd_path, _LOCK)
+      self._token = _owner(fd_path)[1] or uuid.uuid4().hex
       owner = {"cell": str(cell), "token": self._token}
-      storage.write_json(held / _OWNER, owner)
-      self._held: Path | None = held  # None: the memory was closed
+      storage.write_json(fd_path / _OWNER, owner)
+      self._fd_path: Path | None = fd_path  # None: the memory was closed
       self._open = stack.pop_all()
 
   def replaced_since(self, now: Mapping[str, int]) -> dict[str, int]:
@@ -221,25 +233,27 @@ class LiveMemory:
   def note(self, replaced: Mapping[str, int]) -> None:
     """Writes running.json with the counts of replaced processes, by kind,
     unless they have not changed."""
-    if replaced == self._noted:
+    if replaced == self._counts:
       return
-    self._noted = dict(replaced)
-    fields = os.getpid(), str(self.memory), self._token, self._noted
-    running = Running(*fields)._asdict()
-    storage.write_json(self._folder / RUNNING, storage.sealed(running))
+    self._counts = dict(replaced)
+    running = Running(os.getpid(), self.memory, self._token, self._counts)
+    content = {**running._asdict(), "memory": str(self.memory)}
+    storage.write_json(self._folder / RUNNING, storage.sealed(content))
 
   def remove(self) -> None:
     """Removes the memory, from which the cell can then no longer resume."""
     with contextlib.ExitStack() as stack:
-      held = self._held or stack.enter_context(_holding(self.memory))
-      _remove(held, self.memory)
+      fd_path = self._fd_path or stack.enter_context(_open_memory(self.memory))
+      _remove(fd_path, self.memory)
+    # Last: a kill before it leaves the name of a memory that is gone, which
+    # `read` accepts.
     (self._folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:
     """Unlocks the memory. Removes it if the run was refused before it began."""
-    if self._held is not None and not self.kept and self._noted is None:
-      _remove(self._held, self.memory)
-    self._held = None
+    if self._fd_path is not None and not self.kept and self._counts is None:
+      _remove(self._fd_path, self.memory)
+    self._fd_path = None
     self._open.close()
 
 
@@ -253,8 +267,8 @@ def forget(cell_folder: Path) -> None:
     return
   memory = running.memory
   if os.path.lexists(memory):
-    with _holding(memory) as held:
-      if _is_of(held, running, cell):
-        processes.end_all(held)
-        _remove(held, memory)
+    with _open_memory(memory) as fd_path:
+      if _is_of(fd_path, running, cell):
+        processes.end_all(fd_path)
+        _remove(fd_path, memory)
   (cell_folder / RUNNING).unlink(missing_ok=True)

@@ -16,25 +16,24 @@ import numpy as np
 
 from asgd import safe_files
 from asgd.experiment import (
-  build_cache,
   cell_files,
   cell_log,
   cell_progress,
   checkpoint,
   folder,
-  storage,
 )
 from asgd.experiment.cells import Cell, Experiment
-from asgd.experiment.engines import Context, Died, NonFiniteResult, due
+from asgd.experiment.engines import Context, Died, Engine, NonFiniteResult
+from asgd.experiment.evaluations import Evaluations, compile_evaluation
 from asgd.experiment.machine import Machine
 from asgd.experiment.signals import GO_ON, NoSignals, Stopped
 from asgd.parallel import processes
 
 _DEATHS = 3  # attempts without progress, then the loop gives up a cell
-_OF_CURVATURE = "sharpness", "rate_x_sharpness"
 _CLEARLY = 1.2  # times the loss at the beginning
-_GUESSING = 0.95  # fraction of the loss of guessing, for classes log(classes);
-# the margin covers noise and class imbalance
+# Fraction of the loss of guessing, which for classes is log(classes). The
+# margin covers noise and class imbalance.
+_GUESSING = 0.95
 
 
 def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
@@ -46,125 +45,20 @@ def has_diverged(loss: np.ndarray, least: int, guess: float) -> bool:
   was, and the end is no better than `guess`, the loss of guessing (NaN:
   unknown): networks with dead units end so.
   """
-  few = max(least, 8)
+  count = max(least, 8)
   if not np.isfinite(loss).all():
     return True
-  if len(loss) < 2 * few:
+  if len(loss) < 2 * count:
     return False  # too few messages for a separate start and end
-  began = loss[:few].mean()
-  ended = loss[-max(few, len(loss) // 10) :].mean()
-  limit = began + (_CLEARLY - 1) * abs(began)  # losses may be negative
-  if ended > limit:
+  start = loss[:count].mean()
+  end = loss[-max(count, len(loss) // 10) :].mean()
+  limit = start + (_CLEARLY - 1) * abs(start)  # losses may be negative
+  if end > limit:
     return True
-  parts = np.array_split(loss, len(loss) // few)
+  # It rose and fell again; a guess of NaN makes the comparison False.
+  parts = np.array_split(loss, len(loss) // count)
   highest = max(part.mean() for part in parts)
-  return bool(highest > limit and ended > _GUESSING * guess)
-
-
-class _Evaluations:
-  """The evaluations of a cell: their messages and their rows."""
-
-  def __init__(self, experiment, cell, engine, rows, diverged):
-    self._experiment, self._cell, self._engine = experiment, cell, engine
-    self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
-    self._problem = experiment.problem_of(self._run)
-    self._sharpness = experiment.sharpness_of(self._run)
-    self.rows: list[dict[str, Any]] = rows
-    self.diverged: bool = diverged  # something was not finite
-    config = experiment.config
-    self._due = due(config["evaluations"], engine.total, engine.quantum)
-    count = len(self._due)
-    at = np.linspace(0, count - 1, min(config["curvature_checks"], count))
-    self._checks = {self._due[round(i)] for i in at}  # with the sharpness
-
-  @property
-  def next(self) -> int | None:
-    """The message after which the next evaluation is due."""
-    made = len(self.rows)
-    return self._due[made] if made < len(self._due) else None
-
-  @property
-  def finished(self) -> bool:
-    """Whether the final evaluation was made.
-
-    It is the last one that is due, or the one after a NaN, or the one where an
-    engine ended early.
-    """
-    if self.diverged or self._engine.ended:
-      return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
-    return self.next is None
-
-  def evaluate(self) -> dict[str, Any]:
-    """Returns the row of the evaluation that is due, and keeps it."""
-    snapshot = self._engine.snapshot()
-    rate = self._plan.schedule
-    rate = rate(snapshot.update) if callable(rate) else rate
-    batches = snapshot.message * self._plan.batches
-    start = self.rows[-1]["message"] if self.rows else 0
-    row = {
-      "cell": self._cell.name,
-      "algorithm": self._cell.title,
-      "engine": self._run.engine,
-      "workers": self._cell.workers,
-      "seed": self._cell.seed,
-      "message": snapshot.message,
-      "update": snapshot.update,
-      "epoch": batches / self._problem.batches_per_epoch,
-      "examples": batches * self._run.config["batch_size"],
-      **snapshot.clock,
-      "learning_rate": float(rate),
-      **self._engine.summary(start, snapshot.message),
-      "test_loss": float("nan"),
-      "test_accuracy": float("nan"),
-      "diverged": self.diverged,
-    }
-    if jax.process_index() == 0:
-      evaluation = self._problem.evaluate(snapshot.params)
-      row["test_loss"] = evaluation.loss
-      row["test_accuracy"] = evaluation.accuracy
-      if storage.is_finite(evaluation.measure):  # of tasks that have one
-        row["test_measure"] = evaluation.measure
-      row.update(evaluation.more)
-      if self.next in self._checks:
-        row["sharpness"] = self._sharpness(snapshot.params)
-        row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
-    self.rows.append(row)
-    return row
-
-  def result(self, params: Any) -> dict[str, Any]:
-    """Returns the row of results, with the final parameters."""
-    cell, engine, plan = self._cell, self._engine, self._plan
-    last = self.rows[-1]
-    products = [row.get("rate_x_sharpness") for row in self.rows]
-    products = sorted(filter(storage.is_finite, products), reverse=True)
-    products = products[:2] or [float("nan")]
-    loss, few = engine.course(), max(cell.workers, engine.quantum)
-    guess = self._problem.guess
-    of_last = ["examples", "epoch", "test_accuracy", "test_loss"]
-    # The problem adds its own measures behind the column `diverged`.
-    after = list(last)[list(last).index("diverged") + 1 :]
-    of_last += [key for key in after if key not in _OF_CURVATURE]
-    return {
-      "cell": cell.name,
-      "label": cell.label,
-      "algorithm": cell.title,
-      "engine": self._run.engine,
-      "recipe": self._run.recipe,
-      "workers": cell.workers,
-      "seed": cell.seed,
-      "evaluations": len(self.rows),
-      **{key: last[key] for key in of_last},
-      "sent_accuracy": last["test_accuracy"],
-      "train_loss": last["train_loss"],
-      **engine.columns(),
-      "learning_rate": plan.learning_rate,
-      # The largest may be a single spike, so `sustained` is the second.
-      "rate_x_sharpness": products[0],
-      "sustained": products[-1],
-      "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
-      "diverged": self.diverged or has_diverged(loss, few, guess),
-      "params_sha256": storage.digest(params),
-    }
+  return bool(highest > limit and end > _GUESSING * guess)
 
 
 def finished(
@@ -176,15 +70,18 @@ def finished(
   left. Raises ValueError for a finished cell whose files were changed, if its
   engine cannot repeat it.
   """
-  place = workdir and workdir / "cells" / cell.name
+  path = workdir and workdir / "cells" / cell.name
   kind = experiment.kind(cell)
   result = processes.share(
-    place and folder.finished_result(place, repeatable=not kind.journaled)
+    path and folder.finished_result(path, repeatable=not kind.journaled)
   )
-  if result is not None and place is not None:
-    kind.clean(place)
-    cell_files.tidy(place)
+  if result is not None and path is not None:
+    kind.clean(path)
+    cell_files.tidy(path)
   return result
+
+
+Ended = Callable[[Any, Any, list[dict[str, Any]]], None]
 
 
 def train(
@@ -195,7 +92,7 @@ def train(
   bar: Any,
   machine: Machine | None = None,
   signals: Any = NoSignals,
-  ended: Callable[[Any, Any, list], None] | None = None,
+  ended: Ended | None = None,
 ) -> dict[str, Any]:
   """Trains one cell to its end, unless it is finished, and returns its result.
   All processes make this call; process 0 has the files.
@@ -215,40 +112,51 @@ def train(
     ValueError: if an engine cannot resume, or its processes exited `_DEATHS`
       times without progress.
   """
+  # [1] A finished cell has a result; a damaged one is trained again.
   result = finished(experiment, cell, workdir)
   if result is not None:
     bar.skip(experiment.plan(cell).messages)
     return result
   if workdir is not None:
     folder.check_writable(workdir, cell.name)
-  wrong = workdir and folder.fault(workdir / "cells" / cell.name)
-  if wrong:
-    bar.line(f"warning: {cell.name}: {wrong}; the cell is trained again")
-  deaths, before, machine = 0, -1, machine or Machine()
-  machine.lines.clear()
+  fault = workdir and folder.fault(workdir / "cells" / cell.name)
+  if fault:
+    bar.line(f"warning: {cell.name}: {fault}; the cell is trained again")
+  # [2] Lines of the engine go to the bar and to the cell's progress.json.
+  machine = machine or Machine()
+  lines = machine.lines
+  lines.clear()
 
-  def say(line):
-    machine.lines.append(line)
+  def show(line: str) -> None:
+    """Shows a line on this cell."""
+    lines.append(line)
     bar.line(f"{cell.name}: {line}")
 
-  machine.show_line = say
+  machine.show_line = show
+  # [3] Attempts, until one reaches the end or _DEATHS began at one message.
+  deaths, last_start = 0, -1
   while True:
     attempt = _Attempt(experiment, cell, workdir, bar, machine, signals)
     try:
       with attempt:
         return attempt.run(ended)
     except Died as error:
-      if attempt.start > before:
-        deaths, before = 0, attempt.start
+      if attempt.start > last_start:
+        deaths, last_start = 0, attempt.start
       deaths += 1
       if deaths == _DEATHS:
         message = f"{cell.name}: {error}"
         raise ValueError(message + _remedy(attempt, machine)) from error
-      bar.skip(-attempt.counted)
-      where = "resuming from the last checkpoint"
+      bar.skip(-attempt.counted)  # the next attempt counts its start anew
+      action = "resuming from the last checkpoint"
       if not attempt.has_saved:
-        where = "starting again, as no checkpoint was saved yet"
-      say(f"{error}; {where}")
+        action = "starting again, as no checkpoint was saved yet"
+      show(f"{error}; {action}")
+
+
+def _board_of(cell_folder: Path) -> Path:
+  """Returns the folder WORKDIR/tensorboard/NAME of a WORKDIR/cells/NAME."""
+  return cell_folder.parents[1] / "tensorboard" / cell_folder.name
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
@@ -265,95 +173,131 @@ def _remedy(attempt: "_Attempt", machine: Machine) -> str:
 
 
 class _Attempt(contextlib.ExitStack):
-  """One attempt at a cell, until the cell is finished or a process exits."""
+  """One attempt at a cell, until the cell is finished or a process exits.
 
-  def __init__(self, experiment, cell, workdir, bar, machine, signals):
+  At its end it closes what it opened, the latest first: the log, the engine,
+  the checkpoints, the lock of the cell's folder.
+  """
+
+  def __init__(
+    self,
+    experiment: Experiment,
+    cell: Cell,
+    workdir: Path | None,
+    bar: Any,
+    machine: Machine,
+    signals: Any,
+  ):
+    """Opens nothing yet; the arguments are those of `train`."""
     super().__init__()
     self._experiment, self._cell = experiment, cell
     self._bar, self._machine, self._signals = bar, machine, signals
-    self._place = workdir and workdir / "cells" / cell.name
-    self._board = workdir and workdir / "tensorboard" / cell.name
-    self._kind = experiment.kind(cell)
-    # Messages that were received before this attempt, and in it.
+    self._folder = workdir and workdir / "cells" / cell.name
+
+    self._kind, self._run = experiment.kind(cell), experiment.runs[cell.label]
+    # Message at which this attempt began; messages that the bar has counted.
     self.start, self.counted = -1, 0
-    self._checkpoints, self._log = None, None
-    self._rows, self._diverged = [], False  # of earlier attempts
+    # Files of process 0; None on the others.
+    self._checkpoints: checkpoint.Checkpoints | None = None
+    self._log: cell_log.CellLog | None = None
+    self._progress: cell_progress.ProgressFile | None = None
+    # Of earlier attempts: `_restore` or `_open` reads them.
+    self._rows: list[dict[str, Any]] = []
+    self._diverged = False
 
   @property
   def has_saved(self) -> bool:
     """Whether a checkpoint exists that the cell can resume from."""
-    if self._place is None:
+    if self._folder is None:
       return self.start > 0
-    return any((self._place / "checkpoints").glob("[0-9]*"))
+    return any((self._folder / "checkpoints").glob("[0-9]*"))
 
-  def run(
-    self, ended: Callable[[Any, Any, list], None] | None
-  ) -> dict[str, Any]:
+  def run(self, ended: Ended | None) -> dict[str, Any]:
     """Trains the cell from its last checkpoint to its end; returns its result.
     See `train` for `ended`."""
     began = time.monotonic()
+    # [1] The engine, and the evaluations and the log so far.
     engine = self._open()
-    before = self._rows, self._diverged
-    self._book = _Evaluations(self._experiment, self._cell, engine, *before)
-    if self._place is not None:
-      settings = cell_log.settings_of(self._experiment, self._cell)
-      progress = cell_progress.ProgressFile(
-        self._place, self._about(), engine, self._machine.lines
-      )
-      self._log = cell_log.CellLog(
-        *(self._place, self._board, self._book.rows, settings), progress
-      )
-      self.push(_closing(self._log.close))
+    evaluations = Evaluations(
+      self._experiment, self._cell, engine, self._rows, self._diverged
+    )
+    if self._folder is not None:
+      self._open_log(engine, self._folder, evaluations.rows)
     self.start = self.counted = engine.done
     self._bar.skip(engine.done)
-    self._train(engine)
+    # [2] Training and evaluations.
+    self._train(engine, evaluations)
+    # [3] The result.
     params = jax.device_get(engine.snapshot().params)
-    result = self._book.result(params)
+    least = max(self._cell.workers, engine.quantum)
+    guess = self._experiment.problem_of(self._run).guess
+    diverged = has_diverged(engine.course(), least, guess)
+    diverged = evaluations.diverged or diverged
+    result = evaluations.result(params, diverged=diverged)
     result["wall_seconds"] = time.monotonic() - began
     processes.fail_together(lambda: self._write(engine, params, result))
     if ended is not None:
-      ended(engine.records(), params, self._book.rows)
+      ended(engine.records(), params, evaluations.rows)
+    # A live run's memory is removed once its result is on disk.
     engine.discard()
     self._bar.finish(self._cell, result)
     return result
 
-  def _about(self):
-    """Returns what progress.json says of the cell itself."""
-    run = self._experiment.runs[self._cell.label]
-    return {**self._cell._asdict(), "engine": run.engine}
-
-  def _open(self):
+  def _open(self) -> Engine:
     """Starts the engine, from the last checkpoint if one exists."""
-    rows = []
-    if self._place is not None:
-      lock = folder.hold_cell(self._place, self._experiment, self._cell)
+    rows: list[dict[str, Any]] = []
+    if self._folder is not None:
+      lock = folder.hold_cell(self._folder, self._experiment, self._cell)
       self.enter_context(lock)
-      self._checkpoints = checkpoint.Checkpoints(self._place / "checkpoints")
+      self._checkpoints = checkpoint.Checkpoints(self._folder / "checkpoints")
       self.push(_closing(self._checkpoints.close))
       if self._kind.journaled:
-        rows = cell_log.read_rows_so_far(self._place)
-        _compile_evaluation(self._experiment, self._cell)
-    engine = self._kind.start(
+        rows = cell_log.read_rows_so_far(self._folder)
+        compile_evaluation(self._experiment, self._cell)
+    engine: Engine = self._kind.start(
       Context(
-        *(self._experiment, self._cell, self._experiment.plan(self._cell)),
-        *(self._place, self._board, self._restore, rows, self._machine),
+        self._experiment,
+        self._cell,
+        self._experiment.plan(self._cell),
+        folder=self._folder,
+        board=self._folder and _board_of(self._folder),
+        restore=self._restore,
+        rows=rows,
+        machine=self._machine,
       )
     )
     self.push(_closing(engine.close))
+    # The log may be newer than the message that the engine resumes at.
     if self._kind.journaled:
       self._rows = [row for row in rows if row["message"] <= engine.done]
     return engine
 
-  def _restore(self, rebuild):
+  def _open_log(
+    self, engine: Engine, cell_folder: Path, rows: list[dict[str, Any]]
+  ) -> None:
+    """Continues the log and progress.json of the cell."""
+    about = {**self._cell._asdict(), "engine": self._run.engine}
+    self._progress = cell_progress.ProgressFile(
+      cell_folder, about, engine, self._machine.lines
+    )
+    settings = cell_log.settings_of(self._experiment, self._cell)
+    board = _board_of(cell_folder)
+    self._log = cell_log.CellLog(cell_folder, board, rows, settings)
+    self.push(_closing(self._log.close))
+
+  def _restore(self, rebuild: Callable[[checkpoint.Restored], Any]) -> Any:
     """See `Context.restore`. Only process 0 reads the checkpoint; it shares the
     notes with the other processes."""
 
-    def unpack(saved):
+    def unpack(saved: checkpoint.Restored) -> tuple[Any, Any, Any]:
       notes = saved.notes
       value = rebuild(saved._replace(notes=notes["engine"]))
       return value, notes["rows"], notes["diverged"]
 
-    restored = self._checkpoints and self._checkpoints.restore(unpack)
+    restored: tuple[Any, Any, Any] | None = None
+    if self._checkpoints is not None:
+      restored = self._checkpoints.restore(unpack)
+    # The engine itself shares the arrays that `rebuild` returned on process 0.
     if jax.process_count() > 1:
       notes = processes.share(restored and restored[1:])
       restored = notes and (restored and restored[0], *notes)
@@ -362,99 +306,90 @@ class _Attempt(contextlib.ExitStack):
     value, self._rows, self._diverged = restored
     return value
 
-  def _train(self, engine):
+  def _train(self, engine: Engine, evaluations: Evaluations) -> None:
     """Trains to the last evaluation, or to the first after a NaN."""
-    book, config, saved = self._book, self._experiment.config, time.monotonic()
-    advance = self._log.progress.advance if self._log else engine.advance
-    while not book.finished:
-      target = book.next
+    config, saved = self._experiment.config, time.monotonic()
+    advance = self._progress.advance if self._progress else engine.advance
+    while not evaluations.finished:
+      # [1] Train for about a second, up to the next evaluation.
+      target = evaluations.next
+      assert target is not None, "a cell without a due evaluation is finished"
       progress = advance(target)
       for line in progress.news:
-        self._machine.show_line(line)
+        self._machine.show(line)
       if progress.count:
         self.counted += progress.count
         self._bar.update(self._cell, progress)
         if processes.is_first() and not self._kind.elsewhere:
           self._machine.worked()
       if progress.broken:
-        book.diverged = True
+        evaluations.diverged = True
         if config["on_nan"] == "stop":
           raise NonFiniteResult(
             f"{progress.broken}, or set --config.on_nan=record to keep the cell"
             " as diverged and continue"
           )
+      # [2] Evaluate.
       if engine.done >= target or engine.ended:
-        row = book.evaluate()
+        row = evaluations.evaluate()
         if self._log is not None:
           self._log.write(row)
+      # [3] Save, and stop if a signal asks for it.
       is_old = time.monotonic() - saved >= config["checkpoint_seconds"]
       # All processes must decide alike. The clock of process 0 counts, and a
       # signal to any process stops all.
       gathered = processes.gather([is_old, self._signals.received])
       is_due, signal_number = bool(gathered[0, 0]), int(gathered[:, 1].max())
-      if book.finished:
+      if evaluations.finished:
         break
-      left = engine.stop() if signal_number else ""
-      if (is_due or signal_number) and self._save(engine):
+      addition = engine.stop() if signal_number else ""
+      is_due = is_due or bool(signal_number)
+      if is_due and self._save(engine, evaluations):
         saved = time.monotonic()
       if signal_number:
-        place = f"{self._cell.name} at message {engine.done}{left}"
-        raise Stopped(f"stopped in {place}; {GO_ON}", signal_number)
+        state = f"{self._cell.name} at message {engine.done}{addition}"
+        raise Stopped(f"stopped in {state}; {GO_ON}", signal_number)
 
-  def _save(self, engine) -> bool:
+  def _save(self, engine: Engine, evaluations: Evaluations) -> bool:
     """Writes a checkpoint, if the engine can give one now."""
     content = engine.save()
     if content is None:
       return False
     step, tree, notes = content
-    book = self._book
-    notes = {"engine": notes, "rows": book.rows, "diverged": book.diverged}
-    processes.fail_together(
-      lambda: self._checkpoints and self._checkpoints.save(step, tree, notes)
-    )
+    notes = {
+      "engine": notes,
+      "rows": evaluations.rows,
+      "diverged": evaluations.diverged,
+    }
+    checkpoints = self._checkpoints
+
+    def save() -> None:
+      if checkpoints is not None:
+        checkpoints.save(step, tree, notes)
+
+    processes.fail_together(save)
     return True
 
-  def _write(self, engine, params, result):
+  def _write(
+    self, engine: Engine, params: Any, result: dict[str, Any]
+  ) -> None:
     """Writes the files of a finished cell."""
-    if self._place is None:
+    if self._folder is None or self._progress is None:
       return
     for name, content in engine.extras().items():
-      safe_files.write(self._place / name, content)
-    self._log.progress.finish()
-    kept, packs = engine.records(), not self._kind.journaled
-    cell_files.finish(self._place, result, kept, params, packs=packs)
+      safe_files.write(self._folder / name, content)
+    self._progress.finish()
+    records, packs = engine.records(), not self._kind.journaled
+    cell_files.finish(self._folder, result, records, params, packs=packs)
 
 
-_evaluations = build_cache.BuildCache(8)  # compiled evaluations
-
-
-def _compile_evaluation(experiment, cell) -> None:
-  """Compiles the evaluation before a live run, once for each problem.
-
-  Later the workers would share the cores with the compiler. A user's function
-  is not compiled here.
-  """
-  run = experiment.runs[cell.label]
-  if run.given is not None:
-    return
-  problem, sharpness = experiment.problem_of(run), experiment.sharpness_of(run)
-  checked = bool(experiment.config["curvature_checks"])
-
-  def compiled():
-    params = problem.init(jax.random.key(0))
-    problem.evaluate(params)
-    return checked and sharpness(params)
-
-  _evaluations.get(compiled, checked, problem.evaluate, sharpness)
-
-
-def _closing(close: Callable[[], None]):
+def _closing(close: Callable[[], Any]) -> Callable[..., None]:
   """Returns an exit callback that closes something.
 
   An error of the block itself is raised rather than one of `close`.
   """
 
-  def leave(kind, error, trace):
+  def leave(kind: Any, error: Any, trace: Any) -> None:
     del error, trace
     with contextlib.suppress(*([OSError, ValueError] if kind else [])):
       close()

@@ -14,17 +14,21 @@ from asgd.names import is_import
 from asgd.pages import page
 
 _SHOWN = 60  # characters of a config's value in the table of differences
-_MADE = "compared.json"  # the file that marks a folder of a comparison
+_MARK = "compared.json"  # the file that marks a folder of a comparison
+# Files that a comparison writes, and a later one may replace.
 _FILES = {
-  *("results.csv", "table.txt", "report.html", _MADE),
+  *("results.csv", "table.txt", "report.html", _MARK),
   *(f"figure.{suffix}" for suffix in ("csv", "png", "svg", "pdf")),
 }
+
 
 
 def _check_out(out: Path) -> None:
   """Raises ValueError if `out` is in an experiment's folder, or has files that
   no comparison wrote."""
   path = out.resolve()
+  # [1] `out` is no experiment's folder, nor inside one. A config.json above may
+  # be another program's: there `cells` must exist, too.
   for above in (path, *path.parents):
     if (above / "config.json").exists() and (
       above == path or (above / "cells").is_dir()
@@ -33,10 +37,12 @@ def _check_out(out: Path) -> None:
       raise ValueError(
         f"--out={out} {where} an experiment's own folder: give another --out"
       )
+  # [2] `out` is new, empty, or a comparison's; hidden files do not count.
   names = {path.name for path in out.glob("*")} if out.is_dir() else set()
   names = {name for name in names if not name.startswith(".")}
-  is_comparison = storage.read_sealed(out / _MADE) is not None
-  expected = _FILES if is_comparison else {f"{_MADE}.tmp"}
+  is_comparison = storage.read_sealed(out / _MARK) is not None
+  # A kill at the start leaves a half-written mark.
+  expected = _FILES if is_comparison else {f"{_MARK}.tmp"}
   others = sorted(names - expected)
   if others:
     raise ValueError(
@@ -56,13 +62,15 @@ def _count(config: Mapping[str, Any], engines: Engines) -> int | None:
       swept = entry.get("workers", config["workers"])
       workers = schema.shared("workers", swept)
       user_recipe = is_import(recipe)
+      # The recipe's protocol may choose other workers: a mesh has one. The run
+      # needs no more than its recipe and workers for that.
       name = "" if user_recipe else recipe
-      run = schema.Run(label, label, "", name, {}, config)
-      chosen = kind.workers(run._replace(config={"workers": workers}))
-      if user_recipe and list(chosen) != workers:
-        return None  # the recipe's protocol may choose other workers
-      count += len(chosen)
-  except (ValueError, KeyError):
+      run = schema.Run(label, label, "", name, {}, {"workers": workers})
+      counts = kind.workers(run)
+      if user_recipe and list(counts) != workers:
+        return None
+      count += len(counts)
+  except (ValueError, KeyError):  # the config of another release
     return None
   return count * len(config["seeds"])
 
@@ -81,7 +89,7 @@ def _left_out(
   return texts
 
 
-def _read(workdir: Path) -> tuple[dict[str, Any], list[dict], list[dict]]:
+def _read(workdir: Path) -> tuple[dict[str, Any], report.Table, report.Table]:
   """Returns config.json, the results and the evaluations of an experiment."""
   identity = folder.read_identity(workdir) if workdir.is_dir() else None
   if identity is None:
@@ -104,23 +112,23 @@ def _names(workdirs: Sequence[Path]) -> list[str]:
   """Returns names for folders: their paths below the common parent folder."""
   paths = [workdir.resolve() for workdir in workdirs]
   if len(set(paths)) < len(paths):
-    twice = next(w for i, w in enumerate(workdirs) if paths[i] in paths[:i])
-    raise ValueError(f"{twice} is given twice: give each folder once")
+    repeated = next(w for i, w in enumerate(workdirs) if paths[i] in paths[:i])
+    raise ValueError(f"{repeated} is given twice: give each folder once")
   above = Path(os.path.commonpath([path.parent for path in paths]))
   return [path.relative_to(above).as_posix() for path in paths]
 
 
 def _named_apart(
   rows: Sequence[Mapping[str, Any]], name: str, shared: set[str]
-) -> list[dict[str, Any]]:
-  """Returns rows in which cells, and titles that other folders also have, carry
-  the folder's name."""
-  out = []
+) -> report.Table:
+  """Returns rows with the folder's name in their cells, and in titles that
+  other folders have too."""
+  named_rows = []
   for row in rows:
-    title = row["algorithm"]
+    title, cell = row["algorithm"], f"{name}/{row['cell']}"
     title = f"{title} ({name})" if title in shared else title
-    out.append({**row, "algorithm": title, "cell": f"{name}/{row['cell']}"})
-  return out
+    named_rows.append({**row, "algorithm": title, "cell": cell})
+  return named_rows
 
 
 def _differences(
@@ -128,14 +136,17 @@ def _differences(
 ) -> tuple[list[str], list[list[str]]]:
   """Returns (header, rows) of the keys in which configs, data, machines or
   releases differ."""
+  # [1] A column for each folder: dotted key -> value.
   columns = []
   for identity in identities:
+    # `free` may differ when an experiment resumes: it says where it was made.
     free = {
       f"made by: {key}": value
       for key, value in page.leaves(identity["free"]).items()
     }
     others = {"data": identity["dataset"]["name"], **free}
     columns.append({**page.leaves(identity["config"]), **others})
+  # [2] A row for each key, in order of first appearance, if values differ.
   rows = []
   for key in dict.fromkeys(key for column in columns for key in column):
     values = [str(column.get(key, "-")) for column in columns]
@@ -159,19 +170,23 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   # Resolved once, so that a link that appears there later is not followed.
   path = out.resolve()
   _check_out(out)
+  # [1] Read all folders.
   names = _names(workdirs)
   identities, results, rows = zip(*map(_read, workdirs), strict=True)
   counts = collections.Counter(
     title for each in results for title in {row["algorithm"] for row in each}
   )
   shared = {title for title, count in counts.items() if count > 1}
-  together, curves = [], []
+  # [2] Merge their rows, so that equal titles remain different runs.
+  all_cells: report.Table = []
+  curves: report.Table = []
   for name, cells, evaluations in zip(names, results, rows, strict=True):
-    together += _named_apart(cells, name, shared)
+    all_cells += _named_apart(cells, name, shared)
     curves += _named_apart(evaluations, name, shared)
-  csv_rows, table = report.tabulate(together, engines)
+  csv_rows, table = report.tabulate(all_cells, engines)
   title = " and ".join(names)
-  notes = report.warnings(together)
+  # [3] Warnings: of the cells, and of what the means lack.
+  notes = report.warnings(all_cells)
   left_out = []
   for workdir, identity, cells in zip(
     workdirs, identities, results, strict=True
@@ -180,18 +195,19 @@ def write(workdirs: Sequence[Path], out: Path, engines: Engines) -> str:
   data = {identity["dataset"]["sha256"] for identity in identities}
   if len(data) > 1:
     notes.insert(0, "the folders have different data")
+  # [4] Write the files, the mark first.
   with storage.naming_folder(out):
     safe_files.make_folder(path)
     mark = storage.sealed({"folders": [str(workdir) for workdir in workdirs]})
-    storage.write_json(out / _MADE, mark)
+    storage.write_json(out / _MARK, mark)
     text = f"{title}\n\n{table}"
-    drawn = report.write_tables(out, title, text, csv_rows, together, curves)
+    drawn = report.write_tables(out, title, text, csv_rows, all_cells, curves)
     content = page.render(
       title,
-      f"{len(together)} cells of {len(workdirs)} experiments",
+      f"{len(all_cells)} cells of {len(workdirs)} experiments",
       warnings=page.merged([*left_out, *notes]),
       pictures=page.pictures([out / "figure.svg"]),
-      results=page.results(csv_rows, report.columns_of(together, engines)),
+      results=page.results(csv_rows, report.columns_of(all_cells, engines)),
       differing=_differences(names, identities),
       folders=workdirs,
     )

@@ -1,7 +1,7 @@
 """Changes of a config before it is resolved: the keys of a command line, and
 another engine for all runs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -26,49 +26,79 @@ def override(
   for path in order:
     value = overrides[path]
     *above, key = path.split(".")
-    place = _place(config, keys, above, key, engines)
-    if above and place.get(key) != value:
-      _forget(place, above, key, value, engines, config)
-    place[key] = value
+    section = _section_of(config, keys, above, key, engines)
+    if above and section.get(key) != value:
+      _drop_dependents(section, above, key, value, engines, config)
+    section[key] = value
   return config
 
 
-def _place(config, keys, above, key, engines):
-  """Returns the dict that a dotted key's last part is in, made if need be."""
-  place, node = config, keys
+def _section_of(
+  config: dict[str, Any],
+  keys: Mapping[str, Any],
+  above: Sequence[str],
+  key: str,
+  engines: schema.Engines,
+) -> dict[str, Any]:
+  """Returns the dict that has the last part of a dotted key. The dict is made
+  if the config lacks it.
+
+  Args:
+    config: is changed.
+    keys: all keys of a config, with their settings.
+    above: the parts of the dotted key before the last one.
+    key: the last part.
+    engines: by name.
+  """
+  section = config
+  node: Any = keys  # the keys that `section` may have
+  of_runs = above[:1] == ["runs"]
   for depth, name in enumerate(above):
-    path, of_runs = ".".join(above[: depth + 1]), above[0] == "runs"
-    if of_runs and depth == 2:
-      node = _nodes_of_run(above[1], place, config, engines)
+    path = ".".join(above[: depth + 1])
+    if of_runs and depth == 2:  # runs.LABEL.name: the keys of that run
+      node = _keys_of_run(above[1], section, config, engines)
     below = schema.keys_of(node).get(name)
-    if name not in place:
-      new = of_runs and depth == 1
-      if new and (len(above) > 2 or key not in ("recipe", "engine")):
-        other = f" (a new run begins with {path}.recipe)"
-        raise schema.unknown(path, place, other)
-      if below is None and not new and (depth == 0 or of_runs):
+    # [1] Make a dict that the config does not mention.
+    if name not in section:
+      is_new_run = of_runs and depth == 1
+      begins_run = len(above) == 2 and key in ("recipe", "engine")
+      if is_new_run and not begins_run:
+        remedy = f" (a new run begins with {path}.recipe)"
+        raise schema.unknown(path, section, remedy)
+      # Deeper keys may be arguments of a MODULE:FUNCTION, known only later.
+      if below is None and not is_new_run and (depth == 0 or of_runs):
         raise schema.unknown(path, node)
       # A section of a run is laid over that of the config.
-      section = not isinstance(below, schema.Setting)
-      place[name] = {} if of_runs and section else schema.default_of(below)
+      is_section = not isinstance(below, schema.Setting)
+      default = {} if of_runs and is_section else schema.default_of(below)
+      section[name] = default
+    # [2] Make it a dict if it may be one, as `optimizer`, which is None.
     may_be_dict = isinstance(below, schema.Setting) and below != schema.PLAIN
-    if place[name] is None and may_be_dict:
-      place[name] = {}
-    if isinstance(place[name], ml_collections.ConfigDict):
-      place[name] = place[name].to_dict()
-    if not isinstance(place[name], dict):
+    if section[name] is None and may_be_dict:
+      section[name] = {}
+    if isinstance(section[name], ml_collections.ConfigDict):
+      section[name] = section[name].to_dict()
+    if not isinstance(section[name], dict):
       raise ValueError(f"config.{path}: {shown(name)} has no keys below it")
-    place, node = place[name], below
-  return place
+    # [3] Go down.
+    section, node = section[name], below
+  return section
 
 
-def _nodes_of_run(label, entry, config, engines):
-  """Returns all keys of a run."""
-  engine, keys = entry.get("engine", config.get("engine", "simulate")), {}
+def _keys_of_run(
+  label: str,
+  entry: Mapping[str, Any],
+  config: Mapping[str, Any],
+  engines: schema.Engines,
+) -> dict[str, Any]:
+  """Returns all keys that a run may have, with their settings."""
+  engine = entry.get("engine", config.get("engine", "simulate"))
+  keys: dict[str, Any] = {}
   if isinstance(engine, str) and engine in engines:
     kind = engines[engine]
     with checks.blame(f"runs.{label}"):
       keys = dict.fromkeys(schema.keys_of_engine(kind, entry), schema.PLAIN)
+    # Sections, and the settings of one of them, which a run gives directly.
     settings = kind.sections.get(kind.settings)
     keys |= {**kind.sections, **schema.keys_of(settings)}
   others = {*schema.RESERVED, *_options(entry.get("recipe"))}
@@ -76,24 +106,34 @@ def _nodes_of_run(label, entry, config, engines):
   return dict.fromkeys(others, schema.PLAIN) | shared | keys
 
 
-def _forget(place, above, key, value, engines, config) -> None:
+def _drop_dependents(
+  section: dict[str, Any],
+  above: Sequence[str],
+  key: str,
+  value: Any,
+  engines: schema.Engines,
+  config: Mapping[str, Any],
+) -> None:
   """Removes keys of a section or a run that follow from a key's old value."""
+  # [1] Another model, optimizer, ...: all others are its arguments.
   if key == "name":
-    place.clear()
+    section.clear()
     return
+  # [2] Another recipe of a run: the options that the new recipe lacks.
   if key == "recipe" and above[0] == "runs":
-    old, new = _options(place.get(key)), _options(value)
-    dropped = old - new - {*schema.RESERVED, *schema.OF_A_RUN}
+    old, new = _options(section.get(key)), _options(value)
+    dropped: Iterable[str] = old - new - {*schema.RESERVED, *schema.OF_A_RUN}
+  # [3] Other keys: the engine knows what follows from them.
   else:
-    engine = place.get("engine", config.get("engine", "simulate"))
+    engine = section.get("engine", config.get("engine", "simulate"))
     if not isinstance(engine, str) or engine not in engines:
-      return
-    dropped = engines[engine].dependents(place, key, value)
+      return  # `schema.resolve` names the mistake
+    dropped = engines[engine].dependents(section, key, value)
   for dependent in dropped:
-    place.pop(dependent, None)
+    section.pop(dependent, None)
 
 
-def _options(recipe) -> set[str]:
+def _options(recipe: Any) -> set[str]:
   """Returns the options of a recipe; the empty set for an unknown one."""
   try:
     return set(schema.options_of(recipe))
@@ -116,11 +156,15 @@ def retarget(
   for label, entry in entries.items() if isinstance(entries, Mapping) else ():
     if not isinstance(entry, Mapping):
       continue
-    own = {k: v for k, v in entry.items() if k != "engine"}
-    own.setdefault("recipe", "asgd")
-    known = {*schema.RESERVED, *schema.OF_A_RUN}
-    known.update(schema.keys_of_engine(kind, own))
+    new_entry = {k: v for k, v in entry.items() if k != "engine"}
+    # Runs of a mesh may name no recipe; other engines require one.
+    new_entry.setdefault("recipe", "asgd")
+    # Dropped are keys that another engine has and this one has not. A mistaken
+    # key, which no engine has, stays: `schema.resolve` names it.
+    keys = {*schema.RESERVED, *schema.OF_A_RUN}
+    keys.update(schema.keys_of_engine(kind, new_entry))
+    keys |= _options(new_entry["recipe"])
     others = (schema.keys_of_engine(other, entry) for other in engines.values())
-    foreign = set().union(*others) - known - _options(own["recipe"])
-    entries[label] = {k: v for k, v in own.items() if k not in foreign}
+    foreign = set[str]().union(*others) - keys
+    entries[label] = {k: v for k, v in new_entry.items() if k not in foreign}
   return config

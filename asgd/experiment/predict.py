@@ -1,16 +1,18 @@
 """Measures the jobs of a live run, and simulates the run with their durations.
 
-A job lasts from the sending of its ticket, or from the end of the worker's job
-before if that is later, until its message arrives. The server's work on them is
-included. Time in which the protocol holds a worker back is excluded: the time
-before a ticket, and the time in which a message waits for others of its round,
-which spans show. The protocol is then simulated with these durations. Times
-start when each worker has sent a message.
+A job starts when its ticket is sent, or when the worker's last job ends, if
+that is later. It ends when its message arrives. The server's work on ticket and
+message is included. Two times are excluded, in which the protocol holds a
+worker back: the time before a ticket, and the time in which a message waits for
+others of its round, which spans show.
+
+`jobs` and `off_network` measure; `play` simulates the protocol with these
+durations. Times start when each worker has sent a message.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -69,17 +71,20 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   """Returns the jobs that ended with a RECEIVE, in that order."""
   ends = _arrivals(journal, spans)
   free: dict[int, float] = {}  # end of the last job, by worker
-  new, out = set(), []  # `new`: workers that joined and ended no job since
+  joined: set[int] = set()  # workers that have ended no job since they joined
+  out = []
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     worker, ticket = event.worker, ledger.apply(event)
     if event.action == base.JOIN:
-      new.add(worker)
-    elif event.action == base.RECEIVE:
+      joined.add(worker)
+    elif event.action == base.RECEIVE and ticket is not None:
+      # A worker with two tickets starts the second job after the first.
       start = max(ticket.time, free.get(worker, ticket.time))
       free[worker] = end = ends[event.key]
-      out.append(MeasuredJob(worker, start, end, event.time, worker in new))
-      new.discard(worker)
+      is_first = worker in joined
+      out.append(MeasuredJob(worker, start, end, event.time, is_first))
+      joined.discard(worker)
   return out
 
 
@@ -92,20 +97,22 @@ def _carried(
 
   `sends` has (time, job, "up" or "down", key, bytes for each shard).
   """
-  now, arrivals = 0.0, {}
+  now = 0.0  # the throttle's clock: the time of the send below
+  arrivals: dict[tuple[str, tuple[int, int]], float] = {}
   throttle = Throttle(network, workers, clock=lambda: now)
 
-  def deliver(name):
+  def deliver(name: tuple[str, tuple[int, int]]) -> None:
     # A message has arrived when its last part has.
     arrivals[name] = throttle.time
 
+  # In the order of their times; the queues of links keep that order.
   for time, _, direction, key, sizes in sorted(sends):
     now = time
     carry = throttle.up if direction == "up" else throttle.down
     for shard, nbytes in enumerate(sizes):
       arrive = functools.partial(deliver, (direction, key))
       carry(key[0], shard, nbytes, arrive)
-  now = math.inf
+  now = math.inf  # all parts have arrived
   throttle.deliver_due()
   return arrivals
 
@@ -126,7 +133,10 @@ def off_network(
       "the links of this run take time, and the jobs' time without them was not"
       " measured: train it with --config.live.spans=True"
     )
-  sends, groups = [], {}
+  # [1] What the network carried: tickets when the shard sent them, messages
+  # when the workers had pushed them. Jobs without spans are left out.
+  sends: list[tuple[float, int, str, tuple[int, int], Sequence[float]]] = []
+  groups: dict[float, list[tuple[int, int]]] = {}  # received at once
   for event in journal:
     key = event.key
     if key not in pushed or key not in fetched:
@@ -137,12 +147,17 @@ def off_network(
       sends.append((end, job, "up", key, sizes.up(*key)))
     elif event.action == base.RECEIVE:
       groups.setdefault(event.time, []).append(key)
+  # [2] When each would have arrived, by the network alone.
   arrivals = _carried(sends, network, workers)
-  new, free, out = set(), {}, []
+  # [3] The jobs: from the fetch to the push, and the time by which ticket and
+  # message were later than the network explains.
+  joined: set[int] = set()  # as in `jobs`
+  free: dict[int, float] = {}
+  out = []
   for event in journal:
-    worker, key = event.key[0], event.key
+    worker, key = event.worker, event.key
     if event.action == base.JOIN:
-      new.add(worker)
+      joined.add(worker)
     elif event.action == base.RECEIVE and ("up", key) in arrivals:
       # Messages of a round are received together, after the last has arrived.
       last = max(arrivals.get(("up", each), 0.0) for each in groups[event.time])
@@ -151,9 +166,9 @@ def off_network(
       late += max(event.time - last, 0.0)
       start = max(fetched[key].end, free.get(worker, 0.0))
       free[worker] = end = pushed[key].end
-      first = worker in new
-      out.append(MeasuredJob(worker, start, end + late, event.time, first))
-      new.discard(worker)
+      is_first = worker in joined
+      out.append(MeasuredJob(worker, start, end + late, event.time, is_first))
+      joined.discard(worker)
   return out
 
 
@@ -161,10 +176,11 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
   """Returns the bytes of messages and tickets at each shard, by worker and seq
   of the job. Jobs that the records lack have the mean size."""
 
-  def of(name):
+  def sizes_in(name: str) -> Callable[[int, int], list[float]]:
     columns = [getattr(part, name).astype(float) for part in records]
     mean = [float(column.mean()) for column in columns]
-    rows = [
+    # bytes[worker][shard][seq]: the records of a worker are in order of seq.
+    nbytes = [
       [
         column[part.worker == w].tolist()
         for column, part in zip(columns, records, strict=True)
@@ -172,15 +188,15 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
       for w in range(workers)
     ]
 
-    def size(worker, seq):
-      shards = rows[worker]
+    def size(worker: int, seq: int) -> list[float]:
+      shards = nbytes[worker]
       if seq >= min(map(len, shards)):
         return mean
       return [column[seq] for column in shards]
 
     return size
 
-  return Sizes(of("bytes_up"), of("bytes_down"))
+  return Sizes(sizes_in("bytes_up"), sizes_in("bytes_down"))
 
 
 def all_there(worker: np.ndarray, workers: int) -> int:
@@ -201,9 +217,10 @@ def all_there(worker: np.ndarray, workers: int) -> int:
 def joins(journal: Journal, workers: int) -> list[float]:
   """Returns the time of each worker's first JOIN, in seconds since the first
   ticket and at least 0. A worker that never joined has the latest time."""
-  times, began = {}, live_files.first_ticket(journal)
+  began = live_files.first_ticket(journal)
+  times: dict[int, float] = {}
   for event in journal:
-    if event.action == base.JOIN:
+    if event.action == base.JOIN:  # later ones are of the next incarnations
       times.setdefault(event.worker, max(event.time - began, 0.0))
   return [times.get(worker, max(times.values())) for worker in range(workers)]
 
@@ -244,6 +261,7 @@ def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
   for worker in range(workers):
     turn, index = divmod(worker, len(rows))
     row = list(rows[index])
+    # Evenly spaced starts for the workers that share a row.
     start = turn * len(row) // sharing
     out.append(row[start:] + row[:start])
   return out
@@ -299,6 +317,8 @@ def curve(run: Outcome, zero: int) -> Curve:
   width = max(len(loss) // 40, 1)
   sums = np.cumsum(np.concatenate([[0.0], loss]))
   start = times[zero - 1] if zero else run.began
+  # means[i] = (loss[i] + ... + loss[i + width - 1]) / width, at the time of the
+  # last of these messages
   means = (sums[width:] - sums[:-width]) / width
   return Curve(times[zero + width - 1 :] - start, means)
 
@@ -322,12 +342,13 @@ def where_time_goes(
   share of time in which the server is busy (BUSY). Only jobs that began after
   time `zero` count. Returns None without spans."""
   kinds = ("fetch", "compute", "push")
-  pieces = [live_files.spans_by_job(spans, kind) for kind in kinds]
-  lengths = []
+  spans_of = [live_files.spans_by_job(spans, kind) for kind in kinds]
+  lengths = []  # for each job the seconds of _PARTS
   for ticket, end in live_files.ended_jobs(journal):
-    spans_of_job = [piece.get(end.key) for piece in pieces]
-    if end.action == base.RECEIVE and ticket.time >= zero and all(spans_of_job):
-      fetch, compute, push = spans_of_job
+    fetch, compute, push = (by_job.get(end.key) for by_job in spans_of)
+    if fetch is None or compute is None or push is None:
+      continue
+    if end.action == base.RECEIVE and ticket.time >= zero:
       times = ticket.time, fetch.start, compute.start, compute.end, push.end
       lengths.append(np.diff((*times, end.time)))
   if not lengths:

@@ -68,56 +68,77 @@ def load(
     return _given(config, data_dir)
   section, model = config["data"], dict(config["model"])
   kind = model.pop("name")
+  # [1] Mistakes that need no data, which take long to load.
   _check_model(kind, model)
   trained = None
   if dataset is None and section["name"] in sentences.TASKS:
-    trained = _encoder(kind, model)  # errors come before data are loaded
+    trained = _encoder(kind, model)
+  # [2] The data.
   if dataset is None:
     dataset = _load_data(section, data_dir, trained and trained[1])
-  options = {"evaluation_examples": config["evaluation_examples"]}
+  # `build` was given no such data: above they have returned already.
+  assert not isinstance(dataset, ProblemSource | own_problem.Objects)
+  # [3] The task, by the type of the data. `model` gets the sizes of the data.
+  if isinstance(dataset, sentences.Sentences) and trained is None:
+    trained = _encoder(kind, model)
+  weights = trained and trained[0]
+  make, options = _task_of(dataset, config, weights)
+  if isinstance(dataset, text.Text):
+    _set_sizes(kind, model, {"context": section["context"]})
+  elif isinstance(dataset, sentences.Sentences):
+    sizes = {"context": dataset.train_tokens.shape[-1]}
+    _set_sizes(kind, model, {**sizes, "vocabulary": dataset.vocabulary})
+  if isinstance(dataset, data.Dataset) and dataset.classes is None:
+    outputs = int(dataset.train_labels[0].size)  # values of an example
+  else:
+    outputs = dataset.classes or 0  # classes of an example, or of a position
+  from_user = isinstance(dataset, text.Text) or names.is_import(section["name"])
+
+  # [4] The model and the problem.
+  def build() -> problems.Problem:
+    with blame("model", tuple(model)), _of_function("model", kind):
+      layers = models.build(kind, outputs, **model)
+    blame_data = blame("data") if from_user else contextlib.nullcontext()
+    with blame_data, _of_model(config):
+      sizes = {"batch_size": config["batch_size"]}
+      problem = make(dataset, layers, **sizes, **options)
+    _check_fit(config, problem, most)
+    return problem
+
+  if weights is not None:
+    return dataset, build()  # not cached: the files may have changed
+  keys = ("data", "model", "batch_size", "evaluation_examples")
+  plain = [config[key] for key in keys]  # all that `build` reads of a config
+  return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
+
+
+def _task_of(
+  dataset: data.Dataset | text.Text | sentences.Sentences,
+  config: Mapping[str, Any],
+  weights: Any,
+) -> tuple[Callable[..., problems.Problem], dict[str, Any]]:
+  """Returns the maker of problems for a type of data, and its options.
+  `weights` are of a pre-trained encoder, for sentences."""
+  section, examples = config["data"], config["evaluation_examples"]
   if isinstance(dataset, text.Text):
     if partitions.divides(section["partition"]):
       raise ValueError(
         f"config.data.partition {shown(section['partition'])} divides labelled"
         f" examples, and {section['name']!r} is a text; leave it out"
       )
-    make, options = problems.language, {"context": section["context"]}
-    options["evaluation_windows"] = config["evaluation_examples"] or _WINDOWS
-    _follow(kind, model, {"context": section["context"]})
-  elif isinstance(dataset, sentences.Sentences):
-    trained = trained or _encoder(kind, model)
-    make, options["weights"] = problems.classify_sentences, trained[0]
-    options["partition"] = section["partition"]
-    sizes = {"context": dataset.train_tokens.shape[-1]}
-    _follow(kind, model, {**sizes, "vocabulary": dataset.vocabulary})
-  else:
-    of_classes = dataset.classes is not None
-    make = problems.classification if of_classes else problems.regression
-    options |= {key: section[key] for key in ("augment", "partition")}
-  outputs = dataset.classes  # for an example, or for a position
-  if outputs is None:
-    outputs = int(dataset.train_labels[0].size)
-
-  def build():
-    with blame("model", tuple(model)), _of_function("model", kind):
-      layers = models.build(kind, outputs, **model)
-    where = contextlib.nullcontext()
-    if isinstance(dataset, text.Text) or names.is_import(section["name"]):
-      where = blame("data")
-    with where, _of_model(config):
-      sizes = {"batch_size": config["batch_size"]}
-      problem = make(dataset, layers, **sizes, **options)
-    _check_fit(config, problem, most)
-    return problem
-
-  if options.get("weights") is not None:
-    return dataset, build()  # not cached: the files may have changed
-  read = ("data", "model", "batch_size", "evaluation_examples")
-  plain = [config[key] for key in read]
-  return dataset, _problems.get(build, plain, identity(dataset)["sha256"])
+    windows = {"evaluation_windows": examples or _WINDOWS}
+    return problems.language, {"context": section["context"], **windows}
+  options = {"partition": section["partition"], "evaluation_examples": examples}
+  if isinstance(dataset, sentences.Sentences):
+    return problems.classify_sentences, {**options, "weights": weights}
+  options["augment"] = section["augment"]
+  of_values = dataset.classes is None
+  make = problems.regression if of_values else problems.classification
+  return make, options
 
 
-_problems = build_cache.BuildCache(8)  # with their data
+# Few entries, because each keeps its data in memory.
+_problems = build_cache.BuildCache(8)
 
 
 _latest: list[tuple[Dataset, str]] = []  # the last data and their checksum
@@ -129,7 +150,7 @@ def identity(dataset: Dataset) -> dict[str, Any]:
   if isinstance(dataset, own_problem.Objects):
     return dataset.identity
   if not any(latest is dataset for latest, _ in _latest):
-    arrays = jax.tree.leaves(dataset[2:])
+    arrays = jax.tree.leaves(dataset[2:])  # without its name and source
     checksum = storage.digest(arrays)
     # The checksum of arrays that can be written to is not kept.
     if any(getattr(x, "flags", None) and x.flags.writeable for x in arrays):
@@ -147,7 +168,7 @@ def title(config: Mapping[str, Any], dataset: Dataset) -> str:
   return f"{dataset.name}, {config['model']['name']}"
 
 
-def _follow(
+def _set_sizes(
   kind: str, model: dict[str, Any], sizes: Mapping[str, int]
 ) -> None:
   """Sets those sizes of the data that a model takes as arguments."""
@@ -176,14 +197,15 @@ def _load_data(
       )
   if names.is_import(name):
     with blame("data"):
-      made = _call("dataset", section, {"data_dir": data_dir})
+      value = _call("dataset", section, {"data_dir": data_dir})
       with _naming(f"dataset {name!r}"):
-        return data.as_dataset(made, name)
+        return data.as_dataset(value, name)
   try:
     return data.load(name, data_dir=data_dir)
   except ValueError as error:
     if not str(error).startswith("unknown dataset"):
       raise
+    # `data` knows its datasets only; the config knows more.
     texts, tasks = ", ".join(TEXTS), ", ".join(sentences.TASKS)
     raise ValueError(
       f"config.data.name: {error}; texts: {texts}; sentences: {tasks}; or"
@@ -223,14 +245,15 @@ def _call(
   """
   name = section["name"]
   make = names.imported(kind, name)
-  taken = inspect.signature(make).parameters
+  parameters = inspect.signature(make).parameters
+  # The section `data` has these keys with defaults, whether set or not.
   fixed = schema.keys_of(schema.SHARED["data"]) if kind == "dataset" else ()
   arguments = {
     key: value
     for key, value in section.items()
-    if key != "name" and (key not in fixed or key in taken)
+    if key != "name" and (key not in fixed or key in parameters)
   }
-  arguments |= {key: given[key] for key in given if key in taken}
+  arguments |= {key: given[key] for key in given if key in parameters}
   with _of_function(kind, name):
     return names.call(kind, name, make, arguments)
 
@@ -253,7 +276,7 @@ def _given(
         f" config.{key}"
       )
 
-  def make(size):
+  def make(size: int) -> problems.Problem:
     problem = _call(
       "problem", section, {"batch_size": size, "data_dir": data_dir}
     )
@@ -266,13 +289,14 @@ def _given(
       loss=losses.as_loss(lambda params, batch, key: loss(params, batch, key)),
       evaluate=_evaluating(problem.evaluate, name),
     )
+    # Runs may set another batch size: the function is then called again.
     if problem.rebatch is not None:
       return problem
     return problem._replace(rebatch=make)
 
   with blame("problem"):
-    taken = inspect.signature(names.imported("problem", name)).parameters
-    if "batch_size" not in taken:
+    function = names.imported("problem", name)
+    if "batch_size" not in inspect.signature(function).parameters:
       raise ValueError(
         f"problem {name!r} takes no argument batch_size, which runs may set;"
         " add it"
@@ -283,11 +307,13 @@ def _given(
   return ProblemSource(name, name, problem.probe), problem
 
 
-def _evaluating(evaluate: Callable, name: str) -> Callable:
+def _evaluating(
+  evaluate: Callable[[base.Params], Any], name: str
+) -> Callable[[base.Params], problems.Evaluation]:
   """Returns a function that completes the value of a user's `evaluate`, which
   may be a loss only."""
 
-  def evaluate_completely(params):
+  def evaluate_completely(params: base.Params) -> problems.Evaluation:
     value = evaluate(params)
     with blame("problem"), _naming(f"evaluate of {name!r}"):
       return own_problem.as_evaluation(value, "loss")
@@ -300,6 +326,7 @@ def _check_problem(problem: problems.Problem) -> None:
   with user_code("batches(seed, workers)(worker, job) fails"):
     batches = problem.batches(0, 1)
     batch, repeated = batches(0, 0), batches(0, 0)
+  # A cell that resumes, and a replay, compute batches again.
   if storage.digest(batch) != storage.digest(repeated):
     raise ValueError(
       "batches(seed, workers)(worker, job) gave two different batches for one"
@@ -308,24 +335,24 @@ def _check_problem(problem: problems.Problem) -> None:
     )
   params = own_problem.check_loss(problem.init, problem.loss, batch)
   if problem.updates is not None:
-    _check_updates(problem, params, batch)
+    _check_updates(problem.updates, params, batch)
 
 
 def _check_updates(
-  problem: problems.Problem, params: base.Params, batch: base.Batch
+  updates: Callable[..., Any], params: base.Params, batch: base.Batch
 ) -> None:
   """Raises ValueError for updates of other shapes or types than parameters."""
   key = jax.random.key(0)
   with user_code("updates(params, batch, key) fails"):
-    (loss, _), values = jax.eval_shape(problem.updates, params, batch, key)
-  wanted, given = (
+    (loss, _), values = jax.eval_shape(updates, params, batch, key)
+  expected, actual = (
     jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
     for tree in (params, values)
   )
-  if loss.shape != () or wanted != given:
+  if loss.shape != () or expected != actual:
     raise ValueError(
       "updates(params, batch, key) must return ((loss, Aux), values like the"
-      f" parameters, {shown(wanted)}), not {shown(given)}"
+      f" parameters, {shown(expected)}), not {shown(actual)}"
     )
 
 
@@ -335,14 +362,15 @@ def _check_model(kind: str, model: Mapping[str, Any]) -> None:
   arguments = {k: v for k, v in model.items() if k != "pretrained"}
   with blame("model", tuple(arguments)):
     if names.is_import(kind):
+      # A user's function is not called yet: its arguments' names must fit.
       maker = names.imported("model", kind)
       sizes = "classes", "context", "vocabulary", "rngs"
-      given = [*arguments, *models.takes(kind, sizes)]
-      names.check_arguments("model", kind, maker, given)
+      keys = [*arguments, *models.takes(kind, sizes)]
+      names.check_arguments("model", kind, maker, keys)
       return
     if kind == "bert":  # the real vocabulary follows from the data
       arguments.setdefault("vocabulary", 2)
-    models.build(kind, 1, **arguments)
+    models.build(kind, 1, **arguments)  # with one output, to check the rest
 
 
 def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
@@ -363,6 +391,7 @@ def _encoder(kind: str, model: dict[str, Any]) -> tuple[Any, Any]:
   with blame("model.pretrained"):
     pooling = model.get("pooling", "mean")
     trained = encoder.pretrained(pretrained, pooling=pooling)
+  # The sizes of the weights; `pooling` is no size, and may be chosen.
   for key in trained.sizes:
     if key in model and key != "pooling":
       raise ValueError(
@@ -394,11 +423,11 @@ def _check_fit(
     jax.eval_shape(problem.loss, shapes, problem.batches(0, 1)(0, 0), key)
   except Exception as error:
     # A user's model may raise anything; other errors of ours are bugs.
-    expected = isinstance(error, TypeError | ValueError | OverflowError)
-    if not expected and not names.is_import(model):
+    is_usual = isinstance(error, TypeError | ValueError | OverflowError)
+    if not is_usual and not names.is_import(model):
       raise
     line = " ".join(str(error).split())[:300]
-    kind = "" if expected else f"{type(error).__name__}: "
+    kind = "" if is_usual else f"{type(error).__name__}: "
     raise ValueError(
       f"config.model {model!r} does not fit config.data {name!r}: {kind}{line}"
     ) from error
@@ -409,6 +438,7 @@ def _check_fit(
 
 
 def _check_size(shapes: Any, most: int = _MOST_PARAMETERS) -> None:
+  """Raises ValueError for a model with more than `most` parameters."""
   count = models.count(shapes)
   if count > most:
     size = f"config.model has {count:,} parameters"

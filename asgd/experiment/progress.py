@@ -23,16 +23,22 @@ class ProgressBar:
     seconds: float = 15.0,
     quiet: bool = False,
   ):
-    """Starts a bar of `total` messages; `describe(engine, result)` describes a
-    result. Without a terminal `seconds` pass between lines. None: stderr. A
-    `quiet` bar shows warnings and notes only."""
-    # sys.stderr is None where it was closed.
+    """Starts a bar.
+
+    Args:
+      total: messages of all cells.
+      describe: (engine, result) -> the result in a few words.
+      stream: where it is shown; None: stderr.
+      seconds: between two lines, where there is no terminal.
+      quiet: whether only warnings and notes are shown.
+    """
+    # sys.stderr is None if this process was started with it closed.
     stream = stream or sys.stderr or io.StringIO()
     self._stream, self._quiet = stream, quiet
     self._describe = describe or (lambda engine, result: "")
     self._done, self._total = 0, total
     self._seconds, self._last = seconds, time.monotonic()
-    self._warned: set[tuple[str, int]] = set()
+    self._warned: set[tuple[str, int]] = set()  # (label, workers) of cells
     self.notes: list[str] = []  # lines beside progress and results
     self._block = None
     if stream.isatty() and not quiet:
@@ -66,13 +72,14 @@ class ProgressBar:
   def finish(self, cell: Any, result: Mapping[str, Any]) -> None:
     """Shows the result of a cell, with warnings for the first seed of a run. A
     block shows its first figure, as the table at the end has all."""
-    said, *warnings = report.lines(
+    line, *warnings = report.lines(
       result, lambda row: self._describe(row["engine"], row)
     )
     if self._block is not None:
-      self._block.finish(cell.name, said.partition(", ")[0])
+      self._block.finish(cell.name, line.partition(", ")[0])
     elif not self._quiet:
-      self._print(said)
+      self._print(line)
+    # Seeds of a run repeat the warnings of the first one.
     if warnings and (cell.label, cell.workers) not in self._warned:
       self._warned.add((cell.label, cell.workers))
       for text in warnings:
@@ -104,9 +111,9 @@ class _Block:
     from rich import console, live
     from rich import progress as bars
 
-    self._cells: dict[str, str] = {}  # name -> state, the latest at the end
-    self._finished = 0
-    self._ended = ""
+    self._cells: dict[str, str] = {}  # name -> state, the latest first
+    self._finished = 0  # cells
+    self._ended = ""  # the result of the cell that has finished last
     self._bar = bars.Progress(
       *("messages", bars.BarColumn(), bars.MofNCompleteColumn()),
       *(bars.TaskProgressColumn(), "left", bars.TimeRemainingColumn()),
@@ -131,21 +138,25 @@ class _Block:
     lines = [f"{name}: {state}" for name, state in self._cells.items()]
     if self._ended:
       lines.insert(0, f"{self._finished} finished, last {self._ended}")
-    shown = (
+    # One more line than cells, for the finished one. None is wrapped, so that
+    # the block keeps its height.
+    texts = (
       text.Text(line, no_wrap=True, overflow="ellipsis")
       for line in lines[: _MOST_CELLS + 1]
     )
-    return console.Group(self._bar.get_renderable(), *shown)
+    return console.Group(self._bar.get_renderable(), *texts)
 
   def skip(self, messages: int) -> None:
     """Counts messages of an earlier run, which took no time of this one."""
     task = self._bar.tasks[0]
+    # `reset`, not `advance`: the estimate of the time counts only its own.
     self._bar.reset(
       self._task, total=task.total, completed=int(task.completed) + messages
     )
 
   def update(self, name: str, state: str, count: int) -> None:
     """Shows the state of a cell, and counts its messages."""
+    # The cell moves to the front of the dict.
     self._cells.pop(name, None)
     self._cells = {name: state, **self._cells}
     self._bar.advance(self._task, count)
@@ -165,7 +176,7 @@ class _Block:
 
 
 class Silent:
-  """A bar where another process has it."""
+  """A bar that shows nothing: another process shows the progress."""
 
   notes: tuple[str, ...] = ()
 

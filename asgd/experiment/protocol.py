@@ -7,7 +7,7 @@ is. The values are in `asgd.experiment.protocols`;
 `asgd.experiment` registers them, one line each.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,8 @@ class LiveCells(NamedTuple):
   The functions raise ValueError. `description` is the content of cell.json.
   """
 
-  # (folder, description): whether the protocol wrote the folder, for a cell
-  # whose recipe has no name.
+  # (folder, description): whether the protocol wrote the folder of a cell. It
+  # is asked if the recipe of the cell has no name.
   wrote: Callable[[Path, Mapping[str, Any]], bool]
   trace: Callable[[Path, Mapping[str, Any]], Any]  # -> base.Trace
   read: Callable[[Path, Mapping[str, Any]], Any]  # -> live_files.LiveFiles
@@ -72,7 +72,7 @@ class LiveCells(NamedTuple):
   replay: Callable[[Any, Any, Path, Mapping[str, Any]], Recomputed]
   # (plan, folder, result, failures): yields Findings; returns the records that
   # a replay must repeat, or None.
-  audit: Callable[..., Iterator[Any]]
+  audit: Callable[..., Generator[Any, None, Any]]
   # How its processes name the workers, and the shards, that chaos may kill.
   parties: Mapping[str, str] = {"worker": "worker", "shard": "shard"}
   # Refuses a cell that has nothing to replay, or cannot be replayed. None:
@@ -82,7 +82,9 @@ class LiveCells(NamedTuple):
   # (plan, cell, folder) -> (Rules, trace -> (params, records)): the rules of
   # its orders, and a simulation of any order that they allow. None: no server
   # decides the order.
-  simulation: Callable[[Any, Any, Path], tuple[Any, Callable]] | None = None
+  simulation: (
+    Callable[[Any, Any, Path], tuple[Any, Callable[[Any], Any]]] | None
+  ) = None
 
 
 class Protocol(NamedTuple):
@@ -92,11 +94,11 @@ class Protocol(NamedTuple):
   what: str  # ends "the recipe has ...", in place of a server's update
   recipes: Mapping[str, Callable[..., Any]]  # makers, by name
   runners: Mapping[str, Runner]  # by engine
-  live: Any = None  # a LiveCells; None: it is simulated only
+  live: Any = None  # a LiveCells; None: the protocol is simulated only
   refusals: Sequence[Refusal] = ()
   columns: Sequence[Any] = ()  # engines.Column of its results
   column: str = ""  # a key that its results alone have; "": none
-  updates: bool = False  # it runs problems whose workers compute no gradient
+  updates: bool = False  # it applies `Problem.updates`, instead of gradients
   # Its workers ask for batches in the order of their jobs, as iterators do.
   iterators: bool = False
 
@@ -131,6 +133,7 @@ def of(run: Any) -> Protocol:
   if protocol is not None:
     return protocol
   if recipe is None:
+    # An unknown name: `make_recipe` shows the nearest one later.
     if not names.is_import(run.recipe):
       return PROTOCOLS[DEFAULT]
     rate, workers = run.config["learning_rate"], max(run.config["workers"])
@@ -138,13 +141,13 @@ def of(run: Any) -> Protocol:
   return PROTOCOLS[recipe.protocol]
 
 
-def check_engine(run: Any, known: Sequence[str]) -> None:
+def check_engine(run: Any, protocols: Sequence[str]) -> None:
   """Raises ValueError if a Run's engine does not run its recipe's protocol.
 
-  `known` names the protocols that the engine runs.
+  `protocols` are the names of those that the engine runs.
   """
   protocol = of(run)
-  if protocol.name in known:
+  if protocol.name in protocols:
     return
   *others, last = map(repr, protocol.runners)
   engines = f"{', '.join(others)} or {last}" if others else last
@@ -157,6 +160,7 @@ def check_engine(run: Any, known: Sequence[str]) -> None:
 
 def of_result(result: Mapping[str, Any]) -> Protocol:
   """Returns the protocol of a row of results."""
+  # [1] By the name of the recipe; [2] for other code by a column of results.
   protocol = named(result["recipe"])
   if protocol is not None:
     return protocol
@@ -167,15 +171,18 @@ def of_result(result: Mapping[str, Any]) -> Protocol:
 
 
 def of_cell(folder: Path, description: Mapping[str, Any]) -> Protocol:
-  """Returns the protocol of a live cell, by what its cell.json says and the
-  files in its folder."""
+  """Returns the protocol of a live cell, by its cell.json and the files in its
+  folder. The code that the config names is not imported."""
+  # [1] A recipe with a name. A live cell has one run.
   for entry in description["config"].get("runs", {}).values():
     protocol = named(entry.get("recipe"))
     if protocol is not None:
       return protocol
+  # [2] A recipe that a call was given; its objects note their protocol.
   given = (description.get("dataset") or {}).get("protocol")
   if given in PROTOCOLS:
     return PROTOCOLS[given]
+  # [3] A MODULE:FUNCTION.
   for protocol in PROTOCOLS.values():
     if protocol.live and protocol.live.wrote(folder, description):
       return protocol

@@ -65,12 +65,12 @@ def _git(folder: Path, *words: str) -> str | None:
   """Returns the output of git in a folder; None if it fails or is missing."""
   command = ["git", "-C", str(folder), *words]
   try:
-    done = subprocess.run(
+    process = subprocess.run(
       command, capture_output=True, text=True, timeout=_SECONDS
     )
   except (OSError, subprocess.SubprocessError):
-    return None
-  return None if done.returncode else done.stdout.strip()
+    return None  # a slow file system must not delay a command
+  return None if process.returncode else process.stdout.strip()
 
 
 def commit(folder: Path) -> str | None:
@@ -79,15 +79,17 @@ def commit(folder: Path) -> str | None:
   name = _git(folder, "rev-parse", "HEAD")
   if name is None:
     return None
-  changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-  return f"{name}, modified" if changed else name
+  changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
+  return f"{name}, modified" if changes else name
 
 
-@functools.cache
+@functools.cache  # because each call starts git several times
 def commits() -> dict[str, str]:
   """Returns the commit of this package, if it is run from its checkout, and of
   the working directory's checkout if that is another."""
   package, here = Path(__file__).resolve().parents[1], Path.cwd()
+  # An installed package may lie below a user's checkout, which does not track
+  # its files.
   tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py")
   folders = {"asgd": package} if tracked is not None else {}
   top = "rev-parse", "--show-toplevel"
@@ -99,7 +101,7 @@ def commits() -> dict[str, str]:
 
 def cores() -> int:
   """Returns the number of cores that this process may use."""
-  if hasattr(os, "sched_getaffinity"):
+  if hasattr(os, "sched_getaffinity"):  # Linux; other systems count all cores
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import json
 import logging
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,12 @@ from asgd.checks import text_of
 from asgd.experiment import compiled
 from asgd.live import processes, ray_internals, ray_waits
 
-# Set by Ray in the entry point of a job that was submitted to a cluster.
+# Ray sets this variable in a job that was submitted to a cluster.
 _JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 # Prefixes of the variables that configure JAX's cache of compiled programs. A
 # cluster on this machine inherits them; a joined one is sent them.
 _CACHE = "JAX_COMPILATION_CACHE_", "JAX_PERSISTENT_CACHE_"
-_NICENESS = "RAY_worker_niceness"
+_NICENESS = "RAY_worker_niceness"  # variable
 # Ray prints a paragraph with these words. The command prints one line instead.
 _NOISE = "A worker died or was killed", "Raylet is terminated"
 _LONGEST = 24  # characters of a folder's path: Linux limits paths of sockets
@@ -54,11 +55,12 @@ def check(
       f"{asked} needs Ray ({error}): pip install 'asgd[ray]', or use {instead}"
     ) from error
   if address and not allow_network:
-    said = f"--address={address} joins"
+    source = f"--address={address} joins"
+    # The flag has this variable as its default.
     if address == os.environ.get("RAY_ADDRESS"):
-      said = f"RAY_ADDRESS={address} in the environment names"
+      source = f"RAY_ADDRESS={address} in the environment names"
     raise ValueError(
-      f"{said} a Ray cluster, which other machines may reach: read"
+      f"{source} a Ray cluster, which other machines may reach: read"
       " docs/howto/security.md, and add --allow_network"
     )
 
@@ -87,30 +89,34 @@ def start(
 
   if ray.is_initialized():
     return False
+  # [1] Settings of this process, which remain after `stop`.
   _quieten(ray_internals.driver())
   # Ray forks only to start other programs, which is safe with threads.
   warnings.filterwarnings("ignore", message="os.fork.. was called")
   ray_internals.never_connect_unasked()
   os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-  options = {
+  options: dict[str, Any] = {
     "log_to_driver": False,
     "logging_level": logging.CRITICAL,
   }
+  # `undo` undoes each change if a later step fails; `_undo` does it in `stop`.
+  # [2] Join a cluster.
   if address:
-    with contextlib.ExitStack() as undo, _own_signals():
+    with contextlib.ExitStack() as undo, _keeping_signals():
       options["runtime_env"] = _runtime_env(modules, undo)
       _join(ray, address, options)
       _undo.push(undo.pop_all())
     return True
+  # [3] Or start one.
   options.update(
     address="local",  # never the cluster of another program or user
-    include_dashboard=False,
+    include_dashboard=False,  # it would listen on a port
     object_store_memory=memory,
   )
-  with contextlib.ExitStack() as undo, _own_signals(), _own_path():
+  with contextlib.ExitStack() as undo, _keeping_signals(), _passing_path():
     _share_processors(undo)
     _ask_for_token(undo)
-    options["_temp_dir"] = _own_folder(undo)
+    options["_temp_dir"] = _make_folder(undo)
     if allow_network:
       _init(ray, options)
     else:
@@ -126,33 +132,34 @@ def start(
 
 
 @contextlib.contextmanager
-def _own_signals():
+def _keeping_signals() -> Iterator[None]:
   """Keeps this process's SIGTERM handler, which saves before it ends.
 
-  Ray's own handler ends the process at once.
+  `ray.init` installs a handler that ends the process at once.
   """
   handler = signal.getsignal(signal.SIGTERM)
   yield
+  # Python allows only the main thread to set a handler.
   in_main = threading.current_thread() is threading.main_thread()
   if in_main and callable(handler):
     signal.signal(signal.SIGTERM, handler)
 
 
 @contextlib.contextmanager
-def _own_path():
+def _passing_path() -> Iterator[None]:
   """Gives the processes of a new cluster this process's import path.
 
   A runtime_env would cost each of them another process, which imports Ray to
   set the variable, and Ray would keep no process ready.
   """
-  before = os.environ.get("PYTHONPATH")
+  path = os.environ.get("PYTHONPATH")
   os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
   try:
     yield
   finally:
     del os.environ["PYTHONPATH"]
-    if before is not None:
-      os.environ["PYTHONPATH"] = before
+    if path is not None:
+      os.environ["PYTHONPATH"] = path
 
 
 def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
@@ -161,7 +168,7 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
     ray.init(address=address, **options)
   except (ConnectionError, RuntimeError) as error:
     line = text_of(error)
-    if "ersion mismatch" in line:
+    if "ersion mismatch" in line:  # with V or v, as Ray's versions differ
       raise ValueError(
         f"--address={address}: the cluster has another version than Ray"
         f" {ray.__version__} and Python {platform.python_version()} here"
@@ -173,45 +180,52 @@ def _join(ray: Any, address: str, options: dict[str, Any]) -> None:
     ) from error
 
 
-def _runtime_env(modules, undo) -> dict[str, Any]:
+def _runtime_env(
+  modules: Sequence[str | Path], undo: contextlib.ExitStack
+) -> dict[str, Any]:
   """Returns the runtime_env for a joined cluster.
 
   It has no key that a submitted job's own runtime_env has: Ray refuses a key
   that both have.
   """
   job = json.loads(os.environ.get(_JOB, "{}")).get("runtime_env", {})
-  own = job.get("env_vars") or {}
+  of_job = job.get("env_vars") or {}
+  # A user's choice of a cache may be a folder that all machines share. The
+  # default one is this machine's.
   variables = {
     name: value
     for name, value in os.environ.items()
-    if name.startswith(_CACHE) and name not in own and not compiled.is_own()
+    if name.startswith(_CACHE) and name not in of_job and not compiled.is_own()
   }
-  options = {"env_vars": variables} if variables else {}
+  options: dict[str, Any] = {"env_vars": variables} if variables else {}
   if "working_dir" not in job:
-    options["working_dir"] = _code(modules, undo)
+    options["working_dir"] = _copy_code(modules, undo)
   return options
 
 
-def _code(modules, undo) -> str:
+def _copy_code(
+  modules: Sequence[str | Path], undo: contextlib.ExitStack
+) -> str:
   """Returns a folder with copies of asgd, asgd.pipeline and `modules` only."""
   folder = Path(tempfile.mkdtemp(prefix="asgd-code-"))
   undo.callback(shutil.rmtree, folder, ignore_errors=True)
-  only = shutil.ignore_patterns("__pycache__")
+  ignore = shutil.ignore_patterns("__pycache__")
   for path in (Path(__file__).parents[1], *map(Path, modules)):
     source = path.parent if path.name == "__init__.py" else path
     if source.is_dir():
-      shutil.copytree(source, folder / source.name, ignore=only)
+      shutil.copytree(source, folder / source.name, ignore=ignore)
     else:
       shutil.copy(source, folder)
   # In a checkout this package lies beside asgd, not inside it.
   inside = folder / "asgd" / "pipeline"
   if not inside.exists():
-    source = Path(importlib.util.find_spec("asgd.pipeline").origin).parent
-    shutil.copytree(source, inside, ignore=only)
+    spec = importlib.util.find_spec("asgd.pipeline")
+    assert spec is not None and spec.origin, "asgd.pipeline is installed too"
+    shutil.copytree(Path(spec.origin).parent, inside, ignore=ignore)
   return str(folder)
 
 
-def _init(ray, options) -> None:
+def _init(ray: Any, options: dict[str, Any]) -> None:
   """Starts a cluster; raises ValueError if its processes do not start in time.
 
   Ray raises a plain Exception then, so only that type is caught.
@@ -227,7 +241,9 @@ def _init(ray, options) -> None:
     ) from error
 
 
-def _stay_on_loopback(ray, options) -> None:
+def _stay_on_loopback(ray: Any, options: dict[str, Any]) -> None:
+  """Starts a cluster that listens on the loopback interface only. Raises
+  ValueError if this version of Ray does not obey."""
   with (
     ray_internals.keeping_to_loopback(),
     ray_internals.without_unused_processes(),
@@ -241,7 +257,7 @@ def _stay_on_loopback(ray, options) -> None:
     )
 
 
-def _share_processors(undo) -> None:
+def _share_processors(undo: contextlib.ExitStack) -> None:
   """Makes Ray's workers run at the priority of this process.
 
   Ray lowers theirs by 15. On a busy machine they would get almost no CPU time.
@@ -251,18 +267,19 @@ def _share_processors(undo) -> None:
     undo.callback(os.environ.pop, _NICENESS, None)
 
 
-def _ask_for_token(undo) -> None:
+def _ask_for_token(undo: contextlib.ExitStack) -> None:
   """Makes Ray answer only processes that know this cluster's token.
 
   The token is in the environment of the cluster's processes; a token of the
   user's environment takes precedence. Without one, every user of the machine
   could run code as this user.
   """
-  if os.environ.get("RAY_AUTH_MODE"):
+  if os.environ.get("RAY_AUTH_MODE"):  # the user has decided
     return
   environment = {"RAY_AUTH_MODE": "token"}
   if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
     environment["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+  # Callbacks run in reverse: Ray reads the environment after the removals.
   undo.callback(ray_internals.read_environment)
   for name, value in environment.items():
     os.environ[name] = value
@@ -270,49 +287,54 @@ def _ask_for_token(undo) -> None:
   ray_internals.read_environment()
 
 
-def _own_folder(undo) -> str:
+def _make_folder(undo: contextlib.ExitStack) -> str:
   """Returns a folder for a cluster's sockets and files.
 
   Ray makes the folder writable for every user. Its parent is closed to other
   users, so they cannot reach it.
   """
-  place = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-  place = place if len(place) <= _LONGEST else "/tmp"
-  _remove_left(Path(place))
-  closed = tempfile.mkdtemp(prefix="ray-", dir=place)
+  above = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+  above = above if len(above) <= _LONGEST else "/tmp"
+  _remove_abandoned(Path(above))
+  closed = tempfile.mkdtemp(prefix="ray-", dir=above)  # mode 700
   processes.write_pid(Path(closed), "worker", 0)
-  processes.FOLDERS.add(closed)
+  processes.FOLDERS.add(closed)  # a kill at the second signal ends them, too
   undo.callback(shutil.rmtree, closed, ignore_errors=True)
   return os.path.join(closed, "s")
 
 
-def _remove_left(place: Path) -> None:
+def _remove_abandoned(above: Path) -> None:
   """Removes the folders of this user's killed drivers.
 
   A driver writes its process id and start time into its folder first.
   """
-  for folder in place.glob("ray-????????"):
+  for folder in above.glob("ray-????????"):
     with contextlib.suppress(OSError):
-      mine = folder.lstat().st_uid == os.geteuid() and not folder.is_symlink()
-      named = (folder / "worker-0.pid").exists()
-      if mine and named and not processes.pids(folder)["worker"]:
+      is_mine = folder.lstat().st_uid == os.geteuid()
+      is_mine = is_mine and not folder.is_symlink()
+      has_pid = (folder / "worker-0.pid").exists()
+      if is_mine and has_pid and not processes.pids(folder)["worker"]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _quieten(ray_worker) -> None:
+def _quieten(ray_worker: Any) -> None:
   """Keeps Ray from printing a paragraph for each process that dies."""
-  said = getattr(ray_worker, "print_to_stdstream", None)
-  if said is None or hasattr(said, "quiet"):
-    return
+  show = getattr(ray_worker, "print_to_stdstream", None)
+  if show is None or getattr(show, "func", None) is _show_others:
+    return  # an earlier cluster of this process has replaced it
+  replacement = functools.partial(_show_others, show)
+  ray_worker.print_to_stdstream = replacement
 
-  def say_others(data, *args, **kwargs):
-    text = "".join(data.get("lines", ()))
-    told = any(words in text for words in _NOISE) or ray_waits.dead_processes()
-    if not told:
-      said(data, *args, **kwargs)
 
-  say_others.quiet = True
-  ray_worker.print_to_stdstream = say_others
+def _show_others(
+  show: Callable[..., None], data: Mapping[str, Any], *args: Any, **kwargs: Any
+) -> None:
+  """Calls Ray's function `show`, except for the paragraphs of `_NOISE`, and
+  after the cluster has died."""
+  text = "".join(data.get("lines", ()))
+  is_noise = any(words in text for words in _NOISE)
+  if not is_noise and not ray_waits.dead_processes():
+    show(data, *args, **kwargs)
 
 
 def stop() -> None:

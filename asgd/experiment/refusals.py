@@ -12,7 +12,9 @@ from asgd.experiment import schema
 from asgd.experiment.protocol import Protocol
 from asgd.experiment.schema import Run
 
-OPTIONS = "recipe."  # before a key that is an option of the recipe
+# Begins a refusal's key for an option of the recipe, which a config has at
+# runs.LABEL.OPTION.
+OPTIONS = "recipe."
 
 
 def given_object(run: Run, key: str) -> Any:
@@ -55,15 +57,17 @@ def _given(
   section, _, inner = key.partition(".")
   settings = {**schema.SHARED, **sections}
   if section not in settings:
-    return
+    return  # this engine has no such section
   value, default = run.config[section], schema.default_of(settings[section])
+  # A single setting.
   if not isinstance(settings[section], (dict, schema.Open, schema.Section)):
     if value != default:
       yield section, value
     return
-  for name, each in value.items():
-    if inner in ("", name) and each != default.get(name):
-      yield f"{section}.{name}", each
+  # A section: one of its keys, or (`inner` is "") all of them.
+  for name, setting in value.items():
+    if inner in ("", name) and setting != default.get(name):
+      yield f"{section}.{name}", setting
 
 
 def check(
@@ -81,6 +85,7 @@ def check(
     ValueError: names the key, its value, the reason and the remedies.
   """
   for refusal in protocol.refusals:
+    # Empty `engines` and `values` stand for all of them.
     if not refusal.engines or engine in refusal.engines:
       for key, value in _given(refusal.key, run, sections):
         if not refusal.values or value in refusal.values:

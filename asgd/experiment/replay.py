@@ -38,9 +38,9 @@ class Replay(NamedTuple):
   """The result of a replay."""
 
   name: str  # of the cell
-  trace: base.Trace  # of the lead
-  records: base.Records  # of the lead
-  params: Any
+  trace: base.Trace  # of the lead, or of all peers
+  records: base.Records  # a row for each received message of the trace
+  params: Any  # the final parameters; of peers their mean
   evaluation: problems.Evaluation
   digest: str  # checksum of the parameters
   recorded: str | None  # the run's checksum, if it finished
@@ -98,28 +98,28 @@ def load(
     ValueError: the data differ, or the code is not trusted
       (`code.check_trusted`).
   """
+  # [1] What the run was trained on, and whether its code may run.
   description = live_files.read_description(folder)
-  named = description["config"], description["modules"]
-  code.check_trusted(folder, *named, trust=trust)
-  code.make_importable(description["modules"])
-  was = description.get("dataset")
+  config, modules = description["config"], description["modules"]
+  code.check_trusted(folder, config, modules, trust=trust)
+  code.make_importable(modules)
+  recorded: Mapping[str, Any] = description.get("dataset") or {}
+  # [2] Whether the call gives the objects that the run was given.
   for key in given.objects if given is not None else ():
-    section = description["config"].get(key)
+    section = config.get(key)
     name = section["name"] if isinstance(section, Mapping) else section
     if name != schema.GIVEN:
       raise ValueError(
         f"{folder} had {key}={shown(section)}, not an object: leave {key} out"
       )
-  if given is None and (was or {}).get("name") == own.Objects.name:
+  if given is None and recorded.get("name") == own.Objects.name:
     raise ValueError(
       f"{folder} is of asgd.train_live, which was given functions: call"
       " asgd.replay(folder, loss, params, data, recipe)"
     )
+  # [3] The experiment, of this cell alone.
   experiment = cells.build(
-    description["config"],
-    engines=ENGINES,
-    data_dir=data_dir,
-    dataset=given,
+    config, engines=ENGINES, data_dir=data_dir, dataset=given
   )
   if given is not None and given.sequential:
     raise ValueError(
@@ -129,25 +129,38 @@ def load(
     )
   if len(experiment.cells) != 1:
     raise ValueError(f"{folder}/{live_files.CHANGED}")
-  now = experiment.dataset_identity
+  # [4] Whether its data are those of the run.
+  identity = experiment.dataset_identity
   if given is not None:
-    differ = [key for key in now if now[key] != was.get(key)]
-    if differ:
-      texts = [f"{k} was {shown(was.get(k))}, and is {shown(now[k])}"
-        for k in differ if k not in ("sha256", "build", "code")]
-      if differ == ["code"]:
-        texts = ["the source of the loss, or of another function, was changed"]
-      texts = texts or ["the parameters or the first batches differ"]
-      raise ValueError(
-        f"{folder} was trained with other arguments: {'; '.join(texts)}"
-      )
-  elif now != was:
+    _check_same_objects(folder, recorded, identity)
+  elif identity != recorded:
     raise ValueError(
       f"the data ({experiment.dataset.source}) is not the run's data; give its"
       " folder with --data_dir"
     )
   (cell,) = experiment.cells
   return experiment, cell
+
+
+def _check_same_objects(
+  folder: Path, recorded: Mapping[str, Any], identity: Mapping[str, Any]
+) -> None:
+  """Raises ValueError if objects have another identity than the recorded one of
+  a run. It names the values that differ, but not checksums."""
+  keys = [key for key in identity if identity[key] != recorded.get(key)]
+  if not keys:
+    return
+  texts = [
+    f"{key} was {shown(recorded.get(key))}, and is {shown(identity[key])}"
+    for key in keys
+    if key not in ("sha256", "build", "code")
+  ]
+  if keys == ["code"]:
+    texts = ["the source of the loss, or of another function, was changed"]
+  texts = texts or ["the parameters or the first batches differ"]
+  raise ValueError(
+    f"{folder} was trained with other arguments: {'; '.join(texts)}"
+  )
 
 
 def replay(
@@ -172,15 +185,19 @@ def replay(
   folder = live_files.only_cell(Path(folder))
   description = live_files.read_description(folder)
   live = protocol.of_cell(folder, description).live
+  # [1] Whether the files allow a replay, before data are loaded.
   if live.check_replayable is not None:
     live.check_replayable(folder, description)
   else:
     if (folder / "result.json").exists():
       live.check(folder, description)
     live.trace(folder, description)
+  # [2] The computation.
   experiment, cell = load(folder, data_dir=data_dir, given=given, trust=trust)
   plan = experiment.plan(cell)
   computed = live.replay(plan, cell, folder, description)
+  # [3] The comparison. Further digests matter only if the parameters agree:
+  # otherwise they differ for the same reason.
   result, digest = read_result(folder), storage.digest(computed.params)
   recorded = result.get("params_sha256")
   for key, value in computed.digests.items():
@@ -190,13 +207,16 @@ def replay(
         f" {key}: the evaluated parameters are equal, and their parts are not"
       )
   return Replay(
-    *(cell.name, computed.trace, computed.records, computed.params),
-    plan.problem.evaluate(computed.params),
-    digest,
-    recorded,
-    result.get("messages"),
-    description.get("cpus"),
-    code.changed(description["modules"], description["config"]),
+    cell.name,
+    computed.trace,
+    computed.records,
+    computed.params,
+    evaluation=plan.problem.evaluate(computed.params),
+    digest=digest,
+    recorded=recorded,
+    messages=result.get("messages"),
+    cpus=description.get("cpus"),
+    changed=code.changed(description["modules"], description["config"]),
   )
 
 
@@ -205,6 +225,7 @@ def read_result(folder: Path) -> dict[str, Any]:
   if it was changed."""
   path = folder / "result.json"
   result = storage.read_sealed(path)
+  # Simulated shards leave traces, too, and pack their cells.
   packed = storage.read_archive(folder / cell_files.CELL, path.name)
   if result is None and packed:
     return storage.json_object(packed[path.name]) or {}
@@ -247,6 +268,7 @@ def describe(replayed: Replay) -> str:
   elif replayed.recorded == replayed.digest:
     lines.append("the same parameters as the run, to the bit")
   else:
+    # The most likely reason, if one is known.
     why, messages = "", counts[base.RECEIVE]
     if messages < (replayed.messages or 0):
       why = f": the trace has {messages} messages, result.json"

@@ -75,8 +75,8 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
   if result["recipe"] not in _CURES:
     remedy += ", or a cure such as dana_zero or gap_aware"
   # 1.25 is a tolerance of one step of the limit's grid. Unknown values are NaN.
-  measured = storage.is_finite(product) and storage.is_finite(limit)
-  if measured and product > 1.25 * limit:
+  is_measured = storage.is_finite(product) and storage.is_finite(limit)
+  if is_measured and product > 1.25 * limit:
     lower = result["learning_rate"] * limit / product
     texts.append(
       f"warning: {cell}: learning rate x sharpness stayed at {product:.2g} or"
@@ -92,20 +92,23 @@ def lines(result: Row, describe: Callable[[Row], str]) -> list[str]:
 
 def _text(column: Column, group: Rows) -> str:
   """Returns a cell of the table: the mean over seeds, or their common value."""
-  values = [row.get(column.key) for row in group]
-  match values[0]:
-    case list() as several:
-      return " ".join(map(str, several))
+  first = group[0].get(column.key)
+  # JSON has null for NaN: a seed may have no value.
+  values = [row[column.key] for row in group if row.get(column.key) is not None]
+  match first:
+    case list() as items:
+      return " ".join(map(str, items))
     case bool() as flag:
       return "yes" if flag else "no"
     case str():
       return max(values)
-    case int() if column.scale == 1:
+    case int() if column.scale == 1:  # a count, of which the largest is shown
       return str(max(values))
   mean, std = figure.mean_and_std(group, column.key)
   if not np.isfinite(mean):
     return "-"
   words = column.form.format(column.scale * mean)
+  # Other columns have no deviation in text: results.csv has it.
   if column.scale == 100 and np.isfinite(std) and "accuracy" in column.key:
     words += f" ± {column.scale * std:.1f}"
   return words
@@ -119,17 +122,18 @@ def _csv_row(group: Rows) -> dict[str, Any]:
   first = group[0]
   row = {key: first[key] for key in ("algorithm", "workers")}
   row["seeds"] = len(group)
+  # By the type of the first seed's value: all seeds of a run have the same.
   for key in dict.fromkeys(itertools.chain(*group)):
     if key in _NOT_IN_CSV or key in row:
       continue
     match first.get(key):
       case _ if key == "diverged":
         row[key] = sum(bool(result[key]) for result in group)
-      case dict():
+      case dict():  # such as counts by kind of process: no column fits them
         continue
-      case list() as several:
-        row[key] = " ".join(map(str, several))
-      case float() | None:
+      case list() as items:
+        row[key] = " ".join(map(str, items))
+      case float() | None:  # None: NaN in this seed
         row[key], row[f"{key}_std"] = figure.mean_and_std(group, key)
       case bool() | str() as value:
         row[key] = value
@@ -140,35 +144,43 @@ def _csv_row(group: Rows) -> dict[str, Any]:
 
 def columns_of(results: Rows, engines: Engines) -> list[Column]:
   """Returns the columns that a table of these results shows."""
-  shown = list(_FIRST)
+  # [1] Run, workers and the measures of quality that the task has.
+  columns = list(_FIRST)
   if not figure.has(results, "test_accuracy"):
-    shown = [column for column in shown if column.key != "test_accuracy"]
+    columns = [column for column in columns if column.key != "test_accuracy"]
     if not figure.has(results, "test_loss"):
-      shown[-1] = Column("mean train loss", "train_loss")
+      columns[-1] = Column("mean train loss", "train_loss")
   if any(storage.is_finite(row.get("test_measure")) for row in results):
-    shown.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
+    columns.insert(-1, Column("measure %", "test_measure", 100, "{:.1f}"))
+  # [2] Those of the engine, or of all engines. A column without a value in any
+  # run is left out.
   kinds = {tuple(engines[row["engine"]].columns) for row in results}
   of_engine = kinds.pop() if len(kinds) == 1 else _COMMON if kinds else ()
-  # A column without a value in any run is left out.
-  shown += [
+  columns += [
     column
     for column in of_engine
     if any(_text(column, [row]) != "-" for row in results)
   ]
+  # [3] Those of protocols, codecs and networks that some run has.
   for each in protocol.PROTOCOLS.values():
     if each.column and any(each.column in row for row in results):
-      shown += each.columns
-  for key, columns in _OF_KEYS:
+      columns += each.columns
+  for key, of_key in _OF_KEYS:
     if any(key in row for row in results):
-      shown += columns
+      columns += of_key
+  # [4] Losses of messages, if there were any.
   if any(row.get("missed") for row in results):
-    shown.append(_MISSED)
+    columns.append(_MISSED)
   if any((row.get("accepted") or 1) < 1 for row in results):
-    shown.append(Column("accepted %", "accepted", 100, "{:.1f}"))
-  return list({column.key: column for column in shown}.values())
+    columns.append(Column("accepted %", "accepted", 100, "{:.1f}"))
+  # A key has one column, the last one; dict keeps the place of the first.
+  return list({column.key: column for column in columns}.values())
 
 
-def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
+Table = list[dict[str, Any]]  # rows
+
+
+def tabulate(results: Rows, engines: Engines) -> tuple[Table, str]:
   """Returns (CSV rows, text table), with a row for each run and number of
   workers."""
   csv_rows, header, text_rows = rows_of(results, engines)
@@ -177,17 +189,18 @@ def tabulate(results: Rows, engines: Engines) -> tuple[list[dict], str]:
 
 def rows_of(
   results: Rows, engines: Engines
-) -> tuple[list[dict], list[str], list[list[str]]]:
+) -> tuple[Table, list[str], list[list[str]]]:
   """Returns (CSV rows, header and rows of the table), as `tabulate`."""
-  shown = columns_of(results, engines)
+  columns = columns_of(results, engines)
   csv_rows, text_rows = [], []
   for group in figure.group_by(results, "workers", "algorithm").values():
     csv_rows.append(_csv_row(group))
     diverged = sum(bool(row["diverged"]) for row in group)
     note = f"{diverged} of {len(group)}" if diverged else ""
-    text_rows.append([*(_text(column, group) for column in shown), note])
-  noted = any(note for *_, note in text_rows)
-  header = [*(column.header for column in shown), "diverged" * noted]
+    text_rows.append([*(_text(column, group) for column in columns), note])
+  # The last column has a header if it has a note.
+  header = [column.header for column in columns]
+  header.append("diverged" if any(note for *_, note in text_rows) else "")
   return csv_rows, header, text_rows
 
 
@@ -195,7 +208,7 @@ def write_tables(
   out: Path,
   heading: str,
   text: str,
-  csv_rows: list[dict],
+  csv_rows: Rows,
   results: Rows,
   curves: Rows,
 ) -> str:
@@ -261,14 +274,17 @@ def write_page(
   Returns:
     The path of the page.
   """
+  # [1] The config, with the keys that may change, and facts on the command.
   identity = folder.read_identity(workdir) or {"config": {}, "free": {}}
-  free = dict(identity["free"])
+  facts = dict(identity["free"])
   config = {**identity["config"]}
-  config |= {key: free.pop(key) for key in schema.FREE if key in free}
-  modules = free.pop("modules", {})
-  free = {k: v for k, v in free.items() if k not in ("cpus", "data source")}
+  config |= {key: facts.pop(key) for key in schema.FREE if key in facts}
+  modules = facts.pop("modules", {})
+  # The lead has the source of the data, and "machine" the cores.
+  facts = {k: v for k, v in facts.items() if k not in ("cpus", "data source")}
   for name, module in modules.items():
-    free[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
+    facts[f"module {name}"] = f"{module['file']}, SHA-256 {module['sha256']}"
+  # [2] Checkpoints that were moved aside (`Checkpoints.restore`).
   damaged = [
     f"{path.relative_to(workdir)} was damaged and is not used"
     for path in sorted(workdir.glob("cells/*/damaged-*"))
@@ -280,13 +296,14 @@ def write_page(
   }
   pictures = [workdir / "figure.svg", workdir / "compare.svg"]
   pictures += sorted(workdir.glob("cells/*/compare.svg"))
-  shown = [*columns_of(results, engines), Column("diverged", "diverged")]
+  columns = [*columns_of(results, engines), Column("diverged", "diverged")]
+  # [3] Panels of the first seed of each run and number of workers.
+  groups = figure.group_by(results, "label", "workers").values()
+  first_seeds = [workdir / "cells" / group[0]["cell"] for group in groups]
 
-  drawn = figure.group_by(results, "label", "workers").values()
-  first = [workdir / "cells" / group[0]["cell"] for group in drawn]
-
-  def files(folder):
-    paths = sorted(p for p in folder.iterdir() if p.is_file())
+  def files(directory: Path) -> list[str]:
+    """Returns the paths of its files, relative to the page."""
+    paths = sorted(p for p in directory.iterdir() if p.is_file())
     names = (p.relative_to(workdir).as_posix() for p in paths)
     hidden = ".lock", "report.html"
     return [n for n in names if n.rpartition("/")[2] not in hidden]
@@ -296,14 +313,14 @@ def write_page(
     lead,
     warnings=page.merged([*notes, *warnings(results), *damaged]),
     pictures=page.pictures(pictures),
-    results=page.results(csv_rows, shown),
+    results=page.results(csv_rows, columns),
     panels=[
-      panels.of_cell(run_files.read_cell(place))
-      for place in first[:_WITH_PANELS]
+      panels.of_cell(run_files.read_cell(path))
+      for path in first_seeds[:_WITH_PANELS]
     ],
-    left_out=len(results) - len(first[:_WITH_PANELS]),
+    left_out=len(results) - len(first_seeds[:_WITH_PANELS]),
     config=page.config(config, defaults),
-    facts=page.facts(free),
+    facts=page.facts(facts),
     files=files(workdir),
     cells=[files(workdir / "cells" / row["cell"]) for row in results],
   )
@@ -319,7 +336,7 @@ def at_the_end(
   """Writes and prints the report when a block that trains ends, is stopped or
   is incomplete. All processes call it; only process 0 has a folder."""
 
-  def end():
+  def end() -> None:
     # All processes end together, because JAX limits the time for which a
     # process that ends waits for the others.
     processes.fail_together(
@@ -350,11 +367,13 @@ def write(
   results = folder.read_results(workdir)
   if not results:
     return ""
+  # [1] The rows of all finished cells, also of earlier commands.
   cell_folders = [workdir / "cells" / row["cell"] for row in results]
   rows = [row for path in cell_folders for row in folder.read_rows(path)]
   csv_rows, header, text_rows = rows_of(results, experiment.engines)
   table = text_table.format_table(header, text_rows)
   shown = output.table(header, text_rows, f"{workdir}/results.csv")
+  # [2] The title, and how many of this command's cells are finished.
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
   if config["examples"] is not None:
@@ -376,16 +395,23 @@ def write(
       f"\n{title}\n\n{shown}\nnothing is written: {workdir} is read-only; its"
       f" report is {workdir}/report.html\n"
     )
+  # [3] The files. The page shows the figure, so it comes after it.
   safe_files.write(workdir / "metrics.jsonl", storage.to_lines(rows))
-  drawn = write_tables(workdir, title, text, csv_rows, results, rows)
-  lead = f"{done} of {len(cells)} cells finished; data: {dataset.source}"
-  texts = {"title": heading, "lead": lead, "notes": notes}
-  html = write_page(workdir, results, csv_rows, experiment.engines, **texts)
+  figure_line = write_tables(workdir, title, text, csv_rows, results, rows)
+  html = write_page(
+    workdir,
+    results,
+    csv_rows,
+    experiment.engines,
+    title=heading,
+    lead=f"{done} of {len(cells)} cells finished; data: {dataset.source}",
+    notes=notes,
+  )
   cell_log.join(workdir, experiment, results)
   return (
     f"\n{title}\n\n{shown}\n"
     f"report       {html}\n"
-    f"figure       {drawn}\n"
+    f"figure       {figure_line}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
     f"metrics      {workdir}/metrics.jsonl, and {workdir}/tensorboard for"
     " TensorBoard\n"

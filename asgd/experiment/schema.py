@@ -13,7 +13,7 @@ import inspect
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import ml_collections
 import optax
@@ -71,14 +71,15 @@ def _of_function(kind: str, given: tuple[str, ...]) -> Any:
   """Returns the `options` of a section that names a MODULE:FUNCTION: the
   function's arguments, without those `given` by the caller."""
 
-  def options(section):
+  def options(section: Mapping[str, Any]) -> list[str]:
     name = section.get("name")
     if not names.is_import(name):
       return []
     parameters = inspect.signature(names.imported(kind, name)).parameters
+    keys = list(parameters)
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-      parameters = {**dict.fromkeys(section), **parameters}
-    return [key for key in parameters if key not in (*given, "name")]
+      keys = list(dict.fromkeys([*section, *keys]))  # **options take any key
+    return [key for key in keys if key not in (*given, "name")]
 
   return options
 
@@ -154,8 +155,8 @@ SHARED: dict[str, Any] = {
   "on_nan": Setting("stop", checks.choice("stop", "record")),
 }
 # Shared keys that a run may set for itself.
-OF_A_RUN = "batch_size", "clip_norm", "learning_rate", "learning_rate_schedule"
-OF_A_RUN += ("optimizer",)
+OF_A_RUN: tuple[str, ...] = ("batch_size", "clip_norm", "learning_rate")
+OF_A_RUN += ("learning_rate_schedule", "optimizer")
 PLAIN = Setting(None, checks.anything)
 GIVEN = "given"  # the recipe, data and model of a run that was given objects
 RESERVED = "engine", "recipe", "title", "workers"
@@ -221,7 +222,7 @@ class Resolved(NamedTuple):
   runs: dict[str, Run]  # selected by config.only, by label
 
 
-Config = ml_collections.ConfigDict | Mapping[str, Any]
+Config: TypeAlias = ml_collections.ConfigDict | Mapping[str, Any]
 Engines = Mapping[str, Any]  # name -> `asgd.experiment.engines.EngineKind`
 
 
@@ -321,15 +322,15 @@ def _section(value: Any, node: Any, key: str, *, reads: bool = False) -> Any:
         )
     base = {} if "name" in value else node.default
     return plain({**base, **value}, key)
-  keys, options, above = keys_of(node), [], f"{key}." if key else ""
+  keys, options, above = keys_of(node), list[str](), f"{key}." if key else ""
   if isinstance(node, Section):
     with checks.blame(key):
       options = list(value) if reads else node.options(value)
   for inner in value:
     if inner not in keys and inner not in options:
       raise unknown(f"{above}{inner}", [*keys, *options])
-  given = [k for k in options if k in value and k not in keys]
-  return {k: plain(value[k], above + k) for k in given} | {
+  extra = [k for k in options if k in value and k not in keys]
+  return {k: plain(value[k], above + k) for k in extra} | {
     inner: _section(value.get(inner, default_of(below)), below, above + inner)
     for inner, below in keys.items()
   }
@@ -354,11 +355,11 @@ def shared_of_run(key: str, below: Any, value: Any) -> Any:
 def resolve(config: Config, engines: Engines) -> Resolved:
   """Returns the config as plain data, with defaults, and its runs. Raises
   ValueError, which names the key, for an unknown key or a wrong value."""
-  whole = _section(as_dict(config), sections(engines), "")
-  spelling.correct(whole, engines)
-  for label in whole["only"]:
-    names.lookup("label in config.only", label, whole["runs"])
-  return Resolved(whole, _runs(whole, engines))
+  resolved = _section(as_dict(config), sections(engines), "")
+  spelling.correct(resolved, engines)
+  for label in resolved["only"]:
+    names.lookup("label in config.only", label, resolved["runs"])
+  return Resolved(resolved, _runs(resolved, engines))
 
 
 # Runs.
@@ -366,7 +367,7 @@ def resolve(config: Config, engines: Engines) -> Resolved:
 
 def entries(
   config: Mapping[str, Any], engines: Engines
-) -> Iterator[tuple[str, Mapping, Any]]:
+) -> Iterator[tuple[str, Mapping[str, Any], Any]]:
   """Yields (label, entry, engine kind) of all runs, after checks of labels,
   titles and engines."""
   if not isinstance(config["runs"], Mapping) or not config["runs"]:
@@ -417,8 +418,8 @@ def keys_of_engine(kind: Any, entry: Mapping[str, Any]) -> list[str]:
 
 def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
   """Checks all runs of a config; returns the selected ones by label."""
-  keys, known_runs = sections(engines), {}
-  for label, entry, kind in list(entries(config, engines)):
+  keys, runs = sections(engines), {}
+  for label, entry, kind in list(entries(config, engines)):  # checks all first
     recipe = entry.get("recipe", kind.default_recipe)
     engine = entry.get("engine", config["engine"])
     if recipe is None:
@@ -429,6 +430,7 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
     shared = (*OF_A_RUN, *kind.sections, "workers")
     known = (*RESERVED, *shared, *of_engine, *options)
     of_run = {*SHARED, *kind.sections} - {"runs", "only"}
+    # The complete config of the run, over which its values are laid.
     merged = {key: value for key, value in config.items() if key in of_run}
     recipe_options = {}
     for key, value in entry.items():
@@ -451,10 +453,8 @@ def _runs(config: Mapping[str, Any], engines: Engines) -> dict[str, Run]:
           value = _section(value, node[key], where)
         merged[section] = {**merged[section], key: plain(value, where)}
     title = str(entry.get("title", label))
-    known_runs[label] = Run(
-      label, title, engine, recipe, recipe_options, merged
-    )
-  return {label: known_runs[label] for label in config["only"] or known_runs}
+    runs[label] = Run(label, title, engine, recipe, recipe_options, merged)
+  return {label: runs[label] for label in config["only"] or runs}
 
 
 def _needs_recipe() -> str:

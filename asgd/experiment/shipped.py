@@ -9,13 +9,14 @@ from pathlib import Path
 from asgd import names
 
 _PACKAGE = Path(__file__).parents[1]
-_PLACES = _PACKAGE / "configs", _PACKAGE.parent / "configs"
-FOLDER = next(filter(Path.is_dir, _PLACES), _PLACES[0])
+# Of an installed package, and of a checkout.
+_FOLDERS = _PACKAGE / "configs", _PACKAGE.parent / "configs"
+FOLDER = next(filter(Path.is_dir, _FOLDERS), _FOLDERS[0])
 
 
 def find(name: str) -> str:
-  """Returns a config's file: `name` itself where that is a file, or else the
-  config of that name that comes with the package.
+  """Returns a config's file: `name` itself if that is a file, else the config
+  of that name that comes with the package.
 
   Args:
     name: a path, or `digits`, `digits.py` or `configs/digits.py`, each also
@@ -28,9 +29,11 @@ def find(name: str) -> str:
     >>> Path(find("digits")).name
     'digits.py'
   """
+  # VARIANT is the argument of get_config.
   path, colon, variant = name.partition(":")
   if Path(path).is_file():
     return name
+  # In other spellings, too: a dash, or upper case.
   files = {file.stem: file for file in FOLDER.glob("*.py")}
   stem = path.removeprefix("configs/").removesuffix(".py")
   stem = names.canonical(stem, files)

@@ -1,4 +1,4 @@
-"""Names of a config in other spellings, such as `dana-zero` or `1F1B`."""
+"""Corrects names of a config in other spellings, such as `dana-zero`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,8 @@ from asgd.experiment import protocol
 
 
 def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
-  """Replaces names of a checked config by their exact spelling, in place.
+  """Replaces names of a checked config by their exact spelling. Changes
+  `config` itself.
 
   The names are those of engines, recipes, labels in `only`, the model and the
   data. An unknown name stays: the code that uses it raises the error.
@@ -25,17 +26,21 @@ def correct(config: dict[str, Any], engines: Mapping[str, Any]) -> None:
     >>> runs
     {'a': {'recipe': 'dana_zero'}}
   """
+  # `schema` checks the entries of runs later: they may be anything here.
   runs = config["runs"] if isinstance(config["runs"], Mapping) else {}
   entries = [entry for entry in runs.values() if isinstance(entry, dict)]
   for section in (config, *entries):
     _replace(section, "engine", engines)
   for entry in entries:
     _replace(entry, "recipe", protocol.recipes())
+  # `problem` has a MODULE:FUNCTION only, which has one spelling.
   _replace(config["model"], "name", models.MODELS)
   _replace(config["data"], "name", (*data.DATASETS, *sentences.TASKS))
   config["only"] = [names.canonical(label, runs) for label in config["only"]]
 
 
 def _replace(section: dict[str, Any], key: str, valid: Any) -> None:
-  if key in section:
+  """Replaces the value of a key by the equal one of the `valid` names, if any.
+  """
+  if key in section:  # entries of runs may leave it out
     section[key] = names.canonical(section[key], valid)

@@ -9,7 +9,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,19 @@ def is_finite(value: float | None) -> bool:
   return value is not None and bool(np.isfinite(value))
 
 
-def read_json(path: Path) -> dict | None:
+def read_json(path: Path) -> dict[str, Any] | None:
   """Returns the JSON object in a file; None if the file has none."""
   try:
     return json_object(path.read_bytes())
   except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-    return None
+    return None  # other errors, such as a missing permission, are raised
 
 
-def json_object(content: bytes) -> dict | None:
+def json_object(content: bytes) -> dict[str, Any] | None:
   """Returns the JSON object of a file's content; None if it is no object."""
   try:
     value = json.loads(content.decode("utf-8"))
-  except (ValueError, RecursionError):
+  except (ValueError, RecursionError):  # a file may be damaged in any way
     return None
   return value if isinstance(value, dict) else None
 
@@ -69,11 +69,13 @@ def unsealed(value: Any) -> dict[str, Any]:
   return value
 
 
-def _checksum(value):
+def _checksum(value: Any) -> str:
+  """Returns the checksum of plain data. The order of keys counts, which JSON
+  files keep."""
   return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def read_sealed(path: Path) -> dict | None:
+def read_sealed(path: Path) -> dict[str, Any] | None:
   """Returns the `sealed` object in a file without its checksum; None if the
   file has none, or was changed."""
   try:
@@ -82,17 +84,18 @@ def read_sealed(path: Path) -> dict | None:
     return None
 
 
-def to_lines(rows: Iterable[Mapping]) -> str:
+def to_lines(rows: Iterable[Mapping[str, Any]]) -> str:
   """Returns JSON lines: each row's JSON and a newline."""
   return "".join(to_json(row) + "\n" for row in rows)
 
 
-def _finite(value):
+def _finite(value: Any) -> Any:
+  """Returns plain data, with None for numbers that JSON does not have."""
   if isinstance(value, Mapping):
     return {k: _finite(v) for k, v in value.items()}
   if isinstance(value, (list, tuple)):
     return [_finite(v) for v in value]
-  if isinstance(value, np.generic):
+  if isinstance(value, np.generic):  # a scalar of NumPy
     value = value.item()
   return None if isinstance(value, float) and not np.isfinite(value) else value
 
@@ -102,6 +105,7 @@ def digest(tree: Any) -> str:
   total = hashlib.sha256()
   for leaf in jax.tree.leaves(jax.device_get(tree)):
     leaf = np.ascontiguousarray(leaf)
+    # Types and shapes count: the same bytes may be other arrays.
     total.update(f"{leaf.dtype}{leaf.shape}".encode())
     total.update(leaf.tobytes())
   return total.hexdigest()
@@ -148,6 +152,7 @@ def _is_known(tree: Any) -> bool:
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
+  """Returns the leaves of a tree by their paths, in the order of the tree."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
 
@@ -158,7 +163,9 @@ def save_columns(path: Path, columns: Any) -> None:
     np.savez_compressed(file, **columns._asdict())
 
 
-_COMMENT = 64  # bytes at the end of an archive: SHA-256 of all bytes before
+# Bytes of the comment, which ends a zip file. In an archive it is the SHA-256
+# of all bytes before it, in hexadecimal digits.
+_COMMENT = 64
 _PIECE = 2**20  # bytes of one update of a checksum
 
 
@@ -173,6 +180,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
     {'b.txt': b'second'}
   """
   with safe_files.replacing(path) as file:
+    # [1] The archive, with a comment of the right length.
     with zipfile.ZipFile(file, "w") as archive:
       archive.comment = b"0" * _COMMENT
       for name, content in members.items():
@@ -182,6 +190,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
         if not name.endswith(".msgpack"):
           member.compress_type = zipfile.ZIP_DEFLATED
         archive.writestr(member, content)
+    # [2] The checksum of all before the comment, in its place.
     checksum = _before_comment(file)
     file.seek(-_COMMENT, os.SEEK_END)
     file.write(checksum)
@@ -192,6 +201,7 @@ def read_archive(path: Path, *names: str) -> dict[str, bytes] | None:
   the archive does not exist, was changed, or lacks such a file."""
   try:
     with path.open("rb") as file:
+      # The checksum comes first: no code reads the members of a damaged file.
       checksum = _before_comment(file)
       if file.read() != checksum:
         return None
@@ -215,9 +225,10 @@ def _before_comment(file: Any) -> bytes:
   return total.hexdigest().encode()
 
 
-def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
+def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
   """Writes rows as CSV. Missing and not finite values are left empty; values of
   a list are separated by spaces."""
+  # The columns of all rows, in order of first appearance.
   keys = list(dict.fromkeys(key for row in rows for key in row))
   content = io.StringIO()
   writer = csv.DictWriter(content, keys, lineterminator="\n")
@@ -232,8 +243,8 @@ def write_csv(path: Path, rows: list[Mapping[str, Any]]) -> None:
   safe_files.write(path, content.getvalue())
 
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.EROFS)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # EDQUOT: a user's quota
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @contextlib.contextmanager
@@ -244,14 +255,15 @@ def naming_folder(folder: Path, *, trains: bool = False) -> Iterator[None]:
   try:
     yield
   except OSError as error:
-    full = error.errno in DISK_FULL
+    is_full = error.errno in DISK_FULL
     if trains:
-      explained = full and error.filename is None
+      # An error with a name may be of another folder, such as --memory_dir.
+      is_explained = is_full and error.filename is None
     else:
-      explained = full or error.errno in _NOT_OURS
-    if not explained:
+      is_explained = is_full or error.errno in _READ_ONLY
+    if not is_explained:
       raise
-    remedy = "make room" if full else "make it writable"
+    remedy = "make room" if is_full else "make it writable"
     then = " to resume" if trains else ", or choose another folder with --out"
     raise ValueError(
       f"cannot write to {folder} ({error.strerror}); {remedy} and run the same"

@@ -1,6 +1,6 @@
 """Peers without a server: in simulated time, live, and on a mesh."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,11 @@ def _wrote(folder: Path, description: Description) -> bool:
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
+  """Returns the trace of all peers, merged from their journals."""
   return files.read_trace(folder, description["cell"]["workers"])
 
 
+# The journals of peers also have rows on the messages between them.
 _OF_JOBS = (*trace.STARTS, *trace.ENDS, base.JOIN, base.LEAVE)
 
 
@@ -79,21 +81,23 @@ def _replay(
   records = replayed.run(len(order.time))
   states = [replayed.states[i] for i in replayed.present]
   params = simulator.mean_params(states, [*map(plan.peer.weight, states)])
-  each = storage.digest([state.server.params for state in states])
-  return Recomputed(order, records, params, {"peers_sha256": each})
+  # Equal means may hide peers that differ, so these have a digest, too.
+  digest = storage.digest([state.server.params for state in states])
+  return Recomputed(order, records, params, {"peers_sha256": digest})
 
 
 def _audit(
   plan: PeerPlan, folder: Path, result: Any, failures: Sequence[Failure]
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, None]:
   """Yields the findings of a finished cell. The last job of a peer that failed
   may be done by no peer: the result counts such jobs as `missed`."""
   files.read_trace(folder, plan.workers)  # checks all journals
   events = _rows(folder)  # the rows that failures count
   records = files.FILES.read_all(folder, plan.workers)
   missed = result["missed"]
+  # A peer has one job open. No records are returned: of a replay only the
+  # parameters are compared.
   yield from of_workers(events, records, plan, 1, failures, missed)
-  return None
 
 
 PROTOCOL = Protocol(
@@ -134,6 +138,7 @@ PROTOCOL = Protocol(
     link_faults="peers send a message once, over a link that loses none",
   ),
   refusals=(
+    # Links. Simulated peers and threads have some; none leads to a server.
     Refusal(
       "network",
       "its messages have real times",
@@ -144,8 +149,10 @@ PROTOCOL = Protocol(
       for key in ("port", "service", "incast")
     ),
     Refusal("simulator", "its simulation has one engine"),
+    # Codecs of messages to and from a server.
     Refusal("compress", _CODEC),
     Refusal("compress_down", _CODEC),
+    # The server itself.
     *(
       Refusal(f"server.{key}", _NO_SERVER)
       for key in ("shards", "consistent", "wire")
@@ -153,6 +160,7 @@ PROTOCOL = Protocol(
     Refusal("server.delays", _NO_SERVER, engines=("simulate",)),
     Refusal("server.log", _NO_SERVER, engines=("simulate",)),
     Refusal("live.devices", "a peer has one", engines=LIVE),
+    # A number for each peer is allowed; to measure speeds needs a server.
     *(
       Refusal(
         f"allocation.{key}",
@@ -163,11 +171,12 @@ PROTOCOL = Protocol(
       )
       for key in ("batch_size", "steps")
     ),
+    # Keys that divide one model among the devices of a mesh.
     *(
       Refusal(f"mesh.{key}", "each device is a peer with a separate model")
       for key in peer_mesh.OF_ONE_MODEL
     ),
   ),
   columns=peers.COLUMNS,
-  column="consensus",
+  column="consensus",  # the distance of the peers from their mean
 )

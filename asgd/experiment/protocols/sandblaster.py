@@ -1,6 +1,6 @@
 """A coordinator of batch training (Sandblaster): simulated and live."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,12 @@ def _replay(
   """Replays a cell from the jobs that were received. The result does not depend
   on the workers that computed them."""
   trace = server.PROTOCOL.live.trace(folder, description)
+  # The same keys as in training: one for the parameters, one for the jobs.
   init_key, root = jax.random.split(jax.random.key(cell.seed))
   params = jax.device_get(plan.problem.init(init_key))
   records = read_records(records_path(folder, 0))
   rows = zip(trace.action.tolist(), trace.job.tolist(), strict=True)
+  # Of several copies of a job the first one that was received counts.
   jobs, _ = sandblaster.count_jobs(rows, records.accepted)
   work = plan.work(cell.seed, root)
   computed = sandblaster.recompute(plan.settings, params, work, jobs)
@@ -53,7 +55,7 @@ def _replay(
 
 def _audit(
   plan: CoordinatedPlan, folder: Path, result: Any, failures: Sequence[Failure]
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, None]:
   """Yields the findings of a finished cell: each job counts once, whichever
   workers computed copies of it. Deaths are not counted, because a driver that
   resumes drops rows."""
@@ -65,13 +67,13 @@ def _audit(
   jobs, twice = sandblaster.count_jobs(rows, records.accepted)
   text = f"{received} received, {len(jobs)} counted, {twice} twice"
   yield Finding("jobs", text, not twice and received == len(records.loss))
+  # The coordinator's rules are not known here: tickets and workers are checked.
   try:
     orders.check(events)
   except ValueError as error:
     yield Finding("order", str(error), False)
   else:
     yield Finding("order", "obeys the protocol", True)
-  return None
 
 
 PROTOCOL = Protocol(
@@ -92,8 +94,9 @@ PROTOCOL = Protocol(
       check=parameter_server.check,
     ),
   },
+  # The lead writes the same files as the lead of a server.
   live=LiveCells(
-    wrote=lambda folder, description: False,
+    wrote=lambda folder, description: False,  # all its recipes have names
     trace=server.PROTOCOL.live.trace,
     read=live_files.read_shards,
     check=live_files.read_shards,
@@ -104,6 +107,7 @@ PROTOCOL = Protocol(
     link_faults="a coordinator calls its workers, and no call's answer is lost",
   ),
   refusals=(
+    # What would change the loss, its gradient, or the steps.
     Refusal("optimizer", "L-BFGS is the optimizer"),
     Refusal("clip_norm", "a clipped gradient is not that of the loss"),
     Refusal("compress", "a coded gradient is not that of the loss"),
@@ -111,10 +115,12 @@ PROTOCOL = Protocol(
       "compress_down", "its loss is that of the parameters as they are"
     ),
     Refusal("simulator", "its simulation has one engine"),
+    # Rules of a server about who may work, and whose message counts.
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
     Refusal("order", "its order follows from its portions"),
     Refusal("network", "the operations of its coordinator take no time"),
+    # Live shards are the coordinator's, not a server's.
     Refusal(
       "server.shards",
       "its shards are an option of its recipe",
@@ -126,6 +132,7 @@ PROTOCOL = Protocol(
       "server.wire", "it would change what is computed", engines=LIVE
     ),
     Refusal("live.devices", "a worker has one", engines=LIVE),
+    # Durations of the simulation.
     Refusal("recipe.loading", _SIMULATED, engines=LIVE),
     Refusal("recipe.restart", _SIMULATED, engines=LIVE),
   ),

@@ -1,7 +1,7 @@
 """A server of dense parameters: in simulated time, live, and on a mesh."""
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +78,13 @@ def train_in_order(
   Returns:
     (final parameters, the lead's records).
   """
+  # [1] The start, by the same keys as in training.
   init_key, root = jax.random.split(jax.random.key(seed))
   params = jax.device_get(plan.problem.init(init_key))
   options["wire"] = live_hosts.dtype_on_wire(plan.run.config)
   data = {"batch": plan.job_batches(seed), "root": root}
+  # [2] One server. The program must be that of the run, to the bit: there, too,
+  # no message is overwritten.
   if len(traces) == 1:
     host = simulator.make_host(
       plan.server, plan.coded_worker(), keeps_messages=True, **options
@@ -90,6 +93,8 @@ def train_in_order(
       host, params, plan.workers, traces[0], **data
     )
     return jax.device_get(simulation.server.params), records
+  # [3] Or shards, each in the order of its trace; all apply the same plan of
+  # rows.
   data |= {"workers": plan.workers, "totals": totals}
   split = sharding.make_plan(params, len(traces))
   worker = plan.coded_worker(split)
@@ -118,16 +123,21 @@ def _replay(
   plan: ServerPlan, cell: Any, folder: Path, description: Description
 ) -> Recomputed:
   """Replays a cell from the journals of its shards."""
-  traces = live_files.read_traces(folder, description)
-  journals = [events for _, events in traces]
+  journals = [
+    events for _, events in live_files.read_traces(folder, description)
+  ]
+  traces = [from_events(events) for events in journals]
   plan, group = plan_of(plan, folder, cell.seed), simulator.WorkerDevices()
+  # Live workers may have several devices, among which sums are divided.
   if "live" in plan.run.config:
     group = live_clusters.group(plan)
+  # Some algorithms need sums over all shards: the rows of the journals have
+  # them. A cell without such sums has empty tuples.
   totals = [[event.totals for event in events] for events in journals]
   params, records = train_in_order(
     plan,
     cell.seed,
-    traces := [from_events(events) for events in journals],
+    traces,
     totals if any(map(any, totals)) else None,
     group=group,
   )
@@ -136,14 +146,16 @@ def _replay(
 
 def _audit(
   plan: ServerPlan, folder: Path, result: Any, failures: Sequence[Failure]
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, base.Records | None]:
   """Yields the findings of a finished cell. Returns the records that a replay
   has to repeat; None if a rollback undid some of them."""
+  # [1] The journals and records of all shards, the lead's first.
   config, rules = plan.run.config, plan.rules()
   server = config["server"]
   shards = range(server["shards"])
   journals = [read_journal(journal_path(folder, i)) for i in shards]
   sinks = [read_records(records_path(folder, i)) for i in shards]
+  # [2] Jobs, updates and workers that left.
   consistent = server["consistent"] and server["shards"] > 1
   yield from jobs(journals, plan.messages, consistent)
   every, log = plan.recipe.every, server["log"]
@@ -152,7 +164,8 @@ def _audit(
   # `asgd.live.deadlines`.
   slow = DEAD * config["live"]["late_seconds"]
   yield from deaths(journals[0], failures, rules.depth, slow)
-  wrong = []
+  # [3] Whether the protocol allows the orders.
+  errors = []
   for index, events in enumerate(journals):
     # In rounds a worker may start a job before its last message is received.
     # Another shard may still have a ticket open that the lead has closed.
@@ -160,8 +173,9 @@ def _audit(
     try:
       orders.check(events, depth=depth)
     except ValueError as error:
-      wrong.append(f"shard {index}: {error}")
-  yield Finding("order", "; ".join(wrong) or "obeys the protocol", not wrong)
+      errors.append(f"shard {index}: {error}")
+  yield Finding("order", "; ".join(errors) or "obeys the protocol", not errors)
+  # The records of undone messages remain, and a replay does not repeat them.
   rollbacks = any(e.action == base.ROLLBACK for e in itertools.chain(*journals))
   return None if rollbacks else sinks[0]
 
@@ -190,7 +204,7 @@ PROTOCOL = Protocol(
       start=mesh.MeshEngine,
       describe=mesh.describe,
       check=mesh_plan.check,
-      workers=lambda run: (1,),
+      workers=lambda run: (1,),  # all devices compute one synchronous gradient
       devices=mesh.devices,
     ),
   },

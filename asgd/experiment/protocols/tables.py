@@ -1,6 +1,6 @@
 """Tables of keyed rows: in simulated time and live."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ _WAITS = "its consistency decides which workers wait"
 
 
 def _trace(folder: Path, description: Description) -> base.Trace:
+  """Returns the trace of all workers, merged from their journals."""
   return files.read_trace(folder, description["cell"]["workers"])
 
 
@@ -40,10 +41,10 @@ def _read(folder: Path, description: Description) -> live_files.LiveFiles:
   orders = files.read_orders(folder, shards, workers)
   return live_files.LiveFiles(
     dict(description),
-    list(orders.shards),
-    live_files.spans_of(folder, range(workers)),
-    [simulator.concatenate([])] * shards,
-    files.read_rows_of_workers(folder),
+    journals=list(orders.shards),
+    spans=live_files.spans_of(folder, range(workers)),
+    records=[simulator.concatenate([])] * shards,  # no rows
+    jobs=files.read_rows_of_workers(folder),
   )
 
 
@@ -52,6 +53,7 @@ def _replay(
 ) -> Recomputed:
   """Replays a cell in the orders of its shards and workers."""
   workers = description["cell"]["workers"]
+  # The first of the keys is for the tables, which `first_tables` makes.
   _, root = jax.random.split(jax.random.key(cell.seed))
   try:
     replayed = tables.replay.replay(
@@ -60,7 +62,7 @@ def _replay(
       live_tables.division_of(plan),
       plan.work(cell.seed, root),
       files.read_orders(folder, plan.settings.shards, workers),
-      jobs=plan.messages // workers,
+      jobs=plan.messages // workers,  # of each worker
       seed=cell.seed,
     )
   except tables.replay.OrdersError as error:
@@ -68,6 +70,8 @@ def _replay(
       f"{folder}: {error}. A file shard-*.csv or trace-*.csv was changed:"
       " restore it as the run wrote it"
     ) from error
+  # A worker's records are in the order of its jobs; together they are sorted
+  # by time, as the run's are.
   parts = [files.columns(rows) for rows in replayed.records]
   records = files.by_time(parts).plain
   params = plan.join(replayed.tables)
@@ -76,15 +80,17 @@ def _replay(
 
 def _audit(
   plan: TablePlan, folder: Path, result: Any, failures: Sequence[Failure]
-) -> Iterator[Finding]:
+) -> Generator[Finding, None, base.Records | None]:
   """Yields the findings of a finished cell; returns the records that a replay
   has to repeat. Each shard has a separate order."""
   del result
   events = [*trace.events(files.read_trace(folder, plan.workers))]
   records = files.FILES.read_all(folder, plan.workers).plain
+  # A worker sends the updates of the jobs of one clock together.
   depth = plan.settings.clock_every
   yield from of_workers(events, records, plan, depth, failures)
   received = sum(event.action == base.RECEIVE for event in events)
+  # A worker that was killed between a row and its record left no record.
   return records if len(records.loss) == received else None
 
 
@@ -107,6 +113,7 @@ PROTOCOL = Protocol(
     ),
   },
   live=LiveCells(
+    # The journals of shards, which no other protocol calls so.
     wrote=lambda folder, description: bool([*folder.glob("shard-*.csv")]),
     trace=_trace,
     read=_read,
@@ -119,13 +126,16 @@ PROTOCOL = Protocol(
     ),
   ),
   refusals=(
+    # What needs all parameters at one worker, or dense messages.
     Refusal("clip_norm", "a worker knows the rows of its batch alone"),
     Refusal("compress_down", "rows are sent as they are"),
     Refusal("simulator", "its simulation has one engine"),
+    # Rules of a server about who may work, and whose message counts.
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
     Refusal("order", "its order follows from its consistency"),
     Refusal("network", "its live messages have real times", engines=("ray",)),
+    # Live shards are those of the tables, not a server's.
     Refusal(
       "server.shards",
       _OWN_SHARDS,

@@ -68,13 +68,13 @@ class Throttle:
       self._thread.join()
 
   def up(
-    self, worker: int, shard: int, nbytes: int, deliver: Callable[[], Any]
+    self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries so many bytes from a worker to a shard."""
     self._carry(self._links.up, worker, shard, nbytes, deliver)
 
   def down(
-    self, worker: int, shard: int, nbytes: int, deliver: Callable[[], Any]
+    self, worker: int, shard: int, nbytes: float, deliver: Callable[[], Any]
   ) -> None:
     """Carries so many bytes from a shard to a worker."""
     self._carry(self._links.down, worker, shard, nbytes, deliver)

@@ -253,7 +253,7 @@ def test_folders_of_drivers_that_were_killed_are_removed(tmp_path):
   pid, started = (alive / "worker-0.pid").read_text().split()
   (dead / "worker-0.pid").write_text(f"{pid} {int(started) - 1}")
   (tmp_path / "ray-alinkali").symlink_to(dead)
-  ray_runtime._remove_left(tmp_path)
+  ray_runtime._remove_abandoned(tmp_path)
   assert not dead.exists()
   assert alive.exists() and other.exists()
 
@@ -262,7 +262,7 @@ def test_the_code_for_a_cluster_includes_every_package(tmp_path):
   module = tmp_path / "own.py"
   module.write_text("")
   with contextlib.ExitStack() as undo:
-    folder = Path(ray_runtime._code([module], undo))
+    folder = Path(ray_runtime._copy_code([module], undo))
     sent = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
   assert {"own.py", "asgd/__init__.py", "asgd/pipeline/__init__.py"} <= sent
   assert not any(name.startswith("configs/") for name in sent)

@@ -1,0 +1,158 @@
+"""The evaluations of a cell: when they are due, their rows, and the result.
+
+The run loop (`asgd.experiment.loop`) calls `Evaluations.evaluate` whenever the
+engine has reached the next message that is due, and `result` at the end.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from asgd.experiment import build_cache, storage
+from asgd.experiment.cells import Cell, Experiment
+from asgd.experiment.engines import Engine, due
+
+_OF_CURVATURE = "sharpness", "rate_x_sharpness"  # columns of some evaluations
+
+
+class Evaluations:
+  """The evaluations of a cell: their messages and their rows."""
+
+  def __init__(
+    self,
+    experiment: Experiment,
+    cell: Cell,
+    engine: Engine,
+    rows: list[dict[str, Any]],
+    diverged: bool,
+  ):
+    """Continues the evaluations of earlier attempts, `rows`."""
+    self._cell, self._engine = cell, engine
+    self._run, self._plan = experiment.runs[cell.label], experiment.plan(cell)
+    self._problem = experiment.problem_of(self._run)
+    self._sharpness = experiment.sharpness_of(self._run)
+    self.rows, self.diverged = rows, diverged  # a loss was not finite
+    config = experiment.config
+    self._due = due(config["evaluations"], engine.total, engine.quantum)
+    # Some of them, evenly spaced, measure the sharpness.
+    count = len(self._due)
+    at = np.linspace(0, count - 1, min(config["curvature_checks"], count))
+    self._checks = {self._due[round(i)] for i in at}
+
+  @property
+  def next(self) -> int | None:
+    """The message after which the next evaluation is due."""
+    made = len(self.rows)
+    return self._due[made] if made < len(self._due) else None
+
+  @property
+  def finished(self) -> bool:
+    """Whether the final evaluation was made.
+
+    It is the last one that is due, or the one after a NaN, or the one where an
+    engine ended early.
+    """
+    if self.diverged or self._engine.ended:
+      return bool(self.rows) and self.rows[-1]["message"] >= self._engine.done
+    return self.next is None
+
+  def evaluate(self) -> dict[str, Any]:
+    """Returns the row of the evaluation that is due, and keeps it."""
+    snapshot = self._engine.snapshot()
+    schedule = self._plan.schedule
+    rate = schedule(snapshot.update) if callable(schedule) else schedule
+    batches = snapshot.message * self._plan.batches
+    start = self.rows[-1]["message"] if self.rows else 0
+    row = {
+      "cell": self._cell.name,
+      "algorithm": self._cell.title,
+      "engine": self._run.engine,
+      "workers": self._cell.workers,
+      "seed": self._cell.seed,
+      "message": snapshot.message,
+      "update": snapshot.update,
+      "epoch": batches / self._problem.batches_per_epoch,
+      "examples": batches * self._run.config["batch_size"],
+      **snapshot.clock,
+      "learning_rate": float(rate),
+      **self._engine.summary(start, snapshot.message),
+      "test_loss": float("nan"),
+      "test_accuracy": float("nan"),
+      "diverged": self.diverged,
+    }
+    # Only process 0 writes rows; the others decide by their messages alone.
+    if jax.process_index() == 0:
+      evaluation = self._problem.evaluate(snapshot.params)
+      row["test_loss"] = evaluation.loss
+      row["test_accuracy"] = evaluation.accuracy
+      if storage.is_finite(evaluation.measure):  # of tasks that have one
+        row["test_measure"] = evaluation.measure
+      row.update(evaluation.more)
+      if self.next in self._checks:
+        row["sharpness"] = self._sharpness(snapshot.params)
+        row["rate_x_sharpness"] = row["learning_rate"] * row["sharpness"]
+    self.rows.append(row)
+    return row
+
+  def result(self, params: Any, *, diverged: bool) -> dict[str, Any]:
+    """Returns the row of results, with the final parameters."""
+    cell, engine, plan = self._cell, self._engine, self._plan
+    last = self.rows[-1]
+    products = sorted(
+      (
+        product
+        for row in self.rows
+        if storage.is_finite(product := row.get("rate_x_sharpness", np.nan))
+      ),
+      reverse=True,
+    )[:2] or [float("nan")]
+    of_last = ["examples", "epoch", "test_accuracy", "test_loss"]
+    # The problem adds its own measures behind the column `diverged`.
+    after = list(last)[list(last).index("diverged") + 1 :]
+    of_last += [key for key in after if key not in _OF_CURVATURE]
+    return {
+      "cell": cell.name,
+      "label": cell.label,
+      "algorithm": cell.title,
+      "engine": self._run.engine,
+      "recipe": self._run.recipe,
+      "workers": cell.workers,
+      "seed": cell.seed,
+      "evaluations": len(self.rows),
+      **{key: last[key] for key in of_last},
+      "sent_accuracy": last["test_accuracy"],
+      "train_loss": last["train_loss"],
+      **engine.columns(),
+      "learning_rate": plan.learning_rate,
+      # The largest may be a single spike, so `sustained` is the second.
+      "rate_x_sharpness": products[0],
+      "sustained": products[-1],
+      "rate_x_sharpness_limit": plan.learning_rate * plan.curvature_limit,
+      "diverged": diverged,
+      "params_sha256": storage.digest(params),
+    }
+
+
+_compiled_evaluations = build_cache.BuildCache(8)
+
+
+def compile_evaluation(experiment: Experiment, cell: Cell) -> None:
+  """Compiles the evaluation before a live run, once for each problem.
+
+  Later the workers would share the cores with the compiler. A user's function
+  is not compiled here.
+  """
+  run = experiment.runs[cell.label]
+  if run.given is not None:
+    return
+  problem, sharpness = experiment.problem_of(run), experiment.sharpness_of(run)
+  with_sharpness = bool(experiment.config["curvature_checks"])
+
+  def compile_both() -> Any:
+    params = problem.init(jax.random.key(0))
+    problem.evaluate(params)
+    return with_sharpness and sharpness(params)
+
+  functions = problem.evaluate, sharpness
+  _compiled_evaluations.get(compile_both, with_sharpness, *functions)
