@@ -55,7 +55,7 @@ def segments(
   """Returns the jobs in the last rows of a trace.
 
   Args:
-    rows: of the trace; a job whose start is not among them is left out.
+    rows: of the trace; a job that starts before them is left out.
     computed: (worker, seq) -> when the worker began and ended its computation;
       the rest of the job is wire. (): it is not known.
     kind: of jobs without a known computation.
@@ -290,7 +290,7 @@ class ProgressFile:
       self._totals.add(engine.records())
       self._events.append([seconds, f"resumed at message {engine.done}"])
     self._new: list[Any] = []  # rows of records since the last point
-    # The strip of an engine without workers of its own: its calls.
+    # An engine without workers has one strip, with its calls.
     self._calls: collections.deque[Segment] = collections.deque(maxlen=_CALLS)
 
   def advance(self, until: int) -> engines.Progress:

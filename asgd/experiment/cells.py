@@ -120,7 +120,7 @@ def _carrying(run: Run, problem: problems.Problem) -> problems.Problem:
   # Settings of tables and of Sandblaster carry none.
   if not averages and getattr(run.given, "carried", None) is None:
     return problem
-  # What is carried does not depend on the number of workers.
+  # `carried` does not depend on the number of workers.
   workers = max(run.config["workers"])
   recipe = run.make_recipe(run.config["learning_rate"], workers)
   if recipe.carried is None:

@@ -47,7 +47,7 @@ def described(**schema: Any) -> Callable[[Check], Described]:
   return lambda check: Described(check, schema)
 
 
-# Of a check that accepts a name, or a dict of a name and options.
+# Decorates a check that accepts a name, or a dict of a name and options.
 named = described(type=["string", "object", "null"])
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from asgd import names
 from asgd.experiment import storage
 
-_SHOWN = 3  # names in an error
+_SHOWN = 3  # most names in an error
 
 
 def _named(config: Mapping[str, Any]) -> list[str]:
@@ -36,7 +36,7 @@ def _owners(cell_folder: Path) -> set[int]:
   """Returns the owners (uid) of a cell's folders and describing files."""
   folder = Path(os.path.abspath(cell_folder))
   paths = [folder, *(folder / name for name in ("cell.json", "cell.npz"))]
-  # Whoever owns a folder above may replace the files in it.
+  # The owner of a folder may replace the files in it.
   if folder.parent.name == "cells":
     workdir = folder.parents[1]
     paths += [folder.parent, workdir, workdir / "config.json"]
@@ -105,12 +105,14 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def to_send(described: Mapping[str, Any]) -> list[str]:
   """Returns the files that other machines lack: those not in site-packages."""
+  # Other machines have the same packages installed.
   tops = {module["top"] for module in described.values()}
   return sorted(top for top in tops if "site-packages" not in Path(top).parts)
 
 
 def add_folder(folder: str | Path) -> None:
   """Appends a folder to the import path; earlier folders take precedence."""
+  # So no module of the folder hides one of the library or of a package.
   folder = str(Path(folder).resolve())
   if folder not in sys.path:
     sys.path.append(folder)

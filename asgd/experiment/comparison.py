@@ -57,7 +57,7 @@ class LiveComparison(NamedTuple):
 
 
 class _Transport(NamedTuple):
-  """What carried the messages of a live run."""
+  """The network of a live run, and the sizes of its messages."""
 
   network: Network | None  # None: the messages took no time
   sizes: Sizes  # bytes of messages and tickets

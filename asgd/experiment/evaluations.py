@@ -17,7 +17,11 @@ _OF_CURVATURE = "sharpness", "rate_x_sharpness"  # columns of some evaluations
 
 
 class Evaluations:
-  """The evaluations of a cell: their messages and their rows."""
+  """The evaluations of a cell: their messages and their rows.
+
+  `next` is the message of the next one; `finished` says whether the final one
+  was made. The rows go into metrics.jsonl, and into checkpoints.
+  """
 
   def __init__(
     self,
@@ -62,6 +66,7 @@ class Evaluations:
     snapshot = self._engine.snapshot()
     schedule = self._plan.schedule
     rate = schedule(snapshot.update) if callable(schedule) else schedule
+    # `summary` covers the messages since the last evaluation.
     batches = snapshot.message * self._plan.batches
     start = self.rows[-1]["message"] if self.rows else 0
     row = {
@@ -99,6 +104,7 @@ class Evaluations:
     """Returns the row of results, with the final parameters."""
     cell, engine, plan = self._cell, self._engine, self._plan
     last = self.rows[-1]
+    # The two largest of learning rate x sharpness; NaN if none was measured.
     products = sorted(
       (
         product
@@ -107,10 +113,10 @@ class Evaluations:
       ),
       reverse=True,
     )[:2] or [float("nan")]
-    of_last = ["examples", "epoch", "test_accuracy", "test_loss"]
+    keys = ["examples", "epoch", "test_accuracy", "test_loss"]
     # The problem adds its own measures behind the column `diverged`.
     after = list(last)[list(last).index("diverged") + 1 :]
-    of_last += [key for key in after if key not in _OF_CURVATURE]
+    keys += [key for key in after if key not in _OF_CURVATURE]
     return {
       "cell": cell.name,
       "label": cell.label,
@@ -120,7 +126,9 @@ class Evaluations:
       "workers": cell.workers,
       "seed": cell.seed,
       "evaluations": len(self.rows),
-      **{key: last[key] for key in of_last},
+      **{key: last[key] for key in keys},
+      # `engine.columns` replaces it if the server looks ahead: it then sends
+      # other parameters than it has.
       "sent_accuracy": last["test_accuracy"],
       "train_loss": last["train_loss"],
       **engine.columns(),

@@ -190,7 +190,7 @@ def _has_information(panel: Panel, rows: Rows, points: Rows) -> bool:
     return True
   # The panel of the same quality against epochs has one of these names.
   by_epoch = f"{panel.y}_by_epoch", f"{panel.name.partition('_')[0]}_curve"
-  # Of each run; its points are in the order of messages, so the last one stays.
+  # By run. Points are in the order of messages, so the last one stays.
   last_epochs: dict[str, float] = {}
   last_x: dict[str, float] = {}
   for point in points:

@@ -73,7 +73,7 @@ def merged(
   for label, entry in new["runs"].items():
     before = runs.get(label, {})
     runs[label] = {**before, **entry}
-    # A run without workers of its own takes those of the config.
+    # A run without `workers` takes those of the config.
     if "workers" in before and "workers" in entry:
       runs[label]["workers"] = union("workers", before, entry)
   return {**wanted, "config": {**new, "runs": runs}}

@@ -144,7 +144,7 @@ def read(cell_folder: Path) -> Running | None:
   if written is None:
     raise wrong("its checksum is wrong or missing")
   memory = Path(written["memory"])
-  if os.path.lexists(memory):  # after a restart of the machine it is gone
+  if os.path.lexists(memory):  # a restart of the machine removes it
     try:
       with _open_memory(memory):
         pass  # its checks only
@@ -245,8 +245,8 @@ class LiveMemory:
     with contextlib.ExitStack() as stack:
       fd_path = self._fd_path or stack.enter_context(_open_memory(self.memory))
       _remove(fd_path, self.memory)
-    # Last: a kill before it leaves the name of a memory that is gone, which
-    # `read` accepts.
+    # Last: a kill before it leaves the name of a removed memory, which `read`
+    # accepts.
     (self._folder / RUNNING).unlink(missing_ok=True)
 
   def close(self) -> None:

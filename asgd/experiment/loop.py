@@ -160,7 +160,7 @@ def _board_of(cell_folder: Path) -> Path:
 
 
 def _remedy(attempt: "_Attempt", machine: Machine) -> str:
-  """Returns the remedy for a cell whose processes exited in each attempt."""
+  """Returns the remedy for a cell with failed processes in each attempt."""
   saved = "from the last checkpoint"
   if not attempt.has_saved:
     saved = "from the beginning, as nothing was saved"
@@ -175,8 +175,8 @@ def _remedy(attempt: "_Attempt", machine: Machine) -> str:
 class _Attempt(contextlib.ExitStack):
   """One attempt at a cell, until the cell is finished or a process exits.
 
-  At its end it closes what it opened, the latest first: the log, the engine,
-  the checkpoints, the lock of the cell's folder.
+  An attempt closes in this order: the log, the engine, the checkpoints, the
+  lock of the cell's folder.
   """
 
   def __init__(
@@ -201,7 +201,7 @@ class _Attempt(contextlib.ExitStack):
     self._checkpoints: checkpoint.Checkpoints | None = None
     self._log: cell_log.CellLog | None = None
     self._progress: cell_progress.ProgressFile | None = None
-    # Of earlier attempts: `_restore` or `_open` reads them.
+    # Rows of earlier attempts, which `_restore` or `_open` reads.
     self._rows: list[dict[str, Any]] = []
     self._diverged = False
 

@@ -1,7 +1,7 @@
 """Changes of a config before it is resolved: the keys of a command line, and
 another engine for all runs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import ml_collections
@@ -123,7 +123,7 @@ def _drop_dependents(
   if key == "recipe" and above[0] == "runs":
     old, new = _options(section.get(key)), _options(value)
     dropped: Iterable[str] = old - new - {*schema.RESERVED, *schema.OF_A_RUN}
-  # [3] Other keys: the engine knows what follows from them.
+  # [3] Other keys: the engine knows their dependents.
   else:
     engine = section.get("engine", config.get("engine", "simulate"))
     if not isinstance(engine, str) or engine not in engines:
@@ -153,7 +153,9 @@ def retarget(
   config = schema.as_dict(config)
   config["engine"] = engine
   entries = config.get("runs")
-  for label, entry in entries.items() if isinstance(entries, Mapping) else ():
+  if not isinstance(entries, MutableMapping):
+    return config  # `schema.resolve` names the mistake
+  for label, entry in entries.items():
     if not isinstance(entry, Mapping):
       continue
     new_entry = {k: v for k, v in entry.items() if k != "engine"}

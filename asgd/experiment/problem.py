@@ -141,7 +141,8 @@ def _task_of(
 _problems = build_cache.BuildCache(8)
 
 
-_latest: list[tuple[Dataset, str]] = []  # the last data and their checksum
+# The last data and their checksum, which takes seconds for large data.
+_latest: list[tuple[Dataset, str]] = []
 
 
 def identity(dataset: Dataset) -> dict[str, Any]:
@@ -264,6 +265,7 @@ def _given(
   """Returns the problem that a user's function makes, and its data."""
   section = config["problem"]
   name = section["name"]
+  # [1] The section names a function, and no other section is set.
   if not names.is_import(name):
     raise ValueError(
       f"config.problem.name must be MODULE:FUNCTION, not {shown(name)}; for"
@@ -276,6 +278,7 @@ def _given(
         f" config.{key}"
       )
 
+  # [2] The problem. Its parts are checked and completed.
   def make(size: int) -> problems.Problem:
     problem = _call(
       "problem", section, {"batch_size": size, "data_dir": data_dir}

@@ -91,7 +91,7 @@ class Protocol(NamedTuple):
   """A protocol, as the rest of the experiment knows it."""
 
   name: str
-  what: str  # ends "the recipe has ...", in place of a server's update
+  what: str  # ends "the recipe has ...", as in "peers", "a coordinator"
   recipes: Mapping[str, Callable[..., Any]]  # makers, by name
   runners: Mapping[str, Runner]  # by engine
   live: Any = None  # a LiveCells; None: the protocol is simulated only
@@ -107,7 +107,7 @@ PROTOCOLS: dict[str, Protocol] = {}  # by name; see `asgd.experiment`
 
 
 def named(recipe: Any) -> Protocol | None:
-  """Returns the protocol whose recipe has a name, None for other names."""
+  """Returns the protocol that has a recipe of this name; None if none has."""
   for protocol in PROTOCOLS.values():
     if recipe in protocol.recipes:
       return protocol

@@ -243,7 +243,7 @@ def _init(ray: Any, options: dict[str, Any]) -> None:
 
 def _stay_on_loopback(ray: Any, options: dict[str, Any]) -> None:
   """Starts a cluster that listens on the loopback interface only. Raises
-  ValueError if this version of Ray does not obey."""
+  ValueError if this version of Ray listens elsewhere."""
   with (
     ray_internals.keeping_to_loopback(),
     ray_internals.without_unused_processes(),

@@ -31,7 +31,7 @@ def given_object(run: Run, key: str) -> Any:
 
 def recipe_of(run: Run) -> str:
   """Returns the name of a run's recipe for an error."""
-  if run.given is not None:
+  if run.given is not None:  # a call gave the recipe, and has no config
     return "this recipe"
   return f"the recipe {run.recipe!r} (config.runs.{run.label})"
 

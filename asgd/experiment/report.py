@@ -173,7 +173,7 @@ def columns_of(results: Rows, engines: Engines) -> list[Column]:
     columns.append(_MISSED)
   if any((row.get("accepted") or 1) < 1 for row in results):
     columns.append(Column("accepted %", "accepted", 100, "{:.1f}"))
-  # A key has one column, the last one; dict keeps the place of the first.
+  # A key has one column: the last one, at the position of the first.
   return list({column.key: column for column in columns}.values())
 
 

@@ -73,7 +73,7 @@ def _of_function(kind: str, given: tuple[str, ...]) -> Any:
 
   def options(section: Mapping[str, Any]) -> list[str]:
     name = section.get("name")
-    if not names.is_import(name):
+    if not isinstance(name, str) or not names.is_import(name):
       return []
     parameters = inspect.signature(names.imported(kind, name)).parameters
     keys = list(parameters)

@@ -9,7 +9,7 @@ from pathlib import Path
 from asgd import names
 
 _PACKAGE = Path(__file__).parents[1]
-# Of an installed package, and of a checkout.
+# In an installed package, and in a checkout.
 _FOLDERS = _PACKAGE / "configs", _PACKAGE.parent / "configs"
 FOLDER = next(filter(Path.is_dir, _FOLDERS), _FOLDERS[0])
 

@@ -190,7 +190,7 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
         if not name.endswith(".msgpack"):
           member.compress_type = zipfile.ZIP_DEFLATED
         archive.writestr(member, content)
-    # [2] The checksum of all before the comment, in its place.
+    # [2] The comment: the checksum of all bytes before it.
     checksum = _before_comment(file)
     file.seek(-_COMMENT, os.SEEK_END)
     file.write(checksum)

@@ -46,7 +46,7 @@ def _replay(
   params = jax.device_get(plan.problem.init(init_key))
   records = read_records(records_path(folder, 0))
   rows = zip(trace.action.tolist(), trace.job.tolist(), strict=True)
-  # Of several copies of a job the first one that was received counts.
+  # Backup workers may send copies of a job: the first that arrives counts.
   jobs, _ = sandblaster.count_jobs(rows, records.accepted)
   work = plan.work(cell.seed, root)
   computed = sandblaster.recompute(plan.settings, params, work, jobs)
@@ -104,10 +104,11 @@ PROTOCOL = Protocol(
     rows=server.PROTOCOL.live.rows,
     replay=_replay,
     audit=_audit,
+    # No `simulation`: the coordinator decides by commands, not by an order.
     link_faults="a coordinator calls its workers, and no call's answer is lost",
   ),
   refusals=(
-    # What would change the loss, its gradient, or the steps.
+    # Settings that would change the loss, its gradient, or the steps.
     Refusal("optimizer", "L-BFGS is the optimizer"),
     Refusal("clip_norm", "a clipped gradient is not that of the loss"),
     Refusal("compress", "a coded gradient is not that of the loss"),
@@ -115,7 +116,7 @@ PROTOCOL = Protocol(
       "compress_down", "its loss is that of the parameters as they are"
     ),
     Refusal("simulator", "its simulation has one engine"),
-    # Rules of a server about who may work, and whose message counts.
+    # Rules of a server: which workers may start, which messages count.
     Refusal("gate", _NEVER_STALE),
     Refusal("allocation", _NEVER_STALE),
     Refusal("order", "its order follows from its portions"),

@@ -126,11 +126,11 @@ PROTOCOL = Protocol(
     ),
   ),
   refusals=(
-    # What needs all parameters at one worker, or dense messages.
+    # Settings that need all parameters at one worker, or dense messages.
     Refusal("clip_norm", "a worker knows the rows of its batch alone"),
     Refusal("compress_down", "rows are sent as they are"),
     Refusal("simulator", "its simulation has one engine"),
-    # Rules of a server about who may work, and whose message counts.
+    # Rules of a server: which workers may start, which messages count.
     Refusal("gate", _WAITS),
     Refusal("allocation", _WAITS),
     Refusal("order", "its order follows from its consistency"),

@@ -159,6 +159,12 @@ def test_a_value_that_is_a_list_or_a_word_is_shown_as_it_is():
   assert report._text(column, [{}]) == "-"
 
 
+def test_a_seed_without_a_value_does_not_hide_those_of_others():
+  seeds = finished(staleness_max=7), finished(seed=1, staleness_max=None)
+  (row,), header, ((*cells, _),) = report.rows_of(seeds, ENGINES)
+  assert cells[header.index("max")] == "7" and row["staleness_max"] == 7
+
+
 def test_what_was_not_tested_has_the_loss_of_training():
   nan = {"test_accuracy": None, "test_loss": None, "train_loss": 0.25}
   headers = [c.header for c in report.columns_of([finished(**nan)], ENGINES)]
