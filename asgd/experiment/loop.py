@@ -81,6 +81,7 @@ def finished(
   return result
 
 
+# A caller's function of (records, final parameters, rows of the evaluations).
 Ended = Callable[[Any, Any, list[dict[str, Any]]], None]
 
 
@@ -193,7 +194,6 @@ class _Attempt(contextlib.ExitStack):
     self._experiment, self._cell = experiment, cell
     self._bar, self._machine, self._signals = bar, machine, signals
     self._folder = workdir and workdir / "cells" / cell.name
-
     self._kind, self._run = experiment.kind(cell), experiment.runs[cell.label]
     # Message at which this attempt began; messages that the bar has counted.
     self.start, self.counted = -1, 0

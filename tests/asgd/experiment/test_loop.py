@@ -219,7 +219,7 @@ def test_an_evaluation_is_compiled_before_a_live_run_begins(tmp_path):
   )
   (problem,) = exp._problems.values()
   counted = problem._replace(evaluate=lambda _: calls.append("evaluated"))
-  exp._problems, exp._carrying = {16: counted}, {}
+  exp._problems, exp._problems_of_runs = {16: counted}, {}
   for cell in exp.cells:
     with pytest.raises(ValueError, match="begun"):
       loop.train(exp, cell, tmp_path, bar=Silent())
