@@ -192,7 +192,7 @@ def _train(resolved, crew=None) -> None:
   experiment, workdir, where = _open(resolved)
   if where.profile:  # fail now if the folder cannot be made
     os.makedirs(where.profile, exist_ok=True)
-  signals, count = Signals(tells=workdir is not None), _jobs()
+  signals, count = Signals(prints=workdir is not None), _jobs()
   cells = jobs.share(experiment.cells, *_share())
   if count == "auto":  # JAX has initialised its devices by now
     count = 1 if where.profile else jobs.default_jobs()

@@ -70,6 +70,7 @@ def segments(
   now = rows[-1].time if rows else 0.0
 
   def add(key: tuple[int, int], start: float, end: float) -> None:
+    """Adds the stretches of the job `key`, which is (worker, seq)."""
     computation = computed(*key)
     if not computation:
       out.append(Segment(key[0], kind, start, end))

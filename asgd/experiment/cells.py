@@ -253,8 +253,8 @@ def _check_codec(
         f" nothing that a codec could take; set {key} in the entries of other"
         f" runs alone, config.runs.LABEL.{key}"
       )
-  # This engine has no section `network`, so the other engines' keys tell which
-  # of its settings differ from their defaults.
+  # This engine has no section `network`: the keys of the other engines have the
+  # defaults.
   sections = [kind.sections.get("network") or {} for kind in engines.values()]
   keys = {key: node for section in sections for key, node in section.items()}
   has_links = "network" in engines[run.engine].sections

@@ -108,8 +108,9 @@ class Checkpoints:
 
   @functools.cached_property
   def _manager(self) -> Any:
-    # Made late, because the import of orbax takes a sixth of a command's start
-    # and some commands neither save nor restore.
+    """Orbax's manager of the folder, made at the first save or restore."""
+    # The import of orbax takes a sixth of a command's start, and some commands
+    # neither save nor restore.
     import orbax.checkpoint as ocp
 
     here = jax.process_index()

@@ -86,7 +86,7 @@ def number(
 ) -> Check:
   """Returns a check of a finite number in a range; `above` excludes `least`."""
 
-  def is_in_range(value):
+  def is_in_range(value: Any) -> bool:
     is_real = type(value) in (int, float)
     # NaN and infinity fail the comparison.
     return is_real and least <= value <= most and not (above and value == least)
@@ -118,7 +118,7 @@ def choice(*options: str) -> Check:
     )
 
   @described(enum=list(options))
-  def check(value, key):
+  def check(value: Any, key: str) -> Any:
     if value not in options:
       hint = names.nearest(value, options)
       raise ValueError(f"config.{key} {shown(value)} is not known; {hint}")
@@ -131,7 +131,7 @@ def optional(check: Check) -> Check:
   """Returns a check that also accepts None."""
 
   @described(anyOf=[schema_of(check), {"type": "null"}])
-  def either(value, key):
+  def either(value: Any, key: str) -> Any:
     if value is None:
       return None
     try:
@@ -151,7 +151,7 @@ def several(check: Check, *, distinct: bool = False, least: int = 0) -> Check:
     minItems=least,
     uniqueItems=distinct,
   )
-  def each(value, key):
+  def each(value: Any, key: str) -> Any:
     _require(isinstance(value, list), value, key, "a list")
     for item in value:
       check(item, key)

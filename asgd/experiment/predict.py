@@ -177,6 +177,7 @@ def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
   of the job. Jobs that the records lack have the mean size."""
 
   def sizes_in(name: str) -> Callable[[int, int], list[float]]:
+    """Returns (worker, seq) -> bytes at each shard, of a column of records."""
     columns = [getattr(part, name).astype(float) for part in records]
     mean = [float(column.mean()) for column in columns]
     # bytes[worker][shard][seq]: the records of a worker are in order of seq.

@@ -96,6 +96,7 @@ def load(
 
   # [4] The model and the problem.
   def build() -> problems.Problem:
+    """Builds the problem; the cache calls it for new configs only."""
     with blame("model", tuple(model)), _of_function("model", kind):
       layers = models.build(kind, outputs, **model)
     blame_data = blame("data") if from_user else contextlib.nullcontext()
@@ -280,6 +281,7 @@ def _given(
 
   # [2] The problem. Its parts are checked and completed.
   def make(size: int) -> problems.Problem:
+    """Calls the user's function for a batch size."""
     problem = _call(
       "problem", section, {"batch_size": size, "data_dir": data_dir}
     )

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import threading
+from typing import Any
 
 from asgd.live import processes
 
@@ -29,9 +30,9 @@ class Signals:
 
   ending = False  # all training is saved, and a line for the user is printed
 
-  def __init__(self, *, tells: bool = True):
-    """Installs the handlers; `tells` prints a line when a request arrives."""
-    self.received, self._tells = 0, tells and sys.stderr is not None
+  def __init__(self, *, prints: bool = True):
+    """Installs the handlers. `prints`: whether a request prints a line."""
+    self.received, self._prints = 0, prints and sys.stderr is not None
     for number in _NUMBERS:
       signal.signal(number, self._handle)
     # Python's C handler writes each signal's number to the pipe at once, even
@@ -41,32 +42,36 @@ class Signals:
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     threading.Thread(target=self._count, args=(reading,), daemon=True).start()
 
-  def _handle(self, number, frame):
+  def _handle(self, number: int, frame: Any) -> None:
+    """Python's handler: runs in the main thread, between two of its steps."""
     del frame
     if self.received and not Signals.ending:
       raise KeyboardInterrupt
     self.received = number
-    if self._tells:
+    if self._prints:
       _say("stopping: all training so far is saved first")
 
   def _count(self, reading: int) -> None:
     """Counts the requests in a thread; ends the process when it must."""
-    asked, milliseconds = 0, None
+    requests = 0
+    timeout: float | None = None  # milliseconds; None: no limit
     poller = select.poll()  # select() refuses descriptors from 1,024 on
     poller.register(reading, select.POLLIN)
-    while asked < 3 and poller.poll(milliseconds):
-      data = os.read(reading, 64)
+    while requests < 3 and poller.poll(timeout):
+      data = os.read(reading, 64)  # a byte for each signal, its number
+      # Another library may have replaced a handler: its signals do not count.
       mine = [n for n in _NUMBERS if signal.getsignal(n) == self._handle]
-      asked += sum(map(data.count, mine))
-      if asked >= 2:
-        milliseconds = 1000 * _GRACE
-    if self._tells:
+      requests += sum(map(data.count, mine))
+      if requests >= 2:
+        timeout = 1000 * _GRACE
+    if self._prints:
       _say(f"ended at once, before all was saved; {GO_ON}")
     processes.end_children()
     os._exit(128 + signal.SIGINT)
 
 
-def _say(text):
+def _say(text: str) -> None:
+  """Prints a line on stderr, as a handler may."""
   with contextlib.suppress(OSError):  # a handler may interrupt print
     os.write(2, f"\n{text}\n".encode())
 

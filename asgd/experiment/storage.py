@@ -174,9 +174,9 @@ def write_archive(path: Path, members: Mapping[str, bytes]) -> None:
   zip files can open it. Equal files give equal bytes.
 
   Example:
-    >>> place = getfixture("tmp_path") / "two.zip"
-    >>> write_archive(place, {"a.txt": b"first", "b.txt": b"second"})
-    >>> read_archive(place, "b.txt")
+    >>> path = getfixture("tmp_path") / "two.zip"
+    >>> write_archive(path, {"a.txt": b"first", "b.txt": b"second"})
+    >>> read_archive(path, "b.txt")
     {'b.txt': b'second'}
   """
   with safe_files.replacing(path) as file:
