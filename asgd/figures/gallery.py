@@ -17,8 +17,9 @@ from asgd.figures.fields import FieldCheck
 
 _PAGE, _FOLDER = "figures.md", "figures"
 _VERSIONS = ("jax", "numpy", "scipy", "python")
-_HEAD = """\
-# Figures of papers, and what holds here
+_TITLE = "# Figures of papers, and what holds here\n"
+_METHOD = """\
+## How claims are judged
 
 Each figure is a file in `configs/figures`: an experiment, claims about it as
 data, and the values that the paper published. `asgd reproduce NAME` trains it
@@ -33,6 +34,7 @@ Runs are compared seed by seed.
 This page is written by `asgd reproduce --docs` from the verdicts in
 `docs/figures`; do not edit it.
 """
+_HOLDING = 2  # claims of a figure that its row names as examples of what holds
 
 
 def _is_value(value):
@@ -192,7 +194,9 @@ def _one_line(value: Any) -> Any:
 def page(docs: Path) -> str:
   """Returns the page, from the stored verdicts."""
   figures = _one_line(read(docs))
-  parts = [_HEAD, _summary(figures)]
+  parts = [_TITLE, _summary(figures)]
+  parts += [_row(name, data) for name, data in figures.items()]
+  parts.append(_METHOD)
   parts += [_section(name, data) for name, data in figures.items()]
   return "\n".join(parts)
 
@@ -218,19 +222,62 @@ def _count(claims, verdict) -> int:
   return sum(claim["verdict"] == verdict for claim in claims)
 
 
+def _counts(claims) -> str:
+  """Returns the number of claims of each verdict as text: "8 PASS, 4 FAIL"."""
+  counts = {verdict: _count(claims, verdict) for verdict in statistics.VERDICTS}
+  return ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+
+
 def _summary(figures: Mapping[str, Mapping[str, Any]]) -> str:
-  """Returns the table of all figures."""
-  rows = []
-  for name, data in figures.items():
-    claims = data["claims"]
-    # One column for each verdict, then the size and the time.
-    counts = [_count(claims, v) for v in statistics.VERDICTS]
-    rows.append(
-      [f"[{data['title']}](#{_anchor(data)})", f"`{name}`", *counts]
-      + [data["size"], _minutes(data["seconds"])]
-    )
-  header = ["figure", "name", *statistics.VERDICTS, "size", "training"]
-  return _table(header, rows)
+  """Returns the first paragraphs: the verdicts of all claims together, and how
+  to read the rows of figures below."""
+  claims = [claim for data in figures.values() for claim in data["claims"]]
+  return (
+    f"{len(figures)} figures judge {len(claims)} claims of the literature, at"
+    f" the size of small machines: **{_counts(claims)}**"
+    " ([how claims are judged](#how-claims-are-judged)). A row for each"
+    " figure shows its first claims that hold, and every claim that fails, with"
+    " the reason. Its title leads to all claims, their numbers and intervals,"
+    " and the figure in full size.\n"
+  )
+
+
+def _first_sentence(text: str) -> str:
+  """Returns a text until the first full stop that ends a sentence."""
+  return re.split(r"(?<=\.)\s+(?=[A-Z])", text, maxsplit=1)[0]
+
+
+def _row(name: str, data: Mapping[str, Any]) -> str:
+  """Returns the row of a figure on the front of the page: a thumbnail that
+  leads to its section, the counts of verdicts, and the claims to know.
+
+  The theme's style (docs/extra.css) places thumbnail and text side by side. The
+  inner Markdown makes mkdocs correct the links to pictures."""
+  claims, anchor = data["claims"], _anchor(data)
+  # Claims on several numbers of workers or delays may say the same.
+  holding = {
+    claim["says"]: claim
+    for claim in reversed(claims)
+    if claim["verdict"] == statistics.PASS
+  }
+  shown = list(reversed(holding.values()))[:_HOLDING]
+  shown += [claim for claim in claims if claim["verdict"] == statistics.FAIL]
+  bullets = []
+  for claim in shown:
+    reason = _first_sentence(claim["note"])
+    why = f" *{reason}*" if claim["verdict"] == statistics.FAIL else ""
+    said = f"{claim['name']}: {claim['says'].rstrip('.')}."
+    bullets.append(f"- **{claim['verdict']}** {said}{why}")
+  lines = [
+    '<div class="figure-row" markdown="1">\n',
+    f"[![{data['title']}]({_FOLDER}/{name}.svg)](#{anchor})\n",
+    '<div markdown="1">\n',
+    f"**[{data['title']}](#{anchor})**<br>\n{_counts(claims)};"
+    f" `asgd reproduce {name}`, {_minutes(data['seconds'])}\n",
+    *bullets,
+    "\n</div>\n\n</div>\n",
+  ]
+  return "\n".join(lines)
 
 
 def _anchor(data) -> str:

@@ -63,18 +63,21 @@ def get_config(arg=None):
 # Explanations of verdicts, from the numbers of the full run.
 NOTES = {
   "gap of NAG-ASGD, equal": (
-    "Of Multi-ASGD it holds, 2.9 times. DC-ASGD has here the momentum of 0.9"
-    " that all have, one for all workers, and lambda 2: it is NAG-ASGD without"
-    " the look-ahead, and has its gap. DC-ASGD-a, without momentum at a rate 16"
-    " times as large, has a larger one (0.010 beside 0.007). So the claim is"
-    " false of DC-ASGD as it is set up here, in either form."
+    "DC-ASGD has one momentum of 0.9 for all workers here, too, and so the gap"
+    " of NAG-ASGD. Of Multi-ASGD the claim holds, 2.9 times. DC-ASGD-a, without"
+    " momentum at a rate 16 times as large, has a larger gap (0.010 beside"
+    " 0.007). So the claim is false of DC-ASGD as it is set up here, in either"
+    " form."
   ),
-  "gap of NAG-ASGD, unequal": "As on equal machines; of Multi-ASGD it is 2.",
+  "gap of NAG-ASGD, unequal": (
+    "DC-ASGD has the gap of NAG-ASGD, as on equal machines. That of NAG-ASGD is"
+    " 2 times Multi-ASGD's."
+  ),
   "gap of DANA, unequal": (
-    "2.3 times that of ASGD. The look-ahead counts the momentum of each worker"
-    " once, as if each sent one message until a gradient arrives; here fast"
-    " workers send many before a slow one does (staleness up to 146 at 32"
-    " workers)."
+    "The look-ahead counts the momentum of each worker once, as if each sent"
+    " one message until a gradient arrives, but fast workers send many before a"
+    " slow one does: the gap is 2.3 times that of ASGD. The staleness is up to"
+    " 146 at 32 workers."
   ),
   "fails first, equal": (
     "NAG-ASGD and DC-ASGD fall below 50 % together, at 32 workers, and of"

@@ -1,6 +1,7 @@
 """A figure from its file to verdicts, and the page of all that are kept."""
 
 import json
+import re
 import shutil
 
 import kit
@@ -207,10 +208,49 @@ def test_damaged_verdicts_are_named(docs, change, message):
   assert not (place / "figures.md").exists()
 
 
+def test_the_front_counts_every_verdict_and_says_why_a_claim_fails():
+  front, _, _ = gallery.page(DOCS).partition("## How claims are judged")
+  claims = [claim for data in KEPT.values() for claim in data["claims"]]
+  counts = {
+    verdict: sum(claim["verdict"] == verdict for claim in claims)
+    for verdict in statistics.VERDICTS
+  }
+  said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+  assert f"{len(claims)} claims" in front and f"**{said}**" in front
+  rows = re.findall(r"\n\[!\[.*\]\(figures/(\w+)\.svg\)\]\(#", front)
+  assert rows == sorted(KEPT)
+  failed = [claim for claim in claims if claim["verdict"] == "FAIL"]
+  assert failed and all(claim["note"] for claim in failed)
+  assert len(re.findall(r"^- \*\*FAIL\*\* .*\. \*.+\*$", front, re.M)) == len(
+    failed
+  )
+
+
+def test_a_row_of_the_front_has_two_examples_and_every_failure(docs):
+  def change(data, first, part):
+    del part
+    data["claims"] = [dict(first, says=says) for says in "aabc"]
+    note = "By 2.5 times. And more."
+    failed = {"verdict": "FAIL", "note": note, "name": "f", "says": "it is"}
+    parts = [dict(first["parts"][0], verdict="FAIL")]
+    data["claims"].append(dict(first, **failed, parts=parts))
+
+  front = gallery.page(docs(change)).partition("## How")[0]
+  name = "waiting, simulated"
+  bullets = [line for line in front.splitlines() if line.startswith("- ")]
+  assert bullets == [
+    f"- **PASS** {name}: a.",
+    f"- **PASS** {name}: b.",
+    "- **FAIL** f: it is. *By 2.5 times.*",
+  ]
+  assert "4 PASS, 1 FAIL, 0 UNDECIDED; `asgd reproduce stragglers`" in front
+
+
 def test_a_row_of_the_page_is_one_line_without_tags(docs):
   said = {"says": "a\n<script>x</script> | b < c", "note": "x\n\n</td>"}
   text = gallery.page(docs(lambda data, claim, part: claim.update(said)))
-  (row,) = [line for line in text.splitlines() if "script" in line]
+  lines = [line for line in text.splitlines() if "script" in line]
+  (row,) = [line for line in lines if line.startswith("|")]
   assert "a &lt;script>x&lt;/script> \\| b < c | " in row
   assert row.endswith("| x &lt;/td> |")
 
