@@ -99,7 +99,7 @@ SLOW = (
   *("test_residence", "test_own_protocol"),
   *("test_optax_contract", "test_readme"),
   *("test_partition", "test_networks"),
-  *("test_coordinator", "test_parameter_server"),
+  *("test_coordinator", "test_parameter_server", "test_notebooks"),
 )
 
 

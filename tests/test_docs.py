@@ -232,7 +232,7 @@ def test_a_config_of_your_own():
 
 def test_a_cell_is_read_as_the_page_says(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
-  path = Path("runs/digits-000/cells/asgd-n8-s0/cell.npz")
+  path = Path("runs/digits-001/cells/asgd-n8-s0/cell.npz")
   path.parent.mkdir(parents=True)
   with zipfile.ZipFile(path, "w") as archive:  # as asgd.experiment.folder
     with archive.open("gap.npy", "w") as file:

@@ -103,7 +103,7 @@ def panels(results: Rows) -> list[Panel]:
     key, label = _CLOCKS[clocks[0]]
     sizes = [
       Panel(f"{name}_by_megabytes", "megabytes", y, _TRAFFIC, ylabel),
-      Panel("megabytes", "workers", "bytes_up", "workers", "bytes up"),
+      Panel("megabytes", "workers", "bytes_up", "workers", "traffic up (MB)"),
     ]
     return [
       Panel(name, "workers", y, "workers", ylabel),
@@ -343,9 +343,12 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
 
 
 def _shown(panel: Panel, values: Any) -> np.ndarray:
-  """Returns the drawn values: for an accuracy the error in percent."""
+  """Returns the drawn values: for an accuracy the error in percent, for bytes
+  megabytes."""
   values = np.asarray(values, float)
-  return 100 * (1 - values) if panel.y == "test_accuracy" else values
+  if panel.y == "test_accuracy":
+    return 100 * (1 - values)
+  return values / 1e6 if panel.y == "bytes_up" else values
 
 
 def _draw_run(
@@ -378,7 +381,8 @@ def _draw_run(
   color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
   if flat:
-    axis.axhline(mean[0], **style)
+    # A marker would be drawn at both ends, half outside of the axis.
+    axis.axhline(mean[0], **{**style, "marker": ""})
     axis.axhspan(low[0], high[0], **shade)
     return
   if panel.x != "workers":

@@ -63,6 +63,8 @@ def test_runs_with_codecs_are_drawn_against_their_traffic():
   panels = {p.name: (p.x, p.y) for p in figure.panels(rows + SWEPT[1:])}
   assert panels["accuracy_by_megabytes"] == ("megabytes", "test_accuracy")
   assert panels["megabytes"] == ("workers", "bytes_up")
+  units = {p.name: p.ylabel for p in figure.panels(rows + SWEPT[1:])}
+  assert units["megabytes"] == "traffic up (MB)"
   assert "megabytes" not in {p.name for p in figure.panels(SWEPT)}
 
 
