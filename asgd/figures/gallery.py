@@ -249,10 +249,9 @@ def _first_sentence(text: str) -> str:
 
 def _row(name: str, data: Mapping[str, Any]) -> str:
   """Returns the row of a figure on the front of the page: a thumbnail that
-  leads to its section, the counts of verdicts, and the claims to know.
-
-  The theme's style (docs/extra.css) places thumbnail and text side by side. The
-  inner Markdown makes mkdocs correct the links to pictures."""
+  leads to its section, and beside it the counts of verdicts and the claims to
+  know. docs/extra.css arranges them. The inner parts are Markdown, in which
+  mkdocs corrects the links to pictures."""
   claims, anchor = data["claims"], _anchor(data)
   # Claims on several numbers of workers or delays may say the same.
   holding = {

@@ -35,7 +35,7 @@ UNREACHED = 0.96  # height of crosses for "never", as a fraction of the axis
 
 
 class Measure(NamedTuple):
-  """What a panel shows of each cell."""
+  """The quantity of each cell that a panel shows."""
 
   title: str  # with its unit
   column: str  # of the cell's result, or TIME
@@ -125,7 +125,7 @@ def draw_run(
       else:
         mark = "x" if run.table.diverged(label, count, seed) else "."
         axis.plot(count * aside, value, mark, **dot)
-  # SSGD has no gap: a logarithmic axis has no place for 0.
+  # SSGD has no gap, and a logarithmic axis cannot show 0.
   medians = [m if 0 < m < math.inf else math.nan for m in medians]
   axis.plot(counts, medians, label=run.titles[label], lw=1.3, ms=4, **look)
 
