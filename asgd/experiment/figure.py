@@ -1,8 +1,7 @@
 """Draws an experiment's figure: curves of its runs, and sweeps over workers.
 
 The figure has the width of a journal's page, three panels in a row, and text of
-eight points. Lines differ in lightness, markers and dashes, so they also differ
-in grey.
+eight points. Lines differ in lightness, markers and dashes, so also in grey.
 """
 
 import contextlib
@@ -343,12 +342,10 @@ def scale_by_logarithm(axis: Any, direction: str, values: Any) -> bool:
 
 
 def _shown(panel: Panel, values: Any) -> np.ndarray:
-  """Returns the drawn values: for an accuracy the error in percent, for bytes
-  megabytes."""
+  """Returns drawn values: of an accuracy the error in percent, of bytes MB."""
   values = np.asarray(values, float)
-  if panel.y == "test_accuracy":
-    return 100 * (1 - values)
-  return values / 1e6 if panel.y == "bytes_up" else values
+  drawn = {"test_accuracy": 100 * (1 - values), "bytes_up": values / 1e6}
+  return drawn.get(panel.y, values)
 
 
 def _draw_run(
@@ -381,8 +378,7 @@ def _draw_run(
   color = style["color"]
   shade = {"color": color, "alpha": 0.15, "lw": 0}
   if flat:
-    # A marker would be drawn at both ends, half outside of the axis.
-    axis.axhline(mean[0], **{**style, "marker": ""})
+    axis.axhline(mean[0], **{**style, "marker": ""})  # no halves at both ends
     axis.axhspan(low[0], high[0], **shade)
     return
   if panel.x != "workers":
