@@ -93,7 +93,7 @@ def generated(
 def load(
   name: str = "generated",
   *,
-  data_dir: str | os.PathLike | None = None,
+  data_dir: str | os.PathLike[str] | None = None,
   least: int = 3,
   most: int = 5000,
   longest: int = 100,
@@ -175,8 +175,8 @@ def from_texts(
     cuts = range(0, max(len(words), 1), longest)
     pieces += [words[start : start + longest] for start in cuts]
   vocabulary = _vocabulary(pieces, source, least, most)
-  number = {word: i for i, word in enumerate(vocabulary)}
-  coded = [[number[w] for w in words if w in number] for words in pieces]
+  index_of = {word: i for i, word in enumerate(vocabulary)}
+  coded = [[index_of[w] for w in words if w in index_of] for words in pieces]
   kept = [np.array(each, np.int32) for each in coded if each]
   made = _parted(name, source, kept, vocabulary)
   if len(kept) < len(coded):
@@ -211,7 +211,7 @@ def _parted(name, source, documents, vocabulary) -> Documents:
       " words or more"
     )
   longest = max(map(len, documents))
-  arrays = []
+  arrays = []  # words and lengths, of the training part and of the test part
   for part in (False, True):
     rows = [
       d for d, in_test in zip(documents, test, strict=True) if in_test == part
@@ -221,7 +221,9 @@ def _parted(name, source, documents, vocabulary) -> Documents:
       row[: len(each)] = each
     arrays += [words, np.array([len(each) for each in rows], np.int32)]
   sources.freeze(arrays)
-  return Documents(name, source, *arrays, vocabulary)
+  return Documents(
+    name, source, arrays[0], arrays[1], arrays[2], arrays[3], vocabulary
+  )
 
 
 def _load_pydoc(data_dir):
@@ -259,7 +261,7 @@ def _load_file(data_dir):
   return source, characters.rstrip("\n").split("\n")
 
 
-_LOADERS: dict[str, Callable] = {
+_LOADERS: dict[str, Callable[..., Any]] = {
   "generated": generated,
   "pydoc": _load_pydoc,
   "newsgroups": _load_newsgroups,

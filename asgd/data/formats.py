@@ -20,7 +20,7 @@ import tarfile
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -94,8 +94,11 @@ def find_idx(folder: Path) -> tuple[Path, ...] | None:
   paths = []
   for name in IDX_FILES:
     either = (folder / name, folder / f"{name}.gz")
-    paths.append(next((path for path in either if path.is_file()), None))
-  return None if None in paths else tuple(paths)
+    path = next((path for path in either if path.is_file()), None)
+    if path is None:
+      return None
+    paths.append(path)
+  return tuple(paths)
 
 
 def read_idx(path: Path, dims: int) -> np.ndarray:
@@ -167,8 +170,8 @@ def tar_files(path: Path) -> Iterator[tuple[str, bytes]]:
   unpack = lzma.open if path.suffix == ".xz" else gzip.open
   with reading(path), unpack(path) as file, tarfile.open(fileobj=file) as tar:
     for member in tar:
-      if member.isfile():
-        yield member.name, tar.extractfile(member).read()
+      if content := tar.extractfile(member) if member.isfile() else None:
+        yield member.name, content.read()
     # tarfile stops before the end, but the checksum is at the end.
     while file.read(1 << 20):
       pass
@@ -282,7 +285,8 @@ def _decode(
       "pip install 'asgd[images]'"
     ) from error
   undecodable = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-  examples = {"train": [], "test": []}
+  # split -> (class, pixels) of each picture
+  examples: dict[str, list[Any]] = {"train": [], "test": []}
   lossy, size = False, None
   for name, content in files:
     path = PurePosixPath(name)
@@ -358,8 +362,8 @@ def read_image_archive(archive: Path, cache_dir: Path) -> Arrays:
         cached.unlink()
   arrays, _ = _decode(tar_files(archive), archive)
   try:
-    with written_whole(cached) as file:
-      np.savez(file, **arrays._asdict())
+    with written_whole(cached) as whole:
+      np.savez(whole, **arrays._asdict())
   except OSError as error:
     _log.warning("%s is not kept (%s): the next load is slow", cached, error)
   return arrays

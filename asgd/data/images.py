@@ -99,8 +99,8 @@ _PREFIXES = tuple(map(Path, ("/usr", "/usr/local", sys.prefix)))
 def load(
   name: str,
   *,
-  data_dir: str | os.PathLike | None = None,
-  cache_dir: str | os.PathLike | None = None,
+  data_dir: str | os.PathLike[str] | None = None,
+  cache_dir: str | os.PathLike[str] | None = None,
   download: bool = True,
 ) -> Dataset:
   """Loads an image set from the first source that has it.
@@ -153,7 +153,7 @@ def load(
   return loader(data_dir, _expand(cache_dir, "ASGD_CACHE"), download)
 
 
-def _expand(folder: str | os.PathLike, name: str) -> Path:
+def _expand(folder: str | os.PathLike[str], name: str) -> Path:
   """Returns a path with ~ replaced; ValueError if there is no home folder."""
   try:
     return Path(folder).expanduser()
@@ -273,8 +273,8 @@ def _load_idx(name, installed, data_dir, cache_dir, download) -> Dataset:
       )
     return _dataset(name, f"download {url}", formats.read_idx_set(paths))
   for folder in (data_dir, data_dir / subfolder):
-    if paths := formats.find_idx(folder):
-      return _dataset(name, f"file {folder}", formats.read_idx_set(paths))
+    if found := formats.find_idx(folder):
+      return _dataset(name, f"file {folder}", formats.read_idx_set(found))
   raise ValueError(
     f"data_dir {data_dir} does not hold {name}; expected in it, or in its "
     f"sub-folder {subfolder}/, all of {', '.join(formats.IDX_FILES)}, each "
@@ -322,7 +322,7 @@ def _load_folder(data_dir, *_) -> Dataset:
       "dataset 'folder' is your own pictures; pass --data_dir=FOLDER with"
       f" train/CLASS/NAME.png and test/CLASS/NAME.png, not {data_dir}"
     )
-  arrays, _ = formats.read_image_folder(data_dir)
+  arrays = formats.read_image_folder(data_dir)[0]
   return _pictures(data_dir.resolve().name, data_dir, arrays)
 
 

@@ -11,7 +11,7 @@ a worker can be replaced, only if the position can be saved:
 
 import base64
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,7 +128,8 @@ class WorkerIterator:
     """Starts a pass over an iterable; an iterator is its own single pass."""
     with checks.user_code(f"the iterator of worker {self._worker} fails"):
       once = _has(self.made, "__next__")
-      self._iterator: Iterator[Any] = self.made if once else iter(self.made)
+      # An Iterator, which may have get_state and set_state.
+      self._iterator: Any = self.made if once else iter(self.made)
 
   @property
   def keeps_position(self) -> bool:

@@ -122,7 +122,17 @@ def from_arrays(
       raise ValueError("mean and std must be finite, and no std 0")
   # `_array` made views, so the caller's arrays stay writable.
   sources.freeze(arrays.values())
-  return Dataset(str(name), str(source), *arrays.values(), classes, mean, std)
+  return Dataset(
+    str(name),
+    str(source),
+    arrays["train_x"],
+    arrays["train_y"],
+    arrays["test_x"],
+    arrays["test_y"],
+    classes,
+    mean,
+    std,
+  )
 
 
 def _form(array):

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,8 +51,8 @@ def load(
   name: str = "topics",
   *,
   context: int,
-  data_dir: str | os.PathLike | None = None,
-  tokenizer: str | os.PathLike | None = None,
+  data_dir: str | os.PathLike[str] | None = None,
+  tokenizer: str | os.PathLike[str] | None = None,
 ) -> Sentences:
   """Loads a task; the test part is the one that its authors call dev.
 
@@ -93,12 +93,13 @@ def load(
     vocabulary, encode = _word_vocabulary(train)
   else:
     vocabulary, encode = _pretrained_tokenizer(Path(tokenizer))
-  arrays = []
-  for part in (train, test):
-    arrays += [encode(part, context), part.labels]
-  sources.freeze(arrays)
+  train_x, test_x = encode(train, context), encode(test, context)
+  sources.freeze([train_x, train.labels, test_x, test.labels])
   measure = _FORMS[name].measure if name in _FORMS else None
-  return Sentences(name, source, *arrays, classes, vocabulary, measure)
+  return Sentences(
+    *(name, source, train_x, train.labels, test_x, test.labels),
+    *(classes, vocabulary, measure),
+  )
 
 
 # From sentences to numbers.
@@ -118,7 +119,7 @@ def split(sentence: str) -> list[str]:
 
 def _word_vocabulary(train: Examples):
   """Returns (size, encode) of a vocabulary of complete words."""
-  counts = collections.Counter()
+  counts: collections.Counter[str] = collections.Counter()
   for column in zip(*train.sentences, strict=True):
     counts.update(word for sentence in column for word in split(sentence))
   common = [w for w, n in counts.most_common(_MOST_WORDS) if n >= _RARE]
@@ -184,14 +185,16 @@ def _load_topics(name, data_dir):
   from pydoc_data import topics
 
   prose = {key: _prose(topics.topics[key]) for key in sorted(topics.topics)}
-  labels, seen = [], set()
+  labels: list[str] = []
+  seen: set[str] = set()  # sentences of the selected topics
   for _ in range(_TOPICS):
     # Count only sentences that no selected topic has.
     new_counts = {key: len(set(prose[key]) - seen) for key in prose}
-    labels.append(max(new_counts, key=new_counts.get))
+    labels.append(max(new_counts, key=new_counts.__getitem__))
     seen.update(prose[labels[-1]])
   times = collections.Counter(s for key in labels for s in prose[key])
-  parts = [], []
+  # (sentence, label) of the training part and of the test part
+  parts: tuple[list[tuple[str, int]], ...] = [], []
   for label, key in enumerate(labels):
     unique = [s for s in prose[key] if times[s] == 1]
     for i, sentence in enumerate(unique):
@@ -211,7 +214,7 @@ def _prose(manual: str) -> list[str]:
   return list(dict.fromkeys(s for s in ended if len(split(s)) > _SHORTEST))
 
 
-def _examples(rows: Sequence[tuple]) -> Examples:
+def _examples(rows: Sequence[tuple[Any, ...]]) -> Examples:
   """(sentence, label) or (sentence, sentence, label) -> Examples."""
   labels = np.array([row[-1] for row in rows], np.int32)
   return Examples([row[:-1] for row in rows], labels)
@@ -311,7 +314,7 @@ def _parse(form: _Form, where: str, content: bytes) -> Examples:
   return _examples(rows)
 
 
-TASKS: dict[str, Callable] = {
+TASKS: dict[str, Callable[..., Any]] = {
   "topics": _load_topics,
   **dict.fromkeys(_FORMS, _load_glue),
 }

@@ -25,7 +25,7 @@ def drawn(
   kind: str,
   name: str,
   loaders: Mapping[str, Callable[..., Any]],
-  data_dir: str | os.PathLike | None,
+  data_dir: str | os.PathLike[str] | None,
   options: Mapping[str, Any],
 ) -> Any:
   """Returns the data "generated", made with its options; None for another name,
@@ -75,7 +75,7 @@ def scikit_learn(module: str, what: str) -> ModuleType:
 
 
 def refuse_folder(
-  name: str, data_dir: str | os.PathLike | None, owner: str
+  name: str, data_dir: str | os.PathLike[str] | None, owner: str
 ) -> None:
   """Raises ValueError if a folder is given for data that `owner` contains."""
   if data_dir is not None:
@@ -96,7 +96,7 @@ def file_of_package(package: str, *parts: str) -> Path | None:
   return None
 
 
-def file_of(kind: str, data_dir: str | os.PathLike | None) -> Path:
+def file_of(kind: str, data_dir: str | os.PathLike[str] | None) -> Path:
   """Returns the path of a user's own file; ValueError if there is none."""
   if data_dir is None:
     raise ValueError(f"the {kind} 'file' needs data_dir, the path of a file")

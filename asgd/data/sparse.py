@@ -92,7 +92,7 @@ def generated(
 def load(
   name: str = "generated",
   *,
-  data_dir: str | os.PathLike | None = None,
+  data_dir: str | os.PathLike[str] | None = None,
   **options: Any,
 ) -> Sparse:
   """Loads examples; every fifth is in the test part (sst2 has its own).
@@ -179,12 +179,15 @@ def from_rows(
     raise ValueError(
       f"the training part of {source} has only one class: give examples of both"
     )
-  arrays = []
-  for part in (~test, test):
-    arrays += [both[0][part], both[1][part].astype(np.float32)]
-    arrays.append(labels[part].astype(np.int32))
-  sources.freeze(arrays)
-  return Sparse(name, source, *arrays, features)
+  keys, values = both[0], both[1].astype(np.float32)
+
+  def part(chosen: np.ndarray) -> Any:
+    keys, values = both[0][chosen], both[1][chosen].astype(np.float32)
+    return keys, values, labels[chosen].astype(np.int32)
+
+  train_part, test_part = part(~test), part(test)
+  sources.freeze([*train_part, *test_part])
+  return Sparse._make((name, source, *train_part, *test_part, features))
 
 
 def _wrong(keys, values, label, features) -> str | None:
@@ -227,8 +230,8 @@ def _load_breast_cancer(data_dir):
       # A feature for each pair of bins of numbers i and j.
       keys.append((first + _BINS * left[:, i] + left[:, j])[:, None])
       first += _BINS * _BINS
-  keys = np.concatenate(keys, 1)
-  rows = list(zip(keys, np.ones(keys.shape), strict=True))
+  table = np.concatenate(keys, 1)
+  rows = list(zip(table, np.ones(table.shape), strict=True))
   source = "scikit-learn (embedded)"
   return from_rows(rows, labels, "breast_cancer", source, features=first)
 
@@ -270,7 +273,7 @@ def _load_file(data_dir):
   return from_rows(rows, labels == classes[1], path.name, str(path))
 
 
-_LOADERS: dict[str, Callable] = {
+_LOADERS: dict[str, Callable[..., Any]] = {
   "generated": generated,
   "breast_cancer": _load_breast_cancer,
   "sst2": _load_sst2,

@@ -174,7 +174,10 @@ def _load_file(data_dir):
     raise DataError(f"{path} cannot be read: {error.strerror}") from None
 
 
-_LOADERS: dict[str, Callable] = {"pydoc": _load_pydoc, "file": _load_file}
+_LOADERS: dict[str, Callable[..., tuple[str, str]]] = {
+  "pydoc": _load_pydoc,
+  "file": _load_file,
+}
 
 
 def make_batches(

@@ -82,10 +82,10 @@ def from_string(
       " lower least, or give a longer text"
     )
   number = {word: i for i, word in enumerate(common)}
-  parts = [
+  train, test = (
     np.array([number[w] for w in part if w in number], np.int32)
     for part in (words[:cut], words[cut:])
-  ]
-  sources.freeze(parts)
-  counts = np.bincount(parts[0], minlength=len(common))
-  return Words(name, source, *parts, tuple(common), counts)
+  )
+  sources.freeze([train, test])
+  counts = np.bincount(train, minlength=len(common))
+  return Words(name, source, train, test, tuple(common), counts)

@@ -189,7 +189,7 @@ class Pretrained(NamedTuple):
   weights: tuple[dict[str, Any], ...]  # float32, by layer; no classifier
 
 
-def find(folder_or_package: str | os.PathLike) -> Path:
+def find(folder_or_package: str | os.PathLike[str]) -> Path:
   """Returns the folder of a checkpoint (config.json, model.safetensors).
 
   It is the given folder, or one in the installed package of that name. Raises
@@ -263,7 +263,7 @@ def pretrained(
       source = source.format(number - 1)
       if kind == "kernel":
         outputs = leaves[f"{module}.bias"].size
-        shape = outputs, leaf.size // outputs
+        shape: tuple[int, ...] = outputs, leaf.size // outputs
         # A checkpoint has [outputs, inputs], flax has [inputs, outputs].
         value = read(f"{source}.weight", shape).T
       else:

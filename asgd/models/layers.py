@@ -13,6 +13,7 @@ A layer is a flax module called as layer(x, train=bool). Index letters:
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +47,7 @@ def init(
     dict of statistics per layer (mean 0, variance 1).
   """
   weights, stats = [], []
+  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
   # `lazy_init` needs the dtype that JAX will compute with.
   dtype = jax.dtypes.canonicalize_dtype(example.dtype)  # float64 may be off
   x = jax.ShapeDtypeStruct(example.shape, dtype)
@@ -53,7 +55,7 @@ def init(
     return layers.init(key, x)
   for i, layer in enumerate(layers):
     variables = _draw(layer, jax.random.fold_in(key, i), x)
-    x = _remembered(_shape_of_output, layer, x, jax.config.jax_enable_x64)
+    x = _remembered(_shape_of_output, layer, x, wide)
     weights.append(variables.get("params", {}))
     stats.append(variables.get("batch_stats", {}))
   if any(stats):
@@ -66,7 +68,7 @@ def _draw(layer, key, x):
   if isinstance(key, jax.core.Tracer):
     # `own.check_layers` intercepts the calls of layers while this is traced.
     return layer.lazy_init(key, x, train=False)
-  wide = jax.config.jax_enable_x64
+  wide = jax.config.jax_enable_x64  # type: ignore[attr-defined]
   return _remembered(_steps_of_init, layer, x, key.aval, wide)(key)
 
 
@@ -108,7 +110,7 @@ def _remembered(fn, layer, *arguments):
 
 
 def apply(
-  layers: Layers | Model, params: optax.Params, x: jax.Array, *,
+  layers: Layers | Model, params: Any, x: jax.Array, *,
   train: bool = False, key: jax.Array | None = None, first: int = 0,
 ) -> tuple[jax.Array, optax.Params]:
   """Runs the layers, or the slice of them that is one stage.
@@ -131,7 +133,7 @@ def apply(
     variance, not averaged), otherwise the given ones; () for params without
     statistics.
   """
-  weights = base.weights_of(params)
+  weights: Any = base.weights_of(params)
   if isinstance(layers, Model):
     return layers.apply(params, _cast(x, weights), train, key)
   if len(weights) != len(layers):

@@ -12,7 +12,7 @@ after its batch, and the server replaces its own by it (momentum 0).
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -72,9 +72,9 @@ def as_model(value: Any) -> Any:
       return tuple(value)
     if len(value) == 2 and all(map(callable, value)):
       return _pair(*value)
-  pair = getattr(value, "init", None), getattr(value, "apply", None)
-  if all(map(callable, pair)):
-    return _pair(*pair)
+  init, apply = getattr(value, "init", None), getattr(value, "apply", None)
+  if callable(init) and callable(apply):
+    return _pair(init, apply)
   raise ValueError(f"it returned {checks.shown(value)}; return {_FORMS}")
 
 
@@ -98,7 +98,7 @@ def _arguments(call, given: int, what: str) -> list[str]:
   return [p.name for p in rest]
 
 
-def _mode(arguments, train: bool) -> dict[str, bool]:
+def _mode(arguments: Collection[str], train: bool) -> dict[str, Any]:
   """Returns the keywords that switch a model to training or evaluation."""
   return {
     name: value is train for name, value in _MODES.items() if name in arguments
@@ -177,7 +177,7 @@ def _linen(module: nn.Module) -> Model:
 
   def apply(params, x, train, key):
     keeps = isinstance(params, base.Variables)
-    variables = {"params": base.weights_of(params)}
+    variables: dict[str, Any] = {"params": base.weights_of(params)}
     if keeps:
       variables["batch_stats"] = params.stats
     rngs = None if key is None else {"dropout": key}
@@ -312,13 +312,13 @@ def of_nnx(make: Callable[..., Any]) -> Model:
 # Two functions, with or without Haiku's positional state and rng.
 
 
-def _positional(function: Callable) -> list[inspect.Parameter]:
+def _positional(function: Callable[..., Any]) -> list[inspect.Parameter]:
   """Returns the parameters of a function that are passed by position."""
   parameters = inspect.signature(function).parameters.values()
   return [p for p in parameters if p.kind <= p.VAR_POSITIONAL]
 
 
-def _pair(init: Callable, apply: Callable) -> Model:
+def _pair(init: Callable[..., Any], apply: Callable[..., Any]) -> Model:
   """Returns the Model of a pair (init, apply).
 
   init is called as init(key) or init(key, example). apply is called as
@@ -353,7 +353,7 @@ def _pair(init: Callable, apply: Callable) -> Model:
   return Model(draw, run)
 
 
-def _drawing(init: Callable) -> Callable:
+def _drawing(init: Callable[..., Any]) -> Callable[..., Any]:
   """Returns (key, example) -> the result of a pair's init."""
   needed = [
     p.name
@@ -376,7 +376,10 @@ def _drawing(init: Callable) -> Callable:
 
 
 def _stateful(
-  draw: Callable, apply: Callable, between: list[str], arguments: list[str]
+  draw: Callable[..., Any],
+  apply: Callable[..., Any],
+  between: list[str],
+  arguments: list[str],
 ) -> Model:
   """Returns the Model of a pair whose apply takes and returns a state.
 

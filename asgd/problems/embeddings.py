@@ -95,7 +95,8 @@ def skip_gram(
     }
 
   def evaluate(params):
-    return Evaluation(*map(float, _score(params, test)))
+    loss, accuracy = _score(params, test)
+    return Evaluation(float(loss), float(accuracy))
 
   def data_of(size):
     checks.whole("batch_size", size, most=len(data.train))

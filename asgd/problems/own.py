@@ -60,7 +60,7 @@ class _OfModel(NamedTuple):
     """Returns parameters in the form of the model's package."""
     return self.model.outward(params, self.example)
 
-  def loss(self) -> Callable:
+  def loss(self) -> Callable[..., Any]:
     """Returns the loss, with the statistics of the batch as aux."""
 
     def prepare(batch, key, dtype):
@@ -171,7 +171,7 @@ class Objects:
   @property
   def identity(self) -> dict[str, Any]:
     """Description in a results folder, as data for JSON."""
-    own = {
+    own: dict[str, Any] = {
       key: descriptions.describe_object(self.objects[key])
       for key in ("order", "durations")
       if key in self.objects
@@ -198,8 +198,11 @@ class Objects:
     return self._problem(self._stream)
 
   def _problem(self, stream: streams.Stream) -> Problem:
-    def rebatch(size):
-      return self._problem(stream.resize(size))
+    resize = stream.resize
+
+    def rebatch(size: int) -> Problem:
+      assert resize is not None
+      return self._problem(resize(size))
 
     return Problem(
       self._init,
@@ -209,7 +212,7 @@ class Objects:
       stream.first,
       stream.per_epoch or 1,
       self._pieces,
-      rebatch if stream.resize else None,
+      rebatch if resize else None,
       statistics_decay=self._decay,
       sequential=stream.sequential,
     )
@@ -334,6 +337,6 @@ def as_evaluation(said: Any, alone: str = "value") -> Evaluation:
       f" {checks.shown(said)}"
     ) from error
   # Other names get columns with the prefix "test_".
-  of_all = [values.pop(key, _NAN) for key in ("loss", "accuracy")]
+  loss, accuracy = (values.pop(key, _NAN) for key in ("loss", "accuracy"))
   more = {f"test_{key}": value for key, value in values.items()}
-  return Evaluation(*of_all, more=more)
+  return Evaluation(loss, accuracy, more=more)

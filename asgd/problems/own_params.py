@@ -44,8 +44,8 @@ class ModelTree(NamedTuple):
 
   template: Any  # the model, with a _Trained in place of each of them
 
-  def join(self, arrays: dict[str, jax.Array]) -> Any:
-    """Returns the model with these arrays."""
+  def join(self, arrays: Any) -> Any:
+    """Returns the model with these arrays: name -> array."""
 
     def leaf(value):
       return arrays[value.name] if isinstance(value, _Trained) else value

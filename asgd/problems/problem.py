@@ -149,7 +149,7 @@ def carrying(
 
 
 # batch size -> (batches, probe, batches_per_epoch) of a Problem
-DataOf = Callable[[int], tuple[Callable, base.Batch, int]]
+DataOf = Callable[[int], tuple[Callable[..., Any], base.Batch, int]]
 
 
 def dtype_of(params: optax.Params) -> Any:
@@ -175,7 +175,7 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
   return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
 
 
-def classification_loss(logits: jax.Array, batch: tuple) -> jax.Array:
+def classification_loss(logits: jax.Array, batch: tuple[Any, ...]) -> jax.Array:
   """The criterion for batches (examples, labels): the mean loss, float[]."""
   return cross_entropy(logits, batch[1]).mean()
 
@@ -197,7 +197,7 @@ def spread(count: int, limit: int) -> np.ndarray:
 
 
 def totals(
-  score: Callable, arrays: Sequence[np.ndarray], at_once: int
+  score: Callable[..., Any], arrays: Sequence[np.ndarray], at_once: int
 ) -> np.ndarray:
   """Returns the sums of a score over rows of arrays.
 
@@ -215,8 +215,8 @@ def totals(
 
 def join(
   pieces: Pieces,
-  init: Callable,
-  evaluate: Callable,
+  init: Callable[..., Any],
+  evaluate: Callable[..., Any],
   data_of: DataOf,
   batch_size: int,
   *,
@@ -242,9 +242,9 @@ def join(
 def of_data(
   data_of: DataOf,
   batch_size: int,
-  init: Callable,
-  loss: Callable,
-  evaluate: Callable,
+  init: Callable[..., Any],
+  loss: Callable[..., Any],
+  evaluate: Callable[..., Any],
   **options: Any,
 ) -> Problem:
   """Returns a problem that allows other batch sizes; options are the other

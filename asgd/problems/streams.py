@@ -19,7 +19,7 @@ _REMEDY = (
 )
 
 
-def accepts(function: Callable, count: int) -> bool:
+def accepts(function: Callable[..., Any], count: int) -> bool:
   """Whether a function can be called with `count` positional arguments."""
   try:
     inspect.signature(function).bind(*range(count))
@@ -30,7 +30,7 @@ def accepts(function: Callable, count: int) -> bool:
   return True
 
 
-def takes(function: Callable, name: str) -> bool:
+def takes(function: Callable[..., Any], name: str) -> bool:
   """Whether a function has an argument of a name."""
   try:
     return name in inspect.signature(function).parameters
@@ -38,7 +38,7 @@ def takes(function: Callable, name: str) -> bool:
     return False
 
 
-def arguments_of(function: Callable) -> str:
+def arguments_of(function: Callable[..., Any]) -> str:
   """Returns a function's arguments as text, for errors."""
   try:
     return str(inspect.signature(function))
@@ -253,7 +253,7 @@ def _of_function(given, size):
   with checks.user_code("data(0, 0) fails", passes=(ValueError,)):
     # Call twice: a pure function returns the same bits.
     first, again = batch(0, 0), batch(0, 0)
-  form = jax.tree.structure(first)
+  form: Any = jax.tree.structure(first)
 
   def later(worker, job):
     value = batch(worker, job)
@@ -274,7 +274,7 @@ def _of_function(given, size):
   return Stream(lambda seed, workers: later, first, _size(first), None)
 
 
-def _takes_worker_alone(given: Callable) -> bool:
+def _takes_worker_alone(given: Callable[..., Any]) -> bool:
   """Whether a function of data needs one argument; others may have values."""
   try:
     parameters = inspect.signature(given).parameters.values()

@@ -116,9 +116,10 @@ def regression(
 class _Task(NamedTuple):
   """The criterion and the scores of a task on labelled examples."""
 
-  criterion: Callable  # (output, batch) -> float[]
-  score: Callable  # (output, labels) -> sums
-  conclude: Callable  # (sums over the test part, its labels) -> Evaluation
+  criterion: Callable[..., Any]  # (output, batch) -> float[]
+  score: Callable[..., Any]  # (output, labels) -> sums
+  # (sums over the test part, its labels) -> Evaluation
+  conclude: Callable[..., Any]
   guess: float  # see Problem
 
 
@@ -333,7 +334,8 @@ def language(
   windows = windows[lib.spread(len(windows), evaluation_windows)]
 
   def evaluate(params):
-    return Evaluation(*map(float, jax.device_get(score(params, windows))))
+    loss, accuracy = jax.device_get(score(params, windows))
+    return Evaluation(float(loss), float(accuracy))
 
   def data_of(size):
     def batches(seed, workers):

@@ -277,7 +277,8 @@ def in_common(found: np.ndarray, known: np.ndarray) -> float:
     >>> topics.in_common(np.eye(3)[[2, 0, 1]], np.eye(3))
     1.0
   """
-  from scipy import optimize  # the import takes a third of a second
+  # The import takes a third of a second.
+  from scipy import optimize  # type: ignore[import-untyped]
 
   both = np.minimum(found[:, None], known[None]).sum(2)
   rows, columns = optimize.linear_sum_assignment(-both)

@@ -35,16 +35,20 @@ from asgd.simulator.traffic import ReceivedMessage
 class PeerSteps(NamedTuple):
   """The compiled functions of a peer; same calls, same bits."""
 
-  work: Callable  # (worker state, ticket, batch, root, job): as Worker.work
-  send: Callable  # (PeerState, worker) -> Job
-  receive: Callable  # (PeerState, Job, message, loss) -> (it, Observation)
-  put: Callable  # (PeerState, keep, root, worker, seq) -> (PeerState, code)
+  # (worker state, ticket, batch, root, job): as Worker.work
+  work: Callable[..., Any]
+  send: Callable[..., Any]  # (PeerState, worker) -> Job
+  # (PeerState, Job, message, loss) -> (PeerState, Observation)
+  receive: Callable[..., Any]
+  # (PeerState, keep, root, worker, seq) -> (PeerState, code)
+  put: Callable[..., Any]
   # (PeerState, codes, weights, slots) -> (PeerState, float32[], the RMS of the
   # change of its parameters)
-  mix: Callable
-  lend: Callable  # (PeerState, slot) -> (PeerState, loan)
-  adopt: Callable  # (PeerState, loan, slot, first) -> PeerState
-  residual: Callable  # PeerState -> float32[], RMS of the unsent residual
+  mix: Callable[..., Any]
+  lend: Callable[..., Any]  # (PeerState, slot) -> (PeerState, loan)
+  adopt: Callable[..., Any]  # (PeerState, loan, slot, first) -> PeerState
+  # PeerState -> float32[], RMS of the unsent residual
+  residual: Callable[..., Any]
 
 
 @functools.lru_cache(maxsize=32)

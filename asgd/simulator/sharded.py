@@ -127,7 +127,7 @@ class Sharded:
     self._steps, self._batch, self._root = steps, batch, root
     self._workers: dict[_Key, Any] = {}  # (worker, incarnation) -> its state
     self._incarnations: dict[_Key, int] = {}  # message -> incarnation
-    self._messages: dict[_Key, tuple] = {}  # S parts, and the loss
+    self._messages: dict[_Key, tuple[Any, ...]] = {}  # S parts, and the loss
     # message -> number of shards at which its job has ended
     self._ended_shards: dict[_Key, int] = {}
 
@@ -188,7 +188,7 @@ class Sharded:
         self._incarnations[key] = shard.ledger.incarnations.get(event.worker, 0)
     return True
 
-  def _message(self, key: _Key, job: int) -> tuple | None:
+  def _message(self, key: _Key, job: int) -> tuple[Any, ...] | None:
     """Returns a message, computing it if all shards have sent; else None."""
     if key in self._messages:
       return self._messages[key]

@@ -26,11 +26,13 @@ class Steps(NamedTuple):
   arrays; not params and version, as open tickets refer to them.
   """
 
-  work: Callable | None  # (state, ticket, batch, root, job): as Worker.work
-  send: Callable  # (ServerState, worker) -> Ticket
+  # (state, ticket, batch, root, job): as Worker.work
+  work: Callable[..., Any] | None
+  send: Callable[..., Any]  # (ServerState, worker) -> Ticket
   # (ServerState, ticket, message, loss) -> (ServerState, Observation)
-  receive: Callable
-  stage: Callable  # (totals, *as receive) -> sharding.Ask, or Done of the same
+  receive: Callable[..., Any]
+  # (totals, *as receive) -> sharding.Ask, or Done of the same
+  stage: Callable[..., Any]
   wire: str | None = None  # dtype in which parameters travel
   codec: compression.Codec | None = None  # of messages
   alone: bool = False  # each message is an update
@@ -73,7 +75,7 @@ class PureSteps(NamedTuple):
 
 
 @functools.lru_cache(maxsize=32)
-def _pure_work(worker: base.Worker) -> Callable:
+def _pure_work(worker: base.Worker) -> Callable[..., Any]:
   """Returns a worker's work as a part of programs, which trace it once for all
   servers and numbers of workers: half of the time to trace a small program."""
 
@@ -111,7 +113,9 @@ def pure_steps(
 
 
 @functools.lru_cache(maxsize=32)
-def compile_work(worker: base.Worker, group: WorkerDevices = ALONE) -> Callable:
+def compile_work(
+  worker: base.Worker, group: WorkerDevices = ALONE
+) -> Callable[..., Any]:
   """Compiles a worker once, however many servers it serves.
 
   Its devices are the first of this process. XLA divides the work among them: in
