@@ -61,7 +61,7 @@ class EventFile:
     # their names, so the time comes first.
     name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}"
     path = folder / f"events.out.tfevents.{name}"
-    # Without a buffer, closing the file writes ignored_calls and cannot fail.
+    # Without a buffer, closing the file writes nothing and cannot fail.
     self._file = safe_files.appending(path, buffering=0)
     self.close = self._file.close
     self._write(file_version="brain.Event:2")  # must be the first record

@@ -115,7 +115,7 @@ def _remove_packed(cell_folder: Path) -> None:
 
 
 def tidy(cell_folder: Path) -> None:
-  """Removes files of a finished cell that a kill at its end has leftovers.
+  """Removes files of a finished cell that a kill at its end has left.
 
   These are files that the archive has too, and a half-written archive. Nothing
   is removed if another process holds the cell, or its folder is read-only or a

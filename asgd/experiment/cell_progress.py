@@ -65,7 +65,7 @@ def segments(
     >>> segments([row, row._replace(time=2.0, action=base.RECEIVE)])
     [Segment(lane=3, kind='compute', start=0.0, end=2.0)]
   """
-  out: list[Segment] = []
+  stretches: list[Segment] = []
   started: dict[tuple[int, int], float] = {}
   now = rows[-1].time if rows else 0.0
 
@@ -73,13 +73,13 @@ def segments(
     """Adds the stretches of the job `key`, which is (worker, seq)."""
     computation = computed(*key)
     if not computation:
-      out.append(Segment(key[0], kind, start, end))
+      stretches.append(Segment(key[0], kind, start, end))
       return
     # Of a job in progress the simulated end may be later than `now`.
     began, ended = (min(time, end) for time in computation)
     parts = ("wire", start, began), ("compute", began, ended)
     for name, *times in (*parts, ("wire", ended, end)):
-      out.append(Segment(key[0], name, *times))
+      stretches.append(Segment(key[0], name, *times))
 
   for event in rows:
     if event.action in STARTS:
@@ -89,7 +89,7 @@ def segments(
   for key, start in started.items():  # jobs in progress
     add(key, start, now)
   # A ticket that takes no time has no stretch on the wire.
-  return [part for part in out if part.end > part.start]
+  return [part for part in stretches if part.end > part.start]
 
 
 def rows_before(
@@ -142,14 +142,14 @@ def read_work(folder: Path) -> list[Segment]:
   The spans of a worker separate its fetches, computations and pushes. The
   jobs of workers without spans are taken from the journals.
   """
-  out: list[Segment] = []
+  stretches: list[Segment] = []
   jobs: dict[tuple[int, float], Segment] = {}
   # [1] spans-W.csv of worker W, a line for each fetch, computation and push
   for path in folder.glob("spans-*.csv"):
     lane = int(path.stem.partition("-")[2])
     spans = (_stretch(lane, line) for line in last_lines(path))
-    out += filter(None, spans)
-  with_spans = {part.lane for part in out}
+    stretches += filter(None, spans)
+  with_spans = {part.lane for part in stretches}
   # [2] trace-S.csv of shard, peer or worker S; sorted, so the lead is first
   for path in sorted(folder.glob("trace-*.csv")):
     rows = list(filter(None, map(_event, last_lines(path))))
@@ -157,7 +157,8 @@ def read_work(folder: Path) -> list[Segment]:
       # Each shard has rows of a job. The lead's count, unless the starts
       # differ by a millisecond or more.
       jobs.setdefault((part.lane, round(part.start, 3)), part)
-  return out + [part for part in jobs.values() if part.lane not in with_spans]
+  without_spans = (p for p in jobs.values() if p.lane not in with_spans)
+  return [*stretches, *without_spans]
 
 
 class _Totals:
@@ -226,7 +227,7 @@ class _Losses(NamedTuple):
 
 def _thinned(points: list[_Point]) -> list[_Point]:
   """Returns one point for two, with the means over both."""
-  out: list[_Point] = []
+  thinned: list[_Point] = []
   before = 0.0
   for first, second in zip(points[::2], points[1::2], strict=False):
     # A mean is weighted by the messages that its point stands for.
@@ -237,10 +238,11 @@ def _thinned(points: list[_Point]) -> list[_Point]:
       for a, b in zip(first[2:4], second[2:4], strict=True)
     )
     nbytes = first.nbytes + second.nbytes
-    out.append(second._replace(loss=loss, staleness=staleness, nbytes=nbytes))
+    point = second._replace(loss=loss, staleness=staleness, nbytes=nbytes)
+    thinned.append(point)
     before = second.message
   # Of an odd count the last point has no partner, and stays.
-  return out + points[2 * len(out) :]
+  return thinned + points[2 * len(thinned) :]
 
 
 def _earlier(path: Path, done: int) -> tuple[list[_Point], list[Any]]:

@@ -113,14 +113,14 @@ class Checkpoints:
     # neither save nor restore.
     import orbax.checkpoint as ocp
 
-    here = jax.process_index()
+    index = jax.process_index()
     options = ocp.CheckpointManagerOptions(
       max_to_keep=_KEPT,
       enable_async_checkpointing=False,
       create=False,
       # Only this process writes; orbax does not wait for others.
       multiprocessing_options=ocp.options.MultiprocessingOptions(
-        primary_host=here, active_processes={here}
+        primary_host=index, active_processes={index}
       ),
     )
     return ocp.CheckpointManager(self._folder.absolute(), options=options)

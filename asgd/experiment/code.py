@@ -93,14 +93,14 @@ def describe(config: Mapping[str, Any]) -> dict[str, Any]:
 
   "top" is the file or folder that must be importable: the top package's.
   """
-  out = {}
+  described = {}
   for module in sorted({name.partition(":")[0] for name in _named(config)}):
     path, top = _file(module), _file(module.partition(".")[0])
     if path and top:  # built-in modules have no file, and need none
       top = top.parent if top.stem == "__init__" else top
       digest = storage.file_digest(path)
-      out[module] = {"file": str(path), "sha256": digest, "top": str(top)}
-  return out
+      described[module] = {"file": str(path), "sha256": digest, "top": str(top)}
+  return described
 
 
 def to_send(described: Mapping[str, Any]) -> list[str]:

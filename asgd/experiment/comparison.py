@@ -241,7 +241,7 @@ def first_difference(records: base.Records, replayed: Any) -> str:
   if len(records.loss) != len(replayed.loss):
     return f"{len(records.loss)} records, replayed {len(replayed.loss)}"
   # Rows by worker and job: the files of several workers have no common order.
-  live, again = (
+  live_columns, replay_columns = (
     {
       name: getattr(side, name)[np.lexsort((side.job, side.worker))]
       for name in base.Records._fields
@@ -249,19 +249,21 @@ def first_difference(records: base.Records, replayed: Any) -> str:
     for side in (records, replayed)
   )
   differences = []  # (first row that differs, column)
-  for name, column in live.items():
+  for name, column in live_columns.items():
     # Two NaNs are equal here.
-    both_nan = (column != column) & (again[name] != again[name])
-    same = np.equal(column, again[name]) | both_nan
+    replay_column = replay_columns[name]
+    both_nan = (column != column) & (replay_column != replay_column)
+    same = np.equal(column, replay_column) | both_nan
     if not same.all():
       differences.append((int(np.argmin(same)), name))
   if not differences:
     return ""
   row, name = min(differences)
-  worker, job, value = (live[key][row] for key in ("worker", "job", name))
+  keys = "worker", "job", name
+  worker, job, value = (live_columns[key][row] for key in keys)
   return (
     f"{name} of worker {worker}, job {job} is {value}, replayed"
-    f" {again[name][row]}"
+    f" {replay_columns[name][row]}"
   )
 
 

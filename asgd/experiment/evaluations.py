@@ -47,8 +47,8 @@ class Evaluations:
   @property
   def next(self) -> int | None:
     """The message after which the next evaluation is due."""
-    made = len(self.rows)
-    return self._due[made] if made < len(self._due) else None
+    count = len(self.rows)
+    return self._due[count] if count < len(self._due) else None
 
   @property
   def finished(self) -> bool:

@@ -188,13 +188,13 @@ def deaths(
     slow: seconds after which a lost ticket counts as slow.
     before: failures before that rollback; their rows may be in the trace.
   """
-  # [1] What explains that a worker left: by worker, by incarnation.
+  # [1] The failures that explain a LEAVE: by worker, by incarnation.
   dropped = collections.Counter(f.party for f in before if f.kind != "shard")
   # By (worker, incarnation): the first failure of each.
   killed = {key: f for f in reversed(failures) for key in f.incarnations}
   coming = {f.coming: f for f in reversed(failures) if f.coming}
   ledger: trace.Ledger[trace.Event] = trace.Ledger()
-  worked, left = set(), set()  # (worker, incarnation)
+  worked, leavers = set(), set()  # (worker, incarnation)
   counted: list[Failure] = []  # with a LEAVE in the trace
   excuse: dict[int, str] = {}  # worker -> why its last ticket was lost
   messages_after: collections.Counter[tuple[int, int]] = collections.Counter()
@@ -217,7 +217,7 @@ def deaths(
     elif action == base.LOST and ticket and event.time - ticket.time >= slow:
       excuse.setdefault(worker, "took too long")
     elif action == base.LEAVE:
-      left.add(key)
+      leavers.add(key)
       if failure is None and key not in worked:
         failure = coming.get(key)  # it was killed before its JOIN was written
       if failure and row >= failure.before:
@@ -231,7 +231,7 @@ def deaths(
   # [3] Messages that a worker had sent before it was killed still arrive.
   ghosts = [key for key, count in messages_after.items() if count > depth + 1]
   deaths = ", ".join(f"{count} {name}" for name, count in sorted(how.items()))
-  text = f"{len(left)} left ({deaths or 'none'})"
+  text = f"{len(leavers)} left ({deaths or 'none'})"
   text += _not_seen(failures, counted, killed)
   for key in ghosts:
     kind, after = killed[key].kind, killed[key].after

@@ -174,7 +174,7 @@ def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
   groups: dict[float, list[Event]] = {}  # rows of one call have one time
   for event in journal:
     groups.setdefault(event.time, []).append(event)
-  out = []
+  periods = []
   # A journal's rows are in the order of their times, so the groups are, too.
   following = [*groups, float("inf")][1:]
   for (start, rows), limit in zip(groups.items(), following, strict=True):
@@ -182,5 +182,5 @@ def served(journal: Journal, spans: Spans) -> list[tuple[float, float]]:
     fetches = (fetched[key].start for key in sent if key in fetched)
     end = max(fetches, default=start)
     if end > start:
-      out.append((start, min(end, limit)))
-  return out
+      periods.append((start, min(end, limit)))
+  return periods

@@ -58,13 +58,13 @@ def _arrivals(journal: Journal, spans: Spans) -> dict[tuple[int, int], float]:
   for event in journal:
     if event.action == base.RECEIVE:
       groups.setdefault(event.time, []).append(event.key)
-  out = {}
+  arrivals = {}
   for time, keys in groups.items():
     ends = {key: pushed[key].end for key in keys if key in pushed}
     last = max(ends.values()) if len(ends) == len(keys) else time
     for key in keys:
-      out[key] = time - max(last - ends.get(key, last), 0.0)
-  return out
+      arrivals[key] = time - max(last - ends.get(key, last), 0.0)
+  return arrivals
 
 
 def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
@@ -72,7 +72,7 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
   ends = _arrivals(journal, spans)
   free: dict[int, float] = {}  # end of the last job, by worker
   joined: set[int] = set()  # workers that have ended no job since they joined
-  out = []
+  measured = []
   ledger: Ledger[Event] = Ledger()
   for event in journal:
     worker, ticket = event.worker, ledger.apply(event)
@@ -83,9 +83,9 @@ def jobs(journal: Journal, spans: Spans) -> list[MeasuredJob]:
       start = max(ticket.time, free.get(worker, ticket.time))
       free[worker] = end = ends[event.key]
       is_first = worker in joined
-      out.append(MeasuredJob(worker, start, end, event.time, is_first))
+      measured.append(MeasuredJob(worker, start, end, event.time, is_first))
       joined.discard(worker)
-  return out
+  return measured
 
 
 def _carried(
@@ -153,7 +153,7 @@ def off_network(
   # message were later than the network explains.
   joined: set[int] = set()  # as in `jobs`
   free: dict[int, float] = {}
-  out = []
+  measured = []
   for event in journal:
     worker, key = event.worker, event.key
     if event.action == base.JOIN:
@@ -167,9 +167,10 @@ def off_network(
       start = max(fetched[key].end, free.get(worker, 0.0))
       free[worker] = end = pushed[key].end
       is_first = worker in joined
-      out.append(MeasuredJob(worker, start, end + late, event.time, is_first))
+      job = MeasuredJob(worker, start, end + late, event.time, is_first)
+      measured.append(job)
       joined.discard(worker)
-  return out
+  return measured
 
 
 def sizes_of(records: Sequence[base.Records], workers: int) -> Sizes:
@@ -258,14 +259,15 @@ def shifted(rows: Sequence[Sequence[float]], workers: int) -> list[list[float]]:
     >>> predict.shifted([[1.0, 2.0, 3.0, 4.0]], 2)
     [[1.0, 2.0, 3.0, 4.0], [3.0, 4.0, 1.0, 2.0]]
   """
-  sharing, out = -(-workers // len(rows)), []  # most workers with one row
+  shifted_rows = []
+  sharing = -(-workers // len(rows))  # most workers with one row, rounded up
   for worker in range(workers):
     turn, index = divmod(worker, len(rows))
     row = list(rows[index])
     # Evenly spaced starts for the workers that share a row.
     start = turn * len(row) // sharing
-    out.append(row[start:] + row[:start])
-  return out
+    shifted_rows.append(row[start:] + row[:start])
+  return shifted_rows
 
 
 def play(

@@ -298,7 +298,7 @@ def _make_folder(undo: contextlib.ExitStack) -> str:
   _remove_abandoned(Path(above))
   closed = tempfile.mkdtemp(prefix="ray-", dir=above)  # mode 700
   processes.write_pid(Path(closed), "worker", 0)
-  processes.FOLDERS.add(closed)  # a kill at the second signal ends them, too
+  processes.FOLDERS.add(closed)  # `processes.end_children` removes it, too
   undo.callback(shutil.rmtree, closed, ignore_errors=True)
   return os.path.join(closed, "s")
 

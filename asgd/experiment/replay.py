@@ -38,8 +38,8 @@ class Replay(NamedTuple):
   """The result of a replay."""
 
   name: str  # of the cell
-  trace: base.Trace  # of the lead, or of all peers
-  records: base.Records  # a row for each received message of the trace
+  trace: base.Trace  # of the lead, or of all peers or workers
+  records: base.Records  # of the lead, or of all peers or workers
   params: Any  # the final parameters; of peers their mean
   evaluation: problems.Evaluation
   digest: str  # checksum of the parameters

@@ -372,7 +372,7 @@ def write(
   rows = [row for path in cell_folders for row in folder.read_rows(path)]
   csv_rows, header, text_rows = rows_of(results, experiment.engines)
   table = text_table.format_table(header, text_rows)
-  shown = output.table(header, text_rows, f"{workdir}/results.csv")
+  printed = output.table(header, text_rows, f"{workdir}/results.csv")
   # [2] The title, and how many of this command's cells are finished.
   config, dataset = experiment.config, experiment.dataset
   budget = f"{config['epochs']:g} epochs"
@@ -389,10 +389,10 @@ def write(
   if so_far:
     note = f"so far {so_far}: means are over the seeds that are finished"
     notes, text = [note, *notes], f"{text}{note}\n"
-    shown += f"{note}\n"
+    printed += f"{note}\n"
   if not safe_files.is_writable(workdir):
     return (
-      f"\n{title}\n\n{shown}\nnothing is written: {workdir} is read-only; its"
+      f"\n{title}\n\n{printed}\nnothing is written: {workdir} is read-only; its"
       f" report is {workdir}/report.html\n"
     )
   # [3] The files. The page shows the figure, so it comes after it.
@@ -409,7 +409,7 @@ def write(
   )
   cell_log.join(workdir, experiment, results)
   return (
-    f"\n{title}\n\n{shown}\n"
+    f"\n{title}\n\n{printed}\n"
     f"report       {html}\n"
     f"figure       {figure_line}\n"
     f"table        {workdir}/table.txt, {workdir}/results.csv\n"
