@@ -167,8 +167,9 @@ def off_network(
       start = max(fetched[key].end, free.get(worker, 0.0))
       free[worker] = end = pushed[key].end
       is_first = worker in joined
-      job = MeasuredJob(worker, start, end + late, event.time, is_first)
-      measured.append(job)
+      measured.append(
+        MeasuredJob(worker, start, end + late, event.time, is_first)
+      )
       joined.discard(worker)
   return measured
 
